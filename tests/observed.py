@@ -227,4 +227,4 @@ def read(config: Config) -> Facts:
 def bounds(config: Config) -> Facts:
     """From a signal, or from the start of the process."""
     stop = Stop(config.run, ends={}, keeps_time=True, say=lambda text: None)
-    return {"signals": stop._bounds, "limits": limits(config.run, {})}
+    return {"signals": stop._timeouts, "limits": limits(config.run, {})}

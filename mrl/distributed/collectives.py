@@ -1,13 +1,12 @@
-"""Exchanges between ranks that torch.distributed has no single call for.
+"""Collectives that torch.distributed lacks: ragged all-gather, deterministic sums, and shared errors.
 
-Owns ragged all-gather and all-to-all, sums over a group, and errors that all ranks raise together. Every tensor that is
-sent is made contiguous first: gloo moves wrong bytes otherwise, without an error.
+Every tensor is made contiguous before it is sent: gloo sends wrong bytes for other tensors, without an error.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,10 +18,10 @@ from mrl.errors import UserError, disk_errors
 
 
 class RankFailedError(RuntimeError):
-    """What all ranks raise together where one of them failed.
+    """Error that every rank raises if one of them failed.
 
     Attributes:
-        rank: Of the job, which one.
+        rank: Global rank that failed.
     """
 
     def __init__(self, rank: int, what: str) -> None:
@@ -31,23 +30,20 @@ class RankFailedError(RuntimeError):
 
 
 def everyone() -> dist.ProcessGroup:
-    """The group of all ranks of the job."""
+    """Returns the default process group: all ranks of the job."""
     group = dist.group.WORLD
     if group is None:
-        raise RuntimeError("there is no process group: distributed.launch.start was not called")
+        raise RuntimeError("there is no default process group: call distributed.launch.start() first")
     return group
 
 
 def from_first_rank(value: Any) -> Any:
-    """Collective over the job: rank 0's value, on every rank; plain data (`safe_pickle.py`)."""
+    """Collective over all ranks: returns rank 0's value on every rank; plain data only (`safe_pickle.py`)."""
     return from_rank(0, value)
 
 
 def from_rank(source: int, value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Collective over `group`: returns the value of rank `source` of the job on every rank.
-
-    Values are plain data (`safe_pickle.py`).
-    """
+    """Collective over `group`: returns global rank `source`'s value everywhere; plain data only (`safe_pickle.py`)."""
     if dist.get_world_size(group) == 1:
         return value
     box = [value]
@@ -56,22 +52,22 @@ def from_rank(source: int, value: Any, group: dist.ProcessGroup | None = None) -
 
 
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Collective over `group`: the elementwise sum, on every rank; the input is unchanged."""
+    """Collective over `group`: returns the elementwise sum on every rank; the input is unchanged."""
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
     reduce(total, group)
     return total
 
 
 def reduce(tensor: Tensor, group: dist.ProcessGroup, operation: Any = dist.ReduceOp.SUM) -> None:
-    """Collective over `group`: the elementwise sum, or another reduction, in place; a rank alone is not held up."""
+    """Collective over `group`: all-reduces in place (default: sum); does nothing in a group of one."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op=operation, group=group)
 
 
 def sum_in_rank_order(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Collective over `group`: the elementwise sum, the same bits wherever and how many numbers are summed.
+    """Collective over `group`: returns the elementwise sum with bits that depend neither on the rank nor on the shape.
 
-    It begins with the first rank's numbers, adds those of the next to it, and so on, in fp32, rounded once at the end.
+    Adds the ranks' tensors in rank order in fp32 and rounds once at the end.
     """
     size = dist.get_world_size(group)
     if size == 1:
@@ -85,112 +81,97 @@ def sum_in_rank_order(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather_ragged(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Collective over `group`: the ranks' rows, one rank after the other.
+    """Collective over `group`: concatenates the ranks' rows in rank order.
 
     Args:
-        rows: [n, ...] with any n on each rank; dtype and trailing shape are the same everywhere.
-        group: Who takes part.
+        rows: [n, ...]; n may differ between ranks, dtype and trailing shape may not.
+        group: Process group.
+
+    Returns:
+        [sum of n, ...].
     """
     size = dist.get_world_size(group)
     if size == 1:
         return rows.detach().clone(memory_format=torch.contiguous_format)
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(counts, torch.tensor([rows.size(0)]), group=group)
-    most = max(int(count) for count in counts)
-    if not most:
+    max_count = max(int(count) for count in counts)
+    if not max_count:
         return rows.new_zeros((0, *rows.shape[1:]))
-    padded = rows.new_zeros((most, *rows.shape[1:]))
+    padded = rows.new_zeros((max_count, *rows.shape[1:]))
     padded[: rows.size(0)] = rows
     parts = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(parts, padded, group=group)
     return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
 
 
-def all_to_all_ragged(
-    parts: Sequence[Tensor], receive_counts: Sequence[int], group: dist.ProcessGroup | None = None
-) -> Tensor:
-    """Collective over `group`: sends `parts[r]` to rank r and returns what the ranks sent, in rank order.
+def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Collective over `group`: returns if no rank has an error; otherwise every rank raises the first failing rank's.
 
     Args:
-        parts: One 1-D tensor for each rank, the same dtype everywhere.
-        receive_counts: Elements that each rank sends to this one; all ranks know these beforehand.
-        group: Who takes part; None: the whole job.
-    """
-    if len(parts) == 1:
-        return parts[0].clone()
-    received = parts[0].new_empty(sum(receive_counts))
-    dist.all_to_all_single(
-        received,
-        torch.cat(list(parts)).contiguous(),
-        list(receive_counts),
-        [part.numel() for part in parts],
-        group=group,
-    )
-    return received
-
-
-def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Collective over `group`: returns if no rank has an error; else every rank raises the first failing rank's.
+        error: Exception of this rank; None: it succeeded.
+        group: Process group; None: all ranks.
 
     Raises:
-        UserError: The first failing rank has a UserError; the message is its message.
-        RankFailedError: It has another exception; the message names the rank and the exception.
+        UserError: The first failing rank has a UserError; with the same message.
+        RankFailedError: The first failing rank has another exception; the message names the rank and the exception.
     """
     size = dist.get_world_size(group)
-    if not any_rank(error is not None, group):  # messages of any length take three times as long
+    if not any_rank(error is not None, group):  # one byte per rank: a third of the time of gathering messages
         return
-    mine = None if error is None else (isinstance(error, UserError), f"{type(error).__name__}: {error}", str(error))
-    found: list[tuple[bool, str, str] | None] = [mine] * size
+    own = None if error is None else (isinstance(error, UserError), f"{type(error).__name__}: {error}", str(error))
+    reports: list[tuple[bool, str, str] | None] = [own] * size
     if size > 1:
-        dist.all_gather_object(found, mine, group=group)
-    for rank, item in enumerate(found):
-        if item is None:
+        dist.all_gather_object(reports, own, group=group)
+    for rank, report in enumerate(reports):
+        if report is None:
             continue
-        is_user_error, described, message = item
+        is_user_error, described, message = report
         if is_user_error:
-            together = UserError(message)
-            together.everywhere = True
-            raise together from error
+            shared = UserError(message)
+            shared.everywhere = True
+            raise shared from error
         raise RankFailedError(dist.get_global_rank(group or everyone(), rank), described) from error
 
 
-def any_rank(said: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Collective over `group`: whether any of its ranks says so."""
+def any_rank(value: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Collective over `group`: returns whether `value` is true on any rank."""
     size = dist.get_world_size(group)
     if size == 1:
-        return said
+        return value
     found = [torch.zeros(1, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(found, torch.tensor([said], dtype=torch.uint8), group=group)
+    dist.all_gather(found, torch.tensor([value], dtype=torch.uint8), group=group)
     return any(found)
 
 
 ALONE_S = 5.0
-"""The other ranks hear of an error within this time, or they wait in a collective that the failing rank has left."""
+"""Time within which the other ranks join `raise_together`, s; later they are taken to wait in a collective that the
+failing rank left."""
 
-_watch: list[Callable[[Exception], object]] = []
+_end_callbacks: list[Callable[[Exception], object]] = []
 
 
 def when_alone(end: Callable[[Exception], object] | None) -> None:
-    """What ends the job by an error of this rank, called in a thread; None: nobody can, the others time out."""
-    _watch[:] = [] if end is None else [end]
+    """Sets the function, called in a thread, that ends the job with this rank's error; None: the others time out."""
+    _end_callbacks[:] = [] if end is None else [end]
 
 
 def _end_alone(error: Exception) -> None:
-    for end in _watch:
-        end(error)
+    for callback in _end_callbacks:
+        callback(error)
 
 
 @contextmanager
 def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Collective over `group`: what raises inside on one rank raises on all, by `raise_together`.
+    """Collective over `group`: an exception that one rank raises inside is raised on all of them (`raise_together`).
 
-    What a disk does not take is a UserError. Inside there may be collectives: where a rank fails and the others wait
-    for it in one, so that they do not come to hear of it, the watchdog ends the job with the error after ALONE_S.
+    Disk errors become UserErrors. The block may contain collectives: if a rank fails while the others wait for it in
+    one, they never reach `raise_together`, and the watchdog ends the job with the error after ALONE_S.
     """
     try:
         with disk_errors():
             yield
-    except Exception as error:  # noqa: BLE001 -- whatever it is, the other ranks must learn of it
+    except Exception as error:  # noqa: BLE001 -- any exception must reach the other ranks
         timer = threading.Timer(ALONE_S, _end_alone, [error])
         timer.daemon = True
         timer.start()

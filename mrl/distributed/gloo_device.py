@@ -1,7 +1,7 @@
-"""One gloo device for all process groups of a rank, in place of one for each.
+"""A single gloo device for all process groups of a rank, instead of one per group.
 
-A gloo device is a socket address and a thread that wakes up a hundred times a second. torch makes a new one for each
-group; Megatron makes some twenty groups in each rank, so that idle ranks of one host would keep its cores busy.
+A gloo device has a socket address and a thread that wakes up a hundred times a second. torch creates one per group and
+Megatron about twenty groups per rank, so idle ranks would keep the host's cores busy.
 """
 
 from __future__ import annotations
@@ -12,29 +12,30 @@ from typing import Any
 import torch.distributed as dist
 
 _THREADS_PER_DEVICE = 2
-"""As in torch."""
-_make = dist.ProcessGroupGloo.__init__ if dist.is_gloo_available() else None
+"""torch's default."""
+_original_init = dist.ProcessGroupGloo.__init__ if dist.is_gloo_available() else None
 
 
 def share_device(interfaces: str) -> None:
-    """Groups of gloo that are made from here on share a device; a torch without such options makes them as it does.
+    """Makes gloo groups created later share a device; does nothing if this torch lacks the options for it.
 
     Args:
-        interfaces: Network interfaces, separated by commas, as in GLOO_SOCKET_IFNAME; "": that of the host's name.
+        interfaces: Network interfaces, separated by commas, as in GLOO_SOCKET_IFNAME; "": the interface of the
+            hostname.
     """
-    if _make is None or not hasattr(getattr(dist.ProcessGroupGloo, "_Options", None), "_devices"):
+    if _original_init is None or not hasattr(getattr(dist.ProcessGroupGloo, "_Options", None), "_devices"):
         return
 
-    @functools.wraps(_make)
+    @functools.wraps(_original_init)
     def make(self: Any, store: Any, rank: int, size: int, *given: Any, **named: Any) -> None:
-        if given or set(named) != {"timeout"}:  # by options: its devices were chosen
-            _make(self, store, rank, size, *given, **named)
+        if given or set(named) != {"timeout"}:  # called with options, which include the devices
+            _original_init(self, store, rank, size, *given, **named)
             return
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = _devices(interfaces)
         options._threads = _THREADS_PER_DEVICE * len(options._devices)
         options._timeout = named["timeout"]
-        _make(self, store, rank, size, options)
+        _original_init(self, store, rank, size, options)
 
     dist.ProcessGroupGloo.__init__ = make  # type: ignore[method-assign]
 

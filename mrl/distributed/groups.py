@@ -1,7 +1,7 @@
-"""The process groups of the parallel layout, by name.
+"""Process groups of the parallel layout, as one bundle from which every collective takes its group.
 
-Owns the bundle `ProcessGroups` that every collective takes its group from, the groups of the rollout replicas, and that
-of the ranks that train. The actor's groups are made by Megatron (`megatron/parallel_state.py`) and put in here.
+Megatron creates the actor's groups (`megatron/parallel_state.py`); this file creates those of rollout replicas and
+roles.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from mrl.parallel_layout import Coords, Grid
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Groups that this rank belongs to; those of a role that it does not have are itself alone.
+    """Process groups of this rank; a group of a role that the rank does not have contains this rank alone.
 
     Attributes:
         rank: Global rank.
-        grid: Layout of all ranks.
-        tp: Ranks that share this rank's layers.
-        cp: Ranks that share this rank's sequences.
-        dp: Ranks that hold the same shard for other data.
-        dp_cp: Ranks that hold the same shard for other tokens.
+        grid: Parallel layout of all ranks.
+        tp: Tensor-parallel group: ranks with other shards of the same layers.
+        cp: Context-parallel group: ranks with other chunks of the same sequences.
+        dp: Data-parallel group: ranks with the same shard and other sequences.
+        dp_cp: Data- and context-parallel group: ranks with the same shard and other tokens.
         pp: Pipeline stages of this rank's replica of the actor.
         rollout_tp: Ranks of this rank's rollout replica.
-        trainers: Ranks that train, where others sample; None: all ranks do both.
-        samplers: Ranks that sample, where others train; None: all ranks do both.
+        trainers: Ranks that train, if others sample (disaggregated); None: all ranks do both.
+        samplers: Ranks that sample, if others train; None: all ranks do both.
     """
 
     rank: int
@@ -46,31 +46,31 @@ class ProcessGroups:
 
     @property
     def trains(self) -> bool:
-        """Whether this rank holds a part of the actor."""
+        """True if this rank has a shard of the actor."""
         return self.rank in self.grid.trainers
 
     @property
     def samples(self) -> bool:
-        """Whether this rank holds a part of an engine."""
+        """True if this rank has a shard of a rollout engine."""
         return self.rank in self.grid.samplers
 
     def among_trainers(self) -> AbstractContextManager[None]:
-        """Inside, on ranks that train, these are all ranks of the job for whatever asks."""
+        """Makes the training ranks the default process group inside a `with` block; call it on training ranks."""
         return as_whole_job(self.trainers)
 
     @property
     def coords(self) -> Coords:
-        """Actor coordinates of this rank, which trains."""
+        """Position of this rank, which must train, in the actor's parallel layout."""
         return self.grid.coords(self.rank)
 
     @property
     def leads_replica(self) -> bool:
-        """Whether this rank is the first of its rollout replica: it scores and sends the replica's rollouts."""
+        """True if this rank is the first of its rollout replica, which scores and sends the replica's rollouts."""
         return self.samples and self.grid.rollout_rank(self.rank) == 0
 
 
 def make_rollout_group(grid: Grid, rank: int) -> dist.ProcessGroup:
-    """Collective over the job: the group of this rank's rollout replica; of itself alone where it does not sample."""
+    """Collective over all ranks: creates each replica's group; returns this rank's (itself alone if it only trains)."""
     own: dist.ProcessGroup | None = None
     for replica in range(grid.num_replicas):
         start = grid.samplers.start + replica * grid.rollout_size
@@ -81,19 +81,19 @@ def make_rollout_group(grid: Grid, rank: int) -> dist.ProcessGroup:
     if own is not None:
         return own
     if rank in grid.samplers:
-        raise RuntimeError(f"rank {rank} is in no rollout replica of {grid}")
+        raise RuntimeError(f"rank {rank} samples but belongs to no rollout replica of {grid}")
     return alone(rank)
 
 
 def make_role_groups(
     grid: Grid, timeout_s: float, sampling_s: float
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Collective over the job: the groups of the ranks that train and of those that sample; None where all do both.
+    """Collective over all ranks: creates the groups (trainers, samplers); (None, None) if all ranks do both.
 
     Args:
-        grid: The layout.
-        timeout_s: A collective of the ranks that train that waits longer fails, s.
-        sampling_s: One of those that sample.
+        grid: Parallel layout of all ranks.
+        timeout_s: Timeout of collectives among training ranks, s.
+        sampling_s: Timeout of collectives among sampling ranks, s.
     """
     if not grid.has_roles:
         return None, None
@@ -102,6 +102,6 @@ def make_role_groups(
 
 
 def alone(rank: int) -> dist.ProcessGroup:
-    """A group of this rank; no other rank takes part."""
+    """Returns a new group of this rank only; other ranks need not call it."""
     made: dist.ProcessGroup = dist.new_group([rank], use_local_synchronization=True)
     return made

@@ -1,8 +1,8 @@
-"""The job's token: what a process must know to be believed by the job's ranks and launchers.
+"""Secret token of the job, which authenticates its processes to each other.
 
-Owns the variable that holds it, the names that are derived from it, and the seal on what is written where a foreign
-process could write too. TCPStore asks nobody who connects for anything: the token is what tells the job's own from a
-stranger's. Without one (ranks that no script of launch/ started) the seal still tells garbage.
+TCPStore accepts any connection. Names derived from the token cannot be guessed by other processes, and an HMAC of the
+data shows that a process of the job wrote it. Without a token (ranks that no script of launch/ started) the HMAC still
+detects corrupt data.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ import hashlib
 import hmac
 
 TOKEN = "MRL_JOB_TOKEN"
-"""The same secret text in the environment of every process of the job, which other users of a host cannot read."""
+"""Environment variable with the token, equal in all processes of the job and unreadable for other users of the host."""
 
 
-class StrangerError(RuntimeError):
-    """Something was written that no process of this job wrote."""
+class AuthenticationError(RuntimeError):
+    """Error for data that no process of this job wrote."""
 
 
 def name(token: str, purpose: str) -> str:
-    """A name that nobody can guess who does not know the token."""
+    """Returns a name that only processes with the token can compute."""
     return _digest(token, "name", purpose.encode())
 
 
 def seal(token: str, purpose: str, data: bytes) -> bytes:
-    """`data` with a seal before it, for `unseal`."""
+    """Returns `data` with its HMAC in front, for `unseal`."""
     return _digest(token, purpose, data).encode() + data
 
 
 def unseal(token: str, purpose: str, sealed: bytes) -> bytes:
-    """What was sealed for the same purpose.
+    """Returns the data that was sealed for the same purpose.
 
     Raises:
-        StrangerError: It was not sealed with this token.
+        AuthenticationError: It was sealed with another token or for another purpose.
     """
     size = 2 * hashlib.sha256().digest_size
     data = sealed[size:]
     if not hmac.compare_digest(sealed[:size], _digest(token, purpose, data).encode()):
-        raise StrangerError(f"no process of this job wrote what is there as its '{purpose}'")
+        raise AuthenticationError(f"the '{purpose}' data was not written by a process of this job (wrong HMAC)")
     return data
 
 

@@ -1,8 +1,9 @@
-"""Starts and stops this process as a rank of the job; the one reader of os.environ.
+"""Initializes and shuts down this process as one rank of the job; the only file that reads os.environ.
 
-Owns the device of the rank, its threads and the default process group. What the launchers' variables mean is in
-`launcher_env.py`, where ranks without torchrun meet in `rendezvous.py`, the process groups of the parallel layout in
-`groups.py`. `environment` needs no torch, so that a mistake is told before torch is imported.
+`start` selects the rank's device, sets its CPU threads and creates torch's default process group. `launcher_env.py`
+interprets the launchers' variables, `rendezvous.py` connects ranks that torchrun did not start, and `groups.py` has the
+process groups of the parallel layout. `environment` does not import torch, so that a mistake in the launcher's
+variables is reported at once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mrl.distributed.launcher_env import TORCHRUN, Environment, device_index, re
 from mrl.errors import ClusterError, UserError
 
 OWN_DEVICE = "MRL_OWN_DEVICE"
-"""Set by `see_own_device_only`: the one CUDA device that this process sees is its own."""
+"""Set by `see_own_device_only`: this process sees exactly one CUDA device, its own."""
 
 if TYPE_CHECKING:
     import torch
@@ -31,46 +32,47 @@ if TYPE_CHECKING:
 
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-"""gloo reads it whenever it makes a group."""
+"""Network interface of gloo, which reads the variable each time it creates a group."""
 
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
-"""By which NCCL's ranks find each other; left to NCCL where there are several hosts."""
+"""Network interface of NCCL's bootstrap; set here for jobs on one host only, otherwise NCCL chooses."""
 
-_set_by_start: list[str] = []
-"""Variables that `stop` takes away: a job on other hosts that this process starts later must not find them."""
+_unset_by_stop: list[str] = []
+"""Variables that `stop` removes, so that a later job of this process on other hosts does not inherit them."""
 
 
-_OUTSIDE: list[Environment] = []
-"""What the launcher said before `scrubbed_variables` changed the variables; empty outside of it."""
+_SAVED_ENVIRONMENT: list[Environment] = []
+"""Launcher environment from before `scrubbed_variables` changed the variables; empty outside of it."""
 
 
 def environment() -> Environment:
-    """What the launcher says of this process; no process group is needed.
+    """Returns rank, world size and the like as the launcher's variables give them; needs no process group.
 
-    Whoever starts MPI comes here first; it runs without its UCC component unless the user said otherwise. TensorRT-LLM
-    turns that off too, but at its import, when MPI_Init has read the setting.
+    Call it before MPI is initialized: it disables OpenMPI's UCC component unless the user has set
+    OMPI_MCA_coll_ucc_enable. TensorRT-LLM disables it too, but only at its import, after MPI_Init has read the setting.
 
     Raises:
         UserError: The launchers' variables are incomplete or contradict each other.
     """
-    if _OUTSIDE:
-        return _OUTSIDE[0]
+    if _SAVED_ENVIRONMENT:
+        return _SAVED_ENVIRONMENT[0]
     found = read(os.environ)
     if found.launcher in ("mpirun", "mpi", "srun"):
         os.environ.setdefault("OMPI_MCA_coll_ucc_enable", "0")
-    return _of_mpi(found) if found.launcher == "mpi" else found
+    return _sizes_from_mpi(found) if found.launcher == "mpi" else found
 
 
 def choose_device(wanted: str) -> str:
-    """The device kind that `run.device` asks for: cpu or cuda.
+    """Returns the device type, "cpu" or "cuda", for the value `wanted` of `run.device`.
 
     Raises:
-        UserError: CUDA was asked for and there is none, or the CPU where Megatron would find CUDA devices.
+        UserError: CUDA was requested and there is none, or the CPU was requested where Megatron would find CUDA
+            devices.
     """
     import torch
 
     if wanted == "cpu" and torch.cuda.is_available():
-        raise UserError("run.device=cpu on a machine with CUDA: hide its devices too, by CUDA_VISIBLE_DEVICES=''.")
+        raise UserError("run.device=cpu, but torch sees CUDA devices. Hide them with CUDA_VISIBLE_DEVICES=''.")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device=cuda, but torch sees no CUDA device. Use run.device=auto or cpu.")
     if wanted == "auto":
@@ -79,12 +81,9 @@ def choose_device(wanted: str) -> str:
 
 
 def meet(timeout_s: float) -> TCPStore:
-    """Collective over the job: the store where its ranks find each other, before there is a process group.
+    """Collective over all ranks: connects to the store through which the ranks find each other.
 
-    Returns at once on each rank that reaches it, whoever else is there.
-
-    Args:
-        timeout_s: Wait for the store, s.
+    Needs no process group. Each rank returns as soon as it is connected, without waiting for the others.
 
     Raises:
         UserError: Rank 0 has no address that other hosts could reach, its port is taken, or MPI is not usable.
@@ -93,7 +92,7 @@ def meet(timeout_s: float) -> TCPStore:
     from mrl.distributed import rendezvous
 
     env = environment()
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own word to its ranks
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # set by torchrun
     over_mpi = env.launcher in ("mpirun", "mpi")
     store, secret = rendezvous.meet(env, timeout_s, served=served, token=job_token(make=over_mpi and env.rank == 0))
     if over_mpi:
@@ -102,10 +101,10 @@ def meet(timeout_s: float) -> TCPStore:
 
 
 def job_token(*, make: bool = False) -> str:
-    """The token of this process's job; "" where its launcher gave it none.
+    """Returns the secret token of this job (`job_secret.py`); "" if the launcher set none.
 
     Args:
-        make: This process may choose one, where it has none: it is the first of the job.
+        make: Generate a token if there is none; for the first process of the job.
     """
     if make and not os.environ.get(TOKEN):
         os.environ[TOKEN] = secrets.token_hex()
@@ -113,56 +112,59 @@ def job_token(*, make: bool = False) -> str:
 
 
 def private(store: Store) -> PrefixStore:
-    """The part of a store in which only processes of this job know the names."""
+    """Returns a view of `store` whose key prefix only processes of this job can compute."""
     from torch._C._distributed_c10d import PrefixStore
 
     return PrefixStore(job_secret.name(job_token(), "ranks"), store)
 
 
 def share_no_store() -> None:
-    """Ranks of torchrun serve a store of their own from here on, a new one after each restart."""
+    """Makes torchrun's ranks serve a store of their own from here on, a new one after each restart."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
 
 def is_restart() -> bool:
-    """Whether torchrun has started these ranks again after a failure (--max-restarts)."""
+    """Returns whether torchrun restarted these ranks after a failure (--max-restarts)."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def cache_folder() -> Path | None:
-    """Where this user's programs keep what they can make again; it need not be there yet. None: there is no home."""
+    """Returns this user's cache folder for mrl, which may not exist yet; None if there is no home directory."""
     found = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return found / "mrl" if found.is_absolute() else None
 
 
 def variables(*names: str) -> dict[str, str]:
-    """Those of the variables that are set."""
+    """Returns the given environment variables that are set."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def variables_without_launcher() -> dict[str, str]:
-    """All variables but those that a launcher left, for a program that is to be started as if by hand."""
-    left = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
+    """Returns all environment variables but those of a launcher, to start a program as from a plain shell."""
+    prefixes = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
+    removed = (*TORCHRUN, "HYDI_CONTROL_FD")
     kept = ("SLURM_CONF", "OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-    mine = (*TORCHRUN, "HYDI_CONTROL_FD")
     return {
-        name: value for name, value in os.environ.items() if name in kept or not (name in mine or name.startswith(left))
+        name: value
+        for name, value in os.environ.items()
+        if name in kept or not (name in removed or name.startswith(prefixes))
     }
 
 
 def give_variables(given: Mapping[str, str], *, unless_set: Mapping[str, str]) -> None:
-    """Sets variables of a library for as long as the process lives; the user's own go before `unless_set`."""
+    """Sets environment variables for the rest of this process; the user's own values win over `unless_set` only."""
     os.environ.update({**unless_set, **variables(*unless_set), **given})
 
 
 @contextmanager
 def scrubbed_variables(*, hide: Sequence[str], given: Mapping[str, str]) -> Iterator[None]:
-    """Inside, variables that begin with one of `hide` are not set, and those of `given` are.
+    """Hides environment variables that start with one of `hide` and sets those of `given`, inside a `with` block.
 
-    Afterwards all is as before; what the code inside sets itself is undone too. `environment` is that of before.
+    On exit every variable is restored, also those that the block changed. Meanwhile `environment` returns its earlier
+    value.
     """
     before = dict(os.environ)
-    _OUTSIDE.insert(0, environment())
+    _SAVED_ENVIRONMENT.insert(0, environment())
     for name in [name for name in before if name.startswith(tuple(hide))]:
         del os.environ[name]
     os.environ.update(given)
@@ -172,14 +174,14 @@ def scrubbed_variables(*, hide: Sequence[str], given: Mapping[str, str]) -> Iter
         for name in set(os.environ) - set(before):
             del os.environ[name]
         os.environ.update(before)
-        _OUTSIDE.pop(0)
+        _SAVED_ENVIRONMENT.pop(0)
 
 
 def see_own_device_only() -> None:
-    """Hides the other ranks' CUDA devices from this process, for libraries that would choose one themselves.
+    """Hides the other ranks' CUDA devices from this process, for libraries that pick a device themselves.
 
-    It must come before anything asks torch for CUDA devices. Ranks that MPI or srun started are left alone: there the
-    libraries know the rank.
+    Call it before torch first queries CUDA devices. It changes nothing for ranks of MPI or srun: there these libraries
+    read the launcher's local rank.
     """
     env = environment()
     if env.launcher != "torchrun" or env.local_world_size == 1:
@@ -193,13 +195,13 @@ def see_own_device_only() -> None:
 def start(
     device: str = "auto", *, num_threads: int = 0, timeout_s: float = 600.0, store: Store | None = None
 ) -> torch.device:
-    """Collective over the job: makes this process a rank with a device, threads and the default process group.
+    """Collective over all ranks: sets this rank's device and CPU threads and creates the default process group.
 
     Args:
-        device: `run.device`.
+        device: Value of `run.device`: auto, cpu or cuda.
         num_threads: CPU threads of this rank; 0: the host's cores divided by its ranks.
-        timeout_s: A collective that waits longer fails, s.
-        store: A part of what `meet` gave; None: met here.
+        timeout_s: Timeout of the group's collectives, s.
+        store: Store for the group, derived from the one that `meet` returned; None: calls `meet`.
 
     Returns:
         The device of this rank.
@@ -212,13 +214,13 @@ def start(
 
     env = environment()
     kind = choose_device(device)
-    own = torch.device("cpu")
+    rank_device = torch.device("cpu")
     torch.set_num_threads(num_threads or env.num_cpus or max(1, len(os.sched_getaffinity(0)) // env.local_world_size))
     if kind == "cuda":
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron overlaps TP collectives in launch order
         index = 0 if OWN_DEVICE in os.environ else device_index(env, torch.cuda.device_count())
-        own = torch.device(kind, index)
-        torch.cuda.set_device(own)
+        rank_device = torch.device(kind, index)
+        torch.cuda.set_device(rank_device)
     chosen = os.environ.get(INTERFACE, "")
     if (name := rendezvous.choose_interface(env, chosen)) != chosen:
         _set_until_stop(INTERFACE, name)
@@ -235,15 +237,16 @@ def start(
         store = store or private(meet(timeout_s))
         allow_sockets()
         dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
-        _exchange(own, env.world_size)
-    return own
+        _check_all_reduce(rank_device, env.world_size)
+    return rank_device
 
 
 def choose_attention() -> None:
-    """Keeps torch's attention, also that of other libraries in this process, away from cuDNN.
+    """Disables cuDNN attention in torch's scaled_dot_product_attention, for other libraries in this process too.
 
-    cuDNN builds a plan for each new shape, up to half a second each way, and packed batches have new shapes in every
-    step. torch prefers it on compute capability 9.0 from 2.11 on. TransformerEngine's attention is not affected.
+    cuDNN builds a plan for each new shape, which takes up to 0.5 s each for forward and backward, and packed batches
+    have new shapes in every step. From 2.11 on torch prefers it on compute capability 9.0. TransformerEngine's
+    attention is not affected.
     """
     import torch
 
@@ -251,19 +254,16 @@ def choose_attention() -> None:
 
 
 def allow_sockets() -> None:
-    """As many open files as the host allows: groups have a connection to each of their ranks, and so have stores."""
+    """Raises the limit of open files to the host's maximum: groups and stores open one connection per rank."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _exchange(device: torch.device, world_size: int) -> None:
-    """Collective over the job: a first sum on the device.
+def _check_all_reduce(device: torch.device, world_size: int) -> None:
+    """Collective over all ranks: runs a first all-reduce on the device and checks the sum.
 
-    NCCL makes a group's communicator at its first use, for which it waits for all ranks: a first message between two of
-    them would wait for ever. And a network that does not carry it is found here.
-
-    Raises:
-        ClusterError: The sum is wrong.
+    NCCL creates a group's communicator at its first use, which waits for all ranks: a point-to-point message as the
+    first operation would hang. It also detects a broken network early.
     """
     import torch
     import torch.distributed as dist
@@ -272,11 +272,13 @@ def _exchange(device: torch.device, world_size: int) -> None:
     dist.all_reduce(ones)
     if (found := ones.item()) != world_size:
         kind = "NCCL" if device.type == "cuda" else "gloo"
-        raise ClusterError(f"{kind} adds {world_size} ones up to {found:g}. Try `mrl doctor` on the same hosts.")
+        raise ClusterError(
+            f"the first {kind} all-reduce summed {world_size} ones to {found:g}. Run `mrl doctor` on the same hosts."
+        )
 
 
 def device_is_busy() -> bool:
-    """Whether the GPU of this rank has work left that the main thread may wait for."""
+    """Returns whether the default stream of this rank's GPU has unfinished work."""
     import torch
 
     return not torch.cuda.default_stream().query()
@@ -284,14 +286,14 @@ def device_is_busy() -> bool:
 
 def _set_until_stop(name: str, value: str) -> None:
     os.environ[name] = value
-    _set_by_start.append(name)
+    _unset_by_stop.append(name)
 
 
 def stop(*, in_order: bool = True) -> None:
-    """Collective over the job: leaves the process group. Ranks that exit without it sometimes die with SIGABRT.
+    """Collective over all ranks: destroys the process group. Ranks that exit without it sometimes die with SIGABRT.
 
     Args:
-        in_order: Wait for the others first; False after an error, when they may never come.
+        in_order: Wait for the other ranks first; False after an error, when they may never arrive.
     """
     import torch.distributed as dist
 
@@ -301,43 +303,46 @@ def stop(*, in_order: bool = True) -> None:
         if in_order:
             dist.barrier()
         dist.destroy_process_group()
-    for name in _set_by_start:
+    for name in _unset_by_stop:
         os.environ.pop(name, None)
-    _set_by_start.clear()
+    _unset_by_stop.clear()
     if in_order:
         mpi.end()
 
 
 def become(variables: Mapping[str, str], words: Sequence[str]) -> NoReturn:
-    """This process goes on as another program, with `variables` added to its own.
+    """Replaces this process by another program (execvpe), with `variables` added to the environment.
 
     Raises:
-        UserError: There is no such program.
+        UserError: The program cannot be run.
     """
     try:
         os.execvpe(words[0], list(words), {**os.environ, **variables})
     except OSError as error:
-        raise UserError(f"cannot run {words[0]}: {error.strerror}. Is it installed, and on the PATH?") from error
+        raise UserError(
+            f"cannot run {words[0]}: {error.strerror}. Check that it is installed and on the PATH."
+        ) from error
 
 
 def become_rank(rank: int, size: int, port: int, secret: str) -> None:
-    """This process is a rank on this host's CPUs from here on, as torchrun would have started it.
+    """Sets the environment of this process as torchrun would for one CPU rank of a job on this host.
 
     Args:
-        rank: 0 .. size-1.
-        size: Ranks of the job, all on this host.
-        port: Where they meet.
-        secret: The job's token.
+        rank: Rank, 0 .. size-1.
+        size: Number of ranks of the job, all on this host.
+        port: Port of the job's store on 127.0.0.1.
+        secret: Token of the job.
     """
     for name in [name for name in os.environ if name.startswith(("SLURM_STEP_", "GROUP_", "TORCHELASTIC_"))]:
-        del os.environ[name]  # of the job that this one runs inside of
-    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    os.environ.update({name: str(number) for name, number in place.items()}, MASTER_ADDR="127.0.0.1", **{TOKEN: secret})
+        del os.environ[name]  # set by an enclosing job
+    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    texts = {name: str(number) for name, number in numbers.items()}
+    os.environ.update(texts, MASTER_ADDR="127.0.0.1", **{TOKEN: secret})
 
 
 @contextmanager
 def changed_variables(**values: str) -> Iterator[None]:
-    """Inside, processes that are started find these variables; afterwards they are what they were."""
+    """Sets environment variables inside a `with` block, for processes started there, and restores them afterwards."""
     before = variables(*values)
     os.environ.update(values)
     try:
@@ -349,14 +354,14 @@ def changed_variables(**values: str) -> Iterator[None]:
 
 
 def device_name(device: torch.device) -> str:
-    """Such as "cpu" or "NVIDIA H100 80GB HBM3"."""
+    """Returns the device's model name, such as "NVIDIA H100 80GB HBM3"; "cpu" for the CPU."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 @cache
-def _of_mpi(found: Environment) -> Environment:
+def _sizes_from_mpi(found: Environment) -> Environment:
     from mrl.distributed import mpi
 
     return mpi.complete(found)

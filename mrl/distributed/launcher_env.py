@@ -1,14 +1,14 @@
-"""What the launcher's variables say of this process: torchrun, mpirun, srun, or none of them.
+"""Parser of the launchers' environment variables: torchrun, mpirun, srun, or none of them.
 
-Owns which variables are read, which launcher wins where several left theirs, and the checks that they fit each other.
-It reads a mapping, not the process's own environment (that is `launch.py`), and imports no torch and no MPI.
+It takes a mapping, not os.environ (`launch.py` passes that), checks that the variables agree, and imports neither torch
+nor MPI.
 
     torchrun        RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     mpirun          OpenMPI's OMPI_COMM_WORLD_*; MPICH's and Intel's PMI_* with MPI_LOCAL*
-    srun            SLURM_* of a job step, with any --mpi; the PMI_* or PMIX_RANK that --mpi adds must fit
-    mpi             PMI or PMIx of another process manager: only the MPI library knows the rest (`mpi.py`)
+    srun            SLURM_* of a job step, with any --mpi; the PMI_* or PMIX_RANK that --mpi adds must agree
+    mpi             PMI or PMIx of another process manager: only the MPI library knows the sizes (`mpi.py`)
 
-A launcher that was started by another one wins: torchrun in a step of srun, mpirun in an allocation of SLURM.
+The innermost launcher wins: torchrun in a step of srun, mpirun in an allocation of SLURM.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ FIRST_PORT, NUM_PORTS = 20000, 12000
 
 @dataclass(frozen=True)
 class Environment:
-    """What the launcher says of this process.
+    """Ranks, sizes and rendezvous address of this process, from the launcher's variables.
 
     Attributes:
-        rank: 0 .. world_size-1 over all hosts.
-        world_size: Processes of the job.
-        local_rank: 0 .. local_world_size-1 on this host.
-        local_world_size: Processes of the job on this host.
-        num_nodes: Hosts of the job; where the launcher does not say, as if each ran as many ranks as this one.
-        launcher: Who started the ranks.
-        address: Host of rank 0, where the ranks meet; "": rank 0 tells it over MPI.
-        port: On that host; 0: rank 0 picks a free one and tells it over MPI.
-        num_cpus: CPU cores that the launcher gave to this rank alone; 0: it did not say.
+        rank: Rank over all hosts, 0 .. world_size-1.
+        world_size: Number of processes of the job.
+        local_rank: Rank on this host, 0 .. local_world_size-1.
+        local_world_size: Number of processes of the job on this host.
+        num_nodes: Number of hosts; if the launcher does not set it, world_size / local_world_size, rounded up.
+        launcher: Program that started the ranks; "mpi": an unknown one with PMI or PMIx.
+        address: Host of rank 0, which serves the store; "": rank 0 broadcasts it over MPI.
+        port: Port of the store; 0: rank 0 picks a free one and broadcasts it over MPI.
+        num_cpus: CPU cores that the launcher reserved for this rank; 0: unknown.
     """
 
     rank: int = 0
@@ -57,7 +57,7 @@ class Environment:
 
 
 def read(variables: Mapping[str, str]) -> Environment:
-    """The environment that a launcher left in `variables`; with launcher "mpi" only the rank is known from them.
+    """Returns the launcher's environment in `variables`; of launcher "mpi" only the rank is known.
 
     Raises:
         UserError: A launcher's variables are incomplete, or they contradict each other or another launcher's.
@@ -76,14 +76,10 @@ def read(variables: Mapping[str, str]) -> Environment:
 
 
 def device_index(environment: Environment, num_devices: int) -> int:
-    """Which of the CUDA devices that this rank sees is its own.
-
-    Args:
-        environment: Of this rank.
-        num_devices: Devices that the rank sees.
+    """Returns the index of this rank's CUDA device among those that it sees.
 
     Raises:
-        UserError: More ranks than devices, on this host.
+        UserError: This host has more ranks than devices.
     """
     if num_devices >= environment.local_world_size:
         return environment.local_rank
@@ -91,7 +87,7 @@ def device_index(environment: Environment, num_devices: int) -> int:
         return 0
     raise UserError(
         f"{environment.local_world_size} ranks on this host, but torch sees {num_devices} CUDA device(s). Start one "
-        "rank for each device (NPROC_PER_NODE, --gpus-per-node), or let all ranks see all devices of the host "
+        "rank per device (NPROC_PER_NODE, --gpus-per-node), or make all devices of the host visible to all ranks "
         "(CUDA_VISIBLE_DEVICES)."
     )
 
@@ -100,7 +96,7 @@ def _torchrun(variables: Mapping[str, str]) -> Environment:
     missing = [name for name in (*TORCHRUN, "MASTER_ADDR", "MASTER_PORT") if name not in variables]
     if missing:
         raise UserError(
-            f"the environment has some of torchrun's variables but not {', '.join(missing)}. Start with "
+            f"the environment has some of torchrun's variables, but not {', '.join(missing)}. Start with "
             "`torchrun --nproc-per-node N -m mrl ...`, or unset RANK and WORLD_SIZE for a single process."
         )
     rank, size, local_rank, local_size = _numbers(variables, TORCHRUN)
@@ -114,7 +110,7 @@ def _torchrun(variables: Mapping[str, str]) -> Environment:
 
 
 def _check_torchrun_in_step(variables: Mapping[str, str]) -> None:
-    """Each task of a SLURM step is one torchrun of the job, or one rank of it where RANK was set by hand."""
+    """Checks that each task of a SLURM step is one torchrun of the job, or one rank if RANK was set by hand."""
     if "SLURM_STEP_ID" not in variables or "SLURM_STEP_NUM_TASKS" not in variables:
         return
     (num_tasks,) = _numbers(variables, ("SLURM_STEP_NUM_TASKS",))
@@ -124,13 +120,13 @@ def _check_torchrun_in_step(variables: Mapping[str, str]) -> None:
             raise UserError(
                 f"{_shown(variables, ('SLURM_STEP_NUM_TASKS', 'GROUP_WORLD_SIZE'))}: srun started {num_tasks} "
                 f"task(s), but this torchrun is one of {num_agents}. Start one torchrun for each node, with "
-                "`srun --ntasks-per-node=1` and --nnodes equal to SLURM's nodes, or the ranks themselves by srun, "
+                "`srun --ntasks-per-node=1` and --nnodes equal to SLURM's nodes, or start the ranks with srun and "
                 "without torchrun (launch/slurm.sbatch does either)."
             )
     elif _numbers(variables, ("RANK", "WORLD_SIZE")) != _numbers(variables, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
         names = ("RANK", "SLURM_PROCID", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
         raise UserError(
-            f"{_shown(variables, names)}: RANK and WORLD_SIZE do not fit the task of srun that has them. Unset RANK, "
+            f"{_shown(variables, names)}: RANK and WORLD_SIZE differ from those of this srun task. Unset RANK, "
             "WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE: srun's own variables are enough."
         )
 
@@ -145,12 +141,12 @@ def _mpirun(variables: Mapping[str, str], names: Sequence[str]) -> Environment:
 
 def _srun(variables: Mapping[str, str]) -> Environment:
     rank, size, local_rank, node, num_nodes = _numbers(variables, STEP)
-    for given, ours in (("PMI_RANK", STEP[0]), ("PMI_SIZE", STEP[1]), ("PMIX_RANK", STEP[0])):
-        if given in variables and _numbers(variables, (given,)) != _numbers(variables, (ours,)):
+    for pmi, slurm in (("PMI_RANK", STEP[0]), ("PMI_SIZE", STEP[1]), ("PMIX_RANK", STEP[0])):
+        if pmi in variables and _numbers(variables, (pmi,)) != _numbers(variables, (slurm,)):
             raise UserError(
-                f"{_shown(variables, (given, ours))}: MPI and SLURM disagree on the rank or the size of the job. "
-                "Were these ranks started by an mpirun that is neither OpenMPI's nor MPICH's, inside srun? Start them "
-                "by srun alone, or by mpirun outside of a step."
+                f"{_shown(variables, (pmi, slurm))}: MPI and SLURM disagree on the rank or the size of the job. An "
+                "mpirun other than OpenMPI's and MPICH's inside srun causes this. Start the ranks with srun alone, or "
+                "with mpirun outside of a step."
             )
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
     _check_there(variables, names)
@@ -186,8 +182,8 @@ def _check_there(variables: Mapping[str, str], names: Sequence[str]) -> None:
     if missing:
         there = [name for name in names if name in variables]
         raise UserError(
-            f"the environment has {_shown(variables, there) or 'a SLURM step'}, but not {', '.join(missing)}: half of "
-            "a launcher's variables. Start by the launcher itself, or unset what is left of it for a single process."
+            f"the environment has {_shown(variables, there) or 'a SLURM step'}, but not {', '.join(missing)}: a "
+            "launcher's variables are incomplete. Start with the launcher, or unset them for a single process."
         )
 
 
@@ -196,16 +192,16 @@ def _numbers(variables: Mapping[str, str], names: Sequence[str]) -> list[int]:
     try:
         return [int(variables[name]) for name in names]
     except ValueError as error:
-        raise UserError(f"{_shown(variables, names)}: not all of them are numbers ({error}).") from error
+        raise UserError(f"{_shown(variables, names)}: not all of them are integers ({error}).") from error
 
 
 def _check_ranks(variables: Mapping[str, str], names: Sequence[str]) -> None:
-    """`names` are those of rank, world size, local rank and local world size."""
+    """Checks the values of `names`: rank, world size, local rank and local world size."""
     rank, size, local_rank, local_size = _numbers(variables, names)
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         raise UserError(
-            f"{_shown(variables, names)} contradict each other: ranks count from 0 and are fewer than the size. Unset "
-            "what an earlier launcher left."
+            f"{_shown(variables, names)} contradict each other: a rank must be at least 0 and below its size. Unset "
+            "variables left over from an earlier launcher."
         )
 
 

@@ -1,8 +1,8 @@
-"""Ranks of a job on this host's CPUs, for as long as a call lasts: `run_ranks` starts them and ends every one of them.
+"""Runs a function on the CPU ranks of a temporary job on this host (`run_ranks`).
 
-Owns their start, their end and what they took. They are forked from one server that has imported what they need, so
-that eight of them start in the time and the memory of one; each has torchrun's variables and a log of its own. A rank
-that fails ends the others, and none outlives the process that asked for it.
+The ranks are forked from a server that has already imported their modules, so that eight start in the time and memory
+of one. Each has torchrun's variables and its own log. A failing rank ends the others, and no rank outlives the calling
+process.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from mrl.distributed import launch
 from mrl.errors import UserError
 
 OTHERS_S = 3.0
-"""After a failure the other ranks get this long to say what happened to them."""
+"""Time for the other ranks to report their errors after a first failure, s."""
 STACKS_S = 1.0
-"""Ranks that are out of time get this long to write where they are."""
-SAMPLE_S = 0.5
-"""Between two looks at the ranks' memory, and longer where a look takes long: the kernel goes through every page."""
-LOOK_FRAC = 0.05
-"""Of a core, at most, for those looks."""
+"""Time for ranks to write their stacks after a timeout, s."""
+MEMORY_INTERVAL_S = 0.5
+"""Shortest interval between memory measurements, s; longer if a measurement is slow, as the kernel walks all pages."""
+MEMORY_CPU_FRAC = 0.05
+"""Largest share of a core for the memory measurements."""
 LAST_LINES = 3
-"""Of a rank that died without telling why."""
+"""Number of log lines shown for a rank that died without reporting an error."""
 PORTS = range(20_000, 32_000)
-"""Below those that Linux gives to whoever asks for any: one of these is still free when the first rank is up."""
+"""Candidate ports, outside of the range that Linux gives to outgoing connections, so that a free one stays free."""
 TRAINING = (
     "mrl.train",
     "mrl.engines.native.engine",
@@ -53,21 +53,21 @@ TRAINING = (
     "mrl.observability.report",
     "torch.utils.tensorboard",
 )
-"""Modules of a rank that trains; torch imports `_dynamo` with the first optimizer, in half of the first one's time, and
-bokeh, which draws rank 0's report, takes a second."""
+"""Modules to preload for training ranks. torch imports `_dynamo` with the first optimizer, which takes half of its
+first step, and bokeh, for rank 0's report, takes a second."""
 TOKENIZERS = "transformers.models.auto.tokenization_auto"
-"""Module of a rank that reads a tokenizer's folder."""
+"""Module to preload for ranks that read a tokenizer."""
 _STACK_SIGNAL = signal.SIGUSR2
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What ranks took.
+class RankUsage:
+    """Time and memory that a job's ranks used.
 
     Attributes:
-        seconds: From the start of the first to the end of the last.
-        cpu_s: Processor time of all of them.
-        peak_bytes: Most memory that they and their own processes held together; a page that several share counts once.
+        seconds: Time from the start of the first rank to the end of the last, s.
+        cpu_s: CPU time of all ranks, s.
+        peak_bytes: Peak memory of the ranks and their child processes, bytes; a shared page counts once.
     """
 
     seconds: float
@@ -76,13 +76,13 @@ class Ran:
 
 
 class RankError(RuntimeError):
-    """A rank failed, or did not end in time.
+    """A rank failed or the job timed out.
 
     Attributes:
-        rank: Which one spoke first.
-        is_mistake: It was a UserError: the message is for the user as it stands.
-        at: What a UserError says of the phase; "".
-        frames: (file's name, function) of the rank's stack, outermost first.
+        rank: Rank that reported first.
+        is_mistake: The rank raised a UserError, whose message is meant for the user.
+        at: Phase that the UserError names; "": none.
+        frames: (file name, function) of the rank's stack, outermost first.
     """
 
     def __init__(
@@ -100,19 +100,22 @@ def run_ranks(
     logs: Path,
     time_limit_s: float,
     preload: Sequence[str] = (),
-) -> Ran:
-    """Calls a function on every rank of a job of its own and waits for all of them.
+) -> RankUsage:
+    """Runs a function on every rank of a temporary job and waits for all of them.
 
     Args:
-        function: Of a module; it finds torchrun's variables in its environment.
-        arguments: For it, the same on each rank.
-        size: Ranks.
-        logs: Folder, to be made; rank 3 prints into `rank3.log` there.
-        time_limit_s: Ranks that take longer are ended.
-        preload: Modules that the server imports; the first call of this process decides.
+        function: Importable function; torchrun's variables are in its environment.
+        arguments: Positional arguments, the same for each rank.
+        size: Number of ranks.
+        logs: Folder to create; rank 3 prints to `rank3.log` there.
+        time_limit_s: Ranks are killed after this time, s.
+        preload: Modules that the server imports; only the first call in this process has an effect.
+
+    Returns:
+        Time and memory used.
 
     Raises:
-        RankError: The first failure; or no end in time, with where each rank was.
+        RankError: The first failure, or a timeout with the position of each rank.
     """
     logs.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -124,42 +127,38 @@ def run_ranks(
     with _Memory(ranks) as memory:
         try:
             for rank in range(size):
-                mine, theirs = context.Pipe(duplex=False)
-                place = (rank, size, port, secret)
+                receiver, sender = context.Pipe(duplex=False)
+                identity = (rank, size, port, secret)
                 process = context.Process(
-                    target=_rank, args=(function, tuple(arguments), place, logs / f"rank{rank}.log", theirs)
+                    target=_rank, args=(function, tuple(arguments), identity, logs / f"rank{rank}.log", sender)
                 )
                 process.start()
-                theirs.close()
+                sender.close()
                 ranks.append(process)
-                pipes[mine] = rank
+                pipes[receiver] = rank
             cpu_s = _collect(pipes, ranks, logs, started + time_limit_s)
         finally:
             for process in ranks:
                 process.kill()
             for process in ranks:
                 process.join()
-    return Ran(time.monotonic() - started, cpu_s, memory.peak)
+    return RankUsage(time.monotonic() - started, cpu_s, memory.peak)
 
 
 def forks(preload: Sequence[str]) -> ForkServerContext:
-    """What starts processes without a GPU from this process's server, which has imported `preload`.
-
-    Args:
-        preload: Modules; the first call of this process decides.
-    """
+    """Returns a multiprocessing context that forks CPU-only processes from a server with `preload` imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    found_in = os.pathsep.join(path for path in sys.path if path)  # older servers do not ask for sys.path
+    search_path = os.pathsep.join(path for path in sys.path if path)  # older Pythons' servers do not inherit sys.path
     with launch.changed_variables(
-        OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=found_in, PYTHONWARNINGS="ignore"
+        OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=search_path, PYTHONWARNINGS="ignore"
     ):
         forkserver.ensure_running()
     return context
 
 
 def free_port() -> int:
-    """A port of this host that nothing listens on, and that the system gives to no connection until it is used."""
+    """Returns a free port of this host that the system does not assign to outgoing connections."""
     while True:
         port = random.SystemRandom().choice(PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -168,7 +167,7 @@ def free_port() -> int:
 
 
 def _collect(pipes: dict[Connection, int], ranks: list[ForkServerProcess], logs: Path, deadline: float) -> float:
-    """Processor time of all ranks, once each has answered."""
+    """Waits for all ranks and returns their total CPU time, s."""
     waiting, cpu_s = dict(pipes), 0.0
     failures: list[RankError] = []
     while waiting:
@@ -180,8 +179,8 @@ def _collect(pipes: dict[Connection, int], ranks: list[ForkServerProcess], logs:
         for pipe in (pipe for pipe in list(waiting) if pipe in ready):
             rank = waiting.pop(pipe)
             try:
-                told = pipe.recv()
-                answer = RankError(**told) if isinstance(told, dict) else float(told)
+                message = pipe.recv()
+                answer = RankError(**message) if isinstance(message, dict) else float(message)
             except EOFError:
                 ranks[rank].join(STACKS_S)
                 answer = _death(rank, ranks[rank].exitcode, logs / f"rank{rank}.log")
@@ -190,16 +189,16 @@ def _collect(pipes: dict[Connection, int], ranks: list[ForkServerProcess], logs:
                 deadline = min(deadline, time.monotonic() + OTHERS_S)
             else:
                 cpu_s += answer
-    if failures:  # ranks that lost a neighbour fail too: a user's mistake explains more than a broken connection
+    if failures:  # ranks that lose a connection fail too; a UserError explains more than a broken connection
         raise next((failure for failure in failures if failure.is_mistake), failures[0])
     return cpu_s
 
 
 def _death(rank: int, status: int | None, log: Path) -> RankError:
-    words = [line for line in _text(log).splitlines() if line.strip()][-LAST_LINES:]
-    why = " (often the end of the machine's memory)" if status == -signal.SIGKILL else ""
-    said = "\n".join(["; its last words:", *words]) if words else " without a word"
-    return RankError(f"rank {rank} died with exit status {status}{why}{said}", rank=rank, is_mistake=False)
+    lines = [line for line in _text(log).splitlines() if line.strip()][-LAST_LINES:]
+    why = " (often because the host ran out of memory)" if status == -signal.SIGKILL else ""
+    output = "\n".join(["; its last output:", *lines]) if lines else " without any output"
+    return RankError(f"rank {rank} died with exit status {status}{why}{output}", rank=rank, is_mistake=False)
 
 
 def _out_of_time(waiting: dict[Connection, int], ranks: list[ForkServerProcess], logs: Path) -> RankError:
@@ -211,7 +210,7 @@ def _out_of_time(waiting: dict[Connection, int], ranks: list[ForkServerProcess],
     stacks = {rank: _stack(logs / f"rank{rank}.log") for rank in waiting.values()}
     where = "; ".join(f"rank {rank} in {_innermost(stack)}" for rank, stack in stacks.items())
     first = min(stacks)
-    message = f"it did not end in time: {where}. Their stacks are in '{logs}'."
+    message = f"the ranks did not end in time: {where}. Their stacks are in '{logs}'."
     return RankError(message, rank=first, is_mistake=False, frames=stacks[first])
 
 
@@ -220,18 +219,17 @@ def _text(log: Path) -> str:
 
 
 def _stack(log: Path) -> list[tuple[str, str]]:
-    """The main thread's frames that faulthandler wrote last, outermost first."""
+    """Returns the main thread's frames that faulthandler wrote last, outermost first."""
     text = _text(log).rpartition("most recent call first)")[2]
     return [(Path(file).name, name) for file, name in re.findall(r'File "(.+)", line \d+ in (\S+)', text)][::-1]
 
 
 def _innermost(stack: list[tuple[str, str]]) -> str:
-    """Of the frames that a reader can place: not those of the libraries that wait."""
     return " < ".join(f"{name} ({file})" for file, name in stack[:-4:-1]) or "an unknown place"
 
 
 class _Memory:
-    """Looks at what ranks and their own processes hold, in a thread, inside a `with` block."""
+    """Context manager whose thread measures the peak memory of ranks and their child processes."""
 
     def __init__(self, ranks: Sequence[ForkServerProcess]) -> None:
         self.peak = 0
@@ -248,46 +246,45 @@ class _Memory:
         self._thread.join()
 
     def _watch(self) -> None:
-        pause_s = SAMPLE_S
+        pause_s = MEMORY_INTERVAL_S
         while not self._end.wait(pause_s):
             began = time.thread_time()
-            self.peak = max(self.peak, sum(_held(rank.pid) for rank in tuple(self._ranks)))
-            pause_s = max(SAMPLE_S, (time.thread_time() - began) / LOOK_FRAC)
+            self.peak = max(self.peak, sum(_memory_of(rank.pid) for rank in tuple(self._ranks)))
+            pause_s = max(MEMORY_INTERVAL_S, (time.thread_time() - began) / MEMORY_CPU_FRAC)
 
 
-def _held(pid: int | None) -> int:
-    """What a process and those that it started hold, with its part of what they share with others."""
-    held = 0
+def _memory_of(pid: int | None) -> int:
+    """Returns the memory of a process and its children in bytes, a shared page divided among its users (PSS)."""
+    total = 0
     with contextlib.suppress(psutil.Error):
         rank = psutil.Process(pid)
         for each in (rank, *rank.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
                 full = each.memory_full_info()
-                held += getattr(full, "pss", full.uss)
-    return held
+                total += getattr(full, "pss", full.uss)
+    return total
 
 
 def _rank(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
-    place: tuple[int, int, int, str],
+    identity: tuple[int, int, int, str],
     log: Path,
     pipe: Connection,
 ) -> None:
-    """A rank's whole life."""
-    rank = place[0]
+    rank = identity[0]
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
     faulthandler.register(_STACK_SIGNAL, all_threads=False)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    launch.become_rank(*place)
-    gc.freeze()  # a checkpoint collects garbage: what the server imported is none
+    launch.become_rank(*identity)
+    gc.freeze()  # keeps later garbage collections from scanning the imported modules
     try:
         function(*arguments)
         answer: Any = sum(os.times()[:4])
-    except BaseException as error:  # noqa: BLE001 -- whatever it is, the one who asked must know
+    except BaseException as error:  # noqa: BLE001 -- any failure must reach the calling process
         traceback.print_exc()
         is_mistake = isinstance(error, UserError)
         answer = {

@@ -1,8 +1,7 @@
-"""Who this process is in MPI's world, and what rank 0 tells the others over it.
+"""MPI ranks of a job: sizes, a broadcast, sub-communicators, and the end of MPI.
 
-Owns the import of mpi4py (extra `mpi`), which is needed only where mpirun started the ranks. MPI lives as long as the
-job: it is ended in `end` and not at the exit of the process, where a rank that failed would wait for the others. A
-program that began MPI before it called mrl ends it itself.
+mpi4py (extra `mpi`) is imported only if mpirun started the ranks. `end` finalizes MPI, not the exit of the process,
+where a failed rank would wait for the others. A program that initialized MPI before it called mrl finalizes it itself.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from mrl.distributed.launcher_env import Environment
 from mrl.errors import UserError, first_line, to_install
 
 MPI_MODULE = "mpi4py.MPI"
-"""Its import begins MPI."""
+"""Module whose import initializes MPI."""
 
 SIZE_BYTES = 8
-"""Of the number that says how long a word is."""
+"""Bytes of the length prefix of a message."""
 
 
 def complete(environment: Environment) -> Environment:
-    """Collective over the job: `environment` with the sizes that MPI knows.
+    """Collective over all ranks: returns `environment` with the sizes and the local rank that MPI knows.
 
     Raises:
-        UserError: There is no mpi4py, or its MPI library is not that of the launcher.
+        UserError: mpi4py is missing, or its MPI library is not the launcher's.
     """
     world = _world()
     if world.Get_rank() != environment.rank:
@@ -46,34 +45,34 @@ def complete(environment: Environment) -> Environment:
 
 
 def tell(value: Any, environment: Environment) -> Any:
-    """Collective over the job: the value of rank 0, which JSON holds, on every rank.
+    """Collective over all ranks: broadcasts rank 0's value, which JSON must be able to represent.
 
     Raises:
-        UserError: There is no mpi4py, or its MPI library is not that of the launcher.
+        UserError: mpi4py is missing, or its MPI library is not the launcher's.
     """
-    world = _whole_world(environment)
-    words = bytearray(json.dumps(value).encode() if environment.rank == 0 else b"")
-    size = bytearray(len(words).to_bytes(SIZE_BYTES, "big"))
-    world.Bcast(size, root=0)  # its small brother, `bcast`, unpickles what it receives
-    words.extend(bytes(int.from_bytes(size, "big") - len(words)))
-    world.Bcast(words, root=0)
-    return json.loads(words)
+    world = _checked_world(environment)
+    payload = bytearray(json.dumps(value).encode() if environment.rank == 0 else b"")
+    size = bytearray(len(payload).to_bytes(SIZE_BYTES, "big"))
+    world.Bcast(size, root=0)  # lower-case `bcast` would unpickle what it receives
+    payload.extend(bytes(int.from_bytes(size, "big") - len(payload)))
+    world.Bcast(payload, root=0)
+    return json.loads(payload)
 
 
 def among(ranks: Sequence[int], environment: Environment) -> Any:
-    """Collective over `ranks`: their communicator, in this order; other ranks of the job take no part.
+    """Collective over `ranks`: returns their communicator, in this order; other ranks need not call it.
 
     Raises:
-        UserError: There is no mpi4py, or its MPI library is not that of the launcher.
+        UserError: mpi4py is missing, or its MPI library is not the launcher's.
     """
-    world = _whole_world(environment)
+    world = _checked_world(environment)
     return world.Create_group(world.Get_group().Incl(list(ranks)))
 
 
 def is_alone() -> bool:
-    """Whether this process is a world of its own to MPI, or there is no MPI: srun without --mpi starts such ranks.
+    """Returns whether MPI sees this process as its only rank, or there is no MPI.
 
-    The ranks of a job that has one rank are alone too.
+    True for each rank of `srun` without --mpi, and for a job of one rank.
     """
     try:
         return int(_world().Get_size()) == 1
@@ -82,20 +81,23 @@ def is_alone() -> bool:
 
 
 def check_threads() -> None:
-    """Returns where several threads of this process may speak over MPI at a time.
+    """Checks that several threads of this process may call MPI concurrently.
 
     Raises:
-        UserError: The MPI library was built without.
+        UserError: The MPI library does not support MPI_THREAD_MULTIPLE.
     """
     from mpi4py import MPI
 
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise _unusable("it lets one thread of a process talk at a time; here several must")
+        raise UserError(
+            f"the MPI library ({_library()}) lets only one thread of a process call MPI at a time, and several must "
+            "here. Use one with MPI_THREAD_MULTIPLE."
+        )
 
 
 def end() -> None:
-    """Collective over the job: ends MPI; nothing where it was never begun, or not by mrl."""
-    if not _begun:
+    """Collective over all ranks: finalizes MPI if mrl initialized it."""
+    if not _initialized:
         return
     from mpi4py import MPI
 
@@ -103,8 +105,8 @@ def end() -> None:
         MPI.Finalize()
 
 
-def _whole_world(environment: Environment) -> Any:
-    """MPI's world, which has all ranks that the launcher started."""
+def _checked_world(environment: Environment) -> Any:
+    """Returns MPI's world communicator after checking that it has all ranks of the launcher."""
     world = _world()
     size = world.Get_size()
     if size != environment.world_size:
@@ -112,13 +114,13 @@ def _whole_world(environment: Environment) -> Any:
     return world
 
 
-_begun: list[str] = []
-"""MPI, where mrl began it."""
+_initialized: list[str] = []
+"""Contains MPI_MODULE once mrl has initialized MPI."""
 
 
 @cache
 def _world() -> Any:
-    ours = MPI_MODULE not in sys.modules
+    initializes = MPI_MODULE not in sys.modules
     try:
         import mpi4py
 
@@ -126,26 +128,22 @@ def _world() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library to load
         raise UserError(
-            f"the ranks were started over MPI, which needs mpi4py and its MPI library ({first_line(error)}). Install "
-            f"it: {to_install('mpi')}; or start by torchrun or srun, which need none."
+            f"mpirun started the ranks, which requires mpi4py and an MPI library ({first_line(error)}). Install "
+            f"it: {to_install('mpi')}; or start with torchrun or srun, which do not use MPI."
         ) from error
-    if ours:
-        _begun.append(MPI_MODULE)
+    if initializes:
+        _initialized.append(MPI_MODULE)
     return MPI.COMM_WORLD
 
 
-def _unusable(why: str) -> UserError:
+def _library() -> str:
     from mpi4py import MPI
 
-    library = MPI.Get_library_version().replace("\0", "").splitlines()[0]
-    return UserError(f"the MPI library ({library}) does not serve: {why}. Use one with MPI_THREAD_MULTIPLE.")
+    return str(MPI.Get_library_version().replace("\0", "").splitlines()[0])
 
 
-def _other_library(seen: str) -> UserError:
-    from mpi4py import MPI
-
-    library = MPI.Get_library_version().replace("\0", "").splitlines()[0]
+def _other_library(mismatch: str) -> UserError:
     return UserError(
-        f"{seen}: its MPI library ({library}) is not the launcher's. Use the mpirun of this library, or name the "
-        "launcher's own by MPI4PY_LIBMPI=/path/libmpi.so."
+        f"{mismatch}: its MPI library ({_library()}) is not the launcher's. Use the mpirun of this library, or set "
+        "MPI4PY_LIBMPI=/path/libmpi.so to the launcher's library."
     )

@@ -1,7 +1,7 @@
-"""Members of enumerations in pickles that are read with care.
+"""Replacement for `getattr` that lets a restricted unpickler load enumeration members.
 
-Python 3.11.0 to 3.11.3 pickle a member as `getattr(enumeration, name)`, and an unpickler that gave out `getattr` would
-let a pickle reach anything. Others pickle it as the enumeration called with a value.
+Python 3.11.0 to 3.11.3 pickle a member as `getattr(enumeration, name)`; an unpickler that allowed `getattr` itself
+would give a pickle access to anything. Other versions pickle it as a call of the enumeration with a value.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def member_getter(refusal: Exception) -> Callable[[Any, Any], enum.Enum]:
-    """What stands for `getattr` in an unpickler: it takes an enumeration and a name, and raises `refusal` otherwise."""
+    """Returns a `getattr` that accepts an enumeration and a member's name and raises `refusal` otherwise."""
 
     def member(owner: Any, name: Any) -> enum.Enum:
         if isinstance(owner, type) and issubclass(owner, enum.Enum) and name in owner.__members__:

@@ -1,7 +1,7 @@
-"""The line that starts this process's job again, as a shell reads it: what was typed, as far as a rank can see it.
+"""Shell command that starts this process's job again, reconstructed from what a rank can see.
 
-Owns where that is looked for. A script of `launch/` says it in a variable; torchrun and mpirun are ancestors of their
-ranks, with a command line that ends in the ranks' own words.
+A script of `launch/` sets it as a variable; torchrun and mpirun are ancestors of their ranks, and their command lines
+end with the ranks' arguments.
 """
 
 from __future__ import annotations
@@ -15,41 +15,37 @@ import psutil
 
 from mrl.distributed.launch import environment, variables
 
-SAID = "MRL_STARTED_BY"
-"""Set by launch/torchrun.sh and launch/mpirun.sh: variables, script and words."""
+STARTED_BY = "MRL_STARTED_BY"
+"""Variable set by launch/torchrun.sh and launch/mpirun.sh: environment, script and arguments of the call."""
 
 
-JOB = "SLURM_JOB_ID"
-"""Inside a job the launchers' lines are of this job's hosts, and of no other's."""
+SLURM_JOB = "SLURM_JOB_ID"
+"""Variable that SLURM sets; within a job the launcher's command line is only valid on that job's hosts."""
 
 
 def started_by(words: Sequence[str]) -> str | None:
-    """The line; None: who started the ranks is not to be seen from here, as in a job of SLURM.
-
-    Args:
-        words: Of the command line, after `mrl`.
-    """
+    """Returns the shell command whose last arguments, after `mrl`, are `words`; None if unknown, as in a SLURM job."""
     if environment().world_size == 1:
-        own = _before(sys.orig_argv, words)
+        own = _without_suffix(sys.orig_argv, words)
         return shlex.join([*(own if "-m" in own else ["mrl"]), *words])
-    said = variables(SAID, JOB)
-    if _before(_split(said.get(SAID, "")), words):
-        return said[SAID].rstrip()
-    if JOB in said:
+    values = variables(STARTED_BY, SLURM_JOB)
+    if _without_suffix(_split(values.get(STARTED_BY, "")), words):
+        return values[STARTED_BY].rstrip()
+    if SLURM_JOB in values:
         return None
     try:
         for ancestor in psutil.Process().parents():
-            if launcher := _before(ancestor.cmdline(), words):
+            if launcher := _without_suffix(ancestor.cmdline(), words):
                 return shlex.join([*launcher, *words])
     except psutil.Error:  # it has ended, or is another user's
         pass
     return None
 
 
-def _before(line: Sequence[str], words: Sequence[str]) -> list[str]:
-    """What stands before the words in a command line that ends in them; [] where it does not.
+def _without_suffix(line: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Returns the command line without its last `words`; [] if it does not end with them.
 
-    A program that is a script of Python's, which a shell finds by its name, goes by that.
+    A Python script that the shell finds on the PATH is named by its file name instead of by "python PATH".
     """
     if list(line[-len(words) :]) != list(words):
         return []
@@ -61,5 +57,5 @@ def _before(line: Sequence[str], words: Sequence[str]) -> list[str]:
 def _split(line: str) -> list[str]:
     try:
         return shlex.split(line)
-    except ValueError:  # no line of a shell's
+    except ValueError:  # not valid shell syntax
         return []

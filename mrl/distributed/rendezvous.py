@@ -1,8 +1,7 @@
-"""Where the ranks meet before there is a process group, and by which interface they talk.
+"""TCPStore of the ranks, from which the process group is created, and the choice of this host's address and interface.
 
-Owns the store of the ranks (torchrun's agents serve it, else rank 0), who can reach its port, and the choice of this
-host's address and network interface. A job on one host meets on the loopback interface, one on several hosts on the
-interface that has the address of the first one.
+torchrun's agent serves the store, otherwise rank 0. The server listens only where the job's hosts need to reach it: on
+the loopback interface for a job on one host, otherwise on the interface with the first host's address.
 """
 
 from __future__ import annotations
@@ -26,20 +25,23 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 
 BACKLOG = 4096
-"""Ranks that knock at the store at once; the kernel's own limit (net.core.somaxconn) holds too."""
+"""Pending connections to the store; the kernel caps it at net.core.somaxconn."""
 
-ELSEWHERE = "192.0.2.1"
-"""An address that is nobody's (RFC 5737): asking for the route to it sends nothing and names the default interface."""
+UNUSED_ADDRESS = "192.0.2.1"
+"""Address reserved for documentation (RFC 5737). Looking up its route sends nothing and gives the default interface."""
 
 
 def meet(environment: Environment, timeout_s: float, *, served: bool = False, token: str = "") -> tuple[TCPStore, str]:
-    """Collective over the job: the store of all ranks, served by rank 0, and the job's token.
+    """Collective over all ranks: connects to the store, which rank 0 serves unless the launcher does.
 
     Args:
-        environment: Of any launcher.
-        timeout_s: Wait for the others, s.
-        served: The launcher serves it already, at the environment's address and port.
-        token: Of this rank; over MPI that of rank 0 counts.
+        environment: Launcher's environment of this rank.
+        timeout_s: Longest wait for the store and for its keys, s.
+        served: The launcher already serves the store at the environment's address and port.
+        token: This rank's job token; with MPI only rank 0's is used.
+
+    Returns:
+        (store, job token).
 
     Raises:
         UserError: Rank 0 has no address that other hosts could reach, its port is taken, or MPI is not usable.
@@ -60,8 +62,8 @@ def meet(environment: Environment, timeout_s: float, *, served: bool = False, to
     except RuntimeError as error:  # torch's DistNetworkError and DistStoreError are RuntimeErrors
         raise ClusterError(
             f"rank {environment.rank} on {socket.gethostname()} cannot reach rank 0 at {address}:{port}: "
-            f"{first_line(error).rstrip('.')}. Name a host and a free port of rank 0 that all hosts reach, by "
-            "MASTER_ADDR and MASTER_PORT."
+            f"{first_line(error).rstrip('.')}. Set MASTER_ADDR and MASTER_PORT to an address and a free port of rank "
+            "0's host that all hosts can reach."
         ) from error
     if over_mpi and environment.rank == 0:
         mpi.tell((address, store.port, token), environment)
@@ -69,18 +71,18 @@ def meet(environment: Environment, timeout_s: float, *, served: bool = False, to
 
 
 def open_store(address: str, port: int, *, serves: bool, one_host: bool, timeout: timedelta) -> TCPStore:
-    """A store at an address; where this process serves it, it listens on that address alone.
+    """Returns a TCPStore client, and with `serves` its server too, which listens on `address` only.
 
     Args:
-        address: Name or address of the host that serves.
-        port: On that host; 0: any free one.
-        serves: Whether that is this process.
-        one_host: The job has no other host.
-        timeout: Wait for the server, and for keys.
+        address: Name or address of the serving host.
+        port: Port on that host; 0: any free one.
+        serves: This process is the server.
+        one_host: All ranks are on this host.
+        timeout: Longest wait for the server and for keys.
 
     Raises:
-        UserError: The port is taken, or not allowed.
-        RuntimeError: Nobody answers.
+        UserError: The port is taken or not permitted.
+        RuntimeError: The server does not answer.
     """
     from torch._C._distributed_c10d import TCPStore
 
@@ -94,87 +96,82 @@ def open_store(address: str, port: int, *, serves: bool, one_host: bool, timeout
 
 
 def _listen(address: str, port: int, *, one_host: bool) -> socket.socket:
-    """A socket that listens where the job's hosts knock, and nowhere else if that can be told."""
-    family, where = socket.AF_INET, LOOPBACK
+    """Returns a listening socket, bound to the narrowest address that the job's hosts can reach."""
+    family, bound_to = socket.AF_INET, LOOPBACK
     if not one_host:
-        found = _address_of(address)
-        if found is None or found[1].is_loopback:  # Debian: 127.0.1.1 is the host's own name
-            where = ""
+        found = _resolve(address)
+        if found is None or found[1].is_loopback:  # Debian maps the host's own name to 127.0.1.1
+            bound_to = ""
         else:
-            family, where = found[0], str(found[1])
+            family, bound_to = found[0], str(found[1])
     try:
-        return _listener(family, where, port)
+        return socket.create_server((bound_to, port), family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise UserError(
-                f"{socket.gethostname()} cannot serve port {port}, where the ranks are to meet: "
-                f"{os.strerror(error.errno or 0)}. Another job may have it: set MASTER_PORT to a free port, the "
+                f"{socket.gethostname()} cannot listen on port {port} for the other ranks: "
+                f"{os.strerror(error.errno or 0)}. Another job may use it: set MASTER_PORT to a free port, the "
                 "same on each host."
             ) from error
-    return _listener(socket.AF_INET, "", port)  # an address that a router hands on to this host
+    # the address is not this host's own: a router forwards it
+    return socket.create_server(("", port), family=socket.AF_INET, backlog=BACKLOG)
 
 
-def _listener(family: socket.AddressFamily, where: str, port: int) -> socket.socket:
-    return socket.create_server((where, port), family=family, backlog=BACKLOG)
-
-
-def _address_of(
-    name: str,
-) -> tuple[socket.AddressFamily, ipaddress.IPv4Address | ipaddress.IPv6Address] | None:
+def _resolve(name: str) -> tuple[socket.AddressFamily, ipaddress.IPv4Address | ipaddress.IPv6Address] | None:
     try:
-        family, _, _, _, where = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0]
     except OSError:
         return None
-    return family, ipaddress.ip_address(where[0])
+    return family, ipaddress.ip_address(address[0])
 
 
-def own_address(towards: str = ELSEWHERE) -> str:
-    """This host's address as another host sees it.
+def own_address(towards: str = UNUSED_ADDRESS) -> str:
+    """Returns this host's address as another host sees it.
 
     Args:
-        towards: Name or address of the other one; default: anyone outside.
+        towards: Name or address of the other host; default: any outside host.
 
     Raises:
-        UserError: There is no way to it, or only the loopback interface.
+        UserError: There is no route, or only over the loopback interface.
     """
-    found = _source(towards)
-    if not found or ipaddress.ip_address(found).is_loopback:  # Debian: 127.0.1.1 is the host's own name
-        found = _source(ELSEWHERE)
+    found = _source_address(towards)
+    if not found or ipaddress.ip_address(found).is_loopback:  # Debian maps the host's own name to 127.0.1.1
+        found = _source_address(UNUSED_ADDRESS)
     if not found:
         raise UserError(
-            f"this host ({socket.gethostname()}) has no address for other hosts: set MASTER_ADDR to the name or "
-            "address of the first host, and MASTER_PORT to a free port there."
+            f"this host ({socket.gethostname()}) has no address that other hosts could reach. Set MASTER_ADDR to the "
+            "name or address of the first host, and MASTER_PORT to a free port there."
         )
     return found
 
 
 def choose_interface(environment: Environment, chosen: str) -> str:
-    """The network interface of this rank's groups of gloo; "" where it cannot be told.
+    """Returns the network interface for this rank's gloo groups; "" if unknown.
 
     Args:
-        environment: Of this rank.
-        chosen: What GLOO_SOCKET_IFNAME says, "" where it is not set.
+        environment: Launcher's environment of this rank.
+        chosen: Value of GLOO_SOCKET_IFNAME; "" if it is not set.
 
     Raises:
-        UserError: By `chosen` no rank would reach one of another host: gloo would wait for them in silence.
+        UserError: `chosen` is the loopback interface and there are ranks on other hosts: gloo would wait silently.
     """
     found = interface(environment)
     if chosen == _loopback() and found not in ("", chosen):
         raise UserError(
-            f"GLOO_SOCKET_IFNAME={chosen}, which leads to this host alone, but only {environment.local_world_size} of "
-            f"the job's {environment.world_size} ranks are on it ({socket.gethostname()}); its way to the others is "
-            f"{found}. Unset GLOO_SOCKET_IFNAME, or name the interface of the cluster."
+            f"GLOO_SOCKET_IFNAME={chosen} is the loopback interface of {socket.gethostname()}, but only "
+            f"{environment.local_world_size} of the job's {environment.world_size} ranks are on this host. Unset "
+            f"GLOO_SOCKET_IFNAME, or set it to the interface that reaches the other hosts ({found})."
         )
     return chosen or found
 
 
 def interface(environment: Environment) -> str:
-    """The network interface by which gloo's ranks talk: loopback on one host; "" where it cannot be told."""
+    """Returns the network interface for gloo: loopback for a job on one host; "" if unknown."""
     loopback = _loopback()
     if environment.local_world_size == environment.world_size:
-        return loopback  # a laptop's hostname often does not resolve
+        return loopback  # independent of whether the hostname resolves
     try:
-        address = own_address(environment.address or ELSEWHERE)
+        address = own_address(environment.address or UNUSED_ADDRESS)
     except UserError:
         return loopback  # several "hosts" on a machine without a network
     return next(
@@ -187,12 +184,12 @@ def _loopback() -> str:
     return next((name for name in names if name.startswith("lo")), names[0])
 
 
-def _source(towards: str) -> str:
-    """The address that a packet to `towards` would leave from; "" where there is no route or no such name."""
+def _source_address(towards: str) -> str:
+    """Returns the source address of packets to `towards`; "" if there is no route or no such name."""
     try:
-        family, kind, _, _, where = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(where)
+            probe.connect(target)
             return str(probe.getsockname()[0])
     except OSError:
         return ""

@@ -1,9 +1,9 @@
-"""What torch.distributed's object collectives may build of what they receive: data, and nothing that runs.
+"""Restricted unpickler for torch.distributed's object collectives: it builds data and runs no code.
 
-Owns the unpickler of `all_gather_object`, `broadcast_object_list` and their kin, in mrl's own calls and in those of
-Megatron's and torch's checkpoints. torch's own would run whatever a pickle asks for, and a pickle comes over a
-connection that asks nobody for a name. Built are Python's and torch's plain values, and the records (dataclasses, named
-tuples, enumerations) and exceptions of this job's own packages; of another package's exception come its name and words.
+It serves `all_gather_object`, `broadcast_object_list` and the like, in mrl's own calls and in those of Megatron's and
+torch's checkpoints. torch's own unpickler runs whatever a pickle names, and the connections between ranks are not
+authenticated. Allowed are plain values of Python and torch, and the records (dataclasses, named tuples, enumerations)
+and exceptions of PACKAGES. An exception of another package is replaced by one with its name and message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed.distributed_c10d as c10d
 from mrl.distributed.pickled_enums import member_getter
 
 PACKAGES = ("mrl.", "torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
-"""Their records may come from another rank."""
+"""Packages whose records and exceptions a rank may send."""
 
 _PLAIN = frozenset(
     {
@@ -48,48 +48,51 @@ _PLAIN = frozenset(
 
 
 class NotDataError(RuntimeError):
-    """A pickle asks for something that is no data."""
+    """Error for a pickle that names something other than data."""
 
 
 def install() -> None:
-    """From here on this process's object collectives build data only."""
+    """Makes this process's object collectives use `DataOnly`."""
     if "_unpickler" not in vars(c10d):
-        raise RuntimeError(f"torch {torch.__version__} unpickles what ranks send in a way that mrl does not know.")
+        raise RuntimeError(
+            f"torch {torch.__version__} has no torch.distributed.distributed_c10d._unpickler, which mrl replaces by a "
+            "restricted one. Use a supported version of torch."
+        )
     vars(c10d)["_unpickler"] = DataOnly
 
 
 class OtherError(RuntimeError):
-    """An exception of another rank, of a package that is not this job's."""
+    """Placeholder for another rank's exception whose class is not in an allowed package."""
 
 
 class DataOnly(pickle.Unpickler):
-    """Builds what a rank may send to another one."""
+    """Unpickler of messages from other ranks."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class of that name.
+        """Returns the class of that name.
 
         Raises:
-            NotDataError: It is none that stands for data.
+            NotDataError: The class is not in the allowed list.
         """
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage
         if (module, name) == ("builtins", "getattr"):
             return member_getter(_refusal("builtins.getattr"))
-        found = getattr(sys.modules.get(module), name, None)  # nothing is imported because a pickle says so
+        found = getattr(sys.modules.get(module), name, None)  # a pickle must not trigger an import
         if (module, name) in _PLAIN or (module == "torch" and isinstance(found, torch.dtype)):
             return super().find_class(module, name)
         if isinstance(found, type) and issubclass(found, BaseException):
             own = f"{module}.".startswith(PACKAGES) or found.__module__ == builtins.__name__
-            return found if own else partial(_other, name)
+            return found if own else partial(_foreign_exception, name)
         if isinstance(found, type) and f"{module}.".startswith(PACKAGES) and _is_record(found):
             return found
         raise _refusal(f"{module}.{name}")
 
 
-def _refusal(asked: str) -> NotDataError:
+def _refusal(name: str) -> NotDataError:
     return NotDataError(
-        f"a rank sent what asks for '{asked}', which is not data. It was not read: a process that is none of the job's "
-        "may have sent it."
+        f"a message from another rank contains '{name}', which is not data. It was rejected: a process outside this "
+        "job may have sent it."
     )
 
 
@@ -98,10 +101,10 @@ def _is_record(found: type) -> bool:
     return dataclasses.is_dataclass(found) or issubclass(found, enum.Enum) or is_named_tuple
 
 
-def _other(name: str, *args: object) -> OtherError:
+def _foreign_exception(name: str, *args: object) -> OtherError:
     return OtherError(f"{name}: {', '.join(map(str, args))}")
 
 
 def _load_storage(data: bytes) -> Any:
-    """In the place of torch's, which would unpickle without a question."""
+    """Replaces torch's own function, which would unpickle without restrictions."""
     return torch.load(io.BytesIO(data), weights_only=True)

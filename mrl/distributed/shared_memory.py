@@ -1,9 +1,8 @@
-"""Memory that the ranks of a host share.
+"""Host memory that the ranks of a host share, without sockets and without names in `/dev/shm`.
 
-Owns buffers that live in memory under no name: one rank writes, the others of its host read there, and no byte goes
-through a socket. A rank finds another one's buffer by the numbers of its process and of an open file. So nothing is
-left of a job, however it ends, and the size of `/dev/shm` is no limit. Also owns how a rank's tensors come to lie in
-such a buffer (`share`), and where they then are (`place_of`).
+A rank opens another one's buffer by process id and file descriptor (`/proc/PID/fd/N` of a memfd). Nothing is left when
+the job ends, however it ends, and the size of `/dev/shm` is no limit. `share` moves existing tensors into a buffer,
+`place_of` finds them there.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ import torch
 from torch import Tensor
 
 _ALIGNED = 64
-"""Bytes; a storage in a buffer starts at a multiple of it, as torch's own do."""
+"""Alignment of storages in a buffer, bytes; torch's own."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Where others find a buffer.
+    """Address of a buffer for other processes of the host.
 
     Attributes:
-        process: Whose.
-        file: The number of its open file; -1: the buffer is not shared.
-        token: Tells it from a file of that number in another container's process of that number.
-        size: Bytes.
+        process: Process id of the owner.
+        file: File descriptor in that process; -1: the buffer is not shared.
+        token: Random name that distinguishes the file from one with the same numbers in another container.
+        size: Size of the buffer, bytes.
     """
 
     process: int
@@ -40,7 +39,7 @@ class Offer:
     size: int
 
     def withdraw(self) -> None:
-        """From here on nobody finds the buffer; who has found it keeps it. The owner calls it."""
+        """Closes the owner's descriptor: nobody can attach any more; existing mappings stay valid."""
         if self.file >= 0:
             with contextlib.suppress(OSError):
                 os.close(self.file)
@@ -48,16 +47,16 @@ class Offer:
 
 NOWHERE = Offer(0, -1, "", 0)
 
-_shown: dict[int, Offer] = {}
-"""First address -> the buffer there, of those in which tensors of this process were put by `share`."""
+_shared_buffers: dict[int, Offer] = {}
+"""First address -> offer of a buffer that contains tensors moved by `share`."""
 
 
 def create(size: int, *, share: bool = True) -> tuple[Tensor, Offer]:
-    """A new buffer, and where others of the host find it; it is this process's own where the system has no such memory.
+    """Allocates a buffer and its offer; the buffer is private if the system has no memfd or no space.
 
     Args:
-        size: Bytes.
-        share: Others may find it.
+        size: Size, bytes.
+        share: Try to make it shared.
 
     Returns:
         (uint8 [size], offer).
@@ -67,7 +66,7 @@ def create(size: int, *, share: bool = True) -> tuple[Tensor, Offer]:
         with contextlib.suppress(OSError):
             offer = Offer(os.getpid(), os.memfd_create(token), token, size)
             try:
-                os.posix_fallocate(offer.file, 0, size)  # what is not there would be missed at the first write
+                os.posix_fallocate(offer.file, 0, size)  # otherwise lack of memory kills at the first write
                 return _tensor(mmap.mmap(offer.file, size)), offer
             except OSError:
                 offer.withdraw()
@@ -75,7 +74,7 @@ def create(size: int, *, share: bool = True) -> tuple[Tensor, Offer]:
 
 
 def attach(offer: Offer) -> Tensor | None:
-    """Another rank's buffer; None where this process cannot reach it."""
+    """Returns another rank's buffer, uint8 [size]; None if this process cannot open it."""
     if offer.file < 0:
         return None
     place = f"/proc/{int(offer.process)}/fd/{int(offer.file)}"
@@ -90,13 +89,13 @@ def attach(offer: Offer) -> Tensor | None:
 
 
 def share(tensors: Iterable[Tensor]) -> bool:
-    """Moves tensors of the host's memory into one buffer that other ranks can find, values and strides as they are.
+    """Moves CPU tensors into one shared buffer, with their values and strides.
 
-    Tensors that look into one storage do so afterwards. Whoever looks into it and is not named keeps the old one, so
-    name all of them: parameters, Megatron's buffers, the optimizer's parts. The buffer cannot be resized.
+    Tensors that share a storage still do so afterwards, if all of them are passed; others keep the old storage. So pass
+    all of them: parameters, Megatron's buffers, the optimizer's state. The buffer cannot be resized.
 
     Returns:
-        Whether they were moved: not where the system has no such memory, or no room.
+        Whether they were moved; False if the system has no memfd or no space.
     """
     users: dict[int, list[Tensor]] = {}
     starts: dict[int, int] = {}
@@ -114,8 +113,8 @@ def share(tensors: Iterable[Tensor]) -> bool:
         return False
     for storage_id, sharing in users.items():
         old = sharing[0].untyped_storage()
-        whole = torch.empty(0, dtype=torch.uint8).set_(old, 0, (old.nbytes(),), (1,))
-        buffer[starts[storage_id] : starts[storage_id] + old.nbytes()].copy_(whole)
+        old_bytes = torch.empty(0, dtype=torch.uint8).set_(old, 0, (old.nbytes(),), (1,))
+        buffer[starts[storage_id] : starts[storage_id] + old.nbytes()].copy_(old_bytes)
         for tensor in sharing:
             first = starts[storage_id] // tensor.element_size() + tensor.storage_offset()
             moved = torch.empty(0, dtype=tensor.dtype).set_(
@@ -123,25 +122,24 @@ def share(tensors: Iterable[Tensor]) -> bool:
             )
             tensor.data = moved
     address = buffer.data_ptr()
-    _shown[address] = offer
+    _shared_buffers[address] = offer
     weakref.finalize(buffer.untyped_storage(), _forget, address)
     return True
 
 
 def place_of(tensor: Tensor) -> tuple[Offer, int] | None:
-    """The buffer in which a tensor was put by `share`, and its first byte there; None: it is in none."""
+    """Returns (offer, byte offset) of a tensor in a buffer of `share`; None if it is in none."""
     if tensor.device.type != "cpu":
         return None
     address = tensor.data_ptr()
-    for start, offer in _shown.items():
+    for start, offer in _shared_buffers.items():
         if start <= address < start + offer.size:
             return offer, address - start
     return None
 
 
 def _forget(address: int) -> None:
-    """No tensor looks into the buffer any more."""
-    _shown.pop(address).withdraw()
+    _shared_buffers.pop(address).withdraw()
 
 
 def _tensor(memory: mmap.mmap) -> Tensor:

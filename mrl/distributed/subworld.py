@@ -1,9 +1,7 @@
-"""Some ranks of the job as the whole of it.
+"""Subsets of ranks that act as the default process group, and groups that only their members create.
 
-Owns `as_whole_job`, groups that only their ranks make (`group_among`), and what keeps the ranks in step about groups
-that only some of them made (`level_names`). Ranks
-that train have Megatron, and torch's checkpoints, work among themselves: both take the default process group for all
-ranks there are, and so do mrl's own collectives over the job.
+Megatron, torch's distributed checkpoints and mrl's own collectives over all ranks use the default process group. In a
+disaggregated run the training ranks use them among themselves (`as_whole_job`).
 """
 
 from __future__ import annotations
@@ -22,48 +20,48 @@ from mrl.distributed.collectives import everyone
 
 @contextmanager
 def as_whole_job(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside, on the ranks of `group`, every collective over the job is one over the group.
+    """Makes `group` torch's default process group inside a `with` block; call it on the ranks of the group.
 
     Args:
-        group: The first ranks of the job, so that their numbers stay; None: the job itself.
+        group: Group of the first ranks of the job, so that rank numbers do not change; None: changes nothing.
 
     Raises:
-        RuntimeError: They are not.
+        RuntimeError: The group's ranks are not the first ones.
     """
     if group is None:
         yield
         return
     if dist.get_process_group_ranks(group) != list(range(group.size())):
         raise RuntimeError(f"ranks {dist.get_process_group_ranks(group)} are not the first ones of the job")
-    whole = everyone()
+    previous = everyone()
     c10d._update_default_pg(group)
     try:
         yield
     finally:
-        c10d._update_default_pg(whole)
+        c10d._update_default_pg(previous)
 
 
 def group_among(ranks: Sequence[int], name: str, **given: Any) -> Any:
-    """Collective over `ranks`: their group, None on other ranks, which take no part.
+    """Collective over `ranks` only: creates their group and returns it.
 
-    torch names such a group after its ranks and the number of groups that there are. One that is made when another has
-    gone would have its name, and find the addresses in the store that the other has left.
+    torch names such a group after its ranks and the current number of groups. A group created after another one was
+    destroyed would get the same name and read the stale addresses in the store, so the name is given here.
 
     Args:
-        ranks: Of the job.
-        name: The same on all of them, and no other group's ever.
-        given: For `dist.new_group`.
+        ranks: Global ranks.
+        name: Name, equal on all members and never used before.
+        given: Keyword arguments for `dist.new_group`.
     """
-    named = c10d._hash_ranks_to_str
+    original = c10d._hash_ranks_to_str
     c10d._hash_ranks_to_str = lambda ranks: hashlib.sha256(name.encode()).hexdigest()
     try:
         return dist.new_group(list(ranks), use_local_synchronization=True, **given)
     finally:
-        c10d._hash_ranks_to_str = named
+        c10d._hash_ranks_to_str = original
 
 
 def level_names() -> None:
-    """Collective over the job: torch names groups by a count on each rank; after this it is the same on all."""
+    """Collective over all ranks: makes torch's group counter, from which it derives group names, equal on all ranks."""
     count = torch.tensor(c10d._world.group_count)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
     c10d._world.group_count = int(count)

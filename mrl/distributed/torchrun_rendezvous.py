@@ -1,8 +1,8 @@
-"""Where the torchruns of a job meet: in torch's own rendezvous, over ports that only they need to reach.
+"""torch's rendezvous for the torchruns of a job, with an authenticated store.
 
-Owns the store of the launchers and what they write into it between attempts. torch's c10d rendezvous keeps its state as
-a pickle in a store that answers everyone, which then runs in every launcher. Here the state is JSON under a seal of the
-job's token: what anybody else writes is passed over, and overwritten at the next heartbeat.
+torch's c10d rendezvous keeps its state as a pickle in a store that accepts any connection; each launcher unpickles it.
+Here the state is JSON, authenticated with the job's token: what another process writes is ignored, and overwritten at
+the next heartbeat.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
-from mrl.distributed import job_secret as token
-from mrl.distributed import rendezvous
+from mrl.distributed import job_secret, rendezvous
 from mrl.errors import first_line
 
 PURPOSE = "rendezvous"
@@ -38,91 +37,94 @@ DEFAULT_PORT = 29500
 
 
 def install(secret: str) -> None:
-    """From here on the rendezvous backends `static` and `c10d` of this process are those of this file."""
+    """Replaces the rendezvous backends `static` and `c10d` of this process by those of this file."""
     vars(static_tcp_rendezvous)["create_rdzv_handler"] = _create_static
     vars(c10d_rendezvous_backend)["create_backend"] = lambda parameters: _create_backend(parameters, secret)
 
 
 class SealedBackend(RendezvousBackend):
-    """The launchers' state in a store, written by those alone who know the job's token."""
+    """Rendezvous state in a store that only processes with the job's token can write."""
 
     def __init__(self, store: Store, run_id: str, secret: str) -> None:
-        """Takes part in the rendezvous `run_id`; launchers with another secret are strangers."""
+        """Joins the rendezvous `run_id`; launchers with another secret are not part of it."""
         self._store, self._secret = store, secret
-        self._key = f"mrl.rendezvous.{token.name(secret, run_id)}"
+        self._key = f"mrl.rendezvous.{job_secret.name(secret, run_id)}"
         self._last = encode(_RendezvousState())
-        self._first = token.seal(secret, PURPOSE, self._last)
+        self._first = job_secret.seal(secret, PURPOSE, self._last)
         self._ask("compare_set", self._key, "", self._first.decode())
 
     @property
     def name(self) -> str:
-        """As torch calls this kind of rendezvous."""
+        """Torch's name of this kind of rendezvous."""
         return "c10d"
 
     def get_state(self) -> tuple[bytes, Token]:
-        """The state as torch's handler wants it, and what to give back to `set_state`."""
+        """Returns the state, pickled as torch's handler expects it, and the token for `set_state`."""
         there = self._ask("check", [self._key])
         return self._opened(self._ask("get", self._key) if there else b"")
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool]:
-        """Writes a state, unless another one was written since `token`; what is there now, and whether it is ours."""
-        before = self._first if token is None else token
-        sealed = self._sealed(state)
-        if self._is_ours(before):
-            found = self._ask("compare_set", self._key, before.decode(), sealed.decode())
-        else:  # a stranger wrote what was there
+        """Writes a state unless another one was written since `token`.
+
+        Returns:
+            (current state, its token, whether `state` was written).
+        """
+        expected = self._first if token is None else token
+        # torch's handler pickled `state` in this process: unpickling it is safe
+        sealed = job_secret.seal(self._secret, PURPOSE, encode(pickle.loads(state)))
+        if self._is_ours(expected):
+            found = self._ask("compare_set", self._key, expected.decode(), sealed.decode())
+        else:  # a process outside the job wrote the current value
             self._ask("set", self._key, sealed)
             found = sealed
         return (*self._opened(found), found == sealed)
 
-    def _sealed(self, state: bytes) -> bytes:
-        """`state` is a pickle that torch's handler has made in this process, a moment ago."""
-        return token.seal(self._secret, PURPOSE, encode(pickle.loads(state)))
-
     def _is_ours(self, sealed: bytes) -> bool:
         try:
-            token.unseal(self._secret, PURPOSE, sealed)
-        except token.StrangerError:
+            job_secret.unseal(self._secret, PURPOSE, sealed)
+        except job_secret.AuthenticationError:
             return False
         return True
 
     def _opened(self, sealed: bytes) -> tuple[bytes, Token]:
         if self._is_ours(sealed):
-            self._last = token.unseal(self._secret, PURPOSE, sealed)
+            self._last = job_secret.unseal(self._secret, PURPOSE, sealed)
         return pickle.dumps(decode(self._last)), sealed
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         try:
             return getattr(self._store, name)(*arguments)
         except RuntimeError as error:
-            raise RendezvousConnectionError(f"the launchers' store does not answer: {first_line(error)}") from error
+            raise RendezvousConnectionError(
+                f"torchrun's rendezvous store does not answer: {first_line(error)}"
+            ) from error
 
 
 def encode(state: _RendezvousState) -> bytes:
-    """A rendezvous's state as JSON; every attribute is kept."""
-    return json.dumps({name: _plain(value) for name, value in vars(state).items()}, sort_keys=True).encode()
+    """Returns a rendezvous state, with all its attributes, as JSON."""
+    return json.dumps({name: _to_json(value) for name, value in vars(state).items()}, sort_keys=True).encode()
 
 
 def decode(data: bytes) -> _RendezvousState:
-    """The state that `encode` wrote."""
+    """Returns the state that `encode` wrote."""
     state = _RendezvousState()
-    vars(state).update({name: _back(value) for name, value in json.loads(data).items()})
+    vars(state).update({name: _from_json(value) for name, value in json.loads(data).items()})
     return state
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, _NodeDesc):
         return {"node": [value.addr, value.pid, value.local_id]}
     if isinstance(value, datetime):
         return {"time": value.isoformat()}
     if isinstance(value, set):
-        return {"set": [_plain(item) for item in sorted(value)]}
+        return {"set": [_to_json(item) for item in sorted(value)]}
     if isinstance(value, dict):
-        return {"map": [[_plain(key), _plain(item)] for key, item in value.items()]}
+        return {"map": [[_to_json(key), _to_json(item)] for key, item in value.items()]}
     return value
 
 
-def _back(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
@@ -131,12 +133,12 @@ def _back(value: Any) -> Any:
     if kind == "time":
         return datetime.fromisoformat(inner)
     if kind == "set":
-        return {_back(item) for item in inner}
-    return {_back(key): _back(item) for key, item in inner}
+        return {_from_json(item) for item in inner}
+    return {_from_json(key): _from_json(item) for key, item in inner}
 
 
-class _Static(StaticTCPRendezvous):
-    """Hosts that meet once."""
+class _StaticRendezvous(StaticTCPRendezvous):
+    """Static rendezvous whose store listens only where the job's hosts reach it."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         if self._store is None:
@@ -148,11 +150,11 @@ class _Static(StaticTCPRendezvous):
         return super().next_rendezvous()
 
 
-def _create_static(parameters: RendezvousParameters) -> _Static:
+def _create_static(parameters: RendezvousParameters) -> _StaticRendezvous:
     host, port = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
     timeout_s = int(parameters.config.get("timeout", static_tcp_rendezvous._default_timeout_seconds))
     rank = int(parameters.config.get("rank", 0))
-    return _Static(host, port, rank, parameters.max_nodes, parameters.run_id, timeout_s)
+    return _StaticRendezvous(host, port, rank, parameters.max_nodes, parameters.run_id, timeout_s)
 
 
 def _create_backend(parameters: RendezvousParameters, secret: str) -> tuple[SealedBackend, Any]:

@@ -81,7 +81,7 @@ def test_dry_run_shows_what_megatron_is_told_and_what_gpus_turn_on(config, capsy
     told = capsys.readouterr().out
     assert "megatron.transformer.bias_dropout_fusion: false -> true\n" in told
     assert "hidden_dropout:" not in told.partition("# config")[0]  # it is so without it
-    on = next(line for line in told.splitlines() if line.startswith("on where TransformerEngine is in use: "))
+    on = next(line for line in told.splitlines() if line.startswith("switched on with TransformerEngine: "))
     assert "transformer.bias_activation_fusion" in on and "ddp.overlap_param_gather" in on and "rope" not in on
     assert "WARNING megatron.unchecked lets megatron.transformer.window_size through" in told
 

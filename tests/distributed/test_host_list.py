@@ -21,7 +21,7 @@ def test_a_node_list_is_its_hosts(text):
 
 @pytest.mark.parametrize("text", ["", "node[1-", "node[a-b]", "node[3-1]", "a,,b", "a,"])
 def test_what_is_no_node_list_is_refused(text):
-    with pytest.raises(UserError, match="set MASTER_ADDR"):
+    with pytest.raises(UserError, match="Set MASTER_ADDR"):
         hosts_of(text)
 
 

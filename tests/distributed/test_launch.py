@@ -74,5 +74,5 @@ def test_all_ranks_take_part_in_the_first_exchange_of_a_job_and_may_open_many_fi
 
 def test_a_first_exchange_that_is_wrong_is_told():
     ports = [free_port(), free_port()]
-    said = "gloo adds 2 ones up to 3. Try `mrl doctor` on the same hosts."
+    said = "the first gloo all-reduce summed 2 ones to 3. Run `mrl doctor` on the same hosts."
     assert run_ranks(2, started_again, ports, 1) == [said] * 2

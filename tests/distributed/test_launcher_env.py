@@ -83,11 +83,11 @@ def test_ranks_set_by_hand_in_a_step_must_be_its_own():
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "but not LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
         (TORCHRUN | {"RANK": "4"}, "RANK=4 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 contradict each other"),
-        (TORCHRUN | {"RANK": "x"}, "RANK=x WORLD_SIZE=4 .* not all of them are numbers"),
+        (TORCHRUN | {"RANK": "x"}, "RANK=x WORLD_SIZE=4 .* not all of them are integers"),
         (TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not a port"),
         (TORCHRUN | STEP, "SLURM_STEP_NUM_TASKS=4 GROUP_WORLD_SIZE=2: srun started 4 task.s., .* one of 2. Start one"),
         (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "3"}, "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=3 .* contradict"),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "but not OMPI_COMM_WORLD_RANK, .* half of a launcher's variables"),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "but not OMPI_COMM_WORLD_RANK, .* a launcher.s variables are incomplete"),
         (STEP | {"PMI_RANK": "0"}, "PMI_RANK=0 SLURM_PROCID=3: MPI and SLURM disagree"),
         (STEP | {"PMI_RANK": "3", "PMI_SIZE": "1"}, "PMI_SIZE=1 SLURM_STEP_NUM_TASKS=4: MPI and SLURM disagree"),
         (STEP | {"PMIX_RANK": "1"}, "PMIX_RANK=1 SLURM_PROCID=3: MPI and SLURM disagree"),

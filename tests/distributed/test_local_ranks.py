@@ -68,7 +68,7 @@ def test_each_rank_knows_its_place_and_has_its_own_log(tmp_path):
     [
         ("mistake", "^rollout.n is odd$"),
         ("defect", "^rank 1: KeyError: 'weights'$"),
-        ("death", "^rank 1 died with exit status 3; its last words:\nhello from 1\nno memory$"),
+        ("death", "^rank 1 died with exit status 3; its last output:\nhello from 1\nno memory$"),
     ],
 )
 def test_one_rank_that_fails_ends_all_with_its_message(tmp_path, how, said):

@@ -33,10 +33,10 @@ def test_a_launcher_is_an_ancestor_whose_line_ends_in_the_words():
     ("variables", "line"),
     [
         ({}, None),
-        ({relaunch_command.SAID: f"{TYPED} "}, TYPED),
+        ({relaunch_command.STARTED_BY: f"{TYPED} "}, TYPED),
         ({"SLURM_JOB_ID": "1"}, None),
-        ({relaunch_command.SAID: "launch/mpirun.sh train another.yaml"}, None),
-        ({relaunch_command.SAID: "launch/mpirun.sh 'open"}, None),
+        ({relaunch_command.STARTED_BY: "launch/mpirun.sh train another.yaml"}, None),
+        ({relaunch_command.STARTED_BY: "launch/mpirun.sh 'open"}, None),
     ],
 )
 def test_a_script_says_what_was_typed(variables, line, monkeypatch):
@@ -49,6 +49,6 @@ def test_programs_go_by_their_name_where_a_shell_finds_them(monkeypatch):
     monkeypatch.setattr(relaunch_command.shutil, "which", lambda name: f"/venv/bin/{name}")
     words = ["train", "a.yaml"]
     typed = ["/venv/bin/python3", "/venv/bin/torchrun", "--nproc-per-node", "2", "-m", "mrl", *words]
-    assert relaunch_command._before(typed, words) == ["torchrun", "--nproc-per-node", "2", "-m", "mrl"]
-    assert relaunch_command._before(["python", "-m", "mrl", *words], words) == ["python", "-m", "mrl"]
-    assert relaunch_command._before(["python", "-m", "mrl", *words], ["plan", "a.yaml"]) == []
+    assert relaunch_command._without_suffix(typed, words) == ["torchrun", "--nproc-per-node", "2", "-m", "mrl"]
+    assert relaunch_command._without_suffix(["python", "-m", "mrl", *words], words) == ["python", "-m", "mrl"]
+    assert relaunch_command._without_suffix(["python", "-m", "mrl", *words], ["plan", "a.yaml"]) == []

@@ -76,7 +76,7 @@ def without_threads(tmp_path):
 def test_what_does_not_end_in_time_is_ended(tmp_path):
     run = Run(tmp_path, [warm.python(), "-m", "mrl"], "0 hang 1 SIGUSR1", "run.stop_timeout_s=1")
     run.wait_until_told()
-    said = "told to stop by SIGUSR1, and not done in time; ended without a new checkpoint."
+    said = "stop requested by SIGUSR1, not finished in time; ended without a new checkpoint."
     assert run.end() == (75, said)
     assert "The last checkpoint is of step 0, in " in run.output()
 
@@ -88,7 +88,7 @@ def test_sigterm_twice_under_torchrun_leaves_nobody(without_threads, tmp_path):
     for _ in range(2):
         run.process.send_signal(signal.SIGTERM)
         time.sleep(1.5 * REPEAT_S)
-    said = "told to stop by SIGTERM, and then told again; ended without a new checkpoint."
+    said = "stop requested by SIGTERM, then requested again; ended without a new checkpoint."
     assert run.end() == (75, said)
 
 

@@ -140,7 +140,7 @@ def test_a_mistake_of_one_rank_ends_all_with_its_status_and_no_restart(tmp_path)
     job = Job(tmp_path, "mistake", 1)
     status, told = job.run("torchrun.sh", NPROC_PER_NODE="2", MASTER_PORT=str(runs.free_port()), MAX_RESTARTS="2")
     message = one_message(told, status, 2)
-    assert message.startswith("a planted mistake.\nThis was on rank 1 (host "), told
+    assert message.startswith("a planted mistake.\nRaised on rank 1 (host "), told
     assert "Traceback" not in told
 
 
@@ -150,9 +150,9 @@ def test_killed_ranks_start_again_and_reach_the_same_numbers(expected, tmp_path)
         "torchrun.sh", RECOVERABLE, NPROC_PER_NODE="2", MASTER_PORT=str(runs.free_port()), MAX_RESTARTS="1"
     )
     message = one_message(told, status, 0)
-    assert message.startswith("rank 1 (host ") and "is gone: its process has ended. It was last heard at" in message, (
-        told
-    )
+    assert (
+        message.startswith("rank 1 (host ") and "is gone: its process has ended. Its last report came from" in message
+    ), told
     assert "resumed from" in message
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == expected
 
@@ -178,8 +178,8 @@ def test_a_lost_host_ends_the_other_which_names_it(hosts, tmp_path):
     statuses, told = hosts.run(*words_and_variables(hosts, job, OVERRIDES), tmp_path, TIMEOUT_S)
     job.check_end()
     message = one_message(told, statuses[0])
-    assert f"Nothing of this job answers on host {hosts.names[1]}: rank 1.\nrank 1 (host " in message, told
-    assert "It was last heard at step " in message, told
+    assert f"No rank of this job answers on host {hosts.names[1]}: rank 1.\nrank 1 (host " in message, told
+    assert "Its last report came from step " in message, told
 
 
 @pytest.mark.netns
@@ -198,6 +198,6 @@ def test_a_lost_host_that_is_started_again_joins_and_the_numbers_are_the_same(ho
             process.kill()
     told = files[0].read_text()
     message = told.partition("mrl: error: ")[2]
-    assert message.startswith(f"Nothing of this job answers on host {hosts.names[1]}: rank 1."), told
+    assert message.startswith(f"No rank of this job answers on host {hosts.names[1]}: rank 1."), told
     assert "resumed from" in message
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == expected

@@ -1,1 +1,1 @@
-"""`mrl plan` and `--dry-run`: memory of a rank, time and traffic of a step, whether it fits, before it runs."""
+"""`mrl plan` and `--dry-run`: predicts memory, time and traffic of a run from shapes, and whether it fits."""

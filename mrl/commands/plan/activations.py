@@ -1,13 +1,9 @@
-"""What a backward pass keeps of its forward, and what both need for a moment: bytes of one rank, by arithmetic.
+"""Activation memory of the actor on a rank: what the forward saves for the backward, and the peaks of both, in bytes.
 
-Owns the sizes of the largest microbatch, of what the layers and the output layer save for the backward, and of the
-buffers that live inside one of their steps. Weights, optimizer and engine are in `memory.py`. It follows the code:
-`megatron/cpu/layers.py`, `megatron/attention.py`, `megatron/norm.py`, `algorithms/functional/logprobs.py`, and
-Megatron's layers (0.16.1: `transformer/mlp.py`, `transformer/attention.py`, `transformer/moe`,
-`models/common/embeddings/rope_utils.py`). Experts are taken to be equally loaded. With context parallelism on a CPU,
-attention needs more than is told here.
-
-P stands for packed tokens of a rank, S for slots of its attention.
+It follows the code of `megatron/cpu/layers.py`, `megatron/attention.py`, `megatron/norm.py`,
+`algorithms/functional/logprobs.py`, and Megatron's layers (0.16.1: `transformer/mlp.py`, `transformer/attention.py`,
+`transformer/moe`, `models/common/embeddings/rope_utils.py`). Experts are assumed to be equally loaded. With context
+parallelism on a CPU, attention needs more than predicted here. Weights, optimizer and engine are in `memory.py`.
 """
 
 from __future__ import annotations
@@ -24,20 +20,20 @@ from mrl.resharding.megatron import chunk_layers, padded_vocab
 FP32 = 4
 INT64 = 8
 SCORED_BYTES = 53
-"""Vectors of one number for each response token that the loss keeps: two int64, nine fp32, one bool."""
+"""Bytes per response token of the vectors that the loss saves: two int64, nine fp32, one bool."""
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The largest microbatch of a rank, if every response has its full length.
+    """Largest microbatch of a rank, if every response has its full length.
 
     Attributes:
-        tokens: Distinct packed tokens; what samples of a prompt begin with alike is there once, except with
+        tokens: Packed tokens; a prefix that samples of a prompt share counts once, unless
             `actor.use_prefix_grouper=false`.
-        slots: Tokens of all sequences, which attention sees.
-        together: Samples of a prompt whose beginning is computed once.
+        slots: Tokens of all sequences, as attention sees them.
+        together: Samples of a prompt that share its prefix.
         scored: Response tokens.
-        count: Microbatches of a minibatch on a data-parallel rank.
+        count: Microbatches per minibatch on a data-parallel rank.
     """
 
     tokens: int
@@ -48,46 +44,46 @@ class Microbatch:
 
 
 def largest_microbatch(config: Config, grid: Grid, *, learns_from: LearnsFrom = "samples") -> Microbatch:
-    """The microbatch that needs most memory, before context parallelism cuts it.
+    """Returns the microbatch that needs most memory, before context parallelism splits it.
 
     Args:
-        config: Lengths, samples, batch sizes and the budget of a microbatch.
-        grid: Data-parallel size, and what the packed length is filled up to.
-        learns_from: What the algorithm learns from.
+        config: Config with lengths, samples, batch sizes and the token limit of a microbatch.
+        grid: Layout, for the data-parallel size and the padding of the packed length.
+        learns_from: Data that the algorithm learns from.
     """
     rollout, train = config.rollout, config.train
     prompt, response = rollout.prompt_length, rollout.response_length
     prompts = train.minibatch_size or train.batch_size
     samples = rollout.n if learns_from == "samples" else 1
     budget = config.actor.max_tokens_per_microbatch
-    once = config.actor.use_prefix_grouper
-    together = -(-samples // -(-grid.dp // prompts)) if once else 1  # samples of a prompt on a rank
+    shares_prefix = config.actor.use_prefix_grouper
+    together = -(-samples // -(-grid.dp // prompts)) if shares_prefix else 1  # samples of a prompt on a rank
     together = max(1, min(together, (budget - prompt) // response))
     sequences = -(-prompts * samples // grid.dp)
-    families = -(-sequences // together)
-    asked = 1  # times that the prompt of a family is computed
+    groups = -(-sequences // together)
+    prompt_copies = 1  # times that a group's prompt is computed
     if learns_from == "pairs":
-        together, families, asked = 2, -(-prompts // grid.dp), 1 if once else 2
-    count = -(-families // max(1, budget // (asked * prompt + together * response)))
+        together, groups, prompt_copies = 2, -(-prompts // grid.dp), 1 if shares_prefix else 2
+    count = -(-groups // max(1, budget // (prompt_copies * prompt + together * response)))
     if grid.vpp > 1:
         count = -(-count // grid.pp) * grid.pp
-    held = -(-families // count)
+    per_microbatch = -(-groups // count)
     computed = response - 1  # the last token of a response predicts nothing
     unit = grid.tp * (2 * grid.cp if grid.cp > 1 else 1)
-    packed = -(-held * (asked * prompt + together * computed) // unit) * unit
-    slots = held * together * (prompt + computed)
-    return Microbatch(packed, slots, together // asked, held * together * response, count)
+    packed = -(-per_microbatch * (prompt_copies * prompt + together * computed) // unit) * unit
+    slots = per_microbatch * together * (prompt + computed)
+    return Microbatch(packed, slots, together // prompt_copies, per_microbatch * together * response, count)
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of the actor's forward and backward passes on a rank.
+    """Activation memory of a rank, bytes.
 
     Attributes:
-        saved: Kept for the backward by all microbatches in flight, at most.
-        logits: In the output layer at a time, beside that; 0 but on the last stage.
-        backward: In a layer's or the embedding's backward at a time, beside that.
-        scoring: In a forward without backward at a time, the output layer included.
+        saved: Activations of all microbatches in flight, saved for the backward.
+        logits: Additional peak of the output layer; 0 except on the last stage.
+        backward: Additional peak of a layer's or the embedding's backward.
+        scoring: Peak of a forward without backward, including the output layer.
     """
 
     saved: int
@@ -97,15 +93,15 @@ class Activations:
 
 
 class ActorShape:
-    """The sizes of an actor's tensors on a rank.
+    """Predictor of an actor's activation memory on a rank.
 
     Args:
-        config: What was asked for, the algorithm's nulls filled.
-        arch: The model.
-        grid: Its layout.
+        config: Config with the algorithm's defaults filled in.
+        arch: Model.
+        grid: Layout.
         te: Layers are TransformerEngine's.
-        compiled: If not, what stands between the products is compiled (`megatron/cpu/layers.py`), as on a CPU.
-        learns_from: What the algorithm learns from.
+        compiled: Operations between matrix products are compiled (`megatron/cpu/layers.py`).
+        learns_from: Data that the algorithm learns from.
     """
 
     def __init__(
@@ -125,16 +121,16 @@ class ActorShape:
         self.microbatch = largest_microbatch(config, grid, learns_from=learns_from)
         self._tokens = self.microbatch.tokens // grid.cp
         self._slots = self.microbatch.slots // grid.cp
-        # the local layers compute long answers with the queries of their prompt, TransformerEngine's never do
-        answer = config.rollout.response_length - 1
-        again = not te and grid.cp == 1 and 2 * answer > config.rollout.prompt_length + answer
-        self._queries, self._keys = (self._slots if again else self._tokens), self._slots
+        # the local layers repeat the prompt's queries for long responses, TransformerEngine's never do
+        response = config.rollout.response_length - 1
+        repeats = not te and grid.cp == 1 and 2 * response > config.rollout.prompt_length + response
+        self._queries, self._keys = (self._slots if repeats else self._tokens), self._slots
         self._masks = 0
-        if not te and not again and self.microbatch.together > 1:  # of answers, which see the prompt's keys
-            answers = self.microbatch.scored // config.rollout.response_length // grid.cp
-            self._masks = answers * answer * (config.rollout.prompt_length + answer) * self._itemsize
+        if not te and not repeats and self.microbatch.together > 1:  # masks of responses over the prompt's keys
+            responses = self.microbatch.scored // config.rollout.response_length // grid.cp
+            self._masks = responses * response * (config.rollout.prompt_length + response) * self._itemsize
             self._masks -= self._masks // self.microbatch.together
-        # with context parallelism the keys of the runs on a rank begin before its own tokens
+        # with context parallelism the keys of a rank's segments start before its own tokens
         if grid.cp > 1 and self.microbatch.together > 1:
             self._keys = min(self.microbatch.slots, self._slots + 2 * config.rollout.longest)
         self._scored = -(-self.microbatch.scored // grid.cp)
@@ -143,21 +139,21 @@ class ActorShape:
         self._layers = chunk_layers(arch, grid)
 
     def activations(self, stage: int) -> Activations:
-        """Of a rank of a pipeline stage."""
+        """Returns the activations on a rank of a pipeline stage."""
         grid, arch = self._grid, self._arch
         chunks = [len(self._layers[stage, chunk]) for chunk in range(grid.vpp)]
-        if grid.vpp > 1:  # Megatron's interleaved schedule: warm-up passes, and the one that is computed
-            flying = (grid.pp - stage - 1) * 2 + (grid.vpp - 1) * grid.pp + 1
-            flying = min(flying, self.microbatch.count * grid.vpp)
+        if grid.vpp > 1:  # Megatron's interleaved schedule: warm-up passes and the current one
+            in_flight = (grid.pp - stage - 1) * 2 + (grid.vpp - 1) * grid.pp + 1
+            in_flight = min(in_flight, self.microbatch.count * grid.vpp)
         else:
-            flying = min(grid.pp - stage, self.microbatch.count)
-        kept = flying * self._kept_by_chunk(max(chunks))
+            in_flight = min(grid.pp - stage, self.microbatch.count)
+        kept = in_flight * self._saved_by_chunk(max(chunks))
         first, last = stage == 0, stage == grid.pp - 1
         hidden = self._own_tokens * arch.hidden_size * self._itemsize
-        whole = self._tokens * arch.hidden_size * self._itemsize
-        # ids, positions, where queries, outputs and keys lie, and the order in which gradients of keys are added
+        gathered = self._tokens * arch.hidden_size * self._itemsize
+        # ids, positions, indices of queries, outputs and keys, and the order in which keys' gradients are added
         saved = kept + INT64 * (self._queries + 2 * self._keys + 4 * self._tokens) + self._masks
-        if self._compiled:  # ids, positions, where each token of each sequence lies; cosine and sine
+        if self._compiled:  # ids, positions, index of each token of each sequence; cosine and sine
             saved = kept + INT64 * (2 * self._tokens + self.microbatch.slots)
             saved += self._tokens * arch.head_dim * self._itemsize
         elif self._recompute.method is not None:
@@ -166,14 +162,14 @@ class ActorShape:
         tied = weight if arch.tie_word_embeddings and last else 0  # its gradient waits for the embedding's
         step = self._layer_backward() + tied
         if first:
-            step = max(step, weight + tied - kept)  # everything saved is gone by then
+            step = max(step, weight + tied - kept)  # the saved activations are freed by then
         if last:
-            # the final norm: what goes in, what comes out for all ranks' rows; the loss
-            saved += hidden + (0 if arch.value_head else whole) + SCORED_BYTES * self._scored
-        if arch.value_head:  # the hidden states in fp32, in the forward and their gradients
+            # final norm: its input and its output for all ranks' rows; the loss
+            saved += hidden + (0 if arch.value_head else gathered) + SCORED_BYTES * self._scored
+        if arch.value_head:  # the hidden states in fp32 and their gradients
             logits = in_forward = 2 * self._own_tokens * arch.hidden_size * FP32
         else:
-            in_forward = whole + self._logits_forward()
+            in_forward = gathered + self._logits_forward()
             logits = max(self._logits_forward(), self._logits_backward())
         return Activations(
             saved=saved,
@@ -182,16 +178,16 @@ class ActorShape:
             scoring=max(self._saved_by_layer() + 2 * hidden, in_forward if last else 0),
         )
 
-    def _kept_by_chunk(self, layers: int) -> int:
-        whole = self._recompute.whole_layers(layers)
+    def _saved_by_chunk(self, layers: int) -> int:
+        recomputed = self._recompute.full_layers(layers)
         inputs = self._recompute.inputs(layers) * self._own_tokens * self._arch.hidden_size * self._itemsize
-        return inputs + (layers - whole) * self._saved_by_layer()
+        return inputs + (layers - recomputed) * self._saved_by_layer()
 
     def _saved_by_layer(self) -> int:
         arch, size, own, tokens = self._arch, self._itemsize, self._own_tokens, self._tokens
         modules = self._recompute.modules
-        both = 2 if "layernorm" in modules else 4  # two norms: what goes in and what comes out
-        norms = own * (both * arch.hidden_size * size + 2 * FP32)
+        tensors = 2 if "layernorm" in modules else 4  # input and output of two norms
+        norms = own * (tensors * arch.hidden_size * size + 2 * FP32)
         if self._compiled:
             mlp = 0 if self._recomputes_mlp() else self._mlp_or_experts()
             return norms - own * 2 * FP32 + self._compiled_attention() + mlp
@@ -200,37 +196,37 @@ class ActorShape:
         fused = tokens * (queries + 2 * kv_heads * arch.head_dim) * size
         attention = 4 * tokens * arch.head_dim * size  # cosine and sine, for queries and for keys
         if arch.qk_norm:
-            copied = queries * size if kv_heads > 1 else 0  # of one group the queries lie in a row already
+            copied = queries * size if kv_heads > 1 else 0  # a single group's queries are contiguous already
             attention += fused + tokens * (copied + (heads + kv_heads) * FP32)
         if "core_attn" in modules:
             attention += tokens * (queries + kv_heads * arch.head_dim) * size + (0 if arch.qk_norm else fused)
         else:
             attention += self._core_attention()
         if not self._te:
-            attention += tokens * queries * size  # what attention returns, out of its slots
+            attention += tokens * queries * size  # attention's output, gathered from the slots
         return norms + attention + (0 if self._recomputes_mlp() else self._mlp_or_experts())
 
     def _compiled_attention(self) -> int:
-        """What the product before it gives, queries and keys where they are normed, and what attention keeps."""
+        """Returns the QKV projection's output, normed queries and keys (if normed), and what attention saves."""
         arch, size, tokens = self._arch, self._itemsize, self._tokens
         heads, kv_heads = self._heads()
         queries, keys = heads * arch.head_dim, kv_heads * arch.head_dim
         recomputed = "core_attn" in self._recompute.modules
-        kept = tokens * queries * size  # what attention returns
+        kept = tokens * queries * size  # attention's output
         if arch.qk_norm:
             kept += tokens * (queries + keys) * size
-        if recomputed:  # its inputs: of one group the queries lie in a row already
+        if recomputed:  # its inputs; a single group's queries are contiguous already
             copied = queries + keys if arch.qk_norm else queries if kv_heads > 1 else 0
             return kept + tokens * (queries + 2 * keys + copied) * size
         return kept + self._attended(values=tokens * (queries + 2 * keys) * size)
 
     def _attended(self, values: int) -> int:
-        """Turned queries and keys, the logarithm of each row's sum, and `values`; keys and values of all ranks."""
+        """Returns rotated queries and keys, log-sum-exp per row, and `values`; with CP keys and values of all ranks."""
         heads, kv_heads = self._heads()
         dim, size = self._arch.head_dim, self._itemsize
         keys = self._tokens * kv_heads * dim * size
-        both = 2 * keys * self._grid.cp if self._grid.cp > 1 else keys + values
-        return self._tokens * heads * (dim * size + FP32) + both
+        keys_and_values = 2 * keys * self._grid.cp if self._grid.cp > 1 else keys + values
+        return self._tokens * heads * (dim * size + FP32) + keys_and_values
 
     def _recomputes_mlp(self) -> bool:
         return ("mlp" if self._arch.moe is None else "moe") in self._recompute.modules
@@ -242,16 +238,16 @@ class ActorShape:
         return self._arch.num_heads // self._grid.tp, max(1, self._arch.num_kv_heads // self._grid.tp)
 
     def _core_attention(self) -> int:
-        """Queries, the result, and the logarithm of each row's sum; keys and values."""
+        """Returns queries, output, log-sum-exp per row, keys and values."""
         heads, _ = self._heads()
-        of_query = 2 * heads * self._arch.head_dim * self._itemsize + heads * FP32
-        return self._queries * of_query + self._copied_keys()
+        per_query = 2 * heads * self._arch.head_dim * self._itemsize + heads * FP32
+        return self._queries * per_query + self._copied_keys()
 
     def _copied_keys(self) -> int:
         return self._keys * 2 * self._heads()[1] * self._arch.head_dim * self._itemsize
 
     def _mlp(self, width: int) -> int:
-        """Gate and up and their product; if that is not compiled the activated gate, and up once more."""
+        """Returns gate, up and their product; if not compiled also the activated gate and a copy of up."""
         return (3 if self._compiled else 5) * self._tokens * width // self._grid.tp * self._itemsize
 
     def _experts(self) -> int:
@@ -259,16 +255,16 @@ class ActorShape:
         if moe is None:
             return 0
         router = self._own_tokens * (moe.num_experts * (4 * FP32 + 1) + moe.top_k * 2 * INT64)
-        assigned = self._own_tokens * moe.top_k * grid.expert_tp  # as many as go out come in
+        assigned = self._own_tokens * moe.top_k * grid.expert_tp  # balanced: a rank receives as many as it sends
         experts = assigned * (self._arch.hidden_size * size + FP32 + 6 * moe.intermediate_size // grid.expert_tp * size)
         shared = 0
-        if moe.shared_intermediate_size:  # Megatron's own, on a CPU too
+        if moe.shared_intermediate_size:  # Megatron's own layer, on a CPU too
             shared = 5 * self._tokens * moe.shared_intermediate_size // grid.tp * size
             shared += self._own_tokens * self._arch.hidden_size * size
         return router + experts + shared
 
     def _layer_backward(self) -> int:
-        """Gradients of a layer's output and of its widest part, and of the largest weight; what is recomputed."""
+        """Returns the gradients of a layer's output, widest part and largest weight, plus what is recomputed."""
         arch, size = self._arch, self._itemsize
         if arch.moe is None:
             width = arch.intermediate_size // self._grid.tp
@@ -283,26 +279,26 @@ class ActorShape:
         if self._recompute.method is not None:
             return step + self._recompute.layers_at_a_time * self._saved_by_layer()
         attention = self._attended(values=0) if self._compiled else self._core_attention()
-        again = attention if "core_attn" in self._recompute.modules else 0
-        return step + max(again, self._mlp_or_experts() if self._recomputes_mlp() else 0)
+        recomputed = attention if "core_attn" in self._recompute.modules else 0
+        return step + max(recomputed, self._mlp_or_experts() if self._recomputes_mlp() else 0)
 
     def _rows(self) -> int:
-        """Scored rows of a chunk of logits."""
+        """Returns the number of scored rows per chunk of logits."""
         return min(self._config.actor.logprob_chunk_tokens, self._scored)
 
     def _logits_forward(self) -> int:
-        """Logits and, by PyTorch's operators, their powers, fp32; which were dropped, where the distribution is cut."""
+        """Returns the logits of a chunk, exponentials in fp32 unless compiled, and the truncation mask, if any."""
         rollout = self._config.rollout
         cut = 1 if truncates(rollout.top_k, rollout.top_p, rollout.min_p) else 0
         return self._rows() * self._vocab * ((1 if self._compiled else 2) * FP32 + cut)
 
     def _logits_backward(self) -> int:
-        """Gradients of the logits, of the hidden states and of the weight."""
+        """Returns the gradients of the logits, the hidden states and the output weight."""
         rows, size, weight = self._rows(), self._itemsize, self._vocab * self._arch.hidden_size
         hidden = self._tokens * self._arch.hidden_size
         several = self._scored > rows
         logits = rows * self._vocab * (FP32 + (size if size != FP32 else 0))
         if self._config.algorithm.entropy_coef:
             logits += rows * self._vocab * FP32
-        weights = weight * (FP32 + size if several else size)  # several chunks add up in fp32
+        weights = weight * (FP32 + size if several else size)  # several chunks are summed in fp32
         return logits + weights + hidden * (FP32 + size)

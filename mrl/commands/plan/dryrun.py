@@ -1,7 +1,7 @@
-"""What a run would be, without starting it: `mrl train CONFIG --dry-run`.
+"""`mrl train CONFIG --dry-run`: describes a run without starting it.
 
-Owns the text. The same checks refuse the same mistakes as in a real run; no process group exists, no weight is read and
-no folder is made.
+The same checks as in a real run reject the same mistakes. No process group is created, no weight read and no folder
+made.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from mrl.trainer.validation.world_size import WorldSize
 
 MIB = 1 << 20
 MAX_ROWS = 32
-"""Ranks that are listed."""
+"""Number of ranks listed."""
 
 
 def describe(config: Config, size: WorldSize, *, launcher: str | None = None) -> str:
-    """A summary, who sits where, the cost of a refit, and the resolved config.
+    """Returns a summary, the layout of ranks, the cost of a weight sync, and the resolved config.
 
     Args:
-        config: What was asked for.
-        size: Ranks to look at.
-        launcher: Who starts them, as `Environment.launcher` has it; None: not known yet.
+        config: Config, not resolved.
+        size: Number of ranks and its origin.
+        launcher: Launcher as in `Environment.launcher`; None: not known yet.
 
     Raises:
-        UserError: The run would be refused.
+        UserError: The run is invalid.
     """
     found = check_run(config, size.ranks, launcher=launcher)
     check_run_folder(config)
@@ -70,7 +70,7 @@ def describe(config: Config, size: WorldSize, *, launcher: str | None = None) ->
         "",
         *(_refit(config, found.arch, grid) if found.needs_engine else ()),
         *_megatron(found),
-        "# config, every field as the run would have it",
+        "# config, with every field that the run would use",
         to_yaml(config).rstrip(),
     ]
     return "\n".join(lines)
@@ -143,11 +143,11 @@ def _memory(found: Resolved) -> Iterator[tuple[str, str]]:
     more += f", the weights of {len(found.teachers)} teacher(s) in host memory" if found.teachers else ""
     more += ", the reward model's weights in host memory" if found.reward is not None else ""
     cache = ", the engine's KV cache" if found.needs_engine else ""
-    yield "", f"besides: activations, logits, buffers of collectives{cache}{more}"
+    yield "", f"not included: activations, logits, buffers of collectives{cache}{more}"
 
 
 def _engine(name: str) -> str:
-    """What samples, and what of its package is on this machine."""
+    """Returns the engine's name and whether its package is installed here."""
     if name == vllm.NAME:
         return f"{name}: {vllm_package.described()}"
     if name in trtllm.ENGINES and not trtllm_package.is_installed():
@@ -157,7 +157,7 @@ def _engine(name: str) -> str:
 
 
 def _megatron(found: Resolved) -> Iterator[str]:
-    """What Megatron is told that it would not be told without `megatron`, and what is on by itself on GPUs."""
+    """Yields the Megatron fields that `megatron` changes and those that mrl switches on for GPUs."""
     config, moe, te = found.config, found.arch.moe is not None, asked_for(found.config)
     given = config.megatron.transformer
     on = [f"transformer.{name}" for name in transformer_defaults(given, te=te, moe=moe)]
@@ -166,25 +166,23 @@ def _megatron(found: Resolved) -> Iterator[str]:
     yield "# Megatron's own fields"
     for section, name, before, after in changes(config.megatron):
         yield f"megatron.{section}.{name}: {_value(before)} -> {_value(after)}"
-    where = "where TransformerEngine is in use" if te else "without TransformerEngine, as the config has it"
-    yield f"on {where}: {', '.join(on) or 'nothing'}"
+    condition = "with TransformerEngine" if te else "without TransformerEngine, as configured"
+    yield f"switched on {condition}: {', '.join(on) or 'nothing'}"
     yield from (f"WARNING {warning}" for warning in forced(config, found.arch, found.grid))
     yield ""
 
 
 def _value(value: Any) -> str:
-    """As the config writes it."""
     return json.dumps(value, default=str)
 
 
 def _steps(train: TrainConfig) -> str:
-    """How long the run is, in the config's own terms."""
     epochs = [] if train.num_epochs is None else [f"{train.num_epochs:g} pass(es) over the data"]
     return ", or ".join([*([] if train.num_steps is None else [str(train.num_steps)]), *epochs])
 
 
 def _num_microbatches(found: Resolved, num_sequences: int) -> int:
-    """Of the longest sequences, whole ones in each; an interleaved pipeline needs a multiple of its stages."""
+    """Returns the number of full-length microbatches, a multiple of the stages of an interleaved pipeline."""
     together = found.config.actor.max_tokens_per_microbatch // found.config.rollout.longest
     count = math.ceil(num_sequences / max(1, together))
     multiple = found.grid.pp if found.grid.vpp > 1 else 1
@@ -203,7 +201,7 @@ def _refit(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[str]:
 
 
 def refit_plan(config: Config, arch: ArchSpec, grid: Grid) -> Plan:
-    """The copies of a refit between all ranks of a grid."""
+    """Plans the copies of a weight sync between all ranks of a layout."""
     dtype = config.model.dtype
     sources = megatron_layouts(arch, grid, dtype=dtype, te=False)
     return make_plan(sources, engine_layouts(config, arch, grid))

@@ -1,8 +1,8 @@
-"""How long the phases of a step take on stated hardware: floating-point operations and bytes over rates.
+"""Predicts the duration of a step's phases on given hardware: FLOPs and bytes divided by rates.
 
-Owns the predictions and what they assume: every response has its full length, ranks of a kind wait for nobody,
-communication hides behind computation except where a line below says otherwise. The parts of the peak rates that are
-reached are assumptions of `observability/hardware.py`, not measurements.
+Assumptions: every response has its full length, ranks of a kind do not wait for each other, and communication overlaps
+computation except where noted below. The attained fractions of the peak rates are assumptions of
+`observability/hardware.py`, not measurements.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from mrl.trainer.validation.critic import critic_config
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of one step, the refit aside.
+    """Durations of a step's phases without the weight sync, s.
 
     Attributes:
-        prefill: Of the rollout: reading the prompts.
-        decode: Of the rollout: sampling.
-        decode_steps: Passes of the engine over its running sequences.
-        bound_by: What a decode pass waits for: "weights", "KV cache", "FLOPs" or "all-reduces".
-        score: Log-probabilities by the reference and, where asked for, by the actor; values by a critic; all teachers,
-            as if each had all prompts.
-        update: All optimizer steps, a critic's too.
-        bubble_frac: Part of `update` in which a stage waits for another.
+        prefill: Prefill of the rollout's prompts.
+        decode: Decoding of the responses.
+        decode_steps: Number of decode passes of the engine.
+        bound_by: Bottleneck of a decode pass: "weights", "KV cache", "FLOPs" or "all-reduces".
+        score: Log-probabilities by the reference and, if needed, the actor; a critic's values; all teachers, as if each
+            scored all prompts.
+        update: All optimizer steps, including a critic's.
+        bubble_frac: Fraction of `update` that is pipeline bubble.
     """
 
     prefill: float
@@ -49,12 +49,12 @@ class Durations:
 
 
 def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Durations:
-    """Of a step of a run.
+    """Predicts the durations of a step's phases.
 
     Args:
-        found: The run.
-        hardware: Rates of its GPUs and links.
-        kv_rows: Sequences that a replica decodes at a time.
+        found: Resolved run.
+        hardware: Rates of GPUs and links.
+        kv_rows: Number of sequences that a replica decodes concurrently.
     """
     config, arch, grid = found.config, found.arch, found.grid
     passes = float(config.actor.ppo_epochs)
@@ -74,10 +74,10 @@ def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Dura
     if found.reward is not None and not found.algorithm.supervised:
         score += _trained_flops(found, found.reward) / rate
     if found.critic is not None:
-        of_critic, critic = critic_config(config), found.critic
+        critic_settings, critic = critic_config(config), found.critic
         forward = _trained_flops(found, critic) / rate
         score += forward
-        update += of_critic.actor.ppo_epochs * (3 + recompute_of(of_critic).forwards(critic)) * forward
+        update += critic_settings.actor.ppo_epochs * (3 + recompute_of(critic_settings).forwards(critic)) * forward
     return Durations(
         prefill=prefill,
         decode=decode,
@@ -90,24 +90,24 @@ def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Dura
 
 
 def _trained_flops(found: Resolved, arch: ArchSpec) -> float:
-    """Of one forward pass of a model over all samples of a step, prompts once for those that share a microbatch."""
+    """Returns the FLOPs of one forward over a step's samples; samples of a microbatch share their prompt's."""
     rollout, count = found.config.rollout, found.config.train.batch_size * found.algorithm.num_samples
     together = largest_microbatch(found.config, found.grid, learns_from=found.algorithm.learns_from).together
-    prompt, whole = (forward_flops(arch, [length]) for length in (rollout.prompt_length, rollout.longest))
-    return count * (whole - prompt) + math.ceil(count / together) * prompt
+    prompt, sequence = (forward_flops(arch, [length]) for length in (rollout.prompt_length, rollout.longest))
+    return count * (sequence - prompt) + math.ceil(count / together) * prompt
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step as a whole, and what each kind of rank does in it; seconds.
+    """Duration of a step and of each kind of rank's work in it, s.
 
     Attributes:
-        refit: Of all ranks.
-        rollouts: Of the ranks that sample.
-        training: Of the ranks that train: scoring and updates.
-        step: From one step to the next.
-        idle_trainers: Part of the step in which ranks that train wait for the others; 0 where all do both.
-        idle_samplers: The same of ranks that sample.
+        refit: Weight sync, in which all ranks take part.
+        rollouts: Work of ranks that sample.
+        training: Work of ranks that train: scoring and updates.
+        step: Time from one step to the next.
+        idle_trainers: Fraction of the step in which training ranks wait; 0 if all ranks do both.
+        idle_samplers: Fraction of the step in which sampling ranks wait; 0 if all ranks do both.
     """
 
     refit: float
@@ -119,13 +119,13 @@ class StepTime:
 
 
 def step_time(times: Durations, refit_s: float, *, has_roles: bool, overlaps: bool) -> StepTime:
-    """Of a run.
+    """Returns the duration of a step.
 
     Args:
-        times: Of its phases.
-        refit_s: Of a refit, in which nobody samples or trains.
-        has_roles: Some ranks train and the others sample.
-        overlaps: They do so at the same time.
+        times: Durations of the phases.
+        refit_s: Duration of the weight sync, during which no rank samples or trains, s.
+        has_roles: Some ranks only train and others only sample.
+        overlaps: They work concurrently.
     """
     rollouts, training = times.prefill + times.decode, times.score + times.update
     step = refit_s + (max(rollouts, training) if has_roles and overlaps else rollouts + training)
@@ -134,7 +134,10 @@ def step_time(times: Durations, refit_s: float, *, has_roles: bool, overlaps: bo
 
 
 def _bubble(found: Resolved) -> float:
-    """Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2: (p - 1) / (v m) of the ideal time."""
+    """Returns the fraction of pipeline bubble.
+
+    Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2: (p - 1) / (v m) of the ideal time.
+    """
     grid = found.grid
     count = largest_microbatch(found.config, grid, learns_from=found.algorithm.learns_from).count
     idle = (grid.pp - 1) / (grid.vpp * count)
@@ -144,7 +147,7 @@ def _bubble(found: Resolved) -> float:
 def _rollout(
     config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware, kv_rows: int
 ) -> tuple[float, float, int, str]:
-    """(prefill seconds, decode seconds, decode passes, what they wait for) of the replica with most prompts."""
+    """Returns (prefill s, decode s, decode passes, bottleneck) of the replica with most prompts."""
     rollout = config.rollout
     prompts = math.ceil(config.train.batch_size / grid.num_replicas)
     replica_flops = grid.rollout_tp * hardware.bf16_flops
@@ -158,36 +161,36 @@ def _rollout(
     times = _decode_pass(config, arch, grid, hardware, rows)
     links = times.pop("all-reduces")
     bound_by = max(times, key=lambda name: times[name])
-    memory = times["weights"] + times["KV cache"]  # one after the other, beside the products
+    memory = times["weights"] + times["KV cache"]  # sequential, and concurrent with the matrix products
     each = max(memory, times["FLOPs"]) + links
     return prefill, steps * each, steps, "all-reduces" if links > max(memory, times["FLOPs"]) else bound_by
 
 
 def _decode_pass(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware, rows: int) -> dict[str, float]:
-    """Seconds of each thing that a pass over `rows` sequences does, by name."""
+    """Returns the duration of each part of a decode pass over `rows` sequences, s."""
     rollout = config.rollout
     size = ITEM_BYTES[rollout.dtype or config.model.dtype]
-    read = replace(config, rollout=replace(rollout, quantization=None))  # products are of what FP8 stands for
-    weights = weight_bytes(read, arch, grid) - _unread_bytes(arch, grid, rows, size)
+    dequantized = replace(config, rollout=replace(rollout, quantization=None))  # the products use no FP8 weights
+    weights = weight_bytes(dequantized, arch, grid) - _unread_bytes(arch, grid, rows, size)
     mean_len = rollout.prompt_length + rollout.response_length / 2
     cache = rows * mean_len * token_elements(arch, grid.rollout_tp) * cache_item_bytes(config)
     flops = rows * (forward_flops(arch, [1]) + 4 * arch.num_layers * arch.num_heads * arch.head_dim * mean_len)
     per_node, tp = hardware.gpus_per_node, grid.rollout_tp
     inside = all(first // per_node == (first + tp - 1) // per_node for first in grid.samplers[::tp])
     link = hardware.intra_node_bytes_per_s if inside else hardware.inter_node_bytes_per_s
-    others = 2 * (grid.rollout_tp - 1) / grid.rollout_tp  # a ring: each byte is sent and received so many times
+    ring = 2 * (grid.rollout_tp - 1) / grid.rollout_tp  # ring all-reduce: sends and receives of each byte
     reduced = 2 * arch.num_layers * rows * arch.hidden_size * size
     bandwidth = hardware.memory_bytes_per_s * hardware.decode_frac
     return {
         "weights": weights / bandwidth,
         "KV cache": cache / bandwidth,
         "FLOPs": flops / (grid.rollout_tp * hardware.bf16_flops * hardware.decode_frac),
-        "all-reduces": others * reduced / link,
+        "all-reduces": ring * reduced / link,
     }
 
 
 def _unread_bytes(arch: ArchSpec, grid: Grid, rows: int, size: int) -> float:
-    """The embedding, which is looked up, and experts that no token of a pass goes to, on average."""
+    """Returns the bytes of the embedding, which is only looked up, and the expected bytes of experts without tokens."""
     unread = 0.0
     if not arch.tie_word_embeddings:
         unread += arch.vocab_size * arch.hidden_size / grid.rollout_tp

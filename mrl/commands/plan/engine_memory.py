@@ -1,8 +1,8 @@
-"""How much memory an engine takes of a rank: what it holds, what it holds awake, its cache, and what a refit adds.
+"""Memory of a rollout engine on a rank: weights, KV cache, and the peaks of generation and weight sync.
 
-Owns what differs between the engines; the phases of a run are put together in `memory.py`. The native engine is counted
-as it allocates. TensorRT-LLM was not measured: its weights, its cache and mrl's own buffers for it follow from shapes
-and from what its settings mean, and what it takes besides is `Hardware.engine_context_bytes`, an assumption.
+The native engine is counted as it allocates. TensorRT-LLM was not measured: its weights, cache and mrl's buffers follow
+from shapes and the meaning of its settings; the rest is the assumption `Hardware.engine_context_bytes`. `memory.py`
+combines the phases of a run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 
 from mrl.algorithms.functional.sampling import truncates
-from mrl.commands.plan.engine_weights import native_bytes, packed_elements, whole_bytes
+from mrl.commands.plan.engine_weights import full_bytes, native_bytes, packed_elements
 from mrl.config.config import Config
 from mrl.engines.native.decode_state import record_of
 from mrl.engines.native.experts import work_bytes
@@ -30,25 +30,24 @@ from mrl.trainer.resolve import Resolved
 
 FP32_BYTES = 4
 PINNED = 2
-"""Bytes of pinned memory for a byte at most: torch rounds each piece up to a power of two."""
+"""Upper bound of pinned memory per byte: torch rounds each allocation up to a power of two."""
 FP8_WORK = 3
-"""Tensors in fp32 of a band of a matrix while it is quantised: values, factors, products."""
+"""Number of fp32 tensors per band of a matrix during quantization: values, factors, products."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank computes on.
+    """Device of a rank.
 
     Attributes:
-        te: The actor's layers are TransformerEngine's, as on GPUs.
-        engine_copies: Bytes of an element of the engine's packed copies of its matrices, in which it then computes, as
-            on CPUs; 0: it has none.
-        is_host: Its memory is the host's, so that what waits in host memory counts too.
-        compiles: Its host has a C compiler, without which the actor on a CPU keeps more of a forward pass.
-        capacity: Bytes of the device that can be filled; None: unbounded.
-        allowance: Bytes of it that no tensor takes: context, communicators.
-        total: All its bytes, which is what an engine sees; None: `capacity`.
-        engine_allowance: Bytes that TensorRT-LLM takes besides, awake or asleep.
+        te: The actor uses TransformerEngine layers, as on GPUs.
+        engine_copies: Bytes per element of the packed copies with which the engine computes on a CPU; 0: it has none.
+        is_host: Device memory is host memory (CPU), so that offloaded tensors count too.
+        compiles: The host has a C compiler, without which the actor on a CPU saves more activations.
+        capacity: Usable memory, bytes; None: unlimited.
+        allowance: Memory for context and communicators, bytes.
+        total: Total memory, which the engine sees, bytes; None: `capacity`.
+        engine_allowance: Additional memory of TensorRT-LLM or vLLM, awake or asleep, bytes.
     """
 
     te: bool
@@ -63,16 +62,16 @@ class Device:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What an engine takes of a rank: term -> bytes.
+    """Memory of an engine on a rank: term -> bytes.
 
     Attributes:
-        held: All the time.
-        awake: From the refit to the end of the rollout.
-        refit: In a refit besides.
-        cache: The KV cache.
-        rows: Sequences that it has room for.
-        rollout: While generating besides.
-        host: Bytes in host memory while it sleeps.
+        held: Terms in every phase.
+        cache: Size of the KV cache, bytes.
+        rows: Number of sequences that fit into the cache.
+        awake: Terms from the weight sync to the end of the rollout.
+        refit: Additional terms in a weight sync.
+        rollout: Additional terms during generation.
+        host: Host memory while the engine sleeps, bytes.
     """
 
     held: dict[str, int]
@@ -85,13 +84,13 @@ class EngineMemory:
 
 
 def engine_memory(found: Resolved, device: Device, *, weights: int, actor: int) -> EngineMemory:
-    """What the run's engine takes of a rank.
+    """Returns the memory of the run's engine on a rank.
 
     Args:
-        found: The run.
-        device: Of the rank.
-        weights: Of the engine, `weight_bytes`.
-        actor: Bytes of the actor on the device when the engine looks how much is free.
+        found: Resolved run.
+        device: Device of the rank.
+        weights: Size of the engine's weights, from `weight_bytes`, bytes.
+        actor: Actor memory on the device when the engine measures the free memory, bytes.
     """
     make = {"trtllm": _llm, "trtllm_engine": _built, "vllm": _vllm}.get(found.config.rollout.name, _native)
     return make(found, device, weights, actor)
@@ -101,23 +100,27 @@ def engine_memory(found: Resolved, device: Device, *, weights: int, actor: int) 
 
 
 def _native(found: Resolved, device: Device, weights: int, actor: int) -> EngineMemory:
-    """Its cache is for a step's prompts, or all in flight where sampling may stop; its weights come with each refit."""
+    """Returns the native engine's memory.
+
+    Its cache fits a step's samples, or the largest rollout buffer with partial rollouts; each weight sync brings its
+    weights.
+    """
     config, arch, grid, rollout = found.config, found.arch, found.grid, found.config.rollout
     copies, in_fp8_bytes = packed_elements(arch, grid) * device.engine_copies, 0
     if rollout.quantization is not None:
         dtype = rollout.dtype or config.model.dtype
         in_fp8_bytes = native_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, rollout.quantization)[1]
-        copies = copies or in_fp8_bytes * _item_bytes(config)  # products are of the weights that FP8 stands for
+        copies = copies or in_fp8_bytes * _item_bytes(config)  # dequantized weights for the products
     size = device.engine_copies or _item_bytes(config)
     slots = math.ceil(_longest(config) / SLOT_MULTIPLE) * SLOT_MULTIPLE
     row_bytes = _row_bytes(arch, slots, grid.rollout_tp, size)
     if (record := record_of(arch, rollout)) is not None:
         row_bytes += slots * record.token_bytes
-    if rollout.speculative.method is not None and device.is_host:  # elsewhere nothing is drafted
+    if rollout.speculative.method is not None and device.is_host:  # GPUs do not draft tokens
         row_bytes += slots * History.token_bytes()
     schedule = Schedule.of(config)
-    asked = schedule.most_in_flight * rollout.n if schedule.by_parts else _samples(found)
-    rows = min(rollout.max_num_seqs, rollout.max_num_batched_tokens, asked)
+    sequences = schedule.most_in_flight * rollout.n if schedule.by_parts else _samples(found)
+    rows = min(rollout.max_num_seqs, rollout.max_num_batched_tokens, sequences)
     if device.capacity is not None:
         free = device.capacity - device.allowance - weights - copies - actor
         free -= _experts_work(arch, grid, rollout.max_num_batched_tokens)
@@ -141,18 +144,18 @@ def _native(found: Resolved, device: Device, weights: int, actor: int) -> Engine
 
 
 def _llm(found: Resolved, device: Device, weights: int, actor: int) -> EngineMemory:
-    """The LLM API: the cache is a part of what was free when it was made, used or not; weights sleep in host memory.
+    """Returns the memory of TensorRT-LLM's LLM API, whose weights sleep in host memory.
 
-    TensorRT-LLM subtracts what a trial pass takes before it makes the cache; that is left out, so that the cache is
-    counted too large rather than too small.
+    Its cache is a fixed fraction of the memory that was free at the start. TensorRT-LLM first subtracts the peak of a
+    trial pass; that is ignored here, so the cache is overestimated.
     """
     config, arch, grid, rollout = found.config, found.arch, found.grid, found.config.rollout
     size, elements = _item_bytes(config), token_elements(arch, grid.rollout_tp)
-    asked = kv_cache(rollout, size)
-    row_bytes = asked.row_bytes(elements, _longest(config))
+    sizing = kv_cache(rollout, size)
+    row_bytes = sizing.row_bytes(elements, _longest(config))
     rows = min(rollout.max_num_seqs, _samples(found))
     most = rows * row_bytes if device.capacity is None else _share_of_free(found, device, weights + actor)
-    cache = asked.bounded(most, elements)
+    cache = sizing.bounded(most, elements)
     rows = min(rows if device.capacity is None else rollout.max_num_seqs, cache // row_bytes)
     held = {"TensorRT-LLM's own": device.engine_allowance}
     part = {"engine's weights": weights}
@@ -168,19 +171,19 @@ def _llm(found: Resolved, device: Device, weights: int, actor: int) -> EngineMem
 
 
 def _staged(config: Config, arch: ArchSpec, grid: Grid) -> dict[str, int]:
-    """What a refit of the LLM API holds of whole tensors: up to a bucket, and as much that is being put together."""
+    """Returns the staging of a weight sync into the LLM API: a bucket of full tensors, and as much being assembled."""
     dtype = config.rollout.dtype or config.model.dtype
     tp, ep, quantization = grid.rollout_tp, grid.rollout_ep, config.rollout.quantization
-    whole = whole_bytes(arch, tp, ep, dtype, quantization)
+    unsharded = full_bytes(arch, tp, ep, dtype, quantization)
     if arch.family in WHOLE_ONLY:
-        return {"whole model of a refit": whole}
+        return {"whole model of a refit": unsharded}
     largest = max(arch.vocab_size, arch.intermediate_size) * arch.hidden_size * ITEM_BYTES[dtype]
-    staged = {"whole tensors of a refit": min(whole, 2 * (_bucket_bytes(config) + largest))}
-    return staged | _quantising(config, arch, grid)
+    staged = {"whole tensors of a refit": min(unsharded, 2 * (_bucket_bytes(config) + largest))}
+    return staged | _quantizing(config, arch, grid)
 
 
-def _quantising(config: Config, arch: ArchSpec, grid: Grid) -> dict[str, int]:
-    """What a refit holds of a band of a matrix on its way into FP8."""
+def _quantizing(config: Config, arch: ArchSpec, grid: Grid) -> dict[str, int]:
+    """Returns the work memory for a band of a matrix that a weight sync quantizes to FP8."""
     quantization, dtype = config.rollout.quantization, config.rollout.dtype or config.model.dtype
     if quantization is None:
         return {}
@@ -189,12 +192,12 @@ def _quantising(config: Config, arch: ArchSpec, grid: Grid) -> dict[str, int]:
 
 
 def _built(found: Resolved, device: Device, weights: int, actor: int) -> EngineMemory:
-    """Built engines: a second copy of the rank's weights in a refit; only the cache leaves the device."""
+    """Returns the memory of built TensorRT engines: a weight sync needs a second copy; only the cache is freed."""
     config, arch, grid, rollout = found.config, found.arch, found.grid, found.config.rollout
     size = _item_bytes(config)
     cut = truncates(rollout.top_k, rollout.top_p, rollout.min_p)
     row_bytes = _row_bytes(arch, _longest(config), grid.rollout_tp, size, layers=arch.num_layers // grid.rollout_pp)
-    if cut:  # logits of every step, twice while they are stacked
+    if cut:  # logits of every step, twice while they are being stacked
         row_bytes += 2 * FP32_BYTES * rollout.response_length * arch.vocab_size
     rows = min(rollout.max_num_seqs, max(1, rollout.max_num_batched_tokens // rollout.prompt_length), _samples(found))
     work = _states(found, size, rollout.max_num_batched_tokens)
@@ -213,7 +216,7 @@ def _built(found: Resolved, device: Device, weights: int, actor: int) -> EngineM
 
 
 def _share_of_free(found: Resolved, device: Device, taken: int) -> int:
-    """Bytes that `rollout.gpu_memory_utilization` gives to the cache of an engine that sees the whole device."""
+    """Returns the KV cache that `rollout.gpu_memory_utilization` allows on a device with `taken` bytes in use."""
     total = device.total if device.total is not None else device.capacity or 0
     free = total - device.allowance - device.engine_allowance - taken
     return int(max(0, free) * found.config.rollout.gpu_memory_utilization)
@@ -223,34 +226,34 @@ def _share_of_free(found: Resolved, device: Device, taken: int) -> int:
 
 
 def _vllm(found: Resolved, device: Device, weights: int, actor: int) -> EngineMemory:
-    """Its cache is made at the start, as large as the longest sequences need; weights sleep in host memory.
+    """Returns vLLM's memory; its cache is sized for the longest sequences, its weights sleep in host memory.
 
-    On a CPU it frees nothing. What it takes besides on a GPU is assumed to be what TensorRT-LLM takes.
+    On a CPU it frees nothing. Its additional memory on a GPU is assumed to be TensorRT-LLM's.
     """
     config, rollout = found.config, found.config.rollout
     size = _item_bytes(config)
-    asked = vllm_kv_cache(rollout, found.arch, size)
-    cache = asked.wanted_bytes
+    sizing = vllm_kv_cache(rollout, found.arch, size)
+    cache = sizing.wanted_bytes
     if device.capacity is not None:
         cache = min(cache, _share_of_free(found, device, weights + actor))
-    rows = min(rollout.max_num_seqs, _samples(found), cache // asked.sequence_bytes)
+    rows = min(rollout.max_num_seqs, _samples(found), cache // sizing.sequence_bytes)
     part = {"engine's weights": weights}
     token_bytes = token_elements(found.arch, found.grid.rollout_tp) * vllm_item_bytes(rollout, size)
     record = record_of(found.arch, rollout)
-    told = 0 if record is None else cache // token_bytes * record.token_bytes  # beside the cache, in host memory
+    routing_bytes = 0 if record is None else cache // token_bytes * record.token_bytes  # in host memory
     if device.is_host:
         part["vLLM's KV cache"] = cache
-        part["experts of what is cached"] = told
+        part["experts of what is cached"] = routing_bytes
     sleeps = rollout.free_cache_engine and not device.is_host
     own = {} if device.is_host else {"vLLM's own": device.engine_allowance}
     return EngineMemory(
         held=own if sleeps else own | part,
         awake=part if sleeps else {},
-        refit=_quantising(config, found.arch, found.grid),
-        cache=0 if device.is_host else max(cache, asked.sequence_bytes),
+        refit=_quantizing(config, found.arch, found.grid),
+        cache=0 if device.is_host else max(cache, sizing.sequence_bytes),
         rows=rows,
         rollout=_generation(found, size, rows),
-        host=(PINNED * weights if sleeps else 0) + told,
+        host=(PINNED * weights if sleeps else 0) + routing_bytes,
     )
 
 
@@ -270,17 +273,17 @@ def _longest(config: Config) -> int:
 
 
 def _samples(found: Resolved) -> int:
-    """Sequences that a replica is asked for in a step."""
+    """Returns the number of sequences that a replica generates in a step."""
     return math.ceil(found.config.train.batch_size / found.grid.num_replicas) * found.config.rollout.n
 
 
 def token_elements(arch: ArchSpec, tp: int, *, layers: int | None = None) -> int:
-    """Keys and values of one token on a rank of an engine."""
+    """Returns the number of elements of a token's keys and values on an engine's rank."""
     return 2 * (layers or arch.num_layers) * max(1, arch.num_kv_heads // tp) * arch.head_dim
 
 
 def cache_item_bytes(config: Config) -> float:
-    """Of one element of the engine's KV cache."""
+    """Returns the bytes of one element of the engine's KV cache."""
     size = _item_bytes(config)
     if config.rollout.name == "vllm":
         return float(vllm_item_bytes(config.rollout, size))
@@ -288,23 +291,22 @@ def cache_item_bytes(config: Config) -> float:
 
 
 def _row_bytes(arch: ArchSpec, slots: int, tp: int, size: int, *, layers: int | None = None) -> int:
-    """Keys and values of one sequence."""
     return slots * token_elements(arch, tp, layers=layers) * size
 
 
 def _experts_work(arch: ArchSpec, grid: Grid, tokens: int) -> int:
-    """What the engine reckons with for its experts."""
+    """Returns the work memory of the native engine's MoE layer, bytes."""
     if arch.moe is None:
         return 0
     return work_bytes(tokens * arch.moe.top_k, arch.hidden_size, arch.moe.intermediate_size // grid.rollout_moe_tp)
 
 
 def _generation(found: Resolved, size: int, rows: int) -> dict[str, int]:
-    """Logits of the running sequences, or hidden states of the prompts that are read."""
+    """Returns the larger of the logits of running sequences and the hidden states of the prompts in prefill."""
     arch, grid, rollout = found.arch, found.grid, found.config.rollout
     if not rows:
         return {}
-    parts = 3 if grid.rollout_tp > 1 else 1  # this rank's, all ranks', and these put together
+    parts = 3 if grid.rollout_tp > 1 else 1  # this rank's, all ranks', and all of them concatenated
     logits = rows * arch.vocab_size * (parts * size + FP32_BYTES + (FP32_BYTES if size != FP32_BYTES else 0))
     prompts = math.ceil(found.config.train.batch_size / grid.num_replicas)
     states = _states(found, size, min(rollout.max_num_batched_tokens, min(rows, prompts) * rollout.prompt_length))
@@ -312,7 +314,7 @@ def _generation(found: Resolved, size: int, rows: int) -> dict[str, int]:
 
 
 def _states(found: Resolved, size: int, tokens: int) -> int:
-    """Hidden states of so many tokens in one layer."""
+    """Returns the bytes of the hidden states of `tokens` tokens in one layer."""
     arch, grid = found.arch, found.grid
     heads = (arch.num_heads + 2 * max(grid.rollout_tp, arch.num_kv_heads)) // grid.rollout_tp
     attention = 3 * heads * arch.head_dim

@@ -1,7 +1,4 @@
-"""What a run's engine stores on its ranks, and what a refit brings it: layouts, and bytes by shapes.
-
-Owns which layout each engine has. What engines hold besides is `engine_memory.py`'s.
-"""
+"""Layouts and sizes of an engine's weights on its ranks, and of the weights that a weight sync sends to it."""
 
 from __future__ import annotations
 
@@ -26,9 +23,9 @@ from mrl.resharding.vllm import vllm_layout, vllm_layouts
 
 
 def weight_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
-    """The engine's weights on the fullest rank of a replica.
+    """Returns the size of the engine's weights on the fullest rank of a replica, bytes.
 
-    TensorRT-LLM's LLM API is counted as if it cut the model like the native engine: every matrix, embedding and head.
+    TensorRT-LLM's LLM API is assumed to shard the model like the native engine: every matrix, embedding and head.
     """
     dtype = config.rollout.dtype or config.model.dtype
     if config.rollout.name == "trtllm_engine":
@@ -39,7 +36,7 @@ def weight_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
 
 
 def arriving_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
-    """What a refit brings to a rank's engine at most."""
+    """Returns the most bytes that a weight sync sends to a rank's engine."""
     if config.rollout.name == "trtllm":
         dtype = config.rollout.dtype or config.model.dtype
         return _read_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, config.rollout.quantization)
@@ -47,7 +44,10 @@ def arriving_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
 
 
 def engine_layouts(config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layout]:
-    """Rank -> what its engine wants of other ranks in a refit, so no scales; equal ones are one object."""
+    """Returns rank -> layout of the tensors that its engine receives in a weight sync, without FP8 scales.
+
+    Equal layouts are one object.
+    """
     dtype, grids = config.rollout.dtype or config.model.dtype, grids_of(arch, config.rollout.quantization)
     if config.rollout.name == "trtllm":
         tp, ep = grid.rollout_tp, grid.rollout_ep
@@ -57,23 +57,23 @@ def engine_layouts(config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layo
         shared = [trtllm_layout(arch, mapping_of(config), rank, dtype) for rank in range(grid.rollout_size)]
         return {rank: shared[grid.rollout_rank(rank)] for rank in grid.samplers}
     layouts = (vllm_layouts if config.rollout.name == "vllm" else native_layouts)(arch, grid, dtype)
-    in_turn = {id(layout): in_fp8(layout, grids) for layout in distinct(layouts)}
-    return {rank: in_turn[id(layout)] for rank, layout in layouts.items()}
+    converted = {id(layout): in_fp8(layout, grids) for layout in distinct(layouts)}
+    return {rank: converted[id(layout)] for rank, layout in layouts.items()}
 
 
 def packed_elements(arch: ArchSpec, grid: Grid) -> int:
-    """Elements of the matrices that the native engine multiplies with, on a rank."""
+    """Returns the number of elements of the native engine's matrices on a rank."""
     return _elements(arch, grid.rollout_tp, grid.rollout_ep)[0]
 
 
 def mapping_of(config: Config) -> TrtllmMapping:
-    """Of the engines in `rollout.engine_dir`, which preflight has compared with the run."""
+    """Returns the parallel mapping of the built engines in `rollout.engine_dir`; validation has checked it."""
     return read_engine_folder(config.rollout.engine_dir or "").config.mapping
 
 
 @functools.cache
 def _built_bytes(arch: ArchSpec, mapping: TrtllmMapping, dtype: str) -> int:
-    """Weights of the fullest rank, from one layer of each stage."""
+    """Returns the weights of the fullest rank of built engines, from one layer of each stage."""
     few, most = replace(arch, num_layers=mapping.pp_size), 0
     for rank in range(mapping.world_size):
         layers = len(mapping.layers(arch, rank // mapping.tp_size))
@@ -86,17 +86,17 @@ def _built_bytes(arch: ArchSpec, mapping: TrtllmMapping, dtype: str) -> int:
 
 
 @functools.cache
-def whole_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> int:
-    """All tensors of which the LLM API reads a part on a rank, whole, with their scales."""
+def full_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> int:
+    """Returns the size of the unsharded tensors of which the LLM API reads a part on a rank, with their FP8 scales."""
     few = replace(arch, num_layers=1)
     full, grids = hf_layout(few, dtype), grids_of(few, quantization)
-    whole = in_fp8({name: full[name] for name in read_layout(few, tp, ep, 0, dtype)}, grids)
-    return _all_bytes({**whole, **scale_tables(whole, grids)}, arch)
+    unsharded = in_fp8({name: full[name] for name in read_layout(few, tp, ep, 0, dtype)}, grids)
+    return _all_bytes({**unsharded, **scale_tables(unsharded, grids)}, arch)
 
 
 @functools.cache
 def _read_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> int:
-    """What the LLM API reads on the first rank of a replica, and whole tables of scales; no other reads more."""
+    """Returns what the LLM API reads on the first rank of a replica, with complete scale tables; no rank reads more."""
     few = replace(arch, num_layers=1)
     full, grids = hf_layout(few, dtype), grids_of(few, quantization)
     read = in_fp8(read_layout(few, tp, ep, 0, dtype), grids)
@@ -104,20 +104,20 @@ def _read_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str 
 
 
 def _all_bytes(layout: Layout, arch: ArchSpec) -> int:
-    """Of a model's tensors, from those of one layer."""
+    """Returns the size of all layers' tensors, from a layout with one layer."""
     return sum(num_bytes(stored) * (arch.num_layers if ".layers." in name else 1) for name, stored in layout.items())
 
 
 @functools.cache
 def _vllm_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> int:
-    """Of the first rank of a replica, the others have as many."""
+    """Returns the size of vLLM's weights on a rank; all ranks of a replica have equally many."""
     few = replace(arch, num_layers=1)
     return _all_bytes(vllm_layout(few, tp, 0, dtype, ep_size=ep, quantization=quantization), arch)
 
 
 @functools.cache
 def _elements(arch: ArchSpec, tp: int, ep: int) -> tuple[int, int]:
-    """(elements of matrices that the native engine multiplies with, other elements) of a rank."""
+    """Returns (elements of the native engine's matrices, other elements) on a rank."""
     layout = native_layout(replace(arch, num_layers=1), tp, 0, "bfloat16", ep_size=ep)
     matrices, others = 0, 0
     for name, stored in layout.items():
@@ -131,9 +131,9 @@ def _elements(arch: ArchSpec, tp: int, ep: int) -> tuple[int, int]:
 
 @functools.cache
 def native_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> tuple[int, int]:
-    """(bytes of the native engine's tensors on a rank, scales included; those in FP8).
+    """Returns (bytes of the native engine's tensors on a rank, with scales; those of them in FP8).
 
-    Ranks differ in the blocks that they touch, so in their scales alone.
+    Ranks differ only in the number of FP8 blocks that their shards touch, and so of scales; this is the largest.
     """
     few = replace(arch, num_layers=1)
     grids = grids_of(few, quantization)

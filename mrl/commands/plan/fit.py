@@ -1,7 +1,6 @@
-"""Does a run fit its GPUs, and what is the smallest change that makes it fit.
+"""Checks whether a run fits its GPUs and finds the smallest change that makes it fit.
 
-Owns the comparison of `memory.py` with a device, the changes that are tried, and their order. A change is one that the
-user could write on the command line; what preflight would refuse is not proposed.
+A change is a set of overrides of the command line; one that validation would reject is not proposed.
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ from mrl.trainer.validation.parallel import grid_of
 
 GB = 1e9
 MAX_CHANGES = 3
-"""Settings that are changed together before the search takes the best one at a time."""
+"""Largest number of settings that are combined, before the search becomes greedy."""
 MAX_RANKS_FACTOR = 64
-"""Ranks that are tried, as multiples of those asked for."""
+"""Largest multiple of the given number of ranks to try."""
 MAX_REPLICA_NODES = 4
-"""Largest rollout replica that is proposed, nodes."""
+"""Largest rollout replica to propose, nodes."""
 RECOMPUTE = ("none", "selective", "full")
 UTILIZATIONS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 BUCKETS_MIB = (1024, 512, 256)
 
 Overrides = Mapping[str, Any]
-"""Dotted key -> value."""
+"""Dotted config key -> value."""
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """Where memory runs out.
+    """Shortage of memory.
 
     Attributes:
-        stage: What its ranks need.
-        phase: The phase that needs most, or "rollout" where no sequence has room.
-        missing: Bytes above what there is.
+        stage: Memory of the affected ranks.
+        phase: Phase with the largest sum, or "rollout" if no sequence fits into the KV cache.
+        missing: Bytes beyond the device's capacity.
     """
 
     stage: StageMemory
@@ -52,7 +51,7 @@ class Shortage:
 
 
 def device_of(hardware: Hardware, grid: Grid) -> Device:
-    """A GPU as the plan sees it: what its allocator can fill, and what is no tensor's."""
+    """Returns a GPU's usable memory and the allowance for context and communicators."""
     stage = len(grid.trainers) // grid.pp
     experts = (grid.ep, grid.expert_tp, stage // (grid.ep * grid.expert_tp)) if grid.ep * grid.expert_tp > 1 else ()
     sizes = (grid.world_size, grid.tp, grid.cp, grid.dp, grid.pp, grid.tp * grid.pp, grid.rollout_tp, *experts)
@@ -67,7 +66,12 @@ def device_of(hardware: Hardware, grid: Grid) -> Device:
 
 
 def shortage(stages: list[StageMemory], capacity: int) -> Shortage | None:
-    """The worst of what does not fit, None where everything does."""
+    """Returns the largest shortage of memory, None if everything fits.
+
+    Args:
+        stages: Memory of each stage.
+        capacity: Usable memory of a device, bytes.
+    """
     found = []
     for stage in stages:
         for phase in stage.phases:
@@ -80,15 +84,10 @@ def shortage(stages: list[StageMemory], capacity: int) -> Shortage | None:
 
 
 def check_fits(found: Resolved, hardware: Hardware, stages: list[StageMemory]) -> None:
-    """Refuses a run that would run out of memory.
-
-    Args:
-        found: The run.
-        hardware: Its cluster.
-        stages: Its memory, from `memory_by_stage`.
+    """Rejects a run that would run out of memory.
 
     Raises:
-        UserError: It does not fit; the term that breaks it, and what would fit.
+        UserError: The run does not fit; the message names the largest term and a change that fits.
     """
     device = device_of(hardware, found.grid)
     capacity = device.capacity or 0
@@ -100,23 +99,23 @@ def check_fits(found: Resolved, hardware: Hardware, stages: list[StageMemory]) -
     if short.phase == "rollout" and not short.stage.kv_rows:
         problem = (
             f"{where} has no room for one sequence in its KV cache: the cache may take "
-            f"rollout.gpu_memory_utilization={found.config.rollout.gpu_memory_utilization} of what is free when the "
-            f"engine starts, and a sequence takes {short.stage.phases['rollout']['KV cache'] / GB:.2f} GB"
+            f"rollout.gpu_memory_utilization={found.config.rollout.gpu_memory_utilization} of the memory that is free "
+            f"when the engine starts, and a sequence takes {short.stage.phases['rollout']['KV cache'] / GB:.2f} GB"
         )
     else:
         problem = (
             f"in {short.phase} {where} needs {short.stage.total(short.phase) / GB:.1f} GB; the largest term is "
             f"{terms[0][0]}, {terms[0][1] / GB:.1f} GB"
         )
-    every = ", ".join(f"{term} {size / GB:.2f}" for term, size in terms)
+    listed = ", ".join(f"{term} {size / GB:.2f}" for term, size in terms)
     raise UserError(
         f"the run does not fit GPUs of {hardware.memory_bytes / GB:g} GB, of which {capacity / GB:.4g} GB can be "
-        f"filled: {problem}. Terms, GB: {every}. {_advice(found, hardware)}"
+        f"used: {problem}. Terms, GB: {listed}. {_advice(found, hardware)}"
     )
 
 
 def where_of(stage: StageMemory, grid: Grid) -> str:
-    """Which ranks hold that, in words."""
+    """Describes the ranks that a stage's memory belongs to."""
     if stage.stage is None:
         return "every rank that samples"
     if grid.pp > 1:
@@ -140,7 +139,7 @@ def _advice(found: Resolved, hardware: Hardware) -> str:
 
 
 def words(change: Overrides) -> str:
-    """As overrides of the command line."""
+    """Formats overrides for the command line."""
     return " ".join(
         f"{key}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
         for key, value in change.items()
@@ -148,10 +147,10 @@ def words(change: Overrides) -> str:
 
 
 def smallest_change(found: Resolved, hardware: Hardware) -> Overrides | None:
-    """Overrides with which the run fits; {} where it does as it is, None where nothing was found.
+    """Returns overrides with which the run fits; {} if it already does, None if none were found.
 
-    First each setting alone, then two and three together, the cheaper ones first; then one after the other, each time
-    the one that helps most.
+    Tries each setting alone, then two and three together, cheap ones first. Then it changes settings one by one, each
+    time the one that saves most.
     """
     start = _missing(found, hardware)
     if start == 0:
@@ -168,18 +167,18 @@ def smallest_change(found: Resolved, hardware: Hardware) -> Overrides | None:
             if missing < start:
                 useful.append((knob, cost, overrides))
     for count in range(2, MAX_CHANGES + 1):
-        together = [
+        combinations = [
             parts for parts in itertools.combinations(useful, count) if len({knob for knob, _, _ in parts}) == count
         ]
-        for parts in sorted(together, key=lambda parts: sum(knob + cost for knob, cost, _ in parts)):
+        for parts in sorted(combinations, key=lambda parts: sum(knob + cost for knob, cost, _ in parts)):
             overrides = {key: value for _, _, part in parts for key, value in part.items()}
             other = _changed(found, overrides)
             if other is not None and _missing(other, hardware) == 0:
                 return overrides
-    return _step_by_step(found, hardware)
+    return _greedy_change(found, hardware)
 
 
-def _step_by_step(found: Resolved, hardware: Hardware) -> Overrides | None:
+def _greedy_change(found: Resolved, hardware: Hardware) -> Overrides | None:
     total: dict[str, Any] = {}
     missing = _missing(found, hardware)
     while missing:
@@ -197,7 +196,7 @@ def _step_by_step(found: Resolved, hardware: Hardware) -> Overrides | None:
 
 
 def _missing(found: Resolved, hardware: Hardware) -> int:
-    """Bytes above what there is, over all phases, of the worst stage of each."""
+    """Returns the missing bytes of the worst stage of each phase, summed over phases."""
     device = device_of(hardware, found.grid)
     stages = memory_by_stage(found, device)
     capacity = device.capacity or 0
@@ -212,7 +211,7 @@ def _missing(found: Resolved, hardware: Hardware) -> int:
 
 
 def _knobs(config: Config, grid: Grid, hardware: Hardware) -> Iterator[list[Overrides]]:
-    """Settings that save memory, the cheapest first; of each the alternatives, the smallest step first."""
+    """Yields settings that save memory, cheap ones first; each with its alternatives, small changes first."""
     actor, rollout, parallel = config.actor, config.rollout, config.parallel
     if not rollout.free_cache_engine:
         yield [{"rollout.free_cache_engine": True}]
@@ -258,15 +257,15 @@ def _knobs(config: Config, grid: Grid, hardware: Hardware) -> Iterator[list[Over
 
 
 def changed(found: Resolved, overrides: Overrides, world_size: int | None = None) -> Resolved:
-    """The run with other settings.
+    """Returns the run with other settings.
 
     Args:
-        found: The run.
-        overrides: What is set.
-        world_size: Ranks; None: as many as it has.
+        found: Resolved run.
+        overrides: Settings to change.
+        world_size: Number of ranks; None: unchanged.
 
     Raises:
-        UserError: Preflight refuses it.
+        UserError: Validation rejects the changed config.
     """
     config = found.config
     for key, value in overrides.items():
@@ -278,7 +277,7 @@ def changed(found: Resolved, overrides: Overrides, world_size: int | None = None
 
 
 def _changed(found: Resolved, overrides: Overrides, world_size: int | None = None) -> Resolved | None:
-    """The same, None where preflight refuses it."""
+    """Returns the run with other settings, None if validation rejects it."""
     try:
         return changed(found, overrides, world_size)
     except UserError:

@@ -1,24 +1,22 @@
-"""How much memory a run takes, before it runs: a rank of each pipeline stage, term by term and phase by phase.
+"""Predicts the memory of a run: a rank of each pipeline stage, term by term and phase by phase.
 
-Owns the sum: weights, gradients, optimizer, staging, what `engine_memory.py` says of the engine, and what
-`activations.py` says of a pass. `mrl plan` compares it with a device, `mrl train --dry-run` shows a part of it.
-Everything is arithmetic on shapes; what is no shape (context, communicators) is an allowance that the caller states.
+`mrl plan` compares it with a device; `mrl train --dry-run` shows a part of it. Engines are in `engine_memory.py`,
+activations in `activations.py`. Everything is computed from shapes; the caller passes an allowance for the rest
+(context, communicators).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from mrl.commands.plan import optimizer_memory, recompute
 from mrl.commands.plan.activations import Activations, ActorShape
-from mrl.commands.plan.critic_memory import CriticMemory
-from mrl.commands.plan.engine_memory import Device, EngineMemory, engine_memory
+from mrl.commands.plan.engine_memory import FP32_BYTES, Device, EngineMemory, engine_memory
 from mrl.commands.plan.engine_weights import arriving_bytes, weight_bytes
 from mrl.commands.plan.optimizer_memory import OptimizerMemory
-from mrl.commands.plan.teacher_memory import TeacherMemory, teacher_memory
 from mrl.config.config import Config
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.models.transformer_engine import asked_for
@@ -27,28 +25,37 @@ from mrl.resharding.buckets import MIN_ROUND_BYTES, NUM_BUFFERS, PIPELINE_ROUNDS
 from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.resharding.dtypes import choice_dtype
 from mrl.resharding.layout import Layout
-from mrl.resharding.megatron import chunk_layers, megatron_layout, stage_layers
+from mrl.resharding.megatron import chunk_layers, megatron_layout, padded_vocab, stage_layers
 from mrl.trainer.resolve import Resolved
 from mrl.trainer.validation.critic import critic_config
 from mrl.trainer.validation.megatron import changes
 
 GRADIENT_BYTES = 4
-"""Megatron's gradient buffer is fp32, or of the parameters' type without `grad_reduce_in_fp32` in `megatron.ddp`."""
+"""Bytes of a gradient in Megatron's buffer: fp32, or the weights' type without `megatron.ddp.grad_reduce_in_fp32`."""
 REWARD = "the reward model's weights"
-"""While it scores; before and behind that they are in host memory."""
+"""Term of the reward model's weights in the phase "reward"; otherwise they are in host memory."""
+TEACHER_LOGITS = 4
+"""Number of fp32 tensors per chunk of logits: log-probabilities of both sides, their difference, a product with it."""
 NO_ENGINE = EngineMemory(held={}, cache=0, rows=0)
-"""On a rank that only trains."""
+"""Engine of a rank that only trains."""
 COUNTED = {
     *(("transformer", name) for name in recompute.FIELDS),
     ("ddp", "grad_reduce_in_fp32"),
     *(("optimizer", name) for name in optimizer_memory.FIELDS),
 }
-"""Fields of `megatron` that the prediction knows."""
+"""Fields of `megatron` that the prediction accounts for."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a rank holds all the time, by the shapes of its tensors; `states` says what the optimizer takes."""
+    """Permanent memory of a model on a rank, bytes.
+
+    Attributes:
+        weights: Weights of the model.
+        gradients: Gradient buffer.
+        states: Memory of the optimizer.
+        engine: Weights of the rollout engine.
+    """
 
     weights: int
     gradients: int
@@ -57,35 +64,34 @@ class Memory:
 
     @property
     def optimizer(self) -> int:
-        """What the optimizer holds on the device."""
+        """Optimizer state on the device, bytes."""
         return self.states.device
 
     @property
     def parts(self) -> dict[str, int]:
-        """What a model to be trained has on the device."""
+        """Part of a trained model -> bytes on the device."""
         return {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
 
     @property
     def total(self) -> int:
-        """Their sum."""
+        """Sum of all parts and the engine's weights, bytes."""
         return self.weights + self.gradients + self.optimizer + self.engine
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What a rank of a pipeline stage holds, or one that only samples.
+    """Memory of a rank of a pipeline stage, or of one that only samples.
 
     Attributes:
-        stage: Pipeline stage; its ranks hold equal shards. None: of the ranks that only sample.
-        rank: The first of them.
-        phases: "refit" and "rollout" where an engine samples, "score" where something is scored without training,
-            "teacher" where one with layers of its own does, "reward" where there is a reward model, "critic" where
-            there is one, "update" -> term -> bytes.
-        kv_rows: Sequences that the KV cache has room for.
-        host: Bytes in host memory beside the device: what was offloaded or is stepped there, an engine's weights while
-            it sleeps, the reference, teachers and their hidden states, a reward model, the actor while it is away for
-            them, the experts to replay, and copies for a checkpoint.
-        replayed: Bytes of the experts to replay, which wait in host memory wherever the model is.
+        stage: Pipeline stage, whose ranks have equal shards; None: ranks that only sample.
+        rank: First rank of the stage.
+        phases: Phase -> term -> bytes. Phases are "refit" and "rollout" with an engine, "score" for log-probabilities
+            without training, "teacher" for teachers with layers of their own, "reward" with a reward model, "critic"
+            with a critic, and "update".
+        kv_rows: Number of sequences that fit into the KV cache.
+        host: Bytes in host memory if the device is a GPU: offloaded parts, optimizer on the CPU, sleeping engine,
+            reference, teachers and their hidden states, reward model, routing record, and copies for a checkpoint.
+        replayed: Bytes of the routing record (router replay), which is always in host memory.
     """
 
     stage: int | None
@@ -96,17 +102,17 @@ class StageMemory:
     replayed: int
 
     def total(self, phase: str) -> int:
-        """Bytes at the phase's peak."""
+        """Returns the sum of all terms of a phase, bytes."""
         return sum(self.phases[phase].values())
 
     @property
     def peak(self) -> str:
-        """The phase that takes most."""
+        """Phase with the largest sum."""
         return max(self.phases, key=self.total)
 
 
 def stage_memory(config: Config, arch: ArchSpec, grid: Grid) -> list[Memory]:
-    """What a rank of each pipeline stage holds of weights, gradients and optimizer, and the weights of its engine."""
+    """Returns the permanent memory of the actor on a rank of each pipeline stage, and its engine's weights."""
     in_fp32 = config.megatron.ddp.get("grad_reduce_in_fp32", True)
     gradient_bytes = GRADIENT_BYTES if in_fp32 else ITEM_BYTES[config.model.dtype]
     sharded = config.actor.use_distributed_optimizer
@@ -130,100 +136,168 @@ def stage_memory(config: Config, arch: ArchSpec, grid: Grid) -> list[Memory]:
 
 
 def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None = None) -> list[StageMemory]:
-    """Every phase of a run, on a rank of each pipeline stage; then on one that only samples, where there are such.
+    """Returns the memory of a rank of each pipeline stage, and of a rank that only samples, if there are such.
 
     Args:
-        found: The run.
-        device: Of a rank.
-        moved_bytes: Most that a rank sends or gets in a refit; None: all that an engine gets, and of ranks that send
-            to several engines so many times that.
+        found: Resolved run.
+        device: Device of a rank.
+        moved_bytes: Most bytes that a rank sends or receives in a weight sync; None: the engine's weights, and for
+            ranks that send to several engines a multiple of them.
     """
-    config, arch, grid, algorithm = found.config, found.arch, found.grid, found.algorithm
-    shape = _actor(found, device)
-    held = stage_memory(config, arch, grid)
-    scored = any((algorithm.needs_reference, found.scores_proximal, algorithm.needs_current, found.teachers))
+    config, arch, grid = found.config, found.arch, found.grid
+    shape = _actor_shape(found, device)
     arriving = arriving_bytes(config, arch, grid) if moved_bytes is None else moved_bytes
-    refits, samples = found.needs_engine, found.needs_engine and not grid.has_roles
-    leaving = arriving if samples else arriving * math.ceil(len(grid.samplers) / len(grid.trainers))
-    stages, critics, teachers, rewards = [], _critics(found, device), _teachers(found), _reward_models(found)
-    for stage, (own, critic, teacher, reward) in enumerate(zip(held, critics, teachers, rewards, strict=True)):
-        replayed = replayed_bytes(config, arch, grid, stage)
-        away, parts = offloaded(config, own), own.parts
-        staying = sum(parts[part] for part in ("weights", "gradients") if part not in away)
-        staying += sum(critic.staying.values())
-        engine = engine_memory(found, device, weights=own.engine, actor=staying) if samples else NO_ENGINE
-        always = {
-            **{part: size for part, size in parts.items() if part not in away},
-            **engine.held,
-            "refit staging": staging_bytes(config, grid, leaving) if refits else 0,
-            "reference": own.weights if device.is_host and algorithm.needs_reference else 0,
-            **(teacher.in_host if device.is_host else {}),
-            "reward model": reward if device.is_host else 0,
-            **critic.staying,
-            "offload buffers": sum(away.values()) + critic.copies if device.is_host else 0,
-            "copies for a checkpoint": commit_bytes(config, grid, own) + critic.saved if device.is_host else 0,
-            "context and communicators": device.allowance,
-        }
-        kept = {} if config.rollout.free_cache_engine else {"KV cache": engine.cache}
-        used = shape.activations(stage)
-        actor = {part: size for part, size in parts.items() if part in away}
-        weights = {part: size for part, size in actor.items() if part == "weights"}
-        here = {**always, **kept}
-        refit = {**weights, **always, **engine.awake, **kept, **engine.refit}
-        rollout = {**always, **engine.awake, "KV cache": engine.cache, **engine.rollout}
-        phases = {
-            "refit": _begun(refit, {**actor, **here}),
-            "rollout": _begun(rollout, {**weights, **here, **engine.awake}),
-            **({"score": {**weights, **always, **kept, "activations": used.scoring}} if scored else {}),
-            **({"teacher": {**here, **teacher.its_turn, "activations": used.scoring}} if teacher.turn else {}),
-            **({"reward": {**here, **engine.awake, REWARD: reward, "activations": used.scoring}} if reward else {}),
-            **({"critic": {**always, **kept, **critic.away, **critic.phase}} if critic.phase else {}),
-            "update": {**actor, **always, **kept, **teacher.compared, **_update(used, own.states.step)},
-        }
-        phases["update"]["experts to replay"] = replayed if device.is_host else 0
-        phases = _some(phases, without=[*([] if refits else ["refit"]), *([] if samples else ["rollout"])])
-        host = 0
-        if not device.is_host:
-            host = sum(away.values()) + _sets_in_host(found, own) + sum(teacher.in_host.values()) + engine.host
-            host += commit_bytes(config, grid, own) + own.states.host + replayed
-            host += critic.copies + critic.saved + critic.host + reward
-        stages.append(StageMemory(stage, stage * len(grid.trainers) // grid.pp, phases, engine.rows, host, replayed))
-    return [*stages, _sampler(found, device, arriving)] if grid.has_roles and refits else stages
+    models = zip(
+        stage_memory(config, arch, grid),
+        _critics(found, device),
+        _teachers(found, device),
+        _reward_models(found, device),
+        strict=True,
+    )
+    stages = [
+        _trainer(found, device, stage, arriving, shape.activations(stage), own, others)
+        for stage, (own, *others) in enumerate(models)
+    ]
+    return [*stages, _sampler(found, device, arriving)] if grid.has_roles and found.needs_engine else stages
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """Memory of one part of a run on a rank.
+
+    Attributes:
+        always: Term -> bytes on the device in every phase.
+        phases: Phase -> term -> additional bytes on the device.
+        host: Bytes in host memory; not counted if the device is the host.
+    """
+
+    always: Mapping[str, int] = field(default_factory=dict)
+    phases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    host: int = 0
+
+    def bytes_in(self, phase: str) -> dict[str, int]:
+        return {**self.always, **self.phases.get(phase, {})}
+
+
+def _phases(holders: Sequence[_Holder], names: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Returns phase -> term -> bytes, summed over the holders, without empty terms."""
+    phases: dict[str, dict[str, int]] = {name: {} for name in names}
+    for name, terms in phases.items():
+        for holder in holders:
+            for term, size in holder.bytes_in(name).items():
+                if size:
+                    terms[term] = terms.get(term, 0) + size
+    return phases
+
+
+def _offloaded_terms(terms: dict[str, int], device: Device) -> _Holder:
+    """Returns a holder of terms that wait in host memory, which on a CPU is the device's."""
+    return _Holder(always=terms) if device.is_host else _Holder(host=sum(terms.values()))
+
+
+def _trainer(
+    found: Resolved,
+    device: Device,
+    stage: int,
+    arriving: int,
+    used: Activations,
+    own: Memory,
+    others: Sequence[Sequence[_Holder]],
+) -> StageMemory:
+    """Returns the memory of a rank that trains; `others` are the holders of critic, teachers and reward model."""
+    config, grid, algorithm = found.config, found.grid, found.algorithm
+    samples = found.needs_engine and not grid.has_roles
+    moved = arriving if samples else arriving * math.ceil(len(grid.samplers) / len(grid.trainers))
+    critic, teachers, reward = others
+    actor, staying, away = _trained(config, grid, own, device)
+    beside_engine = staying.get("weights", 0) + staying.get("gradients", 0)
+    beside_engine += sum(critic[0].always.values()) if critic else 0
+    engine = engine_memory(found, device, weights=own.engine, actor=beside_engine) if samples else NO_ENGINE
+    replayed = replayed_bytes(config, found.arch, grid, stage)
+    weights = {part: size for part, size in away.items() if part == "weights"}
+    scoring = {"activations": used.scoring}
+    holders = [
+        _Holder(staying, {"refit": weights, "score": weights, "update": away}),
+        _engine(engine, keeps_cache=not config.rollout.free_cache_engine),
+        _Holder({"refit staging": staging_bytes(config, grid, moved) if found.needs_engine else 0}),
+        _offloaded_terms({"reference": own.weights if algorithm.needs_reference else 0}, device),
+        _Holder(host=own.weights if algorithm.needs_reference or found.arch in found.teachers else 0),  # while swapped
+        *teachers,
+        *reward,
+        *critic,
+        *actor,
+        _Holder({"context and communicators": device.allowance}),
+        _Holder(phases={"score": scoring, "teacher": scoring, "reward": scoring}),
+        _Holder(phases={"update": _update(used, own.states.step)}),
+        _Holder(phases={"update": {"experts to replay": replayed if device.is_host else 0}}, host=replayed),
+    ]
+    there = {
+        "refit": found.needs_engine,
+        "rollout": samples,
+        "score": any((algorithm.needs_reference, found.scores_proximal, algorithm.needs_current, found.teachers)),
+        "teacher": any(teacher != found.arch for teacher in found.teachers),
+        "reward": reward,
+        "critic": critic,
+        "update": True,
+    }
+    phases = _phases(holders, [phase for phase, is_there in there.items() if is_there])
+    always = sum(size for holder in holders for size in holder.always.values())
+    # both phases start with more of the actor on the device than they need, and then offload it
+    at_start = {"refit": sum(away.values()), "rollout": sum(weights.values()) + sum(engine.awake.values())}
+    for phase, size in at_start.items():
+        if phase in phases and (excess := always + size - sum(phases[phase].values())) > 0:
+            phases[phase]["actor, before offload"] = excess
+    host = 0 if device.is_host else sum(holder.host for holder in holders)
+    return StageMemory(stage, stage * len(grid.trainers) // grid.pp, phases, engine.rows, host, replayed)
+
+
+def _trained(
+    config: Config, grid: Grid, own: Memory, device: Device
+) -> tuple[list[_Holder], dict[str, int], dict[str, int]]:
+    """Returns (holders of host copies, parts that stay on the device, offloaded parts) of a trained model."""
+    host_copies = offloaded(config, own)
+    holders = [
+        _offloaded_terms({"offload buffers": sum(host_copies.values())}, device),
+        _offloaded_terms({"copies for a checkpoint": checkpoint_copy_bytes(config, grid, own)}, device),
+        _Holder(host=own.states.host),
+    ]
+    staying = {part: size for part, size in own.parts.items() if part not in host_copies}
+    return holders, staying, {part: size for part, size in own.parts.items() if part in host_copies}
+
+
+def _engine(engine: EngineMemory, *, keeps_cache: bool) -> _Holder:
+    cache = {"KV cache": engine.cache}
+    return _Holder(
+        always={**engine.held, **(cache if keeps_cache else {})},
+        phases={
+            "refit": {**engine.awake, **engine.refit},
+            "rollout": {**engine.awake, **cache, **engine.rollout},
+            "reward": engine.awake,
+        },
+        host=engine.host,
+    )
 
 
 def _sampler(found: Resolved, device: Device, arriving: int) -> StageMemory:
-    """A rank that only samples: its engine keeps its weights and its cache, for nobody else needs the room."""
+    """Returns the memory of a rank that only samples; its engine never sleeps."""
     grid = found.grid
     config = replace(found.config, rollout=replace(found.config.rollout, free_cache_engine=False))
     engine = engine_memory(
         replace(found, config=config), device, weights=weight_bytes(config, found.arch, grid), actor=0
     )
-    always = {
-        **engine.held,
-        **engine.awake,
-        "KV cache": engine.cache,
-        "refit staging": staging_bytes(config, grid, arriving),
-        "context and communicators": device.allowance,
-    }
-    told = told_bytes(config, found.arch, grid)
-    phases = {
-        "refit": {**always, **engine.refit},
-        "rollout": {**always, **engine.rollout, "experts to replay": told if device.is_host else 0},
-    }
-    host = 0 if device.is_host else engine.host + told
-    return StageMemory(None, grid.samplers.start, _some(phases), engine.rows, host, 0 if device.is_host else told)
+    routing = routing_bytes(config, found.arch, grid)
+    holders = [
+        _engine(engine, keeps_cache=True),
+        _Holder({"refit staging": staging_bytes(config, grid, arriving)}),
+        _Holder({"context and communicators": device.allowance}),
+        _Holder(phases={"rollout": {"experts to replay": routing if device.is_host else 0}}, host=routing),
+    ]
+    phases = _phases(holders, ["refit", "rollout"])
+    host = 0 if device.is_host else sum(holder.host for holder in holders)
+    return StageMemory(None, grid.samplers.start, phases, engine.rows, host, 0 if device.is_host else routing)
 
 
-def _some(phases: dict[str, dict[str, int]], without: Sequence[str] = ()) -> dict[str, dict[str, int]]:
-    """The other phases, each with its terms that are there."""
-    return {
-        phase: {term: size for term, size in terms.items() if size}
-        for phase, terms in phases.items()
-        if phase not in without
-    }
-
-
-def _actor(found: Resolved, device: Device) -> ActorShape:
+def _actor_shape(found: Resolved, device: Device) -> ActorShape:
     config = found.config
     te = device.te and asked_for(config)
     compiled = device.is_host and device.compiles and not config.rollout.true_on_policy
@@ -231,54 +305,68 @@ def _actor(found: Resolved, device: Device) -> ActorShape:
     return ActorShape(config, found.arch, found.grid, te=te, compiled=compiled, learns_from=learns_from)
 
 
-def _critics(found: Resolved, device: Device) -> list[CriticMemory]:
-    """Of a rank of each pipeline stage."""
+def _critics(found: Resolved, device: Device) -> list[list[_Holder]]:
+    """Returns the critic's holders on a rank of each pipeline stage; the first one is its parts on the device."""
     grid = found.grid
     if found.critic is None:
-        return [CriticMemory()] * grid.pp
+        return [[] for _ in range(grid.pp)]
     config = critic_config(found.config)
     te = device.te and asked_for(config)
     shape = ActorShape(config, found.critic, grid, te=te, compiled=device.is_host and device.compiles)
     stages = []
     for stage, own in enumerate(stage_memory(config, found.critic, grid)):
-        away, parts = offloaded(config, own), own.parts
-        stages.append(
-            CriticMemory(
-                staying={f"critic's {part}": size for part, size in parts.items() if part not in away},
-                away={f"critic's {part}": size for part, size in parts.items() if part in away},
-                copies=sum(away.values()),
-                phase=_update(shape.activations(stage), own.states.step),
-                saved=commit_bytes(config, grid, own),
-                host=own.states.host,
-            )
-        )
+        holders, staying, away = _trained(config, grid, own, device)
+        terms = [{f"critic's {part}": size for part, size in parts.items()} for parts in (staying, away)]
+        update = _update(shape.activations(stage), own.states.step)
+        stages.append([_Holder(terms[0], {"critic": {**terms[1], **update}}), *holders])
     return stages
 
 
-def _sets_in_host(found: Resolved, own: Memory) -> int:
-    """The reference's weights in host memory, and the actor's while the modules hold others than its own."""
-    swapped = found.algorithm.needs_reference or found.arch in found.teachers
-    return own.weights * (swapped + found.algorithm.needs_reference)
+def _teachers(found: Resolved, device: Device) -> list[list[_Holder]]:
+    """Returns the teachers' holders on a rank of each pipeline stage.
+
+    Weights and final hidden states (of a step's tokens, and a copy of a minibatch's) wait in host memory. A teacher
+    with layers of its own is on the device while it runs. An update needs the output weights of all of them, and one
+    chunk of both sides' logits.
+    """
+    config, grid, teachers = found.config, found.grid, found.teachers
+    item, train, stages = ITEM_BYTES[config.model.dtype], config.train, []
+    elements = [_actor_elements(teacher, grid) for teacher in teachers]
+    for stage in range(grid.pp if teachers else 0):
+        weights = [sum(each[stage]) * item for each in elements]
+        states = output = 0
+        if stage == grid.pp - 1 and not config.distillation.distillation_loss.is_sampled:
+            samples = (train.batch_size + (train.minibatch_size or train.batch_size)) * config.rollout.n
+            tokens = math.ceil(samples / grid.dp) * config.rollout.response_length
+            states = tokens * max(teacher.hidden_size for teacher in teachers) * item
+            rows = padded_vocab(found.arch, grid.tp) // grid.tp
+            output = sum(rows * teacher.hidden_size * item for teacher in teachers)
+            output += TEACHER_LOGITS * FP32_BYTES * rows * min(config.actor.logprob_chunk_tokens, tokens)
+        own_layers = (size for size, teacher in zip(weights, teachers, strict=True) if teacher != found.arch)
+        running = {"a teacher's weights": max(own_layers, default=0)}
+        stages.append(
+            [
+                _offloaded_terms({"teachers": sum(weights), "teachers' hidden states": states}, device),
+                _Holder(phases={"teacher": running, "update": {"comparison with teachers": output}}),
+            ]
+        )
+    return stages or [[] for _ in range(grid.pp)]
 
 
-def _teachers(found: Resolved) -> list[TeacherMemory]:
-    """Of a rank of each pipeline stage."""
-    item, grid = ITEM_BYTES[found.config.model.dtype], found.grid
-    sizes = [[sum(part) * item for part in _actor_elements(teacher, grid)] for teacher in found.teachers]
-    return [teacher_memory(found, stage, [size[stage] for size in sizes]) for stage in range(grid.pp)]
-
-
-def _reward_models(found: Resolved) -> list[int]:
-    """Bytes of the reward model's weights on a rank of each pipeline stage; 0: there is none, or nothing is scored."""
+def _reward_models(found: Resolved, device: Device) -> list[list[_Holder]]:
+    """Returns the reward model's holders on a rank of each pipeline stage; none if it is not used."""
     unused = found.algorithm.supervised and not found.config.train.eval_interval
     if found.reward is None or unused:
-        return [0] * found.grid.pp
+        return [[] for _ in range(found.grid.pp)]
     item = ITEM_BYTES[found.config.model.dtype]
-    return [sum(part) * item for part in _actor_elements(found.reward, found.grid)]
+    sizes = [sum(part) * item for part in _actor_elements(found.reward, found.grid)]
+    return [
+        [_offloaded_terms({"reward model": size}, device), _Holder(phases={"reward": {REWARD: size}})] for size in sizes
+    ]
 
 
 def not_counted(config: Config) -> list[str]:
-    """Fields of `megatron` that may change the memory of a run, and are not in its prediction."""
+    """Returns the fields of `megatron` that may change the memory but are not part of the prediction."""
     return [
         f"megatron.{section}.{name}"
         for section, name, _, _ in changes(config.megatron)
@@ -287,17 +375,17 @@ def not_counted(config: Config) -> list[str]:
 
 
 def offloaded(config: Config, own: Memory) -> dict[str, int]:
-    """Parts of the actor that leave the device -> bytes of their copies in host memory (`megatron/offload.py`)."""
+    """Returns the offloaded parts of the actor -> bytes of their copies in host memory (`megatron/offload.py`)."""
     copies = {
         "weights": (config.actor.param_offload, own.weights),
         "gradients": (config.actor.grad_offload, 0),
         "optimizer": (config.actor.optimizer_offload, own.optimizer),
     }
-    return {part: size for part, (leaves, size) in copies.items() if leaves}
+    return {part: size for part, (is_offloaded, size) in copies.items() if is_offloaded}
 
 
-def commit_bytes(config: Config, grid: Grid, own: Memory) -> int:
-    """Copies of what a rank writes of a checkpoint beside the training; data-parallel ranks write in turns."""
+def checkpoint_copy_bytes(config: Config, grid: Grid, own: Memory) -> int:
+    """Returns the copies of a rank's shard for an asynchronous checkpoint, bytes; data-parallel ranks split it."""
     if not config.checkpoint.async_save:
         return 0
     writers = grid.dp * grid.cp
@@ -307,21 +395,21 @@ def commit_bytes(config: Config, grid: Grid, own: Memory) -> int:
 
 
 def replayed_bytes(config: Config, arch: ArchSpec, grid: Grid, stage: int) -> int:
-    """The experts to replay on a rank of a stage, if every response has its full length.
+    """Returns the routing record on a rank of a stage, bytes, if every response has its full length.
 
-    Those of its data-parallel index's samples, in the layers of the stage; those of a minibatch twice more, as they are
-    cut into microbatches; and the engine's (`told_bytes`), where the rank has one.
+    It has the samples of its data-parallel index in the stage's layers, twice those of a minibatch for the split into
+    microbatches, and the engine's record (`routing_bytes`), if the rank has an engine.
     """
     samples = config.train.batch_size * config.rollout.n
     if config.actor.router_replay == "none" or arch.moe is None:
         return 0
     in_minibatch = (config.train.minibatch_size or config.train.batch_size) * config.rollout.n
     own = (math.ceil(samples / grid.dp) + 2 * math.ceil(in_minibatch / grid.dp)) * len(stage_layers(arch, grid)[stage])
-    return own * _choice_bytes(config, arch.moe) + (0 if grid.has_roles else told_bytes(config, arch, grid))
+    return own * _choice_bytes(config, arch.moe) + (0 if grid.has_roles else routing_bytes(config, arch, grid))
 
 
-def told_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
-    """What an engine tells of its experts, of all layers, on the rank that sends a replica's samples on."""
+def routing_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
+    """Returns the engine's routing record of all layers on the rank that sends a replica's samples, bytes."""
     if config.actor.router_replay != "rollout" or arch.moe is None:
         return 0
     samples = math.ceil(config.train.batch_size * config.rollout.n / grid.num_replicas)
@@ -329,12 +417,12 @@ def told_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
 
 
 def _choice_bytes(config: Config, moe: MoeSpec) -> int:
-    """Of a sequence in one layer."""
+    """Returns the routing record of a sequence in one layer, bytes."""
     return config.rollout.longest * moe.top_k * choice_dtype(moe.num_experts).itemsize
 
 
 def staging_bytes(config: Config, grid: Grid, moved_bytes: int) -> int:
-    """Buffers of a refit: two to send and two to receive, one of each where a single round does."""
+    """Returns the buffers of a weight sync, bytes: two to send and two to receive, or one of each for one round."""
     if grid.world_size == 1 or not moved_bytes:
         return 0
     bucket = config.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
@@ -342,15 +430,10 @@ def staging_bytes(config: Config, grid: Grid, moved_bytes: int) -> int:
     return min(2 * NUM_BUFFERS * each, 2 * moved_bytes)
 
 
-def _begun(terms: dict[str, int], before: dict[str, int]) -> dict[str, int]:
-    """A phase that first sends parts of the actor away: `before` is what is there until then, which may be more."""
-    return {**terms, "actor, before it leaves": max(0, sum(before.values()) - sum(terms.values()))}
-
-
 def _update(used: Activations, step: int) -> dict[str, int]:
-    """What a pass or the step after it needs beside the weights, whichever is more.
+    """Returns the peak of a pass or of the optimizer step, whichever is more.
 
-    The output layer and the layers below it work one after the other.
+    The output layer and the layers below it run one after the other.
     """
     if step > used.saved + max(used.logits, used.backward):
         return {"step of the optimizer": step}
@@ -360,7 +443,7 @@ def _update(used: Activations, step: int) -> dict[str, int]:
 
 
 def _actor_elements(arch: ArchSpec, grid: Grid) -> list[tuple[int, int]]:
-    """(elements, those of experts aside; elements of experts) of a rank of each stage."""
+    """Returns (dense elements, expert elements) of a rank of each stage."""
     layers = chunk_layers(arch, grid)
     sizes = _actor_parts(arch, grid.tp, grid.ep, grid.expert_tp)
     found = []
@@ -384,7 +467,7 @@ class _Parts:
 
 @functools.cache
 def _actor_parts(arch: ArchSpec, tp: int, ep: int, etp: int) -> _Parts:
-    """Elements of a layer, of its experts, of the embedding, and of the final norm and output layer."""
+    """Returns the elements of a layer, of its experts, of the embedding, and of final norm and output layer."""
     grid = Grid(math.lcm(tp, ep * etp), tp=tp, ep=ep, etp=etp)
     layout = megatron_layout(replace(arch, num_layers=1), grid, 0, dtype="bfloat16", te=False)
     layer = {name: stored for name, stored in layout.items() if ".layers." in name}
@@ -399,6 +482,6 @@ def _num_elements(layout: Layout) -> int:
 
 
 def num_parameters(arch: ArchSpec) -> int:
-    """Elements of the whole model, a tied embedding once."""
+    """Returns the number of parameters of the model; a tied embedding counts once."""
     sizes = _actor_parts(arch, 1, 1, 1)
     return arch.num_layers * (sizes.layer + sizes.experts) + sizes.embedding + sizes.end

@@ -1,8 +1,8 @@
-"""What a run would cost on a cluster of any size, without running it: `mrl plan CONFIG --world-size N`.
+"""`mrl plan CONFIG --world-size N`: predicts the cost of a run on a cluster of any size, without running it.
 
-Owns the text. Memory comes from `memory.py` and is refused by `fit.py`, times come from `durations.py` and `refits.py`,
-all of it from shapes (`resharding/transfer_cost.py`) and stated figures (`observability/hardware.py`): nothing is
-measured. Which ranks should train and which sample is `splits.py`'s answer.
+This file formats the report. Memory comes from `memory.py` and is checked by `fit.py`, times come from `durations.py`
+and `refits.py`, the best split into training and sampling ranks from `splits.py`. Everything is computed from shapes
+(`resharding/transfer_cost.py`) and the hardware's stated figures (`observability/hardware.py`); nothing is measured.
 """
 
 from __future__ import annotations
@@ -30,21 +30,16 @@ GB = 1e9
 
 
 def describe(config: Config, world_size: int, hardware: Hardware) -> str:
-    """Memory of a rank of each stage, seconds of each phase, and the refit's bytes by link.
-
-    Args:
-        config: What was asked for.
-        world_size: Ranks to plan for.
-        hardware: Figures of the cluster.
+    """Returns the report: memory of a rank of each stage, duration of each phase, and the weight sync's traffic.
 
     Raises:
-        UserError: The run would be refused, or would run out of memory; the message says what would fit.
+        UserError: The run is invalid or does not fit into memory; the message names a change that fits.
     """
     notes: list[str] = []
     found = check_run(config, world_size, tell=notes.append)
     device = device_of(hardware, found.grid)
     refit = predict_refit(found.config, found.arch, found.grid, hardware)
-    # a rank may send more than it gets: without knowing who sends, the bound is all of an engine's weights
+    # a rank may send more than it receives: the upper bound is all of an engine's weights
     stages = memory_by_stage(found, device, moved_bytes=None if refit.staging_bytes else 0)
     splits, overlaps = None, Schedule.of(found.config).lead > 0
     if not found.algorithm.supervised:
@@ -63,18 +58,18 @@ def describe(config: Config, world_size: int, hardware: Hardware) -> str:
             "",
             *(_refit(refit) if found.needs_engine else ["no engine: nothing is sampled"]),
             *(() if splits is None else ["", *splits_text(splits, found.grid, overlaps=overlaps)]),
-            *(f"\nnote: {note}" for note in [*notes, *_passed(found)]),
+            *(f"\nnote: {note}" for note in [*notes, *_megatron_notes(found)]),
         ]
     )
 
 
 def _with_split(error: UserError, splits: Splits | None, *, overlaps: bool) -> UserError:
-    """The refusal, and the fastest split of the same ranks that fits, if there is one."""
+    """Returns the error with the fastest split of the same ranks that fits, if there is one."""
     ranked = [] if splits is None else splits.ranked(overlaps=overlaps)
     if not ranked:
         return error
     best = ranked[0]
-    return UserError(f"{error} So does another split of the ranks, where {best.described}: {words(best.overrides)}")
+    return UserError(f"{error} So does another split of the ranks, in which {best.described}: {words(best.overrides)}")
 
 
 def _layout(found: Resolved, hardware: Hardware) -> Iterator[str]:
@@ -89,8 +84,8 @@ def _layout(found: Resolved, hardware: Hardware) -> Iterator[str]:
     if found.critic is not None:
         yield f"critic    {num_parameters(found.critic) / GB:.2f} x 10^9 parameters, in the actor's layout"
     for teacher in found.teachers:
-        own = "the student's layers" if teacher == arch else "layers of its own"
-        yield f"teacher   {num_parameters(teacher) / GB:.2f} x 10^9 parameters, {own}, in the actor's layout"
+        layers = "the student's layers" if teacher == arch else "layers of its own"
+        yield f"teacher   {num_parameters(teacher) / GB:.2f} x 10^9 parameters, {layers}, in the actor's layout"
     if found.reward is not None:
         yield f"reward    model of {num_parameters(found.reward) / GB:.2f} x 10^9 parameters, in the actor's layout"
     yield f"actor     tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}" + (
@@ -105,7 +100,7 @@ def _layout(found: Resolved, hardware: Hardware) -> Iterator[str]:
 
 
 def _memory(found: Resolved, stages: list[StageMemory], capacity: int, hardware: Hardware) -> Iterator[str]:
-    """The fullest stage term by term, the others by their peak; likewise a rank that only samples."""
+    """Yields the fullest stage term by term and the other stages' totals; likewise for ranks that only sample."""
     trainers = [stage for stage in stages if stage.stage is not None]
     yield (
         f"memory of a rank, GB, if every response has its full length; {capacity / GB:.1f} of "
@@ -114,13 +109,13 @@ def _memory(found: Resolved, stages: list[StageMemory], capacity: int, hardware:
     yield from _terms(trainers)
     fullest = _fullest(trainers)
     if fullest.host:
-        yield f"  host memory: {fullest.host / GB:.2f} GB, what waits there of models and engine"
+        yield f"  host memory: {fullest.host / GB:.2f} GB for models and engine that are offloaded"
         sleeps = found.config.rollout.free_cache_engine and not found.grid.has_roles
         if found.needs_engine and found.config.rollout.name == "trtllm" and sleeps:
-            less = weight_bytes(found.config, found.arch, found.grid)
-            yield f"  of it {less / GB:.2f} GB the engine's weights asleep, which TensorRT-LLM 1.3 discards instead"
+            discarded = weight_bytes(found.config, found.arch, found.grid)
+            yield f"  of it {discarded / GB:.2f} GB for the engine's weights, which TensorRT-LLM 1.3 discards instead"
         if fullest.replayed:
-            yield f"  of it {fullest.replayed / GB:.2f} GB the experts to replay"
+            yield f"  of it {fullest.replayed / GB:.2f} GB for the experts to replay"
     samplers = [stage for stage in stages if stage.stage is None]
     if samplers:
         yield from _terms(samplers)
@@ -138,7 +133,7 @@ def _terms(stages: list[StageMemory]) -> Iterator[str]:
         sizes = (fullest.phases[phase].get(term) for phase in phases)
         yield f"  {term:<26}" + "".join(f"{'-' if size is None else f'{size / GB:.2f}':>10}" for size in sizes)
     for stage in stages:
-        name = f"all of it, {_name_of(stage)}" if len(stages) > 1 else "all of it"
+        name = f"total, {_name_of(stage)}" if len(stages) > 1 else "total"
         yield f"  {name:<26}" + "".join(f"{stage.total(phase) / GB:>10.2f}" for phase in phases)
 
 
@@ -150,8 +145,8 @@ def _name_of(stage: StageMemory) -> str:
     return "a rank that samples" if stage.stage is None else f"stage {stage.stage}"
 
 
-def _passed(found: Resolved) -> Iterator[str]:
-    """What Megatron's own fields change that the figures above do not know."""
+def _megatron_notes(found: Resolved) -> Iterator[str]:
+    """Yields notes on Megatron's own fields that the figures do not account for."""
     yield from forced(found.config, found.arch, found.grid)
     if names := not_counted(found.config):
         yield f"not counted: {', '.join(names)}"
@@ -165,11 +160,11 @@ def _times(
     found: Resolved, hardware: Hardware, refit: RefitPrediction, kv_rows: int, *, overlaps: bool
 ) -> Iterator[str]:
     times = predict_durations(found, hardware, kv_rows)
-    yield "a step, s, if every response has its full length, at assumed parts of the peak rates (--hardware)"
+    yield "a step, s, if every response has its full length, at assumed fractions of the peak rates (--hardware)"
     rows = [] if found.algorithm.supervised else [("refit", refit.seconds, "links and memory at their peak")]
     if times.decode_steps:
-        part = f"{hardware.decode_frac:.0%} of memory and FLOP rate"
-        note = f"{times.decode_steps:,} passes, bound by {times.bound_by}; {part}"
+        assumed = f"{hardware.decode_frac:.0%} of memory and FLOP rate"
+        note = f"{times.decode_steps:,} passes, bound by {times.bound_by}; {assumed}"
         rows += [("rollout, prompts", times.prefill, f"{hardware.prefill_flops_frac:.0%} of {_rate(hardware)}")]
         rows += [("rollout, responses", times.decode, note)]
     if times.score:
@@ -177,11 +172,11 @@ def _times(
     bubble = f", {times.bubble_frac:.0%} pipeline bubble" if times.bubble_frac else ""
     rows += [("update", times.update, f"{hardware.train_flops_frac:.0%} of {_rate(hardware)}{bubble}")]
     refit_s = 0.0 if found.algorithm.supervised else refit.seconds
-    whole, note = step_time(times, refit_s, has_roles=found.grid.has_roles, overlaps=overlaps), ""
+    total, note = step_time(times, refit_s, has_roles=found.grid.has_roles, overlaps=overlaps), ""
     if found.grid.has_roles:
         note = "rollouts and training at the same time; " if overlaps else ""
-        note += f"ranks that train wait {whole.idle_trainers:.0%} of it, those that sample {whole.idle_samplers:.0%}"
-    rows += [("all of it", whole.step, note)]
+        note += f"ranks that train wait {total.idle_trainers:.0%} of it, those that sample {total.idle_samplers:.0%}"
+    rows += [("total", total.step, note)]
     for name, seconds, note in rows:
         yield f"  {name:<24} {seconds:12.4f}  {note}".rstrip()
 

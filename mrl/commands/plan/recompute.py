@@ -1,7 +1,4 @@
-"""What the backward of the actor computes again, from `actor.recompute` or from Megatron's own `recompute_*` fields.
-
-Owns the one reading of both.
-"""
+"""Activation recompute of the actor, from `actor.recompute` or from Megatron's own `recompute_*` fields."""
 
 from __future__ import annotations
 
@@ -16,34 +13,34 @@ FIELDS = ("recompute_granularity", "recompute_method", "recompute_num_layers", "
 
 @dataclass(frozen=True)
 class Recompute:
-    """What is computed again.
+    """Parts of the forward that the backward computes again.
 
     Attributes:
-        method: Of whole layers: "uniform" in groups of `num_layers`, "block" the first `num_layers` of a chunk; None:
-            modules only.
-        num_layers: As above.
-        modules: Parts of every layer, by Megatron's names.
+        method: Recompute of full layers: "uniform" in groups of `num_layers`, "block" the first `num_layers` of a
+            chunk; None: modules only.
+        num_layers: Number of layers, see `method`.
+        modules: Recomputed modules of every layer, by Megatron's names.
     """
 
     method: Literal["uniform", "block"] | None = None
     num_layers: int = 1
     modules: frozenset[str] = frozenset()
 
-    def whole_layers(self, layers: int) -> int:
-        """Of so many layers of a chunk, those of which nothing but the input of their group is kept."""
+    def full_layers(self, layers: int) -> int:
+        """Returns how many of a chunk's layers are recomputed in full."""
         return {"uniform": layers, "block": min(self.num_layers, layers)}.get(self.method or "", 0)
 
     def inputs(self, layers: int) -> int:
-        """How many inputs are kept of so many layers of a chunk."""
-        return -(-layers // self.num_layers) if self.method == "uniform" else self.whole_layers(layers)
+        """Returns how many layer inputs a chunk keeps for the recompute."""
+        return -(-layers // self.num_layers) if self.method == "uniform" else self.full_layers(layers)
 
     @property
     def layers_at_a_time(self) -> int:
-        """Layers whose activations are there again at a time."""
+        """Number of layers whose activations are recomputed together."""
         return self.num_layers if self.method == "uniform" else int(self.method == "block")
 
     def forwards(self, arch: ArchSpec) -> float:
-        """Operations of a backward's recompute, in forward passes; what is no matrix product counts nothing."""
+        """Returns the recomputed matrix products as a fraction of a forward pass."""
         if self.method is not None:
             return min(1.0, self.num_layers / arch.num_layers) if self.method == "block" else 1.0
         if not self.modules & {"mlp", "moe"}:
@@ -54,7 +51,7 @@ class Recompute:
 
 
 def recompute_of(config: Config) -> Recompute:
-    """Of a run."""
+    """Returns the recompute settings of a run."""
     given = config.megatron.transformer
     granularity = given.get("recompute_granularity")
     if granularity is None:

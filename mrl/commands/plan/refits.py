@@ -1,7 +1,6 @@
-"""How long a refit takes on a cluster and what it sends, from the layouts of both sides and the links' peak rates.
+"""Predicts bytes and duration of a weight sync from the layouts of both sides and the links' peak rates.
 
-Owns the prediction. The bytes are counted by `resharding/transfer_cost.py`; what an engine wants stands in
-`engine_weights.py`.
+`resharding/transfer_cost.py` counts the bytes; `engine_weights.py` has the engines' layouts.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from mrl.resharding.transfer_cost import Bytes, Traffic, traffic
 
 @dataclass(frozen=True)
 class RefitPrediction:
-    """A refit on a cluster.
+    """Cost of a weight sync on a cluster.
 
     Attributes:
-        traffic: Its bytes.
-        seconds: Of the rank that takes longest to get its part, or to send it where few send to many: its local
-            copies and its links one after the other.
-        bound_s: The same with everything at once: what no refit of these layouts beats.
-        full_gather_s: A refit that gathers every full tensor on every rank.
-        received_bytes: Most that one rank is sent.
-        staging_bytes: Most that a rank holds in buffers of the transport.
+        traffic: Bytes by kind of link.
+        seconds: Duration on the slowest rank, receiving or (with few senders) sending, s: its local copies and its
+            links, one after the other.
+        bound_s: Same with all of these concurrently, s: a lower bound for these layouts.
+        full_gather_s: Duration of a weight sync that gathers every full tensor on every rank, s.
+        received_bytes: Most bytes that one rank receives.
+        staging_bytes: Most bytes of transport buffers on one rank.
     """
 
     traffic: Traffic
@@ -42,7 +41,7 @@ class RefitPrediction:
 
 
 def predict_refit(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware) -> RefitPrediction:
-    """The bytes and seconds of a refit."""
+    """Predicts bytes and duration of a weight sync."""
     few, places, times = one_layer_of_each(arch, grid) if grid.rollout_pp == 1 else (arch, grid, {})
     sources = megatron_layouts(few, places, dtype=config.model.dtype, te=True)
     found = traffic(sources, engine_layouts(config, few, places), hardware.gpus_per_node, times=times)
@@ -52,7 +51,7 @@ def predict_refit(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware
     )
     received = max(share.intra_node + share.inter_node for share in found.shares)
     senders = len(grid.trainers)
-    sent = Bytes(0, found.total.intra_node // senders, found.total.inter_node // senders)  # it is spread over them
+    sent = Bytes(0, found.total.intra_node // senders, found.total.inter_node // senders)  # assumed evenly spread
     return RefitPrediction(
         traffic=found,
         seconds=max(sum(_seconds(share, hardware)) for share in (*found.shares, sent)),
@@ -64,13 +63,13 @@ def predict_refit(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware
 
 
 def one_layer_of_each(arch: ArchSpec, grid: Grid) -> tuple[ArchSpec, Grid, dict[str, int]]:
-    """A model with one layer in each chunk of each stage, its grid, and how many layers each of its tensors stands for.
+    """Returns a model with one layer per chunk of each stage, its layout, and each tensor's number of real layers.
 
-    The layers of a chunk are cut and placed alike, so that thousands of ranks take seconds.
+    All layers of a chunk are sharded alike, so the prediction for thousands of ranks takes seconds.
     """
     few = replace(arch, num_layers=grid.pp * grid.vpp)
     places = replace(grid, first_stage_layers=None, last_stage_layers=None)
-    whole, times = chunk_layers(arch, grid), {}
+    real_layers, times = chunk_layers(arch, grid), {}
     for place, layers in chunk_layers(few, places).items():
         for layer in layers:
             for spec in table(arch):
@@ -78,12 +77,12 @@ def one_layer_of_each(arch: ArchSpec, grid: Grid) -> tuple[ArchSpec, Grid, dict[
                     experts = range(arch.moe.num_experts) if arch.moe and spec.kind.is_expert else range(1)
                     for part in parts_of(spec, arch):
                         for expert in experts:
-                            times[part.name.format(layer=layer, expert=expert)] = len(whole[place])
+                            times[part.name.format(layer=layer, expert=expert)] = len(real_layers[place])
     return few, places, times
 
 
 def _seconds(share: Bytes, hardware: Hardware) -> tuple[float, float, float]:
-    """Local copies (read and written), links of the node, links between nodes."""
+    """Returns the durations of local copies (read and write), of links inside the node and between nodes."""
     return (
         2 * share.local / hardware.memory_bytes_per_s,
         share.intra_node / hardware.intra_node_bytes_per_s,

@@ -1,7 +1,7 @@
-"""Which ranks should train and which sample: every split of a job's ranks, timed by the plan's own models.
+"""Finds the fastest split of a job's ranks into those that train and those that sample, and describes the result.
 
-Owns the search and its words. A split is the same config with other ranks to sample; its layouts, and all else, stay.
-What a split takes is the sum of `durations.py`, `refits.py` and `memory.py` for it, as for a config that asks for it.
+A split is the same config with another number of sampling ranks; layouts and everything else are unchanged. Its
+duration and memory are predicted by `durations.py`, `refits.py` and `memory.py`, as for a config with that split.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from mrl.parallel_layout import Grid
 from mrl.trainer.resolve import Resolved
 
 TIMED_RANKS = 1 << 13
-"""Splits x ranks whose refits are predicted, though they cannot be the fastest."""
+"""Limit of splits x ranks whose weight sync is predicted even though they cannot be the fastest."""
 MAX_ROWS = 10
-"""Splits that are shown."""
+"""Number of splits shown."""
 GB = 1e9
 
 
 @dataclass
 class Split:
-    """Some ranks that train and some that sample, which fit their GPUs; or all that do both.
+    """A split of the ranks that fits into memory; or all ranks both train and sample.
 
     Attributes:
-        found: The run with this split.
-        overrides: What makes it of the config that was asked about.
-        hardware: Of its GPUs.
-        stages: Its memory.
-        durations: Of its phases.
-        known: Its refit, where that was predicted before.
+        found: Resolved run with this split.
+        overrides: Overrides that turn the given config into this split.
+        hardware: Figures of the cluster.
+        stages: Memory of each stage.
+        durations: Durations of the phases.
+        known: Cost of the weight sync, if already predicted.
     """
 
     found: Resolved
@@ -56,47 +56,47 @@ class Split:
 
     @property
     def grid(self) -> Grid:
-        """Who sits where."""
+        """Parallel layout of all ranks."""
         return self.found.grid
 
     @cached_property
     def refit(self) -> RefitPrediction:
-        """Of its layouts; to predict it takes longer than all the rest."""
+        """Cost of the weight sync; its prediction takes longer than all others."""
         return self.known or predict_refit(self.found.config, self.found.arch, self.grid, self.hardware)
 
     def step(self, *, overlaps: bool) -> StepTime:
-        """A step of it."""
+        """Returns the duration of a step."""
         return step_time(self.durations, self.refit.seconds, has_roles=self.grid.has_roles, overlaps=overlaps)
 
     def at_least(self, *, overlaps: bool) -> float:
-        """Of a step, s, if the refit took no time."""
+        """Returns the duration of a step without its weight sync, s, a lower bound."""
         return step_time(self.durations, 0.0, has_roles=self.grid.has_roles, overlaps=overlaps).step
 
     @property
     def described(self) -> str:
-        """Who does what."""
+        """Number of ranks that train and that sample, in words."""
         grid = self.grid
         if not grid.has_roles:
-            return f"all {grid.world_size} ranks train and sample in turns"
+            return f"all {grid.world_size} ranks train and sample alternately"
         return f"{counted(len(grid.trainers), 'rank')} train and {len(grid.samplers)} sample"
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Every split of a run's ranks.
+    """All splits of a run's ranks.
 
     Attributes:
-        fitting: Those that can work.
-        left_out: Why others cannot -> how many.
+        fitting: Valid splits that fit into memory.
+        left_out: Reason -> number of splits that are excluded by it.
     """
 
     fitting: list[Split]
     left_out: Counter[str]
 
     def ranked(self, *, overlaps: bool) -> list[Split]:
-        """The fastest first: all of them, or with many ranks those among which the fastest must be.
+        """Returns the splits, fastest first; in large jobs only those that can be among the fastest.
 
-        A refit takes no less than nothing: a split that is slower without one need not be timed.
+        A split that is slower without its weight sync than another one with it is not timed.
         """
         order = sorted(self.fitting, key=lambda split: split.at_least(overlaps=overlaps))
         timed: list[Split] = []
@@ -111,12 +111,12 @@ class Splits:
 
 
 def find_splits(found: Resolved, hardware: Hardware, refit: RefitPrediction | None = None) -> Splits:
-    """All splits of the run's ranks into those that train and those that sample, its own and the undivided job too.
+    """Evaluates all splits of the run's ranks, including its own and the one in which all ranks do both.
 
     Args:
-        found: The run, which samples.
-        hardware: Its cluster.
-        refit: Of the run as it is, where it is known.
+        found: Resolved run, which samples.
+        hardware: Figures of the cluster.
+        refit: Cost of the run's own weight sync, if known.
     """
     fitting: list[Split] = []
     left_out: Counter[str] = Counter()
@@ -127,7 +127,7 @@ def find_splits(found: Resolved, hardware: Hardware, refit: RefitPrediction | No
             if needs_mpi(other.config.rollout):
                 _check_hosts(other.grid, hardware)
         except UserError as error:
-            left_out[_kind(str(error))] += 1
+            left_out[_exclusion_reason(str(error))] += 1
             continue
         device = device_of(hardware, other.grid)
         stages = memory_by_stage(other, device)
@@ -142,12 +142,12 @@ def find_splits(found: Resolved, hardware: Hardware, refit: RefitPrediction | No
 
 
 def rows_of(stages: list[StageMemory]) -> int:
-    """Sequences that a replica decodes at a time; 0 where nothing is sampled."""
+    """Returns the number of sequences that a replica decodes concurrently; 0 if nothing is sampled."""
     return min((stage.kv_rows for stage in stages if "rollout" in stage.phases), default=0)
 
 
 def _overrides(rollout: RolloutConfig, samplers: int) -> dict[str, Any]:
-    """As the config writes it, in nodes or in ranks."""
+    """Returns the overrides for a number of sampling ranks, in nodes if the config uses nodes."""
     per_node = rollout.n_gpus_per_node
     if rollout.nnodes and samplers and samplers % per_node == 0:
         return {"rollout.num_ranks": 0, "rollout.nnodes": samplers // per_node}
@@ -176,13 +176,13 @@ KINDS = {
     "TensorRT-LLM wants a replica inside": "a replica would lie across nodes, which TensorRT-LLM does not take",
     "some ranks would never train": "a minibatch is smaller than the data-parallel size",
 }
-"""A part of a refusal, its numbers aside -> what is told of it."""
+"""Part of a validation error, numbers replaced by # -> reason in the report."""
 
 
-def _kind(message: str) -> str:
-    """What several splits are refused for alike."""
+def _exclusion_reason(message: str) -> str:
+    """Returns a reason that is equal for all splits with the same kind of error."""
     plain = NUMBER.sub("#", message)
-    known = [said for part, said in KINDS.items() if part in plain]
+    known = [reason for part, reason in KINDS.items() if part in plain]
     return known[-1] if known else plain.splitlines()[0].partition(". ")[0].replace("#", "N")
 
 
@@ -190,13 +190,7 @@ def _kind(message: str) -> str:
 
 
 def splits_text(splits: Splits, own: Grid, *, overlaps: bool) -> Iterator[str]:
-    """The table of splits, the best one, and why it is.
-
-    Args:
-        splits: Of a run.
-        own: The layout that its config asks for.
-        overlaps: Ranks that sample do so while the others train.
-    """
+    """Yields the table of splits, the best one, and the reason."""
     ranked = splits.ranked(overlaps=overlaps)
     yield (
         f"splits of {counted(own.world_size, 'rank')} into those that train and those that sample, s a step, "
@@ -222,19 +216,19 @@ def splits_text(splits: Splits, own: Grid, *, overlaps: bool) -> Iterator[str]:
 def _row(split: Split, own: Grid, *, best: bool, overlaps: bool) -> str:
     grid, step = split.grid, split.step(overlaps=overlaps)
     mark = "*" if best else " "
-    asked = "  this config" if grid == own else ""
+    marker = "  this config" if grid == own else ""
     sizes = [max((stage.total(stage.peak) for stage in part), default=0) for part in _sides(split)]
     samples = str(len(grid.samplers)) if grid.has_roles else "same"
     waits = [f"{idle:.0%}" if grid.has_roles else "-" for idle in (step.idle_trainers, step.idle_samplers)]
     memory = ", ".join(f"{size / GB:.0f}" for size in sizes if size)
     return (
         f"{mark:>2}{len(grid.trainers):>7}{samples:>8}{step.refit:>9.3f}{step.rollouts:>10.2f}{step.training:>10.2f}"
-        f"{step.step:>10.2f}{waits[0]:>13}{waits[1]:>14}  {memory}{asked}"
+        f"{step.step:>10.2f}{waits[0]:>13}{waits[1]:>14}  {memory}{marker}"
     )
 
 
 def _sides(split: Split) -> tuple[list[StageMemory], list[StageMemory]]:
-    """Of ranks that train, and of those that only sample."""
+    """Returns the memory of training ranks and of ranks that only sample."""
     samplers = [stage for stage in split.stages if stage.stage is None]
     return [stage for stage in split.stages if stage.stage is not None], samplers
 
@@ -244,28 +238,28 @@ def _reasons(splits: Splits) -> str:
 
 
 def why(ranked: list[Split], *, overlaps: bool) -> str:
-    """The first of the splits, and what makes it the fastest, in words.
+    """Describes the fastest split and the reason.
 
     Args:
-        ranked: The fastest first.
-        overlaps: As they are ranked.
+        ranked: Splits, fastest first.
+        overlaps: Sampling and training ranks work concurrently, as in the ranking.
     """
     best, others = ranked[0], ranked[1:]
     step = best.step(overlaps=overlaps)
     keys = f" ({words(best.overrides)})" if best.overrides else ", as the config has it"
-    said = [f"{best.described}{keys}, {step.step:.2f} s a step"]
+    sentences = [f"{best.described}{keys}, {step.step:.2f} s a step"]
     if best.grid.has_roles:
         longer = "rollouts take" if step.rollouts > step.training else "training takes"
-        held = "" if overlaps else ", and each kind waits while the other works"
-        said.append(
-            f"{longer} longer (rollouts {step.rollouts:.2f} s, training {step.training:.2f} s){held}: ranks that train "
-            f"wait {step.idle_trainers:.0%} of a step, those that sample {step.idle_samplers:.0%}"
+        waits = "" if overlaps else ", and each kind waits while the other works"
+        sentences.append(
+            f"{longer} longer (rollouts {step.rollouts:.2f} s, training {step.training:.2f} s){waits}: ranks that "
+            f"train wait {step.idle_trainers:.0%} of a step, those that sample {step.idle_samplers:.0%}"
         )
     else:
-        said.append("nobody waits for another kind")
-    said.append(f"the refit costs {step.refit / step.step:.1%}")
+        sentences.append("no rank waits for another kind of rank")
+    sentences.append(f"the refit costs {step.refit / step.step:.1%}")
     rival = next((split for split in others if split.grid.has_roles != best.grid.has_roles), None)
     if rival is not None:
-        what = f"the fastest split, {rival.described}," if rival.grid.has_roles else f"that {rival.described}"
-        said.append(f"{what} takes {rival.step(overlaps=overlaps).step / step.step:.2f} times as long")
-    return "; ".join(said)
+        which = f"the fastest split, {rival.described}," if rival.grid.has_roles else f"the case that {rival.described}"
+        sentences.append(f"{which} takes {rival.step(overlaps=overlaps).step / step.step:.2f} times as long")
+    return "; ".join(sentences)

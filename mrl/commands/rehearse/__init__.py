@@ -1,1 +1,1 @@
-"""`mrl rehearse`: a cluster's config on this machine's CPU, shrunk but whole."""
+"""`mrl rehearse`: runs a cluster's config end to end on this machine's CPU, with a reduced model and layout."""

@@ -1,7 +1,7 @@
-"""What the real run refuses, known on a machine that could not run it: the first stage of a rehearsal.
+"""First stage of a rehearsal: the checks of a real run, on a machine that could not run it.
 
-Owns what is told of a path that only the cluster has. The rules are those of `mrl train` (`trainer/resolve.py`) and of
-`mrl plan` (`commands/plan/fit.py`), at the real sizes and ranks.
+The rules are those of `mrl train` (`trainer/resolve.py`) and `mrl plan` (`commands/plan/fit.py`), at the real sizes and
+ranks. Missing files that exist only on the cluster get a hint.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mrl.commands.plan.fit import check_fits, device_of
 from mrl.commands.plan.memory import memory_by_stage
-from mrl.commands.rehearse.placeholders import FLAG, missing_paths, with_stand_ins
+from mrl.commands.rehearse.placeholders import FLAG, missing_paths, with_placeholders
 from mrl.commands.rehearse.report import Report
 from mrl.commands.rehearse.settings import NUM_VAL
 from mrl.config.config import Config
@@ -23,13 +23,13 @@ from mrl.trainer.validation.world_size import world_size
 
 @dataclass(frozen=True)
 class RealRun:
-    """A run that could start on its cluster.
+    """Run that could start on its cluster.
 
     Attributes:
-        config: What was asked for, with what stands in for missing files.
-        found: The same, resolved at its world size.
+        config: Real config, with placeholders for missing files.
+        found: Same config, resolved at its world size.
         prompt_length: Longest of the first prompts, tokens.
-        ranks: Its world size, and who said so, in words.
+        ranks: World size and its origin, in words.
     """
 
     config: Config
@@ -39,39 +39,39 @@ class RealRun:
 
 
 def check_real_run(
-    config: Config, file: str, asked: int | None, hardware: Hardware, report: Report, *, stand_ins: bool
+    config: Config, file: str, requested_ranks: int | None, hardware: Hardware, report: Report, *, stand_ins: bool
 ) -> RealRun:
-    """Everything that a real run refuses before its first step and that needs no rank.
+    """Runs all checks of a real run that need no rank.
 
     Args:
-        config: What was asked for.
-        file: Where it stands; its name may say nodes x GPUs.
-        asked: Ranks of the real run; None: by the rule of `trainer/validation/world_size.py`.
-        hardware: Its GPUs.
-        report: Gets the world size, and warnings.
-        stand_ins: Whether something may take the place of files that are not here.
+        config: Real config.
+        file: Config file, whose name may contain nodes x GPUs.
+        requested_ranks: Ranks of the real run; None: by the rule of `trainer/validation/world_size.py`.
+        hardware: GPUs of the real run.
+        report: Receives the world size and warnings.
+        stand_ins: Replace missing files by placeholders.
 
     Raises:
-        UserError: A mistake in the config, the model folder, the data, the rewards or the run folder.
+        UserError: A mistake in the config, model folder, data, rewards or run folder.
     """
     missing = missing_paths(config)
     if missing and stand_ins:
-        config, told = with_stand_ins(config)
-        report.warnings += told
+        config, replacements = with_placeholders(config)
+        report.warnings += replacements
         missing = {}
-    size = world_size(config, file, asked)
+    size = world_size(config, file, requested_ranks)
     report.world_size = size.ranks
     try:
         found = check_run(config, report.world_size, tell=report.warnings.append)
     except UserError as error:
         if not missing:
             raise
-        hint = f"\nTo rehearse without what is on the cluster only ({', '.join(missing)}), add {FLAG}."
+        hint = f"\nTo rehearse without files that exist only on the cluster ({', '.join(missing)}), add {FLAG}."
         raise UserError(f"{error}{hint}") from error
     try:
         check_fits(found, hardware, memory_by_stage(found, device_of(hardware, found.grid)))
     except UserError as error:
-        report.warnings.append(f"mrl plan refuses the real run: {error}")
+        report.warnings.append(f"mrl plan rejects the real run: {error}")
     report.warnings += found.warnings
     prompts = [*found.peeked, *found.validation[:NUM_VAL]]
     longest = max(len(prompt.prompt_ids) for prompt in prompts)

@@ -1,8 +1,4 @@
-"""The last stage of a rehearsal: its checkpoint as a Hugging Face folder and as TensorRT-LLM files, compared.
-
-Owns the two conversions; how they are made and compared is in `commands/convert/convert.py` and
-`commands/convert/verify.py`.
-"""
+"""Last stage of a rehearsal: converts its checkpoint to Hugging Face and TensorRT-LLM files and verifies them."""
 
 from __future__ import annotations
 
@@ -22,33 +18,20 @@ from mrl.resharding.trtllm import TrtllmMapping
 
 
 def to_hugging_face(checkpoint: Path, folder: Path, arch: ArchSpec, dtype: str) -> str:
-    """Converts a commit of a run; what was found, in words.
-
-    Args:
-        checkpoint: A folder of the run's checkpoints.
-        folder: To be made.
-        arch: The model.
-        dtype: Of the actor.
+    """Converts a checkpoint to a Hugging Face folder and returns a summary.
 
     Raises:
-        UserError: The checkpoint is damaged, or the two differ.
+        UserError: The checkpoint is damaged, or the conversion differs from it.
     """
     with MegatronSource(checkpoint, arch) as source:
         return _convert(source, HfTarget(arch, dtype), HfSource, folder)
 
 
 def to_trtllm(hugging_face: Path, folder: Path, arch: ArchSpec, dtype: str, grid: Grid) -> str | None:
-    """Converts a Hugging Face folder for the ranks of a replica; None where TensorRT-LLM has no such model.
-
-    Args:
-        hugging_face: The folder.
-        folder: To be made.
-        arch: The model.
-        dtype: Of the actor.
-        grid: Its rollout replicas.
+    """Converts a Hugging Face folder for a replica's ranks and returns a summary; None if TensorRT-LLM lacks the model.
 
     Raises:
-        UserError: The folder is damaged, or the two differ.
+        UserError: The folder is damaged, or the conversion differs from it.
     """
     if family_of(arch).trtllm_architecture is None:
         return None
@@ -57,10 +40,10 @@ def to_trtllm(hugging_face: Path, folder: Path, arch: ArchSpec, dtype: str, grid
         return _convert(source, TrtllmTarget(arch, mapping, dtype), TrtllmSource, folder)
 
 
-def _convert(source: Source, target: Target, opened: type[HfSource] | type[TrtllmSource], folder: Path) -> str:
+def _convert(source: Source, target: Target, reader: type[HfSource] | type[TrtllmSource], folder: Path) -> str:
     convert(source, target, folder)
-    with opened(folder) as made:
-        found = verify(source, made)
+    with reader(folder) as converted:
+        found = verify(source, converted)
     if not found.same:
-        raise UserError(f"'{folder}' is not what '{source.folder}' holds; they differ first in {found.first}.")
+        raise UserError(f"'{folder}' differs from '{source.folder}'; the first different tensor is {found.first}.")
     return f"{found.num_tensors} tensors in {len(target.files)} file(s), bit for bit the same"

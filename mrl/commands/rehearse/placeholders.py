@@ -1,7 +1,7 @@
-"""What takes the place of files that are on the cluster and not here, where the user allows it.
+"""Placeholders for files that exist only on the cluster.
 
-Owns which paths of a config are missing, and the config without them: a preset of the same size by the folder's name,
-a character tokenizer, generated prompts.
+A model is replaced by the preset that its folder's name contains, a tokenizer by a character tokenizer, prompts by
+generated ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FLAG = "--stand-ins"
 
 
 def missing_paths(config: Config) -> dict[str, str]:
-    """Key -> the first path of it that does not exist here."""
+    """Returns config key -> its first path that does not exist here."""
     found: dict[str, str] = {}
     for key, path in _missing(config):
         found.setdefault(key, path)
@@ -43,66 +43,66 @@ def _missing(config: Config) -> Iterator[tuple[str, str]]:
         "rollout.engine_dir": config.rollout.engine_dir,
     }
     for key, folder in folders.items():
-        if folder is not None and not folder.startswith(CHAR_PREFIX) and not _is_here(key, folder):
+        if folder is not None and not folder.startswith(CHAR_PREFIX) and not _exists(key, folder):
             yield key, folder
     for index, teacher in enumerate(config.distillation.teacher_models):
         key = _teacher_key(index)
-        if teacher.model_path is not None and not _is_here(key, teacher.model_path):
+        if teacher.model_path is not None and not _exists(key, teacher.model_path):
             yield key, teacher.model_path
     for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
         yield from ((key, file) for file in files if not os.path.isfile(file))
 
 
-def _is_here(key: str, folder: str) -> bool:
+def _exists(key: str, folder: str) -> bool:
     try:
         return os.path.isdir(local_folder(key, folder, weights=key != "model.tokenizer") or "")
     except UserError:
         return False
 
 
-def with_stand_ins(config: Config) -> tuple[Config, list[str]]:
-    """The config without what is missing, and what stands in for it, in words.
+def with_placeholders(config: Config) -> tuple[Config, list[str]]:
+    """Replaces missing files; returns the config and a line for each replacement.
 
     Raises:
-        UserError: There is no preset of the missing model.
+        UserError: No preset matches the missing model.
     """
     missing = missing_paths(config)
-    told = []
+    replacements = []
     model, data = config.model, config.data
     no_tokenizer = "model.tokenizer" in missing or (model.tokenizer is None and "model.path" in missing)
     if "model.path" in missing:
-        preset = _preset_of(missing["model.path"])
-        told.append(f"model.path={model.path} is not here: the preset {preset} stands in, with random weights")
+        preset = _matching_preset(missing["model.path"])
+        replacements.append(f"model.path={model.path} is missing: preset {preset} is used, with random weights")
         sizes = {"vocab_size": PRESETS[preset]["vocab_size"]}
         model = replace(model, path=None, preset=preset, overrides=sizes)
     if no_tokenizer:
-        told.append(f"its tokenizer is not here: characters stand in ({CHARACTERS})")
+        replacements.append(f"its tokenizer is missing: a character tokenizer is used ({CHARACTERS})")
         model = replace(model, tokenizer=CHARACTERS)
     if "reference.path" in missing:
-        told.append(f"reference.path={config.reference.path} is not here: the first weights are the reference")
+        replacements.append(f"reference.path={config.reference.path} is missing: the initial actor is the reference")
     if "critic.path" in missing:
-        told.append(f"critic.path={config.critic.path} is not here: the critic starts from the actor")
+        replacements.append(f"critic.path={config.critic.path} is missing: the critic starts from the actor")
     if missing.keys() & {"data.train_files", "data.val_files"} or (no_tokenizer and data.task is None):
         keys = [key for key in ("data.train_files", "data.val_files") if key in missing]
-        why = f"{keys[0]}: '{missing[keys[0]]}' is not here" if keys else "the data need the tokenizer that is not here"
-        told.append(f"{why}: sums stand in for all prompts (data.task={TASK}); templates and columns are not rehearsed")
+        why = f"{keys[0]}: '{missing[keys[0]]}' is missing" if keys else "the data require the missing tokenizer"
+        replacements.append(f"{why}: data.task={TASK} is used; templates and columns are not rehearsed")
         data = DataConfig(task=TASK, shuffle=data.shuffle, overlong_prompts=data.overlong_prompts)
     rollout = config.rollout
     if "rollout.engine_dir" in missing:
-        told.append(f"rollout.engine_dir={rollout.engine_dir} is not here: its engines are not compared with the run")
+        replacements.append(f"rollout.engine_dir={rollout.engine_dir} is missing: its engines are not checked")
         rollout = replace(rollout, name=NATIVE, engine_dir=None, pipeline_model_parallel_size=1)
     reference = replace(config.reference, path=None) if "reference.path" in missing else config.reference
     critic = replace(config.critic, path=None) if "critic.path" in missing else config.critic
     reward = config.reward
     if "reward.model.path" in missing:
-        told.append(f"reward.model.path={reward.model.path} is not here: samples are rewarded without it")
+        replacements.append(f"reward.model.path={reward.model.path} is missing: samples are rewarded without it")
         functions = reward.functions or [RewardFunctionConfig()]
         reward = replace(reward, model=RewardModelConfig(), functions=functions)
     teachers = []
     for index, teacher in enumerate(config.distillation.teacher_models):
         if (key := _teacher_key(index)) in missing or (no_tokenizer and teacher.model_path is not None):
-            preset = _preset_of(teacher.model_path or "", key)
-            told.append(f"{key}={teacher.model_path}: the preset {preset} stands in, with random weights")
+            preset = _matching_preset(teacher.model_path or "", key)
+            replacements.append(f"{key}={teacher.model_path}: preset {preset} is used, with random weights")
             teacher = replace(teacher, model_path=None, preset=preset)
         teachers.append(teacher)
     distillation = replace(config.distillation, teacher_models=teachers)
@@ -111,7 +111,7 @@ def with_stand_ins(config: Config) -> tuple[Config, list[str]]:
             config, model=model, data=data, reference=reference, critic=critic, rollout=rollout,
             distillation=distillation, reward=reward,
         ),
-        told,
+        replacements,
     )  # fmt: skip
 
 
@@ -119,15 +119,15 @@ def _teacher_key(index: int) -> str:
     return f"distillation.teacher_models[{index}].model_path"
 
 
-def _preset_of(folder: str, key: str = "model.path") -> str:
-    """The preset with the longest name that is in the folder's."""
+def _matching_preset(folder: str, key: str = "model.path") -> str:
+    """Returns the longest preset name that the folder's name contains."""
     name = _letters(Path(folder).name)
     found = [preset for preset in PRESETS if _letters(preset) in name]
     if not found:
         raise UserError(
-            f"{key}={folder} is not here, and no preset has its name, so that nothing can stand in. Copy its "
-            "config.json and tokenizer here, or name what is nearest: ~model model.preset=NAME model.tokenizer=..., "
-            f"with NAME of {', '.join(PRESETS)}."
+            f"{key}={folder} is missing, and no preset matches its name. Copy its config.json and tokenizer here, or "
+            "set the closest preset: ~model model.preset=NAME model.tokenizer=..., with NAME one of "
+            f"{', '.join(PRESETS)}."
         )
     return max(found, key=len)
 

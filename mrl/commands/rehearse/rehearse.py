@@ -1,8 +1,8 @@
-"""`mrl rehearse CONFIG`: a production run, small but whole, on this machine's CPU.
+"""`mrl rehearse CONFIG`: a production config, end to end, reduced to this machine's CPU.
 
-Owns the order of the stages and what each one shows. The full config goes through the checks of a real run at its real
-world size; then `mrl train` itself runs on the shrunk config (`layout.py`, `model.py`, `settings.py`), is resumed at
-another layout, and its checkpoint is converted.
+The full config goes through the checks of a real run at its real world size. Then `mrl train` runs on the reduced
+config (`layout.py`, `model.py`, `settings.py`) and is resumed at another layout, and its checkpoint is converted. The
+stages:
 
     check -> build -> refit -> rollout -> reward -> update -> checkpoint -> resume -> conversion
 """
@@ -41,11 +41,11 @@ from mrl.commands.rehearse.settings import (
     with_steps,
 )
 from mrl.commands.rehearse.shrunk_files import with_first_rows, write_model
-from mrl.commands.rehearse.stages import STAGES, spent_in, stage_of
+from mrl.commands.rehearse.stages import STAGES, seconds_by_stage, stage_of
 from mrl.config.config import Config, load, to_yaml
 from mrl.data.synthetic_tasks import make_task
 from mrl.data.tokenizer import HFTokenizer
-from mrl.distributed.local_ranks import TOKENIZERS, TRAINING, Ran, RankError, run_ranks
+from mrl.distributed.local_ranks import TOKENIZERS, TRAINING, RankError, RankUsage, run_ranks
 from mrl.engines.trtllm.fields import needs_mpi
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec, critic_of
@@ -57,28 +57,28 @@ from mrl.trainer.validation.megatron import fitting, forced
 from mrl.trainer.validation.parallel import grid_of
 
 FIRST, RESUME = "first.yaml", "resume.yaml"
-"""The shrunk configs of the two runs, in the rehearsal's folder."""
+"""Files in the output folder with the reduced configs of the two runs."""
 SAMPLING = "only sample"
-"""Of a report's layout: ranks of their own for rollouts."""
+"""Row of a report's layout: ranks that only sample."""
 MAX_RANKS = 8
 RANK_BYTES = 500_000_000
-"""A rank with a vocabulary of a few tokens; measured 0.25 to 0.4 GB."""
+"""Memory of a rank without its vocabulary, bytes; 0.25 to 0.4 GB were measured."""
 TOKEN_BYTES = 5_000
-"""What an id of the vocabulary adds to a rank: embedding, head, their gradients and moments, and logits."""
+"""Memory of a rank per token of the vocabulary, bytes: embedding, head, their gradients and moments, and logits."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says beside the config.
+    """Options of the command line, other than the config.
 
     Attributes:
+        hardware: GPUs of the real run.
         world_size: Ranks of the real run; None: by the rule of `trainer/validation/world_size.py`.
-        max_ranks: Ranks that are started here at most; None: what the memory holds, up to MAX_RANKS.
-        output_dir: The rehearsal's folder; None: beside the runs, by the config's name.
-        hardware: The real run's GPUs.
-        stand_ins: Whether something may take the place of files that are not here.
-        timeout_s: For everything.
-        dry_run: Check and shrink; start nothing.
+        max_ranks: Limit of the ranks started here; None: as many as fit into memory, up to MAX_RANKS.
+        output_dir: Output folder; None: `runs/rehearse-` and the config's name.
+        stand_ins: Replace missing files by placeholders.
+        timeout_s: Time limit of the entire rehearsal, s.
+        dry_run: Check and reduce the config, but start no run.
     """
 
     hardware: Hardware
@@ -91,19 +91,13 @@ class Options:
 
 
 def rehearse(file: str, overrides: list[str], options: Options, console: Console) -> Report:
-    """Runs every stage; the report is shown and written in any case.
-
-    Args:
-        file: The config.
-        overrides: Of the command line.
-        options: How to rehearse.
-        console: Where the report is shown.
+    """Runs every stage; shows and writes the report in any case.
 
     Raises:
-        UserError: A stage failed: its name, the cause, and what to do.
+        UserError: A stage failed; the message names the stage, the cause and what to do.
     """
     folder = Path(options.output_dir or f"runs/rehearse-{Path(file).stem}")
-    _fresh(folder)
+    _prepare_folder(folder)
     rehearsal = _Rehearsal(file, overrides, options, folder, console)
     try:
         rehearsal.run()
@@ -116,7 +110,7 @@ def rehearse(file: str, overrides: list[str], options: Options, console: Console
 
 
 def train_on_rank(config: Config) -> None:
-    """What a rank of a rehearsal does: `mrl train` with the shrunk config."""
+    """Runs `mrl train` with the reduced config; the entry point of each rank."""
     from mrl.train import train
 
     train(config)
@@ -141,7 +135,7 @@ class _Rehearsal:
             if isinstance(real.found.tokenizer, HFTokenizer):
                 self._preload += (TOKENIZERS,)
             self._done("check", f"{real.ranks}, as mrl train and mrl plan check them")
-        self._console.print("making the config and its models small ...", highlight=False, soft_wrap=True)
+        self._console.print("reducing the config and its models ...", highlight=False, soft_wrap=True)
         small, tokens = self._shrink(real.config, real.found, real.prompt_length)
         changed, world_size = other_layout(
             small.config, small.arch, small.grid, tokens, learns_from=real.found.algorithm.learns_from
@@ -154,8 +148,8 @@ class _Rehearsal:
             self._convert(small)
         report.finished = True
 
-    def _shrink(self, config: Config, found: Resolved, prompt_length: int) -> tuple[_Small, int]:
-        """The small run; what it is not like the real one is noted."""
+    def _shrink(self, config: Config, found: Resolved, prompt_length: int) -> tuple[_ReducedRun, int]:
+        """Builds the reduced run and records in the report how it differs from the real one."""
         report = self.report
         experts = found.arch.moe is not None
         tokens = found.tokenizer.vocab_size
@@ -165,15 +159,15 @@ class _Rehearsal:
         arch, grid = shrunk_model(found.arch, found.grid, grid, tokens=tokens, engine=engine)
         small = shrunk_config(config, found, Sizes(arch, grid, prompt_length, engine), self._folder)
         report.engine = engine.name
-        small = replace(small, data=_few_rows(small.data, self._folder / "data"))
+        small = replace(small, data=_with_few_rows(small.data, self._folder / "data"))
         small, left_out = fitting(small, arch, grid)
         report.not_covered += left_out
         report.warnings += forced(config, found.arch, found.grid)
-        asked, used = sizes(found.grid, experts=experts), sizes(grid, experts=experts)
+        real, reduced = sizes(found.grid, experts=experts), sizes(grid, experts=experts)
         report.layout = {
             ALL: (found.grid.world_size, grid.world_size),
             **({SAMPLING: (found.grid.rollout_ranks, grid.rollout_ranks)} if grid.has_roles else {}),
-            **{name: (asked[name], used[name]) for name in asked if asked[name] > 1},
+            **{name: (real[name], reduced[name]) for name in real if real[name] > 1},
         }
         stages = ("vpp", "first_stage_layers", "last_stage_layers")
         report.model = _differences(flat(asdict(found.arch)), flat(asdict(arch))) | {
@@ -183,47 +177,47 @@ class _Rehearsal:
         }
         report.settings = _differences(flat(asdict(config)), flat(asdict(small)))
         report.warnings += [
-            f"{name} {asked[name]} is not rehearsed: {counted(max_ranks, 'rank')} cannot hold it beside the rest "
-            "(--max-ranks)"
-            for name in asked
-            if asked[name] > 1 and used[name] == 1
+            f"{name} {real[name]} is not rehearsed: {counted(max_ranks, 'rank')} are too few for it (--max-ranks)"
+            for name in real
+            if real[name] > 1 and reduced[name] == 1
         ]
         if engine.why:
-            in_its_place = f"the {engine.name} engine sampled in its place, since {engine.why}"
-            report.not_covered.insert(0, f"the engine {config.rollout.name}: {in_its_place}")
+            replacement = f"the {engine.name} engine sampled instead, since {engine.why}"
+            report.not_covered.insert(0, f"the engine {config.rollout.name}: {replacement}")
         elif engine.name != NATIVE:
-            report.not_covered.insert(0, f"{engine.name} on GPUs: its build for CPUs sampled")
+            report.not_covered.insert(0, f"{engine.name} on GPUs: its CPU build sampled")
         if needs_mpi(config.rollout):
             start = start_words(found.grid.world_size, mpi=True)
-            report.not_covered.insert(1, f"MPI: mrl started the ranks itself. The real ones: {start}")
+            report.not_covered.insert(1, f"MPI: mrl started the ranks itself. Start of the real run: {start}")
         if config.actor.moe_token_dispatcher_type != small.actor.moe_token_dispatcher_type:
-            report.not_covered.append("the flex dispatcher: tokens reached their experts by alltoall")
+            report.not_covered.append("the flex dispatcher: tokens were dispatched by alltoall")
         if config.rollout.multi_turn.enable:
-            report.not_covered.append("tool calls: a random model writes none that can be read")
+            report.not_covered.append("tool calls: a random model generates none that can be parsed")
         if config.observe.wandb_project is not None:
             report.not_covered.append("Weights & Biases: nothing was sent")
         if VARIETY in small.reward.functions:
             report.not_covered.append(
-                f"your reward alone: {VARIETY.weight} x {VARIETY.name} was added to it, so that samples of a random "
-                "model differ and the update has a gradient"
+                f"your reward alone: {VARIETY.weight} x {VARIETY.name} was added, so that samples of a random model "
+                "differ and the update has a gradient"
             )
         self._write_models(config, found, arch)
         try:
             resolve(small, grid.world_size)
         except UserError as error:
-            raise RuntimeError(f"mrl shrank the config into one that it refuses itself: {error}") from error
-        return _Small(small, arch, grid), tokens
+            raise RuntimeError(f"mrl reduced the config to one that its own checks reject (a bug): {error}") from error
+        return _ReducedRun(small, arch, grid), tokens
 
     def _write_models(self, config: Config, found: Resolved, arch: ArchSpec) -> None:
-        """Small models in the place of those that the config names."""
+        """Writes reduced models for all model folders that the config names."""
         like, critic = config.critic.path, found.critic
         if critic is not None and critic.family != arch.family:
-            self.report.not_covered.append(f"the critic's layers ({critic.family}): it had the actor's")
+            self.report.not_covered.append(f"the critic's layers ({critic.family}): it used the actor's")
             like = config.model.path or like
         folders = [("model", config.model.path, arch), ("reference", config.reference.path, arch)]
         folders += [("critic", like if config.critic.path else None, critic_of(arch))]
-        for index, (teacher, its) in enumerate(zip(config.distillation.teacher_models, found.teachers, strict=False)):
-            folders.append((f"teacher{index}", teacher.model_path, small_teacher(its, found.arch, arch)))
+        teachers = zip(config.distillation.teacher_models, found.teachers, strict=False)
+        for index, (teacher, teacher_arch) in enumerate(teachers):
+            folders.append((f"teacher{index}", teacher.model_path, small_teacher(teacher_arch, found.arch, arch)))
         if found.reward is not None:
             scorer = replace(
                 critic_of(small_teacher(found.reward, found.arch, arch)), vocab_size=found.reward.vocab_size
@@ -233,19 +227,19 @@ class _Rehearsal:
             if source is not None:
                 write_model(self._folder / name, small, dtype=config.model.dtype, seed=seed, like=Path(source))
 
-    def _first_run(self, small: _Small) -> None:
-        observe = replace(small.config.observe, report=False)  # the resumed run writes it
+    def _first_run(self, small: _ReducedRun) -> None:
+        observe = replace(small.config.observe, report=False)  # the resumed run writes the report
         ran = self._train("first", replace(small.config, observe=observe), small.grid.world_size, resumes=False)
         rows = _rows(self._run.timings)
-        spent = spent_in(rows)
+        spent = seconds_by_stage(rows)
         spent["build"] = max(0.0, ran.seconds - sum(spent.values()))
         metrics = self._metrics()
         for name in STAGES:
             if name in spent:
-                detail = self._shown(name, metrics, small)
+                detail = self._detail(name, metrics, small)
                 self.report.stages.append(Stage(name, "passed", spent[name], detail))
             else:
-                self.report.stages.append(Stage(name, "not covered", 0.0, "the run itself has no such phase"))
+                self.report.stages.append(Stage(name, "not covered", 0.0, "the run has no such phase"))
 
     def _resume(self, config: Config, world_size: int) -> None:
         grid = grid_of(config, world_size)
@@ -256,8 +250,7 @@ class _Rehearsal:
             Stage("resume", "passed", ran.seconds, f"{_layout(grid)}; step 2 done, checkpoints of steps {steps}")
         )
 
-    def _train(self, name: str, config: Config, world_size: int, *, resumes: bool) -> Ran:
-        """`mrl train` on ranks of this machine."""
+    def _train(self, name: str, config: Config, world_size: int, *, resumes: bool) -> RankUsage:
         logs = self._folder / f"logs-{name}"
         began = time.monotonic()
         left = max(1.0, self._options.timeout_s - (began - self.began))
@@ -270,7 +263,7 @@ class _Rehearsal:
         except RankError as error:
             stage = "resume" if resumes else stage_of(error)
             log = logs / f"rank{error.rank}.log"
-            where = "" if error.is_mistake else f"\nThe rank's whole output is in '{log}'."
+            where = "" if error.is_mistake else f"\nThe rank's output is in '{log}'."
             at = f" ({error.at})" if error.at else ""
             self._fail(stage, f"{error}{at}{where}", time.monotonic() - began)
         self.report.ranks.append(world_size)
@@ -278,7 +271,7 @@ class _Rehearsal:
         self.report.peak_bytes = max(self.report.peak_bytes, ran.peak_bytes)
         return ran
 
-    def _convert(self, small: _Small) -> None:
+    def _convert(self, small: _ReducedRun) -> None:
         steps = self._run.committed_steps()
         checkpoint = self._run.checkpoints / f"step-{steps[-1]:08d}"
         dtype = small.config.model.dtype
@@ -290,39 +283,38 @@ class _Rehearsal:
             found = to_trtllm(hugging_face, hugging_face.with_name("tensorrt_llm"), small.arch, dtype, small.grid)
             if found is None:
                 reason = f"TensorRT-LLM has no {small.arch.family} model"
-                self.report.stages.append(Stage("to TensorRT-LLM", "not covered", self._since(), reason))
+                self.report.stages.append(Stage("to TensorRT-LLM", "not covered", self._elapsed(), reason))
             else:
                 self._done("to TensorRT-LLM", found)
         self.report.not_covered.append("TensorRT-LLM itself: its checkpoint files were written and read, not run")
 
     def _metrics(self) -> dict[str, float]:
-        """Of the last step; a value that is no number fails the update."""
+        """Returns the metrics of the last step; a non-finite value fails the update stage."""
         last = {key: value for key, value in _rows(self._run.metrics)[-1].items() if isinstance(value, (int, float))}
         broken = [key for key, value in last.items() if not math.isfinite(value)]
         if broken:
-            self._fail("update", f"{', '.join(broken)} of step {last['step']:.0f} is not a finite number.", 0.0)
+            self._fail("update", f"{', '.join(broken)} of step {last['step']:.0f} is not finite.", 0.0)
         if last.get("refit/bytes_moved", 0.0) != last.get("refit/bytes_lower_bound", 0.0):
-            self._fail("refit", "it moved more bytes than its lower bound.", 0.0)
+            self._fail("refit", "it moved more bytes than its lower bound, refit/bytes_lower_bound.", 0.0)
         if failed := last.get("reward/failed_frac", 0.0):
             self.report.warnings.append(f"reward functions failed on {failed:.0%} of the samples (see samples.jsonl)")
         if last.get("actor/grad_norm") == 0.0:
-            self.report.warnings.append("the update had a gradient of zero: its numbers say little")
+            self.report.warnings.append("the gradient of the update was zero: its metrics show little")
         self.report.metrics = last
         return last
 
-    def _shown(self, stage: str, metrics: dict[str, float], small: _Small) -> str:
-        """What a stage of the first run showed, in words."""
+    def _detail(self, stage: str, metrics: dict[str, float], small: _ReducedRun) -> str:
         if stage == "build":
             return f"{counted(small.grid.world_size, 'rank')}: {_layout(small.grid)}"
         if stage == "refit" and "refit/bytes_moved" in metrics:
             local, moved = metrics["refit/bytes_local"], metrics["refit/bytes_moved"]
             return f"{moved:.0f} bytes between ranks = lower bound; {local:.0f} inside them"
         if stage == "rollout" and "response_length/mean" in metrics:
-            apart = metrics.get("training/rollout_probs_diff_max", 0.0)
+            difference = metrics.get("training/rollout_probs_diff_max", 0.0)
             mean, turns = metrics["response_length/mean"], metrics.get("num_turns/mean")
-            of_turns = "" if turns is None else f" in {turns:.1f} turns of at most {metrics['num_turns/max']:.0f}"
-            said = f"{mean:.1f} tokens{of_turns} on average"
-            return f"{self.report.engine}: {said}; actor and engine differ by {apart:.1g}"
+            in_turns = "" if turns is None else f" in {turns:.1f} turns of at most {metrics['num_turns/max']:.0f}"
+            length = f"{mean:.1f} tokens{in_turns} on average"
+            return f"{self.report.engine}: {length}; actor and engine differ by {difference:.1g}"
         if stage == "reward" and "critic/score/mean" in metrics:
             parts = [key for key in metrics if re.fullmatch(r"reward/.+/mean", key)]
             return ", ".join(f"{key.split('/')[1]} {metrics[key]:.2g}" for key in parts)
@@ -332,19 +324,19 @@ class _Rehearsal:
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        """A stage of this process: its mistakes get its name."""
+        """Runs a stage of this process; a UserError inside is reported under the stage's name."""
         self._stage_began = time.monotonic()
         self._console.print(f"{name} ...", highlight=False, soft_wrap=True)
         try:
             yield
         except UserError as error:
-            self._fail(name, str(error), self._since())
+            self._fail(name, str(error), self._elapsed())
 
-    def _since(self) -> float:
+    def _elapsed(self) -> float:
         return time.monotonic() - self._stage_began
 
     def _done(self, name: str, detail: str) -> None:
-        self.report.stages.append(Stage(name, "passed", self._since(), detail))
+        self.report.stages.append(Stage(name, "passed", self._elapsed(), detail))
 
     def _fail(self, stage: str, cause: str, seconds: float) -> None:
         self.report.stages.append(Stage(stage, "failed", seconds, cause.splitlines()[0]))
@@ -352,16 +344,16 @@ class _Rehearsal:
 
 
 @dataclass(frozen=True)
-class _Small:
+class _ReducedRun:
     config: Config
     arch: ArchSpec
     grid: Grid
 
 
-def _fresh(folder: Path) -> None:
-    """An empty folder; an earlier rehearsal's is emptied, anything else is not touched."""
+def _prepare_folder(folder: Path) -> None:
+    """Creates an empty output folder; deletes an earlier rehearsal's content, but never other files."""
     if folder.is_dir() and any(folder.iterdir()) and not (folder / FILE).is_file():
-        raise UserError(f"'{folder}' is there and is not an earlier rehearsal's. Choose another --output-dir.")
+        raise UserError(f"'{folder}' exists and is not an earlier rehearsal's output. Choose another --output-dir.")
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -375,14 +367,14 @@ def _ranks_that_fit(tokens: int) -> int:
     return max(1, min(MAX_RANKS, available // (RANK_BYTES + TOKEN_BYTES * tokens)))
 
 
-def _few_rows(data: Any, folder: Path) -> Any:
-    """The same data with fewer rows, where there is a way."""
+def _with_few_rows(data: Any, folder: Path) -> Any:
+    """Returns the data settings with fewer rows, if the task supports it."""
     if data.task is None:
         return with_first_rows(data, folder)
     fewer = {**data.task_kwargs, "num_val": NUM_VAL}
     try:
         make_task(data.task, fewer)
-    except UserError:  # a task of the user's need not have this argument
+    except UserError:  # a user's task may lack this argument
         return data
     return replace(data, task_kwargs=fewer)
 
@@ -391,8 +383,8 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def _differences(asked: dict[str, Any], used: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {key: (asked.get(key), used[key]) for key in used if asked.get(key) != used[key]}
+def _differences(real: dict[str, Any], reduced: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {key: (real.get(key), size) for key, size in reduced.items() if real.get(key) != size}
 
 
 def _layout(grid: Grid) -> str:

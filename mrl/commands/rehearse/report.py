@@ -1,7 +1,4 @@
-"""What a rehearsal found: on the terminal, and as rehearsal.json.
-
-Owns `Report` and how it is shown. What is measured is said by `rehearse.py`.
-"""
+"""Report of a rehearsal, shown on the terminal and written to rehearsal.json."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from mrl.checkpoint.io.atomic_files import replace_file
 FILE = "rehearsal.json"
 Outcome = Literal["passed", "failed", "not covered"]
 ALL = "all"
-"""The row of a layout that says how many ranks there are."""
-STYLE = {"passed": "green", "failed": "red", "not covered": "yellow"}
+"""Row of the layout table with the total number of ranks."""
+OUTCOME_STYLE = {"passed": "green", "failed": "red", "not covered": "yellow"}
 GB = 1e9
-LOOK: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "pad_edge": False}
+TABLE_STYLE: dict[str, Any] = {"title_justify": "left", "box": box.SIMPLE_HEAD, "pad_edge": False}
 
 NOT_COVERED = (
     "CUDA kernels, NCCL and TransformerEngine: ranks were CPU processes over gloo with Megatron's local layers",
@@ -33,11 +30,13 @@ NOT_COVERED = (
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the report.
+    """Row of the report.
 
     Attributes:
-        seconds: Wall clock; a part of a run is as long as rank 0 was in it.
-        detail: What it showed, in words.
+        name: Name of the stage.
+        outcome: Result of the stage.
+        seconds: Wall-clock time, s; for a part of a run, rank 0's time in it.
+        detail: Result in words.
     """
 
     name: str
@@ -48,22 +47,24 @@ class Stage:
 
 @dataclass
 class Report:
-    """Everything that a rehearsal has to say.
+    """Results of a rehearsal.
 
     Attributes:
-        config: The file.
+        config: Config file.
         world_size: Ranks of the real run.
-        engine: What sampled; where it is not the run's own, `not_covered` says why.
-        layout: Dimension -> (asked, rehearsed), in ranks.
-        model: Size -> (asked, rehearsed).
-        settings: Dotted key of the config -> (asked, rehearsed), where they differ.
-        warnings: What the user should know before a real run.
-        not_covered: What a rehearsal on a CPU cannot show.
-        ranks: Of the rehearsal's two runs.
-        cpu_s: Processor time of all ranks.
-        peak_bytes: Most memory that all processes of a run held together.
-        metrics: Of the last step.
-        finished: Whether all stages were reached.
+        engine: Engine that sampled; if it is not the config's, `not_covered` gives the reason.
+        layout: Dimension -> (real, reduced), in ranks.
+        model: Size -> (real, reduced).
+        settings: Dotted config key -> (real, reduced), where they differ.
+        stages: Rows of the stages, in order.
+        warnings: Warnings for the real run.
+        not_covered: Aspects that a rehearsal on a CPU does not cover.
+        ranks: Number of ranks of each of the two runs.
+        seconds: Duration of the rehearsal, s.
+        cpu_s: CPU time of all ranks, s.
+        peak_bytes: Peak memory of all processes of a run, bytes.
+        metrics: Metrics of the last step.
+        finished: True once the last stage was reached.
     """
 
     config: str
@@ -84,21 +85,21 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether the last stage was reached and none failed."""
+        """True if the last stage was reached and none failed."""
         return self.finished and all(stage.outcome != "failed" for stage in self.stages)
 
     def write(self, folder: Path) -> None:
-        """rehearsal.json in `folder`."""
+        """Writes rehearsal.json to `folder`."""
         replace_file(folder / FILE, json.dumps({"passed": self.passed, **asdict(self)}, indent=1).encode())
 
     def show(self, console: Console) -> None:
-        """Layouts, stages and what to know, as tables."""
+        """Prints layouts, stages and warnings as tables."""
         for title, rows in (("layout, ranks", self.layout), ("model and stages", self.model)):
             if rows:
-                console.print(_compared(title, rows, flag_ones=rows is self.layout))
-        table = Table("stage", "", "s", "what it showed", title="stages", **LOOK)
+                console.print(_comparison_table(title, rows, flag_ones=rows is self.layout))
+        table = Table("stage", "", "s", "result", title="stages", **TABLE_STYLE)
         for stage in self.stages:
-            style = STYLE[stage.outcome]
+            style = OUTCOME_STYLE[stage.outcome]
             table.add_row(stage.name, f"[{style}]{stage.outcome}[/]", f"{stage.seconds:.1f}", stage.detail)
         console.print(table)
         for title, lines in (("warnings", self.warnings), ("not covered", self.not_covered)):
@@ -113,9 +114,9 @@ class Report:
         )
 
 
-def _compared(title: str, rows: dict[str, tuple[Any, Any]], *, flag_ones: bool) -> Table:
-    table = Table("", "asked", "here", title=title, **LOOK)
-    for name, (asked, used) in rows.items():
-        lost = flag_ones and name != ALL and asked > 1 and used == 1
-        table.add_row(name, str(asked), f"[yellow]{used}, not kept[/]" if lost else str(used))
+def _comparison_table(title: str, rows: dict[str, tuple[Any, Any]], *, flag_ones: bool) -> Table:
+    table = Table("", "asked", "here", title=title, **TABLE_STYLE)
+    for name, (real, reduced) in rows.items():
+        lost = flag_ones and name != ALL and real > 1 and reduced == 1
+        table.add_row(name, str(real), f"[yellow]{reduced}, not kept[/]" if lost else str(reduced))
     return table

@@ -1,7 +1,7 @@
-"""A config shrunk to a small model and a small layout: every feature stays on, every amount becomes small.
+"""Reduces a config to a small model and layout: every feature stays on, every amount becomes small.
 
-Owns what each field becomes, and the second layout that a rehearsal resumes at. A field that is not named here keeps
-its value, so that a new feature is rehearsed as soon as it exists.
+It also chooses the second layout, at which a rehearsal resumes. A field that is not mentioned here keeps its value, so
+that new features are rehearsed without a change here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from mrl.commands.rehearse.engine import Engine
+from mrl.commands.rehearse.engine import RehearsalEngine
 from mrl.config.config import (
     CheckpointEngineConfig,
     Config,
@@ -41,57 +41,57 @@ from mrl.trainer.validation.megatron import fitting
 from mrl.trainer.validation.parallel import grid_of
 
 SAMPLES = 4
-"""Of a prompt, where the config has at least as many."""
+"""Limit of samples per prompt."""
 RESPONSE_LENGTH = 8
 EPISODE_LENGTH = 160
-"""Of all tokens of a conversation after its prompt."""
+"""Limit of a conversation after its prompt, tokens."""
 TURNS = 3
-"""Of the policy in a conversation."""
+"""Limit of assistant turns in a conversation."""
 TURN_ENDS = (*"13579aeiost",)
-"""Strings that end a turn too: a random model would go on until no tokens are left."""
+"""Additional stop strings of a turn: a random model would otherwise generate up to the limit."""
 MAX_PROMPT_LENGTH = 64
 NUM_SEQS = 4
 CHUNK_TOKENS = 32
 ROUNDS = 3
-"""Of dynamic sampling."""
+"""Limit of sampling rounds (dynamic sampling)."""
 NUM_VAL = 2
-"""Held-out prompts."""
+"""Number of validation prompts."""
 UTILIZATION = 0.05
-"""Of the host's free memory, for all engines' caches together."""
+"""Share of the host's free memory for all engines' KV caches together."""
 
 VARIETY = RewardFunctionConfig(name="regex", weight=0.1, kwargs={"pattern": r"[02468acegikmoqsuwyACEGIKMOQSUWY]\W*$"})
-"""A small reward for what the random model does about half of the time: without it all samples of a prompt would have
-the same reward, and the update nothing to learn from."""
+"""Additional reward that a random model gets about half of the time. Without it all samples of a prompt would have the
+same reward and the update no gradient."""
 
 _ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the small run is like.
+    """Sizes of the reduced run.
 
     Attributes:
-        arch: The small model.
-        grid: Its layout.
-        prompt_length: Longest prompt of the data that the run will see, tokens.
-        engine: What samples.
+        arch: Reduced model.
+        grid: Reduced layout.
+        prompt_length: Longest prompt that the run will see, tokens.
+        engine: Engine of the reduced run.
     """
 
     arch: ArchSpec
     grid: Grid
     prompt_length: int
-    engine: Engine
+    engine: RehearsalEngine
 
 
 def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -> Config:
-    """The config of the small run, before its first step.
+    """Returns the config of the reduced run with one step.
 
     Args:
-        config: What was asked for, the algorithm's nulls not filled.
-        found: The same, resolved.
-        sizes: Of the small run.
-        folder: Where the run's folder goes; where the config has `model.path`, also the small model's (`model/`) and
-            those that `reference/`, `critic/`, `reward/` and `teacher0/` ... are named after.
+        config: Real config, without the algorithm's defaults filled in.
+        found: Same config, resolved.
+        sizes: Sizes of the reduced run.
+        folder: Parent of the run folder `run/` and of the reduced models' folders `model/`, `reference/`, `critic/`,
+            `reward/` and `teacher0/` ..., which replace the folders that the config names.
     """
     rollout = _rollout(config.rollout, sizes)
     actor, observe = config.actor, config.observe
@@ -168,7 +168,7 @@ def _distillation(
 
 
 def small_teacher(teacher: ArchSpec, student: ArchSpec, small: ArchSpec) -> ArchSpec:
-    """Of the small student's sizes: the same layers where it has the student's, else its own family's, and wider."""
+    """Returns the reduced teacher: `small` if it equals the student, else its family at `small`'s sizes, but wider."""
     if teacher == student:
         return small
     sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "moe")
@@ -181,7 +181,7 @@ def _dispatcher(name: Literal["alltoall", "allgather", "flex"]) -> Literal["allt
 
 
 def with_steps(config: Config, num_steps: int) -> Config:
-    """The small run with so many steps, its warm-up not longer than they are."""
+    """Returns the config with `num_steps` steps and warm-ups that fit into them."""
     alone = min(config.train.critic_warmup, num_steps - 1)
     train = replace(config.train, num_steps=num_steps, num_epochs=None, critic_warmup=alone)
     changed = replace(config, train=train)
@@ -195,19 +195,19 @@ def with_steps(config: Config, num_steps: int) -> Config:
 
 
 def other_layout(
-    config: Config, arch: ArchSpec, used: Grid, tokenizer_size: int, *, learns_from: LearnsFrom
+    config: Config, arch: ArchSpec, reduced: Grid, tokenizer_size: int, *, learns_from: LearnsFrom
 ) -> tuple[Config, int]:
-    """The small run at a layout of at most two ranks that differs from its own, and its ranks.
+    """Returns the reduced config at another layout of at most two ranks, and its number of ranks.
 
     Args:
-        config: Of the small run.
+        config: Config of the reduced run.
         arch: Its model.
-        used: Its layout.
-        tokenizer_size: Ids that the tokenizer can give.
-        learns_from: What its algorithm learns from.
+        reduced: Its layout.
+        tokenizer_size: Number of token ids of the tokenizer.
+        learns_from: Data that the algorithm learns from.
     """
-    for parallel, world_size, own in _others(config, arch, used):
-        for rollout_tp in (2, 1) if used.rollout_tp == 1 else (1,):
+    for parallel, world_size, own in _other_layouts(config, arch, reduced):
+        for rollout_tp in (2, 1) if reduced.rollout_tp == 1 else (1,):
             changed = replace(
                 config,
                 parallel=parallel,
@@ -224,25 +224,25 @@ def other_layout(
             except UserError:
                 continue
             return changed, world_size
-    raise RuntimeError(f"no other layout of the small model is allowed than {used}")
+    raise RuntimeError(f"the reduced model has no valid layout other than {reduced} (a bug)")
 
 
-def _others(config: Config, arch: ArchSpec, used: Grid) -> Iterator[tuple[ParallelConfig, int, int]]:
-    """(layout of the actor, ranks, of which so many only sample)."""
-    if used.has_roles and used.world_size > 2:
+def _other_layouts(config: Config, arch: ArchSpec, reduced: Grid) -> Iterator[tuple[ParallelConfig, int, int]]:
+    """Yields (parallel sizes, number of ranks, how many of them only sample)."""
+    if reduced.has_roles and reduced.world_size > 2:
         yield ParallelConfig(), 2, 1
-    if arch.moe is not None and used.ep == 1:
+    if arch.moe is not None and reduced.ep == 1:
         yield ParallelConfig(expert_model_parallel_size=2), 2, 0
-    if used.pp == 1:
+    if reduced.pp == 1:
         yield ParallelConfig(pipeline_model_parallel_size=2), 2, 0
-    if used.tp == 1:
+    if reduced.tp == 1:
         yield ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=arch.moe is not None), 2, 0
-    yield ParallelConfig(), 2 if used.world_size != 2 or used.dp != 2 else 1, 0
+    yield ParallelConfig(), 2 if reduced.world_size != 2 or reduced.dp != 2 else 1, 0
     yield ParallelConfig(), 1, 0
 
 
 def _train(config: Config, grid: Grid, rollout: RolloutConfig) -> TrainConfig:
-    """Two minibatches where there are several; two samples for each data-parallel rank, a prompt for each replica."""
+    """Returns two minibatches if there are several, two samples per data-parallel rank and one prompt per replica."""
     train, warm = config.train, config.train.warm_start
     minibatches = min(2, minibatches_of_a_step(config))
     minibatch = max(2, math.ceil(2 * grid.dp / rollout.n), math.ceil(grid.num_replicas / minibatches))
@@ -282,7 +282,8 @@ def _rollout(rollout: RolloutConfig, sizes: Sizes) -> RolloutConfig:
     longer = (rollout.max_model_len or 0) > rollout.prompt_length + rollout.response_length
     chunked = rollout.max_num_batched_tokens < rollout.prompt_length
     num_seqs = min(rollout.max_num_seqs, NUM_SEQS)
-    whole = prompt if rollout.enable_chunked_prefill else prompt + response + longer  # vLLM wants room for a sequence
+    # without chunked prefill vLLM requires room for a full sequence
+    unchunked = prompt if rollout.enable_chunked_prefill else prompt + response + longer
     if rollout.multi_turn.enable:
         rollout = _episodes(rollout)
     return replace(
@@ -299,7 +300,7 @@ def _rollout(rollout: RolloutConfig, sizes: Sizes) -> RolloutConfig:
         expert_parallel_size=grid.rollout_ep,
         moe_tensor_parallel_size=None if rollout.moe_tensor_parallel_size is None else grid.rollout_moe_tp,
         max_num_seqs=num_seqs,
-        max_num_batched_tokens=max(num_seqs, prompt // 2 if chunked else whole),
+        max_num_batched_tokens=max(num_seqs, prompt // 2 if chunked else unchunked),
         gpu_memory_utilization=min(rollout.gpu_memory_utilization, UTILIZATION),
         val_kwargs=replace(rollout.val_kwargs, n=min(rollout.val_kwargs.n, 2)),
         checkpoint_engine=CheckpointEngineConfig(update_weights_bucket_megabytes=1),
@@ -307,12 +308,11 @@ def _rollout(rollout: RolloutConfig, sizes: Sizes) -> RolloutConfig:
 
 
 def _with_ranks(rollout: RolloutConfig, count: int) -> RolloutConfig:
-    """With so many ranks of their own."""
     return replace(rollout, num_ranks=count, nnodes=0, n_gpus_per_node=RolloutConfig.n_gpus_per_node)
 
 
 def _episodes(rollout: RolloutConfig) -> RolloutConfig:
-    """Short turns, few of them, and one worker for their environments."""
+    """Limits turns to a few short ones and uses one environment worker."""
     turns = rollout.multi_turn
     return replace(
         rollout,
@@ -323,7 +323,7 @@ def _episodes(rollout: RolloutConfig) -> RolloutConfig:
 
 
 def _scaled(length: int | None, small: RolloutConfig, full: RolloutConfig) -> int | None:
-    """A number of response tokens, in proportion; 0 and null stay what they are."""
+    """Scales a number of response tokens to the reduced response length; 0 and None stay."""
     return None if length is None else math.ceil(length * small.response_length / full.response_length)
 
 
@@ -334,7 +334,7 @@ def _reward(reward: RewardConfig, folder: Path, *, samples: bool) -> RewardConfi
 
 
 def _data(config: Config, rollout: RolloutConfig, *, imitates: bool) -> DataConfig:
-    """Rows cut to the lengths of the small run, where its steps are given their responses these too."""
+    """Truncates prompts, and responses of supervised steps, to the lengths of the reduced run."""
     data = config.data
     if rollout.prompt_length < config.rollout.prompt_length:
         data = replace(data, overlong_prompts="truncate_left")
@@ -344,14 +344,14 @@ def _data(config: Config, rollout: RolloutConfig, *, imitates: bool) -> DataConf
 
 
 def _model(model: ModelConfig, arch: ArchSpec, small: ArchSpec, folder: Path) -> ModelConfig:
-    """The same preset with other sizes, or the folder of the small model."""
+    """Returns the same preset with other sizes, or the folder of the reduced model."""
     if model.path is not None:
         return replace(model, path=str(folder / "model"), tokenizer=model.tokenizer or model.path)
     return replace(model, overrides={**model.overrides, **_sizes_of(model.preset or "", small)})
 
 
 def _sizes_of(preset: str, small: ArchSpec) -> dict[str, Any]:
-    """The keys of a preset's config.json that make it the small model."""
+    """Returns the overrides of a preset's config.json that make it the reduced model."""
     known = {*DECODER_KEYS, *PRESETS[preset]} - {"model_type", "tie_word_embeddings", *_ROPE}
     as_json: dict[str, Any] = family_of(small).arch_to_hf(small)
     return {key: value for key, value in as_json.items() if key in known}

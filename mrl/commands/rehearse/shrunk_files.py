@@ -1,6 +1,6 @@
-"""Small copies of what a config names on disk: a model folder with random weights, the first rows of data files.
+"""Reduced copies of files that a config names: model folders with random weights, the first rows of data files.
 
-Owns their writing, so that ranks read real folders and files of the kind that the config has.
+The ranks of a rehearsal read real folders and files in the config's formats.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from mrl.resharding.hf import hf_layout
 from mrl.resharding.init import random_init
 
 ROWS = 64
-"""Rows of each data file that are kept."""
+"""Rows kept of each training file."""
 MAX_FILE_BYTES = 1 << 40
 
 
 def write_model(folder: Path, arch: ArchSpec, *, dtype: str, seed: int, like: Path) -> None:
-    """A Hugging Face folder with random weights.
+    """Writes a Hugging Face folder with random weights.
 
     Args:
-        folder: To be made.
-        arch: The model.
-        dtype: Of the weights.
-        seed: Of the weights.
-        like: Folder whose tokenizer and further config.json keys come along.
+        folder: Folder to create.
+        arch: Model.
+        dtype: Data type of the weights.
+        seed: Seed of the weights.
+        like: Folder to copy the tokenizer and further config.json keys from.
     """
     layout = hf_layout(arch, dtype)
     tensors = allocate(layout)
@@ -44,12 +44,7 @@ def write_model(folder: Path, arch: ArchSpec, *, dtype: str, seed: int, like: Pa
 
 
 def with_first_rows(data: DataConfig, folder: Path) -> DataConfig:
-    """The same data settings with files that hold the first rows only.
-
-    Args:
-        data: Its files exist and were checked.
-        folder: Where the new files go.
-    """
+    """Copies the first rows of all data files to `folder` and returns the data settings with these copies."""
     folder.mkdir(parents=True, exist_ok=True)
     copied: dict[str, list[str]] = {}
     for side, rows in (("train", ROWS), ("val", 2)):
@@ -68,5 +63,5 @@ def _copy_rows(source: Path, target: Path, count: int) -> None:
         first = next(pyarrow.parquet.ParquetFile(source).iter_batches(batch_size=count))
         pyarrow.parquet.write_table(pyarrow.Table.from_batches([first]), target)
         return
-    with source.open("rb") as lines, target.open("wb") as kept:
-        kept.writelines(islice((line for line in lines if line.strip()), count))
+    with source.open("rb") as lines, target.open("wb") as copy:
+        copy.writelines(islice((line for line in lines if line.strip()), count))

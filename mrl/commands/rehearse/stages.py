@@ -1,7 +1,4 @@
-"""The stages of a rehearsal's first run, by the names of the loop's phases and functions.
-
-Owns the way from a phase, or from a rank's stack, to the stage that a user is told of.
-"""
+"""Maps phases and functions of the training loop to the stages that a rehearsal reports."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 from mrl.distributed.local_ranks import RankError
 
 STAGES = ("build", "refit", "rollout", "reward", "update", "checkpoint")
-"""Of the first run, in their order."""
+"""Stages of the first run, in order."""
 STAGE_OF_PHASE = {
     "update_weights": "refit",
     "gen": "rollout",
@@ -29,28 +26,28 @@ STAGE_OF_PHASE = {
     "save_checkpoint": "checkpoint",
 }
 STAGE_OF_FUNCTION = {
-    ("job.py", "__init__"): "build",
+    ("trainer.py", "__init__"): "build",
     ("actor_weights.py", "load_initial"): "build",
     ("reference.py", "start"): "build",
     ("critic.py", "start"): "build",
     ("teachers.py", "load"): "build",
-    ("sampler.py", "refit_if_stale"): "refit",
-    ("replicas.py", "generate"): "rollout",
+    ("rollout_worker.py", "refit_if_stale"): "refit",
+    ("prompt_assignment.py", "generate"): "rollout",
     ("scorer.py", "score"): "reward",
     ("reward_model.py", "__init__"): "build",
     ("reward_model.py", "score"): "reward",
     ("train.py", "optimizer_step"): "update",
     ("train.py", "reinforcement_step"): "update",
-    ("commits.py", "write"): "checkpoint",
-    ("commits.py", "settle"): "checkpoint",
+    ("checkpointing.py", "write"): "checkpoint",
+    ("checkpointing.py", "settle"): "checkpoint",
     ("checkpoint.py", "begin"): "checkpoint",
     ("checkpoint.py", "finish"): "checkpoint",
 }
-"""(file, function) on a rank's stack -> stage, for errors that do not say where they were."""
+"""(file, function) on a rank's stack -> stage, for errors without a phase."""
 
 
-def spent_in(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Stage -> seconds, from the lines of timings.jsonl; what an evaluation does beside sampling is its refit."""
+def seconds_by_stage(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Returns stage -> seconds, from rows of timings.jsonl; an evaluation's time besides sampling counts as refit."""
     spent: dict[str, float] = {}
     for row in rows:
         times = {key.removeprefix("timing_s/"): value for key, value in row.items() if key.startswith("timing_s/")}
@@ -66,7 +63,7 @@ def spent_in(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def stage_of(error: RankError) -> str:
-    """The stage of the first run in which a rank failed."""
+    """Returns the stage of the first run in which a rank failed."""
     phases = error.at.rpartition(", ")[2].split("/")
     if error.at and phases[-1] in STAGE_OF_PHASE:
         return STAGE_OF_PHASE[phases[-1]]

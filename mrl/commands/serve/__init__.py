@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server over the engine."""
+"""OpenAI-compatible HTTP server over a rollout engine."""

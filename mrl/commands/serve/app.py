@@ -1,8 +1,8 @@
-"""The HTTP side: requests in, answers out, complete or as server-sent events.
+"""HTTP application: routes, API key, errors in OpenAI's format, and responses, complete or as server-sent events.
 
-Owns routes, keys and errors in OpenAI's form. It runs in a thread of rank 0 and touches no tensor: answers are left at
-the `Desk` and come back in pieces. Requests are parsed and tokenized in worker threads, so that a long one delays no
-other. An answer whose client leaves is withdrawn.
+It runs in a thread of rank 0 and uses no tensor: requests go to the `RequestQueue`, and the answers come back in
+pieces. Worker threads parse and tokenize requests, so that a long one does not delay others. If a client disconnects,
+its answers are cancelled.
 
 Source: OpenAI's API reference; `token_ids` and `prompt_token_ids` are vLLM's.
 """
@@ -28,11 +28,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mrl.commands.serve import openai_responses as told
-from mrl.commands.serve.batching import MOST_WAITING, BusyError, Desk
-from mrl.commands.serve.http_server import BYTES_PER_TOKEN, Bodies
+from mrl.commands.serve.batching import MAX_WAITING, BusyError, RequestQueue
+from mrl.commands.serve.http_server import BYTES_PER_TOKEN, BodyReader
+from mrl.commands.serve.openai_responses import (
+    ChatWriter,
+    CompletionWriter,
+    Identity,
+    ResponseWriter,
+    ToolChatWriter,
+)
 from mrl.commands.serve.requests import ChatRequest, CompletionRequest, read_request
-from mrl.commands.serve.stream_state import Answer, Delta
+from mrl.commands.serve.stream_state import Delta, StreamedAnswer
 from mrl.config.reasoning import is_tag_token
 from mrl.data.tokenizer import Tokenizer
 from mrl.environments.formats import base as formats
@@ -41,7 +47,7 @@ from mrl.environments.openai_requests import RequestError, has_key
 from mrl.errors import UserError, printable, shown
 
 PARSERS = 2
-"""Requests that are parsed and tokenized at a time."""
+"""Number of threads that parse and tokenize requests."""
 
 LOCAL_HOSTS = ["127.0.0.1", "localhost", "[::1]"]
 
@@ -49,80 +55,80 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Served:
-    """What is served.
+class ServedModel:
+    """Model that the server offers.
 
     Attributes:
-        name: Of the model, as requests say it.
-        longest: Tokens of prompt and answer together.
-        tokenizer: The model's.
-        began: When, seconds since 1970.
-        form: How the model writes that it calls a tool.
+        name: Model name in requests.
+        longest: Longest sequence, prompt and answer together, tokens.
+        tokenizer: Tokenizer of the model.
+        created: Start of the server, s since 1970.
+        tool_format: Parser of the model's tool calls.
     """
 
     name: str
     longest: int
     tokenizer: Tokenizer
-    began: int
-    form: Format
+    created: int
+    tool_format: Format
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of tokens, without special ones other than reasoning tags."""
+        """Returns the text of tokens without special tokens, except for reasoning tags."""
         return self.tokenizer.decode([index for index in ids if index not in self._hidden_ids])
 
     @cached_property
     def _hidden_ids(self) -> frozenset[int]:
-        """Special tokens that no text shows. Reasoning tags are shown: without them reasoning reads as an answer."""
+        """Special tokens to omit from texts. Reasoning tags are kept: without them reasoning reads as an answer."""
         decode, ends = self.tokenizer.decode, self.tokenizer.eos_ids
         special = self.tokenizer.special_ids
         return frozenset(index for index in special if index in ends or not is_tag_token(decode([index]).strip()))
 
     @cached_property
-    def most_chars(self) -> int:
-        """Characters of the longest text that is tokenized; a longer one cannot fit, whatever its tokens are."""
+    def max_chars(self) -> int:
+        """Length limit of a text to tokenize, characters; a longer one cannot fit, whatever its tokens are."""
         return self.longest * max(BYTES_PER_TOKEN, *map(len, self.tokenizer.vocabulary))
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request that was read.
+class ParsedRequest:
+    """Parsed and tokenized request.
 
     Attributes:
-        told: Writes what is sent.
+        writer: Builds the JSON objects of the response.
         prompts: Token ids of each prompt.
         sizes: Longest answer to each prompt, tokens.
     """
 
-    told: told.Told
+    writer: ResponseWriter
     prompts: list[list[int]]
     sizes: list[int]
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A request whose answers are being generated.
+class ActiveRequest:
+    """Request whose answers are being generated.
 
     Attributes:
-        told: Writes what is sent.
+        writer: Builds the JSON objects of the response.
         prompts: Token ids of each prompt.
-        answers: `n` for each prompt.
-        pieces: (answer, piece), as they come.
+        answers: `n` answers for each prompt.
+        pieces: (index of the answer, piece), in order of arrival.
     """
 
-    told: told.Told
+    writer: ResponseWriter
     prompts: list[list[int]]
-    answers: list[Answer]
+    answers: list[StreamedAnswer]
     pieces: asyncio.Queue[tuple[int, Delta]]
 
 
-def make_app(served: Served, desk: Desk, key: str, *, local: bool) -> Starlette:
+def make_app(served: ServedModel, request_queue: RequestQueue, key: str, *, local: bool) -> Starlette:
     """Returns the application.
 
     Args:
-        served: The model.
-        desk: Where answers are left.
-        key: What clients must send as a bearer token; "": nothing.
-        local: Whether only this machine asks: a page in a browser here that gave itself another name is turned away.
+        served: Model to offer.
+        request_queue: Queue of the answers to generate.
+        key: Bearer token that clients must send; "": none.
+        local: Only accept requests for a local hostname, against DNS rebinding from a browser on this machine.
     """
 
     async def health(_: Request) -> Response:
@@ -130,17 +136,17 @@ def make_app(served: Served, desk: Desk, key: str, *, local: bool) -> Starlette:
 
     async def models(_: Request) -> Response:
         card = {
-            "id": served.name, "object": "model", "created": served.began, "owned_by": "mrl",
+            "id": served.name, "object": "model", "created": served.created, "owned_by": "mrl",
             "max_model_len": served.longest,
         }  # fmt: skip
         return _json({"object": "list", "data": [card]})
 
-    bodies, parsers = Bodies(served.longest), ThreadPoolExecutor(PARSERS, "requests")
+    bodies, parsers = BodyReader(served.longest), ThreadPoolExecutor(PARSERS, "requests")
     routes = [
         Route("/health", health),
         Route("/v1/models", models),
-        Route("/v1/completions", _Answering(served, desk, _read_completion, bodies, parsers), methods=["POST"]),
-        Route("/v1/chat/completions", _Answering(served, desk, _read_chat, bodies, parsers), methods=["POST"]),
+        Route("/v1/completions", _Endpoint(served, request_queue, _read_completion, bodies, parsers), methods=["POST"]),
+        Route("/v1/chat/completions", _Endpoint(served, request_queue, _read_chat, bodies, parsers), methods=["POST"]),
     ]
     middleware = [Middleware(_KeyCheck, key)] if key else []
     if local:
@@ -152,7 +158,7 @@ def make_app(served: Served, desk: Desk, key: str, *, local: bool) -> Starlette:
 
 
 class _KeyCheck:
-    """Answers 401 to requests without the key, except for /health."""
+    """Middleware that answers 401 to requests without the key, except for /health."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._key = app, key
@@ -162,7 +168,9 @@ class _KeyCheck:
         if scope["path"] == "/health" or has_key(given, self._key):
             await self._app(scope, receive, send)
             return
-        refusal = _error(401, "this server wants its key as a bearer token (the client's api_key).")
+        refusal = _error(
+            401, "missing or wrong API key. Send this server's key as a bearer token (the client's api_key)."
+        )
         refusal.headers["www-authenticate"] = "Bearer"
         await refusal(scope, receive, send)
 
@@ -174,7 +182,7 @@ async def _refuse(_: Request, error: Exception) -> Response:
 
 
 async def _busy(_: Request, error: Exception) -> Response:
-    return _error(503, str(error) or "the server is out of memory; ask again later.")
+    return _error(503, str(error) or "the server is out of memory; try again later.")
 
 
 async def _not_found(_: Request, error: Any) -> Response:
@@ -183,130 +191,137 @@ async def _not_found(_: Request, error: Any) -> Response:
     return response
 
 
-class _Answering:
-    """The route of one kind of request."""
+class _Endpoint:
+    """ASGI endpoint for one kind of request."""
 
     def __init__(
         self,
-        served: Served,
-        desk: Desk,
-        read: Callable[[Served, bytes], Asked],
-        bodies: Bodies,
+        served: ServedModel,
+        request_queue: RequestQueue,
+        read: Callable[[ServedModel, bytes], ParsedRequest],
+        bodies: BodyReader,
         parsers: ThreadPoolExecutor,
     ) -> None:
-        self._served, self._desk, self._read, self._bodies, self._parsers = served, desk, read, bodies, parsers
+        self._served, self._request_queue, self._read, self._bodies, self._parsers = (
+            served,
+            request_queue,
+            read,
+            bodies,
+            parsers,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = await self._asked(scope, receive)
-        if asked is None:
+        request = await self._parse(scope, receive)
+        if request is None:
             return
-        opened = _open(asked, self._served, self._desk)
+        active = _submit(request, self._served, self._request_queue)
         try:
-            await _unless_gone(receive, _send_answers(opened, scope, receive, send))
+            await _unless_disconnected(receive, _send_answers(active, scope, receive, send))
         finally:
-            self._desk.withdraw(opened.answers)
+            self._request_queue.cancel(active.answers)
 
-    async def _asked(self, scope: Scope, receive: Receive) -> Asked | None:
-        """Returns the request; None where the client left before it was read."""
+    async def _parse(self, scope: Scope, receive: Receive) -> ParsedRequest | None:
+        """Returns the parsed request; None if the client disconnected first."""
         async with self._bodies.read(scope, receive) as body:
             if body is None:
                 return None
             parsing = asyncio.get_running_loop().run_in_executor(self._parsers, self._read, self._served, body)
-            return await _unless_gone(receive, parsing)
+            return await _unless_disconnected(receive, parsing)
 
 
-async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T | None:
-    """Returns the result of `work`; None where the client left first, which cancels it."""
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
+async def _unless_disconnected(receive: Receive, awaitable: Awaitable[T]) -> T | None:
+    """Returns the awaited result; cancels it and returns None if the client disconnects first."""
+    working, disconnected = asyncio.ensure_future(awaitable), asyncio.ensure_future(_until_disconnected(receive))
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
-        for task in (working, gone):
+        for task in (working, disconnected):
             task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        await asyncio.gather(working, disconnected, return_exceptions=True)
 
 
-async def _until_gone(receive: Receive) -> None:
-    """Returns when the client has left; all of its request must have been received."""
+async def _until_disconnected(receive: Receive) -> None:
+    """Returns when the client has disconnected; call it after the entire request was received."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _read_completion(served: Served, body: bytes) -> Asked:
-    asked = read_request(CompletionRequest, body)
-    _check_fields(served, asked)
+def _read_completion(served: ServedModel, body: bytes) -> ParsedRequest:
+    request = read_request(CompletionRequest, body)
+    _check_fields(served, request)
     encode = served.tokenizer.encode
-    _check_characters(served, max((len(one) for one in asked.prompt if isinstance(one, str)), default=0), "prompt")
-    prompts = [encode(one, prompt=True) if isinstance(one, str) else one for one in asked.prompt]
-    telling = told.Completion(_identity("cmpl", served), wants_logprobs=asked.logprobs is not None, asked=asked)
-    return _fitting(served, telling, prompts, asked.max_tokens)
+    _check_characters(served, max((len(one) for one in request.prompt if isinstance(one, str)), default=0), "prompt")
+    prompts = [encode(one, prompt=True) if isinstance(one, str) else one for one in request.prompt]
+    writer = CompletionWriter(_identity("cmpl", served), wants_logprobs=request.logprobs is not None, request=request)
+    return _checked_sizes(served, writer, prompts, request.max_tokens)
 
 
-def _read_chat(served: Served, body: bytes) -> Asked:
-    asked = read_request(ChatRequest, body)
-    _check_fields(served, asked)
-    tools = asked.schemas
-    _check_characters(served, sum(len(message["content"]) for message in asked.messages), "messages")
-    prompts = [served.tokenizer.apply_chat_template(asked.templated, tools)]
+def _read_chat(served: ServedModel, body: bytes) -> ParsedRequest:
+    request = read_request(ChatRequest, body)
+    _check_fields(served, request)
+    tools = request.schemas
+    _check_characters(served, sum(len(message["content"]) for message in request.messages), "messages")
+    prompts = [served.tokenizer.apply_chat_template(request.templated, tools)]
     identity = _identity("chatcmpl", served)
-    telling: told.Told = told.Chat(identity, wants_logprobs=asked.logprobs, asked=asked)
+    writer: ResponseWriter = ChatWriter(identity, wants_logprobs=request.logprobs, request=request)
     if tools:
-        form = partial(served.form, tools=tools, prompt=formats.prompt_tail(prompts[0], served.tokenizer.decode))
-        telling = told.ToolChat(identity, asked.logprobs, asked, form)
-    return _fitting(served, telling, prompts, asked.most_tokens)
-
-
-def _check_fields(served: Served, asked: CompletionRequest | ChatRequest) -> None:
-    """Refuses fields that can be refused before anything is tokenized."""
-    if asked.model != served.name:
-        raise RequestError(f"the model {shown(asked.model)} is not served here; '{served.name}' is.", "model")
-    if asked.stream_options is not None and not asked.stream:
-        raise RequestError(
-            "this field has no effect without stream=true. Leave it out, or set stream=true.", "stream_options"
+        tool_format = partial(
+            served.tool_format, tools=tools, prompt=formats.prompt_tail(prompts[0], served.tokenizer.decode)
         )
-    num_prompts = len(asked.prompt) if isinstance(asked, CompletionRequest) else 1
-    if num_prompts * asked.n > MOST_WAITING:
+        writer = ToolChatWriter(identity, request.logprobs, request, tool_format)
+    return _checked_sizes(served, writer, prompts, request.max_answer_tokens)
+
+
+def _check_fields(served: ServedModel, request: CompletionRequest | ChatRequest) -> None:
+    """Rejects fields that can be checked before tokenization."""
+    if request.model != served.name:
+        raise RequestError(f"the model {shown(request.model)} is not served here; '{served.name}' is.", "model")
+    if request.stream_options is not None and not request.stream:
         raise RequestError(
-            f"{num_prompts} prompts with {asked.n} answers each are more than the {MOST_WAITING} answers that this "
+            "this field has no effect without stream=true. Leave the field out, or set stream=true.", "stream_options"
+        )
+    num_prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
+    if num_prompts * request.n > MAX_WAITING:
+        raise RequestError(
+            f"{num_prompts} prompts with {request.n} answers each are more than the {MAX_WAITING} answers that this "
             "server takes at a time. Send them in several requests.",
             "n",
         )
 
 
-def _check_characters(served: Served, num_chars: int, param: str) -> None:
-    """Refuses a text that is too long for any tokens, since to tokenize it takes time and memory."""
-    if num_chars > served.most_chars:
+def _check_characters(served: ServedModel, num_chars: int, param: str) -> None:
+    """Rejects a text that cannot fit whatever its tokens are, since tokenizing it takes time and memory."""
+    if num_chars > served.max_chars:
         raise RequestError(
-            f"the prompt has {num_chars} characters, more than the {served.longest} tokens of this server hold. "
+            f"the prompt has {num_chars} characters, more than fit into this server's {served.longest} tokens. "
             "Shorten it.",
             param,
         )
 
 
-def _identity(kind: str, served: Served) -> told.Identity:
+def _identity(kind: str, served: ServedModel) -> Identity:
     reads = served.tokenizer.decode, served.tokenizer.token_bytes
-    return told.Identity(f"{kind}-{uuid.uuid4().hex}", int(time.time()), served.name, *reads)
+    return Identity(f"{kind}-{uuid.uuid4().hex}", int(time.time()), served.name, *reads)
 
 
-def _fitting(served: Served, telling: told.Told, prompts: list[list[int]], max_tokens: int | None) -> Asked:
-    """Returns a request whose prompts and answers fit the server.
-
-    Raises:
-        RequestError: One does not, or has a token that the model does not know.
-    """
-    usual = telling.asked.usual_tokens
-    field = "prompt" if isinstance(telling.asked, CompletionRequest) else "messages"
+def _checked_sizes(
+    served: ServedModel, writer: ResponseWriter, prompts: list[list[int]], max_tokens: int | None
+) -> ParsedRequest:
+    """Checks prompts and answers against the server's limits and the vocabulary, and returns the request."""
+    default = writer.request.default_max_tokens
+    field = "prompt" if isinstance(writer.request, CompletionRequest) else "messages"
     several = len(prompts) > 1
     sizes = [
-        _most_tokens(served, ids, max_tokens, usual, f"{field}.{place}" if several else field)
-        for place, ids in enumerate(prompts)
+        _max_answer_tokens(served, ids, max_tokens, default, f"{field}.{index}" if several else field)
+        for index, ids in enumerate(prompts)
     ]
-    return Asked(telling, prompts, sizes)
+    return ParsedRequest(writer, prompts, sizes)
 
 
-def _most_tokens(served: Served, ids: Sequence[int], max_tokens: int | None, usual: int | None, param: str) -> int:
-    """Returns the longest answer to a prompt, tokens."""
+def _max_answer_tokens(
+    served: ServedModel, ids: Sequence[int], max_tokens: int | None, default: int | None, param: str
+) -> int:
     size = served.tokenizer.vocab_size
     if not ids:
         raise RequestError("the prompt has no tokens.", param)
@@ -315,78 +330,71 @@ def _most_tokens(served: Served, ids: Sequence[int], max_tokens: int | None, usu
     room = served.longest - len(ids)
     if room < (max_tokens or 1):
         raise RequestError(
-            f"the prompt has {len(ids)} tokens and asks for {shown(max_tokens or 1)} more, together above the "
-            f"{served.longest} of this server. Shorten the prompt, ask for fewer (max_tokens), or serve with a longer "
+            f"the prompt has {len(ids)} tokens and {shown(max_tokens or 1)} more are requested, together above the "
+            f"{served.longest} of this server. Shorten the prompt, lower max_tokens, or serve with a longer "
             "rollout.prompt_length.",
             param,
         )
-    return max_tokens or min(room, usual or room)
+    return max_tokens or min(room, default or room)
 
 
-def _open(asked: Asked, served: Served, desk: Desk) -> Opened:
-    """Leaves a request's answers at the desk.
+def _submit(request: ParsedRequest, served: ServedModel, request_queue: RequestQueue) -> ActiveRequest:
+    loop, pieces, fields = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Delta]](), request.writer.request
 
-    Raises:
-        BusyError: Too many wait.
-    """
-    loop, pieces, fields = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Delta]](), asked.told.asked
+    def answer(index: int, ids: list[int], size: int) -> StreamedAnswer:
+        def emit(piece: Delta) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
 
-    def answer(place: int, ids: list[int], size: int) -> Answer:
-        def tell(piece: Delta) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, (place, piece))
-
-        return Answer(ids, fields.sampling(size), place % fields.n, served.decode, tell)
+        return StreamedAnswer(ids, fields.sampling(size), index % fields.n, served.decode, emit)
 
     answers = [
         answer(number * fields.n + index, ids, size)
-        for number, (ids, size) in enumerate(zip(asked.prompts, asked.sizes, strict=True))
+        for number, (ids, size) in enumerate(zip(request.prompts, request.sizes, strict=True))
         for index in range(fields.n)
     ]
-    desk.leave(answers)
-    return Opened(asked.told, asked.prompts, answers, pieces)
+    request_queue.submit(answers)
+    return ActiveRequest(request.writer, request.prompts, answers, pieces)
 
 
-async def _send_answers(opened: Opened, scope: Scope, receive: Receive, send: Send) -> None:
-    """Sends all answers when they are complete, or a stream of them."""
-    if not opened.told.asked.stream:
-        await (await _complete(opened))(scope, receive, send)
+async def _send_answers(active: ActiveRequest, scope: Scope, receive: Receive, send: Send) -> None:
+    """Sends all answers once they are complete, or streams them."""
+    if not active.writer.request.stream:
+        await (await _complete(active))(scope, receive, send)
         return
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    async for event in _events(opened):
+    async for event in _events(active):
         await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _complete(opened: Opened) -> Response:
-    """Returns the response with all answers, or the error of one."""
-    found: list[list[Delta]] = [[] for _ in opened.answers]
+async def _complete(active: ActiveRequest) -> Response:
+    found: list[list[Delta]] = [[] for _ in active.answers]
     left = len(found)
     while left:
-        place, piece = await opened.pieces.get()
+        index, piece = await active.pieces.get()
         if piece.error is not None:
             return _error(piece.status, piece.error)
-        found[place].append(piece)
+        found[index].append(piece)
         left -= piece.finish_reason is not None
-    return await asyncio.to_thread(lambda: _json(opened.told.whole(opened.prompts, found)))
+    return await asyncio.to_thread(lambda: _json(active.writer.response(active.prompts, found)))
 
 
-async def _events(opened: Opened) -> AsyncIterator[str]:
-    """Yields server-sent events as the pieces come."""
-    for chunk in opened.told.beginning(opened.prompts, len(opened.answers)):
+async def _events(active: ActiveRequest) -> AsyncIterator[str]:
+    for chunk in active.writer.first_chunks(active.prompts, len(active.answers)):
         yield _event(chunk)
-    left, tokens = len(opened.answers), 0
+    left, tokens = len(active.answers), 0
     while left:
-        place, piece = await opened.pieces.get()
+        index, piece = await active.pieces.get()
         if piece.error is not None:
             yield _event(_error_body(piece.status, piece.error))
             return
-        yield _event(opened.told.chunk(place, piece))
+        yield _event(active.writer.chunk(index, piece))
         tokens += len(piece.ids)
         left -= piece.finish_reason is not None
-    options = opened.told.asked.stream_options
+    options = active.writer.request.stream_options
     if options is not None and options.include_usage:
-        yield _event(opened.told.usage_chunk(opened.prompts, tokens))
+        yield _event(active.writer.usage_chunk(active.prompts, tokens))
     yield "data: [DONE]\n\n"
 
 
@@ -395,7 +403,7 @@ def _event(value: dict[str, Any]) -> str:
 
 
 def _dump(value: dict[str, Any]) -> str:
-    """Returns JSON in ASCII: a model may write half of a surrogate pair as an escape, which UTF-8 cannot encode."""
+    """Returns ASCII JSON, since a model may write an unpaired surrogate, which UTF-8 cannot encode."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 

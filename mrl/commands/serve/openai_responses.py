@@ -1,7 +1,6 @@
-"""What is sent back: JSON objects of completions and chats, whole and in chunks, in OpenAI's form.
+"""JSON objects of completion and chat responses, complete and in chunks, in OpenAI's format.
 
-Owns their fields. Log-probabilities are those of the distribution that was drawn from: temperature and truncation
-applied.
+Log-probabilities are those of the distribution that was sampled from, after temperature and truncation.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Identity:
-    """What every object of one response repeats.
+    """Fields that every object of one response repeats, and the tokenizer's functions.
 
     Attributes:
-        id: Of the response.
-        created: Seconds since 1970.
-        model: As the request says it.
-        decode: Token ids -> text, special tokens written out, for the tokens of log-probabilities.
-        token_bytes: Token id -> the bytes of its text, for the same.
+        id: Id of the response.
+        created: Time of the request, s since 1970.
+        model: Model name of the request.
+        decode: Returns the text of token ids, with special tokens.
+        token_bytes: Returns the bytes of a token's text.
     """
 
     id: str
@@ -41,37 +40,32 @@ class Identity:
     token_bytes: Callable[[int], bytes]
 
 
-class Told(ABC):
-    """The objects of one response."""
+class ResponseWriter(ABC):
+    """Base class of the builders of one response's JSON objects."""
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
-    def __init__(self, identity: Identity, *, wants_logprobs: bool, asked: Request) -> None:
-        """Nothing was told yet."""
-        self.asked = asked
+    def __init__(self, identity: Identity, *, wants_logprobs: bool, request: Request) -> None:
+        """Creates a writer for a response that has not started."""
+        self.request = request
         self._identity, self._wants_logprobs = identity, wants_logprobs
         self._offsets: dict[int, int] = {}
 
     @abstractmethod
     def content(self, text: str) -> Json:
-        """The text of a whole choice."""
+        """Returns the text field of a complete choice."""
 
     @abstractmethod
     def delta(self, text: str) -> Json:
-        """The text that a chunk adds."""
+        """Returns the text field of a chunk."""
 
     @abstractmethod
     def logprobs(self, index: int, ids: Sequence[int], values: Sequence[float]) -> Json:
-        """Of further tokens of an answer."""
+        """Returns the log-probability field of the next tokens of choice `index`."""
 
-    def whole(self, prompts: Sequence[Sequence[int]], found: Sequence[Sequence[Delta]]) -> Json:
-        """The response with all its choices.
-
-        Args:
-            prompts: Token ids of each.
-            found: The pieces of each answer.
-        """
+    def response(self, prompts: Sequence[Sequence[int]], found: Sequence[Sequence[Delta]]) -> Json:
+        """Returns the complete response; `found` has the pieces of each choice."""
         choices = []
         for index, pieces in enumerate(found):
             joined = Delta(
@@ -81,112 +75,120 @@ class Told(ABC):
                 pieces[-1].finish_reason,
             )
             choice = self._choice(index, self.content(joined.text), joined)
-            if self.asked.return_token_ids:
-                choice["prompt_token_ids"] = list(prompts[index // self.asked.n])
+            if self.request.return_token_ids:
+                choice["prompt_token_ids"] = list(prompts[index // self.request.n])
             choices.append(choice)
         tokens = sum(len(piece.ids) for pieces in found for piece in pieces)
         return self._object(self.kind, choices) | {"usage": self._usage(prompts, tokens)}
 
-    def beginning(self, prompts: Sequence[Sequence[int]], num_answers: int) -> list[Json]:
-        """The chunks that come before any text."""
+    def first_chunks(self, prompts: Sequence[Sequence[int]], num_answers: int) -> list[Json]:
+        """Returns the chunks that precede any text."""
         return []
 
     def chunk(self, index: int, piece: Delta) -> Json:
-        """The chunk of one piece of one answer."""
+        """Returns the chunk for a piece of choice `index`."""
         return self._object(self.chunk_kind, [self._choice(index, self.delta(piece.text), piece)])
 
     def usage_chunk(self, prompts: Sequence[Sequence[int]], tokens: int) -> Json:
-        """The last chunk, of `stream_options.include_usage`."""
+        """Returns the last chunk, requested by `stream_options.include_usage`."""
         return self._object(self.chunk_kind, []) | {"usage": self._usage(prompts, tokens)}
 
     def _choice(self, index: int, content: Json, piece: Delta) -> Json:
         choice = {"index": index, **content, "finish_reason": piece.finish_reason, "logprobs": None}
         if self._wants_logprobs:
             choice["logprobs"] = self.logprobs(index, piece.ids, piece.logprobs)
-        if self.asked.return_token_ids:
+        if self.request.return_token_ids:
             choice["token_ids"] = list(piece.ids)
         return choice
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
-        same = self._identity
-        return {"id": same.id, "object": kind, "created": same.created, "model": same.model, "choices": choices}
+        identity = self._identity
+        return {
+            "id": identity.id,
+            "object": kind,
+            "created": identity.created,
+            "model": identity.model,
+            "choices": choices,
+        }
 
     def _usage(self, prompts: Sequence[Sequence[int]], tokens: int) -> Json:
-        asked = sum(map(len, prompts))
-        return {"prompt_tokens": asked, "completion_tokens": tokens, "total_tokens": asked + tokens}
+        prompt_tokens = sum(map(len, prompts))
+        return {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
 
     def _texts(self, ids: Sequence[int]) -> list[str]:
         return [self._identity.decode([token]) for token in ids]
 
 
-class Completion(Told):
-    """Of POST /v1/completions."""
+class CompletionWriter(ResponseWriter):
+    """Builder of responses to POST /v1/completions."""
 
     kind = "text_completion"
     chunk_kind = "text_completion"
 
     def content(self, text: str) -> Json:
-        """See `Told.content`."""
+        """Returns the text field of a complete choice."""
         return {"text": text}
 
     def delta(self, text: str) -> Json:
-        """See `Told.delta`."""
+        """Returns the text field of a chunk."""
         return {"text": text}
 
     def logprobs(self, index: int, ids: Sequence[int], values: Sequence[float]) -> Json:
-        """See `Told.logprobs`."""
+        """Returns the log-probability field of a completion, with the offset of each token in the text."""
         texts, at = self._texts(ids), self._offsets.get(index, 0)
         offsets = list(accumulate(map(len, texts), initial=at))
         self._offsets[index] = offsets.pop()
         return {"tokens": texts, "token_logprobs": list(values), "top_logprobs": None, "text_offset": offsets}
 
 
-class Chat(Told):
-    """Of POST /v1/chat/completions."""
+class ChatWriter(ResponseWriter):
+    """Builder of responses to POST /v1/chat/completions."""
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
     def content(self, text: str) -> Json:
-        """See `Told.content`."""
+        """Returns the message of a complete choice."""
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def delta(self, text: str) -> Json:
-        """See `Told.delta`."""
+        """Returns the message part of a chunk."""
         return {"delta": {"content": text}}
 
     def logprobs(self, index: int, ids: Sequence[int], values: Sequence[float]) -> Json:
-        """See `Told.logprobs`."""
-        told = [
+        """Returns the log-probability field of a chat, with the bytes of each token."""
+        entries = [
             {"token": text, "bytes": list(self._identity.token_bytes(token)), "logprob": value, "top_logprobs": []}
             for token, text, value in zip(ids, self._texts(ids), values, strict=True)
         ]
-        return {"content": told, "refusal": None}
+        return {"content": entries, "refusal": None}
 
-    def beginning(self, prompts: Sequence[Sequence[int]], num_answers: int) -> list[Json]:
-        """The role of each choice."""
+    def first_chunks(self, prompts: Sequence[Sequence[int]], num_answers: int) -> list[Json]:
+        """Returns one chunk per choice with its role."""
         role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
         return [self._object(self.chunk_kind, [{"index": index, **role}]) for index in range(num_answers)]
 
 
-class ToolChat(Chat):
-    """Of a chat that offers tools: a message is told when it is whole, since only then it is known what it calls."""
+class ToolChatWriter(ChatWriter):
+    """Builder of responses to a chat with tools; a message is sent once it is complete, when its calls are known."""
 
-    def __init__(self, identity: Identity, wants_logprobs: bool, asked: Request, form: Callable[[str], Parsed]) -> None:
-        """Args: identity, wants_logprobs, asked: As `Told`. form: Reads the calls of a message."""
-        super().__init__(identity, wants_logprobs=wants_logprobs, asked=asked)
-        self._form = form
-        self._heard: dict[int, str] = {}
+    def __init__(
+        self, identity: Identity, wants_logprobs: bool, request: Request, tool_format: Callable[[str], Parsed]
+    ) -> None:
+        """Creates a writer for a response that has not started; `tool_format` parses the calls of a message."""
+        super().__init__(identity, wants_logprobs=wants_logprobs, request=request)
+        self._tool_format = tool_format
+        self._texts_so_far: dict[int, str] = {}
 
     def content(self, text: str) -> Json:
-        """See `Told.content`."""
+        """Returns the message of a complete choice, with its calls."""
         content, calls = self._read(text)
         message = {"role": "assistant", "content": content, "refusal": None}
         return {"message": message | ({"tool_calls": calls} if calls else {})}
 
     def chunk(self, index: int, piece: Delta) -> Json:
-        """See `Told.chunk`."""
-        text = self._heard[index] = self._heard.get(index, "") + piece.text
+        """Returns a chunk, which is empty until the message of choice `index` is complete."""
+        text = self._texts_so_far[index] = self._texts_so_far.get(index, "") + piece.text
         delta: Json = {}
         if piece.finish_reason is not None:
             content, calls = self._read(text)
@@ -202,14 +204,14 @@ class ToolChat(Chat):
         return choice
 
     def _read(self, text: str) -> tuple[str | None, list[Json]]:
-        """What a message says and what it calls; one with a call that cannot be read is text."""
-        parsed = self._form(text)
+        """Returns text and calls of a message; if a call cannot be parsed, all of it is text."""
+        parsed = self._tool_format(text)
         calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
         if not calls or len(calls) < len(parsed.calls):
             return text, []
         try:
-            told = [{"name": call.name, "arguments": json.dumps(call.arguments, allow_nan=False)} for call in calls]
+            entries = [{"name": call.name, "arguments": json.dumps(call.arguments, allow_nan=False)} for call in calls]
         except (ValueError, RecursionError):
-            return text, []  # a number beyond JSON's, or nested too deeply for it
-        named = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": one} for one in told]
+            return text, []  # not representable in JSON: NaN, infinity, or too deeply nested
+        named = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": one} for one in entries]
         return parsed.content or None, named

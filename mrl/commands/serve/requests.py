@@ -1,9 +1,8 @@
-"""What a client may ask for, in OpenAI's words.
+"""Fields of OpenAI's completion and chat requests and the values that mrl supports.
 
-Owns the fields of a request and the values of each. A field that would have no effect is refused, as is one that mrl
-does not know: a client that asks for `logit_bias` must not get an answer without it. Fields that change no token
-(`user`, `metadata`, `store`) are accepted, and so is null for a field that has a default. How an answer is sampled has
-the ranges of a config's `rollout.val_kwargs`.
+A field that mrl does not know, or a value that would have no effect, is rejected: a client that sends `logit_bias` must
+not get a response without it. Fields that change no token (`user`, `metadata`, `store`) are accepted, and so is null
+for a field with a default. Sampling parameters have the ranges of the config's `rollout.val_kwargs`.
 
 Source: OpenAI's API reference, "Completions" and "Chat"; `top_k`, `min_p`, `ignore_eos` and `return_token_ids` are
 vLLM's.
@@ -32,21 +31,21 @@ from mrl.environments.openai_requests import RequestError, call_arguments, chat_
 from mrl.errors import shown
 from mrl.trainer.validation.ranges import RANGES, in_range
 
-LARGEST_SEED = 2**63 - 1
+MAX_SEED = 2**63 - 1
 
-MOST_STOPS, STOP_CHARS = 64, 4096
-"""Most stop strings of a request, and their characters together: every round looks for each of them."""
+MAX_STOPS, MAX_STOP_CHARS = 64, 4096
+"""Limits of the number of stop strings and of their total length; each round searches for all of them."""
 
 PROMPT_FORMS = "expected a text, a list of texts, a list of token ids, or a list of such lists"
 
 
-def _whole_number(value: object) -> object:
+def _as_integer(value: object) -> object:
     """Returns 2.0 as 2: JSON does not distinguish them."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _as_config(key: str) -> AfterValidator:
-    """Returns the check of a number against the range of a key of the config."""
+    """Returns a validator for the range of a config key."""
 
     def check(value: float) -> float:
         if not in_range(value, RANGES[key]):
@@ -57,12 +56,12 @@ def _as_config(key: str) -> AfterValidator:
 
 
 def _all_tokens(value: object) -> object:
-    """Returns top_k=0 as -1: both keep all tokens, as in vLLM."""
+    """Returns -1 for 0 (as `top_k`): both keep all tokens, as in vLLM."""
     return -1 if value == 0 and not isinstance(value, bool) else value
 
 
 def _prompts(value: object) -> list[str | list[int]]:
-    """Returns the prompts of a completion, each a text or token ids."""
+    """Returns the prompts of a completion, each as text or token ids."""
     match value:
         case str():
             return [value]
@@ -78,7 +77,7 @@ def _prompts(value: object) -> list[str | list[int]]:
 
 
 def _token_ids(value: list[object]) -> list[int]:
-    """Returns token ids; whether the model has them is not known here."""
+    """Checks token ids; the upper limit depends on the model and is checked later."""
     ids = [one for one in value if type(one) is int and one >= 0]
     if len(ids) < len(value):
         raise ValueError(f"{PROMPT_FORMS}; a token id is an integer from 0")
@@ -89,13 +88,13 @@ def _stops(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _few_characters(value: list[str]) -> list[str]:
-    if sum(map(len, value)) > STOP_CHARS:
-        raise ValueError(f"the stop strings have more than {STOP_CHARS} characters together")
+def _limit_characters(value: list[str]) -> list[str]:
+    if sum(map(len, value)) > MAX_STOP_CHARS:
+        raise ValueError(f"the stop strings have more than {MAX_STOP_CHARS} characters in total")
     return value
 
 
-Integer = Annotated[int, BeforeValidator(_whole_number)]
+Integer = Annotated[int, BeforeValidator(_as_integer)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 
 
@@ -107,8 +106,8 @@ ADVICE: dict[str, str] = {
     "logit_bias": "mrl does not change the logits of single tokens, so the only value is {}. Leave the field out",
     "response_format": "mrl does not force an answer into a format, so the only value is {'type': 'text'}. Leave the "
     "field out and describe the format in the messages",
-    "top_logprobs": "mrl returns the log-probability of the sampled tokens and of no others, so the only value is 0. "
-    "Leave the field out",
+    "top_logprobs": "mrl returns log-probabilities of the sampled tokens only, so the only value is 0. Leave the field "
+    "out",
     "echo": "mrl does not repeat the prompt in the answer, so the only value is false. Leave the field out",
     "suffix": "mrl does not fill in text before a suffix, so the only value is ''. Leave the field out",
     "best_of": "mrl returns every answer that it samples, so the only value is 1. Ask for several answers with n",
@@ -119,11 +118,11 @@ ADVICE: dict[str, str] = {
     "strict": "mrl does not force arguments into a schema, so the only value is false. Leave the field out",
     "include_obfuscation": "mrl does not pad the chunks of a stream, so the only value is false. Leave the field out",
 }
-"""Field of which mrl takes one value only -> why, and what a client can do."""
+"""Field with a single supported value -> reason and advice for the client."""
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream."""
+    """Options of a streamed response."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -142,9 +141,9 @@ class Request(BaseModel):
     top_p: Annotated[float, _as_config("rollout.val_kwargs.top_p")] = 1.0
     top_k: Annotated[Integer, BeforeValidator(_all_tokens), _as_config("rollout.val_kwargs.top_k")] = -1
     min_p: Annotated[float, _as_config("rollout.val_kwargs.min_p")] = 0.0
-    seed: Optional[Integer] = Field(None, ge=-LARGEST_SEED - 1, le=LARGEST_SEED)
+    seed: Optional[Integer] = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED)
     stop: Annotated[
-        list[str], FailFast(), Field(max_length=MOST_STOPS), BeforeValidator(_stops), AfterValidator(_few_characters)
+        list[str], FailFast(), Field(max_length=MAX_STOPS), BeforeValidator(_stops), AfterValidator(_limit_characters)
     ] = []
     ignore_eos: bool = False
     stream: bool = False
@@ -159,14 +158,14 @@ class Request(BaseModel):
     metadata: Optional[dict[str, Any]] = None
     store: Optional[bool] = None
 
-    usual_tokens: ClassVar[Optional[int]] = None
-    """Length of an answer where the request gives none and there is room for it; None: as much as there is room for."""
+    default_max_tokens: ClassVar[Optional[int]] = None
+    """Default of `max_tokens`, capped by the room left; None: all the room left."""
 
     def sampling(self, max_tokens: int) -> Sampling:
-        """Returns how the engine samples; a request without a seed gets a random one.
+        """Returns the sampling parameters; a request without a seed gets a random one.
 
         Args:
-            max_tokens: The request's, or what there is room for.
+            max_tokens: Longest answer, tokens.
         """
         return Sampling(
             max_tokens,
@@ -181,9 +180,9 @@ class Request(BaseModel):
 
 
 class CompletionRequest(Request):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
-    usual_tokens = 16
+    default_max_tokens = 16
 
     prompt: Annotated[list[Union[str, list[int]]], PlainValidator(_prompts)]
     max_tokens: Optional[Integer] = Field(None, ge=1)
@@ -194,7 +193,7 @@ class CompletionRequest(Request):
 
 
 class Function(BaseModel):
-    """The function of a tool."""
+    """Function of a tool."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -205,7 +204,7 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """A tool that the assistant may call."""
+    """Tool that the assistant may call."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -214,7 +213,7 @@ class Tool(BaseModel):
 
 
 class ChatRequest(Request):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: list[Message]
     tools: Annotated[list[Tool], FailFast()] = []
@@ -227,18 +226,18 @@ class ChatRequest(Request):
     response_format: Optional[dict[Literal["type"], Literal["text"]]] = None
 
     @property
-    def most_tokens(self) -> int | None:
-        """The request's limit of the answer's length, tokens; None: as much as there is room for."""
+    def max_answer_tokens(self) -> int | None:
+        """Longest answer that the request allows, tokens; None: all the room left."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools as chat templates take them; none where `tool_choice` is "none"."""
+        """Tools in the form of chat templates; empty if `tool_choice` is "none"."""
         return [] if self.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     @property
     def templated(self) -> list[Message]:
-        """The messages as chat templates take them: developers as system, arguments of calls as objects."""
+        """Messages in the form of chat templates: role developer as system, arguments of calls as objects."""
         return [_templated(message, f"messages.{place}") for place, message in enumerate(self.messages)]
 
 
@@ -246,10 +245,10 @@ Kind = TypeVar("Kind", bound=Request)
 
 
 def read_request(kind: type[Kind], body: bytes) -> Kind:
-    """Returns the request that a body holds.
+    """Parses and validates a request.
 
     Raises:
-        RequestError: It is not JSON, or a field has a value that it cannot have.
+        RequestError: The body is not JSON, or a field has an unsupported value.
     """
     fields = parse_json(body)
     if not isinstance(fields, dict):
@@ -277,8 +276,8 @@ def _refusal(error: Mapping[str, Any], kind: type[Request]) -> RequestError:
         return RequestError(f"{ADVICE[name]}. Got {shown(error['input'])}", param)
     if kind is CompletionRequest and names == ["logprobs"]:
         return RequestError(
-            "mrl returns the log-probability of the sampled tokens and of no others: send 0 for these, or leave the "
-            f"field out for none. Got {shown(error['input'])}",
+            "mrl returns log-probabilities of the sampled tokens only: send 0 for these, or leave the field out for "
+            f"none. Got {shown(error['input'])}",
             param,
         )
     return RequestError(f"{error['msg'].removeprefix('Value error, ')}. Got {shown(error['input'])}", param)

@@ -1,7 +1,7 @@
-"""From a checkpoint or a config to a server (`mrl serve`).
+"""Loads a checkpoint, Hugging Face folder or config and serves it over HTTP (`mrl serve`).
 
-Owns what can be served, where it listens, and that it ends in order. The engine is the config's, filled as in a run:
-the weights are read by Megatron at the config's layout and refitted.
+The engine is the config's, filled as in a training run: Megatron reads the weights at the config's layout and syncs
+them to the engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.checkpoint.run_dir.run_dir import RunDir
-from mrl.commands.serve.batching import PART, Desk, work
+from mrl.commands.serve.batching import ROUND_TOKENS, RequestQueue, serve_rounds
 from mrl.config.config import Config, load
 from mrl.distributed.collectives import together
 from mrl.environments.formats import base as formats
@@ -29,28 +29,28 @@ from mrl.trainer.trainer import Job
 from mrl.trainer.validation.roles import refuse_roles
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 3072, 1024
-"""Of a served Hugging Face folder, tokens, where its positions reach so far; a config has its own."""
+"""Limits for a Hugging Face folder, tokens, reduced to its number of positions; a config has its own."""
 
 INITIAL = "initial"
-"""In place of a checkpoint: the weights that the config names."""
+"""Value of `checkpoint` for the weights that the config names."""
 
-WHOLE_ANSWERS = ("trtllm_engine",)
-"""Engines whose longest prompt was fixed when they were built: an answer cannot be read again as part of one."""
+ONE_ROUND_ENGINES = ("trtllm_engine",)
+"""Engines with a prompt length fixed at build time: a partial answer cannot be part of the next round's prompt."""
 
 START_S = 30.0
-"""Longest wait until the server listens."""
+"""Longest wait for the HTTP server to start, s."""
 
 
 @dataclass(frozen=True)
 class Listen:
-    """Where the server listens.
+    """Address and options of the server.
 
     Attributes:
-        host: Address or name.
-        port: 0: any that is free.
-        model_name: As requests say it; "": from what is served.
-        key: Bearer token of clients; "": none is asked for.
-        tool_format: How the model writes that it calls a tool: a file of `mrl/environments/formats`.
+        host: Address or hostname.
+        port: Port; 0: any free one.
+        model_name: Model name in requests; "": derived from the model.
+        key: Bearer token of clients; "": none required.
+        tool_format: Format of the model's tool calls, a file of `mrl/environments/formats`.
     """
 
     host: str
@@ -61,7 +61,7 @@ class Listen:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
+        """True if only this machine can reach the server."""
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -69,22 +69,24 @@ class Listen:
 
 
 def source(given: str, overrides: Sequence[str], checkpoint: str | None) -> tuple[Config, str | None]:
-    """The config to serve, and its checkpoint as `Commits.load_for_evaluation` takes it, or INITIAL.
+    """Returns the config to serve, and its checkpoint for `Commits.load_for_evaluation`, or INITIAL.
 
     Args:
-        given: A config file, a run folder, a checkpoint folder of one, or a Hugging Face folder.
-        overrides: Of the config.
-        checkpoint: A step or folder beside a config file or run folder.
+        given: Path of a config file, run folder, checkpoint folder or Hugging Face folder.
+        overrides: Overrides of the config.
+        checkpoint: Step or folder of a checkpoint, for a config file or run folder.
 
     Raises:
-        UserError: It is none of these.
+        UserError: `given` is none of these.
     """
     path = Path(given)
     if not path.is_dir():
         return load(given, overrides), checkpoint
     if (path / "config.json").is_file():
         if checkpoint is not None:
-            raise UserError(f"--checkpoint={checkpoint} is of a run, and '{given}' is a Hugging Face folder.")
+            raise UserError(
+                f"--checkpoint={checkpoint} applies to a run, but '{given}' is a Hugging Face folder. Omit the option."
+            )
         return _of_model(path, overrides), INITIAL
     for root, step in ((path, checkpoint), (path.parent.parent, str(path))):
         if RunDir(root).config.is_file():
@@ -102,21 +104,21 @@ def _of_model(folder: Path, overrides: Sequence[str]) -> Config:
     fields: dict[str, dict[str, Any]] = {
         "model": {"path": str(folder)},
         "rollout": {"prompt_length": min(PROMPT_LENGTH, room - response), "response_length": response},
-        "data": {"task": "addition"},  # a config names prompts; none of them is served
+        "data": {"task": "addition"},  # unused, but a config must name its data
     }
     return load(fields, overrides)
 
 
 def check(listen: Listen) -> None:
-    """Looks at what needs no job.
+    """Checks options and packages before the job starts.
 
     Raises:
-        UserError: Others could reach the server and no key is set, or packages are missing.
+        UserError: Other machines could reach the server and no key is set, or packages are missing.
     """
     if not listen.is_local and not listen.key:
         raise UserError(
-            f"--host {listen.host} lets other machines ask, and no key is set. Set the environment variable "
-            "MRL_API_KEY to what clients must send, or serve on 127.0.0.1."
+            f"--host {listen.host} is reachable from other machines, and no key is set. Set the environment variable "
+            "MRL_API_KEY to a key that clients must send, or serve on 127.0.0.1."
         )
     formats.find(listen.tool_format)
     try:
@@ -127,21 +129,13 @@ def check(listen: Listen) -> None:
 
 
 def serve(config: Config, checkpoint: str | None, listen: Listen, say: Callable[[str], None]) -> None:
-    """Collective over the job: serves until an exception ends it, such as Ctrl-C's.
-
-    Args:
-        config: Of the run.
-        checkpoint: As `source` gives it.
-        listen: Where.
-        say: Told on rank 0 what is served, and where.
+    """Collective over all ranks: serves until an exception, such as KeyboardInterrupt, ends it.
 
     Raises:
-        UserError: A mistake in the config, no such checkpoint, or the port is taken.
+        UserError: The config or checkpoint is invalid, or the port is taken.
     """
     check(listen)
-    refuse_roles(
-        config, "rank 0 answers, and would hold no engine", "Serve with rollout.num_ranks=0 and rollout.nnodes=0."
-    )
+    refuse_roles(config, "rank 0 would have no engine to serve", "Serve with rollout.num_ranks=0 and rollout.nnodes=0.")
     with open_job(prepare(config, resumes=False), log=False, trains=False) as job:
         if checkpoint == INITIAL:
             job.weights.load_initial()
@@ -149,31 +143,31 @@ def serve(config: Config, checkpoint: str | None, listen: Listen, say: Callable[
         else:
             loaded = job.commits.load_for_evaluation(checkpoint)
         job.refit_if_stale()
-        with job.sampler.awake() as engine, _listening(job, listen, loaded, say) as desk:
-            work(engine, job.groups, desk)
+        with job.sampler.awake() as engine, _listening(job, listen, loaded, say) as request_queue:
+            serve_rounds(engine, job.groups, request_queue)
 
 
 @contextmanager
-def _listening(job: Job, listen: Listen, loaded: str, say: Callable[[str], None]) -> Iterator[Desk | None]:
-    """Collective over the job: inside, rank 0 takes requests; the others have no desk."""
-    desk: Desk | None = None
+def _listening(job: Job, listen: Listen, loaded: str, say: Callable[[str], None]) -> Iterator[RequestQueue | None]:
+    """Collective over all ranks: runs the HTTP server on rank 0 inside the block; yields its queue (others: None)."""
+    request_queue: RequestQueue | None = None
     opened: list[socket.socket] = []
     with together():
         if job.groups.rank == 0:
             opened.append(_bind(listen))
     if not opened:
-        yield desk
+        yield request_queue
         return
-    from mrl.commands.serve.app import Served, make_app
+    from mrl.commands.serve.app import ServedModel, make_app
     from mrl.commands.serve.http_server import make_server
 
     rollout = job.config.rollout
     name = listen.model_name or Path(job.config.model.path or str(job.config.model.preset)).name
-    served = Served(name, rollout.longest, job.tokenizer, int(time.time()), formats.find(listen.tool_format))
-    part = rollout.response_length if rollout.name in WHOLE_ANSWERS else min(PART, rollout.response_length)
+    served = ServedModel(name, rollout.longest, job.tokenizer, int(time.time()), formats.find(listen.tool_format))
+    part = rollout.response_length if rollout.name in ONE_ROUND_ENGINES else min(ROUND_TOKENS, rollout.response_length)
     most = rollout.max_num_seqs * job.groups.grid.num_replicas
-    desk = Desk(served.longest, part, most, job.tokenizer.eos_ids)
-    app = make_app(served, desk, listen.key, local=listen.is_local and not listen.key)
+    request_queue = RequestQueue(served.longest, part, most, job.tokenizer.eos_ids)
+    app = make_app(served, request_queue, listen.key, local=listen.is_local and not listen.key)
     server = make_server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": opened}, name="serve", daemon=True)
     thread.start()
@@ -181,25 +175,20 @@ def _listening(job: Job, listen: Listen, loaded: str, say: Callable[[str], None]
     while not server.started and thread.is_alive() and time.monotonic() - began < START_S:
         time.sleep(0.02)
     if not server.started:
-        raise RuntimeError("the HTTP server did not start; its own message is above")
+        raise RuntimeError("the HTTP server did not start; see uvicorn's message above")
     host, port = opened[0].getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     say(f"serving {loaded} as '{name}' at http://{shown}:{port}/v1")
     try:
-        yield desk
+        yield request_queue
     finally:
-        desk.close("the server ends.")
+        request_queue.close("the server is shutting down.")
         server.should_exit = True
         thread.join(5)
         opened[0].close()
 
 
 def _bind(listen: Listen) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-        UserError: The address cannot be had.
-    """
     try:
         family, _, _, _, address = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, socket.SOCK_STREAM)

@@ -1,7 +1,6 @@
-"""One answer while it is generated: its tokens so far, the text that may be told, and why it ended.
+"""State of one answer while it is generated: its tokens, the text that may be sent, and its end.
 
-Owns stop strings, which an answer is told without, and that no character is told in halves. It knows no engine and no
-HTTP.
+Stop strings are removed from the text, and a character is sent only once all of its bytes are there.
 """
 
 from __future__ import annotations
@@ -12,23 +11,23 @@ from dataclasses import dataclass
 from mrl.algorithms.functional.sampling import stream_key
 from mrl.types import FinishReason
 
-HALF = "\ufffd"
-"""What a decoder writes for bytes that are no character, or not yet."""
+REPLACEMENT_CHAR = "\ufffd"
+"""Character that a decoder returns for invalid or incomplete bytes."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an answer is sampled.
+    """Sampling parameters of an answer.
 
     Attributes:
-        max_tokens: It ends after so many.
-        temperature: 0: the most likely token.
-        top_k: -1: all.
-        top_p: (0, 1].
-        min_p: [0, 1).
-        seed: Of its random numbers.
-        stop: Strings that end it; they are not part of its text.
-        ignore_eos: The model's end tokens do not end it.
+        max_tokens: Longest answer, tokens.
+        temperature: Temperature; 0: greedy.
+        top_k: Number of most likely tokens to sample from; -1: all.
+        top_p: Probability mass to sample from, (0, 1].
+        min_p: Smallest probability relative to the most likely token, [0, 1).
+        seed: Seed of the random numbers.
+        stop: Strings that end the answer and are not part of it.
+        ignore_eos: Continue after the model's end tokens.
     """
 
     max_tokens: int
@@ -43,15 +42,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new of an answer.
+    """Next piece of an answer, or its error.
 
     Attributes:
-        text: Follows what was told before.
-        ids: Its new tokens, an end token among them.
-        logprobs: Of each of them, nats, under the distribution that it was drawn from.
-        finish_reason: None: more follows.
-        error: Why the answer failed; the other fields are empty.
-        status: Of HTTP, where it failed.
+        text: Text that follows what was sent before.
+        ids: New tokens, including an end token.
+        logprobs: Log-probability of each new token under the sampling distribution, nats.
+        finish_reason: Reason of the end; None: more follows.
+        error: Error of a failed answer; the fields above are empty.
+        status: HTTP status of the error.
     """
 
     text: str = ""
@@ -62,14 +61,14 @@ class Delta:
     status: int = 503
 
 
-class Answer:
+class StreamedAnswer:
     """One answer to one prompt.
 
     Attributes:
-        prompt_ids: What is answered.
-        sampling: How.
-        index: Which of the answers to its prompt it is; each has random numbers of its own.
-        cancelled: Whether its client has left; it gets no further tokens.
+        prompt_ids: Token ids of the prompt.
+        sampling: Sampling parameters.
+        index: Index among the answers to the prompt; each has its own random numbers.
+        cancelled: True once the client has disconnected; the answer gets no more tokens.
     """
 
     def __init__(
@@ -78,46 +77,46 @@ class Answer:
         sampling: Sampling,
         index: int,
         decode: Callable[[Sequence[int]], str],
-        tell: Callable[[Delta], object],
+        emit: Callable[[Delta], object],
     ) -> None:
-        """No tokens yet.
+        """Creates an answer without tokens.
 
         Args:
-            prompt_ids: See above.
-            sampling: See above.
-            index: See above.
-            decode: Token ids -> the text of them that is told.
-            tell: Takes each piece; called in the thread that generates.
+            prompt_ids: Token ids of the prompt.
+            sampling: Sampling parameters.
+            index: Index among the answers to the prompt.
+            decode: Returns the text to send for token ids.
+            emit: Receives each piece, in the thread that generates.
         """
         self.prompt_ids, self.sampling, self.index = tuple(prompt_ids), sampling, index
         self.cancelled = False
-        self._decode, self._tell = decode, tell
+        self._decode, self._emit = decode, emit
         self._ids: list[int] = []
-        self._num_parts = 0
-        self._told = 0
+        self._num_rounds = 0
+        self._emitted = 0
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Prompt and all tokens so far: what is read next."""
+        """Prompt and all tokens so far, the prompt of the next round."""
         return (*self.prompt_ids, *self._ids)
 
     @property
     def remaining(self) -> int:
-        """Tokens that it may still get."""
+        """Number of tokens that the answer may still get."""
         return self.sampling.max_tokens - len(self._ids)
 
     def next_uid(self) -> int:
-        """Name of the next part's random numbers, not negative; they depend on the seed, the index and the part."""
-        self._num_parts += 1
-        return stream_key(self.sampling.seed, self.index, self._num_parts) & (1 << 62) - 1
+        """Returns the uid of the next round's random numbers, from seed, index and round; not negative."""
+        self._num_rounds += 1
+        return stream_key(self.sampling.seed, self.index, self._num_rounds) & (1 << 62) - 1
 
-    def take(self, ids: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> bool:
-        """Adds tokens, tells what can be told, and says whether the answer is over.
+    def add_tokens(self, ids: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> bool:
+        """Adds tokens, emits the text that is final, and returns whether the answer has ended.
 
         Args:
-            ids: Generated after `ids`; those beyond `max_tokens` are dropped.
-            logprobs: Of each.
-            ended: With an end token.
+            ids: Generated tokens; those beyond `max_tokens` are dropped.
+            logprobs: Log-probability of each.
+            ended: An end token was generated.
         """
         before, room = len(self._ids), self.remaining
         reason: FinishReason | None = "stop" if ended and len(ids) <= room else None
@@ -131,38 +130,33 @@ class Answer:
         elif reason is None and not self.remaining:
             reason = "length"
         end = len(text) if reason else self._safe_end(text)
-        told, self._told = text[self._told : end], max(self._told, end)
+        new_text, self._emitted = text[self._emitted : end], max(self._emitted, end)
         new = len(self._ids) - before
-        self._tell(Delta(told, tuple(self._ids[before:]), tuple(logprobs[:new]), reason))
+        self._emit(Delta(new_text, tuple(self._ids[before:]), tuple(logprobs[:new]), reason))
         return reason is not None
 
     def fail(self, why: str, status: int) -> None:
-        """Ends the answer with an error.
-
-        Args:
-            why: For the client.
-            status: Of HTTP.
-        """
-        self._tell(Delta(error=why, status=status))
+        """Ends the answer with an error message and an HTTP status."""
+        self._emit(Delta(error=why, status=status))
 
     def _stop_at(self, text: str) -> tuple[int, int] | None:
-        """Where the stop string that is complete first begins and ends; None: there is none."""
+        """Returns start and end of the stop string that completes first; None: there is none."""
         found = [(at, at + len(stop)) for stop in self.sampling.stop if (at := text.find(stop)) >= 0]
         return min(found, key=lambda cut: (cut[1], cut[0]), default=None)
 
     def _tokens_until(self, text: str, before: int) -> int:
-        """The fewest tokens, more than `before`, that have this text."""
+        """Returns the smallest number of tokens, more than `before`, whose text starts with `text`."""
         for count in range(before + 1, len(self._ids)):
             if self._decode(self._ids[:count]).startswith(text):
                 return count
         return len(self._ids)
 
     def _safe_end(self, text: str) -> int:
-        """How much of a text that goes on can be told: no half character, and nothing that a stop string may begin."""
-        whole = len(text.rstrip(HALF))
+        """Returns how much of the text is final, without incomplete characters and possible starts of a stop string."""
+        end = len(text.rstrip(REPLACEMENT_CHAR))
         for stop in self.sampling.stop:
-            for size in range(min(len(stop) - 1, whole), 0, -1):
-                if text[:whole].endswith(stop[:size]):
-                    whole -= size
+            for size in range(min(len(stop) - 1, end), 0, -1):
+                if text[:end].endswith(stop[:size]):
+                    end -= size
                     break
-        return whole
+        return end

@@ -1,1 +1,1 @@
-"""How a job ends, and that it ends: stop signals, time limits, the watchdog for ranks that hang, restarts."""
+"""Ends jobs reliably: stop signals, time limits, a watchdog for hanging or lost ranks, and restarts."""

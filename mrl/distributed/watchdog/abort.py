@@ -1,7 +1,7 @@
-"""How a process ends that cannot end in order: it says why, and goes, wherever its main thread is.
+"""Abrupt end of a process that cannot shut down in order: prints a message and exits, whatever the main thread does.
 
-Owns the print of the message, which no slow disk may keep, the choice of the process that prints where ranks cannot ask
-each other, and the end without Python's own.
+Printing and clean-up run in threads with a time limit, since a disk may hang. If ranks cannot communicate, an abstract
+socket name elects the one process per host that prints.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import NoReturn
 import psutil
 
 WAIT_S = 2.0
-"""What may hang, such as a folder on a disk that is gone, is waited for so long."""
+"""Time limit of a call that may hang, for instance on a disk that is gone, s."""
 
 _names: list[socket.socket] = []
 
 
 def say(text: str, advice: Callable[[], str]) -> None:
-    """Prints a message, and then what `advice` says, if it says it in time."""
+    """Prints an error message, followed by the text of `advice` if that returns within WAIT_S."""
     sys.stderr.write(f"mrl: error: {text}\n")
     sys.stderr.flush()
     more: list[str] = []
@@ -33,7 +33,7 @@ def say(text: str, advice: Callable[[], str]) -> None:
 
 
 def is_mine_to_say(what: str) -> bool:
-    """Whether no other process of this host has asked the same before; the kernel forgets it with the process."""
+    """Returns whether this is the first process of the host to claim the message `what`, until that process ends."""
     name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         name.bind(f"\0mrl {what}")
@@ -45,14 +45,14 @@ def is_mine_to_say(what: str) -> bool:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process and those that it started."""
+    """Kills this process's children, then exits without Python's clean-up."""
     _within(WAIT_S, lambda: [child.kill() for child in psutil.Process().children(recursive=True)])
     _within(WAIT_S, sys.stdout.flush)
     os._exit(status)
 
 
 def _within(seconds: float, function: Callable[[], object]) -> None:
-    """Calls a function that may hang, and goes on."""
+    """Calls a function that may hang and waits at most `seconds` for it."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(seconds)

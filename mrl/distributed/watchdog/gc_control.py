@@ -1,6 +1,6 @@
-"""What was imported is no garbage: nobody looks for any in it, while it is imported, later, and as the process ends.
+"""Keeps the garbage collector away from imported modules, during imports, later, and at the exit of the process.
 
-On a process of mrl that is a tenth of the time of its imports, and a second of its end.
+This saves a tenth of mrl's import time and a second at exit.
 """
 
 import gc
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Inside the block nobody looks for garbage."""
+    """Disables garbage collection inside the block."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -23,9 +23,9 @@ def quick_imports() -> Iterator[None]:
 
 @contextmanager
 def frozen_imports() -> Iterator[None]:
-    """Inside the block, and as the process ends, nobody looks through what was imported before; a checkpoint would.
+    """Excludes what was imported before from garbage collection, inside the block and at exit.
 
-    Triton lists whatever is still there when the process ends as a leak, so that nothing may stay frozen beside it.
+    Triton reports objects that are still alive at exit as leaks, so everything is unfrozen if it was imported.
     """
     is_ours = not gc.get_freeze_count()
     if is_ours:

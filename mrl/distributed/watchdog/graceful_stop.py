@@ -1,17 +1,14 @@
-"""The request to stop: by a signal, or because the time is nearly over; and that all ranks agree on it.
+"""Stop requests of a training run, by signal or time limit, on which all ranks agree.
 
-Owns the signals of a training process, the clock, and the last way out. What is saved and said is the caller's
-(`trainer/preemption.py`, `commands/cli.py`).
+    SIGUSR1     advance warning, minutes before the end (SLURM: --signal=USR1@120). Stops within `run.stop_timeout_s`
+    SIGTERM     the end is near: launchers send SIGKILL 30 s later. Stops within `run.term_timeout_s`
+    SIGHUP      the terminal or its connection is closed: like SIGTERM. `nohup` ignores it
+    time        `run.max_time_s` and the scheduler's limit, on rank 0: stops before a step that would not fit
 
-    SIGUSR1     a warning: the end comes in minutes (SLURM: --signal=USR1@120). Done within `run.stop_timeout_s`
-    SIGTERM     the end comes in seconds: launchers send SIGKILL 30 s later. Done within `run.term_timeout_s`
-    SIGHUP      the terminal is closed, or a connection to it lost: as SIGTERM. `nohup` has it ignored
-    the clock   `run.max_time_s` and the scheduler's limit, on rank 0: stops before a step that would not fit
-
-A signal sets a request and interrupts nothing. `ask` is called by all ranks at the same points; if any rank was told,
-it raises `Stopped` on all of them. A thread listens even where the main thread hangs in a collective: when the time is
-over, or a second SIGTERM or SIGHUP comes, it ends the process with status REQUEUE. It imports no torch before the first
-`ask`.
+A signal only sets a request. All ranks call `ask` at the same points; if any of them has a request, it raises `Stopped`
+on all. A thread receives signals even if the main thread hangs in a collective. When the time is over, or at a second
+SIGTERM or SIGHUP, it ends the process with status REQUEUE. What is saved and printed is decided in
+`trainer/preemption.py` and `commands/cli.py`. No torch is imported before the first `ask`.
 """
 
 from __future__ import annotations
@@ -34,44 +31,44 @@ from mrl.distributed.watchdog.signals import REQUEUE
 from mrl.errors import UserError, first_line
 
 REPEAT_S = 2.0
-"""One order reaches a rank by several ways (its launcher, its scheduler) at about the same time: it counts once."""
+"""Signals within this time count as one, s: launcher and scheduler may both send the same request to a rank."""
 
-SPEAK_S = 3.0
-"""The last message must not keep a process that ends: the run folder may be on a disk that hangs."""
+MESSAGE_S = 3.0
+"""Time limit of the last message, s: the run folder may be on a disk that hangs."""
 
 LIMITS = ("run.max_time_s", "SLURM's time limit")
 END_TIME = "SLURM_JOB_END_TIME"
 REASONS = ("", *LIMITS, "SIGUSR1", "SIGHUP", "SIGTERM")
-"""Why all ranks stop; a later one outweighs an earlier one."""
+"""Reasons to stop, by increasing priority."""
 
 AGREED = 0x80
-"""Marks a signal that another rank got."""
+"""Flag of a signal that another rank received."""
 
 SIGNALS = {number: REASONS.index(number.name) for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM)}
 URGENT = (signal.SIGHUP, signal.SIGTERM)
 
 
-def heard() -> set[signal.Signals]:
-    """Of SIGNALS those that this process listens to: under `nohup` it is told to ignore SIGHUP."""
+def handled_signals() -> set[signal.Signals]:
+    """Returns the signals that request a stop in this process: SIGNALS, without SIGHUP if it is ignored (`nohup`)."""
     ignores = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return SIGNALS.keys() - ({signal.SIGHUP} if ignores else set())
 
 
-class Stopped(Exception):  # noqa: N818 -- no error
-    """All ranks have agreed to stop; raised on each of them at the same point."""
+class Stopped(Exception):  # noqa: N818 -- not an error
+    """Raised on all ranks at the same point once they have agreed to stop."""
 
 
 def limits(run: RunConfig, variables: Mapping[str, str]) -> dict[str, float]:
-    """When this process must have ended: the keys of LIMITS that hold -> s of `time.monotonic`.
+    """Returns the time limits that are set: key of LIMITS -> deadline on `time.monotonic`, s.
 
-    What is left is worked out once: a clock that is set while the run goes on moves nothing.
+    Deadlines are computed once: later changes of the system clock do not move them.
 
     Args:
-        run: Its `max_time_s` counts from the start of this process.
-        variables: `SLURM_JOB_END_TIME` where SLURM or launch/slurm.sbatch set it.
+        run: Config; `max_time_s` counts from the start of this process.
+        variables: Environment variables; SLURM or launch/slurm.sbatch sets `SLURM_JOB_END_TIME`.
 
     Raises:
-        UserError: The variable is no number.
+        UserError: SLURM_JOB_END_TIME is not a number.
     """
     ends: dict[str, float] = {}
     since_epoch = time.time() - time.monotonic()
@@ -86,35 +83,35 @@ def limits(run: RunConfig, variables: Mapping[str, str]) -> dict[str, float]:
 
 
 class Stop:
-    """The request to stop of this process, and what the ranks have agreed on.
+    """Stop request of this process, and the reason on which all ranks agreed.
 
     Attributes:
-        why: One of REASONS: what all ranks have agreed on; "" not yet.
-        ends: When a limit ends this process, s of `time.monotonic`; empty on ranks that keep no time.
-        reserve_s: Seconds that must be left before a limit, for a commit.
+        why: Reason on which all ranks agreed, one of REASONS; "": none yet.
+        ends: Deadline of each time limit on `time.monotonic`, s; empty on ranks that do not keep time.
+        reserve_s: Time to reserve before a limit for writing a checkpoint, s.
     """
 
     def __init__(
         self, run: RunConfig, *, ends: Mapping[str, float], keeps_time: bool, say: Callable[[str], None]
     ) -> None:
-        """Not heard before `listening`.
+        """Creates the state; signals are handled inside `listening`.
 
         Args:
-            run: Its `stop_timeout_s` and `term_timeout_s`.
-            ends: From `limits`.
-            keeps_time: Whether this rank's clock decides for all: rank 0.
-            say: Prints what came of the run, as the last message.
+            run: Config with `stop_timeout_s` and `term_timeout_s`.
+            ends: Deadlines, from `limits`.
+            keeps_time: True on the rank whose clock decides for all, rank 0.
+            say: Prints the outcome of the run as its last message.
         """
         self.why = ""
         self.reserve_s = 0.0
-        self._bounds = {signal.SIGUSR1: run.stop_timeout_s} | dict.fromkeys(URGENT, run.term_timeout_s)
+        self._timeouts = {signal.SIGUSR1: run.stop_timeout_s} | dict.fromkeys(URGENT, run.term_timeout_s)
         self.ends = dict(ends) if keeps_time else {}
         self._say = say
-        self._heard = 0
-        self._first_order: float | None = None
+        self._received = 0
+        self._first_urgent: float | None = None
         self._deadline: float | None = None
-        self._half: float | None = None
-        self._has_begun = self._has_said = False
+        self._halfway: float | None = None
+        self._asked = self._has_printed = False
         self._is_ending = False
         self._writer: int | None = None
 
@@ -122,37 +119,42 @@ class Stop:
 
     @property
     def told(self) -> bool:
-        """Whether this process was told to stop; the other ranks may not know yet. Long work on one rank asks this."""
+        """True if a signal or time limit requests a stop of this process, even before the ranks agreed.
+
+        Long work on a single rank polls this.
+        """
         return bool(self._reason(self.reserve_s))
 
     @property
     def is_short(self) -> bool:
-        """Whether half of the time is over that a signal has left this process, beside that of a commit."""
-        return self._half is not None and time.monotonic() + self.reserve_s >= self._half
+        """True if half of the time left after a signal, without the reserve for a checkpoint, is over."""
+        return self._halfway is not None and time.monotonic() + self.reserve_s >= self._halfway
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, SIGNALS are requests. Before the first `ask` there is nothing to keep: SIGTERM and SIGHUP raise.
+        """Turns SIGNALS into stop requests inside the block.
+
+        Before the first `ask` there is nothing to save: SIGTERM and SIGHUP raise.
 
         Raises:
-            Terminated: One of these came before the first `ask`; its status is REQUEUE.
+            Terminated: SIGTERM or SIGHUP came before the first `ask`; its status is REQUEUE.
         """
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        before = {number: signal.signal(number, self._interrupt) for number in heard()}
+        before = {number: signal.signal(number, self._interrupt) for number in handled_signals()}
         for number in before:
             signal.siginterrupt(number, False)
-        wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)  # written to wherever the main thread is
+        wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)  # works while the main thread hangs
         listener = threading.Thread(target=self._listen, args=(reader,), name="stop", daemon=True)
         listener.start()
         try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # torchrun.py begins its ranks with a block
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # torchrun.py starts its ranks with these blocked
             yield
         except UserError:
             raise
         except Exception as error:
-            if self._heard:  # often a rank that was told again ended first, and broke what this one was waiting in
-                self.give_up(f"and failed ({type(error).__name__}: {first_line(error)})")
+            if self._received:  # often another rank gave up first, which broke a collective of this one
+                self.give_up(f"then failed ({type(error).__name__}: {first_line(error)})")
             raise
         finally:
             for number, handler in before.items():
@@ -164,39 +166,39 @@ class Stop:
             os.close(reader)
 
     def say(self, what: str) -> None:
-        """Rank 0 prints the last message: why the run stopped, `what` was kept, and how to go on."""
+        """Prints the last message of the run on rank 0: the reason of the stop, followed by `what`."""
         self._say(f"stopped by {self.why}{what}")
-        self._has_said = True
+        self._has_printed = True
         signals.ignore_interrupts()
 
     def give_up(self, what: str) -> None:
-        """Ends this process now; the last commit stands."""
-        if self._has_said:
+        """Ends this process at once; the last checkpoint remains valid."""
+        if self._has_printed:
             os._exit(REQUEUE)
-        name = REASONS[self._heard] or self.why
+        name = REASONS[self._received] or self.why
         last = threading.Thread(
-            target=self._say, args=(f"told to stop by {name}, {what}; ended without a new checkpoint",), daemon=True
+            target=self._say, args=(f"stop requested by {name}, {what}; ended without a new checkpoint",), daemon=True
         )
         last.start()
-        last.join(SPEAK_S)
+        last.join(MESSAGE_S)
         sys.stdout.flush()
         os._exit(REQUEUE)
 
     # all ranks
 
     def ask(self, step_s: float = 0.0) -> None:
-        """Collective over the job: goes on, or raises on every rank.
+        """Collective over all ranks: returns, or raises on every rank if any has a stop request.
 
         Args:
-            step_s: Seconds that must be left before a limit, beside the reserve.
+            step_s: Time needed before a limit in addition to the reserve, s.
 
         Raises:
-            Stopped: Some rank was told to stop, or there is too little time left.
+            Stopped: Some rank received a signal, or too little time is left.
         """
         import torch
         import torch.distributed as dist
 
-        self._has_begun = True
+        self._asked = True
         flag = torch.tensor([self._reason(self.reserve_s + step_s)])
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         reason = int(flag)
@@ -204,20 +206,20 @@ class Stop:
             return
         self.why = REASONS[reason]
         for number, index in SIGNALS.items():
-            if index == reason and not self._heard and self._writer is not None:
-                os.write(self._writer, bytes([number | AGREED]))  # another rank was told: the same time holds here
+            if index == reason and not self._received and self._writer is not None:
+                os.write(self._writer, bytes([number | AGREED]))  # another rank's signal starts this rank's timeout too
         raise Stopped
 
     # inside
 
     def _reason(self, need_s: float) -> int:
-        if self._heard:
-            return self._heard
+        if self._received:
+            return self._received
         now = time.monotonic()
         return max((REASONS.index(name) for name, end in self.ends.items() if now + need_s >= end), default=0)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if number in URGENT and not self._has_begun and not self._is_ending:
+        if number in URGENT and not self._asked and not self._is_ending:
             self._is_ending = True
             signals.end(number, frame, REQUEUE)
 
@@ -225,23 +227,23 @@ class Stop:
         while True:
             left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
             if not select.select([reader], [], [], left)[0]:
-                self.give_up("and not done in time")
+                self.give_up("not finished in time")
             numbers = os.read(reader, 64)
             if not numbers:
                 return
             for number in numbers:
                 if number & ~AGREED in SIGNALS:
-                    self._hear(signal.Signals(number & ~AGREED), directly=not number & AGREED)
+                    self._receive(signal.Signals(number & ~AGREED), directly=not number & AGREED)
 
-    def _hear(self, number: signal.Signals, *, directly: bool) -> None:
+    def _receive(self, number: signal.Signals, *, directly: bool) -> None:
         now = time.monotonic()
-        self._heard = max(self._heard, SIGNALS[number])
+        self._received = max(self._received, SIGNALS[number])
         if directly and number in URGENT:
-            if self._first_order is not None:
-                if now - self._first_order > REPEAT_S:
-                    self.give_up("and then told again")
+            if self._first_urgent is not None:
+                if now - self._first_urgent > REPEAT_S:
+                    self.give_up("then requested again")
                 return
-            self._first_order = now
-        end = now + self._bounds[number]
+            self._first_urgent = now
+        end = now + self._timeouts[number]
         self._deadline = end if self._deadline is None else min(self._deadline, end)
-        self._half = min(end - self._bounds[number] / 2, self._deadline)
+        self._halfway = min(end - self._timeouts[number] / 2, self._deadline)

@@ -1,6 +1,6 @@
-"""Whose fault it is that a job stands still, told from what each rank says of itself.
+"""Finds the ranks that cause a hang, from the state that every rank publishes, and composes the final message.
 
-Owns `RankState`, what a rank tells the others, and the message that ends the job. It asks nobody; `watchdog.py` does.
+These are pure functions; `watchdog.py` reads and writes the store.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mrl.distributed import job_secret
-from mrl.distributed.job_secret import StrangerError
+from mrl.distributed.job_secret import AuthenticationError
 
 SHOWN = 4
-"""Ranks whose stacks are printed; of thousands the first ones tell enough."""
+"""Number of ranks whose stacks are printed."""
 
 
 EXAMPLE_LINES = 6
-"""Of a rank that waits: what for is told by its step and phase, and where by a few lines."""
+"""Stack lines shown of a waiting rank."""
 
 GONE = "is gone: its process has ended"
-"""What is known of a rank whose host sees no such process any more."""
+"""Finding for a rank whose process no longer exists on its host."""
 
 DONE = "done"
-"""How a rank left that came to the end of the job."""
+"""Value of `RankState.left` for a rank that reached the end of the job."""
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank says of itself.
+    """State that a rank publishes.
 
     Attributes:
         rank: Global rank.
-        host: Its hostname.
-        pid: On that host.
-        space: Of the process ids: ranks that say the same can see each other's processes.
-        where: "step 12, reward".
-        where_s: For how long, s.
-        beat: Grows as long as the rank lives.
-        waits_s: For how long its main thread has waited in one collective, s; None: it waits in none.
-        sampled_s: Since its engine last made a forward, s; None: it made none.
-        broken: Why its collective failed; "" none did.
-        left: How it left the job; "" it did not.
-        stack: Of its main thread, once it was asked for.
+        host: Hostname.
+        pid: Process id on that host.
+        space: Name of the process-id namespace; ranks with equal names can see each other's processes.
+        where: Current step and phase, "step 12, reward".
+        where_s: Time in this phase, s.
+        beat: Heartbeat counter, which grows as long as the rank lives.
+        waits_s: Time that the main thread has waited in one collective, s; None: it is in none.
+        sampled_s: Time since the engine's last forward, s; None: no forward yet.
+        broken: Error of a failed collective; "": none.
+        left: Reason why the rank left the job; "": it has not.
+        stack: Stack of the main thread, published after an alarm.
     """
 
     rank: int
@@ -66,61 +66,64 @@ class RankState:
         return f"rank {self.rank} (host {self.host}, process {self.pid})"
 
     def encode(self) -> str:
-        """For the store."""
+        """Returns the state as JSON."""
         return json.dumps(asdict(self))
 
 
 def decode(data: bytes) -> RankState:
-    """From the store.
+    """Parses a rank's state from the store.
 
     Raises:
-        StrangerError: No rank wrote this.
+        AuthenticationError: It is malformed, so no rank wrote it.
     """
     try:
         return RankState(**json.loads(data))
     except (ValueError, TypeError) as error:
-        raise StrangerError("no rank of this job wrote what is there as a rank's state") from error
+        raise AuthenticationError("a rank's published state is malformed, so no rank of this job wrote it") from error
 
 
 def seal_end(secret: str, text: str, status: int, speaker: int) -> str:
-    """The message that ends the job, the exit status and the rank that prints it, for the store.
+    """Returns the authenticated end-of-job record for the store.
 
     Args:
-        secret: The job's token.
-        text: The message.
-        status: Of every rank.
-        speaker: Which rank prints it.
+        secret: Job token.
+        text: Message.
+        status: Exit status of every rank.
+        speaker: Rank that prints the message.
     """
     data = json.dumps({"text": text, "status": status, "speaker": speaker}).encode()
     return job_secret.seal(secret, "end", data).decode()
 
 
 def open_end(secret: str, sealed: bytes) -> dict[str, Any]:
-    """From the store.
+    """Parses and verifies an end-of-job record.
 
     Raises:
-        StrangerError: No rank wrote this.
+        AuthenticationError: It was not written with this job's token.
     """
     end: dict[str, Any] = json.loads(job_secret.unseal(secret, "end", sealed))
     return end
 
 
 def process_space() -> str:
-    """Of this process's id: the boot of the kernel, and the namespaces; a network of its own is a host of its own."""
+    """Returns a name of this process's pid namespace: boot id, pid namespace and network namespace.
+
+    The network namespace is included because one of its own makes a separate host.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')} {os.readlink('/proc/self/ns/net')}"
     except OSError:
-        return f"{socket.gethostname()} {os.getpid()}"  # sees nobody but itself
+        return f"{socket.gethostname()} {os.getpid()}"  # unique: no other process is visible
 
 
-def judge(states: Mapping[int, RankState], gone: Mapping[int, str], size: int) -> str:
-    """Names the ranks that hold up the others, and shows what they do.
+def diagnose(states: Mapping[int, RankState], gone: Mapping[int, str], size: int) -> str:
+    """Returns a message that names the ranks that block the others and shows their stacks.
 
     Args:
-        states: Of each rank that ever came, as last heard.
-        gone: Ranks that give no answer -> what is known of that.
-        size: Ranks of the job.
+        states: Last state of each rank that started.
+        gone: Ranks that do not answer -> what is known about it.
+        size: Number of ranks of the job.
     """
     absent = sorted(set(range(size)) - set(states))
     left = _left(states)
@@ -135,33 +138,33 @@ def judge(states: Mapping[int, RankState], gone: Mapping[int, str], size: int) -
         )
     late = _late(states)
     if late and len(late) < len(alive):
-        who = f"{late[0]} is" if len(late) == 1 else f"{ranks([state.rank for state in late])} are"
+        late_ranks = f"{late[0]} is" if len(late) == 1 else f"{ranks([state.rank for state in late])} are"
         waited = max((state.waits_s or 0.0 for state in waiting), default=0.0)
         rest = ranks([state.rank for state in alive if state not in late])
         have = "has" if len(alive) - len(late) == 1 else "have"
-        head = f"{who} late: {rest} {have} waited {waited:.0f} s in a collective."
+        head = f"{late_ranks} late: {rest} {have} waited {waited:.0f} s in a collective."
         return "\n".join([head, *_details(late), *_example(waiting)])
-    who = ranks([state.rank for state in alive])
-    head = f"{who} wait for each other, in collectives that do not meet or cannot be done."
-    return "\n".join([head, *_details(_one_of_each(alive))])
+    alive_ranks = ranks([state.rank for state in alive])
+    head = f"{alive_ranks} wait for each other, in collectives that do not match or cannot complete."
+    return "\n".join([head, *_details(_distinct(alive))])
 
 
 def are_sampling(states: Mapping[int, RankState], within_s: float) -> bool:
-    """Whether all ranks that others wait for sample, and have made a forward within so many seconds.
+    """Returns whether all ranks that others wait for are sampling, with a forward in the last `within_s` seconds.
 
-    Where all seem to wait, between two forwards, one that has is enough.
+    If every rank seems to wait, as between two forwards, one sampling rank is enough.
     """
     sampling = {state.rank for state in states.values() if state.sampled_s is not None and state.sampled_s <= within_s}
     return bool(sampling) and sampling.issuperset(state.rank for state in _late(states))
 
 
-def is_somebody_to_blame(states: Mapping[int, RankState], gone: Mapping[int, str], size: int) -> bool:
-    """Whether a collective that failed on one rank failed because of others; arguments as of `judge`."""
+def blames_other_ranks(states: Mapping[int, RankState], gone: Mapping[int, str], size: int) -> bool:
+    """Returns whether other ranks caused a failed collective; arguments as for `diagnose`."""
     return bool(gone or len(states) < size or _left(states) or _late(states))
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """Such as "rank 3" or "ranks 0-7, 16"."""
+    """Formats rank numbers, such as "rank 3" or "ranks 0-7, 16"."""
     known = sorted(set(numbers))
     runs: list[list[int]] = []
     for number in known:
@@ -171,6 +174,11 @@ def ranks(numbers: Iterable[int]) -> str:
             runs.append([number])
     shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"{'rank' if len(known) == 1 else 'ranks'} {shown}"
+
+
+def last_report(state: RankState) -> str:
+    """Describes the last known phase of a rank that cannot send its stack."""
+    return f"Its last report came from {state.where}, for {state.where_s:.0f} s; its stack is unknown."
 
 
 def _left(states: Mapping[int, RankState]) -> list[RankState]:
@@ -184,19 +192,17 @@ def _late(states: Mapping[int, RankState]) -> list[RankState]:
 def _missing(
     states: Mapping[int, RankState], gone: Mapping[int, str], absent: Sequence[int], alive: Collection[RankState]
 ) -> str:
-    lines = [f"{ranks(absent)} never came."] if absent else []
+    lines = [f"{ranks(absent)} never started."] if absent else []
     hosts: dict[str, list[RankState]] = {}
     for rank in sorted(gone):
         hosts.setdefault(states[rank].host, []).append(states[rank])
     ended = {states[rank].host for rank, known in gone.items() if known == GONE}
     lost = [host for host in hosts if host not in {state.host for state in alive} | ended]
     for host in lost[:SHOWN]:
-        lines.append(f"Nothing of this job answers on host {host}: {ranks([state.rank for state in hosts[host]])}.")
+        lines.append(f"No rank of this job answers on host {host}: {ranks([state.rank for state in hosts[host]])}.")
     if len(lost) > SHOWN:
         lines.append(f"... nor on {len(lost) - SHOWN} more hosts.")
-    for rank in sorted(gone)[:SHOWN]:
-        last = f"It was last heard at {states[rank].where}, for {states[rank].where_s:.0f} s, and has no stack to show."
-        lines.append(f"{states[rank]} {gone[rank]}. {last}")
+    lines += [f"{states[rank]} {gone[rank]}. {last_report(states[rank])}" for rank in sorted(gone)[:SHOWN]]
     if len(gone) > SHOWN:
         lines.append(f"... and {len(gone) - SHOWN} more: {ranks(sorted(gone)[SHOWN:])}")
     waiting = [state for state in alive if state.waits_s is not None]
@@ -219,11 +225,11 @@ def _example(waiting: Sequence[RankState]) -> list[str]:
     longest = max(waiting, key=lambda state: state.waits_s or 0.0)
     innermost = "\n".join(longest.stack.splitlines()[-EXAMPLE_LINES:])
     return [
-        f"One that waits, {longest}, at {longest.where} for {longest.where_s:.0f} s:",
+        f"One of the waiting ranks, {longest}, at {longest.where} for {longest.where_s:.0f} s:",
         textwrap.indent(innermost, "  "),
     ]
 
 
-def _one_of_each(states: Sequence[RankState]) -> list[RankState]:
-    """The first rank of each place in the code."""
+def _distinct(states: Sequence[RankState]) -> list[RankState]:
+    """Returns the first rank of each distinct position in the code."""
     return list({(state.where, state.stack): state for state in reversed(states)}.values())[::-1]

@@ -1,13 +1,11 @@
-"""What ends a process that has nothing to keep: Ctrl-C and the signals of schedulers, from its first line to its last.
+"""Signal handlers of a process that has nothing to save: Ctrl-C and the schedulers' signals end it.
 
-Owns the handlers from the first line of `mrl/__main__.py` on, before anything else is imported. What a training run
-does with SIGTERM and SIGUSR1 once there is something to keep is in `graceful_stop.py`, which takes all but Ctrl-C over.
+`mrl/__main__.py` installs them before it imports anything else, so this file imports only modules that load fast.
+`graceful_stop.py` takes over all but Ctrl-C once a training run has something to save.
 
-    while modules are imported    the process leaves from the handler: what imports may swallow an exception, or wrap it
-    inside `raising`              KeyboardInterrupt or Terminated; where that gets lost the process leaves LOST_S later
-    after it                      signals change nothing: the status is known and the last message said
-
-It imports nothing that takes time.
+    while modules are imported    the handler exits: code in an import may swallow or wrap an exception
+    inside `raising`              KeyboardInterrupt or Terminated; if that gets lost, the process exits LOST_S later
+    after it                      signals are ignored: the exit status is known and the last message printed
 """
 
 import os
@@ -18,11 +16,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-INTERRUPTED, TERMINATED = 130, 143
-"""Exit statuses after Ctrl-C and SIGTERM, as a shell counts them."""
+INTERRUPTED, TERMINATED = 130, 143  # 128 + signal: exit statuses after Ctrl-C and SIGTERM
 
 REQUEUE = 75
-"""Exit status of a run that stopped before its end and goes on when it is started again (sysexits.h: EX_TEMPFAIL)."""
+"""Exit status of a run that stopped early and continues when it is started again (sysexits.h: EX_TEMPFAIL)."""
 
 FAILED = 70
 """Exit status of every rank of a job in which one failed, hung or was lost (sysexits.h: EX_SOFTWARE)."""
@@ -30,63 +27,63 @@ FAILED = 70
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
 
 LOST_S = 10.0
-"""A process that is still there so long after a signal has lost its exception: somebody caught it."""
+"""Time after a signal within which its exception must arrive, s; otherwise some code has caught it."""
 
 IMPORT = "<frozen importlib._bootstrap>"
 
 
 class Terminated(BaseException):
-    """A signal came where nothing has to be kept: the process ends at once, with `status`."""
+    """Raised for a signal that ends the process at once, with exit status `status`."""
 
     def __init__(self, status: int = TERMINATED, number: int = signal.SIGTERM) -> None:
         super().__init__()
         self.status, self.number = status, number
 
 
-class _Ending:
-    """What is known of this process's end."""
+class _State:
+    """Process-wide state of the handlers."""
 
     raises = False
     is_training = False
-    speaks: Callable[[], bool] = staticmethod(lambda: True)
+    prints: Callable[[], bool] = staticmethod(lambda: True)
     to_go_on: Callable[[], str] = staticmethod(str)
-    lost: Any = None
+    lost_timer: Any = None
 
 
 def begin(*, is_training: bool) -> dict[int, Any]:
-    """Takes the signals over; what was there before, for `give_back`.
+    """Installs the handlers and returns the previous ones for `give_back`.
 
     Args:
-        is_training: SIGTERM, SIGHUP and SIGUSR1 ask to be started again; for other commands SIGUSR1 means nothing.
+        is_training: SIGTERM, SIGHUP and SIGUSR1 exit with REQUEUE; for other commands SIGUSR1 is ignored.
     """
-    _Ending.raises, _Ending.is_training = False, is_training
-    _Ending.speaks, _Ending.to_go_on = lambda: True, str
+    _State.raises, _State.is_training = False, is_training
+    _State.prints, _State.to_go_on = lambda: True, str
     before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     for number in SIGNALS:
         if before[number] is signal.SIG_IGN and number != signal.SIGTERM:
-            continue  # as `nohup` and `trap ""` have it
-        signal.signal(number, _nothing if number == signal.SIGUSR1 and not is_training else _end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a launcher begins its ranks with a block
+            continue  # ignored by `nohup` or `trap ""`
+        signal.signal(number, _ignore if number == signal.SIGUSR1 and not is_training else _end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the launcher starts its ranks with these blocked
     return before
 
 
 def begin_interrupts() -> None:
-    """Ctrl-C ends this process at once, with the message of `say`."""
+    """Makes Ctrl-C end this process at once with a message."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @contextmanager
-def raising(speaks: Callable[[], bool], to_go_on: Callable[[], str]) -> Iterator[None]:
-    """Inside, a signal raises KeyboardInterrupt or Terminated.
+def raising(prints: Callable[[], bool], to_go_on: Callable[[], str]) -> Iterator[None]:
+    """Makes signals raise KeyboardInterrupt or Terminated inside the block.
 
     Args:
-        speaks: Whether this process is the one of its job that prints.
-        to_go_on: What is added to the message.
+        prints: Returns whether this process prints the job's message.
+        to_go_on: Returns text to append to the message.
     """
-    _Ending.speaks, _Ending.to_go_on = speaks, to_go_on
-    _Ending.raises = True
+    _State.prints, _State.to_go_on = prints, to_go_on
+    _State.raises = True
     try:
         yield
     finally:
@@ -94,40 +91,40 @@ def raising(speaks: Callable[[], bool], to_go_on: Callable[[], str]) -> Iterator
 
 
 def finish() -> None:
-    """From here on signals change nothing: this process ends in order."""
+    """Ignores signals from here on, since the process is shutting down."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     found()
 
 
 def found() -> None:
-    """The exception of a signal has come where it belongs."""
-    if _Ending.lost is not None:
-        _Ending.lost.cancel()
-        _Ending.lost = None
+    """Cancels the forced exit, because the exception of a signal was caught where it should be."""
+    if _State.lost_timer is not None:
+        _State.lost_timer.cancel()
+        _State.lost_timer = None
 
 
 def give_back(handlers: dict[int, Any]) -> None:
-    """Takes back what `begin` did, in a process that lives on."""
+    """Restores the handlers from before `begin`, in a process that continues."""
     finish()
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
 def after(handler: Any) -> Any:
-    """What follows on another owner's handler: what was there before it, or nothing where that was this file's."""
+    """Returns the handler to install after another one is removed: `handler`, or SIG_IGN if it is this file's."""
     return signal.SIG_IGN if handler is _end else handler
 
 
 def ignore_interrupts() -> None:
-    """Ctrl-C changes nothing from here on: the last message was said."""
+    """Ignores Ctrl-C from here on, because the last message was printed."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def say(number: int) -> None:
-    """Prints the one message of a process that a signal ends."""
-    if _Ending.speaks():
+    """Prints the message of a process that a signal ends."""
+    if _State.prints():
         sys.stderr.write(_message(number))
         sys.stderr.flush()
 
@@ -135,8 +132,8 @@ def say(number: int) -> None:
 def _message(number: int) -> str:
     word = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
     try:
-        more = _Ending.to_go_on()
-    except Exception:  # noqa: BLE001 -- that it cannot be told how to go on must not hide what happened
+        more = _State.to_go_on()
+    except Exception:  # noqa: BLE001 -- missing advice must not hide the message
         more = ""
     return f"mrl: {word}.{more}\n"
 
@@ -149,23 +146,23 @@ def end(number: int, frame: FrameType | None, status: int) -> NoReturn:
         _leave(number, status)
     import threading
 
-    _Ending.lost = threading.Timer(LOST_S, _leave, (number, status))
-    _Ending.lost.daemon = True
-    _Ending.lost.start()
+    _State.lost_timer = threading.Timer(LOST_S, _leave, (number, status))
+    _State.lost_timer.daemon = True
+    _State.lost_timer.start()
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise Terminated(status, number)
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """Unlike SIG_IGN it ends with this program, where the process goes on as another one."""
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Does nothing; unlike SIG_IGN it is reset when the process executes another program."""
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    status = REQUEUE if _Ending.is_training else TERMINATED
+    status = REQUEUE if _State.is_training else TERMINATED
     if number == signal.SIGINT:
         status = INTERRUPTED
-    if not _Ending.raises:
+    if not _State.raises:
         for each in SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         _leave(number, status)
@@ -174,8 +171,8 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def _leave(number: int, status: int) -> NoReturn:
     try:
-        if _Ending.speaks():
-            os.write(2, _message(number).encode(errors="backslashreplace"))  # a handler may have cut off a print
+        if _State.prints():
+            os.write(2, _message(number).encode(errors="backslashreplace"))  # the signal may have interrupted a print
         if "mrl.distributed.watchdog.abort" in sys.modules:
             sys.modules["mrl.distributed.watchdog.abort"].leave(status)
     finally:

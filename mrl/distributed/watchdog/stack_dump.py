@@ -1,7 +1,4 @@
-"""What the main thread of this process does, seen from another thread.
-
-Owns the reading of its Python frames, whether it waits for other ranks in a collective, and since when in the same one.
-"""
+"""State of the main thread, read from another thread: its stack, and how long it has waited in a collective."""
 
 from __future__ import annotations
 
@@ -14,53 +11,57 @@ from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
-DEEPEST = 10
-"""Frames of a stack that are shown, the innermost ones."""
+MAX_FRAMES = 10
+"""Number of innermost frames shown of a stack."""
 
 
 def main_stack() -> str:
-    """The innermost frames of the main thread, as in a traceback."""
+    """Returns the innermost frames of the main thread, formatted as in a traceback."""
     frame = _main_frame()
-    return "".join(traceback.format_stack(frame)[-DEEPEST:]).rstrip() if frame is not None else "  (it has no frames)"
+    return (
+        "".join(traceback.format_stack(frame)[-MAX_FRAMES:]).rstrip() if frame is not None else "  (it has no frames)"
+    )
 
 
 def failed_in_collective(error: BaseException) -> bool:
-    """Whether an exception came out of a collective: another rank may be the reason."""
+    """Returns whether an exception was raised by a collective, so that another rank may be the cause."""
     last: TracebackType | None = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    return isinstance(error, RuntimeError) and last is not None and _waits(last.tb_frame.f_code, last.tb_lineno)
+    return (
+        isinstance(error, RuntimeError) and last is not None and _is_in_collective(last.tb_frame.f_code, last.tb_lineno)
+    )
 
 
 class MainThread:
-    """The main thread's waiting, looked at every few seconds."""
+    """Detector of long waits of the main thread, polled every few seconds."""
 
     def __init__(
         self, *, device_is_busy: Callable[[], bool] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Looks at the main thread of this process.
+        """Starts without history.
 
         Args:
-            device_is_busy: Whether the GPU has work left; None: there is none. A GPU's collectives are waited for in
-                any line that reads a value of theirs, with the processor busy: the same frames at every look, with
-                work left each time, are one wait. Without a GPU the kernel's count of switches tells a thread that has
-                slept all the time from one that came back to the same line.
-            clock: Seconds.
+            device_is_busy: Returns whether the GPU has pending work; None: no GPU. With a GPU, a line that reads a
+                collective's result blocks in native code with the CPU busy: equal stacks with pending work at every
+                poll count as one wait. Without a GPU, the kernel's count of context switches distinguishes a thread
+                that slept all the time from one that returned to the same line.
+            clock: Monotonic time, s.
         """
         self._device_is_busy, self._clock = device_is_busy, clock
         self._seen: tuple[object, ...] = ()
         self._began = 0.0
 
     def look(self) -> float | None:
-        """For how long it has waited in the same collective, as far as the looks so far tell, s; None: it does not."""
+        """Polls the main thread and returns how long it has been in the same collective, s; None if it is in none."""
         frame = _main_frame()
-        works = self._device_is_busy is not None and self._device_is_busy()
-        if frame is None or not (works or _waits(frame.f_code, frame.f_lineno)):
+        gpu_works = self._device_is_busy is not None and self._device_is_busy()
+        if frame is None or not (gpu_works or _is_in_collective(frame.f_code, frame.f_lineno)):
             self._seen = ()
             return None
         seen: tuple[object, ...] = tuple((id(one.f_code), one.f_lasti) for one, _ in traceback.walk_stack(frame))
         if self._device_is_busy is None:
-            seen += _switches()
+            seen += _context_switches()
         if seen != self._seen:
             self._seen, self._began = seen, self._clock()
         return self._clock() - self._began
@@ -70,11 +71,11 @@ def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
-def _waits(code: CodeType, line: int | None) -> bool:
-    """Whether a thread whose innermost Python frame is this one waits for other ranks.
+def _is_in_collective(code: CodeType, line: int | None) -> bool:
+    """Returns whether a thread with this innermost Python frame waits for other ranks.
 
-    It does inside of torch.distributed, and where it calls `wait` of native code, as of a collective's handle: waits of
-    Python's own library are Python code, whose frame would be the innermost.
+    It does inside of torch.distributed, and in a line that calls a native `wait`, such as a collective's handle. Waits
+    of Python's own library are Python code, so they would be the innermost frame themselves.
     """
     path = code.co_filename
     if "/torch/distributed/" in path:
@@ -82,7 +83,7 @@ def _waits(code: CodeType, line: int | None) -> bool:
     return ".wait(" in linecache.getline(path, line or 0)
 
 
-def _switches() -> tuple[str, ...]:
-    """How often the kernel has let the main thread run."""
+def _context_switches() -> tuple[str, ...]:
+    """Returns the main thread's counts of context switches, as text lines."""
     status = Path(f"/proc/self/task/{threading.main_thread().native_id}/status").read_text()
     return tuple(row for row in status.splitlines() if "ctxt_switches" in row)

@@ -1,7 +1,6 @@
-"""What a process prints goes nowhere once nobody can read it: a closed pipe or terminal ends no run.
+"""stdout and stderr that survive the loss of their reader: a closed pipe or terminal does not end a run.
 
-Owns stdout and stderr of a process of mrl: `| head`, a log viewer that dies, a terminal that is closed. It imports
-nothing that takes time.
+Cases are `| head`, a log viewer that dies, a terminal that is closed. It imports only modules that load fast.
 """
 
 import errno
@@ -9,15 +8,18 @@ import io
 import os
 import sys
 
-GONE = (errno.EPIPE, errno.EIO)
-"""The reader of a pipe has ended; the terminal is closed."""
+READER_LOST = (errno.EPIPE, errno.EIO)
+"""Errors of a write after the reader of a pipe has ended, or the terminal was closed."""
 
 
-class Stream(io.TextIOWrapper):
-    """Writes to a file descriptor, as text, while somebody reads it; a character that its encoding lacks is escaped."""
+class ResilientStream(io.TextIOWrapper):
+    """Text stream on a file descriptor that discards output once the reader is gone.
+
+    Characters that the encoding lacks are escaped.
+    """
 
     def __init__(self, number: int, like: io.TextIOWrapper) -> None:
-        """Of the descriptor `number`, which stays open; encoding and buffering are those of `like`."""
+        """Wraps the descriptor `number`, which stays open, with the encoding and buffering of `like`."""
         file = io.FileIO(number, "w", closefd=False)
         super().__init__(
             file if like.write_through else io.BufferedWriter(file),
@@ -29,37 +31,37 @@ class Stream(io.TextIOWrapper):
         self._number = number
 
     def write(self, text: str) -> int:
-        """As any stream does; what cannot be written any more counts as written."""
+        """Writes text and returns its length, also when the reader is gone."""
         try:
             return super().write(text)
         except OSError as error:
-            self._go_on_unseen(error)
+            self._discard_output(error)
             return len(text)
 
     def flush(self) -> None:
-        """As any stream does; what cannot be written any more counts as written."""
+        """Flushes, and discards what cannot be written because the reader is gone."""
         try:
             super().flush()
         except OSError as error:
-            self._go_on_unseen(error)
+            self._discard_output(error)
 
-    def _go_on_unseen(self, error: OSError) -> None:
-        """From here on the descriptor is that of nothing, for what other code writes to it, too."""
-        if error.errno not in GONE:
+    def _discard_output(self, error: OSError) -> None:
+        """Redirects the descriptor to /dev/null, also for other code that writes to it."""
+        if error.errno not in READER_LOST:
             raise error
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, self._number)
-        os.close(nothing)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._number)
+        os.close(null)
 
 
 def outlive_readers() -> None:
-    """Makes stdout and stderr of this process ones that nobody has to read. Where they are replaced it does nothing."""
+    """Replaces stdout and stderr by `ResilientStream`s, unless other code has already replaced them."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__") or not isinstance(stream, io.TextIOWrapper):
-            continue  # a test's, or there is none
-        if not isinstance(stream, Stream):
+            continue  # replaced, as pytest does, or None
+        if not isinstance(stream, ResilientStream):
             stream.flush()
-            lasting = Stream(number, stream)
-            setattr(sys, name, lasting)
-            setattr(sys, f"__{name}__", lasting)
+            replacement = ResilientStream(number, stream)
+            setattr(sys, name, replacement)
+            setattr(sys, f"__{name}__", replacement)

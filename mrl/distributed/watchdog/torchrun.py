@@ -1,9 +1,8 @@
-"""`python -m mrl.distributed.watchdog.torchrun ...`: torchrun as mrl wants it, see `torchrun_agent.py`.
+"""Entry point `python -m mrl.distributed.watchdog.torchrun ...`: torchrun with mrl's agent (`torchrun_agent.py`).
 
-Owns the first moment: what is handed on to the ranks is blocked before a library is imported that starts threads. The
-kernel gives a signal to any thread that has it not blocked, and such a thread would let the launcher die without its
-ranks.
-Until torchrun hands Ctrl-C on to the ranks it ends this process at once.
+The signals that go to the ranks are blocked before any library that starts threads is imported. The kernel delivers a
+signal to any thread that has not blocked it; such a thread would let the launcher die without its ranks. Until torchrun
+forwards Ctrl-C to the ranks, it ends this process at once.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import sys
 
 from mrl.distributed.watchdog import gc_control, signals
 
-HANDED_ON = {signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM}
-"""Signals that are requests to the ranks."""
+FORWARDED = {signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM}
+"""Signals that are forwarded to the ranks."""
 
 
 def main() -> int:
-    """Runs torchrun on the command line's arguments and returns the exit status."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)  # in the ranks too: what comes before they can hear it waits
+    """Runs torchrun with the command line's arguments and returns the exit status."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # inherited by the ranks: early signals stay pending there
     signals.begin_interrupts()
     with gc_control.quick_imports():
         from mrl.distributed.watchdog import torchrun_agent

@@ -1,17 +1,15 @@
-"""torchrun, which says nothing where a rank has said what went wrong.
+"""torchrun's agent with mrl's exit statuses, signal forwarding and restart rules.
 
-Owns the exit status of the launcher, the signals that it hands on, and what is worth a restart (`--max-restarts`).
-torchrun ends each failure with a traceback of its own code and a table of exit codes. Where the first rank that failed
-ended with one of mrl's own statuses, or the watchdog has ended the others, the message is on the terminal already: the
-traceback is left out, and the status becomes the launcher's. After every other ending (a defect before the job is up,
-no memory for any rank) torchrun's table stays as it is, with its status 1.
+torchrun ends every failure with a traceback of its own code and a table of exit codes. If the first failed rank exited
+with one of mrl's own statuses, or the watchdog ended the others, the message is already on the terminal: the traceback
+is omitted and the launcher exits with that status. Any other failure (an error before the job is up, no memory for any
+rank) keeps torchrun's table and status 1.
 
-SIGUSR1, SIGTERM and SIGHUP go to the ranks, which stop in order (`graceful_stop.py`) and whose status is then the
-launcher's. torchrun alone would die of SIGUSR1 and leave its ranks behind, send SIGKILL 30 s after the others, and hear
-SIGHUP under `nohup`, too.
+SIGUSR1, SIGTERM and SIGHUP are forwarded to the ranks, which stop in order (`graceful_stop.py`). Plain torchrun would
+die of SIGUSR1 and leave its ranks running, send SIGKILL 30 s after the others, and react to SIGHUP even under `nohup`.
 
-torchrun starts the ranks again after any status but 0. Here it does not after one that a restart would only repeat, or
-that somebody asked for: FINAL.
+torchrun restarts the ranks (`--max-restarts`) after any status but 0. Here it does not after a status in FINAL, which a
+restart would only repeat or which the user asked for.
 """
 
 from __future__ import annotations
@@ -36,35 +34,35 @@ from torch.distributed.run import main as torchrun
 
 from mrl.distributed import launch, torchrun_rendezvous
 from mrl.distributed.rendezvous import LOOPBACK, own_address
-from mrl.distributed.watchdog.graceful_stop import REPEAT_S, URGENT, heard
+from mrl.distributed.watchdog.graceful_stop import REPEAT_S, URGENT, handled_signals
 from mrl.distributed.watchdog.signals import FAILED, REQUEUE
 from mrl.errors import UserError, first_line
 
 FINAL = (2, REQUEUE, 130, 143)
-"""Statuses of `mrl` after which a restart makes no sense, see `mrl/commands/cli.py`."""
+"""Exit statuses of `mrl` after which the ranks are not restarted, see `mrl/commands/cli.py`."""
 
-TOLD = (*FINAL, FAILED)
-"""Statuses of `mrl` that come with a message."""
+REPORTED = (*FINAL, FAILED)
+"""Exit statuses of `mrl` for which a message was printed."""
 
 
 _had_ranks = threading.Event()
-"""This launcher has started ranks."""
+"""Set once this launcher has started ranks."""
 
-_over = threading.Event()
-"""The last ranks of this launcher have ended."""
+_ranks_ended = threading.Event()
+"""Set once the last ranks of this launcher have ended."""
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent of a host, which starts its ranks again only where that can help."""
+    """torchrun's agent of a host, which does not restart ranks after a status in FINAL."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.FAILED and told_status(result.failures) in FINAL:
+        if result.state == WorkerState.FAILED and reported_status(result.failures) in FINAL:
             self._remaining_restarts = 0
         if result.state == WorkerState.SUCCEEDED or (
             result.state == WorkerState.FAILED and not self._remaining_restarts
         ):
-            _over.set()
+            _ranks_ended.set()
         return result
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
@@ -73,31 +71,31 @@ class Agent(LocalElasticAgent):
         return started
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        sys.stderr.write("mrl: the ranks start again.\n")
+        sys.stderr.write("mrl: restarting the ranks.\n")
         sys.stderr.flush()
         super()._restart_workers(worker_group)
 
 
-def told_status(failures: Mapping[int, ProcessFailure]) -> int | None:
-    """The status that stands for a host's failed ranks; None: not all was told.
+def reported_status(failures: Mapping[int, ProcessFailure]) -> int | None:
+    """Returns the exit status for a host's failed ranks; None if their failure was not reported with a message.
 
     Args:
-        failures: By rank: that of the first one to fail, and of those that ended because of it.
+        failures: Failures by rank: the first one, and those that it caused.
     """
     if any(failure.exitcode == FAILED for failure in failures.values()):
-        return FAILED  # the watchdog has told of the others, too
+        return FAILED  # the watchdog has reported the failure
     first = min(failures.values(), key=lambda failure: failure.timestamp)
-    return first.exitcode if first.exitcode in TOLD else None
+    return first.exitcode if first.exitcode in REPORTED else None
 
 
 def with_local_addr(words: Sequence[str]) -> list[str]:
-    """The arguments of torchrun with this host's address as the others see it.
+    """Adds `--local-addr` with this host's address, as the other hosts see it, to torchrun's arguments.
 
-    A rendezvous that survives restarts tells it to the other hosts; torchrun would take the hostname, which often does
-    not resolve.
+    The c10d rendezvous sends this address to the other hosts. torchrun's default is the hostname, which often does not
+    resolve.
 
     Raises:
-        UserError: There is no way to the rendezvous.
+        UserError: There is no route to the rendezvous endpoint.
     """
     if "--rdzv-endpoint" not in words or "--local-addr" in words:
         return list(words)
@@ -107,41 +105,37 @@ def with_local_addr(words: Sequence[str]) -> list[str]:
 
 
 def is_on_one_host(words: Sequence[str]) -> bool:
-    """Whether these arguments of torchrun start a job that has no other host."""
+    """Returns whether these arguments of torchrun start a job on this host only."""
     given = [words[at + 1] for at, word in enumerate(words[:-1]) if word in ("--nnodes", "-nnodes")]
     given += [word.partition("=")[2] for word in words if word.startswith("--nnodes=")]
     return given[-1:] in ([], ["1"], ["1:1"])
 
 
 def without_log_dir(words: Sequence[str]) -> list[str]:
-    """The arguments of torchrun with no folder for the ranks' output, unless they ask for its files.
+    """Sets torchrun's `--log-dir` to /dev/null unless the arguments ask for log files.
 
-    torchrun makes one in TMPDIR for every job, and never deletes it.
+    torchrun creates a folder in TMPDIR for every job and never deletes it.
     """
-    mine = words[: words.index("-m")] if "-m" in words else words
-    asked = ("--log-dir", "--log_dir", "-r", "--redirects", "-t", "--tee")
-    if any(word.partition("=")[0] in asked for word in mine):
+    own_words = words[: words.index("-m")] if "-m" in words else words
+    options = ("--log-dir", "--log_dir", "-r", "--redirects", "-t", "--tee")
+    if any(word.partition("=")[0] in options for word in own_words):
         return list(words)
     return ["--log-dir", os.devnull, *words]
 
 
-OVER_S = 2.0
-"""Ranks that are gone are missed by torchrun within this time."""
+EXIT_NOTICE_S = 2.0
+"""Time within which torchrun notices that its ranks have ended, s."""
 
-LAST_S = 5.0
-"""Ranks that live so long after a second order to end are killed."""
+KILL_AFTER_S = 5.0
+"""Ranks that still run this long after a second SIGTERM or SIGHUP are killed, s."""
 
-LOOK_S = 0.1
-"""Between two looks whether there are ranks yet."""
+POLL_S = 0.1
+"""Interval of the check for started ranks, s."""
 
 
 def run(words: Sequence[str]) -> int:
-    """Runs torchrun and returns the exit status; `stop.SIGNALS` are blocked in every thread.
-
-    Args:
-        words: Its arguments.
-    """
-    threading.Thread(target=_hand_on, args=(heard(),), name="signals", daemon=True).start()
+    """Runs torchrun and returns the exit status; the caller has blocked `graceful_stop.SIGNALS` in every thread."""
+    threading.Thread(target=_forward_signals, args=(handled_signals(),), name="signals", daemon=True).start()
     launch.allow_sockets()
     vars(api)["LocalElasticAgent"] = Agent
     torchrun_rendezvous.install(launch.job_token(make=is_on_one_host(words)))
@@ -152,42 +146,42 @@ def run(words: Sequence[str]) -> int:
         sys.stderr.write(f"mrl: error: {error}\n")
         return 2
     except ChildFailedError as error:
-        status = told_status(error.failures)
+        status = reported_status(error.failures)
         if status is None:
             raise
         return status
     except (RendezvousError, DistError) as error:
-        had_ranks = "" if _had_ranks.is_set() else "error: "  # ranks that lost another host have told it
-        sys.stderr.write(f"mrl: {had_ranks}this host's launcher has lost the others, or did not find them: ")
+        prefix = "" if _had_ranks.is_set() else "error: "  # ranks that lost another host have reported the error
+        sys.stderr.write(f"mrl: {prefix}this host's torchrun cannot reach those of the other hosts: ")
         sys.stderr.write(f"{first_line(error)}\n")
         return FAILED
-    except SignalException as stop:  # the ranks were sent the same signal, and have ended
+    except SignalException as stop:  # the ranks got the same signal and have ended
         return 128 + int(stop.sigval)
     return 0
 
 
-def _hand_on(signals: Collection[int]) -> None:
-    first_order: float | None = None
+def _forward_signals(signals: Collection[int]) -> None:
+    first_urgent: float | None = None
     while True:
         number = signal.sigwait(signals)
         ranks = psutil.Process().children()
         while not ranks:
-            if _over.wait(OVER_S if _had_ranks.is_set() else 0.0):
-                return  # the status is known: that of the ranks
-            if orders := [each for each in (number, *signal.sigpending()) if each in URGENT]:
-                sys.stderr.write(f"mrl: ended by {signal.Signals(orders[0]).name} before there were ranks.\n")
+            if _ranks_ended.wait(EXIT_NOTICE_S if _had_ranks.is_set() else 0.0):
+                return  # torchrun exits with the ranks' status
+            if urgent := [each for each in (number, *signal.sigpending()) if each in URGENT]:
+                sys.stderr.write(f"mrl: ended by {signal.Signals(urgent[0]).name} before the ranks started.\n")
                 sys.stderr.flush()
                 os._exit(REQUEUE)
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             ranks = psutil.Process().children()
         for rank in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.send_signal(number)
         if number not in URGENT:
             continue
-        first_order = first_order or time.monotonic()
-        if time.monotonic() - first_order > REPEAT_S:
-            time.sleep(LAST_S)  # psutil's own wait would take the ranks' status away from torchrun
+        first_urgent = first_urgent or time.monotonic()
+        if time.monotonic() - first_urgent > REPEAT_S:
+            time.sleep(KILL_AFTER_S)  # psutil's wait would reap the ranks, whose status torchrun needs
             for rank in ranks:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     rank.kill()

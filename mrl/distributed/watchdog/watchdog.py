@@ -1,17 +1,17 @@
-"""Ends the whole job, with one message, where a rank fails, hangs or is gone.
+"""Ends the entire job, with a single message, if a rank fails, hangs or dies.
 
-Owns what the ranks tell each other beside their collectives, in a store of their own connection:
+The ranks exchange these keys through the job's store, over a connection of their own:
 
-    beat/R    what rank R does now (`blame.RankState`), again every second or so
-    alarm     some rank found a reason to ask everyone: all ranks add their stacks to their beats
-    end       the message and the exit status: the first one stands, and ends every rank
-    speaker   who prints it, rank 0 where it still answers; said: it has
+    beat/R    state of rank R (`hang_diagnosis.RankState`), rewritten about once a second
+    alarm     a rank found a problem: all ranks add their stacks to their states
+    end       message and exit status; the first one written ends every rank
+    speaker   rank that prints the message: rank 0 if it answers; said: it has printed
 
-Each rank looks after itself (how long has its main thread waited in one collective?) and after the rank that follows it
-(does it still beat? is its process still there?). So the store has a few short requests a second from each rank, and
-nobody reads the states of all before there is an alarm. Losing the store is a finding, too: the process that served it
-is gone. A rank leaves by `os._exit`, which needs no main thread; where native code keeps Python's lock, by
-faulthandler's timer, which needs no Python. Who is to blame is told by `hang_diagnosis.py`.
+Each rank checks itself (how long has its main thread waited in one collective?) and the next rank (does its state
+change, does its process exist?). So each rank sends the store a few short requests per second, and all states are read
+only after an alarm. Losing the store is a finding too: the process that served it is gone. A rank exits by `os._exit`,
+which does not need the main thread; if native code keeps the GIL, faulthandler's timer exits, which does not need
+Python. `hang_diagnosis.py` determines the responsible ranks.
 """
 
 from __future__ import annotations
@@ -44,35 +44,38 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 MARGIN_S = 30.0
-"""By so much later than this one torch's own timeout of a collective comes: then the stacks are told already."""
+"""Margin of torch's own timeout of a collective over the watchdog's, so that the stacks are printed first, s."""
 
 SAMPLING_S = 7 * 86400.0
-"""torch's own timeout where ranks wait for others that sample: as long as those make forwards, no wait is too long."""
+"""torch's own timeout of collectives that wait for sampling ranks, s: no wait is too long while those make progress."""
 
 ANSWER_S = 3.0
-"""After an alarm a rank has this long, and two beats, to say what it does."""
+"""Time to answer an alarm, in addition to two heartbeat intervals, s."""
 
 GRACE_S = 2.0
-"""A rank that is about to leave in order is not disturbed for so long."""
+"""Time for a rank that is shutting down to leave undisturbed, s."""
 
 SPEAK_S = 5.0
-"""Rank 0 has this long to print a message; then the one that wrote it does."""
+"""Time for rank 0 to print a message before its author prints it, s."""
 
 NOBODY = -1
-"""As the one who prints a message: it is printed already."""
+"""Value of `speaker` for a message that is already printed."""
 
-OFTEN = 8
-"""Looks at what the others do within the time after which a wait is too long, once it is."""
+PROGRESS_CHECKS = 8
+"""Checks of the sampling ranks' progress per collective timeout, while a wait is already too long."""
+
+LAUNCHER_ENDED = "the launcher has ended"
+"""Reason of an alarm: the parent process of this rank is gone."""
 
 POLL_S = 0.1
-"""Between two looks for what was asked for."""
+"""Polling interval of the store while waiting for a key, s."""
 
 
 class Watchdog:
-    """This rank's part of the watch; does nothing in a job of one rank.
+    """This rank's part of the watchdog; does nothing in a job of one rank.
 
     Attributes:
-        where: What this rank does now, "step 12, reward"; to be set once that is known.
+        where: Returns the current step and phase, "step 12, reward"; the trainer sets it once that is known.
     """
 
     def __init__(
@@ -85,34 +88,35 @@ class Watchdog:
         advice: Callable[[], str] = str,
         secret: Callable[[], str] = str,
     ) -> None:
-        """Not on watch before `start`.
+        """Creates the watchdog, which is inactive before `start`.
 
         Args:
-            environment: Of this rank.
-            collective_timeout_s: A wait in one collective that takes longer is an alarm, s.
-            heartbeat_timeout_s: A rank that gives no sign of life for so long is gone, s.
-            device_is_busy: See `MainThread`.
-            advice: What to do after the message; read when it is printed, and left out where that takes too long.
-            secret: The job's token, known once the ranks have met: only who knows it can end the job.
+            environment: Launcher's environment of this rank.
+            collective_timeout_s: A longer wait in one collective is an alarm, s.
+            heartbeat_timeout_s: A rank without a heartbeat for longer is considered lost, s.
+            device_is_busy: Returns whether the GPU has pending work, see `MainThread`.
+            advice: Returns what to do, printed after the message unless it takes too long.
+            secret: Returns the job token, with which a message must be signed to end the job; known once the ranks have
+                met.
         """
         self.where: Callable[[], str] = lambda: "the start"
         self._environment, self._advice, self._secret = environment, advice, secret
         self._collective_s, self._heartbeat_s = collective_timeout_s, heartbeat_timeout_s
-        few = max(1.0, environment.world_size / 1000)  # so that the store's load does not grow with the ranks
-        self._interval = min(few, heartbeat_timeout_s / 4, collective_timeout_s / 4)
+        longest_s = max(1.0, environment.world_size / 1000)  # bounds the store's load in jobs of many ranks
+        self._interval = min(longest_s, heartbeat_timeout_s / 4, collective_timeout_s / 4)
         self._main = MainThread(device_is_busy=device_is_busy)
         self._state = RankState(environment.rank, socket.gethostname(), os.getpid(), hang_diagnosis.process_space())
         self._where_since = time.monotonic()
         self._sampled: float | None = None
-        self._excused_until = 0.0
-        self._next = (environment.rank + 1) % environment.world_size
-        self._next_beat = -1, time.monotonic()
+        self._progress_until = 0.0
+        self._successor = (environment.rank + 1) % environment.world_size
+        self._successor_beat = -1, time.monotonic()
         self._parent = os.getppid()
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._answered = False
-        self._exchanged = time.monotonic()
-        self._first: RankState | None = None
+        self._stack_published = False
+        self._last_contact = time.monotonic()
+        self._first_rank: RankState | None = None
         self._threads: list[threading.Thread] = []
         self._store: Store | None = None
         self._address = ""
@@ -120,45 +124,49 @@ class Watchdog:
     # the main thread
 
     def start(self, store: Store) -> None:
-        """Goes on watch, over a connection of its own to the store of the ranks."""
+        """Starts watching, over its own connection to the ranks' store."""
         server = getattr(store, "underlying_store", store)
         self._address = f"{getattr(server, 'host', '')}:{getattr(server, 'port', '')}"
         self._store = store.clone()  # type: ignore[attr-defined]
         self._beat()
         self._threads = [
-            threading.Thread(target=self._talk, name="watchdog", daemon=True),
-            threading.Thread(target=self._guard, name="watchdog's guard", daemon=True),
+            threading.Thread(target=self._heartbeat_loop, name="watchdog", daemon=True),
+            threading.Thread(target=self._guard_loop, name="watchdog's guard", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
         when_alone(self._fail_alone)
 
     def tell(self, error: BaseException) -> None:
-        """This rank cannot go on: ends the job with its message, and does not return.
+        """Ends the job with this rank's error and does not return.
 
-        It returns where the rank leaves in order: the error is everywhere, or a request to stop, or the user's mistake,
+        It returns only if the rank can leave in order: the error is on all ranks, is a stop request, or is a UserError,
         whose message the command line prints.
         """
         if self._store is None or self._closed.is_set():
             return
         if isinstance(error, UserError) and not error.everywhere:
-            self._hand_over(error)
+            self._post_mistake(error)
         elif isinstance(error, Exception) and not isinstance(error, UserError):
             if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, for another rank that failed
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends it when another rank has failed
             self._fail(error)
         else:
             self.close(type(error).__name__)
 
     def sampled(self) -> None:
-        """This rank's engine has made a forward: who waits for it waits for work, as long as more of them come."""
+        """Records a forward of this rank's engine; as long as forwards continue, waiting ranks do not time out."""
         self._sampled = time.monotonic()
 
     def close(self, left: str = hang_diagnosis.DONE) -> None:
-        """Goes off watch; `left` says to the others why."""
+        """Stops watching.
+
+        Args:
+            left: Reason why this rank leaves, for the other ranks.
+        """
         if self._store is None or self._closed.is_set():
             return
-        with contextlib.suppress(RuntimeError):  # the store is gone, and so is the reason to tell anyone
+        with contextlib.suppress(RuntimeError):  # the store is gone, so nobody reads this
             self._beat(left=left)
         self._closed.set()
         when_alone(None)
@@ -172,97 +180,96 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Tells of an error, and goes off watch."""
+        """Reports an error, if any, and stops watching."""
         if error is not None:
             self.tell(error)
         self.close()
 
     def _fail(self, error: Exception) -> None:
-        """Posts this rank's exception; where another rank seems to be the reason, asks around first."""
+        """Ends the job with this rank's exception; if another rank may have caused it, raises an alarm first."""
         try:
             if isinstance(error, RankFailedError) and error.rank != self._environment.rank:
-                time.sleep(SPEAK_S)  # its own message comes, and ends this process
+                time.sleep(SPEAK_S)  # that rank's own message ends this process
             elif failed_in_collective(error):
                 self._state = replace(self._state, broken=first_line(error))
                 self._alarm(error)
-            self._end(f"{self._state} failed at {self.where()}:\n{_traceback(error)}")
+            self._end(self._describe(error))
         except RuntimeError as lost:
-            self._lose_store(first_line(lost))
+            self._end_without_store(first_line(lost))
         abort.leave(FAILED)
 
-    def _hand_over(self, error: UserError) -> None:
-        """The others are told of a mistake that only this rank has seen.
+    def _post_mistake(self, error: UserError) -> None:
+        """Posts a UserError of this rank only, for the other ranks.
 
-        On each host's first rank the command line prints it; else rank 0 does, here.
+        If this is its host's first rank the command line prints the message, otherwise rank 0 does.
         """
-        text = self._mistake(error)
+        text = self._describe(error)
         self.close(type(error).__name__)
-        with contextlib.suppress(RuntimeError):  # the others learn it from the lost store
+        with contextlib.suppress(RuntimeError):  # if the store is lost, the other ranks notice that
             if self._post_end(text, status=2, speaker=0):
                 if self._environment.local_rank == 0:
                     self._post("speaker", "command line")
                     self._post("said", "1")
                 self._post("alarm", str(self._environment.rank))
-                time.sleep(2 * self._interval)  # rank 0 may serve the store that the others read this from
+                time.sleep(2 * self._interval)  # this rank may serve the store from which the others read the message
 
-    def _mistake(self, error: UserError) -> str:
-        return f"{error}\nThis was on {self._state}, at {self.where()}."
+    def _describe(self, error: Exception) -> str:
+        if isinstance(error, UserError):
+            return f"{error}\nRaised on {self._state}, at {self.where()}."
+        return f"{self._state} failed at {self.where()}:\n{_traceback(error)}"
 
     def _fail_alone(self, error: Exception) -> None:
-        """In a thread: the others wait for the main thread in a collective that it has left with an error."""
+        """Ends the job from a thread, since the others wait in a collective that this rank's main thread has left."""
         if self._closed.is_set():
             return
         try:
-            if isinstance(error, UserError):
-                self._end(self._mistake(error), status=2)
-            else:
-                self._end(f"{self._state} failed at {self.where()}:\n{_traceback(error)}")
+            self._end(self._describe(error), status=2 if isinstance(error, UserError) else FAILED)
         except RuntimeError as lost:
-            self._lose_store(first_line(lost))
+            self._end_without_store(first_line(lost))
 
-    # the thread that talks
+    # the heartbeat thread
 
-    def _talk(self) -> None:
+    def _heartbeat_loop(self) -> None:
         try:
             self._add("came")
             while not self._closed.wait(self._interval):
                 self._beat()
-                if self._is_there("alarm"):
-                    self._obey()
+                if self._exists("alarm"):
+                    self._follow_alarm()
                     return
-                if reason := self._look():
+                if reason := self._find_problem():
                     self._alarm(reason)
-        except job_secret.StrangerError as stranger:
-            self._leave_to_stranger(first_line(stranger))
+        except job_secret.AuthenticationError as intrusion:
+            self._end_after_intrusion(first_line(intrusion))
         except RuntimeError as lost:  # torch's DistError
-            self._lose_store(first_line(lost))
+            self._end_without_store(first_line(lost))
 
-    def _look(self) -> str:
-        """What is wrong with this rank or with the next one; "" nothing."""
+    def _find_problem(self) -> str:
+        """Returns the problem with this rank or its successor; "": none."""
         if self._environment.launcher != "none" and os.getppid() != self._parent:
-            return "the launcher is gone"
-        if (self._state.waits_s or 0.0) > self._collective_s and not self._is_excused():
+            return LAUNCHER_ENDED
+        if (self._state.waits_s or 0.0) > self._collective_s and not self._waits_for_sampling():
             return "a collective takes too long"
-        if not self._all_came():
+        if not self._all_started():
             return ""
-        state = self._read(self._next)
-        if self._environment.local_rank == 0 or self._first is None:
-            self._first = self._read(0)
+        state = self._read(self._successor)
+        if self._environment.local_rank == 0 or self._first_rank is None:
+            self._first_rank = self._read(0)
         if state.left == hang_diagnosis.DONE:
             return ""
-        beat, since = self._next_beat
+        beat, since = self._successor_beat
         if state.beat != beat:
-            self._next_beat = state.beat, time.monotonic()
+            self._successor_beat = state.beat, time.monotonic()
         elif time.monotonic() - since > self._heartbeat_s:
             return "silent"
-        return self._ending_of(state)
+        return self._process_state(state)
 
-    def _is_excused(self) -> bool:
-        """Whether who is waited for samples, and does not stand still."""
+    def _waits_for_sampling(self) -> bool:
+        """Returns whether the awaited ranks are sampling and make progress."""
         now = time.monotonic()
-        if now >= self._excused_until and hang_diagnosis.are_sampling(self._read_all(), self._collective_s):
-            self._excused_until = now + self._collective_s / OFTEN
-        return now < self._excused_until
+        if now >= self._progress_until and hang_diagnosis.are_sampling(self._read_all(), self._collective_s):
+            self._progress_until = now + self._collective_s / PROGRESS_CHECKS
+        return now < self._progress_until
 
     def _beat(self, *, left: str = "", stack: str = "") -> None:
         with self._lock:
@@ -275,51 +282,51 @@ class Watchdog:
                 left=left or state.left, stack=stack or state.stack,
             )  # fmt: skip
             self._connection.set(f"watchdog/beat/{state.rank}", self._state.encode())
-            self._exchanged = time.monotonic()
+            self._last_contact = time.monotonic()
 
     def _alarm(self, reason: str | Exception) -> None:
-        """Asks everyone, writes the message, and ends the job; a second one to do so waits for the first one's end."""
+        """Collects all ranks' states, composes the message and ends the job; if an alarm exists, follows that one."""
         if not self._post("alarm", str(self._environment.rank)):
-            self._obey()
+            self._follow_alarm()
             return
-        self._answer()
+        self._publish_stack()
         states, gone = self._collect()
         error = reason if isinstance(reason, Exception) else None
-        if error is not None and not hang_diagnosis.is_somebody_to_blame(states, gone, self._environment.world_size):
+        if error is not None and not hang_diagnosis.blames_other_ranks(states, gone, self._environment.world_size):
             text = f"{self._state} failed at {self.where()}, in a collective:\n{_traceback(error)}"
-        elif reason == "the launcher is gone":
-            text = f"the launcher of {self._state} is gone: process {self._parent} on that host."
+        elif reason == LAUNCHER_ENDED:
+            text = f"the launcher of {self._state}, process {self._parent} on that host, has ended."
         else:
-            text = hang_diagnosis.judge(states, gone, self._environment.world_size)
+            text = hang_diagnosis.diagnose(states, gone, self._environment.world_size)
         self._end(text, speaker=self._environment.rank if 0 in gone else 0)
 
-    def _answer(self) -> None:
-        if not self._answered:
-            self._answered = True
+    def _publish_stack(self) -> None:
+        if not self._stack_published:
+            self._stack_published = True
             self._beat(stack=main_stack())
 
     def _collect(self) -> tuple[dict[int, RankState], dict[int, str]]:
-        """The states of all ranks with their stacks; of those that do not answer in time, what is known instead."""
+        """Returns all ranks' states with stacks, and a finding for each rank that does not answer in time."""
         limit_s = ANSWER_S + 2 * self._interval
         deadline = time.monotonic() + limit_s
         while True:
             states = self._read_all()
             silent = [state for state in states.values() if not state.stack and not state.left]
-            gone = {state.rank: ending for state in silent if (ending := self._ending_of(state))}
+            gone = {state.rank: ending for state in silent if (ending := self._process_state(state))}
             if len(gone) == len(silent) or time.monotonic() > deadline:
                 break
             time.sleep(POLL_S)
-        beat, since = self._next_beat
+        beat, since = self._successor_beat
         for state in silent:
             if state.rank not in gone:
-                quiet_s = limit_s if state.rank != self._next or state.beat != beat else time.monotonic() - since
-                is_there = state.space == self._state.space
-                why = "; its process is there: it is stopped, or native code keeps Python's lock" if is_there else ""
-                gone[state.rank] = f"gives no sign of life for {quiet_s:.0f} s{why}"
+                quiet_s = limit_s if state.rank != self._successor or state.beat != beat else time.monotonic() - since
+                is_running = state.space == self._state.space
+                why = "; its process exists, but is stopped, or native code keeps the GIL" if is_running else ""
+                gone[state.rank] = f"has not answered for {quiet_s:.0f} s{why}"
         return states, gone
 
-    def _ending_of(self, state: RankState) -> str:
-        """GONE where this process can see that another one has ended; "" it runs, or nobody here can tell."""
+    def _process_state(self, state: RankState) -> str:
+        """Returns GONE if the rank's process has ended; "" if it runs or cannot be seen from here."""
         if state.space != self._state.space or state.left:
             return ""
         try:
@@ -333,86 +340,83 @@ class Watchdog:
     # the end
 
     def _end(self, text: str, *, speaker: int = 0, status: int = FAILED) -> None:
-        """Posts a message unless one is there, and ends this rank by what stands."""
+        """Posts a message unless one exists, and ends this rank with the one that was posted first."""
         self._post_end(text, status=status, speaker=speaker)
         self._post("alarm", str(self._environment.rank))
-        self._obey(mine=True)
+        self._follow_alarm(is_author=True)
 
-    def _obey(self, *, mine: bool = False) -> None:
-        """Answers an alarm, waits for the message, prints it if this rank is to, and leaves; returns only if closed."""
-        self._answer()
+    def _follow_alarm(self, *, is_author: bool = False) -> None:
+        """Publishes the stack, waits for the message, prints it if responsible, and exits; returns only if closed."""
+        self._publish_stack()
         deadline = time.monotonic() + 2 * (ANSWER_S + SPEAK_S) + 4 * self._interval
-        while not self._is_there("end"):
+        while not self._exists("end"):
             if self._closed.wait(POLL_S):
                 return
-            if time.monotonic() > deadline:  # the one that asked is gone as well
+            if time.monotonic() > deadline:  # the rank that raised the alarm is gone too
                 states, gone = self._collect()
                 speaker = self._environment.rank if 0 in gone else 0
-                self._end(hang_diagnosis.judge(states, gone, self._environment.world_size), speaker=speaker)
+                self._end(hang_diagnosis.diagnose(states, gone, self._environment.world_size), speaker=speaker)
         end = self._read_end()
         if end["status"] != FAILED and self._closed.wait(GRACE_S):
-            return  # the main thread has seen the same mistake, and leaves in order
+            return  # the main thread has the same UserError and shuts down in order
         if end["speaker"] == NOBODY:
             abort.leave(end["status"])
         if self._environment.rank == end["speaker"]:
-            self._speak(end["text"])
-            time.sleep(GRACE_S)  # the store may be this process's: the others read on
+            self._print_message(end["text"])
+            time.sleep(GRACE_S)  # this process may serve the store, which the others still read
         else:
-            deadline = time.monotonic() + SPEAK_S + GRACE_S * (not mine)
-            while not self._is_there("said") and time.monotonic() < deadline:
+            deadline = time.monotonic() + SPEAK_S + GRACE_S * (not is_author)
+            while not self._exists("said") and time.monotonic() < deadline:
                 time.sleep(POLL_S)
-            if not self._is_there("said"):
-                self._speak(end["text"])
+            if not self._exists("said"):
+                self._print_message(end["text"])
         abort.leave(end["status"])
 
-    def _speak(self, text: str) -> None:
+    def _print_message(self, text: str) -> None:
         if self._post("speaker", str(self._environment.rank)):
             abort.say(text, self._advice)
             self._post("said", "1")
 
-    def _lose_store(self, why: str) -> None:
-        """The store does not answer: its host is gone, or the process there that served it."""
+    def _end_without_store(self, why: str) -> None:
+        """Ends this rank because the store does not answer: its host or the process that served it is gone."""
         if self._closed.wait(GRACE_S):
-            return  # the job is done, and rank 0 was the first to leave
-        text = f"{self._state}, at {self.where()}, has lost the store of the job at {self._address}: {why}."
-        if self._first is not None:
-            here = hang_diagnosis.ranks(range(self._environment.local_world_size))
-            what = self._ending_of(self._first) or f"is gone, or its whole host with {here}"
-            last = (
-                f"It was last heard at {self._first.where}, for {self._first.where_s:.0f} s, and has no stack to show."
-            )
-            text = f"{self._first} {what}. {last}\n{text}"
+            return  # the job is done and rank 0 left first
+        text = f"{self._state}, at {self.where()}, lost its connection to the job's store at {self._address}: {why}."
+        if self._first_rank is not None:
+            host_ranks = hang_diagnosis.ranks(range(self._environment.local_world_size))
+            finding = self._process_state(self._first_rank) or f"is gone, or its host with {host_ranks}"
+            text = f"{self._first_rank} {finding}. {hang_diagnosis.last_report(self._first_rank)}\n{text}"
         if abort.is_mine_to_say(self._address):
             abort.say(text, self._advice)
         else:
             time.sleep(GRACE_S)
         abort.leave(FAILED)
 
-    def _leave_to_stranger(self, why: str) -> None:
-        """The store holds what no rank wrote: one rank of each host says so, the others follow it without a word."""
+    def _end_after_intrusion(self, why: str) -> None:
+        """Ends the job because a process outside of it wrote to the store; one rank per host prints the message."""
         text = (
-            f"{why}. {self._state}, at {self.where()}, found it in the store of the job at {self._address}: a foreign "
-            "process reaches that port."
+            f"{why}. {self._state}, at {self.where()}, read it from the job's store at {self._address}: a process "
+            "outside this job can reach that port. Check the firewall, and start again."
         )
         if abort.is_mine_to_say(self._address):
             abort.say(text, self._advice)
             with contextlib.suppress(RuntimeError):
                 self._connection.set("watchdog/end", hang_diagnosis.seal_end(self._secret(), text, FAILED, NOBODY))
                 self._connection.set("watchdog/alarm", str(self._environment.rank))
-        time.sleep(GRACE_S + 2 * self._interval)  # the store may be this process's: the others read on
+        time.sleep(GRACE_S + 2 * self._interval)  # this process may serve the store, which the others still read
         abort.leave(FAILED)
 
-    # the thread that looks after the first one
+    # the thread that watches the heartbeat thread
 
-    def _guard(self) -> None:
-        """Ends this rank where the store gives no answer at all, or where no Python runs any more."""
+    def _guard_loop(self) -> None:
+        """Ends this rank if the store does not answer at all, or if Python no longer runs."""
         late = 0
         while not self._closed.wait(min(1.0, self._interval)):
             faulthandler.dump_traceback_later(2 * self._heartbeat_s + SPEAK_S, exit=True)
-            quiet_s = time.monotonic() - self._exchanged
+            quiet_s = time.monotonic() - self._last_contact
             late = late + 1 if quiet_s > self._heartbeat_s + ANSWER_S + SPEAK_S else 0
             if late > 1:
-                self._lose_store(f"no answer for {quiet_s:.0f} s")
+                self._end_without_store(f"no answer for {quiet_s:.0f} s")
 
     # the store
 
@@ -423,7 +427,7 @@ class Watchdog:
         return self._store
 
     def _post(self, name: str, text: str) -> bool:
-        """Whether this was the first value of that name."""
+        """Writes a key unless it exists; returns whether it was written."""
         with self._lock:
             is_new = not self._connection.check([f"watchdog/{name}"])
             return is_new and self._connection.compare_set(f"watchdog/{name}", "", text).decode() == text
@@ -435,18 +439,18 @@ class Watchdog:
         with self._lock:
             return hang_diagnosis.open_end(self._secret(), self._connection.get("watchdog/end"))
 
-    def _is_there(self, name: str) -> bool:
+    def _exists(self, name: str) -> bool:
         with self._lock:
             found = bool(self._connection.check([f"watchdog/{name}"]))
-            self._exchanged = time.monotonic()
+            self._last_contact = time.monotonic()
             return found
 
     def _add(self, name: str, amount: int = 1) -> int:
         with self._lock:
             return int(self._connection.add(f"watchdog/{name}", amount))
 
-    def _all_came(self) -> bool:
-        return self._first is not None or self._add("came", 0) >= self._environment.world_size
+    def _all_started(self) -> bool:
+        return self._first_rank is not None or self._add("came", 0) >= self._environment.world_size
 
     def _read(self, rank: int) -> RankState:
         with self._lock:
@@ -454,8 +458,8 @@ class Watchdog:
 
     def _read_all(self) -> dict[int, RankState]:
         keys = [f"watchdog/beat/{rank}" for rank in range(self._environment.world_size)]
-        if not self._all_came():
-            keys = [key for key in keys if self._is_there(key.removeprefix("watchdog/"))]
+        if not self._all_started():
+            keys = [key for key in keys if self._exists(key.removeprefix("watchdog/"))]
         with self._lock:
             found = [hang_diagnosis.decode(data) for data in self._connection.multi_get(keys)]
         return {state.rank: state for state in found}

@@ -216,7 +216,7 @@ def test_experts_of_other_ranks_are_not_staged_and_a_model_without_partial_loadi
 def test_the_plan_says_what_sleeps_in_host_memory(resolved):
     found = resolved("rollout.name=trtllm", *OFFLOAD)
     printed = describe(found.config, 1, HARDWARE["h100"])
-    for said in ("TensorRT-LLM's own", "whole tensors of a refit", "what waits there of models and engine"):
+    for said in ("TensorRT-LLM's own", "whole tensors of a refit", "GB for models and engine that are offloaded"):
         assert said in printed
     assert device_of(HARDWARE["h100"], found.grid).total == HARDWARE["h100"].memory_bytes
 

@@ -225,7 +225,7 @@ def test_what_is_offloaded_is_counted_where_it_is_needed(tmp_path):
     assert found.host == plain.host + before["weights"] + before["optimizer"]
     # a refit begins with all that the update needed, but its activations
     assert found.total("refit") == sum(before[part] for part in everything) + GPU.allowance
-    assert "actor, before it leaves" not in found.phases["rollout"]  # the cache is larger
+    assert "actor, before offload" not in found.phases["rollout"]  # the cache is larger
     (on_host,) = phases(tmp_path, *away, device=Device(te=False, engine_copies=4, is_host=True))
     assert on_host.phases["rollout"]["offload buffers"] == before["weights"] + before["optimizer"]
 

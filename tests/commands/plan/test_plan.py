@@ -55,7 +55,7 @@ def test_the_command_prints_bytes_and_time(config, capsys):
     assert "16 ranks on 4 nodes of 4" in printed
     for line in ("copied inside ranks", "sent inside nodes", "sent between nodes", "predicted time"):
         assert line in printed
-    for line in ("KV cache", "optimizer", "rollout, responses", "update", "all of it"):
+    for line in ("KV cache", "optimizer", "rollout, responses", "update", "total"):
         assert line in printed
 
 

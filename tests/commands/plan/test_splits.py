@@ -117,8 +117,8 @@ def test_the_reason_names_the_longer_side_and_who_waits(found):
     assert ("rollouts take longer" if best.rollouts > best.training else "training takes longer") in said
     assert f"ranks that train wait {best.idle_trainers:.0%}" in said
     assert f"those that sample {best.idle_samplers:.0%}" in said
-    assert "that all 16 ranks train and sample in turns takes 1." in said
-    assert "nobody waits for another kind" in why(splits.ranked(overlaps=False), overlaps=False)
+    assert "the case that all 16 ranks train and sample alternately takes 1." in said
+    assert "no rank waits for another kind of rank" in why(splits.ranked(overlaps=False), overlaps=False)
 
 
 def test_a_replica_across_nodes_waits_for_slower_links_and_tensorrt_llm_takes_none():
@@ -171,7 +171,7 @@ def test_the_command_shows_memory_and_times_of_each_kind_and_the_splits(capsys):
 def test_ranks_of_both_kinds_work_at_the_same_time_where_sampling_is_ahead(settings, overlaps, capsys):
     assert main(["plan", str(DENSE), NATIVE, "rollout.num_ranks=4", *settings]) == 0
     printed = capsys.readouterr().out
-    parts = ("refit", "rollout, prompts", "rollout, responses", "score", "update", "all of it")
+    parts = ("refit", "rollout, prompts", "rollout, responses", "score", "update", "total")
     times = printed.partition("\na step, s")[2]
     refit, prompts, responses, score, update, step = (
         float(re.search(rf"\n  {part} +([\d.]+)", times)[1]) for part in parts

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mrl.commands.rehearse.placeholders import CHARACTERS, missing_paths, with_stand_ins
+from mrl.commands.rehearse.placeholders import CHARACTERS, missing_paths, with_placeholders
 from mrl.config.config import load
 from mrl.errors import UserError
 from mrl.trainer.resolve import resolve
@@ -15,7 +15,7 @@ ELSEWHERE = ("~model", "model.path=/models/Qwen3-8B", "~data", "data.train_files
 def test_a_missing_model_becomes_its_preset_and_missing_data_become_sums():
     config = load(CONFIG, [*ELSEWHERE, "data.system_prompt=Think."])
     assert missing_paths(config) == {"model.path": "/models/Qwen3-8B", "data.train_files": "train.jsonl"}
-    changed, told = with_stand_ins(config)
+    changed, told = with_placeholders(config)
     assert (changed.model.preset, changed.model.tokenizer, changed.data.task) == ("qwen3_8b", CHARACTERS, "addition")
     assert [line.split(" ")[0] for line in told] == ["model.path=/models/Qwen3-8B", "its", "data.train_files:"]
     found = resolve(changed, 8)
@@ -31,17 +31,17 @@ def test_a_missing_model_becomes_its_preset_and_missing_data_become_sums():
     ],
 )
 def test_the_preset_is_found_by_the_folders_name(folder, preset):
-    changed, _ = with_stand_ins(load(CONFIG, ["~model", f"model.path={folder}"]))
+    changed, _ = with_placeholders(load(CONFIG, ["~model", f"model.path={folder}"]))
     assert changed.model.preset == preset
 
 
 def test_a_model_of_no_preset_is_refused_with_what_to_do():
-    with pytest.raises(UserError, match="model.path=/models/Mystery-9B is not here, and no preset has its name"):
-        with_stand_ins(load(CONFIG, ["~model", "model.path=/models/Mystery-9B"]))
+    with pytest.raises(UserError, match="model.path=/models/Mystery-9B is missing, and no preset matches its name"):
+        with_placeholders(load(CONFIG, ["~model", "model.path=/models/Mystery-9B"]))
 
 
 def test_what_is_here_stays():
     config = load(CONFIG)
-    assert with_stand_ins(config) == (config, [])
-    changed, told = with_stand_ins(load(CONFIG, ["algorithm.kl_in=loss", "reference.path=/models/other"]))
+    assert with_placeholders(config) == (config, [])
+    changed, told = with_placeholders(load(CONFIG, ["algorithm.kl_in=loss", "reference.path=/models/other"]))
     assert changed.reference.path is None and changed.model == config.model and len(told) == 1

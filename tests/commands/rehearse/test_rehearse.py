@@ -10,7 +10,7 @@ from rich.console import Console
 from mrl.commands.cli import main
 from mrl.commands.rehearse.rehearse import FIRST, RESUME, Options, rehearse
 from mrl.commands.rehearse.report import FILE
-from mrl.commands.rehearse.stages import STAGE_OF_FUNCTION, STAGES, spent_in, stage_of
+from mrl.commands.rehearse.stages import STAGE_OF_FUNCTION, STAGES, seconds_by_stage, stage_of
 from mrl.config.config import ParallelConfig, load
 from mrl.distributed.local_ranks import RankError, forks
 from mrl.errors import UserError
@@ -268,8 +268,8 @@ def test_files_of_the_cluster_are_told_and_something_stands_in_where_the_user_sa
     assert "(model.path, data.train_files), add --stand-ins" in message
     tight = "actor.max_tokens_per_microbatch=1000000"
     report = run(tmp_path, SMALL, *elsewhere, tight, "train.eval_interval=0", stand_ins=True)
-    assert report["passed"] and "qwen2.5_0.5b stands in" in report["warnings"][0]
-    assert report["warnings"][-1].startswith("mrl plan refuses the real run: the run does not fit GPUs of 80 GB")
+    assert report["passed"] and "preset qwen2.5_0.5b is used" in report["warnings"][0]
+    assert report["warnings"][-1].startswith("mrl plan rejects the real run: the run does not fit GPUs of 80 GB")
     assert report["model"]["num_layers"] == [24, 2]
 
 
@@ -281,7 +281,7 @@ def test_a_rehearsal_ends_in_time_and_leaves_no_rank(tmp_path):
 def test_a_folder_that_is_not_a_rehearsals_is_not_touched(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match="is not an earlier rehearsal's"):
+    with pytest.raises(UserError, match="is not an earlier rehearsal's output"):
         run(tmp_path, SMALL)
     assert (tmp_path / "out" / "thesis.tex").is_file()
 
@@ -365,7 +365,7 @@ def test_what_only_gpus_have_of_megatrons_fields_is_left_out_and_told(tmp_path):
     report = run(tmp_path, EXPERTS, fields, flex, "megatron.unchecked=true", world_size=64, dry_run=True)
     told = "\n".join(report["not_covered"])
     assert "megatron.transformer.moe_permute_fusion: only TransformerEngine has it" in told
-    assert "the flex dispatcher: tokens reached their experts by alltoall" in told
+    assert "the flex dispatcher: tokens were dispatched by alltoall" in told
     assert "megatron.unchecked lets megatron.transformer.softmax_scale through" in "\n".join(report["warnings"])
     small = load(tmp_path / "out" / FIRST)
     passed = small.megatron.transformer
@@ -378,9 +378,13 @@ def test_what_only_gpus_have_of_megatrons_fields_is_left_out_and_told(tmp_path):
     [
         ("step 1, gen", [], "rollout"),
         ("step 0, testing/reward", [], "reward"),
-        ("", [("train.py", "train"), ("job.py", "__init__"), ("policy.py", "__init__")], "build"),
-        ("", [("train.py", "sample_and_score"), ("replicas.py", "generate"), ("engine.py", "generate")], "rollout"),
-        ("", [("commits.py", "write"), ("checkpoint.py", "begin"), ("checkpoint.py", "_together")], "checkpoint"),
+        ("", [("train.py", "train"), ("trainer.py", "__init__"), ("policy.py", "__init__")], "build"),
+        (
+            "",
+            [("train.py", "sample_and_score"), ("prompt_assignment.py", "generate"), ("engine.py", "generate")],
+            "rollout",
+        ),
+        ("", [("checkpointing.py", "write"), ("checkpoint.py", "begin"), ("checkpoint.py", "_together")], "checkpoint"),
     ],
 )
 def test_an_error_has_the_stage_of_its_phase_or_else_of_its_stack(at, frames, stage):
@@ -399,7 +403,7 @@ def test_each_function_that_names_a_stage_is_one_of_mrl():
 
 def test_what_an_evaluation_does_beside_sampling_counts_as_its_refit():
     row = {"timing_s/testing": 3.0, "timing_s/testing/gen": 1.5, "timing_s/testing/reward": 0.5, "timing_s/gen": 2.0}
-    assert spent_in([row]) == {"refit": 1.0, "rollout": 3.5, "reward": 0.5}
+    assert seconds_by_stage([row]) == {"refit": 1.0, "rollout": 3.5, "reward": 0.5}
 
 
 def test_the_command_says_what_failed_and_ends_with_2(tmp_path, capsys):

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from mrl.commands.serve import http_server
-from mrl.commands.serve.app import Served, make_app
-from mrl.commands.serve.batching import MOST_WAITING, Desk
+from mrl.commands.serve.app import ServedModel, make_app
+from mrl.commands.serve.batching import MAX_WAITING, RequestQueue
 from mrl.commands.serve.http_server import make_server
 from mrl.config.config import DataConfig, ModelConfig
 from mrl.data.tokenizer import load_tokenizer
@@ -27,12 +27,12 @@ JSON_TYPE = (b"content-type", b"application/json")
 def served(tmp_path_factory):
     folder = byte_bpe_folder(tmp_path_factory.mktemp("app"))
     tokenizer = load_tokenizer(ModelConfig(tokenizer=str(folder)), DataConfig())
-    return Served("m", LONGEST, tokenizer, 0, formats.find("hermes"))
+    return ServedModel("m", LONGEST, tokenizer, 0, formats.find("hermes"))
 
 
 @pytest.fixture
-def desk(served):
-    return Desk(LONGEST, 8, 8, served.tokenizer.eos_ids)
+def request_queue(served):
+    return RequestQueue(LONGEST, 8, 8, served.tokenizer.eos_ids)
 
 
 class Client:
@@ -76,59 +76,59 @@ def body(**fields):
     return json.dumps({"model": "m", "prompt": "four", "temperature": 0, **fields}).encode()
 
 
-async def until_open(desk):
+async def until_open(request_queue):
     """The first batches; answers arrive from another thread."""
-    while not (batches := await asyncio.to_thread(desk.next_batches)):
+    while not (batches := await asyncio.to_thread(request_queue.next_batches)):
         pass
     return batches
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("num_rounds", [0, 1, 2])
-def test_answers_whose_client_leaves_are_withdrawn(served, desk, stream, num_rounds):
+def test_answers_whose_client_leaves_are_withdrawn(served, request_queue, stream, num_rounds):
     async def run():
         client = Client(body(n=3, stream=stream, max_tokens=100))
-        asking = client.ask(make_app(served, desk, "", local=False))
-        batches = await until_open(desk)
+        asking = client.ask(make_app(served, request_queue, "", local=False))
+        batches = await until_open(request_queue)
         assert sum(len(batch.prompts) for batch in batches) == 3
         for _ in range(num_rounds):
             for place, batch in enumerate(batches):
-                desk.took(place, [(uid, [60] * 8, [-1.0] * 8, False) for uid, _ in batch.prompts])
-            batches = desk.next_batches()
+                request_queue.add_tokens(place, [(uid, [60] * 8, [-1.0] * 8, False) for uid, _ in batch.prompts])
+            batches = request_queue.next_batches()
         client.leave()
         await asyncio.wait_for(asking, 10)
-        assert desk.next_batches() == []
+        assert request_queue.next_batches() == []
         return client
 
     client = asyncio.run(run())
     assert [message for message in client.sent if not message.get("more_body", stream)] == []
 
 
-def test_a_client_that_has_left_already_opens_nothing(served, desk):
+def test_a_client_that_has_left_already_opens_nothing(served, request_queue):
     async def run():
-        app = make_app(served, desk, "", local=False)
+        app = make_app(served, request_queue, "", local=False)
         for parts in ([body(stream=True)], [body()], []):
             client = Client(*parts)
             client.leave()
             await asyncio.wait_for(client.ask(app), 10)
         await asyncio.sleep(0.2)
-        assert desk.next_batches() == []
+        assert request_queue.next_batches() == []
 
     asyncio.run(run())
 
 
-def test_withdrawn_answers_make_room_at_once(served, desk):
+def test_withdrawn_answers_make_room_at_once(served, request_queue):
     async def run():
-        app = make_app(served, desk, "", local=False)
+        app = make_app(served, request_queue, "", local=False)
         full = body(prompt=["a"] * 16, n=256)
         for _ in range(3):
             client = Client(full)
             asking = client.ask(app)
-            while not desk._wanted:
+            while not request_queue._submitted:
                 await asyncio.sleep(0.01)
             busy = Client(body())
             await busy.ask(app)
-            assert busy.status == 503 and "ask again later" in busy.error["message"]
+            assert busy.status == 503 and "try again later" in busy.error["message"]
             client.leave()
             await asking
             assert client.sent == []
@@ -140,7 +140,7 @@ def test_withdrawn_answers_make_room_at_once(served, desk):
     ("fields", "param"),
     [
         ({"prompt": ["a"] * 20, "n": 256}, "n"),
-        ({"prompt": ["a"] * (MOST_WAITING + 1)}, "n"),
+        ({"prompt": ["a"] * (MAX_WAITING + 1)}, "n"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": ""}, "prompt"),
@@ -155,10 +155,10 @@ def test_withdrawn_answers_make_room_at_once(served, desk):
         ({"stream_options": {}}, "stream_options"),
     ],
 )
-def test_what_can_never_be_served_is_no_busy_server(served, desk, fields, param):
+def test_what_can_never_be_served_is_no_busy_server(served, request_queue, fields, param):
     async def run():
         client = Client(body(**fields))
-        await client.ask(make_app(served, desk, "", local=False))
+        await client.ask(make_app(served, request_queue, "", local=False))
         return client
 
     client = asyncio.run(run())
@@ -176,21 +176,21 @@ def test_what_can_never_be_served_is_no_busy_server(served, desk, fields, param)
         ([JSON_TYPE], [b"{", b" " * (2 << 20), b" " * (2 << 20)], 413),
     ],
 )
-def test_a_body_is_refused_before_it_is_read(served, desk, headers, parts, status):
+def test_a_body_is_refused_before_it_is_read(served, request_queue, headers, parts, status):
     async def run():
         client = Client(*parts, headers=headers)
-        await client.ask(make_app(served, desk, "", local=False))
+        await client.ask(make_app(served, request_queue, "", local=False))
         return client
 
     assert asyncio.run(run()).status == status
 
 
-def test_large_bodies_are_held_in_bounded_number(served, desk, monkeypatch):
-    monkeypatch.setattr(http_server, "MOST_BODIES", 1)
+def test_large_bodies_are_held_in_bounded_number(served, request_queue, monkeypatch):
+    monkeypatch.setattr(http_server, "MAX_BODIES", 1)
     large = b" " * 1_000_000
 
     async def run():
-        app = make_app(served, desk, "", local=False)
+        app = make_app(served, request_queue, "", local=False)
         slow = Client()
         slow.incoming.put_nowait({"type": "http.request", "body": large, "more_body": True})
         waiting = slow.ask(app)
@@ -214,9 +214,9 @@ def test_large_bodies_are_held_in_bounded_number(served, desk, monkeypatch):
         ("Bearer other", 401), ("Bearer secret secret", 401),
     ],
 )  # fmt: skip
-def test_the_key_is_a_bearer_token(served, desk, header, status):
+def test_the_key_is_a_bearer_token(served, request_queue, header, status):
     async def run():
-        transport = httpx.ASGITransport(make_app(served, desk, "secret", local=False))
+        transport = httpx.ASGITransport(make_app(served, request_queue, "secret", local=False))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             headers = {} if header is None else {"authorization": header}
             found = await client.get("/v1/models", headers=headers)

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from mrl.commands.serve.batching import PART, Desk, work
+from mrl.commands.serve.batching import ROUND_TOKENS, RequestQueue, serve_rounds
 from mrl.commands.serve.serve import INITIAL, source
-from mrl.commands.serve.stream_state import Answer, Sampling
+from mrl.commands.serve.stream_state import Sampling, StreamedAnswer
 from mrl.distributed import launch
 from mrl.distributed.local_ranks import free_port
 from mrl.megatron import parallel_state
@@ -219,16 +219,16 @@ def _answers(model, fields, ports):
         with open_job(prepare(config, resumes=False), log=False, trains=False) as job:
             job.weights.load_initial()
             job.refit_if_stale()
-            desk = None
+            request_queue = None
             if job.groups.rank == 0:
-                desk = Desk(160, PART, 2, job.tokenizer.eos_ids)
+                request_queue = RequestQueue(160, ROUND_TOKENS, 2, job.tokenizer.eos_ids)
                 for number in range(5):
                     sampling = Sampling(40 + number, temperature=number % 2, seed=number, ignore_eos=True)
                     pieces = found.setdefault(number, [])
-                    desk.leave([Answer([5 + number, 7], sampling, 0, str, pieces.append)])
-                desk.end()
+                    request_queue.submit([StreamedAnswer([5 + number, 7], sampling, 0, str, pieces.append)])
+                request_queue.finish()
             with job.sampler.awake() as engine:
-                work(engine, job.groups, desk)
+                serve_rounds(engine, job.groups, request_queue)
     finally:
         os.environ["MASTER_PORT"] = str(ports[1])
         launch.start("cpu", num_threads=1)

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.commands.serve.stream_state import HALF, Answer, Sampling
+from mrl.commands.serve.stream_state import REPLACEMENT_CHAR, Sampling, StreamedAnswer
 
 ALPHABET = ["a", "b", "ab", "#", b"\xc3", b"\xa9", "é"]
 """Tokens; two of them are the halves of a character."""
@@ -18,10 +18,10 @@ def decode(ids):
 def told(parts, *, ended=False, **sampling):
     """The pieces of an answer that gets these parts, and whether each was its last."""
     pieces = []
-    answer = Answer([1], Sampling(**{"max_tokens": 1000, **sampling}), 0, decode, pieces.append)
+    answer = StreamedAnswer([1], Sampling(**{"max_tokens": 1000, **sampling}), 0, decode, pieces.append)
     for number, part in enumerate(parts):
         is_last = ended and number == len(parts) - 1
-        if answer.take(part, [-float(token) for token in part], ended=is_last):
+        if answer.add_tokens(part, [-float(token) for token in part], ended=is_last):
             break
     return pieces
 
@@ -49,7 +49,7 @@ def test_pieces_join_to_the_whole(case, stop, max_tokens):
     assert tuple(token for piece in pieces for token in piece.ids) == whole[0].ids
     assert tuple(value for piece in pieces for value in piece.logprobs) == whole[0].logprobs
     assert not any(word in whole[0].text for word in stop)
-    assert all(HALF not in piece.text for piece in pieces[:-1] if HALF not in whole[0].text)
+    assert all(REPLACEMENT_CHAR not in piece.text for piece in pieces[:-1] if REPLACEMENT_CHAR not in whole[0].text)
 
 
 def test_what_may_become_a_stop_string_is_held_back():
@@ -74,7 +74,7 @@ def test_an_answer_ends_at_its_length_whatever_came_behind():
 
 def test_parts_have_random_numbers_of_their_own_by_seed_and_index():
     def uids(seed, index):
-        answer = Answer([1], Sampling(9, seed=seed), index, decode, print)
+        answer = StreamedAnswer([1], Sampling(9, seed=seed), index, decode, print)
         return [answer.next_uid() for _ in range(3)]
 
     assert uids(1, 0) == uids(1, 0)

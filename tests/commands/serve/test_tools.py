@@ -10,8 +10,8 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from mrl.commands.serve.app import Served, make_app
-from mrl.commands.serve.batching import Desk
+from mrl.commands.serve.app import ServedModel, make_app
+from mrl.commands.serve.batching import RequestQueue
 from mrl.config.config import DataConfig, ModelConfig
 from mrl.data.tokenizer import load_tokenizer
 from mrl.environments.formats import base as formats
@@ -52,11 +52,11 @@ def tokenizer(folder):
 
 def ask(tokenizer, says, calls, part=7):
     """What `calls(client)` gives where the model says this; and the prompts that it was given."""
-    desk, prompts = Desk(4000, part, 8, tokenizer.eos_ids), []
+    request_queue, prompts = RequestQueue(4000, part, 8, tokenizer.eos_ids), []
     script = [*tokenizer.encode(says), tokenizer.eos_ids[0]]
 
     def play():
-        while (batches := desk.next_batches()) is not None:
+        while (batches := request_queue.next_batches()) is not None:
             for place, batch in enumerate(batches):
                 found = []
                 for uid, ids in batch.prompts:
@@ -66,10 +66,10 @@ def ask(tokenizer, says, calls, part=7):
                     at = len(ids) - len(prompt)
                     new = script[at : at + part]
                     found.append((uid, new, [-0.5] * len(new), at + part >= len(script)))
-                desk.took(place, found)
+                request_queue.add_tokens(place, found)
 
     async def asked():
-        app = make_app(Served("m", 4000, tokenizer, 0, formats.find("hermes")), desk, "", local=False)
+        app = make_app(ServedModel("m", 4000, tokenizer, 0, formats.find("hermes")), request_queue, "", local=False)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test/v1") as http:
             return await calls(openai.AsyncOpenAI(base_url="http://test/v1", api_key="-", http_client=http))
@@ -79,7 +79,7 @@ def ask(tokenizer, says, calls, part=7):
     try:
         return asyncio.run(asked()), prompts
     finally:
-        desk.end()
+        request_queue.finish()
         thread.join()
 
 

@@ -39,12 +39,12 @@ def test_half_of_the_time_beside_that_of_a_commit_is_for_sampling(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     stop.reserve_s = 10.0
     assert not stop.is_short
-    stop._hear(signal.SIGUSR1, directly=True)
+    stop._receive(signal.SIGUSR1, directly=True)
     for later_s, is_short in ((34.9, False), (35.0, True)):  # 90 s / 2 - 10 s
         now[0] = 1000.0 + later_s
         assert stop.is_short == is_short
     now[0] = 1001.0
-    stop._hear(signal.SIGTERM, directly=True)  # 25 s / 2 - 10 s from here
+    stop._receive(signal.SIGTERM, directly=True)  # 25 s / 2 - 10 s from here
     for later_s, is_short in ((3.4, False), (3.5, True)):
         now[0] = 1000.0 + later_s
         assert stop.is_short == is_short

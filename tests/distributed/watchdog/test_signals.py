@@ -114,5 +114,5 @@ def test_a_hint_that_cannot_be_made_does_not_hide_what_happened(monkeypatch):
     def broken():
         raise ValueError("no environment")
 
-    monkeypatch.setattr(signals._Ending, "to_go_on", staticmethod(broken))
+    monkeypatch.setattr(signals._State, "to_go_on", staticmethod(broken))
     assert signals._message(signal.SIGINT) == "mrl: interrupted.\n"

@@ -13,7 +13,7 @@ import pytest
 
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.distributed.watchdog.signals import REQUEUE
-from mrl.distributed.watchdog.stdio import Stream
+from mrl.distributed.watchdog.stdio import ResilientStream
 from tests import warm
 from tests.e2e import runs
 from tests.source import ROOT
@@ -77,7 +77,7 @@ def test_a_full_disk_is_told(tmp_path):
     """Only what nobody can read is let go."""
     full = os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(OSError) as raised, open(os.devnull, "w") as like:
-        stream = Stream(full, like)
+        stream = ResilientStream(full, like)
         stream.write("x")
         stream.flush()
     assert raised.value.errno == errno.ENOSPC

@@ -81,5 +81,5 @@ def test_a_port_in_use_is_told_with_status_2(tmp_path):
         process = start(tmp_path, port=port)
         _, told = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2
-    assert f"cannot serve port {port}, where the ranks are to meet: Address already in use." in told
+    assert f"cannot listen on port {port} for the other ranks: Address already in use." in told
     assert told.count("mrl: error: ") == 1 and "Traceback" not in told

@@ -15,13 +15,13 @@ from mrl.distributed.watchdog.hang_diagnosis import (
     GONE,
     RankState,
     are_sampling,
+    blames_other_ranks,
     decode,
-    is_somebody_to_blame,
-    judge,
+    diagnose,
     ranks,
 )
 from mrl.distributed.watchdog.stack_dump import MainThread, failed_in_collective, main_stack
-from mrl.distributed.watchdog.torchrun_agent import told_status, with_local_addr
+from mrl.distributed.watchdog.torchrun_agent import reported_status, with_local_addr
 from tests.source import ROOT
 
 TIMEOUT_S = 120
@@ -50,49 +50,49 @@ def test_ranks_are_named_in_short():
 
 
 def test_the_rank_that_does_not_wait_is_late():
-    told = judge(job(r2=BUSY), {}, 4).splitlines()
+    told = diagnose(job(r2=BUSY), {}, 4).splitlines()
     assert told[0] == "rank 2 (host b, process 102) is late: ranks 0-1, 3 have waited 11 s in a collective."
     assert told[1] == "rank 2 (host b, process 102), at step 3, gen for 12 s:"
     assert told[3].strip() == "time.sleep(9)"
-    assert told[4].startswith("One that waits, rank 0 (host a, process 100), at step 3, gen for 12 s:")
+    assert told[4].startswith("One of the waiting ranks, rank 0 (host a, process 100), at step 3, gen for 12 s:")
 
 
 def test_a_rank_whose_process_has_ended_is_gone_and_its_host_is_not():
-    told = judge(job(), {3: GONE}, 4)
+    told = diagnose(job(), {3: GONE}, 4)
     assert told.startswith(
-        "rank 3 (host b, process 103) is gone: its process has ended. It was last heard at step 3, gen"
+        "rank 3 (host b, process 103) is gone: its process has ended. Its last report came from step 3, gen"
     )
-    assert "Nothing of this job answers" not in told
+    assert "No rank of this job answers" not in told
 
 
 def test_a_host_of_which_nobody_answers_is_named():
-    silent = dict.fromkeys((2, 3), "gives no sign of life for 45 s")
-    told = judge(job(), silent, 4).splitlines()
-    assert told[0] == "Nothing of this job answers on host b: ranks 2-3."
-    assert told[1].startswith("rank 2 (host b, process 102) gives no sign of life for 45 s.")
+    silent = dict.fromkeys((2, 3), "has not answered for 45 s")
+    told = diagnose(job(), silent, 4).splitlines()
+    assert told[0] == "No rank of this job answers on host b: ranks 2-3."
+    assert told[1].startswith("rank 2 (host b, process 102) has not answered for 45 s.")
 
 
 def test_of_a_thousand_lost_ranks_four_are_described():
     states = {rank: replace(WAITED, rank=rank) for rank in range(1000)}
-    told = judge(states, dict.fromkeys(range(1000), "gives no sign of life for 45 s"), 1000)
+    told = diagnose(states, dict.fromkeys(range(1000), "has not answered for 45 s"), 1000)
     assert len(told.splitlines()) == 6 and "... and 996 more: ranks 4-999" in told
 
 
 def test_ranks_that_never_came_are_named():
     states = job()
     del states[1]
-    assert judge(states, {}, 4).startswith("rank 1 never came.")
+    assert diagnose(states, {}, 4).startswith("rank 1 never started.")
 
 
 def test_a_rank_that_left_is_named_and_one_that_is_done_is_not():
-    told = judge(job(r0=replace(WAITED, left="done"), r3=replace(WAITED, left="KeyboardInterrupt")), {}, 4)
+    told = diagnose(job(r0=replace(WAITED, left="done"), r3=replace(WAITED, left="KeyboardInterrupt")), {}, 4)
     assert told.startswith("rank 3 (host b, process 103) left the job at step 3, gen: KeyboardInterrupt.")
 
 
 def test_collectives_that_do_not_meet_are_shown_side_by_side():
     other = replace(WAITED, stack="  elsewhere")
-    told = judge(job(r3=other), {}, 4)
-    assert told.startswith("ranks 0-3 wait for each other, in collectives that do not meet or cannot be done.")
+    told = diagnose(job(r3=other), {}, 4)
+    assert told.startswith("ranks 0-3 wait for each other, in collectives that do not match or cannot complete.")
     assert "rank 0 (host a" in told and "rank 3 (host b" in told and "rank 1 (host a" not in told
 
 
@@ -118,9 +118,9 @@ def test_ranks_that_make_forwards_are_waited_for(changed, goes_on):
 
 def test_a_failed_collective_is_blamed_on_itself_only_if_all_are_there():
     broken = {rank: replace(state, broken="Connection closed") for rank, state in job().items()}
-    assert not is_somebody_to_blame(broken, {}, 4)
-    assert is_somebody_to_blame(broken, {2: GONE}, 4)
-    assert is_somebody_to_blame({**broken, 1: BUSY}, {}, 4)
+    assert not blames_other_ranks(broken, {}, 4)
+    assert blames_other_ranks(broken, {2: GONE}, 4)
+    assert blames_other_ranks({**broken, 1: BUSY}, {}, 4)
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_one_of_a_thousand_ranks_reads_all_the_others_and_ends():
     )
     assert done.returncode == 70, done.stderr
     told = done.stderr.splitlines()
-    assert told[0] == "mrl: error: Nothing of this job answers on host node0: ranks 1-7."
+    assert told[0] == "mrl: error: No rank of this job answers on host node0: ranks 1-7."
     assert told[4] == "... nor on 121 more hosts."
     assert told[9:] == ["... and 995 more: ranks 5-999", "advice"]
 
@@ -250,7 +250,7 @@ class Failure:
     ],
 )
 def test_the_status_of_the_launcher(failures, status):
-    assert told_status({rank: Failure(*failure) for rank, failure in failures.items()}) == status
+    assert reported_status({rank: Failure(*failure) for rank, failure in failures.items()}) == status
 
 
 def test_a_rendezvous_is_told_this_hosts_address():

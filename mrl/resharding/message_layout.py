@@ -1,7 +1,7 @@
-"""How the copies of a round lie in messages: one for each pair of ranks, in the buffer of the sender.
+"""Layout of the messages of a round: one message per pair of ranks, in the sender's buffer.
 
-Owns the layout: parts that start at multiples of a word, then a sum for each. Sender and receiver find it from the
-same copies, so no message says what is in it.
+A message contains the parts, each starting at a multiple of a word, then one checksum per part. Sender and receiver
+derive the layout from the same copies, so a message has no header.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mrl.resharding.copy_op import Copy
 from mrl.resharding.dtypes import DTYPES
 
 _WORD = 8
-"""Bytes; each part of a message starts at a multiple of it, and its sum takes one, after all parts."""
+"""Alignment of the parts of a message and size of a checksum, bytes."""
 
 
 def by_peer(copies: Sequence[Copy], rank: int) -> tuple[dict[int, list[Copy]], dict[int, list[Copy]]]:
-    """(receiver -> what `rank` sends it, sender -> what `rank` gets from it), in the order of `copies`."""
+    """Returns (receiver -> copies that `rank` sends it, sender -> copies that `rank` gets from it), in their order."""
     sends: dict[int, list[Copy]] = {}
     receives: dict[int, list[Copy]] = {}
     for copy in copies:
@@ -30,8 +30,11 @@ def by_peer(copies: Sequence[Copy], rank: int) -> tuple[dict[int, list[Copy]], d
     return sends, receives
 
 
-def places(copies: Sequence[Copy], rank: int) -> dict[int, int]:
-    """Sender -> first byte of its message to `rank` in its buffer, which `by_peer` puts in order there."""
+def message_offsets(copies: Sequence[Copy], rank: int) -> dict[int, int]:
+    """Returns sender -> offset in bytes, in the sender's buffer, of its message to `rank`.
+
+    A sender's messages lie one after the other in the order of `by_peer`.
+    """
     sent: dict[int, dict[int, list[Copy]]] = {}
     senders = {copy.source_rank for copy in copies if copy.target_rank == rank}
     for copy in copies:
@@ -48,7 +51,7 @@ def places(copies: Sequence[Copy], rank: int) -> dict[int, int]:
 
 
 def message_bytes(copies: Sequence[Copy]) -> int:
-    """Of a message with these copies."""
+    """Returns the size of a message with these copies, checksums included."""
     return sum(_aligned(copy.num_bytes) + _WORD for copy in copies)
 
 
@@ -57,7 +60,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def parts_of(copies: Sequence[Copy], message: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Views of a message: one per copy, in its wire dtype and shape, and the sums [copies]."""
+    """Returns views of a message: one per copy, in its wire dtype and shape, and the checksums [copies]."""
     parts, offset = [], 0
     for copy in copies:
         shape = [stop - start for start, stop in copy.target_region]

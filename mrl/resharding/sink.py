@@ -1,7 +1,7 @@
-"""Slices into a sink: what is handed over, and whether what came is what was given.
+"""Delivery of slices to a sink, and the check that the delivered bits are those of the source.
 
-Owns the comparison. A slice comes with the sum of its bits as its sender had them (`WeightSlice.given`), or counts as
-sent by this rank; a sink that writes it says the sum of what it wrote (`WeightSlice.written`).
+A slice comes with the sum of its bits at the sender (`WeightSlice.source_sum`); without it the sum is computed here. A
+sink that writes the slice sets the sum of the written bits (`WeightSlice.written_sum`).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from mrl.resharding.weight_slice import WeightSlice
 Sink = Callable[[Sequence[WeightSlice]], None]
 
 
-def hand_over(items: Sequence[WeightSlice], sink: Sink, where: str) -> tuple[int, bool]:
-    """Gives slices to a sink and compares the bits that were given with those that came.
+def deliver(items: Sequence[WeightSlice], sink: Sink, where: str) -> tuple[int, bool]:
+    """Passes slices to a sink and compares the sums of source bits and of delivered bits.
 
     Args:
-        items: Where `given` is there, it is the sender's; elsewhere it is set to what was found.
-        sink: Takes them.
-        where: For messages.
+        items: Slices; those without `source_sum` get the sum of their delivered bits.
+        sink: Receives the slices.
+        where: Prefix of error messages.
 
     Returns:
-        (sum of what was given modulo 2^64, whether all of it was written with `WeightSlice.write_to`).
+        (sum of the source bits modulo 2^64, whether all slices were written with `WeightSlice.write_to`).
 
     Raises:
-        RuntimeError: The sink failed, or bits differ; tensors are named.
+        RuntimeError: The sink failed, or sums differ; the message names the tensors.
     """
     if not items:
         return 0, True
@@ -36,33 +36,35 @@ def hand_over(items: Sequence[WeightSlice], sink: Sink, where: str) -> tuple[int
         sink(items)
     except Exception as error:
         raise RuntimeError(f"{where}: writing {_names(items)} failed: {error}") from error
-    given, came = [], []
+    source_sums, delivered_sums = [], []
     for item in items:
-        found = item.written if item.written is not None else bits(item.data)
-        item.given = item.given if item.given is not None else found
-        came.append(found)
-        given.append(item.given)
-    sums = torch.stack([torch.stack(given), torch.stack(came)]).tolist()  # waits for a GPU once
+        delivered = item.written_sum if item.written_sum is not None else bits(item.data)
+        item.source_sum = item.source_sum if item.source_sum is not None else delivered
+        delivered_sums.append(delivered)
+        source_sums.append(item.source_sum)
+    sums = torch.stack([torch.stack(source_sums), torch.stack(delivered_sums)]).tolist()  # waits for a GPU once
     for item, sent, arrived in zip(items, *sums, strict=True):
         if sent != arrived:
-            raise RuntimeError(f"{where}: {difference(item, sent, arrived)}")
-    return sum(sums[0]) % MODULUS, all(item.written is not None for item in items)
+            raise RuntimeError(f"{where}: {describe_mismatch(item, sent, arrived)}")
+    return sum(sums[0]) % MODULUS, all(item.written_sum is not None for item in items)
 
 
-def difference(item: WeightSlice, sent: int, arrived: int) -> str:
-    """Why the sums of a slice are not the same."""
-    came = int(bits(item.data))
+def describe_mismatch(item: WeightSlice, sent: int, arrived: int) -> str:
+    """Returns an error message: a slice arrived damaged, or arrived intact and was not written as it is."""
+    received = int(bits(item.data))
     region = f"'{item.name}' {list(item.region)}"
-    if came == sent:
+    if received == sent:
         return (
-            f"what was written of {region} adds up to {arrived % MODULUS:016x}, what was given to "
-            f"{sent % MODULUS:016x}: "
-            "a write was lost, or something else wrote"
+            f"checksum mismatch after writing {region}: expected {sent % MODULUS:016x}, stored "
+            f"{arrived % MODULUS:016x}; a write was dropped or overwritten"
         )
-    return f"what arrived adds up to {came % MODULUS:016x}, what was sent to {sent % MODULUS:016x}; damaged: {region}"
+    return (
+        f"checksum mismatch on arrival of {region}: sent {sent % MODULUS:016x}, received {received % MODULUS:016x}; "
+        "the data was damaged in transit"
+    )
 
 
 def _names(items: Iterable[WeightSlice]) -> str:
-    """The target tensors, shortened where they are many."""
+    """Formats the names of the target tensors; names only the first and the last if there are several."""
     names = list(dict.fromkeys(item.name for item in items))
     return f"'{names[0]}'" if len(names) == 1 else f"'{names[0]}' to '{names[-1]}' ({len(names)} tensors)"

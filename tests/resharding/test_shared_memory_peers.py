@@ -23,15 +23,15 @@ class Shown(Setup):
 class Watched(Transfer):
     """Counts what is read where it lies, and where whose sums were taken for others alone."""
 
-    def _sort(self, neighbours):
-        super()._sort(neighbours)
-        self.read = [copy for copy in neighbours.copies if copy.target_rank == self._rank]
+    def _sort(self, peers):
+        super()._sort(peers)
+        self.read = [copy for copy in peers.copies if copy.target_rank == self._rank]
         self.sorted = getattr(self, "sorted", 0) + 1
 
-    def _tell(self, neighbours):
-        before = set(self._given)
-        super()._tell(neighbours)
-        self.summed = len(set(self._given) - before)
+    def _publish_sums(self, peers):
+        before = set(self._source_sums)
+        super()._publish_sums(peers)
+        self.summed = len(set(self._source_sums) - before)
 
 
 def reads_neighbours(grid, source_dtype, target_dtype, hidden, bucket_bytes=3000):
@@ -96,13 +96,13 @@ def test_tensors_that_moved_are_found_again():
 class Early(Transfer):
     """Rank 1 changes its tensors between the other's reading and its sums."""
 
-    def _tell(self, neighbours):
+    def _publish_sums(self, peers):
         dist.barrier()
         if dist.get_rank() == 1:
             for tensor in self._sources.values():
                 tensor.view(-1)[3] += 1
-            self._given.clear()
-        return super()._tell(neighbours)
+            self._source_sums.clear()
+        return super()._publish_sums(peers)
 
 
 class Mistaken(Transfer):
@@ -130,13 +130,15 @@ def fails_to_read(kind, target="float32"):
 def test_a_bit_read_wrongly_is_found(target):
     messages = run_ranks(2, fails_to_read, Mistaken, target)
     assert len(set(messages)) == 1
-    assert "rank 0 failed: RuntimeError: read from rank 1: what was written of 'layers.2.down'" in messages[0]
+    assert (
+        "rank 0 failed: RuntimeError: read from rank 1: checksum mismatch after writing 'layers.2.down'" in messages[0]
+    )
 
 
 def test_tensors_that_changed_between_reading_and_summing_are_found():
     messages = run_ranks(2, fails_to_read, Early)
     assert len(set(messages)) == 1
-    assert "rank 0 failed: RuntimeError: read from rank 1: what was written of" in messages[0]
+    assert "rank 0 failed: RuntimeError: read from rank 1: checksum mismatch after writing" in messages[0]
 
 
 def cannot_sum():

@@ -64,16 +64,16 @@ def arrives_in_both_sinks(setup, transfer):
         for key, expected in setup.expected.items():
             assert torch.equal(setup.tensors[key].float(), expected), key
         assert total == sum(map(bit_sum, setup.tensors.values())) % MODULUS
-        assert transfer.written == written
+        assert transfer.all_written == written
     return transfer
 
 
 class ByTurns(Transfer):
     """Ranks of even number keep their buffers to themselves, as on a host without room."""
 
-    def _prepare(self):
+    def _set_up_messages(self):
         self._share = dist.get_rank() % 2 == 1
-        super()._prepare()
+        super()._set_up_messages()
 
 
 SHARING = [
@@ -110,10 +110,10 @@ def test_many_small_rounds_and_casts_give_the_same(source, target, kind, share):
 class Slow(Transfer):
     """Rank 1 has packed long before the others have read."""
 
-    def _unpack_near(self, number, sink):
+    def _unpack_shared(self, number, sink):
         if dist.get_rank() != 1:
             time.sleep(0.005)
-        return super()._unpack_near(number, sink)
+        return super()._unpack_shared(number, sink)
 
 
 def sends_through_memory(bucket_bytes):
@@ -138,7 +138,7 @@ class LostPart(Transfer):
             sink(items)
             for item in items:
                 if dist.get_rank() == 3 and item.name == "layers.2.down":
-                    item.written = item.written + 1
+                    item.written_sum = item.written_sum + 1
 
         return super()._deliver(copies, values, sent, where, harm)
 
@@ -177,16 +177,16 @@ def test_what_is_written_otherwise_than_given_is_named_on_every_rank():
     messages = run_ranks(4, fails, LostPart, 4000)
     assert len(set(messages)) == 1
     assert "rank 3 failed" in messages[0]
-    assert "what was written of 'layers.2.down'" in messages[0]
-    assert "a write was lost" in messages[0]
+    assert "checksum mismatch after writing 'layers.2.down'" in messages[0]
+    assert "a write was dropped" in messages[0]
 
 
 @pytest.mark.parametrize("share", [False, True])
 def test_a_flipped_bit_on_the_way_is_found_and_every_rank_raises(share):
     messages = run_ranks(4, fails, FlippedBit, 4000, share)
     assert len(set(messages)) == 1
-    assert "message from rank 1: what arrived adds up to" in messages[0]
-    assert "damaged: 'embed'" in messages[0]
+    assert "message from rank 1: checksum mismatch on arrival of" in messages[0]
+    assert "arrival of 'embed'" in messages[0]
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -229,17 +229,17 @@ class Diary(Transfer):
         self.events.append(("post", number))
         return super()._post(number)
 
-    def _unpack_near(self, number, sink):
+    def _unpack_shared(self, number, sink):
         self.events.append(("near", number))
-        return super()._unpack_near(number, sink)
+        return super()._unpack_shared(number, sink)
 
     def _copy(self, bucket, sink):
         self.events.append(("copy", len(bucket)))
         return super()._copy(bucket, sink)
 
-    def _unpack_round(self, number, sink):
+    def _unpack_received(self, number, sink):
         self.events.append(("unpack", number))
-        return super()._unpack_round(number, sink)
+        return super()._unpack_received(number, sink)
 
 
 def keeps_a_diary(bucket_bytes):

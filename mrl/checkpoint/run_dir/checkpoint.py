@@ -101,7 +101,7 @@ class Checkpoints:
 
     Args:
         folder: `checkpoints/` of the run folder.
-        config: Which checkpoints to keep.
+        config: Retention of checkpoints: `keep_last`, `keep_best`.
         tell: Called on rank 0 with a message about each folder that could not be removed.
         check: Called on rank 0 before a checkpoint is started and before it is renamed; raises if another job has taken
             the run folder.

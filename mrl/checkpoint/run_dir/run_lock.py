@@ -186,22 +186,22 @@ def take(root: Path, me: Owner, rank: int) -> Ownership:
         UserError: The job that owns it still runs, or the folder cannot be written; raised on all ranks.
     """
     claims = Claims(root / "owner")
-    dead, note = 0, ""
+    last_dead, note = 0, ""
     while True:
         last, number = None, 0
         with together():
             if rank == 0:
                 last = claims.last()
-                if last is None or last.is_free or last.number <= dead:
+                if last is None or last.is_free or last.number <= last_dead:
                     number = claims.add(last.number + 1 if last else 1, me)
         last, number = from_first_rank((last, number))
         if number:
             return Ownership(claims if rank == 0 else None, number, [note] if note else [])
-        if last is None or last.is_free or last.number <= dead:
+        if last is None or last.is_free or last.number <= last_dead:
             continue  # another job was faster
         why = _takeover_reason(claims, last, me, rank)
         if why:
-            dead = last.number
+            last_dead = last.number
             note = f"took the run folder over from {last.owner or 'an unreadable owner file'}, {why}"
 
 

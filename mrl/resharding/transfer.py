@@ -5,8 +5,8 @@ one rank to another, and each copy takes the first one that is possible:
 
 - Shared tensors (`shared_memory_peers.py`): the receiver reads the tensors of a rank of the same host in shared memory.
   That is one pass over memory, like a copy inside a rank.
-- Shared messages (`message_layout.py`): the sender packs a message into a buffer in shared memory of the host; ranks of
-  that host read it there.
+- Shared messages (`message_transport.py`): the sender packs a message into a buffer in shared memory of the host; ranks
+  of that host read it there.
 - Sent messages: through sockets, or between GPUs. A message is one contiguous buffer per pair of ranks and round (gloo
   corrupts non-contiguous tensors).
 
@@ -32,16 +32,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.distributed import shared_memory
-from mrl.distributed.collectives import any_rank, raise_together, together
-from mrl.resharding.buckets import NUM_BUFFERS, round_bytes, rounds, schedule_local_copies
+from mrl.distributed.collectives import any_rank, raise_together
+from mrl.resharding.buckets import round_bytes, rounds, schedule_local_copies
 from mrl.resharding.checked_copy import copy_bits, sum_bits
 from mrl.resharding.checksum import MODULUS, bits
 from mrl.resharding.copy_op import Copy
 from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.fp8 import DTYPE as FP8
 from mrl.resharding.layout import Region
-from mrl.resharding.message_layout import by_peer, message_bytes, message_offsets, parts_of
+from mrl.resharding.message_transport import Message, MessageTransport
 from mrl.resharding.regions import slices
 from mrl.resharding.shared_memory_peers import SharedMemoryPeers
 from mrl.resharding.sink import Sink, deliver, describe_mismatch
@@ -58,7 +57,6 @@ class Transfer:
     """One rank's part of a set of copies; runs any number of times.
 
     Attributes:
-        num_rounds: Rounds of messages per run, equal on all ranks; known after the first run.
         all_written: True if the sink wrote every slice of the last run with `WeightSlice.write_to`.
     """
 
@@ -97,20 +95,20 @@ class Transfer:
         self._between = any(copy.source_rank != copy.target_rank for copy in copies)
         self._peers: SharedMemoryPeers | None = None
         self._local_copies: list[list[list[Copy]]] = []
-        self._rounds: list[tuple[dict[int, list[Copy]], dict[int, list[Copy]]]] = []
-        self._offsets: list[dict[int, int]] = []
+        self._messages = MessageTransport((), rank, self._device, share=share)
         self._source_sums: dict[tuple[str, Region], Tensor] = {}
         self._read_sums: dict[Copy, Tensor] = {}
-        self._staging: list[tuple[Tensor, Tensor]] = []
-        self._peer_buffers: dict[int, list[Tensor]] = {}
-        self._buffer_readers: set[int] = set()
-        self.num_rounds = 0
         self.all_written = False
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of messages per run, equal on all ranks; 0 before the first run."""
+        return self._messages.num_rounds
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of this rank's staging buffers; 0 before the first run."""
-        return sum(buffer.numel() for pair in self._staging for buffer in pair)
+        return sum(buffer.numel() for pair in self._messages.buffers for buffer in pair)
 
     def run(self, sink: Sink, verify: Callable[[int], object] | None = None) -> int:
         """Collective over the job: delivers all slices of this rank's targets to `sink`.
@@ -137,7 +135,7 @@ class Transfer:
                 if any_rank(state.error is not None):
                     _wait(in_transit)
                     raise_together(state.error)
-                posted = self._post(number + 1)
+                posted = self._messages.send(number + 1)
                 state.attempt(self._unpack_shared, number + 1, sink)
             for bucket in self._local_copies[number + 1]:
                 state.attempt(self._copy, bucket, sink)
@@ -159,28 +157,26 @@ class Transfer:
 
         No rank changes its tensors after this until the run ends.
         """
-        known = self._peers
-        if known is None or (known.copies and any_rank(not known.unmoved())):
-            known = self._peers = SharedMemoryPeers(self._copies, self._sources, self._rank)
+        peers = self._peers
+        if peers is None or (peers.copies and any_rank(not peers.unmoved())):
+            self._peers = None  # a failure below repeats the setup at the next run
+            peers = SharedMemoryPeers(self._copies, self._sources, self._rank)
             if self._between:
-                known.exchange(share=self._share, read=self._share and self._device.type == "cpu")
-            self._sort(known)
-        return known
+                peers.exchange(share=self._share, read=self._share and self._device.type == "cpu")
+            self._sort(peers)
+            self._peers = peers
+        return peers
 
     def _sort(self, peers: SharedMemoryPeers) -> None:
         """Collective over the job: assigns copies to local buckets and to rounds of messages."""
         read = set(peers.copies)
         by_message = [copy for copy in self._copies if copy.source_rank != copy.target_rank and copy not in read]
-        mine = (copy for copy in self._copies if copy.target_rank == self._rank)
-        own = [copy for copy in mine if copy.source_rank == self._rank or copy in read]
+        to_this_rank = (copy for copy in self._copies if copy.target_rank == self._rank)
+        own = [copy for copy in to_this_rank if copy.source_rank == self._rank or copy in read]
         batches = rounds(by_message, round_bytes(by_message, self._bucket_bytes))
         self._local_copies = schedule_local_copies(own, self._rank, batches, self._bucket_bytes)
-        self._rounds = [by_peer(batch, self._rank) for batch in batches]
-        self._offsets = [message_offsets(batch, self._rank) for batch in batches]
-        self._staging, self._peer_buffers, self._buffer_readers = [], {}, set()
-        self.num_rounds = len(batches)
-        if batches:
-            self._set_up_messages()
+        self._messages.close()  # releases the old buffers before new ones are allocated
+        self._messages = MessageTransport(batches, self._rank, self._device, share=self._share)
 
     def _publish_sums(self, peers: SharedMemoryPeers) -> None:
         """Publishes the sums of the parts that peers read; reuses the sums of this rank's own copies."""
@@ -200,117 +196,18 @@ class Transfer:
                 item = WeightSlice(copy.target_name, copy.target_region, peers.values(copy))
                 raise RuntimeError(f"read from rank {copy.source_rank}: {describe_mismatch(item, sent, found)}")
 
-    def _set_up_messages(self) -> None:
-        """Collective over the job: allocates the staging buffers and determines which ranks can map which of them."""
-        with together():
-            sends, offers = self._allocate_sends()
-        try:
-            world = dist.get_world_size()
-            all_offers: list[list[shared_memory.Offer]] = [[] for _ in range(world)]
-            dist.all_gather_object(all_offers, offers)
-            for peer in {peer for _, receives in self._rounds for peer in receives}:
-                self._attach_peer(peer, all_offers[peer])
-            readers: list[set[int]] = [set() for _ in range(world)]
-            dist.all_gather_object(readers, set(self._peer_buffers))
-        finally:
-            for offer in offers:
-                offer.withdraw()
-        self._buffer_readers = {peer for peer, read in enumerate(readers) if self._rank in read}
-        with together():
-            receives = [
-                torch.empty(self._buffer_bytes(first, 1), dtype=torch.uint8, device=self._device)
-                for first in range(NUM_BUFFERS)
-            ]
-        self._staging = list(zip(sends, receives, strict=True))
-
-    def _allocate_sends(self) -> tuple[list[Tensor], list[shared_memory.Offer]]:
-        on_host = self._device.type == "cpu"
-        made = [
-            shared_memory.create(self._buffer_bytes(n, 0) if on_host else 0, share=self._share)
-            for n in range(NUM_BUFFERS)
-        ]
-        sends = [send for send, _ in made]
-        if not on_host:
-            sends = [
-                torch.empty(self._buffer_bytes(first, 0), dtype=torch.uint8, device=self._device)
-                for first in range(NUM_BUFFERS)
-            ]
-        return sends, [offer for _, offer in made]
-
-    def _attach_peer(self, peer: int, offers: Sequence[shared_memory.Offer]) -> None:
-        """Maps a sender's buffers, if all of those with messages for this rank can be mapped."""
-        if not self._share or self._device.type != "cpu":
-            return
-        found = []
-        for first, offer in enumerate(offers):
-            wanted = any(peer in receives for _, receives in self._rounds[first::NUM_BUFFERS])
-            buffer = shared_memory.attach(offer) if wanted else torch.empty(0, dtype=torch.uint8)
-            if buffer is None:
-                return
-            found.append(buffer)
-        self._peer_buffers[peer] = found
-
-    def _buffer_bytes(self, first: int, direction: int) -> int:
-        """Returns the size of a buffer that serves every `NUM_BUFFERS`-th round from `first` on.
-
-        Args:
-            first: Index of the buffer.
-            direction: 0 to send, 1 to receive.
-        """
-        sizes = [
-            sum(
-                message_bytes(copies)
-                for peer, copies in by_direction[direction].items()
-                if direction == 0 or peer not in self._peer_buffers
-            )
-            for by_direction in self._rounds[first::NUM_BUFFERS]
-        ]
-        return max(sizes, default=0)
-
-    def _messages(self, number: int, direction: int) -> dict[int, Tensor]:
-        """Returns peer -> its slice of the round's buffer.
-
-        `direction` is 0 to send and 1 to receive; messages read in shared memory are not received.
-        """
-        buffer = self._staging[number % NUM_BUFFERS][direction]
-        found, offset = {}, 0
-        for peer, copies in self._rounds[number][direction].items():
-            if direction == 0 or peer not in self._peer_buffers:
-                size = message_bytes(copies)
-                found[peer] = buffer[offset : offset + size]
-                offset += size
-        return found
-
-    def _pack_round(self, number: int) -> int:
-        sends = self._rounds[number][0]
-        for peer, message in self._messages(number, 0).items():
-            self._pack(sends[peer], message)
-        return 0
-
-    def _post(self, number: int) -> list[dist.Work]:
-        """Starts all sends and receives of a round together; messages read in shared memory are not sent."""
-        tag = number % NUM_BUFFERS
-        operations = [
-            dist.P2POp(call, message, peer, tag=tag)
-            for direction, call in ((1, dist.irecv), (0, dist.isend))
-            for peer, message in self._messages(number, direction).items()
-            if direction == 1 or peer not in self._buffer_readers
-        ]
-        return list(dist.batch_isend_irecv(operations)) if operations else []
+    def _pack_round(self, number: int) -> None:
+        """Fills the messages of a round with the copies' bytes and their sums."""
+        for message in self._messages.outgoing(number):
+            self._pack(message)
 
     def _unpack_received(self, number: int, sink: Sink) -> int:
-        """Delivers the messages of a round that were received."""
-        return sum(self._unpack(number, peer, message, sink) for peer, message in self._messages(number, 1).items())
+        """Delivers the messages of a round that were sent to this rank."""
+        return sum(self._unpack(number, message, sink) for message in self._messages.received(number))
 
     def _unpack_shared(self, number: int, sink: Sink) -> int:
-        """Delivers the messages that lie in other ranks' shared buffers, before the ranks agree again."""
-        receives, total = self._rounds[number][1], 0
-        for peer, buffers in self._peer_buffers.items():
-            if peer in receives:
-                start = self._offsets[number][peer]
-                message = buffers[number % NUM_BUFFERS][start : start + message_bytes(receives[peer])]
-                total += self._unpack(number, peer, message, sink)
-        return total
+        """Delivers the messages of a round that this rank reads in shared memory, before the ranks agree again."""
+        return sum(self._unpack(number, message, sink) for message in self._messages.shared(number))
 
     def _source(self, copy: Copy) -> Tensor:
         """Returns a copy's source values: a view in the stored dtype, or the quantized values if FP8 is sent."""
@@ -386,18 +283,16 @@ class Transfer:
         self.all_written &= written
         return items, total
 
-    def _pack(self, copies: Sequence[Copy], message: Tensor) -> None:
-        """Fills a message with the copies' bytes and their sums."""
-        parts, sums = parts_of(copies, message)
-        for number, (copy, part) in enumerate(zip(copies, parts, strict=True)):
+    def _pack(self, message: Message) -> None:
+        parts, sums = message.parts()
+        for number, (copy, part) in enumerate(zip(message.copies, parts, strict=True)):
             sums[number] = copy_bits(part, self._source(copy))[1]
 
-    def _unpack(self, number: int, peer: int, message: Tensor, sink: Sink) -> int:
-        """Delivers a received message; raises if a sum differs from the sender's."""
-        copies = self._rounds[number][1][peer]
-        parts, sums = parts_of(copies, message)
-        where = f"round {number + 1} of {self.num_rounds}, message from rank {peer}"
-        return self._deliver(copies, parts, sums, where, sink)[1]
+    def _unpack(self, number: int, message: Message, sink: Sink) -> int:
+        """Delivers a message; raises if a sum differs from the sender's."""
+        parts, sums = message.parts()
+        where = f"round {number + 1} of {self.num_rounds}, message from rank {message.peer}"
+        return self._deliver(message.copies, parts, sums, where, sink)[1]
 
 
 class _RunState:

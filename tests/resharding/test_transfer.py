@@ -71,9 +71,9 @@ def arrives_in_both_sinks(setup, transfer):
 class ByTurns(Transfer):
     """Ranks of even number keep their buffers to themselves, as on a host without room."""
 
-    def _set_up_messages(self):
+    def _sort(self, peers):
         self._share = dist.get_rank() % 2 == 1
-        super()._set_up_messages()
+        super()._sort(peers)
 
 
 SHARING = [
@@ -120,7 +120,7 @@ def sends_through_memory(bucket_bytes):
     arrives("biases, tied", Grid(4, 2, 2, rollout_tp=4), bucket_bytes, "float32", "float32", Slow, True)
     transfer = Setup("biases, tied", Grid(4, 2, 2, rollout_tp=4)).transfer(bucket_bytes, Diary, True)
     transfer.run(lambda items: None)
-    received = sum(receive.numel() for _, receive in transfer._staging)
+    received = sum(receive.numel() for _, receive in transfer._messages.buffers)
     return received, [number for name, number in transfer.events if name == "near"], transfer.num_rounds
 
 
@@ -148,11 +148,11 @@ class FlippedBit(Transfer):
 
     sent = 0
 
-    def _pack(self, copies, message):
-        super()._pack(copies, message)
+    def _pack(self, message):
+        super()._pack(message)
         self.sent += 1
         if dist.get_rank() == 1 and self.sent == 2:
-            message[5] ^= 1
+            message.data[5] ^= 1
 
 
 class LostSource(Transfer):
@@ -225,9 +225,9 @@ class Diary(Transfer):
         super().__init__(*args, **kwargs)
         self.events = []
 
-    def _post(self, number):
-        self.events.append(("post", number))
-        return super()._post(number)
+    def _pack_round(self, number):
+        self.events.append(("pack", number))
+        return super()._pack_round(number)
 
     def _unpack_shared(self, number, sink):
         self.events.append(("near", number))
@@ -248,8 +248,8 @@ def keeps_a_diary(bucket_bytes):
     before, places = transfer.staging_bytes, []
     for _ in range(2):
         transfer.run(setup.write)
-        places.append([buffer.data_ptr() for pair in transfer._staging for buffer in pair])
-    most = max(sum(map(len, way.values())) for peers in transfer._rounds for way in peers)
+        places.append([buffer.data_ptr() for pair in transfer._messages.buffers for buffer in pair])
+    most = max(sum(map(len, way.values())) for peers in transfer._messages.rounds for way in peers)
     return transfer.events, transfer.num_rounds, before, transfer.staging_bytes, places, most
 
 
@@ -259,8 +259,8 @@ def test_messages_travel_while_the_last_ones_are_copied():
         assert events == order * 2
         assert rounds > 3
         for number in range(rounds - 1):
-            assert order.index(("post", number + 1)) < order.index(("unpack", number))
-        first = order[order.index(("post", 0)) : order.index(("unpack", 0))]
+            assert order.index(("pack", number + 1)) < order.index(("unpack", number))
+        first = order[order.index(("pack", 0)) : order.index(("unpack", 0))]
         assert any(name == "copy" for name, _ in first)
 
 

@@ -208,10 +208,10 @@ DAMAGED = {
         ),
         "has two sets of weights",
     ),
-    "an adapter": (lambda folder: added(folder, "adapter_config.json"), "it is an adapter of another model"),
+    "an adapter": (lambda folder: added(folder, "adapter_config.json"), "it is an adapter for another model"),
     "two names of one tensor": (
         saved(norm__weight=torch.ones(32)),
-        "both are the tensor 'model.norm.weight'",
+        "are both the tensor 'model.norm.weight'",
     ),
     "names of another kind": (
         renamed(lambda name: f"transformer.{name}"),

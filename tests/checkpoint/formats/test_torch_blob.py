@@ -111,7 +111,7 @@ def rewritten(data, **changes):
     [
         ({"compressed": "data/0"}, "uncompressed"),
         ({"byteorder": b"big"}, "big-endian"),
-        ({"0": b"short"}, "should take 60 bytes"),
+        ({"0": b"short"}, "is not 60 uncompressed bytes"),
     ],
 )
 def test_another_storage_is_refused(changes, words):

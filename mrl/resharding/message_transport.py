@@ -59,7 +59,7 @@ class MessageTransport:
 
     Attributes:
         num_rounds: Rounds of messages, equal on all ranks.
-        rounds: Per round (receiver -> copies that this rank sends it, sender -> copies that this rank gets from it).
+        rounds: One entry per round: (receiver -> copies that this rank sends it, sender -> copies that this rank gets from it).
         buffers: `NUM_BUFFERS` pairs of a send and a receive buffer, uint8; empty without rounds.
     """
 
@@ -70,7 +70,7 @@ class MessageTransport:
             batches: Rounds of the copies that go in messages, the same on each rank.
             rank: Global rank of this process.
             device: Device of the staging buffers.
-            share: Let ranks of the host read this rank's send buffers, and read theirs, where possible.
+            share: Let ranks of the host read each other's send buffers where possible.
         """
         self.num_rounds = len(batches)
         self.rounds = [_by_peer(batch, rank) for batch in batches]

@@ -1,7 +1,7 @@
 """Execution of a plan's copies between ranks, bucket by bucket, with a checksum for each part.
 
-`resharding/plan.py` chooses the copies; a sink (`sink.py`) of the caller receives the data. There are three ways from
-one rank to another, and each copy takes the first one that is possible:
+`resharding/plan.py` chooses the copies; a sink of the caller receives the data. There are three ways from one rank to
+another, and each copy takes the first one that is possible:
 
 - Shared tensors (`shared_memory_peers.py`): the receiver reads the tensors of a rank of the same host in shared memory.
   That is one pass over memory, like a copy inside a rank.
@@ -43,11 +43,13 @@ from mrl.resharding.layout import Region
 from mrl.resharding.message_transport import Message, MessageTransport
 from mrl.resharding.regions import slices
 from mrl.resharding.shared_memory_peers import SharedMemoryPeers
-from mrl.resharding.sink import Sink, deliver, describe_mismatch
 from mrl.resharding.weight_slice import WeightSlice
 
 _CAST_BYTES = 1 << 20
 """Copies inside a rank that need a cast are made in parts of this size, which stay in the CPU cache."""
+
+Sink = Callable[[Sequence[WeightSlice]], None]
+"""Receiver of slices; a sink that writes them with `WeightSlice.write_to` sets `written_sum`."""
 
 Quantize = Callable[[Copy, Tensor], Tensor]
 """(copy, its source values) -> the values in FP8 that are sent."""
@@ -315,3 +317,57 @@ class _RunState:
 def _wait(works: Iterable[dist.Work]) -> None:
     for work in works:
         work.wait()
+
+
+def deliver(items: Sequence[WeightSlice], sink: Sink, where: str) -> tuple[int, bool]:
+    """Passes slices to a sink and compares the sums of source bits and of delivered bits.
+
+    Args:
+        items: Slices; those without `source_sum` get the sum of their delivered bits.
+        sink: Receives the slices.
+        where: Prefix of error messages.
+
+    Returns:
+        (sum of the source bits modulo 2^64, whether all slices were written with `WeightSlice.write_to`).
+
+    Raises:
+        RuntimeError: The sink failed, or sums differ; the message names the tensors.
+    """
+    if not items:
+        return 0, True
+    try:
+        sink(items)
+    except Exception as error:
+        raise RuntimeError(f"{where}: writing {_names(items)} failed: {error}") from error
+    source_sums, delivered_sums = [], []
+    for item in items:
+        delivered = item.written_sum if item.written_sum is not None else bits(item.data)
+        item.source_sum = item.source_sum if item.source_sum is not None else delivered
+        delivered_sums.append(delivered)
+        source_sums.append(item.source_sum)
+    sums = torch.stack([torch.stack(source_sums), torch.stack(delivered_sums)]).tolist()  # waits for a GPU once
+    for item, sent, arrived in zip(items, *sums, strict=True):
+        if sent != arrived:
+            raise RuntimeError(f"{where}: {describe_mismatch(item, sent, arrived)}")
+    return sum(sums[0]) % MODULUS, all(item.written_sum is not None for item in items)
+
+
+def describe_mismatch(item: WeightSlice, sent: int, arrived: int) -> str:
+    """Returns an error message: a slice arrived damaged, or arrived intact and was not written as it is."""
+    received = int(bits(item.data))
+    region = f"'{item.name}' {list(item.region)}"
+    if received == sent:
+        return (
+            f"checksum mismatch after writing {region}: expected {sent % MODULUS:016x}, stored "
+            f"{arrived % MODULUS:016x}; a write was dropped or overwritten"
+        )
+    return (
+        f"checksum mismatch on arrival of {region}: sent {sent % MODULUS:016x}, received {received % MODULUS:016x}; "
+        "the data was damaged in transit"
+    )
+
+
+def _names(items: Iterable[WeightSlice]) -> str:
+    """Formats the names of the target tensors; names only the first and the last if there are several."""
+    names = list(dict.fromkeys(item.name for item in items))
+    return f"'{names[0]}'" if len(names) == 1 else f"'{names[0]}' to '{names[-1]}' ({len(names)} tensors)"

@@ -37,8 +37,7 @@ from mrl.resharding.fp8 import Grids, is_scale_table, matrix_of
 from mrl.resharding.layout import Layout
 from mrl.resharding.plan import Plan, make_plan
 from mrl.resharding.quantizer import Quantizer
-from mrl.resharding.sink import deliver
-from mrl.resharding.transfer import Transfer
+from mrl.resharding.transfer import Transfer, deliver
 from mrl.resharding.weight_slice import WeightReceiver, WeightSlice
 
 MIB = 1 << 20

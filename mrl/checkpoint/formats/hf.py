@@ -159,8 +159,8 @@ class HfSource(Source):
         """Refuses a head that differs from tied embeddings: versions of transformers differ in whether they use it."""
         head, embeddings = (self._tensor(name) for name in (HEAD, EMBEDDINGS))
         same = head.shape == embeddings.shape and all(
-            torch.equal(ours.float(), theirs.float())
-            for ours, theirs in zip(
+            torch.equal(head_rows.float(), embedding_rows.float())
+            for head_rows, embedding_rows in zip(
                 torch.split(head, _ROWS_AT_ONCE), torch.split(embeddings, _ROWS_AT_ONCE), strict=True
             )
         )

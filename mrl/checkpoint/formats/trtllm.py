@@ -325,9 +325,11 @@ class TrtllmSource(Source):
                     both = intersect(piece.src, first.src)
                     if both is None:
                         continue
-                    ours = self._piece(rank, name, translate(both, piece.src, piece.dst))
-                    theirs = self._piece(first_rank, first_name, translate(both, first.src, first.dst))
-                    if not torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)):
+                    values = self._piece(rank, name, translate(both, piece.src, piece.dst))
+                    first_values = self._piece(first_rank, first_name, translate(both, first.src, first.dst))
+                    if not torch.equal(
+                        values.contiguous().view(torch.uint8), first_values.contiguous().view(torch.uint8)
+                    ):
                         raise UserError(
                             f"checkpoint '{self.folder}': '{hf_name}'{list(both)} differs between rank {first_rank} "
                             f"('{first_name}') and rank {rank} ('{name}'); both should have the same values."

@@ -253,25 +253,25 @@ class Claims:
             UserError: The folder cannot be written.
         """
         path, content = self._path(number), json.dumps(asdict(owner), indent=1).encode()
-        fresh = self.folder / f".{owner.token}"
+        temporary = self.folder / f".{owner.token}"
         try:
             self.folder.mkdir(exist_ok=True)
             try:
-                write_file(fresh, content)
+                write_file(temporary, content)
                 with contextlib.suppress(FileExistsError):
-                    os.link(fresh, path)  # NFS may lose the reply: the content of the file decides, read below
+                    os.link(temporary, path)  # NFS may lose the reply: the content of the file decides, read below
             finally:
-                fresh.unlink(missing_ok=True)
-            is_mine = (mine := _decode(path)) is not None and mine.token == owner.token
+                temporary.unlink(missing_ok=True)
+            is_ours = (current := _decode(path)) is not None and current.token == owner.token
         except OSError as error:
             raise UserError(
                 f"run.output_dir '{self.folder.parent}' cannot be locked: {error}. Make it writable, free space, or "
                 "choose another folder."
             ) from error
         found = self._numbers()
-        if is_mine and max(found) > number:
+        if is_ours and max(found) > number:
             path.unlink(missing_ok=True)
-        if not is_mine or max(found) > number:
+        if not is_ours or max(found) > number:
             return 0
         for each in found:
             if each < number:

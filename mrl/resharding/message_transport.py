@@ -59,7 +59,8 @@ class MessageTransport:
 
     Attributes:
         num_rounds: Rounds of messages, equal on all ranks.
-        rounds: One entry per round: (receiver -> copies that this rank sends it, sender -> copies that this rank gets from it).
+        rounds: One pair per round: (receiver -> copies that this rank sends it, sender -> copies that this rank
+            gets from it).
         buffers: `NUM_BUFFERS` pairs of a send and a receive buffer, uint8; empty without rounds.
     """
 

@@ -116,8 +116,8 @@ class Refit:
             check; the engine's own work in `finish_update` is not included.
 
         Raises:
-            RuntimeError: On every rank if any rank failed; the message names the rank and the tensor. The engine
-                refuses to generate until a weight sync has succeeded.
+            RuntimeError: Any rank failed; raised on every rank, naming the rank and the tensor. The engine refuses to
+                generate until a weight sync has succeeded.
         """
         start = time.perf_counter()
         verified = self._verified and self._engine.policy_version >= 0

@@ -57,7 +57,7 @@ def copy_bits(target: Tensor, source: Tensor, *, both: bool = False) -> tuple[Te
     if target.shape != source.shape:
         raise RuntimeError(f"cannot copy shape {list(source.shape)} into shape {list(target.shape)}")
     target, source = target.detach(), source.detach()
-    if target.dtype == source.dtype and (total := _run(target, source)) is not None:
+    if target.dtype == source.dtype and (total := _run_compiled(target, source)) is not None:
         return total, total
     return _copy_blocks(target, source, both=both)
 
@@ -65,7 +65,7 @@ def copy_bits(target: Tensor, source: Tensor, *, both: bool = False) -> tuple[Te
 def sum_bits(values: Tensor) -> Tensor:
     """Returns `checksum.bits`, computed by the compiled function if there is one."""
     values = values.detach()
-    total = _run(None, values)
+    total = _run_compiled(None, values)
     return bits(values) if total is None else total
 
 
@@ -87,7 +87,7 @@ class _Rows:
 
 
 @lru_cache(maxsize=4096)
-def _rows_of(shape: tuple[int, ...], *strides: tuple[int, ...]) -> _Rows | None:
+def _common_rows(shape: tuple[int, ...], *strides: tuple[int, ...]) -> _Rows | None:
     """Returns the rows of tensors with these strides; None where elements are not contiguous."""
     axes: list[tuple[int, tuple[int, ...]]] = []  # (extent, stride in each tensor) after merging contiguous axes
     for extent, *steps in zip(shape, *strides, strict=True):
@@ -107,13 +107,13 @@ def _rows_of(shape: tuple[int, ...], *strides: tuple[int, ...]) -> _Rows | None:
     return _Rows(rows, count, last_steps, starts)
 
 
-def _run(target: Tensor | None, source: Tensor) -> Tensor | None:
+def _run_compiled(target: Tensor | None, source: Tensor) -> Tensor | None:
     """Runs the compiled copy, or the compiled sum without a target; None if it does not support the tensors."""
     tensors = [source] if target is None else [target, source]
     if any(tensor.device.type != "cpu" for tensor in tensors) or not source.numel():
         return None
     call, _ = compiled()
-    rows = None if call is None else _rows_of(tuple(source.shape), *(tensor.stride() for tensor in tensors))
+    rows = None if call is None else _common_rows(tuple(source.shape), *(tensor.stride() for tensor in tensors))
     if call is None or rows is None:
         return None
     width = source.element_size()
@@ -132,22 +132,22 @@ def _run(target: Tensor | None, source: Tensor) -> Tensor | None:
         cuts = [
             (start, row, num_rows, at, count)
             for start in rows.starts
-            for row, num_rows in _cut(rows.rows, threads if rows.rows > 1 else 1)
-            for at, count in _cut(rows.count, threads if rows.rows == 1 else 1)
+            for row, num_rows in _split_evenly(rows.rows, threads if rows.rows > 1 else 1)
+            for at, count in _split_evenly(rows.count, threads if rows.rows == 1 else 1)
         ]
-        total = sum(_pool(threads).map(lambda cut: part(*cut), cuts))
+        total = sum(_thread_pool(threads).map(lambda cut: part(*cut), cuts))
     upper = (total << 64 - 8 * width) % MODULUS
     return torch.tensor(upper - MODULUS if upper >= MODULUS // 2 else upper)
 
 
-def _cut(size: int, parts: int) -> list[tuple[int, int]]:
+def _split_evenly(size: int, parts: int) -> list[tuple[int, int]]:
     """Returns (first, count) of about equal parts."""
     each = -(-size // parts)
     return [(first, min(each, size - first)) for first in range(0, size, each)]
 
 
 @lru_cache(maxsize=1)
-def _pool(threads: int) -> ThreadPoolExecutor:
+def _thread_pool(threads: int) -> ThreadPoolExecutor:
     """Returns a thread pool; its threads sleep while idle. OpenMP's spin, which slows a busy host down."""
     return ThreadPoolExecutor(threads)
 

@@ -86,15 +86,15 @@ def rank_shards(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterato
             is_writer, size, index = is_writer and index == 0, 1, 0
         if not is_writer:
             continue
-        lead = _lead(tensor, Spelling.STACKED, arch)
-        parts = _halves(tensor.stored) if spec.kind in _GATED else [tensor.stored]
+        lead = _leading_dims(tensor, Spelling.STACKED, arch)
+        parts = _split_rows_in_half(tensor.stored) if spec.kind in _GATED else [tensor.stored]
         for number, part in enumerate(parts):
             axis = 1 if spec.kind in (Kind.ROW, Kind.EXPERT_DOWN) else 0
             shape, offsets = list(part.shape), [0] * len(part.shape)
             shape[axis] *= size * len(parts)
             offsets[axis] = (number * size + index) * part.shape[axis]
             view = (1,) * len(lead) + part.shape
-            for stem in _written_stems(spec):
+            for stem in _written_key_stems(spec):
                 yield Shard(
                     key=_key(stem, Spelling.STACKED),
                     global_shape=(*(extent for _, extent in lead), *shape),
@@ -140,11 +140,11 @@ def global_tensors(arch: ArchSpec, keys: Collection[str]) -> dict[str, Stack]:
     for tensor in rank_tensors(arch, Grid(1), 0, dtype="float32"):
         spec = tensor.spec
         if spec not in chosen:
-            chosen[spec] = _spelled(spec, keys)
+            chosen[spec] = _find_spelling(spec, keys)
         stem, spelling = chosen[spec]
         separate = spelling is Spelling.SINGLE and spec.kind in _GATED
-        halves = zip(_HALVES, _halves(tensor.stored), strict=True) if separate else [("", tensor.stored)]
-        lead = _lead(tensor, spelling, arch)
+        halves = zip(_HALVES, _split_rows_in_half(tensor.stored), strict=True) if separate else [("", tensor.stored)]
+        lead = _leading_dims(tensor, spelling, arch)
         for half, stored in halves:
             key = _key(stem, spelling, tensor) + half
             stack = found.setdefault(key, Stack((*(extent for _, extent in lead), *stored.shape)))
@@ -155,7 +155,7 @@ def global_tensors(arch: ArchSpec, keys: Collection[str]) -> dict[str, Stack]:
 def spellings(arch: ArchSpec, keys: Collection[str]) -> set[Spelling]:
     """Returns the spellings of the layers' tensors in a checkpoint."""
     rows = {tensor.spec for tensor in rank_tensors(arch, Grid(1), 0, dtype="float32")}
-    return {_spelled(spec, keys)[1] for spec in rows if spec.place is Place.LAYER}
+    return {_find_spelling(spec, keys)[1] for spec in rows if spec.place is Place.LAYER}
 
 
 def known_keys(arch: ArchSpec) -> set[str]:
@@ -172,8 +172,8 @@ def extra_states(arch: ArchSpec) -> list[str]:
     for tensor in rank_tensors(arch, Grid(1), 0, dtype="float32"):
         if tensor.spec.place is Place.FIRST:
             continue
-        lead = _lead(tensor, Spelling.STACKED, arch)
-        modules = [_key(stem, Spelling.STACKED).rpartition(".")[0] for stem in _written_stems(tensor.spec)]
+        lead = _leading_dims(tensor, Spelling.STACKED, arch)
+        modules = [_key(stem, Spelling.STACKED).rpartition(".")[0] for stem in _written_key_stems(tensor.spec)]
         if tensor.spec.kind is Kind.QKV:
             modules.append(_CORE_ATTENTION)
         for module in modules:
@@ -183,7 +183,7 @@ def extra_states(arch: ArchSpec) -> list[str]:
     return list(found)
 
 
-def _stems(spec: ParamSpec) -> list[str]:
+def _key_stems(spec: ParamSpec) -> list[str]:
     """Returns a row's names with `{layer}` and `{expert}`: TransformerEngine's, the local spec's, the module's own."""
     if spec.kind.is_expert:
         return [spec.megatron.replace(".local_experts.", ".experts.")]
@@ -193,8 +193,8 @@ def _stems(spec: ParamSpec) -> list[str]:
     return list(dict.fromkeys([spec.megatron_te or spec.megatron, local, spec.megatron]))
 
 
-def _written_stems(spec: ParamSpec) -> list[str]:
-    stems = _stems(spec)
+def _written_key_stems(spec: ParamSpec) -> list[str]:
+    stems = _key_stems(spec)
     return stems if spec.megatron_te is None else stems[:1]
 
 
@@ -206,9 +206,9 @@ def _key(stem: str, spelling: Spelling, tensor: RankTensor | None = None) -> str
     return stem if tensor is None else stem.format(layer=tensor.layer, expert=tensor.expert)
 
 
-def _spelled(spec: ParamSpec, keys: Collection[str]) -> tuple[str, Spelling]:
+def _find_spelling(spec: ParamSpec, keys: Collection[str]) -> tuple[str, Spelling]:
     """Returns the first name and spelling under which the checkpoint has the row's first tensor."""
-    stems = _stems(spec)
+    stems = _key_stems(spec)
     for stem in stems:
         for spelling in Spelling:
             half = _HALVES[0] if spelling is Spelling.SINGLE and spec.kind in _GATED else ""
@@ -217,7 +217,7 @@ def _spelled(spec: ParamSpec, keys: Collection[str]) -> tuple[str, Spelling]:
     return stems[0], Spelling.STACKED
 
 
-def _lead(tensor: RankTensor, spelling: Spelling, arch: ArchSpec) -> list[tuple[int, int]]:
+def _leading_dims(tensor: RankTensor, spelling: Spelling, arch: ArchSpec) -> list[tuple[int, int]]:
     """Returns (index, extent) of each leading dimension of the global tensor: layers, experts."""
     lead = []
     if tensor.layer is not None and spelling is Spelling.STACKED:
@@ -227,7 +227,7 @@ def _lead(tensor: RankTensor, spelling: Spelling, arch: ArchSpec) -> list[tuple[
     return lead
 
 
-def _halves(stored: StoredTensor) -> list[StoredTensor]:
+def _split_rows_in_half(stored: StoredTensor) -> list[StoredTensor]:
     """Returns the upper and the lower half of the rows."""
     rows, *rest = stored.shape
     half = rows // 2

@@ -42,11 +42,11 @@ def block_magnitudes(values_MN: Tensor, origin: tuple[int, int], block: tuple[in
         origin: Row and column of its first element in the matrix.
         block: Rows and columns of a block; the grid begins at the matrix's first element.
     """
-    by_column = _fold(values_MN.detach().abs(), 1, origin[1], block[1])
-    return _fold(by_column, 0, origin[0], block[0]).float()
+    by_column = _max_per_block(values_MN.detach().abs(), 1, origin[1], block[1])
+    return _max_per_block(by_column, 0, origin[0], block[0]).float()
 
 
-def _fold(values: Tensor, dim: int, start: int, block: int) -> Tensor:
+def _max_per_block(values: Tensor, dim: int, start: int, block: int) -> Tensor:
     """Returns the maximum of each run of `block` elements along `dim`; `start` is the index of the first element."""
     size, before = values.size(dim), start % block
     count = -(-(before + size) // block)
@@ -75,7 +75,7 @@ def quantize(values_MN: Tensor, multipliers_RC: Tensor, rows_M: Tensor, columns_
         columns_N: Column of the table for each column of the part, int.
     """
     quantized = torch.empty(values_MN.shape, dtype=DTYPE, device=values_MN.device)
-    for band, factors in _bands(multipliers_RC, rows_M, columns_N):
+    for band, factors in _row_bands(multipliers_RC, rows_M, columns_N):
         quantized[band] = (values_MN[band].float() * factors).clamp_(-LARGEST, LARGEST).to(DTYPE)
     return quantized
 
@@ -90,12 +90,12 @@ def dequantize(stored_MN: Tensor, scales_RC: Tensor, rows_M: Tensor, columns_N: 
         columns_N: Column of the table for each column of the part, int.
         out_MN: Output; filled and returned.
     """
-    for band, factors in _bands(scales_RC, rows_M, columns_N):
+    for band, factors in _row_bands(scales_RC, rows_M, columns_N):
         out_MN[band] = stored_MN[band].float() * factors
     return out_MN
 
 
-def _bands(table_RC: Tensor, rows_M: Tensor, columns_N: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def _row_bands(table_RC: Tensor, rows_M: Tensor, columns_N: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yields a few rows of a part at a time, with the table's entry for each of their elements."""
     step = max(1, BAND_ELEMENTS // len(columns_N))
     for first in range(0, len(rows_M), step):

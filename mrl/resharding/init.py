@@ -38,7 +38,7 @@ def random_init(
         std: Standard deviation of the matrices.
     """
     check_tensors(layout, tensors, dtypes=False)
-    constants = _constants(arch)
+    constants = _constant_values(arch)
     shapes = {name: stored.shape for name, stored in hf_layout(arch, "float32").items()}
     matrices: dict[str, list[tuple[Piece, Tensor]]] = {}
     with torch.no_grad():
@@ -52,10 +52,10 @@ def random_init(
                 else:
                     matrices.setdefault(piece.hf_name, []).append((piece, target))
         for name, wanted in matrices.items():
-            _draw(name, shapes[name], wanted, seed, std)
+            _generate_matrix(name, shapes[name], wanted, seed, std)
 
 
-def _constants(arch: ArchSpec) -> dict[str, float]:
+def _constant_values(arch: ArchSpec) -> dict[str, float]:
     """Returns the constant value of each vector: 1 for norms, 0 for biases."""
     found = {}
     for spec in table(arch):
@@ -66,7 +66,9 @@ def _constants(arch: ArchSpec) -> dict[str, float]:
     return found
 
 
-def _draw(name: str, shape: tuple[int, ...], wanted: list[tuple[Piece, Tensor]], seed: int, std: float) -> None:
+def _generate_matrix(
+    name: str, shape: tuple[int, ...], wanted: list[tuple[Piece, Tensor]], seed: int, std: float
+) -> None:
     """Generates the blocks of one Hugging Face matrix that the pieces intersect, each once, and copies their parts."""
     rows, width = shape
     step = max(1, _BLOCK_ELEMENTS // width)

@@ -193,10 +193,10 @@ def _interleaved_by_group(arch: ArchSpec, shard: TensorShard) -> list[Segment]:
     if total % shard.size:
         raise UserError(f"{shard.key}={shard.size} does not divide the {total} rows of the fused query, key and value.")
     each = total // shard.size
-    return _cut(fused, shard.rank * each, (shard.rank + 1) * each)
+    return _slice_segments(fused, shard.rank * each, (shard.rank + 1) * each)
 
 
-def _cut(segments: list[Segment], start: int, stop: int) -> list[Segment]:
+def _slice_segments(segments: list[Segment], start: int, stop: int) -> list[Segment]:
     """Returns rows start..stop of the concatenated segments."""
     found, offset = [], 0
     for index, first, last in segments:

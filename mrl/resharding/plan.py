@@ -85,7 +85,7 @@ def make_plan(
     for layout in distinct(sources) + distinct(targets):
         for name, stored in layout.items():
             check_cover(name, stored)
-    shards = _index(sources)
+    shards = _index_shards(sources)
     sent: dict[int, int] = defaultdict(int)
     copies: list[tuple[int, Copy]] = []
     ranks_of: dict[int, list[int]] = defaultdict(list)
@@ -94,14 +94,14 @@ def make_plan(
     for layout in distinct(targets):
         for position, (name, stored) in enumerate(layout.items()):
             for piece in stored.pieces:
-                for cell in _cells(piece.src, shards.get(piece.hf_name, []), host):
+                for cell in _split_by_holders(piece.src, shards.get(piece.hf_name, []), host):
                     if not cell.holders:
                         raise RuntimeError(
                             f"'{name}' needs '{piece.hf_name}'{list(cell.region)}, which no source layout contains"
                         )
                     target = translate(cell.region, piece.src, piece.dst)
                     for rank in ranks_of[id(layout)]:
-                        source = _nearest(cell, rank, host, sent)
+                        source = _choose_source(cell, rank, host, sent)
                         source_name, region, dtype = cell.holders[source]
                         wire = dtype if ITEM_BYTES[dtype] < ITEM_BYTES[stored.dtype] else stored.dtype
                         copy = Copy(source, rank, source_name, region, name, target, wire)
@@ -109,7 +109,7 @@ def make_plan(
                             sent[source] += copy.num_bytes
                         copies.append((position, copy))
     copies.sort(key=lambda item: item[0])
-    return _cost(tuple(copy for _, copy in copies), _lower_bound(sources, targets))
+    return _plan_with_cost(tuple(copy for _, copy in copies), _lower_bound(sources, targets))
 
 
 def check_cover(name: str, stored: StoredTensor) -> None:
@@ -137,7 +137,7 @@ def check_cover(name: str, stored: StoredTensor) -> None:
         raise RuntimeError(f"'{name}': {volume(bounds) - total} of {volume(bounds)} elements have no piece")
 
 
-def _index(sources: Mapping[int, Layout]) -> dict[str, list[_Shard]]:
+def _index_shards(sources: Mapping[int, Layout]) -> dict[str, list[_Shard]]:
     """Returns Hugging Face name -> its distinct stored regions."""
     shards: dict[str, dict[tuple[Region, str], _Shard]] = defaultdict(dict)
     for rank, layout in sources.items():
@@ -148,7 +148,7 @@ def _index(sources: Mapping[int, Layout]) -> dict[str, list[_Shard]]:
     return {name: list(found.values()) for name, found in shards.items()}
 
 
-def _cells(wanted: Region, shards: Iterable[_Shard], host: Callable[[int], int]) -> list[_Cell]:
+def _split_by_holders(wanted: Region, shards: Iterable[_Shard], host: Callable[[int], int]) -> list[_Cell]:
     """Splits `wanted` along the borders of the shards, so that a shard contains a cell completely or not at all.
 
     A cell without holders is in no source layout.
@@ -181,7 +181,7 @@ def _cells(wanted: Region, shards: Iterable[_Shard], host: Callable[[int], int])
     return cells
 
 
-def _nearest(cell: _Cell, rank: int, host: Callable[[int], int], sent: dict[int, int]) -> int:
+def _choose_source(cell: _Cell, rank: int, host: Callable[[int], int], sent: dict[int, int]) -> int:
     """Returns the rank that sends a cell to `rank`: itself, else the least loaded one on its host, else of all."""
     if rank in cell.holders:
         return rank
@@ -197,12 +197,12 @@ def _lower_bound(sources: Mapping[int, Layout], targets: Mapping[int, Layout]) -
         source = sources.get(rank, {})
         pair = (id(source) if source else 0, id(target))
         if pair not in known_pairs:
-            known_pairs[pair] = _lacking_bytes(source, target, widths)
+            known_pairs[pair] = _missing_bytes(source, target, widths)
         total += known_pairs[pair]
     return total
 
 
-def _lacking_bytes(source: Layout, target: Layout, widths: Mapping[str, int]) -> int:
+def _missing_bytes(source: Layout, target: Layout, widths: Mapping[str, int]) -> int:
     held, wanted_widths = regions_by_name(source), item_bytes([target])
     total = 0
     for name, regions in regions_by_name(target).items():
@@ -212,7 +212,7 @@ def _lacking_bytes(source: Layout, target: Layout, widths: Mapping[str, int]) ->
     return total
 
 
-def _cost(copies: tuple[Copy, ...], lower_bound_bytes: int) -> Plan:
+def _plan_with_cost(copies: tuple[Copy, ...], lower_bound_bytes: int) -> Plan:
     links: dict[tuple[int, int], int] = defaultdict(int)
     local = 0
     for copy in copies:

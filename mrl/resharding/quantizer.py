@@ -65,16 +65,16 @@ class Quantizer:
 
     def quantize(self, copy: Copy, values: Tensor) -> Tensor:
         """Returns the source values of a copy in FP8."""
-        name, region = self._origin(copy)
-        return fp8_quantize.quantize(values, self._factors(name, region), *self._blocks(name, region, values))
+        name, region = self._hf_region(copy)
+        return fp8_quantize.quantize(values, self._block_multipliers(name, region), *self._blocks(name, region, values))
 
     def meant(self, name: str, region: Region, values: Tensor) -> Tensor:
         """Quantizes and dequantizes a region of a matrix: returns the weights that the engine computes with."""
-        factors, blocks = self._factors(name, region), self._blocks(name, region, values)
+        factors, blocks = self._block_multipliers(name, region), self._blocks(name, region, values)
         stored = fp8_quantize.quantize(values, factors, *blocks)
         return fp8_quantize.dequantize(stored, factors.reciprocal(), *blocks, torch.empty_like(values))
 
-    def _factors(self, name: str, region: Region) -> Tensor:
+    def _block_multipliers(self, name: str, region: Region) -> Tensor:
         return self._table(self._multipliers, name)[slices(self._grids[name].touched(region))]
 
     def _blocks(self, name: str, region: Region, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ class Quantizer:
     def _table(self, flat: Tensor, name: str) -> Tensor:
         return flat[slice(*self._places[name])].view(self._grids[name].counts)
 
-    def _origin(self, copy: Copy) -> tuple[str, Region]:
+    def _hf_region(self, copy: Copy) -> tuple[str, Region]:
         """Returns the Hugging Face name of a copy's source, and the region in that tensor."""
         for piece in self._pieces[copy.source_name]:
             if intersect(copy.source_region, piece.dst) == copy.source_region:

@@ -126,7 +126,7 @@ class Transfer:
             RuntimeError: Any rank failed; raised on every rank, naming the failed rank, the round and the tensors.
         """
         state = _RunState()
-        peers = self._ready()
+        peers = self._prepare()
         self.all_written = True
         self._source_sums, self._read_sums = {}, {}
         in_transit: list[dist.Work] = []
@@ -154,7 +154,7 @@ class Transfer:
         raise_together(state.error)
         return state.total % MODULUS
 
-    def _ready(self) -> SharedMemoryPeers:
+    def _prepare(self) -> SharedMemoryPeers:
         """Collective over the job: chooses the transport of each copy, again if shared tensors moved.
 
         No rank changes its tensors after this until the run ends.
@@ -165,11 +165,11 @@ class Transfer:
             peers = SharedMemoryPeers(self._copies, self._sources, self._rank)
             if self._between:
                 peers.exchange(share=self._share, read=self._share and self._device.type == "cpu")
-            self._sort(peers)
+            self._assign_copies(peers)
             self._peers = peers
         return peers
 
-    def _sort(self, peers: SharedMemoryPeers) -> None:
+    def _assign_copies(self, peers: SharedMemoryPeers) -> None:
         """Collective over the job: assigns copies to local buckets and to rounds of messages."""
         read = set(peers.copies)
         by_message = [copy for copy in self._copies if copy.source_rank != copy.target_rank and copy not in read]
@@ -338,7 +338,7 @@ def deliver(items: Sequence[WeightSlice], sink: Sink, where: str) -> tuple[int, 
     try:
         sink(items)
     except Exception as error:
-        raise RuntimeError(f"{where}: writing {_names(items)} failed: {error}") from error
+        raise RuntimeError(f"{where}: writing {_format_names(items)} failed: {error}") from error
     source_sums, delivered_sums = [], []
     for item in items:
         delivered = item.written_sum if item.written_sum is not None else bits(item.data)
@@ -367,7 +367,7 @@ def describe_mismatch(item: WeightSlice, sent: int, arrived: int) -> str:
     )
 
 
-def _names(items: Iterable[WeightSlice]) -> str:
+def _format_names(items: Iterable[WeightSlice]) -> str:
     """Formats the names of the target tensors; names only the first and the last if there are several."""
     names = list(dict.fromkeys(item.name for item in items))
     return f"'{names[0]}'" if len(names) == 1 else f"'{names[0]}' to '{names[-1]}' ({len(names)} tensors)"

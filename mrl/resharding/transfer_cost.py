@@ -46,7 +46,7 @@ class Traffic:
     full_gather_bytes: int
 
 
-_Held = dict[str, list[Region]]
+_Regions = dict[str, list[Region]]
 """Hugging Face name -> stored regions."""
 
 
@@ -84,7 +84,7 @@ def traffic(
     everywhere = _merged(held.values())
     nodes = {ids: _merged(held[one] for one in ids) for ids in set(on_node.values())}
     shares = {
-        place: _share(layouts[place[2]], held.get(place[0], {}), nodes[place[1]], everywhere, widths, times)
+        place: _bytes_received(layouts[place[2]], held.get(place[0], {}), nodes[place[1]], everywhere, widths, times)
         for place in places
     }
     total = Bytes(
@@ -100,7 +100,7 @@ def traffic(
     return Traffic(total, tuple(dict.fromkeys(shares.values())), gathered)
 
 
-def _merged(parts: Iterable[_Held]) -> _Held:
+def _merged(parts: Iterable[_Regions]) -> _Regions:
     found: dict[str, dict[Region, None]] = defaultdict(dict)
     for part in parts:
         for name, regions in part.items():
@@ -108,15 +108,15 @@ def _merged(parts: Iterable[_Held]) -> _Held:
     return {name: list(regions) for name, regions in found.items()}
 
 
-def _num_bytes(held: _Held, name: str, widths: Mapping[str, int]) -> int:
+def _num_bytes(held: _Regions, name: str, widths: Mapping[str, int]) -> int:
     return union_volume(held[name]) * widths[name]
 
 
-def _share(
+def _bytes_received(
     target: Layout,
-    own: _Held,
-    node: _Held,
-    everywhere: _Held,
+    own: _Regions,
+    node: _Regions,
+    everywhere: _Regions,
     widths: Mapping[str, int],
     times: Mapping[str, int],
 ) -> Bytes:

@@ -147,9 +147,9 @@ def trtllm_layout(arch: ArchSpec, mapping: TrtllmMapping, rank: int, dtype: str)
     pp_rank, tp_rank = divmod(rank, mapping.tp_size)
     shard = TensorShard(mapping.tp_size, tp_rank, "tp_size")
     layout: Layout = {}
-    for spec, local, layer in _rows(arch, mapping, pp_rank):
+    for spec, local, layer in _stage_rows(arch, mapping, pp_rank):
         for name, stored in zip(
-            spec.trtllm, _store(spec, arch, mapping, shard, layer, spec.trtllm_dtype or dtype), strict=True
+            spec.trtllm, _stored_tensors(spec, arch, mapping, shard, layer, spec.trtllm_dtype or dtype), strict=True
         ):
             layout[name if layer is None else name.format(layer=local)] = stored
     if arch.tie_word_embeddings and pp_rank == mapping.pp_size - 1:
@@ -184,7 +184,7 @@ def linear_modules(arch: ArchSpec, mapping: TrtllmMapping, rank: int) -> dict[st
     These are the linear layers except the router, the shared expert's gate and the head, which TensorRT-LLM excludes.
     """
     found = {}
-    for spec, local, layer in _rows(arch, mapping, rank // mapping.tp_size):
+    for spec, local, layer in _stage_rows(arch, mapping, rank // mapping.tp_size):
         if spec.kind in (Kind.REPLICATED, Kind.VOCAB):
             continue
         for name in spec.trtllm:
@@ -193,7 +193,7 @@ def linear_modules(arch: ArchSpec, mapping: TrtllmMapping, rank: int) -> dict[st
     return found
 
 
-def _rows(arch: ArchSpec, mapping: TrtllmMapping, pp_rank: int) -> list[tuple[ParamSpec, int, int | None]]:
+def _stage_rows(arch: ArchSpec, mapping: TrtllmMapping, pp_rank: int) -> list[tuple[ParamSpec, int, int | None]]:
     """Returns (row, layer index in the stage, layer index in the model) of every tensor of a stage."""
     found: list[tuple[ParamSpec, int, int | None]] = []
     for spec in table(arch):
@@ -206,26 +206,28 @@ def _rows(arch: ArchSpec, mapping: TrtllmMapping, pp_rank: int) -> list[tuple[Pa
     return found
 
 
-def _store(
+def _stored_tensors(
     spec: ParamSpec, arch: ArchSpec, mapping: TrtllmMapping, shard: TensorShard, layer: int | None, dtype: str
 ) -> list[StoredTensor]:
     """Returns the tensors that a rank stores for a row, one for each of its names."""
     if spec.kind.is_expert and layer is not None:
-        return [_experts(spec, arch, moe_of(arch), mapping.experts(shard.rank), layer, dtype)]
+        return [_expert_tensor(spec, arch, moe_of(arch), mapping.experts(shard.rank), layer, dtype)]
     if spec.kind is Kind.GATE_UP:
         parts = parts_of(spec, arch)
         groups = [parts[::-1]] if len(spec.trtllm) == 1 else [[part] for part in parts]
-        return [_columns(group, shard, layer, dtype) for group in groups]
+        return [_column_parallel(group, shard, layer, dtype) for group in groups]
     if spec.kind is Kind.VOCAB and spec.place is Place.FIRST:
-        return [_embedding(spec, arch, mapping, shard, dtype)]
+        return [_embedding_tensor(spec, arch, mapping, shard, dtype)]
     return [shard_row(spec, arch, shard, layer=layer, dtype=dtype, qkv_rows=by_projection)]
 
 
-def _columns(parts: list[Part], shard: TensorShard, layer: int | None, dtype: str) -> StoredTensor:
+def _column_parallel(parts: list[Part], shard: TensorShard, layer: int | None, dtype: str) -> StoredTensor:
     return stack(parts, equal_parts(len(parts), parts[0].shape[0], shard), layer=layer, dim=0, dtype=dtype)
 
 
-def _embedding(spec: ParamSpec, arch: ArchSpec, mapping: TrtllmMapping, shard: TensorShard, dtype: str) -> StoredTensor:
+def _embedding_tensor(
+    spec: ParamSpec, arch: ArchSpec, mapping: TrtllmMapping, shard: TensorShard, dtype: str
+) -> StoredTensor:
     if mapping.use_parallel_embedding and mapping.embedding_sharding_dim == 0:
         return shard_row(spec, arch, shard, layer=None, dtype=dtype, qkv_rows=by_projection)
     parts = parts_of(spec, arch)
@@ -234,7 +236,9 @@ def _embedding(spec: ParamSpec, arch: ArchSpec, mapping: TrtllmMapping, shard: T
     return stack(parts, segments, layer=None, dim=1, dtype=dtype)
 
 
-def _experts(spec: ParamSpec, arch: ArchSpec, moe: MoeSpec, place: ExpertShard, layer: int, dtype: str) -> StoredTensor:
+def _expert_tensor(
+    spec: ParamSpec, arch: ArchSpec, moe: MoeSpec, place: ExpertShard, layer: int, dtype: str
+) -> StoredTensor:
     """Returns the rank's experts as one tensor, [up; gate] of each; it has three dimensions in the file."""
     parts = parts_of(spec, arch)[::-1]
     dim = 1 if spec.kind is Kind.EXPERT_DOWN else 0

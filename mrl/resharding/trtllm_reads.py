@@ -84,7 +84,7 @@ def read_layout(arch: ArchSpec, tp_size: int, ep_size: int, rank: int, dtype: st
         for piece in stored.pieces:
             needed[piece.hf_name].add(piece.src)
     full = hf_layout(arch, dtype)
-    return {name: _part(name, stored, sorted(needed[name])) for name, stored in full.items() if name in needed}
+    return {name: _concatenate(name, stored, sorted(needed[name])) for name, stored in full.items() if name in needed}
 
 
 def cut_dim(part: StoredTensor, full: StoredTensor) -> int | None:
@@ -104,7 +104,7 @@ def placed(part: StoredTensor, region: Region) -> list[tuple[Region, Region]]:
     return found
 
 
-def _part(name: str, full: StoredTensor, regions: list[Region]) -> StoredTensor:
+def _concatenate(name: str, full: StoredTensor, regions: list[Region]) -> StoredTensor:
     """Returns the regions of a tensor concatenated along the dimension in which they are split."""
     dim = next((dim for dim, extent in enumerate(full.shape) if regions[0][dim] != (0, extent)), 0)
     pieces, end = [], 0

@@ -23,8 +23,8 @@ class Shown(Setup):
 class Watched(Transfer):
     """Counts what is read where it lies, and where whose sums were taken for others alone."""
 
-    def _sort(self, peers):
-        super()._sort(peers)
+    def _assign_copies(self, peers):
+        super()._assign_copies(peers)
         self.read = [copy for copy in peers.copies if copy.target_rank == self._rank]
         self.sorted = getattr(self, "sorted", 0) + 1
 

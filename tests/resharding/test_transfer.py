@@ -71,9 +71,9 @@ def arrives_in_both_sinks(setup, transfer):
 class ByTurns(Transfer):
     """Ranks of even number keep their buffers to themselves, as on a host without room."""
 
-    def _sort(self, peers):
+    def _assign_copies(self, peers):
         self._share = dist.get_rank() % 2 == 1
-        super()._sort(peers)
+        super()._assign_copies(peers)
 
 
 SHARING = [

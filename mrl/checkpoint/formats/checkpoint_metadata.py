@@ -57,7 +57,7 @@ def read_metadata(file: Path) -> dcp.Metadata:
     if not file.is_file():
         raise UserError(f"'{file.parent}' is not a Megatron checkpoint: it has no {file.name}.")
     try:
-        metadata = _MetadataOnly(io.BytesIO(file.read_bytes())).load()
+        metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
     except UserError:
         raise
     except Exception as error:  # a broken pickle raises anything
@@ -78,7 +78,7 @@ class _MegatronPlan:
 _PLACEHOLDERS = {"MCoreMetadata": _MegatronMetadata, "MCoreSavePlan": _MegatronPlan}
 
 
-class _MetadataOnly(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES or (module == "torch" and name in _DTYPES):
             return super().find_class(module, name)

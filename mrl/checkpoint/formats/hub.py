@@ -70,7 +70,7 @@ def local_folder(key: str, text: str | None, *, download: bool = False, weights:
     """
     if text is None or not is_hub_name(text):
         return text
-    return str(_folder(key, text, weights=weights, download=download))
+    return str(_resolve(key, text, weights=weights, download=download))
 
 
 def is_hub_name(text: str) -> bool:
@@ -105,14 +105,14 @@ def check_same_models(config: Config) -> None:
         raise error
 
 
-def _folder(key: str, name: str, *, weights: bool, download: bool) -> Path:
+def _resolve(key: str, name: str, *, weights: bool, download: bool) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils import WeakFileLock
 
     if not download:
         cached = _cached(name, weights=weights)
         if cached is None:
-            raise _refusal(key, name, "it is missing or incomplete in the cache")
+            raise _not_found_error(key, name, "it is missing or incomplete in the cache")
         return cached
     try:
         lock = Path(constants.HF_HUB_CACHE) / ".locks" / f"mrl--{name.replace('/', '--')}.lock"
@@ -122,9 +122,9 @@ def _folder(key: str, name: str, *, weights: bool, download: bool) -> Path:
             if folder is None:
                 folder = Path(snapshot_download(name, allow_patterns=_patterns(weights=weights)))
     except Exception as error:  # the hub's client raises many kinds: its own, its HTTP library's, the disk's
-        raise _refusal(key, name, f"its download failed: {first_line(error)[:300].rstrip('.')}") from error
-    if not _is_whole(folder, weights=weights):
-        raise _refusal(key, name, f"it has no {'config.json or safetensors' if weights else 'tokenizer'}")
+        raise _not_found_error(key, name, f"its download failed: {first_line(error)[:300].rstrip('.')}") from error
+    if not _is_complete(folder, weights=weights):
+        raise _not_found_error(key, name, f"it has no {'config.json or safetensors' if weights else 'tokenizer'}")
     return folder
 
 
@@ -138,12 +138,12 @@ def _cached(name: str, *, weights: bool) -> Path | None:
 
     try:
         folder = Path(snapshot_download(name, allow_patterns=_patterns(weights=weights), local_files_only=True))
-    except Exception:  # noqa: BLE001 -- as in `_folder`; a download reports problems of the cache
+    except Exception:  # noqa: BLE001 -- as in `_resolve`; a download reports problems of the cache
         return None
-    return folder if _is_whole(folder, weights=weights) else None
+    return folder if _is_complete(folder, weights=weights) else None
 
 
-def _is_whole(folder: Path, *, weights: bool) -> bool:
+def _is_complete(folder: Path, *, weights: bool) -> bool:
     if not weights:
         return any((folder / file).is_file() for file in TOKENIZER_FILES)
     return (folder / "config.json").is_file() and ((folder / SINGLE).is_file() or _has_all_parts(folder))
@@ -156,7 +156,7 @@ def _has_all_parts(folder: Path) -> bool:
     return isinstance(parts, dict) and all((folder / str(part)).is_file() for part in parts.values())
 
 
-def _refusal(key: str, name: str, reason: str) -> UserError:
+def _not_found_error(key: str, name: str, reason: str) -> UserError:
     from huggingface_hub import constants
 
     return UserError(

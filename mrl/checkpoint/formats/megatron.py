@@ -100,23 +100,23 @@ class MegatronSource(Source):
                 or there is no config.json.
         """
         self.folder = _model_folder(Path(folder))
-        self.arch = _arch(Path(folder), self.folder) if arch is None else arch
+        self.arch = _find_arch(Path(folder), self.folder) if arch is None else arch
         self._contents = read_contents(self.folder)
         self._tensors = self._contents.tensors
         if arch is None and OUTPUT in self._tensors and self._tensors[OUTPUT].shape[0] == 1:
             self.arch = critic_of(self.arch)
         self._stacks = global_tensors(self.arch, self._tensors.keys())
-        self._places: dict[str, list[tuple[str, StackedPiece]]] = defaultdict(list)
+        self._pieces: dict[str, list[tuple[str, StackedPiece]]] = defaultdict(list)
         for key, stack in self._stacks.items():
             for part in stack.parts:
-                self._places[part.piece.hf_name].append((key, part))
+                self._pieces[part.piece.hf_name].append((key, part))
         self._files = ChunkFiles(self.folder)
         names = {chunk.file for key in self._stacks if key in self._tensors for chunk in self._tensors[key].chunks}
         self.files = (METADATA, BACKEND_FILE, *sorted(names))
 
     def dtype(self, hf_name: str) -> str:
         """Implements `Source.dtype`."""
-        key, _ = self._place(hf_name)[0]
+        key, _ = self._pieces_of(hf_name)[0]
         return self._tensors[key].dtype
 
     def read(self, hf_name: str, region: Region) -> Tensor:
@@ -145,7 +145,7 @@ class MegatronSource(Source):
 
     def _boxes(self, hf_name: str, region: Region) -> Iterator[_Box]:
         """Yields the boxes that contain parts of a region."""
-        for key, part in self._place(hf_name):
+        for key, part in self._pieces_of(hf_name):
             both = intersect(region, part.piece.src)
             if both is not None:
                 tensor = self._tensors[key]
@@ -160,12 +160,12 @@ class MegatronSource(Source):
         """Implements `Source.check`; also checks that every file exists with the size given by the metadata."""
         missing = [key for key in self._stacks if key not in self._tensors]
         if missing:
-            raise self._misfit(f"lacks {len(missing)} tensors", missing[0])
+            raise self._mismatch_error(f"lacks {len(missing)} tensors", missing[0])
         known = known_keys(self.arch) | set(self._stacks)
         given = [*self._tensors, *self._contents.pickled]
         unknown = [key for key in given if key.startswith(_MODEL_KEYS) and key not in known and EXTRA_STATE not in key]
         if unknown:
-            raise self._misfit(f"has {len(unknown)} unknown tensors", unknown[0])
+            raise self._mismatch_error(f"has {len(unknown)} unknown tensors", unknown[0])
         for key, stack in self._stacks.items():
             self._check_tensor(key, stack.shape)
         self._files.check(chunk for key in self._stacks for chunk in self._tensors[key].chunks)
@@ -192,13 +192,13 @@ class MegatronSource(Source):
         """Implements `Source.close`."""
         self._files.close()
 
-    def _place(self, hf_name: str) -> list[tuple[str, StackedPiece]]:
-        if hf_name not in self._places:
+    def _pieces_of(self, hf_name: str) -> list[tuple[str, StackedPiece]]:
+        if hf_name not in self._pieces:
             raise KeyError(f"a {self.arch.family} model has no tensor '{hf_name}'")
-        for key, _ in self._places[hf_name]:
+        for key, _ in self._pieces[hf_name]:
             if key not in self._tensors:
-                raise self._misfit("lacks a tensor", key)
-        return self._places[hf_name]
+                raise self._mismatch_error("lacks a tensor", key)
+        return self._pieces[hf_name]
 
     def _check_tensor(self, key: str, expected: tuple[int, ...]) -> None:
         tensor = self._tensors[key]
@@ -219,7 +219,7 @@ class MegatronSource(Source):
         except ValueError as error:
             raise UserError(f"'{self.folder / METADATA}' is invalid: '{key}' {error}.") from error
 
-    def _misfit(self, what: str, first: str) -> UserError:
+    def _mismatch_error(self, what: str, first: str) -> UserError:
         return UserError(
             f"checkpoint '{self.folder}' {what} of a {self.arch.family} model with {self.arch.num_layers} layers, "
             f"first '{first}'. {CONFIG} does not match the weights."
@@ -325,7 +325,7 @@ def _model_folder(folder: Path) -> Path:
     )
 
 
-def _arch(given: Path, found: Path) -> ArchSpec:
+def _find_arch(given: Path, found: Path) -> ArchSpec:
     for folder in dict.fromkeys((found, given, given / "hf")):
         if (folder / CONFIG).is_file():
             return arch_from_folder(folder)

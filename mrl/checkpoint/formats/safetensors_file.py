@@ -150,7 +150,7 @@ class SafetensorsFile:
                 length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
                 first = _LENGTH_BYTES + length
                 if self.num_bytes < _LENGTH_BYTES or first > self.num_bytes or length > _MAX_HEADER_BYTES:
-                    self._refuse(f"it has {self.num_bytes} bytes and announces a header of {length}")
+                    self._fail(f"it has {self.num_bytes} bytes and announces a header of {length}")
                 text = file.read(length)
         except OSError as error:
             raise UserError(f"'{path}' cannot be read: {error.strerror or error}.") from error
@@ -159,21 +159,21 @@ class SafetensorsFile:
         except (ValueError, RecursionError) as error:
             if isinstance(error, UserError):
                 raise
-            self._refuse(f"its header is not JSON: {error}")
+            self._fail(f"its header is not JSON: {error}")
         if not isinstance(entries, dict):
-            self._refuse("its header is not a JSON object")
+            self._fail("its header is not a JSON object")
         self.metadata: dict[str, str] = entries.pop("__metadata__", None) or {}
         if not isinstance(self.metadata, dict):
-            self._refuse("its __metadata__ is not a JSON object")
-        found = {name: self._entry(name, entry, first) for name, entry in entries.items()}
+            self._fail("its __metadata__ is not a JSON object")
+        found = {name: self._parse_entry(name, entry, first) for name, entry in entries.items()}
         self.headers: dict[str, Header] = dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)))
         end = first
         for name, header in self.headers.items():
             if header.start != end:
-                self._refuse(f"'{name}' starts at byte {header.start}, but the tensor before it ends at {end}")
+                self._fail(f"'{name}' starts at byte {header.start}, but the tensor before it ends at {end}")
             end = header.stop
         if end != self.num_bytes:
-            self._refuse(f"its tensors end at byte {end}, but it has {self.num_bytes} bytes")
+            self._fail(f"its tensors end at byte {end}, but it has {self.num_bytes} bytes")
 
     def rename(self, new_name: Callable[[str], str]) -> None:
         """Renames the tensors of this object; one whose new name is taken keeps its own.
@@ -198,7 +198,7 @@ class SafetensorsFile:
         header = self.headers[name]
         try:
             if self.path.stat().st_size != self.num_bytes:
-                self._refuse(f"it had {self.num_bytes} bytes when it was opened and has {self.path.stat().st_size} now")
+                self._fail(f"it had {self.num_bytes} bytes when it was opened and has {self.path.stat().st_size} now")
             data = torch.from_file(str(self.path), shared=False, size=self.num_bytes, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:
             raise UserError(f"'{self.path}' cannot be read: {error}.") from error
@@ -208,27 +208,27 @@ class SafetensorsFile:
             data = data.clone()
         return data.view(dtype).view(header.shape)
 
-    def _entry(self, name: str, entry: Any, first: int) -> Header:
+    def _parse_entry(self, name: str, entry: Any, first: int) -> Header:
         try:
             code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         except (KeyError, TypeError, ValueError):
-            self._refuse(f"'{name}' lacks a dtype, a shape or two data_offsets")
+            self._fail(f"'{name}' lacks a dtype, a shape or two data_offsets")
         if not isinstance(code, str) or code not in _TORCH:
-            self._refuse(f"'{name}' has the dtype {code!r}; known are {', '.join(_TORCH)}")
+            self._fail(f"'{name}' has the dtype {code!r}; known are {', '.join(_TORCH)}")
         if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
-            self._refuse(f"'{name}' has the shape {list(shape)} and the data_offsets {[start, stop]}")
+            self._fail(f"'{name}' has the shape {list(shape)} and the data_offsets {[start, stop]}")
         if stop - start != math.prod(shape) * _TORCH[code].itemsize:
-            self._refuse(f"'{name}' of shape {list(shape)} as {code} cannot have {stop - start} bytes")
+            self._fail(f"'{name}' of shape {list(shape)} as {code} cannot have {stop - start} bytes")
         return Header(shape, str(_TORCH[code]).removeprefix("torch."), first + start, first + stop)
 
     def _without_duplicates(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
             names = [name for name, _ in pairs]
-            self._refuse(f"its header names '{next(name for name in names if names.count(name) > 1)}' twice")
+            self._fail(f"its header names '{next(name for name in names if names.count(name) > 1)}' twice")
         return found
 
-    def _refuse(self, reason: str) -> NoReturn:
+    def _fail(self, reason: str) -> NoReturn:
         raise UserError(
             f"'{self.path}' is not a complete safetensors file: {reason[:_LONGEST_REASON]}. Download, convert or "
             "export it again."

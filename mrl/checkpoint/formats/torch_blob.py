@@ -32,7 +32,7 @@ _STORAGES = {
 }
 _STORAGE_OF = {dtype: name for name, dtype in _STORAGES.items()}
 _MAX_PICKLE_BYTES = 1 << 16
-_LIMIT = _FAR = 0xFFFFFFFF
+_LIMIT = _IN_ZIP64 = 0xFFFFFFFF
 """Sizes from this limit on are stored in a zip64 field, and this value in the normal field."""
 
 
@@ -84,15 +84,15 @@ def read_blob(file: BinaryIO, offset: int, length: int) -> BlobTensor:
         DamagedError: The bytes are not a tensor, or incomplete.
     """
     try:
-        with zipfile.ZipFile(_Window(file, offset, length)) as archive:
+        with zipfile.ZipFile(_FileWindow(file, offset, length)) as archive:
             entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             if entries["data.pkl"].file_size > _MAX_PICKLE_BYTES:
                 raise DamagedError("its description is too long for one tensor's")
-            described = _TensorOnly(io.BytesIO(archive.read(entries["data.pkl"]))).load()
+            described = _TensorUnpickler(io.BytesIO(archive.read(entries["data.pkl"]))).load()
             order = entries.get("byteorder")
             if order is not None and (order.file_size > 6 or archive.read(order) != b"little"):
                 raise DamagedError("its bytes are in big-endian order")
-        if not isinstance(described, _Described):
+        if not isinstance(described, _TensorDescription):
             raise DamagedError(f"it contains a {type(described).__name__}, not a tensor")
         entry = entries[f"data/{described.storage.key}"]
         start = offset + _data_start(file, offset, entry)
@@ -132,7 +132,7 @@ def blob_parts(tensor: Tensor) -> Iterator[bytes | memoryview]:
         yield content
         position += len(local) + content.nbytes
         directory += central
-    yield directory + _end(len(entries), position, len(directory))
+    yield directory + _archive_end(len(entries), position, len(directory))
 
 
 def _pickled(tensor: Tensor) -> bytes:
@@ -174,7 +174,7 @@ class _Storage:
 
 
 @dataclass(frozen=True)
-class _Described:
+class _TensorDescription:
     storage: _Storage
     first: int
     shape: tuple[int, ...]
@@ -193,7 +193,7 @@ class _Described:
             raise DamagedError(f"its storage is not {num_bytes} uncompressed bytes")
 
 
-class _TensorOnly(pickle.Unpickler):
+class _TensorUnpickler(pickle.Unpickler):
     """Unpickler of a tensor's description; accepts no other class or function."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -212,10 +212,10 @@ class _TensorOnly(pickle.Unpickler):
         return _Storage(_STORAGES[storage], key, numel)
 
 
-def _describe(storage: _Storage, first: int, shape: Any, strides: Any, *rest: Any) -> _Described:
+def _describe(storage: _Storage, first: int, shape: Any, strides: Any, *rest: Any) -> _TensorDescription:
     if not isinstance(storage, _Storage):
         raise DamagedError("its description names no storage")
-    return _Described(storage, first, tuple(shape), tuple(strides))
+    return _TensorDescription(storage, first, tuple(shape), tuple(strides))
 
 
 def _data_start(file: BinaryIO, offset: int, entry: zipfile.ZipInfo) -> int:
@@ -225,7 +225,7 @@ def _data_start(file: BinaryIO, offset: int, entry: zipfile.ZipInfo) -> int:
     return int(entry.header_offset + 30 + name_length + extra_length)
 
 
-class _Window(io.RawIOBase):
+class _FileWindow(io.RawIOBase):
     """A part of a file, presented as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
@@ -260,7 +260,7 @@ def _headers(name: bytes, content: memoryview, position: int) -> tuple[bytes, by
     """Returns an entry's local header and its directory header; `position` is the offset of the former."""
     size, crc = content.nbytes, isal_zlib.crc32(content)
     wide = struct.pack("<2H2Q", 1, 16, size, size) if size >= _LIMIT else b""
-    shown = _FAR if wide else size
+    shown = _IN_ZIP64 if wide else size
     # as in torch, an unused extra field aligns the content
     gap = -(position + 30 + len(name) + len(wide) + 4) % ALIGNMENT
     extra = wide + struct.pack("<2sH", b"FB", gap) + b"Z" * gap
@@ -272,15 +272,15 @@ def _headers(name: bytes, content: memoryview, position: int) -> tuple[bytes, by
     large += struct.pack("<Q", position) if far else b""
     extra = struct.pack("<2H", 1, len(large)) + large if large else b""
     central = b"PK\x01\x02" + struct.pack("<H", version) + fields
-    central += struct.pack("<5H2I", len(name), len(extra), 0, 0, 0, 0, _FAR if far else position) + name + extra
+    central += struct.pack("<5H2I", len(name), len(extra), 0, 0, 0, 0, _IN_ZIP64 if far else position) + name + extra
     return local, central
 
 
-def _end(count: int, start: int, length: int) -> bytes:
+def _archive_end(count: int, start: int, length: int) -> bytes:
     """Returns the end of an archive whose directory takes `length` bytes from `start`."""
     wide = b""
     if start >= _LIMIT:
         wide = b"PK\x06\x06" + struct.pack("<Q2H2I4Q", 44, 45, 45, 0, 0, count, count, length, start)
         wide += b"PK\x06\x07" + struct.pack("<IQI", 0, start + length, 1)
-    shown = _FAR if wide else start
+    shown = _IN_ZIP64 if wide else start
     return wide + b"PK\x05\x06" + struct.pack("<4H2IH", 0, 0, count, count, length, shown, 0)

@@ -100,7 +100,7 @@ class GlobalTensor:
             if len(chunk.sizes) != len(self.shape) or intersect(chunk.region, whole(self.shape)) != chunk.region:
                 raise ValueError(f"box {list(chunk.region)} is not inside its shape {list(self.shape)}")
         regions = [chunk.region for chunk in self.chunks]
-        twice = _overlap(regions, 0)
+        twice = _find_overlap(regions, 0)
         if twice is not None:
             raise ValueError(f"contains {list(twice)} twice")
         lacking = volume(whole(self.shape)) - sum(map(volume, regions))
@@ -152,12 +152,12 @@ def read_contents(folder: Path) -> Contents:
                 continue
             chunks = []
             for chunk in stored.chunks:
-                offsets, sizes = _numbers(chunk.offsets), _numbers(chunk.sizes)
+                offsets, sizes = _check_sizes(chunk.offsets), _check_sizes(chunk.sizes)
                 info = places[key, offsets]
-                start, num_bytes = _numbers((info.offset, info.length))
-                chunks.append(Chunk(offsets, sizes, _plain(info.relative_path), start, num_bytes))
+                start, num_bytes = _check_sizes((info.offset, info.length))
+                chunks.append(Chunk(offsets, sizes, _check_file_name(info.relative_path), start, num_bytes))
             dtype = str(stored.properties.dtype).removeprefix("torch.")
-            tensors[str(key)] = GlobalTensor(_numbers(stored.size), dtype, tuple(chunks))
+            tensors[str(key)] = GlobalTensor(_check_sizes(stored.size), dtype, tuple(chunks))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"'{file}' is not the metadata of a distributed checkpoint: {type(error).__name__}: {error}."
@@ -337,21 +337,21 @@ def _check_backend(file: Path) -> None:
         )
 
 
-def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
+def _check_sizes(values: Iterable[Any]) -> tuple[int, ...]:
     found = tuple(values)
     if not all(type(value) is int and value >= 0 for value in found):
         raise ValueError(f"{list(found)} are not sizes")
     return found
 
 
-def _plain(name: Any) -> str:
+def _check_file_name(name: Any) -> str:
     """Checks that a name is a file of the same folder: metadata must not make mrl read any other."""
     if not isinstance(name, str) or Path(name).name != name:
         raise ValueError(f"{name!r} is not a file of the checkpoint's folder")
     return name
 
 
-def _overlap(regions: list[Region], axis: int) -> Region | None:
+def _find_overlap(regions: list[Region], axis: int) -> Region | None:
     """Returns the intersection of two overlapping regions, None if all are disjoint.
 
     Regions are grouped by disjoint intervals along an axis, the groups again along the next axis. Megatron's are then
@@ -370,5 +370,5 @@ def _overlap(regions: list[Region], axis: int) -> Region | None:
             groups.append([])
         groups[-1].append(region)
         end = max(end, stop)
-    found = (_overlap(group, axis + 1) for group in groups)
+    found = (_find_overlap(group, axis + 1) for group in groups)
     return next((both for both in found if both is not None), None)

@@ -115,7 +115,7 @@ class TrtllmTarget(Target):
                 tensor.
         """
         linear = self._linear[int(file.name.removeprefix("rank").removesuffix(".safetensors"))]
-        return write_safetensors(path, _headers(self.config, file.layout, linear), self._stored(file, linear, tensors))
+        return write_safetensors(path, _headers(self.config, file.layout, linear), self._encode(file, linear, tensors))
 
     def finish(self, folder: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
         """Implements `Target.finish`."""
@@ -125,7 +125,7 @@ class TrtllmTarget(Target):
         """Implements `Target.describe`; with FP8 also a hash of the activation scales, on which the files depend."""
         scales = json.dumps(self._scales, sort_keys=True).encode()
         known = {"activation_scales": xxhash.xxh3_64_hexdigest(scales)} if self.config.fp8 else {}
-        return {**_summary(self.config), **known}
+        return {**_describe_config(self.config), **known}
 
     def _layout(self, rank: int) -> Layout:
         layout = trtllm_layout(self.config.arch, self.config.mapping, rank, self.config.dtype)
@@ -143,7 +143,7 @@ class TrtllmTarget(Target):
         last = {name: replace(stored, dtype="float32") for name, stored in layout.items() if name in linear}
         return {name: stored for name, stored in layout.items() if name not in linear} | last
 
-    def _stored(
+    def _encode(
         self, file: OutFile, linear: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]
     ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
@@ -231,7 +231,7 @@ class TrtllmSource(Source):
             keeps = stored == model or all(
                 torch.equal(part, part.to(DTYPES[model]).to(part.dtype))
                 for rank, name, piece in self._holders[hf_name]
-                for part in [self._piece(rank, name, piece.dst)]
+                for part in [self._read_piece(rank, name, piece.dst)]
             )
             self._dtypes[hf_name] = model if keeps else stored
         return self._dtypes[hf_name]
@@ -243,7 +243,7 @@ class TrtllmSource(Source):
         left = [region]
         for rank, name, piece in self._holders[hf_name]:
             for part in [both for rest in left if (both := intersect(rest, piece.src)) is not None]:
-                values = self._piece(rank, name, translate(part, piece.src, piece.dst)).to(dtype)
+                values = self._read_piece(rank, name, translate(part, piece.src, piece.dst)).to(dtype)
                 if part == region:
                     return values
                 if found is None:
@@ -299,13 +299,18 @@ class TrtllmSource(Source):
             for name, header in file.headers.items()
         }
         num_bytes = sum(file.num_bytes for file in self._open_files)
-        return {**_summary(self.config), "num_layers": self.arch.num_layers, "num_bytes": num_bytes, "tensors": tensors}
+        return {
+            **_describe_config(self.config),
+            "num_layers": self.arch.num_layers,
+            "num_bytes": num_bytes,
+            "tensors": tensors,
+        }
 
     def close(self) -> None:
         """Implements `Source.close`; maps are released with the tensors that were read."""
         self._open_files.clear()
 
-    def _piece(self, rank: int, name: str, region: Region) -> Tensor:
+    def _read_piece(self, rank: int, name: str, region: Region) -> Tensor:
         """Returns a region of a stored tensor in two dimensions; converts FP8 to fp32."""
         file, stored = self._open_files[rank], self._layouts[rank][name]
         values = file.tensor(name).view(stored.shape)[slices(region)]
@@ -325,8 +330,8 @@ class TrtllmSource(Source):
                     both = intersect(piece.src, first.src)
                     if both is None:
                         continue
-                    values = self._piece(rank, name, translate(both, piece.src, piece.dst))
-                    first_values = self._piece(first_rank, first_name, translate(both, first.src, first.dst))
+                    values = self._read_piece(rank, name, translate(both, piece.src, piece.dst))
+                    first_values = self._read_piece(first_rank, first_name, translate(both, first.src, first.dst))
                     if not torch.equal(
                         values.contiguous().view(torch.uint8), first_values.contiguous().view(torch.uint8)
                     ):
@@ -372,7 +377,7 @@ def _check_finite(file: str, name: str, stored: StoredTensor, tensor: Tensor) ->
     )
 
 
-def _summary(config: TrtllmConfig) -> dict[str, Any]:
+def _describe_config(config: TrtllmConfig) -> dict[str, Any]:
     mapping = config.mapping
     return {
         "format": "trtllm",

@@ -68,7 +68,7 @@ class OutputFile:
         try:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise self._failure(error) from error
+            raise self._error(error) from error
 
     def __enter__(self) -> OutputFile:
         return self
@@ -86,7 +86,7 @@ class OutputFile:
                 self._write(last.memory[: last.size], self._sent)
                 os.fsync(self._file)
         except OSError as failure:
-            raise self._failure(failure) from failure
+            raise self._error(failure) from failure
         finally:
             for threads in (self._hasher, self._writers):
                 if threads is not None:
@@ -113,7 +113,7 @@ class OutputFile:
             block.size += count
             done += count
             if block.size == BLOCK_BYTES:
-                self._send(block)
+                self._submit(block)
         self.num_bytes += view.nbytes
         return view.nbytes
 
@@ -122,7 +122,7 @@ class OutputFile:
         """Hash of the file, 16 hexadecimal digits; valid after the `with` block."""
         return str(self._hash.hexdigest())
 
-    def _send(self, block: _Block) -> None:
+    def _submit(self, block: _Block) -> None:
         """Submits a full block for hashing and writing, and makes a free block current."""
         if self._hasher is None or self._writers is None:
             self._hasher, self._writers = ThreadPoolExecutor(1), ThreadPoolExecutor(_NUM_WRITERS)
@@ -138,7 +138,7 @@ class OutputFile:
         try:
             self._wait(self._blocks[0])
         except OSError as error:
-            raise self._failure(error) from error
+            raise self._error(error) from error
 
     def _wait(self, block: _Block) -> None:
         """Waits until a block is free."""
@@ -167,7 +167,7 @@ class OutputFile:
             direct = False
         self._direct = direct
 
-    def _failure(self, error: OSError) -> UserError:
+    def _error(self, error: OSError) -> UserError:
         return UserError(f"'{self._path}' cannot be written: {error.strerror or error}.")
 
 

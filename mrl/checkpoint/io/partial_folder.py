@@ -29,7 +29,7 @@ from mrl.errors import UserError
 MANIFEST = "manifest.json"
 
 _STATE = ".state"
-_SPENT = ".state.spent"
+_FINISHED_STATE = ".state.spent"
 _ATTEMPTS = 10
 _ARGUMENTS = "arguments.json"
 
@@ -65,9 +65,9 @@ class PartialFolder:
         Raises:
             UserError: The final or the partial path exists and is something else.
         """
-        if _holds_anything(self.path) and not self._state.is_dir():
-            self._adopt(arguments)
-        if not _holds_anything(self.final):
+        if _is_occupied(self.path) and not self._state.is_dir():
+            self._complete_rename(arguments)
+        if not _is_occupied(self.final):
             return False
         if _read(self.final / MANIFEST).get("arguments") == _as_json(arguments):
             return True
@@ -83,15 +83,15 @@ class PartialFolder:
         Raises:
             UserError: It was started with other arguments (names the first difference), or cannot be written.
         """
-        with self._join() as alive:
+        with self._open_alive_file() as alive:
             first = _try_lock(alive)
             if not first:
                 fcntl.flock(alive, fcntl.LOCK_SH)  # waits until the first process has moved the records aside
             if self._is_current(alive):
-                self._agree(arguments, first=first)
+                self._check_arguments(arguments, first=first)
                 if first:
                     with disk_errors(self.path):
-                        self._set_aside()
+                        self._move_records_aside()
             fcntl.flock(alive, fcntl.LOCK_SH)
             yield
 
@@ -165,13 +165,13 @@ class PartialFolder:
         """
         with disk_errors(self.path):
             _write_json(self.path / MANIFEST, manifest)
-            os.replace(self._state, self.path / _SPENT)
+            os.replace(self._state, self.path / _FINISHED_STATE)
             self._rename()
 
-    def _adopt(self, arguments: Mapping[str, Any]) -> None:
+    def _complete_rename(self, arguments: Mapping[str, Any]) -> None:
         """Handles a folder without state: renames it if only that step was missing, refuses it if it is not ours."""
         if _read(self.path / MANIFEST).get("arguments") != _as_json(arguments):
-            if not _holds_anything(self.path):  # another process has just moved it
+            if not _is_occupied(self.path):  # another process has just moved it
                 return
             raise UserError(
                 f"'{self.path}' exists and was not made by this command. Remove it, or choose a new folder."
@@ -187,9 +187,9 @@ class PartialFolder:
             if not (self.final / MANIFEST).is_file():  # otherwise another process has just renamed it
                 raise
         sync_folder(self.final.parent)
-        shutil.rmtree(self.final / _SPENT, ignore_errors=True)
+        shutil.rmtree(self.final / _FINISHED_STATE, ignore_errors=True)
 
-    def _join(self) -> TextIO:
+    def _open_alive_file(self) -> TextIO:
         """Creates the folders and opens the file whose lock shows that a process is alive."""
         attempts_left = _ATTEMPTS
         while True:
@@ -210,13 +210,13 @@ class PartialFolder:
         except FileNotFoundError:
             return False
 
-    def _set_aside(self) -> None:
+    def _move_records_aside(self) -> None:
         for record in (self._state / "records").iterdir():
             os.replace(record, self._state / "earlier" / record.name)
         for remnant in self._state.rglob("*.writing"):
             remnant.unlink()
 
-    def _agree(self, arguments: Mapping[str, Any], *, first: bool) -> None:
+    def _check_arguments(self, arguments: Mapping[str, Any], *, first: bool) -> None:
         path = self._state / _ARGUMENTS
         earlier, now = _read(path), _as_json(arguments)
         if first and not earlier:
@@ -243,7 +243,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise UserError(f"'{path}' cannot be written: {error.strerror or error}.{kept}") from error
 
 
-def _holds_anything(path: Path) -> bool:
+def _is_occupied(path: Path) -> bool:
     """Returns whether the path is a file or a folder that is not empty."""
     try:
         return any(path.iterdir())

@@ -183,7 +183,7 @@ class Checkpoints:
                     written = unfinished.writing.finish()
             files = self._gather({path.relative_to(temporary).as_posix(): facts for path, facts in written.items()})
             with self._save_errors():
-                mine = self._hash_share(temporary, [name for name in _names(temporary) if name not in files])
+                mine = self._hash_share(temporary, [name for name in _file_names(temporary) if name not in files])
             files |= self._gather(mine)
             with self._save_errors():
                 if self.rank == 0:
@@ -371,7 +371,7 @@ def _aside(why: str, step: int) -> str:
     return f".{why}-{step:08d}-{secrets.token_hex(4)}"
 
 
-def _names(folder: Path) -> list[str]:
+def _file_names(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 

@@ -168,5 +168,5 @@ def test_pickles_are_those_of_torch():
     descriptions = []
     for archive in (mine, reference):
         name = next(entry for entry in archive.namelist() if entry.endswith("data.pkl"))
-        descriptions.append(torch_blob._TensorOnly(io.BytesIO(archive.read(name))).load())
+        descriptions.append(torch_blob._TensorUnpickler(io.BytesIO(archive.read(name))).load())
     assert descriptions[0] == descriptions[1]

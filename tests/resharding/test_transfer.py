@@ -46,7 +46,7 @@ class Setup:
             item.write_to(self.tensors[item.name])
 
     def keep(self, arrivals):
-        """As an engine that puts slices together somewhere else."""
+        """Stores slices without `write_to`, as an engine that assembles them elsewhere."""
         for item in arrivals:
             self.tensors[item.name][slices(item.region)].copy_(item.data)
 
@@ -68,8 +68,8 @@ def arrives_in_both_sinks(setup, transfer):
     return transfer
 
 
-class ByTurns(Transfer):
-    """Ranks of even number keep their buffers to themselves, as on a host without room."""
+class OddRanksShare(Transfer):
+    """Ranks of even number do not share their buffers, as on a host without space in shared memory."""
 
     def _assign_copies(self, peers):
         self._share = dist.get_rank() % 2 == 1
@@ -79,7 +79,7 @@ class ByTurns(Transfer):
 SHARING = [
     (Transfer, False),
     (Transfer, True),
-    (ByTurns, True),
+    (OddRanksShare, True),
 ]
 
 
@@ -107,7 +107,7 @@ def test_many_small_rounds_and_casts_give_the_same(source, target, kind, share):
     assert rounds[0] > 10
 
 
-class Slow(Transfer):
+class SlowReader(Transfer):
     """Rank 1 has packed long before the others have read."""
 
     def _unpack_shared(self, number, sink):
@@ -117,21 +117,21 @@ class Slow(Transfer):
 
 
 def sends_through_memory(bucket_bytes):
-    arrives("biases, tied", Grid(4, 2, 2, rollout_tp=4), bucket_bytes, "float32", "float32", Slow, True)
-    transfer = Setup("biases, tied", Grid(4, 2, 2, rollout_tp=4)).transfer(bucket_bytes, Diary, True)
+    arrives("biases, tied", Grid(4, 2, 2, rollout_tp=4), bucket_bytes, "float32", "float32", SlowReader, True)
+    transfer = Setup("biases, tied", Grid(4, 2, 2, rollout_tp=4)).transfer(bucket_bytes, RecordingTransfer, True)
     transfer.run(lambda items: None)
     received = sum(receive.numel() for _, receive in transfer._messages.buffers)
-    return received, [number for name, number in transfer.events if name == "near"], transfer.num_rounds
+    return received, [number for name, number in transfer.events if name == "shared"], transfer.num_rounds
 
 
-def test_ranks_of_a_host_read_each_others_buffers_while_these_hold_what_was_packed():
+def test_ranks_of_a_host_read_each_others_send_buffers():
     for received, read, rounds in run_ranks(4, sends_through_memory, 5000):
         assert received == 0, "nothing is received that is read where it lies"
         assert read == list(range(rounds))
 
 
 class LostPart(Transfer):
-    """What rank 3 writes of one part is another value than what it was given."""
+    """Rank 3 writes another value of one part than it received."""
 
     def _deliver(self, copies, values, sent, where, sink):
         def harm(items):
@@ -156,11 +156,11 @@ class FlippedBit(Transfer):
 
 
 class LostSource(Transfer):
-    """Rank 2 cannot read what it is to send."""
+    """Rank 2 fails to read the values that it sends."""
 
     def _source(self, copy):
         if dist.get_rank() == 2 and copy.target_rank != 2:
-            raise ValueError("the shelf is empty")
+            raise ValueError("no source")
         return super()._source(copy)
 
 
@@ -173,7 +173,7 @@ def fails(kind, bucket_bytes, share=False):
     return ""
 
 
-def test_what_is_written_otherwise_than_given_is_named_on_every_rank():
+def test_a_lost_write_raises_on_every_rank():
     messages = run_ranks(4, fails, LostPart, 4000)
     assert len(set(messages)) == 1
     assert "rank 3 failed" in messages[0]
@@ -193,7 +193,7 @@ def test_a_flipped_bit_on_the_way_is_found_and_every_rank_raises(share):
 def test_a_rank_that_cannot_send_makes_every_rank_raise_and_none_wait(share):
     messages = run_ranks(4, fails, LostSource, 4000, share)
     assert len(set(messages)) == 1
-    assert "rank 2 failed: ValueError: the shelf is empty" in messages[0]
+    assert "rank 2 failed: ValueError: no source" in messages[0]
 
 
 def refuses_one_tensor(arrivals):
@@ -218,8 +218,8 @@ def test_a_failing_write_names_rank_and_tensors_on_every_rank():
     assert "no room" in messages[0]
 
 
-class Diary(Transfer):
-    """Writes down what happens in which order."""
+class RecordingTransfer(Transfer):
+    """Records the order of events."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -230,7 +230,7 @@ class Diary(Transfer):
         return super()._pack_round(number)
 
     def _unpack_shared(self, number, sink):
-        self.events.append(("near", number))
+        self.events.append(("shared", number))
         return super()._unpack_shared(number, sink)
 
     def _copy(self, bucket, sink):
@@ -242,9 +242,9 @@ class Diary(Transfer):
         return super()._unpack_received(number, sink)
 
 
-def keeps_a_diary(bucket_bytes):
+def records_events(bucket_bytes):
     setup = Setup("biases, tied", Grid(4, 2, 2, rollout_tp=4))
-    transfer = setup.transfer(bucket_bytes, Diary)
+    transfer = setup.transfer(bucket_bytes, RecordingTransfer)
     before, places = transfer.staging_bytes, []
     for _ in range(2):
         transfer.run(setup.write)
@@ -253,8 +253,8 @@ def keeps_a_diary(bucket_bytes):
     return transfer.events, transfer.num_rounds, before, transfer.staging_bytes, places, most
 
 
-def test_messages_travel_while_the_last_ones_are_copied():
-    for events, rounds, *_ in run_ranks(4, keeps_a_diary, 5000):
+def test_messages_overlap_with_copies():
+    for events, rounds, *_ in run_ranks(4, records_events, 5000):
         order = events[: len(events) // 2]
         assert events == order * 2
         assert rounds > 3
@@ -266,7 +266,7 @@ def test_messages_travel_while_the_last_ones_are_copied():
 
 def test_buffers_are_allocated_once_and_bounded():
     bucket_bytes = 5000
-    for _, _, before, staging_bytes, (first, second), most in run_ranks(4, keeps_a_diary, bucket_bytes):
+    for _, _, before, staging_bytes, (first, second), most in run_ranks(4, records_events, bucket_bytes):
         assert before == 0
         assert first == second
         assert 0 < staging_bytes <= 4 * (bucket_bytes + 16 * most)  # copies align; each has a sum

@@ -216,10 +216,10 @@ def test_files_that_are_done_are_kept_unless_they_are_damaged(model, tmp_path):
 
 def test_other_arguments_do_not_continue_it(model, tmp_path):
     interrupted(model, tmp_path / "out")
-    with pytest.raises(UserError, match="begun with other arguments: target.dtypes.float32 was 50, now it is None"):
+    with pytest.raises(UserError, match="started with other arguments: target.dtypes.float32 was 50, now it is None"):
         run(model, tmp_path / "out", "bfloat16")
     os.utime(model / "model.safetensors")
-    with pytest.raises(UserError, match="begun with other arguments: source.files.model.safetensors.mtime_ns was"):
+    with pytest.raises(UserError, match="started with other arguments: source.files.model.safetensors.mtime_ns was"):
         run(model, tmp_path / "out")
 
 

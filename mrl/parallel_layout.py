@@ -1,10 +1,10 @@
-"""Which rank sits where: pure arithmetic between ranks and their parallel coordinates.
+"""Positions of ranks: arithmetic between global ranks and their parallel coordinates, without process groups.
 
-Owns the order of ranks that Megatron-Core uses by default ("tp-cp-ep-dp-pp": TP varies fastest, PP slowest; a stage's
-ranks are cut anew, by (etp, ep, edp), for the experts) and the rollout replicas (consecutive ranks; inside one, experts
-are spread first and cut second, as in TensorRT-LLM's `Mapping`). Where rollouts have ranks of their own, these are the
-last ones of the job, and the actor's layout is that of the others. It knows no process group: `distributed/groups.py`
-makes those from it, and `resharding/` computes every rank's layout from it.
+The order of the actor's ranks is Megatron-Core's default ("tp-cp-ep-dp-pp": TP changes fastest, PP slowest; for experts
+a stage's ranks are split again, by (etp, ep, edp)). Rollout replicas are consecutive ranks; inside one, neighbours have
+different experts first and parts of the same expert second, as in TensorRT-LLM's `Mapping`. With separate rollout
+ranks, these are the last ones of the job and the actor uses the others. `distributed/groups.py` makes process groups
+from it; `resharding/` computes every rank's layout from it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Coords:
-    """Position of one rank for everything but the experts: tensor, context, data and pipeline index."""
+    """Tensor, context, data and pipeline index of one rank, for everything except the experts."""
 
     tp: int
     dp: int
@@ -25,7 +25,7 @@ class Coords:
 
 @dataclass(frozen=True)
 class ExpertCoords:
-    """Position of one rank for the experts: tensor, expert and data index."""
+    """Tensor, expert and data index of one rank, for the experts."""
 
     etp: int
     ep: int
@@ -34,22 +34,22 @@ class ExpertCoords:
 
 @dataclass(frozen=True)
 class Grid:
-    """The parallel layout of the actor and of the rollout replicas over `world_size` ranks.
+    """Parallel layout of the actor and of the rollout replicas over `world_size` ranks.
 
     Attributes:
         world_size: Ranks in the job.
         tp: Tensor-model-parallel size of the actor.
         pp: Pipeline-model-parallel size of the actor.
-        vpp: Model chunks per pipeline stage (virtual pipeline), 1 without.
+        vpp: Model chunks per pipeline stage (virtual pipeline); 1 without.
         cp: Context-parallel size of the actor.
         ep: Expert-parallel size of the actor.
         etp: Tensor-parallel size of the actor's experts; None: `tp`.
         first_stage_layers: Layers of the first pipeline stage; None: as many as the others.
         last_stage_layers: Layers of the last pipeline stage; None: as many as the others.
         rollout_tp: Tensor-parallel size of a rollout replica.
-        rollout_pp: Pipeline stages of a rollout replica; its ranks count tensor-parallel first, as in TensorRT-LLM.
         rollout_ep: Expert-parallel size inside a rollout replica; a divisor of `rollout_tp`.
-        rollout_ranks: Ranks that sample and do not train, the last ones; 0: all ranks do both.
+        rollout_pp: Pipeline stages of a rollout replica; tensor-parallel ranks are consecutive, as in TensorRT-LLM.
+        rollout_ranks: Number of separate rollout ranks, the last ones of the job; 0: all ranks train and sample.
     """
 
     world_size: int
@@ -68,17 +68,17 @@ class Grid:
 
     @property
     def has_roles(self) -> bool:
-        """Whether some ranks train and the others sample."""
+        """True if training and rollout run on separate ranks."""
         return self.rollout_ranks > 0
 
     @property
     def trainers(self) -> range:
-        """Ranks that hold the actor."""
+        """Ranks that have the actor."""
         return range(self.world_size - self.rollout_ranks)
 
     @property
     def samplers(self) -> range:
-        """Ranks that hold the engine."""
+        """Ranks that have the engine."""
         return range(len(self.trainers) if self.has_roles else 0, self.world_size)
 
     @property
@@ -98,7 +98,7 @@ class Grid:
 
     @property
     def num_replicas(self) -> int:
-        """Rollout replicas."""
+        """Number of rollout replicas."""
         return len(self.samplers) // self.rollout_size
 
     @property
@@ -108,36 +108,36 @@ class Grid:
 
     @property
     def fewest_ranks(self) -> int:
-        """The smallest world size that the layout's own sizes allow."""
+        """Smallest world size that these parallel sizes allow."""
         experts = self.ep * self.expert_tp * self.pp
         actor = math.lcm(self.tp * self.cp * self.pp, experts)
         return actor + self.rollout_ranks if self.has_roles else math.lcm(actor, self.rollout_size)
 
     def coords(self, rank: int) -> Coords:
-        """Actor coordinates of a rank that trains."""
+        """Returns the actor coordinates of a rank that trains."""
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
         return Coords(tp=tp, dp=dp, pp=pp, cp=cp)
 
     def expert_coords(self, rank: int) -> ExpertCoords:
-        """Coordinates of a rank among the ranks of its pipeline stage that share the experts."""
+        """Returns the expert coordinates of a rank that trains."""
         rest, etp = divmod(rank % (len(self.trainers) // self.pp), self.expert_tp)
         edp, ep = divmod(rest, self.ep)
         return ExpertCoords(etp=etp, ep=ep, edp=edp)
 
     def rank(self, coords: Coords) -> int:
-        """Rank at the given actor coordinates."""
+        """Returns the rank at the given actor coordinates."""
         return coords.tp + self.tp * (coords.cp + self.cp * (coords.dp + self.dp * coords.pp))
 
     def replica(self, rank: int) -> int:
-        """Rollout replica of a rank that samples."""
+        """Returns the index of the rollout replica of a rank that samples."""
         return (rank - self.samplers.start) // self.rollout_size
 
     def rollout_rank(self, rank: int) -> int:
-        """Position of a rank inside its rollout replica."""
+        """Returns the position of a rank inside its rollout replica."""
         return (rank - self.samplers.start) % self.rollout_size
 
     def rollout_tp_rank(self, rank: int) -> int:
-        """Position of a rank among those that share a layer inside its rollout replica."""
+        """Returns the tensor-parallel position of a rank inside its rollout replica."""
         return (rank - self.samplers.start) % self.rollout_tp

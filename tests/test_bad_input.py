@@ -292,12 +292,12 @@ def test_a_checkpoint_that_was_changed_is_named_and_the_one_before_goes_on(case)
     assert "run.resume=never" in case.refused("run.resume=never")
     case.works("train.num_steps=2")
     notes = (case.folder / "run" / "notes.jsonl").read_text()
-    assert f"{last} is damaged" in notes and f"the run goes on from {first.name}" in notes
+    assert f"{last} is damaged" in notes and f"the run resumes from {first.name}" in notes
 
 
 def test_another_run_in_the_folder_is_refused(case):
     case.works()
-    assert "holds a run of another config: run.seed" in case.refused("run.seed=1", "train.num_steps=2")
+    assert "another config: run.seed" in case.refused("run.seed=1", "train.num_steps=2")
     case.write_rows("train.jsonl", [*ROWS, *ROWS])
     assert "the training data changed" in case.refused("train.num_steps=2")
 

@@ -1,1 +1,1 @@
-"""What is on disk: `run_dir/` (checkpoints, lock), `formats/` (Hugging Face, Megatron, TensorRT-LLM), `io/`."""
+"""Everything on disk: `run_dir/` (checkpoints, lock), `formats/` (Hugging Face, Megatron, TensorRT-LLM), `io/`."""

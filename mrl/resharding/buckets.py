@@ -1,8 +1,8 @@
-"""Copies in buckets: what is staged and sent at a time, and how much memory that takes.
+"""Order of a transfer: copies grouped into buckets and rounds, and the staging memory that they take.
 
-Owns the order of a transfer. Every rank computes the same rounds from the same copies. While the messages of one round
-are on their way, those of the last are copied into place and those of the next put together: a rank has two buffers to
-send and two to receive, and rounds take them in turn. Pure arithmetic.
+Every rank computes the same rounds from the same copies. While the messages of one round are being sent, the messages
+of the previous round are copied into place and those of the next are packed. So a rank has two send and two receive
+buffers, and rounds alternate between them. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from mrl.resharding.copy_op import Copy
 
 NUM_BUFFERS = 2
-"""To send, and as many to receive."""
+"""Send buffers of a rank; it has as many receive buffers."""
 
 PIPELINE_ROUNDS = 8
-"""Rounds that a transfer is cut into where its bytes allow, so that messages and copies overlap."""
+"""Rounds into which a transfer is split if it is large enough, so that messages and copies overlap."""
 
 MIN_ROUND_BYTES = 16 << 20
-"""A message of this size is limited by bandwidth, not by the agreement before it."""
+"""Smallest round; a message of this size is limited by bandwidth, not by the agreement of the ranks before it."""
 
 
 def buckets(copies: Sequence[Copy], bucket_bytes: int) -> list[list[Copy]]:
-    """The copies in buckets of at most `bucket_bytes`; a larger copy is split."""
+    """Groups the copies into buckets of at most `bucket_bytes`; splits a larger copy."""
     found: list[list[Copy]] = []
     room = 0
     for large in copies:
@@ -36,19 +36,22 @@ def buckets(copies: Sequence[Copy], bucket_bytes: int) -> list[list[Copy]]:
     return found
 
 
-def turns(
+def schedule_local_copies(
     own: Sequence[Copy], rank: int, batches: Sequence[Sequence[Copy]], bucket_bytes: int
 ) -> list[list[list[Copy]]]:
-    """The copies that `rank` makes by itself, in buckets, by turn: the first before any round has come, then one each.
+    """Distributes the copies that `rank` makes without messages over the rounds, in buckets.
 
-    What belongs to a tensor of which messages bring parts takes its turn with those parts, so that few tensors are
-    half there at a time. The rest is spread evenly.
+    Copies into a tensor that also gets parts from messages are scheduled with those messages, so that few tensors are
+    incomplete at a time. The other copies are spread evenly.
 
     Args:
-        own: What the rank copies without a message, in the order of its tensors.
-        rank: Whose.
-        batches: What `rounds` made of the copies that go in messages.
-        bucket_bytes: Largest bucket.
+        own: Copies without a message, in the order of the rank's tensors.
+        rank: The rank that makes them.
+        batches: Rounds of the copies that go in messages, from `rounds`.
+        bucket_bytes: Largest bucket, in bytes.
+
+    Returns:
+        `len(batches) + 1` lists of buckets: the first before any message arrives, then one per round.
     """
     arrives: dict[str, int] = {}
     for number, batch in enumerate(batches):
@@ -56,21 +59,21 @@ def turns(
             if copy.target_rank == rank:
                 arrives.setdefault(copy.target_name, number)
     found: list[list[list[Copy]]] = [[] for _ in range(len(batches) + 1)]
-    beside: dict[int | None, list[Copy]] = defaultdict(list)
+    by_round: dict[int | None, list[Copy]] = defaultdict(list)
     for copy in own:
-        beside[arrives.get(copy.target_name)].append(copy)
-    for number, bucket in enumerate(buckets(beside.pop(None, []), bucket_bytes)):
+        by_round[arrives.get(copy.target_name)].append(copy)
+    for number, bucket in enumerate(buckets(by_round.pop(None, []), bucket_bytes)):
         found[number % len(found)].append(bucket)
-    for arrival, ready in beside.items():
+    for arrival, ready in by_round.items():
         found[(arrival or 0) + 1] += buckets(ready, bucket_bytes)
     return found
 
 
 def rounds(copies: Sequence[Copy], bucket_bytes: int) -> list[list[Copy]]:
-    """The copies between ranks, in rounds: in none does a rank send, or receive, more than `bucket_bytes`.
+    """Groups the copies between ranks into rounds in which no rank sends or receives more than `bucket_bytes`.
 
-    A larger copy is split. A receiver's copies keep their order; a sender may serve a later one first, so that those
-    of a pipeline's later stages need not wait for the first stage's.
+    A larger copy is split. A receiver's copies keep their order. A sender may send a later copy first, so that
+    receivers of later pipeline stages do not wait for the first stage.
     """
     found: list[list[Copy]] = []
     sent: dict[tuple[int, int], int] = defaultdict(int)
@@ -94,7 +97,10 @@ def rounds(copies: Sequence[Copy], bucket_bytes: int) -> list[list[Copy]]:
 
 
 def round_bytes(copies: Sequence[Copy], bucket_bytes: int) -> int:
-    """What a rank sends, or receives, in a round: a part of the busiest rank's bytes, at most `bucket_bytes`."""
+    """Returns the largest number of bytes that a rank sends, or receives, in a round, at most `bucket_bytes`.
+
+    It is 1 / `PIPELINE_ROUNDS` of the bytes of the busiest rank, and at least `MIN_ROUND_BYTES`.
+    """
     busy: dict[tuple[str, int], int] = defaultdict(int)
     for copy in copies:
         if copy.source_rank != copy.target_rank:
@@ -104,7 +110,7 @@ def round_bytes(copies: Sequence[Copy], bucket_bytes: int) -> int:
 
 
 def peak_staging_bytes(copies: Sequence[Copy], bucket_bytes: int) -> int:
-    """The largest sum of send and receive buffers of any rank, without the checksums of messages."""
+    """Returns the largest sum of send and receive buffers of any rank, without the checksums of messages."""
     buffers: dict[int, dict[tuple[str, int], int]] = defaultdict(lambda: defaultdict(int))
     for number, batch in enumerate(rounds(copies, round_bytes(copies, bucket_bytes))):
         held: dict[tuple[int, str], int] = defaultdict(int)

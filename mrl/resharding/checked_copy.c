@@ -1,7 +1,7 @@
-/* A copy that adds up the bit patterns of what it reads, in one pass over memory, and the sum alone. `checked_copy.py` calls
- * them; `resharding/checksum.py` says what the sums are.
+/* Copies elements and sums their bit patterns in one pass over memory, or sums them only. Called by `checked_copy.py`;
+ * `resharding/checksum.py` defines the sums.
  *
- * A large copy is written past the caches: its target is not read again soon, and lines that are written whole need not
+ * Large copies use non-temporal stores: the target is not read again soon, and completely written cache lines need not
  * be fetched from memory first.
  */
 
@@ -11,10 +11,10 @@
 #include <immintrin.h>
 #endif
 
-#define STREAMED (1 << 17) /* bytes of a copy from which on it is written past the caches */
-#define TASK (1 << 18)     /* bytes of a row that are taken at a time */
-#define READS 4            /* places at which a sum reads at the same time: what fetches ahead ends with each page */
-#define WRITES 2           /* places at which a copy does */
+#define STREAMED (1 << 17) /* smallest copy with non-temporal stores, bytes */
+#define TASK (1 << 18)     /* part of a row that is processed at a time, bytes */
+#define READS 4            /* streams that a sum reads concurrently: hardware prefetch stops at page borders */
+#define WRITES 2           /* streams that a copy reads and writes concurrently */
 
 #if defined(__AVX512F__)
 #define BYTES 64
@@ -28,15 +28,15 @@
 #endif
 
 #ifdef STREAM
-#define SETTLE() _mm_sfence() /* others see what was written past the caches */
+#define SETTLE() _mm_sfence() /* makes non-temporal stores visible to other cores */
 #else
 #define BYTES 16
 #define STREAM(to, value) (*(to) = (value))
 #define SETTLE()
 #endif
 
-/* A processor takes a load for one of what it has just stored if their addresses differ by whole pages, and waits: where
- * stores run a little ahead of loads, within the page, the copy goes from the end to the beginning. */
+/* 4K aliasing: a load stalls on a recent store whose address differs by a multiple of the page size. Where stores are
+ * slightly ahead of loads modulo the page size, the copy runs from the end to the beginning. */
 #define PAGE 4096
 #define BEHIND(target, source) (((uintptr_t)(target) - (uintptr_t)(source) - 1) % PAGE < 512)
 
@@ -88,7 +88,7 @@ FOR_WIDTH(uint16_t)
 FOR_WIDTH(uint32_t)
 FOR_WIDTH(uint64_t)
 
-/* Elements one after the other; `target` NULL: they are not copied. */
+/* Processes contiguous elements; `target` NULL: sums without copying. */
 static uint64_t run(char *target, const char *source, int64_t count, int64_t width, int streamed) {
 #define CASE(bytes, type)                                                                                              \
     case bytes:                                                                                                        \
@@ -104,8 +104,8 @@ static uint64_t run(char *target, const char *source, int64_t count, int64_t wid
     return 0;
 }
 
-/* Copies `rows` x `count` elements of `width` bytes, whose rows begin so many bytes apart; the sum of what was read, of
- * which the lower `width` bytes count. */
+/* Copies `rows` x `count` elements of `width` bytes; `*_step` is the distance between rows in bytes. Returns the sum of
+ * the elements read; only its lower `width` bytes are valid. */
 uint64_t copy_rows(char *target, const char *source, int64_t rows, int64_t count, int64_t target_step,
                    int64_t source_step, int64_t width) {
     const int streamed = rows * count * width >= STREAMED;

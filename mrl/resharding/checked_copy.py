@@ -1,8 +1,7 @@
-"""Copies that are summed in the same pass over memory, and sums: `checked_copy.c`, or PyTorch where that cannot do it.
+"""Copies that compute their checksum in the same pass over memory, and checksums alone (see `resharding/checksum.py`).
 
-Owns `copy_bits` and `sum_bits`; what the sums are is said in `resharding/checksum.py`. The compiled copy adds up what
-passes from the source to the target, so that both have one sum. PyTorch's, which does the casts, the copies of a GPU,
-and all where nothing can be compiled, goes block by block and reads each back while it is in the processor's cache.
+`checked_copy.c` copies CPU tensors of one dtype. PyTorch does casts, GPU copies, and everything if no C compiler is
+available: block by block, reading each block back while it is in the CPU cache.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from mrl.models.kernels import build
 from mrl.resharding.checksum import MODULUS, bits
 
 BLOCK_BYTES = 1 << 20
-"""What of a copy PyTorch makes, and reads back, at a time, for each thread."""
+"""Block that PyTorch copies and reads back at a time, bytes per thread."""
 
 THREAD_BYTES = 4 << 20
-"""From here on a compiled copy is shared by as many threads as PyTorch uses."""
+"""Smallest compiled copy that is split over PyTorch's number of threads, bytes."""
 
 SOURCE = Path(__file__).with_name("checked_copy.c")
 
@@ -34,51 +33,51 @@ _Call = Callable[..., int]
 
 @cache
 def compiled() -> tuple[_Call | None, str]:
-    """(the compiled function, its name), or (None, why there is none)."""
-    found, told = build.built([SOURCE])
+    """Returns (compiled function, its name), or (None, the reason why there is none)."""
+    found, description = build.built([SOURCE])
     if found is None:
-        return None, told
+        return None, description
     call: _Call = found.copy_rows
     call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 5]  # type: ignore[attr-defined]
     call.restype = ctypes.c_uint64  # type: ignore[attr-defined]
-    return call, told
+    return call, description
 
 
 def copy_bits(target: Tensor, source: Tensor, *, both: bool = False) -> tuple[Tensor, Tensor]:
-    """Copies, and adds up what was copied.
+    """Copies a tensor and sums the bits that it copies.
 
     Args:
-        target: Of the same shape.
-        source: Where its dtype differs it is cast.
-        both: Sum the source too; it has the target's dtype.
+        target: Tensor to fill; same shape as `source`.
+        source: Tensor to copy; cast if its dtype differs.
+        both: Sum the source separately; requires equal dtypes.
 
     Returns:
-        (`bits` of the source, `bits` of what was written), int64; without `both` the latter twice.
+        (`bits` of the source, `bits` of the written values), int64; without `both` the latter twice.
     """
     if target.shape != source.shape:
-        raise RuntimeError(f"{list(source.shape)} cannot be copied into {list(target.shape)}")
+        raise RuntimeError(f"cannot copy shape {list(source.shape)} into shape {list(target.shape)}")
     target, source = target.detach(), source.detach()
-    if target.dtype == source.dtype and (total := _run(target, source)) is not None:
+    if target.dtype == source.dtype and (total := _run_compiled(target, source)) is not None:
         return total, total
     return _copy_blocks(target, source, both=both)
 
 
 def sum_bits(values: Tensor) -> Tensor:
-    """`checksum.bits`, at the speed of memory where something is compiled."""
+    """Returns `checksum.bits`, computed by the compiled function if there is one."""
     values = values.detach()
-    total = _run(None, values)
+    total = _run_compiled(None, values)
     return bits(values) if total is None else total
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of elements that lie one after the other, in the coordinates of several tensors of one shape.
+    """Rows of contiguous elements that several tensors of one shape have in common.
 
     Attributes:
-        rows: How many.
-        count: Elements of each.
-        steps: Elements from a row to the next, for each tensor.
-        starts: Elements to the first row of each set of rows, for each tensor.
+        rows: Rows in each set of rows.
+        count: Elements per row.
+        steps: Stride between rows for each tensor, elements.
+        starts: Offset of the first row for each set of rows and each tensor, elements.
     """
 
     rows: int
@@ -88,9 +87,9 @@ class _Rows:
 
 
 @lru_cache(maxsize=4096)
-def _rows_of(shape: tuple[int, ...], *strides: tuple[int, ...]) -> _Rows | None:
-    """Rows of tensors of these strides; None where elements do not lie one after the other."""
-    axes: list[tuple[int, tuple[int, ...]]] = []  # extent, and stride in each tensor, of what is not one run
+def _common_rows(shape: tuple[int, ...], *strides: tuple[int, ...]) -> _Rows | None:
+    """Returns the rows of tensors with these strides; None where elements are not contiguous."""
+    axes: list[tuple[int, tuple[int, ...]]] = []  # (extent, stride in each tensor) after merging contiguous axes
     for extent, *steps in zip(shape, *strides, strict=True):
         if extent == 1:
             continue
@@ -108,13 +107,13 @@ def _rows_of(shape: tuple[int, ...], *strides: tuple[int, ...]) -> _Rows | None:
     return _Rows(rows, count, last_steps, starts)
 
 
-def _run(target: Tensor | None, source: Tensor) -> Tensor | None:
-    """The compiled copy, without a target the sum; None where it cannot be made so."""
+def _run_compiled(target: Tensor | None, source: Tensor) -> Tensor | None:
+    """Runs the compiled copy, or the compiled sum without a target; None if it does not support the tensors."""
     tensors = [source] if target is None else [target, source]
     if any(tensor.device.type != "cpu" for tensor in tensors) or not source.numel():
         return None
     call, _ = compiled()
-    rows = None if call is None else _rows_of(tuple(source.shape), *(tensor.stride() for tensor in tensors))
+    rows = None if call is None else _common_rows(tuple(source.shape), *(tensor.stride() for tensor in tensors))
     if call is None or rows is None:
         return None
     width = source.element_size()
@@ -133,28 +132,28 @@ def _run(target: Tensor | None, source: Tensor) -> Tensor | None:
         cuts = [
             (start, row, num_rows, at, count)
             for start in rows.starts
-            for row, num_rows in _cut(rows.rows, threads if rows.rows > 1 else 1)
-            for at, count in _cut(rows.count, threads if rows.rows == 1 else 1)
+            for row, num_rows in _split_evenly(rows.rows, threads if rows.rows > 1 else 1)
+            for at, count in _split_evenly(rows.count, threads if rows.rows == 1 else 1)
         ]
-        total = sum(_pool(threads).map(lambda cut: part(*cut), cuts))
+        total = sum(_thread_pool(threads).map(lambda cut: part(*cut), cuts))
     upper = (total << 64 - 8 * width) % MODULUS
     return torch.tensor(upper - MODULUS if upper >= MODULUS // 2 else upper)
 
 
-def _cut(size: int, parts: int) -> list[tuple[int, int]]:
-    """(first, how many) of about equal parts."""
+def _split_evenly(size: int, parts: int) -> list[tuple[int, int]]:
+    """Returns (first, count) of about equal parts."""
     each = -(-size // parts)
     return [(first, min(each, size - first)) for first in range(0, size, each)]
 
 
 @lru_cache(maxsize=1)
-def _pool(threads: int) -> ThreadPoolExecutor:
-    """They sleep while they wait, which OpenMP's do not: on a busy machine that takes as long as a copy."""
+def _thread_pool(threads: int) -> ThreadPoolExecutor:
+    """Returns a thread pool; its threads sleep while idle. OpenMP's spin, which slows a busy host down."""
     return ThreadPoolExecutor(threads)
 
 
 def _copy_blocks(target: Tensor, source: Tensor, *, both: bool) -> tuple[Tensor, Tensor]:
-    """`copy_bits` with PyTorch."""
+    """Implements `copy_bits` with PyTorch."""
     given = written = torch.zeros((), dtype=torch.int64, device=target.device)
     for into, values in _blocks(target, source):
         into.copy_(values)
@@ -165,7 +164,7 @@ def _copy_blocks(target: Tensor, source: Tensor, *, both: bool) -> tuple[Tensor,
 
 
 def _blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parts of both; all of them on a device that copies at once."""
+    """Yields corresponding blocks of both tensors; on a GPU the complete tensors."""
     if target.numel() == 0:
         return
     room = BLOCK_BYTES * torch.get_num_threads()
@@ -174,7 +173,7 @@ def _blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         return
     if target.is_contiguous() and source.is_contiguous():
         target, source = target.view(-1), source.view(-1)
-    if target.nbytes // target.size(0) > room:  # a row is more than a block
+    if target.nbytes // target.size(0) > room:  # a row exceeds a block
         for into, values in zip(target.unbind(), source.unbind(), strict=True):
             yield from _blocks(into, values)
         return

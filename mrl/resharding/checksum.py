@@ -1,8 +1,7 @@
-"""Checksums of weights.
+"""Checksums of weights that are additive: sums of parts add up to that of the tensor, however it is split or ordered.
 
-Owns `bit_sum`, which does not depend on how a tensor is cut or ordered: sums of parts add up to the sum of the whole,
-so that two who store the same weights differently arrive at the same number. `resharding/checked_copy.py` takes it in
-the pass over memory in which a tensor is copied.
+So two ranks that shard the same weights differently compute the same number. `resharding/checked_copy.py` computes it
+in the same pass over memory as a copy.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """Sum of the elements' bit patterns modulo 2^w, where an element has w bits, in the upper bits of a 64-bit number.
+    """Returns the sum of the elements' bit patterns modulo 2^w, shifted into the upper bits of a 64-bit number.
 
-    The sum wraps in the element's own width, because widening each element costs several times the reading. So sums of
-    parts are added modulo 2^64. Any change of one element shows; unrelated values agree with a chance of 2^-w.
+    w is the number of bits per element. The sum wraps in the element's own width, because widening each element costs
+    several times as much as reading it. So sums of parts are added modulo 2^64. A change of one element is always
+    detected; unrelated values collide with probability 2^-w.
 
     Args:
         tensor: Any shape, dtype and strides.
@@ -28,7 +28,7 @@ def bit_sum(tensor: Tensor) -> int:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """`bit_sum` as an int64 scalar on the tensor's device, which nobody need wait for."""
+    """Returns `bit_sum` as an int64 scalar on the tensor's device, without synchronizing with it."""
     return _upper(_sum(_as_integers(tensor)))
 
 
@@ -41,5 +41,4 @@ def _sum(integers: Tensor) -> Tensor:
 
 
 def _upper(wrapped: Tensor) -> Tensor:
-    """The sum in the upper bits of 64."""
     return wrapped.to(torch.int64) << 64 - 8 * wrapped.element_size()

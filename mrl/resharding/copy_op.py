@@ -1,7 +1,4 @@
-"""One copy of a plan: a region of a source tensor into a region of a target tensor.
-
-Owns `Copy`, and the bytes of what layouts name.
-"""
+"""One copy of a plan: a region of a source tensor into a region of a target tensor; sizes in bytes."""
 
 from __future__ import annotations
 
@@ -12,11 +9,11 @@ from mrl.resharding.layout import Region, StoredTensor
 from mrl.resharding.regions import split, translate, volume, whole
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-"""Bytes of an element, for each dtype that a layout may name."""
+"""Bytes per element of each dtype that a layout may name."""
 
 
 def num_bytes(stored: StoredTensor) -> int:
-    """Bytes of a stored tensor, padding included."""
+    """Returns the bytes of a stored tensor, padding included."""
     return volume(whole(stored.shape)) * ITEM_BYTES[stored.dtype]
 
 
@@ -25,7 +22,7 @@ class Copy:
     """`target_name[target_region]` on `target_rank` := `source_name[source_region]` on `source_rank`.
 
     Attributes:
-        wire_dtype: The narrower of the two stored dtypes; what is sent.
+        wire_dtype: Dtype that is sent: the narrower of the two stored dtypes.
     """
 
     source_rank: int
@@ -38,11 +35,11 @@ class Copy:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the wire."""
+        """Size in `wire_dtype`, bytes."""
         return volume(self.target_region) * ITEM_BYTES[self.wire_dtype]
 
     def parts(self, max_bytes: int) -> Iterator[Copy]:
-        """The same copy, in parts of at most `max_bytes`."""
+        """Yields copies of at most `max_bytes` each that together equal this one."""
         if self.num_bytes <= max_bytes:
             yield self
             return

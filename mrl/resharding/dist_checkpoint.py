@@ -1,9 +1,9 @@
-"""The tensors of Megatron's distributed checkpoint: their keys, and which region of them a rank's tensor is.
+"""Tensors of Megatron's distributed checkpoint: keys, and the region of each that a rank's tensor is.
 
-Owns the way from a place in the model to (key, offsets in a global tensor). A checkpoint holds global tensors, in which
-tensor parallelism is undone, the layers are the first dimension and the experts the second; what a rank has is a box in
-one of them (two boxes for [gate; up], whose gate halves of all ranks come first). How a file holds a box is not known
-here. It imports no Megatron: keys and shapes are compared with real checkpoints in the tests.
+A checkpoint consists of global tensors: tensor parallelism is undone, the layers are the first dimension and the
+experts the second. A rank's tensor is a box in one of them (two boxes for [gate; up], where the gate halves of all
+ranks come first). How files store boxes is not known here. It imports no Megatron: the tests compare keys and shapes
+with real checkpoints.
 
 Sources, megatron-core 0.16.1: `transformer/transformer_block.py: sharded_state_dict` (layers stacked, or one key per
 layer), `transformer/moe/experts.py` (experts stacked, or one key each), `transformer/mlp.py:
@@ -24,7 +24,7 @@ from mrl.resharding.megatron import RankTensor, rank_tensors
 from mrl.resharding.regions import intersect, translate, whole
 
 EXTRA_STATE = "_extra_state"
-"""What a module keeps beside its weights: TransformerEngine's fp8 scales, or nothing."""
+"""Key suffix of a module's state that is not a weight: TransformerEngine's fp8 scales, or nothing."""
 
 _FUSED_NORMS = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
@@ -36,11 +36,11 @@ _CORE_ATTENTION = "decoder.layers.self_attention.core_attention"
 
 
 class Spelling(Enum):
-    """How a checkpoint splits a row of the table into global tensors."""
+    """The ways in which a checkpoint splits a row of the table into global tensors."""
 
     STACKED = "layers and experts stacked"
     PER_LAYER = "a tensor for each layer, experts stacked"
-    SINGLE = "a tensor for each layer and expert, gate and up apart"
+    SINGLE = "a tensor for each layer and expert, gate and up separate"
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Shard:
     """A rank's box in a global tensor.
 
     Attributes:
-        key: The global tensor.
-        global_shape: Its shape.
-        offsets: Where the box begins; it ends `stored.view` further.
-        stored: What the box holds.
+        key: Key of the global tensor.
+        global_shape: Shape of the global tensor.
+        offsets: First index of the box in each dimension; its extent is `stored.view`.
+        stored: Content of the box.
     """
 
     key: str
@@ -61,18 +61,18 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """The box's name in a layout."""
+        """Name of the box in a layout."""
         return f"{self.key}[{','.join(map(str, self.offsets))}]"
 
 
 def rank_shards(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterator[Shard]:
-    """What `rank` writes: its tensors that no lower data-, context- or tensor-parallel copy holds as well.
+    """Yields the boxes that `rank` writes: its tensors that no lower data-, context- or tensor-parallel copy also has.
 
     Keys are those of homogeneous layers (`Spelling.STACKED`). A norm whose key depends on the layer spec is written
-    under each of them, so that models of either spec load.
+    under each of its keys, so that models of either spec can load it.
 
     Raises:
-        UserError: A parallel size does not divide what it splits.
+        UserError: A parallel size does not divide the model's dimensions.
     """
     coords, experts = grid.coords(rank), grid.expert_coords(rank)
     first_copy = coords.dp == 0 and coords.cp == 0
@@ -86,15 +86,15 @@ def rank_shards(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterato
             is_writer, size, index = is_writer and index == 0, 1, 0
         if not is_writer:
             continue
-        lead = _lead(tensor, Spelling.STACKED, arch)
-        parts = _halves(tensor.stored) if spec.kind in _GATED else [tensor.stored]
+        lead = _leading_dims(tensor, Spelling.STACKED, arch)
+        parts = _split_rows_in_half(tensor.stored) if spec.kind in _GATED else [tensor.stored]
         for number, part in enumerate(parts):
             axis = 1 if spec.kind in (Kind.ROW, Kind.EXPERT_DOWN) else 0
             shape, offsets = list(part.shape), [0] * len(part.shape)
             shape[axis] *= size * len(parts)
             offsets[axis] = (number * size + index) * part.shape[axis]
             view = (1,) * len(lead) + part.shape
-            for stem in _written_stems(spec):
+            for stem in _written_key_stems(spec):
                 yield Shard(
                     key=_key(stem, Spelling.STACKED),
                     global_shape=(*(extent for _, extent in lead), *shape),
@@ -105,46 +105,46 @@ def rank_shards(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterato
 
 @dataclass(frozen=True)
 class StackedPiece:
-    """A piece of one of the matrices (or vectors) that a global tensor stacks; `lead` says of which one."""
+    """A piece of one of the matrices (or vectors) stacked in a global tensor; `lead` is the index of that matrix."""
 
     lead: tuple[int, ...]
     piece: Piece
 
     def outward(self, region: Region) -> Region:
-        """A region of the Hugging Face tensor, inside `piece.src`, in coordinates of the global tensor."""
+        """Maps a region of the Hugging Face tensor, inside `piece.src`, to coordinates of the global tensor."""
         return (*((index, index + 1) for index in self.lead), *translate(region, self.piece.src, self.piece.dst))
 
     def inward(self, region: Region) -> Region:
-        """The way back."""
+        """Maps a region of the global tensor to coordinates of the Hugging Face tensor."""
         return translate(region[len(self.lead) :], self.piece.dst, self.piece.src)
 
 
 @dataclass
 class Stack:
-    """A global tensor, without vocabulary padding: its shape, and what it holds."""
+    """A global tensor without vocabulary padding: its shape and its pieces."""
 
     shape: tuple[int, ...]
     parts: list[StackedPiece] = field(default_factory=list)
 
 
 def global_tensors(arch: ArchSpec, keys: Collection[str]) -> dict[str, Stack]:
-    """The global tensors that hold the model: key -> tensor.
+    """Returns key -> global tensor for all weights of the model.
 
     Args:
         arch: The model.
-        keys: What the checkpoint has; each row of the table is looked for in every spelling. A row that it has in none
-            is listed under its usual key.
+        keys: Keys of the checkpoint; each row of the table is searched in every spelling. A row that is missing in all
+            of them gets its usual key.
     """
     found: dict[str, Stack] = {}
     chosen: dict[ParamSpec, tuple[str, Spelling]] = {}
     for tensor in rank_tensors(arch, Grid(1), 0, dtype="float32"):
         spec = tensor.spec
         if spec not in chosen:
-            chosen[spec] = _spelled(spec, keys)
+            chosen[spec] = _find_spelling(spec, keys)
         stem, spelling = chosen[spec]
-        apart = spelling is Spelling.SINGLE and spec.kind in _GATED
-        halves = zip(_HALVES, _halves(tensor.stored), strict=True) if apart else [("", tensor.stored)]
-        lead = _lead(tensor, spelling, arch)
+        separate = spelling is Spelling.SINGLE and spec.kind in _GATED
+        halves = zip(_HALVES, _split_rows_in_half(tensor.stored), strict=True) if separate else [("", tensor.stored)]
+        lead = _leading_dims(tensor, spelling, arch)
         for half, stored in halves:
             key = _key(stem, spelling, tensor) + half
             stack = found.setdefault(key, Stack((*(extent for _, extent in lead), *stored.shape)))
@@ -153,18 +153,18 @@ def global_tensors(arch: ArchSpec, keys: Collection[str]) -> dict[str, Stack]:
 
 
 def spellings(arch: ArchSpec, keys: Collection[str]) -> set[Spelling]:
-    """The spellings in which the layers of a checkpoint are found."""
+    """Returns the spellings of the layers' tensors in a checkpoint."""
     rows = {tensor.spec for tensor in rank_tensors(arch, Grid(1), 0, dtype="float32")}
-    return {_spelled(spec, keys)[1] for spec in rows if spec.place is Place.LAYER}
+    return {_find_spelling(spec, keys)[1] for spec in rows if spec.place is Place.LAYER}
 
 
 def known_keys(arch: ArchSpec) -> set[str]:
-    """Every key of `rank_shards`, at any layout."""
+    """Returns every key that `rank_shards` can yield, under any parallel layout."""
     return {shard.key for shard in rank_shards(arch, Grid(1), 0, dtype="float32")}
 
 
 def extra_states(arch: ArchSpec) -> list[str]:
-    """Keys under which Megatron looks for the extra state of each module of the decoder, and of each expert.
+    """Returns the keys under which Megatron looks for the extra state of each module of the decoder and of each expert.
 
     The local layer spec has one for every linear; TransformerEngine also for the core attention and its norms.
     """
@@ -172,8 +172,8 @@ def extra_states(arch: ArchSpec) -> list[str]:
     for tensor in rank_tensors(arch, Grid(1), 0, dtype="float32"):
         if tensor.spec.place is Place.FIRST:
             continue
-        lead = _lead(tensor, Spelling.STACKED, arch)
-        modules = [_key(stem, Spelling.STACKED).rpartition(".")[0] for stem in _written_stems(tensor.spec)]
+        lead = _leading_dims(tensor, Spelling.STACKED, arch)
+        modules = [_key(stem, Spelling.STACKED).rpartition(".")[0] for stem in _written_key_stems(tensor.spec)]
         if tensor.spec.kind is Kind.QKV:
             modules.append(_CORE_ATTENTION)
         for module in modules:
@@ -183,8 +183,8 @@ def extra_states(arch: ArchSpec) -> list[str]:
     return list(found)
 
 
-def _stems(spec: ParamSpec) -> list[str]:
-    """Names of a row, with `{layer}` and `{expert}`: TransformerEngine's, the local spec's, and the module's own."""
+def _key_stems(spec: ParamSpec) -> list[str]:
+    """Returns a row's names with `{layer}` and `{expert}`: TransformerEngine's, the local spec's, the module's own."""
     if spec.kind.is_expert:
         return [spec.megatron.replace(".local_experts.", ".experts.")]
     local = spec.megatron
@@ -193,8 +193,8 @@ def _stems(spec: ParamSpec) -> list[str]:
     return list(dict.fromkeys([spec.megatron_te or spec.megatron, local, spec.megatron]))
 
 
-def _written_stems(spec: ParamSpec) -> list[str]:
-    stems = _stems(spec)
+def _written_key_stems(spec: ParamSpec) -> list[str]:
+    stems = _key_stems(spec)
     return stems if spec.megatron_te is None else stems[:1]
 
 
@@ -206,9 +206,9 @@ def _key(stem: str, spelling: Spelling, tensor: RankTensor | None = None) -> str
     return stem if tensor is None else stem.format(layer=tensor.layer, expert=tensor.expert)
 
 
-def _spelled(spec: ParamSpec, keys: Collection[str]) -> tuple[str, Spelling]:
-    """The first name and spelling under which the checkpoint has the row's first tensor."""
-    stems = _stems(spec)
+def _find_spelling(spec: ParamSpec, keys: Collection[str]) -> tuple[str, Spelling]:
+    """Returns the first name and spelling under which the checkpoint has the row's first tensor."""
+    stems = _key_stems(spec)
     for stem in stems:
         for spelling in Spelling:
             half = _HALVES[0] if spelling is Spelling.SINGLE and spec.kind in _GATED else ""
@@ -217,8 +217,8 @@ def _spelled(spec: ParamSpec, keys: Collection[str]) -> tuple[str, Spelling]:
     return stems[0], Spelling.STACKED
 
 
-def _lead(tensor: RankTensor, spelling: Spelling, arch: ArchSpec) -> list[tuple[int, int]]:
-    """(index, extent) of each dimension that stands before those of the tensor itself."""
+def _leading_dims(tensor: RankTensor, spelling: Spelling, arch: ArchSpec) -> list[tuple[int, int]]:
+    """Returns (index, extent) of each leading dimension of the global tensor: layers, experts."""
     lead = []
     if tensor.layer is not None and spelling is Spelling.STACKED:
         lead.append((tensor.layer, arch.num_layers))
@@ -227,8 +227,8 @@ def _lead(tensor: RankTensor, spelling: Spelling, arch: ArchSpec) -> list[tuple[
     return lead
 
 
-def _halves(stored: StoredTensor) -> list[StoredTensor]:
-    """The upper and the lower half of the rows."""
+def _split_rows_in_half(stored: StoredTensor) -> list[StoredTensor]:
+    """Returns the upper and the lower half of the rows."""
     rows, *rest = stored.shape
     half = rows // 2
     found = []

@@ -1,4 +1,4 @@
-"""The torch tensors of a layout: dtypes by name, allocation, and the check that tensors and layout agree."""
+"""Torch tensors of a layout: dtypes by name, allocation, and the check that tensors and layout agree."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ DTYPES = {
     "float16": torch.float16,
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
-"""The dtypes that layouts name."""
+"""Name in layouts -> torch dtype."""
 
 
 def choice_dtype(num_experts: int) -> torch.dtype:
-    """The smallest integer type that holds an expert's index, and -1 for none."""
+    """Returns the smallest integer dtype that can represent every expert index and -1 (no expert)."""
     return torch.int8 if num_experts <= torch.iinfo(torch.int8).max + 1 else torch.int16
 
 
 def allocate(layout: Layout, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """A tensor for each name of a layout, uninitialised."""
+    """Returns an uninitialised tensor for each name of a layout."""
     return {
         name: torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device=device) for name, stored in layout.items()
     }
@@ -34,18 +34,19 @@ def check_tensors(layout: Layout, tensors: Mapping[str, Tensor], *, dtypes: bool
     """Compares tensors with the layout that describes them.
 
     Args:
-        layout: What should be there.
-        tensors: What is there; further names are allowed.
-        dtypes: Compare dtypes too.
+        layout: Expected tensors.
+        tensors: Actual tensors; additional names are allowed.
+        dtypes: Also compare dtypes.
 
     Raises:
         RuntimeError: A tensor is missing, or has another shape or dtype; the message names it.
     """
     for name, stored in layout.items():
         if name not in tensors:
-            raise RuntimeError(f"there is no tensor '{name}'; the layout and the model disagree")
+            raise RuntimeError(f"tensor '{name}' of the layout is missing in the model")
         tensor = tensors[name]
         if tuple(tensor.shape) != stored.shape or (dtypes and tensor.dtype != DTYPES[stored.dtype]):
             raise RuntimeError(
-                f"'{name}' is {list(tensor.shape)} {tensor.dtype}; the layout says {list(stored.shape)} {stored.dtype}"
+                f"'{name}' is {list(tensor.shape)} {tensor.dtype}; the layout expects {list(stored.shape)} "
+                f"{stored.dtype}"
             )

@@ -1,12 +1,11 @@
-"""Which matrices an engine stores in FP8, the grid of blocks of each, and where an engine's tensors find their scales.
+"""Block grids of the matrices that an engine stores in FP8, and the layouts of the matrices and their scales.
 
-Owns the grids, in Hugging Face coordinates: a block is a part of a Hugging Face tensor, so neither values nor scales
-depend on who holds what. From a layout in the model's dtype follow the layout in FP8 (`in_fp8`) and that of its scales
-(`scale_tables`): for each piece of a stored matrix the table of the blocks that it touches, one piece after the other.
-The arithmetic is in `resharding/fp8_quantize.py`.
+Grids are defined on Hugging Face tensors, so values and scales do not depend on the sharding. From a layout in the
+model's dtype follow the layout in FP8 (`in_fp8`) and that of its scales (`scale_tables`): for each piece of a stored
+matrix the table of the blocks that it intersects, in the order of the pieces. `fp8_quantize.py` has the arithmetic.
 
-Quantised are the linear layers inside the decoder's layers: attention, MLP, experts. Embeddings, head, norms, biases,
-routers and the shared expert's gate stay as they are, as in TensorRT-LLM and in verl, which quantises that gate too.
+The linear layers of the decoder's layers are quantized: attention, MLP, experts. Embeddings, head, norms, biases,
+routers and the shared expert's gate are not, as in TensorRT-LLM; verl quantizes that gate.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from mrl.resharding.shards import hf_tensors, table
 
 DTYPE = "float8_e4m3fn"
 SCALES = "_scale_inv"
-"""Behind the name of a matrix: the name of its scales, as transformers, vLLM and TensorRT-LLM spell it."""
+"""Suffix of the name of a matrix' scales, as in transformers, vLLM and TensorRT-LLM."""
 
 BLOCK = (128, 128)
-"""Rows and columns of `rollout.quantization=fp8`: DeepSeek's, verl's, TensorRT-LLM's FP8_BLOCK_SCALES."""
+"""Rows and columns of a block of `rollout.quantization=fp8`: DeepSeek's, verl's, TensorRT-LLM's FP8_BLOCK_SCALES."""
 
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """The blocks of one Hugging Face matrix; the last of a row or column may be smaller.
+    """The blocks of one Hugging Face matrix; the last one of a row or column may be smaller.
 
     Attributes:
-        shape: Of the matrix.
+        shape: Rows and columns of the matrix.
         block: Rows and columns of a block.
     """
 
@@ -48,16 +47,16 @@ class BlockGrid:
         return -(-rows // height), -(-columns // width)
 
     def touched(self, region: Region) -> Region:
-        """The part of the table that belongs to a region of the matrix."""
+        """Returns the region of the table of scales whose blocks intersect a region of the matrix."""
         return tuple((start // size, -(-stop // size)) for (start, stop), size in zip(region, self.block, strict=True))
 
 
 Grids = Mapping[str, BlockGrid]
-"""Hugging Face name -> grid, of every matrix that is quantised."""
+"""Hugging Face name -> grid, for every quantized matrix."""
 
 
 def grids_of(arch: ArchSpec, quantization: str | None) -> dict[str, BlockGrid]:
-    """The grids of `rollout.quantization`: none without it."""
+    """Returns the grids for `rollout.quantization`; {} for None."""
     found: dict[str, BlockGrid] = {}
     if quantization is None:
         return found
@@ -77,31 +76,31 @@ def grids_of(arch: ArchSpec, quantization: str | None) -> dict[str, BlockGrid]:
 
 
 def is_quantized(stored: StoredTensor, grids: Grids) -> bool:
-    """Whether what a tensor holds is quantised."""
+    """Returns whether a stored tensor consists of quantized matrices."""
     return bool(stored.pieces) and all(piece.hf_name in grids for piece in stored.pieces)
 
 
 def in_fp8(layout: Layout, grids: Grids) -> Layout:
-    """A layout with its quantised matrices in FP8, without their scales."""
+    """Returns a layout with its quantized matrices in FP8, without their scales."""
     return {
         name: replace(stored, dtype=DTYPE) if is_quantized(stored, grids) else stored for name, stored in layout.items()
     }
 
 
 def scale_tables(layout: Layout, grids: Grids) -> Layout:
-    """The scales of a layout's quantised matrices, each under the matrix' name and `SCALES`."""
+    """Returns the layout of the scales of a layout's quantized matrices; names are the matrix' plus `SCALES`."""
     return {
         f"{name}{SCALES}": _scale_table(stored, grids) for name, stored in layout.items() if is_quantized(stored, grids)
     }
 
 
 def is_scale_table(stored: StoredTensor) -> bool:
-    """Whether a stored tensor holds scales."""
+    """Returns whether a stored tensor consists of scales."""
     return bool(stored.pieces) and stored.pieces[0].hf_name.endswith(SCALES)
 
 
 def matrix_of(piece: Piece) -> str:
-    """The Hugging Face name of the matrix whose scales a piece holds."""
+    """Returns the Hugging Face name of the matrix to which a piece of scales belongs."""
     return piece.hf_name.removesuffix(SCALES)
 
 
@@ -116,9 +115,9 @@ def _scale_table(stored: StoredTensor, grids: Grids) -> StoredTensor:
 
 
 def scale_indices(stored: StoredTensor, grids: Grids) -> tuple[Tensor, Tensor]:
-    """The row of `scale_tables`' table for each row of a stored matrix, and the column for each of its columns, int32.
+    """Returns the row and the column of the table of scales for each row and each column of a stored matrix, int32.
 
-    The pieces of a stored matrix lie one below the other and have the same columns of their Hugging Face tensors.
+    The pieces of a stored matrix are stacked by rows and have the same columns of their Hugging Face tensors.
     """
     rows = torch.empty(stored.shape[0], dtype=torch.int32)
     columns = torch.empty(0, dtype=torch.int32)
@@ -131,7 +130,7 @@ def scale_indices(stored: StoredTensor, grids: Grids) -> tuple[Tensor, Tensor]:
 
 
 def block_indices(grid: BlockGrid, region: Region, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """The blocks of each row and of each column of a region, counted from the first that it touches, int32."""
+    """Returns the block of each row and of each column of a region, counted from the first one it intersects, int32."""
     rows, columns = (
         torch.arange(start, stop, dtype=torch.int32, device=device) // size - start // size
         for (start, stop), size in zip(region, grid.block, strict=True)

@@ -1,4 +1,4 @@
-"""The layout of a Hugging Face checkpoint: every tensor whole, the common coordinates of all layouts."""
+"""Layout of a Hugging Face checkpoint: every tensor unsharded, the common coordinates of all layouts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from mrl.resharding.regions import whole
 from mrl.resharding.shards import hf_tensors, table
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""The two that a tied model has as one."""
+"""Input embedding and output head; a model with tied embeddings stores only the first."""
 
 VALUE_HEAD, VALUE_BIAS = "score.weight", "score.bias"
-"""Of a critic; mrl's has no bias."""
+"""Names of a critic's value head; mrl's critics have no bias."""
 
 
 def hf_layout(arch: ArchSpec, dtype: str) -> Layout:
-    """Every tensor of the checkpoint of `arch`, in the order of the table, layer by layer.
+    """Returns the layout of the checkpoint of `arch`, in the order of the family's table, layer by layer.
 
     Args:
         arch: The model.
-        dtype: Of every tensor.
+        dtype: Dtype of every tensor.
     """
     rows = table(arch)
     experts = range(arch.moe.num_experts) if arch.moe else range(0)

@@ -1,12 +1,12 @@
-"""The names under which a Hugging Face checkpoint may store the tensors of a model's table.
+"""Names under which a Hugging Face checkpoint may store the tensors of a model's table.
 
-Owns the forms of a checkpoint that differ from the table in names only, or in experts that are stored together:
+Supported forms differ from the table in names only, or store experts together:
 
 - transformers 5 with `save_original_format=False`: all experts of a layer in `experts.gate_up_proj` (experts,
   2 * width, hidden; gate rows before up rows) and `experts.down_proj` (experts, hidden, width), and Mixtral's experts
   under `mlp`.
 - The state of a base model (`AutoModel`), without the prefix `model.`.
-- The state of a model inside wrappers: `torch.compile`, FSDP, activation checkpointing, DDP.
+- The state of a wrapped model: `torch.compile`, FSDP, activation checkpointing, DDP.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MIXTRAL_BLOCK, _MIXTRAL_BLOCK_OF_5 = ".block_sparse_moe.", ".mlp."
 
 @dataclass(frozen=True)
 class Located:
-    """Place of a tensor of the table in a checkpoint.
+    """Location of a tensor of the table in a checkpoint.
 
     Attributes:
         stored: Name of the stored tensor.
         shape: Expected shape of the stored tensor.
-        index: Part of the stored tensor that is this one; empty: all of it.
+        index: Index of this tensor in the stored one; empty: all of it.
     """
 
     stored: str
@@ -41,7 +41,7 @@ class Located:
     index: tuple[int | slice, ...] = ()
 
     def part_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of this tensor as a part of a stored tensor of that shape."""
+        """Returns the shape of this tensor as a part of a stored tensor of the given shape."""
         rows = [
             len(range(size)[part]) for size, part in zip(shape, self.index, strict=False) if isinstance(part, slice)
         ]
@@ -49,12 +49,12 @@ class Located:
 
 
 def unwrapped(name: str) -> str:
-    """Returns a tensor's name without the names of modules that wrap others."""
+    """Returns a tensor's name without the names of wrapper modules."""
     return _WRAPPERS.sub("", name)
 
 
 def locate(arch: ArchSpec, stored: Mapping[str, tuple[int, ...]]) -> dict[str, Located]:
-    """Finds each tensor of the table among stored tensors; stored tensors that are none of it keep their names.
+    """Finds each tensor of the table among stored tensors; stored tensors outside the table keep their names.
 
     Args:
         arch: The model.
@@ -72,22 +72,22 @@ def locate(arch: ArchSpec, stored: Mapping[str, tuple[int, ...]]) -> dict[str, L
         for own, part in parts.items():
             if own in found:
                 raise UserError(
-                    f"'{found[own].stored}' and '{name}' are both stored, and both are the tensor '{own}'. Remove the "
-                    "one that is not meant."
+                    f"'{found[own].stored}' and '{name}' are both the tensor '{own}'. Remove one of them from the "
+                    "checkpoint."
                 )
             found[own] = replace(part, stored=name)
     return found
 
 
 def _forms(name: str) -> list[str]:
-    """Returns the names that a stored tensor may have in the table, most likely first."""
+    """Returns the table's names that a stored tensor may have, most likely first."""
     bare = unwrapped(name)
     forms = [bare, _PREFIX + bare]
     return forms + [form.replace(_MIXTRAL_BLOCK_OF_5, _MIXTRAL_BLOCK, 1) for form in forms]
 
 
 def _fused_experts(arch: ArchSpec) -> dict[str, dict[str, Located]]:
-    """Returns the name of each tensor of all experts of a layer -> the tensors of the table that are its parts."""
+    """Returns the name of each tensor that contains all experts of a layer -> the tensors of the table in it."""
     fused: dict[str, dict[str, Located]] = {}
     experts = range(arch.moe.num_experts if arch.moe else 0)
     for spec in table(arch):

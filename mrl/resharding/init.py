@@ -1,8 +1,8 @@
 """Random initial weights that do not depend on the parallel layout.
 
-Owns `random_init`. Each Hugging Face tensor is made of blocks of rows; a block's values follow from (seed, tensor name,
-block index) alone, so every rank makes the elements that it stores and nothing is sent. The distribution is Hugging
-Face's: matrices normal with `initializer_range`, norms one, biases zero.
+Each Hugging Face tensor consists of blocks of rows. A block's values depend only on (seed, tensor name, block index),
+so every rank generates the elements that it stores, without communication. The distribution is that of Hugging Face:
+matrices normal with `initializer_range`, norms one, biases zero.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from mrl.resharding.regions import intersect, slices, translate, whole
 from mrl.resharding.shards import hf_tensors, table
 
 _BLOCK_ELEMENTS = 1 << 18
-"""About as many elements are made at a time; part of the definition of the values."""
+"""Approximate elements per block; changing it changes the values."""
 
 
 def random_init(
     arch: ArchSpec, layout: Layout, tensors: Mapping[str, Tensor], seed: int, std: float = INITIALIZER_RANGE
 ) -> None:
-    """Fills one rank's tensors with the model that belongs to `seed`; padding becomes zero.
+    """Fills one rank's tensors with the model of `seed`; padding becomes zero.
 
     Args:
         arch: The model.
-        layout: What this rank stores.
+        layout: Layout of this rank's tensors.
         tensors: Name -> tensor to fill in place; values are drawn in fp32 and cast.
-        seed: The same seed gives the same model under every layout.
+        seed: Random seed; equal seeds give equal models under every layout.
         std: Standard deviation of the matrices.
     """
     check_tensors(layout, tensors, dtypes=False)
-    constants = _constants(arch)
+    constants = _constant_values(arch)
     shapes = {name: stored.shape for name, stored in hf_layout(arch, "float32").items()}
     matrices: dict[str, list[tuple[Piece, Tensor]]] = {}
     with torch.no_grad():
@@ -52,11 +52,11 @@ def random_init(
                 else:
                     matrices.setdefault(piece.hf_name, []).append((piece, target))
         for name, wanted in matrices.items():
-            _draw(name, shapes[name], wanted, seed, std)
+            _generate_matrix(name, shapes[name], wanted, seed, std)
 
 
-def _constants(arch: ArchSpec) -> dict[str, float]:
-    """Vectors: norms are one, biases zero."""
+def _constant_values(arch: ArchSpec) -> dict[str, float]:
+    """Returns the constant value of each vector: 1 for norms, 0 for biases."""
     found = {}
     for spec in table(arch):
         for name, shape in hf_tensors(spec, arch).items():
@@ -66,8 +66,10 @@ def _constants(arch: ArchSpec) -> dict[str, float]:
     return found
 
 
-def _draw(name: str, shape: tuple[int, ...], wanted: list[tuple[Piece, Tensor]], seed: int, std: float) -> None:
-    """Makes the blocks of one Hugging Face matrix that the pieces touch, each once, and copies the parts."""
+def _generate_matrix(
+    name: str, shape: tuple[int, ...], wanted: list[tuple[Piece, Tensor]], seed: int, std: float
+) -> None:
+    """Generates the blocks of one Hugging Face matrix that the pieces intersect, each once, and copies their parts."""
     rows, width = shape
     step = max(1, _BLOCK_ELEMENTS // width)
     touched = {block for piece, _ in wanted for block in range(piece.src[0][0] // step, -(-piece.src[0][1] // step))}

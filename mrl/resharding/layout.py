@@ -1,7 +1,7 @@
-"""Regions, pieces, layouts: how stored tensors map onto full Hugging Face tensors, the common coordinates.
+"""Data types of resharding: how stored tensors map onto full Hugging Face tensors, the common coordinates.
 
-Owns the data types of resharding. The rules that fill them are in `hf.py`, `megatron.py`, `native.py`; `plan.py`
-intersects them. Pure data: no tensor, no process group.
+`hf.py`, `megatron.py`, `native.py`, `vllm.py` and `trtllm.py` fill them; `plan.py` intersects them. Pure data: no
+tensor, no process group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ Region = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """`stored[dst] == hf_tensor[src]`; both regions have the same extent in every dimension."""
+    """A region of a stored tensor and the equal region of a Hugging Face tensor: `stored[dst] == hf_tensor[src]`.
+
+    Both regions have the same extent in every dimension.
+
+    Attributes:
+        hf_name: Name of the Hugging Face tensor.
+        src: Region in the Hugging Face tensor.
+        dst: Region in the stored tensor.
+    """
 
     hf_name: str
     src: Region
@@ -27,9 +35,9 @@ class StoredTensor:
 
     Attributes:
         shape: Stored shape.
-        dtype: A name of `resharding/dtypes.py: DTYPES`.
-        pieces: What it holds of the Hugging Face tensors; together with `padding` they cover it exactly once.
-        padding: Regions that hold nothing (padded vocabulary rows).
+        dtype: Name of the stored dtype, a key of `resharding/dtypes.py: DTYPES`.
+        pieces: Regions that equal regions of Hugging Face tensors; with `padding` they cover the tensor exactly once.
+        padding: Regions without weights (padded vocabulary rows).
         view: Shape in a file, where it has more dimensions (experts, layers); the same elements in the same order.
     """
 
@@ -41,4 +49,4 @@ class StoredTensor:
 
 
 Layout = dict[str, StoredTensor]
-"""What one rank holds: name -> tensor."""
+"""All tensors of one rank: name -> tensor."""

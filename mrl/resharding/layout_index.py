@@ -1,7 +1,4 @@
-"""What layouts hold of the Hugging Face tensors: which regions, and how wide an element is, by name.
-
-Owns what `plan.py` and `transfer_cost.py` both count with. Pure arithmetic.
-"""
+"""Lookups by Hugging Face name in layouts, for `plan.py` and `transfer_cost.py`: stored regions, bytes per element."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ from mrl.resharding.layout import Layout, Region
 
 
 def distinct(layouts: Mapping[int, Layout]) -> list[Layout]:
-    """The layouts of all ranks; those that share an object come once."""
+    """Returns the layouts of all ranks; ranks that share a layout object contribute it once."""
     return list({id(layout): layout for layout in layouts.values()}.values())
 
 
 def regions_by_name(layout: Layout) -> dict[str, list[Region]]:
-    """Hugging Face name -> the regions of it that a rank holds."""
+    """Returns Hugging Face name -> the regions of that tensor in the layout."""
     found: dict[str, list[Region]] = defaultdict(list)
     for stored in layout.values():
         for piece in stored.pieces:
@@ -27,7 +24,7 @@ def regions_by_name(layout: Layout) -> dict[str, list[Region]]:
 
 
 def item_bytes(layouts: Iterable[Layout]) -> dict[str, int]:
-    """Hugging Face name -> bytes of an element, where it is stored narrowest."""
+    """Returns Hugging Face name -> bytes per element in the narrowest dtype in which it is stored."""
     found: dict[str, int] = {}
     for layout in layouts:
         for stored in layout.values():

@@ -1,13 +1,12 @@
-"""The layout of one Megatron-Core rank: tensor, expert, pipeline and virtual-pipeline parallel.
+"""Layout of one Megatron-Core rank: tensor, expert, pipeline and virtual-pipeline parallel.
 
-Owns Megatron's names and its order of fused rows. It imports no Megatron: names and shapes are compared with a real
-GPTModel in the tests.
+It imports no Megatron: the tests compare names and shapes with a real GPTModel.
 
 Sources, megatron-core 0.16.1: `transformer/attention.py` (query heads of a group, its key, its value, then the next
-group; with more ranks than groups the same rows are cut evenly, in the middle of a group), `transformer/mlp.py` (a
-rank's gate rows, then its up rows), `transformer/moe/experts.py`, `transformer/transformer_layer.py:
+group; with more ranks than groups the same rows are split evenly, inside a group), `transformer/mlp.py` (a rank's gate
+rows, then its up rows), `transformer/moe/experts.py`, `transformer/transformer_layer.py:
 get_transformer_layer_offset`, `transformer/transformer_block.py: get_num_layers_to_build`,
-`models/common/language_module` (with tied embeddings the last of several stages holds its own copy).
+`models/common/language_module` (with tied embeddings the last of several stages has its own copy).
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from mrl.resharding.shards import (
 )
 
 OUTPUT = "output_layer.weight"
-"""What is behind the last norm: the rows of the vocabulary, or a critic's value head."""
+"""Layer after the last norm: the output head, or a critic's value head."""
 VOCABULARY = ("embedding.word_embeddings.weight", OUTPUT)
-"""Their rows are padded."""
+"""Tensors whose vocabulary rows are padded."""
 
 
 def padded_vocab(arch: ArchSpec, tp: int) -> int:
-    """Embedding rows over all tensor-parallel ranks: the vocabulary, up to a multiple of `tp`."""
+    """Returns the embedding rows over all tensor-parallel ranks: the vocabulary, rounded up to a multiple of `tp`."""
     return padded_rows(arch.vocab_size, tp)
 
 
 def stage_layers(arch: ArchSpec, grid: Grid) -> list[list[int]]:
-    """Layers that each pipeline stage holds, ascending.
+    """Returns the layer indices of each pipeline stage, ascending.
 
     Raises:
         UserError: The stages and chunks do not divide the layers.
@@ -54,7 +53,7 @@ def stage_layers(arch: ArchSpec, grid: Grid) -> list[list[int]]:
 
 
 def chunk_layers(arch: ArchSpec, grid: Grid) -> dict[tuple[int, int], range]:
-    """(stage, chunk) -> the layers that it holds.
+    """Returns (stage, chunk) -> its layer indices.
 
     Raises:
         UserError: The stages and chunks do not divide the layers.
@@ -89,17 +88,17 @@ def chunk_layers(arch: ArchSpec, grid: Grid) -> dict[tuple[int, int], range]:
 
 @dataclass(frozen=True)
 class RankTensor:
-    """One tensor of a rank, with its place in the model.
+    """One tensor of a rank and its position in the model.
 
     Attributes:
-        spec: Its row in the family's table.
+        spec: Row of the family's table.
         chunk: Virtual pipeline chunk.
+        stored: Shape, dtype and pieces of the tensor.
         local_layer: Layer index inside the chunk; None outside the layers.
-        layer: Layer index in the whole model.
-        local_expert: Expert index on the rank; None for all but experts.
-        expert: Expert index in the whole layer.
-        stored: What it holds.
-        is_copy: The last stage's copy of a tied embedding.
+        layer: Layer index in the model; None outside the layers.
+        local_expert: Expert index on the rank; None for tensors that are not experts.
+        expert: Expert index in the layer; None for tensors that are not experts.
+        is_copy: True for the last stage's copy of a tied embedding.
     """
 
     spec: ParamSpec
@@ -113,10 +112,10 @@ class RankTensor:
 
 
 def rank_tensors(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterator[RankTensor]:
-    """What `rank` holds, in the order of Megatron's chunks.
+    """Yields the tensors of `rank` in the order of Megatron's chunks.
 
     Raises:
-        UserError: A parallel size does not divide what it splits.
+        UserError: A parallel size does not divide the model's dimensions.
     """
     coords = grid.coords(rank)
     shard = TensorShard(grid.tp, coords.tp, "parallel.tensor_model_parallel_size")
@@ -127,7 +126,7 @@ def rank_tensors(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterat
     layers = chunk_layers(arch, grid)
     rows = table(arch)
 
-    def whole(spec: ParamSpec, layer: int | None) -> StoredTensor:
+    def sharded(spec: ParamSpec, layer: int | None) -> StoredTensor:
         return shard_row(spec, arch, shard, layer=layer, dtype=dtype, qkv_rows=_interleaved_by_group)
 
     for chunk in range(grid.vpp):
@@ -136,33 +135,33 @@ def rank_tensors(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterat
         for spec in rows:
             if spec.place is not Place.LAYER:
                 if first if spec.place is Place.FIRST else last:
-                    yield RankTensor(spec, chunk, whole(spec, None))
+                    yield RankTensor(spec, chunk, sharded(spec, None))
                 continue
             for local, layer in enumerate(layers[coords.pp, chunk]):
                 if not spec.kind.is_expert:
-                    yield RankTensor(spec, chunk, whole(spec, layer), local, layer)
+                    yield RankTensor(spec, chunk, sharded(spec, layer), local, layer)
                     continue
                 for index, expert in enumerate(experts.experts(moe_of(arch))):
                     stored = shard_expert(spec, arch, experts.cut, layer=layer, expert=expert, dtype=dtype)
                     yield RankTensor(spec, chunk, stored, local, layer, index, expert)
         if arch.tie_word_embeddings and last and not first:
             embedding = next(spec for spec in rows if spec.kind is Kind.VOCAB)
-            yield RankTensor(embedding, chunk, whole(embedding, None), is_copy=True)
+            yield RankTensor(embedding, chunk, sharded(embedding, None), is_copy=True)
 
 
 def megatron_layout(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str, te: bool) -> Layout:
-    """What `rank` holds: "chunk{v}.{parameter name inside GPTModel}" -> tensor.
+    """Returns the layout of `rank`: "chunk{v}.{parameter name inside GPTModel}" -> tensor.
 
     Args:
         arch: The model.
-        grid: Ranks of the job.
+        grid: Parallel layout of the job.
         rank: Global rank.
-        dtype: Of every tensor.
-        te: Names of TransformerEngine's layer spec, in which a norm is part of the linear that follows and the experts
-            of a layer are one grouped module.
+        dtype: Dtype of every tensor.
+        te: Use the names of TransformerEngine's layer spec, in which a norm is part of the linear that
+            follows and the experts of a layer are one grouped module.
 
     Raises:
-        UserError: A parallel size does not divide what it splits.
+        UserError: A parallel size does not divide the model's dimensions.
     """
     layout: Layout = {}
     for tensor in rank_tensors(arch, grid, rank, dtype=dtype):
@@ -174,7 +173,7 @@ def megatron_layout(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str, te: bo
 
 
 def expert_shard(grid: Grid, rank: int) -> ExpertShard:
-    """A rank's experts, and its part of each."""
+    """Returns a rank's experts and its part of each."""
     place = grid.expert_coords(rank)
     return ExpertShard(
         TensorShard(grid.ep, place.ep, "parallel.expert_model_parallel_size"),
@@ -183,7 +182,7 @@ def expert_shard(grid: Grid, rank: int) -> ExpertShard:
 
 
 def _interleaved_by_group(arch: ArchSpec, shard: TensorShard) -> list[Segment]:
-    """An equal cut of [group 0: its queries, its key, its value; group 1: ...]."""
+    """Returns a rank's equal part of [group 0: queries, key, value; group 1: ...]."""
     head, queries = arch.head_dim, arch.num_heads // arch.num_kv_heads * arch.head_dim
     fused: list[Segment] = []
     for group in range(arch.num_kv_heads):
@@ -194,11 +193,11 @@ def _interleaved_by_group(arch: ArchSpec, shard: TensorShard) -> list[Segment]:
     if total % shard.size:
         raise UserError(f"{shard.key}={shard.size} does not divide the {total} rows of the fused query, key and value.")
     each = total // shard.size
-    return _cut(fused, shard.rank * each, (shard.rank + 1) * each)
+    return _slice_segments(fused, shard.rank * each, (shard.rank + 1) * each)
 
 
-def _cut(segments: list[Segment], start: int, stop: int) -> list[Segment]:
-    """Rows start..stop of the stack of segments."""
+def _slice_segments(segments: list[Segment], start: int, stop: int) -> list[Segment]:
+    """Returns rows start..stop of the concatenated segments."""
     found, offset = [], 0
     for index, first, last in segments:
         low, high = max(start, offset), min(stop, offset + last - first)
@@ -209,7 +208,7 @@ def _cut(segments: list[Segment], start: int, stop: int) -> list[Segment]:
 
 
 def megatron_layouts(arch: ArchSpec, grid: Grid, *, dtype: str, te: bool) -> dict[int, Layout]:
-    """Rank -> `megatron_layout`; data- and context-parallel copies share one object."""
+    """Returns rank -> `megatron_layout`; data- and context-parallel copies share one object."""
     shared: dict[tuple[int, ...], Layout] = {}
     found = {}
     for rank in grid.trainers:
@@ -222,23 +221,23 @@ def megatron_layouts(arch: ArchSpec, grid: Grid, *, dtype: str, te: bool) -> dic
 
 
 def output_name(names: Iterable[str]) -> str:
-    """Of a layout with the last norm the weight that makes logits, tied to the embedding or not."""
+    """Returns the name of the weight that computes logits, tied to the embedding or not, in a last stage's layout."""
     embedding, own = VOCABULARY
     found = {name.partition(".")[2]: name for name in names}
     return found.get(own) or found[embedding]
 
 
 def output_rows(own: StoredTensor, other: ArchSpec) -> StoredTensor:
-    """The rows of another model's output weight for the tokens that a rank holds of one's own.
+    """Returns the rows of another model's output weight for the tokens of this rank.
 
     Args:
-        own: The output weight of this rank; its first rows are tokens, the others padding.
-        other: A model with the same tokens, of which it may have fewer or more.
+        own: This rank's output weight; its first rows are tokens, the others padding.
+        other: A model with the same tokenizer; its vocabulary may be smaller or larger.
     """
     (rows,) = [piece.src[0] for piece in own.pieces] or [(0, 0)]
     end = max(rows[0], min(rows[1], other.vocab_size))
     shape = (end - rows[0], other.hidden_size)
-    whole = hf_layout(other, own.dtype)
-    (head,) = [name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in whole][:1]
+    layout = hf_layout(other, own.dtype)
+    (head,) = [name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in layout][:1]
     piece = Piece(head, ((rows[0], end), (0, shape[1])), ((0, shape[0]), (0, shape[1])))
     return StoredTensor(shape, own.dtype, (piece,) if shape[0] else ())

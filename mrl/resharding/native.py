@@ -1,7 +1,7 @@
-"""The layout of one rank of the native engine.
+"""Layout of one rank of the native engine.
 
-Owns its names and its order of fused rows: `qkv` holds the rank's query heads, then its key heads, then its value
-heads. With fewer key/value heads than ranks, neighbouring ranks hold the same head.
+`qkv` is the rank's query heads, then its key heads, then its value heads. With fewer key/value heads than ranks,
+neighbouring ranks store the same head.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from mrl.resharding.shards import (
 
 
 def native_layout(arch: ArchSpec, tp_size: int, tp_rank: int, dtype: str, *, ep_size: int = 1) -> Layout:
-    """What a rank of a replica holds: `embed`, `layers.{i}.qkv`, ..., `final_norm`, `lm_head` (unless tied).
+    """Returns the layout of a rank of a replica: `embed`, `layers.{i}.qkv`, ..., `final_norm`, `lm_head` (unless tied).
 
-    A layer's experts are one matrix: the rows of the rank's first expert, of its second, and so on. Of an expert
-    `experts_gate_up` holds [gate rows; up rows] and `experts_down` the columns of the rank's part.
+    A layer's experts are one matrix: the rows of the rank's first expert, then of its second, and so on. Per expert,
+    `experts_gate_up` has [gate rows; up rows] and `experts_down` the columns of the rank's part.
 
     Args:
         arch: The model.
         tp_size: Ranks of a replica.
         tp_rank: Position in the replica.
-        dtype: Of every tensor.
-        ep_size: Parts in which the replica's ranks spread the experts; `tp_size / ep_size` ranks cut each of them.
+        dtype: Dtype of every tensor.
+        ep_size: Expert-parallel size inside the replica; `tp_size / ep_size` ranks share each expert.
 
     Raises:
         UserError: `tp_size` does not divide the model's heads or MLP, or `ep_size` its experts.
@@ -57,19 +57,19 @@ def replica_layout(
     name_of: Callable[[ParamSpec, int | None], str],
     vocab_multiple: int = 1,
 ) -> Layout:
-    """What a rank of a replica holds where engines fuse alike, as `native_layout` has it.
+    """Returns the layout of a rank of a replica for an engine that fuses tensors like the native one.
 
     Args:
         arch: The model.
         tp_size: Ranks of a replica.
         tp_rank: Position in the replica.
-        dtype: Of every tensor.
-        ep_size: Parts in which the replica's ranks spread the experts.
-        name_of: The engine's name of a row in a layer; None: outside the layers.
-        vocab_multiple: To which the engine pads the vocabulary.
+        dtype: Dtype of every tensor.
+        ep_size: Expert-parallel size inside the replica.
+        name_of: (row, layer index or None outside the layers) -> the engine's name.
+        vocab_multiple: Multiple to which the engine pads the vocabulary.
 
     Raises:
-        UserError: As `native_layout`.
+        UserError: `tp_size` does not divide the model's heads or MLP, or `ep_size` its experts.
     """
     shard = TensorShard(tp_size, tp_rank, "rollout.tensor_model_parallel_size")
     check_divides(arch, shard)
@@ -101,7 +101,7 @@ def replica_layout(
 
 
 def expert_shard(tp_size: int, tp_rank: int, ep_size: int) -> ExpertShard:
-    """A replica's rank: the experts are spread over neighbours first, as in TensorRT-LLM's `Mapping`."""
+    """Returns a replica rank's experts; neighbours get different experts first, as in TensorRT-LLM's `Mapping`."""
     cut_rank, spread_rank = divmod(tp_rank, ep_size)
     return ExpertShard(
         TensorShard(ep_size, spread_rank, "rollout.expert_parallel_size"),
@@ -110,7 +110,7 @@ def expert_shard(tp_size: int, tp_rank: int, ep_size: int) -> ExpertShard:
 
 
 def by_projection(arch: ArchSpec, shard: TensorShard) -> list[Segment]:
-    """Fused rows of a rank of an engine: [queries; keys; values] of the rank's heads."""
+    """Returns the fused rows of an engine's rank: [queries; keys; values] of its heads."""
     queries = arch.num_heads // shard.size * arch.head_dim
     kv_heads = max(1, arch.num_kv_heads // shard.size)
     first = shard.rank * arch.num_kv_heads // shard.size
@@ -119,7 +119,7 @@ def by_projection(arch: ArchSpec, shard: TensorShard) -> list[Segment]:
 
 
 def native_layouts(arch: ArchSpec, grid: Grid, dtype: str) -> dict[int, Layout]:
-    """Rank -> `native_layout`; the replicas share their objects."""
+    """Returns rank -> `native_layout`; replicas share layout objects."""
     shared = [
         native_layout(arch, grid.rollout_tp, position, dtype, ep_size=grid.rollout_ep)
         for position in range(grid.rollout_tp)

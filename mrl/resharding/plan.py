@@ -1,11 +1,11 @@
-"""From layouts to copies: which rank sends which elements of which tensor to whom, and what that costs.
+"""Plans: from source and target layouts to the copies between ranks, and their cost in bytes.
 
-Owns `make_plan` and `Plan`. Source and target layouts are intersected piece by piece in Hugging Face coordinates; every
-target element gets exactly one source: the rank's own shard, else one on the same host, else any, and among equals the
-one that has sent least. So the bytes moved equal the lower bound, "what a target rank needs and does not hold". Pure
-arithmetic: `mrl/resharding/transfer.py` runs a plan.
+Source and target layouts are intersected piece by piece in Hugging Face coordinates. Each target element gets exactly
+one source: the rank's own shard if it has the element, else a rank on the same host, else any rank; among equals the
+one with the fewest bytes to send. So the bytes moved equal the lower bound: the bytes that a target rank needs and does
+not store itself. Pure arithmetic; `transfer.py` executes a plan.
 
-A layout shared by several ranks (data-parallel copies, replicas) should be one object: it is then walked once.
+Ranks with the same layout (data-parallel copies, replicas) should share one layout object: it is then processed once.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from mrl.resharding.regions import intersect, translate, union_volume, volume, w
 
 @dataclass(frozen=True)
 class Plan:
-    """The copies of all ranks.
+    """The copies of all ranks and their cost.
 
     Attributes:
-        copies: In the order of the targets' tensors.
-        bytes_local: Bytes copied inside a rank, over all ranks.
-        bytes_moved: Bytes sent from one rank to another, over all ranks.
-        lower_bound_bytes: Bytes that target ranks need and do not hold, computed from the layouts alone.
+        copies: All copies, in the order of the target tensors.
+        bytes_local: Bytes copied inside a rank, summed over ranks.
+        bytes_moved: Bytes sent from one rank to another, summed over ranks.
+        lower_bound_bytes: Bytes that target ranks need and do not store themselves, computed from the layouts alone.
         link_bytes: (sender, receiver) -> bytes.
     """
 
@@ -40,13 +40,13 @@ class Plan:
     link_bytes: dict[tuple[int, int], int]
 
     def peak_staging_bytes(self, bucket_bytes: int) -> int:
-        """The largest sum of send and receive buffers of any rank, kept from the first transfer on."""
+        """Returns the largest sum of send and receive buffers of any rank; transfers allocate them once."""
         return peak_staging_bytes(self.copies, bucket_bytes)
 
 
 @dataclass
 class _Shard:
-    """A region of a Hugging Face tensor, and who stores it: rank -> (name, region of the stored tensor)."""
+    """A region of a Hugging Face tensor and its holders: rank -> (name, region of the stored tensor)."""
 
     region: Region
     dtype: str
@@ -55,7 +55,12 @@ class _Shard:
 
 @dataclass
 class _Cell:
-    """A part of a wanted piece that its holders have whole: rank -> (name, region of the stored tensor, dtype)."""
+    """A part of a target piece that each of its holders stores completely.
+
+    Attributes:
+        holders: Rank -> (name, region of the stored tensor, dtype).
+        by_host: Host -> ranks of `holders`.
+    """
 
     region: Region
     holders: dict[int, tuple[str, Region, str]] = field(default_factory=dict)
@@ -68,19 +73,19 @@ def make_plan(
     """Finds a source for each element of each target.
 
     Args:
-        sources: Rank -> what it holds.
-        targets: Rank -> what it wants.
+        sources: Rank -> layout of the tensors that it stores.
+        targets: Rank -> layout of the tensors that it needs.
         host_of: Rank -> host, to prefer a source on the same host; None: one host.
 
     Raises:
-        RuntimeError: A stored tensor's pieces overlap, leave elements out or do not fit its shape, or no source holds
+        RuntimeError: A stored tensor's pieces overlap, leave elements out or do not fit its shape, or no source stores
             an element that a target needs; the message names the tensor.
     """
     host = host_of if host_of is not None else lambda rank: 0
     for layout in distinct(sources) + distinct(targets):
         for name, stored in layout.items():
             check_cover(name, stored)
-    shards = _index(sources)
+    shards = _index_shards(sources)
     sent: dict[int, int] = defaultdict(int)
     copies: list[tuple[int, Copy]] = []
     ranks_of: dict[int, list[int]] = defaultdict(list)
@@ -89,12 +94,14 @@ def make_plan(
     for layout in distinct(targets):
         for position, (name, stored) in enumerate(layout.items()):
             for piece in stored.pieces:
-                for cell in _cells(piece.src, shards.get(piece.hf_name, []), host):
+                for cell in _split_by_holders(piece.src, shards.get(piece.hf_name, []), host):
                     if not cell.holders:
-                        raise RuntimeError(f"'{name}' needs '{piece.hf_name}'{list(cell.region)}, which no rank holds")
+                        raise RuntimeError(
+                            f"'{name}' needs '{piece.hf_name}'{list(cell.region)}, which no source layout contains"
+                        )
                     target = translate(cell.region, piece.src, piece.dst)
                     for rank in ranks_of[id(layout)]:
-                        source = _nearest(cell, rank, host, sent)
+                        source = _choose_source(cell, rank, host, sent)
                         source_name, region, dtype = cell.holders[source]
                         wire = dtype if ITEM_BYTES[dtype] < ITEM_BYTES[stored.dtype] else stored.dtype
                         copy = Copy(source, rank, source_name, region, name, target, wire)
@@ -102,11 +109,15 @@ def make_plan(
                             sent[source] += copy.num_bytes
                         copies.append((position, copy))
     copies.sort(key=lambda item: item[0])
-    return _cost(tuple(copy for _, copy in copies), _lower_bound(sources, targets))
+    return _plan_with_cost(tuple(copy for _, copy in copies), _lower_bound(sources, targets))
 
 
 def check_cover(name: str, stored: StoredTensor) -> None:
-    """Raises RuntimeError unless pieces and padding hold each element of a stored tensor exactly once."""
+    """Checks that pieces and padding cover each element of a stored tensor exactly once.
+
+    Raises:
+        RuntimeError: They overlap, leave elements out, or lie outside the shape; the message names the tensor.
+    """
     regions = [piece.dst for piece in stored.pieces] + list(stored.padding)
     bounds = whole(stored.shape)
     for piece in stored.pieces:
@@ -126,8 +137,8 @@ def check_cover(name: str, stored: StoredTensor) -> None:
         raise RuntimeError(f"'{name}': {volume(bounds) - total} of {volume(bounds)} elements have no piece")
 
 
-def _index(sources: Mapping[int, Layout]) -> dict[str, list[_Shard]]:
-    """Hugging Face name -> its distinct stored regions."""
+def _index_shards(sources: Mapping[int, Layout]) -> dict[str, list[_Shard]]:
+    """Returns Hugging Face name -> its distinct stored regions."""
     shards: dict[str, dict[tuple[Region, str], _Shard]] = defaultdict(dict)
     for rank, layout in sources.items():
         for name, stored in layout.items():
@@ -137,8 +148,11 @@ def _index(sources: Mapping[int, Layout]) -> dict[str, list[_Shard]]:
     return {name: list(found.values()) for name, found in shards.items()}
 
 
-def _cells(wanted: Region, shards: Iterable[_Shard], host: Callable[[int], int]) -> list[_Cell]:
-    """Cuts `wanted` so that each shard holds a cell whole or not at all; a cell without holders is a hole."""
+def _split_by_holders(wanted: Region, shards: Iterable[_Shard], host: Callable[[int], int]) -> list[_Cell]:
+    """Splits `wanted` along the borders of the shards, so that a shard contains a cell completely or not at all.
+
+    A cell without holders is in no source layout.
+    """
     cut: list[tuple[Region, list[_Shard]]] = [(wanted, [])]
     for shard in shards:
         if intersect(wanted, shard.region) is None:
@@ -167,15 +181,15 @@ def _cells(wanted: Region, shards: Iterable[_Shard], host: Callable[[int], int])
     return cells
 
 
-def _nearest(cell: _Cell, rank: int, host: Callable[[int], int], sent: dict[int, int]) -> int:
-    """Who sends a cell to `rank`: itself, else the least loaded on its host, else the least loaded."""
+def _choose_source(cell: _Cell, rank: int, host: Callable[[int], int], sent: dict[int, int]) -> int:
+    """Returns the rank that sends a cell to `rank`: itself, else the least loaded one on its host, else of all."""
     if rank in cell.holders:
         return rank
     return min(cell.by_host.get(host(rank)) or cell.holders, key=sent.__getitem__)
 
 
 def _lower_bound(sources: Mapping[int, Layout], targets: Mapping[int, Layout]) -> int:
-    """Bytes that each target rank needs and does not hold itself."""
+    """Sums the bytes that each target rank needs and does not store itself."""
     widths = item_bytes(distinct(sources))
     known_pairs: dict[tuple[int, int], int] = {}
     total = 0
@@ -183,12 +197,12 @@ def _lower_bound(sources: Mapping[int, Layout], targets: Mapping[int, Layout]) -
         source = sources.get(rank, {})
         pair = (id(source) if source else 0, id(target))
         if pair not in known_pairs:
-            known_pairs[pair] = _lacking_bytes(source, target, widths)
+            known_pairs[pair] = _missing_bytes(source, target, widths)
         total += known_pairs[pair]
     return total
 
 
-def _lacking_bytes(source: Layout, target: Layout, widths: Mapping[str, int]) -> int:
+def _missing_bytes(source: Layout, target: Layout, widths: Mapping[str, int]) -> int:
     held, wanted_widths = regions_by_name(source), item_bytes([target])
     total = 0
     for name, regions in regions_by_name(target).items():
@@ -198,7 +212,7 @@ def _lacking_bytes(source: Layout, target: Layout, widths: Mapping[str, int]) ->
     return total
 
 
-def _cost(copies: tuple[Copy, ...], lower_bound_bytes: int) -> Plan:
+def _plan_with_cost(copies: tuple[Copy, ...], lower_bound_bytes: int) -> Plan:
     links: dict[tuple[int, int], int] = defaultdict(int)
     local = 0
     for copy in copies:

@@ -1,8 +1,8 @@
-"""The actor's matrices in FP8: their scales, which all ranks know, and any part of them quantised as it is sent.
+"""FP8 quantization of the actor's matrices during a weight sync: scales known to all ranks, parts quantized when sent.
 
-Owns `Quantizer`. Each rank finds the largest magnitudes of the blocks that it holds parts of, one reduction over the
-job makes them those of whole blocks, and from then on every rank quantises what it sends, and fills the scales of its
-engine, by itself. So FP8 travels, and what arrives is what quantising the whole Hugging Face tensors would give.
+Each rank computes the largest magnitude of its parts of the blocks. A max-reduction over the job gives those of
+complete blocks. Then each rank quantizes the parts that it sends and fills its engine's scales without communication.
+So FP8 is sent, and the result equals quantization of the full Hugging Face tensors.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from mrl.resharding.regions import intersect, slices, translate
 
 
 class Quantizer:
-    """One rank's part; `measure` comes before each refit."""
+    """One rank's quantizer; call `measure` before each weight sync."""
 
     def __init__(self, layout: Layout, sources: Mapping[str, Tensor], grids: Grids, device: torch.device) -> None:
-        """Lays out the table of all scales.
+        """Allocates space for the scales of all matrices.
 
         Args:
-            layout: What this rank of the actor holds.
-            sources: Its tensors; read whenever they are measured or quantised.
-            grids: Of the matrices that are quantised.
-            device: Of the table.
+            layout: Layout of this rank's part of the actor.
+            sources: Its tensors; read by `measure` and when parts are quantized.
+            grids: Hugging Face name -> block grid, for each quantized matrix.
+            device: Device of the scales.
         """
         self._sources, self._grids, self._device = sources, grids, device
         self._pieces = {
@@ -46,42 +46,45 @@ class Quantizer:
         self._multipliers = torch.empty(0)
 
     def measure(self) -> None:
-        """Collective over the job: scales of the actor's weights of now.
+        """Collective over the job: computes the scales of the current actor weights.
 
         Raises:
-            RuntimeError: On every rank, where a matrix has a value that is not finite; it is named.
+            RuntimeError: A matrix has a value that is not finite; raised on every rank, naming the matrix.
         """
         with together():
             magnitudes = self._own_magnitudes()
         dist.all_reduce(magnitudes, op=dist.ReduceOp.MAX)
         if not bool(magnitudes.isfinite().all()):
             named = next(name for name in self._grids if not bool(self._table(magnitudes, name).isfinite().all()))
-            raise RuntimeError(f"'{named}' holds values that are not finite; it cannot be quantised to FP8")
+            raise RuntimeError(f"'{named}' has values that are not finite; it cannot be quantized to FP8")
         self._multipliers = fp8_quantize.multipliers(magnitudes)
 
     def scales(self, name: str, region: Region) -> Tensor:
-        """What the stored values of a matrix are multiplied with: a region of its table, fp32."""
+        """Returns the scales (weight = stored value * scale) of a region of a matrix' table of blocks, fp32."""
         return self._table(self._multipliers, name)[slices(region)].reciprocal()
 
     def quantize(self, copy: Copy, values: Tensor) -> Tensor:
-        """The values of a copy's source, quantised."""
-        name, region = self._origin(copy)
-        return fp8_quantize.quantize(values, self._factors(name, region), *self._blocks(name, region, values))
+        """Returns the source values of a copy in FP8."""
+        name, region = self._hf_region(copy)
+        return fp8_quantize.quantize(values, self._block_multipliers(name, region), *self._blocks(name, region, values))
 
     def meant(self, name: str, region: Region, values: Tensor) -> Tensor:
-        """The weights that these become, which are a region of a matrix: quantised and multiplied with their scales."""
-        factors, blocks = self._factors(name, region), self._blocks(name, region, values)
+        """Quantizes and dequantizes a region of a matrix: returns the weights that the engine computes with."""
+        factors, blocks = self._block_multipliers(name, region), self._blocks(name, region, values)
         stored = fp8_quantize.quantize(values, factors, *blocks)
         return fp8_quantize.dequantize(stored, factors.reciprocal(), *blocks, torch.empty_like(values))
 
-    def _factors(self, name: str, region: Region) -> Tensor:
+    def _block_multipliers(self, name: str, region: Region) -> Tensor:
         return self._table(self._multipliers, name)[slices(self._grids[name].touched(region))]
 
     def _blocks(self, name: str, region: Region, values: Tensor) -> tuple[Tensor, Tensor]:
         return block_indices(self._grids[name], region, values.device)
 
     def _own_magnitudes(self) -> Tensor:
-        """Of the parts of blocks that this rank holds; zero where it holds none, infinite where one is not finite."""
+        """Returns the largest magnitude of this rank's part of each block.
+
+        0 if it has no part of the block, infinity if one of its values is not finite.
+        """
         found = torch.zeros(self._size, device=self._device)
         for source, pieces in self._pieces.items():
             for piece in pieces:
@@ -94,9 +97,9 @@ class Quantizer:
     def _table(self, flat: Tensor, name: str) -> Tensor:
         return flat[slice(*self._places[name])].view(self._grids[name].counts)
 
-    def _origin(self, copy: Copy) -> tuple[str, Region]:
-        """The Hugging Face tensor of a copy's source, and the region of it."""
+    def _hf_region(self, copy: Copy) -> tuple[str, Region]:
+        """Returns the Hugging Face name of a copy's source, and the region in that tensor."""
         for piece in self._pieces[copy.source_name]:
             if intersect(copy.source_region, piece.dst) == copy.source_region:
                 return piece.hf_name, translate(copy.source_region, piece.dst, piece.src)
-        raise RuntimeError(f"'{copy.source_name}'{list(copy.source_region)} is no part of a matrix that is quantised")
+        raise RuntimeError(f"'{copy.source_name}'{list(copy.source_region)} is not part of a quantized matrix")

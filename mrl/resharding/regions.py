@@ -1,7 +1,4 @@
-"""Arithmetic of half-open boxes: intersection, difference, volume, and cutting into parts of bounded size.
-
-Owns what every walk over pieces needs; see `layout.Region`.
-"""
+"""Arithmetic of half-open boxes (`layout.Region`): intersection, difference, volume, and splitting by size."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from mrl.resharding.layout import Region
 
 
 def volume(region: Region) -> int:
-    """Elements in a region; 1 for the region of a scalar."""
+    """Returns the number of elements in a region; 1 for the region of a scalar."""
     total = 1
     for start, stop in region:
         total *= stop - start
@@ -19,17 +16,17 @@ def volume(region: Region) -> int:
 
 
 def whole(shape: Iterable[int]) -> Region:
-    """The region of a whole tensor."""
+    """Returns the region that covers a tensor of this shape."""
     return tuple((0, extent) for extent in shape)
 
 
 def slices(region: Region) -> tuple[slice, ...]:
-    """The index that selects a region of a tensor."""
+    """Returns the index that selects a region of a tensor."""
     return tuple(slice(start, stop) for start, stop in region)
 
 
 def intersect(a: Region, b: Region) -> Region | None:
-    """What both hold, or None."""
+    """Returns the intersection, None where it is empty."""
     both = []
     for (a_start, a_stop), (b_start, b_stop) in zip(a, b, strict=True):
         start, stop = max(a_start, b_start), min(a_stop, b_stop)
@@ -40,7 +37,7 @@ def intersect(a: Region, b: Region) -> Region | None:
 
 
 def subtract(region: Region, hole: Region) -> list[Region]:
-    """Disjoint regions that hold `region` without `hole`; `hole` lies inside `region`."""
+    """Returns disjoint regions that cover `region` except `hole`; `hole` must lie inside `region`."""
     left = []
     rest = list(region)
     for axis, ((start, stop), (hole_start, hole_stop)) in enumerate(zip(region, hole, strict=True)):
@@ -53,7 +50,7 @@ def subtract(region: Region, hole: Region) -> list[Region]:
 
 
 def union_volume(regions: Iterable[Region]) -> int:
-    """Elements in at least one of the regions."""
+    """Counts the elements that are in at least one of the regions."""
     disjoint: list[Region] = []
     for region in dict.fromkeys(regions):
         fresh = [region]
@@ -64,13 +61,13 @@ def union_volume(regions: Iterable[Region]) -> int:
 
 
 def without(region: Region, other: Region) -> list[Region]:
-    """Disjoint regions that hold `region` without what it shares with `other`."""
+    """Returns disjoint regions that cover `region` except its intersection with `other`."""
     both = intersect(region, other)
     return [region] if both is None else subtract(region, both)
 
 
 def translate(region: Region, source: Region, target: Region) -> Region:
-    """Moves `region` from coordinates in which a piece is at `source` to those in which it is at `target`."""
+    """Maps `region` from coordinates where a piece is at `source` to those where the same piece is at `target`."""
     return tuple(
         (start - origin + goal, stop - origin + goal)
         for (start, stop), (origin, _), (goal, _) in zip(region, source, target, strict=True)
@@ -78,7 +75,7 @@ def translate(region: Region, source: Region, target: Region) -> Region:
 
 
 def split(region: Region, max_elements: int) -> Iterator[Region]:
-    """Parts of at most `max_elements`, in row-major order: whole rows, or parts of one row where a row is longer."""
+    """Yields parts of at most `max_elements` in row-major order: several rows, or parts of a row that is too long."""
     if volume(region) <= max_elements:
         yield region
         return

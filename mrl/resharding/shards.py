@@ -1,8 +1,8 @@
-"""How one row of a family's table is cut over tensor-parallel ranks, and spread over expert-parallel ones.
+"""Sharding rules shared by the layouts: rows of a family's table split over tensor- and expert-parallel ranks.
 
-Owns the rules that the layouts share: a rule says which rows (or columns) of which Hugging Face tensors a rank stores,
-in order; `shard_row` and `shard_expert` turn them into a `StoredTensor`. Only the order of fused query, key and value
-rows differs between Megatron and the engines, so it is an argument. Pure arithmetic.
+A rule lists the rows (or columns) of Hugging Face tensors that a rank stores, in order; `shard_row` and `shard_expert`
+turn it into a `StoredTensor`. Only the order of fused query, key and value rows differs between Megatron and the
+engines, so it is an argument. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from mrl.models.hf_config import family_of
 from mrl.resharding.layout import Piece, Region, StoredTensor
 
 Segment = tuple[int, int, int]
-"""(index of the part, first row, row after the last): a run of rows along the split dimension."""
+"""(index of the part, first row, row after the last) along the split dimension."""
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """One rank's place in a tensor-parallel group; `key` is the config key that error messages name."""
+    """One rank's position in a tensor-parallel group; error messages name the config key `key`."""
 
     size: int
     rank: int
@@ -30,30 +30,30 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class ExpertShard:
-    """One rank's experts: `spread` says which of them it holds, `cut` which part of each."""
+    """One rank's experts: `spread` selects the experts that it has, `cut` its part of each."""
 
     spread: TensorShard
     cut: TensorShard
 
     def experts(self, moe: MoeSpec) -> range:
-        """The experts of the rank, as indices in the whole layer."""
+        """Returns the indices in the layer of the rank's experts."""
         each = moe.num_experts // self.spread.size
         return range(self.spread.rank * each, (self.spread.rank + 1) * each)
 
 
 def table(arch: ArchSpec) -> list[ParamSpec]:
-    """The rows of the family's table that exist for `arch`."""
+    """Returns the rows of the family's table that exist for `arch`."""
     return [spec for spec in family_of(arch).params if spec.when(arch)]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the projections that a row stands for, and where it is in the Hugging Face checkpoint.
+    """One of the projections of a row, and its location in the Hugging Face checkpoint.
 
     Attributes:
         name: Hugging Face name, with `{layer}` and `{expert}`.
-        first_row: Its first row in that tensor.
-        shape: Its own.
+        first_row: Index of the projection's first row in that tensor.
+        shape: Shape of the projection.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Part:
 
 
 def parts_of(spec: ParamSpec, arch: ArchSpec) -> list[Part]:
-    """The projections of a row, in Megatron's order; a row with one name and several shapes has them in one tensor."""
+    """Returns the projections of a row, in Megatron's order; those of a row with a single name are in one tensor."""
     words = dims(arch)
     parts, row = [], 0
     for index, shape in enumerate(spec.shapes):
@@ -74,7 +74,7 @@ def parts_of(spec: ParamSpec, arch: ArchSpec) -> list[Part]:
 
 
 def hf_tensors(spec: ParamSpec, arch: ArchSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each Hugging Face tensor of a row."""
+    """Returns name -> shape of each Hugging Face tensor of a row."""
     found: dict[str, tuple[int, ...]] = {}
     for part in parts_of(spec, arch):
         found[part.name] = (part.first_row + part.shape[0], *part.shape[1:])
@@ -82,12 +82,12 @@ def hf_tensors(spec: ParamSpec, arch: ArchSpec) -> dict[str, tuple[int, ...]]:
 
 
 def padded_rows(num_rows: int, num_shards: int) -> int:
-    """`num_rows` rounded up to a multiple of `num_shards`."""
+    """Rounds `num_rows` up to a multiple of `num_shards`."""
     return -(-num_rows // num_shards) * num_shards
 
 
 def check_divides(arch: ArchSpec, shard: TensorShard) -> None:
-    """Raises UserError where `shard.size` ranks cannot share a layer of `arch`, its experts aside."""
+    """Raises UserError if `shard.size` ranks cannot share a layer of `arch`; does not check the experts."""
     sizes = [("attention heads", arch.num_heads)]
     if arch.moe is None:
         sizes.append(("intermediate_size", arch.intermediate_size))
@@ -103,7 +103,7 @@ def check_divides(arch: ArchSpec, shard: TensorShard) -> None:
 
 
 def check_experts_divide(moe: MoeSpec, expert: ExpertShard) -> None:
-    """Raises UserError where the experts cannot be spread and cut as `expert` says."""
+    """Raises UserError if `expert`'s parallel sizes do not divide the number or the width of the experts."""
     _check_divides("experts", moe.num_experts, expert.spread)
     _check_divides("moe_intermediate_size", moe.intermediate_size, expert.cut)
 
@@ -123,16 +123,16 @@ def shard_row(
     qkv_rows: Callable[[ArchSpec, TensorShard], list[Segment]],
     vocab_multiple: int = 1,
 ) -> StoredTensor:
-    """What one rank stores of one row of the table that is not a row of experts.
+    """Returns the tensor that one rank stores for a row of the table; experts have `shard_expert`.
 
     Args:
-        spec: The row.
+        spec: Row of the table.
         arch: The model.
-        shard: The rank's place.
-        layer: Layer index in the whole model; None outside the layers.
+        shard: Position in the tensor-parallel group.
+        layer: Layer index in the model; None outside the layers.
         dtype: Stored dtype.
-        qkv_rows: The order of fused query, key and value rows on this rank.
-        vocab_multiple: To which the vocabulary is padded over all ranks, before each gets an equal part.
+        qkv_rows: Order of fused query, key and value rows on this rank.
+        vocab_multiple: Multiple to which the vocabulary is padded over all ranks before it is split evenly.
     """
     parts = parts_of(spec, arch)
     padding = 0
@@ -154,7 +154,7 @@ def shard_row(
 
 
 def equal_parts(count: int, size: int, shard: TensorShard) -> list[Segment]:
-    """The rank's equal part of each of `count` tensors, one after the other."""
+    """Returns the rank's equal part of each of `count` tensors, concatenated."""
     each = size // shard.size
     return [(index, shard.rank * each, (shard.rank + 1) * each) for index in range(count)]
 
@@ -162,14 +162,14 @@ def equal_parts(count: int, size: int, shard: TensorShard) -> list[Segment]:
 def shard_expert(
     spec: ParamSpec, arch: ArchSpec, cut: TensorShard, *, layer: int, expert: int, dtype: str
 ) -> StoredTensor:
-    """What one rank stores of one expert: [gate rows; up rows] of its part, or its columns of the projection back.
+    """Returns a rank's part of one expert: its [gate rows; up rows], or its columns of the down projection.
 
     Args:
-        spec: A row of experts.
+        spec: Row of experts.
         arch: The model.
-        cut: The rank's place among the ranks that share the expert.
-        layer: Layer index in the whole model.
-        expert: Expert index in the whole layer.
+        cut: Position among the ranks that share the expert.
+        layer: Layer index in the model.
+        expert: Expert index in the layer.
         dtype: Stored dtype.
     """
     parts = parts_of(spec, arch)
@@ -179,7 +179,7 @@ def shard_expert(
 
 
 def pile(parts: Sequence[StoredTensor]) -> StoredTensor:
-    """Stored matrices of equal shape as one, their rows one after the other."""
+    """Concatenates stored matrices of equal shape by rows."""
     rows, *rest = parts[0].shape
     pieces = [
         Piece(piece.hf_name, piece.src, ((first + number * rows, last + number * rows), *others))
@@ -200,11 +200,11 @@ def stack(
     dtype: str,
     padding: int = 0,
 ) -> StoredTensor:
-    """Segments one after the other along `dim`, then `padding` empty rows."""
+    """Concatenates segments along `dim` and appends `padding` rows."""
     shape = parts[0].shape
 
     def region(start: int, stop: int, offset: int = 0) -> Region:
-        """`start` to `stop` along `dim`, everything of the other dimension; `offset` rows further down."""
+        """Returns `start` to `stop` along `dim` and all of the other dimension, shifted by `offset` rows."""
         ends = [(start, stop) if axis == dim else (0, extent) for axis, extent in enumerate(shape)]
         ends[0] = (ends[0][0] + offset, ends[0][1] + offset)
         return tuple(ends)
@@ -221,7 +221,7 @@ def stack(
 
 
 def copies_allowed(arch: ArchSpec) -> dict[str, tuple[str, int]]:
-    """Hugging Face name -> why elements may be stored several times, and from which row on."""
+    """Returns Hugging Face name -> (reason why its elements may be stored several times, first row concerned)."""
     found: dict[str, tuple[str, int]] = {}
     for spec in table(arch):
         parts = parts_of(spec, arch)

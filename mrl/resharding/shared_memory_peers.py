@@ -1,9 +1,8 @@
-"""Tensors of other ranks of the host, read where they lie.
+"""Reads of other ranks' tensors in shared memory of the host, without messages, and the checksums that verify them.
 
-Owns who reads whose, and the sums by which sender and reader compare what was read. A rank's tensors can be read where
-all of them lie in memory that it shares (`distributed/shared_memory.py`). The sums of what it gives are in a buffer of
-its own, which the readers see: one for each copy, as the rank itself reads its tensors. Between the first and the last
-agreement of a transfer (`transfer.py`) no rank changes its tensors.
+A rank's tensors can be read if all of them lie in shared memory (`distributed/shared_memory.py`). The rank publishes
+the sums of the elements that others read in a shared buffer: one sum per copy, computed from its own tensors. No rank
+changes its tensors between the first and the last agreement of a transfer (`transfer.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +24,16 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a tensor lies: in which of its rank's buffers, from which byte on, and how."""
+class _TensorLocation:
+    """Location of a tensor in a rank's shared buffers.
+
+    Attributes:
+        buffer: Index of the buffer.
+        first: Offset of the first element in the buffer, bytes.
+        shape: Shape of the tensor.
+        strides: Strides of the tensor, elements.
+        dtype: Name of the dtype, as layouts spell it.
+    """
 
     buffer: int
     first: int
@@ -36,61 +43,61 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Shown:
-    """What a rank lets others read: the buffer of its sums, those of its tensors, and where each tensor lies."""
+class _SharedTensors:
+    """The shared buffers of a rank: its checksums, its tensors, and the location of each tensor."""
 
     sums: shared_memory.Offer
     buffers: tuple[shared_memory.Offer, ...]
-    places: dict[str, _Place]
+    locations: dict[str, _TensorLocation]
 
 
-class Neighbours:
-    """One rank's view of the other ranks of its host.
+class SharedMemoryPeers:
+    """Tensors of other ranks of the host that this rank can read, and the exchange of their checksums.
 
     Attributes:
-        copies: Of all ranks, those in which one rank reads another's tensors, cut as they are made.
+        copies: The copies of all ranks whose receiver reads the sender's tensor in shared memory.
     """
 
     def __init__(self, copies: Sequence[Copy], sources: Mapping[str, Tensor], rank: int) -> None:
-        """Nothing is found yet.
+        """Selects the copies that may use shared memory; `exchange` then decides which ones do.
 
         Args:
-            copies: Of all ranks, cut to what is made at a time.
+            copies: Copies of all ranks, already split.
             sources: This rank's tensors.
-            rank: This rank.
+            rank: Global rank of this process.
         """
         self._rank, self._sources = rank, sources
         self._between = [copy for copy in copies if copy.source_rank != copy.target_rank and copy.wire_dtype != FP8]
         self._names = {copy.source_name for copy in self._between if copy.source_rank == rank}
-        self._read: dict[int, dict[str, Tensor]] = {}
+        self._tensors: dict[int, dict[str, Tensor]] = {}
         self._sums: dict[int, Tensor] = {}
-        self._shown: _Shown | None = None
+        self._shared: _SharedTensors | None = None
         self.copies: list[Copy] = []
         self._slots: dict[Copy, int] = {}
 
-    def find(self, *, show: bool, look: bool) -> None:
-        """Collective over the job: shows this rank's tensors, and finds those of others.
+    def exchange(self, *, share: bool, read: bool) -> None:
+        """Collective over the job: publishes this rank's tensors and maps those of the peers it reads.
 
         Args:
-            show: Others may read them.
-            look: This rank reads those of others.
+            share: Let other ranks read this rank's tensors.
+            read: Read other ranks' tensors.
         """
-        given = [copy for copy in self._between if copy.source_rank == self._rank]
+        exported = [copy for copy in self._between if copy.source_rank == self._rank]
         own, sums = torch.empty(0, dtype=torch.int64), None
-        self._shown = places = self._places() if show and given else None
-        if places is not None:
-            buffer, sums = shared_memory.create(8 * len(given))
+        self._shared = located = self._locate() if share and exported else None
+        if located is not None:
+            buffer, sums = shared_memory.create(8 * len(exported))
             own = buffer.view(torch.int64)
-            self._shown = _Shown(sums, places.buffers, places.places) if sums.file >= 0 else None
+            self._shared = _SharedTensors(sums, located.buffers, located.locations) if sums.file >= 0 else None
         world = dist.get_world_size()
-        everyones: list[_Shown | None] = [None] * world
-        dist.all_gather_object(everyones, self._shown)
-        wanted = {copy.source_rank for copy in self._between if copy.target_rank == self._rank} if look else set()
-        self._read, self._sums = {}, {self._rank: own}
+        all_shared: list[_SharedTensors | None] = [None] * world
+        dist.all_gather_object(all_shared, self._shared)
+        wanted = {copy.source_rank for copy in self._between if copy.target_rank == self._rank} if read else set()
+        self._tensors, self._sums = {}, {self._rank: own}
         for peer in sorted(wanted):
-            self._attach(peer, everyones[peer])
+            self._attach(peer, all_shared[peer])
         readers: list[set[int]] = [set() for _ in range(world)]
-        dist.all_gather_object(readers, set(self._read))
+        dist.all_gather_object(readers, set(self._tensors))
         if sums is not None:
             sums.withdraw()
         self.copies = [copy for copy in self._between if copy.source_rank in readers[copy.target_rank]]
@@ -100,36 +107,36 @@ class Neighbours:
             self._slots[copy] = counts.get(copy.source_rank, 0)
             counts[copy.source_rank] = self._slots[copy] + 1
 
-    def stayed(self) -> bool:
-        """Whether this rank's tensors lie where `find` showed them, if it showed any."""
-        if self._shown is None:
+    def unmoved(self) -> bool:
+        """Returns whether this rank's tensors are still at the locations that `exchange` published."""
+        if self._shared is None:
             return True
-        now = self._places()
-        return now is not None and (now.buffers, now.places) == (self._shown.buffers, self._shown.places)
+        now = self._locate()
+        return now is not None and (now.buffers, now.locations) == (self._shared.buffers, self._shared.locations)
 
     def values(self, copy: Copy) -> Tensor:
-        """What another rank's copy reads, in its dtype there."""
-        return self._read[copy.source_rank][copy.source_name][slices(copy.source_region)]
+        """Returns a view of the source region of a copy in the peer's tensor, in the peer's dtype."""
+        return self._tensors[copy.source_rank][copy.source_name][slices(copy.source_region)]
 
-    def given(self) -> list[Copy]:
-        """Those that read this rank's tensors."""
+    def exported_copies(self) -> list[Copy]:
+        """Returns the copies in which another rank reads this rank's tensors."""
         return [copy for copy in self.copies if copy.source_rank == self._rank]
 
-    def tell(self, totals: Sequence[Tensor]) -> None:
-        """Shows the readers the sums of what they are to have read, in the order of `given`."""
+    def publish_sums(self, totals: Sequence[Tensor]) -> None:
+        """Writes the sums of the elements that peers read to the shared buffer, in the order of `exported_copies`."""
         if totals:
             self._sums[self._rank][: len(totals)] = torch.stack(list(totals))
 
-    def told(self) -> list[tuple[Copy, int]]:
-        """What this rank reads of others, with the sums that these told."""
-        sums = {peer: told.tolist() for peer, told in self._sums.items()}
-        mine = (copy for copy in self.copies if copy.target_rank == self._rank)
-        return [(copy, sums[copy.source_rank][self._slots[copy]]) for copy in mine]
+    def peer_sums(self) -> list[tuple[Copy, int]]:
+        """Returns each copy that this rank reads from a peer, with the sum that the peer published."""
+        sums = {peer: buffer.tolist() for peer, buffer in self._sums.items()}
+        own = (copy for copy in self.copies if copy.target_rank == self._rank)
+        return [(copy, sums[copy.source_rank][self._slots[copy]]) for copy in own]
 
-    def _places(self) -> _Shown | None:
-        """Where this rank's tensors lie, without the sums; None: some lie in memory of its own."""
+    def _locate(self) -> _SharedTensors | None:
+        """Returns the locations of this rank's tensors, without checksums; None if one is not in shared memory."""
         buffers: dict[shared_memory.Offer, int] = {}
-        places = {}
+        locations = {}
         for name in sorted(self._names):
             tensor = self._sources[name]
             found = shared_memory.place_of(tensor)
@@ -137,21 +144,23 @@ class Neighbours:
                 return None
             number = buffers.setdefault(found[0], len(buffers))
             shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-            places[name] = _Place(number, found[1], shape, strides, _NAMES[tensor.dtype])
-        return _Shown(shared_memory.NOWHERE, tuple(buffers), places)
+            locations[name] = _TensorLocation(number, found[1], shape, strides, _NAMES[tensor.dtype])
+        return _SharedTensors(shared_memory.NOWHERE, tuple(buffers), locations)
 
-    def _attach(self, peer: int, shown: _Shown | None) -> None:
-        """Maps a rank's buffers; it is not read if one of them cannot be reached."""
-        if shown is None:
+    def _attach(self, peer: int, shared: _SharedTensors | None) -> None:
+        """Maps a peer's buffers. If one of them cannot be mapped, the peer's tensors are not read."""
+        if shared is None:
             return
-        sums, *buffers = (shared_memory.attach(offer) for offer in (shown.sums, *shown.buffers))
+        sums, *buffers = (shared_memory.attach(offer) for offer in (shared.sums, *shared.buffers))
         if sums is None or any(buffer is None for buffer in buffers):
             return
         self._sums[peer] = sums.view(torch.int64)
-        self._read[peer] = {}
-        for name, place in shown.places.items():
-            buffer, dtype = buffers[place.buffer], DTYPES[place.dtype]
+        self._tensors[peer] = {}
+        for name, location in shared.locations.items():
+            buffer, dtype = buffers[location.buffer], DTYPES[location.dtype]
             if buffer is not None:
                 values = torch.empty(0, dtype=dtype)
-                first = place.first // dtype.itemsize
-                self._read[peer][name] = values.set_(buffer.untyped_storage(), first, place.shape, place.strides)
+                first = location.first // dtype.itemsize
+                self._tensors[peer][name] = values.set_(
+                    buffer.untyped_storage(), first, location.shape, location.strides
+                )

@@ -1,7 +1,7 @@
-"""What a refit sends, from the layouts alone: over all ranks and for the busiest one, by the kind of link.
+"""Cost of a weight sync in bytes, from the layouts alone: total and per receiving rank, by kind of link.
 
-Owns `traffic`. It counts what `plan.make_plan` would send, without listing the copies: ranks that stand in the same
-place (same shard, same shards on their node, same wish) are counted once, so thousands of ranks take seconds.
+`traffic` counts what `plan.make_plan` would send, without listing the copies. Ranks in an equal situation (same shard,
+same shards on their node, same target) are counted once, so thousands of ranks take seconds.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mrl.resharding.regions import union_volume, volume, without
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes that reach ranks, by where they come from.
+    """Bytes received, by distance of the source.
 
     Attributes:
-        local: From the rank itself.
-        intra_node: From another rank of its node.
-        inter_node: From another node.
+        local: Bytes from the rank itself.
+        intra_node: Bytes from another rank of its node.
+        inter_node: Bytes from another node.
     """
 
     local: int = 0
@@ -33,13 +33,12 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes of one refit.
+    """The bytes of one weight sync.
 
     Attributes:
-        total: Over all ranks.
-        busiest: The ranks' different shares, each once: what any one rank receives.
-        full_gather_bytes: What would be sent if every full tensor came to every rank, as a gather of whole tensors
-            does.
+        total: Sum over all ranks.
+        shares: Distinct values of the bytes that one rank receives.
+        full_gather_bytes: Bytes sent if every rank gathered every full tensor, for comparison.
     """
 
     total: Bytes
@@ -47,8 +46,8 @@ class Traffic:
     full_gather_bytes: int
 
 
-_Held = dict[str, list[Region]]
-"""Hugging Face name -> the regions that are there."""
+_Regions = dict[str, list[Region]]
+"""Hugging Face name -> stored regions."""
 
 
 def traffic(
@@ -58,17 +57,16 @@ def traffic(
     *,
     times: Mapping[str, int] | None = None,
 ) -> Traffic:
-    """Counts the bytes of a refit.
+    """Counts the bytes of a weight sync.
 
     Args:
-        sources: Rank -> what it holds; ranks with equal shards share one object.
-        targets: Rank -> what it wants; likewise.
+        sources: Rank -> layout of its stored tensors; ranks with equal shards share one object.
+        targets: Rank -> layout that it needs; ranks with equal ones share one object.
         gpus_per_node: Consecutive ranks that share a node.
-        times: Hugging Face name -> how many tensors it stands for, all of them cut and placed alike; 1 where it is
-            not there.
+        times: Hugging Face name -> number of equally sharded tensors that it represents; 1 if absent.
 
     Raises:
-        RuntimeError: No rank holds an element that a target needs.
+        RuntimeError: A target needs an element that no source layout contains.
     """
     held = {id(layout): regions_by_name(layout) for layout in distinct(sources)}
     widths = item_bytes(distinct(sources))
@@ -86,7 +84,7 @@ def traffic(
     everywhere = _merged(held.values())
     nodes = {ids: _merged(held[one] for one in ids) for ids in set(on_node.values())}
     shares = {
-        place: _share(layouts[place[2]], held.get(place[0], {}), nodes[place[1]], everywhere, widths, times)
+        place: _bytes_received(layouts[place[2]], held.get(place[0], {}), nodes[place[1]], everywhere, widths, times)
         for place in places
     }
     total = Bytes(
@@ -102,7 +100,7 @@ def traffic(
     return Traffic(total, tuple(dict.fromkeys(shares.values())), gathered)
 
 
-def _merged(parts: Iterable[_Held]) -> _Held:
+def _merged(parts: Iterable[_Regions]) -> _Regions:
     found: dict[str, dict[Region, None]] = defaultdict(dict)
     for part in parts:
         for name, regions in part.items():
@@ -110,19 +108,19 @@ def _merged(parts: Iterable[_Held]) -> _Held:
     return {name: list(regions) for name, regions in found.items()}
 
 
-def _num_bytes(held: _Held, name: str, widths: Mapping[str, int]) -> int:
+def _num_bytes(held: _Regions, name: str, widths: Mapping[str, int]) -> int:
     return union_volume(held[name]) * widths[name]
 
 
-def _share(
+def _bytes_received(
     target: Layout,
-    own: _Held,
-    node: _Held,
-    everywhere: _Held,
+    own: _Regions,
+    node: _Regions,
+    everywhere: _Regions,
     widths: Mapping[str, int],
     times: Mapping[str, int],
 ) -> Bytes:
-    """What one rank receives, from the nearest holder of each element."""
+    """Returns the bytes that one rank receives, each element from its nearest holder."""
     counts = [0, 0, 0]
     for name, stored in target.items():
         for piece in stored.pieces:
@@ -137,5 +135,7 @@ def _share(
                     missing = [part for item in missing for part in without(item, region)]
                 counts[distance] += (before - sum(volume(region) for region in missing)) * width
             if missing:
-                raise RuntimeError(f"'{name}' needs '{piece.hf_name}'{list(missing[0])}, which no rank holds")
+                raise RuntimeError(
+                    f"'{name}' needs '{piece.hf_name}'{list(missing[0])}, which no source layout contains"
+                )
     return Bytes(*counts)

@@ -1,16 +1,16 @@
-"""The layout of one rank of a TensorRT-LLM 1.x checkpoint: tensor, expert and pipeline parallel.
+"""Layout of one rank of a TensorRT-LLM 1.x checkpoint: tensor, expert and pipeline parallel.
 
-Owns its mapping of ranks and its order of fused rows. `attention.qkv` holds the rank's query heads, then its key heads,
-then its value heads; a dense MLP keeps its branches apart (`mlp.fc` is the activated one, Hugging Face's gate_proj, and
-`mlp.gate` is up_proj); experts and the shared expert, a part of `mlp`, are [up; gate], the opposite of Megatron's
-order. Names stand in the families' tables; layers are counted from the first one of the pipeline stage.
+`attention.qkv` is the rank's query heads, then its key heads, then its value heads. A dense MLP keeps its branches
+separate: `mlp.fc` is the activated one, Hugging Face's gate_proj, and `mlp.gate` is up_proj. Experts and the shared
+expert, a part of `mlp`, are [up; gate], the opposite of Megatron's order. The families' tables have the names; layers
+are counted from the first one of the pipeline stage.
 
-A built engine may store otherwise. Two things of `trtllm-build` were read in its sources and have not been seen
-running: it fuses the MLP of a dense layer (`mlp.fused_fc` is [mlp.gate; mlp.fc], unless `use_fused_mlp` is off), and
-with refit on it may offer the rotary tables, which are no weights of a checkpoint and stay as they were built.
+A built engine may store weights differently. Two properties of `trtllm-build` are known from its sources and have not
+been observed in a run: it fuses the MLP of a dense layer (`mlp.fused_fc` is [mlp.gate; mlp.fc], unless `use_fused_mlp`
+is off), and with refit on it may offer the rotary tables, which are not in a checkpoint and keep their built values.
 
 Sources, NVIDIA/TensorRT-LLM: `mapping.py`, `models/llama/convert.py`, `models/qwen/model.py`, `models/convert_utils.py:
-dup_kv_weight`, `layers/moe.py`, `layers/embedding.py`. They were read; nothing of this has been loaded by TensorRT-LLM.
+dup_kv_weight`, `layers/moe.py`, `layers/embedding.py`. Derived from the sources; TensorRT-LLM has loaded none of it.
 """
 
 from __future__ import annotations
@@ -39,30 +39,31 @@ from mrl.resharding.shards import (
 )
 
 HEAD = "lm_head.weight"
-"""With tied embeddings a padded copy of them."""
+"""Output head; with tied embeddings a padded copy of them."""
 
 FUSED = ".mlp.fused_fc.weight"
 """[up_proj; gate_proj] of a dense layer, as `fuse_gate_mlp` of TensorRT-LLM's models/modeling_utils.py makes it."""
 
 UNFUSED = (".mlp.gate.weight", ".mlp.fc.weight")
+"""Suffixes of the checkpoint's tensors that `FUSED` consists of, in order."""
 
-BESIDE = re.compile(r"^(transformer\.layers\.\d+\.)(shared_expert)")
+_SHARED_EXPERT_OUTSIDE_MLP = re.compile(r"^(transformer\.layers\.\d+\.)(shared_expert)")
 
 CONSTANTS = ("embed_positions", "embed_positions_for_gpt_attention", "rotary_inv_freq")
-"""Last part of the names of tables that follow from config.json alone."""
+"""Last part of the names of tables that are computed from config.json alone."""
 
 
 @dataclass(frozen=True)
 class TrtllmMapping:
-    """How a checkpoint is spread over ranks; the tensor-parallel rank changes fastest.
+    """Parallel layout of a checkpoint; the tensor-parallel rank changes fastest.
 
     Attributes:
         tp_size: Ranks that share a layer.
-        pp_size: Pipeline stages; the first `num_layers % pp_size` of them hold one layer more.
-        moe_tp_size: Ranks that share an expert; 0: what `tp_size` and `moe_ep_size` leave.
-        moe_ep_size: Parts in which the experts are spread; 0: what `tp_size` and `moe_tp_size` leave, or 1.
-        use_parallel_embedding: The tensor-parallel ranks share the embedding; otherwise each of them has it whole.
-        embedding_sharding_dim: 0: cut along the vocabulary, with padding; 1: along the hidden dimension.
+        pp_size: Pipeline stages; the first `num_layers % pp_size` of them have one layer more.
+        moe_tp_size: Ranks that share an expert; 0: derived from `tp_size` and `moe_ep_size`.
+        moe_ep_size: Expert-parallel size; 0: derived from `tp_size` and `moe_tp_size`, or 1.
+        use_parallel_embedding: True if the tensor-parallel ranks share the embedding; otherwise each has all of it.
+        embedding_sharding_dim: Split dimension of the embedding. 0: vocabulary, with padding; 1: hidden dimension.
     """
 
     tp_size: int = 1
@@ -73,40 +74,40 @@ class TrtllmMapping:
     embedding_sharding_dim: int = 0
 
     def __post_init__(self) -> None:
-        """Fills in the sizes of the experts.
+        """Derives the sizes of the experts.
 
         Raises:
-            UserError: A size is not a whole number above 0, or the sizes do not fit together.
+            UserError: A size is not a positive integer, or the sizes do not fit together.
         """
         for name in ("tp_size", "pp_size", "moe_tp_size", "moe_ep_size"):
             size, least = getattr(self, name), 0 if name.startswith("moe") else 1
             if type(size) is not int or size < least:
-                raise UserError(f"{name} is {size!r}; expected a whole number of at least {least}.")
+                raise UserError(f"{name} is {size!r}; expected an integer of at least {least}.")
         if self.embedding_sharding_dim not in (0, 1):
             raise UserError(f"embedding_sharding_dim is {self.embedding_sharding_dim!r}; expected 0 or 1.")
         moe_ep = self.moe_ep_size or self.tp_size // max(1, self.moe_tp_size or self.tp_size)
         moe_tp = self.moe_tp_size or self.tp_size // max(1, moe_ep)
         if moe_tp * moe_ep != self.tp_size:
             raise UserError(
-                f"moe_tp_size x moe_ep_size = {self.moe_tp_size or 'rest'} x {self.moe_ep_size or 'rest'} does not "
-                f"make tp_size={self.tp_size}. TensorRT-LLM spreads the experts over the tensor-parallel ranks."
+                f"moe_tp_size x moe_ep_size = {self.moe_tp_size or 'rest'} x {self.moe_ep_size or 'rest'} is not "
+                f"tp_size={self.tp_size}. TensorRT-LLM distributes the experts over the tensor-parallel ranks."
             )
         object.__setattr__(self, "moe_ep_size", moe_ep)
         object.__setattr__(self, "moe_tp_size", moe_tp)
 
     @property
     def world_size(self) -> int:
-        """Ranks, and files."""
+        """Number of ranks, and of files."""
         return self.tp_size * self.pp_size
 
     def layers(self, arch: ArchSpec, pp_rank: int) -> range:
-        """The layers of a pipeline stage."""
+        """Returns the layers of a pipeline stage."""
         each, more = divmod(arch.num_layers, self.pp_size)
         start = pp_rank * each + min(pp_rank, more)
         return range(start, start + each + (pp_rank < more))
 
     def check(self, arch: ArchSpec) -> None:
-        """Raises UserError where a model cannot be spread so; the message names the size."""
+        """Raises UserError if a size does not divide the model's dimensions; the message names the size."""
         shard = TensorShard(self.tp_size, 0, "tp_size")
         check_divides(arch, shard)
         if arch.moe is not None:
@@ -122,7 +123,7 @@ class TrtllmMapping:
             )
 
     def experts(self, tp_rank: int) -> ExpertShard:
-        """A rank's experts and its part of each: the experts are spread over neighbours first."""
+        """Returns a rank's experts and its part of each; neighbours get different experts first."""
         cut_rank, spread_rank = divmod(tp_rank, self.moe_ep_size)
         return ExpertShard(
             TensorShard(self.moe_ep_size, spread_rank, "moe_ep_size"),
@@ -131,24 +132,24 @@ class TrtllmMapping:
 
 
 def trtllm_layout(arch: ArchSpec, mapping: TrtllmMapping, rank: int, dtype: str) -> Layout:
-    """What is in `rank{rank}.safetensors`: name -> tensor, fp32 routers first.
+    """Returns the layout of `rank{rank}.safetensors`: name -> tensor, fp32 routers first.
 
     Args:
         arch: The model.
-        mapping: The ranks.
+        mapping: Parallel layout.
         rank: pp_rank x tp_size + tp_rank.
-        dtype: Of every tensor but the routers, which TensorRT-LLM wants in fp32.
+        dtype: Dtype of every tensor except the routers, which TensorRT-LLM requires in fp32.
 
     Raises:
-        UserError: TensorRT-LLM has no such tensor, or the sizes do not divide what they split.
+        UserError: TensorRT-LLM has no such tensor, or the sizes do not divide the model's dimensions.
     """
     mapping.check(arch)
     pp_rank, tp_rank = divmod(rank, mapping.tp_size)
     shard = TensorShard(mapping.tp_size, tp_rank, "tp_size")
     layout: Layout = {}
-    for spec, local, layer in _rows(arch, mapping, pp_rank):
+    for spec, local, layer in _stage_rows(arch, mapping, pp_rank):
         for name, stored in zip(
-            spec.trtllm, _store(spec, arch, mapping, shard, layer, spec.trtllm_dtype or dtype), strict=True
+            spec.trtllm, _stored_tensors(spec, arch, mapping, shard, layer, spec.trtllm_dtype or dtype), strict=True
         ):
             layout[name if layer is None else name.format(layer=local)] = stored
     if arch.tie_word_embeddings and pp_rank == mapping.pp_size - 1:
@@ -158,19 +159,19 @@ def trtllm_layout(arch: ArchSpec, mapping: TrtllmMapping, rank: int, dtype: str)
 
 
 def parts_in_engine(name: str) -> tuple[str, ...]:
-    """The checkpoint's tensors that a built engine's weight is made of, in its order; () for a constant table."""
+    """Returns the checkpoint's tensors that a built engine's weight consists of, in order; () for a constant table."""
     if name.rpartition(".")[2] in CONSTANTS:
         return ()
     return tuple(name.removesuffix(FUSED) + suffix for suffix in UNFUSED) if name.endswith(FUSED) else (name,)
 
 
 def current_name(name: str) -> str:
-    """A tensor's or a module's name as 1.x spells it: before, qwen2_moe's shared expert stood beside `mlp`."""
-    return BESIDE.sub(r"\1mlp.\2", name)
+    """Returns a tensor's or module's name in 1.x; earlier versions had qwen2_moe's shared expert outside `mlp`."""
+    return _SHARED_EXPERT_OUTSIDE_MLP.sub(r"\1mlp.\2", name)
 
 
 def is_shared_head(name: str, layout: Layout, used: Collection[str]) -> bool:
-    """Whether a tensor is the head, and a copy of one of `used`: an engine may hold the tied embedding once."""
+    """Returns whether a tensor is the head and equals one of `used`: an engine may store a tied embedding once."""
     if name != HEAD:
         return False
     copied = {piece.hf_name for piece in layout[HEAD].pieces}
@@ -178,12 +179,12 @@ def is_shared_head(name: str, layout: Layout, used: Collection[str]) -> bool:
 
 
 def linear_modules(arch: ArchSpec, mapping: TrtllmMapping, rank: int) -> dict[str, str]:
-    """Weights of a rank that TensorRT-LLM may quantise -> their module, its layer counted in the whole model.
+    """Returns weight name -> module, with the model's layer index, for the weights that TensorRT-LLM may quantize.
 
-    These are the linear layers without the router, the shared expert's gate and the head, which it excludes.
+    These are the linear layers except the router, the shared expert's gate and the head, which TensorRT-LLM excludes.
     """
     found = {}
-    for spec, local, layer in _rows(arch, mapping, rank // mapping.tp_size):
+    for spec, local, layer in _stage_rows(arch, mapping, rank // mapping.tp_size):
         if spec.kind in (Kind.REPLICATED, Kind.VOCAB):
             continue
         for name in spec.trtllm:
@@ -192,8 +193,8 @@ def linear_modules(arch: ArchSpec, mapping: TrtllmMapping, rank: int) -> dict[st
     return found
 
 
-def _rows(arch: ArchSpec, mapping: TrtllmMapping, pp_rank: int) -> list[tuple[ParamSpec, int, int | None]]:
-    """(row, layer counted in the stage, layer in the whole model) of every tensor of a stage."""
+def _stage_rows(arch: ArchSpec, mapping: TrtllmMapping, pp_rank: int) -> list[tuple[ParamSpec, int, int | None]]:
+    """Returns (row, layer index in the stage, layer index in the model) of every tensor of a stage."""
     found: list[tuple[ParamSpec, int, int | None]] = []
     for spec in table(arch):
         if not spec.trtllm:
@@ -205,26 +206,28 @@ def _rows(arch: ArchSpec, mapping: TrtllmMapping, pp_rank: int) -> list[tuple[Pa
     return found
 
 
-def _store(
+def _stored_tensors(
     spec: ParamSpec, arch: ArchSpec, mapping: TrtllmMapping, shard: TensorShard, layer: int | None, dtype: str
 ) -> list[StoredTensor]:
-    """What a rank stores of a row: one tensor for each of its names."""
+    """Returns the tensors that a rank stores for a row, one for each of its names."""
     if spec.kind.is_expert and layer is not None:
-        return [_experts(spec, arch, moe_of(arch), mapping.experts(shard.rank), layer, dtype)]
+        return [_expert_tensor(spec, arch, moe_of(arch), mapping.experts(shard.rank), layer, dtype)]
     if spec.kind is Kind.GATE_UP:
         parts = parts_of(spec, arch)
         groups = [parts[::-1]] if len(spec.trtllm) == 1 else [[part] for part in parts]
-        return [_columns(group, shard, layer, dtype) for group in groups]
+        return [_column_parallel(group, shard, layer, dtype) for group in groups]
     if spec.kind is Kind.VOCAB and spec.place is Place.FIRST:
-        return [_embedding(spec, arch, mapping, shard, dtype)]
+        return [_embedding_tensor(spec, arch, mapping, shard, dtype)]
     return [shard_row(spec, arch, shard, layer=layer, dtype=dtype, qkv_rows=by_projection)]
 
 
-def _columns(parts: list[Part], shard: TensorShard, layer: int | None, dtype: str) -> StoredTensor:
+def _column_parallel(parts: list[Part], shard: TensorShard, layer: int | None, dtype: str) -> StoredTensor:
     return stack(parts, equal_parts(len(parts), parts[0].shape[0], shard), layer=layer, dim=0, dtype=dtype)
 
 
-def _embedding(spec: ParamSpec, arch: ArchSpec, mapping: TrtllmMapping, shard: TensorShard, dtype: str) -> StoredTensor:
+def _embedding_tensor(
+    spec: ParamSpec, arch: ArchSpec, mapping: TrtllmMapping, shard: TensorShard, dtype: str
+) -> StoredTensor:
     if mapping.use_parallel_embedding and mapping.embedding_sharding_dim == 0:
         return shard_row(spec, arch, shard, layer=None, dtype=dtype, qkv_rows=by_projection)
     parts = parts_of(spec, arch)
@@ -233,8 +236,10 @@ def _embedding(spec: ParamSpec, arch: ArchSpec, mapping: TrtllmMapping, shard: T
     return stack(parts, segments, layer=None, dim=1, dtype=dtype)
 
 
-def _experts(spec: ParamSpec, arch: ArchSpec, moe: MoeSpec, place: ExpertShard, layer: int, dtype: str) -> StoredTensor:
-    """The rank's experts as one tensor, [up; gate] of each; in the file it has three dimensions."""
+def _expert_tensor(
+    spec: ParamSpec, arch: ArchSpec, moe: MoeSpec, place: ExpertShard, layer: int, dtype: str
+) -> StoredTensor:
+    """Returns the rank's experts as one tensor, [up; gate] of each; it has three dimensions in the file."""
     parts = parts_of(spec, arch)[::-1]
     dim = 1 if spec.kind is Kind.EXPERT_DOWN else 0
     segments = equal_parts(len(parts), parts[0].shape[dim], place.cut)

@@ -1,12 +1,12 @@
-"""What a rank of TensorRT-LLM's LLM API reads of each Hugging Face tensor when it loads weights.
+"""The part of each Hugging Face tensor that a rank of TensorRT-LLM's LLM API reads when it loads weights.
 
-Owns `read_layout`, and which module reads which tensor. TensorRT-LLM wants whole tensors and cuts them itself, but each
-of its modules reads only its own part: the rows or columns of its rank, the heads of its rank, the experts that live
-there. So only these need to arrive; the rest of a tensor may hold anything, and other ranks' experts need not be there.
+TensorRT-LLM expects full tensors and splits them itself, but each module reads only its own part: the rank's rows,
+columns, heads or experts. So only these parts must be sent; the rest of a tensor may have any content, and other ranks'
+experts may be missing.
 
 Sources, NVIDIA/TensorRT-LLM: `_torch/modules/linear.py: load_weight_shard`, `_torch/modules/embedding.py`,
 `_torch/models/checkpoints/hf/weight_mapper.py`, `_torch/modules/fused_moe/interface.py` and `quantization.py:
-load_expert_weights_to_dst`. They cut as a checkpoint of built engines is cut, with the embedding shared by the ranks.
+load_expert_weights_to_dst`. They split as in a checkpoint of built engines, with the embedding shared by the ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mrl.resharding.regions import intersect, translate, whole
 from mrl.resharding.trtllm import TrtllmMapping, trtllm_layout
 
 WHOLE_ONLY = frozenset({"phi3"})
-"""Families whose `load_weights` was read to know no partial loading (`_torch/models/modeling_phi3.py`)."""
+"""Families whose `load_weights` does not support partial loading (`_torch/models/modeling_phi3.py`)."""
 
 _EXPERT = re.compile(r"^(?P<module>.+\.experts)\.(?P<number>\d+)\.")
 
@@ -41,8 +41,8 @@ class Reader:
     """The module of TensorRT-LLM's model that reads a tensor.
 
     Attributes:
-        path: Its name in the model.
-        expert: Which of its experts the tensor belongs to; None: it has none.
+        path: Name of the module in the model.
+        expert: Index of the expert to which the tensor belongs; None: not an expert's tensor.
     """
 
     path: str
@@ -50,7 +50,7 @@ class Reader:
 
 
 def reader_of(name: str) -> Reader:
-    """The module that reads a Hugging Face tensor (`HfWeightMapper.map_weights`)."""
+    """Returns the module that reads a Hugging Face tensor (`HfWeightMapper.map_weights`)."""
     expert = _EXPERT.match(name)
     if expert is not None:
         return Reader(expert["module"], int(expert["number"]))
@@ -59,24 +59,24 @@ def reader_of(name: str) -> Reader:
 
 
 def activation_scale_of(name: str) -> str | None:
-    """The name of the activation scale beside the matrix that attention's output goes through; None for other names."""
+    """Returns the name of the activation scale of attention's output projection; None for other matrices."""
     stem = name.removesuffix("o_proj.weight")
     return None if stem == name else f"{stem}o_proj.input_scale"
 
 
 @cache
 def read_layout(arch: ArchSpec, tp_size: int, ep_size: int, rank: int, dtype: str) -> Layout:
-    """What one rank of a replica reads: Hugging Face name -> the part of it, in the order of the checkpoint.
+    """Returns the parts that a rank of a replica reads, in the order of the checkpoint: Hugging Face name -> part.
 
     Args:
         arch: The model.
         tp_size: Ranks of the replica.
-        ep_size: Parts in which the experts are spread over them.
-        rank: In the replica.
-        dtype: Of every tensor.
+        ep_size: Expert-parallel size inside the replica.
+        rank: Position in the replica.
+        dtype: Dtype of every tensor.
 
     Raises:
-        UserError: The sizes do not divide what they split.
+        UserError: The sizes do not divide the model's dimensions.
     """
     mapping = TrtllmMapping(tp_size, moe_ep_size=ep_size, use_parallel_embedding=True)
     needed: dict[str, set[Region]] = defaultdict(set)
@@ -84,17 +84,17 @@ def read_layout(arch: ArchSpec, tp_size: int, ep_size: int, rank: int, dtype: st
         for piece in stored.pieces:
             needed[piece.hf_name].add(piece.src)
     full = hf_layout(arch, dtype)
-    return {name: _part(name, stored, sorted(needed[name])) for name, stored in full.items() if name in needed}
+    return {name: _concatenate(name, stored, sorted(needed[name])) for name, stored in full.items() if name in needed}
 
 
 def cut_dim(part: StoredTensor, full: StoredTensor) -> int | None:
-    """The dimension along which `part` is shorter than the whole tensor; None: it is whole."""
+    """Returns the dimension along which `part` is shorter than the full tensor; None if it is complete."""
     extents = zip(part.shape, full.shape, strict=True)
     return next((dim for dim, (extent, whole_extent) in enumerate(extents) if extent < whole_extent), None)
 
 
 def placed(part: StoredTensor, region: Region) -> list[tuple[Region, Region]]:
-    """Where a region of a part is in the whole tensor: (region inside `region`, region of the whole) of each piece."""
+    """Maps a region of a part into the full tensor: (region inside `region`, region of the full tensor) per piece."""
     found = []
     for piece in part.pieces:
         both = intersect(region, piece.dst)
@@ -104,8 +104,8 @@ def placed(part: StoredTensor, region: Region) -> list[tuple[Region, Region]]:
     return found
 
 
-def _part(name: str, full: StoredTensor, regions: list[Region]) -> StoredTensor:
-    """The regions of a tensor, one behind the other along the dimension in which they are cut."""
+def _concatenate(name: str, full: StoredTensor, regions: list[Region]) -> StoredTensor:
+    """Returns the regions of a tensor concatenated along the dimension in which they are split."""
     dim = next((dim for dim, extent in enumerate(full.shape) if regions[0][dim] != (0, extent)), 0)
     pieces, end = [], 0
     for region in regions:

@@ -1,9 +1,9 @@
-"""The layout of one rank of vLLM: its fused tensors, by its own names, in Hugging Face coordinates.
+"""Layout of one vLLM rank: its fused tensors under vLLM's names, in Hugging Face coordinates.
 
-Owns its names and its padding: `qkv_proj` holds the rank's query heads, then its key heads, then its value heads;
-`gate_up_proj` [gate; up]; of the experts `w13_weight` [gate; up] of one after the other and `w2_weight` their columns;
-the vocabulary is padded to a multiple of 64. Read in vLLM 0.32 (`QKVParallelLinear`, `VocabParallelEmbedding`,
-`RoutedExperts`); the engine holds every name and shape against vLLM's own parameters.
+`qkv_proj` is the rank's query heads, then its key heads, then its value heads; `gate_up_proj` is [gate; up]; of the
+experts, `w13_weight` is [gate; up] of each expert and `w2_weight` the columns of each; the vocabulary is padded to a
+multiple of 64. Source: vLLM 0.32 (`QKVParallelLinear`, `VocabParallelEmbedding`, `RoutedExperts`). The engine compares
+every name and shape with vLLM's own parameters.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from mrl.resharding.layout import Layout
 from mrl.resharding.native import replica_layout
 
 VOCAB_MULTIPLE = 64
-"""To which vLLM pads the vocabulary, over all ranks."""
+"""Multiple to which vLLM pads the vocabulary, over all ranks."""
 
 FUSED = (("q_proj", "qkv_proj"), ("gate_proj", "gate_up_proj"))
-"""The first of the projections that vLLM keeps as one -> its name for all of them."""
+"""(first of the projections that vLLM fuses, vLLM's name of the fused tensor)."""
 
 EXPERTS = {Kind.EXPERT_GATE_UP: "w13_weight", Kind.EXPERT_DOWN: "w2_weight"}
 
@@ -26,17 +26,17 @@ EXPERTS = {Kind.EXPERT_GATE_UP: "w13_weight", Kind.EXPERT_DOWN: "w2_weight"}
 def vllm_layout(
     arch: ArchSpec, tp_size: int, tp_rank: int, dtype: str, *, ep_size: int = 1, quantization: str | None = None
 ) -> Layout:
-    """What a rank of a replica stores.
+    """Returns the layout of one rank of a replica.
 
-    Experts are matrices [experts x rows, columns], of which vLLM's [experts, rows, columns] are a view.
+    Experts are matrices [experts x rows, columns]; vLLM's [experts, rows, columns] are views of them.
 
     Args:
         arch: The model.
         tp_size: Ranks of a replica.
         tp_rank: Position in the replica.
-        dtype: Of every tensor that is not quantised.
-        ep_size: 1: each rank has a part of every expert; `tp_size`: whole experts, as `enable_expert_parallel` has it.
-        quantization: `rollout.quantization`; the scales of a fused matrix' parts lie one below the other, as the parts.
+        dtype: Dtype of every tensor that is not quantized.
+        ep_size: 1: each rank has a part of every expert; `tp_size`: complete experts, as with `enable_expert_parallel`.
+        quantization: `rollout.quantization`; the scales of a fused matrix are stacked in the order of its parts.
 
     Raises:
         UserError: `tp_size` does not divide the model's heads or MLP, or `ep_size` its experts.
@@ -48,7 +48,7 @@ def vllm_layout(
 
 
 def _name(spec: ParamSpec, layer: int | None) -> str:
-    """The name of a row: the Hugging Face name, but for what it keeps as one."""
+    """Returns vLLM's name of a row: the Hugging Face name, or that of the fused tensor."""
     name = spec.hf[0] if layer is None else spec.hf[0].format(layer=layer, expert=0)
     if spec.kind.is_expert:
         return f"{name.partition('.experts.')[0]}.experts.{EXPERTS[spec.kind]}"
@@ -59,7 +59,7 @@ def _name(spec: ParamSpec, layer: int | None) -> str:
 
 
 def vllm_layouts(arch: ArchSpec, grid: Grid, dtype: str) -> dict[int, Layout]:
-    """Rank -> `vllm_layout`; the replicas share their objects."""
+    """Returns rank -> `vllm_layout`; replicas share layout objects."""
     shared = [
         vllm_layout(arch, grid.rollout_tp, position, dtype, ep_size=grid.rollout_ep)
         for position in range(grid.rollout_tp)

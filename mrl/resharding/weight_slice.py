@@ -1,6 +1,6 @@
-"""What a weight sync hands to its receiver: slices of tensors with new values, and the interface of the receiver.
+"""Slices of tensors with new values, and the interface of the object that stores them.
 
-A rollout engine is the receiver in a run (`mrl/engines/base.py`).
+In a run the receiver is a rollout engine (`mrl/engines/base.py`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ class WeightSlice:
 
     Attributes:
         name: Name of the stored tensor.
-        region: The part of the tensor that gets new values.
-        data: The values, in the stored dtype; valid until `update_weights` returns.
-        given: `bits` of the values, as the sender or `write_to` computed them; None: not computed yet.
-        written: `bits` of what `write_to` wrote; None before it is called.
+        region: Part of the stored tensor that gets new values.
+        data: New values, in the stored dtype; valid until `update_weights` returns.
+        source_sum: `bits` of the values, as the sender or `write_to` computed them; None: not computed yet.
+        written_sum: `bits` of the values that `write_to` wrote; None before it is called.
     """
 
     name: str
     region: Region
     data: Tensor
-    given: Tensor | None = None
-    written: Tensor | None = field(default=None, init=False)
+    source_sum: Tensor | None = None
+    written_sum: Tensor | None = field(default=None, init=False)
 
     def write_to(self, stored: Tensor) -> None:
-        """Copies the values into their region of `stored` and computes the checksum of what it wrote.
+        """Copies the values into their region of `stored` and sums the bits that it writes.
 
         Raises:
             RuntimeError: Shape or dtype differs from the stored tensor.
@@ -47,12 +47,12 @@ class WeightSlice:
                 f"'{self.name}' {self.region}: got {list(self.data.shape)} {self.data.dtype}, "
                 f"expected {list(target.shape)} {target.dtype}"
             )
-        given, self.written = copy_bits(target, self.data, both=self.given is None)
-        self.given = given if self.given is None else self.given
+        source_sum, self.written_sum = copy_bits(target, self.data, both=self.source_sum is None)
+        self.source_sum = source_sum if self.source_sum is None else self.source_sum
 
 
 class ReceiverSpec(Protocol):
-    """Where a receiver keeps its weights."""
+    """Location of a receiver's weights."""
 
     @property
     def device(self) -> torch.device:
@@ -60,17 +60,17 @@ class ReceiverSpec(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """Stores weights that are replaced in place."""
+    """Interface of an object that stores weights and lets them be replaced in place."""
 
     policy_version: int
     """Optimizer steps of the actor in the stored weights; -1 before the first sync."""
 
     @property
     def spec(self) -> ReceiverSpec:
-        """Where the weights are."""
+        """Location of the weights."""
 
     def layout(self) -> Layout:
-        """Returns what this rank stores, in Hugging Face coordinates."""
+        """Returns the layout of this rank's stored tensors, in Hugging Face coordinates."""
 
     def begin_update(self) -> None:
         """Starts an update; the stored weights are incomplete until `finish_update`."""

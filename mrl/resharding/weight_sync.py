@@ -1,17 +1,18 @@
-"""The actor's weights into the rollout engine, in place, all or nothing.
+"""Weight sync: copies the actor's weights into the rollout engine, in place, all or nothing.
 
-Owns `Refit`: one plan made at start, run before every rollout. A rank may hold both sides or only one: where rollouts
-have ranks of their own, those that train give and the others take. The engine refuses to generate from the first byte
-to the last check; a failure on any rank raises on all, and the engine stays shut until a whole refit has passed.
+`Refit` makes one plan at start and executes it before every rollout. A rank may have the actor, the engine, or both:
+with separate trainer and rollout ranks, the former send and the latter receive. The engine refuses to generate from the
+first byte to the last check. A failure on any rank raises on all ranks, and the engine refuses to generate until a
+weight sync has succeeded.
 
-Steps of a refit: `begin_update` -> with FP8 the scales of all weights (`quantizer.py`) -> copies and rounds of
-messages; each part's checksum at its source must be that of what is written into the engine (`transfer.py`) -> all
-ranks agree -> `finish_update`.
+Steps: `begin_update` -> with FP8, the scales of all weights (`quantizer.py`) -> copies and rounds of messages, in which
+the checksum of each part at its source must equal that of the part written into the engine (`transfer.py`) -> agreement
+of all ranks -> `finish_update`.
 
-Sums are taken as bytes pass by, without a further pass over memory. They do not show whether a later write went to the
-same place: tensors that share storage. So in the first refit, in the first after a failure or a release, and for an
-engine that keeps slices for later, all that is stored is read back: the engine's own checksum of it must equal the sum
-of what it was given, too.
+Checksums are computed while bytes are copied, without an additional pass over memory. They do not detect a later write
+to the same memory, as by tensors that share storage. Therefore the engine's own checksum of its stored weights is also
+compared with the sum of the sent ones: at the first sync, at the first one after a failure or after the engine released
+its weights, and always for an engine that stores slices for later.
 """
 
 from __future__ import annotations
@@ -36,15 +37,14 @@ from mrl.resharding.fp8 import Grids, is_scale_table, matrix_of
 from mrl.resharding.layout import Layout
 from mrl.resharding.plan import Plan, make_plan
 from mrl.resharding.quantizer import Quantizer
-from mrl.resharding.sink import hand_over
-from mrl.resharding.transfer import Transfer
+from mrl.resharding.transfer import Transfer, deliver
 from mrl.resharding.weight_slice import WeightReceiver, WeightSlice
 
 MIB = 1 << 20
 
 
 class Refit:
-    """Callable; one object per rank for the whole run.
+    """Weight sync of one rank; one object for the entire run, called before every rollout.
 
     Attributes:
         plan: Copies of all ranks and their cost.
@@ -61,16 +61,16 @@ class Refit:
         """Collective over the job: exchanges layouts and makes the plan.
 
         Args:
-            source_layout: What this rank of the actor holds; nothing where it does not train.
-            sources: Its tensors, by the names of the layout; read at every refit.
-            engine: This rank's part of its replica.
+            source_layout: Layout of this rank's part of the actor; empty on a rank that does not train.
+            sources: Tensors of the actor by the names of the layout; read at every sync.
+            engine: This rank's part of its rollout replica.
             config: Size of the staging buffers.
-            grids: Of the matrices that are quantised to FP8 on their way, which the engine must store so, with their
-                scales; None: none.
+            grids: Block grids of the matrices that are quantized to FP8 before they are sent; the engine must store
+                them in FP8, with scales. None: no quantization.
 
         Raises:
-            RuntimeError: Tensors and layout disagree, the actor's layouts do not hold what the engines need, or the
-                engine does not store in FP8 what is quantised.
+            RuntimeError: Tensors and layout disagree, the actor's layouts lack elements that the engines need, or the
+                engine does not store in FP8 exactly the quantized matrices.
         """
         rank, grids = dist.get_rank(), grids or {}
         target_layout = engine.layout()
@@ -105,43 +105,44 @@ class Refit:
             self._scale_bytes = sum(counts)
         self._engine = engine
         self._target_layout = target_layout
-        self._proven = False
+        self._verified = False
 
     def __call__(self, policy_version: int) -> dict[str, float]:
-        """Collective over the job: the engine holds the actor's weights and generates under `policy_version`.
+        """Collective over the job: copies the actor's weights into the engine, which then serves `policy_version`.
 
         Returns:
-            `cost`, and refit/gb_per_s: local and moved bytes over this rank's time from the first byte to the last
-            check, the engine's own work in `finish_update` left out.
+            `cost`, and refit/gb_per_s: local and moved bytes per second of this rank's time from the first byte to the
+                last
+            check; the engine's own work in `finish_update` is not included.
 
         Raises:
-            RuntimeError: On every rank, where any rank failed; the message names the rank and the tensor. The engine
-                refuses to generate until a refit has passed.
+            RuntimeError: Any rank failed; raised on every rank, naming the rank and the tensor. The engine refuses to
+                generate until a weight sync has succeeded.
         """
         start = time.perf_counter()
-        proven = self._proven and self._engine.policy_version >= 0
-        self._proven = False
+        verified = self._verified and self._engine.policy_version >= 0
+        self._verified = False
         with together():
             self._engine.begin_update()
             self._engine.update_weights(self._zero_padding())
         if self._quantizer is not None:
             self._quantizer.measure()
-        self._transfer.run(self._engine.update_weights, partial(self._prove, proven=proven))
+        self._transfer.run(self._engine.update_weights, partial(self._verify, verified=verified))
         elapsed = time.perf_counter() - start
         try:
             with together():
                 self._engine.finish_update(policy_version)
         except Exception:
-            self._engine.begin_update()  # this rank's engine may have opened
+            self._engine.begin_update()  # this rank's engine may already accept requests
             raise
-        self._proven = True
+        self._verified = True
         rate = (self.plan.bytes_local + self.plan.bytes_moved) / elapsed / 1e9
         return {**self.cost(), "refit/gb_per_s": rate}
 
     def cost(self) -> dict[str, float]:
-        """Bytes of any refit, over all ranks: copied inside ranks, sent between them, the least that must be sent.
+        """Returns the bytes of one weight sync over all ranks: copied inside ranks, sent, and at least to be sent.
 
-        With FP8 also refit/bytes_scales, which every rank writes by itself.
+        With FP8 also refit/bytes_scales, which every rank computes and writes itself.
         """
         found = {
             "refit/bytes_local": float(self.plan.bytes_local),
@@ -150,31 +151,31 @@ class Refit:
         }
         return found if self._quantizer is None else {**found, "refit/bytes_scales": float(self._scale_bytes)}
 
-    def _prove(self, given: int, *, proven: bool) -> None:
-        """With FP8 the scales too; then reads the engine back, unless all was added up where it was written before."""
+    def _verify(self, given: int, *, verified: bool) -> None:
+        """Writes the scales (with FP8); compares the engine's checksum with `given` unless all writes were checked."""
         if self._quantizer is not None:
             given = (given + self._write_scales(self._quantizer)) % MODULUS
-        if proven and self._transfer.written:
+        if verified and self._transfer.all_written:
             return
         stored = self._engine.checksum()
         if stored != given:
             raise RuntimeError(
-                f"the engine's weights add up to {stored:016x}, what it was given to {given:016x}: a write was lost, "
-                "or something else wrote"
+                f"checksum mismatch after weight sync: sent {given:016x}, the engine stores {stored:016x}; a write was "
+                "dropped or overwritten"
             )
 
     def _write_scales(self, quantizer: Quantizer) -> int:
-        """Fills the engine's tables; the sum of what it was given."""
+        """Writes the engine's tables of scales; returns the sum of their bits."""
         items = [
             WeightSlice(name, piece.dst, quantizer.scales(matrix_of(piece), piece.src))
             for name, stored in self._scales.items()
             for piece in stored.pieces
         ]
-        total, _ = hand_over(items, self._engine.update_weights, "scales")
+        total, _ = deliver(items, self._engine.update_weights, "scales")
         return total
 
     def _zero_padding(self) -> list[WeightSlice]:
-        """Padded rows hold zeros, so that they add nothing to the checksum."""
+        """Returns zeros for padded rows, so that they add nothing to the checksum."""
         return [
             WeightSlice(name, region, torch.zeros([stop - start for start, stop in region], dtype=DTYPES[stored.dtype]))
             for name, stored in self._target_layout.items()
@@ -183,20 +184,19 @@ class Refit:
 
 
 def _check_quantized(layout: Layout, grids: Grids) -> None:
-    """Raises RuntimeError unless an engine stores in FP8, with scales, what is quantised, and nothing else."""
+    """Raises RuntimeError unless the engine stores exactly the quantized matrices in FP8, with scales."""
     scaled = {matrix_of(piece) for stored in layout.values() if is_scale_table(stored) for piece in stored.pieces}
     for name, stored in layout.items():
         wanted = any(piece.hf_name in grids for piece in stored.pieces)
         if wanted != (stored.dtype == FP8) or (wanted and any(piece.hf_name not in scaled for piece in stored.pieces)):
             raise RuntimeError(
-                f"the engine stores '{name}' as {stored.dtype}, and rollout.quantization has it "
-                f"{'in float8_e4m3fn with scales' if wanted else 'without quantisation'}: the engine's layout and "
-                "rollout.quantization disagree"
+                f"the engine's layout and rollout.quantization disagree: the engine stores '{name}' as {stored.dtype}, "
+                f"expected {'float8_e4m3fn with scales' if wanted else 'a dtype without quantization'}"
             )
 
 
 def gather_layouts(layout: Layout) -> dict[int, Layout]:
-    """Collective over the job: every rank's layout; equal ones are sent once and become one object."""
+    """Collective over the job: returns every rank's layout; equal layouts are sent once and become one object."""
     digest = hashlib.sha256(repr(layout).encode()).hexdigest()
     digests = [""] * dist.get_world_size()
     dist.all_gather_object(digests, digest)

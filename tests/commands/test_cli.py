@@ -198,7 +198,7 @@ def test_a_resume_tells_changed_settings_under_a_heading_and_step_0_has_its_own_
     told = capsys.readouterr().out
     assert (
         "\nsettings changed since the last start:\n  actor.lr: 1e-06 -> 0.5\n  actor.lr_schedule: constant -> linear\n"
-        "  train.num_steps: 1 -> 2\n  so actor.lr_schedule=linear is that of a run of 2 steps\n" in f"\n{told}"
+        "  train.num_steps: 1 -> 2\n  actor.lr_schedule=linear is now computed for 2 steps\n" in f"\n{told}"
     )
     rows = [json.loads(line) for line in (tmp_path / "runs/default/timings.jsonl").read_text().splitlines()]
     (zero,) = [row for row in rows if row["phase"] == "train" and row["step"] == 0]

@@ -113,11 +113,11 @@ def test_a_reference_to_another_key_and_characters_of_a_tokenizer_stay(file):
 @pytest.mark.parametrize(
     ("folder", "said"),
     [
-        ("/", "the root of all files"),
-        ("//", "the root of all files"),
+        ("/", "the root of the file system"),
+        ("//", "the root of the file system"),
         ("~/", "home folder"),
         ("$HOME/..", "home folder"),
-        (".", "holds 'config.yaml', which is no run's"),
+        (".", "contains 'config.yaml' of something else"),
         ("config.yaml", "which is a file"),
         ("''", "empty"),
     ],

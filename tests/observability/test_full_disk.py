@@ -92,7 +92,7 @@ def test_a_folder_on_a_full_disk_is_freed_and_not_taken(disk):
     fill()
     claims.free(1)
     assert claims.last().is_free
-    with pytest.raises(UserError, match="cannot be taken: .*No space left"):
+    with pytest.raises(UserError, match="cannot be locked: .*No space left"):
         claims.add(2, this_process(1, 1.0))
     assert claims.last().number == 1 and len(list(claims.folder.iterdir())) == 1
 

@@ -142,7 +142,7 @@ def refuses_nan(arch):
 
 def test_a_value_that_is_not_finite_is_named_on_every_rank():
     for message in run_ranks(2, refuses_nan, DENSE):
-        assert "'model.layers.1.mlp.down_proj.weight' holds values that are not finite" in message
+        assert "'model.layers.1.mlp.down_proj.weight' has values that are not finite" in message
 
 
 def disagrees(arch, engine_has, refit_has):

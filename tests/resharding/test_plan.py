@@ -137,7 +137,7 @@ def test_the_nearest_copy_is_taken_and_the_load_is_spread():
 def test_a_hole_in_the_sources_is_named():
     arch = ARCHS["biases, tied"]
     sources = megatron_layouts(arch, Grid(2, tp=2), dtype="float32", te=False)
-    with pytest.raises(RuntimeError, match=r"'model\.embed_tokens\.weight'.*which no rank holds"):
+    with pytest.raises(RuntimeError, match=r"'model\.embed_tokens\.weight'.*which no source layout contains"):
         make_plan({0: sources[0]}, native_layouts(arch, Grid(1), "float32"))
 
 

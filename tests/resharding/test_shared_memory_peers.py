@@ -1,4 +1,4 @@
-"""Ranks of a host read each other's tensors where they lie, and find what was read wrongly or changed meanwhile."""
+"""Reads of other ranks' tensors in shared memory, and detection of misread or changed elements."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from tests.ranks import run_ranks
 from tests.resharding.test_transfer import LostSource, Setup, arrives_in_both_sinks
 
 
-class Shown(Setup):
-    """The sources lie where other ranks of the host find them, those of `hidden` ranks do not."""
+class SharedSetup(Setup):
+    """A setup whose sources are in shared memory, except on `hidden` ranks."""
 
     def __init__(self, *args, hidden=(), **kwargs):
         super().__init__(*args, **kwargs)
@@ -20,23 +20,23 @@ class Shown(Setup):
             shared_memory.share(self.sources.values())
 
 
-class Watched(Transfer):
-    """Counts what is read where it lies, and where whose sums were taken for others alone."""
+class CountingTransfer(Transfer):
+    """Counts reads in shared memory, and the sums computed only for other ranks."""
 
-    def _sort(self, neighbours):
-        super()._sort(neighbours)
-        self.read = [copy for copy in neighbours.copies if copy.target_rank == self._rank]
+    def _assign_copies(self, peers):
+        super()._assign_copies(peers)
+        self.read = [copy for copy in peers.copies if copy.target_rank == self._rank]
         self.sorted = getattr(self, "sorted", 0) + 1
 
-    def _tell(self, neighbours):
-        before = set(self._given)
-        super()._tell(neighbours)
-        self.summed = len(set(self._given) - before)
+    def _publish_sums(self, peers):
+        before = set(self._source_sums)
+        super()._publish_sums(peers)
+        self.summed = len(set(self._source_sums) - before)
 
 
-def reads_neighbours(grid, source_dtype, target_dtype, hidden, bucket_bytes=3000):
-    setup = Shown("biases, tied", grid, source_dtype, target_dtype, hidden=hidden)
-    transfer = arrives_in_both_sinks(setup, setup.transfer(bucket_bytes, Watched, True))
+def reads_peers(grid, source_dtype, target_dtype, hidden, bucket_bytes=3000):
+    setup = SharedSetup("biases, tied", grid, source_dtype, target_dtype, hidden=hidden)
+    transfer = arrives_in_both_sinks(setup, setup.transfer(bucket_bytes, CountingTransfer, True))
     others = sum(copy.source_rank != dist.get_rank() == copy.target_rank for copy in transfer._copies)
     return len(transfer.read), others, transfer.num_rounds, transfer.staging_bytes, transfer.sorted, transfer.summed
 
@@ -45,27 +45,27 @@ PIPELINE = Grid(4, 2, 2, rollout_tp=4)
 
 
 @pytest.mark.parametrize("source, target", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_a_neighbours_tensors_are_read_where_they_lie_without_messages(source, target):
-    for read, others, rounds, staged, searches, _ in run_ranks(4, reads_neighbours, PIPELINE, source, target, ()):
+def test_tensors_of_peers_are_read_without_messages(source, target):
+    for read, others, rounds, staged, searches, _ in run_ranks(4, reads_peers, PIPELINE, source, target, ()):
         assert read == others > 0
         assert (rounds, staged, searches) == (0, 0, 1)
 
 
-def test_what_a_rank_also_copies_itself_is_not_read_again_for_its_sum():
-    for read, _, _, _, _, summed in run_ranks(2, reads_neighbours, Grid(2, 2), "float32", "float32", ()):
+def test_sums_of_own_copies_are_reused():
+    for read, _, _, _, _, summed in run_ranks(2, reads_peers, Grid(2, 2), "float32", "float32", ()):
         assert read > 0 == summed
 
 
-def test_ranks_that_show_nothing_send_messages():
-    found = run_ranks(4, reads_neighbours, PIPELINE, "float32", "float32", (1,))
+def test_ranks_without_shared_tensors_send_messages():
+    found = run_ranks(4, reads_peers, PIPELINE, "float32", "float32", (1,))
     assert all(rounds > 0 for _, _, rounds, *_ in found)
     assert any(0 < read < others for read, others, *_ in found)
 
 
 def moves_between_runs():
     """Rank 1's tensors move into another buffer, then out of any."""
-    setup = Shown("biases, tied", Grid(2, 2))
-    transfer, rounds = setup.transfer(3000, Watched, True), []
+    setup = SharedSetup("biases, tied", Grid(2, 2))
+    transfer, rounds = setup.transfer(3000, CountingTransfer, True), []
     for change in (lambda: None, lambda: shared_memory.share(setup.sources.values()), leaves_shared_memory(setup)):
         if dist.get_rank() == 1:
             change()
@@ -93,20 +93,20 @@ def test_tensors_that_moved_are_found_again():
         assert searches == 3
 
 
-class Early(Transfer):
-    """Rank 1 changes its tensors between the other's reading and its sums."""
+class ChangesTensors(Transfer):
+    """Rank 1 changes its tensors after the other rank has read them and before the sums are computed."""
 
-    def _tell(self, neighbours):
+    def _publish_sums(self, peers):
         dist.barrier()
         if dist.get_rank() == 1:
             for tensor in self._sources.values():
                 tensor.view(-1)[3] += 1
-            self._given.clear()
-        return super()._tell(neighbours)
+            self._source_sums.clear()
+        return super()._publish_sums(peers)
 
 
-class Mistaken(Transfer):
-    """Rank 0 reads one bit of a neighbour's tensor otherwise."""
+class MisreadsBit(Transfer):
+    """Rank 0 misreads one bit of a peer's tensor."""
 
     def _source(self, copy):
         values = super()._source(copy)
@@ -117,7 +117,7 @@ class Mistaken(Transfer):
 
 
 def fails_to_read(kind, target="float32"):
-    setup = Shown("biases, tied", Grid(2, 1, 2), "float32", target)
+    setup = SharedSetup("biases, tied", Grid(2, 1, 2), "float32", target)
     transfer = setup.transfer(1 << 20, kind, True)
     try:
         transfer.run(setup.write)
@@ -128,19 +128,21 @@ def fails_to_read(kind, target="float32"):
 
 @pytest.mark.parametrize("target", ["float32", "bfloat16"])
 def test_a_bit_read_wrongly_is_found(target):
-    messages = run_ranks(2, fails_to_read, Mistaken, target)
+    messages = run_ranks(2, fails_to_read, MisreadsBit, target)
     assert len(set(messages)) == 1
-    assert "rank 0 failed: RuntimeError: read from rank 1: what was written of 'layers.2.down'" in messages[0]
+    assert (
+        "rank 0 failed: RuntimeError: read from rank 1: checksum mismatch after writing 'layers.2.down'" in messages[0]
+    )
 
 
 def test_tensors_that_changed_between_reading_and_summing_are_found():
-    messages = run_ranks(2, fails_to_read, Early)
+    messages = run_ranks(2, fails_to_read, ChangesTensors)
     assert len(set(messages)) == 1
-    assert "rank 0 failed: RuntimeError: read from rank 1: what was written of" in messages[0]
+    assert "rank 0 failed: RuntimeError: read from rank 1: checksum mismatch after writing" in messages[0]
 
 
 def cannot_sum():
-    setup = Shown("biases, tied", PIPELINE)
+    setup = SharedSetup("biases, tied", PIPELINE)
     try:
         setup.transfer(1 << 20, LostSource, True).run(setup.write)
     except RuntimeError as error:
@@ -151,4 +153,4 @@ def cannot_sum():
 def test_a_rank_that_cannot_sum_what_it_shows_makes_every_rank_raise():
     messages = run_ranks(4, cannot_sum)
     assert len(set(messages)) == 1
-    assert "rank 2 failed: ValueError: the shelf is empty" in messages[0]
+    assert "rank 2 failed: ValueError: no source" in messages[0]

@@ -46,7 +46,7 @@ class Setup:
             item.write_to(self.tensors[item.name])
 
     def keep(self, arrivals):
-        """As an engine that puts slices together somewhere else."""
+        """Stores slices without `write_to`, as an engine that assembles them elsewhere."""
         for item in arrivals:
             self.tensors[item.name][slices(item.region)].copy_(item.data)
 
@@ -64,22 +64,22 @@ def arrives_in_both_sinks(setup, transfer):
         for key, expected in setup.expected.items():
             assert torch.equal(setup.tensors[key].float(), expected), key
         assert total == sum(map(bit_sum, setup.tensors.values())) % MODULUS
-        assert transfer.written == written
+        assert transfer.all_written == written
     return transfer
 
 
-class ByTurns(Transfer):
-    """Ranks of even number keep their buffers to themselves, as on a host without room."""
+class OddRanksShare(Transfer):
+    """Ranks of even number do not share their buffers, as on a host without space in shared memory."""
 
-    def _prepare(self):
+    def _assign_copies(self, peers):
         self._share = dist.get_rank() % 2 == 1
-        super()._prepare()
+        super()._assign_copies(peers)
 
 
 SHARING = [
     (Transfer, False),
     (Transfer, True),
-    (ByTurns, True),
+    (OddRanksShare, True),
 ]
 
 
@@ -107,38 +107,38 @@ def test_many_small_rounds_and_casts_give_the_same(source, target, kind, share):
     assert rounds[0] > 10
 
 
-class Slow(Transfer):
+class SlowReader(Transfer):
     """Rank 1 has packed long before the others have read."""
 
-    def _unpack_near(self, number, sink):
+    def _unpack_shared(self, number, sink):
         if dist.get_rank() != 1:
             time.sleep(0.005)
-        return super()._unpack_near(number, sink)
+        return super()._unpack_shared(number, sink)
 
 
 def sends_through_memory(bucket_bytes):
-    arrives("biases, tied", Grid(4, 2, 2, rollout_tp=4), bucket_bytes, "float32", "float32", Slow, True)
-    transfer = Setup("biases, tied", Grid(4, 2, 2, rollout_tp=4)).transfer(bucket_bytes, Diary, True)
+    arrives("biases, tied", Grid(4, 2, 2, rollout_tp=4), bucket_bytes, "float32", "float32", SlowReader, True)
+    transfer = Setup("biases, tied", Grid(4, 2, 2, rollout_tp=4)).transfer(bucket_bytes, RecordingTransfer, True)
     transfer.run(lambda items: None)
-    received = sum(receive.numel() for _, receive in transfer._staging)
-    return received, [number for name, number in transfer.events if name == "near"], transfer.num_rounds
+    received = sum(receive.numel() for _, receive in transfer._messages.buffers)
+    return received, [number for name, number in transfer.events if name == "shared"], transfer.num_rounds
 
 
-def test_ranks_of_a_host_read_each_others_buffers_while_these_hold_what_was_packed():
+def test_ranks_of_a_host_read_each_others_send_buffers():
     for received, read, rounds in run_ranks(4, sends_through_memory, 5000):
         assert received == 0, "nothing is received that is read where it lies"
         assert read == list(range(rounds))
 
 
 class LostPart(Transfer):
-    """What rank 3 writes of one part is another value than what it was given."""
+    """Rank 3 writes another value of one part than it received."""
 
     def _deliver(self, copies, values, sent, where, sink):
         def harm(items):
             sink(items)
             for item in items:
                 if dist.get_rank() == 3 and item.name == "layers.2.down":
-                    item.written = item.written + 1
+                    item.written_sum = item.written_sum + 1
 
         return super()._deliver(copies, values, sent, where, harm)
 
@@ -148,19 +148,19 @@ class FlippedBit(Transfer):
 
     sent = 0
 
-    def _pack(self, copies, message):
-        super()._pack(copies, message)
+    def _pack(self, message):
+        super()._pack(message)
         self.sent += 1
         if dist.get_rank() == 1 and self.sent == 2:
-            message[5] ^= 1
+            message.data[5] ^= 1
 
 
 class LostSource(Transfer):
-    """Rank 2 cannot read what it is to send."""
+    """Rank 2 fails to read the values that it sends."""
 
     def _source(self, copy):
         if dist.get_rank() == 2 and copy.target_rank != 2:
-            raise ValueError("the shelf is empty")
+            raise ValueError("no source")
         return super()._source(copy)
 
 
@@ -173,27 +173,27 @@ def fails(kind, bucket_bytes, share=False):
     return ""
 
 
-def test_what_is_written_otherwise_than_given_is_named_on_every_rank():
+def test_a_lost_write_raises_on_every_rank():
     messages = run_ranks(4, fails, LostPart, 4000)
     assert len(set(messages)) == 1
     assert "rank 3 failed" in messages[0]
-    assert "what was written of 'layers.2.down'" in messages[0]
-    assert "a write was lost" in messages[0]
+    assert "checksum mismatch after writing 'layers.2.down'" in messages[0]
+    assert "a write was dropped" in messages[0]
 
 
 @pytest.mark.parametrize("share", [False, True])
 def test_a_flipped_bit_on_the_way_is_found_and_every_rank_raises(share):
     messages = run_ranks(4, fails, FlippedBit, 4000, share)
     assert len(set(messages)) == 1
-    assert "message from rank 1: what arrived adds up to" in messages[0]
-    assert "damaged: 'embed'" in messages[0]
+    assert "message from rank 1: checksum mismatch on arrival of" in messages[0]
+    assert "arrival of 'embed'" in messages[0]
 
 
 @pytest.mark.parametrize("share", [False, True])
 def test_a_rank_that_cannot_send_makes_every_rank_raise_and_none_wait(share):
     messages = run_ranks(4, fails, LostSource, 4000, share)
     assert len(set(messages)) == 1
-    assert "rank 2 failed: ValueError: the shelf is empty" in messages[0]
+    assert "rank 2 failed: ValueError: no source" in messages[0]
 
 
 def refuses_one_tensor(arrivals):
@@ -218,55 +218,55 @@ def test_a_failing_write_names_rank_and_tensors_on_every_rank():
     assert "no room" in messages[0]
 
 
-class Diary(Transfer):
-    """Writes down what happens in which order."""
+class RecordingTransfer(Transfer):
+    """Records the order of events."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.events = []
 
-    def _post(self, number):
-        self.events.append(("post", number))
-        return super()._post(number)
+    def _pack_round(self, number):
+        self.events.append(("pack", number))
+        return super()._pack_round(number)
 
-    def _unpack_near(self, number, sink):
-        self.events.append(("near", number))
-        return super()._unpack_near(number, sink)
+    def _unpack_shared(self, number, sink):
+        self.events.append(("shared", number))
+        return super()._unpack_shared(number, sink)
 
     def _copy(self, bucket, sink):
         self.events.append(("copy", len(bucket)))
         return super()._copy(bucket, sink)
 
-    def _unpack_round(self, number, sink):
+    def _unpack_received(self, number, sink):
         self.events.append(("unpack", number))
-        return super()._unpack_round(number, sink)
+        return super()._unpack_received(number, sink)
 
 
-def keeps_a_diary(bucket_bytes):
+def records_events(bucket_bytes):
     setup = Setup("biases, tied", Grid(4, 2, 2, rollout_tp=4))
-    transfer = setup.transfer(bucket_bytes, Diary)
+    transfer = setup.transfer(bucket_bytes, RecordingTransfer)
     before, places = transfer.staging_bytes, []
     for _ in range(2):
         transfer.run(setup.write)
-        places.append([buffer.data_ptr() for pair in transfer._staging for buffer in pair])
-    most = max(sum(map(len, way.values())) for peers in transfer._rounds for way in peers)
+        places.append([buffer.data_ptr() for pair in transfer._messages.buffers for buffer in pair])
+    most = max(sum(map(len, way.values())) for peers in transfer._messages.rounds for way in peers)
     return transfer.events, transfer.num_rounds, before, transfer.staging_bytes, places, most
 
 
-def test_messages_travel_while_the_last_ones_are_copied():
-    for events, rounds, *_ in run_ranks(4, keeps_a_diary, 5000):
+def test_messages_overlap_with_copies():
+    for events, rounds, *_ in run_ranks(4, records_events, 5000):
         order = events[: len(events) // 2]
         assert events == order * 2
         assert rounds > 3
         for number in range(rounds - 1):
-            assert order.index(("post", number + 1)) < order.index(("unpack", number))
-        first = order[order.index(("post", 0)) : order.index(("unpack", 0))]
+            assert order.index(("pack", number + 1)) < order.index(("unpack", number))
+        first = order[order.index(("pack", 0)) : order.index(("unpack", 0))]
         assert any(name == "copy" for name, _ in first)
 
 
 def test_buffers_are_allocated_once_and_bounded():
     bucket_bytes = 5000
-    for _, _, before, staging_bytes, (first, second), most in run_ranks(4, keeps_a_diary, bucket_bytes):
+    for _, _, before, staging_bytes, (first, second), most in run_ranks(4, records_events, bucket_bytes):
         assert before == 0
         assert first == second
         assert 0 < staging_bytes <= 4 * (bucket_bytes + 16 * most)  # copies align; each has a sum

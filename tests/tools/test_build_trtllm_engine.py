@@ -171,7 +171,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(build, tmp_path):
     folder = written(tmp_path / "ckpt", model("llama_tiny", num_hidden_layers=1), TrtllmMapping(2))
     (folder / "rank1.safetensors").write_bytes((folder / "rank1.safetensors").read_bytes()[:-4])
     done = build("--checkpoint_dir", folder, "--output_dir", tmp_path / "e")
-    assert done.returncode == 2 and "rank1.safetensors' is not a whole safetensors file" in done.stderr
+    assert done.returncode == 2 and "rank1.safetensors' is not a complete safetensors file" in done.stderr
     done = build("--checkpoint_dir", tmp_path / "nowhere")
     assert done.returncode == 2 and "has no config.json" in done.stderr
 

@@ -1,4 +1,4 @@
-"""Checkpoint formats, read and written tensor by tensor: Hugging Face, Megatron, TensorRT-LLM; the hub.
+"""Checkpoint formats, read and written tensor by tensor: Hugging Face (folders and hub), Megatron, TensorRT-LLM.
 
-Tensors have the names and shapes that they have in a Hugging Face folder.
+Tensors have the names and shapes of a Hugging Face folder.
 """

@@ -1,9 +1,8 @@
-"""What a checkpoint format is: something to read by parts, and something to write file by file.
+"""Interfaces of a checkpoint format: a source is read by regions, a target is written file by file.
 
-Owns the two interfaces that `mrl/commands/convert/convert.py` joins. Full Hugging Face tensors are the common
-coordinates: a source reads any region of any of them, a target says of each tensor in each of its files which regions
-it holds (`StoredTensor`). So N formats need N readers and N writers, and a conversion is one loop. No format knows
-another one.
+`mrl/commands/convert/convert.py` joins them. Full Hugging Face tensors are the common coordinates: a source reads any
+region of any of them; a target lists for each tensor of each file the regions that it contains (`StoredTensor`). So N
+formats need N readers and N writers, and a conversion is one loop. Formats do not depend on each other.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from mrl.resharding.layout import Layout, Region
 
 
 class Source(ABC):
-    """A model's weights on disk, open for reading; use it in a `with` block.
+    """A model's weights on disk, open for reading; a context manager.
 
     Attributes:
         arch: The model.
-        files: Every file that is read, for hashes; relative to `folder`.
-        folder: Where they are.
+        files: Paths, relative to `folder`, of every file that is read; for hashes.
+        folder: Folder of the files.
     """
 
     arch: ArchSpec
@@ -35,47 +34,47 @@ class Source(ABC):
 
     @abstractmethod
     def dtype(self, hf_name: str) -> str:
-        """The dtype in which a Hugging Face tensor is stored, a name of `resharding/dtypes.py: DTYPES`."""
+        """Returns the stored dtype of a Hugging Face tensor, a key of `resharding/dtypes.py: DTYPES`."""
 
     @abstractmethod
     def read(self, hf_name: str, region: Region) -> Tensor:
-        """A part of a Hugging Face tensor, in its stored dtype; a view of a mapped file where that is possible.
+        """Reads a region of a Hugging Face tensor in its stored dtype; a view of a mapped file where possible.
 
         Raises:
-            UserError: The file ends early or cannot be read; it is named.
+            UserError: A file ends early or cannot be read; the message names it.
         """
 
     def view(self, hf_name: str, region: Region) -> Tensor | None:
-        """What `read` returns where that is no copy made for it; None where the part must be put together first.
+        """Returns the region as a view of a mapped file; None if it has to be assembled from several parts.
 
         Raises:
-            UserError: As `read`.
+            UserError: A file ends early or cannot be read; the message names it.
         """
         return self.read(hf_name, region)
 
     def copy_into(self, tensor: Tensor, hf_name: str, region: Region) -> None:
-        """Copies a part into `tensor`, with a cast to its dtype.
+        """Copies a region into `tensor`, with a cast to its dtype.
 
         Raises:
-            UserError: As `read`.
+            UserError: A file ends early or cannot be read; the message names it.
         """
         tensor.copy_(self.read(hf_name, region))
 
     @abstractmethod
     def check(self) -> None:
-        """Compares names, shapes and dtypes with what `arch` needs; reads headers only.
+        """Compares names, shapes and dtypes with those that `arch` needs; reads headers only.
 
         Raises:
-            UserError: Something is missing, unknown, of another shape or covered twice; it is named.
+            UserError: A tensor is missing, unknown, of another shape or covered twice; the message names it.
         """
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Format, parallel layout, tensors, bytes: what `tools/inspect_checkpoint.py` prints and a manifest records."""
+        """Returns format, parallel layout, tensors and bytes, for `tools/inspect_checkpoint.py` and a manifest."""
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of the files."""
+        """Closes the files."""
 
     def __enter__(self) -> Source:
         return self
@@ -89,8 +88,8 @@ class OutFile:
     """One file of a target.
 
     Attributes:
-        name: Relative to the target's folder.
-        layout: Tensors in the order in which they are written, by their name in the file.
+        name: Path relative to the target's folder.
+        layout: Tensors by their name in the file, in the order in which they are written.
     """
 
     name: str
@@ -98,37 +97,38 @@ class OutFile:
 
 
 class Target(ABC):
-    """A checkpoint that is to be written.
+    """A checkpoint to write.
 
     Attributes:
-        files: All files with weights. Each is written whole by one call of `write`, in any order and by any process.
+        files: All files with weights. One call of `write` writes each completely, in any order and by any process.
     """
 
     files: tuple[OutFile, ...]
 
     @abstractmethod
     def write(self, path: Path, file: OutFile, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        """Writes one file; holds one tensor at a time in memory.
+        """Writes one file; needs memory for one tensor at a time.
 
         Args:
-            path: Where to write: a temporary name, renamed by the caller when this has returned.
+            path: Temporary path; the caller renames it afterwards.
             file: One of `files`.
             tensors: (name, tensor) in the order of `file.layout`, with its shapes and dtypes.
 
         Returns:
-            What `finish` needs to know of this file, as JSON; with "num_bytes" and "xxh3" where the file was written
-            through `OutputFile`, so that it need not be read again for its hash.
+            The file's record for `finish`, serializable as JSON; with "num_bytes" and "xxh3" if the file was written
+                through
+            `OutputFile`, so that it need not be read again for its hash.
         """
 
     @abstractmethod
     def finish(self, folder: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
-        """Writes everything that is not a weight: config, index, metadata.
+        """Writes everything except weights: config, index, metadata.
 
         Args:
             folder: The target's folder, with all of `files` in it.
-            records: File name -> what `write` returned.
+            records: File name -> return value of `write`.
         """
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Format and parallel layout, for the manifest."""
+        """Returns format and parallel layout, for the manifest."""

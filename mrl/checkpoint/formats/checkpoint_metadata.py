@@ -1,8 +1,7 @@
-"""`.metadata` of a distributed checkpoint, read without running code.
+"""Reading of a distributed checkpoint's `.metadata` without executing code.
 
-Owns the one way in which mrl reads that pickle: with an unpickler that knows the classes of metadata and nothing else,
-so that a folder from elsewhere cannot run code. What the metadata means is the reader's business
-(`checkpoint/formats/torch_dist.py`, `megatron/checkpoint.py`).
+The file is a pickle. Its unpickler accepts the classes of metadata only, so that a checkpoint from elsewhere cannot run
+code. `checkpoint/formats/torch_dist.py` and `megatron/checkpoint.py` interpret the metadata.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from mrl.distributed.pickled_enums import member_getter
 from mrl.errors import UserError
 
 METADATA = ".metadata"
-"""Its name."""
+"""Name of the file."""
 
 _CLASSES = frozenset(
     {
@@ -34,7 +33,7 @@ _CLASSES = frozenset(
         ("torch.distributed.checkpoint.metadata", "StorageMeta"),
         ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        # a rank's cached plan of what it wrote
+        # a rank's cached plan of its writes
         ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
         ("torch.distributed.checkpoint.planner", "SavePlan"),
         ("torch.distributed.checkpoint.planner", "WriteItem"),
@@ -53,40 +52,40 @@ def read_metadata(file: Path) -> dcp.Metadata:
     """Reads a metadata pickle with an unpickler that builds metadata classes only.
 
     Raises:
-        UserError: The file is missing or unreadable, or asks for any other class or function.
+        UserError: The file is missing or unreadable, or refers to another class or function.
     """
     if not file.is_file():
         raise UserError(f"'{file.parent}' is not a Megatron checkpoint: it has no {file.name}.")
     try:
-        metadata = _MetadataOnly(io.BytesIO(file.read_bytes())).load()
+        metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
     except UserError:
         raise
     except Exception as error:  # a broken pickle raises anything
         raise UserError(f"'{file}' cannot be read: {type(error).__name__}: {error}.") from error
     if not isinstance(metadata, dcp.Metadata):
-        raise UserError(f"'{file}' holds a {type(metadata).__name__}, not the metadata of a distributed checkpoint.")
+        raise UserError(f"'{file}' contains a {type(metadata).__name__}, not the metadata of a distributed checkpoint.")
     return metadata
 
 
 class _MegatronMetadata(dcp.Metadata):
-    """Stands for what megatron-core 0.15 derived from torch's class."""
+    """Placeholder for megatron-core 0.15's subclass of torch's metadata class."""
 
 
 class _MegatronPlan:
-    """Stands for what megatron-core 0.15 cached of a rank's plan."""
+    """Placeholder for megatron-core 0.15's cached plan of a rank."""
 
 
-_STAND_INS = {"MCoreMetadata": _MegatronMetadata, "MCoreSavePlan": _MegatronPlan}
+_PLACEHOLDERS = {"MCoreMetadata": _MegatronMetadata, "MCoreSavePlan": _MegatronPlan}
 
 
-class _MetadataOnly(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES or (module == "torch" and name in _DTYPES):
             return super().find_class(module, name)
-        if module == "megatron.core.dist_checkpointing.strategies.torch" and name in _STAND_INS:
-            return _STAND_INS[name]
+        if module == "megatron.core.dist_checkpointing.strategies.torch" and name in _PLACEHOLDERS:
+            return _PLACEHOLDERS[name]
         refusal = UserError(
-            f"the checkpoint's metadata asks for '{module}.{name}', which is not data. It was not written by mrl or "
+            f"the checkpoint's metadata refers to '{module}.{name}', which is not data. It was not written by mrl or "
             "Megatron, and is not loaded."
         )
         if (module, name) == ("builtins", "getattr"):

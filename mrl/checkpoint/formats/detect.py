@@ -1,4 +1,4 @@
-"""Which format a folder has, from the names of its files."""
+"""Detection of a checkpoint's format from the names of its files."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mrl.models.base import ArchSpec
 
 
 def open_source(folder: str | Path, arch: ArchSpec | None = None) -> Source:
-    """Opens a checkpoint of any format.
+    """Opens a checkpoint of any supported format.
 
     Args:
         folder: A Hugging Face folder, a TensorRT-LLM checkpoint, or a distributed checkpoint of Megatron, mrl or this
             package's converters.
-        arch: The model, for a Megatron checkpoint without a config.json; None: what is in the folder.
+        arch: The model, for a Megatron checkpoint without a config.json; None: the model described in the folder.
 
     Raises:
-        UserError: It is none of these, or broken.
+        UserError: The folder has no supported format, or is damaged.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -38,5 +38,5 @@ def open_source(folder: str | Path, arch: ArchSpec | None = None) -> Source:
             raise
         raise UserError(
             f"'{folder}' has a {CONFIG}, but neither {SINGLE} nor {INDEX} (Hugging Face), nor {RANK_FILES} "
-            f"(TensorRT-LLM), and as a Megatron checkpoint: {error}"
+            f"(TensorRT-LLM). Reading it as a Megatron checkpoint failed: {error}"
         ) from error

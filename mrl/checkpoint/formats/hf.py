@@ -1,9 +1,8 @@
 """Hugging Face folders: config.json, safetensors (one file or shards with an index), tokenizer.
 
-Owns their reading, for conversions and for the ranks of a job, and everything of their writing that is not the moving
-of weights: which tensor is in which file, the index, config.json, the files that come along.
-`mrl/commands/convert/convert.py` and `mrl/trainer/hf_export.py` write folders with it. No reader holds the whole model:
-tensors are views of mapped files.
+Reading is for conversions and for the ranks of a job; tensors are views of mapped files, so no reader needs memory for
+the entire model. For writing, this file assigns tensors to files and writes the index, config.json and the companion
+files; `mrl/commands/convert/convert.py` and `mrl/trainer/hf_export.py` supply the weights.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from mrl.resharding.regions import slices
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _ROWS_AT_ONCE = 4096
-"""Rows of the vocabulary that are compared at a time, so that no copy of a whole matrix is made."""
+"""Vocabulary rows compared at a time, so that no copy of an entire matrix is made."""
 
 _ADAPTER = "adapter_config.json"
 
@@ -44,18 +43,18 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 class HfSource(Source):
-    """A Hugging Face folder, open for reading by parts."""
+    """A Hugging Face folder, open for reading by regions."""
 
     def __init__(self, folder: str | Path, arch: ArchSpec | None = None) -> None:
-        """Finds which file holds which tensor and checks the headers of all files.
+        """Locates every tensor and checks the headers of all files.
 
         Args:
-            folder: With safetensors, single or sharded.
-            arch: The model; None: what config.json says, a critic where the folder has a value head.
+            folder: Folder with safetensors, single or sharded.
+            arch: The model; None: the model of config.json, a critic if the folder has a value head.
 
         Raises:
             UserError: The folder has no config.json, no safetensors or two sets of them, its index is broken, or a file
-                is missing or cut short.
+                is missing or truncated.
         """
         self.folder = Path(folder)
         self.arch = arch_from_folder(folder) if arch is None else arch
@@ -72,24 +71,24 @@ class HfSource(Source):
         self.files = tuple(name for name in names if (self.folder / name).is_file())
 
     def dtype(self, hf_name: str) -> str:
-        """See `Source`."""
+        """Implements `Source.dtype`."""
         return self._header(hf_name).dtype
 
     def read(self, hf_name: str, region: Region) -> Tensor:
-        """See `Source`; a view of a private map of the file, which goes with it."""
+        """Implements `Source.read`; always a view of a private map of the file."""
         return self._tensor(hf_name)[slices(region)]
 
     def check(self) -> None:
-        """See `Source`; rotary frequencies may be there, and a tied head that equals the embeddings."""
+        """Implements `Source.check`; accepts rotary frequencies, and a tied head that equals the embeddings."""
         arch = self.arch
         expected = hf_layout(arch, "float32")
         missing = [name for name in expected if name not in self._tensors]
         unknown = [name for name in self._tensors if name not in expected and not self._is_optional(name)]
         if arch.value_head and VALUE_BIAS in map(unwrapped, unknown):
             raise UserError(
-                f"model folder '{self.folder}': its value head has a bias, '{VALUE_BIAS}' (a token classification "
-                "model's, as verl's critics), and mrl's has none. Where it is 0, remove the tensor; else give a model "
-                "without one."
+                f"model folder '{self.folder}': its value head has a bias, '{VALUE_BIAS}' (as token classification "
+                "models and verl's critics have), and mrl's has none. If the bias is 0, remove the tensor; otherwise "
+                "give a model without one."
             )
         if missing == [HEAD] and not unknown:
             raise UserError(
@@ -102,18 +101,18 @@ class HfSource(Source):
         if missing or unknown:
             raise UserError(
                 f"model folder '{self.folder}' {' and '.join(filter(None, (lacks, has)))}: config.json describes a "
-                f"{arch.family} model with {arch.num_layers} layers. Give the weights that belong to config.json, "
-                "under the names that transformers' save_pretrained writes."
+                f"{arch.family} model with {arch.num_layers} layers. Give weights that match config.json, under the "
+                "names that transformers' save_pretrained writes."
             )
         for name, stored in expected.items():
             header, located = self._header(name), self._tensors[name]
             if header.shape != located.shape:
                 vocab = (
-                    "; config.json says vocab_size=" + str(arch.vocab_size) if arch.vocab_size in stored.shape else ""
+                    "; config.json has vocab_size=" + str(arch.vocab_size) if arch.vocab_size in stored.shape else ""
                 )
                 raise UserError(
                     f"model folder '{self.folder}': '{located.stored}' has shape {list(header.shape)}, but config.json "
-                    f"asks for {list(located.shape)}{vocab}."
+                    f"requires {list(located.shape)}{vocab}."
                 )
             if header.dtype not in _DTYPES:
                 raise UserError(
@@ -124,7 +123,7 @@ class HfSource(Source):
             self._check_tied_head()
 
     def describe(self) -> dict[str, Any]:
-        """See `Source`."""
+        """Implements `Source.describe`."""
         tensors = {
             name: {"shape": list(located.part_of(header.shape)), "dtype": header.dtype, "file": file}
             for name, located in self._tensors.items()
@@ -139,11 +138,11 @@ class HfSource(Source):
         }
 
     def close(self) -> None:
-        """See `Source`; maps go with the tensors that were read, so nothing is left to let go of."""
+        """Implements `Source.close`; maps are released with the tensors that were read."""
         self._open_files.clear()
 
     def fill(self, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
-        """Copies what `layout` says into `tensors`, with a cast to each tensor's dtype; padding becomes zero.
+        """Copies the pieces of `layout` into `tensors`, with a cast to each tensor's dtype; padding becomes zero.
 
         Raises:
             UserError: A file ends early or cannot be read.
@@ -157,19 +156,19 @@ class HfSource(Source):
                     tensors[name][slices(piece.dst)].copy_(self.read(piece.hf_name, piece.src))
 
     def _check_tied_head(self) -> None:
-        """Versions of transformers differ on a head of its own in a tied model: some take it, some drop it."""
+        """Refuses a head that differs from tied embeddings: versions of transformers differ in whether they use it."""
         head, embeddings = (self._tensor(name) for name in (HEAD, EMBEDDINGS))
         same = head.shape == embeddings.shape and all(
-            torch.equal(ours.float(), theirs.float())
-            for ours, theirs in zip(
+            torch.equal(head_rows.float(), embedding_rows.float())
+            for head_rows, embedding_rows in zip(
                 torch.split(head, _ROWS_AT_ONCE), torch.split(embeddings, _ROWS_AT_ONCE), strict=True
             )
         )
         if not same:
             raise UserError(
-                f"model folder '{self.folder}': config.json says tie_word_embeddings=true, but '{HEAD}' differs "
-                f"from '{EMBEDDINGS}'. Set tie_word_embeddings to false where the head in the file is meant, or "
-                "remove the head from the file."
+                f"model folder '{self.folder}': config.json has tie_word_embeddings=true, but '{HEAD}' differs "
+                f"from '{EMBEDDINGS}'. Set tie_word_embeddings to false to use the head in the file, or remove the "
+                "head from the file."
             )
 
     def _is_optional(self, name: str) -> bool:
@@ -179,8 +178,8 @@ class HfSource(Source):
         index, single = self.folder / INDEX, self.folder / SINGLE
         if (self.folder / _ADAPTER).is_file():
             raise UserError(
-                f"model folder '{self.folder}' has {_ADAPTER}: it is an adapter of another model, which mrl does not "
-                "apply. Merge the two first (peft's merge_and_unload, then save_pretrained)."
+                f"model folder '{self.folder}' has {_ADAPTER}: it is an adapter for another model; mrl does not apply "
+                "adapters. Merge the two first (peft's merge_and_unload, then save_pretrained)."
             )
         found = self._read_index(index) if index.is_file() else None
         if single.is_file() and (found is None or set(found.values()) == {SINGLE}):
@@ -205,21 +204,21 @@ class HfSource(Source):
             reason = f"{type(error).__name__}: {first_line(error)[:300]}"
             raise UserError(f"'{path}' is not a safetensors index: {reason}") from error
         if not found:
-            raise UserError(f"'{path}' is not a safetensors index: it names no tensor.")
+            raise UserError(f"'{path}' is not a safetensors index: its weight_map is empty.")
         here = {entry.name for entry in self.folder.iterdir()}
         for file in sorted(set(found.values())):
             if file not in here or not (self.folder / file).is_file():
                 raise UserError(
-                    f"'{path}' names the file {shown(file)}, which is not in the folder. Download it again."
+                    f"'{path}' lists the file {shown(file)}, which is not in the folder. Download it again."
                 )
             inside = self._open(file).headers
             lacking = [name for name, where in found.items() if where == file and name not in inside]
             if lacking:
-                raise UserError(f"'{path}' says that {shown(lacking[0])} is in '{file}', but it is not.")
+                raise UserError(f"'{path}' lists {shown(lacking[0])} in '{file}', but it is not there.")
         return found
 
     def _header(self, hf_name: str) -> Header:
-        """Returns the header of the stored tensor that holds this one."""
+        """Returns the header of the stored tensor that contains this one."""
         stored = self._tensors[hf_name].stored
         return self._open(self._file_of[stored]).headers[stored]
 
@@ -234,16 +233,16 @@ class HfSource(Source):
 
 
 def load_from_hf(folder: str | Path, arch: ArchSpec, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
-    """Fills one rank's tensors from a Hugging Face folder; no collective: ranks read what they store.
+    """Fills one rank's tensors from a Hugging Face folder. Not collective: each rank reads its own parts.
 
     Args:
-        folder: With safetensors, single or sharded.
-        arch: What config.json says.
-        layout: What this rank stores (`megatron_layout`, `native_layout`, `hf_layout`).
-        tensors: Name -> tensor to fill in place, each name of the layout; dtypes may differ from the files'.
+        folder: Folder with safetensors, single or sharded.
+        arch: The model of config.json.
+        layout: Layout of this rank (`megatron_layout`, `native_layout`, `hf_layout`).
+        tensors: Name -> tensor to fill in place, for each name of the layout; dtypes may differ from the files'.
 
     Raises:
-        UserError: The files are missing or corrupt, or do not fit `arch`.
+        UserError: The files are missing or corrupt, or do not match `arch`.
     """
     with closing(HfSource(folder, arch)) as weights:
         weights.check()
@@ -251,7 +250,7 @@ def load_from_hf(folder: str | Path, arch: ArchSpec, layout: Layout, tensors: Ma
 
 
 class HfTarget(Target):
-    """A Hugging Face folder that is to be written.
+    """A Hugging Face folder to write.
 
     Attributes:
         layout: All tensors, in the order of the model.
@@ -269,8 +268,9 @@ class HfTarget(Target):
 
         Args:
             arch: The model.
-            dtype: Of every tensor, or of each by its name.
-            like: Model folder whose tokenizer, generation settings and further config.json keys are copied; None: none.
+            dtype: Dtype of every tensor, or tensor name -> dtype.
+            like: Model folder whose tokenizer, generation settings and further config.json keys are copied; None: no
+                copies.
             max_file_bytes: Largest safetensors file, unless one tensor is larger.
         """
         self.arch = arch
@@ -283,16 +283,16 @@ class HfTarget(Target):
         self.files = tuple(OutFile(name, part) for name, part in assign_files(self.layout, max_file_bytes).items())
 
     def write(self, path: Path, file: OutFile, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        """See `Target`."""
+        """Implements `Target.write`."""
         shapes = {name: (stored.shape, stored.dtype) for name, stored in file.layout.items()}
         return write_safetensors(path, shapes, tensors, {"format": "pt"})
 
     def finish(self, folder: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
-        """See `Target`."""
+        """Implements `Target.finish`."""
         write_companions(folder, self.arch, {file.name: file.layout for file in self.files}, self._like)
 
     def describe(self) -> dict[str, Any]:
-        """See `Target`."""
+        """Implements `Target.describe`."""
         dtypes = Counter(stored.dtype for stored in self.layout.values())
         return {
             "format": "huggingface",
@@ -303,9 +303,9 @@ class HfTarget(Target):
 
 
 def assign_files(layout: Layout, max_file_bytes: int) -> dict[str, Layout]:
-    """File name -> its tensors: the layout's order, cut before a file would grow above `max_file_bytes`.
+    """Returns file name -> its tensors, in the order of the layout; only a single larger tensor exceeds the limit.
 
-    Inside a file, wider dtypes come first, as the format's alignment wants.
+    Inside a file, wider dtypes come first, as the format's alignment requires.
     """
     parts: list[Layout] = []
     room = 0
@@ -329,14 +329,15 @@ def write_companions(
     like: Path | None,
     further: Mapping[str, Any] | None = None,
 ) -> None:
-    """Everything of a folder that is not a weight: the index, what comes along, and last config.json.
+    """Writes everything of a folder except weights: the index, copied files, and last config.json.
 
     Args:
-        folder: Where; it exists.
+        folder: Existing folder.
         arch: The model.
-        files: What `assign_files` returned.
-        like: Model folder whose tokenizer, generation settings and further config.json keys are copied; None: none.
-        further: Keys of config.json besides; None: none.
+        files: Return value of `assign_files`.
+        like: Model folder whose tokenizer, generation settings and further config.json keys are copied; None: no
+            copies.
+        further: Additional keys of config.json; None: no additional keys.
 
     Raises:
         UserError: `like` has no readable config.json.
@@ -347,7 +348,7 @@ def write_companions(
         config = {**read_config(like), **config}
         config.pop("quantization_config", None)
         if len(config.get("layer_types") or ()) != arch.num_layers:
-            config.pop("layer_types", None)  # of a deeper model: without it each layer is as the family has it
+            config.pop("layer_types", None)  # from a deeper model; without it the family's default applies
         for name in TOKENIZER_FILES:
             if (like / name).is_file():
                 shutil.copyfile(like / name, folder / name)

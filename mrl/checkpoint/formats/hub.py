@@ -1,8 +1,7 @@
-"""Models that are named as on the Hugging Face hub, `organisation/name`: their folders in the hub's cache.
+"""Models named as on the Hugging Face hub, `organisation/name`: their folders in the hub's cache.
 
-Owns what such a name is, which files of a repository a run needs, and that one process of a host downloads them. Cache,
-endpoint, token and offline mode are huggingface_hub's own (HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN,
-HF_HUB_OFFLINE).
+It decides which files of a repository a run needs, and lets only one process of a host download them. Cache, endpoint,
+token and offline mode are those of huggingface_hub (HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ _FILES = ("config.json", *TOKENIZER_FILES)
 
 
 def local_models(config: Config, *, download: bool = False) -> Config:
-    """The config with a local folder for each name of the hub.
+    """Replaces the hub names in a config by local folders.
 
-    Ranks of a host that call it at once wait for one of them to download; hosts that share the cache do so too.
+    Processes of a host that call it concurrently wait for one of them to download, as do hosts that share the cache.
 
     Args:
         config: `model.path`, `model.tokenizer`, `reference.path`, `critic.path`, `reward.model.path` and teachers'
-            `model_path` may be names of the hub; a folder that is there always wins.
-        download: What the cache lacks is downloaded; otherwise it is refused.
+            `model_path` may be hub names; an existing folder takes precedence.
+        download: Download models that the cache lacks; False: refuse them.
 
     Raises:
-        UserError: The cache lacks the model, and it is not to be or cannot be downloaded.
+        UserError: The cache lacks the model, and `download` is False or the download failed.
     """
     model, reference, critic = config.model, config.reference, config.critic
     path = local_folder("model.path", model.path, download=download)
@@ -58,32 +57,32 @@ def local_models(config: Config, *, download: bool = False) -> Config:
 
 
 def local_folder(key: str, text: str | None, *, download: bool = False, weights: bool = True) -> str | None:
-    """One of the paths of `local_models`; what is no name of the hub is given back as it is.
+    """Returns the local folder of one of the paths of `local_models`; other paths are returned unchanged.
 
     Args:
-        key: Of the config, for messages.
-        text: Its value.
-        download: As in `local_models`.
-        weights: False: only the tokenizer is needed.
+        key: Config key, for messages.
+        text: Value of the key.
+        download: Download a model that the cache lacks; False: refuse it.
+        weights: Require weights; False: only the tokenizer.
 
     Raises:
-        UserError: As `local_models`.
+        UserError: The cache lacks the model, and `download` is False or the download failed.
     """
     if text is None or not is_hub_name(text):
         return text
-    return str(_folder(key, text, weights=weights, download=download))
+    return str(_resolve(key, text, weights=weights, download=download))
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a path may be a name of the hub: two words with one slash between them, and no such folder here."""
+    """Returns whether a path may be a hub name: two words with one slash, and no such local folder."""
     return _NAME.fullmatch(text) is not None and not os.path.exists(text)
 
 
 def check_same_models(config: Config) -> None:
-    """Collective over the job: hosts with caches of their own may hold other states of a model.
+    """Collective over the job: checks that hosts with separate caches have the same revision of each model.
 
     Raises:
-        UserError: The ranks' folders have other names; those in the hub's cache are named after the state.
+        UserError: The ranks' folders, which the hub's cache names after the revision, differ.
     """
     import torch
 
@@ -98,34 +97,34 @@ def check_same_models(config: Config) -> None:
     other = [rank for rank, value in enumerate(found) if value != found[0]]
     if other:
         error = UserError(
-            f"rank {other[0]} has another state of the model from the Hugging Face hub than rank 0 (model.path, "
-            "model.tokenizer, reference.path, critic.path, reward.model.path or a teacher's). Download it anew on "
-            "every host, or name a folder that all hosts share."
+            f"rank {other[0]} has another revision of a model from the Hugging Face hub than rank 0 (model.path, "
+            "model.tokenizer, reference.path, critic.path, reward.model.path or a teacher's). Download it again on "
+            "every host, or give a folder that all hosts share."
         )
         error.everywhere = True
         raise error
 
 
-def _folder(key: str, name: str, *, weights: bool, download: bool) -> Path:
+def _resolve(key: str, name: str, *, weights: bool, download: bool) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils import WeakFileLock
 
     if not download:
         cached = _cached(name, weights=weights)
         if cached is None:
-            raise _refusal(key, name, "it is not, or not whole, in the cache")
+            raise _not_found_error(key, name, "it is missing or incomplete in the cache")
         return cached
     try:
         lock = Path(constants.HF_HUB_CACHE) / ".locks" / f"mrl--{name.replace('/', '--')}.lock"
         lock.parent.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(lock):  # who comes second finds what the first one has downloaded
+        with WeakFileLock(lock):  # later processes find what the first one has downloaded
             folder = _cached(name, weights=weights)
             if folder is None:
                 folder = Path(snapshot_download(name, allow_patterns=_patterns(weights=weights)))
     except Exception as error:  # the hub's client raises many kinds: its own, its HTTP library's, the disk's
-        raise _refusal(key, name, f"its download failed: {first_line(error)[:300].rstrip('.')}") from error
-    if not _is_whole(folder, weights=weights):
-        raise _refusal(key, name, f"it came without {'config.json or safetensors' if weights else 'a tokenizer'}")
+        raise _not_found_error(key, name, f"its download failed: {first_line(error)[:300].rstrip('.')}") from error
+    if not _is_complete(folder, weights=weights):
+        raise _not_found_error(key, name, f"it has no {'config.json or safetensors' if weights else 'tokenizer'}")
     return folder
 
 
@@ -134,17 +133,17 @@ def _patterns(*, weights: bool) -> list[str]:
 
 
 def _cached(name: str, *, weights: bool) -> Path | None:
-    """The newest snapshot that the cache knows, where it has all files; None: there is none such."""
+    """Returns the newest cached snapshot if it has all files, else None."""
     from huggingface_hub import snapshot_download
 
     try:
         folder = Path(snapshot_download(name, allow_patterns=_patterns(weights=weights), local_files_only=True))
-    except Exception:  # noqa: BLE001 -- as in `_folder`; what is wrong with the cache, a download tells
+    except Exception:  # noqa: BLE001 -- as in `_resolve`; a download reports problems of the cache
         return None
-    return folder if _is_whole(folder, weights=weights) else None
+    return folder if _is_complete(folder, weights=weights) else None
 
 
-def _is_whole(folder: Path, *, weights: bool) -> bool:
+def _is_complete(folder: Path, *, weights: bool) -> bool:
     if not weights:
         return any((folder / file).is_file() for file in TOKENIZER_FILES)
     return (folder / "config.json").is_file() and ((folder / SINGLE).is_file() or _has_all_parts(folder))
@@ -157,11 +156,11 @@ def _has_all_parts(folder: Path) -> bool:
     return isinstance(parts, dict) and all((folder / str(part)).is_file() for part in parts.values())
 
 
-def _refusal(key: str, name: str, reason: str) -> UserError:
+def _not_found_error(key: str, name: str, reason: str) -> UserError:
     from huggingface_hub import constants
 
     return UserError(
         f"{key}: the folder '{name}' does not exist.{did_you_mean_path(name)} As a name on the Hugging Face hub, "
         f"{reason}. Run `hf download {name}` where the hub can be reached, with this cache "
-        f"({constants.HF_HUB_CACHE}; HF_HUB_CACHE names another one), or give a local folder that holds the model."
+        f"({constants.HF_HUB_CACHE}; HF_HUB_CACHE selects another one), or give a local folder with the model."
     )

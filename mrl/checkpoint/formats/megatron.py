@@ -1,11 +1,10 @@
-"""Megatron's distributed checkpoint, read and written straight from and to its files.
+"""Megatron's distributed checkpoint as source and target of conversions, without Megatron, a model or a process group.
 
-Owns the two ends of a conversion: where the model's part of a folder is (mrl's own, Megatron-LM's), which keys it must
-have, and what a checkpoint of a parallel layout consists of. One process does it, without Megatron, a model or a
-process group. Which key holds what is known to `resharding/dist_checkpoint.py`, how files hold it to `torch_dist.py`.
+A source locates the model's part of a folder (mrl's own or Megatron-LM's) and checks its keys; a target plans the files
+of a parallel layout. `resharding/dist_checkpoint.py` maps keys to weights, `torch_dist.py` reads and writes the files.
 
-A written checkpoint loads at any layout with `megatron.core.dist_checkpointing.load`. Optimizer states are neither read
-nor written.
+A written checkpoint can be loaded at any parallel layout with `megatron.core.dist_checkpointing.load`. Optimizer states
+are neither read nor written.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from mrl.resharding.regions import intersect, slices, translate, volume, whole
 
 CONFIG = "config.json"
 TRACKER = "latest_checkpointed_iteration.txt"
-"""In Megatron-LM's folder: the number of the last iteration, or "release"."""
+"""File in Megatron-LM's folder with the number of the last iteration, or "release"."""
 
 _ACTOR = "actor"
 _MODEL_KEYS = ("embedding.", "decoder.", "output_layer.")
@@ -64,12 +63,19 @@ _COMMON = {
     "iteration": 0,
     "content_metadata": {"singleton_local_shards": False, "non_homogeneous_layers": False},
 }
-"""What Megatron-LM looks for in `common.pt`; the version says that query, key and value need no reordering."""
+"""Content that Megatron-LM expects in `common.pt`; the version means that query, key and value need no reordering."""
 
 
 @dataclass(frozen=True)
 class _Box:
-    """A part of a Hugging Face tensor in a file: `inside` of a chunk, in its global tensor's coordinates, is `own`."""
+    """A part of a Hugging Face tensor in a file.
+
+    Attributes:
+        chunk: Box of the global tensor that contains the part.
+        inside: Region of the part in the global tensor.
+        dtype: Stored dtype.
+        own: Region of the part in the Hugging Face tensor.
+    """
 
     chunk: Chunk
     inside: Region
@@ -78,43 +84,43 @@ class _Box:
 
 
 class MegatronSource(Source):
-    """A distributed checkpoint, open for reading by parts."""
+    """A distributed checkpoint, open for reading by regions."""
 
     def __init__(self, folder: str | Path, arch: ArchSpec | None = None) -> None:
-        """Finds the model and reads the metadata.
+        """Locates the model and reads the metadata.
 
         Args:
-            folder: A commit of a run of mrl, a checkpoint folder of Megatron-LM (the last iteration is taken), one of
-                its iterations, or what `MegatronTarget` wrote.
-            arch: The model; None: what config.json says, in the folder or in the one it was found in; a critic where
-                the output layer is a value head.
+            folder: A checkpoint of an mrl run, a folder of Megatron-LM (uses the last iteration), one of its
+                iterations, or the output of `MegatronTarget`.
+            arch: The model; None: the model of config.json, in the given folder or the one with the metadata; a critic
+                if the output layer is a value head.
 
         Raises:
-            UserError: There is no such checkpoint, it is of another backend, its metadata is broken or asks for code,
-                or nothing says which model it is.
+            UserError: There is no such checkpoint, it has another backend, its metadata is damaged or refers to code,
+                or there is no config.json.
         """
         self.folder = _model_folder(Path(folder))
-        self.arch = _arch(Path(folder), self.folder) if arch is None else arch
+        self.arch = _find_arch(Path(folder), self.folder) if arch is None else arch
         self._contents = read_contents(self.folder)
         self._tensors = self._contents.tensors
         if arch is None and OUTPUT in self._tensors and self._tensors[OUTPUT].shape[0] == 1:
             self.arch = critic_of(self.arch)
         self._stacks = global_tensors(self.arch, self._tensors.keys())
-        self._places: dict[str, list[tuple[str, StackedPiece]]] = defaultdict(list)
+        self._pieces: dict[str, list[tuple[str, StackedPiece]]] = defaultdict(list)
         for key, stack in self._stacks.items():
             for part in stack.parts:
-                self._places[part.piece.hf_name].append((key, part))
+                self._pieces[part.piece.hf_name].append((key, part))
         self._files = ChunkFiles(self.folder)
         names = {chunk.file for key in self._stacks if key in self._tensors for chunk in self._tensors[key].chunks}
         self.files = (METADATA, BACKEND_FILE, *sorted(names))
 
     def dtype(self, hf_name: str) -> str:
-        """See `Source`."""
-        key, _ = self._place(hf_name)[0]
+        """Implements `Source.dtype`."""
+        key, _ = self._pieces_of(hf_name)[0]
         return self._tensors[key].dtype
 
     def read(self, hf_name: str, region: Region) -> Tensor:
-        """See `Source`; a view of the file where one box holds the region and lies aligned, else a copy."""
+        """Implements `Source.read`; a view of the file if one aligned box contains the region, else a copy."""
         found = self.view(hf_name, region)
         if found is None:
             found = torch.empty([stop - start for start, stop in region], dtype=DTYPES[self.dtype(hf_name)])
@@ -122,14 +128,14 @@ class MegatronSource(Source):
         return found
 
     def view(self, hf_name: str, region: Region) -> Tensor | None:
-        """See `Source`."""
+        """Implements `Source.view`."""
         boxes = list(islice(self._boxes(hf_name, region), 2))
         if len(boxes) != 1 or boxes[0].own != region:
             return None
         return self._read(boxes[0])
 
     def copy_into(self, tensor: Tensor, hf_name: str, region: Region) -> None:
-        """See `Source`; each box goes to its place at once."""
+        """Implements `Source.copy_into`; copies each box directly to its place."""
         found = 0
         for box in self._boxes(hf_name, region):
             tensor[slices(translate(box.own, region, whole(tensor.shape)))] = self._read(box)
@@ -138,8 +144,8 @@ class MegatronSource(Source):
             raise UserError(f"checkpoint '{self.folder}' lacks a part of '{hf_name}' {list(region)}.")
 
     def _boxes(self, hf_name: str, region: Region) -> Iterator[_Box]:
-        """What holds parts of a region."""
-        for key, part in self._place(hf_name):
+        """Yields the boxes that contain parts of a region."""
+        for key, part in self._pieces_of(hf_name):
             both = intersect(region, part.piece.src)
             if both is not None:
                 tensor = self._tensors[key]
@@ -151,21 +157,21 @@ class MegatronSource(Source):
         return found.view([stop - start for start, stop in box.own])
 
     def check(self) -> None:
-        """See `Source`; every file must be there and as long as the metadata says."""
+        """Implements `Source.check`; also checks that every file exists with the size given by the metadata."""
         missing = [key for key in self._stacks if key not in self._tensors]
         if missing:
-            raise self._misfit(f"lacks {len(missing)} tensors", missing[0])
+            raise self._mismatch_error(f"lacks {len(missing)} tensors", missing[0])
         known = known_keys(self.arch) | set(self._stacks)
         given = [*self._tensors, *self._contents.pickled]
         unknown = [key for key in given if key.startswith(_MODEL_KEYS) and key not in known and EXTRA_STATE not in key]
         if unknown:
-            raise self._misfit(f"has {len(unknown)} unknown tensors", unknown[0])
+            raise self._mismatch_error(f"has {len(unknown)} unknown tensors", unknown[0])
         for key, stack in self._stacks.items():
             self._check_tensor(key, stack.shape)
         self._files.check(chunk for key in self._stacks for chunk in self._tensors[key].chunks)
 
     def describe(self) -> dict[str, Any]:
-        """See `Source`."""
+        """Implements `Source.describe`."""
         tensors = {}
         for key in self._stacks:
             if key in self._tensors:
@@ -183,26 +189,26 @@ class MegatronSource(Source):
         }
 
     def close(self) -> None:
-        """See `Source`."""
+        """Implements `Source.close`."""
         self._files.close()
 
-    def _place(self, hf_name: str) -> list[tuple[str, StackedPiece]]:
-        if hf_name not in self._places:
+    def _pieces_of(self, hf_name: str) -> list[tuple[str, StackedPiece]]:
+        if hf_name not in self._pieces:
             raise KeyError(f"a {self.arch.family} model has no tensor '{hf_name}'")
-        for key, _ in self._places[hf_name]:
+        for key, _ in self._pieces[hf_name]:
             if key not in self._tensors:
-                raise self._misfit("lacks a tensor", key)
-        return self._places[hf_name]
+                raise self._mismatch_error("lacks a tensor", key)
+        return self._pieces[hf_name]
 
     def _check_tensor(self, key: str, expected: tuple[int, ...]) -> None:
         tensor = self._tensors[key]
         fits = tensor.shape == expected
-        if key in VOCABULARY:  # padded to whatever the job that saved it wanted
+        if key in VOCABULARY:  # the padding depends on the job that saved it
             fits = len(tensor.shape) == 2 and tensor.shape[0] >= expected[0] and tensor.shape[1:] == expected[1:]
         if not fits:
             raise UserError(
-                f"checkpoint '{self.folder}': '{key}' has shape {list(tensor.shape)}, but {CONFIG} asks for "
-                f"{list(expected)}. They do not belong together."
+                f"checkpoint '{self.folder}': '{key}' has shape {list(tensor.shape)}, but {CONFIG} requires "
+                f"{list(expected)}. Use the {CONFIG} of this checkpoint's model."
             )
         if tensor.dtype not in DTYPES:
             raise UserError(
@@ -211,28 +217,28 @@ class MegatronSource(Source):
         try:
             tensor.check_cover()
         except ValueError as error:
-            raise UserError(f"'{self.folder / METADATA}' is wrong: '{key}' {error}.") from error
+            raise UserError(f"'{self.folder / METADATA}' is invalid: '{key}' {error}.") from error
 
-    def _misfit(self, what: str, first: str) -> UserError:
+    def _mismatch_error(self, what: str, first: str) -> UserError:
         return UserError(
             f"checkpoint '{self.folder}' {what} of a {self.arch.family} model with {self.arch.num_layers} layers, "
-            f"first '{first}'. {CONFIG} and the weights do not belong together."
+            f"first '{first}'. {CONFIG} does not match the weights."
         )
 
 
 class MegatronTarget(Target):
-    """A distributed checkpoint as the ranks of a parallel layout would save it."""
+    """A distributed checkpoint, written as the ranks of a parallel layout would save it."""
 
     def __init__(self, arch: ArchSpec, grid: Grid, dtype: str) -> None:
-        """Plans the files: one for each rank that holds something that no copy of it writes.
+        """Plans the files: one for each rank that writes anything.
 
         Args:
             arch: The model.
-            grid: The parallel layout; ranks beyond one copy of the model write nothing.
-            dtype: Of every tensor.
+            grid: Parallel layout; data- and context-parallel copies write nothing.
+            dtype: Dtype of every tensor.
 
         Raises:
-            UserError: A parallel size does not divide what it splits.
+            UserError: A parallel size does not divide the model's dimensions.
         """
         self._arch, self._grid, self._dtype = arch, grid, dtype
         self._shards: dict[str, list[Shard]] = {}
@@ -243,24 +249,24 @@ class MegatronTarget(Target):
         self.files = tuple(OutFile(name, _layout(shards)) for name, shards in self._shards.items())
 
     def write(self, path: Path, file: OutFile, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        """See `Target`; the record has each blob's place in the file."""
+        """Implements `Target.write`; the record has the location of each blob in the file."""
         names = iter(file.layout.items())
 
         def boxes() -> Iterable[Tensor]:
             for name, tensor in tensors:
                 expected, stored = next(names, ("", None))
                 if stored is None or name != expected or tensor.dtype != DTYPES[stored.dtype]:
-                    raise RuntimeError(f"'{name}' is not what comes next in '{file.name}': '{expected}'")
+                    raise RuntimeError(f"got tensor '{name}', expected '{expected}' next in '{file.name}'")
                 yield tensor.contiguous().view(stored.view or stored.shape)
 
         with OutputFile(path) as out:
             places = write_blobs(out, boxes())
         if len(places) != len(file.layout):
-            raise RuntimeError(f"'{file.name}' has {len(file.layout)} tensors, {len(places)} were given")
+            raise RuntimeError(f"got {len(places)} tensors, expected {len(file.layout)} in '{file.name}'")
         return {"num_bytes": out.num_bytes, "xxh3": out.xxh3, "places": places}
 
     def finish(self, folder: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
-        """See `Target`; also config.json, and an empty extra state for each module that may ask for one."""
+        """Implements `Target.finish`; writes config.json, and empty extra states for the modules that may load one."""
         chunks: dict[str, list[Chunk]] = defaultdict(list)
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shards in self._shards.items():
@@ -274,7 +280,7 @@ class MegatronTarget(Target):
         write_contents(folder, tensors, empty=extra_states(self._arch), common=_COMMON)
 
     def describe(self) -> dict[str, Any]:
-        """See `Target`."""
+        """Implements `Target.describe`."""
         grid = self._grid
         sizes = {
             "world_size": grid.world_size,
@@ -295,7 +301,7 @@ def _layout(shards: Iterable[Shard]) -> Layout:
 
 
 def _model_folder(folder: Path) -> Path:
-    """Where the checkpoint's metadata is, inside what the user named."""
+    """Returns the folder with the checkpoint's metadata, inside the given one."""
     if not folder.is_dir():
         raise UserError(f"checkpoint folder '{folder}' does not exist.{did_you_mean_path(folder)}")
     for found in (folder, folder / _ACTOR):
@@ -305,7 +311,7 @@ def _model_folder(folder: Path) -> Path:
     if tracker.is_file():
         text = tracker.read_text(encoding="utf-8", errors="replace").strip()
         if text != "release" and not text.isdecimal():
-            raise UserError(f"'{tracker}' holds {text!r}; expected the number of an iteration, or 'release'.")
+            raise UserError(f"'{tracker}' contains {text!r}; expected the number of an iteration, or 'release'.")
         found = folder / (text if text == "release" else f"iter_{int(text):07d}")
         if (found / METADATA).is_file():
             return found
@@ -319,11 +325,11 @@ def _model_folder(folder: Path) -> Path:
     )
 
 
-def _arch(given: Path, found: Path) -> ArchSpec:
+def _find_arch(given: Path, found: Path) -> ArchSpec:
     for folder in dict.fromkeys((found, given, given / "hf")):
         if (folder / CONFIG).is_file():
             return arch_from_folder(folder)
     raise UserError(
-        f"checkpoint '{given}' has no {CONFIG}, so nothing says which model it is. Copy the Hugging Face model's "
-        f"{CONFIG} into that folder."
+        f"checkpoint '{given}' has no {CONFIG}, so its model is unknown. Copy the Hugging Face model's {CONFIG} into "
+        "that folder."
     )

@@ -1,9 +1,8 @@
-"""One safetensors file: written tensor by tensor, and read by name after its header has been checked.
+"""One safetensors file: written tensor by tensor, read by name after its header has been validated.
 
-Owns the file format (https://huggingface.co/docs/safetensors): 8 bytes with the length of the header, the header as
-JSON, the tensors one after the other without holes. The writer never holds more than one tensor (the `safetensors`
-package wants all of them); the reader checks the whole header against the file before anything is read. Which tensors
-a checkpoint needs is not known here.
+The format (https://huggingface.co/docs/safetensors) is 8 bytes with the length of the header, the header as JSON, then
+the tensors without gaps. The writer needs memory for one tensor; the `safetensors` package needs all of them. The
+reader validates the complete header against the file before it reads any tensor.
 """
 
 from __future__ import annotations
@@ -35,29 +34,30 @@ _TORCH = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The format's name of a dtype -> torch's."""
+"""The format's name of a dtype -> torch dtype."""
 
 _CODES = {str(dtype).removeprefix("torch."): code for code, dtype in _TORCH.items()}
 
 _LENGTH_BYTES = 8
 _ALIGNMENT = 64
-"""Bytes; data starts at a multiple of it in the file, as in memory. Processors copy slowly (AMD: at a quarter) to an
-address that lies a few bytes behind the source, seen modulo a page."""
+"""Alignment of the data in the file, and so in memory, bytes. Copies to an address slightly after the source modulo the
+page size are slow (on AMD a quarter of the speed).
+"""
 _LONGEST_REASON = 500
-"""Characters of a message that a header may fill with its own names."""
+"""Longest error message, characters; a header could fill it with its own names."""
 _MAX_HEADER_BYTES = 100_000_000
-"""The format's own bound."""
+"""The format's own limit."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a file's header says of one tensor.
+    """Entry of one tensor in a file's header.
 
     Attributes:
-        shape: Its shape.
-        dtype: Name without "torch.", as in `resharding/dtypes.py: DTYPES`.
-        start: First byte in the file.
-        stop: The byte after the last.
+        shape: Shape of the tensor.
+        dtype: Dtype name without "torch.", as in `resharding/dtypes.py: DTYPES`.
+        start: Offset of the first byte in the file.
+        stop: Offset after the last byte.
     """
 
     shape: tuple[int, ...]
@@ -72,23 +72,23 @@ def write_safetensors(
     tensors: Iterable[tuple[str, Tensor]],
     metadata: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Writes a file from front to back; each tensor may be freed once the next one is asked for.
+    """Writes a file sequentially; each tensor may be freed once the next one is requested.
 
-    The bytes are hashed on the way and forced to the disk; to rename the finished file is the caller's.
+    The bytes are hashed while they are written, and fsynced; the caller renames the finished file.
 
     Args:
-        path: The file; an existing one is overwritten.
+        path: File to write; an existing one is overwritten.
         layout_like: Name -> (shape, dtype name), in the order of the file. A wider dtype must not follow a narrower one
             whose bytes end off its alignment: put wider dtypes first.
         tensors: (name, tensor) in that order, with those shapes and dtypes.
-        metadata: Free text of the header; Hugging Face files say {"format": "pt"}.
+        metadata: Text entries of the header; Hugging Face files have {"format": "pt"}.
 
     Returns:
-        {"num_bytes": the file's size, "xxh3": its hash}, as `OutputFile` says.
+        {"num_bytes": size of the file, "xxh3": its hash}, from `OutputFile`.
 
     Raises:
-        UserError: The file cannot be written (no space, no permission); it is named.
-        RuntimeError: `tensors` are not what `layout_like` announced, or a tensor would be misaligned.
+        UserError: The file cannot be written (no space, no permission); the message names it.
+        RuntimeError: `tensors` differ from `layout_like`, or a tensor would be misaligned.
     """
     with OutputFile(path) as file:
         file.write(_header(layout_like, metadata or {}))
@@ -120,26 +120,27 @@ def _write_tensor(
 ) -> None:
     found = (name, (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
     if announced is None or found != (announced[0], (tuple(announced[1][0]), announced[1][1])):
-        raise RuntimeError(f"the file's next tensor is {announced}, but {found} came")
+        raise RuntimeError(f"expected {announced} as the file's next tensor, got {found}")
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     file.write(data.numpy().data)
 
 
 class SafetensorsFile:
-    """A file whose header has been checked; `headers` holds its tensors in the order of their bytes.
+    """A file whose header has been validated.
 
     Attributes:
-        path: The file.
-        headers: Name -> Header.
-        metadata: The header's free text.
+        path: Path of the file.
+        headers: Name -> Header, in the order of their bytes.
+        metadata: Text entries of the header.
         num_bytes: Size of the file.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Reads and checks the header.
+        """Reads and validates the header.
 
         Raises:
-            UserError: The file cannot be read, is cut short, or its header contradicts itself; the file is named.
+            UserError: The file cannot be read, is truncated, or its header contradicts itself; the message names the
+                file.
         """
         self.path = Path(path)
         try:
@@ -149,7 +150,7 @@ class SafetensorsFile:
                 length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
                 first = _LENGTH_BYTES + length
                 if self.num_bytes < _LENGTH_BYTES or first > self.num_bytes or length > _MAX_HEADER_BYTES:
-                    self._refuse(f"it has {self.num_bytes} bytes and announces a header of {length}")
+                    self._fail(f"it has {self.num_bytes} bytes and announces a header of {length}")
                 text = file.read(length)
         except OSError as error:
             raise UserError(f"'{path}' cannot be read: {error.strerror or error}.") from error
@@ -158,27 +159,27 @@ class SafetensorsFile:
         except (ValueError, RecursionError) as error:
             if isinstance(error, UserError):
                 raise
-            self._refuse(f"its header is not JSON: {error}")
+            self._fail(f"its header is not JSON: {error}")
         if not isinstance(entries, dict):
-            self._refuse("its header is not a JSON object")
+            self._fail("its header is not a JSON object")
         self.metadata: dict[str, str] = entries.pop("__metadata__", None) or {}
         if not isinstance(self.metadata, dict):
-            self._refuse("its __metadata__ is not a JSON object")
-        found = {name: self._entry(name, entry, first) for name, entry in entries.items()}
+            self._fail("its __metadata__ is not a JSON object")
+        found = {name: self._parse_entry(name, entry, first) for name, entry in entries.items()}
         self.headers: dict[str, Header] = dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)))
         end = first
         for name, header in self.headers.items():
             if header.start != end:
-                self._refuse(f"'{name}' starts at byte {header.start}, but the tensor before it ends at {end}")
+                self._fail(f"'{name}' starts at byte {header.start}, but the tensor before it ends at {end}")
             end = header.stop
         if end != self.num_bytes:
-            self._refuse(f"its tensors end at byte {end}, but it has {self.num_bytes} bytes")
+            self._fail(f"its tensors end at byte {end}, but it has {self.num_bytes} bytes")
 
     def rename(self, new_name: Callable[[str], str]) -> None:
-        """From here on the tensors go by other names; one whose new name is taken keeps its own.
+        """Renames the tensors of this object; one whose new name is taken keeps its own.
 
         Args:
-            new_name: Of a tensor, from the name in the file.
+            new_name: Name in the file -> new name.
         """
         taken = set(self.headers)
         self.headers = {
@@ -186,18 +187,18 @@ class SafetensorsFile:
         }
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor, as a view of a private map of the file: what is not looked at is not read.
+        """Returns a tensor as a view of a private map of the file; only accessed pages are read.
 
-        The map lives as long as the views of it do.
+        The map lives as long as its views.
 
         Raises:
-            UserError: The file is gone, or has another size than when its header was checked.
+            UserError: The file is gone, or its size has changed since its header was validated.
             KeyError: There is no such tensor.
         """
         header = self.headers[name]
         try:
             if self.path.stat().st_size != self.num_bytes:
-                self._refuse(f"it had {self.num_bytes} bytes when it was opened and has {self.path.stat().st_size} now")
+                self._fail(f"it had {self.num_bytes} bytes when it was opened and has {self.path.stat().st_size} now")
             data = torch.from_file(str(self.path), shared=False, size=self.num_bytes, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:
             raise UserError(f"'{self.path}' cannot be read: {error}.") from error
@@ -207,28 +208,28 @@ class SafetensorsFile:
             data = data.clone()
         return data.view(dtype).view(header.shape)
 
-    def _entry(self, name: str, entry: Any, first: int) -> Header:
+    def _parse_entry(self, name: str, entry: Any, first: int) -> Header:
         try:
             code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         except (KeyError, TypeError, ValueError):
-            self._refuse(f"'{name}' lacks a dtype, a shape or two data_offsets")
+            self._fail(f"'{name}' lacks a dtype, a shape or two data_offsets")
         if not isinstance(code, str) or code not in _TORCH:
-            self._refuse(f"'{name}' has the dtype {code!r}; known are {', '.join(_TORCH)}")
+            self._fail(f"'{name}' has the dtype {code!r}; known are {', '.join(_TORCH)}")
         if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
-            self._refuse(f"'{name}' has the shape {list(shape)} and the data_offsets {[start, stop]}")
+            self._fail(f"'{name}' has the shape {list(shape)} and the data_offsets {[start, stop]}")
         if stop - start != math.prod(shape) * _TORCH[code].itemsize:
-            self._refuse(f"'{name}' of shape {list(shape)} as {code} cannot have {stop - start} bytes")
+            self._fail(f"'{name}' of shape {list(shape)} as {code} cannot have {stop - start} bytes")
         return Header(shape, str(_TORCH[code]).removeprefix("torch."), first + start, first + stop)
 
     def _without_duplicates(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
             names = [name for name, _ in pairs]
-            self._refuse(f"its header names '{next(name for name in names if names.count(name) > 1)}' twice")
+            self._fail(f"its header names '{next(name for name in names if names.count(name) > 1)}' twice")
         return found
 
-    def _refuse(self, reason: str) -> NoReturn:
+    def _fail(self, reason: str) -> NoReturn:
         raise UserError(
-            f"'{self.path}' is not a whole safetensors file: {reason[:_LONGEST_REASON]}. Download, convert or export "
-            "it again."
+            f"'{self.path}' is not a complete safetensors file: {reason[:_LONGEST_REASON]}. Download, convert or "
+            "export it again."
         )

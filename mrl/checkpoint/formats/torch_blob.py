@@ -1,9 +1,9 @@
-"""One tensor as `torch.save` writes it, inside a file: read without unpickling objects, written without a copy.
+"""One tensor in `torch.save` format inside a file: read without unpickling objects, written without a copy.
 
-Owns that layout: a zip archive, stored without compression, of `data.pkl` (how the tensor lies in its storage),
-`byteorder`, `data/0` (the storage) and `version`. Reading needs the archive's directory and the little pickle, whose
-unpickler knows a tensor's description and nothing else; the storage itself stays in the mapped file. The sources are
-torch 2.13's `torch/serialization.py: _save` and `torch/_utils.py: _rebuild_tensor_v2`.
+The format is a zip archive, stored without compression, of `data.pkl` (shape and strides of the tensor in its storage),
+`byteorder`, `data/0` (the storage) and `version`. Reading needs the archive's directory and the small pickle, whose
+unpickler accepts a tensor's description only; the storage stays in the mapped file. Sources, torch 2.13:
+`torch/serialization.py: _save` and `torch/_utils.py: _rebuild_tensor_v2`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from isal import isal_zlib
 from torch import Tensor
 
 ALIGNMENT = 64
-"""torch puts a storage at a multiple of this, counted from the start of its archive."""
+"""Alignment of a storage, counted from the start of its archive, bytes; the same as torch's."""
 
 _STORAGES = {
     "FloatStorage": torch.float32,
@@ -32,12 +32,12 @@ _STORAGES = {
 }
 _STORAGE_OF = {dtype: name for name, dtype in _STORAGES.items()}
 _MAX_PICKLE_BYTES = 1 << 16
-_LIMIT = _FAR = 0xFFFFFFFF
-"""Sizes from the limit on stand in a zip64 field, and the other number in their usual place."""
+_LIMIT = _IN_ZIP64 = 0xFFFFFFFF
+"""Sizes from this limit on are stored in a zip64 field, and this value in the normal field."""
 
 
 class DamagedError(Exception):
-    """The bytes are no tensor that `torch.save` wrote; the message says why."""
+    """The bytes are not a tensor written by `torch.save`; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class BlobTensor:
     """A tensor in a file.
 
     Attributes:
-        dtype: Its own.
-        shape: Its own.
-        strides: In elements.
-        start: First byte in the file.
+        dtype: Dtype of the tensor.
+        shape: Shape of the tensor.
+        strides: Strides of the tensor, elements.
+        start: Offset of its first byte in the file.
     """
 
     dtype: torch.dtype
@@ -57,43 +57,43 @@ class BlobTensor:
     start: int
 
     def read(self, mapped: Tensor, index: tuple[slice, ...]) -> Tensor:
-        """A part of the tensor.
+        """Returns a part of the tensor.
 
         Args:
-            mapped: The whole file as uint8.
-            index: Which part.
+            mapped: The entire file as uint8.
+            index: Index of the part.
 
         Returns:
-            A view of the file where the tensor lies as memory wants it, else a copy of the part.
+            A view of the file if the tensor is aligned in memory, else a copy of the part.
         """
         width = self.dtype.itemsize
         span = 1 + sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
         own = mapped[self.start : self.start + span * width]
         if self.start % width == 0:
             return own.view(self.dtype).as_strided(self.shape, self.strides)[index]
-        # as bytes: an element in the middle of a word is copied, never computed with
+        # as bytes, because computing with unaligned elements is not allowed
         strides = (*(stride * width for stride in self.strides), 1)
         part = own.as_strided((*self.shape, width), strides, own.storage_offset())[index]
         return part.clone(memory_format=torch.contiguous_format).view(self.dtype).squeeze(-1)
 
 
 def read_blob(file: BinaryIO, offset: int, length: int) -> BlobTensor:
-    """Where the tensor is that lies in `length` bytes from `offset`.
+    """Locates the tensor in the blob of `length` bytes at `offset`.
 
     Raises:
-        DamagedError: The bytes are something else, or not whole.
+        DamagedError: The bytes are not a tensor, or incomplete.
     """
     try:
-        with zipfile.ZipFile(_Window(file, offset, length)) as archive:
+        with zipfile.ZipFile(_FileWindow(file, offset, length)) as archive:
             entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             if entries["data.pkl"].file_size > _MAX_PICKLE_BYTES:
                 raise DamagedError("its description is too long for one tensor's")
-            described = _TensorOnly(io.BytesIO(archive.read(entries["data.pkl"]))).load()
+            described = _TensorUnpickler(io.BytesIO(archive.read(entries["data.pkl"]))).load()
             order = entries.get("byteorder")
             if order is not None and (order.file_size > 6 or archive.read(order) != b"little"):
                 raise DamagedError("its bytes are in big-endian order")
-        if not isinstance(described, _Described):
-            raise DamagedError(f"it holds a {type(described).__name__}, not a tensor")
+        if not isinstance(described, _TensorDescription):
+            raise DamagedError(f"it contains a {type(described).__name__}, not a tensor")
         entry = entries[f"data/{described.storage.key}"]
         start = offset + _data_start(file, offset, entry)
     except DamagedError:
@@ -106,16 +106,16 @@ def read_blob(file: BinaryIO, offset: int, length: int) -> BlobTensor:
 
 
 def blob_parts(tensor: Tensor) -> Iterator[bytes | memoryview]:
-    """The bytes of `torch.save(tensor)`, in parts; the tensor's own are not copied.
+    """Yields the bytes of `torch.save(tensor)` in parts; the tensor's own bytes are not copied.
 
     Args:
-        tensor: Contiguous, on the CPU.
+        tensor: Contiguous CPU tensor.
 
     Raises:
         ValueError: torch has no storage class for its dtype.
     """
     if tensor.dtype not in _STORAGE_OF:
-        raise ValueError(f"torch.save's layout of {tensor.dtype} is not known here")
+        raise ValueError(f"torch.save's format for {tensor.dtype} is not supported")
     data: memoryview = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
     entries = (
         ("data.pkl", memoryview(_pickled(tensor))),
@@ -132,7 +132,7 @@ def blob_parts(tensor: Tensor) -> Iterator[bytes | memoryview]:
         yield content
         position += len(local) + content.nbytes
         directory += central
-    yield directory + _end(len(entries), position, len(directory))
+    yield directory + _archive_end(len(entries), position, len(directory))
 
 
 def _pickled(tensor: Tensor) -> bytes:
@@ -142,7 +142,7 @@ def _pickled(tensor: Tensor) -> bytes:
 
 
 class _Marker:
-    """Stands for the tensor, and then for its storage, while they are pickled."""
+    """Placeholder for the tensor while it is pickled."""
 
 
 class _StorageMarker:
@@ -174,14 +174,14 @@ class _Storage:
 
 
 @dataclass(frozen=True)
-class _Described:
+class _TensorDescription:
     storage: _Storage
     first: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
     def check(self, entry: zipfile.ZipInfo, room: int) -> None:
-        """Raises DamagedError where the tensor does not lie inside its storage, or that not inside the blob."""
+        """Raises DamagedError if the tensor exceeds its storage, or the storage exceeds the blob."""
         numbers = (self.first, *self.shape, *self.strides, self.storage.numel)
         if len(self.shape) != len(self.strides) or not all(type(number) is int and number >= 0 for number in numbers):
             raise DamagedError("its description is not one of a tensor")
@@ -190,11 +190,11 @@ class _Described:
             raise DamagedError(f"a tensor of {list(self.shape)} does not fit into {self.storage.numel} elements")
         num_bytes = self.storage.numel * self.storage.dtype.itemsize
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != num_bytes or num_bytes > room:
-            raise DamagedError(f"its storage should take {num_bytes} bytes, uncompressed, and does not")
+            raise DamagedError(f"its storage is not {num_bytes} uncompressed bytes")
 
 
-class _TensorOnly(pickle.Unpickler):
-    """Builds a tensor's description; knows no other class or function."""
+class _TensorUnpickler(pickle.Unpickler):
+    """Unpickler of a tensor's description; accepts no other class or function."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -203,7 +203,7 @@ class _TensorOnly(pickle.Unpickler):
             return OrderedDict
         if module == "torch" and name in _STORAGES:
             return name
-        raise DamagedError(f"it asks for '{module}.{name}', which is not data")
+        raise DamagedError(f"it refers to '{module}.{name}', which is not data")
 
     def persistent_load(self, pid: Any) -> _Storage:
         kind, storage, key, _, numel = pid
@@ -212,21 +212,21 @@ class _TensorOnly(pickle.Unpickler):
         return _Storage(_STORAGES[storage], key, numel)
 
 
-def _describe(storage: _Storage, first: int, shape: Any, strides: Any, *rest: Any) -> _Described:
+def _describe(storage: _Storage, first: int, shape: Any, strides: Any, *rest: Any) -> _TensorDescription:
     if not isinstance(storage, _Storage):
         raise DamagedError("its description names no storage")
-    return _Described(storage, first, tuple(shape), tuple(strides))
+    return _TensorDescription(storage, first, tuple(shape), tuple(strides))
 
 
 def _data_start(file: BinaryIO, offset: int, entry: zipfile.ZipInfo) -> int:
-    """First byte of an entry's content, counted from the start of the archive."""
+    """Returns the offset of an entry's content from the start of the archive."""
     file.seek(offset + entry.header_offset)
     *_, name_length, extra_length = struct.unpack("<4s5H3I2H", file.read(30))
     return int(entry.header_offset + 30 + name_length + extra_length)
 
 
-class _Window(io.RawIOBase):
-    """A part of a file as a file of its own."""
+class _FileWindow(io.RawIOBase):
+    """A part of a file, presented as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._position = file, offset, length, 0
@@ -243,7 +243,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         if origin + offset < 0:
-            raise OSError("the position is in front of the file")
+            raise OSError("the position is before the start of the file")
         self._position = origin + offset
         return self._position
 
@@ -257,14 +257,14 @@ class _Window(io.RawIOBase):
 
 
 def _headers(name: bytes, content: memoryview, position: int) -> tuple[bytes, bytes]:
-    """An entry's header in front of its content, and the one in the directory; `position` is that of the first."""
+    """Returns an entry's local header and its directory header; `position` is the offset of the former."""
     size, crc = content.nbytes, isal_zlib.crc32(content)
     wide = struct.pack("<2H2Q", 1, 16, size, size) if size >= _LIMIT else b""
-    shown = _FAR if wide else size
-    # as torch does it: an extra field that nobody reads moves the content to where it is aligned
+    shown = _IN_ZIP64 if wide else size
+    # as in torch, an unused extra field aligns the content
     gap = -(position + 30 + len(name) + len(wide) + 4) % ALIGNMENT
     extra = wide + struct.pack("<2sH", b"FB", gap) + b"Z" * gap
-    version, date = 45 if wide else 20, 0x21  # 1980-01-01: the bytes depend on the tensor alone
+    version, date = 45 if wide else 20, 0x21  # 1980-01-01: makes the bytes reproducible
     fields = struct.pack("<5H3I", version, 0, 0, 0, date, crc, shown, shown)
     local = b"PK\x03\x04" + fields + struct.pack("<2H", len(name), len(extra)) + name + extra
     far = position >= _LIMIT
@@ -272,15 +272,15 @@ def _headers(name: bytes, content: memoryview, position: int) -> tuple[bytes, by
     large += struct.pack("<Q", position) if far else b""
     extra = struct.pack("<2H", 1, len(large)) + large if large else b""
     central = b"PK\x01\x02" + struct.pack("<H", version) + fields
-    central += struct.pack("<5H2I", len(name), len(extra), 0, 0, 0, 0, _FAR if far else position) + name + extra
+    central += struct.pack("<5H2I", len(name), len(extra), 0, 0, 0, 0, _IN_ZIP64 if far else position) + name + extra
     return local, central
 
 
-def _end(count: int, start: int, length: int) -> bytes:
-    """What closes an archive whose directory takes `length` bytes from `start`."""
+def _archive_end(count: int, start: int, length: int) -> bytes:
+    """Returns the end of an archive whose directory takes `length` bytes from `start`."""
     wide = b""
     if start >= _LIMIT:
         wide = b"PK\x06\x06" + struct.pack("<Q2H2I4Q", 44, 45, 45, 0, 0, count, count, length, start)
         wide += b"PK\x06\x07" + struct.pack("<IQI", 0, start + length, 1)
-    shown = _FAR if wide else start
+    shown = _IN_ZIP64 if wide else start
     return wide + b"PK\x05\x06" + struct.pack("<4H2IH", 0, 0, count, count, length, shown, 0)

@@ -1,12 +1,12 @@
-"""The files of a distributed checkpoint: global tensors as boxes, each one a `torch.save` blob in some `.distcp` file.
+"""Files of a distributed checkpoint: global tensors as boxes, each box a `torch.save` blob in a `.distcp` file.
 
-Owns `.metadata` (a pickle of torch.distributed.checkpoint's `Metadata`: which boxes there are and where they lie),
-`metadata.json`, `common.pt` and the blobs' place in their files, as megatron-core 0.16.1's "torch_dist" backend reads
-and writes them. Which tensors a model has is not known here. It needs no process group and no Megatron.
+Reads and writes `.metadata` (a pickle of torch.distributed.checkpoint's `Metadata`: boxes and their locations),
+`metadata.json`, `common.pt` and the blobs, compatible with megatron-core 0.16.1's "torch_dist" backend. It knows no
+model, and needs no process group and no Megatron.
 
-A checkpoint from elsewhere must not run code. `.metadata` is read by `checkpoint_metadata.py`, a blob by an
-unpickler that knows a tensor's description and nothing else; what torch calls bytes (any pickled object: random states,
-extra states) and `common.pt` are never read.
+A checkpoint from elsewhere must not run code. `checkpoint_metadata.py` reads `.metadata`, and a blob's unpickler
+accepts a tensor's description only. Entries that torch calls bytes (any pickled object: random states, extra states)
+and `common.pt` are never read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mrl.resharding.regions import intersect, volume, whole
 BACKEND_FILE = "metadata.json"
 COMMON = "common.pt"
 _EMPTY_FILE = "__empty.distcp"
-"""Holds the pickled None that keys without data point at."""
+"""File with a pickled None, to which keys without data refer."""
 
 _BACKEND = {
     "sharded_backend": "torch_dist",
@@ -46,19 +46,19 @@ _BACKEND = {
     "common_backend_version": 1,
 }
 _MAPPED_BYTES = 32 << 20
-"""After so many bytes read, files are mapped anew: pages that were read count as this process's memory until then."""
+"""Bytes after which files are mapped again, because pages that were read count as this process's memory until then."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a global tensor, and where it lies.
+    """A box of a global tensor, and the location of its blob.
 
     Attributes:
-        offsets: Where the box begins.
-        sizes: Its extent.
-        file: Relative to the checkpoint's folder.
-        start: First byte of its blob.
-        num_bytes: Of the blob.
+        offsets: First index of the box in each dimension.
+        sizes: Extent of the box.
+        file: Path relative to the checkpoint's folder.
+        start: Offset of the blob in the file, bytes.
+        num_bytes: Size of the blob.
     """
 
     offsets: tuple[int, ...]
@@ -69,20 +69,20 @@ class Chunk:
 
     @property
     def region(self) -> Region:
-        """The box."""
+        """Region of the box in the global tensor."""
         return tuple((offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
 
 @dataclass(frozen=True)
 class GlobalTensor:
-    """A tensor of the checkpoint; `dtype` is torch's name of it."""
+    """A tensor of the checkpoint; `dtype` is torch's name of its dtype."""
 
     shape: tuple[int, ...]
     dtype: str
     chunks: tuple[Chunk, ...]
 
     def chunks_in(self, region: Region) -> Iterator[tuple[Chunk, Region]]:
-        """The boxes that hold a part of a region, each with that part."""
+        """Yields each box that intersects a region, with the intersection."""
         lead = self._lead
         for place in product(*(range(start, stop) for start, stop in region[:lead])):
             for chunk in self._by_lead.get(place, ()):
@@ -91,21 +91,25 @@ class GlobalTensor:
                     yield chunk, both
 
     def check_cover(self) -> None:
-        """Raises ValueError, which says what is wrong, unless the boxes cover the tensor exactly once."""
+        """Checks that the boxes cover the tensor exactly once.
+
+        Raises:
+            ValueError: A box lies outside the shape, boxes overlap, or elements are missing.
+        """
         for chunk in self.chunks:
             if len(chunk.sizes) != len(self.shape) or intersect(chunk.region, whole(self.shape)) != chunk.region:
                 raise ValueError(f"box {list(chunk.region)} is not inside its shape {list(self.shape)}")
         regions = [chunk.region for chunk in self.chunks]
-        twice = _overlap(regions, 0)
+        twice = _find_overlap(regions, 0)
         if twice is not None:
-            raise ValueError(f"holds {list(twice)} twice")
+            raise ValueError(f"contains {list(twice)} twice")
         lacking = volume(whole(self.shape)) - sum(map(volume, regions))
         if lacking:
             raise ValueError(f"lacks {lacking} of the elements of its shape {list(self.shape)}")
 
     @cached_property
     def _lead(self) -> int:
-        """Leading dimensions (layers, experts) in which every box has an extent of one."""
+        """Number of leading dimensions (layers, experts) in which every box has extent one."""
         lead = 0
         while lead < len(self.shape) and all(chunk.sizes[lead] == 1 for chunk in self.chunks):
             lead += 1
@@ -121,17 +125,17 @@ class GlobalTensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds: its tensors, and the keys of pickled objects."""
+    """Content of a checkpoint: its tensors, and the keys of pickled objects."""
 
     tensors: dict[str, GlobalTensor]
     pickled: tuple[str, ...]
 
 
 def read_contents(folder: Path) -> Contents:
-    """What the metadata of a checkpoint says.
+    """Reads the metadata of a checkpoint.
 
     Raises:
-        UserError: A file is missing, broken or of another backend, or asks for code; it is named.
+        UserError: A file is missing, damaged or of another backend, or refers to code; the message names it.
     """
     _check_backend(folder / BACKEND_FILE)
     file = folder / METADATA
@@ -148,12 +152,12 @@ def read_contents(folder: Path) -> Contents:
                 continue
             chunks = []
             for chunk in stored.chunks:
-                offsets, sizes = _numbers(chunk.offsets), _numbers(chunk.sizes)
+                offsets, sizes = _check_sizes(chunk.offsets), _check_sizes(chunk.sizes)
                 info = places[key, offsets]
-                start, num_bytes = _numbers((info.offset, info.length))
-                chunks.append(Chunk(offsets, sizes, _plain(info.relative_path), start, num_bytes))
+                start, num_bytes = _check_sizes((info.offset, info.length))
+                chunks.append(Chunk(offsets, sizes, _check_file_name(info.relative_path), start, num_bytes))
             dtype = str(stored.properties.dtype).removeprefix("torch.")
-            tensors[str(key)] = GlobalTensor(_numbers(stored.size), dtype, tuple(chunks))
+            tensors[str(key)] = GlobalTensor(_check_sizes(stored.size), dtype, tuple(chunks))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"'{file}' is not the metadata of a distributed checkpoint: {type(error).__name__}: {error}."
@@ -171,13 +175,13 @@ class ChunkFiles:
         self._bytes_read = 0
 
     def __reduce__(self) -> tuple[type[ChunkFiles], tuple[Path]]:
-        return ChunkFiles, (self._folder,)  # maps do not travel to another process
+        return ChunkFiles, (self._folder,)  # maps cannot be sent to another process
 
     def check(self, chunks: Iterable[Chunk]) -> None:
-        """Compares the files with the bytes that boxes take; reads nothing.
+        """Compares the sizes of the files with the boxes' locations; reads nothing.
 
         Raises:
-            UserError: A file is missing or ends early, or two boxes take the same bytes; it is named.
+            UserError: A file is missing or too short, or two boxes overlap in it; the message names it.
         """
         spans: dict[str, list[tuple[int, int]]] = {}
         for chunk in chunks:
@@ -188,14 +192,14 @@ class ChunkFiles:
             for (_, stop), (start, _) in pairwise(parts):
                 if start < stop:
                     raise UserError(
-                        f"'{self._folder / METADATA}' is wrong: two tensors share the bytes from {start} of '{name}'."
+                        f"'{self._folder / METADATA}' is invalid: two tensors share the bytes from {start} of '{name}'."
                     )
 
     def read(self, chunk: Chunk, region: Region, dtype: str) -> Tensor:
-        """A part of a box, in coordinates of the global tensor; only its bytes are read.
+        """Reads a region, in coordinates of the global tensor, from a box; reads only its bytes.
 
         Raises:
-            UserError: The file is missing or damaged, or does not hold what the metadata says; it is named.
+            UserError: The file is missing or damaged, or differs from the metadata; the message names it.
         """
         blob = self._blob(chunk, dtype)
         own = tuple(slice(a - first, b - first) for (a, b), first in zip(region, chunk.offsets, strict=True))
@@ -206,7 +210,7 @@ class ChunkFiles:
         return blob.read(mapped, own)
 
     def close(self) -> None:
-        """Lets go of the files; tensors that were read keep theirs."""
+        """Releases the maps; tensors that were read keep their own references."""
         self._mapped.clear()
         self._bytes_read = 0
 
@@ -215,11 +219,9 @@ class ChunkFiles:
         try:
             size = path.stat().st_size
         except OSError as error:
-            raise UserError(f"'{path}' cannot be read, and the checkpoint's metadata names it: {error}.") from error
+            raise UserError(f"'{path}', listed in the checkpoint's metadata, cannot be read: {error}.") from error
         if size < end:
-            raise UserError(
-                f"'{path}' ends after {size} bytes; the checkpoint's metadata asks for {end}. Copy it again."
-            )
+            raise UserError(f"'{path}' has {size} bytes; the checkpoint's metadata requires {end}. Copy it again.")
         return size
 
     def _map(self, name: str) -> Tensor:
@@ -240,34 +242,34 @@ class ChunkFiles:
                 with path.open("rb") as file:
                     self._blobs[place] = read_blob(file, chunk.start, chunk.num_bytes)
             except (DamagedError, OSError) as error:
-                raise UserError(f"'{path}' is damaged: what lies at byte {chunk.start}: {error}.") from error
+                raise UserError(f"'{path}' is damaged: invalid tensor at byte {chunk.start}: {error}.") from error
         blob = self._blobs[place]
         found = f"{list(blob.shape)} {str(blob.dtype).removeprefix('torch.')}"
         expected = f"{list(chunk.sizes)} {dtype}"
         if found != expected:
             raise UserError(
-                f"'{path}' does not belong to its checkpoint's {METADATA}: at byte {chunk.start} it holds a tensor "
-                f"{found}, the metadata says {expected}."
+                f"'{path}' does not match its checkpoint's {METADATA}: the tensor at byte {chunk.start} is {found}, "
+                f"expected {expected}."
             )
         return blob
 
 
 class Writer(Protocol):
-    """What `write_blobs` writes to."""
+    """Interface of the output of `write_blobs`."""
 
     def write(self, data: bytes | memoryview, /) -> object:
         """Appends bytes."""
 
 
 def write_blobs(file: Writer, tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Writes tensors one after the other, each so that its elements are aligned in the file.
+    """Writes tensors one after the other, with aligned elements.
 
     Args:
-        file: Empty.
-        tensors: Contiguous, on the CPU; one is held at a time.
+        file: Empty output.
+        tensors: Contiguous CPU tensors; one is kept at a time.
 
     Returns:
-        (first byte, number of bytes) of each blob.
+        (offset, size in bytes) of each blob.
     """
     places = []
     position = 0
@@ -286,13 +288,13 @@ def write_blobs(file: Writer, tensors: Iterable[Tensor]) -> list[tuple[int, int]
 def write_contents(
     folder: Path, tensors: Mapping[str, GlobalTensor], *, empty: Iterable[str], common: Mapping[str, Any]
 ) -> None:
-    """Writes what makes a folder of `.distcp` files a checkpoint.
+    """Writes the metadata that makes a folder of `.distcp` files a checkpoint.
 
     Args:
-        folder: With the files that the chunks name.
+        folder: Folder with the files that the chunks refer to.
         tensors: Key -> tensor.
         empty: Keys of pickled objects that are None.
-        common: What all ranks share; plain values.
+        common: Content of `common.pt`, plain values.
     """
     state: dict[str, Any] = {}
     storage: dict[dcp.MetadataIndex, _StorageInfo] = {}
@@ -307,7 +309,7 @@ def write_contents(
     keys = list(empty)
     if keys:
         none = io.BytesIO()
-        torch.save([None], none)  # one object, as each rank would have pickled it; all keys point at it
+        torch.save([None], none)  # one object, as each rank would pickle it; all keys refer to it
         write_file(folder / _EMPTY_FILE, none.getvalue())
         for key in keys:
             state[key] = dcp.BytesStorageMetadata()
@@ -317,7 +319,7 @@ def write_contents(
     write_file(folder / COMMON, shared.getvalue())
     metadata = dcp.Metadata(state_dict_metadata=state, storage_data=storage, storage_meta=dcp.StorageMeta())
     write_file(folder / METADATA, pickle.dumps(metadata))
-    write_file(folder / BACKEND_FILE, json.dumps(_BACKEND).encode())  # last: Megatron takes a folder with it for whole
+    write_file(folder / BACKEND_FILE, json.dumps(_BACKEND).encode())  # last: it marks the folder as complete
 
 
 def _check_backend(file: Path) -> None:
@@ -325,7 +327,7 @@ def _check_backend(file: Path) -> None:
         backend = json.loads(file.read_text(encoding="utf-8"))["sharded_backend"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"'{file.parent}' is not a whole distributed checkpoint: {file.name} cannot be read "
+            f"'{file.parent}' is not a complete distributed checkpoint: {file.name} cannot be read "
             f"({type(error).__name__}: {error})."
         ) from error
     if backend != _BACKEND["sharded_backend"]:
@@ -335,24 +337,25 @@ def _check_backend(file: Path) -> None:
         )
 
 
-def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
+def _check_sizes(values: Iterable[Any]) -> tuple[int, ...]:
     found = tuple(values)
     if not all(type(value) is int and value >= 0 for value in found):
         raise ValueError(f"{list(found)} are not sizes")
     return found
 
 
-def _plain(name: Any) -> str:
-    """A file of the same folder: metadata must not make mrl read any other."""
+def _check_file_name(name: Any) -> str:
+    """Checks that a name is a file of the same folder: metadata must not make mrl read any other."""
     if not isinstance(name, str) or Path(name).name != name:
         raise ValueError(f"{name!r} is not a file of the checkpoint's folder")
     return name
 
 
-def _overlap(regions: list[Region], axis: int) -> Region | None:
-    """What two of the regions share, or None.
+def _find_overlap(regions: list[Region], axis: int) -> Region | None:
+    """Returns the intersection of two overlapping regions, None if all are disjoint.
 
-    Regions are cut into groups that are apart along an axis, these along the next one: Megatron's are then alone.
+    Regions are grouped by disjoint intervals along an axis, the groups again along the next axis. Megatron's are then
+    alone in their groups, so no pairs need to be compared.
     """
     if len(regions) < 2:
         return None
@@ -367,5 +370,5 @@ def _overlap(regions: list[Region], axis: int) -> Region | None:
             groups.append([])
         groups[-1].append(region)
         end = max(end, stop)
-    found = (_overlap(group, axis + 1) for group in groups)
+    found = (_find_overlap(group, axis + 1) for group in groups)
     return next((both for both in found if both is not None), None)

@@ -1,12 +1,12 @@
 """TensorRT-LLM 1.x checkpoints: config.json and a rank{N}.safetensors for each rank.
 
-Owns the reading and writing of the rank files: what `resharding/trtllm.py` lays out, in the dtypes and with the scales
-that TensorRT-LLM's loader asks for. The loader (`models/modeling_utils.py: PretrainedModel.load`) was read, not run.
+Reads and writes the rank files: the layout of `resharding/trtllm.py`, with the dtypes and scales that TensorRT-LLM's
+loader (`models/modeling_utils.py: PretrainedModel.load`) requires. Derived from the loader's source; it was not run.
 
 FP8 (`quant_algo` FP8): each linear layer of a rank is stored as float8_e4m3fn with `weights_scaling_factor` (fp32, one
-element, or one per expert) of the rank's own fused tensor, so that ranks may hold a replicated key/value head with
-different scales. TensorRT-LLM computes with FP8 activations too, and its layers have no default for
-`activation_scaling_factor`: it comes from a calibration, which mrl does not do, and must be given.
+element, or one per expert) of the rank's own fused tensor, so replicas of a key/value head may have different scales.
+TensorRT-LLM also computes with FP8 activations, and its layers have no default for `activation_scaling_factor`. It
+comes from a calibration, which mrl does not do, and must be given.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ _FP8 = "float8_e4m3fn"
 _WEIGHT_SCALE = "weights_scaling_factor"
 _ACTIVATION_SCALE = "activation_scaling_factor"
 RANK_FILES = "rank*.safetensors"
-"""Of all ranks."""
+"""Pattern of the rank files."""
 _FP8_ALIGNMENT = 4
-"""Bytes: an FP8 tensor is followed by its fp32 scales."""
+"""Alignment of an FP8 tensor's size, bytes: fp32 scales follow it."""
 
 Headers = dict[str, tuple[tuple[int, ...], str]]
 """Name -> (shape, dtype) in the file."""
 
 
 def rank_file(rank: int) -> str:
-    """The name of a rank's file."""
+    """Returns the name of a rank's file."""
     return f"rank{rank}.safetensors"
 
 
 def read_activation_scales(path: str | Path) -> dict[str, float]:
-    """The `activation_scales` of a `TrtllmTarget` from a JSON object of numbers.
+    """Reads the `activation_scales` of a `TrtllmTarget` from a JSON object of numbers.
 
     Raises:
-        UserError: The file cannot be read or holds something else; it is named.
+        UserError: The file cannot be read or has other content; the message names it.
     """
     try:
         scales = read_json(Path(path))
@@ -70,10 +70,10 @@ def read_activation_scales(path: str | Path) -> dict[str, float]:
 
 
 class TrtllmTarget(Target):
-    """A checkpoint that is to be written.
+    """A checkpoint to write.
 
     Attributes:
-        config: What config.json will say.
+        config: Content of its config.json.
     """
 
     def __init__(
@@ -85,20 +85,20 @@ class TrtllmTarget(Target):
         activation_scales: Mapping[str, float] | None = None,
         gpus_per_node: int = 8,
     ) -> None:
-        """Lays out every rank.
+        """Computes the layout of every rank.
 
         Args:
             arch: The model.
-            mapping: The ranks.
-            dtype: float32, float16 or bfloat16; routers are fp32 in any case.
-            activation_scales: Quantise linear layers to FP8; for each of them the largest magnitude of its input in a
-                calibration over 448, by TensorRT-LLM's module name with the layer counted in the whole model
-                ("transformer.layers.3.attention.qkv"). None: no quantisation.
-            gpus_per_node: For config.json.
+            mapping: Parallel layout.
+            dtype: float32, float16 or bfloat16; routers are always fp32.
+            activation_scales: Quantizes linear layers to FP8. Module -> largest magnitude of its input in a calibration
+                / 448; modules have TensorRT-LLM's names with the model's layer index
+                ("transformer.layers.3.attention.qkv"). None: no quantization.
+            gpus_per_node: Consecutive ranks that share a node, for config.json.
 
         Raises:
-            UserError: TensorRT-LLM has no such model, it cannot be spread so, or scales are missing, unknown or not
-                above 0.
+            UserError: TensorRT-LLM has no such model, the sizes do not divide it, or scales are missing, unknown or not
+                positive.
         """
         self.config = TrtllmConfig(arch, mapping, dtype, activation_scales is not None, gpus_per_node)
         self._linear = {rank: linear_modules(arch, mapping, rank) for rank in range(mapping.world_size)}
@@ -108,23 +108,24 @@ class TrtllmTarget(Target):
         self.files = tuple(OutFile(rank_file(rank), self._layout(rank)) for rank in range(mapping.world_size))
 
     def write(self, path: Path, file: OutFile, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        """See `Target`; linear layers that will be FP8 come as fp32, experts may come in two or three dimensions.
+        """Implements `Target.write`; expects linear layers for FP8 in fp32, and experts in two or three dimensions.
 
         Raises:
-            UserError: The disk refuses, or a value is beyond float16 or, with FP8, not finite; the tensor is named.
+            UserError: The disk refuses, or a value exceeds float16 or, with FP8, is not finite; the message names the
+                tensor.
         """
         linear = self._linear[int(file.name.removeprefix("rank").removesuffix(".safetensors"))]
-        return write_safetensors(path, _headers(self.config, file.layout, linear), self._stored(file, linear, tensors))
+        return write_safetensors(path, _headers(self.config, file.layout, linear), self._encode(file, linear, tensors))
 
     def finish(self, folder: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
-        """See `Target`."""
+        """Implements `Target.finish`."""
         (folder / CONFIG).write_text(json.dumps(to_json(self.config), indent=2) + "\n", encoding="utf-8")
 
     def describe(self) -> dict[str, Any]:
-        """See `Target`; with FP8 also a hash of the activation scales, on which the files depend."""
+        """Implements `Target.describe`; with FP8 also a hash of the activation scales, on which the files depend."""
         scales = json.dumps(self._scales, sort_keys=True).encode()
         known = {"activation_scales": xxhash.xxh3_64_hexdigest(scales)} if self.config.fp8 else {}
-        return {**_summary(self.config), **known}
+        return {**_describe_config(self.config), **known}
 
     def _layout(self, rank: int) -> Layout:
         layout = trtllm_layout(self.config.arch, self.config.mapping, rank, self.config.dtype)
@@ -136,12 +137,13 @@ class TrtllmTarget(Target):
             if volume(whole(stored.shape)) * item % _FP8_ALIGNMENT:
                 raise UserError(
                     f"'{name}' of shape {list(stored.shape)} on rank {rank} is not a multiple of {_FP8_ALIGNMENT} "
-                    "bytes with FP8, whose products need matrices of multiples of 16. Use a smaller tp_size, or no FP8."
+                    "bytes with FP8, whose GEMMs need dimensions that are multiples of 16. Use a smaller tp_size, or "
+                    "no FP8."
                 )
         last = {name: replace(stored, dtype="float32") for name, stored in layout.items() if name in linear}
         return {name: stored for name, stored in layout.items() if name not in linear} | last
 
-    def _stored(
+    def _encode(
         self, file: OutFile, linear: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]
     ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
@@ -170,22 +172,22 @@ class TrtllmTarget(Target):
             )
         for module, scale in self._scales.items():
             if not 0 < scale < float("inf"):
-                raise UserError(f"the activation scale of '{module}' is {scale!r}; expected a number above 0.")
+                raise UserError(f"the activation scale of '{module}' is {scale!r}; expected a positive number.")
 
 
 class TrtllmSource(Source):
     """A checkpoint, open for reading in Hugging Face coordinates.
 
     Attributes:
-        config: What config.json says.
+        config: Content of its config.json.
     """
 
     def __init__(self, folder: str | Path) -> None:
         """Reads config.json and the headers of all rank files.
 
         Raises:
-            UserError: config.json is missing or describes what mrl does not build, or a rank file is missing, not whole
-                or one too many.
+            UserError: config.json is missing or not supported by mrl, or a rank file is missing, incomplete or
+                superfluous.
         """
         self.folder = Path(folder)
         self.config = read_config(folder)
@@ -195,7 +197,7 @@ class TrtllmSource(Source):
         for what, files in (("lacks", set(names) - found), ("also has", found - set(names))):
             if files:
                 raise UserError(
-                    f"checkpoint '{folder}' {what} {', '.join(sorted(files)[:3])}; {CONFIG} says "
+                    f"checkpoint '{folder}' {what} {', '.join(sorted(files)[:3])}; {CONFIG} is for "
                     f"{self.config.mapping.tp_size} x {self.config.mapping.pp_size} ranks (tp_size x pp_size)."
                 )
         self._open_files = [SafetensorsFile(self.folder / name) for name in names]
@@ -219,9 +221,9 @@ class TrtllmSource(Source):
         self._dtypes: dict[str, str] = {}
 
     def dtype(self, hf_name: str) -> str:
-        """See `Source`; a router, fp32 in every file, has the model's dtype where that holds all of its values.
+        """Implements `Source.dtype`; a router, stored in fp32, has the model's dtype if that represents its values.
 
-        FP8 weights have the model's dtype too, in which TensorRT-LLM computes with them.
+        FP8 weights also have the model's dtype, in which TensorRT-LLM computes with them.
         """
         if hf_name not in self._dtypes:
             rank, name, _ = self._holders[hf_name][0]
@@ -229,19 +231,19 @@ class TrtllmSource(Source):
             keeps = stored == model or all(
                 torch.equal(part, part.to(DTYPES[model]).to(part.dtype))
                 for rank, name, piece in self._holders[hf_name]
-                for part in [self._piece(rank, name, piece.dst)]
+                for part in [self._read_piece(rank, name, piece.dst)]
             )
             self._dtypes[hf_name] = model if keeps else stored
         return self._dtypes[hf_name]
 
     def read(self, hf_name: str, region: Region) -> Tensor:
-        """See `Source`; a view where one rank holds the whole region in the dtype that is returned."""
+        """Implements `Source.read`; a view if one rank has the entire region in the returned dtype."""
         dtype = DTYPES[self.dtype(hf_name)]
         found: Tensor | None = None
         left = [region]
         for rank, name, piece in self._holders[hf_name]:
             for part in [both for rest in left if (both := intersect(rest, piece.src)) is not None]:
-                values = self._piece(rank, name, translate(part, piece.src, piece.dst)).to(dtype)
+                values = self._read_piece(rank, name, translate(part, piece.src, piece.dst)).to(dtype)
                 if part == region:
                     return values
                 if found is None:
@@ -251,19 +253,20 @@ class TrtllmSource(Source):
             if not left:
                 break
         if left or found is None:
-            raise UserError(f"checkpoint '{self.folder}' holds nothing of '{hf_name}'{list(left[0])}.")
+            raise UserError(f"checkpoint '{self.folder}' lacks '{hf_name}'{list(left[0])}.")
         return found
 
     def check(self, *, deep: bool = False) -> None:
-        """See `Source`.
+        """Implements `Source.check`.
 
         Args:
-            deep: Also read everything that is held more than once (the head of tied embeddings, replicated key/value
-                heads, norms, routers) and compare it bit by bit, and check that padding is zero. FP8 weights are left
-                out: each rank rounds by its own scale.
+            deep: Also compare bit by bit everything that is stored more than once (head of tied embeddings, replicated
+                key/value heads, norms, routers), and check that padding is zero. FP8 weights are excluded: each rank
+                rounds by its own scale.
 
         Raises:
-            UserError: As in `Source`; with `deep` also where copies differ; the tensor and both ranks are named.
+            UserError: The errors of `Source.check`; with `deep` also copies that differ, naming the tensor and both
+                ranks.
         """
         for file, layout, linear in zip(self._open_files, self._layouts, self._linear, strict=True):
             expected = _headers(self.config, layout, linear)
@@ -274,13 +277,12 @@ class TrtllmSource(Source):
                 if names:
                     raise UserError(
                         f"'{file.path}' {what} {len(names)} tensors of a {self.arch.family} model with "
-                        f"{self.arch.num_layers} layers, first '{names[0]}'. {CONFIG} and the weights do not belong "
-                        "together."
+                        f"{self.arch.num_layers} layers, first '{names[0]}'. {CONFIG} does not match the weights."
                     )
             for name, header in file.headers.items():
                 if (header.shape, header.dtype) != expected[name]:
                     raise UserError(
-                        f"'{file.path}': '{name}' is {list(header.shape)} {header.dtype}; {CONFIG} asks for "
+                        f"'{file.path}': '{name}' is {list(header.shape)} {header.dtype}; {CONFIG} requires "
                         f"{list(expected[name][0])} {expected[name][1]}."
                     )
         if self.arch.tie_word_embeddings:
@@ -290,21 +292,26 @@ class TrtllmSource(Source):
             self._check_padding()
 
     def describe(self) -> dict[str, Any]:
-        """See `Source`."""
+        """Implements `Source.describe`."""
         tensors = {
             f"rank{rank}.{name}": {"shape": list(header.shape), "dtype": header.dtype, "file": rank_file(rank)}
             for rank, file in enumerate(self._open_files)
             for name, header in file.headers.items()
         }
         num_bytes = sum(file.num_bytes for file in self._open_files)
-        return {**_summary(self.config), "num_layers": self.arch.num_layers, "num_bytes": num_bytes, "tensors": tensors}
+        return {
+            **_describe_config(self.config),
+            "num_layers": self.arch.num_layers,
+            "num_bytes": num_bytes,
+            "tensors": tensors,
+        }
 
     def close(self) -> None:
-        """See `Source`; maps go with the tensors that were read, so nothing is left to let go of."""
+        """Implements `Source.close`; maps are released with the tensors that were read."""
         self._open_files.clear()
 
-    def _piece(self, rank: int, name: str, region: Region) -> Tensor:
-        """A region of a stored tensor in two dimensions; FP8 becomes fp32."""
+    def _read_piece(self, rank: int, name: str, region: Region) -> Tensor:
+        """Returns a region of a stored tensor in two dimensions; converts FP8 to fp32."""
         file, stored = self._open_files[rank], self._layouts[rank][name]
         values = file.tensor(name).view(stored.shape)[slices(region)]
         if name not in self._linear[rank]:
@@ -323,12 +330,14 @@ class TrtllmSource(Source):
                     both = intersect(piece.src, first.src)
                     if both is None:
                         continue
-                    ours = self._piece(rank, name, translate(both, piece.src, piece.dst))
-                    theirs = self._piece(first_rank, first_name, translate(both, first.src, first.dst))
-                    if not torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)):
+                    values = self._read_piece(rank, name, translate(both, piece.src, piece.dst))
+                    first_values = self._read_piece(first_rank, first_name, translate(both, first.src, first.dst))
+                    if not torch.equal(
+                        values.contiguous().view(torch.uint8), first_values.contiguous().view(torch.uint8)
+                    ):
                         raise UserError(
                             f"checkpoint '{self.folder}': '{hf_name}'{list(both)} differs between rank {first_rank} "
-                            f"('{first_name}') and rank {rank} ('{name}'); both should hold the same values."
+                            f"('{first_name}') and rank {rank} ('{name}'); both should have the same values."
                         )
                 distinct.setdefault(piece.src, (rank, name, piece))
 
@@ -341,7 +350,7 @@ class TrtllmSource(Source):
 
 
 def _headers(config: TrtllmConfig, layout: Layout, linear: Mapping[str, str]) -> Headers:
-    """What a rank's file holds, in its order."""
+    """Returns the headers of a rank's file, in its order."""
     found: Headers = {}
     for name, stored in layout.items():
         shape = stored.view or stored.shape
@@ -363,12 +372,12 @@ def _check_finite(file: str, name: str, stored: StoredTensor, tensor: Tensor) ->
         return
     bad = [piece.hf_name for piece in stored.pieces if not torch.isfinite(tensor[slices(piece.dst)]).all()]
     raise UserError(
-        f"{file}: '{name}' would hold infinity or NaN: values of {', '.join(dict.fromkeys(bad))} are beyond float16 "
-        f"(largest {torch.finfo(torch.float16).max:.0f}) or not numbers. Use bfloat16."
+        f"{file}: '{name}' would contain infinity or NaN: values of {', '.join(dict.fromkeys(bad))} are NaN or exceed "
+        f"float16 (largest {torch.finfo(torch.float16).max:.0f}). Use bfloat16."
     )
 
 
-def _summary(config: TrtllmConfig) -> dict[str, Any]:
+def _describe_config(config: TrtllmConfig) -> dict[str, Any]:
     mapping = config.mapping
     return {
         "format": "trtllm",

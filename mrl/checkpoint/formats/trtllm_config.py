@@ -1,10 +1,10 @@
-"""config.json of a TensorRT-LLM 1.x checkpoint, both ways.
+"""config.json of a TensorRT-LLM 1.x checkpoint, read and written.
 
-Owns the keys that TensorRT-LLM's `PretrainedConfig`, `LLaMAConfig` and `QWenConfig` read, and how they translate into
-an `ArchSpec`: by way of Hugging Face's keys, so that each family checks its own. What is read is written again and
-compared, so that no setting that mrl does not build goes unnoticed. Two keys are mrl's own: `mrl.family`, for a family
-that shares its architecture with another one, and `tie_word_embeddings` where TensorRT-LLM's class has no such key;
-TensorRT-LLM keeps unknown keys as attributes and warns.
+The keys are those of TensorRT-LLM's `PretrainedConfig`, `LLaMAConfig` and `QWenConfig`. They are translated into an
+`ArchSpec` by way of Hugging Face's keys, so that each family validates its own. The result is written again and
+compared with the file, so that no setting that mrl does not support goes unnoticed. Two keys are mrl's own:
+`mrl.family`, for families that share an architecture, and `tie_word_embeddings` where TensorRT-LLM's class has no such
+key; TensorRT-LLM stores unknown keys as attributes and warns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXCLUDED = (
     "*block_embedding",
     "*shared_expert_gate",
 )
-"""Modules that are not quantised: what TensorRT-LLM's `quantization/quantize.py` leaves out by itself."""
+"""Modules that are not quantized: those that TensorRT-LLM's `quantization/quantize.py` excludes by default."""
 
 _HF_KEYS = {
     "vocab_size": "vocab_size",
@@ -64,19 +64,19 @@ _FREE = (
     "mapping",
     "mrl",
 )
-"""Written keys that need not be as mrl would write them: without influence on the weights, or checked by themselves."""
+"""Keys that may differ from what mrl would write: they do not affect the weights, or are checked separately."""
 
 
 @dataclass(frozen=True)
 class TrtllmConfig:
-    """What config.json says.
+    """Content of config.json.
 
     Attributes:
         arch: The model.
-        mapping: The ranks.
-        dtype: Of the weights that are not quantised, routers aside.
-        fp8: Linear layers are float8_e4m3fn with one scale per tensor (`quant_algo` FP8).
-        gpus_per_node: Which ranks share a node; TensorRT-LLM chooses its all-reduce by it.
+        mapping: Parallel layout.
+        dtype: Dtype of the weights that are neither quantized nor routers.
+        fp8: True if linear layers are float8_e4m3fn with one scale per tensor (`quant_algo` FP8).
+        gpus_per_node: Consecutive ranks that share a node; TensorRT-LLM selects its all-reduce by it.
     """
 
     arch: ArchSpec
@@ -86,11 +86,11 @@ class TrtllmConfig:
     gpus_per_node: int = 8
 
     def __post_init__(self) -> None:
-        """Raises UserError where a value is wrong, TensorRT-LLM has no such model, or it cannot be spread so."""
+        """Raises UserError if a value is invalid, TensorRT-LLM has no such model, or the sizes do not divide it."""
         if self.dtype not in DTYPES:
             raise UserError(f"dtype is {self.dtype!r}; a TensorRT-LLM checkpoint has one of {', '.join(DTYPES)}.")
         if type(self.gpus_per_node) is not int or self.gpus_per_node < 1:
-            raise UserError(f"gpus_per_node is {self.gpus_per_node!r}; expected a whole number above 0.")
+            raise UserError(f"gpus_per_node is {self.gpus_per_node!r}; expected a positive integer.")
         if family_of(self.arch).trtllm_architecture is None:
             known = sorted(name for name, family in families().items() if family.trtllm_architecture)
             raise UserError(
@@ -100,15 +100,16 @@ class TrtllmConfig:
 
 
 def read_config(folder: str | Path) -> TrtllmConfig:
-    """config.json of a checkpoint folder.
+    """Reads config.json of a checkpoint folder.
 
     Raises:
-        UserError: It is missing, not a checkpoint's, or describes a model that mrl does not build; the file is named.
+        UserError: The file is missing, not a checkpoint's, or describes a model that mrl does not support; the message
+            names it.
     """
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise UserError(
-            f"'{folder}' has no {CONFIG}. A TensorRT-LLM checkpoint holds it and a rank{{N}}.safetensors for each rank."
+            f"'{folder}' has no {CONFIG}. A TensorRT-LLM checkpoint has one, and a rank{{N}}.safetensors for each rank."
         )
     config = read_json(path)
     if "pretrained_config" in config:
@@ -120,15 +121,15 @@ def read_config(folder: str | Path) -> TrtllmConfig:
 
 
 def from_json(config: Mapping[str, Any]) -> TrtllmConfig:
-    """The parsed file -> TrtllmConfig.
+    """Converts the parsed file.
 
     Raises:
-        UserError: A key is missing or wrong, or describes something that mrl does not build; it is named.
+        UserError: A key is missing or invalid, or describes something that mrl does not support; the message names it.
     """
     ranks = _object(config, "mapping")
     for key, expected in (("cp_size", 1), ("moe_cluster_size", 1), ("attn_cp_size", 1), ("auto_parallel", False)):
         if ranks.get(key, expected) not in (expected, -1):
-            raise UserError(f"mapping.{key} is {ranks[key]!r}; mrl reads {expected!r} only.")
+            raise UserError(f"mapping.{key} is {ranks[key]!r}; mrl supports {expected!r} only.")
     mapping = TrtllmMapping(
         tp_size=ranks.get("tp_size", 1),
         pp_size=ranks.get("pp_size", 1),
@@ -155,12 +156,12 @@ def from_json(config: Mapping[str, Any]) -> TrtllmConfig:
         else:
             differs = key not in _FREE and not _agrees(given, value)
         if differs:
-            raise UserError(f"{key} is {given!r}; mrl's '{found.arch.family}' has {value!r} there.")
+            raise UserError(f"{key} is {given!r}; mrl's '{found.arch.family}' supports {value!r} only.")
     return found
 
 
 def to_json(config: TrtllmConfig) -> dict[str, Any]:
-    """TrtllmConfig -> the file."""
+    """Returns the content of config.json."""
     arch, mapping = config.arch, config.mapping
     architecture = family_of(arch).trtllm_architecture
     qwen = str(architecture).startswith("Qwen")
@@ -216,7 +217,7 @@ def to_json(config: TrtllmConfig) -> dict[str, Any]:
 
 
 def _moe_keys(moe: MoeSpec | None, *, renormalizes: bool) -> dict[str, Any]:
-    """What the file of a dense model says too."""
+    """Returns the keys of `moe`; dense models have them too."""
     return {
         "num_experts": moe.num_experts if moe else 0,
         "top_k": moe.top_k if moe else 0,
@@ -238,7 +239,7 @@ def _qwen_keys(arch: ArchSpec) -> dict[str, Any]:
 
 
 def _arch(config: Mapping[str, Any]) -> ArchSpec:
-    """By way of Hugging Face's keys; the family checks them."""
+    """Builds the model from Hugging Face's keys, which the family validates."""
     architecture = _value(config, "architecture")
     fitting = {name: family for name, family in families().items() if family.trtllm_architecture == architecture}
     if not fitting:
@@ -260,7 +261,7 @@ def _arch(config: Mapping[str, Any]) -> ArchSpec:
         "num_experts_per_tok": moe["top_k"],
         "norm_topk_prob": moe["normalization_mode"] == _RENORMALIZE,
     }
-    read = {key: value for key, value in hf.items() if key in family.keys.all}  # of others transformers would be asked
+    read = {key: value for key, value in hf.items() if key in family.keys.all}  # unknown keys would need transformers
     return arch_from_config({**read, "model_type": family.hf_model_type})
 
 
@@ -269,18 +270,18 @@ def _is_fp8(quantization: Mapping[str, Any]) -> bool:
     if algorithm not in (None, "FP8") or quantization.get("kv_cache_quant_algo") is not None:
         raise UserError(
             f"quantization.quant_algo is {algorithm!r} and kv_cache_quant_algo "
-            f"{quantization.get('kv_cache_quant_algo')!r}; mrl reads checkpoints without quantisation, and FP8 weights."
+            f"{quantization.get('kv_cache_quant_algo')!r}; mrl reads checkpoints without quantization, and FP8 weights."
         )
     excluded = quantization.get("exclude_modules") or list(EXCLUDED)
     if algorithm and (not isinstance(excluded, list) or {*map(str, excluded)} - {"*fused_a"} != set(EXCLUDED)):
         raise UserError(
-            f"quantization.exclude_modules is {excluded!r}; mrl reads FP8 checkpoints that leave out {list(EXCLUDED)}."
+            f"quantization.exclude_modules is {excluded!r}; mrl reads FP8 checkpoints that exclude {list(EXCLUDED)}."
         )
     return algorithm == "FP8"
 
 
 def _agrees(given: Any, value: Any) -> bool:
-    """Whether what a file says is what mrl would write; what it leaves out is TensorRT-LLM's default."""
+    """Returns whether a file's value equals the one that mrl would write, or is missing (TensorRT-LLM's default)."""
     if isinstance(given, dict) and isinstance(value, dict):
         return all(_agrees(given.get(key), each) for key, each in value.items())
     return given is None or bool(given == value)

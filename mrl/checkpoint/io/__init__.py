@@ -1,1 +1,1 @@
-"""Files that are on the disk when a call returns, whole or not at all."""
+"""Files that survive a kill or a power failure: atomic and fsynced writes, hashed output, logs, resumable folders."""

@@ -1,8 +1,4 @@
-"""Files that are on the disk, not only in the system's cache, when a call returns.
-
-Owns how bytes and names are forced to the disk, and how it is told that a disk does not take them. What must be whole,
-and when, is each owner's of a file or folder.
-"""
+"""Atomic and fsynced file operations: when a call returns, the bytes are on the disk and not only in the page cache."""
 
 from __future__ import annotations
 
@@ -12,10 +8,10 @@ from pathlib import Path
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a file; a kill may leave a part of it.
+    """Writes and fsyncs a file; a kill may leave a part of it.
 
     Raises:
-        OSError: It cannot be written. It names `path`.
+        OSError: The file cannot be written; the error names `path`.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
@@ -26,18 +22,18 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes a whole file; a reader, or a run after kill -9, finds the old content or the new."""
+    """Replaces a file atomically; a reader, or a run after kill -9, finds either the old or the new content."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.writing")
     try:
         write_file(fresh, content)
         fresh.replace(path)
     except OSError:
-        fresh.unlink(missing_ok=True)  # a part of it would take the room that is missing
+        fresh.unlink(missing_ok=True)  # a partial file would take space on a full disk
         raise
 
 
 def sync_folder(path: Path) -> None:
-    """Forces the names in a folder to the disk: what was made, renamed or removed there."""
+    """Fsyncs a folder: files created, renamed or removed in it stay so after a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -46,10 +42,10 @@ def sync_folder(path: Path) -> None:
 
 
 def write_at(descriptor: int, content: bytes, offset: int, path: Path) -> None:
-    """Writes all of `content` at a place of a file.
+    """Writes all of `content` at an offset of a file.
 
     Raises:
-        OSError: The disk does not take it; a part may be written. It names `path`.
+        OSError: The disk refuses; a part may be written. The error names `path`.
     """
     done = 0
     while done < len(content):
@@ -60,10 +56,10 @@ def write_at(descriptor: int, content: bytes, offset: int, path: Path) -> None:
 
 
 def append(descriptor: int, content: bytes, path: Path) -> None:
-    """Writes all of `content` at the end of a file, or nothing.
+    """Appends all of `content` to a file, or nothing.
 
     Raises:
-        OSError: The disk does not take it. It names `path`.
+        OSError: The disk refuses. The error names `path`.
     """
     end = os.fstat(descriptor).st_size
     try:

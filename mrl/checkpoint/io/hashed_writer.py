@@ -1,11 +1,8 @@
-"""A file that is written from front to back and hashed on the way, so that it is never read again for its hash.
+"""A file that is hashed while it is written sequentially, so that it is not read again for its hash.
 
-Owns the hash of a checkpoint's file (XXH3, 64 bits: a guard against damage and mix-ups, not against forgery), of one
-that is being written and of one that is there.
-
-What is written is copied into blocks; threads hash them and write them beside the caller's work, past the system's
-cache where the file system can (`O_DIRECT`): the processor then moves each byte once, and at the end there is little
-left to force to the disk.
+The hash is XXH3 (64 bits): it detects damage and mix-ups, not forgery. Written data is copied into blocks. Threads hash
+and write the blocks concurrently with the caller, bypassing the page cache where the file system supports `O_DIRECT`:
+the CPU then moves each byte once, and little is left to fsync at the end.
 """
 
 from __future__ import annotations
@@ -25,20 +22,20 @@ import xxhash
 from mrl.errors import UserError
 
 BLOCK_BYTES = 4 << 20
-"""Large enough for a disk's full speed, small enough to be in the processor's cache when it is hashed."""
+"""Block size: large enough for the full speed of a disk, small enough to be in the CPU cache when hashed."""
 
 _NUM_BLOCKS = 4
-"""One to fill, two on their way to the disk, one that is hashed."""
+"""One block to fill, two being written, one being hashed."""
 
 _NUM_WRITERS = 2
-"""So that the disk need not wait for the next request."""
+"""Writer threads; two, so that the disk always has a request queued."""
 
 _READ_BYTES = 1 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class _Block:
-    """Memory that begins with a page, as direct writes want it."""
+    """Page-aligned memory, as direct writes require."""
 
     def __init__(self) -> None:
         self.memory = memoryview(mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -48,17 +45,17 @@ class _Block:
 
 
 class OutputFile:
-    """A new file, open for writing; use it in a `with` block, which forces the bytes to the disk on success.
+    """A new file open for writing; as a context manager it fsyncs on success.
 
     Attributes:
-        num_bytes: Written so far.
+        num_bytes: Bytes written so far.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Opens the file; an existing one is emptied.
+        """Opens the file; truncates an existing one.
 
         Raises:
-            UserError: It cannot be opened.
+            UserError: The file cannot be opened.
         """
         self._path = Path(path)
         self._hash = xxhash.xxh3_64()
@@ -71,7 +68,7 @@ class OutputFile:
         try:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise self._failure(error) from error
+            raise self._error(error) from error
 
     def __enter__(self) -> OutputFile:
         return self
@@ -89,7 +86,7 @@ class OutputFile:
                 self._write(last.memory[: last.size], self._sent)
                 os.fsync(self._file)
         except OSError as failure:
-            raise self._failure(failure) from failure
+            raise self._error(failure) from failure
         finally:
             for threads in (self._hasher, self._writers):
                 if threads is not None:
@@ -98,11 +95,11 @@ class OutputFile:
             self._blocks.clear()
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Appends bytes. The buffer is free when this returns.
+        """Appends bytes; the caller may reuse the buffer when this returns.
 
         Raises:
-            UserError: No space is left, or the disk refuses; the file is named. It may be told by a later call, or at
-                the end of the `with` block.
+            UserError: No space is left, or the disk refuses; the message names the file. Writes are asynchronous: a
+                later call or the end of the `with` block may raise it.
         """
         view = memoryview(data)
         if not view.nbytes:
@@ -116,17 +113,17 @@ class OutputFile:
             block.size += count
             done += count
             if block.size == BLOCK_BYTES:
-                self._send(block)
+                self._submit(block)
         self.num_bytes += view.nbytes
         return view.nbytes
 
     @property
     def xxh3(self) -> str:
-        """The hash of the file, 16 hexadecimal digits, once the `with` block has ended."""
+        """Hash of the file, 16 hexadecimal digits; valid after the `with` block."""
         return str(self._hash.hexdigest())
 
-    def _send(self, block: _Block) -> None:
-        """Has a full block hashed and written, and takes another one that is free."""
+    def _submit(self, block: _Block) -> None:
+        """Submits a full block for hashing and writing, and makes a free block current."""
         if self._hasher is None or self._writers is None:
             self._hasher, self._writers = ThreadPoolExecutor(1), ThreadPoolExecutor(_NUM_WRITERS)
             self._set_direct(True)
@@ -141,10 +138,10 @@ class OutputFile:
         try:
             self._wait(self._blocks[0])
         except OSError as error:
-            raise self._failure(error) from error
+            raise self._error(error) from error
 
     def _wait(self, block: _Block) -> None:
-        """Until a block is free."""
+        """Waits until a block is free."""
         works, block.works = block.works, []
         for work in works:
             work.result()
@@ -159,31 +156,31 @@ class OutputFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise
-                self._set_direct(False)  # the file system wants other sizes or addresses, or took a part before
+                self._set_direct(False)  # the file system requires other alignment, or wrote only a part before
 
     def _set_direct(self, direct: bool) -> None:
-        """Writes go past the system's cache from now on, where that can be, or do not."""
+        """Enables or disables writes that bypass the page cache; not every file system supports them."""
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL) & ~_DIRECT
         try:
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags | _DIRECT if direct else flags)
-        except OSError:  # the file system has no such writes
+        except OSError:  # not supported by the file system
             direct = False
         self._direct = direct
 
-    def _failure(self, error: OSError) -> UserError:
+    def _error(self, error: OSError) -> UserError:
         return UserError(f"'{self._path}' cannot be written: {error.strerror or error}.")
 
 
 def hash_file(path: str | Path) -> str:
-    """The hash of a file that is there, as `OutputFile.xxh3`; it is read once.
+    """Returns the hash of an existing file, equal to `OutputFile.xxh3`; reads the file once.
 
     Raises:
-        UserError: It cannot be read.
+        UserError: The file cannot be read.
     """
     found = xxhash.xxh3_64()
     try:
         with Path(path).open("rb", buffering=0) as file:
-            buffer = memoryview(mmap.mmap(-1, _READ_BYTES))  # begins with a page: copies to it are fastest
+            buffer = memoryview(mmap.mmap(-1, _READ_BYTES))  # page-aligned: copies to it are fastest
             while count := file.readinto(buffer):
                 found.update(buffer[:count])
     except OSError as error:

@@ -1,8 +1,8 @@
-"""JSON lines that survive: one object per line, appended, cut back on resume, never torn.
+"""JSONL logs that survive crashes: one object per line, appended atomically, truncated on resume.
 
-Owns `StepFile` (one line per phase and step, later values merge into the last line), `cut_back`, and the reading of
-both by people's tools and the report. Format: floats in the shortest form that round-trips; NaN and infinities, which
-JSON lacks, as the strings "NaN", "Infinity" and "-Infinity", which `float()` reads.
+`StepFile` has one line per phase and step; later values are merged into the last line. Floats are written in the
+shortest form that round-trips; NaN and infinities, which JSON lacks, as the strings "NaN", "Infinity" and "-Infinity",
+which `float()` parses.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from mrl.errors import UserError
 Row = dict[str, Any]
 
 MAX_NAMED = 10
-"""Bad lines that an error names; the others are counted."""
+"""Invalid lines that an error message lists; the others are counted."""
 
 
 class StepFile:
-    """Appends rows {"step", "phase", **values}. Each row reaches the operating system in one write."""
+    """Appends rows {"step", "phase", **values}; each row is one write to the operating system."""
 
     def __init__(self, path: Path) -> None:
-        """Opens for appending; `cut_back` was called before."""
+        """Opens the file for appending; call `cut_back` before."""
         self._path = path
         self._last: Row = {}
         self._last_offset = 0
@@ -37,11 +37,11 @@ class StepFile:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
     def put(self, phase: str, step: int, values: Mapping[str, Any]) -> None:
-        """Adds values to the line of (phase, step), which is the last one or a new one.
+        """Adds values to the row of (phase, step), which is the last row or a new one.
 
         Raises:
-            RuntimeError: A later step of the phase is already there.
-            OSError: The disk does not take it; the file is as it was.
+            RuntimeError: The log already has a later step of the phase.
+            OSError: The disk refuses; the file is unchanged.
         """
         same = self._last.get("phase") == phase
         if same and self._last["step"] > step:
@@ -54,7 +54,7 @@ class StepFile:
         try:
             write_at(self._fd, line, offset, self._path)
         except OSError:
-            with contextlib.suppress(OSError):  # its room is there
+            with contextlib.suppress(OSError):  # restores the old row, whose space is allocated
                 os.pwrite(self._fd, before, offset)
                 os.ftruncate(self._fd, offset + len(before))
             raise
@@ -62,7 +62,7 @@ class StepFile:
         self._last, self._last_offset = row, offset
 
     def sync(self) -> None:
-        """Forces the rows to the disk."""
+        """Fsyncs the rows."""
         os.fsync(self._fd)
 
     def close(self) -> None:
@@ -71,10 +71,10 @@ class StepFile:
 
 
 def cut_back(path: Path, keep: Callable[[Row], bool], *, by_step: bool = True) -> None:
-    """Keeps the rows for which `keep` holds and drops an unfinished last line; atomic.
+    """Keeps the rows for which `keep` is true and drops an unfinished last line; atomic.
 
     Raises:
-        UserError: As `read_rows`.
+        UserError: The file cannot be read, or a line is not a JSON object or lacks its step or phase.
     """
     if not path.exists():
         return
@@ -96,16 +96,16 @@ def read_rows(path: Path, *, by_step: bool = True) -> list[Row]:
 
 
 def encode(row: Mapping[str, Any]) -> bytes:
-    """A row as one line of valid JSON in UTF-8."""
+    """Returns a row as one line of valid JSON in UTF-8."""
     try:
         text = json.dumps(row, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError):  # a mapping that is no dict, or a number that is not finite
+    except (TypeError, ValueError):  # a mapping that is not a dict, or a non-finite number
         text = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def number(value: Any) -> float | None:
-    """A metric's value as written by `encode`; None for what is no number."""
+    """Parses a metric's value as written by `encode`; None if it is not a number."""
     if isinstance(value, str):
         return float(value) if value in ("NaN", "Infinity", "-Infinity") else None
     return float(value) if isinstance(value, int | float) else None
@@ -121,16 +121,16 @@ def _rows(path: Path, *, by_step: bool = True) -> Iterator[tuple[int, Row]]:
     except OSError as error:
         raise UserError(
             f"'{path}' cannot be read: {error.strerror}. Expected a file of JSON lines that mrl wrote: restore it, or "
-            "move what is there away."
+            "move it away."
         ) from error
     with stream:
         bad: list[str] = []
         for index, line in enumerate(stream, 1):
             if not line.endswith(b"\n"):
                 break
-            row, fault = _parsed(line, by_step=by_step)
-            if fault:
-                bad.append(f"line {index} {fault}")
+            row, problem = _parse(line, by_step=by_step)
+            if problem:
+                bad.append(f"line {index} {problem}")
             elif not bad:
                 yield offset, row
             offset += len(line)
@@ -142,8 +142,8 @@ def _rows(path: Path, *, by_step: bool = True) -> Iterator[tuple[int, Row]]:
         )
 
 
-def _parsed(line: bytes, *, by_step: bool) -> tuple[Row, str]:
-    """Returns the row of a line, or an empty one and what is wrong with the line."""
+def _parse(line: bytes, *, by_step: bool) -> tuple[Row, str]:
+    """Parses a line; returns ({}, problem) if it is not valid."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,12 +1,12 @@
-"""A checkpoint that is being made: the folder `NAME.partial`, its records, and who works on which part of it.
+"""A checkpoint folder that is written under the name `NAME.partial`, by several processes, and resumable.
 
-Owns the way from an empty disk to a finished folder. Everything is written in `NAME.partial`; its `.state` holds the
-arguments of the work and one record for each part that is done; only a whole folder gets the name `NAME`. So whatever
-is cut off, even by kill -9 or a full disk, leaves nothing that looks finished, and the same command continues it.
+Everything is written in `NAME.partial`. Its `.state` contains the arguments of the work and one record for each
+finished part. Only a complete folder is renamed to `NAME`. So an interruption, even by kill -9 or a full disk, leaves
+nothing that looks finished, and repeating the command continues the work.
 
-Any number of processes may work on one folder, on one host or several: each claims a part by a file lock, which the
-system releases when a process dies. The records of processes that are gone are not trusted but checked
-(`Claim.earlier`): the first process of a session, the one that finds no other alive, sets them aside.
+Any number of processes may work on one folder, on one host or several. Each claims a part by a file lock, which the
+system releases when the process dies. Records of processes that have ended are not trusted but verified
+(`Claim.earlier`): the first process of a session, the one that finds no other alive, moves them aside.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mrl.errors import UserError
 MANIFEST = "manifest.json"
 
 _STATE = ".state"
-_SPENT = ".state.spent"
+_FINISHED_STATE = ".state.spent"
 _ATTEMPTS = 10
 _ARGUMENTS = "arguments.json"
 
@@ -39,7 +39,7 @@ class Claim:
     """A part that this process works on.
 
     Attributes:
-        earlier: What a process that is gone recorded of it; None: nothing.
+        earlier: Record of the part from an earlier session; None: no record.
     """
 
     earlier: dict[str, Any] | None
@@ -49,59 +49,59 @@ class PartialFolder:
     """The folder `NAME.partial` of the checkpoint `NAME`.
 
     Attributes:
-        final: `NAME`.
-        path: `NAME.partial`.
+        final: Path `NAME`.
+        path: Path `NAME.partial`.
     """
 
     def __init__(self, final: str | Path) -> None:
-        """Touches nothing yet."""
+        """Sets the paths; does not touch the disk."""
         self.final = Path(final)
         self.path = self.final.with_name(self.final.name + ".partial")
         self._state = self.path / _STATE
 
     def finished(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether the folder has its name already, made with these arguments; one that lacks but the name gets it.
+        """Returns whether the final folder exists and was made with these arguments; does a pending final rename first.
 
         Raises:
-            UserError: Something else has that name, or the partial one.
+            UserError: The final or the partial path exists and is something else.
         """
-        if _holds_anything(self.path) and not self._state.is_dir():
-            self._adopt(arguments)
-        if not _holds_anything(self.final):
+        if _is_occupied(self.path) and not self._state.is_dir():
+            self._complete_rename(arguments)
+        if not _is_occupied(self.final):
             return False
         if _read(self.final / MANIFEST).get("arguments") == _as_json(arguments):
             return True
-        raise UserError(f"'{self.final}' exists and was not made by this command. Name a new folder, or remove it.")
+        raise UserError(f"'{self.final}' exists and was not made by this command. Choose a new folder, or remove it.")
 
     @contextmanager
     def session(self, arguments: Mapping[str, Any]) -> Iterator[None]:
-        """Joins the processes that work on the folder, or begins or continues it.
+        """Joins the processes that work on the folder; starts or continues it if there are none.
 
         Args:
-            arguments: What the work depends on, as JSON; the folder is continued only with equal ones.
+            arguments: Everything the work depends on, serializable as JSON; the folder continues only with equal ones.
 
         Raises:
-            UserError: It was begun with other arguments (the first difference is named), or cannot be written.
+            UserError: It was started with other arguments (names the first difference), or cannot be written.
         """
-        with self._join() as alive:
+        with self._open_alive_file() as alive:
             first = _try_lock(alive)
             if not first:
-                fcntl.flock(alive, fcntl.LOCK_SH)  # until the first process has set the records aside
+                fcntl.flock(alive, fcntl.LOCK_SH)  # waits until the first process has moved the records aside
             if self._is_current(alive):
-                self._agree(arguments, first=first)
+                self._check_arguments(arguments, first=first)
                 if first:
                     with disk_errors(self.path):
-                        self._set_aside()
+                        self._move_records_aside()
             fcntl.flock(alive, fcntl.LOCK_SH)
             yield
 
     def discard(self) -> None:
-        """Removes what a process that came too late has begun again; the folder has its name already."""
+        """Removes the partial folder of a process that came too late: the final folder exists already."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     @contextmanager
     def claim(self, part: str) -> Iterator[Claim | None]:
-        """Claims a part for this process; None where it is done, or another process has it."""
+        """Claims a part for this process; yields None if it is finished or claimed by another process."""
         if self.record(part) is not None or not self._state.is_dir():
             yield None
             return
@@ -117,11 +117,11 @@ class PartialFolder:
                 yield Claim(_read(self._file("earlier", part)) or None)
 
     def record(self, part: str) -> dict[str, Any] | None:
-        """What was recorded of a part in this session; None: it is not done."""
+        """Returns the record of a part finished in this session; None if it is not finished."""
         return _read(self._file("records", part)) or None
 
     def add_record(self, part: str, record: Mapping[str, Any]) -> None:
-        """Says that a claimed part is done; its files must be on the disk.
+        """Records that a claimed part is finished; its files must be fsynced.
 
         Raises:
             UserError: The disk refuses.
@@ -130,11 +130,11 @@ class PartialFolder:
             _write_json(self._file("records", part), record)
 
     def temporary(self, name: str) -> Path:
-        """Where a claimed file is written before it is whole."""
+        """Returns the path where a claimed file is written until it is complete."""
         return self._state / f"{quote(name, safe='')}.{os.getpid()}.writing"
 
     def place(self, temporary: Path, name: str) -> None:
-        """Gives a whole file its name in the folder."""
+        """Renames a complete file to its name in the folder."""
         with disk_errors(self.path):
             target = self.path / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -142,13 +142,13 @@ class PartialFolder:
             sync_folder(target.parent)
 
     def names(self) -> list[str]:
-        """The files of the folder so far, by their path in it."""
+        """Returns the paths, relative to the folder, of its current files."""
         paths = (path for path in self.path.rglob("*") if path.is_file() and self._state not in path.parents)
         return sorted(path.relative_to(self.path).as_posix() for path in paths if path != self.path / MANIFEST)
 
     @contextmanager
     def finishing(self) -> Iterator[bool]:
-        """Whether this process is the one to finish the folder; the others have nothing left to do."""
+        """Yields whether this process is the one that finishes the folder; others have nothing left to do."""
         try:
             lock = (self._state / "finish").open("a")
         except FileNotFoundError:
@@ -158,23 +158,23 @@ class PartialFolder:
             yield _try_lock(lock) and self._state.is_dir()
 
     def finish(self, manifest: Mapping[str, Any]) -> None:
-        """Writes the manifest and gives the folder its name: the last step.
+        """Writes the manifest and renames the folder: the last step.
 
         Raises:
             UserError: The disk refuses.
         """
         with disk_errors(self.path):
             _write_json(self.path / MANIFEST, manifest)
-            os.replace(self._state, self.path / _SPENT)
+            os.replace(self._state, self.path / _FINISHED_STATE)
             self._rename()
 
-    def _adopt(self, arguments: Mapping[str, Any]) -> None:
-        """A folder without state: it was cut off before its last step, or is not ours."""
+    def _complete_rename(self, arguments: Mapping[str, Any]) -> None:
+        """Handles a folder without state: renames it if only that step was missing, refuses it if it is not ours."""
         if _read(self.path / MANIFEST).get("arguments") != _as_json(arguments):
-            if not _holds_anything(self.path):  # another process has just moved it
+            if not _is_occupied(self.path):  # another process has just moved it
                 return
             raise UserError(
-                f"'{self.path}' exists and is not the work of this command. Remove it, or name a new folder."
+                f"'{self.path}' exists and was not made by this command. Remove it, or choose a new folder."
             )
         with disk_errors(self.path):
             self._rename()
@@ -184,39 +184,39 @@ class PartialFolder:
             sync_folder(self.path)
             os.replace(self.path, self.final)
         except FileNotFoundError:
-            if not (self.final / MANIFEST).is_file():  # else another process has just done it
+            if not (self.final / MANIFEST).is_file():  # otherwise another process has just renamed it
                 raise
         sync_folder(self.final.parent)
-        shutil.rmtree(self.final / _SPENT, ignore_errors=True)
+        shutil.rmtree(self.final / _FINISHED_STATE, ignore_errors=True)
 
-    def _join(self) -> TextIO:
-        """Opens the file whose lock says that a process is alive; makes the folders."""
-        left = _ATTEMPTS
+    def _open_alive_file(self) -> TextIO:
+        """Creates the folders and opens the file whose lock shows that a process is alive."""
+        attempts_left = _ATTEMPTS
         while True:
-            left -= 1
+            attempts_left -= 1
             with disk_errors(self.path):
                 try:
                     for kind in ("records", "earlier", "locks"):
                         (self._state / kind).mkdir(parents=True, exist_ok=True)
                     return (self._state / "alive").open("a")
                 except FileNotFoundError:  # another process has just finished the folder, and moved it
-                    if not left:
+                    if not attempts_left:
                         raise
 
     def _is_current(self, alive: TextIO) -> bool:
-        """Whether the folder is still the one that was joined: nobody has finished it meanwhile."""
+        """Returns whether the joined folder still exists, i.e. no other process has finished it meanwhile."""
         try:
             return (self._state / "alive").stat().st_ino == os.fstat(alive.fileno()).st_ino
         except FileNotFoundError:
             return False
 
-    def _set_aside(self) -> None:
+    def _move_records_aside(self) -> None:
         for record in (self._state / "records").iterdir():
             os.replace(record, self._state / "earlier" / record.name)
         for remnant in self._state.rglob("*.writing"):
             remnant.unlink()
 
-    def _agree(self, arguments: Mapping[str, Any], *, first: bool) -> None:
+    def _check_arguments(self, arguments: Mapping[str, Any], *, first: bool) -> None:
         path = self._state / _ARGUMENTS
         earlier, now = _read(path), _as_json(arguments)
         if first and not earlier:
@@ -225,8 +225,8 @@ class PartialFolder:
         elif earlier and earlier != now:
             where, was, is_now = next(_differences(earlier, now))
             raise UserError(
-                f"'{self.path}' was begun with other arguments: {where} was {was}, now it is {is_now}. Repeat the "
-                "command that began it, or remove it to start again."
+                f"'{self.path}' was started with other arguments: {where} was {was}, now it is {is_now}. Repeat the "
+                "original command, or remove the folder to start again."
             )
 
     def _file(self, kind: str, part: str) -> Path:
@@ -235,16 +235,16 @@ class PartialFolder:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turns what the disk refuses into a UserError that names the folder and says what is kept."""
+    """Turns an OSError into a UserError that names the folder and, on a full disk, how to continue."""
     try:
         yield
     except OSError as error:
-        kept = " What is done is kept: make room and repeat the command." if error.errno == errno.ENOSPC else ""
+        kept = " Finished parts are kept: free space and repeat the command." if error.errno == errno.ENOSPC else ""
         raise UserError(f"'{path}' cannot be written: {error.strerror or error}.{kept}") from error
 
 
-def _holds_anything(path: Path) -> bool:
-    """Whether there is a file, or a folder that is not empty."""
+def _is_occupied(path: Path) -> bool:
+    """Returns whether the path is a file or a folder that is not empty."""
     try:
         return any(path.iterdir())
     except FileNotFoundError:
@@ -262,7 +262,7 @@ def _try_lock(file: TextIO) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; {} where there is none."""
+    """Reads a JSON object; {} if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

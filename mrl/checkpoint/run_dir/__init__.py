@@ -1,1 +1,1 @@
-"""What a run keeps on disk: where each file is, checkpoints, what a commit is (`manifest.py`), who owns the folder."""
+"""The run folder: paths (`run_dir.py`), checkpoints, their manifest, the lock on the folder, the hint how to resume."""

@@ -1,11 +1,11 @@
-"""Commit points: a checkpoint is whole or it is not there.
+"""Checkpoints of a run, written atomically: after a kill at any moment, the last complete checkpoint remains.
 
-Owns the run folder's `checkpoints/`: one folder `step-<n>` per commit, written under a temporary name with the hash of
-every file and moved into place last, so that a kill at any moment leaves the last whole one. It does not know what is
-inside: the caller's `write` puts the Megatron checkpoint (and whatever else) there. The record is `manifest.py`'s.
+Each checkpoint is a folder `step-<n>` in `checkpoints/`. It is written under a temporary name with the hash of every
+file and renamed last. The caller's `write` produces the content: the Megatron checkpoint and everything else. The
+manifest is defined in `manifest.py`.
 
     checkpoints/step-00000010/   commit.json (files, bytes, sha256)   state.json (the loop's state)   actor/ ...
-    checkpoints/.writing-*       not whole yet, or left by a kill; .replaced-*, .removed-*: on their way out
+    checkpoints/.writing-*       being written, or left by a kill; .replaced-*, .removed-*: being removed
 """
 
 from __future__ import annotations
@@ -45,17 +45,18 @@ from mrl.distributed.collectives import from_first_rank, together
 from mrl.errors import UserError
 
 LEFTOVERS = (".writing-*", ".replaced-*", ".removed-*")
-"""Names of folders that are no commits: what a kill left of a save."""
+"""Patterns of folders that an interrupted save may leave; none of them is a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The commit that a run goes on from; every file of it was compared with its hash.
+    """The checkpoint from which a run resumes; the hash of every file was verified.
 
     Attributes:
-        state: The loop's, as it was saved.
-        notes: A line for each newer one that is damaged.
-        compared_s: What the comparison took.
+        step: Number of completed steps.
+        state: State of the training loop, as saved.
+        notes: One line for each newer checkpoint that is damaged.
+        compared_s: Time that the verification took, seconds.
     """
 
     step: int
@@ -65,24 +66,25 @@ class Found:
 
 
 class Writing(Protocol):
-    """What a commit's `write` has left to be written, while the job goes on."""
+    """Asynchronous part of a checkpoint's `write`, which runs while the job continues."""
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank's part is written, or cannot be."""
+        """True if this rank's part is written or has failed."""
 
     def finish(self) -> dict[Path, File]:
-        """Collective over the job: waits for it, raises what went wrong, and gives the hashes that are known."""
+        """Collective over the job: waits for the writes, raises their errors, and returns the known hashes."""
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A commit that is not there yet.
+    """A checkpoint that is being written.
 
     Attributes:
-        metric: `checkpoint.best_metric` when it was begun.
-        temporary: The folder in which it grows.
-        writing: What is left of it; None: nothing.
+        step: Number of completed steps.
+        metric: Value of `checkpoint.best_metric` at that step; None: unknown.
+        temporary: Folder that is renamed at the end.
+        writing: Remaining asynchronous writes; None: none.
     """
 
     step: int
@@ -92,17 +94,17 @@ class Unfinished:
 
 
 class Checkpoints:
-    """The commits of one run; every rank holds one and calls each method together.
+    """The checkpoints of one run; every rank has one object and all call each method together.
 
     Attributes:
-        tell: Hears on rank 0 what could not be removed.
+        tell: Called on rank 0 with a message about each folder that could not be removed.
 
     Args:
         folder: `checkpoints/` of the run folder.
-        config: What stays.
-        tell: See above.
-        check: Called on rank 0 before a commit is begun, and before it is put in its place: raises where another job
-            has taken the run folder.
+        config: Retention of checkpoints: `keep_last`, `keep_best`.
+        tell: Called on rank 0 with a message about each folder that could not be removed.
+        check: Called on rank 0 before a checkpoint is started and before it is renamed; raises if another job has taken
+            the run folder.
     """
 
     def __init__(
@@ -117,83 +119,83 @@ class Checkpoints:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.tell = tell
         self._check = check
-        self._told: set[Path] = set()
+        self._reported: set[Path] = set()
 
     def steps(self) -> list[int]:
-        """Steps with a whole commit, ascending."""
+        """Returns the steps with a complete checkpoint, ascending."""
         return committed_steps(self.folder)
 
     def path(self, step: int) -> Path:
-        """Folder of a step's commit."""
+        """Returns the folder of a step's checkpoint."""
         return self.folder / folder_name(step)
 
     def save(
         self, step: int, write: Callable[[Path], Writing | None], state: dict[str, Any], metric: float | None = None
     ) -> Path:
-        """Collective over the job: `begin` and `finish`."""
+        """Collective over the job: writes a checkpoint synchronously (`begin`, then `finish`)."""
         return self.finish(self.begin(step, write, state, metric))
 
     def begin(
         self, step: int, write: Callable[[Path], Writing | None], state: dict[str, Any], metric: float | None = None
     ) -> Unfinished:
-        """Collective over the job: what `write` puts into the folder it is given, and `state` beside it, is on its way.
+        """Collective over the job: starts a checkpoint with the files that `write` produces, and `state`.
 
         Args:
-            step: Names the commit.
-            write: Collective over the job; called with an empty folder. It may leave some to be written later.
-            state: JSON-able.
-            metric: Value of `checkpoint.best_metric` now, for `keep_best`; None: unknown.
+            step: Number of completed steps; names the folder.
+            write: Collective over the job; called with an empty folder. Returns writes that remain, or None.
+            state: State of the training loop, serializable as JSON.
+            metric: Current value of `checkpoint.best_metric`, for `keep_best`; None: unknown.
 
         Raises:
-            UserError: The disk is full or not writable; the commits that were there stay.
+            UserError: The disk is full or not writable; earlier checkpoints remain.
         """
         temporary = self.folder / from_first_rank(_aside("writing", step))
         writing: Writing | None = None
-        with self._undone(temporary):
-            with self._saving():
+        with self._removed_on_failure(temporary):
+            with self._save_errors():
                 if self.rank == 0:
                     self._check()
                     temporary.mkdir()
-            with self._saving():
+            with self._save_errors():
                 writing = write(temporary)
-            with self._saving():
+            with self._save_errors():
                 if self.rank == 0:
                     write_file(temporary / STATE, json.dumps(state, indent=1).encode())
         return Unfinished(step, metric, temporary, writing)
 
     def is_written(self, unfinished: Unfinished) -> bool:
-        """Collective over the job: whether `finish` has nothing to wait for on any rank."""
+        """Collective over the job: returns whether all ranks have written their parts; `finish` then does not wait."""
         missing = torch.tensor(int(unfinished.writing is not None and not unfinished.writing.is_done))
         dist.all_reduce(missing)
         return not missing
 
     def finish(self, unfinished: Unfinished) -> Path:
-        """Collective over the job: waits until all is written and commits it.
+        """Collective over the job: waits until everything is written, then commits the checkpoint.
 
         Raises:
-            UserError: As for `begin`.
+            UserError: The disk is full or not writable; earlier checkpoints remain.
         """
         temporary, final = unfinished.temporary, self.path(unfinished.step)
-        with self._undone(temporary):
+        with self._removed_on_failure(temporary):
             written: dict[Path, File] = {}
-            with self._saving():
+            with self._save_errors():
                 if unfinished.writing is not None:
                     written = unfinished.writing.finish()
-            files = self._joined({path.relative_to(temporary).as_posix(): facts for path, facts in written.items()})
-            with self._saving():
-                mine = self._hashed(temporary, [name for name in _names(temporary) if name not in files])
-            files |= self._joined(mine)
-            with self._saving():
+            files = self._gather({path.relative_to(temporary).as_posix(): facts for path, facts in written.items()})
+            with self._save_errors():
+                mine = self._hash_share(temporary, [name for name in _file_names(temporary) if name not in files])
+            files |= self._gather(mine)
+            with self._save_errors():
                 if self.rank == 0:
-                    self._finish(temporary, final, Commit(unfinished.step, unfinished.metric, files))
-        with self._saving():
+                    self._commit(temporary, final, Commit(unfinished.step, unfinished.metric, files))
+        with self._save_errors():
             if self.rank == 0:
                 self._prune()
         return final
 
     @contextmanager
-    def _undone(self, temporary: Path) -> Iterator[None]:
-        """Collective over the job: a folder whose commit fails inside goes: it may be what has filled the disk."""
+    def _removed_on_failure(self, temporary: Path) -> Iterator[None]:
+        """Collective over the job: removes the folder if its checkpoint fails; it may be what filled the disk."""
         try:
             yield
         except UserError:
@@ -202,19 +204,19 @@ class Checkpoints:
             raise
 
     def newest(self, *, mends: bool) -> Found | None:
-        """Collective over the job: the newest whole commit; newer ones that are damaged are named in its notes.
+        """Collective over the job: returns the newest intact checkpoint; its notes name newer ones that are damaged.
 
         Args:
-            mends: What a kill left is put right first: only for who owns the run folder.
+            mends: Repair what a kill left first; only for the job that has the run lock.
 
         Raises:
-            UserError: There are commits, and not one is whole; or one cannot be read, or is of another version.
+            UserError: All checkpoints are damaged, or one cannot be read or has another version.
         """
         candidates: list[Path] = []
         with together():
             if self.rank == 0:
                 if mends:
-                    self._mend()
+                    self._repair()
                 found = [(step, path) for path in self.folder.glob("step-*") if (step := step_of(path)) is not None]
                 candidates = [path for _, path in sorted(found, reverse=True) if has_record(path)]
         candidates = from_first_rank(candidates)
@@ -226,38 +228,38 @@ class Checkpoints:
             except DamagedError as error:
                 damaged.append(error)
                 continue
-            notes = [f"{error.path} is damaged: {error.what}; the run goes on from {path.name}" for error in damaged]
+            notes = [f"{error.path} is damaged: {error.what}; the run resumes from {path.name}" for error in damaged]
             return Found(step_of(path) or 0, state, notes, time.monotonic() - began)
         if damaged:
             raise UserError(
-                f"'{self.folder}' has no whole checkpoint: {'; '.join(f'{e.path.name}: {e.what}' for e in damaged)}. "
-                f"Bring back what is missing, or remove {'it' if len(damaged) == 1 else 'them'} to start from nothing."
+                f"'{self.folder}' has no intact checkpoint: {'; '.join(f'{e.path.name}: {e.what}' for e in damaged)}. "
+                f"Restore the files, or remove {'it' if len(damaged) == 1 else 'them'} to start from the beginning."
             )
         return None
 
     def read(self, path: Path) -> dict[str, Any]:
-        """Collective over the job: the state of a commit, after every file of it was compared with its hash.
+        """Collective over the job: verifies every file of a checkpoint and returns its state.
 
         Raises:
-            DamagedError: The record is none, or a file is missing or differs.
-            UserError: The folder is no commit, one of another version, or cannot be read.
+            DamagedError: The manifest is invalid, or a file is missing or differs.
+            UserError: The folder is not a checkpoint, has another version, or cannot be read.
         """
         record: Commit | None = None
-        with self._damage():
+        with self._damage_errors():
             if self.rank == 0:
                 record = read_commit(path)
                 check_files(path, record)
         commit: Commit = from_first_rank(record)
-        with self._damage():
-            for name, facts in self._hashed(path, sorted(commit.files)).items():
+        with self._damage_errors():
+            for name, facts in self._hash_share(path, sorted(commit.files)).items():
                 if facts != commit.files[name]:
                     raise DamagedError(path, f"'{name}' has changed since it was written")
-        with self._damage():
+        with self._damage_errors():
             return read_object(path, STATE)
 
     @contextmanager
-    def _damage(self) -> Iterator[None]:
-        """Collective over the job: as `together`, and a DamagedError of one rank is one on all."""
+    def _damage_errors(self) -> Iterator[None]:
+        """Collective over the job: like `together`, but re-raises a rank's DamagedError as such on all ranks."""
         damage: DamagedError | None = None
         with together():
             try:
@@ -265,25 +267,25 @@ class Checkpoints:
             except DamagedError as error:
                 damage = error
             except OSError as error:
-                raise UserError(f"a checkpoint cannot be read: {error}. Mend that, and start again.") from error
+                raise UserError(f"a checkpoint cannot be read: {error}. Fix that and start again.") from error
         found: list[DamagedError | None] = [None] * self.world_size
         dist.all_gather_object(found, damage)
         for each in found:
             if each is not None:
                 raise each
 
-    def _hashed(self, folder: Path, names: list[str]) -> dict[str, File]:
-        """This rank's share of the files, as they are."""
+    def _hash_share(self, folder: Path, names: list[str]) -> dict[str, File]:
+        """Hashes this rank's share of the files."""
         return {name: hash_file(folder / name) for name in names[self.rank :: self.world_size]}
 
-    def _joined(self, mine: dict[str, File]) -> dict[str, File]:
-        """Collective over the job: the shares of all ranks."""
+    def _gather(self, mine: dict[str, File]) -> dict[str, File]:
+        """Collective over the job: merges the dicts of all ranks."""
         parts: list[dict[str, File]] = [{} for _ in range(self.world_size)]
         dist.all_gather_object(parts, mine)
         return {name: facts for part in parts for name, facts in part.items()}
 
-    def _finish(self, temporary: Path, final: Path, commit: Commit) -> None:
-        """Makes the commit whole, and puts it in its place; what was there goes aside first, and back after a kill."""
+    def _commit(self, temporary: Path, final: Path, commit: Commit) -> None:
+        """Writes the manifest and renames the folder; an existing one is renamed aside, and restored after a kill."""
         write_file(temporary / RECORD, commit.encode())
         for folder in {temporary, *(path for path in temporary.rglob("*") if path.is_dir())}:
             sync_folder(folder)
@@ -293,8 +295,8 @@ class Checkpoints:
         temporary.rename(final)
         sync_folder(self.folder)
 
-    def _mend(self) -> None:
-        """Puts back what a kill left aside, and removes what it left half written or half removed."""
+    def _repair(self) -> None:
+        """Restores folders that a kill left aside, and removes partially written or removed ones."""
         aside = [path for path in self.folder.glob(".replaced-*") if (path / RECORD).is_file()]
         for path in sorted(aside, key=lambda path: (path / RECORD).stat().st_mtime_ns):
             final = self.folder / f"step-{path.name.split('-')[1]}"
@@ -303,9 +305,9 @@ class Checkpoints:
         self._remove_leftovers()
 
     def _prune(self) -> None:
-        """Takes away what neither `keep_last` nor `keep_best` keeps, and what a killed save left.
+        """Removes checkpoints that neither `keep_last` nor `keep_best` keeps, and leftovers of interrupted saves.
 
-        What cannot be removed is told, and tried again at the next commit.
+        Folders that cannot be removed are reported, and tried again at the next checkpoint.
         """
         steps = self.steps()
         keep = set(steps[-self.config.keep_last :])
@@ -314,14 +316,14 @@ class Checkpoints:
             ranked = [(metric, step) for step, metric in metrics.items() if metric is not None]
             keep |= {step for _, step in sorted(ranked, reverse=True)[: self.config.keep_best]}
         for step in sorted(set(steps) - keep):
-            with self._told_if_kept(self.path(step)):
-                self.path(step).rename(self.folder / _aside("removed", step))  # half removed it must not look whole
+            with self._report_if_not_removed(self.path(step)):
+                self.path(step).rename(self.folder / _aside("removed", step))  # must not look complete while removed
         sync_folder(self.folder)
         self._remove_leftovers()
 
     def discard(self, path: Path) -> None:
-        """Removes a folder that is no commit; what cannot be removed is told."""
-        with self._told_if_kept(path):
+        """Removes a folder that is not a checkpoint; reports it if it cannot be removed."""
+        with self._report_if_not_removed(path):
             remove_folder(path)
 
     def _remove_leftovers(self) -> None:
@@ -329,17 +331,17 @@ class Checkpoints:
             self.discard(leftover)
 
     @contextmanager
-    def _told_if_kept(self, path: Path) -> Iterator[None]:
+    def _report_if_not_removed(self, path: Path) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if path not in self._told:
-                self.tell(f"'{path}' cannot be removed ({error.strerror}): it stays, and takes space")
-            self._told.add(path)
+            if path not in self._reported:
+                self.tell(f"'{path}' cannot be removed ({error.strerror}) and still takes space")
+            self._reported.add(path)
 
     @contextmanager
-    def _saving(self) -> Iterator[None]:
-        """Collective over the job: what fails inside on any rank is raised on all."""
+    def _save_errors(self) -> Iterator[None]:
+        """Collective over the job: raises an error of any rank on all ranks, with advice on disk errors."""
         with together():
             try:
                 yield
@@ -351,10 +353,10 @@ class Checkpoints:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes as much of a folder as can be removed.
+    """Removes as much of a folder as possible.
 
     Raises:
-        OSError: Something of it is still there; why that was so first.
+        OSError: Something remains; the first error.
     """
     try:
         shutil.rmtree(folder)
@@ -365,16 +367,16 @@ def remove_folder(folder: Path) -> None:
 
 
 def _aside(why: str, step: int) -> str:
-    """A name that no other commit, and no earlier life of the run, has used."""
+    """Returns a hidden name that no other save has used."""
     return f".{why}-{step:08d}-{secrets.token_hex(4)}"
 
 
-def _names(folder: Path) -> list[str]:
+def _file_names(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def hash_file(path: Path) -> File:
-    """Size and hash of a file, which is on the disk when this returns."""
+    """Returns the size and hash of a file after forcing it to the disk."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256") if hasattr(hashlib, "file_digest") else _digest(stream)
         os.fsync(stream.fileno())

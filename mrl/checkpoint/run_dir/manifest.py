@@ -1,9 +1,8 @@
-"""What a commit says of itself: commit.json, and which folders of `checkpoints/` are whole.
-
-Owns the record's format, its reading and the names of commits. It hashes nothing and needs no process group: what is
-written, compared and removed is `checkpoint.py`'s.
+"""Manifest of a checkpoint (commit.json), and which folders in `checkpoints/` are complete checkpoints.
 
     checkpoints/step-00000010/commit.json    {"format", "step", "metric", "files": {name: {"bytes", "sha256"}}}
+
+It hashes nothing and needs no process group; `checkpoint.py` writes, verifies and removes checkpoints.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class DamagedError(UserError):
-    """A commit that is not what was written: an older one may be whole."""
+    """A checkpoint that differs from what was written; an older one may be intact."""
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(f"checkpoint '{path}' is damaged: {what}. {ADVICE}")
         self.path, self.what = path, what
 
     def __reduce__(self) -> tuple[type[DamagedError], tuple[Path, str]]:
-        """Ranks send it to each other."""
+        """Makes the error picklable: ranks exchange it."""
         return DamagedError, (self.path, self.what)
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of a commit: its size and the hash of its content."""
+    """Size and SHA-256 of a file of a checkpoint."""
 
     bytes: int
     sha256: str
@@ -50,12 +49,12 @@ class File:
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit's record.
+    """Manifest of a checkpoint.
 
     Attributes:
-        step: Steps done.
-        metric: `checkpoint.best_metric` then; None: unknown.
-        files: By their names in the folder, with slashes; all but the record itself.
+        step: Number of completed steps.
+        metric: Value of `checkpoint.best_metric` at that step; None: unknown.
+        files: Path in the folder, with slashes -> size and hash; all files except the manifest itself.
     """
 
     step: int
@@ -63,19 +62,19 @@ class Commit:
     files: Mapping[str, File]
 
     def encode(self) -> bytes:
-        """The content of commit.json."""
+        """Returns the content of commit.json."""
         files = {name: asdict(self.files[name]) for name in sorted(self.files)}
         record = {"format": FORMAT, "step": self.step, "metric": self.metric, "files": files}
         return json.dumps(record, indent=1).encode()
 
 
 def folder_name(step: int) -> str:
-    """Of a step's commit."""
+    """Returns the name of a step's checkpoint folder."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a folder of commits names; None: it is no commit's name."""
+    """Returns the step that a folder's name encodes; None if it is not the name of a checkpoint."""
     number = path.name.removeprefix("step-")
     if not (number.isascii() and number.isdigit()) or folder_name(int(number)) != path.name:
         return None
@@ -83,7 +82,7 @@ def step_of(path: Path) -> int | None:
 
 
 def has_record(path: Path) -> bool:
-    """Whether a folder has a record, of whatever content; one that cannot be looked at may have."""
+    """Returns whether a folder has a manifest, valid or not; True if it cannot be read."""
     try:
         (path / RECORD).lstat()
     except GONE:
@@ -94,7 +93,7 @@ def has_record(path: Path) -> bool:
 
 
 def committed_steps(folder: Path) -> list[int]:
-    """Steps with a whole commit under a `checkpoints/` folder, as far as the records tell, ascending."""
+    """Returns the steps with a valid manifest in a `checkpoints/` folder, ascending."""
     steps = []
     for path in folder.glob("step-*"):
         try:
@@ -107,34 +106,34 @@ def committed_steps(folder: Path) -> list[int]:
 
 
 def read_commit(path: Path) -> Commit:
-    """The record of a checkpoint folder.
+    """Reads the manifest of a checkpoint folder.
 
     Raises:
-        DamagedError: The record is not one of a whole commit.
-        UserError: The folder has no record, one of another version, or one that cannot be read.
+        DamagedError: The manifest is invalid.
+        UserError: The folder has no manifest, one of another version, or one that cannot be read.
     """
     record = read_object(path, RECORD)
     version = record.get("format")
     if isinstance(version, int) and version != FORMAT:
         raise UserError(f"checkpoint '{path}' has format {version}, this version of mrl reads {FORMAT}.")
     if type(version) is not int:
-        raise DamagedError(path, f"'{RECORD}' names no format")
+        raise DamagedError(path, f"'{RECORD}' has no integer 'format'")
     step, metric, files = record.get("step"), record.get("metric"), record.get("files")
     if type(step) is not int or step_of(path) not in (None, step):
-        raise DamagedError(path, f"'{RECORD}' is of another step ({_short(step)})")
+        raise DamagedError(path, f"'{RECORD}' has another step than the folder's name ({_shortened(step)})")
     if metric is not None and type(metric) is not float and type(metric) is not int:
-        raise DamagedError(path, f"'{RECORD}' has a metric that is no number ({_short(metric)})")
+        raise DamagedError(path, f"'metric' in '{RECORD}' is not a number ({_shortened(metric)})")
     if not isinstance(files, dict) or STATE not in files:
-        raise DamagedError(path, f"'{RECORD}' does not name the files of a checkpoint")
-    found = {name: _file(path, name, facts) for name, facts in files.items()}
+        raise DamagedError(path, f"'files' in '{RECORD}' lacks '{STATE}' or is not an object")
+    found = {name: _file_record(path, name, facts) for name, facts in files.items()}
     return Commit(step, metric if metric is not None and abs(metric) < math.inf else None, found)
 
 
 def check_files(path: Path, commit: Commit) -> None:
-    """Looks whether the files are there in their sizes; their content is not read.
+    """Checks that all files exist with their recorded sizes; does not read their content.
 
     Raises:
-        DamagedError: One is missing, or shorter or longer than it was.
+        DamagedError: A file is missing, or shorter or longer than recorded.
     """
     for name, facts in commit.files.items():
         try:
@@ -144,22 +143,22 @@ def check_files(path: Path, commit: Commit) -> None:
         except OSError as error:
             raise _unreadable(path, name, error) from error
         if not stat.S_ISREG(found.st_mode):
-            raise DamagedError(path, f"'{name}' is no file")
+            raise DamagedError(path, f"'{name}' is not a regular file")
         if found.st_size != facts.bytes:
-            raise DamagedError(path, f"'{name}' has {found.st_size} bytes, and had {facts.bytes}")
+            raise DamagedError(path, f"'{name}' has {found.st_size} bytes, expected {facts.bytes}")
 
 
 def read_object(path: Path, name: str) -> dict[str, Any]:
-    """A JSON object in a file of a commit.
+    """Reads a JSON object from a file of a checkpoint.
 
     Raises:
-        DamagedError: The file holds something else.
-        UserError: There is no such file, or it cannot be read.
+        DamagedError: The file has other content.
+        UserError: The file does not exist or cannot be read.
     """
     file = path / name
     try:
         if file.exists() and not file.is_file():
-            raise DamagedError(path, f"'{name}' is no file")
+            raise DamagedError(path, f"'{name}' is not a regular file")
         value = json.loads(file.read_bytes())
     except GONE as error:
         raise UserError(
@@ -171,26 +170,26 @@ def read_object(path: Path, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DamagedError(path, f"'{name}' is not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise DamagedError(path, f"'{name}' holds {_short(value)}, expected an object")
+        raise DamagedError(path, f"'{name}' contains {_shortened(value)}, expected an object")
     return value
 
 
-def _file(path: Path, name: str, facts: Any) -> File:
+def _file_record(path: Path, name: str, facts: Any) -> File:
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name or str(PurePosixPath(name)) != name:
-        raise DamagedError(path, f"'{RECORD}' names {_short(name)}, which is no file of the folder")
+        raise DamagedError(path, f"'{RECORD}' lists {_shortened(name)}, which is not a path inside the folder")
     size = facts.get("bytes") if isinstance(facts, dict) else None
     digest = facts.get("sha256") if isinstance(facts, dict) else None
     if type(size) is not int or size < 0 or not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-        raise DamagedError(path, f"'{RECORD}' has no size and hash of {_short(name)}")
+        raise DamagedError(path, f"'{RECORD}' lacks a valid size or hash for {_shortened(name)}")
     return File(size, digest)
 
 
 def _unreadable(path: Path, name: str, error: OSError) -> UserError:
-    """Not damaged: what a disk or a network does not give now may be there later."""
-    return UserError(f"checkpoint '{path}': '{name}' cannot be read: {error.strerror}. Mend that and start again.")
+    """Returns the error for a file that cannot be read: not damage, the disk or network may recover."""
+    return UserError(f"checkpoint '{path}': '{name}' cannot be read: {error.strerror}. Fix that and start again.")
 
 
-def _short(value: Any) -> str:
+def _shortened(value: Any) -> str:
     kinds = {dict: "an object", list: "a list", type(None): "null"}
     return kinds.get(type(value)) or repr(value)[:40]

@@ -1,6 +1,6 @@
-"""What is kept of a run that ended early, and the command that goes on from there: the end of its last message.
+"""The end of the last message of a run that ended early: the newest checkpoint and the command that resumes it.
 
-Owns the words. It imports no torch: a run may end before that is there.
+It imports no torch, since a run may end before torch is imported.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from mrl.distributed.relaunch_command import started_by
 
 
 def to_go_on(config: Config, words: Sequence[str], at: str = "") -> str:
-    """Sentences, the command last.
+    """Returns the hint as sentences, the command last.
 
     Args:
-        config: Of the run.
-        words: Of the command line, after `mrl`.
-        at: What the job was doing; "": nothing to tell.
+        config: Config of the run.
+        words: Words of the command line after `mrl`.
+        at: Current activity of the job; "": unknown.
     """
     steps = RunDir(Path(config.run.output_dir)).committed_steps()
     command, here = started_by(words), environment()

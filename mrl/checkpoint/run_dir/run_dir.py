@@ -1,7 +1,7 @@
-"""The self-describing run folder: where each file is, and what it says about the run.
+"""Paths of a run folder, its config.yaml and run.json, and the check that the folder is not another run's.
 
-Owns `RunDir`: paths, config.yaml, run.json (who ran this, on what, from which step) and the refusal of a folder that
-holds another run. It reads no metrics and no checkpoint: `checkpoint/io/jsonl_log.py` and `checkpoint.py` do.
+run.json records every start: who started the run, on what hardware and versions, from which step. Metrics and
+checkpoints are read elsewhere (`checkpoint/io/jsonl_log.py`, `checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -32,41 +32,41 @@ PACKAGES = (
 )  # fmt: skip
 
 IDENTITY_KEYS = ("model.", "data.", "algorithm.name", "critic.path", "run.seed", "train.warm_start.")
-"""A run whose values of these differ is another run: its weights or its order of prompts do not fit."""
+"""Keys that identify a run. With other values its weights or its order of prompts do not fit: it cannot be resumed."""
 
 HELD_OUT = "data.val_files"
-"""The one key of data that training does not see."""
+"""The only key of `data` that does not affect training."""
 
 STEPS = "train.num_steps"
 
 FREE_KEYS = ("run.", "observe.", "checkpoint.", "parallel.", HELD_OUT)
-"""These say how a run is executed and shown, not what it computes; a change is not worth a word."""
+"""Keys that change how a run is executed or displayed, not what it computes; a change is not reported."""
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths of a run folder; making one touches nothing."""
+    """Paths of a run folder; constructing it does not touch the disk."""
 
     root: Path
 
     @property
     def config(self) -> Path:
-        """The resolved config."""
+        """Resolved config."""
         return self.root / "config.yaml"
 
     @property
     def facts(self) -> Path:
-        """run.json: versions, device and ranks of every start."""
+        """run.json: versions, device and world size of every start."""
         return self.root / "run.json"
 
     @property
     def metrics(self) -> Path:
-        """One object per step; the same in two identical runs."""
+        """Metrics, one object per step; equal for two identical runs."""
         return self.root / "metrics.jsonl"
 
     @property
     def timings(self) -> Path:
-        """One object per step: times, rates and memory."""
+        """Times, rates and memory, one object per step."""
         return self.root / "timings.jsonl"
 
     @property
@@ -76,48 +76,49 @@ class RunDir:
 
     @property
     def notes(self) -> Path:
-        """What happened when, in words."""
+        """Events with their time, as text."""
         return self.root / "notes.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        """Commit points."""
+        """Folder of the checkpoints."""
         return self.root / "checkpoints"
 
     @property
     def scores(self) -> Path:
-        """What reward workers and judges said before."""
+        """Cached results of reward workers and judges."""
         return self.root / "scores"
 
     @property
     def tensorboard(self) -> Path:
-        """Event files."""
+        """TensorBoard event files."""
         return self.root / "tensorboard"
 
     @property
     def report(self) -> Path:
-        """The page that `write_report` makes."""
+        """HTML page from `write_report`."""
         return self.root / "report.html"
 
     def committed_steps(self) -> list[int]:
-        """Steps with a whole checkpoint, ascending."""
+        """Returns the steps with a complete checkpoint, ascending."""
         return committed_steps(self.checkpoints)
 
     def start(self, config: Config, *, resume_step: int | None, world_size: int, facts: Mapping[str, str]) -> list[str]:
-        """Records this start in the folder, which is made or taken up again. Rank 0 of its owner calls it.
+        """Creates or reopens the folder and records this start; called by rank 0, which has the run lock.
 
         Args:
-            config: Resolved; becomes config.yaml.
-            resume_step: Reinforcement learning steps in the checkpoint that the run goes on from; None: from nothing.
-            world_size: Ranks.
-            facts: What else tells starts apart: "device", such as `torch.cuda.get_device_name()`, and whose "layers".
+            config: Resolved config, written to config.yaml.
+            resume_step: RL steps in the checkpoint from which the run resumes; None: a new run.
+            world_size: Number of ranks.
+            facts: Further properties of this start: "device", such as `torch.cuda.get_device_name()`, and "layers", the
+                implementation of the layers.
 
         Returns:
-            On a resume, one line for each changed key that changes what the run computes, for `RunLog.note`.
+            On a resume, one line for each changed key that affects what the run computes, for `RunLog.note`.
 
         Raises:
-            UserError: The path is a file or not writable, the folder that is resumed belongs to another run, or its
-                run.json was changed by something else.
+            UserError: The path is a file or not writable, the resumed folder belongs to another run, or run.json is not
+                valid.
         """
         self.make()
         changes = self._changes(config) if resume_step is not None else []
@@ -146,41 +147,41 @@ class RunDir:
         return changes
 
     def check_writable(self) -> None:
-        """Looks whether the folder could be made or written; makes nothing.
+        """Checks whether the folder could be created or written, without creating anything.
 
         Raises:
-            UserError: It is a file or below one, or may not be written.
+            UserError: It is a file or below one, or is not writable.
         """
         key = f"run.output_dir is '{self.root}'"
         self._check_own(key)
         there = next((path for path in (self.root, *self.root.parents) if os.path.lexists(path)), Path())
         if not os.path.isdir(there):
             what = "which is a file" if there == self.root else f"but '{there}' is a file"
-            raise UserError(f"{key}, {what}; expected a folder, or a path where one can be made.")
+            raise UserError(f"{key}, {what}; expected a folder, or a path where one can be created.")
         if not os.access(there, os.W_OK | os.X_OK):
-            raise UserError(f"{key}, but '{there}' may not be written. Choose another folder, or change its owner.")
+            raise UserError(f"{key}, but '{there}' is not writable. Choose another folder, or change its permissions.")
 
     def _check_own(self, key: str) -> None:
-        """Refuses a folder that is not for a run, or that holds other files of the names that a run writes."""
+        """Raises UserError for a folder not meant for a run, or with other files under the names that a run writes."""
         place, home = Path(os.path.realpath(self.root)), Path(os.path.realpath(os.path.expanduser("~")))
         advice = "Give a folder for this run alone, such as runs/NAME."
         if place == Path(place.anchor):
-            raise UserError(f"{key}, the root of all files. {advice}")
+            raise UserError(f"{key}, the root of the file system. {advice}")
         if place == home or place in home.parents:
-            raise UserError(f"{key}, a home folder or one above it. {advice}")
+            raise UserError(f"{key}, the home folder or a parent of it. {advice}")
         if os.path.isdir(self.checkpoints):
             return
         logs = (self.metrics, self.timings, self.samples, self.notes)
         own = (self.config, self.facts, *logs, self.tensorboard, self.report)
-        foreign = next((path.name for path in own if os.path.lexists(path)), None)
-        if foreign is not None:
-            raise UserError(f"{key}, which holds '{foreign}', which is no run's and would be written over. {advice}")
+        existing = next((path.name for path in own if os.path.lexists(path)), None)
+        if existing is not None:
+            raise UserError(f"{key}, which contains '{existing}' of something else; it would be overwritten. {advice}")
 
     def make(self) -> None:
-        """Makes the folder where it is not there, and tries to write into it.
+        """Creates the folder if needed, and writes a probe file into it.
 
         Raises:
-            UserError: It cannot be made or written.
+            UserError: It cannot be created or written.
         """
         self.check_writable()
         key = f"run.output_dir is '{self.root}'"
@@ -199,26 +200,26 @@ class RunDir:
         before = flat(asdict(config_module.load(self.config)))
         after = flat(asdict(config))
         differing = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
-        lines = {key: f"{key}: {_word(before.get(key))} -> {_word(after.get(key))}" for key in differing}
+        lines = {key: f"{key}: {_value_text(before.get(key))} -> {_value_text(after.get(key))}" for key in differing}
         identity = [key for key in differing if key.startswith(IDENTITY_KEYS) and key != HELD_OUT]
         other_run = [lines[key] for key in identity]
         if other_run:
             raise UserError(
-                f"run.output_dir '{self.root}' holds a run of another config: {'; '.join(other_run)}. "
+                f"run.output_dir '{self.root}' contains a run with another config: {'; '.join(other_run)}. "
                 "Put these keys back to resume it, or choose another run.output_dir."
             )
-        told = [line for key, line in lines.items() if not key.startswith(FREE_KEYS)]
+        reported = [line for key, line in lines.items() if not key.startswith(FREE_KEYS)]
         if STEPS in lines and config.actor.lr_schedule != "constant":
             schedule, steps = config.actor.lr_schedule, config.train.num_steps
-            told.append(f"so actor.lr_schedule={schedule} is that of a run of {steps} steps")
-        return told
+            reported.append(f"actor.lr_schedule={schedule} is now computed for {steps} steps")
+        return reported
 
 
 def read_facts(run: RunDir) -> dict[str, Any]:
-    """Returns run.json as a dict; {} where it does not exist.
+    """Returns run.json as a dict; {} if it does not exist.
 
     Raises:
-        UserError: It is not what `RunDir.start` writes.
+        UserError: The file is not valid.
     """
     try:
         facts = json.loads(run.facts.read_bytes())
@@ -230,8 +231,7 @@ def read_facts(run: RunDir) -> dict[str, Any]:
     if isinstance(facts, dict) and isinstance(starts, list) and all(map(_is_start, starts)):
         return facts
     raise UserError(
-        f"'{run.facts}' is not the record of a run's starts that mrl writes. Restore it, or remove it: a run then "
-        "begins a new record."
+        f"'{run.facts}' is not a valid run.json of mrl. Restore it, or remove it; the next start writes a new one."
     )
 
 
@@ -242,7 +242,7 @@ def _is_start(value: Any) -> bool:
 
 @cache
 def installed_versions() -> dict[str, str]:
-    """Versions of Python, mrl and the packages that decide numbers; those not installed are left out."""
+    """Returns the versions of Python, mrl and the installed packages that affect results."""
     found = {"mrl": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -253,7 +253,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts -> dotted keys; lists and empty dicts are values."""
+    """Converts nested dicts to dotted keys; lists and empty dicts are values."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
@@ -263,5 +263,5 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def _word(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "null" if value is None else str(value)

@@ -1,15 +1,15 @@
-"""Who trains into a run folder: one job at a time, also where several hosts share the disk.
+"""Lock on a run folder: one job at a time trains into it, also where several hosts share the disk.
 
-Owns the folder `owner/` in it. Each job that takes the run folder adds one file there with the next number, by a link,
-which only one can make; the highest number is the owner. A file is renamed to `.free` when its job ends. So numbers
-only grow, and of two jobs that find the same dead owner only one gets the next number.
+Each job that acquires the lock adds the file with the next number to `owner/`, by a hard link, which only one job can
+create. The highest number is the owner. When its job ends, the file is renamed to `.free`. So numbers only grow, and if
+two jobs find the same dead owner, only one of them gets the next number.
 
-    owner/00000003.json    host, process, since when, SLURM job; touched every few seconds while the job lives
+    owner/00000003.json    host, process, start time, SLURM job; touched every few seconds while the job runs
 
-Whether an owner lives is told exactly by any rank that can see its process: same kernel, same process ids, and the
-start of the process, since ids are used again. A SLURM job that was queued again follows its own earlier life. Where
-neither is so, the file is watched for as long as its owner may be silent: by this host's own clock, since clocks of
-hosts differ, and by whether it changes at all.
+Any rank that can see the owner's process decides exactly whether it runs: same kernel, same process id, and the same
+start time of the process, since ids are reused. A SLURM job that was requeued takes over from its earlier run.
+Otherwise the file is watched for as long as its owner may be silent. This uses only the local clock and whether the
+file changes, because clocks of hosts differ.
 """
 
 from __future__ import annotations
@@ -37,29 +37,32 @@ from mrl.distributed.collectives import from_first_rank, together
 from mrl.errors import UserError
 
 BEATS = 8
-"""Touches of the file within the time of silence that is allowed."""
+"""Heartbeats (touches of the file) per allowed time of silence."""
 
 LONGEST_SILENCE_S = 600.0
-"""Signs of life come more often than this, whatever a file says."""
+"""Upper bound of an owner's allowed silence, seconds; a file with a larger value is invalid."""
 
 POLL_S = 0.25
-"""Between two looks at a file that is watched."""
+"""Interval between reads of a file that is watched, seconds."""
 
 _NAME = re.compile(r"(\d{8})\.(json|free)")
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A job that trains into a folder, as its rank 0 tells of itself.
+    """The job that trains into a folder, described by its rank 0; stored as JSON.
 
     Attributes:
-        space: Of the process id: the boot of the kernel, and the namespace.
-        born: When the process was started, as the kernel counts it.
-        ranks: Of the job.
-        since: Time of day, for people.
-        silent_s: Without a touch for so long it is gone.
-        job: SLURM's number of it; "" none.
-        life: How often SLURM has queued it again.
+        host: Host name.
+        pid: Process id of rank 0.
+        space: Scope of the process id: boot id of the kernel, and pid namespace.
+        born: Start time of the process, in the kernel's units.
+        ranks: World size of the job.
+        since: Wall-clock time of the start, for people.
+        silent_s: Time without a heartbeat after which the owner counts as dead, seconds.
+        job: SLURM job id; "" without SLURM.
+        life: SLURM's restart count of the job.
+        token: Random text that identifies this attempt to acquire the lock.
     """
 
     host: str
@@ -79,31 +82,37 @@ class Owner:
 
     @property
     def stop(self) -> str:
-        """How a person ends it."""
+        """Command that stops the job."""
         return f"scancel {self.job}" if self.job else f"`kill {self.pid}` on {self.host}"
 
     def lives(self) -> bool | None:
-        """Whether its process runs; None: that cannot be seen from here."""
-        return None if self.space != _space() else _born(self.pid) == self.born
+        """Returns whether the owner's process runs; None if it cannot be seen from this process."""
+        return None if self.space != _pid_namespace() else _start_time(self.pid) == self.born
 
     def precedes(self, other: Owner) -> bool:
-        """Whether it is an earlier life of the other one, which SLURM has ended."""
+        """Returns whether this is an earlier run, ended by SLURM, of the same job as `other`."""
         return self.job != "" and self.job == other.job and self.life < other.life
 
 
 def this_process(ranks: int, silent_s: float) -> Owner:
-    """This process as an owner; arguments as of `Owner`."""
+    """Describes this process as an owner.
+
+    Args:
+        ranks: World size of the job.
+        silent_s: Allowed time without a heartbeat, seconds.
+    """
     slurm = launch.variables("SLURM_JOB_ID", "SLURM_RESTART_COUNT")
     life = slurm.get("SLURM_RESTART_COUNT", "")
     return Owner(
-        socket.gethostname(), os.getpid(), _space(), _born(os.getpid()), ranks, time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        silent_s, slurm.get("SLURM_JOB_ID", ""), int(life) if life.isdecimal() else 0,
+        socket.gethostname(), os.getpid(), _pid_namespace(), _start_time(os.getpid()), ranks,
+        time.strftime("%Y-%m-%dT%H:%M:%S%z"), silent_s, slurm.get("SLURM_JOB_ID", ""),
+        int(life) if life.isdecimal() else 0,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A file of `owner/`. `owner` is None where the file cannot be read as one."""
+    """A file of `owner/`; `owner` is None if the file is free or not readable as an owner's."""
 
     number: int
     is_free: bool
@@ -111,24 +120,28 @@ class Claim:
 
 
 class Ownership:
-    """A run folder that is this job's, from `take` to `close`; does nothing on ranks but 0."""
+    """The lock held by this job, from `take` to `close`; without effect on ranks other than 0.
+
+    Attributes:
+        notes: One line if the lock was taken over from a job that did not end properly.
+    """
 
     def __init__(self, claims: Claims | None, number: int, notes: list[str]) -> None:
-        """From `take`; `notes` has a line where the folder was taken over from a job that did not end in order."""
+        """Wraps the acquired claim; called by `take`."""
         self.notes = notes
         self._claims, self._number = claims, number
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def keep(self, silent_s: float, lost: Callable[[str], object]) -> None:
-        """Begins to touch the file; `lost` hears, in a thread, that another job has taken the folder."""
+        """Starts the heartbeat thread; it calls `lost` with a message if another job has taken the folder."""
         if self._claims is not None:
             args = (self._claims, silent_s / BEATS, lost)
-            self._thread = threading.Thread(target=self._beat, args=args, name="owner", daemon=True)
+            self._thread = threading.Thread(target=self._heartbeat, args=args, name="owner", daemon=True)
             self._thread.start()
 
     def check(self) -> None:
-        """Before what two jobs must not both do.
+        """Checks that this job still owns the folder; called before steps that two jobs must not both do.
 
         Raises:
             UserError: Another job has taken the folder.
@@ -137,7 +150,7 @@ class Ownership:
             raise UserError(why)
 
     def close(self) -> None:
-        """The folder is free again."""
+        """Stops the heartbeat and frees the lock."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -152,7 +165,7 @@ class Ownership:
     ) -> None:
         self.close()
 
-    def _beat(self, claims: Claims, interval_s: float, lost: Callable[[str], object]) -> None:
+    def _heartbeat(self, claims: Claims, interval_s: float, lost: Callable[[str], object]) -> None:
         while not self._closed.wait(interval_s):
             with contextlib.suppress(OSError):  # a disk that does not answer now may do so at the next beat
                 claims.touch(self._number)
@@ -162,41 +175,41 @@ class Ownership:
 
 
 def take(root: Path, me: Owner, rank: int) -> Ownership:
-    """Collective over the job: makes this job the owner of a run folder. Nothing else in it may be written before.
+    """Collective over the job: acquires the lock on a run folder. Nothing else may be written into it before.
 
     Args:
-        root: The run folder; it is there.
-        me: Rank 0's.
-        rank: Of the job.
+        root: Run folder; it exists.
+        me: Owner record of rank 0.
+        rank: Global rank of this process.
 
     Raises:
-        UserError: Another job lives that owns it, or the folder cannot be written; on all ranks.
+        UserError: The job that owns it still runs, or the folder cannot be written; raised on all ranks.
     """
     claims = Claims(root / "owner")
-    beaten, note = 0, ""
+    last_dead, note = 0, ""
     while True:
         last, number = None, 0
         with together():
             if rank == 0:
                 last = claims.last()
-                if last is None or last.is_free or last.number <= beaten:
+                if last is None or last.is_free or last.number <= last_dead:
                     number = claims.add(last.number + 1 if last else 1, me)
         last, number = from_first_rank((last, number))
         if number:
             return Ownership(claims if rank == 0 else None, number, [note] if note else [])
-        if last is None or last.is_free or last.number <= beaten:
+        if last is None or last.is_free or last.number <= last_dead:
             continue  # another job was faster
-        why = _end_of(claims, last, me, rank)
+        why = _takeover_reason(claims, last, me, rank)
         if why:
-            beaten = last.number
-            note = f"took the run folder over from {last.owner or 'an owner that cannot be read'}, {why}"
+            last_dead = last.number
+            note = f"took the run folder over from {last.owner or 'an unreadable owner file'}, {why}"
 
 
-def _end_of(claims: Claims, last: Claim, me: Owner, rank: int) -> str:
-    """Collective over the job: why an owner is none any more; "" it has changed since, look again.
+def _takeover_reason(claims: Claims, last: Claim, me: Owner, rank: int) -> str:
+    """Collective over the job: returns why an owner counts as dead; "" if its file has changed since.
 
     Raises:
-        UserError: It lives.
+        UserError: The owner still runs.
     """
     seen: list[bool | None] = [None] * dist.get_world_size()
     dist.all_gather_object(seen, last.owner.lives() if last.owner else None)
@@ -210,55 +223,55 @@ def _end_of(claims: Claims, last: Claim, me: Owner, rank: int) -> str:
             elif True in seen or claims.changes(last):
                 now = claims.last()
                 if now == last:
-                    raise UserError(_held(claims.folder.parent, last.owner))
+                    raise UserError(_in_use_message(claims.folder.parent, last.owner))
             else:
-                why = f"which gave no sign of life for {_silence(last.owner):.0f} s"
+                why = f"which gave no sign of life for {_allowed_silence_s(last.owner):.0f} s"
     return str(from_first_rank(why))
 
 
 class Claims:
-    """The files of `owner/`; only rank 0 looks at them."""
+    """The files of `owner/`; only rank 0 uses them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def last(self) -> Claim | None:
-        """The one with the highest number; None: there is none."""
+        """Returns the claim with the highest number; None if there is none."""
         while found := self._numbers():
             number = max(found)
             if found[number] == "free":
                 return Claim(number, True, None)
             owner = _decode(self._path(number))
-            if owner is not None or self._numbers() == found:  # else it has been followed since it was listed
+            if owner is not None or self._numbers() == found:  # otherwise a newer claim replaced it meanwhile
                 return Claim(number, False, owner)
         return None
 
     def add(self, number: int, owner: Owner) -> int:
-        """Adds the file of this number; 0: another job was faster.
+        """Adds the file with this number; returns the number, 0 if another job was faster.
 
         Raises:
             UserError: The folder cannot be written.
         """
         path, content = self._path(number), json.dumps(asdict(owner), indent=1).encode()
-        fresh = self.folder / f".{owner.token}"
+        temporary = self.folder / f".{owner.token}"
         try:
             self.folder.mkdir(exist_ok=True)
             try:
-                write_file(fresh, content)
+                write_file(temporary, content)
                 with contextlib.suppress(FileExistsError):
-                    os.link(fresh, path)  # over NFS an answer may be lost: what counts is whose file is there
+                    os.link(temporary, path)  # NFS may lose the reply: the content of the file decides, read below
             finally:
-                fresh.unlink(missing_ok=True)
-            is_mine = (mine := _decode(path)) is not None and mine.token == owner.token
+                temporary.unlink(missing_ok=True)
+            is_ours = (current := _decode(path)) is not None and current.token == owner.token
         except OSError as error:
             raise UserError(
-                f"run.output_dir '{self.folder.parent}' cannot be taken: {error}. Make it writable, free space, or "
-                "choose another one."
+                f"run.output_dir '{self.folder.parent}' cannot be locked: {error}. Make it writable, free space, or "
+                "choose another folder."
             ) from error
         found = self._numbers()
-        if is_mine and max(found) > number:
+        if is_ours and max(found) > number:
             path.unlink(missing_ok=True)
-        if not is_mine or max(found) > number:
+        if not is_ours or max(found) > number:
             return 0
         for each in found:
             if each < number:
@@ -268,25 +281,25 @@ class Claims:
         return number
 
     def changes(self, claim: Claim) -> bool:
-        """Whether a file is touched, renamed or followed while it is watched, as long as its owner may be silent."""
-        before, deadline = self._look(claim), time.monotonic() + _silence(claim.owner)
+        """Watches a file for its owner's allowed silence; returns whether it was touched, renamed or superseded."""
+        before, deadline = self._state_of(claim), time.monotonic() + _allowed_silence_s(claim.owner)
         while time.monotonic() < deadline:
             time.sleep(POLL_S)
-            if self._look(claim) != before:
+            if self._state_of(claim) != before:
                 return True
         return False
 
     def touch(self, number: int) -> None:
-        """A sign of life."""
+        """Writes a heartbeat."""
         os.utime(self._path(number))
 
     def free(self, number: int) -> None:
-        """The folder is nobody's; it needs no room on a full disk."""
+        """Marks the folder as free; a rename needs no space on a full disk."""
         with contextlib.suppress(OSError):
             self._path(number).rename(self._path(number, "free"))
 
     def lost(self, number: int) -> str:
-        """Who has the folder instead of the owner of this number; "" nobody, or that cannot be seen now."""
+        """Returns which job has taken the folder instead of claim `number`; "" if none, or if it cannot be read now."""
         try:
             found = self._numbers()
         except OSError:
@@ -295,7 +308,7 @@ class Claims:
             return ""
         last = self.last() if found else None
         who = f"{last.owner} has taken it" if last and last.owner else "its file in owner/ is gone"
-        return f"run.output_dir '{self.folder.parent}' is not this job's any more: {who}. This job ends."
+        return f"run.output_dir '{self.folder.parent}' no longer belongs to this job: {who}. This job ends."
 
     def _numbers(self) -> dict[int, str]:
         try:
@@ -308,8 +321,8 @@ class Claims:
     def _path(self, number: int, kind: str = "json") -> Path:
         return self.folder / f"{number:08d}.{kind}"
 
-    def _look(self, claim: Claim) -> tuple[Any, ...]:
-        """What the disk has now, not what this host remembers: over NFS a file that is opened is asked for."""
+    def _state_of(self, claim: Claim) -> tuple[Any, ...]:
+        """Returns highest number, mtime and content of a claim's file, bypassing NFS caches by opening it."""
         try:
             with self._path(claim.number).open("rb") as stream:
                 return max(self._numbers()), os.fstat(stream.fileno()).st_mtime_ns, stream.read()
@@ -317,21 +330,22 @@ class Claims:
             return (None,)
 
 
-def _held(root: Path, owner: Owner | None) -> str:
-    who = str(owner) if owner else "an owner that cannot be read"
+def _in_use_message(root: Path, owner: Owner | None) -> str:
+    who = str(owner) if owner else "a job with an unreadable owner file"
     stop = f", stop it ({owner.stop})" if owner else ""
     return (
         f"run.output_dir '{root}' is in use: {who} trains into it, and two jobs would overwrite each other's files. "
-        f"Wait for it{stop}, or choose another run.output_dir. In a copy of that folder remove 'owner' first."
+        f"Wait for it{stop}, or choose another run.output_dir. If this is a copy of another run folder, remove its "
+        "'owner' folder first."
     )
 
 
-def _silence(owner: Owner | None) -> float:
+def _allowed_silence_s(owner: Owner | None) -> float:
     return owner.silent_s if owner else 60.0
 
 
 def _decode(path: Path) -> Owner | None:
-    """None: it is not there, or not what an owner writes."""
+    """Reads an owner file; None if it is missing or invalid."""
     try:
         values = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError, RecursionError):
@@ -344,7 +358,7 @@ def _decode(path: Path) -> Owner | None:
     return Owner(**values) if values["pid"] > 0 and 0 < values["silent_s"] <= LONGEST_SILENCE_S else None
 
 
-def _space() -> str:
+def _pid_namespace() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -352,8 +366,8 @@ def _space() -> str:
         return socket.gethostname()
 
 
-def _born(pid: int) -> str:
-    """When a process was started; "" there is none, or it has ended and waits to be asked."""
+def _start_time(pid: int) -> str:
+    """Returns the start time of a process; "" if it does not exist or is a zombie."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

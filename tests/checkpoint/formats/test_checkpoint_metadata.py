@@ -72,7 +72,8 @@ def test_classes_of_an_older_megatron_are_stood_in_for(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "words"), [(b"no pickle", "cannot be read"), (b"", "cannot be read"), (pickle.dumps([1]), "holds a list")]
+    ("data", "words"),
+    [(b"no pickle", "cannot be read"), (b"", "cannot be read"), (pickle.dumps([1]), "contains a list")],
 )
 def test_what_is_no_metadata_is_named(data, words, tmp_path):
     (tmp_path / ".metadata").write_bytes(data)

@@ -157,11 +157,11 @@ DAMAGED = {
         lambda folder: weights(folder).rename(folder / "pytorch_model.bin"),
         "has neither model.safetensors nor model.safetensors.index.json",
     ),
-    "garbage": (lambda folder: weights(folder).write_bytes(b"no weights at all"), "is not a whole safetensors file"),
-    "empty": (lambda folder: weights(folder).write_bytes(b""), "is not a whole safetensors file"),
+    "garbage": (lambda folder: weights(folder).write_bytes(b"no weights at all"), "is not a complete safetensors file"),
+    "empty": (lambda folder: weights(folder).write_bytes(b""), "is not a complete safetensors file"),
     "cut off": (
         lambda folder: weights(folder).write_bytes(weights(folder).read_bytes()[:-1000]),
-        "is not a whole safetensors file",
+        "is not a complete safetensors file",
     ),
     "tensor missing": (
         saved(model__norm__weight=None),
@@ -173,11 +173,11 @@ DAMAGED = {
     ),
     "vocabulary": (
         saved(model__embed_tokens__weight=torch.zeros(ODD_VOCAB + 3, 32)),
-        "has shape [104, 32], but config.json asks for [101, 32]; config.json says vocab_size=101",
+        "has shape [104, 32], but config.json requires [101, 32]; config.json has vocab_size=101",
     ),
     "shape": (
         saved(model__norm__weight=torch.zeros(33)),
-        "'model.norm.weight' has shape [33], but config.json asks for [32]",
+        "'model.norm.weight' has shape [33], but config.json requires [32]",
     ),
     "integers": (
         saved(model__norm__weight=torch.zeros(32, dtype=torch.int8)),
@@ -188,7 +188,7 @@ DAMAGED = {
     "index is a list": (index_text("[]"), "is not a safetensors index"),
     "index names a missing file": (
         indexed(model__norm__weight="more.safetensors"),
-        "names the file 'more.safetensors', which is not in the folder",
+        "lists the file 'more.safetensors', which is not in the folder",
     ),
     "index leaves the folder": (indexed(model__norm__weight="../x/model.safetensors"), "which is not in the folder"),
     "two sets of weights": (
@@ -208,10 +208,10 @@ DAMAGED = {
         ),
         "has two sets of weights",
     ),
-    "an adapter": (lambda folder: added(folder, "adapter_config.json"), "it is an adapter of another model"),
+    "an adapter": (lambda folder: added(folder, "adapter_config.json"), "it is an adapter for another model"),
     "two names of one tensor": (
         saved(norm__weight=torch.ones(32)),
-        "both are the tensor 'model.norm.weight'",
+        "are both the tensor 'model.norm.weight'",
     ),
     "names of another kind": (
         renamed(lambda name: f"transformer.{name}"),
@@ -219,7 +219,7 @@ DAMAGED = {
     ),
     "index names a missing tensor": (
         indexed(lm_head__weight="model.safetensors"),
-        "says that 'lm_head.weight' is in 'model.safetensors', but it is not",
+        "lists 'lm_head.weight' in 'model.safetensors', but it is not there",
     ),
 }
 

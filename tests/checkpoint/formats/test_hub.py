@@ -113,7 +113,7 @@ def agree(names):
 def test_ranks_with_other_states_of_a_model_are_refused_on_every_rank():
     assert run_ranks(2, agree, ["/a/snapshots/01", "/b/snapshots/01"]) == ["", ""]
     first, second = run_ranks(2, agree, ["/a/snapshots/01", "/a/snapshots/02"])
-    assert first == second and first.startswith("rank 1 has another state of the model")
+    assert first == second and first.startswith("rank 1 has another revision of a model")
 
 
 class Hub(http.server.BaseHTTPRequestHandler):

@@ -104,10 +104,13 @@ def test_one_tensor_is_held_at_a_time(tmp_path):
     ("stream", "message"),
     [
         ([("a", torch.zeros(2))], "end before 'b'"),
-        ([("b", torch.zeros(2)), ("a", torch.zeros(2))], "next tensor is"),
-        ([("a", torch.zeros(3))], "next tensor is"),
-        ([("a", torch.zeros(2, dtype=torch.float16))], "next tensor is"),
-        ([("a", torch.zeros(2)), ("b", torch.zeros(2)), ("c", torch.zeros(2))], "next tensor is None"),
+        ([("b", torch.zeros(2)), ("a", torch.zeros(2))], "as the file.s next tensor"),
+        ([("a", torch.zeros(3))], "as the file.s next tensor"),
+        ([("a", torch.zeros(2, dtype=torch.float16))], "as the file.s next tensor"),
+        (
+            [("a", torch.zeros(2)), ("b", torch.zeros(2)), ("c", torch.zeros(2))],
+            "expected None as the file.s next tensor",
+        ),
     ],
 )
 def test_tensors_that_were_not_announced_are_a_defect(tmp_path, stream, message):
@@ -167,7 +170,7 @@ def test_every_truncation_is_refused(tmp_path):
     data = (tmp_path / "x").read_bytes()
     for length in range(len(data)):
         (tmp_path / "y").write_bytes(data[:length])
-        with pytest.raises(UserError, match="not a whole safetensors file"):
+        with pytest.raises(UserError, match="not a complete safetensors file"):
             SafetensorsFile(tmp_path / "y")
 
 

@@ -235,8 +235,8 @@ def add(tensors, name):
 
 
 DAMAGE = {
-    "shape": (transpose, r"rank1.*'transformer.layers.0.mlp.fc.weight' is \[16, 16, 16\]|is \[16, 16\]|asks for"),
-    "dtype": (narrow, "bfloat16; config.json asks for .* float32"),
+    "shape": (transpose, r"rank1.*'transformer.layers.0.mlp.fc.weight' is \[16, 16, 16\]|is \[16, 16\]|requires"),
+    "dtype": (narrow, "bfloat16; config.json requires .* float32"),
     "name": (rename, "lacks 1 tensors.*'transformer.layers.0.mlp.fc.weight'"),
     "extra": (add, "has unknown 1 tensors.*'transformer.stranger'"),
 }
@@ -259,7 +259,7 @@ def test_missing_superfluous_and_truncated_rank_files_are_refused(tmp_path):
         TrtllmSource(tmp_path)
     (tmp_path / "rank2.safetensors").unlink()
     second.write_bytes(data[:-1])
-    with pytest.raises(UserError, match="rank1.*not a whole"):
+    with pytest.raises(UserError, match="rank1.*not a complete"):
         TrtllmSource(tmp_path)
     second.unlink()
     with pytest.raises(UserError, match="lacks rank1"):

@@ -85,7 +85,7 @@ REFUSED = {
     ),
     "context parallelism": ("llama_tiny", {"mapping": {"cp_size": 2, "world_size": 2}}, "cp_size is 2"),
     "another world": ("llama_tiny", {"mapping": {"tp_size": 2, "world_size": 4}}, "world_size is 4"),
-    "sizes of experts": ("mixtral_tiny", {"mapping": {"tp_size": 4, "moe_ep_size": 3}}, "does not make tp_size=4"),
+    "sizes of experts": ("mixtral_tiny", {"mapping": {"tp_size": 4, "moe_ep_size": 3}}, "is not tp_size=4"),
     "a size that is text": ("llama_tiny", {"mapping": {"tp_size": "2"}}, "tp_size is '2'"),
     "a mapping that is a list": ("llama_tiny", {"mapping": [1]}, "mapping is"),
     "moe that is a list": ("llama_tiny", {"moe": [1]}, "moe is"),

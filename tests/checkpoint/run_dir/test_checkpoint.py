@@ -135,10 +135,10 @@ def test_a_record_of_no_whole_commit_is_told_and_the_older_one_is_taken(tmp_path
     (step, notes), again = run_ranks(2, _newest, str(tmp_path))
     assert step == 3 and again == (step, notes)
     assert notes[0].startswith(f"{tmp_path}/step-00000007 is damaged: '")
-    assert notes[0].endswith("the run goes on from step-00000003")
+    assert notes[0].endswith("the run resumes from step-00000003")
     shutil.rmtree(tmp_path / "step-00000003")
     message = run_ranks(2, _newest, str(tmp_path))[1]
-    assert "has no whole checkpoint: step-00000007: " in message and "remove it to start from nothing" in message
+    assert "has no intact checkpoint: step-00000007: " in message and "remove it to start from the beginning" in message
 
 
 def test_a_file_that_was_changed_in_place_is_passed_over_and_an_empty_folder_is_none(tmp_path):

@@ -95,7 +95,7 @@ def test_an_owner_that_waits_to_be_asked_for_its_status_has_ended(tmp_path):
 def test_a_stopped_owner_lives(tmp_path):
     with subprocess.Popen(["sleep", "60"]) as process:
         process.send_signal(19)
-        claim(tmp_path, pid=process.pid, born=run_lock._born(process.pid), silent_s=0.1)
+        claim(tmp_path, pid=process.pid, born=run_lock._start_time(process.pid), silent_s=0.1)
         assert "is in use: process" in run_ranks(2, taken, tmp_path)[0]
         process.kill()
 
@@ -153,7 +153,7 @@ def test_an_owner_that_was_followed_is_told_and_may_not_commit(tmp_path):
     mine.keep(SHORT_S, heard.append)
     mine.check()
     claim(tmp_path, **ELSEWHERE)
-    with pytest.raises(UserError, match=r"is not this job's any more: process \d+ on host node7"):
+    with pytest.raises(UserError, match=r"no longer belongs to this job: process \d+ on host node7"):
         mine.check()
     deadline = time.monotonic() + HEARD_S
     while not heard and time.monotonic() < deadline:

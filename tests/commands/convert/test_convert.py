@@ -135,7 +135,7 @@ def test_a_folder_of_something_else_is_left_alone(model, tmp_path):
         run(model, tmp_path / "out")
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial" / "precious").write_text("")
-    with pytest.raises(UserError, match=r"new.partial' exists and is not the work of this command"):
+    with pytest.raises(UserError, match=r"new.partial' exists and was not made by this command"):
         run(model, tmp_path / "new")
     run(model, tmp_path / "other")
     with pytest.raises(UserError, match=r"other' exists and was not made by this command"):
@@ -216,10 +216,10 @@ def test_files_that_are_done_are_kept_unless_they_are_damaged(model, tmp_path):
 
 def test_other_arguments_do_not_continue_it(model, tmp_path):
     interrupted(model, tmp_path / "out")
-    with pytest.raises(UserError, match="begun with other arguments: target.dtypes.float32 was 50, now it is None"):
+    with pytest.raises(UserError, match="started with other arguments: target.dtypes.float32 was 50, now it is None"):
         run(model, tmp_path / "out", "bfloat16")
     os.utime(model / "model.safetensors")
-    with pytest.raises(UserError, match="begun with other arguments: source.files.model.safetensors.mtime_ns was"):
+    with pytest.raises(UserError, match="started with other arguments: source.files.model.safetensors.mtime_ns was"):
         run(model, tmp_path / "out")
 
 
@@ -317,7 +317,7 @@ def test_a_target_that_lacks_a_tensor_is_a_defect_and_writes_nothing(model, tmp_
 def test_a_damaged_source_leaves_nothing(model, tmp_path):
     path = model / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(UserError, match="is not a whole safetensors file"):
+    with pytest.raises(UserError, match="is not a complete safetensors file"):
         run(model, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 

@@ -258,7 +258,7 @@ def test_weights_that_are_not_the_models_are_told_and_weights_elsewhere_are_not_
     changed = json.loads((tmp_path / "model" / "config.json").read_text()) | {"intermediate_size": 640}
     (tmp_path / "model" / "config.json").write_text(json.dumps(changed))
     message = refused(tmp_path, SMALL, *short, f"model.path={tmp_path}/model", dry_run=True)
-    assert "has shape [512, 256], but config.json asks for [640, 256]" in message
+    assert "has shape [512, 256], but config.json requires [640, 256]" in message
 
 
 def test_files_of_the_cluster_are_told_and_something_stands_in_where_the_user_says_so(tmp_path):

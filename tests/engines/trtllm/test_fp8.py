@@ -145,7 +145,7 @@ def test_a_replica_of_two_ranks_multiplies_with_what_fp8_stands_for(tmp_path):
     for results in run_mpi(2, all_over_mpi, str(tmp_path), **{FLAVOUR_VARIABLE: "1.3"}):
         for differ, said in results:
             assert differ == []
-            assert "self_attn.o_proj.weight' holds values that are not finite" in said
+            assert "values that are not finite" in said
 
 
 def refusal(folder, **settings):

@@ -161,8 +161,8 @@ TINY = (
 @pytest.mark.parametrize(
     ("action", "status", "said"),
     [
-        ("SIGTERM", 75, "mrl: stopped by SIGTERM after step 2, which was already committed.\n"),
-        ("SIGHUP", 75, "mrl: stopped by SIGHUP after step 2, which was already committed.\n"),
+        ("SIGTERM", 75, "mrl: stopped by SIGTERM after step 2; its checkpoint existed already.\n"),
+        ("SIGHUP", 75, "mrl: stopped by SIGHUP after step 2; its checkpoint existed already.\n"),
         ("SIGINT", 130, "mrl: interrupted.\n"),
         ("mistake", 2, "mrl: error: row 5 is wrong.\nThis was at step 3, between phases.\n"),
     ],

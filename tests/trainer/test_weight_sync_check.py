@@ -130,4 +130,4 @@ def test_a_run_asks_once_and_trains_on_the_same_numbers(tmp_path):
     assert asked == plain
     notes = [json.loads(line) for line in (tmp_path / "asked" / "run" / "notes.jsonl").read_text().splitlines()]
     (said,) = [note for note in notes if "canary" in json.dumps(note)]
-    assert "moved by at most 0 nats" in json.dumps(said)
+    assert "differ by at most 0 nats" in json.dumps(said)

@@ -1,9 +1,8 @@
-"""The page of every field of `rollout` in every engine.
+"""Generator of `mrl/docs/engines.md`: the support for every field of `rollout` in every engine.
 
     python -m mrl.trainer.validation.docs_engine_table > mrl/docs/engines.md
 
-Owns how the page is written. What an engine does with a field stands in its `FIELDS` (`engines/_config_support.py`),
-fields that take one value in `ranges.py`.
+The texts are the engines' `FIELDS` (`engines/_config_support.py`) and `FIXED` in `ranges.py`.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ APART = """
 
 
 def uses(engine: str) -> Fields:
-    """What an engine declares, and what holds in each that does not say otherwise."""
+    """Returns the support of all fields in an engine: its own `FIELDS` and those common to all engines."""
     return {**EVERYWHERE, **registry.find("engines", engine, "FIELDS")}
 
 
 def cells(key: str) -> list[str]:
-    """What the page says of a field, engine by engine.
+    """Returns the table cells of a field, one for each engine.
 
     Raises:
-        KeyError: An engine does not say.
+        KeyError: An engine does not declare the field.
     """
     if f"rollout.{key}" in FIXED:
         only, why = FIXED[f"rollout.{key}"]
@@ -58,7 +57,7 @@ def cells(key: str) -> list[str]:
 
 
 def page() -> str:
-    """All of it, as Markdown."""
+    """Returns the page as Markdown."""
     names = registry.names("engines")
     alike, apart = [], []
     for key in dotted_keys(RolloutConfig):

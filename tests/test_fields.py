@@ -211,7 +211,7 @@ ROWS = {
     "rollout.enable_chunked_prefill": row(
         "rollout.enable_chunked_prefill=false",
         given=("rollout.max_num_batched_tokens=8",),
-        refused="such a prompt could not be read",
+        refused="so long prompts cannot be prefilled",
     ),
     "rollout.enable_prefix_caching": row("rollout.enable_prefix_caching=false"),
     "rollout.true_on_policy": row("rollout.true_on_policy=true"),

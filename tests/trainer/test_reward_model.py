@@ -193,7 +193,7 @@ def test_padding_at_the_end_is_not_read_as_in_transformers(folder, model_of):
         ("bare", [], "bare' holds no tokenizer.*reward.model.retokenize=false to use the actor's token ids"),
         ("small", ["reward.model.retokenize=false"], "has embeddings for 5 tokens, but the actor's tokenizer has 14"),
         ("qwen2_tiny", ["parallel.pipeline_model_parallel_size=3"], "does not divide"),
-        ("mixture_moe", ["model.preset=qwen2_tiny"], "one is a mixture of experts and the other is not"),
+        ("mixture_moe", ["model.preset=qwen2_tiny"], "is an MoE model and the other is dense"),
         ("qwen2_tiny", ["reward.functions=[]", "reward.model.weight=0"], "every weight is 0"),
         ("nowhere", [], "reward.model.path: model folder '.*nowhere' does not exist"),
     ],

@@ -12,7 +12,7 @@ RULES = [
     (["data.chat_template=a.jinja"], 1, "data.chat_template='a.jinja' does not exist"),
     (["reward.functions=[]"], 1, "reward.functions is empty"),
     (["data.task=null", "train.eval_interval=5"], 1, "train.eval_interval=5 needs held-out prompts"),
-    (["checkpoint.keep_best=1"], 1, "ranks checkpoints by evaluations"),
+    (["checkpoint.keep_best=1"], 1, "needs evaluations to rank checkpoints"),
     (["checkpoint.best_metric=loss"], 1, "checkpoint.best_metric=loss is no evaluation metric"),
 ]  # fmt: skip
 

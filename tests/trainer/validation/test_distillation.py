@@ -20,7 +20,7 @@ REFUSED = {
     "neither": (("distillation.enabled=true", "distillation.teacher_models=[{key: a}]"), "neither of model_path"),
     "no preset": (
         ("distillation.enabled=true", "distillation.teacher_models=[{model_path: mrl, overrides: {a: 1}}]"),
-        "there is no preset",
+        "preset is null",
     ),
     "twice": (
         (
@@ -29,12 +29,12 @@ REFUSED = {
         ),
         "two teachers have the same key",
     ),
-    "one key": ((*ON, "distillation.teacher_models[0].key=a"), "there is one teacher, which has all prompts"),
+    "one key": ((*ON, "distillation.teacher_models[0].key=a"), "there is only one teacher"),
     "sft": ((*ON, "algorithm.name=sft", "train.minibatch_size=null"), "algorithm.name=sft samples nothing"),
     "k1": ((*ON, f"{LOSS}.loss_mode=k1"), "has a gradient that does not depend on the teacher"),
     "policy gradient": (
         (*ON, f"{LOSS}={{loss_mode: forward_kl, use_policy_gradient: true}}"),
-        "the same whichever token was sampled",
+        "does not depend on the sampled token",
     ),
     "topk idle": ((*ON, f"{LOSS}.topk=4"), "topk=4 would have no effect because loss_mode is k3"),
     "topk": ((*ON, f"{LOSS}={{loss_mode: forward_kl_topk, topk: 99}}"), "more than the 14 tokens"),
@@ -81,7 +81,7 @@ REFUSED = {
     ),
     "experts": (
         ("distillation.enabled=true", "distillation.teacher_models=[{preset: qwen3_moe_tiny}]"),
-        "one is a mixture of experts and the other is not",
+        "is an MoE model and the other is dense",
     ),
     "positions": (
         (

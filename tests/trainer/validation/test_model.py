@@ -10,7 +10,7 @@ RULES = [
     (["model.path=nowhere"], 1, "both of model.path and model.preset"),
     (["model.path=nowhere", "model.preset=null"], 1, "model.path=nowhere is not a folder"),
     (["model.preset=null"], 1, "neither of model.path and model.preset"),
-    (["model.tokenizer=null"], 1, "a preset has no tokenizer"),
+    (["model.tokenizer=null"], 1, "A preset has no tokenizer"),
     (["reference.path=nowhere", "algorithm.kl_in=loss"], 1, "reference.path=nowhere is not a folder"),
 ]  # fmt: skip
 

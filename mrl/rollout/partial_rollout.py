@@ -54,9 +54,7 @@ def stream(
     """
     replica = ranks.grid.replica(ranks.rank) if ranks.samples else None
     groups = _sorted(groups, buffer, history)
-    own = [
-        _work(group, buffer, sampling.n) for group in groups if group.replica is not None and group.replica == replica
-    ]
+    own = [_work(group, buffer, sampling.n) for group in groups if replica is not None and group.replica == replica]
     waiting = [_work(group, buffer, sampling.n) for group in groups if group.replica is None]
     missing = _gather_rows([(work.prompt.uid, work.num_samples) for work in own], 2, ranks, over)
     queue = SharedQueue(

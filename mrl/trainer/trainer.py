@@ -51,6 +51,15 @@ T = TypeVar("T")
 class Job:
     """All parts of a run on this rank; constructed by `open_job`.
 
+    Args:
+        plan: Resolved and validated config.
+        groups: Process groups and coordinates of this rank.
+        device: Device of this rank.
+        log: Log of the run.
+        checkpoints: Checkpoint folders of the run.
+        found: Checkpoint to resume from; None to start a new run.
+        trains: False for an evaluation, which needs neither critic nor teachers.
+
     Attributes:
         weights: Reader and writer of the actor's weights as Hugging Face folders.
         critic: Critic on ranks that train; None if the algorithm has none.
@@ -77,17 +86,7 @@ class Job:
         *,
         trains: bool,
     ) -> None:
-        """Collective over the job: builds all parts.
-
-        Args:
-            plan: Resolved and validated config.
-            groups: Process groups and coordinates of this rank.
-            device: Device of this rank.
-            log: Log of the run.
-            checkpoints: Checkpoint folders of the run.
-            found: Checkpoint to resume from; None to start a new run.
-            trains: False for an evaluation, which needs neither critic nor teachers.
-        """
+        """Collective over the job: builds all parts."""
         config, tokenizer = plan.config, plan.tokenizer
         self.config, self.arch, self.tokenizer, self.algorithm = config, plan.arch, tokenizer, plan.algorithm
         self.validation, self.run, self.groups, self.device, self.log = plan.validation, plan.run, groups, device, log

@@ -12,7 +12,7 @@ VPP = "parallel.virtual_pipeline_model_parallel_size"
 RULES = [
     # overrides, ranks, what the message says
     ([f"{TP}=2"], 1, f"{TP}=2 does not divide the 1 rank"),
-    ([f"{TP}=2"], 1, "torchrun --nproc-per-node 2 -m mrl ... (launch/torchrun.sh); or only check the config: mrl train"),
+    ([f"{TP}=2"], 1, "torchrun --nproc-per-node 2 -m mrl ... (launch/torchrun.sh); or only check the config: mrl"),
     ([f"{TP}=2", f"{ROLLOUT_TP}=4"], 1, f"--world-size 4; or use one process: {TP}=1 {ROLLOUT_TP}=1"),
     ([f"{TP}=3"], 1, f"{TP}=3 does not divide the model's attention heads (4)"),
     ([f"{ROLLOUT_TP}=3"], 1, f"{ROLLOUT_TP}=3 does not divide the model's attention heads (4)"),
@@ -30,10 +30,10 @@ RULES = [
     (["rollout.num_ranks=2"], 2, "rollout.num_ranks=2 leaves none of this job's 2 rank(s) to train"),
     (["rollout.nnodes=1"], 4, "rollout.nnodes=1 x rollout.n_gpus_per_node=8 leaves none of this job's 4"),
     (["rollout.num_ranks=2"], 2, "Start 3 ranks, 2 of them for rollouts, or more by 1 at a time: torchrun "),
-    (["rollout.num_ranks=2"], 2, "or do with one process: rollout.num_ranks=0"),
+    (["rollout.num_ranks=2"], 2, "or use one process: rollout.num_ranks=0"),
     ([f"{TP}=2", "rollout.num_ranks=1"], 4, f"{TP}=2 does not divide the 3 rank(s) of this job's 4 that train"),
     ([f"{ROLLOUT_TP}=2", "rollout.num_ranks=1"], 3, "does not divide the 1 rank(s) of this job that sample"),
-    (["rollout.num_ranks=1", "rollout.nnodes=1"], 16, "both set the number of ranks that only sample. Set one of them."),
+    (["rollout.num_ranks=1", "rollout.nnodes=1"], 16, "both set the number of ranks that only sample"),
     (["rollout.n_gpus_per_node=4"], 1, "would have no effect because rollout.nnodes is 0"),
     (["rollout.pipeline_model_parallel_size=2"], 2, "only built TensorRT-LLM engines have a pipeline"),
 ]  # fmt: skip

@@ -74,7 +74,7 @@ class Tally:
     """Counters of the sampling since the last `InFlight.take`; JSON-serializable except for `drawn`.
 
     Attributes:
-        rounds: Calls of the engine.
+        rounds: Number of sampling rounds.
         dropped: Groups that dynamic sampling dropped.
         restarted: Groups that exceeded the maximum age.
         whole: (uid, source, data set) of each completed prompt.

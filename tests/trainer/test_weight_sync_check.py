@@ -129,5 +129,5 @@ def test_a_run_asks_once_and_trains_on_the_same_numbers(tmp_path):
     asked = runs.train_in_pool(tmp_path / "asked", [*short, "rollout.checkpoint_engine.canary=true"], 2)
     assert asked == plain
     notes = [json.loads(line) for line in (tmp_path / "asked" / "run" / "notes.jsonl").read_text().splitlines()]
-    (said,) = [note for note in notes if "canary" in json.dumps(note)]
+    (said,) = [note for note in notes if "self-test" in json.dumps(note)]
     assert "differ by at most 0 nats" in json.dumps(said)

@@ -56,8 +56,8 @@ def test_a_broken_rule_is_named(overrides, critic, world_size, said):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["train.critic_warmup=100"], "leaves none of train.num_steps=100 to train the actor in"),
-        (["train.num_epochs=0.5", "train.critic_warmup=1"], "leaves none of train.num_steps=1 to train the actor in"),
+        (["train.critic_warmup=100"], "leaves none of train.num_steps=100 to train the actor"),
+        (["train.num_epochs=0.5", "train.critic_warmup=1"], "leaves none of train.num_steps=1 to train the actor"),
         (["critic.lr_schedule=linear", "critic.lr_warmup_steps=100"], "none of the run's 100 optimizer steps"),
     ],
 )

@@ -15,7 +15,7 @@ ON = ("rollout.multi_turn.enable=true", "rollout.agent.environment=guess")
     ("given", "said"),
     [
         (("rollout.multi_turn.enable=true",), "needs rollout.agent.environment"),
-        ((*ON, "rollout.multi_turn.format=hermess"), "format=hermess is no tool format"),
+        ((*ON, "rollout.multi_turn.format=hermess"), "format=hermess is unknown"),
         ((*ON, "rollout.enable_rollout_routing_replay=true"), "a later turn prefills the conversation again"),
         ((*ON, "rollout.ignore_eos=true"), "no turn would end"),
         (

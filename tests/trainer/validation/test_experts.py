@@ -22,7 +22,7 @@ MOE_TP, RECORD = "rollout.moe_tensor_parallel_size", "rollout.enable_rollout_rou
 
 RULES = [
     # overrides, ranks, what the message says
-    ([f"{TP}=2"], 2, f"{TP}=2 with a mixture of experts needs parallel.sequence_parallel=true"),
+    ([f"{TP}=2"], 2, f"{TP}=2 with an MoE model needs parallel.sequence_parallel=true"),
     ([f"{TP}=2", SP, f"{ETP}=1"], 2, f"{ETP}=1 differs from {TP}=2, which needs {EP} above 1"),
     ([f"{EP}=4", f"{PP}=2"], 4, f"{EP}=4 x {ETP}=1 = 4 does not divide the 2 rank(s) of a pipeline stage"),
     ([f"{EP}=4", f"{PP}=2"], 4, "--nproc-per-node 8"),

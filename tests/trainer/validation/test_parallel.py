@@ -29,7 +29,7 @@ RULES = [
     (["parallel.context_parallel_size=2"], 3, "parallel.context_parallel_size=2 does not divide the 3 rank(s)"),
     (["rollout.num_ranks=2"], 2, "rollout.num_ranks=2 leaves none of this job's 2 rank(s) to train"),
     (["rollout.nnodes=1"], 4, "rollout.nnodes=1 x rollout.n_gpus_per_node=8 leaves none of this job's 4"),
-    (["rollout.num_ranks=2"], 2, "Start 3 ranks, 2 of them for rollouts, or more by 1 at a time: torchrun "),
+    (["rollout.num_ranks=2"], 2, "Start 3 ranks, 2 of them for rollouts, or more in steps of 1: torchrun "),
     (["rollout.num_ranks=2"], 2, "or use one process: rollout.num_ranks=0"),
     ([f"{TP}=2", "rollout.num_ranks=1"], 4, f"{TP}=2 does not divide the 3 rank(s) of this job's 4 that train"),
     ([f"{ROLLOUT_TP}=2", "rollout.num_ranks=1"], 3, "does not divide the 1 rank(s) of this job that sample"),

@@ -8,10 +8,10 @@ from tests.trainer.validation.runs import VAL, make, refusal
 UNCORRECTED = ("algorithm.rollout_correction.bypass_mode=false",)
 RULES = [
     # overrides, ranks, what the message says
-    (["rollout.name=sglang"], 1, "rollout.name=sglang is no engine of this version"),
+    (["rollout.name=sglang"], 1, "rollout.name=sglang is unknown"),
     (["rollout.max_model_len=20"], 1, "rollout.max_model_len=20 is below"),
     (["rollout.max_model_len=600"], 1, "exceed the model's max_position_embeddings=512"),
-    (["rollout.response_length=500"], 1, "sequences of 516 tokens"),
+    (["rollout.response_length=500"], 1, "Sequences of 516 tokens"),
     (["actor.max_tokens_per_microbatch=23"], 1, "actor.max_tokens_per_microbatch=23 is below the longest sequence"),
     (["rollout.max_num_batched_tokens=8", "rollout.enable_chunked_prefill=false"], 1, "so long prompts cannot"),
     (["rollout.speculative.num_speculative_tokens=3"], 1, "no effect without rollout.speculative.method=ngram"),

@@ -45,7 +45,7 @@ REFUSED = {
         (*ON, f"{LOSS}={{use_task_rewards: false, distillation_loss_coef: 2}}"),
         "because use_task_rewards is false",
     ),
-    "kl": ((*ON, f"{LOSS}.use_task_rewards=false", "algorithm.kl_in=loss"), "algorithm.kl_in would have no effect because"),
+    "kl": ((*ON, f"{LOSS}.use_task_rewards=false", "algorithm.kl_in=loss"), "algorithm.kl_in would have no effect"),
     "weights": (
         (*ON, f"{LOSS}.use_task_rewards=false", "algorithm.rollout_correction={bypass_mode: false, rollout_is: token}"),
         "algorithm.rollout_correction.rollout_is would have no effect because",
@@ -74,7 +74,7 @@ REFUSED = {
         (*ON, f"{LOSS}.use_task_rewards=false", "algorithm.advantage_std=none"),
         "algorithm.advantage_std=none would have no effect because",
     ),
-    "critic": ((*ON, f"{LOSS}.use_task_rewards=false", "algorithm.name=ppo"), "algorithm.name=ppo would have no effect because"),
+    "critic": ((*ON, f"{LOSS}.use_task_rewards=false", "algorithm.name=ppo"), "algorithm.name=ppo would have no"),
     "vocabulary": (
         ("distillation.enabled=true", "distillation.teacher_models=[{preset: qwen2_tiny, overrides: {vocab_size: 9}}]"),
         "has 9 tokens, but the student has 14",

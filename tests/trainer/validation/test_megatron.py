@@ -94,7 +94,7 @@ REFUSED = [
     ([f"{T}={{moe_shared_expert_overlap: true}}"], 1, "alltoall, and overlap_param_gather: false in megatron.ddp"),
     ([f"{T}={{moe_flex_dispatcher_backend: hybridep}}"], 1, "no effect without actor.moe_token_dispatcher_type=flex"),
     ([f"{T}={{cp_comm_type: a2a}}"], 1, "no effect without parallel.context_parallel_size above 1"),
-    ([f"{T}={{cp_comm_type: all_gather}}", "parallel.context_parallel_size=2"], 2, "TransformerEngine supports only p2p and a2a"),
+    ([f"{T}={{cp_comm_type: all_gather}}", "parallel.context_parallel_size=2"], 2, "supports only p2p and a2a"),
     ([f"{T}={{microbatch_group_size_per_vp_stage: 4}}", f"{PP}=2"], 2, f"no effect without {VPP}"),
     ([f"{T}={{deallocate_pipeline_outputs: false}}"], 1, "no effect without a pipeline"),
     ([f"{D}={{overlap_param_gather: true}}", "actor.overlap_grad_reduce=false"], 1,

@@ -17,21 +17,21 @@ from mrl.trainer.validation.ranges import FIXED
 
 HEAD = """# Every field of `rollout` in every engine
 
-Written by `python -m mrl.trainer.validation.docs_engine_table` from what each engine declares (`FIELDS` in its folder
-of `mrl/engines/`); a test holds it against `mrl train`'s own checks. No field is ignored: an engine uses it, passes it
-on under the name that the other side has for it, or refuses it before anything starts. The reason after "refused" is a
-part of the message, which also says what to do. Types, defaults and ranges are in [every field of a config](config.md).
-Rules between fields, and with the model, are told by `mrl train CONFIG --dry-run`. """
+Written by `python -m mrl.trainer.validation.docs_engine_table` from each engine's declaration (`FIELDS` in its folder
+of `mrl/engines/`); a test compares it with the checks of `mrl train`. No field is ignored: an engine uses it, passes it
+to its library under the given name, or refuses it before anything starts. The reason after "refused" is part of the
+error message, which also says what to do. Types, defaults and ranges are in [every field of a config](config.md).
+`mrl train CONFIG --dry-run` checks rules between fields and with the model. """
 
 ALIKE = """
-## The same in each
+## Equal in all engines
 
 | `rollout.` | |
 |---|---|
 """
 
 APART = """
-## By engine
+## Different between engines
 
 `trtllm` is [TensorRT-LLM's LLM API](trtllm.md), `trtllm_engine` [built engines](trtllm.md#built-engines), `vllm`
 [vLLM](vllm.md), `native` mrl's own. A bare name is an argument of the `LLM` of TensorRT-LLM or vLLM.

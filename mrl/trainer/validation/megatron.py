@@ -33,25 +33,25 @@ BACKENDS = {"auto": "111", "flash": "100", "fused": "010", "unfused": "001", "lo
 
 
 @dataclass(frozen=True)
-class Asked:
+class RuleContext:
     """Arguments of a rule: the value of a field and its context.
 
     Attributes:
         value: Value of the field.
-        beside: All fields that its section sets.
+        section: All fields that its section of `megatron` sets.
         config: Complete config.
         grid: Parallel layout.
         arch: Architecture of the actor.
     """
 
     value: Any
-    beside: Mapping[str, Any]
+    section: Mapping[str, Any]
     config: Config
     grid: Grid
     arch: ArchSpec
 
 
-Needs = tuple[Callable[[Asked], Any], str]
+Needs = tuple[Callable[[RuleContext], Any], str]
 """A condition under which a field may be set, and the reason if it is not met."""
 
 
@@ -177,24 +177,24 @@ def _refusals(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[tuple[str,
             if verdict.kind == "derived":
                 yield section, name, verdict.why, False
             elif not is_own(section, name, value):
-                for reason in _reasons(section, name, verdict, Asked(value, given, config, grid, arch)):
+                for reason in _reasons(section, name, verdict, RuleContext(value, given, config, grid, arch)):
                     yield section, name, reason, True
 
 
-def _reasons(section: str, name: str, verdict: Verdict, asked: Asked) -> Iterator[str]:
+def _reasons(section: str, name: str, verdict: Verdict, ctx: RuleContext) -> Iterator[str]:
     if verdict.why:
         yield verdict.why
         return
-    if name.startswith("moe_") and asked.arch.moe is None:
+    if name.startswith("moe_") and ctx.arch.moe is None:
         yield "it would have no effect because the model has no experts"
         return
-    if te_only(section, name) and not te_possible(asked.config):
+    if te_only(section, name) and not te_possible(ctx.config):
         yield (
             "it needs TransformerEngine, which is not used with run.device=cpu, model.dtype=float32 or "
             "actor.transformer_impl=local"
         )
         return
-    unmet = (why for needs, why in RULES.get(verdict.rule, ()) if not needs(asked))
+    unmet = (why for needs, why in RULES.get(verdict.rule, ()) if not needs(ctx))
     yield from itertools.islice(unmet, 1)
 
 
@@ -209,23 +209,23 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
-def _set(name: str) -> Callable[[Asked], Any]:
+def _set(name: str) -> Callable[[RuleContext], Any]:
     """Returns a condition: another field of the section is set, and not to false or null."""
-    return lambda asked: asked.beside.get(name)
+    return lambda ctx: ctx.section.get(name)
 
 
 def _none(key: str) -> str:
     return f"it has no effect without {key}"
 
 
-def _has_shared_expert(asked: Asked) -> bool:
-    return asked.arch.moe is not None and bool(asked.arch.moe.shared_intermediate_size)
+def _has_shared_expert(ctx: RuleContext) -> bool:
+    return ctx.arch.moe is not None and bool(ctx.arch.moe.shared_intermediate_size)
 
 
-def _gathers(asked: Asked) -> bool:
+def _gathers(ctx: RuleContext) -> bool:
     """Returns whether weights are all-gathered during the forward pass."""
-    megatron = asked.config.megatron
-    on = {**ddp_defaults(asked.config.actor, megatron, te=te_possible(asked.config)), **megatron.ddp}
+    megatron = ctx.config.megatron
+    on = {**ddp_defaults(ctx.config.actor, megatron, te=te_possible(ctx.config)), **megatron.ddp}
     return bool(on.get("overlap_param_gather"))
 
 
@@ -234,29 +234,29 @@ def _dtype(value: Any) -> str:
     return DTYPES.get(str(value), str(value))
 
 
-def _cp_ways(asked: Asked) -> bool:
-    ways = asked.value if isinstance(asked.value, list) else [asked.value]
+def _cp_ways(ctx: RuleContext) -> bool:
+    ways = ctx.value if isinstance(ctx.value, list) else [ctx.value]
     return all(way in CP_WAYS for way in ways)
 
 
 INTERLEAVED: Needs = (
-    lambda asked: asked.grid.vpp > 1,
+    lambda ctx: ctx.grid.vpp > 1,
     _none("parallel.virtual_pipeline_model_parallel_size"),
 )
 DISTRIBUTED: Needs = (
-    lambda asked: asked.config.actor.use_distributed_optimizer,
+    lambda ctx: ctx.config.actor.use_distributed_optimizer,
     _none("actor.use_distributed_optimizer=true"),
 )
 OVERLAPPED: Needs = (
-    lambda asked: overlaps_gradients(asked.config.actor, te=te_possible(asked.config)),
+    lambda ctx: overlaps_gradients(ctx.config.actor, te=te_possible(ctx.config)),
     _none("actor.overlap_grad_reduce=true: there is one bucket"),
 )
-PIPELINED: Needs = (lambda asked: asked.grid.pp > 1, _none("a pipeline (parallel.pipeline_model_parallel_size)"))
+PIPELINED: Needs = (lambda ctx: ctx.grid.pp > 1, _none("a pipeline (parallel.pipeline_model_parallel_size)"))
 PRECISE: Needs = (_set("use_precision_aware_optimizer"), _none("use_precision_aware_optimizer: true"))
 RECOMPUTED = {"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"}
 """Values that Megatron accepts in recompute_modules."""
 NOT_HYBRID: Needs = (
-    lambda asked: not asked.beside.get("optimizer_cpu_offload"),
+    lambda ctx: not ctx.section.get("optimizer_cpu_offload"),
     "it would have no effect with optimizer_cpu_offload: true, whose master weights and moments are float32",
 )
 
@@ -264,22 +264,22 @@ RULES: dict[str, tuple[Needs, ...]] = {
     "te": (),
     "attention": (
         (
-            lambda asked: asked.value != "local",
+            lambda ctx: ctx.value != "local",
             "mrl uses its own attention or TransformerEngine's, not Megatron's local one: set flash, fused, unfused or "
             "auto",
         ),
     ),
     "router_fusion": (
         (
-            lambda asked: asked.config.actor.router_replay == "none",
+            lambda ctx: ctx.config.actor.router_replay == "none",
             "Megatron's fused router ignores a replayed routing, so actor.router_replay must be none",
         ),
     ),
     "activation_offload": (
         (_set("cpu_offloading"), _none("cpu_offloading: true")),
-        (lambda asked: asked.grid.pp == 1, "Megatron does not offload activations in a pipeline"),
+        (lambda ctx: ctx.grid.pp == 1, "Megatron does not offload activations in a pipeline"),
         (
-            lambda asked: asked.config.actor.recompute == "none" and not asked.beside.get("recompute_granularity"),
+            lambda ctx: ctx.config.actor.recompute == "none" and not ctx.section.get("recompute_granularity"),
             "recomputed activations cannot be offloaded: set actor.recompute to none, without recompute_granularity",
         ),
     ),
@@ -289,47 +289,47 @@ RULES: dict[str, tuple[Needs, ...]] = {
     ),
     "recompute": (
         (
-            lambda asked: asked.config.actor.recompute == "none",
+            lambda ctx: ctx.config.actor.recompute == "none",
             "actor.recompute sets the recomputation already: set that to none",
         ),
         (_set("recompute_granularity"), _none("recompute_granularity: full or selective")),
         (
-            lambda asked: (
-                asked.beside["recompute_granularity"] != "full"
+            lambda ctx: (
+                ctx.section["recompute_granularity"] != "full"
                 or (
-                    (asked.beside.get("recompute_method") in ("uniform", "block"))
-                    and asked.beside.get("recompute_num_layers") is not None
+                    (ctx.section.get("recompute_method") in ("uniform", "block"))
+                    and ctx.section.get("recompute_num_layers") is not None
                 )
             ),
             "recompute_granularity: full needs recompute_method (uniform or block) and recompute_num_layers",
         ),
         (
-            lambda asked: (
-                asked.beside["recompute_granularity"] != "selective" or asked.beside.get("recompute_num_layers") is None
+            lambda ctx: (
+                ctx.section["recompute_granularity"] != "selective" or ctx.section.get("recompute_num_layers") is None
             ),
             "recompute_granularity: selective takes recompute_modules, and no recompute_num_layers",
         ),
         (
-            lambda asked: {*(asked.beside.get("recompute_modules") or ())} <= RECOMPUTED,
+            lambda ctx: {*(ctx.section.get("recompute_modules") or ())} <= RECOMPUTED,
             f"recompute_modules takes some of {', '.join(sorted(RECOMPUTED))}",
         ),
     ),
     "shared_overlap": (
         (_has_shared_expert, "it would have no effect because the model has no shared expert"),
         (
-            lambda asked: asked.config.actor.moe_token_dispatcher_type == "alltoall" and not _gathers(asked),
+            lambda ctx: ctx.config.actor.moe_token_dispatcher_type == "alltoall" and not _gathers(ctx),
             "it needs actor.moe_token_dispatcher_type=alltoall, and overlap_param_gather: false in megatron.ddp, "
             "because nothing would wait for the all-gather of the shared expert's gate weight",
         ),
     ),
     "flex": (
         (
-            lambda asked: asked.config.actor.moe_token_dispatcher_type == "flex",
+            lambda ctx: ctx.config.actor.moe_token_dispatcher_type == "flex",
             _none("actor.moe_token_dispatcher_type=flex"),
         ),
     ),
     "context": (
-        (lambda asked: asked.grid.cp > 1, _none("parallel.context_parallel_size above 1")),
+        (lambda ctx: ctx.grid.cp > 1, _none("parallel.context_parallel_size above 1")),
         (_cp_ways, f"for packed sequences TransformerEngine supports only {' and '.join(CP_WAYS)}"),
     ),
     "interleaved": (INTERLEAVED,),
@@ -339,20 +339,20 @@ RULES: dict[str, tuple[Needs, ...]] = {
     "buckets": (OVERLAPPED,),
     "distributed": (DISTRIBUTED,),
     "low_gradients": (
-        (lambda asked: not asked.beside.get("grad_reduce_in_fp32", True), _none("grad_reduce_in_fp32: false")),
+        (lambda ctx: not ctx.section.get("grad_reduce_in_fp32", True), _none("grad_reduce_in_fp32: false")),
         DISTRIBUTED,
     ),
-    "gradients": ((lambda asked: asked.config.model.dtype != "float32", _none("model.dtype=bfloat16")),),
+    "gradients": ((lambda ctx: ctx.config.model.dtype != "float32", _none("model.dtype=bfloat16")),),
     "registered": (
         (
-            lambda asked: not (asked.config.actor.param_offload or asked.config.actor.grad_offload),
+            lambda ctx: not (ctx.config.actor.param_offload or ctx.config.actor.grad_offload),
             "NCCL registers buffers by address: set actor.param_offload and actor.grad_offload to false",
         ),
     ),
     "symmetric": ((_set("nccl_ub"), _none("nccl_ub: true")),),
     "precision": (
         (
-            lambda asked: asked.config.actor.use_distributed_optimizer,
+            lambda ctx: ctx.config.actor.use_distributed_optimizer,
             "Megatron supports it only with the distributed optimizer: set actor.use_distributed_optimizer=true",
         ),
     ),
@@ -360,7 +360,7 @@ RULES: dict[str, tuple[Needs, ...]] = {
         PRECISE,
         NOT_HYBRID,
         (
-            lambda asked: _dtype(asked.beside.get("main_params_dtype", "float32")) == "float32",
+            lambda ctx: _dtype(ctx.section.get("main_params_dtype", "float32")) == "float32",
             _none("main_params_dtype: float32"),
         ),
     ),
@@ -368,20 +368,18 @@ RULES: dict[str, tuple[Needs, ...]] = {
         PRECISE,
         NOT_HYBRID,
         (
-            lambda asked: _dtype(asked.value) in ("float32", "float16"),
+            lambda ctx: _dtype(ctx.value) in ("float32", "float16"),
             "TransformerEngine keeps master weights in float32 or float16",
         ),
     ),
     "main_gradients": (
         PRECISE,
         (
-            lambda asked: _dtype(asked.value) in ("float32", "bfloat16"),
+            lambda ctx: _dtype(ctx.value) in ("float32", "bfloat16"),
             "the gradient buffer is float32, or bfloat16 with grad_reduce_in_fp32: false in megatron.ddp",
         ),
         (
-            lambda asked: (
-                (_dtype(asked.value) == "float32") == asked.config.megatron.ddp.get("grad_reduce_in_fp32", True)
-            ),
+            lambda ctx: (_dtype(ctx.value) == "float32") == ctx.config.megatron.ddp.get("grad_reduce_in_fp32", True),
             "it must be the type of the gradient buffer in megatron.ddp: float32, or bfloat16 with "
             "grad_reduce_in_fp32: false; set both, or neither",
         ),
@@ -390,7 +388,7 @@ RULES: dict[str, tuple[Needs, ...]] = {
         PRECISE,
         NOT_HYBRID,
         (
-            lambda asked: _dtype(asked.value) != "uint8",
+            lambda ctx: _dtype(ctx.value) != "uint8",
             "8-bit moments are TransformerEngine tensors, which mrl cannot offload: use float32, bfloat16 or float16",
         ),
     ),
@@ -400,27 +398,27 @@ RULES: dict[str, tuple[Needs, ...]] = {
             "it needs use_precision_aware_optimizer: true; without it the device stores a second set of master weights",
         ),
         (
-            lambda asked: asked.beside.get("decoupled_weight_decay", True),
+            lambda ctx: ctx.section.get("decoupled_weight_decay", True),
             "the CPU optimizer is AdamW, so it needs decoupled_weight_decay: true",
         ),
     ),
     "fraction": (
         (_set("optimizer_cpu_offload"), _none("optimizer_cpu_offload: true")),
-        (lambda asked: 0 < asked.value <= 1, "expected a fraction above 0 and at most 1"),
+        (lambda ctx: 0 < ctx.value <= 1, "expected a fraction above 0 and at most 1"),
     ),
     "of_hybrid": ((_set("optimizer_cpu_offload"), _none("optimizer_cpu_offload: true")),),
     "hybrid_overlap": (
         (_set("optimizer_cpu_offload"), _none("optimizer_cpu_offload: true")),
         (
-            lambda asked: (
-                asked.config.megatron.ddp.get("grad_reduce_in_fp32", True)
-                or asked.beside.get("optimizer_offload_fraction", own_value("optimizer", "optimizer_offload_fraction"))
+            lambda ctx: (
+                ctx.config.megatron.ddp.get("grad_reduce_in_fp32", True)
+                or ctx.section.get("optimizer_offload_fraction", own_value("optimizer", "optimizer_offload_fraction"))
                 == 1
             ),
             "Megatron converts bfloat16 gradients to float32 in another CUDA stream than the device's optimizer step, "
             "which does not wait for it: remove grad_reduce_in_fp32: false in megatron.ddp, or offload everything",
         ),
     ),
-    "qk_norm": ((lambda asked: asked.arch.qk_norm, "it would have no effect because the model has no QK norm"),),
+    "qk_norm": ((lambda ctx: ctx.arch.qk_norm, "it would have no effect because the model has no QK norm"),),
 }
 """Conditions of each rule in the table of fields, with the reason if one is not met."""

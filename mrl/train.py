@@ -113,7 +113,7 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
     if buffer.missing or not buffer.schedule.lead:
         sample(job, step, everyone())
     table, rollouts, sampling_metrics = job.take(step)
-    job.show(step, rollouts, "train")
+    job.log_samples(step, rollouts, "train")
 
     with phase("pack"):
         data = pack(
@@ -127,7 +127,7 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
         )
     if buffer.schedule.lead:
         work = partial(prepare_and_update, job, step, data, table)
-        outcome_metrics, actor_metrics, critic_metrics = job.beside(
+        outcome_metrics, actor_metrics, critic_metrics = job.train_while_sampling(
             work, partial(sample, job, step + 1, overlapped=True)
         )
     else:
@@ -373,7 +373,7 @@ def evaluate_if_due(job: Job, step: int) -> Metrics:
     if job.config.checkpoint.keep_best:
         measure.check_is_given(job.config.checkpoint.best_metric, metrics)
     job.log.evaluation(step, metrics)
-    job.show(step, rollouts, "val")
+    job.log_samples(step, rollouts, "val")
     return metrics
 
 

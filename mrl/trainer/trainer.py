@@ -262,7 +262,7 @@ class Job:
             buffer.check_age(metrics["training/off_policy/trajectory_staleness_worst/max"])
         return table, taken.rollouts, metrics
 
-    def beside(self, train: Callable[[], T], sample: Callable[[dist.ProcessGroup], None]) -> T:
+    def train_while_sampling(self, train: Callable[[], T], sample: Callable[[dist.ProcessGroup], None]) -> T:
         """Collective over the job: runs `train` on the ranks that train, concurrently with `sample` on the others.
 
         Without separate sampling ranks, `sample` runs first and then `train`; the results are the same.
@@ -299,7 +299,7 @@ class Job:
             source.load_state_dict(position)
             self.timers.heard(timings)
 
-    def show(self, step: int, rollouts: Sequence[Rollout], phase: str) -> None:
+    def log_samples(self, step: int, rollouts: Sequence[Rollout], phase: str) -> None:
         """Collective over the job: logs the first `observe.num_samples` samples of the first replica."""
         rows = sample_rows(rollouts, phase=phase, num_samples=self.config.observe.num_samples)
         self.log.samples(step, of_samplers(self.groups, rows))

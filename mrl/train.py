@@ -106,15 +106,18 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
     while this one updates.
     """
     config, phase, buffer = job.config, job.progress.phase, job.state.in_flight
+    # 1. sync weights
     with phase("update_weights"):
         metrics = job.refit_if_stale()
     buffer.sampled_by(job.state.policy_version, step - 1)
 
+    # 2. sample
     if buffer.missing or not buffer.schedule.lead:
         sample(job, step, everyone())
     table, rollouts, sampling_metrics = job.take(step)
     job.log_samples(step, rollouts, "train")
 
+    # 3. dispatch
     with phase("pack"):
         data = pack(
             rollouts,
@@ -125,6 +128,7 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
             routing=job.sampler.routing,
             only_newest=config.rollout.mask_offpolicy,
         )
+    # 4. prepare and 5. update; in asynchronous mode the other ranks sample for the next steps meanwhile
     if buffer.schedule.lead:
         work = partial(prepare_and_update, job, step, data, table)
         outcome_metrics, actor_metrics, critic_metrics = job.train_while_sampling(
@@ -226,8 +230,8 @@ def sample(job: Job, step: int, over: dist.ProcessGroup, *, overlapped: bool = F
         overlapped: True if the update of `step - 1` is not done yet (`train.mode=async`).
     """
     config, buffer, sampling = job.config, job.state.in_flight, job.sampler.training
-    dynamic, updates = config.algorithm.dynamic_sampling, step - 2 if overlapped else step - 1
-    ahead = overlapped
+    dynamic, ahead = config.algorithm.dynamic_sampling, overlapped
+    steps_done = step - 2 if overlapped else step - 1  # training steps done by the weights that sample
     buffer.age(step)
     for _ in range(config.algorithm.max_sampling_rounds if dynamic else 1):
         buffer.draw(job.state.source.next(buffer.room(step, beside=overlapped)))
@@ -237,7 +241,7 @@ def sample(job: Job, step: int, over: dist.ProcessGroup, *, overlapped: bool = F
         with job.progress.phase("gen"), together(over), job.sampler.awake() as engine:
             if buffer.schedule.by_parts:
                 args = sampling, job.groups, job.state.history, over
-                rollouts, complete = stream(engine, buffer, groups, *args, step=step, steps=updates, ahead=ahead)
+                rollouts, complete = stream(engine, buffer, groups, *args, step=step, steps=steps_done, ahead=ahead)
             else:
                 found = generate_rollouts(job, engine, [buffer.prompt(group.uid) for group in groups], sampling)
                 rollouts, uids = whole_prompts(found, sampling.n, over)
@@ -248,7 +252,7 @@ def sample(job: Job, step: int, over: dist.ProcessGroup, *, overlapped: bool = F
         informative = table.scored
         if dynamic:
             informative = informative.keep(job.algorithm.informative_groups(outcomes(informative, job.reward_weights)))
-        buffer.became_whole(complete, rollouts, table, informative, updates, job.groups.grid)
+        buffer.became_whole(complete, rollouts, table, informative, steps_done, job.groups.grid)
         ahead = False
         if not buffer.missing:
             return

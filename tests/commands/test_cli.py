@@ -261,7 +261,7 @@ def test_one_rank_speaks_for_the_job_or_for_its_host(rank, local_rank, everywher
         (["train.mode=async", "train.max_off_policy_steps=0"], ""),
         (
             ["train.mode=async"],
-            "; rollout correction decoupled_token_is, since older weights sample and the config names none",
+            "; rollout correction decoupled_token_is, the default for sampling with older weights",
         ),
         (
             ["train.mode=async", "algorithm.rollout_correction.preset=decoupled_seq_is"],

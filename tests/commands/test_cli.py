@@ -265,11 +265,11 @@ def test_one_rank_speaks_for_the_job_or_for_its_host(rank, local_rank, everywher
         ),
         (
             ["train.mode=async", "algorithm.rollout_correction.preset=decoupled_seq_is"],
-            "; rollout correction decoupled_seq_is, by the config",
+            "; rollout correction decoupled_seq_is, set by the config",
         ),
         (
             ["train.mode=async", "algorithm.rollout_correction.bypass_mode=false"],
-            "; rollout correction of its own, by the config",
+            "; rollout correction without preset, set by the config",
         ),
     ],
 )

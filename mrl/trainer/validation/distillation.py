@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DATA_SOURCE = "data_source"
 """Default of `teacher_key`: `Prompt.data_source`, which exists even if the row has no such column."""
 
-TASK_LOSS_FIELDS = (
+TASK = (
     "policy_loss", "clip_low", "clip_high", "dual_clip", "sapo", "vespo", "dppo", "clip_cov", "kl_cov", "dro",
     "advantage_std", "advantage_eps", "advantage_std_over",
 )  # fmt: skip
@@ -184,7 +184,7 @@ def _task_loss_settings(config: Config, own: AlgorithmConfig, *, critic: bool) -
     ):
         if is_set:
             yield name
-    for name in TASK_LOSS_FIELDS:
+    for name in TASK:
         value = getattr(algorithm, name)
         if value != getattr(own, name):
             yield name if is_dataclass(value) else f"{name}={value}"

@@ -1,11 +1,18 @@
-"""The loop. Reads in the order in which it runs; start here.
+"""The training loop: start reading here. Functions are in the order in which they run.
 
-    refit -> rollout -> reward -> pack -> log-probabilities -> advantages -> update -> evaluate -> log -> commit
+One RL step (`reinforcement_step`):
 
-Owns the order of the phases and nothing else: `trainer/trainer.py` puts a run together, `rollout/` moves samples
-between ranks, `algorithms/` knows advantages and losses, `megatron/actor.py` the actor, `engines/` the sampling,
-`observability/` every metric. All ranks call every function here together, but for what is handed to `Job.on_trainers`:
-where rollouts have ranks of their own, these skip it.
+1. sync weights: the rollout engine receives the actor's current weights.
+2. sample: draw prompts, generate `rollout.n` responses to each and score them with the reward functions.
+3. dispatch: send every sample to the data-parallel rank that trains on it.
+4. prepare: log-probabilities of the actor, the reference and teachers, critic values, advantages.
+5. update: one optimizer step for each minibatch, first of the critic, then of the actor.
+
+Evaluation, logging and checkpoints follow in `train`. With `train.mode=async`, 2 runs ahead of 5 (`rollout/buffer.py`).
+
+`trainer/trainer.py` builds the objects that the loop uses, `algorithms/` has advantages and losses, `megatron/actor.py`
+the actor, `engines/` the rollout engines, `observability/` the metrics. Every rank calls every function here, except
+those marked "Collective over the trainer ranks": with `rollout.num_ranks` > 0 some ranks only sample and skip these.
 """
 
 from __future__ import annotations
@@ -46,11 +53,12 @@ def train(config: Config, stop: Stop | None = None) -> None:
     """Trains, or continues, the run that the config describes (`mrl train`).
 
     Args:
-        config: Of the run.
-        stop: Heard between steps and between the phases before a step's update; `stop.why` says whether it ended this.
+        config: Complete settings; values that depend on the model or the data are resolved here.
+        stop: Stop request, checked between steps and between the phases before a step's update. After the call
+            `stop.why` says whether it ended the run.
 
     Raises:
-        UserError: A mistake that the user can mend; every rank raises it.
+        UserError: Wrong input from the user; raised on every rank.
     """
     finished = False
     with open_job(prepare(config)) as job, job.progress.stops_in_order(stop, job.commits.write_standing):
@@ -64,7 +72,7 @@ def train(config: Config, stop: Stop | None = None) -> None:
                 held_out_metrics = evaluate_if_due(job, done)
             job.commits.write(done, held_out_metrics)
         if job.is_last(done):
-            job.log.note(f"all {done} steps are done; raise train.num_steps or train.num_epochs to go on")
+            job.log.note(f"All {done} steps are done. Raise train.num_steps or train.num_epochs to continue.")
         step = done
         while not job.is_last(step):
             step += 1
@@ -80,32 +88,36 @@ def train(config: Config, stop: Stop | None = None) -> None:
         job.commits.settle(wait=True)
         finished = True
     if finished and job.groups.rank == 0 and config.observe.report:
-        # The ranks have left their process group: no rank waits for this one in a collective, however long it draws.
-        from mrl.observability.report import report_at_end  # one rank's need: bokeh takes a second to import
+        # After the process group is destroyed, so that no rank waits in a collective while rank 0 draws.
+        from mrl.observability.report import report_at_end  # bokeh takes a second to import, and only rank 0 needs it
 
         report_at_end(job.run.root, announces=config.observe.console != "off")
 
 
 def one_step(job: Job, step: int) -> Metrics:
-    """Of the algorithm's kind."""
+    """Runs one supervised or one RL step, depending on the algorithm."""
     return supervised_step(job, step) if job.algorithm.supervised else reinforcement_step(job, step)
 
 
 def reinforcement_step(job: Job, step: int) -> Metrics:
-    """Sample, score, update. Up to the update a step can be abandoned.
+    """Runs one RL step: weight sync, sampling, dispatch, update. It can be abandoned until the update starts.
 
-    With `train.mode=async` the samples were made beside the updates before, and those of later steps are made now.
+    With `train.mode=async` the samples of this step come from the buffer, and samples of later steps are generated
+    while this one updates.
     """
-    config, phase, flight = job.config, job.progress.phase, job.state.in_flight
+    config, phase, buffer = job.config, job.progress.phase, job.state.in_flight
+    # 1. sync weights
     with phase("update_weights"):
         metrics = job.refit_if_stale()
-    flight.sampled_by(job.state.policy_version, step - 1)
+    buffer.sampled_by(job.state.policy_version, step - 1)
 
-    if flight.missing or not flight.schedule.lead:
+    # 2. sample
+    if buffer.missing or not buffer.schedule.lead:
         sample(job, step, everyone())
-    table, rollouts, metrics_of_sampling = job.take(step)
-    job.show(step, rollouts, "train")
+    table, rollouts, sampling_metrics = job.take(step)
+    job.log_samples(step, rollouts, "train")
 
+    # 3. dispatch
     with phase("pack"):
         data = pack(
             rollouts,
@@ -116,42 +128,53 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
             routing=job.sampler.routing,
             only_newest=config.rollout.mask_offpolicy,
         )
-    if flight.schedule.lead:
-        train = partial(judge_and_learn, job, step, data, table)
-        judged, learned, of_critic = job.beside(train, partial(sample, job, step + 1, beside=True))
+    # 4. prepare and 5. update; in asynchronous mode the other ranks sample for the next steps meanwhile
+    if buffer.schedule.lead:
+        work = partial(prepare_and_update, job, step, data, table)
+        outcome_metrics, actor_metrics, critic_metrics = job.train_while_sampling(
+            work, partial(sample, job, step + 1, overlapped=True)
+        )
     else:
         job.sampler.rest()
-        judged = job.on_trainers(partial(judge, job, step, data, table), may_stop=True)
-        learned, of_critic = job.on_trainers(partial(learn, job, step, data))
+        outcome_metrics = job.on_trainers(partial(prepare_batch, job, step, data, table), may_stop=True)
+        actor_metrics, critic_metrics = job.on_trainers(partial(update_models, job, step, data))
 
     job.state.reference.update(step)
     job.rates.trained(table["prompt_len"], table["response_len"])
-    metrics |= learned | metrics_of_sampling | judged | of_critic
+    metrics |= actor_metrics | sampling_metrics | outcome_metrics | critic_metrics
     return metrics | measure.progress_metrics(global_step=step, epoch=job.state.epoch)
 
 
-def judge_and_learn(job: Job, step: int, data: StepBatch, table: SampleTable) -> tuple[Metrics, Metrics, Metrics]:
-    """On ranks that train: `judge`, then `learn`."""
-    return judge(job, step, data, table), *learn(job, step, data)
+def prepare_and_update(job: Job, step: int, data: StepBatch, table: SampleTable) -> tuple[Metrics, Metrics, Metrics]:
+    """Collective over the trainer ranks: runs `prepare_batch`, then `update_models`."""
+    return prepare_batch(job, step, data, table), *update_models(job, step, data)
 
 
-def judge(job: Job, step: int, data: StepBatch, table: SampleTable) -> Metrics:
-    """On ranks that train: all that the losses read, log-probabilities, values and advantages, into the batch."""
+def prepare_batch(job: Job, step: int, data: StepBatch, table: SampleTable) -> Metrics:
+    """Collective over the trainer ranks: fills in the batch's log-probabilities, values and advantages.
+
+    Returns metrics of rewards and advantages.
+
+    One forward pass of the actor can serve three purposes: proximal log-probabilities, those of the reference while
+    both have the same weights, and the current ones of a single minibatch.
+    """
     algorithm, phase = job.algorithm, job.progress.phase
-    later, now = scored_later(job, step, data), None
-    if algorithm.needs_proximal and PROXIMAL not in later:
+    skipped = skipped_logprobs(job, step, data)
+    actor_scores = None  # log-probabilities and entropies at the weights before the update
+    if algorithm.needs_proximal and PROXIMAL not in skipped:
         with phase("old_log_prob"):
-            now = job.policy.proximal(data.batch)
-            data.batch.proximal_logprobs_R = now[0]
-    if algorithm.needs_reference and REFERENCE not in later:
-        scored = now if job.policy.scores_as_reference else None
-        if scored is None:
+            actor_scores = job.policy.proximal(data.batch)
+            data.batch.proximal_logprobs_R = actor_scores[0]
+    if algorithm.needs_reference and REFERENCE not in skipped:
+        ref_scores = actor_scores if job.policy.scores_as_reference else None
+        if ref_scores is None:
             with phase("ref"), job.policy.reference():
-                scored = job.policy.score(data.batch)
-            now = scored if job.policy.scores_as_reference and len(data.minibatches) == 1 else now
-        data.batch.ref_logprobs_R = scored[0]
-    if algorithm.needs_current and now is not None:  # the first minibatch's, which is not scored again
-        data.batch.current_logprobs_R, data.batch.current_entropy_R = now
+                ref_scores = job.policy.score(data.batch)
+            if job.policy.scores_as_reference and len(data.minibatches) == 1:
+                actor_scores = ref_scores
+        data.batch.ref_logprobs_R = ref_scores[0]
+    if algorithm.needs_current and actor_scores is not None:
+        data.batch.current_logprobs_R, data.batch.current_entropy_R = actor_scores
     if job.teachers is not None:
         with phase("teacher"):
             job.teachers.score(data.batch)
@@ -159,79 +182,86 @@ def judge(job: Job, step: int, data: StepBatch, table: SampleTable) -> Metrics:
         with phase("values"):
             job.critic.values(data.batch)
     with phase("adv"):
-        facts = outcomes(table, job.reward_weights)
-        facts = replace(facts, rewards_N=algorithm.shape_rewards(facts))
-        data.batch.rewards_B = facts.rewards_N[data.index_B].float()
-        credited, index_U = facts, data.index_B
+        samples = outcomes(table, job.reward_weights)
+        samples = replace(samples, rewards_N=algorithm.shape_rewards(samples))
+        data.batch.rewards_B = samples.rewards_N[data.index_B].float()
+        credited, index_U = samples, data.index_B
         if algorithm.config.credit == "turn":
-            credited, index_U = turn_credit.credited(facts, table, data, job.config.reward)
+            credited, index_U = turn_credit.credited(samples, table, data, job.config.reward)
         advantages_N = algorithm.outcome_advantages(credited)
         algorithm.advantages(data.batch, advantages_N[index_U], job.sum_over_dp)
-    return measure.outcome_metrics(table, rewards_N=facts.rewards_N, advantages_N=advantages_N)
+    return measure.outcome_metrics(table, rewards_N=samples.rewards_N, advantages_N=advantages_N)
 
 
-def scored_later(job: Job, step: int, data: StepBatch) -> Collection[str]:
-    """On ranks that train: the log-probabilities that no pass before the update has to make."""
-    if step <= job.config.train.critic_warmup:  # there is no update
+def skipped_logprobs(job: Job, step: int, data: StepBatch) -> Collection[str]:
+    """Returns which of PROXIMAL and REFERENCE need no forward pass before the update.
+
+    A single minibatch gets them from the forward pass of its own update. A step without an actor update
+    (`train.critic_warmup`) needs only those that the advantages read.
+    """
+    if step <= job.config.train.critic_warmup:
         return {PROXIMAL, REFERENCE} - job.algorithm.reads_early
     return job.policy.own_scores(job.algorithm) if len(data.minibatches) == 1 else ()
 
 
-def learn(job: Job, step: int, data: StepBatch) -> tuple[Metrics, Metrics]:
-    """On ranks that train: the updates of a step; what the actor's told, and the critic's."""
-    learned: Metrics = {}
-    of_critic: Metrics = {}
+def update_models(job: Job, step: int, data: StepBatch) -> tuple[Metrics, Metrics]:
+    """Collective over the trainer ranks: updates the critic, then the actor; returns the metrics (actor, critic)."""
+    actor_metrics: Metrics = {}
+    critic_metrics: Metrics = {}
     if job.critic is not None:
         with job.timers.phase("update_critic"):
-            of_critic = job.critic.update(data, job.sum_over_dp)
+            critic_metrics = job.critic.update(data, job.sum_over_dp)
     if step > job.config.train.critic_warmup:
         with job.timers.phase("update_actor"):
-            learned = update(job, data)
-    return learned, of_critic
+            actor_metrics = update_actor(job, data)
+    return actor_metrics, critic_metrics
 
 
-def sample(job: Job, step: int, over: dist.ProcessGroup, *, beside: bool = False) -> None:
-    """Collective over `over`, which has the ranks that sample: until a batch of scored groups is there for `step`.
+def sample(job: Job, step: int, over: dist.ProcessGroup, *, overlapped: bool = False) -> None:
+    """Collective over `over`: samples and scores until the buffer has a batch of complete groups for `step`.
 
-    Dynamic sampling drops groups that teach nothing and draws as many new prompts, up to `max_sampling_rounds` times.
+    Dynamic sampling drops groups without a learning signal and draws as many new prompts, at most
+    `algorithm.max_sampling_rounds` times.
 
     Args:
-        job: The job.
-        step: The next one that trains.
-        over: Who takes part.
-        beside: The updates of the step before it run meanwhile.
+        job: The run.
+        step: Next step that trains.
+        over: Process group that contains at least all ranks that sample.
+        overlapped: True if the update of `step - 1` is not done yet (`train.mode=async`).
     """
-    config, flight, sampling = job.config, job.state.in_flight, job.sampler.training
-    dynamic, steps = config.algorithm.dynamic_sampling, step - 2 if beside else step - 1
-    ahead = beside
-    flight.age(step)
+    config, buffer, sampling = job.config, job.state.in_flight, job.sampler.training
+    dynamic, ahead = config.algorithm.dynamic_sampling, overlapped
+    steps_done = step - 2 if overlapped else step - 1  # training steps done by the weights that sample
+    buffer.age(step)
     for _ in range(config.algorithm.max_sampling_rounds if dynamic else 1):
-        flight.draw(job.state.source.next(flight.room(step, beside=beside)))
-        groups = flight.unfinished(step, beside=beside)
-        if not groups or flight.enough((), step, ahead=ahead):
+        buffer.draw(job.state.source.next(buffer.room(step, beside=overlapped)))
+        groups = buffer.unfinished(step, beside=overlapped)
+        if not groups or buffer.enough((), step, ahead=ahead):
             return
         with job.progress.phase("gen"), together(over), job.sampler.awake() as engine:
-            if flight.schedule.by_parts:
+            if buffer.schedule.by_parts:
                 args = sampling, job.groups, job.state.history, over
-                rollouts, whole = stream(engine, flight, groups, *args, step=step, steps=steps, ahead=ahead)
+                rollouts, complete = stream(engine, buffer, groups, *args, step=step, steps=steps_done, ahead=ahead)
             else:
-                found = answers(job, engine, [flight.prompt(group.uid) for group in groups], sampling)
+                found = generate_rollouts(job, engine, [buffer.prompt(group.uid) for group in groups], sampling)
                 rollouts, uids = whole_prompts(found, sampling.n, over)
-                whole = [group.uid for group in groups if group.uid in uids]
-        if not whole:  # told to stop before anything was
+                complete = [group.uid for group in groups if group.uid in uids]
+        if not complete:  # a stop was requested before any group was complete
             return
-        table = score(job, rollouts, sampling, over, flight.tally.notes.append)
-        told = table.scored
+        table = score(job, rollouts, sampling, over, buffer.tally.notes.append)
+        informative = table.scored
         if dynamic:
-            told = told.keep(job.algorithm.informative_groups(outcomes(told, job.reward_weights)))
-        flight.became_whole(whole, rollouts, table, told, steps, job.groups.grid)
+            informative = informative.keep(job.algorithm.informative_groups(outcomes(informative, job.reward_weights)))
+        buffer.became_whole(complete, rollouts, table, informative, steps_done, job.groups.grid)
         ahead = False
-        if not flight.missing:
+        if not buffer.missing:
             return
 
 
-def answers(job: Job, engine: RolloutEngine, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-    """Collective over the ranks that sample: rollouts of this replica for its part of the prompts, all whole."""
+def generate_rollouts(
+    job: Job, engine: RolloutEngine, prompts: Sequence[Prompt], sampling: SamplingConfig
+) -> list[Rollout]:
+    """Collective over the ranks that sample: returns this replica's finished rollouts for its share of the prompts."""
     converse = None if job.episodes is None else job.episodes.run
     return generate(engine, prompts, sampling, job.groups, job.state.history, converse)
 
@@ -241,27 +271,35 @@ def score(
     rollouts: list[Rollout],
     sampling: SamplingConfig,
     over: dist.ProcessGroup,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> SampleTable:
-    """Collective over `over`: rewards of this replica's rollouts; the table of all. `tell` hears of failures."""
-    scores = None
+    """Collective over `over`: sets the rewards of this replica's rollouts; returns the table of all replicas' samples.
+
+    Args:
+        job: The run.
+        rollouts: Samples of this replica.
+        sampling: Their distribution; it says whether the kept token ids are in the table.
+        over: Process group that contains at least all ranks that sample.
+        log: Receives a warning about samples that could not be scored.
+    """
+    model_scores = None
     if job.reward_model is not None:
         with job.progress.phase("reward_model"):
-            scores = job.reward_model.score(rollouts)
+            model_scores = job.reward_model.score(rollouts)
     with job.progress.phase("reward"), together(over):
         if job.scorer is not None:
-            job.scorer.score(rollouts, job.progress.told_to_stop, scores)
-    asked = {"supports": sampling.with_support, "turns": job.algorithm.config.credit == "turn"}
-    table = gather_table(rollouts, job.groups, list(job.reward_weights), over=over, **asked)
-    if told := gather_failures(rollouts, table, job.groups, over):
-        tell(f"WARNING {told}")
+            job.scorer.score(rollouts, job.progress.told_to_stop, model_scores)
+    columns = {"supports": sampling.with_support, "turns": job.algorithm.config.credit == "turn"}
+    table = gather_table(rollouts, job.groups, list(job.reward_weights), over=over, **columns)
+    if failures := gather_failures(rollouts, table, job.groups, over):
+        log(f"WARNING {failures}")
     return table
 
 
-def update(job: Job, data: StepBatch) -> Metrics:
-    """Optimizer steps on the minibatches of a step, `actor.ppo_epochs` times."""
+def update_actor(job: Job, data: StepBatch) -> Metrics:
+    """Runs `actor.ppo_epochs` passes of optimizer steps over the minibatches; returns metrics over all of them."""
     stats: list[Metrics] = []
-    is_one = len(data.minibatches) == 1  # it keeps what the first update scores
+    is_one = len(data.minibatches) == 1  # not copied: the first update stores its log-probabilities in the batch
     for _ in range(job.config.actor.ppo_epochs):
         for rows in data.minibatches:
             minibatch = data.batch if is_one else data.batch.select(rows)
@@ -270,13 +308,13 @@ def update(job: Job, data: StepBatch) -> Metrics:
 
 
 def optimizer_step(job: Job, minibatch: RolloutBatch, algorithm: Algorithm, *, first: bool = False) -> Metrics:
-    """One step of the optimizer on a minibatch.
+    """Runs one optimizer step of the actor on a minibatch.
 
     Args:
-        job: The job.
-        minibatch: Of the step's samples.
-        algorithm: Weighs them.
-        first: No update of this step has moved the weights.
+        job: The run.
+        minibatch: Sequences of this data-parallel index.
+        algorithm: Gives the loss and the weight of each token.
+        first: True before any update of this step has changed the weights.
     """
     if algorithm.needs_current and not (first and minibatch.current_logprobs_R is not None):
         minibatch.current_logprobs_R, minibatch.current_entropy_R = job.policy.score(minibatch)
@@ -287,7 +325,7 @@ def optimizer_step(job: Job, minibatch: RolloutBatch, algorithm: Algorithm, *, f
 
 
 def warm_start(job: Job) -> None:
-    """Supervised steps before reinforcement learning, on prompts of the same data in another order."""
+    """Runs the supervised steps before RL (`train.warm_start`), on the training prompts in another order."""
     config = job.config.train.warm_start
     if not config.num_steps:
         return
@@ -296,7 +334,7 @@ def warm_start(job: Job) -> None:
     for step in range(done + 1, config.num_steps + 1):
         with job.progress.step(step), job.timers.phase("warm_start"):
             prompts = source.next(config.batch_size)
-            metrics = job.on_trainers(partial(imitate, job, prompts, algorithm))
+            metrics = job.on_trainers(partial(warm_start_step, job, prompts, algorithm))
         job.log.warm_start(step, metrics | job.timers.metrics())
         job.progress.reached(0, warm_start={"step": step, "source": source.state_dict()})
     with on_trainers(job.groups) as here:
@@ -304,15 +342,15 @@ def warm_start(job: Job) -> None:
             job.policy.start_optimizer(learning_rate(job.config))
 
 
-def imitate(job: Job, prompts: list[Prompt], algorithm: Algorithm) -> Metrics:
-    """On ranks that train: a supervised step."""
+def warm_start_step(job: Job, prompts: list[Prompt], algorithm: Algorithm) -> Metrics:
+    """Collective over the trainer ranks: runs one supervised step on these prompts and their responses."""
     batch, _ = supervised_batch(prompts, job.tokenizer, job.groups, job.config, job.tools)
     return optimizer_step(job, batch, algorithm)
 
 
 def supervised_step(job: Job, step: int) -> Metrics:
-    """One step of `algorithm.name=sft`, or of `algorithm.name=dpo`, which also asks the reference."""
-    job.sampler.rest()  # from the last evaluation
+    """Runs one step of `algorithm.name=sft` or `algorithm.name=dpo`; DPO also scores with the reference."""
+    job.sampler.rest()  # the last evaluation may have left the engine's weights on the device
     with job.timers.phase("pack"):
         prompts = job.state.source.next(job.config.train.batch_size)
         learns_from = job.algorithm.learns_from
@@ -330,7 +368,7 @@ def supervised_step(job: Job, step: int) -> Metrics:
 
 
 def evaluate_if_due(job: Job, step: int) -> Metrics:
-    """Evaluates and logs at step 0, at the last and every `train.eval_interval` steps; {} when it is not due."""
+    """Evaluates and logs at step 0, every `train.eval_interval` steps and at the last step; returns {} otherwise."""
     interval = job.config.train.eval_interval
     if not job.validation or not (step == 0 or job.is_last(step) or is_due(step, interval)):
         return {}
@@ -339,16 +377,16 @@ def evaluate_if_due(job: Job, step: int) -> Metrics:
     if job.config.checkpoint.keep_best:
         measure.check_is_given(job.config.checkpoint.best_metric, metrics)
     job.log.evaluation(step, metrics)
-    job.show(step, rollouts, "val")
+    job.log_samples(step, rollouts, "val")
     return metrics
 
 
 def held_out(job: Job) -> tuple[Metrics, list[Rollout]]:
-    """Metrics on the held-out prompts, and this replica's rollouts in the order of the prompts."""
+    """Samples and scores the held-out prompts; returns metrics, and this replica's rollouts in prompt order."""
     job.refit_if_stale()
     sampling = job.sampler.held_out
     with job.progress.phase("gen"), together(), job.sampler.awake() as engine:
-        rollouts = answers(job, engine, job.validation, sampling)
+        rollouts = generate_rollouts(job, engine, job.validation, sampling)
     table = score(job, rollouts, sampling, everyone(), job.log.note)
     rollouts.sort(key=lambda rollout: (rollout.prompt.uid, rollout.sample_index))
     names = {prompt.uid: prompt.data_source for prompt in job.validation}
@@ -357,7 +395,7 @@ def held_out(job: Job) -> tuple[Metrics, list[Rollout]]:
 
 
 def is_due(step: int, interval: int) -> bool:
-    """Every `interval` steps; 0: never."""
+    """Returns whether `step` is a multiple of `interval`; never for interval 0."""
     return interval > 0 and step % interval == 0
 
 
@@ -365,18 +403,19 @@ def evaluate(config: Config, checkpoint: str | None = None) -> dict[str, Any]:
     """Scores a checkpoint on the held-out prompts (`mrl evaluate`).
 
     Args:
-        config: Of the run.
-        checkpoint: A step, a checkpoint folder, or None: the newest of the run folder, else the initial model.
+        config: Settings of the run that wrote the checkpoint.
+        checkpoint: Step number or checkpoint folder. None: the newest checkpoint of the run folder, or the initial
+            model if there is none.
 
     Returns:
-        "checkpoint", which says what was scored, and the metrics; the same on every rank.
+        Metrics, and under "checkpoint" the step or path that was evaluated; the same on every rank.
 
     Raises:
         UserError: There are no held-out prompts, or no such checkpoint.
     """
     with open_job(prepare(config, resumes=False), log=False, trains=False) as job:
         if not job.validation:
-            raise UserError("there are no held-out prompts to evaluate on: set data.val_files or data.task.")
+            raise UserError("mrl evaluate found no held-out prompts in the config. Set data.val_files, or data.task.")
         loaded = job.commits.load_for_evaluation(checkpoint)
         metrics, _ = held_out(job)
         return {"checkpoint": loaded, **metrics}

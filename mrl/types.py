@@ -1,14 +1,16 @@
-"""What flows through the loop: Prompt -> Rollout -> RolloutBatch.
+"""Data types of the training loop: Prompt -> Rollout -> RolloutBatch, and the legend of shape suffixes.
 
-Owns the data types that every folder speaks, and the legend of shape suffixes. It computes nothing.
+A tensor's suffix names its dimensions:
+    B  sequences
+    P  packed tokens: prompt and response of every sequence, concatenated, without padding
+    R  packed response tokens, in the same order
+    N  samples of the step (in `rollout/`), attention heads (in models)
+    K  kept token ids (in `Support`), KV heads (in models)
+    U  turns of episodes    T  positions of one sequence    V  vocabulary
+    H  hidden size    D  head size    E  experts
 
-Shapes (suffixes in `algorithms/functional/` and `engines/native/`):
-    B sequences        P packed tokens: prompts and responses of all sequences, one after the other, no padding
-    R packed response tokens, the same order       N heads    K KV heads    D head dim    H hidden    V vocabulary
-    T positions of one sequence    E experts
-
-Position rule, stated once: `logprobs_R[i]` scores response token i, that is, it is the log-probability of the token
-itself given everything before it in its sequence. Logarithms are natural; log-probabilities are fp32.
+`logprobs_R[i]` is the log-probability of response token i itself, given all tokens before it in its sequence (it is not
+shifted by one). Logarithms are natural; log-probabilities are fp32, in nats.
 """
 
 from __future__ import annotations
@@ -27,18 +29,19 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of the stream.
+    """A prompt from the training or held-out data.
 
     Attributes:
-        uid: Position in the prompt stream, never reused in a run; seeds the sampler and is the samples' `group_id`.
-        prompt_ids: Token ids, the chat template applied.
-        text: The prompt as a person reads it.
-        answer: Ground truth for the reward, None where the data has none.
-        extra: The other columns of the data row.
-        source: File or task that the row came from, and the row in it ("train.jsonl:17").
-        data_source: Name of the data set that the row belongs to ("openai/gsm8k"), as in verl; metrics are also told
-            by it, and reward functions may choose by it how to score.
-        question: The prompt as the data have it: a text, or chat messages.
+        uid: Index of the prompt in the order of the run, never reused. It seeds sampling and is the `group_id` of the
+            prompt's samples.
+        prompt_ids: Token ids after the chat template.
+        text: Readable text of the prompt.
+        answer: Ground truth for the reward; None if the data has none.
+        extra: Remaining columns of the data row.
+        source: File or task and row number of the prompt ("train.jsonl:17").
+        data_source: Name of the data set ("openai/gsm8k"), as in verl. Metrics are also logged per data set, and reward
+            functions may choose the scoring by it.
+        question: Original prompt from the data, text or chat messages.
         row: All columns of the data row.
     """
 
@@ -55,7 +58,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a response: tokens `start` to `end` (exclusive), all sampled or all observed."""
+    """A run of response tokens, `start` to `end` (exclusive), all sampled by the policy or all observed."""
 
     start: int
     end: int
@@ -70,25 +73,25 @@ EPISODE_ENDS = (
     "environment_failed",
     "environment_timeout",
 )
-"""Why an episode ended: the environment was done, a limit was reached (turns of either side, room for tokens), the
-environment failed, or it did not answer in time."""
+"""Reasons for the end of an episode: the environment was done, a limit was reached (turns of the policy, turns of the
+environment, tokens), the environment failed, or it timed out."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """How one conversation with an environment went.
+    """Record of a finished multi-turn conversation with an environment.
 
     Attributes:
-        end: One of `EPISODE_ENDS`.
-        num_turns: Turns that the policy took.
-        num_tool_calls: Calls that it made.
-        num_failed_calls: Messages to it about calls that could not be read or were too many.
-        turn_rewards: What the environment gave for each of the policy's turns; 0 where it gave nothing.
-        final_text: The policy's last turn, without its end token: what reward functions read as the response.
-        error: What went wrong in the environment; None: nothing did. Such a sample is counted and not trained.
-        facts: What the environment says besides, numbers or texts.
-        turns: Who said what, in order: ("policy" or "environment", text); the environment's with the template's words.
-            One for each segment of the response.
+        end: Reason for the end, one of `EPISODE_ENDS`.
+        num_turns: Turns of the policy.
+        num_tool_calls: Tool calls of the policy.
+        num_failed_calls: Tool calls that could not be parsed or exceeded the limit.
+        turn_rewards: Reward of the environment for each turn of the policy; 0 if it gave none.
+        final_text: Last turn of the policy without its end token; reward functions read it as the response.
+        error: Failure of the environment; None if it did not fail. A failed sample is counted and not trained on.
+        facts: Additional numbers or texts that the environment reported.
+        turns: ("policy" or "environment", text) for each segment of the response, in order; the environment's text
+            includes the chat template's markup.
     """
 
     end: str
@@ -109,70 +112,69 @@ class Episode:
 
 @dataclass(frozen=True)
 class Support:
-    """The tokens that an engine kept at each response token, where top-k, top-p or min-p dropped the others.
+    """Sampling mask: the vocabulary ids that top-k, top-p or min-p kept at each response token.
 
-    Ragged, 4 bytes for each kept token, and always on the CPU: the device gets a chunk of rows at a time.
+    Ragged, and always on the CPU; chunks of it are copied to the device when logits are masked.
 
     Attributes:
-        ids_K: Ids of the kept tokens, one response token after the other, int32.
-        counts_R: How many were kept at each response token, int32; 0 at one that was not sampled.
+        ids_K: Kept token ids of all response tokens, concatenated, int32.
+        counts_R: Number of kept ids at each response token, int32; 0 at an observed token.
     """
 
     ids_K: Tensor
     counts_R: Tensor
 
     def split(self, lens: Sequence[int]) -> list[Support]:
-        """Consecutive parts of that many response tokens."""
+        """Returns consecutive parts with `lens` response tokens each."""
         counts = torch.split(self.counts_R, list(lens))
         ids = torch.split(self.ids_K, [int(count_R.sum()) for count_R in counts])
         return [Support(*part) for part in zip(ids, counts, strict=True)]
 
     @staticmethod
     def of_observed(count: int) -> Support:
-        """Of so many response tokens that were not sampled."""
+        """Returns the mask of `count` observed tokens, which keeps no ids."""
         return Support(torch.zeros(0, dtype=torch.int32), torch.zeros(count, dtype=torch.int32))
 
     @staticmethod
     def join(parts: Sequence[Support]) -> Support:
-        """Of all parts' response tokens, part after part."""
+        """Concatenates masks along the response tokens."""
         parts = parts or [Support.of_observed(0)]
         return Support(torch.cat([part.ids_K for part in parts]), torch.cat([part.counts_R for part in parts]))
 
     def where(self, mask_R: Tensor) -> Support:
-        """Of the response tokens where the mask is True."""
+        """Returns the entries of the response tokens selected by a bool mask [R]."""
         return Support(self.ids_K[mask_R.repeat_interleave(self.counts_R)], self.counts_R[mask_R])
 
 
 @dataclass
 class Rollout:
-    """One sampled response.
+    """A sampled response with its reward.
 
     Attributes:
-        prompt: What was asked.
-        sample_index: 0 .. n-1 among the samples of this prompt.
-        response_ids: All tokens after the prompt, as the model saw them: those it sampled, the end-of-sequence token
-            included where one was sampled, and in an episode those that its environment answered.
-        rollout_logprobs: Log-probability of each response token, captured at sampling time (pi_old), nats; 0 at
-            observed ones.
+        prompt: Prompt of the response.
+        sample_index: Index among the samples of this prompt, 0 .. n-1.
+        response_ids: All tokens after the prompt in the order the model saw them: sampled ones, the end-of-sequence
+            token included, and in an episode the observed ones from the environment.
+        rollout_logprobs: Log-probability of each response token from the engine at sampling time (pi_old), nats; 0 at
+            observed tokens.
         finish_reason: "stop" (end token or stop string) or "length".
-        policy_version: Optimizer steps in the weights that sampled.
+        policy_version: Version of the weights (number of optimizer steps) that sampled the last token.
         response_text: Decoded response, set before scoring.
-        reward: Total reward, set by scoring; NaN where there is no score: the sample is then not trained on.
-        reward_parts: Each reward function's own value, before its weight.
-        reward_facts: What the functions said besides, see `rewards/base.py`.
-        reward_error: Why scoring failed, None where it did not.
-        reward_cached: No worker or judge was asked: they had scored the same before.
-        routed_experts: Experts that the engine chose for each token of prompt and response in each layer, in any order,
-            int8 (above 128 experts int16) [num_tokens, layers, top_k] on the CPU. The last token was sampled and
-            never went through the model: its entries are -1. None unless `rollout.enable_rollout_routing_replay`.
-        sampled_mask: True for each response token that the policy sampled, False for those it observed; None: all are
-            sampled.
-        episode: How a conversation with an environment went; None: a single answer.
-        support: What truncation kept at each response token; None unless `SamplingConfig.with_support`.
-        log_kept_mass: With a support, log of the probability that it had before the others were dropped, of each
-            response token, nats; 0 at observed ones.
-        version_runs: Of a response that weights of several versions sampled: (policy version, how many tokens), one
-            after the other; empty: all tokens have `policy_version`, which is the last one's.
+        reward: Total reward, set by scoring; NaN if there is no score, and then the sample is not trained on.
+        reward_parts: Value of each reward function before its weight.
+        reward_facts: Additional output of the reward functions, see `rewards/base.py`.
+        reward_error: Scoring failure; None if scoring succeeded.
+        reward_cached: True if the score came from the cache and no worker or judge was called.
+        routed_experts: Experts that the engine chose for each prompt and response token in each layer, in any order,
+            int8 (int16 above 128 experts) [num_tokens, layers, top_k] on the CPU. The last token never went through the
+            model; its entries are -1. None unless `rollout.enable_rollout_routing_replay`.
+        sampled_mask: True at sampled response tokens, False at observed ones; None if all are sampled.
+        episode: Record of the conversation with an environment; None for a single-turn response.
+        support: Token ids that truncation kept at each response token; None unless `SamplingConfig.with_support`.
+        log_kept_mass: Log of the probability that the kept ids of each response token had before truncation, nats; 0 at
+            observed tokens; empty without `support`.
+        version_runs: (policy version, number of tokens) of consecutive parts of a response that several versions
+            sampled; empty if `policy_version` sampled all tokens.
     """
 
     prompt: Prompt
@@ -196,22 +198,22 @@ class Rollout:
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
-        """`version_runs`, of any response."""
+        """(policy version, number of tokens) of consecutive parts; one part if a single version sampled all."""
         return self.version_runs or ((self.policy_version, len(self.response_ids)),)
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response tokens."""
+        """Number of prompt and response tokens."""
         return len(self.prompt.prompt_ids) + len(self.response_ids)
 
     @property
     def num_sampled(self) -> int:
-        """Response tokens that the policy sampled."""
+        """Number of response tokens that the policy sampled."""
         return len(self.response_ids) if self.sampled_mask is None else sum(self.sampled_mask)
 
     @property
     def segments(self) -> list[Segment]:
-        """The response in parts, sampled and observed in turn; one sampled part where nothing was observed."""
+        """Alternating sampled and observed parts of the response."""
         mask = [True] * len(self.response_ids) if self.sampled_mask is None else self.sampled_mask
         starts = [i for i in range(len(mask)) if i == 0 or mask[i] != mask[i - 1]]
         ends = [*starts[1:], len(mask)][: len(starts)]
@@ -220,16 +222,16 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Begun:
-    """A response that is not whole: what was sampled of it, from which it is sampled on.
+    """Partial rollout: an unfinished response that sampling continues from, maybe with newer weights.
 
     Attributes:
-        prompt: What was asked.
-        sample_index: 0 .. n-1 among the samples of this prompt.
-        response_ids: Sampled so far, at least one.
-        rollout_logprobs: Log-probability of each, captured at sampling time, nats.
-        version_runs: (policy version, how many tokens), one after the other.
-        support: What truncation kept at each token; None unless `SamplingConfig.with_support`.
-        log_kept_mass: As in `Rollout`.
+        prompt: Prompt of the response.
+        sample_index: Index among the samples of this prompt, 0 .. n-1.
+        response_ids: Tokens sampled so far, at least one.
+        rollout_logprobs: Log-probability of each token at sampling time, nats.
+        version_runs: (policy version, number of tokens) of consecutive parts.
+        support: Token ids that truncation kept at each token; None unless `SamplingConfig.with_support`.
+        log_kept_mass: Log of the kept probability of each token, nats, see `Rollout.log_kept_mass`.
     """
 
     prompt: Prompt
@@ -243,50 +245,54 @@ class Begun:
 
 @dataclass
 class RolloutBatch:
-    """Sequences to train on, ragged: no padding is ever stored.
+    """Packed sequences to train on; no padding is stored.
 
     Attributes:
-        tokens_P: Prompt and response ids of every sequence, one sequence after the other, int64.
+        tokens_P: Prompt and response ids of all sequences, concatenated, int64.
         prompt_lens_B: Prompt length of each sequence, int64.
         response_lens_B: Response length of each sequence (at least 1), int64.
-        response_mask_R: True where the token is trained, bool: never where it was observed.
-        rollout_logprobs_R: Captured at sampling time, fp32.
-        group_id_B: Which prompt a sample belongs to, int64.
-        rewards_B: Total outcome reward, fp32.
-        advantages_R: Set by `Algorithm.advantages`, fp32.
-        weights_R: Weight of each token in the loss sum, set by `Algorithm.weigh`, fp32; the sum of weight x loss over
-            all microbatches and data-parallel ranks is the loss.
-        ref_logprobs_R: By the frozen reference, fp32; None where no KL is used.
-        teacher_B: Which teacher each sequence has, by its place in the config, int64; None without distillation.
-        teacher_logprobs_R: By that teacher, fp32; None where whole distributions are compared.
-        teacher_states_R: That teacher's final hidden state where it predicts the token, [R, H]; on ranks of the last
-            pipeline stage, elsewhere [R, 0]. None unless whole distributions are compared.
-        values_R: By the critic before its updates, of the state before each token, fp32; None without a critic.
-        returns_R: What the critic learns, set by `Algorithm.advantages` from values, fp32.
-        critic_mask_R: Where it learns that, set by `Algorithm.advantages`, bool; None: at every trained token.
-        proximal_logprobs_R: Recomputed by the actor at the rollout weights, fp32; None unless decoupled.
-        current_logprobs_R: By the actor right before the update on this minibatch, fp32; None unless the algorithm
-            needs numbers of the whole minibatch at those weights (`Algorithm.needs_current`).
-        current_entropy_R: Entropies, as `current_logprobs_R`.
-        sample_index_B: Which of its prompt's samples it is, int64; with `group_id_B` the name of its random numbers.
-        correct_B: True where the answer is right, bool.
-        nll_weights_R: Weight of each token of the correct samples in their likelihood, set by `Algorithm.weigh`, fp32;
-            None unless `algorithm.positive_example_nll_weight`.
-        chosen_R: Tokens that the policy loss treats apart, set by `Algorithm.weigh`, bool; None where it has none.
-        entropic_R: Tokens that the policy loss acts on, set by `Algorithm.weigh`, bool; None: on all that are trained.
-        importance_mean_B: Mean of the importance weights, which divides them, the same for all sequences, fp32; None
-            unless `rollout_correction.rollout_is_batch_normalize`.
-        metric_weights_R: Weight of each token in metrics, 1 / (trained tokens of the global minibatch), 0 where not
-            trained; set by `Algorithm.weigh`, fp32.
-        truncated_B: True where the response was cut at its length limit, bool; needed by
+        response_mask_R: True at trained tokens, bool; False at all observed tokens.
+        rollout_logprobs_R: Log-probabilities from the engine at sampling time, fp32.
+        group_id_B: `Prompt.uid` of each sequence, int64.
+        rewards_B: Total reward of each sequence, fp32.
+        advantages_R: Advantages, set by `Algorithm.advantages`, fp32.
+        weights_R: Weight of each token in the loss, set by `Algorithm.weigh`, fp32. The loss is the sum of weight x
+            token loss over all microbatches and data-parallel ranks.
+        ref_logprobs_R: Log-probabilities of the frozen reference, fp32; None without a KL term.
+        teacher_B: Index of the sequence's teacher in the config, int64; None without distillation.
+        teacher_logprobs_R: Log-probabilities of that teacher, fp32; None if full distributions are compared.
+        teacher_states_R: Final hidden states of that teacher that predict each token, [R, H] on ranks of the last
+            pipeline stage, [R, 0] on others. None unless full distributions are compared.
+        values_R: Critic values of the state before each token, before the critic's updates, fp32; None without critic.
+        returns_R: Regression targets of the critic, set by `Algorithm.advantages`, fp32.
+        critic_mask_R: Tokens that the critic trains on, set by `Algorithm.advantages`, bool; None: all trained tokens.
+        proximal_logprobs_R: Log-probabilities recomputed by the actor at the rollout weights, fp32; None unless the
+            loss is decoupled (`Algorithm.needs_proximal`).
+        current_logprobs_R: Log-probabilities of the actor right before the update on this minibatch, fp32; None unless
+            `Algorithm.needs_current`.
+        current_entropy_R: Entropies of the same forward pass, nats, fp32.
+        sample_index_B: Index among the samples of the prompt, int64. Together with `group_id_B` it seeds the sequence's
+            random numbers.
+        correct_B: True for correct answers, bool.
+        nll_weights_R: Weight of each token of correct samples in an additional likelihood loss, set by
+            `Algorithm.weigh`, fp32; None unless `algorithm.positive_example_nll_weight`.
+        chosen_R: Tokens that Clip-Cov excludes or KL-Cov penalizes, set by `Algorithm.weigh`, bool; None for other
+            losses.
+        entropic_R: High-entropy tokens that the policy loss is limited to, set by `Algorithm.weigh`, bool; None: all
+            trained tokens.
+        importance_mean_B: Mean importance weight of the minibatch, which divides the weights, equal for all sequences,
+            fp32; None unless `rollout_correction.rollout_is_batch_normalize`.
+        metric_weights_R: Weight of each token in averaged metrics, 1 / (trained tokens of the global minibatch), 0 at
+            others; set by `Algorithm.weigh`, fp32.
+        truncated_B: True if the response was cut at the length limit, bool; used by
             `algorithm.overlong.mask_truncated`.
-        turn_R: With `algorithm.credit=turn`, which of all turns of the batch each response token belongs to, int64: a
-            turn is what the policy sampled and what it observed after that.
-        routed_experts_P: The experts that the engine, or the actor before its updates, chose for each token in the
-            layers of this rank's pipeline stage, [P, layers, top_k], integers as in `Rollout`; -1 for a token that went
-            nowhere (the last of a response). None unless they are replayed.
-        support_R: What the engine kept at each response token, on ranks of the last pipeline stage, which score under
-            it; None where nothing is dropped in training, and on other stages.
+        turn_R: Index of the turn of each response token among all turns of the batch, int64, with
+            `algorithm.credit=turn`. A turn includes the observation that follows it.
+        routed_experts_P: Routing record to replay in the layers of this rank's pipeline stage, from the engine or from
+            the actor before its updates, [P, layers, top_k], dtype as in `Rollout`; -1 at the last token of a response.
+            None without router replay.
+        support_R: Token ids that truncation kept at each response token, on ranks of the last pipeline stage; None
+            without truncation and on other stages.
     """
 
     tokens_P: Tensor
@@ -322,12 +328,12 @@ class RolloutBatch:
 
     @property
     def num_sequences(self) -> int:
-        """B."""
+        """Number of sequences B."""
         return self.prompt_lens_B.numel()
 
     @property
     def valued_R(self) -> Tensor:
-        """The tokens that the critic learns from, bool."""
+        """Tokens that the critic trains on, bool."""
         return self.response_mask_R if self.critic_mask_R is None else self.critic_mask_R
 
     @property
@@ -343,11 +349,11 @@ class RolloutBatch:
 
     @property
     def credited_R(self) -> Tensor:
-        """Which advantage each response token has, int64: that of its turn, else that of its sequence."""
+        """Index of the advantage of each response token, int64: its turn if turns are credited, else its sequence."""
         return self.sequence_R if self.turn_R is None else self.turn_R
 
     def select(self, rows: list[int]) -> RolloutBatch:
-        """The given sequences, in the given order; every tensor is a copy."""
+        """Returns a copy of the sequences `rows`, in this order."""
         chosen: dict[str, Any] = {}
         index_B = torch.tensor(rows, dtype=torch.int64)
         index = {"B": index_B, "P": ragged(self.seq_lens_B, index_B), "R": ragged(self.response_lens_B, index_B)}
@@ -362,32 +368,35 @@ class RolloutBatch:
 
 
 def ragged(lens_B: Tensor, index: Tensor) -> Tensor:
-    """Places of the elements of these rows, row after row, where rows of `lens_B` elements lie one after the other."""
+    """Returns the positions of the elements of rows `index` in a packed tensor of rows with `lens_B` elements."""
     starts_B = lens_B.cumsum(0) - lens_B
     return ranges(starts_B[index], starts_B[index] + lens_B[index])
 
 
 def ranges(begin_N: Tensor, end_N: Tensor) -> Tensor:
-    """The numbers from each begin up to its end, one range after the other."""
+    """Concatenates the integer ranges `begin_N[i]` .. `end_N[i]` (exclusive)."""
     lens_N = end_N - begin_N
     shift_N = begin_N - (lens_N.cumsum(0) - lens_N)
     return torch.arange(int(lens_N.sum())) + shift_N.repeat_interleave(lens_N)
 
 
 TurnRewards = Mapping[tuple[int, int], Sequence[float]]
-"""Of each turn of an episode, by (uid, sample index)."""
+"""Environment rewards of the turns of each episode, by (uid, sample index)."""
 
 
 class SampleTable:
-    """A few numbers for every sample of the job, ordered by (uid, sample index), the same on every rank.
+    """Metadata of all samples of all ranks, one row each, ordered by (uid, sample index), equal on every rank.
 
-    `table["reward"]` is a column, fp64 [N], NaN where a sample has no score. Columns are FACTS (`rank` is the one that
-    holds the tokens; `correct`, `failed`, `truncated` and `cached` are 0 or 1; `token_crc` is the CRC-32 of the
-    response ids; `sampled_len` of `response_len` tokens were sampled; `end` is a place in `EPISODE_ENDS`, -1 where
-    there was no episode; `version`: policy version of the last token, `num_versions` sampled the response) and
-    "reward/<function>" for each reward function, NaN where it gave none; with supports also KEPT: sums over the
-    sample's tokens, and extremes. `turn_rewards` has the environment's by (uid, sample index), where turns are
-    credited.
+    `table["reward"]` is a column, fp64 [N]; NaN if a sample has no score. Columns:
+
+    - `FACTS`: `rank` stores the tokens; `correct`, `failed`, `truncated` and `cached` are 0 or 1; `token_crc` is the
+      CRC-32 of the response ids; `sampled_len` is the number of sampled tokens among `response_len`; `end` is an index
+      of `EPISODE_ENDS`, -1 without an episode; `version` is the policy version of the last token and `num_versions`
+      the number of versions that sampled the response.
+    - "reward/<function>" for each reward function; NaN if it gave no value.
+    - `KEPT`, only with truncated sampling: sums over the sample's tokens, and extremes.
+
+    `turn_rewards` has the environment's reward of each turn, only with `algorithm.credit=turn`.
     """
 
     FACTS: ClassVar = (
@@ -427,20 +436,20 @@ class SampleTable:
 
     @property
     def num_prompts(self) -> int:
-        """Different prompts among the samples."""
+        """Number of distinct prompts."""
         return len(set(self["uid"].tolist()))
 
     @property
     def scored(self) -> SampleTable:
-        """The samples that have a reward."""
+        """Rows of the samples that have a reward."""
         return self.keep(self["reward"].isfinite())
 
     def keep(self, mask_N: Tensor) -> SampleTable:
-        """The rows where the mask is True; itself where it is True everywhere."""
+        """Returns the rows selected by a bool mask [N]."""
         return self if mask_N.all() else SampleTable(self.columns, self.rows_NC[mask_N], self.turn_rewards)
 
     @staticmethod
     def join(tables: list[SampleTable]) -> SampleTable:
-        """The rows of all tables, which have the same columns."""
+        """Concatenates tables with equal columns."""
         turn_rewards = {key: rewards for table in tables for key, rewards in table.turn_rewards.items()}
         return SampleTable(tables[0].columns, torch.cat([table.rows_NC for table in tables]), turn_rewards)

@@ -21,11 +21,15 @@ def _of(*changed: str, given: tuple[str, ...] = ON, **more: Any) -> tuple[tuple[
 ROWS = {
     "distillation.enabled": _of(*ON, given=()),
     TEACHERS: _of(f"{TEACHERS}=[{{{SHAPE}}}, {{{SHAPE}}}]", refused="key is null"),
-    f"{TEACHERS}[].key": _of(f"{TEACHERS}[0].key=elsewhere", given=ROUTED, refused="is no teacher's key"),
+    f"{TEACHERS}[].key": _of(
+        f"{TEACHERS}[0].key=elsewhere", given=ROUTED, refused="the keys in distillation.teacher_models are"
+    ),
     f"{TEACHERS}[].model_path": _of(f"{TEACHERS}=[{{model_path: nowhere}}]", refused="nowhere is not a folder"),
     f"{TEACHERS}[].preset": _of(f"{TEACHERS}[0].preset=llama_tiny"),
     f"{TEACHERS}[].overrides": _of(f"{TEACHERS}[0].overrides.intermediate_size=32"),
-    "distillation.teacher_key": _of("distillation.teacher_key=answer", given=ROUTED, refused="is no teacher's key"),
+    "distillation.teacher_key": _of(
+        "distillation.teacher_key=answer", given=ROUTED, refused="the keys in distillation.teacher_models are"
+    ),
     f"{LOSS}.loss_mode": _of(f"{LOSS}.loss_mode=reverse_kl"),
     f"{LOSS}.topk": _of(f"{LOSS}.topk=2", given=TOP_K),
     f"{LOSS}.beta": _of(f"{LOSS}.beta=0.1", given=(*ON, f"{LOSS}.loss_mode=jsd")),

@@ -152,7 +152,7 @@ OVERRIDES = [
     ("minibatch does not divide", ["train.batch_size=3", "train.minibatch_size=2"], "does not divide train.batch"),
     ("zero temperature", ["rollout.temperature=0"], "rollout.temperature=0.0 is out of range"),
     ("top_p above 1", ["rollout.top_p=1.5"], "rollout.top_p=1.5 is out of range"),
-    ("no such engine", ["rollout.name=trtlm"], "rollout.name=trtlm is no engine"),
+    ("no such engine", ["rollout.name=trtlm"], "rollout.name=trtlm is unknown"),
     ("too long", ["rollout.response_length=600", "actor.max_tokens_per_microbatch=999"], "max_position_embeddings"),
     ("microbatch too small", ["actor.max_tokens_per_microbatch=8"], "a sequence is never split"),
     ("no cuda", ["run.device=cuda"], "torch sees no CUDA device"),

@@ -173,7 +173,7 @@ ROWS = {
     ),
     **{key: row(*changed, **more) for key, (changed, more) in DISTILLATION.items()},
     "reference.update_interval": row("reference.update_interval=1", given=(*KL, "train.num_steps=2")),
-    "rollout.name": row("rollout.name=nowhere", refused="rollout.name=nowhere is no engine"),
+    "rollout.name": row("rollout.name=nowhere", refused="rollout.name=nowhere is unknown"),
     "rollout.engine_dir": row("rollout.engine_dir=engines", refused="only rollout.name=trtllm_engine has"),
     "rollout.n": row("rollout.n=3"),
     "rollout.temperature": row("rollout.temperature=0.5"),
@@ -211,7 +211,7 @@ ROWS = {
     "rollout.enable_chunked_prefill": row(
         "rollout.enable_chunked_prefill=false",
         given=("rollout.max_num_batched_tokens=8",),
-        refused="such a prompt could not be read",
+        refused="so long prompts cannot be prefilled",
     ),
     "rollout.enable_prefix_caching": row("rollout.enable_prefix_caching=false"),
     "rollout.true_on_policy": row("rollout.true_on_policy=true"),

@@ -91,5 +91,5 @@ def test_a_mapping_is_a_config_and_a_mistake_is_one_sentence():
         with pytest.raises(mrl.UserError, match=words):
             mrl.load_config(wrong)
     for start in (mrl.train, mrl.evaluate):
-        with pytest.raises(mrl.UserError, match=r"no config\. Give what `mrl\.load_config` returns"):
+        with pytest.raises(mrl.UserError, match=r"Pass the result of `mrl\.load_config`"):
             start({"train": {}})

@@ -1,7 +1,6 @@
-"""Bytes from rank to rank: each message goes once, in rounds for which a rank needs little memory.
+"""Point-to-point messages between ranks, sent in all-to-all rounds with small staging buffers.
 
-Owns the rounds and their staging buffers. What a message says, and where it is read from and written to, is the
-caller's.
+The content of a message is up to the caller, who writes and reads it with callbacks.
 """
 
 from __future__ import annotations
@@ -17,18 +16,19 @@ from torch import Tensor
 MOST_STAGED = 64 << 20
 LEAST_STAGED = 1 << 20
 STAGED_PART = 16
-"""A rank's messages of a round are at most a sixteenth of what the busiest rank receives, and within these bytes."""
+"""Limit on the bytes that a rank sends, and receives, in a round: the busiest rank's received bytes / STAGED_PART,
+clamped to LEAST_STAGED .. MOST_STAGED."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank sends another.
+    """A message from one rank to another.
 
     Attributes:
-        item: What it is about; the caller knows.
-        sender: Rank of the job.
-        receiver: Rank of the job, maybe the sender.
-        num_bytes: Of it; a multiple of 4, so that numbers of 4 bytes lie aligned.
+        item: Number of the message, chosen by the caller and passed to its callbacks.
+        sender: Global rank that writes the message.
+        receiver: Global rank that reads it; may be the sender.
+        num_bytes: Size of the message, bytes; a multiple of 4 for alignment.
     """
 
     item: int
@@ -40,45 +40,49 @@ class Message:
 def move(
     messages: Sequence[Message], rank: int, write: Callable[[int, Tensor], None], read: Callable[[int, Tensor], None]
 ) -> None:
-    """Collective over the job: every message goes from its sender to its receiver.
+    """Collective over the job: sends every message from its sender to its receiver.
 
-    Beside what `read` fills this needs two staging buffers, see MOST_STAGED; a longer message has a round of its own.
+    Needs two staging buffers, see STAGED_PART. A message longer than the limit has a round of its own.
 
     Args:
-        messages: All of the job's, in the same order on every rank.
-        rank: This one.
-        write: Fills the bytes (uint8) of an item that this rank sends.
-        read: Takes the bytes of an item that this rank receives; they are gone after the call.
+        messages: Messages of all ranks, in the same order on every rank.
+        rank: Global rank of this process.
+        write: Called with an item that this rank sends and its uint8 buffer, which it fills.
+        read: Called with an item that this rank receives and its uint8 buffer, which is only valid during the call.
     """
-    turns = [
+    own_rounds = [
         (
             sorted((one for one in members if one.sender == rank), key=lambda one: one.receiver),
             sorted((one for one in members if one.receiver == rank), key=lambda one: one.sender),
         )
         for members in rounds(messages)
     ]
-    most = [max((sum(one.num_bytes for one in turn[side]) for turn in turns), default=0) for side in (0, 1)]
-    staged = [torch.empty(size, dtype=torch.uint8) for size in most]
-    for leaving, arriving in turns:
+    sizes = [max((sum(one.num_bytes for one in each[side]) for each in own_rounds), default=0) for side in (0, 1)]
+    staged = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    for outgoing, incoming in own_rounds:
         counts = [[0] * dist.get_world_size() for _ in staged]
-        for one in leaving:
+        for one in outgoing:
             counts[0][one.receiver] += one.num_bytes
-        for one in arriving:
+        for one in incoming:
             counts[1][one.sender] += one.num_bytes
         sent, received = (buffer[: sum(count)] for buffer, count in zip(staged, counts, strict=True))
-        for one, part in _parts(leaving, sent):
+        for one, part in _parts(outgoing, sent):
             write(one.item, part)
         dist.all_to_all_single(received, sent, counts[1], counts[0])
-        for one, part in _parts(arriving, received):
+        for one, part in _parts(incoming, received):
             read(one.item, part)
 
 
 def rounds(messages: Sequence[Message]) -> list[list[Message]]:
-    """Messages of each round: each goes into the first one, from its ends' last ones on, that has room at both ends."""
+    """Distributes messages over rounds so that no rank exceeds `staged_bytes` in a round.
+
+    Greedy: a message goes into the last round that its sender or receiver already uses, or the next one if either is
+    full there.
+    """
     limit = staged_bytes(messages)
     ends: dict[tuple[str, int], list[int]] = {}  # (side, rank) -> its last round, bytes there
     found: list[list[Message]] = []
-    for message in _in_turns(messages):
+    for message in _interleaved(messages):
         both = [ends.setdefault(end, [0, 0]) for end in (("from", message.sender), ("to", message.receiver))]
         number = max(last for last, _ in both)
         if any(last == number and filled and filled + message.num_bytes > limit for last, filled in both):
@@ -91,7 +95,7 @@ def rounds(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def staged_bytes(messages: Sequence[Message]) -> int:
-    """What a rank sends, and what it receives, in a round at most, where no message is longer."""
+    """Returns the limit on the bytes that a rank sends, and receives, in a round."""
     received: Counter[int] = Counter()
     for message in messages:
         received[message.receiver] += message.num_bytes
@@ -99,19 +103,19 @@ def staged_bytes(messages: Sequence[Message]) -> int:
     return min(MOST_STAGED, max(LEAST_STAGED, busiest // STAGED_PART))
 
 
-def _in_turns(messages: Sequence[Message]) -> Iterator[Message]:
-    """Every sender's first message, then every sender's second, so that all of them are at work in every round."""
+def _interleaved(messages: Sequence[Message]) -> Iterator[Message]:
+    """Yields the first message of every sender, then the second of every sender, so that all send in every round."""
     seen: Counter[int] = Counter()
-    turns: list[list[Message]] = []
+    by_number: list[list[Message]] = []
     for message in messages:
-        turn = seen[message.sender]
+        number = seen[message.sender]
         seen[message.sender] += 1
-        if turn == len(turns):
-            turns.append([])
-        turns[turn].append(message)
-    return (message for turn in turns for message in turn)
+        if number == len(by_number):
+            by_number.append([])
+        by_number[number].append(message)
+    return (message for same in by_number for message in same)
 
 
 def _parts(messages: Sequence[Message], buffer: Tensor) -> Iterator[tuple[Message, Tensor]]:
-    """Each message with its bytes in the buffer."""
+    """Yields each message with its slice of the buffer."""
     return zip(messages, torch.split(buffer, [message.num_bytes for message in messages]), strict=True)

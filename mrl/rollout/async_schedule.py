@@ -1,7 +1,7 @@
-"""How far sampling may run ahead of the updates, and beyond a batch, as a config says it.
+"""Limits on how far sampling runs ahead of the updates, derived from the config.
 
-Owns what `train.mode`, `train.max_off_policy_steps`, `rollout.over_sample_rate` and `rollout.over_age` mean together.
-It imports no torch.
+The keys are `train.mode`, `train.max_off_policy_steps`, `rollout.over_sample_rate` and `rollout.over_age`. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from mrl.config.config import Config
 
 @dataclass(frozen=True)
 class Schedule:
-    """Of a run.
+    """Limits on sampling ahead of the updates; see `buffer.py` for their use.
 
     Attributes:
-        batch_size: Groups that a step takes.
+        batch_size: Groups that a step consumes.
         num_samples: Samples of a group.
-        lead: Steps that sampling may be ahead of the updates; 0: none.
-        extra: Prompts begun beyond a batch.
-        max_age: Steps by which weights that sampled a token may be older than those it trains; None: any number.
-        waits: Sampling waits for a group that would become older; else it begins again.
-        num_steps: Of the run, where its end is known.
-        by_parts: Sampling may stop before all that was begun is whole.
+        lead: Steps by which sampling may be ahead of the updates; 0 is synchronous.
+        extra: Prompts sampled beyond a batch (over-sampling).
+        max_age: Maximum age of a token in training steps: between the weights that sampled it and the weights that it
+            updates; None: no limit.
+        waits: True to wait for a group that would exceed `max_age`, False to restart it.
+        num_steps: Steps of the run; None if unknown.
+        by_parts: True if sampling may stop with partial groups.
     """
 
     batch_size: int
@@ -39,7 +40,7 @@ class Schedule:
 
     @staticmethod
     def of(config: Config) -> Schedule:
-        """The run's."""
+        """Derives the schedule from the config."""
         train, rollout, age = config.train, config.rollout, max_off_policy_steps(config)
         lead = (age or 0) if train.mode == "async" else 0
         extra = math.ceil(Fraction(str(rollout.over_sample_rate)) * train.batch_size)
@@ -56,36 +57,36 @@ class Schedule:
 
     @property
     def most_in_flight(self) -> int:
-        """Groups that are in flight at a time, at most."""
+        """Maximum number of groups in the rollout buffer."""
         return (self.lead + 1) * self.batch_size + self.extra
 
     @property
     def stock(self) -> int:
-        """Groups in flight that are to be whole before sampling beside an update stops.
+        """Complete groups in the buffer that sampling waits for while an update runs concurrently.
 
-        The next step's, and half of the later ones: the other half may be unfinished, so that none waits for the
-        longest answers of all. A step takes a batch, so that as many become whole in each, on average.
+        These are the next step's batch and half of the later batches. The other half may be unfinished, so that no step
+        waits for the longest responses of all.
         """
         return self.batch_size + (self.lead - 1) * self.batch_size // 2
 
     @property
     def pace(self) -> int:
-        """Groups that are to become whole, besides, whatever is there already: no update runs with nothing sampled."""
+        """Groups to complete during each update at least, even with a full stock, so that sampling never idles."""
         return max(1, self.batch_size // 2)
 
     @property
     def in_order(self) -> bool:
-        """Whether groups are taken in the order of their prompts, not as they become whole."""
+        """True if groups are consumed in prompt order, False for order of completion."""
         return not self.extra
 
     @property
     def is_off_policy(self) -> bool:
-        """Whether a token may be older than the weights that it trains."""
+        """True if a token may be sampled by older weights than those it updates."""
         return self.lead > 0 or self.extra > 0
 
 
 def max_off_policy_steps(config: Config) -> int | None:
-    """`train.max_off_policy_steps`, or what it is where it is null; None: no bound."""
+    """Returns `train.max_off_policy_steps` with its default applied; None means no limit."""
     given = config.train.max_off_policy_steps
     if given is not None or config.rollout.over_sample_rate:
         return given

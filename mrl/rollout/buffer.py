@@ -1,23 +1,26 @@
-"""What is in flight: prompts that were drawn and not trained on yet, with their samples.
+"""Rollout buffer: prompts drawn from the data that no step has trained on yet, with their samples.
 
-Owns how many prompts may be in flight (the gate), which of them sampling waits for, and which a step takes. It counts
-steps and groups, and knows no clock: a run with the same config and seed takes the same groups, however long anything
-took. What is known of every prompt is the same on all ranks between two steps; its samples are on the ranks of the
-replica that has them.
+A group is a prompt with its `rollout.n` samples. It is pending (no token sampled), partial (some samples unfinished) or
+complete (all samples finished and scored). Each step consumes `batch_size` complete groups:
 
-Each step takes `batch_size` groups that are whole. When v steps are done and their weights sample, at most
-(`lead` + v + 1) x `batch_size` prompts were drawn, those that were taken included. Two orders:
+- `Schedule.in_order`: in prompt order. Sampling waits for the next batch, so no token is more than `lead` steps old.
+- with `rollout.over_sample_rate`: in order of completion. `extra` prompts beyond a batch are sampled, and sampling
+  stops when a batch is complete. A group that would become older than `max_age` steps is waited for, or restarted.
 
-- of the prompts (`Schedule.in_order`): a step takes the first ones, and sampling waits for them. So no token is more
-  than `lead` steps old.
-- of their ends (`rollout.over_sample_rate`): `extra` prompts beyond a batch are begun, and sampling stops once a batch
-  is whole. A group that would become older than `max_age` steps is waited for, or begins again.
+When sampling uses the weights of v training steps, at most (v + 1 + `lead`) x `batch_size` + `extra` prompts have been
+drawn, consumed ones included. All decisions count steps and groups and read no clock: the same config and seed give the
+same batches whatever the timing.
+
+Calls for one step: `sampled_by` after the weight sync; `age`; then until enough groups are complete: `draw`,
+`unfinished`, sampling, `stopped` (partial groups) and `became_whole` (complete groups); finally `take`.
+
+Group metadata is the same on all ranks between two steps. Samples are on the ranks of the replica that generated them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,25 +28,24 @@ from torch import Tensor
 
 from mrl.parallel_layout import Grid
 from mrl.rollout.async_schedule import Schedule
-from mrl.rollout.buffer_tally import Taken, Tally
 from mrl.rollout.length_bias import Acceptance, sizes_of
 from mrl.types import Begun, Prompt, Rollout, SampleTable
 
 
 @dataclass
 class Group:
-    """A prompt in flight.
+    """Metadata of a prompt in the buffer.
 
     Attributes:
-        uid: Of the prompt.
-        source: File or task that it came from, and the row.
-        data_source: Its data set.
-        born: Steps in the weights that sampled its first token; None: none is sampled.
-        place: Which group it was to become whole in this run; None: it is not whole.
-        replica: Which has its samples; None: no samples are kept.
-        restarted: It became too old once, and began again.
-        num_samples: Its samples with a token.
-        num_tokens: Theirs.
+        uid: `Prompt.uid`.
+        source: File or task, and row number, of the prompt.
+        data_source: Name of the data set.
+        born: Training steps done by the weights that sampled the first token; None while pending.
+        place: Completion order: rank of this group among all completed groups of the run; None until complete.
+        replica: Index of the rollout replica that stores the samples; None while pending.
+        restarted: True after the group exceeded `Schedule.max_age` once and lost its samples.
+        num_samples: Samples with at least one token.
+        num_tokens: Response tokens of these samples.
     """
 
     uid: int
@@ -57,119 +59,180 @@ class Group:
     num_tokens: int = 0
 
     def sampled_by(self, steps: int, replica: int, num_samples: int, num_tokens: int) -> None:
-        """Weights of so many steps have sampled for it on that replica, maybe not the first ones; what it has now."""
+        """Records that weights of `steps` training steps sampled for the group, and the size of its samples now."""
         self.born = steps if self.born is None else self.born
         self.replica, self.num_samples, self.num_tokens = replica, num_samples, num_tokens
 
     def begin_again(self) -> None:
-        """It has no samples any more."""
+        """Returns the group to pending."""
         self.born = self.place = self.replica = None
         self.num_samples = self.num_tokens = 0
 
 
-class InFlight:
-    """Of a run; every rank holds one.
+@dataclass
+class Tally:
+    """Counters of the sampling since the last `InFlight.take`; JSON-serializable except for `drawn`.
 
     Attributes:
-        schedule: Of the config.
-        tally: Since the last `take`.
-        acceptance: What was taken and what began, by length.
-        rollouts: By uid the whole responses that this rank's replica has, scored once their group is whole.
-        begun: By uid the responses that go on, of this rank's replica.
+        rounds: Number of sampling rounds.
+        dropped: Groups that dynamic sampling dropped.
+        restarted: Groups that exceeded the maximum age.
+        whole: (uid, source, data set) of each completed prompt.
+        notes: Log lines, such as warnings of the scorer.
+        drawn: Table of all samples of the completed prompts, unscored and dropped ones included; None: no samples.
+    """
+
+    rounds: int = 0
+    dropped: int = 0
+    restarted: int = 0
+    whole: list[tuple[int, str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    drawn: SampleTable | None = None
+
+    @property
+    def sources(self) -> dict[int, str]:
+        """`Prompt.source` of each completed prompt, by uid."""
+        return {uid: source for uid, source, _ in self.whole}
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Data set of each completed prompt, by uid."""
+        return {uid: name for uid, _, name in self.whole}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Samples that one step consumes.
+
+    Attributes:
+        rollouts: Samples on this rank's replica; may include some that are not in `table`.
+        table: Table of all samples to train on.
+        names: Data set by prompt uid.
+        tally: Sampling counters since the previous step.
+        num_carried: Groups with samples that stay in the buffer.
+        carried: (samples, response tokens) that stay in the buffer.
+    """
+
+    rollouts: list[Rollout]
+    table: SampleTable
+    names: dict[int, str]
+    tally: Tally
+    num_carried: int
+    carried: tuple[int, int]
+
+
+class InFlight:
+    """Rollout buffer of the run; every rank has one. The module's docstring has the order of calls.
+
+    Attributes:
+        schedule: Limits on how far sampling runs ahead.
+        tally: Sampling counters since the last `take`.
+        acceptance: Counts of consumed and discarded samples by response length.
+        rollouts: Finished responses on this rank's replica, by uid; scored once their group is complete.
+        begun: Partial responses on this rank's replica, by uid.
     """
 
     def __init__(self, schedule: Schedule, prompt_at: Callable[[int], Prompt]) -> None:
-        """Args: prompt_at: The prompt with a uid, for what comes out of a commit."""
+        """Creates an empty buffer.
+
+        Args:
+            schedule: Limits on how far sampling runs ahead.
+            prompt_at: Returns the prompt with a uid, for groups restored from a checkpoint.
+        """
         self.schedule = schedule
         self.tally = Tally()
         self.acceptance = Acceptance()
         self.rollouts: dict[int, list[Rollout]] = {}
         self.begun: dict[int, list[Begun]] = {}
         self._groups: dict[int, Group] = {}
-        self._whole: SampleTable | None = None
+        self._complete_rows: SampleTable | None = None
         self._prompts: dict[int, Prompt] = {}
         self._prompt_at = prompt_at
-        self._num_whole = 0
+        self._num_complete = 0
         self._steps_of: dict[int, int] = {}
         self._rejected: list[Rollout] = []
-        self._last: SampleTable | None = None
+        self._last_table: SampleTable | None = None
 
     @property
     def outlives_steps(self) -> bool:
-        """Whether there is anything to keep between steps."""
+        """True if a checkpoint must store the buffer's content."""
         return self.schedule.is_off_policy or bool(self._groups)
 
-    # the gate ---------------------------------------------------------------------------------------------------------
+    # drawing prompts --------------------------------------------------------------------------------------------------
 
     def room(self, step: int, *, beside: bool) -> int:
-        """Prompts that may be drawn now.
+        """Returns how many prompts may be drawn now.
 
         Args:
-            step: The next one that takes groups.
-            beside: The updates of the step before it run meanwhile.
+            step: Next step that consumes groups.
+            beside: True while the update of `step - 1` runs concurrently.
         """
-        return max(0, self._most(step, beside) - len(self._groups))
+        return max(0, self._capacity(step, beside) - len(self._groups))
 
-    def _most(self, step: int, beside: bool) -> int:
-        """Prompts that may be in flight."""
+    def _capacity(self, step: int, beside: bool) -> int:
+        """Returns how many groups the buffer may contain; fewer near the end of the run."""
         plan = self.schedule
-        most = plan.most_in_flight - beside * plan.batch_size
+        capacity = plan.most_in_flight - beside * plan.batch_size
         if plan.num_steps is not None:
-            most = min(most, (plan.num_steps - step + 1) * plan.batch_size + plan.extra)
-        return most
+            capacity = min(capacity, (plan.num_steps - step + 1) * plan.batch_size + plan.extra)
+        return capacity
 
     def draw(self, prompts: Iterable[Prompt]) -> None:
-        """These are in flight from now on."""
+        """Adds prompts as pending groups."""
         for prompt in prompts:
             self._groups[prompt.uid] = Group(prompt.uid, prompt.source, prompt.data_source)
             self._prompts[prompt.uid] = prompt
 
     def first(self, position: int) -> int:
-        """Where the stream's first prompt is that was not trained on; `position`: of the next one to be drawn."""
+        """Returns the smallest uid that was not trained on; `position` is the uid of the next prompt to draw."""
         return min(self._groups, default=position)
 
     def prompt(self, uid: int) -> Prompt:
-        """Of a group in flight, or of one that was just taken."""
+        """Returns the prompt of a group in the buffer or of a group that was just consumed."""
         return self._prompts.get(uid) or self._prompt_at(uid)
 
     # sampling ---------------------------------------------------------------------------------------------------------
 
     @property
     def missing(self) -> int:
-        """Groups that a step lacks."""
+        """Number of complete groups that the next step still lacks."""
         plan, groups = self.schedule, list(self._groups.values())
-        whole = groups[: plan.batch_size] if plan.in_order else groups
-        return max(0, plan.batch_size - sum(group.place is not None for group in whole))
+        eligible = groups[: plan.batch_size] if plan.in_order else groups
+        return max(0, plan.batch_size - sum(group.place is not None for group in eligible))
 
     def unfinished(self, step: int, *, beside: bool) -> list[Group]:
-        """What may be sampled now, in the order in which it was drawn; see `room`."""
-        groups = list(self._groups.values())[: self._most(step, beside)]
+        """Returns the pending and partial groups that may be sampled now, in prompt order; arguments as in `room`."""
+        groups = list(self._groups.values())[: self._capacity(step, beside)]
         return [group for group in groups if group.place is None]
 
     def enough(self, just_whole: Collection[int], step: int, *, ahead: bool) -> bool:
-        """Whether sampling may stop.
+        """Returns whether sampling may stop.
 
         Args:
-            just_whole: Groups that became whole since it began, by uid.
-            step: The next one that takes groups.
-            ahead: It runs beside an update: more than this step's are to become whole (`Schedule.stock`, `pace`).
+            just_whole: Uids of the groups completed since sampling started.
+            step: Next step that consumes groups.
+            ahead: True to complete also groups of later steps (`Schedule.stock`, `Schedule.pace`), because an update
+                runs concurrently.
         """
         plan = self.schedule
-        left = [one for one in self._groups.values() if one.place is None and one.uid not in just_whole]
-        if not left:
+        incomplete = [one for one in self._groups.values() if one.place is None and one.uid not in just_whole]
+        if not incomplete:
             return True
+        num_complete = len(self._groups) - len(incomplete)
         if plan.in_order:
             awaited = list(self._groups)[: plan.batch_size]
-            if any(group.uid in awaited for group in left):
+            if any(group.uid in awaited for group in incomplete):
                 return False
-            num_whole = len(self._groups) - len(left)
-            return not ahead or (len(just_whole) >= plan.pace and num_whole >= plan.stock)
-        if len(self._groups) - len(left) < plan.batch_size:
+            return not ahead or (len(just_whole) >= plan.pace and num_complete >= plan.stock)
+        if num_complete < plan.batch_size:
             return False
-        return not any(self._must_go(group, step) for group in left)
+        return not any(self._must_consume(group, step) for group in incomplete)
 
     def age(self, step: int) -> None:
-        """Before sampling for `step`: what it could not take any more begins again, or is waited for."""
+        """Restarts the groups that would exceed the maximum age at `step`, unless sampling waits for them.
+
+        A group is restarted once at most; after that sampling waits for it.
+        """
         plan, restarted = self.schedule, set[int]()
         for group in self._groups.values():
             too_old = plan.max_age is not None and group.born is not None and step - 1 - group.born > plan.max_age
@@ -181,15 +244,15 @@ class InFlight:
                 self.rollouts.pop(group.uid, None)
                 self.begun.pop(group.uid, None)
                 restarted.add(group.uid)
-        self._split_off(restarted)
+        self._pop_rows(restarted)
 
     def _is_due(self, group: Group, step: int) -> bool:
-        """Whether no step after this one could take it, where it is sampled for this one at the latest."""
-        most, born = self.schedule.max_age, step - 1 if group.born is None else group.born
-        return most is not None and step - 1 - born >= most
+        """Returns whether `step` is the last one that can consume the group within the maximum age."""
+        max_age, born = self.schedule.max_age, step - 1 if group.born is None else group.born
+        return max_age is not None and step - 1 - born >= max_age
 
-    def _must_go(self, group: Group, step: int) -> bool:
-        """Whether this step is to take it: it is due, and does not begin again."""
+    def _must_consume(self, group: Group, step: int) -> bool:
+        """Returns whether `step` must wait for the group: it is due and may not be restarted."""
         return self._is_due(group, step) and (self.schedule.waits or group.restarted)
 
     def became_whole(
@@ -201,15 +264,15 @@ class InFlight:
         steps: int,
         grid: Grid,
     ) -> None:
-        """Sampling has ended, and groups are whole.
+        """Marks groups as complete; drops those without a learning signal.
 
         Args:
-            uids: Theirs, in the order in which they became it.
-            rollouts: Their samples on this rank's replica, scored.
-            table: All their samples.
-            teaching: Those to learn from; a group without any is dropped.
-            steps: In the weights that sampled.
-            grid: Who sits where.
+            uids: Uids of the groups, in order of completion.
+            rollouts: Scored samples of the groups on this rank's replica.
+            table: Table of all samples of the groups.
+            teaching: Rows of `table` to train on; a group without such a row is dropped.
+            steps: Training steps done by the weights that sampled.
+            grid: Parallel layout of the job.
         """
         kept = set(teaching["uid"].long().tolist())
         holder = dict(zip(table["uid"].long().tolist(), table["rank"].long().tolist(), strict=True))
@@ -218,33 +281,33 @@ class InFlight:
             self.rollouts.pop(uid, None)
         for rollout in rollouts:
             self.rollouts.setdefault(rollout.prompt.uid, []).append(rollout)
-        self._last, self._rejected = table, []
+        self._last_table, self._rejected = table, []
         self.tally.rounds += 1
         for uid in uids:
             group = self._groups[uid]
             self.tally.whole.append((uid, group.source, group.data_source))
             if uid in kept:
-                group.place, self._num_whole = self._num_whole, self._num_whole + 1
+                group.place, self._num_complete = self._num_complete, self._num_complete + 1
                 group.sampled_by(steps, grid.replica(holder[uid]), *sizes[uid])
             else:
-                self._forget(uid)
+                self._remove(uid)
                 self._rejected += self.rollouts.pop(uid, [])
                 self.tally.dropped += 1
         if kept:
-            self._whole = _joined(self._whole, _of_prompts(teaching, kept))
-        self.tally.drawn = _joined(self.tally.drawn, table)
+            self._complete_rows = _concat(self._complete_rows, _rows_of(teaching, kept))
+        self.tally.drawn = _concat(self.tally.drawn, table)
 
     def held(self, uid: int) -> tuple[int, int]:
-        """Samples of a group on this rank's replica, and their tokens."""
+        """Returns how many samples and response tokens of a group are on this rank's replica."""
         lens = [len(one.response_ids) for one in (*self.begun.get(uid, ()), *self.rollouts.get(uid, ()))]
         return len(lens), sum(lens)
 
     def stopped(self, held: Iterable[Sequence[int]], steps: int) -> None:
-        """Sampling has ended with samples of groups that are not whole.
+        """Marks groups as partial after sampling stopped.
 
         Args:
-            held: (uid, replica that has them, samples, their tokens).
-            steps: In the weights that sampled.
+            held: (uid, replica, samples, response tokens) of each group with samples.
+            steps: Training steps done by the weights that sampled.
         """
         for uid, replica, num_samples, num_tokens in held:
             self._groups[uid].sampled_by(steps, replica, num_samples, num_tokens)
@@ -252,26 +315,30 @@ class InFlight:
     # training ---------------------------------------------------------------------------------------------------------
 
     def take(self, step: int) -> Taken:
-        """The groups that `step` trains on, which leave; where there is nothing to learn from, what came last.
+        """Removes and returns the groups that `step` trains on.
+
+        If no group is complete, because dynamic sampling dropped all of them, the last sampled table is returned.
 
         Raises:
             RuntimeError: Nothing was sampled.
         """
-        plan, tally, last = self.schedule, self.tally, self._last
+        plan, tally, last = self.schedule, self.tally, self._last_table
         if last is None:
-            raise RuntimeError(f"step {step} has nothing to train on: nothing was sampled")
-        whole = [(group.place, group) for group in self._groups.values() if group.place is not None]
-        if not plan.in_order:
-            whole.sort(key=lambda each: (not self._must_go(each[1], step), not self._is_due(each[1], step), each[0]))
-        taken = [group for _, group in whole[: plan.batch_size]]
-        rollouts, table = [*self._rejected], self._split_off({group.uid for group in taken})
+            raise RuntimeError(f"step {step} found no samples in the rollout buffer. Call sample() before take().")
+        complete = [(group.place, group) for group in self._groups.values() if group.place is not None]
+        if not plan.in_order:  # groups that no later step can consume come first, then order of completion
+            complete.sort(
+                key=lambda each: (not self._must_consume(each[1], step), not self._is_due(each[1], step), each[0])
+            )
+        taken = [group for _, group in complete[: plan.batch_size]]
+        rollouts, table = [*self._rejected], self._pop_rows({group.uid for group in taken})
         for group in taken:
             rollouts += self.rollouts.pop(group.uid, [])
-            self._forget(group.uid)
+            self._remove(group.uid)
         if table is not None:
             at_once = {group.uid for group in taken if group.born == step - 1 and not group.restarted}
             at_once_N = torch.tensor([int(uid) in at_once for uid in table["uid"].tolist()])
-            self.acceptance.took(*_size(taken), table["response_len"], at_once_N)
+            self.acceptance.took(*_sum_sizes(taken), table["response_len"], at_once_N)
         self.tally, self._rejected = Tally(), []
         return Taken(
             rollouts,
@@ -279,54 +346,54 @@ class InFlight:
             {group.uid: group.data_source for group in taken} if taken else tally.names,
             tally,
             sum(group.born is not None for group in self._groups.values()),
-            _size(self._groups.values()),
+            _sum_sizes(self._groups.values()),
         )
 
-    def _split_off(self, uids: Set[int]) -> SampleTable | None:
-        """The rows of these prompts, which leave the table of what is whole."""
-        if self._whole is None or not uids:
+    def _pop_rows(self, uids: Set[int]) -> SampleTable | None:
+        """Removes the rows of these prompts from the table of complete groups and returns them."""
+        if self._complete_rows is None or not uids:
             return None
-        held = {int(uid) for uid in self._whole["uid"].tolist()}
-        found, left = _of_prompts(self._whole, uids), held - uids
-        self._whole = _of_prompts(self._whole, left) if left else None
-        return found
+        removed = _rows_of(self._complete_rows, uids)
+        left = {int(uid) for uid in self._complete_rows["uid"].tolist()} - uids
+        self._complete_rows = _rows_of(self._complete_rows, left) if left else None
+        return removed
 
-    def _forget(self, uid: int) -> None:
+    def _remove(self, uid: int) -> None:
         del self._groups[uid]
         self._prompts.pop(uid, None)
 
-    # versions ---------------------------------------------------------------------------------------------------------
+    # policy versions --------------------------------------------------------------------------------------------------
 
     def sampled_by(self, policy_version: int, steps: int) -> None:
-        """The engine's weights have this version, and so many steps are in them."""
+        """Records that the engine's weights have this version and are the result of `steps` training steps."""
         self._steps_of[policy_version] = steps
         oldest = min((group.born for group in self._groups.values() if group.born is not None), default=steps)
         self._steps_of = {version: done for version, done in self._steps_of.items() if done >= oldest}
 
     def age_of(self, policy_version: int, *, step: int) -> int:
-        """How many steps older than those that `step` trains the weights of this version are."""
+        """Returns the age of a policy version at `step`: training steps between it and the weights being updated."""
         return step - 1 - self._steps_of[policy_version]
 
     def check_age(self, worst: float) -> None:
-        """Raises RuntimeError where a step takes a token that is older than it may be; `worst`: its age, steps."""
-        most = self.schedule.max_age
-        if most is not None and worst > most:
+        """Raises RuntimeError if the oldest token of a batch, `worst` steps old, exceeds the maximum age."""
+        max_age = self.schedule.max_age
+        if max_age is not None and worst > max_age:
             raise RuntimeError(
-                f"a token that is to be trained is {worst:.0f} steps old, train.max_off_policy_steps allows {most}: "
-                "the schedule of sampling is broken"
+                f"The batch contains a token that is {worst:.0f} steps old, but train.max_off_policy_steps allows "
+                f"{max_age}. This is a bug in the sampling schedule; please report it."
             )
 
-    # between ranks, and in commits ------------------------------------------------------------------------------------
+    # broadcast to other ranks, and checkpoints ------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: all but samples and tables."""
+        """Returns the JSON-serializable state, without samples and tables."""
         tally = {name: value for name, value in vars(self.tally).items() if name != "drawn"}
-        held = [table for table in (self._whole, self._last) if table is not None]
+        held = [table for table in (self._complete_rows, self._last_table) if table is not None]
         turns = {key: list(rewards) for table in held for key, rewards in table.turn_rewards.items()}
         return {
             "schedule": asdict(replace(self.schedule, num_steps=None)),
             "groups": [asdict(group) for group in self._groups.values()],
-            "num_whole": self._num_whole,
+            "num_whole": self._num_complete,
             "steps_of": sorted(self._steps_of.items()),
             "acceptance": self.acceptance.state_dict(),
             "turn_rewards": [[*key, rewards] for key, rewards in turns.items()],
@@ -334,77 +401,78 @@ class InFlight:
         }
 
     def tables(self) -> tuple[tuple[str, ...], dict[str, Tensor]]:
-        """Columns, and rows of what is whole (`rows`), of the tally (`drawn`) and of what came last (`last`)."""
-        if self._last is None:
+        """Returns column names, and the rows of complete groups (`rows`), `tally.drawn` (`drawn`) and the last call."""
+        if self._last_table is None:
             return (), {}
-        found = {"last": self._last.rows_NC}
-        if self._whole is not None:
-            found["rows"] = self._whole.rows_NC
+        found = {"last": self._last_table.rows_NC}
+        if self._complete_rows is not None:
+            found["rows"] = self._complete_rows.rows_NC
         if self.tally.drawn is not None:
             found["drawn"] = self.tally.drawn.rows_NC
-        return self._last.columns, found
+        return self._last_table.columns, found
 
     def samples(self) -> tuple[list[Rollout], list[Begun]]:
-        """What this rank holds."""
+        """Returns the finished and the partial responses that this rank stores."""
         rollouts = [one for found in self.rollouts.values() for one in found]
         return rollouts, [one for found in self.begun.values() for one in found]
 
     def hold(self, rollouts: Iterable[Rollout], begun: Iterable[Begun], rank_of: Mapping[int, int]) -> None:
-        """What this rank holds from now on, after a `follow`.
+        """Replaces the samples that this rank stores, after a `follow`.
 
         Args:
-            rollouts: Whole responses.
-            begun: Responses that go on.
-            rank_of: First rank of each replica; what replica k had, replica k modulo their number has.
+            rollouts: Finished responses.
+            begun: Partial responses.
+            rank_of: First rank of each replica. Groups of replica k move to replica k modulo the number of replicas.
         """
         self.rollouts, self.begun = {}, {}
-        for whole in rollouts:
-            self.rollouts.setdefault(whole.prompt.uid, []).append(whole)
-        for one in begun:
-            self.begun.setdefault(one.prompt.uid, []).append(one)
-        holder = dict[int, int]()
+        for rollout in rollouts:
+            self.rollouts.setdefault(rollout.prompt.uid, []).append(rollout)
+        for partial in begun:
+            self.begun.setdefault(partial.prompt.uid, []).append(partial)
+        rank_of_group = dict[int, int]()
         for group in self._groups.values():
             if group.replica is not None:
                 group.replica %= len(rank_of)
-                holder[group.uid] = rank_of[group.replica]
-        if self._whole is not None:
-            self._whole["rank"][:] = torch.tensor([holder[int(uid)] for uid in self._whole["uid"].tolist()])
+                rank_of_group[group.uid] = rank_of[group.replica]
+        if self._complete_rows is not None:
+            ranks = [rank_of_group[int(uid)] for uid in self._complete_rows["uid"].tolist()]
+            self._complete_rows["rank"][:] = torch.tensor(ranks)
 
     def begin_again(self) -> None:
-        """All prompts in flight are sampled from the start: what they had does not fit the run any more."""
+        """Discards all samples and returns all groups to pending."""
         for group in self._groups.values():
             group.begin_again()
         self.rollouts, self.begun = {}, {}
-        self.tally, self._whole, self._last = Tally(), None, None
+        self.tally, self._complete_rows, self._last_table = Tally(), None, None
         self.acceptance = Acceptance()
 
     def follow(self, state: Mapping[str, Any], columns: Sequence[str], tables: Mapping[str, Tensor]) -> None:
-        """Takes over what `state_dict` and `tables` gave, here or on another rank; samples stay as they are."""
+        """Loads the results of `state_dict` and `tables`, of a checkpoint or another rank; keeps the samples."""
         self._groups = {item["uid"]: Group(**item) for item in state["groups"]}
-        self._num_whole = int(state["num_whole"])
+        self._num_complete = int(state["num_whole"])
         self.acceptance = Acceptance.of(state["acceptance"])
         self._steps_of = {int(version): int(steps) for version, steps in state["steps_of"]}
         self.tally = Tally(**state["tally"])
         self.tally.whole = [(int(uid), str(source), str(name)) for uid, source, name in self.tally.whole]
         turns = {(int(uid), int(sample)): list(rewards) for uid, sample, rewards in state["turn_rewards"]}
         named = {name: SampleTable(tuple(columns), rows, turns) for name, rows in tables.items()}
-        self._last, self.tally.drawn = named.get("last"), named.get("drawn")
+        self._last_table, self.tally.drawn = named.get("last"), named.get("drawn")
         rows = named.get("rows")
-        self._whole = None if rows is None else _of_prompts(rows, set(rows["uid"].long().tolist()))
+        self._complete_rows = None if rows is None else _rows_of(rows, set(rows["uid"].long().tolist()))
 
 
-def _size(groups: Iterable[Group]) -> tuple[int, int]:
-    """Samples with a token, and their tokens."""
+def _sum_sizes(groups: Iterable[Group]) -> tuple[int, int]:
+    """Returns the total number of samples with a token, and of their tokens."""
     sizes = [(group.num_samples, group.num_tokens) for group in groups]
     return sum(count for count, _ in sizes), sum(tokens for _, tokens in sizes)
 
 
-def _joined(table: SampleTable | None, new: SampleTable) -> SampleTable:
+def _concat(table: SampleTable | None, new: SampleTable) -> SampleTable:
     return new if table is None else SampleTable.join([table, new])
 
 
-def _of_prompts(table: SampleTable, uids: Set[int]) -> SampleTable:
-    """The rows of these prompts, and what their turns were given; it looks at each once."""
+def _rows_of(table: SampleTable, uids: Set[int]) -> SampleTable:
+    """Returns the rows and turn rewards of these prompts."""
     turns = {key: rewards for key, rewards in table.turn_rewards.items() if key[0] in uids}
     mask_N = torch.isin(table["uid"].long(), torch.tensor(list(uids), dtype=torch.int64))
     if mask_N.all() and len(turns) == len(table.turn_rewards):

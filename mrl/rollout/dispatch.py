@@ -1,12 +1,11 @@
-"""How samples travel: from the replicas that sampled them to the data-parallel ranks that train on them.
+"""Dispatch of a step's samples from the rollout replicas to the data-parallel ranks that train on them.
 
-Owns the cut of a step's samples into minibatches, their balance over the data-parallel ranks, and what of a sample goes
-where (`pack`). Nothing depends on which replica sampled: minibatches are cut from the order (prompt uid, sample index).
+`pack` splits the samples into minibatches in the order (prompt uid, sample index), so the split does not depend on
+which replica sampled what, and balances each minibatch over the data-parallel ranks.
 
-A sample leaves its replica once: to the first rank of the data-parallel index that trains on it, which passes it on to
-the ranks that work on the same sequences. Where the engine's choices of experts travel too, each pipeline stage is sent
-those of its own layers; the ids that truncation kept go to the last stage, which alone scores. Ranks that only sample
-send and get nothing.
+A sample is sent once, to the first rank of its data-parallel index, which broadcasts it to the other ranks of that
+index (tp, cp, pp). Routing records are sent to each pipeline stage for its own layers only; kept token ids are sent to
+the last stage only, which computes log-probabilities. Ranks that only sample receive nothing.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ from mrl.rollout.all_to_all import Message, move
 from mrl.types import Rollout, RolloutBatch, SampleTable, Support
 
 Rows = list[list[list[int]]]
-"""Rows of the table by [minibatch][data-parallel index]."""
+"""Row numbers of the sample table, by [minibatch][data-parallel index]."""
 
 WIRE_BYTES = 4
-"""Of a token id, of a log-probability, and of a count."""
+"""Bytes of a token id, a log-probability or a count in a message."""
 
 
 @dataclass(frozen=True)
 class RoutingRecord:
-    """What the engine keeps of its choices of experts, and which part of it a pipeline stage trains with.
+    """Format of the routing records for router replay, and their split over pipeline stages.
 
     Attributes:
-        num_layers: Of the model.
-        top_k: Experts of a token.
-        dtype: The smallest integer type that holds an expert's index and -1.
-        layers: By pipeline stage, the layers that it holds.
+        num_layers: Layers of the model.
+        top_k: Experts for each token.
+        dtype: Smallest integer type for expert indices and -1.
+        layers: Layer numbers of each pipeline stage.
     """
 
     num_layers: int
@@ -55,14 +54,14 @@ class RoutingRecord:
 
 @dataclass
 class StepBatch:
-    """A step's samples on the rank that trains on them.
+    """Samples of a step on a rank that trains on them.
 
     Attributes:
-        batch: This data-parallel index's sequences; all tp and pp ranks of the index hold the same, but for
-            `routed_experts_P`, which has the layers of the rank's stage, and `support_R`, which the last stage has.
-        minibatches: Rows of `batch` for each optimizer step; a minibatch may be empty here. A rank that does not train
-            has none.
-        index_B: Where each row stands in the step's table, int64.
+        batch: Sequences of this data-parallel index, equal on all its ranks except for `routed_experts_P` (layers of
+            the rank's pipeline stage) and `support_R` (last stage only).
+        minibatches: Rows of `batch` for each optimizer step; a minibatch may be empty on this rank. Empty list on ranks
+            that do not train.
+        index_B: Row of the step's sample table for each sequence, int64.
     """
 
     batch: RolloutBatch
@@ -80,52 +79,54 @@ def pack(
     routing: RoutingRecord | None = None,
     only_newest: bool = False,
 ) -> StepBatch:
-    """Collective over the job: moves every sample of `table` to the ranks that train on it.
+    """Collective over the job: sends every sample of `table` to the ranks that train on it.
 
-    Minibatches are `minibatch_size` prompts in uid order, so that they hold the same samples at any layout; inside one,
-    samples are spread over the data-parallel ranks so that each computes about as many tokens.
+    A minibatch has `minibatch_size` prompts in uid order, so it contains the same samples at any parallel layout.
+    Within a minibatch, samples are spread so that each data-parallel rank computes about the same number of tokens.
 
     Args:
-        rollouts: This replica's samples; those not in the table are dropped.
-        table: All samples to train on; their supports travel where it has the columns `SampleTable.KEPT`.
-        groups: Who sits where.
+        rollouts: Samples of this replica; those not in the table are dropped.
+        table: Table of all samples to train on. With the columns `SampleTable.KEPT`, kept token ids are sent too.
+        groups: Process groups and coordinates of this rank.
         minibatch_size: Prompts per optimizer step.
-        shares: A rank computes the prompt of its samples once (`actor.use_prefix_grouper`).
-        routing: Where the rollouts have `routed_experts`, the same on every rank.
-        only_newest: Tokens that older weights than a response's last ones sampled are not trained.
+        shares: True to keep the samples of a prompt on one rank, which computes the prompt once
+            (`actor.use_prefix_grouper`).
+        routing: Format of `Rollout.routed_experts`, equal on every rank; None without router replay.
+        only_newest: True to exclude tokens of a partial rollout that older weights sampled from training
+            (`rollout.mask_offpolicy`).
 
     Raises:
-        RuntimeError: `routing` is given and a rollout has no such record.
+        RuntimeError: `routing` is given and a rollout has no routing record.
     """
     prompt_lens, response_lens = table["prompt_len"].long(), table["response_len"].long()
-    rows = _rows_of_ranks(table, groups.grid.dp, minibatch_size, shares=shares)
-    travel = _Travel(rollouts, table, groups, rows, only_newest=only_newest)
-    tokens_P, logprobs_R = travel.tokens_and_logprobs()
-    index_B = torch.tensor(travel.mine, dtype=torch.int64)
-    sampled_R = _take_off_marks(tokens_P, prompt_lens[index_B], response_lens[index_B])
+    rows = _split_into_minibatches(table, groups.grid.dp, minibatch_size, shares=shares)
+    dispatch = _Dispatch(rollouts, table, groups, rows, only_newest=only_newest)
+    tokens_P, logprobs_R = dispatch.tokens_and_logprobs()
+    index_B = torch.tensor(dispatch.own_rows, dtype=torch.int64)
+    trained_R = _decode_trained(tokens_P, prompt_lens[index_B], response_lens[index_B])
     batch = RolloutBatch(
         tokens_P=tokens_P,
         prompt_lens_B=prompt_lens[index_B],
         response_lens_B=response_lens[index_B],
-        response_mask_R=sampled_R,
+        response_mask_R=trained_R,
         rollout_logprobs_R=logprobs_R,
         group_id_B=table["uid"].long()[index_B],
         rewards_B=table["reward"][index_B].float(),
         truncated_B=table["truncated"].bool()[index_B],
         sample_index_B=table["sample_index"].long()[index_B],
         correct_B=table["correct"].bool()[index_B],
-        routed_experts_P=None if routing is None else travel.routed_experts(routing),
-        support_R=travel.support(table["kept_ids"].long().tolist()) if "kept_ids" in table.columns else None,
+        routed_experts_P=None if routing is None else dispatch.routed_experts(routing),
+        support_R=dispatch.support(table["kept_ids"].long().tolist()) if "kept_ids" in table.columns else None,
     )
     minibatches = _local_rows(rows, groups.coords.dp) if groups.trains else []
     return StepBatch(batch, minibatches, index_B)
 
 
-class _Travel:
-    """Which sample goes from which rank to which: the same for each of its fields.
+class _Dispatch:
+    """Sender and receiver of every sample, and one method for each field that is sent.
 
     Attributes:
-        mine: Rows of the table that this rank trains on, in the order of its minibatches.
+        own_rows: Rows of the table that this rank trains on, in the order of its minibatches.
     """
 
     def __init__(
@@ -139,27 +140,30 @@ class _Travel:
     ) -> None:
         self._groups, self._only_newest = groups, only_newest
         self._wanted = [[row for minibatch in rows for row in minibatch[dp]] for dp in range(groups.grid.dp)]
-        self.mine = self._wanted[groups.coords.dp] if groups.trains else []
+        self.own_rows = self._wanted[groups.coords.dp] if groups.trains else []
         self._senders = table["rank"].long().tolist()
         self._responses = table["response_len"].long().tolist()
         self._lens = (table["prompt_len"] + table["response_len"]).long().tolist()
         keys = zip(table["uid"].long().tolist(), table["sample_index"].long().tolist(), strict=True)
         row_of = {key: row for row, key in enumerate(keys)}
         found = ((row_of.get((one.prompt.uid, one.sample_index)), one) for one in rollouts if groups.leads_replica)
-        self._held = {row: rollout for row, rollout in found if row is not None}
+        self._local = {row: rollout for row, rollout in found if row is not None}
 
     def tokens_and_logprobs(self) -> tuple[Tensor, Tensor]:
-        """Collective over the job: tokens_P, observed ones marked, and rollout_logprobs_R of the rows in `mine`."""
-        tokens_at, logprobs_at = self._places(self._lens), self._places(self._responses)
-        tokens_P = torch.empty(sum(self._lens[row] for row in self.mine), dtype=torch.int64)
-        logprobs_R = torch.empty(sum(self._responses[row] for row in self.mine), dtype=torch.float32)
+        """Collective over the job: returns tokens_P and rollout_logprobs_R of `own_rows`.
 
-        tokens, logprobs = tokens_P.numpy(), logprobs_R.numpy()  # a sample is too little for a call of PyTorch's
+        Ids of tokens that are not trained are bitwise complements, see `_encode_trained`.
+        """
+        tokens_at, logprobs_at = self._slices(self._lens), self._slices(self._responses)
+        tokens_P = torch.empty(sum(self._lens[row] for row in self.own_rows), dtype=torch.int64)
+        logprobs_R = torch.empty(sum(self._responses[row] for row in self.own_rows), dtype=torch.float32)
+
+        tokens, logprobs = tokens_P.numpy(), logprobs_R.numpy()  # numpy has less overhead on short slices
 
         def write(row: int, part: Tensor) -> None:
             numbers, length = part.numpy().view(np.int32), self._lens[row]
             numbers[:length] = self._ids(row)
-            numbers[length:].view(np.float32)[:] = self._held[row].rollout_logprobs
+            numbers[length:].view(np.float32)[:] = self._local[row].rollout_logprobs
 
         def read(row: int, part: Tensor) -> None:
             numbers, length = part.numpy().view(np.int32), self._lens[row]
@@ -175,38 +179,38 @@ class _Travel:
             if self._senders[row] != receiver
         ]
         move(messages, self._groups.rank, write, read)
-        own = self.mine if self._groups.trains and self._groups.rank == first_ranks[self._groups.coords.dp] else []
-        for row in own:
+        receives = self._groups.trains and self._groups.rank == first_ranks[self._groups.coords.dp]
+        for row in self.own_rows if receives else []:
             if self._senders[row] == self._groups.rank:
                 tokens[tokens_at[row]] = self._ids(row)
-                logprobs[logprobs_at[row]] = self._held[row].rollout_logprobs
+                logprobs[logprobs_at[row]] = self._local[row].rollout_logprobs
         for tensor in (tokens_P, logprobs_R):
-            self._pass_on(tensor, over_stages=True)
+            self._broadcast(tensor, over_stages=True)
         return tokens_P, logprobs_R
 
     def _ids(self, row: int) -> array[int]:
-        """Prompt and response of a sample that is here, as they travel."""
-        rollout = self._held[row]
+        """Returns the encoded prompt and response ids of a sample on this rank."""
+        rollout = self._local[row]
         ids = array("i", rollout.prompt.prompt_ids)
-        ids.extend(_marked(rollout, only_newest=self._only_newest))
+        ids.extend(_encode_trained(rollout, only_newest=self._only_newest))
         return ids
 
     def support(self, sizes: Sequence[int]) -> Support | None:
-        """Collective over the job: support_R of the rows in `mine`, on the last pipeline stage.
+        """Collective over the job: returns support_R of `own_rows` on the last pipeline stage, None elsewhere.
 
         Args:
-            sizes: Kept ids of each row of the table.
+            sizes: Number of kept ids of each row of the table.
         """
         last = self._groups.grid.pp - 1
         on_last = self._groups.trains and self._groups.coords.pp == last
-        counts_at, ids_at = self._places(self._responses), self._places(sizes)
-        mine = self.mine if on_last else []
-        counts_R = torch.empty(sum(self._responses[row] for row in mine), dtype=torch.int32)
-        ids_K = torch.empty(sum(sizes[row] for row in mine), dtype=torch.int32)
+        counts_at, ids_at = self._slices(self._responses), self._slices(sizes)
+        rows = self.own_rows if on_last else []
+        counts_R = torch.empty(sum(self._responses[row] for row in rows), dtype=torch.int32)
+        ids_K = torch.empty(sum(sizes[row] for row in rows), dtype=torch.int32)
 
         def write(row: int, part: Tensor) -> None:
-            kept = self._held[row].support
-            if kept is not None:  # as the table said
+            kept = self._local[row].support
+            if kept is not None:  # always true, `gather_table` has checked it
                 torch.cat([kept.counts_R, kept.ids_K], out=part.view(torch.int32))
 
         def read(row: int, part: Tensor) -> None:
@@ -226,20 +230,20 @@ class _Travel:
         ]
         move(messages, self._groups.rank, write, read)
         for tensor in (counts_R, ids_K):
-            self._pass_on(tensor, over_stages=False)
+            self._broadcast(tensor, over_stages=False)
         return Support(ids_K, counts_R) if on_last else None
 
     def routed_experts(self, routing: RoutingRecord) -> Tensor:
-        """Collective over the job: routed_experts_P of the rows in `mine`, of this stage's layers.
+        """Collective over the job: returns routed_experts_P of `own_rows` for the layers of this pipeline stage.
 
         Raises:
-            RuntimeError: A rollout has no such record.
+            RuntimeError: A rollout has no routing record.
         """
         with together():
-            records = {row: _record(rollout, routing) for row, rollout in self._held.items()}
-        places = self._places(self._lens)
+            records = {row: _record(rollout, routing) for row, rollout in self._local.items()}
+        slices = self._slices(self._lens)
         layers = routing.layers[self._groups.coords.pp] if self._groups.trains else ()
-        count = sum(self._lens[row] for row in self.mine)
+        count = sum(self._lens[row] for row in self.own_rows)
         routed_P = torch.empty(count, len(layers), routing.top_k, dtype=routing.dtype)
         stages = len(routing.layers)
 
@@ -252,8 +256,8 @@ class _Travel:
                 numbers[:, begin:end] = records[row][:, wanted[begin] : wanted[begin] + end - begin]
 
         def read(item: int, part: Tensor) -> None:
-            place = routed_P[places[item // stages]]
-            place.copy_(part.view(routing.dtype)[: place.numel()].view(place.shape))
+            target = routed_P[slices[item // stages]]
+            target.copy_(part.view(routing.dtype)[: target.numel()].view(target.shape))
 
         messages = [
             Message(
@@ -267,16 +271,16 @@ class _Travel:
             for stage, held in enumerate(routing.layers)
         ]
         move(messages, self._groups.rank, write, read)
-        self._pass_on(routed_P.view(torch.uint8), over_stages=False)  # gloo sends no int16
+        self._broadcast(routed_P.view(torch.uint8), over_stages=False)  # gloo cannot send int16
         return routed_P
 
-    def _places(self, lens: Sequence[int]) -> dict[int, slice]:
-        """Where a field of each row of `mine` lies among all of them, from its length by row of the table."""
-        ends = itertools.accumulate(lens[row] for row in self.mine)
-        return {row: slice(end - lens[row], end) for row, end in zip(self.mine, ends, strict=True)}
+    def _slices(self, lens: Sequence[int]) -> dict[int, slice]:
+        """Returns the slice of each of `own_rows` in a packed tensor; `lens` has the length of every table row."""
+        ends = itertools.accumulate(lens[row] for row in self.own_rows)
+        return {row: slice(end - lens[row], end) for row, end in zip(self.own_rows, ends, strict=True)}
 
-    def _pass_on(self, tensor: Tensor, *, over_stages: bool) -> None:
-        """Collective over the data-parallel index: all its ranks get what its first one has, or each stage's first."""
+    def _broadcast(self, tensor: Tensor, *, over_stages: bool) -> None:
+        """Collective over the data-parallel index: broadcasts from its first rank, or from the first of each stage."""
         groups = self._groups
         if not groups.trains:
             return
@@ -289,26 +293,26 @@ class _Travel:
                 dist.broadcast(tensor, src=groups.grid.rank(first), group=group)
 
 
-def _marked(rollout: Rollout, *, only_newest: bool) -> Sequence[int]:
-    """Response ids as they travel: one that is not trained as its bitwise complement, which is negative."""
+def _encode_trained(rollout: Rollout, *, only_newest: bool) -> Sequence[int]:
+    """Returns the response ids; an id that is not trained becomes its bitwise complement, which is negative."""
     ids, mask = rollout.response_ids, rollout.sampled_mask
     if only_newest and len(rollout.versions) > 1:
-        old = len(ids) - rollout.versions[-1][1]
-        mask = [place >= old and (mask is None or mask[place]) for place in range(len(ids))]
-    return ids if mask is None else [token if own else ~token for token, own in zip(ids, mask, strict=True)]
+        num_old = len(ids) - rollout.versions[-1][1]
+        mask = [i >= num_old and (mask is None or mask[i]) for i in range(len(ids))]
+    return ids if mask is None else [token if trained else ~token for token, trained in zip(ids, mask, strict=True)]
 
 
-def _take_off_marks(tokens_P: Tensor, prompt_lens_B: Tensor, response_lens_B: Tensor) -> Tensor:
-    """Makes all ids of travelled rows what they are, in place; True for each response token that was sampled."""
-    sampled_P = tokens_P >= 0
-    tokens_P ^= tokens_P >> 63  # all bits of a negative number are turned
+def _decode_trained(tokens_P: Tensor, prompt_lens_B: Tensor, response_lens_B: Tensor) -> Tensor:
+    """Restores ids of `_encode_trained` in place; returns which response tokens are trained, bool [R]."""
+    trained_P = tokens_P >= 0
+    tokens_P ^= tokens_P >> 63  # flips all bits of negative numbers
     lens = torch.stack([prompt_lens_B, response_lens_B], dim=1).flatten()
     is_response_P = (torch.arange(len(lens)) % 2 == 1).repeat_interleave(lens)
-    return sampled_P[is_response_P]
+    return trained_P[is_response_P]
 
 
-def _rows_of_ranks(table: SampleTable, dp: int, minibatch_size: int, *, shares: bool) -> Rows:
-    """Minibatches in the order of the prompts, each balanced over the data-parallel ranks; rows ascend."""
+def _split_into_minibatches(table: SampleTable, dp: int, minibatch_size: int, *, shares: bool) -> Rows:
+    """Splits the rows into minibatches in prompt order, each balanced over the data-parallel ranks; rows ascend."""
     families: dict[int, list[int]] = {}
     for row, uid in enumerate(table["uid"].long().tolist()):
         families.setdefault(uid, []).append(row)
@@ -324,7 +328,7 @@ def _rows_of_ranks(table: SampleTable, dp: int, minibatch_size: int, *, shares: 
 
 
 def _local_rows(all_rows: Rows, dp: int) -> list[list[int]]:
-    """Rows of the local batch that make up each minibatch: the batch is their concatenation."""
+    """Returns the rows of the local batch in each minibatch; the batch is the concatenation of its minibatches."""
     local: list[list[int]] = []
     start = 0
     for minibatch in all_rows:
@@ -338,18 +342,19 @@ def _record(rollout: Rollout, routing: RoutingRecord) -> Tensor:
     if routed is None or routed.shape != wanted:
         shape = None if routed is None else list(routed.shape)
         raise RuntimeError(
-            f"sample {rollout.sample_index} of prompt {rollout.prompt.source or rollout.prompt.uid} came with routed "
-            f"experts {shape}, expected {list(wanted)}: the engine did not keep them"
+            f"The engine returned a routing record of shape {shape} for sample {rollout.sample_index} of prompt "
+            f"{rollout.prompt.source or rollout.prompt.uid}, expected {list(wanted)}. This is a bug in the engine; "
+            "please report it, or set rollout.enable_rollout_routing_replay=false."
         )
     return routed
 
 
 def _runs(layers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Begin and end of each part of the list in which every number is one more than the last."""
+    """Yields (start, end) of each part of the list that has consecutive numbers."""
     ends = [i for i in range(1, len(layers) + 1) if i == len(layers) or layers[i] != layers[i - 1] + 1]
     return zip([0, *ends], ends, strict=False)
 
 
 def _padded(num_bytes: int) -> int:
-    """Up to what the next message can begin at."""
+    """Rounds up to a multiple of WIRE_BYTES, so that the next message is aligned."""
     return -(-num_bytes // WIRE_BYTES) * WIRE_BYTES

@@ -1,7 +1,7 @@
-"""Whether long answers are taken as often as short ones, where groups are taken as they become whole.
+"""Counts that show a length bias: whether long responses are consumed as often as short ones with over-sampling.
 
-Owns the counts; what is told of them is `observability/off_policy.py`'s. They are integers, and sums in the order of
-lengths: the same on every rank, and after a resume.
+All values are integers or sums in order of length, so they are equal on every rank and after a resume. The metrics are
+in `observability/off_policy.py`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from mrl.observability.off_policy import acceptance_metrics, mean_by_length
 from mrl.types import SampleTable
 
 WINDOW = 32
-"""Steps over which acceptance by length is told."""
+"""Steps in the moving window of acceptance by length."""
 
 QUARTERS = 4
 
 
 @dataclass
 class Acceptance:
-    """Of a run, since its schedule was set.
+    """Counts of consumed and discarded samples since the schedule of the run last changed.
 
     Attributes:
-        taken: Samples, and their tokens, that steps have taken.
-        discarded: Samples, and the tokens that they had, of groups that became too old and began again.
-        recent: Of each of the last `WINDOW` steps: of each quarter of its samples by length, shortest first, how many
-            there are, and how many of them were taken by the step for which they began.
+        taken: [samples, response tokens] that steps consumed.
+        discarded: [samples, response tokens] of groups that were restarted because of their age.
+        recent: Counts of each of the last `WINDOW` steps and each quarter of its samples by length, shortest first:
+            [samples, samples consumed by the first step after their sampling started].
     """
 
     taken: list[int] = field(default_factory=lambda: [0, 0])
@@ -38,51 +38,51 @@ class Acceptance:
     recent: list[list[list[float]]] = field(default_factory=list)
 
     def took(self, num_samples: int, num_tokens: int, lens_N: Tensor, at_once_N: Tensor) -> None:
-        """Notes what a step takes.
+        """Counts the samples that a step consumes.
 
         Args:
-            num_samples: That it takes, samples without a score too.
-            num_tokens: Theirs.
-            lens_N: Response length of those that it trains on.
-            at_once_N: Bool: taken by the step for which they began.
+            num_samples: Consumed samples, unscored ones included.
+            num_tokens: Response tokens of these samples.
+            lens_N: Response length of each sample to train on.
+            at_once_N: True for samples consumed by the first step after their sampling started, bool.
         """
         self.taken = [self.taken[0] + num_samples, self.taken[1] + num_tokens]
         if lens_N.numel():
             self.recent = [*self.recent, by_quarter(lens_N, at_once_N)][-WINDOW:]
 
     def discards(self, num_samples: int, num_tokens: int) -> None:
-        """Notes a group that begins again."""
+        """Counts the lost samples and tokens of a restarted group."""
         self.discarded = [self.discarded[0] + num_samples, self.discarded[1] + num_tokens]
 
     def quarters(self) -> list[float | None]:
-        """Of each quarter, shortest first, the part taken at once in the last `WINDOW` steps; None: no samples."""
+        """Returns the share of samples consumed at once in each quarter by length; None for an empty quarter."""
         sums = [[sum(step[quarter][at] for step in self.recent) for at in (0, 1)] for quarter in range(QUARTERS)]
         return [at_once / count if count else None for count, at_once in sums]
 
     def metrics(self, carried: tuple[int, int]) -> dict[str, float]:
-        """After a step has taken its groups; `carried`: samples, and their tokens, that stay in flight."""
+        """Returns metrics after a step consumed its groups; `carried` is (samples, tokens) left in the buffer."""
         begun = [sum(counts) for counts in zip(self.taken, self.discarded, carried, strict=True)]
         return acceptance_metrics(accepted=self.taken, begun=begun, carried=carried, quarters=self.quarters())
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: all of it."""
+        """Returns all counts, JSON-serializable."""
         return asdict(self)
 
     @staticmethod
     def of(state: Mapping[str, Any]) -> Acceptance:
-        """What `state_dict` gave.
+        """Builds the counts from the result of `state_dict`.
 
         Raises:
-            ValueError: It is something else; LookupError and TypeError too.
+            ValueError: Malformed state; also LookupError and TypeError.
         """
         recent = [[list(map(float, pair)) for pair in step] for step in state["recent"]]
         if any([len(pair) for pair in step] != [2] * QUARTERS for step in recent):
-            raise ValueError(f"a step's acceptance by length is not of {QUARTERS} pairs")
+            raise ValueError(f"acceptance.recent has a step without {QUARTERS} pairs of numbers")
         return Acceptance(_pair(state["taken"]), _pair(state["discarded"]), recent)
 
 
 def sizes_of(table: SampleTable) -> dict[int, tuple[int, int]]:
-    """By uid the samples of each prompt, and their tokens."""
+    """Returns (samples, response tokens) of each prompt, by uid."""
     found: dict[int, tuple[int, int]] = {}
     for uid, length in zip(table["uid"].long().tolist(), table["response_len"].long().tolist(), strict=True):
         count, tokens = found.get(uid, (0, 0))
@@ -91,13 +91,13 @@ def sizes_of(table: SampleTable) -> dict[int, tuple[int, int]]:
 
 
 def by_quarter(lens_N: Tensor, at_once_N: Tensor) -> list[list[float]]:
-    """Of each quarter of the samples by length, shortest first: how many, and how many of them were taken at once.
+    """Returns [samples, samples consumed at once] for each quarter of the samples by length, shortest first.
 
-    Where samples of equal length fall into two quarters, each quarter has the same part of those taken at once.
+    Samples of equal length that fall into two quarters are averaged, so the result does not depend on their order.
 
     Args:
-        lens_N: Lengths, N > 0.
-        at_once_N: Bool.
+        lens_N: Response lengths, N > 0.
+        at_once_N: True for samples consumed at once, bool.
     """
     part_N = mean_by_length(lens_N, at_once_N)
     bounds = [(len(part_N) * quarter + QUARTERS - 1) // QUARTERS for quarter in range(QUARTERS + 1)]

@@ -1,7 +1,7 @@
-"""Sampling that stops before all is whole: what is in flight goes to the replicas, and what is begun comes back.
+"""Partial rollouts: sampling that stops as soon as a step has enough groups, and continues unfinished responses later.
 
-Owns the way between `InFlight` and an engine's `stream`. Longest answers first: groups with samples go on first, then
-come those of the earliest batch, the longest of it first.
+It connects the rollout buffer with an engine's `stream`. Partial groups continue first, then the groups of the earliest
+batch follow, those with the longest expected responses first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mrl.types import Rollout
 
 def stream(
     engine: RolloutEngine,
-    flight: InFlight,
+    buffer: InFlight,
     groups: list[Group],
     sampling: SamplingConfig,
     ranks: ProcessGroups,
@@ -35,35 +35,35 @@ def stream(
     steps: int,
     ahead: bool,
 ) -> tuple[list[Rollout], list[int]]:
-    """Collective over `over`: samples these groups until a step has enough.
+    """Collective over `over`: samples these groups until the next step has enough complete ones.
 
     Args:
-        engine: Awake, under the weights of now.
-        flight: Gives and takes the samples that are begun.
-        groups: To be sampled.
-        sampling: The distribution.
-        ranks: Who sits where.
-        history: Expected lengths.
-        over: The ranks that sample, at least.
-        step: The next one that takes groups.
-        steps: In the weights of now.
-        ahead: See `InFlight.enough`.
+        engine: Rollout engine, awake and with the current weights.
+        buffer: Source and destination of the partial rollouts.
+        groups: Groups to sample, pending or partial.
+        sampling: Sampling distribution.
+        ranks: Process groups and coordinates of this rank.
+        history: Expected response lengths, by which the queue is sorted.
+        over: Process group that contains at least all ranks that sample.
+        step: Next step that consumes groups.
+        steps: Training steps done by the current weights.
+        ahead: Argument of `InFlight.enough`.
 
     Returns:
-        Rollouts of this replica whose groups are whole, and these groups in the order in which they became it.
+        Samples of the completed groups on this replica, and the uids of these groups in order of completion.
     """
-    here = ranks.grid.replica(ranks.rank) if ranks.samples else None
-    groups = _sorted(groups, flight, history)
-    own = [_work(group, flight, sampling.n) for group in groups if group.replica is not None and group.replica == here]
-    waiting = [_work(group, flight, sampling.n) for group in groups if group.replica is None]
-    missing = _told([(work.prompt.uid, work.num_samples) for work in own], 2, ranks, over)
+    replica = ranks.grid.replica(ranks.rank) if ranks.samples else None
+    groups = _sorted(groups, buffer, history)
+    own = [_work(group, buffer, sampling.n) for group in groups if replica is not None and group.replica == replica]
+    waiting = [_work(group, buffer, sampling.n) for group in groups if group.replica is None]
+    missing = _gather_rows([(work.prompt.uid, work.num_samples) for work in own], 2, ranks, over)
     queue = SharedQueue(
         own,
         {group.uid: group.replica for group in groups if group.replica is not None},
         waiting,
         {row[0]: row[1] for row in missing} | {work.prompt.uid: work.num_samples for work in waiting},
-        partial(flight.enough, step=step, ahead=ahead),
-        most=flight.schedule.most_in_flight * sampling.n,
+        partial(buffer.enough, step=step, ahead=ahead),
+        most=buffer.schedule.most_in_flight * sampling.n,
         num_rows=engine.spec.config.max_num_seqs,
         grid=ranks.grid,
         rank=ranks.rank,
@@ -72,38 +72,41 @@ def stream(
     )
     begun = engine.stream(queue, sampling)
     for group in groups:
-        flight.begun.pop(group.uid, None)
+        buffer.begun.pop(group.uid, None)
     for one in begun:
-        flight.begun.setdefault(one.prompt.uid, []).append(one)
+        buffer.begun.setdefault(one.prompt.uid, []).append(one)
     for uid, rollouts in queue.rollouts.items():
-        flight.rollouts.setdefault(uid, []).extend(rollouts)
-    left = {group.uid for group in groups} - set(queue.whole)
-    held = [(uid, here or 0, *flight.held(uid)) for uid in sorted(left & {*flight.begun, *flight.rollouts})]
-    flight.stopped(_told(held, 4, ranks, over), steps)
-    whole = [rollout for uid in queue.whole for rollout in flight.rollouts.get(uid, ())]
-    return sorted(whole, key=lambda one: (one.prompt.uid, one.sample_index)), queue.whole
+        buffer.rollouts.setdefault(uid, []).extend(rollouts)
+    incomplete = {group.uid for group in groups} - set(queue.whole)
+    sizes = [(uid, replica or 0, *buffer.held(uid)) for uid in sorted(incomplete & {*buffer.begun, *buffer.rollouts})]
+    buffer.stopped(_gather_rows(sizes, 4, ranks, over), steps)
+    complete = [rollout for uid in queue.whole for rollout in buffer.rollouts.get(uid, ())]
+    return sorted(complete, key=lambda one: (one.prompt.uid, one.sample_index)), queue.whole
 
 
-def _sorted(groups: Sequence[Group], flight: InFlight, history: LengthHistory) -> list[Group]:
-    """Those with samples, then the others batch after batch, long ones first."""
-    size, first = flight.schedule.batch_size, min((group.uid for group in groups), default=0)
+def _sorted(groups: Sequence[Group], buffer: InFlight, history: LengthHistory) -> list[Group]:
+    """Sorts partial groups first, then by batch, longest expected responses first."""
+    size, first = buffer.schedule.batch_size, min((group.uid for group in groups), default=0)
 
-    def place(group: Group) -> tuple[bool, int, float, int]:
-        batch = (group.uid - first) // size if flight.schedule.in_order else not group.restarted
+    def key(group: Group) -> tuple[bool, int, float, int]:
+        batch = (group.uid - first) // size if buffer.schedule.in_order else not group.restarted
         return group.replica is None, batch, -history.expected(group.source), group.uid
 
-    return sorted(groups, key=place)
+    return sorted(groups, key=key)
 
 
-def _work(group: Group, flight: InFlight, num_samples: int) -> Work:
-    begun = tuple(sorted(flight.begun.get(group.uid, ()), key=lambda one: one.sample_index))
-    there = {one.sample_index for one in (*begun, *flight.rollouts.get(group.uid, ()))}
-    new = tuple(index for index in range(num_samples) if index not in there)
-    return Work(flight.prompt(group.uid), new, begun)
+def _work(group: Group, buffer: InFlight, num_samples: int) -> Work:
+    """Returns the unfinished samples of a group as work for an engine."""
+    begun = tuple(sorted(buffer.begun.get(group.uid, ()), key=lambda one: one.sample_index))
+    started = {one.sample_index for one in (*begun, *buffer.rollouts.get(group.uid, ()))}
+    new = tuple(index for index in range(num_samples) if index not in started)
+    return Work(buffer.prompt(group.uid), new, begun)
 
 
-def _told(mine: Sequence[Sequence[int]], width: int, ranks: ProcessGroups, over: dist.ProcessGroup) -> list[list[int]]:
-    """Collective over `over`: the rows of all replicas, each told by its first rank."""
-    own = torch.tensor(mine if ranks.leads_replica else [], dtype=torch.int64).reshape(-1, width)
-    rows: list[list[int]] = all_gather_ragged(own, over).tolist()
-    return rows
+def _gather_rows(
+    rows: Sequence[Sequence[int]], width: int, ranks: ProcessGroups, over: dist.ProcessGroup
+) -> list[list[int]]:
+    """Collective over `over`: concatenates the rows of all replicas, as their first ranks have them."""
+    own = torch.tensor(rows if ranks.leads_replica else [], dtype=torch.int64).reshape(-1, width)
+    gathered: list[list[int]] = all_gather_ragged(own, over).tolist()
+    return gathered

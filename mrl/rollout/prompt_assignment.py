@@ -1,7 +1,6 @@
-"""Who samples: prompts spread over the engine's replicas.
+"""Assignment of prompts to rollout replicas, balanced by the response lengths seen so far.
 
-Owns which replica samples a prompt (`assign`), by the response lengths seen so far (`LengthHistory`). What is sampled
-does not depend on it.
+The assignment changes the speed only: the sampled tokens do not depend on the replica.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from mrl.types import Prompt, Rollout, SampleTable
 Converse = Callable[[RolloutEngine, Sequence[Prompt], SamplingConfig], list[Rollout]]
 
 HISTORY_LIMIT = 200_000
-"""Data rows whose response length is remembered; the oldest are forgotten."""
+"""Maximum number of data rows in a `LengthHistory`; the oldest entries are removed."""
 
 
 class LengthHistory:
-    """Mean response length of each data row seen so far: long answers start first and spread over the replicas.
+    """Mean response length of each data row seen so far; equal on every rank.
 
-    Every rank keeps the same history, since each is fed from the same table.
+    Prompts with long expected responses start first and are spread over the replicas.
     """
 
     def __init__(self, default_length: float) -> None:
@@ -35,11 +34,11 @@ class LengthHistory:
         self._lengths: dict[str, float] = {}
 
     def expected(self, source: str) -> float:
-        """Tokens that a response to the prompt of this data row is expected to have."""
+        """Returns the expected response length of a data row in tokens: its last mean, or the last step's mean."""
         return self._lengths.get(source, self._default)
 
     def update(self, sources: Mapping[int, str], table: SampleTable) -> None:
-        """Takes in the lengths of a step's samples; `sources`: uid -> row of the data."""
+        """Updates the history with a step's samples; `sources` maps uid to `Prompt.source`."""
         by_uid: dict[int, list[float]] = {}
         for uid, length in zip(table["uid"].tolist(), table["response_len"].tolist(), strict=True):
             by_uid.setdefault(int(uid), []).append(length)
@@ -54,17 +53,17 @@ class LengthHistory:
             del self._lengths[next(iter(self._lengths))]
 
     def state_dict(self) -> dict[str, object]:
-        """JSON-able state."""
+        """Returns the history, JSON-serializable."""
         return {"default": self._default, "lengths": dict(self._lengths)}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Takes back what `state_dict` gave."""
+        """Loads the result of `state_dict`."""
         self._default = float(state["default"])  # type: ignore[arg-type]
         self._lengths = dict(state["lengths"])  # type: ignore[call-overload]
 
 
 def assign(prompts: Sequence[Prompt], num_replicas: int, samples: int, history: LengthHistory) -> list[list[Prompt]]:
-    """Prompts of each replica: expected tokens are balanced, and within a replica the longest start first."""
+    """Returns the prompts of each replica, with balanced expected tokens and the longest first within a replica."""
     costs = [len(prompt.prompt_ids) + samples * history.expected(prompt.source) for prompt in prompts]
     bins = balance([round(cost) for cost in costs], num_replicas)
     return [[prompts[i] for i in sorted(rows, key=lambda i: (-costs[i], prompts[i].uid))] for rows in bins]
@@ -73,16 +72,19 @@ def assign(prompts: Sequence[Prompt], num_replicas: int, samples: int, history: 
 def whole_prompts(
     rollouts: Sequence[Rollout], num_samples: int, over: dist.ProcessGroup
 ) -> tuple[list[Rollout], set[int]]:
-    """Collective over `over`: the rollouts of this replica whose prompts have all samples, and all these prompts' uids.
+    """Collective over `over`: drops the samples of incomplete groups, which exist after a stop request.
 
     Args:
-        rollouts: Of this replica, the same on its ranks.
-        num_samples: Of each prompt.
-        over: The ranks that sample, at least.
+        rollouts: Samples of this replica, the same on all its ranks.
+        num_samples: Samples in a complete group.
+        over: Process group that contains at least all ranks that sample.
+
+    Returns:
+        Samples of complete groups on this replica, and the uids of the complete groups of all replicas.
     """
     counts = Counter(rollout.prompt.uid for rollout in rollouts)
-    mine = sorted(uid for uid, count in counts.items() if count == num_samples)
-    uids = set(all_gather_ragged(torch.tensor(mine, dtype=torch.int64), over).tolist())
+    complete = sorted(uid for uid, count in counts.items() if count == num_samples)
+    uids = set(all_gather_ragged(torch.tensor(complete, dtype=torch.int64), over).tolist())
     return [rollout for rollout in rollouts if rollout.prompt.uid in uids], uids
 
 
@@ -94,14 +96,14 @@ def generate(
     history: LengthHistory,
     converse: Converse | None = None,
 ) -> list[Rollout]:
-    """Collective over the job: the rollouts of this rank's replica for its part of the prompts.
+    """Collective over each replica: samples this replica's share of the prompts.
 
-    All ranks pass the same prompts. The ranks of one replica get the same rollouts; `converse` makes episodes of them.
-    Ranks that do not sample get none.
+    All ranks pass the same prompts. Ranks of a replica return the same rollouts, ranks that do not sample return none.
+    With `converse` each sample is a multi-turn episode.
     """
     if not groups.samples:
         return []
-    mine = assign(prompts, groups.grid.num_replicas, sampling.n, history)[groups.grid.replica(groups.rank)]
-    if not mine:
+    own = assign(prompts, groups.grid.num_replicas, sampling.n, history)[groups.grid.replica(groups.rank)]
+    if not own:
         return []
-    return engine.generate(mine, sampling) if converse is None else converse(engine, mine, sampling)
+    return engine.generate(own, sampling) if converse is None else converse(engine, own, sampling)

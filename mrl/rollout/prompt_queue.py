@@ -1,8 +1,8 @@
-"""One queue of prompts for all replicas, in logical time.
+"""One prompt queue for all replicas, deterministic because it counts decode steps instead of reading a clock.
 
-Owns which replica samples a prompt that waits, and when all of them stop. Replicas ask together, once in a number of
-decode steps, and every rank decides the same from what all have told: which groups became whole and how many sequences
-each has. So a replica whose answers are short takes more prompts, and yet nothing depends on how fast it was.
+Every few decode steps all replicas exchange which responses finished. From that every rank computes the same decisions:
+which replica gets the next prompts, and when all replicas stop. A replica with short responses gets more prompts, and
+the result does not depend on how fast any replica runs.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mrl.parallel_layout import Grid
 from mrl.types import Rollout
 
 STOP = -1
-"""In place of a uid: a rank was told to stop."""
+"""Value in place of a uid that reports a stop request."""
 
 
 class SharedQueue(Feed):
-    """Of one call.
+    """Prompt queue of one sampling call, one instance per rank.
 
     Attributes:
-        rollouts: By uid the whole responses of this replica.
-        whole: Groups in the order in which they became whole, of all replicas.
+        rollouts: Finished responses of this replica, by uid.
+        whole: Uids of the completed groups of all replicas, in order of completion.
     """
 
     def __init__(
@@ -45,20 +45,20 @@ class SharedQueue(Feed):
         over: dist.ProcessGroup,
         told_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """The same on every rank, but for the samples in `own`.
+        """Creates the queue; all arguments except `own` and `rank` are the same on every rank.
 
         Args:
-            own: Groups with samples on this replica, which goes on with them.
-            held: By uid the replica of each group with samples.
-            waiting: The others, in the order in which they begin.
-            missing: By uid the samples that a group lacks.
-            enough: Whether it is, once these groups have become whole.
-            most: See `Feed`.
-            num_rows: Sequences that run at a time in a replica.
-            grid: Who sits where.
-            rank: This one.
-            over: The ranks that sample, at least.
-            told_to_stop: Whether this rank was told to: then all replicas stop.
+            own: Partial groups that this replica continues.
+            held: Replica index of each partial group, by uid.
+            waiting: Pending groups, in the order in which they start.
+            missing: Number of unfinished samples of each group, by uid.
+            enough: Returns whether sampling may stop, given the uids of the groups completed in this call.
+            most: Upper limit on the samples of a replica, see `Feed`.
+            num_rows: Sequences that a replica decodes concurrently.
+            grid: Parallel layout of the job.
+            rank: Global rank of this process.
+            over: Process group that contains at least all ranks that sample.
+            told_to_stop: Returns whether this rank received a stop request; then all replicas stop.
         """
         self.most = most
         self._told_to_stop = told_to_stop
@@ -69,29 +69,29 @@ class SharedQueue(Feed):
         self._missing = dict(missing)
         self._enough = enough
         self._num_rows, self._grid, self._over = num_rows, grid, over
-        self._speaks = grid.rollout_rank(rank) == 0 and rank in grid.samplers
+        self._leads_replica = grid.rollout_rank(rank) == 0 and rank in grid.samplers
         self._replica = grid.replica(rank) if rank in grid.samplers else -1
         self._load = dict.fromkeys(range(grid.num_replicas), 0)
         for uid, replica in held.items():
             self._load[replica] += self._missing[uid]
 
     def pulse(self, finished: Sequence[Rollout], num_waiting: int) -> Sequence[Work] | None:
-        """See `Feed.pulse`: the first of the queue goes to the replica with the fewest sequences, while it has rows."""
+        """Implements `Feed.pulse`: gives waiting prompts to the least loaded replica while it has free sequences."""
         for rollout in finished:
             self.rollouts.setdefault(rollout.prompt.uid, []).append(rollout)
-        mine = [[rollout.prompt.uid, self._replica] for rollout in (finished if self._speaks else ())]
-        mine += [[STOP, 0]] if self._told_to_stop() else []
-        told = all_gather_ragged(torch.tensor(mine, dtype=torch.int64).reshape(-1, 2), self._over).tolist()
-        for uid, replica in told:
+        own = [[rollout.prompt.uid, self._replica] for rollout in (finished if self._leads_replica else ())]
+        own += [[STOP, 0]] if self._told_to_stop() else []
+        reports = all_gather_ragged(torch.tensor(own, dtype=torch.int64).reshape(-1, 2), self._over).tolist()
+        for uid, replica in reports:
             if uid == STOP:
                 continue
             self._missing[uid] -= 1
             self._load[replica] -= 1
             if not self._missing[uid]:
                 self.whole.append(uid)
-        if any(uid == STOP for uid, _ in told) or self._enough(self.whole):
+        if any(uid == STOP for uid, _ in reports) or self._enough(self.whole):
             return None
-        handed, self._own = self._own, []
+        assigned, self._own = self._own, []
         while self._waiting:
             work = self._waiting[0]
             replica = min(self._load, key=lambda one: (self._load[one], one))
@@ -100,5 +100,5 @@ class SharedQueue(Feed):
             self._waiting.popleft()
             self._load[replica] += work.num_samples
             if replica == self._replica:
-                handed.append(work)
-        return handed
+                assigned.append(work)
+        return assigned

@@ -1,7 +1,6 @@
-"""What every rank knows of all samples: a few numbers each, and what reward functions said besides.
+"""Gathering of the sample table: metadata and rewards of all samples on every rank, without their tokens.
 
-Owns the table of a step (`gather_table`) and what algorithms see of it. No rank ever holds all tokens; `dispatch.py`
-moves them.
+`dispatch.py` moves the tokens; no rank stores all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mrl.algorithms.base import Outcomes
 from mrl.distributed.collectives import all_gather_ragged, everyone, together
@@ -25,9 +25,7 @@ from mrl.rollout.turn_credit import gather_turn_rewards
 from mrl.types import EPISODE_ENDS, Rollout, SampleTable
 
 NAMED = 8
-"""Failed samples that are told one by one."""
-
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+"""Maximum number of failed samples that are logged one by one."""
 
 
 def gather_table(
@@ -39,24 +37,24 @@ def gather_table(
     turns: bool = False,
     over: dist.ProcessGroup | None = None,
 ) -> SampleTable:
-    """Collective over `over`: the facts of all samples; the first rank of each replica speaks for it.
+    """Collective over `over`: gathers the metadata of all samples; the first rank of each replica contributes them.
 
     Args:
-        rollouts: Scored, on the first rank of each replica; ignored on the others.
-        groups: Who sits where.
+        rollouts: Scored samples on the first rank of each replica; ignored on other ranks.
+        groups: Process groups and coordinates of this rank.
         reward_names: Keys of `Rollout.reward_parts`, in the config's order.
-        supports: Whether rollouts have a support: the columns `SampleTable.KEPT` are there too.
-        turns: Whether they are episodes whose turns are credited: `turn_rewards` are there too.
-        over: Who hears of them, the ranks that sample at least; None: the job.
+        supports: True to include the columns `SampleTable.KEPT`; rollouts must have `support`.
+        turns: True to include the environment's `turn_rewards`; rollouts must be episodes.
+        over: Process group that contains at least all ranks that sample; None: all ranks.
 
     Raises:
-        RuntimeError: A rollout has no support, or not one for each of its tokens.
+        RuntimeError: `supports` is set and a rollout lacks the kept ids of some token.
     """
-    speaks_for = rollouts if groups.leads_replica else ()
-    kept: list[list[float]] = [[] for _ in speaks_for]
+    own = rollouts if groups.leads_replica else ()
+    kept: list[list[float]] = [[] for _ in own]
     if supports:
         with together(over):
-            kept = [_kept(rollout) for rollout in speaks_for]
+            kept = [_kept_columns(rollout) for rollout in own]
     rows = [
         [
             groups.rank,
@@ -70,15 +68,15 @@ def gather_table(
             rollout.finish_reason == "length",
             zlib.crc32(array("q", rollout.response_ids)),
             rollout.num_sampled,
-            *_of_episode(rollout),
+            *_episode_columns(rollout),
             rollout.reward_cached,
             rollout.policy_version,
             min(rollout.versions)[0],
             len(rollout.versions),
             *(rollout.reward_parts.get(name, math.nan) for name in reward_names),
-            *own,
+            *kept_columns,
         ]
-        for rollout, own in zip(speaks_for, kept, strict=True)
+        for rollout, kept_columns in zip(own, kept, strict=True)
     ]
     columns = (
         *SampleTable.FACTS,
@@ -86,12 +84,12 @@ def gather_table(
         *(SampleTable.KEPT if supports else ()),
     )
     local = torch.from_numpy(np.array(rows, dtype=np.float64).reshape(len(rows), len(columns)))
-    rewards = gather_turn_rewards(speaks_for, over or everyone()) if turns else None
+    rewards = gather_turn_rewards(own, over or everyone()) if turns else None
     return SampleTable(columns, all_gather_ragged(local, over or everyone()), rewards)
 
 
-def _of_episode(rollout: Rollout) -> tuple[int, int, int, int]:
-    """Columns num_turns, tool_calls, failed_calls and end of the table."""
+def _episode_columns(rollout: Rollout) -> tuple[int, int, int, int]:
+    """Returns the columns num_turns, tool_calls, failed_calls and end."""
     episode = rollout.episode
     if episode is None:
         return 1, 0, 0, -1
@@ -101,40 +99,46 @@ def _of_episode(rollout: Rollout) -> tuple[int, int, int, int]:
 def gather_failures(
     rollouts: Sequence[Rollout], table: SampleTable, groups: ProcessGroups, over: dist.ProcessGroup | None = None
 ) -> str:
-    """Collective over `over`: how many samples could not be scored, and why the first of them could not; "" for none.
+    """Collective over `over`: returns a warning with the number and causes of scoring failures; "" without failures.
 
     Args:
-        rollouts: Scored, on the first rank of each replica; ignored on the others.
-        table: Of all of them.
-        groups: Who sits where.
-        over: As of `gather_table`.
+        rollouts: Scored samples on the first rank of each replica; ignored on other ranks.
+        table: Table of all these samples.
+        groups: Process groups and coordinates of this rank.
+        over: Process group as in `gather_table`.
 
     Raises:
-        UserError: No sample has a score, so that there is nothing to train on or to report.
+        UserError: No sample has a score.
     """
     missing = len(table) - len(table.scored)
     if not (missing or table["failed"].any()):
         return ""
-    mine = [rollout.reward_error for rollout in (rollouts if groups.leads_replica else ()) if rollout.reward_error]
-    said = b"".join(json.dumps(error).encode() + b"\n" for error in mine[:NAMED])
-    own = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else _NOTHING
+    errors = [rollout.reward_error for rollout in (rollouts if groups.leads_replica else ()) if rollout.reward_error]
+    own = _to_bytes(errors[:NAMED])
     lines = bytes(all_gather_ragged(own, over or everyone()).tolist()).splitlines()
-    named = [json.loads(line) for line in lines[:NAMED]] or ["no reward function has an opinion on them"]
+    named = [json.loads(line) for line in lines[:NAMED]] or ["all reward functions returned None for them"]
     if missing == len(table):
         raise UserError(f"none of the {missing} samples has a score: {named[0]}")
     failed = int(table["failed"].sum())
     why = " | ".join([*named, *([f"and {failed - NAMED} more"] if failed > NAMED else [])])
-    return f"{failed} of {len(table)} samples could not be scored, {missing} have no score and are left out: {why}"
+    return f"scoring failed for {failed} of {len(table)} samples; {missing} have no score and are left out: {why}"
 
 
-def _kept(rollout: Rollout) -> list[float]:
-    """Its `SampleTable.KEPT`."""
+def _to_bytes(values: Sequence[object]) -> Tensor:
+    """Encodes JSON-serializable values, one line each, as a uint8 tensor."""
+    lines = "".join(json.dumps(value) + "\n" for value in values).encode()
+    return torch.frombuffer(bytearray(lines), dtype=torch.uint8) if lines else torch.empty(0, dtype=torch.uint8)
+
+
+def _kept_columns(rollout: Rollout) -> list[float]:
+    """Returns the columns `SampleTable.KEPT`."""
     support, length = rollout.support, len(rollout.response_ids)
     if support is None or not support.counts_R.numel() == len(rollout.log_kept_mass) == length:
         came = None if support is None else (support.counts_R.numel(), len(rollout.log_kept_mass))
         raise RuntimeError(
-            f"sample {rollout.sample_index} of prompt {rollout.prompt.source or rollout.prompt.uid} came with kept "
-            f"tokens and masses of {came} response tokens, expected {length}: the engine did not keep them"
+            f"The engine returned kept token ids and masses for {came} response tokens of sample "
+            f"{rollout.sample_index} of prompt {rollout.prompt.source or rollout.prompt.uid}, expected {length} of "
+            "each. This is a bug in the engine; please report it."
         )
     counts = support.counts_R.tolist()
     mass = [math.exp(value) for value, count in zip(rollout.log_kept_mass, counts, strict=True) if count]
@@ -142,21 +146,19 @@ def _kept(rollout: Rollout) -> list[float]:
 
 
 def gather_facts(rollouts: Sequence[Rollout], groups: ProcessGroups) -> dict[tuple[int, int], dict[str, float | str]]:
-    """Collective over the job: (uid, sample index) of each sample -> its `reward_facts`, where there are any."""
-    mine = [
+    """Collective over the job: returns the non-empty `reward_facts` of all samples, by (uid, sample index)."""
+    own = [
         [rollout.prompt.uid, rollout.sample_index, rollout.reward_facts]
         for rollout in (rollouts if groups.leads_replica else ())
         if rollout.reward_facts
     ]
-    lines = "".join(json.dumps(row) + "\n" for row in mine).encode()
-    own = torch.frombuffer(bytearray(lines), dtype=torch.uint8) if lines else _NOTHING
-    gathered = all_gather_ragged(own, everyone())
+    gathered = all_gather_ragged(_to_bytes(own), everyone())
     rows = (json.loads(line) for line in bytes(gathered.tolist()).splitlines())
     return {(uid, sample): facts for uid, sample, facts in rows}
 
 
 def outcomes(table: SampleTable, reward_weights: Mapping[str, float]) -> Outcomes:
-    """What algorithms see of the table; `reward_weights` by the names of its "reward/" columns."""
+    """Returns the table as algorithms see it; `reward_weights` has the weight of each reward function by its name."""
     return Outcomes(
         rewards_N=table["reward"],
         group_id_N=table["uid"].long(),

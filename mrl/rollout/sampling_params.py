@@ -1,7 +1,4 @@
-"""What is sampled: the distributions that the config asks for.
-
-Owns how the fields of `rollout` and `rollout.val_kwargs` become one `SamplingConfig`.
-"""
+"""Sampling distributions of training and held-out rollouts, from `rollout` and `rollout.val_kwargs`."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ from mrl.engines.base import SamplingConfig
 
 
 def training_sampling(config: Config, eos_ids: tuple[int, ...]) -> SamplingConfig:
-    """The distribution of training rollouts, which end with one of the `eos_ids`.
+    """Returns the distribution of training rollouts; `eos_ids` end a response.
 
-    Where it drops tokens the rollouts tell which were kept: the actor scores under the same support.
+    With top-k, top-p or min-p the engine records the kept token ids, so that the actor can apply the same mask.
     """
     rollout = config.rollout
     return SamplingConfig(
@@ -35,7 +32,7 @@ def training_sampling(config: Config, eos_ids: tuple[int, ...]) -> SamplingConfi
 
 
 def held_out_sampling(config: Config, eos_ids: tuple[int, ...]) -> SamplingConfig:
-    """The distribution of held-out rollouts."""
+    """Returns the distribution of held-out rollouts."""
     val = config.rollout.val_kwargs
     return replace(
         training_sampling(config, eos_ids),

@@ -1,7 +1,4 @@
-"""The actor's weights, from and to Hugging Face folders, on the ranks that train.
-
-Owns where the first weights and the reference's come from, and what a folder with the actor's has beside its tensors.
-"""
+"""Loading and export of the actor's and the reference's weights as Hugging Face folders, on the ranks that train."""
 
 from __future__ import annotations
 
@@ -29,40 +26,45 @@ from mrl.trainer.resolve import Plan
 
 
 def read_weights(model: Trainable, arch: ArchSpec, folder: str, tensors: Mapping[str, Tensor]) -> None:
-    """Collective over the job: of the ranks that hold the same parameter one reads it.
+    """Collective over the job: reads weights; one rank reads each shard and broadcasts it to its replicas.
 
     Args:
-        model: Whose layout the tensors have.
-        arch: Its structure.
-        folder: Of Hugging Face.
-        tensors: Its own, or another set of weights.
+        model: Model whose layout the tensors have.
+        arch: Architecture of the model.
+        folder: Hugging Face folder.
+        tensors: Tensors to fill: those of the model, or another set of weights with its layout.
     """
-    layout, mine = model.layout(), first_here(model.chunks)
+    layout, own = model.layout(), first_here(model.chunks)
     with together():
         load_from_hf(
             folder,
             arch,
-            {name: stored for name, stored in layout.items() if name in mine},
-            {name: tensor for name, tensor in tensors.items() if name in mine},
+            {name: stored for name, stored in layout.items() if name in own},
+            {name: tensor for name, tensor in tensors.items() if name in own},
         )
     share(model.chunks, tensors, model.device)
 
 
 class ActorWeights:
-    """Of one run; every rank holds one and calls each method together with all of the job."""
+    """Reader and writer of the actor's weights; methods are collective over the job unless they say otherwise.
+
+    Args:
+        plan: Resolved and validated config.
+        policy: Actor of this rank; None on ranks that only sample.
+        groups: Process groups and coordinates of this rank.
+    """
 
     def __init__(self, plan: Plan, policy: Policy | None, groups: ProcessGroups) -> None:
-        """Args: plan: The run's. policy: Of this rank; None: it does not train. groups: Who sits where."""
         self._plan, self._actor, self._groups = plan, policy, groups
 
     @property
     def _policy(self) -> Policy:
         if self._actor is None:
-            raise RuntimeError(f"rank {self._groups.rank} only samples: it has no actor")
+            raise RuntimeError(f"rank {self._groups.rank} only samples and has no actor")
         return self._actor
 
     def load_initial(self) -> None:
-        """Collective over the job: fills the actor from the model folder, or at random."""
+        """Collective over the job: fills the actor from `model.path`, or with random weights for a preset."""
         config, arch = self._plan.config, self._plan.arch
         with on_trainers(self._groups) as here:
             if not here:
@@ -84,7 +86,7 @@ class ActorWeights:
                 self._policy.compare_reference()
 
     def take_reference(self) -> None:
-        """Collective over the job: fills the reference's tensors from the actor of now."""
+        """Collective over the job: copies the current actor weights into the reference."""
         with on_trainers(self._groups) as here:
             if here:
                 self._policy.take_reference()
@@ -93,7 +95,7 @@ class ActorWeights:
         read_weights(self._policy, self._plan.arch, folder, tensors)
 
     def export(self, folder: Path) -> None:
-        """Collective over the job: the actor as a Hugging Face folder; a rank of each host writes."""
+        """Collective over the job: writes the actor as a Hugging Face folder; one rank of each host writes files."""
         with on_trainers(self._groups) as here:
             if not here:
                 return
@@ -108,7 +110,14 @@ class ActorWeights:
                     self._plan.tokenizer.save(folder)
 
     def model_folder(self, further: Mapping[str, Any]) -> Path:
-        """Collective over the ranks that sample: config.json, with further keys, and tokenizer, in the run folder."""
+        """Collective over the ranks that sample: writes a model folder without weights into the run folder.
+
+        Args:
+            further: Additional keys of config.json.
+
+        Returns:
+            Path of the folder, with config.json and tokenizer.
+        """
         plan, model = self._plan, self._plan.config.model
         folder, dtype = plan.run.root / "model", plan.config.rollout.dtype or model.dtype
         with together(self._groups.samplers):

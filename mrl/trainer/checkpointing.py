@@ -1,7 +1,6 @@
-"""Commit points of a run: actor, critic, their optimizers and training state written together, and taken up again.
+"""Checkpoints of a run: writes and loads actor, critic, their optimizers, training state and buffered samples.
 
-Owns what goes into a commit's folder and the order in which it comes back. That a folder is whole or not there is
-`checkpoint/run_dir/checkpoint.py`'s.
+`checkpoint/run_dir/checkpoint.py` makes a checkpoint folder appear atomically.
 """
 
 from __future__ import annotations
@@ -33,11 +32,13 @@ from mrl.trainer.training_state import Standing, TrainingState, not_of_a_run, re
 
 @dataclass(frozen=True)
 class _Pending:
-    """A commit that is being written.
+    """A checkpoint that is being written.
 
     Attributes:
-        standing: What it holds.
-        waited_s: What beginning it took, s.
+        standing: Training state in the checkpoint.
+        unfinished: Its folder.
+        writing: Background writers of the models.
+        waited_s: Seconds that training waited for the start.
     """
 
     standing: Standing
@@ -47,11 +48,11 @@ class _Pending:
 
 
 class Commits:
-    """Of one run; every rank holds one and calls each method together.
+    """Writer and reader of the run's checkpoints; every method except `close` is collective over the job.
 
     Attributes:
-        checkpoints: The run's folders.
-        found: The commit that the run goes on from; None: from nothing.
+        checkpoints: Checkpoint folders of the run.
+        found: Checkpoint to resume from; None for a new run.
     """
 
     def __init__(
@@ -69,7 +70,6 @@ class Commits:
         timers: Timers,
         log: RunLog,
     ) -> None:
-        """Args: config: What a commit has beside the actor. policy: None: not on this rank. The others: the run's."""
         self.checkpoints, self.found = checkpoints, found
         models = {"actor": policy, "critic": critic}
         self._models: dict[str, Trainable] = {name: model for name, model in models.items() if model is not None}
@@ -81,15 +81,15 @@ class Commits:
 
     @property
     def writing(self) -> megatron_checkpoint.Writings | None:
-        """What is being written of a commit; None: nothing is."""
+        """Background writers of the unfinished checkpoint; None if there is none."""
         return None if self._pending is None else self._pending.writing
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Collective over the job: everything that `resume` needs to go on after `step` as if nothing had happened.
+        """Collective over the job: writes a checkpoint, from which `resume` continues with the same results.
 
         Args:
-            step: Steps done.
-            metrics: Of that step; `checkpoint.best_metric` is looked up in it.
+            step: Number of steps done.
+            metrics: Metrics of that step, among them `checkpoint.best_metric`.
         """
         self._begin(self._progress.reached(step, metrics), beside=self._config.async_save)
         if not self._config.async_save:
@@ -97,16 +97,16 @@ class Commits:
         self._log.step(step, self._timers.metrics())
 
     def write_standing(self, standing: Standing) -> None:
-        """Collective over the job: what stands, and the weights of now; it is committed when this returns."""
+        """Collective over the job: writes this state and the current weights, and waits until they are on disk."""
         if self._pending is None or self._pending.standing is not standing:
             self._begin(standing, beside=False)
         self.settle(wait=True)
 
     def settle(self, *, wait: bool = False) -> None:
-        """Collective over the job: a commit that is being written becomes one where all ranks have written.
+        """Collective over the job: finishes the checkpoint that is being written once all ranks have written.
 
         Args:
-            wait: Until they have.
+            wait: True to wait for all ranks; False to do nothing if some are still writing.
         """
         pending = self._pending
         if pending is None or not (wait or self.checkpoints.is_written(pending.unfinished)):
@@ -120,21 +120,19 @@ class Commits:
         pending.standing.committed = True
         waited_s, written_s = pending.waited_s + time.monotonic() - began, pending.writing.seconds
         self._progress.took(commit_s=waited_s + written_s)
-        beside = (
-            f", written beside the training in {written_s:.1f} s, which waited {waited_s:.1f} s" if written_s else ""
-        )
-        self._log.note(f"checkpoint {path}{beside}")
+        times = f", written in the background in {written_s:.1f} s; training waited {waited_s:.1f} s"
+        self._log.note(f"checkpoint {path}{times if written_s else ''}")
 
     def close(self) -> None:
-        """Drops a commit that is being written: the job ends without it, by an error or Ctrl-C."""
+        """Discards an unfinished checkpoint, when the job ends by an error or Ctrl-C."""
         if self.writing is not None:
             self.writing.drop()
         self._pending = None
 
     def _begin(self, standing: Standing, *, beside: bool) -> None:
-        """Collective over the job: a commit is on its way; the one before it is there first."""
+        """Collective over the job: starts writing a checkpoint, after the previous one is finished."""
         self.settle(wait=True)
-        begun: list[megatron_checkpoint.Writings] = []
+        started: list[megatron_checkpoint.Writings] = []
 
         def write(folder: Path) -> megatron_checkpoint.Writings:
             each = []
@@ -146,25 +144,25 @@ class Commits:
             replica = groups.grid.replica(groups.rank) if groups.leads_replica else None
             first = groups.rank == groups.grid.samplers.start
             inflight_samples.write(folder, standing.samples, replica=replica, first=first)
-            begun.append(megatron_checkpoint.Writings(each))
+            started.append(megatron_checkpoint.Writings(each))
             if self._config.export_hf:
                 self._weights.export(folder / "hf")
-            return begun[0]
+            return started[0]
 
         metric = standing.metrics.get(self._config.best_metric)
         began = time.monotonic()
         self._log.sync()
         with self._timers.phase("save_checkpoint"):
             unfinished = self.checkpoints.begin(standing.state["step"], write, standing.state, metric)
-        self._pending = _Pending(standing, unfinished, begun[0], time.monotonic() - began)
+        self._pending = _Pending(standing, unfinished, started[0], time.monotonic() - began)
         if beside:
             self._progress.writes_beside()
 
     def resume(self) -> int | None:
-        """Collective over the job: takes up the run's last commit, else the initial weights.
+        """Collective over the job: loads the run's last checkpoint, or the initial weights.
 
         Returns:
-            Steps done, with their lines in the log; None: step 0 is still to be committed.
+            Number of steps that are done and logged; None if step 0 has no checkpoint yet.
         """
         if self.found is None:
             self._weights.load_initial()
@@ -175,41 +173,41 @@ class Commits:
         state = self._progress.standing.state
         self._load(path, state)
         loaded_s = self.found.compared_s + time.monotonic() - began
-        self._progress.took(commit_s=loaded_s)  # the best guess before the first commit
+        self._progress.took(commit_s=loaded_s)  # estimate until the first checkpoint of this start is written
         if state["warm_start"] is not None:
             self._log.note(f"resumed from {path}, in the warm start")
             return None
         with together(), not_of_a_run(path):
             record = self._state.restore(state)
-            again = self._restore_samples(path, state["in_flight"])
+            restarted = self._restore_samples(path, state["in_flight"])
         self._progress.standing.samples = self._state.kept_samples()
-        self._log.note(f"resumed from {path}{again}")
+        self._log.note(f"resumed from {path}{restarted}")
         changed = self._state.reference.resume(state["step"], record)
         if changed:
             self._log.note(changed)
         return int(state["step"]) - (state["unlogged"] is not None)
 
     def _restore_samples(self, path: Path, state: Mapping[str, Any] | None) -> str:
-        """Takes up what was in flight; what there is to tell of it."""
-        flight, groups = self._state.in_flight, self._groups
+        """Loads the rollout buffer; returns the end of the log line."""
+        buffer, groups = self._state.in_flight, self._groups
         if state is None:
             return ""
         replica = groups.grid.replica(groups.rank) if groups.samples else None
-        number = groups.grid.num_replicas
-        kept = inflight_samples.read(path, replica=replica, num_replicas=number, prompt_at=self._state.source.at)
-        flight.follow(state, kept.columns, kept.tables)
+        num_replicas = groups.grid.num_replicas
+        kept = inflight_samples.read(path, replica=replica, num_replicas=num_replicas, prompt_at=self._state.source.at)
+        buffer.follow(state, kept.columns, kept.tables)
         start, size = groups.grid.samplers.start, groups.grid.rollout_size
-        flight.hold(kept.rollouts, kept.begun, {replica: start + replica * size for replica in range(number)})
-        if state["schedule"] == flight.state_dict()["schedule"]:
+        buffer.hold(kept.rollouts, kept.begun, {replica: start + replica * size for replica in range(num_replicas)})
+        if state["schedule"] == buffer.state_dict()["schedule"]:
             return ""
-        flight.begin_again()
-        return "; the prompts that were in flight begin again: how far sampling runs ahead has changed"
+        buffer.begin_again()
+        return "; buffered prompts are sampled again because the limits on sampling ahead have changed"
 
     def load_for_evaluation(self, which: str | None) -> str:
-        """Collective over the job: the weights of a checkpoint; returns what was loaded, in words.
+        """Collective over the job: loads the weights of a checkpoint; returns its folder or "the initial model".
 
         Args:
-            which: A step of this run, a checkpoint folder, or None: the run's newest, else the initial weights.
+            which: Step of this run or checkpoint folder; None: the run's newest checkpoint, or the initial weights.
 
         Raises:
             UserError: There is no such checkpoint.
@@ -225,7 +223,7 @@ class Commits:
             path = self.checkpoints.path(int(which)) if is_step else Path(which)
             if is_step and not path.is_dir():
                 raise UserError(
-                    f"there is no checkpoint of step {which} in '{self.checkpoints.folder}'; it has "
+                    f"There is no checkpoint of step {which} in '{self.checkpoints.folder}'. Choose one of its steps: "
                     f"{', '.join(map(str, self.checkpoints.steps())) or 'none'}."
                 )
             state = self.checkpoints.read(path)
@@ -233,9 +231,9 @@ class Commits:
         return str(path)
 
     def _load(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Models and optimizers of a commit, whose state and hashes were read."""
+        """Loads models and optimizers of a checkpoint whose hashes were verified."""
         with on_trainers(self._groups):
-            for name, model in self._models.items():  # none on the others
+            for name, model in self._models.items():  # empty on ranks that only sample
                 with together():
                     megatron_checkpoint.load(path / name, model)
                 if len(self._models) > 1:
@@ -243,10 +241,10 @@ class Commits:
         self._state.policy_version = int(state["policy_version"])
 
     def _drop_unused_references(self) -> None:
-        """Deletes the references that no commit needs any more."""
+        """Deletes reference folders that no checkpoint uses."""
         try:
             used = {read_object(self.checkpoints.path(step), STATE)["reference"] for step in self.checkpoints.steps()}
         except (UserError, KeyError):
-            return  # a commit that was changed since: what it needs is not known
-        used.add(self._state.reference.record)  # maybe newer than any commit
+            return  # a checkpoint is damaged, so its reference is unknown
+        used.add(self._state.reference.record)  # may be newer than all checkpoints
         self._state.reference.drop_unused(used, self.checkpoints.discard)

@@ -1,6 +1,6 @@
-"""The critic in the run: where its first weights come from, and its turns with the actor on the device.
+"""Critic of a run: initial weights, values, updates, and sharing of the device with the actor.
 
-Owns both, and the metrics of what it valued. The model is `megatron/critic.py`'s, its loss `algorithms/_critic.py`'s.
+The model is in `megatron/critic.py`, the loss in `algorithms/_critic.py`.
 """
 
 from __future__ import annotations
@@ -31,23 +31,26 @@ from mrl.types import RolloutBatch
 
 Metrics = dict[str, float]
 
+EXPLAINED_EPS = 1e-5
+"""Added to the variance of the returns, so that `critic/vf_explained_var` is finite if all are equal; verl's value."""
+
 
 class RunCritic:
-    """Of one run; every rank holds one and calls each method together with all of the job.
+    """Critic of the run; every method is collective over the ranks that train.
 
     Attributes:
-        model: The critic's.
+        model: Value model.
     """
 
     def __init__(self, plan: Plan, arch: ArchSpec, groups: ProcessGroups, device: torch.device, policy: Policy) -> None:
-        """Collective over the job: builds the model, without weights.
+        """Collective over the ranks that train: builds the model without weights.
 
         Args:
-            plan: The run's.
-            arch: The critic.
-            groups: Who sits where.
-            device: Of this rank.
-            policy: The actor, which makes room for the critic.
+            plan: Resolved and validated config.
+            arch: Architecture of the critic.
+            groups: Process groups and coordinates of this rank.
+            device: Device of this rank.
+            policy: Actor, offloaded while the critic is on the device.
         """
         self._config, self._groups, self._policy = critic_config(plan.config), groups, policy
         self.model = Critic(self._config, arch, groups, device)
@@ -56,43 +59,43 @@ class RunCritic:
         self._objective = ValueObjective(plan.config.critic, plan.config.rollout)
 
     def start_optimizer(self) -> None:
-        """Collective over the job: a fresh optimizer, and the schedule of the run."""
+        """Collective over the ranks that train: creates the optimizer with the run's learning-rate schedule."""
         self.model.start_optimizer(learning_rate(self._config))
         self.model.offload()
 
     def start(self) -> None:
-        """Collective over the job: the first weights, from `critic.path`, else the actor's as they are."""
-        with self._turn():
+        """Collective over the ranks that train: loads `critic.path`, or copies the actor's current weights."""
+        with self._on_device():
             if self._path is None:
                 self.model.take(self._policy.named_tensors())
             else:
                 self._read(self._path)
 
     def values(self, batch: RolloutBatch) -> None:
-        """Collective over the job: sets `values_R`."""
-        with self._turn():
+        """Collective over the ranks that train: computes `batch.values_R`."""
+        with self._on_device():
             batch.values_R = self.model.values(batch)
 
     def update(self, data: StepBatch, reduce: SumReduce) -> Metrics:
-        """Collective over the job: optimizer steps on the minibatches of a step, `critic.ppo_epochs` times."""
+        """Collective over the ranks that train: runs `critic.ppo_epochs` passes of optimizer steps; returns metrics."""
         stats = []
-        with self._turn():
+        with self._on_device():
             for _ in range(self._config.actor.ppo_epochs):
                 for rows in data.minibatches:
                     minibatch = data.batch.select(rows)
                     self._objective.weigh(minibatch, reduce)
                     stats.append(self.model.update(minibatch, self._objective.loss))
-        return combine(stats) | self._told(data.batch)
+        return combine(stats) | self._value_metrics(data.batch)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Inside, the actor is away as far as `actor.*_offload` says, and outside the critic."""
+    def _on_device(self) -> Iterator[None]:
+        """Offloads the actor, as far as `actor.*_offload` asks for it, and the critic at the end."""
         self._policy.offload()
         yield
         self.model.offload()
 
-    def _told(self, batch: RolloutBatch) -> Metrics:
-        """Collective over data-parallel: values, returns and advantages of the step's tokens."""
+    def _value_metrics(self, batch: RolloutBatch) -> Metrics:
+        """Collective over data-parallel: returns statistics of values, returns and advantages of the step."""
         values_R, returns_R = required(batch.values_R, "values_R"), required(batch.returns_R, "returns_R")
         columns = {
             "critic/values": values_R,
@@ -104,34 +107,30 @@ class RunCritic:
         reduce(sums, self._groups.dp)
         reduce(largest, self._groups.dp, dist.ReduceOp.MAX)
         found = dict(zip(columns, spread_metrics(sums, largest), strict=True))
-        told = {
+        metrics = {
             f"{name}/{what}": getattr(spread, what)
             for name, spread in found.items()
             if name
             for what in ("mean", "max", "min")
         }
         explained = 1 - found[""].variance / (found["critic/returns"].variance + EXPLAINED_EPS)
-        return told | {"critic/vf_explained_var": explained}
+        return metrics | {"critic/vf_explained_var": explained}
 
     def _read(self, folder: str) -> None:
-        """Collective over the job: of the ranks that hold the same parameter one reads it."""
-        model, mine = self.model, first_here(self.model.chunks)
+        """Collective over the ranks that train: reads weights; a value head that the folder lacks becomes zero."""
+        model, own = self.model, first_here(self.model.chunks)
         tensors = model.named_tensors()
         with together(), closing(HfSource(folder)) as weights:
             weights.check()
             wanted = {
                 name: stored
                 for name, stored in model.layout().items()
-                if name in mine and (weights.arch.value_head or not name.endswith(OUTPUT))
+                if name in own and (weights.arch.value_head or not name.endswith(OUTPUT))
             }
             weights.fill(wanted, {name: tensors[name] for name in wanted})
             if not weights.arch.value_head:
-                for name in mine:
+                for name in own:
                     if name.endswith(OUTPUT):
                         tensors[name].zero_()
         share(model.chunks, tensors, model.device)
         model.weights_changed()
-
-
-EXPLAINED_EPS = 1e-5
-"""Keeps `critic/vf_explained_var` finite where all returns are equal; verl's."""

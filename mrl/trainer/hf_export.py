@@ -1,8 +1,8 @@
-"""The actor as a Hugging Face folder: config.json, sharded safetensors, tokenizer.
+"""Export of a sharded model as a Hugging Face folder: config.json, safetensors files, tokenizer.
 
-Owns `export_to_hf`; what such a folder holds is in `checkpoint/formats/hf.py`. The weights go from all ranks to the
-writers by the same kind of plan as a refit, one file at a time: no rank holds more of the model than its own shard and
-a file. The folder appears whole or not at all: it is written under another name and renamed last.
+Weights are sent from all ranks to the writing ranks with the same kind of plan as in a weight sync, one file at a time,
+so no rank stores more than its own shard and one file. The folder is written under a temporary name and renamed at the
+end. The format is in `checkpoint/formats/hf.py`.
 """
 
 from __future__ import annotations
@@ -46,22 +46,23 @@ def export_to_hf(
     bucket_bytes: int = 256 << 20,
     writers: Sequence[int] = (0,),
 ) -> None:
-    """Collective over the job: writes the model that the ranks hold together.
+    """Collective over the job: writes the model that is sharded over the ranks.
 
     Args:
-        folder: To be made; must not exist.
-        arch: The model.
-        layouts: Rank -> what it holds (`megatron_layouts`), the same on every rank.
-        tensors: What this rank holds, by the names of its layout.
-        dtype: Of the files, "float32" or "bfloat16".
-        like: Model folder whose tokenizer, generation settings and further config.json keys are copied; None: none.
-        max_file_bytes: Largest safetensors file, unless one tensor is larger; also what a writer holds in memory.
-        bucket_bytes: Largest staging buffer.
-        writers: Ranks that write the files, in turn; all see the same file system.
+        folder: Path of the new folder; must not exist.
+        arch: Architecture of the model.
+        layouts: Layout of the shard of each rank (`megatron_layouts`), the same on every rank.
+        tensors: Tensors of this rank's shard, by the names in its layout.
+        dtype: Data type of the files, "float32" or "bfloat16".
+        like: Model folder to copy the tokenizer, generation settings and further config.json keys from; None: none.
+        max_file_bytes: Largest safetensors file, bytes, unless a single tensor is larger; a writer needs so much
+            memory.
+        bucket_bytes: Largest staging buffer, bytes.
+        writers: Ranks that write the files round-robin; all must see the same file system.
 
     Raises:
         UserError: The folder exists, or cannot be written.
-        RuntimeError: A rank failed; on every rank.
+        RuntimeError: Another rank failed.
     """
     rank = dist.get_rank()
     target = Path(folder)
@@ -78,10 +79,10 @@ def export_to_hf(
     names = list(files)
     for first in range(0, len(names), len(writers)):
         batch = {file: files[file] for file in names[first : first + len(writers)]}
-        now = {name for content in batch.values() for name in content}
-        due = [copy for copy in copies if copy.target_name in now]
-        mine = {file: content for file, content in batch.items() if writer_of[file] == rank}
-        _write_files(partial, mine, due, tensors, bucket_bytes)
+        names_now = {name for content in batch.values() for name in content}
+        copies_now = [copy for copy in copies if copy.target_name in names_now]
+        own = {file: content for file, content in batch.items() if writer_of[file] == rank}
+        _write_files(partial, own, copies_now, tensors, bucket_bytes)
     with together(), _disk_errors():
         if rank == 0:
             write_companions(partial, arch, files, None if like is None else Path(like))
@@ -89,16 +90,16 @@ def export_to_hf(
 
 
 def _write_files(
-    folder: Path, mine: Mapping[str, Layout], copies: Sequence[Copy], tensors: Mapping[str, Tensor], bucket_bytes: int
+    folder: Path, own: Mapping[str, Layout], copies: Sequence[Copy], tensors: Mapping[str, Tensor], bucket_bytes: int
 ) -> None:
-    """Collective over the job: the copies arrive, and this rank writes its own files of them."""
-    content = {name: stored for layout in mine.values() for name, stored in layout.items()}
-    arrived = allocate(content)
+    """Collective over the job: receives the tensors of the files in `own` and writes them."""
+    content = {name: stored for layout in own.values() for name, stored in layout.items()}
+    received = allocate(content)
     dtypes = {name: stored.dtype for name, stored in content.items()}
-    Transfer(copies, tensors, dtypes, rank=dist.get_rank(), bucket_bytes=bucket_bytes).run(bind(_write, arrived))
+    Transfer(copies, tensors, dtypes, rank=dist.get_rank(), bucket_bytes=bucket_bytes).run(bind(_write, received))
     with together(), _disk_errors():
-        for file in mine:
-            save_file(arrived, folder / file, metadata={"format": "pt"})
+        for file in own:
+            save_file(received, folder / file, metadata={"format": "pt"})
 
 
 def write_model_folder(
@@ -109,21 +110,21 @@ def write_model_folder(
     like: str | None = None,
     further: Mapping[str, Any] | None = None,
 ) -> None:
-    """A Hugging Face folder without weights, for an engine that a refit fills; one that is there is kept in step.
+    """Writes a Hugging Face folder without weights, for an engine that gets its weights by a weight sync.
 
-    Its config.json has the structure as mrl read it, in the spellings of transformers 4 and 5: an engine that brings
-    another version builds the same model.
+    The config.json describes the architecture with the keys of both transformers 4 and 5, so that an engine with
+    another transformers version builds the same model.
 
     Args:
-        folder: Made where it is not there.
-        arch: The model.
-        dtype: Of the weights.
-        tokenizer: Of the model.
-        like: Model folder whose generation settings and further config.json keys are copied; None: none.
-        further: Keys of config.json that the engine wants besides; None: none.
+        folder: Folder to create or overwrite.
+        arch: Architecture of the model.
+        dtype: Data type of the weights.
+        tokenizer: Tokenizer to save.
+        like: Model folder to copy the generation settings and further config.json keys from; None: none.
+        further: Additional config.json keys for the engine; None: none.
 
     Raises:
-        UserError: It cannot be written.
+        UserError: The folder cannot be written.
     """
     with _disk_errors():
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,13 +138,13 @@ def _disk_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"the export cannot be written: {error}") from error
+        raise UserError(f"Cannot write the Hugging Face export: {error}") from error
 
 
 def _prepare(target: Path, partial: Path) -> None:
     if target.exists():
-        raise UserError(f"the export folder '{target}' exists. Name a new one, or remove it.")
-    if partial.exists():  # left by an export that was cut off
+        raise UserError(f"The export folder '{target}' exists already. Choose a new folder, or remove this one.")
+    if partial.exists():  # left by an interrupted export
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
 

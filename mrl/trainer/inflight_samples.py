@@ -1,15 +1,16 @@
-"""Samples in flight, in a commit: written by the replicas that have them, read by those that have them next.
+"""Samples of the rollout buffer in a checkpoint; each replica writes its own.
 
-Owns the files. Which prompts are in flight is in state.json (`rollout/buffer.py`).
+    in_flight/table.safetensors            sample table of complete groups
+    in_flight/replica-<k>.json             metadata of each sample of replica k
+    in_flight/replica-<k>.safetensors      packed tokens, log-probabilities and masks of these samples
 
-    in_flight/table.safetensors            rows of the samples that are whole
-    in_flight/replica-<k>.json             of each sample all but its tokens
-    in_flight/replica-<k>.safetensors      tokens and what belongs to them, one sample after the other
+The metadata of groups is in state.json (`rollout/buffer.py`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -30,13 +31,13 @@ FOLDER = "in_flight"
 
 @dataclass(frozen=True)
 class KeptSamples:
-    """What a rank holds of the samples in flight.
+    """Content of the rollout buffer on one rank.
 
     Attributes:
-        columns: Of the tables.
-        tables: By name.
-        rollouts: Whole responses.
-        begun: Responses that go on.
+        columns: Column names of the tables.
+        tables: Rows of the tables, fp64 [N, columns], by name; see `InFlight.tables`.
+        rollouts: Finished responses.
+        begun: Partial responses.
     """
 
     columns: tuple[str, ...] = ()
@@ -46,22 +47,22 @@ class KeptSamples:
 
 
 def write(folder: Path, kept: KeptSamples, *, replica: int | None, first: bool) -> None:
-    """Writes this rank's part.
+    """Writes this rank's samples; nothing for an empty buffer.
 
     Args:
-        folder: Of the commit; nothing is written where nothing is in flight.
-        kept: The rank's.
-        replica: Whose samples this rank writes; None: nobody's.
-        first: This rank writes the tables.
+        folder: Checkpoint folder.
+        kept: Content of the buffer on this rank.
+        replica: Replica whose samples this rank writes; None: none.
+        first: True on the rank that writes the tables.
 
     Raises:
-        OSError: The disk does not take it. It names the file.
+        OSError: A file cannot be written; the error names it.
     """
     if not kept.tables:
         return
     (folder / FOLDER).mkdir(exist_ok=True)
     if first:
-        tensors = {name: rows.clone() for name, rows in kept.tables.items()}  # a file's may share no memory
+        tensors = {name: rows.clone() for name, rows in kept.tables.items()}  # safetensors rejects shared memory
         write_file(folder / FOLDER / "table.safetensors", save(tensors, {"columns": json.dumps(kept.columns)}))
     if replica is not None:
         records, tensors = _packed([*kept.rollouts, *kept.begun])
@@ -70,16 +71,16 @@ def write(folder: Path, kept: KeptSamples, *, replica: int | None, first: bool) 
 
 
 def read(folder: Path, *, replica: int | None, num_replicas: int, prompt_at: Callable[[int], Prompt]) -> KeptSamples:
-    """What this rank holds from now on.
+    """Reads the samples of this rank's replica.
 
     Args:
-        folder: Of the commit.
-        replica: Of this rank; None: it does not sample.
-        num_replicas: Of the job now: what replica k had, replica k modulo this number has.
-        prompt_at: The prompt with a uid.
+        folder: Checkpoint folder.
+        replica: Replica of this rank; None if the rank does not sample.
+        num_replicas: Number of replicas now. Samples of replica k move to replica k modulo this number.
+        prompt_at: Function that returns the prompt with a uid.
 
     Raises:
-        UserError: A file cannot be read, or has something else than a run leaves there.
+        UserError: A file is unreadable or malformed.
     """
     if not (folder / FOLDER).is_dir():
         return KeptSamples()
@@ -88,16 +89,16 @@ def read(folder: Path, *, replica: int | None, num_replicas: int, prompt_at: Cal
     parts = {int(path.stem.split("-")[1]): path for path in (folder / FOLDER).glob("replica-*.json")}
     for number, path in sorted(parts.items()):
         if number % num_replicas == replica:
-            with _left_by_a_run(folder, path):
+            with _malformed_is_user_error(folder, path):
                 records = json.loads(path.read_bytes())
                 tensors, _ = _tensors(path.with_suffix(".safetensors"), _DTYPES)
                 found = _unpacked(records, tensors, prompt_at)
             rollouts += [sample for sample in found if isinstance(sample, Rollout)]
             begun += [sample for sample in found if isinstance(sample, Begun)]
     table = folder / FOLDER / "table.safetensors"
-    with _left_by_a_run(folder, table):
-        tables, told = _tensors(table, {})
-        columns = tuple(map(str, json.loads(told["columns"])))
+    with _malformed_is_user_error(folder, table):
+        tables, metadata = _tensors(table, {})
+        columns = tuple(map(str, json.loads(metadata["columns"])))
         for name, rows in tables.items():
             if rows.dtype != torch.float64 or rows.dim() != 2 or rows.size(1) != len(columns):
                 raise ValueError(f"{name} is {rows.dtype} {list(rows.shape)}, expected float64 [rows, {len(columns)}]")
@@ -105,21 +106,21 @@ def read(folder: Path, *, replica: int | None, num_replicas: int, prompt_at: Cal
 
 
 @contextmanager
-def _left_by_a_run(folder: Path, path: Path) -> Iterator[None]:
-    """Inside, a file that cannot be read, or does not fit, is a UserError."""
+def _malformed_is_user_error(folder: Path, path: Path) -> Iterator[None]:
+    """Converts errors of an unreadable or malformed file into a UserError."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, OSError, SafetensorError, TypeError, ValueError) as error:
         raise UserError(
-            f"checkpoint '{folder}' is of no run of mrl: its {FOLDER}/{path.stem}.* cannot be read, or has something "
-            f"else than a run leaves there ({type(error).__name__}: {error}). Give another checkpoint."
+            f"Checkpoint '{folder}' has unreadable or malformed files {FOLDER}/{path.stem}.* "
+            f"({type(error).__name__}: {error}). Choose another checkpoint."
         ) from error
 
 
 def _tensors(path: Path, dtypes: Mapping[str, torch.dtype]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """A file's tensors, and what it says besides."""
+    """Returns the tensors and the metadata of a safetensors file; `dtypes` are the required data types."""
     with safe_open(path, "pt") as file:
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- it is no mapping
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- not iterable itself
         for name, tensor in found.items():
             if tensor.dtype != dtypes.get(name, tensor.dtype):
                 raise ValueError(f"{name} is {tensor.dtype}, expected {dtypes[name]}")
@@ -127,7 +128,7 @@ def _tensors(path: Path, dtypes: Mapping[str, torch.dtype]) -> tuple[dict[str, T
 
 
 def _packed(samples: Sequence[Rollout | Begun]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Records, and the ragged rest joined: "ids" [R], "logprobs" [R] and so on."""
+    """Returns JSON records of the samples, and their ragged fields packed: "ids" [R], "logprobs" [R] and so on."""
     records = []
     parts: dict[str, list[Tensor]] = {"ids": [], "logprobs": [], "mask": [], "log_kept_mass": []}
     for sample in samples:
@@ -170,7 +171,7 @@ _PLAIN = (
     "reward_error",
     "reward_cached",
 )
-"""Fields of a rollout that are JSON as they are."""
+"""Fields of `Rollout` that are JSON-serializable."""
 
 
 _DTYPES = {
@@ -181,18 +182,18 @@ _DTYPES = {
     "support_ids": torch.int32,
     "support_counts": torch.int32,
 }
-"""Of the joined tensors; experts have the smallest that holds them."""
+"""Data types of the packed tensors; that of routing records depends on the number of experts."""
 
 
-class _Reader:
-    """Takes parts of joined tensors, one after the other."""
+class _PackedReader:
+    """Sequential reader of packed tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
         self._at = dict.fromkeys(tensors, 0)
 
     def next(self, name: str, count: int) -> Tensor:
-        """The next so many; none are asked for of what is not there."""
+        """Returns the next `count` entries of a tensor."""
         if not count:
             return self._tensors[name][:0] if name in self._tensors else torch.zeros(0)
         start = self._at[name]
@@ -206,7 +207,7 @@ class _Reader:
 def _unpacked(
     records: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor], prompt_at: Callable[[int], Prompt]
 ) -> list[Rollout | Begun]:
-    reader, found = _Reader(tensors), list[Rollout | Begun]()
+    reader, found = _PackedReader(tensors), list[Rollout | Begun]()
     prompts: dict[int, Prompt] = {}
     for record in records:
         uid, count = int(record["uid"]), int(record["length"])
@@ -221,11 +222,11 @@ def _unpacked(
         runs = tuple((int(version), int(length)) for version, length in record["version_runs"])
         if runs and sum(length for _, length in runs) != count:
             raise ValueError(f"sample {record['sample_index']} of prompt {uid} has {count} tokens, versions of {runs}")
-        index, whole = int(record["sample_index"]), record.get("whole")
-        if whole is None:
+        index, finished = int(record["sample_index"]), record.get("whole")
+        if finished is None:
             found.append(Begun(prompts[uid], index, tuple(ids), tuple(logprobs), runs, support, tuple(log_mass)))
             continue
-        shape, episode = whole["routed"], whole["episode"]
+        shape, episode = finished["routed"], finished["episode"]
         if episode is not None:
             turns, rewards = tuple(map(tuple, episode["turns"])), tuple(map(float, episode["turn_rewards"]))
             episode = Episode(**{**episode, "turns": turns, "turn_rewards": rewards})
@@ -235,9 +236,9 @@ def _unpacked(
                 index,
                 ids,
                 logprobs,
-                **{name: whole[name] for name in _PLAIN},
-                sampled_mask=reader.next("mask", count).tolist() if whole["has_mask"] else None,
-                routed_experts=reader.next("routed", _product(shape)).view(shape) if shape is not None else None,
+                **{name: finished[name] for name in _PLAIN},
+                sampled_mask=reader.next("mask", count).tolist() if finished["has_mask"] else None,
+                routed_experts=reader.next("routed", math.prod(shape)).view(shape) if shape is not None else None,
                 episode=episode,
                 support=support,
                 log_kept_mass=log_mass,
@@ -245,7 +246,3 @@ def _unpacked(
             )
         )
     return found
-
-
-def _product(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()

@@ -1,4 +1,4 @@
-"""The learning rates that a config asks for: of the run, and of its warm start."""
+"""Learning-rate schedules of the run and of its warm start, from the config."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from mrl.trainer.num_steps import optimizer_steps
 
 
 def learning_rate(config: Config) -> LearningRate:
-    """The schedule over all optimizer steps of the run."""
+    """Returns the schedule over all optimizer steps of the run."""
     actor, total = config.actor, optimizer_steps(config)
     if total is None:
-        raise RuntimeError("train.num_steps is open: with_num_steps comes first")
+        raise RuntimeError("train.num_steps is None. Call with_num_steps() first.")
     return LearningRate(actor.lr, actor.min_lr, actor.lr_schedule, actor.lr_warmup_steps, total)
 
 
 def warm_start_learning_rate(config: Config) -> LearningRate:
-    """The schedule of the warm start."""
+    """Returns the schedule of the warm start."""
     warm = config.train.warm_start
     return LearningRate(warm.lr, 0.0, "constant", warm.lr_warmup_steps, warm.num_steps)

@@ -1,7 +1,7 @@
-"""How long a run is: its steps, by number or by passes over the data, and the optimizer steps in them.
+"""Length of a run: steps from `train.num_steps` or `train.num_epochs`, and optimizer steps from `actor.ppo_epochs`.
 
-Owns `train.num_steps`, `train.num_epochs` and `actor.ppo_epochs` as counts. The end by passes is asked of the prompt
-stream itself, since dropped prompts and dynamic sampling use it up faster than steps do.
+With epochs, `is_over` checks the position in the data, because dynamic sampling drops prompts and so consumes the data
+faster than one batch a step.
 """
 
 from __future__ import annotations
@@ -13,25 +13,23 @@ from mrl.config.config import Config, TrainConfig
 from mrl.errors import UserError
 
 UNASKED_STEPS = 100
-"""Of a run whose config says neither steps nor epochs."""
+"""Number of steps if the config sets neither `train.num_steps` nor `train.num_epochs`."""
 
 
 def prompts_of(num_epochs: float, num_rows: int) -> int:
-    """Whole rows in so many passes over the data, a part of a pass as it is written: 0.1 of 30 rows is 3."""
+    """Returns the number of rows in `num_epochs` passes, rounded down; exact for decimals: 0.1 of 30 rows is 3."""
     return int(Fraction(str(num_epochs)) * num_rows)
 
 
 def with_num_steps(config: Config, num_rows: int) -> Config:
-    """The config with `train.num_steps` as the most that the run can take, by number and by passes over the data.
-
-    Giving it its own result changes nothing.
+    """Returns the config with `train.num_steps` set to the maximum number of steps; idempotent.
 
     Args:
-        config: Of the run.
-        num_rows: Of a pass over the training data.
+        config: Settings of the run.
+        num_rows: Rows of the training data.
 
     Raises:
-        UserError: The passes hold less than one batch.
+        UserError: `train.num_epochs` is less than one batch.
     """
     train = config.train
     if train.num_epochs is None:
@@ -40,21 +38,21 @@ def with_num_steps(config: Config, num_rows: int) -> Config:
     steps = num_prompts // train.batch_size
     if not steps:
         raise UserError(
-            f"train.num_epochs={train.num_epochs} passes over {num_rows} rows are {num_prompts} prompts, fewer "
-            f"than train.batch_size={train.batch_size}: there would be no step. Raise the one or lower the other."
+            f"train.num_epochs={train.num_epochs} of {num_rows} rows are {num_prompts} prompts, fewer than one batch "
+            f"of train.batch_size={train.batch_size}. Raise train.num_epochs or lower train.batch_size."
         )
     steps = steps if train.num_steps is None else min(steps, train.num_steps)
     return replace(config, train=replace(train, num_steps=steps))
 
 
 def minibatches_of_a_step(config: Config) -> int:
-    """Parts of a batch, each of which is an optimizer step."""
+    """Returns the number of minibatches, and so of optimizer steps, in one pass over a batch."""
     train = config.train
     return train.batch_size // (train.minibatch_size or train.batch_size)
 
 
 def optimizer_steps(config: Config) -> int | None:
-    """Of the actor in the whole run, the warm start aside; None while `train.num_steps` is open."""
+    """Returns the actor's optimizer steps in the run, without the warm start; None if `train.num_steps` is None."""
     steps = config.train.num_steps
     if steps is None:
         return None
@@ -62,13 +60,13 @@ def optimizer_steps(config: Config) -> int | None:
 
 
 def is_over(train: TrainConfig, step: int, *, position: int, num_rows: int) -> bool:
-    """Whether a run ends after so many steps: it has its number, or less than a batch of its epochs is left.
+    """Returns whether the run ends: all steps are done, or less than a batch of the epochs is left.
 
     Args:
-        train: Of the config.
-        step: The last one that is done.
-        position: Prompts that were drawn.
-        num_rows: Of a pass over the training data.
+        train: Config section `train`.
+        step: Number of steps done.
+        position: Number of prompts consumed.
+        num_rows: Rows of the training data.
     """
     if train.num_epochs is not None and prompts_of(train.num_epochs, num_rows) - position < train.batch_size:
         return True

@@ -1,12 +1,8 @@
-"""How far a run has come, so that it can stop between any two questions and go on as if it never had.
+"""Graceful stop of a run: all ranks check for stop requests at the same points, and the last state is checkpointed.
 
-Owns the steps that can be abandoned: what a commit made now would hold, the points at which all ranks ask whether to
-stop, and what happens then. Signals and clocks are `distributed/watchdog/graceful_stop.py`'s, the commit itself is
-`checkpointing.py`'s.
-
-A step that is abandoned before its update leaves the state of the step before; once the update has begun it is
-finished. An evaluation that is abandoned after the update is made again when the run goes on, before the step's line is
-logged. So a run that was stopped writes the same lines as one that was not.
+A step that is abandoned before its update leaves the state of the previous step; a started update is finished. An
+evaluation that is abandoned is repeated after the resume, before the step is logged, so a stopped and resumed run logs
+the same lines as an uninterrupted one. Signals and time limits are in `distributed/watchdog/graceful_stop.py`.
 """
 
 from __future__ import annotations
@@ -23,19 +19,19 @@ from mrl.trainer.inflight_samples import KeptSamples
 from mrl.trainer.training_state import Standing
 
 MARGIN = 1.25
-"""A step, or a commit, may take this many times as long as the longest of the last ones."""
+"""Safety factor: a step or checkpoint is assumed to take up to this many times the longest recent one."""
 
 RECENT = 10
-"""Steps whose times are remembered."""
+"""Number of recent steps whose times are stored."""
 
 
 class Progress:
-    """Where the loop stands, and whether it may go on.
+    """Position in the run, and checks for stop requests.
 
     Args:
-        timers: Of the job.
-        snapshot: JSON-able state of all that the loop moves on.
-        samples: In flight on this rank.
+        timers: Phase timers of this rank.
+        snapshot: Function that returns the current training state, JSON-serializable.
+        samples: Function that returns this rank's samples in the rollout buffer.
     """
 
     def __init__(
@@ -52,11 +48,11 @@ class Progress:
 
     @contextmanager
     def stops_in_order(self, stop: Stop | None, commit: Callable[[Standing], None]) -> Iterator[None]:
-        """Collective over the job: a request to stop ends the work inside at the next question; what stands is kept.
+        """Collective over the job: ends the body at its next check after a stop request and writes a checkpoint.
 
         Args:
-            stop: Heard; None: nothing stops the work.
-            commit: Collective over the job: writes a commit.
+            stop: Source of stop requests; None: no checks.
+            commit: Collective function that writes a checkpoint.
         """
         self.stop = stop
         self.took(commit_s=self._commit_s)
@@ -67,7 +63,7 @@ class Progress:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Collective over the job: a step, unless the ranks were told to stop or it would not fit in the time left."""
+        """Collective over the job: times a step, or raises `Stopped` after a stop request or if time is short."""
         if self.stop is not None:
             self.stop.ask(MARGIN * max(self._steps_s, default=0.0))
         with self._timers.step(step):
@@ -76,7 +72,7 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Collective over the job: a phase of a step that may still be abandoned; at its end the ranks ask."""
+        """Collective over the job: times a phase before the update; checks for a stop request at its end."""
         with self._timers.phase(name):
             yield
         if not self._is_apart:
@@ -84,7 +80,7 @@ class Progress:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside, only some ranks work, and the end of a phase is no question: not all could answer it."""
+        """Disables the checks while ranks run different work, because a check is collective over all ranks."""
         self._is_apart = True
         try:
             yield
@@ -92,32 +88,32 @@ class Progress:
             self._is_apart = False
 
     def ask(self) -> None:
-        """Collective over the job: goes on, unless the ranks were told to stop."""
+        """Collective over the job: raises `Stopped` on all ranks if a stop was requested on any."""
         if self.stop is not None:
             self.stop.ask()
 
     def took(self, *, commit_s: float) -> None:
-        """Notes how long the last commit took; the next one is given so long before a limit, and a margin."""
+        """Records the duration of the last checkpoint; so much time, with a margin, is reserved before a time limit."""
         self._commit_s = commit_s
         if self.stop is not None:
             self.stop.reserve_s = MARGIN * commit_s
 
     def writes_beside(self) -> None:
-        """Notes that a commit is being written, until `took` says how long: a stop waits for it and writes its own."""
+        """Doubles the reserved time until `took`: a stop waits for the background checkpoint and writes its own."""
         if self.stop is not None:
             self.stop.reserve_s = 2 * MARGIN * self._commit_s
 
     def told_to_stop(self) -> bool:
-        """Whether this rank was told to stop: work within a phase may end early, its result is not used.
+        """Returns whether a stop was requested, so that work within a phase may end early with an unused result.
 
-        Never while only some ranks work: what they make is used, and the others do not ask.
+        False while ranks run different work (`apart`), because that work's result is used.
         """
         return self.stop is not None and self.stop.told and not self._is_apart
 
     def ends_sampling(self) -> bool:
-        """Whether the engine of this rank is to sample no more.
+        """Returns whether the engine must stop sampling.
 
-        Beside updates, where what it has is kept, not before the time for the whole step runs out.
+        While updates run concurrently, partial rollouts are kept, and sampling stops only when the time runs short.
         """
         return self.told_to_stop() or (self._is_apart and self.stop is not None and self.stop.is_short)
 
@@ -129,36 +125,36 @@ class Progress:
         unlogged: Mapping[str, float] | None = None,
         warm_start: Mapping[str, Any] | None = None,
     ) -> Standing:
-        """Notes what a commit holds from now on, until the next note; see `Standing`."""
+        """Records the state for the next checkpoint; see `Standing`."""
         state = {"step": step, **self._snapshot(), "unlogged": unlogged, "warm_start": warm_start}
         self.standing = Standing(state, metrics or unlogged or {}, self._samples())
         return self.standing
 
     def unlogged(self, step: int) -> dict[str, float] | None:
-        """Metrics of `step` if the run was stopped between its update and its line in the log."""
+        """Returns the metrics of `step` if the run stopped after its update and before it was logged, else None."""
         if self.standing is None or self.standing.state["step"] != step:
             return None
         metrics: dict[str, float] | None = self.standing.state["unlogged"]
         return metrics
 
     def _stop_here(self, commit: Callable[[Standing], None]) -> None:
-        """Commits what stands, unless it is committed, and says so."""
+        """Writes a checkpoint of the recorded state unless there is one, and logs it."""
         stop, standing = self.stop, self.standing
         if stop is None:
-            raise RuntimeError("stopped by nobody")
+            raise RuntimeError("Stopped was raised without a source of stop requests")
         is_new = standing is not None and not standing.committed
         if stop.why in LIMITS and not self._steps_s and not is_new:
             error = UserError(
-                f"{stop.why} is over before one step was done, and every start would end so. Raise the limit, or make "
-                "steps shorter: train.batch_size, rollout.n, rollout.response_length."
+                f"{stop.why} was reached before one step was done, and a restart would end the same way. Raise the "
+                "limit, or make steps shorter with train.batch_size, rollout.n or rollout.response_length."
             )
             error.everywhere = True
             raise error
         if standing is None:
-            stop.say(" before there was anything to keep")
+            stop.say(" before there was anything to save")
             return
         if is_new:
             commit(standing)
         warm = standing.state["warm_start"]
         where = f"step {standing.state['step']}" if warm is None else f"warm start step {warm['step']}"
-        stop.say(f" after {where}, which {'is' if is_new else 'was already'} committed")
+        stop.say(f" after {where}; its checkpoint {'was written' if is_new else 'existed already'}")

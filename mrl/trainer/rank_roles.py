@@ -1,6 +1,6 @@
-"""What only ranks of one kind do, where rollouts have ranks of their own.
+"""Work of only the ranks that train, or only those that sample, with `rollout.num_ranks` > 0.
 
-Owns the ways in: the others skip it, hear of its errors, and wait.
+The other ranks skip the work, wait for it, and raise its errors too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 @contextmanager
 def on_trainers(groups: ProcessGroups) -> Iterator[bool]:
-    """Collective over the job: gives whether this rank has a part in what is inside.
+    """Collective over the job: yields whether this rank trains, and so takes part in the body of the `with`.
 
-    There the ranks that train are the whole job for whatever asks. What raises on one of them raises on all ranks.
+    In the body, the default process group contains only the ranks that train. An error on one rank raises on all ranks.
     """
     if groups.trainers is None:
         yield True
@@ -29,7 +29,7 @@ def on_trainers(groups: ProcessGroups) -> Iterator[bool]:
 
 
 def of_samplers(groups: ProcessGroups, value: T) -> T:
-    """Collective over the job: what the first rank that samples has, where rank 0, which logs, is none; plain data."""
+    """Collective over the job: returns the value of the first rank that samples; `value` must be plain data."""
     if groups.samplers is None:
         return value
     found: T = from_rank(groups.grid.samplers.start, value)

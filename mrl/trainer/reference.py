@@ -1,7 +1,7 @@
-"""The reference of the KL: which weights it has, from when on, and where they are kept so that a resume finds them.
+"""Lifecycle of the KL reference: initial weights, periodic updates from the actor, resume.
 
-Owns the choice and the folders `checkpoints/reference-<step>`. The weights themselves are a second set in the actor's
-modules (`megatron/actor.py`).
+A reference copied from the actor is saved as `checkpoints/reference-<step>`. In memory it is a second set of weights
+for the actor's modules (`megatron/actor.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mrl.distributed.collectives import together
 
 
 class Reference:
-    """Of one run; every rank holds one and calls each method together.
+    """KL reference of the run; every method except `drop_unused` is collective over the job.
 
     Attributes:
-        path: Hugging Face folder that holds it; None before there is one.
+        path: Hugging Face folder with the reference's weights; None before `start`.
     """
 
     def __init__(
@@ -34,16 +34,16 @@ class Reference:
         take: Callable[[], None],
         export: Callable[[Path], None],
     ) -> None:
-        """No reference yet.
+        """Loads nothing yet.
 
         Args:
-            config: Where it comes from.
-            folder: The run's checkpoints.
-            needed: Whether the algorithm asks for one; otherwise nothing is loaded or written.
-            initial: Hugging Face folder that the actor of step 0 was read from; None: it is in none.
-            load: Collective over the job: fills the reference's tensors from a Hugging Face folder.
-            take: Fills them from the actor of now.
-            export: Collective over the job: writes the actor as such a folder.
+            config: Config section `reference`.
+            folder: Folder of the run's checkpoints.
+            needed: True if the algorithm uses a reference; otherwise nothing is loaded or written.
+            initial: Hugging Face folder with the actor's weights at step 0; None if there is no such folder.
+            load: Collective function that fills the reference's tensors from a Hugging Face folder.
+            take: Collective function that copies the current actor into the reference.
+            export: Collective function that writes the current actor as a Hugging Face folder.
         """
         self.path: str | None = None
         self._config, self._folder, self._needed, self._initial = config, folder, needed, initial
@@ -51,11 +51,11 @@ class Reference:
 
     @property
     def record(self) -> str | None:
-        """The path as commits have it: one in the run folder by its name, so that the folder can be moved."""
+        """Path as stored in checkpoints: only the name for a folder inside the run, so that the run can be moved."""
         return Path(self.path).name if self.path and Path(self.path).parent == self._folder else self.path
 
     def start(self, step: int) -> None:
-        """Collective over the job: the first one is `reference.path`, else the actor as it is after `step`."""
+        """Collective over the job: loads `reference.path`, or copies the actor as it is after `step`."""
         if not self._needed:
             return
         if self._config.path is not None:
@@ -68,39 +68,39 @@ class Reference:
             self._freeze(step)
 
     def update(self, step: int) -> None:
-        """Collective over the job: becomes the actor of now where `reference.update_interval` says so."""
+        """Collective over the job: copies the current actor every `reference.update_interval` steps."""
         interval = self._config.update_interval
         if self._needed and interval and step % interval == 0:
             self._freeze(step)
 
     def resume(self, step: int, path: str | None) -> str:
-        """Collective over the job: the one of a commit; a new one where that had none or the config names another.
+        """Collective over the job: loads the reference of a checkpoint, or a new one if the config names another.
 
         Args:
-            step: Of the commit.
-            path: As the commit has it (`record`).
+            step: Step of the checkpoint.
+            path: Value of `record` in the checkpoint.
 
         Returns:
-            What changed, in words; "" where nothing did.
+            Log line about a changed reference; "" if it is unchanged.
         """
         if path is not None and (self._folder / path).is_dir():
             path = str(self._folder / path)
         self.path = path
-        named = self._config.path
+        configured = self._config.path
         if not self._needed:
             return ""
-        if path is None or (named not in (None, path) and not self._config.update_interval):
+        if path is None or (configured not in (None, path) and not self._config.update_interval):
             self.start(step)
-            return f"the reference of the KL from here on is '{self.path}'"
+            return f"the KL reference is '{self.path}' from now on"
         self._load(path)
         return ""
 
     def drop_unused(self, used: Collection[str | None], discard: Callable[[Path], None]) -> None:
-        """Gives the folders that are in no commit's `record` to `discard`; for one rank.
+        """Discards the reference folders that no checkpoint uses; call it on one rank.
 
         Args:
-            used: The commits' records.
-            discard: Removes a folder.
+            used: Values of `record` in all checkpoints.
+            discard: Function that removes a folder.
         """
         names = {Path(record).name for record in used if record is not None}
         for folder in self._folder.glob("reference-*"):
@@ -111,7 +111,7 @@ class Reference:
         folder = self._folder / f"reference-{step:08d}"
         with together():
             if dist.get_rank() == 0:
-                shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed before its next commit
+                shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed before its next checkpoint
         self._export(folder)
         self.path = str(folder)
         self._take()

@@ -1,8 +1,8 @@
-"""What a run will be, known before any process group exists.
+"""Resolution and validation of a config before any process group exists: model, data, rewards, run folder.
 
-Owns reading and checking everything that needs no other rank: config, model folder, data, rewards, run folder. A
-mistake found here costs no GPU minute. `check_run` is the one refusal: `mrl train`, its dry run, `launch`, `plan` and
-`rehearse` all call it. What only a run that begins can know is in `prepare`. `trainer.py` brings the job up from it.
+`check_run` has all checks that `mrl train`, its dry run, `launch`, `plan` and `rehearse` share, so that a mistake is
+found before GPUs are in use. `prepare` adds the checks that only a starting run can do. `trainer.py` builds the run
+from the result.
 """
 
 from __future__ import annotations
@@ -51,26 +51,29 @@ from mrl.trainer.validation.true_on_policy import check_device
 from mrl.types import Prompt
 
 PEEKED_PROMPTS = 256
-"""Training prompts that are encoded before a run begins: a mistake in all rows is found in the first ones."""
+"""Number of training prompts that are encoded before a run starts."""
 
 CHECKED_ROWS = 32
-"""Training and held-out rows that reward functions are tried on before a run begins."""
+"""Number of training rows, and of held-out rows, that reward functions are tried on before a run starts."""
 
 Tell = Callable[[str], None]
-"""Takes what could not be looked at on this machine, in words."""
+"""Receiver of notes about things that could not be checked on this machine."""
 
 
 @dataclass
 class Resolved:
-    """A config that fits its model and its ranks.
+    """Config that is valid for its model and number of ranks.
 
     Attributes:
-        config: The algorithm's nulls are filled.
-        grid: Who sits where.
-        critic: Its structure; None: the algorithm has none.
-        teachers: Their structures, in the order of `distillation.teacher_models`; none without distillation.
-        reward: The reward model's; None: there is none.
-        reader: What the reward model reads.
+        config: Settings with the algorithm's defaults filled in.
+        arch: Architecture of the actor.
+        tokenizer: Tokenizer of the actor.
+        algorithm: Algorithm object.
+        grid: Parallel layout of the job.
+        critic: Architecture of the critic; None if the algorithm has none.
+        teachers: Architectures of `distillation.teacher_models`, in order; empty without distillation.
+        reward: Architecture of the reward model; None if there is none.
+        reader: Encoder of samples for the reward model.
     """
 
     config: Config
@@ -85,12 +88,12 @@ class Resolved:
 
     @property
     def needs_engine(self) -> bool:
-        """Whether anything is sampled: to train on, or from held-out prompts."""
+        """True if the run samples, to train on or for held-out prompts."""
         return not self.algorithm.supervised or self.config.data.task is not None or bool(self.config.data.val_files)
 
     @property
     def scores_proximal(self) -> bool:
-        """Whether a step has a pass for the proximal log-probabilities: asked for, and given by no update."""
+        """True if each step runs a separate forward pass for the proximal log-probabilities."""
         train, by_update = self.config.train, PROXIMAL not in self.algorithm.reads_early
         by_update = by_update and train.minibatch_size in (None, train.batch_size)
         return self.algorithm.needs_proximal and not (by_update and self.config.actor.router_replay != "recompute")
@@ -98,14 +101,14 @@ class Resolved:
 
 @dataclass
 class Checked(Resolved):
-    """A run that nothing on this machine refuses.
+    """Resolved config that passed all checks on this machine.
 
     Attributes:
-        source: Training prompts, from the first one.
-        validation: Held-out prompts, maybe none.
-        peeked: The first training prompts.
-        tools: What the environment of episodes offers to the model.
-        warnings: Mistakes that are likely, but not certain.
+        source: Training prompts, at the first one.
+        validation: Held-out prompts; may be empty.
+        peeked: First `PEEKED_PROMPTS` training prompts.
+        tools: Tool schemas of the environment.
+        warnings: Log lines about likely mistakes.
     """
 
     source: PromptSource
@@ -117,47 +120,51 @@ class Checked(Resolved):
 
 @dataclass
 class Plan(Checked):
-    """What a job will be, known before any process group exists."""
+    """Everything that a job is built from; made before any process group exists.
+
+    Attributes:
+        run: Run folder.
+    """
 
     run: RunDir
 
 
 def prepare(config: Config, *, resumes: bool = True) -> Plan:
-    """Reads and checks everything that needs no other rank, of a run that begins now.
+    """Resolves and checks the config of a run that starts now, without communication.
 
     Args:
-        config: What was asked for.
-        resumes: Whether the run goes on in its folder, where `run.resume` says whether it may.
+        config: Config as loaded.
+        resumes: True to check `run.resume` against the run folder; False if the folder is only read.
 
     Raises:
         UserError: A mistake in the config, the model folder, the data, the rewards or the run folder.
     """
     if not isinstance(config, Config):
-        raise UserError(f"{shown(config)} is no config. Give what `mrl.load_config` returns.")
+        raise UserError(f"Got {shown(config)}, expected a Config. Pass the result of `mrl.load_config`.")
     here = launch.environment()
     if config.rollout.name == "trtllm":
-        launch.see_own_device_only()  # before torch looks for devices
+        launch.see_own_device_only()  # before torch enumerates the devices
     device = launch.choose_device(config.run.device)
     check_switches(config, launch.variables(*SWITCHES))
     found = check_run(local_models(config, download=True), here.world_size, launcher=here.launcher)
     transformer_engine.check(found.config, found.arch, device)
     check_device(found.config, device)
     if config.rollout.name == vllm.NAME and vllm_package.installed() is None and found.needs_engine:
-        raise UserError(f"rollout.name=vllm needs vLLM, which is not installed. {vllm_package.ADVICE}")
+        raise UserError(f"rollout.name=vllm needs the package vllm, which is not installed. {vllm_package.ADVICE}")
     if resumes:
         check_run_folder(config)
     return Plan(**vars(found), run=RunDir(Path(config.run.output_dir)))
 
 
 def check_run(config: Config, world_size: int, *, launcher: str | None = None, tell: Tell | None = None) -> Checked:
-    """The one refusal: everything that is wrong with a run wherever it is to be, and all that it names on this machine.
+    """Runs all checks of a config and of the files it names.
 
     Args:
-        config: What was asked for.
-        world_size: Ranks that it is for.
-        launcher: Who starts them, as `Environment.launcher` has it; None: not known yet.
-        tell: Given where the run may be on another machine: takes what is not here and needs not be (weights, the
-            disk of the run folder). None: these are refused too.
+        config: Config as loaded.
+        world_size: Number of ranks of the run.
+        launcher: Launcher of the ranks as in `Environment.launcher`; None: unknown.
+        tell: Receives notes about files that are missing here (weights, disk of the run folder), if the run may be on
+            another machine. None: missing files are errors.
 
     Raises:
         UserError: A mistake in the config, the model folder, the data, the rewards or the run folder.
@@ -173,9 +180,9 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
     tokenizer, prompt_length = found.tokenizer, config.rollout.prompt_length
     tools = check_environment(config.rollout, tokenizer) if config.rollout.multi_turn.enable else []
     source = load_training(config.data, tokenizer, prompt_length=prompt_length, seed=config.run.seed, tools=tools)
-    found.config, asked = with_num_steps(found.config, source.num_rows), found.config
-    if found.config.train.num_steps != asked.train.num_steps:
-        # again, with the steps that the epochs give
+    found.config, original = with_num_steps(found.config, source.num_rows), found.config
+    if found.config.train.num_steps != original.train.num_steps:
+        # The number of steps follows from the data, so rules about steps are checked again.
         validate.check_config(found.config, world_size, learns_from=found.algorithm.learns_from)
         check_critic(found.config, found.arch, found.critic, found.grid)
     validation = load_validation(config.data, tokenizer, prompt_length=prompt_length, tools=tools)
@@ -183,17 +190,17 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
     if config.checkpoint.keep_best and best.startswith("val/"):
         check_is_given(best, evaluation_names(config.rollout.val_kwargs.n, episodes=config.rollout.multi_turn.enable))
     peeked = source.peek(PEEKED_PROMPTS)
-    checked = replace(config.reward, num_workers=1)
-    with Scorer(checked, tokenizer.decode, tokenizer.eos_ids, variables=launch.variables) as scorer:
+    one_worker = replace(config.reward, num_workers=1)
+    with Scorer(one_worker, tokenizer.decode, tokenizer.eos_ids, variables=launch.variables) as scorer:
         episodes = config.rollout.multi_turn.enable
         try:
             warnings = _check_training(config, found, tools, scorer, peeked)
         except UserError:
-            # prompts come shuffled: a mistake in all rows is named in the first row of the file
+            # Prompts are shuffled: if all rows are wrong, name the first row of the file.
             _check_training(config, found, tools, scorer, source.first(len(peeked)))
             raise
         warnings += scorer.check_rows(validation[:CHECKED_ROWS], "held-out", episodes=episodes)
-    # Supervised steps refuse turns without an end token, row by row.
+    # Supervised steps check for missing end tokens row by row.
     samples_chats = not found.algorithm.supervised and any(isinstance(prompt.question, list) for prompt in peeked)
     warning = end_token_warning(tokenizer, tools) if samples_chats else None
     return Checked(
@@ -209,18 +216,7 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
 def _check_training(
     config: Config, found: Resolved, tools: list[Schema], scorer: Scorer, prompts: list[Prompt]
 ) -> list[str]:
-    """Refuses training prompts that the run cannot use; returns the warnings of reward functions.
-
-    Args:
-        config: What was asked for.
-        found: The config resolved.
-        tools: Of the environment.
-        scorer: Of the config's rewards.
-        prompts: Some of the training data.
-
-    Raises:
-        UserError: A teacher, the reward model, the supervised loss or a reward function cannot use a prompt.
-    """
+    """Checks training prompts with teachers, reward model, supervised loss and reward functions; returns warnings."""
     for prompt in prompts if found.teachers else ():
         teacher_of(config.distillation, prompt)
     for prompt in prompts if found.reader is not None and found.reader.own is not None else ():
@@ -234,7 +230,7 @@ def _check_training(
 
 
 def resolve(config: Config, world_size: int) -> Resolved:
-    """Fills the algorithm's nulls, reads the model's structure and tokenizer, and checks every rule for so many ranks.
+    """Fills in the algorithm's defaults, reads architecture and tokenizer, and checks all rules for `world_size` ranks.
 
     Raises:
         UserError: A mistake in the config or the model folder.
@@ -280,38 +276,38 @@ def _teachers(config: Config, arch: ArchSpec) -> tuple[ArchSpec, ...]:
 
 
 def load_model_facts(config: Config) -> tuple[ArchSpec, Tokenizer]:
-    """Structure and tokenizer of the model that the config names."""
+    """Reads the architecture and the tokenizer of the config's model."""
     model = local_models(config).model
     if model.path is not None:
         arch = arch_from_folder(model.path)
         return arch, load_tokenizer(model, config.data, arch.vocab_size)
     tokenizer = load_tokenizer(model, config.data)
     if model.preset is None:
-        raise UserError("model.path and model.preset are both null: there is no model. Set one of them.")
+        raise UserError("model.path and model.preset are both null. Set one of them.")
     return arch_from_preset(model.preset, model.overrides, tokenizer.vocab_size), tokenizer
 
 
 def check_run_folder(config: Config) -> None:
-    """Looks whether `run.resume` allows to go on in the run folder as it is now, as far as the records tell.
+    """Checks `run.resume` against the run folder, without reading the checkpoints.
 
     Raises:
-        UserError: `run.resume` wants it otherwise.
+        UserError: The folder has a checkpoint that `run.resume` forbids, or lacks one that it requires.
     """
     run = RunDir(Path(config.run.output_dir))
     steps = run.committed_steps()
-    if steps or not any(has_record(path) for path in run.checkpoints.glob("step-*")):  # else its damage is told later
+    if steps or not any(has_record(path) for path in run.checkpoints.glob("step-*")):  # damaged ones are reported later
         check_resume(config, run, steps[-1] if steps else None)
 
 
 def check_resume(config: Config, run: RunDir, step: int | None) -> None:
-    """Holds `run.resume` against the step of the run's last whole commit; None: there is none.
+    """Checks `run.resume` against the step of the last checkpoint, None if there is none.
 
     Raises:
-        UserError: run.resume=must and there is none, run.resume=never and there is one.
+        UserError: run.resume=must without a checkpoint, or run.resume=never with one.
     """
     if config.run.resume == "must" and step is None:
         raise UserError(
-            f"run.resume=must, but '{run.checkpoints}' has no checkpoint. Use run.resume=auto to start from nothing."
+            f"run.resume=must, but '{run.checkpoints}' has no checkpoint. Use run.resume=auto to start a new run."
         )
     if config.run.resume == "never" and step is not None and not launch.is_restart():
         raise UserError(
@@ -321,16 +317,19 @@ def check_resume(config: Config, run: RunDir, step: int | None) -> None:
 
 
 def _check_engine(name: str) -> None:
-    """Imports an engine of the user's; mrl's own import what a machine that only plans need not have."""
+    """Imports a user-defined engine; mrl's own engines need packages that this machine may lack."""
     if name in names("engines"):
         return
     engine = find("engines", name, "ENGINE")
     if not (isinstance(engine, type) and issubclass(engine, RolloutEngine)):
-        raise UserError(f"rollout.name={name} is {engine!r}, expected a subclass of mrl.engines.base.RolloutEngine.")
+        raise UserError(
+            f"rollout.name={name} is {engine!r}, expected a subclass of mrl.engines.base.RolloutEngine. "
+            "Name such a class, or one of mrl's engines."
+        )
 
 
 def _check_loggers(config: Config, tell: Tell | None) -> None:
-    """The packages of the loggers; `tell` is given what is missing where the run may be on another machine."""
+    """Checks that the packages of the loggers are installed."""
     for name in names("observability.loggers"):
         check = find("observability.loggers", name, "check", None)
         try:
@@ -343,17 +342,17 @@ def _check_loggers(config: Config, tell: Tell | None) -> None:
 
 
 def _check_output_dir(folder: str, tell: Tell | None) -> None:
-    """The run's folder, without making it; `tell` is given one that is on no disk of this machine."""
+    """Checks that the run folder is writable, without creating it."""
     path = Path(folder).absolute()
-    there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
-    if tell is not None and there == Path(path.anchor) != path:
+    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if tell is not None and existing == Path(path.anchor) != path:
         tell(f"run.output_dir={folder} is on no disk of this machine: not checked")
     else:
         RunDir(Path(folder)).check_writable()
 
 
 def _check_models(config: Config, found: Resolved, tell: Tell | None) -> None:
-    """The weights of every model that the config names, and the teachers' tokens."""
+    """Checks the weight files of every model that the config names, and the teachers' tokenizers."""
     for key, path, arch in (
         ("model.path", config.model.path, found.arch),
         ("reference.path", config.reference.path, found.arch),
@@ -370,35 +369,35 @@ def _check_models(config: Config, found: Resolved, tell: Tell | None) -> None:
 
 
 def _check_rendered(reader: Reader | None, prompt: Prompt) -> None:
-    """That the reward model can read a prompt's samples."""
+    """Checks that the reward model can encode a prompt."""
     try:
         if reader is not None:
             reader.render(prompt, "")
     except UserError as error:
-        raise UserError(f"{prompt.source}: the reward model cannot read it: {error}") from error
+        raise UserError(f"{prompt.source}: the reward model cannot encode this prompt: {error}") from error
 
 
 def _check_tokens(key: str, folder: str, tokenizer: Tokenizer) -> None:
-    """That a teacher reads the student's tokens."""
+    """Checks that a teacher has the student's vocabulary."""
     try:
-        theirs = load_tokenizer(ModelConfig(path=folder), DataConfig()).vocabulary
+        teacher = load_tokenizer(ModelConfig(path=folder), DataConfig()).vocabulary
     except UserError as error:
         raise UserError(f"{key}={folder}: {error}") from error
-    own = tokenizer.vocabulary
-    if theirs != own:
-        token = min((set(own.items()) ^ set(theirs.items())), key=lambda item: (item[1], item[0]))[0]
-        told = [f"{ids[token]}" if token in ids else "none" for ids in (own, theirs)]
+    student = tokenizer.vocabulary
+    if teacher != student:
+        token = min((set(student.items()) ^ set(teacher.items())), key=lambda item: (item[1], item[0]))[0]
+        ids = [f"{vocabulary[token]}" if token in vocabulary else "none" for vocabulary in (student, teacher)]
         raise UserError(
-            f"{key}={folder} has another tokenizer than the student: the id of {token!r} is {told[0]} for the student "
-            f"and {told[1]} for the teacher, {len(own)} and {len(theirs)} tokens in all. A teacher scores the "
-            "student's token ids: give one with the same tokenizer."
+            f"{key}={folder} has another tokenizer than the student: the id of {token!r} is {ids[0]} for the student "
+            f"and {ids[1]} for the teacher; they have {len(student)} and {len(teacher)} tokens. Choose a teacher with "
+            "the student's tokenizer, because it scores the student's token ids."
         )
 
 
 def _check_weights(key: str, folder: str, arch: ArchSpec | None, tell: Tell | None) -> None:
-    """Headers of the weights; `tell` is given a folder that holds only the config and the tokenizer."""
+    """Checks the headers of a model's weight files."""
     if tell is not None and not any(Path(folder).glob("*.safetensors")):
-        tell(f"{key}={folder} has no safetensors here: its weights were not looked at")
+        tell(f"{key}={folder} has no safetensors files on this machine: weights not checked")
         return
     with HfSource(folder, arch) as weights:
         weights.check()

@@ -1,7 +1,7 @@
-"""The reward model in the run: which tokens it reads of a sample, its weights, and its turns on the device.
+"""Scoring of samples with a reward model on the ranks that train.
 
-Owns what it says of samples; how that becomes a reward is `rewards/scorer.py`'s. It is a file and stays as it is: a
-commit holds nothing of it, and a sample that comes again is scored again.
+The weights are read from a folder and never change, so checkpoints do not contain them. `rewards/scorer.py` combines
+the scores with other reward functions.
 """
 
 from __future__ import annotations
@@ -29,33 +29,34 @@ from mrl.trainer.resolve import Plan
 from mrl.trainer.validation.frozen_models import guest_config
 from mrl.types import Rollout
 
-BEHIND = 0
-"""A token that stands behind the last one and is never read: a value is of the state before a token."""
+PADDING = 0
+"""Token appended to each sample: the value at a token is that of the state before it, so the score of a complete sample
+is the value at this extra token."""
 
 
 class RunRewardModel:
-    """Of one run; every rank holds one and calls each method together with all of the job."""
+    """Reward model of the run; every method is collective over the job."""
 
     @staticmethod
     def of(plan: Plan, groups: ProcessGroups, device: torch.device, policy: Policy | None) -> RunRewardModel | None:
-        """Collective over the job: that of the run; None: it has none."""
+        """Collective over the job: returns the run's reward model, None if the config has none."""
         return None if plan.reward is None else RunRewardModel(plan, plan.reward, groups, device, policy)
 
     def __init__(
         self, plan: Plan, arch: ArchSpec, groups: ProcessGroups, device: torch.device, policy: Policy | None
     ) -> None:
-        """Collective over the job: builds the model and reads its weights, which then wait in host memory.
+        """Collective over the job: builds the model, reads its weights and offloads them to host memory.
 
         Args:
-            plan: The run's.
-            arch: The reward model.
-            groups: Who sits where.
-            device: Of this rank.
-            policy: The actor, which makes room for it; None: this rank does not train, and holds nothing of it.
+            plan: Resolved and validated config.
+            arch: Architecture of the reward model.
+            groups: Process groups and coordinates of this rank.
+            device: Device of this rank.
+            policy: Actor, offloaded while the reward model is on the device; None on ranks that only sample.
         """
         path = plan.config.reward.model.path
         if path is None or plan.reader is None:
-            raise RuntimeError("a reward model without a path")
+            raise RuntimeError("RunRewardModel needs reward.model.path and plan.reader, and one of them is None")
         self._groups, self._policy, self._reader = groups, policy, plan.reader
         self._shares = plan.config.actor.use_prefix_grouper
         self._model: Frozen | None = None
@@ -67,27 +68,30 @@ class RunRewardModel:
                 self._model.offload()
 
     def score(self, rollouts: Sequence[Rollout]) -> dict[Key, Outcome]:
-        """Collective over the job: what the head gives at the last token of each sample.
+        """Collective over the job: returns the value head's output after the last token of each sample.
 
         Args:
-            rollouts: On the first rank of each replica; ignored on the others.
+            rollouts: Samples on the first rank of each replica; ignored on other ranks.
+
+        Returns:
+            Scores of these samples; NaN with an error message for a sample that the model cannot read.
         """
-        found: dict[Key, Outcome] = {}
+        failed: dict[Key, Outcome] = {}
         with together():
-            read = self._read(rollouts if self._groups.leads_replica else (), found)
-        table = gather_table(read, self._groups, ())
+            encoded = self._encode(rollouts if self._groups.leads_replica else (), failed)
+        table = gather_table(encoded, self._groups, ())
         if not len(table):
-            return found
-        data = pack(read, table, self._groups, table.num_prompts, shares=self._shares)
+            return failed
+        data = pack(encoded, table, self._groups, table.num_prompts, shares=self._shares)
         with on_trainers(self._groups):
-            told = self._scores(data)
-        by_row = dict(all_gather_ragged(told, everyone()).tolist())
+            own = self._scores(data)
+        by_row = dict(all_gather_ragged(own, everyone()).tolist())
         keys = zip(table["uid"].long().tolist(), table["sample_index"].long().tolist(), strict=True)
         scores = {key: by_row[row] for row, key in enumerate(keys)}
-        return found | {_key(one): _outcome(scores[_key(one)]) for one in read}
+        return failed | {_key(one): _outcome(scores[_key(one)]) for one in encoded}
 
     def _scores(self, data: StepBatch) -> Tensor:
-        """Collective over the ranks that train: (row of the table, score) of the samples that this rank tells of."""
+        """Collective over the ranks that train: returns (row of the table, score) on one rank of each dp index."""
         if self._model is None or self._policy is None:
             return torch.empty(0, 2, dtype=torch.float64)
         self._policy.offload()
@@ -95,18 +99,18 @@ class RunRewardModel:
         self._model.offload()
         scores_B = values_R[data.batch.response_lens_B.cumsum(0) - 1]
         coords = self._groups.coords
-        tells = coords.tp == coords.cp == coords.pp == 0  # of the ranks that have the same samples
-        return torch.stack([data.index_B.double(), scores_B.double()], dim=1)[: None if tells else 0]
+        is_first = coords.tp == coords.cp == coords.pp == 0
+        return torch.stack([data.index_B.double(), scores_B.double()], dim=1)[: None if is_first else 0]
 
-    def _read(self, rollouts: Sequence[Rollout], failed: dict[Key, Outcome]) -> list[Rollout]:
-        """The samples with the tokens that it reads; what it cannot read is told in `failed`."""
+    def _encode(self, rollouts: Sequence[Rollout], failed: dict[Key, Outcome]) -> list[Rollout]:
+        """Returns the samples in the reward model's tokens; adds samples that it cannot read to `failed`."""
         ids: dict[Key, list[int]] = {}
         for rollout in rollouts:
             try:
                 ids[_key(rollout)] = self._reader.read(rollout)
             except UserError as error:
                 failed[_key(rollout)] = Outcome(math.nan, str(error))
-        shared = self._prompts(ids)
+        shared = self._prompt_lens(ids)
         return [
             _with_tokens(rollout, ids[_key(rollout)], shared[rollout.prompt.uid])
             for rollout in rollouts
@@ -114,8 +118,8 @@ class RunRewardModel:
         ]
 
     @staticmethod
-    def _prompts(ids: dict[Key, list[int]]) -> dict[int, int]:
-        """Tokens with which all samples of a prompt begin: they are computed once."""
+    def _prompt_lens(ids: dict[Key, list[int]]) -> dict[int, int]:
+        """Returns the length of the prefix that all samples of a prompt share, which is computed once."""
         groups: dict[int, list[list[int]]] = {}
         for (uid, _), tokens in ids.items():
             groups.setdefault(uid, []).append(tokens)
@@ -123,14 +127,14 @@ class RunRewardModel:
 
 
 def _num_shared(group: list[list[int]]) -> int:
-    """Tokens with which all begin: the first and the last in order differ first."""
-    first, last = min(group), max(group)
+    """Returns the length of the common prefix of token lists."""
+    first, last = min(group), max(group)  # these two differ at least as early as any other pair
     pairs = zip(first, last, strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(last)))
 
 
 def _with_tokens(rollout: Rollout, ids: list[int], num_shared: int) -> Rollout:
-    prompt, rest = tuple(ids[:num_shared]), [*ids[num_shared:], BEHIND]
+    prompt, rest = tuple(ids[:num_shared]), [*ids[num_shared:], PADDING]
     return Rollout(replace(rollout.prompt, prompt_ids=prompt), rollout.sample_index, rest, [0.0] * len(rest), "stop", 0)
 
 
@@ -139,4 +143,4 @@ def _key(rollout: Rollout) -> Key:
 
 
 def _outcome(score: float) -> Outcome:
-    return Outcome(score) if math.isfinite(score) else Outcome(math.nan, f"the reward model gave {score}")
+    return Outcome(score) if math.isfinite(score) else Outcome(math.nan, f"the reward model returned {score}")

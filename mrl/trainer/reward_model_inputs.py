@@ -1,4 +1,4 @@
-"""What a reward model reads of a sample: the actor's tokens, or the text anew by its own tokenizer and template."""
+"""Input of the reward model: the actor's token ids, or the text encoded by the reward model's own tokenizer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mrl.types import Prompt, Rollout
 
 @dataclass(frozen=True)
 class Reader:
-    """Of one reward model.
+    """Encoder of samples for a reward model.
 
     Attributes:
-        actors: The actor's tokenizer.
-        own: The reward model's, where it reads the text anew.
-        pad_id: Not read at the end of a sample, as transformers' sequence classifiers skip it; None: none is known.
-        longest: Tokens that the reward model has positions for.
+        actors: Tokenizer of the actor.
+        own: Tokenizer of the reward model; None to use the actor's token ids.
+        pad_id: Padding id, removed from the end of a sample as in transformers' sequence classifiers; None if unknown.
+        longest: Maximum positions of the reward model, tokens.
     """
 
     actors: Tokenizer
@@ -30,10 +30,10 @@ class Reader:
     longest: int
 
     def read(self, rollout: Rollout) -> list[int]:
-        """Its token ids, the prompt's and the response's.
+        """Returns the token ids of prompt and response.
 
         Raises:
-            UserError: The text cannot be rendered or encoded, or has more tokens than the model has positions for.
+            UserError: The text cannot be rendered or encoded, or exceeds the model's positions.
         """
         if self.own is None:
             ids = [*rollout.prompt.prompt_ids, *rollout.response_ids]
@@ -42,7 +42,7 @@ class Reader:
             ids = self.render(rollout.prompt, self.actors.decode(kept))
         if len(ids) > self.longest:
             raise UserError(
-                f"prompt and response are {len(ids)} tokens of the reward model, more than its {self.longest} positions"
+                f"prompt and response have {len(ids)} reward model tokens, more than its {self.longest} positions"
             )
         end = len(ids)
         while end > 1 and ids[end - 1] == self.pad_id:
@@ -50,32 +50,32 @@ class Reader:
         return ids[:end]
 
     def render(self, prompt: Prompt, response: str) -> list[int]:
-        """A conversation by the reward model's chat template, or the texts one after the other.
+        """Encodes prompt and response with the reward model's chat template; a text prompt is concatenated instead.
 
         Raises:
             UserError: The text cannot be rendered or encoded.
         """
         if self.own is None:
-            raise RuntimeError("the actor's tokens are read as they are")
+            raise RuntimeError("render() needs the reward model's own tokenizer; without it, use the actor's token ids")
         question = prompt.question or prompt.text
         if isinstance(question, str):
             return self.own.encode(ChatText(question).joined(self.own.quoted(response)), prompt=True)
         messages = [*question, {"role": "assistant", "content": response}]
-        # The response's own special tokens were left out: one that it spells out must not become one here.
+        # Sampled special tokens are removed already. Text of the response must not be encoded as special tokens.
         trusted = TRUSTED_ROLES - {"assistant"}
         return self.own.encode(self.own.render_chat(messages, begins_answer=False, trusted=trusted))
 
 
 def reader_of(config: Config, actors: Tokenizer, arch: ArchSpec) -> Reader:
-    """What the reward model of a config reads.
+    """Builds the reader of the config's reward model.
 
     Args:
-        config: With `reward.model.path`.
-        actors: The actor's tokenizer.
-        arch: The reward model.
+        config: Settings with `reward.model.path`.
+        actors: Tokenizer of the actor.
+        arch: Architecture of the reward model.
 
     Raises:
-        UserError: The reward model has no tokenizer where one is needed, or no embedding for each of its tokens.
+        UserError: The reward model lacks a tokenizer that is needed, or an embedding for some token id.
     """
     named = config.reward.model
     where = f"reward.model.path={named.path}"
@@ -85,13 +85,15 @@ def reader_of(config: Config, actors: Tokenizer, arch: ArchSpec) -> Reader:
             data = DataConfig(split_special_tokens=config.data.split_special_tokens)
             own = load_tokenizer(ModelConfig(path=named.path), data, arch.vocab_size)
         except UserError as error:
-            raise UserError(f"{where}: {error} reward.model.retokenize=false reads the actor's token ids.") from error
+            raise UserError(
+                f"{where}: {error} Or set reward.model.retokenize=false to use the actor's token ids."
+            ) from error
         if named.retokenize is None and own.vocabulary == actors.vocabulary:
             own = None
     if own is None and actors.vocab_size > arch.vocab_size:
         raise UserError(
-            f"{where} has embeddings for {arch.vocab_size} tokens, the actor's tokenizer {actors.vocab_size} tokens: "
-            "it cannot read the actor's token ids. Remove reward.model.retokenize, or set it to true."
+            f"{where} has embeddings for {arch.vocab_size} tokens, but the actor's tokenizer has {actors.vocab_size}. "
+            "Remove reward.model.retokenize, or set it to true, so that samples are encoded for the reward model."
         )
     pad_id = read_config(str(named.path)).get("pad_token_id")
     return Reader(actors, own, pad_id if isinstance(pad_id, int) else None, arch.max_position_embeddings)

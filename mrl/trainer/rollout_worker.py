@@ -1,7 +1,6 @@
-"""The engine in the run: built beside the actor or on ranks of its own, filled by refits, awake while it samples.
+"""Rollout worker: the engine on this rank, its weight sync, and the sharing of the device with the actor.
 
-Owns who has the device when: the actor is away while the engine generates, where it is on the same ranks. What is
-sampled is `rollout/`'s.
+If actor and engine are on the same ranks, the actor is offloaded while the engine generates.
 """
 
 from __future__ import annotations
@@ -33,12 +32,14 @@ from mrl.types import Prompt, Rollout
 
 
 class Sampler:
-    """This rank's part of the engine, and its turns with the actor.
+    """Rollout engine of this rank, which alternates on the device with the actor.
 
     Attributes:
-        training: The distribution of training rollouts.
-        held_out: The distribution of held-out rollouts.
-        routing: What the engine keeps of its choices of experts, where it does.
+        engine: Rollout engine; a placeholder on ranks that do not sample.
+        refit: Transfer of the actor's weights into the engine.
+        training: Sampling distribution of training rollouts.
+        held_out: Sampling distribution of held-out rollouts.
+        routing: Format of the engine's routing records; None without router replay.
     """
 
     def __init__(
@@ -53,17 +54,18 @@ class Sampler:
         """Collective over the job: builds the engine.
 
         Args:
-            plan: The run's.
-            groups: Who sits where.
-            device: Of this rank.
-            policy: Offloaded, so that the engine sees how much memory is free; None: this rank does not train.
-            weights: Know the model's folder.
-            tell: Hears the engine's notes, and what the canary found.
+            plan: Resolved and validated config.
+            groups: Process groups and coordinates of this rank.
+            device: Device of this rank.
+            policy: Actor, already offloaded so that the engine measures the free memory; None on ranks that only
+                sample.
+            weights: Provider of a model folder without weights, from which engines read the model's structure.
+            tell: Receives log lines.
         """
         config, rollout = plan.config, plan.config.rollout
         self._groups = groups
         self._rollout, self._arch, self._device, self._policy, self._tell = rollout, plan.arch, device, policy, tell
-        self._frees = rollout.free_cache_engine and not groups.grid.has_roles  # for nobody, on ranks of its own
+        self._frees = rollout.free_cache_engine and not groups.grid.has_roles  # no actor needs the memory otherwise
         engine = find("engines", rollout.name, "ENGINE") if plan.needs_engine else NoEngine
         spec = EngineSpec(
             config=replace(rollout, free_cache_engine=self._frees),
@@ -76,23 +78,23 @@ class Sampler:
             timeout_s=config.run.collective_timeout_s,
             trains_on_logprobs=config.algorithm.rollout_correction.takes_sampled,
         )
-        with together() if groups.grid.has_roles else nullcontext():  # else all ranks are in the start together
+        with together() if groups.grid.has_roles else nullcontext():  # without roles the engine's start is collective
             if not groups.samples:
                 engine.start_beside()
             self.engine: RolloutEngine = (engine if groups.samples else NoEngine)(spec)
         for note in of_samplers(groups, self.engine.notes):
             tell(note)
         try:
-            if self._frees:  # before the actor's weights come back
+            if self._frees:  # before the actor's weights return to the device
                 self.engine.sleep()
                 self.engine.release()
             grids = grids_of(plan.arch, rollout.quantization)
-            held = (policy.layout(), policy.named_tensors()) if policy is not None else ({}, {})
-            self.refit = Refit(*held, self.engine, rollout.checkpoint_engine, grids)
+            source = (policy.layout(), policy.named_tensors()) if policy is not None else ({}, {})
+            self.refit = Refit(*source, self.engine, rollout.checkpoint_engine, grids)
         except Exception:
             self.engine.close()
             raise
-        self._canary_is_due = weight_sync_check.is_wanted(rollout)
+        self._self_test_is_due = weight_sync_check.is_wanted(rollout)
         self.training = training_sampling(config, plan.tokenizer.eos_ids)
         self.held_out = held_out_sampling(config, plan.tokenizer.eos_ids)
         self.routing: RoutingRecord | None = None
@@ -103,7 +105,7 @@ class Sampler:
 
     @contextmanager
     def awake(self) -> Iterator[RolloutEngine]:
-        """Inside, the actor is away and the engine generates; then `rollout.free_cache_engine` frees its KV cache."""
+        """Offloads the actor and wakes the engine; at the end `rollout.free_cache_engine` frees the KV cache."""
         if self._policy is not None:
             self._policy.offload()
         self.engine.wake()
@@ -112,29 +114,33 @@ class Sampler:
             self.engine.sleep()
 
     def rest(self) -> None:
-        """All is sampled, and an update follows: with `rollout.free_cache_engine` the engine's weights go too."""
+        """Frees the engine's weights too before an update, with `rollout.free_cache_engine`."""
         if self._frees:
             self.engine.release()
 
     def refit_if_stale(self, policy_version: int) -> dict[str, float]:
-        """Collective over the job: the engine holds the actor's weights of now; what a refit costs.
+        """Collective over the job: copies the actor's weights into the engine if the engine has an older version.
 
-        After an evaluation it held them already. A resumed run must log the same: bytes are told either way.
+        After an evaluation the engine already has them. The transferred bytes are returned in either case, so that a
+        resumed run logs the same metrics.
 
         Args:
-            policy_version: Of the actor.
+            policy_version: Version of the actor's weights.
+
+        Returns:
+            Cost metrics of a weight sync.
         """
         if self.engine.policy_version == policy_version:
             return self.refit.cost()
         cost = self._refit(policy_version)
-        if self._canary_is_due:
-            self._canary_is_due = False
+        if self._self_test_is_due:
+            self._self_test_is_due = False
             moved = weight_sync_check.check(
                 partial(self._refit, policy_version), self._generate, self._arch, self._rollout, self._device
             )
-            said = of_samplers(self._groups, None if moved is None else str(moved))
-            if said is not None:
-                self._tell(f"canary: a second refit of the same weights: {said}")
+            result = of_samplers(self._groups, None if moved is None else str(moved))
+            if result is not None:
+                self._tell(f"weight-sync self-test: same weights synced twice: {result}")
         return cost
 
     def _refit(self, policy_version: int) -> dict[str, float]:

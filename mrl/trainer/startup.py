@@ -1,7 +1,7 @@
-"""How a job comes up, and how it ends.
+"""Startup and shutdown of a run, also after an error.
 
-Owns the order: watchdog, ranks, process groups, run folder, the commit to go on from, log, job; and that all of it is
-taken down again, also after an error. What can be refused without a process group was refused before (`resolve.py`).
+Order: watchdog, rendezvous, process groups, run folder and its lock, checkpoint to resume from, log, `Job`. Everything
+that can be checked without a process group is checked earlier, in `resolve.py`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from mrl.trainer.trainer import Job
 
 @contextmanager
 def open_job(plan: Plan, *, log: bool = True, trains: bool = True) -> Iterator[Job]:
-    """Collective over the job: ranks up, job built; ended in order, also after an error.
+    """Collective over the job: initializes torch.distributed, builds the job, and shuts both down at the end.
 
     Args:
-        plan: From `prepare`.
-        log: False: the run folder is only read.
-        trains: False: the actor is only evaluated.
+        plan: Result of `prepare`.
+        log: False to only read the run folder.
+        trains: False for an evaluation, which needs neither critic nor teachers.
     """
     run, timeout_s = plan.config.run, plan.config.run.collective_timeout_s + MARGIN_S
     watchdog = Watchdog(
@@ -44,7 +44,7 @@ def open_job(plan: Plan, *, log: bool = True, trains: bool = True) -> Iterator[J
         collective_timeout_s=run.collective_timeout_s,
         heartbeat_timeout_s=run.heartbeat_timeout_s,
         device_is_busy=launch.device_is_busy if launch.choose_device(run.device) == "cuda" else None,
-        advice=lambda: _kept(plan.run),
+        advice=lambda: _resume_advice(plan.run),
         secret=launch.job_token,
     )
     with watchdog:
@@ -75,11 +75,11 @@ def open_job(plan: Plan, *, log: bool = True, trains: bool = True) -> Iterator[J
                     job.close()
             failed = False
         except BaseException as error:
-            watchdog.tell(error)  # before anything is taken down that the others may wait in
+            watchdog.tell(error)  # before the shutdown, because other ranks may be waiting in a collective
             if plan.grid.world_size == 1 and out_of_memory(error):
                 raise UserError(
-                    f"the memory of this machine does not hold the run: {first_line(error)}. `mrl plan` says what it "
-                    "needs; take a smaller model, shorter or fewer sequences, or more ranks."
+                    f"The run does not fit into the memory of this machine: {first_line(error)}. `mrl plan` shows how "
+                    "much it needs. Use a smaller model, shorter or fewer sequences, or more ranks."
                 ) from error
             raise
         finally:
@@ -91,9 +91,9 @@ def open_job(plan: Plan, *, log: bool = True, trains: bool = True) -> Iterator[J
 def _run_folder(
     plan: Plan, rank: int, device: torch.device, watchdog: Watchdog, *, log: bool
 ) -> Iterator[tuple[Checkpoints, Found | None, RunLog]]:
-    """Collective over the job: inside, the run folder is this job's alone; what it goes on from was read.
+    """Collective over the job: locks the run folder, finds the checkpoint to resume from and opens the log.
 
-    Where it is only read (`log` is False) nobody has to own it.
+    If the folder is only read (`log` is False), it is not locked.
     """
     config, run, size = plan.config, plan.run, plan.grid.world_size
     if not log:
@@ -105,7 +105,7 @@ def _run_folder(
             run.make()
     silent_s = min(config.run.heartbeat_timeout_s, LONGEST_SILENCE_S)
     with take(run.root, this_process(size, silent_s), rank) as owner:
-        owner.keep(silent_s, lambda why: _lose(why, watchdog, run))
+        owner.keep(silent_s, lambda why: _abort_lost_lock(why, watchdog, run))
         layers = transformer_engine.described(config, plan.arch, device.type)
         notes = [*owner.notes, layers]
         checkpoints = Checkpoints(run.checkpoints, config.checkpoint, notes.append, owner.check)
@@ -126,15 +126,15 @@ def _run_folder(
             yield checkpoints, found, run_log
 
 
-def _lose(why: str, watchdog: Watchdog, run: RunDir) -> NoReturn:
-    """Ends the job wherever its main thread is: another one writes into its folder."""
+def _abort_lost_lock(why: str, watchdog: Watchdog, run: RunDir) -> NoReturn:
+    """Aborts this process from the lock's thread, because another job has taken over the run folder."""
     watchdog.tell(RuntimeError(why))
-    abort.say(why, lambda: _kept(run))
+    abort.say(why, lambda: _resume_advice(run))
     abort.leave(FAILED)
 
 
-def _kept(run: RunDir) -> str:
+def _resume_advice(run: RunDir) -> str:
     steps = run.committed_steps()
     if not steps:
-        return f"There is no checkpoint yet in {run.root}: the same command starts again."
-    return f"The last checkpoint is of step {steps[-1]}, in {run.root}: the same command goes on from there."
+        return f"There is no checkpoint yet in {run.root}: the same command starts from the beginning."
+    return f"The last checkpoint in {run.root} is of step {steps[-1]}: the same command resumes from it."

@@ -1,6 +1,6 @@
-"""Supervised steps on responses or pairs of them: the warm start, `algorithm.name=sft` and `algorithm.name=dpo`.
+"""Batches of supervised steps: the warm start, `algorithm.name=sft` and `algorithm.name=dpo`.
 
-Owns the batch of a supervised step. Every rank reads the same prompts and keeps its share, so nothing is exchanged.
+Every rank reads the same prompts and keeps its data-parallel share, so no communication is needed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def examples(
     *,
     learns_from: LearnsFrom = "responses",
 ) -> list[tuple[Example, ...]]:
-    """What a supervised step learns from each prompt: a response, or a pair of them.
+    """Encodes the responses of each prompt: one, or a (chosen, rejected) pair.
 
     Args:
-        prompts: Of the stream.
-        tokenizer: Encodes the responses.
-        config: Columns of `data`, and lengths of `rollout`.
-        tools: Schemas that the prompts offer.
+        prompts: Prompts with the response columns of `data`.
+        tokenizer: Encoder of the responses.
+        config: Settings with the column names (`data`) and length limits (`rollout`).
+        tools: Tool schemas that the prompts offer.
         learns_from: "responses" or "pairs".
 
     Raises:
@@ -52,18 +52,18 @@ def supervised_batch(
     *,
     learns_from: LearnsFrom = "responses",
 ) -> tuple[RolloutBatch, Tensor]:
-    """This data-parallel index's share of the prompts, each with its response, or its better and its worse one.
+    """Builds the batch of this data-parallel index; a pair becomes two sequences, chosen before rejected.
 
     Args:
-        prompts: The same on every rank.
-        tokenizer: Encodes the responses.
-        groups: Who sits where.
-        config: As for `examples`.
-        tools: As for `examples`.
-        learns_from: As for `examples`.
+        prompts: Prompts of the step, the same on every rank.
+        tokenizer: Encoder of the responses.
+        groups: Process groups and coordinates of this rank.
+        config: Settings, see `examples`.
+        tools: Tool schemas, see `examples`.
+        learns_from: "responses" or "pairs".
 
     Returns:
-        The share, and the (prompt, response) lengths of all sequences, int64 [N, 2].
+        Batch, and the (prompt, response) lengths of all sequences of the step, int64 [N, 2].
 
     Raises:
         UserError: A prompt has no response, or one that is too long.

@@ -1,6 +1,7 @@
-"""The teachers in the run: their weights, which prompt is whose, and their turns on the step's samples.
+"""Distillation teachers of a run: weights, assignment of prompts to teachers, scoring of a step's samples.
 
-Owns what a step's batch gets from them. They are files and stay as they are: a commit holds nothing of them.
+Teachers never change, so checkpoints do not contain them. A teacher with the student's architecture shares the
+student's modules; any other is a separate model.
 """
 
 from __future__ import annotations
@@ -31,45 +32,45 @@ from mrl.types import Prompt, RolloutBatch
 
 
 class RunTeachers:
-    """Of one run; every rank holds one and calls each method together with all of the job."""
+    """Teachers of the run; methods are collective over the ranks that train unless they say otherwise."""
 
     def __init__(self, plan: Plan, groups: ProcessGroups, device: torch.device, policy: Policy) -> None:
-        """Collective over the job: room for their weights.
+        """Collective over the ranks that train: builds the teachers without weights.
 
         Args:
-            plan: The run's.
-            groups: Who sits where.
-            device: Of this rank.
-            policy: The student.
+            plan: Resolved and validated config.
+            groups: Process groups and coordinates of this rank.
+            device: Device of this rank.
+            policy: Student (the actor).
         """
         self._config, self._policy = plan.config, policy
-        self._named = plan.config.distillation.teacher_models
+        self._configs = plan.config.distillation.teacher_models
         self._teachers: list[Teacher] = [
             Lodger(policy, arch)
             if arch == plan.arch
             else Guest(guest_config(plan.config), arch, groups, device, policy)
             for arch in plan.teachers
         ]
-        policy.offload()  # before the engine reads how much memory is free
+        policy.offload()  # before the engine measures the free memory
         self._is_last_stage = groups.coords.pp == groups.grid.pp - 1
         self._teacher_of: dict[int, int] = {}
 
     def load(self) -> None:
-        """Collective over the job: reads their weights from their folders; presets' are random."""
-        for index, (teacher, named) in enumerate(zip(self._teachers, self._named, strict=True)):
-            if named.model_path is not None:
-                read_weights(teacher.model, teacher.arch, named.model_path, teacher.tensors())
+        """Collective over the ranks that train: reads the teachers' weights; presets get random weights."""
+        for index, (teacher, config) in enumerate(zip(self._teachers, self._configs, strict=True)):
+            if config.model_path is not None:
+                read_weights(teacher.model, teacher.arch, config.model_path, teacher.tensors())
             else:
-                seed, deviation = self._config.run.seed + 1 + index, initializer_range(named.overrides)
+                seed, deviation = self._config.run.seed + 1 + index, initializer_range(config.overrides)
                 with together():
                     random_init(teacher.arch, teacher.model.layout(), teacher.tensors(), seed, deviation)
         distilled = self._config.distillation
         if not distilled.distillation_loss.is_sampled:
             weights = []
-            for teacher, named in zip(self._teachers, self._named, strict=True):
+            for teacher, config in zip(self._teachers, self._configs, strict=True):
                 with together():
                     if self._is_last_stage:
-                        weights.append(self._output_weight(teacher, named.model_path))
+                        weights.append(self._output_weight(teacher, config.model_path))
             rollout, actor = self._config.rollout, self._config.actor
             self._policy.comparison = Comparison(
                 distilled.distillation_loss, rollout.temperature, actor.logprob_chunk_tokens, weights
@@ -79,21 +80,21 @@ class RunTeachers:
                 teacher.model.offload()
 
     def route(self, prompts: Sequence[Prompt]) -> None:
-        """Remembers whose the prompts of this step are, the same on every rank."""
+        """Assigns the prompts of the step to teachers; `prompts` must be the same on every rank."""
         self._teacher_of |= {prompt.uid: teacher_of(self._config.distillation, prompt) for prompt in prompts}
 
     def score(self, batch: RolloutBatch) -> None:
-        """Collective over the job: sets `teacher_B`, and `teacher_logprobs_R` or `teacher_states_R`.
+        """Collective over the ranks that train: sets `teacher_B`, and `teacher_logprobs_R` or `teacher_states_R`.
 
         Args:
-            batch: Samples of prompts that `route` was told.
+            batch: Samples of the prompts given to `route`.
         """
-        asked = sorted(set(self._teacher_of.values()))
+        used = sorted(set(self._teacher_of.values()))
         batch.teacher_B = torch.tensor([self._teacher_of[uid] for uid in batch.group_id_B.tolist()], dtype=torch.int64)
         self._teacher_of = {}
         batch.teacher_logprobs_R = batch.teacher_states_R = None
         parts = {}
-        for index in asked:
+        for index in used:
             teacher, own_B = self._teachers[index], batch.teacher_B == index
             part = batch.select(own_B.nonzero().flatten().tolist())
             sampled = self._config.distillation.distillation_loss.is_sampled
@@ -104,7 +105,7 @@ class RunTeachers:
             batch.teacher_states_R = joined(batch, parts)
 
     def _output_weight(self, teacher: Teacher, folder: str | None) -> Tensor:
-        """A teacher's output weight for the tokens of this rank's part of the student's vocabulary."""
+        """Returns a teacher's output weight for this rank's shard of the student's vocabulary."""
         if isinstance(teacher, Lodger) or folder is None:
             tensors = teacher.tensors()
             name = output_name(tensors)
@@ -118,12 +119,12 @@ class RunTeachers:
 
 
 def joined(batch: RolloutBatch, parts: dict[int, Tensor]) -> Tensor:
-    """What the teachers gave for their sequences, in the batch's order; rows of different widths are filled up."""
+    """Merges the results of all teachers into the batch's order; narrower rows are padded with zeros."""
     teacher_R = required(batch.teacher_B, "teacher_B")[batch.sequence_R]
     widest = max(parts.values(), key=lambda part: math.prod(part.shape[1:]))
     joined = torch.zeros(teacher_R.numel(), *widest.shape[1:], dtype=widest.dtype)
     for index, part in parts.items():
-        place = (teacher_R == index).nonzero().squeeze(1)
-        own = joined if part.dim() == 1 else joined[:, : part.size(1)]
-        own[place] = part
+        rows = (teacher_R == index).nonzero().squeeze(1)
+        target = joined if part.dim() == 1 else joined[:, : part.size(1)]
+        target[rows] = part
     return joined

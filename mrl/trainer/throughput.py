@@ -1,4 +1,4 @@
-"""How fast the step that just ran was: its times, tokens per second, use of the device, and memory."""
+"""Throughput metrics of a step: phase times, tokens per second, MFU, memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mrl.trainer.resolve import Plan
 
 
 class Rates:
-    """Of one run.
+    """Throughput metrics of the run.
 
     Args:
-        plan: The run's.
-        device: Of this rank.
-        timers: Of the job.
-        engine: Tells what it did; of the first rank that samples.
+        plan: Resolved and validated config.
+        device: Device of this rank.
+        timers: Phase timers of this rank.
+        engine: Rollout engine of this rank; the statistics of the first rank that samples are used.
     """
 
     def __init__(self, plan: Plan, device: torch.device, timers: Timers, engine: RolloutEngine) -> None:
@@ -29,12 +29,12 @@ class Rates:
         self._num_response_tokens = 0
 
     def trained(self, prompt_lens_N: Tensor, response_lens_N: Tensor) -> None:
-        """Notes the sequences of a step, over all ranks."""
+        """Records the lengths of all sequences of a step, over all ranks, in tokens."""
         self._seq_lens = (prompt_lens_N + response_lens_N).long().tolist()
         self._num_response_tokens = int(response_lens_N.sum())
 
     def metrics(self) -> dict[str, float]:
-        """Collective over the job: of the step that just ran."""
+        """Collective over the job: returns the metrics of the last step."""
         timings, config, grid = self._timers.metrics(), self._plan.config, self._plan.grid
         rates = measure.throughput_metrics(
             timings,

@@ -1,7 +1,6 @@
-"""A run put together: config in, everything that the loop needs out.
+"""Construction of a run: builds the models, the rollout engine and everything else that the loop in `train.py` uses.
 
-Owns which parts there are and the order in which they are built; each is a file beside this one. `startup.py` makes a
-job; the loop itself is in `train.py`.
+`startup.open_job` constructs a `Job` after the process groups exist.
 """
 
 from __future__ import annotations
@@ -50,21 +49,30 @@ T = TypeVar("T")
 
 
 class Job:
-    """A job that has come up: ranks, actor, engine, and everything around them. `open_job` makes it.
+    """All parts of a run on this rank; constructed by `open_job`.
+
+    Args:
+        plan: Resolved and validated config.
+        groups: Process groups and coordinates of this rank.
+        device: Device of this rank.
+        log: Log of the run.
+        checkpoints: Checkpoint folders of the run.
+        found: Checkpoint to resume from; None to start a new run.
+        trains: False for an evaluation, which needs neither critic nor teachers.
 
     Attributes:
-        weights: The actor's, from and to Hugging Face folders.
-        critic: Of an algorithm that has one, on ranks that train.
-        teachers: Of a run with distillation, on ranks that train.
-        reward_model: Scores samples; None: the run has none.
-        sampler: The engine and its refits.
-        reward_weights: Factor of each reward function, by its name in `Rollout.reward_parts`.
-        scorer: Scores this replica's rollouts; None on ranks that do not lead one.
-        episodes: Conversations with environments; None: a sample is one answer, or this rank does not sample.
-        state: What the loop moves on beside the weights.
-        progress: The steps and phases that can be abandoned.
-        commits: Written and taken up again.
-        rates: How fast a step was.
+        weights: Reader and writer of the actor's weights as Hugging Face folders.
+        critic: Critic on ranks that train; None if the algorithm has none.
+        teachers: Distillation teachers on ranks that train; None without distillation.
+        reward_model: Reward model; None if the config has none.
+        sampler: Rollout engine and weight sync.
+        reward_weights: Weight of each reward function, by its name in `Rollout.reward_parts`.
+        scorer: Reward functions for this replica's samples, on the first rank of each replica; None elsewhere.
+        episodes: Multi-turn episodes; None for single-turn samples and on ranks that do not sample.
+        state: Training state besides model weights and optimizers.
+        progress: Position in the run and handling of stop requests.
+        commits: Writer and reader of checkpoints.
+        rates: Throughput metrics.
     """
 
     def __init__(
@@ -78,7 +86,7 @@ class Job:
         *,
         trains: bool,
     ) -> None:
-        """Collective over the job; of `open_job`."""
+        """Collective over the job: builds all parts."""
         config, tokenizer = plan.config, plan.tokenizer
         self.config, self.arch, self.tokenizer, self.algorithm = config, plan.arch, tokenizer, plan.algorithm
         self.validation, self.run, self.groups, self.device, self.log = plan.validation, plan.run, groups, device, log
@@ -105,8 +113,9 @@ class Job:
         )
         self.progress = Progress(self.timers, self.state.snapshot, self.state.kept_samples)
         self.episodes = self._episodes(plan)
-        whole = self.progress.told_to_stop  # no part of a conversation is kept
-        self.sampler.engine.told_to_stop = self.progress.ends_sampling if self.episodes is None else whole
+        # Episodes cannot be continued later, so they are not cut when only the time for the step runs out.
+        stops = self.progress.ends_sampling if self.episodes is None else self.progress.told_to_stop
+        self.sampler.engine.told_to_stop = stops
         self.commits = Commits(
             config.checkpoint,
             checkpoints,
@@ -123,9 +132,9 @@ class Job:
         self.rates = Rates(plan, device, self.timers, self.sampler.engine)
 
     def _models(self, plan: Plan, *, trains: bool) -> tuple[Policy, RunCritic | None, RunTeachers | None]:
-        """Collective over the ranks that train: what is on them; an evaluation needs only the actor."""
+        """Collective over the ranks that train: builds the actor and, except for evaluation, critic and teachers."""
         policy = Policy(self.config, plan.arch, self.groups, self.device)
-        policy.offload()  # before the engine reads how much memory is free
+        policy.offload()  # before the engine measures the free memory
         critic = teachers = None
         if plan.critic is not None and trains:
             critic = RunCritic(plan, plan.critic, self.groups, self.device, policy)
@@ -147,13 +156,13 @@ class Job:
 
     @property
     def policy(self) -> Policy:
-        """The actor.
+        """Actor of this rank.
 
         Raises:
-            RuntimeError: This rank has none: it only samples.
+            RuntimeError: This rank only samples.
         """
         if self._policy is None:
-            raise RuntimeError(f"rank {self.groups.rank} only samples: it has no actor")
+            raise RuntimeError(f"rank {self.groups.rank} only samples and has no actor")
         return self._policy
 
     def _episodes(self, plan: Plan) -> Episodes | None:
@@ -163,7 +172,7 @@ class Job:
         return Episodes(self.config.rollout, plan.tokenizer, plan.tools, self.groups.rollout_tp, told_to_stop=stop)
 
     def close(self) -> None:
-        """Ends worker processes, drops a commit that is not written yet, and frees the engine."""
+        """Ends worker processes, discards an unfinished checkpoint and frees the engine."""
         self.commits.close()
         if self.scorer is not None:
             self.scorer.close()
@@ -172,7 +181,11 @@ class Job:
         self.sampler.engine.close()
 
     def resume(self) -> int | None:
-        """Collective over the job: see `Commits.resume`; the optimizer is there for either."""
+        """Collective over the job: creates the optimizers, then loads the last checkpoint or the initial weights.
+
+        Returns:
+            Steps done, or None for a new run; see `Commits.resume`.
+        """
         with on_trainers(self.groups) as here:
             if here:
                 self.policy.start_optimizer(learning_rate(self.config))
@@ -183,10 +196,10 @@ class Job:
         return self.commits.resume()
 
     def begin(self, step: int) -> None:
-        """Collective over the job: reference and critic get their first weights, maybe those of the actor of now.
+        """Collective over the job: initializes reference and critic, from their own folders or the current actor.
 
         Args:
-            step: Steps done.
+            step: Number of steps done.
         """
         self.state.reference.start(step)
         with on_trainers(self.groups):
@@ -194,32 +207,40 @@ class Job:
                 self.critic.start()
 
     def on_trainers(self, work: Callable[[], T], *, may_stop: bool = False) -> T:
-        """Collective over the job: what the ranks that train make of it; the others wait for what rank 0 made.
+        """Collective over the job: runs `work` on the ranks that train; other ranks wait and return rank 0's result.
 
         Args:
-            work: Gives plain data.
-            may_stop: The step can still be abandoned: where the others wait, all ranks ask at the end.
+            work: Function that returns plain data.
+            may_stop: True if the step can still be abandoned afterwards; then all ranks check for a stop request.
         """
         if self.groups.trainers is None:
             return work()
-        found: list[T] = []
+        own: list[T] = []
         with self.progress.apart(), on_trainers(self.groups) as here:
             if here:
-                found.append(work())
-        told, self.state.policy_version = from_first_rank((found, self.state.policy_version))
+                own.append(work())
+        result = self._from_rank_0(own)
         if may_stop:
             self.progress.ask()
-        made: T = (found or told)[0]
-        return made
+        return result
+
+    def _from_rank_0(self, own: list[T]) -> T:
+        """Collective over the job: returns this rank's result, or rank 0's where `own` is empty; syncs the version."""
+        first, self.state.policy_version = from_first_rank((own, self.state.policy_version))
+        result: T = (own or first)[0]
+        return result
 
     def take(self, step: int) -> tuple[SampleTable, list[Rollout], dict[str, float]]:
-        """Collective over the job: what a step trains on, this rank's samples of it, and how they came about.
+        """Collective over the job: removes the samples that `step` trains on from the rollout buffer.
+
+        Returns:
+            Table of all samples, samples of this rank's replica, and metrics of the sampling.
 
         Raises:
             RuntimeError: A token is older than `train.max_off_policy_steps`.
         """
-        flight = self.state.in_flight
-        taken = flight.take(step)
+        buffer = self.state.in_flight
+        taken = buffer.take(step)
         tally, table = taken.tally, taken.table
         for note in tally.notes:
             self.log.note(note)
@@ -231,73 +252,75 @@ class Job:
             self.state.history.update(tally.sources, tally.drawn)
             metrics |= measure.scoring_metrics(tally.drawn) | measure.episode_metrics(tally.drawn)
         if self.teachers is not None:
-            self.teachers.route([flight.prompt(uid) for uid in taken.names])
+            self.teachers.route([buffer.prompt(uid) for uid in taken.names])
         metrics |= data_sources.training_metrics(table, taken.names)
-        if flight.schedule.is_off_policy and len(table):
-            metrics |= staleness_metrics(table, partial(flight.age_of, step=step), num_carried=taken.num_carried)
+        if buffer.schedule.is_off_policy and len(table):
+            metrics |= staleness_metrics(table, partial(buffer.age_of, step=step), num_carried=taken.num_carried)
             metrics["rollout/num_restarted_groups"] = float(tally.restarted)
-            if not flight.schedule.in_order:
-                metrics |= flight.acceptance.metrics(taken.carried)
-            flight.check_age(metrics["training/off_policy/trajectory_staleness_worst/max"])
+            if not buffer.schedule.in_order:
+                metrics |= buffer.acceptance.metrics(taken.carried)
+            buffer.check_age(metrics["training/off_policy/trajectory_staleness_worst/max"])
         return table, taken.rollouts, metrics
 
-    def beside(self, train: Callable[[], T], sample: Callable[[dist.ProcessGroup], None]) -> T:
-        """Collective over the job: what the ranks that train make, while those that sample do that.
+    def train_while_sampling(self, train: Callable[[], T], sample: Callable[[dist.ProcessGroup], None]) -> T:
+        """Collective over the job: runs `train` on the ranks that train, concurrently with `sample` on the others.
 
-        Ranks that do both sample first. What the others do changes nothing but the time.
+        Without separate sampling ranks, `sample` runs first and then `train`; the results are the same.
 
         Args:
-            train: Gives plain data.
-            sample: Collective over the group that it is given.
+            train: Function that returns plain data.
+            sample: Function that is collective over the process group that it is called with.
+
+        Returns:
+            Result of `train`, on ranks that only sample that of rank 0.
         """
         samplers = self.groups.samplers
         if samplers is None:
             sample(everyone())
             self.sampler.rest()
             return train()
-        found: list[T] = []
+        own: list[T] = []
         with self.progress.apart(), on_trainers(self.groups) as here:
             if here:
-                found.append(train())
+                own.append(train())
             else:
                 sample(samplers)
-        told, self.state.policy_version = from_first_rank((found, self.state.policy_version))
+        result = self._from_rank_0(own)
         self._follow_samplers()
-        made: T = (found or told)[0]
-        return made
+        return result
 
     def _follow_samplers(self) -> None:
-        """Collective over the job: those that train know what was sampled, and how long it took."""
-        flight, source, first = self.state.in_flight, self.state.source, self.groups.grid.samplers.start
-        mine = (flight.state_dict(), *flight.tables(), source.state_dict(), self.timers.metrics())
-        state, columns, tables, frontier, timings = from_rank(first, mine if self.groups.samples else None)
+        """Collective over the job: copies buffer metadata, data position and timings to ranks that only train."""
+        buffer, source, first = self.state.in_flight, self.state.source, self.groups.grid.samplers.start
+        own = (buffer.state_dict(), *buffer.tables(), source.state_dict(), self.timers.metrics())
+        state, columns, tables, position, timings = from_rank(first, own if self.groups.samples else None)
         if not self.groups.samples:
-            flight.follow(state, columns, tables)
-            source.load_state_dict(frontier)
+            buffer.follow(state, columns, tables)
+            source.load_state_dict(position)
             self.timers.heard(timings)
 
-    def show(self, step: int, rollouts: Sequence[Rollout], phase: str) -> None:
-        """Collective over the job: logs the first samples of the first replica."""
+    def log_samples(self, step: int, rollouts: Sequence[Rollout], phase: str) -> None:
+        """Collective over the job: logs the first `observe.num_samples` samples of the first replica."""
         rows = sample_rows(rollouts, phase=phase, num_samples=self.config.observe.num_samples)
         self.log.samples(step, of_samplers(self.groups, rows))
 
     def is_last(self, step: int) -> bool:
-        """Whether the run ends after so many steps; not if the next one is done and has no line in the log yet."""
+        """Returns whether the run ends after `step` steps; False if the next step is done but not logged yet."""
         source = self.state.source
         over = is_over(self.config.train, step, position=self.state.position, num_rows=source.num_rows)
         return over and self.progress.unlogged(step + 1) is None
 
     def refit_if_stale(self) -> dict[str, float]:
-        """Collective over the job: see `Sampler.refit_if_stale`."""
+        """Collective over the job: syncs weights to the engine if it has older ones; returns the cost metrics."""
         return self.sampler.refit_if_stale(self.state.policy_version)
 
     def sum_over_dp(self, tensor: Tensor) -> Tensor:
-        """Collective over data-parallel: elementwise sum, fp64."""
+        """Collective over data-parallel ranks: returns the elementwise sum, fp64."""
         return sum_over(tensor.double(), self.groups.dp)
 
 
 def _scorer(plan: Plan, groups: ProcessGroups, *, keeps: bool) -> Scorer:
-    """Of this replica; `keeps` its scores in the run folder."""
+    """Builds the scorer of this replica; `keeps` stores scores in the run folder for a resume."""
     scores = plan.run.scores / f"replica{groups.grid.replica(groups.rank)}" if keeps else None
     tokenizer = plan.tokenizer
     texts = tokenizer.decode, tokenizer.eos_ids, tokenizer.special_ids

@@ -1,7 +1,4 @@
-"""What the loop moves on beside the weights, as a commit's `state.json` holds it, and how it comes back.
-
-Owns its keys and what each must be. Weights and the folders of commits are `checkpointing.py`'s.
-"""
+"""Training state besides model weights and optimizers, stored as `state.json` in checkpoints; its keys and types."""
 
 from __future__ import annotations
 
@@ -23,15 +20,15 @@ from mrl.trainer.reference import Reference
 
 @dataclass
 class TrainingState:
-    """Where the loop's parts stand.
+    """Training state besides model weights and optimizers.
 
     Attributes:
-        source: The training prompts.
-        history: Lengths of responses.
-        reference: Of the KL.
-        kl_control: Of the KL in the reward.
-        entropy_control: Of the entropy bonus.
-        in_flight: Prompts that were drawn and not trained on.
+        source: Training prompts and the position in them.
+        history: Response lengths seen so far.
+        reference: KL reference.
+        kl_control: Adaptive coefficient of the KL in the reward.
+        entropy_control: Adaptive coefficient of the entropy bonus.
+        in_flight: Rollout buffer.
         policy_version: Optimizer steps taken in this run.
     """
 
@@ -45,22 +42,22 @@ class TrainingState:
 
     @property
     def position(self) -> int:
-        """Of the first prompt in the stream that was not trained on."""
+        """Uid of the first prompt that was not trained on."""
         return self.in_flight.first(self.source.position)
 
     @property
     def epoch(self) -> float:
-        """Passes over the data that were trained on."""
+        """Number of passes over the data that were trained on; a fraction."""
         return self.position / self.source.num_rows
 
     def kept_samples(self) -> KeptSamples:
-        """Samples in flight on this rank, for a commit."""
+        """Returns this rank's samples in the rollout buffer, for a checkpoint."""
         if not self.in_flight.outlives_steps:
             return KeptSamples()
         return KeptSamples(*self.in_flight.tables(), *self.in_flight.samples())
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON-able: all of it."""
+        """Returns the state, JSON-serializable."""
         entropy = self.entropy_control
         return {
             "policy_version": self.policy_version,
@@ -73,13 +70,14 @@ class TrainingState:
         }
 
     def restore(self, state: Mapping[str, Any]) -> str | None:
-        """Takes back source, history and adaptive coefficients of a `snapshot`.
+        """Loads data position, length history and adaptive coefficients of a `snapshot`.
 
         Returns:
-            Its record of the reference, for `Reference.resume`.
+            Reference path of the snapshot, for `Reference.resume`.
 
         Raises:
-            UserError: They are of other data. What no run leaves there raises the errors of `not_of_a_run`.
+            UserError: The snapshot belongs to other training data. Malformed state raises errors that `not_of_a_run`
+                converts.
         """
         self.source.load_state_dict(state["source"])
         self.history.load_state_dict(state["history"])
@@ -93,14 +91,14 @@ class TrainingState:
 
 @dataclass
 class Standing:
-    """What a run has reached, as a commit holds it beside the weights of now.
+    """Training state after a step, as a checkpoint stores it in addition to the weights.
 
     Attributes:
-        state: JSON-able. `step`: steps done. `unlogged`: metrics of that step where its evaluation and its line in the
-            log are still to come. `warm_start`: before step 0, warm start steps done and where their prompts stand.
-        metrics: Of the step; `checkpoint.best_metric` is looked up in it.
-        samples: In flight on this rank.
-        committed: Whether a commit of exactly this is there.
+        state: JSON-serializable state. `step`: steps done. `unlogged`: metrics of that step if it is not yet evaluated
+            and logged. `warm_start`: steps of the warm start and the position in its prompts, before step 0.
+        metrics: Metrics of the step, among them `checkpoint.best_metric`.
+        samples: Samples in the rollout buffer on this rank.
+        committed: True if a checkpoint of this state exists.
     """
 
     state: dict[str, Any]
@@ -121,17 +119,17 @@ STATE_KINDS: dict[str, tuple[type, ...]] = {
     "in_flight": (dict, type(None)),
     "warm_start": (dict, type(None)),
 }
-"""What a commit's state must have."""
+"""Required keys of `state.json` and their types."""
 
 ENTROPY_KINDS: list[list[type]] = [[], [float, float], [float, type(None)]]
-"""Of the coefficient and the entropy that moved it, where there are any."""
+"""Allowed types of `entropy_ctrl`: nothing, or the coefficient and the entropy of the last step (or None)."""
 
 
 def resumed(state: Mapping[str, Any], path: Path) -> Standing:
-    """What a commit in folder `path` holds.
+    """Validates the state of the checkpoint in folder `path`.
 
     Raises:
-        UserError: Its state was not written by a run.
+        UserError: A key is missing or has another type.
     """
     state = {"unlogged": None, "in_flight": None, "warm_start": None, "kl_coef": None, "entropy_ctrl": None, **state}
     wrong = [name for name, kinds in STATE_KINDS.items() if type(state.get(name)) not in kinds]
@@ -141,20 +139,20 @@ def resumed(state: Mapping[str, Any], path: Path) -> Standing:
     if not wrong and [type(value) for value in state["entropy_ctrl"] or ()] not in ENTROPY_KINDS:
         wrong = ["entropy_ctrl"]
     if wrong:
-        raise _strange(path, f"lacks {', '.join(wrong)}, or has something else there")
+        raise _invalid(path, f"missing or wrong type: {', '.join(wrong)}")
     return Standing(dict(state), committed=True)
 
 
 @contextmanager
 def not_of_a_run(path: Path) -> Iterator[None]:
-    """Inside, a part of the state of a commit in folder `path` that does not fit is a UserError."""
+    """Converts errors of malformed state in the checkpoint folder `path` into a UserError."""
     try:
         yield
     except UserError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise _strange(path, f"has something else than a run leaves there ({type(error).__name__}: {error})") from error
+        raise _invalid(path, f"{type(error).__name__}: {error}") from error
 
 
-def _strange(path: Path, what: str) -> UserError:
-    return UserError(f"checkpoint '{path}' is of no run of mrl: its state.json {what}. Give another checkpoint.")
+def _invalid(path: Path, why: str) -> UserError:
+    return UserError(f"'{path}/state.json' is not a valid mrl training state ({why}). Choose another checkpoint.")

@@ -1,4 +1,4 @@
-"""The warm start's own parts: its algorithm, its learning rate, and its prompts. The loop is in `train.py`."""
+"""Setup of the supervised warm start: algorithm, learning rate and prompts. The loop is in `train.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mrl.trainer.training_state import not_of_a_run
 
 
 def begin_warm_start(job: Job) -> tuple[Algorithm, PromptSource, int]:
-    """The supervised algorithm, the training prompts in an order of their own, and the steps already done."""
+    """Collective over the job: returns the SFT algorithm, the training prompts in another order, and the steps done."""
     config, rollout, rate = job.config, job.config.rollout, warm_start_learning_rate(job.config)
     sft = algorithms.build(AlgorithmConfig(name="sft"), rollout)
     seed = config.run.seed + 1
@@ -25,11 +25,11 @@ def begin_warm_start(job: Job) -> tuple[Algorithm, PromptSource, int]:
             if here:
                 job.policy.start_optimizer(rate)
         return sft, source, 0
-    begun = standing.state["warm_start"]
+    saved = standing.state["warm_start"]
     with on_trainers(job.groups) as here:
         if here:
             job.policy.follow(rate)
     with together(), not_of_a_run(job.commits.checkpoints.path(0)):
-        source.load_state_dict(begun["source"])
-    job.log.warm_start_resumed(begun["step"])
-    return sft, source, int(begun["step"])
+        source.load_state_dict(saved["source"])
+    job.log.warm_start_resumed(saved["step"])
+    return sft, source, int(saved["step"])

@@ -1,11 +1,11 @@
-"""Does a refit of the weights that an engine holds leave it as it is: asked once, before its samples train anything.
+"""Weight-sync self-test: syncing the same weights twice must not change the engine's output. Runs once per start.
 
-Owns the question and the verdict. `Refit` proves that the engine was given the right bytes; an engine that cuts, fuses
-or rearranges them itself, or that reads them through addresses of its own (CUDA graphs), can still go wrong behind it.
-So a few fixed prompts are answered greedily after one refit, and again after a second one of the same weights, with
-sleep and waking in between: neither tokens nor log-probabilities may move. What goes wrong in the same way every time,
-such as a tensor that is never read, does not move: `tools/accept_trtllm.py` and `tools/accept_vllm.py` look for that,
-with the actor's own log-probabilities.
+`Refit` verifies the bytes that the engine receives. An engine that splits, fuses or rearranges them itself, or reads
+them at cached addresses (CUDA graphs), can still be wrong. So a few fixed prompts are answered greedily after a weight
+sync, the engine sleeps and wakes, the same weights are synced again, and tokens and log-probabilities must be the same.
+
+An error that is the same every time, such as a tensor that is never read, is not found. `tools/accept_trtllm.py` and
+`tools/accept_vllm.py` compare with the actor's log-probabilities for that.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from mrl.types import Prompt, Rollout
 NUM_PROMPTS = 4
 PROMPT_LEN = 8
 MAX_TOKENS = 16
-"""Of a response, and most of it: longer ones move no less."""
+"""Length of a response, tokens; longer ones find no more errors."""
 
 STRIDE = 7919
-"""A prime: successive tokens lie far apart in any vocabulary."""
+"""Distance of successive prompt token ids; a prime, so that the ids spread over any vocabulary."""
 
 EXACT = 0.0
-"""On a CPU the same kernels add in the same order: nothing may move."""
+"""Tolerance on a CPU, nats: the same kernels add in the same order."""
 
 ROUNDING = 0.05
-"""Nats, on a GPU. Each prompt is alone in its batch, so that kernels are the same and only the order of atomic sums may
-differ; bfloat16 logits carry 8 bits, and a log-probability of -12 is good to 2^-8 of that."""
+"""Tolerance on a GPU, nats. Each prompt is alone in its batch, so kernels are the same and only the order of atomic
+adds may differ; bfloat16 logits have 8 bits, so a log-probability of -12 has an error of 12 x 2^-8 nats."""
 
 Generate = Callable[[Sequence[Prompt], SamplingConfig], list[Rollout]]
 
 
 @dataclass(frozen=True)
 class Movement:
-    """How the answers of two refits differ.
+    """Difference between the responses after two weight syncs.
 
     Attributes:
-        largest: Largest difference of two log-probabilities up to where tokens part, nats.
-        num_compared: Tokens up to there, over all prompts.
-        num_parted: Prompts whose tokens part.
-        where: Of the largest difference, in words.
+        largest: Largest difference of log-probabilities up to the first different token of each prompt, nats.
+        num_compared: Number of tokens compared, over all prompts.
+        num_parted: Number of prompts with different tokens.
+        where: Description of the largest difference: prompt, position, both log-probabilities.
     """
 
     largest: float
@@ -59,30 +59,30 @@ class Movement:
     where: str
 
     def within(self, tolerance: float) -> bool:
-        """Whether this is rounding. At most half of the prompts may part, and only between tokens equally likely."""
+        """Returns whether the difference is within rounding; at most half of the prompts may differ in tokens."""
         allowed = NUM_PROMPTS // 2 if tolerance > 0 else 0
-        return self.largest <= tolerance and self.num_parted <= allowed  # not-a-number is not within
+        return self.largest <= tolerance and self.num_parted <= allowed  # False for NaN
 
     def __str__(self) -> str:
         return (
-            f"{self.num_compared} tokens compared, the log-probabilities moved by at most {self.largest:.3g} nats"
-            f"{self.where}, the tokens of {self.num_parted} of {NUM_PROMPTS} prompts parted"
+            f"{self.num_compared} tokens compared, log-probabilities differ by at most {self.largest:.3g} nats"
+            f"{self.where}, tokens differ for {self.num_parted} of {NUM_PROMPTS} prompts"
         )
 
 
 def is_wanted(rollout: RolloutConfig) -> bool:
-    """Whether the run asks; with TensorRT-LLM's engines and vLLM it does unless told not to."""
-    asked = rollout.checkpoint_engine.canary
-    return rollout.name in (*TRTLLM, VLLM) if asked is None else asked
+    """Returns `rollout.checkpoint_engine.canary`; null means True for TensorRT-LLM and vLLM."""
+    wanted = rollout.checkpoint_engine.canary
+    return rollout.name in (*TRTLLM, VLLM) if wanted is None else wanted
 
 
 def tolerance_of(device: torch.device) -> float:
-    """Largest movement that is rounding, nats."""
+    """Returns the largest difference that counts as rounding, nats."""
     return EXACT if device.type == "cpu" else ROUNDING
 
 
 def prompts_of(arch: ArchSpec, rollout: RolloutConfig) -> list[Prompt]:
-    """The fixed prompts of a model, token ids all over its vocabulary."""
+    """Returns the fixed test prompts, with token ids spread over the vocabulary."""
     length = min(PROMPT_LEN, rollout.prompt_length)
     return [
         Prompt(
@@ -96,31 +96,31 @@ def prompts_of(arch: ArchSpec, rollout: RolloutConfig) -> list[Prompt]:
 
 
 def sampling_of(rollout: RolloutConfig) -> SamplingConfig:
-    """Greedy, at temperature 1 and without truncation: every engine scores that exactly."""
+    """Returns greedy sampling at temperature 1 without truncation, which every engine scores exactly."""
     room = rollout.longest - min(PROMPT_LEN, rollout.prompt_length)
     return SamplingConfig(n=1, max_tokens=min(MAX_TOKENS, rollout.response_length, room), greedy=True, ignore_eos=True)
 
 
 def answers(generate: Generate, arch: ArchSpec, rollout: RolloutConfig) -> list[Rollout]:
-    """Collective over the replica: what the engine makes of the fixed prompts, each alone in its batch.
+    """Collective over the replica: samples the fixed prompts, each alone in its batch.
 
     Returns:
-        One for each prompt; fewer where the engine was told to stop.
+        One response for each prompt; fewer after a stop request.
     """
     sampling = sampling_of(rollout)
     return [found for prompt in prompts_of(arch, rollout) for found in generate([prompt], sampling)]
 
 
 def compare(before: Sequence[Rollout], after: Sequence[Rollout]) -> Movement:
-    """How far the answers moved, token by token until they part."""
+    """Compares two lists of responses, token by token until the tokens differ."""
     largest, where, compared, parted = 0.0, "", 0, 0
     for one, other in zip(before, after, strict=True):
         pairs = zip(one.response_ids, other.response_ids, one.rollout_logprobs, other.rollout_logprobs, strict=True)
         for position, (token, new_token, logprob, new_logprob) in enumerate(pairs):
             compared += 1
-            moved = abs(new_logprob - logprob)
-            if moved > largest or math.isnan(moved) > math.isnan(largest):
-                largest = moved
+            difference = abs(new_logprob - logprob)
+            if difference > largest or math.isnan(difference) > math.isnan(largest):
+                largest = difference
                 where = f" ({one.prompt.source}, token {position}: {logprob:.6f}, then {new_logprob:.6f})"
             if token != new_token:
                 parted += 1
@@ -135,20 +135,20 @@ def check(
     rollout: RolloutConfig,
     device: torch.device,
 ) -> Movement | None:
-    """Collective over the job, after a first refit: refits the same weights, and compares before with after.
+    """Collective over the job, after a weight sync: syncs the same weights again and compares the responses.
 
     Args:
-        refit: The weights that the engine holds, once more.
-        generate: Wakes the engine, samples and lets it sleep again.
-        arch: The model.
-        rollout: `rollout` section.
-        device: Of the engine.
+        refit: Function that syncs the same weights again.
+        generate: Function that wakes the engine, samples and lets it sleep.
+        arch: Architecture of the model.
+        rollout: Config section `rollout`.
+        device: Device of the engine, which determines the tolerance.
 
     Returns:
-        How far the answers moved; None where the engine was told to stop.
+        Difference of the responses; None after a stop request.
 
     Raises:
-        RuntimeError: On every rank: they moved by more than rounding on some replica.
+        RuntimeError: The responses of some replica differ by more than rounding; raised on every rank.
     """
     with together():
         before = answers(generate, arch, rollout)
@@ -161,9 +161,10 @@ def check(
     with together():
         if moved is not None and not moved.within(tolerance_of(device)):
             raise RuntimeError(
-                f"the engine moved under a refit of the very weights that it held: {moved}; expected at most "
-                f"{tolerance_of(device):g} nats. rollout.name={rollout.name} does not keep what it is given (a tensor "
-                "lost, one processed twice, or kernels that read old addresses), and its samples would not be the "
-                "actor's. rollout.name=native does; tools/accept_trtllm.py or tools/accept_vllm.py says what fails."
+                f"Weight-sync self-test failed: syncing the same weights twice changed the output of "
+                f"rollout.name={rollout.name}: {moved}; expected at most {tolerance_of(device):g} nats. The engine "
+                "loses a tensor, processes one twice, or reads old addresses, so its samples would not come from the "
+                "actor. Use rollout.name=native, and find the cause with tools/accept_trtllm.py or "
+                "tools/accept_vllm.py."
             )
     return moved

@@ -161,8 +161,8 @@ TINY = (
 @pytest.mark.parametrize(
     ("action", "status", "said"),
     [
-        ("SIGTERM", 75, "mrl: stopped by SIGTERM after step 2, which was already committed.\n"),
-        ("SIGHUP", 75, "mrl: stopped by SIGHUP after step 2, which was already committed.\n"),
+        ("SIGTERM", 75, "mrl: stopped by SIGTERM after step 2; its checkpoint existed already.\n"),
+        ("SIGHUP", 75, "mrl: stopped by SIGHUP after step 2; its checkpoint existed already.\n"),
         ("SIGINT", 130, "mrl: interrupted.\n"),
         ("mistake", 2, "mrl: error: row 5 is wrong.\nThis was at step 3, between phases.\n"),
     ],
@@ -261,15 +261,15 @@ def test_one_rank_speaks_for_the_job_or_for_its_host(rank, local_rank, everywher
         (["train.mode=async", "train.max_off_policy_steps=0"], ""),
         (
             ["train.mode=async"],
-            "; rollout correction decoupled_token_is, since older weights sample and the config names none",
+            "; rollout correction decoupled_token_is, the default for sampling with older weights",
         ),
         (
             ["train.mode=async", "algorithm.rollout_correction.preset=decoupled_seq_is"],
-            "; rollout correction decoupled_seq_is, by the config",
+            "; rollout correction decoupled_seq_is, set by the config",
         ),
         (
             ["train.mode=async", "algorithm.rollout_correction.bypass_mode=false"],
-            "; rollout correction of its own, by the config",
+            "; rollout correction without preset, set by the config",
         ),
     ],
 )

@@ -167,7 +167,7 @@ def test_a_stop_waits_no_longer_for_sampling_than_there_is_time_and_what_is_ther
     words = runs.arguments(tmp_path, settings)
     stopped = run_ranks(3, _told, words, [runs.free_port(), runs.free_port()], str(tmp_path / "told"))
     assert [status for status, _ in stopped] == [75, 75, 75]
-    assert f"mrl: stopped by SIGUSR1 after step {step}, which is committed." in stopped[0][1]
+    assert f"mrl: stopped by SIGUSR1 after step {step}; its checkpoint was written." in stopped[0][1]
     on = run_ranks(3, _told, words, [runs.free_port(), runs.free_port()], str(tmp_path / "told"))
     assert [status for status, _ in on] == [0, 0, 0]
     ages = [row[WORST] for row in runs.metrics(tmp_path) if WORST in row]

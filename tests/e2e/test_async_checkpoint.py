@@ -50,7 +50,7 @@ def test_the_numbers_are_those_of_a_run_that_waits(whole, tmp_path):
     assert runs.train_in_pool(tmp_path, waiting, 1) == runs.metrics(folder)
     assert hashes(folder) == hashes(tmp_path)
     notes = [json.loads(line)["text"] for line in (folder / "run" / "notes.jsonl").read_text().splitlines()]
-    told = [note for note in notes if "written beside the training in" in note and "which waited" in note]
+    told = [note for note in notes if "written in the background in" in note and "training waited" in note]
     assert len(told) == 3  # steps 0, 2 and 4
 
 
@@ -132,8 +132,8 @@ def told_while_written(folder, number, after):
 @pytest.mark.parametrize(
     ("number", "steps", "status", "said", "committed"),
     [
-        (signal.SIGUSR1, 0, 75, "stopped by SIGUSR1 after step 0, which is committed", [0]),
-        (signal.SIGTERM, 1, 75, "stopped by SIGTERM after step 1, which is committed", [0, 1]),
+        (signal.SIGUSR1, 0, 75, "stopped by SIGUSR1 after step 0; its checkpoint was written", [0]),
+        (signal.SIGTERM, 1, 75, "stopped by SIGTERM after step 1; its checkpoint was written", [0, 1]),
         (signal.SIGINT, 1, 130, "interrupted.\nThere is no checkpoint yet", []),
     ],
     ids=["what_stands_is_written", "a_step_further", "ctrl_c"],

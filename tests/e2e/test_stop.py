@@ -41,13 +41,13 @@ def test_a_run_that_is_stopped_again_and_again_has_the_numbers_of_one_that_was_n
     whole, often = tmp_path / "whole", tmp_path / "often"
     assert train(whole) == (0, "")
     for tell, after in (
-        ("1 draw 40 SIGUSR1", "stopped by SIGUSR1 after warm start step 2, which is committed"),
-        ("0 held_out 0 SIGUSR1", "stopped by SIGUSR1 after warm start step 4, which is committed"),
-        ("1 draw 5 SIGTERM", "stopped by SIGTERM after step 0, which was already committed"),
-        ("0 draw 12 SIGUSR1", "stopped by SIGUSR1 after step 1, which is committed"),
-        ("0 held_out 1 SIGTERM", "stopped by SIGTERM after step 2, which is committed"),
-        ("1 loss 1 SIGUSR1", "stopped by SIGUSR1 after step 3, which is committed"),
-        ("0 score 1 SIGUSR1", "stopped by SIGUSR1 after step 3, which was already committed"),
+        ("1 draw 40 SIGUSR1", "stopped by SIGUSR1 after warm start step 2; its checkpoint was written"),
+        ("0 held_out 0 SIGUSR1", "stopped by SIGUSR1 after warm start step 4; its checkpoint was written"),
+        ("1 draw 5 SIGTERM", "stopped by SIGTERM after step 0; its checkpoint existed already"),
+        ("0 draw 12 SIGUSR1", "stopped by SIGUSR1 after step 1; its checkpoint was written"),
+        ("0 held_out 1 SIGTERM", "stopped by SIGTERM after step 2; its checkpoint was written"),
+        ("1 loss 1 SIGUSR1", "stopped by SIGUSR1 after step 3; its checkpoint was written"),
+        ("0 score 1 SIGUSR1", "stopped by SIGUSR1 after step 3; its checkpoint existed already"),
     ):
         status, said = train(often, tell)
         assert (status, said.splitlines()[0]) == (75, f"mrl: {after}."), tell

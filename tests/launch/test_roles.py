@@ -107,7 +107,7 @@ def test_a_rank_of_either_kind_that_hangs_is_named_with_its_stack(setting, rank,
     message = one_message(said, status)
     assert message.startswith(f"rank {rank} (host ") and "is late: rank" in message, said
     assert f", at step 2, {phase}" in message and "in make_trouble\n      time.sleep(1000)\n" in message, said
-    assert f"The last checkpoint is of step 1, in {tmp_path}/run: the same command goes on from there.\n" in message
+    assert f"The last checkpoint in {tmp_path}/run is of step 1: the same command resumes from it.\n" in message
 
 
 @pytest.mark.timing

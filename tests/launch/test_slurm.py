@@ -61,7 +61,7 @@ def test_a_job_of_two_nodes_is_told_of_its_end_and_goes_on_to_the_same_numbers(
     assert "USR1: told to the ranks" in (tmp_path / "batch.out").read_text()
     logs = {path.name.split("-")[1]: path.read_text() for path in (tmp_path / f"slurm-{job}").iterdir()}
     assert sorted(logs) == ["0", "1"]
-    assert logs["0"].count("mrl: stopped by SIGUSR1 after step 1, which is committed.\n") == 1
+    assert logs["0"].count("mrl: stopped by SIGUSR1 after step 1; its checkpoint was written.\n") == 1
     assert "mrl: " not in logs["1"]
     wait_for(lambda: not alive(words[0]))
 

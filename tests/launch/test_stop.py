@@ -99,7 +99,7 @@ def test_sigusr1_to_torchrun_ends_in_a_checkpoint(without_threads, tmp_path):
     run = Run(tmp_path, [script], HELD, *more, **variables)
     run.wait_until_told()
     run.process.send_signal(signal.SIGUSR1)
-    assert run.end() == (75, "stopped by SIGUSR1 after step 1, which is committed.")
+    assert run.end() == (75, "stopped by SIGUSR1 after step 1; its checkpoint was written.")
     typed = [f"PYTHON={sys.executable}", "NPROC_PER_NODE=2", f"MASTER_PORT={port}", script]
     words = runs.arguments(tmp_path, [*STEPS, *more])
     assert shlex.split(run.output().partition("Continue with: ")[2].splitlines()[0]) == [*typed, *words]
@@ -112,4 +112,4 @@ def test_sigterm_to_mpirun_ends_in_a_checkpoint(tmp_path):
     run = Run(tmp_path, [str(ROOT / "launch" / "mpirun.sh")], HELD, "checkpoint.interval=0", **variables)
     run.wait_until_told()
     run.process.send_signal(signal.SIGTERM)
-    assert run.end() == (75, "stopped by SIGUSR1 after step 1, which is committed.")
+    assert run.end() == (75, "stopped by SIGUSR1 after step 1; its checkpoint was written.")

@@ -116,7 +116,7 @@ def test_a_rank_that_sleeps_for_ever_is_named_with_its_stack(launcher, request, 
     assert message.startswith("rank 1 (host "), told
     assert "is late: rank 0 has waited" in message and ", at step 2, update_actor for " in message, told
     assert "in make_trouble\n      time.sleep(1000)\n" in message, told
-    assert f"The last checkpoint is of step 1, in {tmp_path}/run: the same command goes on from there.\n" in message
+    assert f"The last checkpoint in {tmp_path}/run is of step 1: the same command resumes from it.\n" in message
 
 
 @pytest.mark.parametrize("launcher", BY)

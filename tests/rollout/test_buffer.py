@@ -314,13 +314,13 @@ def test_near_the_end_of_the_run_no_more_prompts_begin_than_it_trains():
 def test_a_token_that_is_too_old_ends_the_run():
     flight = InFlight(Schedule(2, SAMPLES, lead=1, max_age=1), prompt_at)
     flight.check_age(1)
-    with pytest.raises(RuntimeError, match=r"2 steps old, train\.max_off_policy_steps allows 1"):
+    with pytest.raises(RuntimeError, match=r"2 steps old, but train\.max_off_policy_steps allows 1"):
         flight.check_age(2)
     InFlight(Schedule(2, SAMPLES, extra=1, max_age=None), prompt_at).check_age(99)
 
 
 def test_a_step_for_which_nothing_was_sampled_says_so():
-    with pytest.raises(RuntimeError, match="step 1 has nothing to train on"):
+    with pytest.raises(RuntimeError, match="step 1 found no samples"):
         InFlight(Schedule(2, SAMPLES), prompt_at).take(1)
 
 

@@ -49,7 +49,7 @@ def test_samples_without_a_score_are_left_out_and_named_on_every_rank():
         == [("", [float(uid) for uid in range(5) for _ in range(SAMPLES)], 5)] * 4
     )
     found = run_ranks(4, missing_scores, {"rollout_tp": 2}, 1)
-    told = "3 of 15 samples could not be scored, 3 have no score and are left out: down: 0 | down: 0 | down: 0"
+    told = "scoring failed for 3 of 15 samples; 3 have no score and are left out: down: 0 | down: 0 | down: 0"
     assert found == [(told, [float(uid) for uid in range(1, 5) for _ in range(SAMPLES)], 4)] * 4
     (refused,) = set(run_ranks(4, missing_scores, {"rollout_tp": 2}, 5))
     assert refused.startswith("none of the 15 samples has a score: down: ")

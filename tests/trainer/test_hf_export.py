@@ -121,7 +121,7 @@ def test_a_folder_that_exists_is_left_alone_and_every_rank_hears_of_it(tmp_path)
     save_model(arch, tmp_path / "in")
     before = (tmp_path / "in" / "model.safetensors").read_bytes()
     messages = run_ranks(4, exports, tmp_path / "in", arch, Grid(4, 2, 2), tmp_path / "in")
-    assert all("exists. Name a new one" in message for message in messages)
+    assert all("exists already. Choose a new folder" in message for message in messages)
     assert (tmp_path / "in" / "model.safetensors").read_bytes() == before
 
 
@@ -130,7 +130,7 @@ def test_a_place_that_cannot_be_written_leaves_nothing_that_looks_whole(tmp_path
     save_model(arch, tmp_path / "in")
     (tmp_path / "file").write_text("in the way")
     messages = run_ranks(4, exports, tmp_path / "file" / "out", arch, Grid(4, 2, 2), tmp_path / "in")
-    assert all("the export cannot be written" in message for message in messages)
+    assert all("Cannot write the Hugging Face export" in message for message in messages)
 
 
 def test_a_remnant_of_an_export_that_was_cut_off_is_replaced(tmp_path):

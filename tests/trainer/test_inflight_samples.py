@@ -230,7 +230,7 @@ def test_damaged_files_are_refused_in_words(name, tmp_path):
         path.unlink()
     else:
         path.write_bytes(path.with_name(change).read_bytes() if isinstance(change, str) else change(path.read_bytes()))
-    with pytest.raises(UserError, match=r"is of no run of mrl: its in_flight/.*Give another checkpoint"):
+    with pytest.raises(UserError, match=r"malformed files in_flight/.*Choose another checkpoint"):
         read(tmp_path, 0, 2)
 
 

@@ -24,7 +24,7 @@ def test_steps_are_the_batches_in_the_epochs_and_at_most_those_asked_for(num_row
     config = replace(Config(), train=TrainConfig(num_steps=num_steps, num_epochs=num_epochs, batch_size=batch_size))
     prompts = round(num_epochs * 10) * num_rows // 10
     if prompts < batch_size:
-        with pytest.raises(UserError, match="fewer than train.batch_size"):
+        with pytest.raises(UserError, match="fewer than one batch of train.batch_size"):
             with_num_steps(config, num_rows)
         return
     made = with_num_steps(config, num_rows)

@@ -1,1 +1,1 @@
-"""Conversations with environments: what is appended to a sequence token by token, when it ends, who answers."""
+"""Multi-turn episodes: conversations of the policy with environments, as token sequences."""

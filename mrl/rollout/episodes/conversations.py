@@ -1,7 +1,6 @@
-"""One conversation: whose turn it is, what it may still take, and why it ends.
+"""State of one conversation with an environment: turns, rewards, limits of `rollout.multi_turn`, reason for the end.
 
-Owns the limits of `rollout.multi_turn` and what an episode's numbers count. It knows no process: `episodes.py` brings
-turns in and observations out.
+It does no communication; `episodes.py` connects it with the engine and the environment's worker.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from mrl.rollout.episodes.rendering import Rendering
 from mrl.types import Episode, FinishReason
 
 Read = Callable[[str, str], Action]
-"""Reads a turn's text as an action, given the end of the text before it."""
+"""Parses the text of a turn into an action; the second argument is the end of the text before the turn."""
 
 CUT_MARK = "...(truncated)..."
 
 
 @dataclass
 class Conversation:
-    """An episode under way.
+    """A running episode.
 
     Attributes:
-        rendering: Makes the tokens of what is observed.
-        read: Understands the policy's turns.
-        limits: `rollout.multi_turn`.
-        ledger: The tokens so far.
-        end: Why it is over; None: it goes on.
-        before: End of the text before the next turn, in which a chat template may open reasoning.
+        rendering: Encoder of observations into tokens.
+        read: Parser of the policy's turns.
+        limits: Config section `rollout.multi_turn`.
+        ledger: Record of the response tokens so far.
+        end: One of `EPISODE_ENDS`; None while the episode is running.
+        before: End of the text before the next turn; a chat template may have opened a reasoning block there.
     """
 
     rendering: Rendering
@@ -44,7 +43,7 @@ class Conversation:
     before: str = ""
 
     def __post_init__(self) -> None:
-        """Nothing was said yet."""
+        """Starts with zero turns."""
         self._turn: tuple[int, ...] = ()
         self._num_turns = self._num_answers = self._num_calls = self._num_unread = 0
         self._rewards: list[float] = []
@@ -53,12 +52,15 @@ class Conversation:
         self._final_text = ""
         self._turns: list[tuple[str, str]] = []
 
-    def took(self, ids: Sequence[int], reason: FinishReason) -> Action | None:
-        """A turn of the policy: what the environment is to do; None: nothing, the conversation is over.
+    def add_turn(self, ids: Sequence[int], reason: FinishReason) -> Action | None:
+        """Adds a turn of the policy and parses it.
 
         Args:
-            ids: Sampled.
-            reason: Of their end; a turn that was cut is no action.
+            ids: Sampled tokens of the turn.
+            reason: Finish reason of the turn; "length" ends the episode.
+
+        Returns:
+            Action for the environment, or None if the episode is over.
         """
         self.ledger.sampled(ids)
         self._turn = tuple(ids)
@@ -75,37 +77,38 @@ class Conversation:
         self._num_unread += len(action.errors)
         return action
 
-    def heard(self, observation: Observation) -> list[int] | None:
-        """What the environment says to it: ids to go on after; None: the conversation is over.
+    def add_observation(self, observation: Observation) -> list[int] | None:
+        """Adds the environment's answer to the last turn, and its reward.
 
-        The last turn's observation counts for its reward too.
+        Returns:
+            Token ids to append before the next turn, or None if the episode is over.
         """
         self._rewards[-1] = observation.reward or 0.0
         self._facts |= observation.info
-        most, answers = self.limits.max_assistant_turns, self.limits.max_user_turns
+        max_turns, max_answers = self.limits.max_assistant_turns, self.limits.max_user_turns
         if observation.done:
             self.end = "finished"
-        elif most is not None and self._num_turns >= most:
+        elif max_turns is not None and self._num_turns >= max_turns:
             self.end = "max_assistant_turns"
-        elif answers is not None and self._num_answers >= answers:
+        elif max_answers is not None and self._num_answers >= max_answers:
             self.end = "max_user_turns"
         if self.end is not None:
             return None
         self._num_answers += 1
         return self._append([self._cut(message) for message in observation.messages])
 
-    def failed(self, *, late: bool, message: str) -> None:
-        """The environment gave no answer, and will give none.
+    def fail(self, *, late: bool, message: str) -> None:
+        """Ends the episode because of a failure of the environment.
 
         Args:
-            late: It ran out of time.
-            message: What happened, with the sample.
+            late: True for a timeout.
+            message: Description of the failure that names the sample.
         """
         self.end = "environment_timeout" if late else "environment_failed"
         self._error = message
 
     def episode(self) -> Episode:
-        """How it went, once it is over."""
+        """Returns the record of the finished episode."""
         return Episode(
             end=self.end or "environment_failed",
             num_turns=self._num_turns,
@@ -120,15 +123,15 @@ class Conversation:
 
     def _append(self, messages: Sequence[dict[str, Any]]) -> list[int] | None:
         if not messages:
-            self.failed(late=False, message="the environment neither ended the episode nor said anything")
+            self.fail(late=False, message="the environment returned no message and did not end the episode")
             return None
         try:
             ids = self.rendering.after(self._turn, messages)
-        except UserError as error:  # what an environment says may be anything
-            self.failed(late=False, message=f"what the environment said cannot be appended: {error}")
+        except UserError as error:  # a bad message fails this sample, not the run
+            self.fail(late=False, message=f"the environment's message cannot be appended: {error}")
             return None
         if not ids:
-            self.failed(late=False, message="what the environment said has no tokens")
+            self.fail(late=False, message="the environment's message has no tokens")
             return None
         if not self.ledger.has_room(len(ids)):
             self.end = "response_length"
@@ -140,7 +143,7 @@ class Conversation:
         return ids
 
     def _cut(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A tool's message within `max_tool_response_length`."""
+        """Shortens a tool message to `max_tool_response_length` characters."""
         if message["role"] != "tool":
             return message
         limits = self.limits
@@ -148,7 +151,7 @@ class Conversation:
 
 
 def cut(text: str, most: int, limits: MultiTurnConfig) -> str:
-    """At most so many characters of a text and a mark where others were; sides and marks are verl's.
+    """Shortens a text to `most` characters plus a mark, on the side that `tool_response_truncate_side` names.
 
     Source: `ToolAgentLoop` of verl 0.9.1.
     """

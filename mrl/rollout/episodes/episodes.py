@@ -1,10 +1,11 @@
-"""Episodes of a replica: the environments' pool, the conversations, and the engine that samples between answers.
+"""Multi-turn episodes of a rollout replica: connects the engine with a pool of environment workers.
 
-Owns who talks to whom: the engine hands over sequences that stopped, their turns go to the environments, and what these
-say comes back as token ids. One rank of the replica speaks with the environments; the others hear from it. A failed
-environment fails its sample, which is counted and not trained; every wait ends with `rollout.agent.time_limit_s`.
+The engine passes on each sequence that finished a turn, the turn goes to its environment, and the environment's answer
+comes back as token ids. Only the first rank of a replica talks to environments and broadcasts the answers. A failed
+environment fails its sample, which is counted and not trained on; an environment has `rollout.agent.time_limit_s` to
+answer.
 
-An episode is a function of the seed, the weights, its row and its environment, so that a resumed run repeats it.
+An episode depends only on the seed, the weights, its data row and its environment, so a resumed run repeats it.
 """
 
 from __future__ import annotations
@@ -34,27 +35,27 @@ Schema = Mapping[str, Any]
 T = TypeVar("T")
 
 WAIT_S = 1.0
-"""Between two questions whether the job was told to stop."""
+"""Seconds between two checks for a stop request while waiting for environments."""
 
-HEAR_S = 0.02
-"""Between two looks at what the environments said, while the engine decodes."""
+POLL_S = 0.02
+"""Seconds between two polls of the environments while the engine decodes."""
 
-LIKELY = (
+TYPICAL_MESSAGES = (
     ({"role": "tool", "name": "tool", "content": "An answer."},),
     ({"role": "user", "content": "An answer."},),
 )
-"""Messages such as environments answer with, for the check of a chat template."""
+"""Typical messages of environments, to check the chat template with."""
 
 
 def open_pool(config: RolloutConfig, *, num_workers: int | None = None) -> EnvironmentPool:
-    """The workers of `rollout.agent`.
+    """Starts the environment workers of `rollout.agent`.
 
     Args:
-        config: Its environment is set.
-        num_workers: In place of the config's.
+        config: Config section `rollout` with `agent.environment`.
+        num_workers: Number of worker processes; None: the config's.
 
     Raises:
-        UserError: The environment cannot be imported or made.
+        UserError: The environment cannot be imported or constructed.
     """
     agent = config.agent
     return EnvironmentPool(
@@ -67,24 +68,25 @@ def open_pool(config: RolloutConfig, *, num_workers: int | None = None) -> Envir
 
 
 def check_environment(config: RolloutConfig, tokenizer: Tokenizer) -> list[Schema]:
-    """Starts one worker, and looks whether the chat template appends; returns the tools that prompts are to offer.
+    """Checks the environment in one worker and the chat template; returns the environment's tool schemas.
 
     Raises:
-        UserError: The environment cannot be made, or the template does not append.
+        UserError: The environment cannot be constructed, or the template is not append-only, see `rendering.py`.
     """
     formats.find(config.multi_turn.format)
     with open_pool(config, num_workers=1) as pool:
         tools: list[Schema] = list(pool.tools)
     if tokenizer.has_chat_template:
         mode = config.multi_turn.tokenization_sanity_check_mode
-        for place, messages in enumerate(LIKELY[0 if tools else 1 :]):
-            # with tools a user's message is the exception, and Qwen3's template keeps thoughts between tool calls
-            Chat(tokenizer, tools).check(mode, messages, thinks=place == 0)
+        for index, messages in enumerate(TYPICAL_MESSAGES[0 if tools else 1 :]):
+            # With tools, user messages are rare; Qwen3's template keeps reasoning between tool calls but not before a
+            # user message, so reasoning is checked with the first kind of message only.
+            Chat(tokenizer, tools).check(mode, messages, thinks=index == 0)
     return tools
 
 
 class Episodes:
-    """This rank's part in its replica's episodes."""
+    """Runner of multi-turn episodes on one rank of a replica."""
 
     def __init__(
         self,
@@ -95,17 +97,17 @@ class Episodes:
         *,
         told_to_stop: Callable[[], bool],
     ) -> None:
-        """Starts the workers on the replica's first rank.
+        """Starts the environment workers on the replica's first rank.
 
         Args:
-            config: `rollout`.
-            tokenizer: Of the run.
-            tools: Of `check_environment`.
-            group: The replica's ranks; None: this one alone.
-            told_to_stop: Asked while it waits.
+            config: Config section `rollout`.
+            tokenizer: Tokenizer of the actor.
+            tools: Tool schemas from `check_environment`.
+            group: Process group of the replica; None: a single rank.
+            told_to_stop: Returns whether a stop was requested; called while waiting.
 
         Raises:
-            UserError: The environment cannot be made.
+            UserError: The environment cannot be constructed.
         """
         self._config = config
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
@@ -122,19 +124,21 @@ class Episodes:
         self._pool = open_pool(config) if leads else None
 
     def run(self, engine: RolloutEngine, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        """Collective over the replica: `sampling.n` episodes of each prompt, ordered by prompt, then sample index.
+        """Collective over the replica: runs `sampling.n` episodes of each prompt.
 
         Args:
-            engine: Awake.
-            prompts: The same on every rank of the replica.
-            sampling: Of each turn; `max_tokens` holds for a whole episode.
+            engine: Rollout engine, awake.
+            prompts: Prompts of the replica, the same on all its ranks.
+            sampling: Distribution of each turn; `max_tokens` limits the complete response.
 
         Returns:
-            On the replica's first rank with `episode`; where the job was told to stop, fewer.
+            Samples ordered by prompt and sample index, fewer after a stop request. `Rollout.episode` is set on the
+            replica's first rank.
 
         Raises:
-            UserError: A worker cannot be replaced, or an opened prompt does not fit.
-            RuntimeError: What the engine sampled from is not what the episode recorded.
+            UserError: A crashed worker cannot be replaced, or a prompt with the environment's first messages exceeds
+                `rollout.prompt_length`.
+            RuntimeError: The engine's tokens differ from the episode's record.
         """
         talk = _Talk(self._pool, self._group, self._told_to_stop)
         try:
@@ -151,15 +155,15 @@ class Episodes:
         return rollouts
 
     def close(self) -> None:
-        """Ends the workers and all that they started."""
+        """Ends the workers and their child processes."""
         if self._pool is not None:
             self._pool.shutdown()
 
     def _open(self, talk: _Talk, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[tuple[int, ...]]:
-        """Begins all episodes on the leading rank: the prompts' ids, with what the environments said first."""
+        """Starts all episodes on the leading rank; returns the prompt ids with the environments' first messages."""
         for place, prompt in enumerate(prompts):
             for sample in range(sampling.n):
-                seed = stream_key(sampling.seed, prompt.uid, 0) % (1 << 63)  # one task for all samples of a prompt
+                seed = stream_key(sampling.seed, prompt.uid, 0) % (1 << 63)  # the same task for all samples of a prompt
                 rendering = self._renderings[not isinstance(prompt.question, str)]
                 ledger = Ledger(sampling.max_tokens)
                 conversation = Conversation(rendering, self._read, self._config.multi_turn, ledger)
@@ -173,29 +177,31 @@ class Episodes:
     def _opening(
         self, prompt: Prompt, num_samples: int, place: int, first: Mapping[Key, Sequence[Message]], talk: _Talk
     ) -> tuple[int, ...]:
-        """Ids of a prompt; a sample to which the environment said something else than to the others fails."""
-        said = {sample: first[place, sample] for sample in range(num_samples) if (place, sample) in first}
-        messages = next(iter(said.values()), ())
-        for sample, other in said.items():
+        """Returns the ids of a prompt; fails samples whose first messages differ from those of the other samples."""
+        by_sample = {sample: first[place, sample] for sample in range(num_samples) if (place, sample) in first}
+        messages = next(iter(by_sample.values()), ())
+        for sample, other in by_sample.items():
             if list(other) != list(messages):
-                why = "its reset said something else than to another sample with the same seed and row"
-                talk.conversations[place, sample].failed(late=False, message=f"{_label(prompt, sample)}: {why}")
+                why = "reset() returned different messages for the same seed and row than for another sample"
+                talk.conversations[place, sample].fail(late=False, message=f"{_label(prompt, sample)}: {why}")
         if not messages:
             return prompt.prompt_ids
         ids = self._renderings[not isinstance(prompt.question, str)].opening(prompt.question, messages)
         if len(ids) > self._config.prompt_length:
             raise UserError(
-                f"{prompt.source}: the prompt has {len(ids)} tokens with what the environment adds to it, more than "
-                f"rollout.prompt_length={self._config.prompt_length}. Raise it."
+                f"{prompt.source}: the prompt and the environment's first messages have {len(ids)} tokens, more than "
+                f"rollout.prompt_length={self._config.prompt_length}. Raise rollout.prompt_length."
             )
         return tuple(ids)
 
 
 class _Talk(Talk):
-    """Between the engine's sequences and the environments; on ranks without a pool it only hears.
+    """Connection of the engine's sequences with the environments for one call of `Episodes.run`.
+
+    Ranks without a pool only receive the leading rank's results.
 
     Attributes:
-        conversations: By sequence, on the leading rank.
+        conversations: Conversation of each sequence, on the leading rank.
     """
 
     def __init__(
@@ -206,18 +212,18 @@ class _Talk(Talk):
         self._names: dict[str, Key] = {}
         self._replies: dict[Key, Reply] = {}
         self._due: set[Key] = set()
-        self._heard_at = 0.0
+        self._polled_at = 0.0
 
     def open(self, key: Key, prompt: Prompt, seed: int, conversation: Conversation) -> None:
-        """Begins an episode, on the leading rank."""
-        pool = _given(self._pool)
+        """Starts an episode, on the leading rank."""
+        pool = _required(self._pool)
         name = f"{key[0]}.{key[1]}"
         self.conversations[key], self._names[name] = conversation, key
         self._due.add(key)
         pool.open(name, seed, prompt.row, _label(prompt, key[1]))
 
     def first_messages(self) -> dict[Key, Sequence[Message]]:
-        """What each environment said first, on the leading rank; one that failed or ended said nothing."""
+        """Returns the messages of each environment's reset, on the leading rank; none for failed or ended ones."""
         keys = list(self.conversations)
         self._wait(keys)
         found: dict[Key, Sequence[Message]] = {}
@@ -226,34 +232,30 @@ class _Talk(Talk):
             if reply is not None and not self._fails(key, reply) and reply.observation is not None:
                 found[key] = reply.observation.messages
                 if reply.observation.done:
-                    self.conversations[key].failed(late=False, message="its reset ended the episode")
+                    self.conversations[key].fail(late=False, message="reset() ended the episode")
         return found
 
     def ask(self, stopped: Stopped) -> None:
-        """See `Talk.ask`."""
+        """Implements `Talk.ask`: sends the parsed turn to its environment."""
         if self._pool is None:
             return
-        action = self.conversations[stopped.key].took(stopped.ids, stopped.finish_reason)
+        action = self.conversations[stopped.key].add_turn(stopped.ids, stopped.finish_reason)
         if action is not None:
             self._due.add(stopped.key)
             self._pool.send(f"{stopped.place}.{stopped.sample_index}", action)
 
     def hear(self) -> None:
-        """See `Talk.hear`: workers go on, and one that hangs is ended in time."""
-        if self._pool is not None and time.monotonic() >= self._heard_at + HEAR_S:
+        """Implements `Talk.hear`: polls the workers, which also ends workers that exceed their time limit."""
+        if self._pool is not None and time.monotonic() >= self._polled_at + POLL_S:
             self._take(self._pool.poll())
-            self._heard_at = time.monotonic()
+            self._polled_at = time.monotonic()
 
     def answers(self, keys: Sequence[Key]) -> list[Sequence[int] | None]:
-        """See `Talk.answers`."""
+        """Implements `Talk.answers`: waits for the environments and broadcasts their answers as token ids."""
         return self.shared(lambda: self._answers(keys))
 
     def shared(self, make: Callable[[], T]) -> T:
-        """Collective over the replica: what the leading rank makes; what it raises, all raise.
-
-        Raises:
-            UserError: The leading rank raised it.
-        """
+        """Collective over the replica: calls `make` on the leading rank and broadcasts its result or UserError."""
         if self._group is None:
             return make()
         box: tuple[T | None, str | None] = (None, None)
@@ -262,16 +264,16 @@ class _Talk(Talk):
                 box = (make(), None)
             except UserError as error:
                 box = (None, str(error))
-        value, refusal = from_rank(dist.get_global_rank(self._group, 0), box, self._group)
-        if refusal is not None:
-            raise UserError(refusal)
-        made: T = value
-        return made
+        value, error_text = from_rank(dist.get_global_rank(self._group, 0), box, self._group)
+        if error_text is not None:
+            raise UserError(error_text)
+        result: T = value
+        return result
 
     def close(self) -> None:
-        """Ends all episodes of this call; those that failed are closed already."""
+        """Closes all episodes of this call; failed ones are closed already."""
         for name in self._names if self._pool is not None else ():
-            _given(self._pool).close(name)
+            _required(self._pool).close(name)
 
     def _answers(self, keys: Sequence[Key]) -> list[Sequence[int] | None]:
         self._wait(keys)
@@ -281,12 +283,12 @@ class _Talk(Talk):
             if reply is None or self._fails(key, reply) or reply.observation is None:
                 found.append(None)
             else:
-                found.append(conversation.heard(reply.observation))
+                found.append(conversation.add_observation(reply.observation))
         return found
 
     def _wait(self, keys: Sequence[Key]) -> None:
-        """Until the environments of these that were asked have answered, or the job was told to stop."""
-        pool = _given(self._pool)
+        """Waits until the pending environments of these sequences have answered, or a stop was requested."""
+        pool = _required(self._pool)
         while any(key in self._due for key in keys) and not self._told_to_stop():
             self._take(pool.wait(WAIT_S))
 
@@ -299,7 +301,7 @@ class _Talk(Talk):
     def _fails(self, key: Key, reply: Reply) -> bool:
         failure = reply.failure
         if failure is not None:
-            self.conversations[key].failed(late=failure.cause == "timeout", message=failure.message)
+            self.conversations[key].fail(late=failure.cause == "timeout", message=failure.message)
         return failure is not None
 
 
@@ -307,7 +309,7 @@ def _label(prompt: Prompt, sample: int) -> str:
     return f"{prompt.source or 'a prompt'} (uid {prompt.uid}, sample {sample})"
 
 
-def _given(pool: EnvironmentPool | None) -> EnvironmentPool:
+def _required(pool: EnvironmentPool | None) -> EnvironmentPool:
     if pool is None:
-        raise RuntimeError("this rank does not speak with the environments")
+        raise RuntimeError("this rank has no environment pool: only the first rank of a replica has one")
     return pool

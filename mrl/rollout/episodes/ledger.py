@@ -1,7 +1,7 @@
-"""The record of an episode's tokens, which only grows.
+"""Append-only record of an episode's response tokens.
 
-Owns `Ledger`: what was sampled and what was observed, in the order in which the model saw it. Nothing in it is ever
-rendered or tokenised again; what it holds at the end must be what is trained (`check`).
+Sampled and observed tokens are stored in the order the model saw them and are never rendered or tokenized again. At the
+end they must equal the engine's sequence, which is trained on (`check`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ class Ledger:
     """Response tokens of one episode.
 
     Attributes:
-        limit: Most tokens that it may hold.
+        limit: Maximum number of tokens, `rollout.response_length`.
     """
 
     def __init__(self, limit: int) -> None:
-        """Args: limit: `rollout.response_length`."""
         self.limit = limit
         self._ids: list[int] = []
         self._mask: list[bool] = []
@@ -29,41 +28,43 @@ class Ledger:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All tokens so far."""
+        """Token ids so far."""
         return tuple(self._ids)
 
     @property
     def sampled_mask(self) -> tuple[bool, ...]:
-        """True where the token was sampled."""
+        """True for sampled tokens, False for observed ones."""
         return tuple(self._mask)
 
     def sampled(self, ids: Sequence[int]) -> None:
-        """The policy's turn, its end token included.
+        """Appends a turn of the policy, its end token included.
 
         Raises:
-            ValueError: There is no token, or no room.
+            ValueError: `ids` is empty or exceeds the limit.
         """
         self._append(ids, sampled=True)
 
     def observed(self, ids: Sequence[int]) -> None:
-        """What the environment answered, up to where the policy goes on.
+        """Appends the tokens between two turns of the policy.
 
         Raises:
-            ValueError: There is no token, or no room for one after them.
+            ValueError: `ids` is empty or leaves no room for a sampled token.
         """
         if not self.has_room(len(ids)):
-            raise ValueError(f"{len(ids)} observed tokens after {len(self)} leave no room under {self.limit}")
+            raise ValueError(
+                f"{len(ids)} observed tokens after {len(self)} tokens leave no room for a turn within {self.limit}"
+            )
         self._append(ids, sampled=False)
 
     def has_room(self, num_observed: int) -> bool:
-        """Whether so many observed tokens fit, and a sampled one after them."""
+        """Returns whether `num_observed` more tokens fit and leave room for a sampled one."""
         return len(self) + num_observed < self.limit
 
     def check(self, rollout: Rollout) -> None:
-        """Returns where the engine's sequence is this one.
+        """Checks that the engine's sequence equals this record.
 
         Raises:
-            RuntimeError: It is another: the tokens that the engine saw are not those that would be trained.
+            RuntimeError: They differ, so the tokens that the engine saw are not those that would be trained on.
         """
         mask = [True] * len(rollout.response_ids) if rollout.sampled_mask is None else rollout.sampled_mask
         if tuple(rollout.response_ids) == self.ids and tuple(mask) == self.sampled_mask:
@@ -79,6 +80,8 @@ class Ledger:
 
     def _append(self, ids: Sequence[int], *, sampled: bool) -> None:
         if not ids or len(self) + len(ids) > self.limit:
-            raise ValueError(f"{len(ids)} tokens after {len(self)}: expected at least one, and {self.limit} in all")
+            raise ValueError(
+                f"{len(ids)} tokens after {len(self)} tokens: expected at least one, and at most {self.limit} in total"
+            )
         self._ids += ids
         self._mask += [sampled] * len(ids)

@@ -1,11 +1,12 @@
-"""Tokens of a conversation by construction: what is appended after a turn of the policy.
+"""Encoding of observations: the tokens between two turns of the policy.
 
-Owns the text between two turns: the end of the one, the messages that were observed, the beginning of the next. It is
-the difference of the chat template's rendering after an assistant's turn that stands for any, and is encoded once; what
-was sampled is never rendered. A tokenizer without a chat template has the contents alone (`Plain`).
+The text between two turns is the end of the first, the observed messages and the start of the next. It is rendered by
+the chat template after a placeholder turn and encoded; sampled tokens are never rendered again. A tokenizer without a
+chat template gets the message contents only (`Plain`).
 
-Such tokens are those of the rendered conversation only if a template appends: what it made of a conversation must not
-change when the conversation goes on. `check` finds out at the start, with verl's three modes of strictness.
+The result equals a rendering of the full conversation only if the template is append-only: the rendering of a
+conversation must not change when messages follow. `Chat.check` tests this at the start of a run, with verl's three
+modes of strictness.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ Message = Mapping[str, Any]
 CheckMode = Literal["strict", "ignore_strippable", "disable"]
 
 THOUGHT = "<think>\nA thought.\n</think>\n\n"
-"""Before an answer: templates of models that think leave it out of turns that lie back, Qwen3's of those before a
-user's message; others have it as it is."""
+"""Reasoning before an answer. Templates of reasoning models remove it from earlier turns (Qwen3's: from turns before a
+user message); other templates keep it."""
 
 
 class Rendering(ABC):
-    """Token ids of what the policy sees.
+    """Encoder of prompts and observations into token ids.
 
     Args:
-        tokenizer: Encodes.
+        tokenizer: Tokenizer of the actor.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -40,29 +41,29 @@ class Rendering(ABC):
 
     @abstractmethod
     def opening(self, question: str | Sequence[Message], observed: Sequence[Message]) -> list[int]:
-        """The prompt, with messages that the environment adds to it at the beginning.
+        """Returns the ids of the prompt followed by the environment's first messages.
 
         Raises:
-            UserError: The tokenizer or the chat template refuses them.
+            UserError: The tokenizer or the chat template rejects them.
         """
 
     @abstractmethod
     def text_after(self, observed: Sequence[Message]) -> ChatText:
-        """Returns what follows a turn's content: its end, the messages, the beginning of the next turn.
+        """Returns the text after a turn's content: its end, the messages, the start of the next turn.
 
         Raises:
-            UserError: The chat template refuses the messages, or loses the assistant's content.
+            UserError: The chat template rejects the messages, or changes the assistant's content.
         """
 
     def after(self, turn: Sequence[int], observed: Sequence[Message]) -> list[int]:
-        """Ids to append after a turn.
+        """Returns the ids to append after a turn.
 
         Args:
-            turn: Sampled ids; an end token that was sampled stands for the one that the template writes.
-            observed: Messages that answer it.
+            turn: Sampled ids. A sampled end token replaces the one that the template writes.
+            observed: Messages of the environment.
 
         Raises:
-            UserError: As `text_after`, or the tokenizer refuses the text.
+            UserError: As in `text_after`, or the tokenizer rejects the text.
         """
         ids = self._tokenizer.encode(self.text_after(observed))
         if turn and turn[-1] in self._ends and ids and ids[0] in self._ends:
@@ -70,30 +71,30 @@ class Rendering(ABC):
         return ids
 
     def text_of(self, turn: Sequence[int]) -> str:
-        """A turn's text without its end token."""
+        """Decodes a turn without its end token."""
         return self._tokenizer.decode(turn[:-1] if turn and turn[-1] in self._ends else turn)
 
 
 class Plain(Rendering):
-    """Without a chat template: contents one after the other, nothing between them."""
+    """Encoding without a chat template: message contents are concatenated."""
 
     def opening(self, question: str | Sequence[Message], observed: Sequence[Message]) -> list[int]:
-        """See `Rendering.opening`; the question is a text."""
+        """Implements `Rendering.opening` for a question that is text."""
         if not isinstance(question, str):
-            return self._tokenizer.apply_chat_template(question)  # refuses
+            return self._tokenizer.apply_chat_template(question)  # raises the UserError about the missing template
         return self._tokenizer.encode(ChatText(question).joined(self.text_after(observed)), prompt=True)
 
     def text_after(self, observed: Sequence[Message]) -> ChatText:
-        """See `Rendering.text_after`."""
+        """Implements `Rendering.text_after`: the concatenated contents."""
         return self._tokenizer.quoted("".join(str(message["content"]) for message in observed))
 
 
 class Chat(Rendering):
-    """With a chat template.
+    """Encoding with the tokenizer's chat template.
 
     Args:
-        tokenizer: Has one.
-        tools: Schemas that prompts offer.
+        tokenizer: Tokenizer with a chat template.
+        tools: Tool schemas that prompts offer.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -101,32 +102,32 @@ class Chat(Rendering):
         self._tools = tools
 
     def opening(self, question: str | Sequence[Message], observed: Sequence[Message]) -> list[int]:
-        """See `Rendering.opening`; a text is a user's message."""
+        """Implements `Rendering.opening`; a text question becomes a user message."""
         asked = [{"role": "user", "content": question}] if isinstance(question, str) else question
         return self._tokenizer.apply_chat_template([*asked, *observed], self._tools)
 
     def text_after(self, observed: Sequence[Message]) -> ChatText:
-        """See `Rendering.text_after`."""
+        """Implements `Rendering.text_after` with the chat template."""
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANY_TURN}]
         text = self._tokenizer.render_chat([*turn, *observed], begins_answer=True, tools=self._tools)
-        place = text.text.find(ANY_TURN)  # what is observed may hold it too
+        place = text.text.find(ANY_TURN)  # the first match; observed messages may contain the placeholder too
         if place < 0:
             raise UserError(
-                f"the chat template of '{self._tokenizer.name}' does not write an assistant's content as it is, so "
-                "that nothing can be appended to it. Give another with data.chat_template=FILE."
+                f"The chat template of '{self._tokenizer.name}' does not write an assistant's content unchanged, so "
+                "observations cannot be appended to sampled turns. Set another template with data.chat_template=FILE."
             )
         return text.after(place + len(ANY_TURN))
 
     def check(self, mode: CheckMode, observed: Sequence[Message], *, thinks: bool = True) -> None:
-        """Looks whether the template appends, in a conversation of three turns.
+        """Checks in a conversation of two turns that the template is append-only.
 
         Args:
-            mode: strict: the texts are equal; ignore_strippable: but for white space; disable: nothing is looked at.
-            observed: Messages such as the environment's that answer the first turns.
-            thinks: Also where each turn begins with a thought.
+            mode: "strict": texts must be equal; "ignore_strippable": equal except for white space; "disable": no check.
+            observed: Typical messages of the environment.
+            thinks: True to check also turns that start with reasoning.
 
         Raises:
-            UserError: It does not.
+            UserError: The template is not append-only.
         """
         if mode == "disable":
             return
@@ -134,41 +135,30 @@ class Chat(Rendering):
             self._check(mode, observed, before)
 
     def _check(self, mode: CheckMode, observed: Sequence[Message], before: str) -> None:
-        """See `check`; each turn begins with `before`."""
+        """Runs `check` with turns that start with the text `before`."""
         messages: list[Message] = [{"role": "user", "content": "What is asked?"}]
         built = self._rendered(messages)
         for number in range(1, 3):
             turn = {"role": "assistant", "content": f"{before}Turn {number} of the assistant."}
             built += turn["content"] + self.text_after(observed).text
             messages += [turn, *observed]
-            whole = self._rendered(messages)
-            if not _same(whole, built, mode):
-                place = next((i for i, (a, b) in enumerate(zip(whole, built, strict=False)) if a != b), len(built))
+            rendered = self._rendered(messages)
+            if not _same(rendered, built, mode):
+                place = next((i for i, (a, b) in enumerate(zip(rendered, built, strict=False)) if a != b), len(built))
                 raise UserError(
-                    f"the chat template of '{self._tokenizer.name}' does not append: after turn {number} it renders "
-                    f"{whole[max(0, place - 20) : place + 40]!r} where the conversation so far goes on as "
-                    f"{built[max(0, place - 20) : place + 40]!r}. Training on what it renders would not be training on "
-                    "what was sampled. Give a template that keeps earlier turns as they are (data.chat_template=FILE), "
-                    "or set rollout.multi_turn.tokenization_sanity_check_mode: ignore_strippable where only white "
-                    "space differs; disable to go on with what was sampled, where a new rendering would change it."
+                    f"The chat template of '{self._tokenizer.name}' is not append-only: after turn {number} it renders "
+                    f"{rendered[max(0, place - 20) : place + 40]!r}, but the tokens so far read "
+                    f"{built[max(0, place - 20) : place + 40]!r}. Set a template that keeps earlier turns unchanged "
+                    "(data.chat_template=FILE), or relax rollout.multi_turn.tokenization_sanity_check_mode: "
+                    "ignore_strippable if only white space differs, disable to train on the sampled tokens although "
+                    "the template would render them differently."
                 )
 
     def _rendered(self, messages: Sequence[Message]) -> str:
         return self._tokenizer.render_chat(messages, begins_answer=True, tools=self._tools).text
 
 
-def rendering(tokenizer: Tokenizer, *, chat: bool, tools: Sequence[Mapping[str, Any]] = ()) -> Rendering:
-    """How conversations become tokens.
-
-    Args:
-        tokenizer: Of the run.
-        chat: Whether prompts go through the chat template.
-        tools: Schemas that prompts offer.
-    """
-    return Chat(tokenizer, tools) if chat else Plain(tokenizer)
-
-
-def _same(whole: str, built: str, mode: CheckMode) -> bool:
+def _same(rendered: str, built: str, mode: CheckMode) -> bool:
     if mode == "ignore_strippable":
-        return "".join(whole.split()) == "".join(built.split())
-    return whole == built
+        return "".join(rendered.split()) == "".join(built.split())
+    return rendered == built

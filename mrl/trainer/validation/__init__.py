@@ -1,1 +1,1 @@
-"""What is refused before anything starts: ranges and rules, one file for each section of the config."""
+"""Validation of the config before anything starts: one file of rules for each section of the config."""

@@ -1,8 +1,4 @@
-"""The critic as an actor's config has it, and what is refused of it.
-
-Owns which fields of `critic` stand for the actor's: whatever is built or planned for an actor from a `Config` is so for
-a critic from `critic_config`. It imports no torch.
-"""
+"""Rules of the section `critic`, and the config from which a critic is built like an actor. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,11 +16,11 @@ from mrl.trainer.validation.parallel import division_rules
 from mrl.trainer.validation.train import rate_rules
 
 SHARED = {item.name for item in fields(ActorConfig)} & {item.name for item in fields(CriticConfig)}
-"""Fields of `critic` that stand for the actor's of the same name."""
+"""Fields that the sections `actor` and `critic` share."""
 
 
 def critic_config(config: Config) -> Config:
-    """The config with the critic in the actor's place; all steps train it."""
+    """Returns the config with the critic's settings in the section `actor`, and no `train.critic_warmup`."""
     own = {name: getattr(config.critic, name) for name in SHARED}
     own["ppo_epochs"] = config.critic.ppo_epochs or config.actor.ppo_epochs
     actor = replace(config.actor, **own, router_replay="none")
@@ -32,13 +28,13 @@ def critic_config(config: Config) -> Config:
 
 
 def check_critic(config: Config, arch: ArchSpec, critic: ArchSpec | None, grid: Grid) -> None:
-    """Every rule of `critic` and `train.critic_warmup`.
+    """Checks the section `critic` and `train.critic_warmup`.
 
     Args:
-        config: What was asked for.
-        arch: The actor.
-        critic: The critic; None: the algorithm has none.
-        grid: Its layout.
+        config: Config with the algorithm's defaults filled in.
+        arch: Architecture of the actor.
+        critic: Architecture of the critic; None if the algorithm has none.
+        grid: Parallel layout of actor and critic.
 
     Raises:
         UserError: The first broken rule.
@@ -61,21 +57,25 @@ def _rules(config: Config, arch: ArchSpec, critic: ArchSpec, grid: Grid) -> Iter
     yield from rate_rules("critic", own.actor, optimizer_steps(own))
     steps, warmup = config.train.num_steps, config.train.critic_warmup
     if steps is not None and 0 < steps <= warmup:
-        yield f"train.critic_warmup={warmup} leaves none of train.num_steps={steps} to train the actor in."
+        yield (
+            f"train.critic_warmup={warmup} leaves none of train.num_steps={steps} to train the actor. "
+            "Lower train.critic_warmup or raise train.num_steps."
+        )
     if critic.vocab_size != arch.vocab_size:
         yield (
-            f"critic.path={path} has a vocabulary of {critic.vocab_size} tokens, the actor of {arch.vocab_size}: the "
-            "critic must read the actor's tokens. Give a model with the same tokenizer, or leave critic.path null."
+            f"critic.path={path} has a vocabulary of {critic.vocab_size} tokens, but the actor has {arch.vocab_size}, "
+            "and the critic reads the actor's tokens. Choose a model with the same tokenizer, or remove critic.path."
         )
     if (critic.moe is None) != (arch.moe is None):
         yield (
-            f"critic.path={path}: of actor and critic one is a mixture of experts and the other is not, which share no "
-            "layout. Give a model of the actor's kind, or leave critic.path null."
+            f"critic.path={path}: one of actor and critic is an MoE model and the other dense, but both use one "
+            "parallel layout. Choose a model of the actor's kind, or remove critic.path."
         )
     if critic.max_position_embeddings < config.rollout.longest:
         yield (
             f"critic.path={path} has positions for {critic.max_position_embeddings} tokens, fewer than the "
-            f"{config.rollout.longest} of prompt and response."
+            f"{config.rollout.longest} of prompt and response. Choose another critic, or lower "
+            "rollout.prompt_length or rollout.response_length."
         )
     for message in division_rules(critic, replace(grid, rollout_tp=1)):
         yield f"critic.path={path}: {message}"

@@ -1,7 +1,6 @@
-"""Refuses data that is not there, and evaluations without any.
+"""Rules of the section `data`, and of evaluations and best checkpoints, which need held-out prompts.
 
-Owns the rules of `data` and of what needs held-out prompts: evaluations, and checkpoints ranked by them. Rows are
-looked at in `data/`. It imports no torch.
+Rows of the data are checked in `data/`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from mrl.config.did_you_mean import did_you_mean_path
 
 
 def data_rules(config: Config) -> Iterator[str]:
-    """A message for each broken rule about prompts and rewards."""
+    """Yields a message for each broken rule about prompts and rewards."""
     data = config.data
     if data.task is None and not data.train_files:
-        yield "there are no prompts: set data.train_files, or data.task."
+        yield "The config has no training prompts. Set data.train_files, or data.task."
     if data.task is not None and (data.train_files or data.val_files):
-        yield f"data.task={data.task} makes its own rows; data.train_files and data.val_files must be empty."
+        yield f"data.task={data.task} generates its own rows. Remove data.train_files and data.val_files, or data.task."
     for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         for file in files:
             if not os.path.isfile(file):
@@ -27,18 +26,21 @@ def data_rules(config: Config) -> Iterator[str]:
     if data.chat_template is not None and not os.path.isfile(data.chat_template):
         yield f"data.chat_template='{data.chat_template}' does not exist.{did_you_mean_path(data.chat_template)}"
     if not config.reward.functions and config.reward.model.path is None:
-        yield "reward.functions is empty and reward.model.path null: no response would have a reward."
+        yield "No response would have a reward. Set reward.functions, or reward.model.path."
 
 
 def evaluation_rules(config: Config) -> Iterator[str]:
-    """A message for each broken rule about evaluations."""
+    """Yields a message for each broken rule about evaluations."""
     held_out = config.data.task is not None or bool(config.data.val_files)
     if config.train.eval_interval and not held_out:
-        yield f"train.eval_interval={config.train.eval_interval} needs held-out prompts: set data.val_files."
+        yield f"train.eval_interval={config.train.eval_interval} needs held-out prompts. Set data.val_files."
     if config.checkpoint.keep_best and not (held_out and config.train.eval_interval):
         yield (
-            f"checkpoint.keep_best={config.checkpoint.keep_best} ranks checkpoints by evaluations: set "
-            "train.eval_interval, and data.val_files where there is no data.task."
+            f"checkpoint.keep_best={config.checkpoint.keep_best} needs evaluations to rank checkpoints. Set "
+            "train.eval_interval, and data.val_files unless data.task is set."
         )
     if not config.checkpoint.best_metric.startswith(("val/", "val-")):
-        yield f"checkpoint.best_metric={config.checkpoint.best_metric} is no evaluation metric, such as val/accuracy."
+        yield (
+            f"checkpoint.best_metric={config.checkpoint.best_metric} is not an evaluation metric. Use one that starts "
+            "with val/, such as val/accuracy."
+        )

@@ -1,7 +1,4 @@
-"""Teachers as a config has them: which prompt is whose, what is built for one, and what is refused.
-
-Owns the rules of `distillation`. It imports no torch.
-"""
+"""Rules of the section `distillation`, and the assignment of prompts to teachers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,21 +19,20 @@ if TYPE_CHECKING:
     from mrl.types import Prompt
 
 DATA_SOURCE = "data_source"
-"""The default of `teacher_key`: the name of a row's data set, also where the row does not say it."""
-
+"""Default of `teacher_key`: `Prompt.data_source`, which exists even if the row has no such column."""
 
 TASK = (
     "policy_loss", "clip_low", "clip_high", "dual_clip", "sapo", "vespo", "dppo", "clip_cov", "kl_cov", "dro",
     "advantage_std", "advantage_eps", "advantage_std_over",
 )  # fmt: skip
-"""Fields of `algorithm` that only its advantages and its loss read."""
+"""Fields of `algorithm` that only its advantages and its policy loss read."""
 
 
 def teacher_of(config: DistillationConfig, prompt: Prompt) -> int:
-    """Which of the teachers scores this prompt's samples.
+    """Returns the index of the teacher that scores this prompt's samples.
 
     Raises:
-        UserError: None is named so.
+        UserError: No teacher has the prompt's key.
     """
     if len(config.teacher_models) == 1:
         return 0
@@ -44,8 +40,9 @@ def teacher_of(config: DistillationConfig, prompt: Prompt) -> int:
     known = [teacher.key for teacher in config.teacher_models]
     if key not in known:
         raise UserError(
-            f"{prompt.source}: column '{config.teacher_key}' (distillation.teacher_key) holds {key!r}, which is no "
-            f"teacher's key; distillation.teacher_models has {', '.join(map(str, known))}."
+            f"{prompt.source}: column '{config.teacher_key}' (distillation.teacher_key) is {key!r}, but the keys in "
+            f"distillation.teacher_models are {', '.join(map(str, known))}. Correct the row, or add a teacher with "
+            "this key."
         )
     return known.index(str(key))
 
@@ -60,16 +57,16 @@ def check_distillation(
     supervised: bool,
     critic: bool,
 ) -> None:
-    """Every rule of `distillation`.
+    """Checks the section `distillation`.
 
     Args:
-        config: What was asked for, the algorithm's nulls filled.
-        arch: The student.
-        teachers: Their structures, in the config's order; none where it is not enabled.
-        grid: The layout of all.
-        own: The algorithm's section with nothing asked for but its name.
-        supervised: The algorithm samples nothing.
-        critic: It has one.
+        config: Config with the algorithm's defaults filled in.
+        arch: Architecture of the student.
+        teachers: Architectures of the teachers, in the config's order; empty if distillation is disabled.
+        grid: Parallel layout of student and teachers.
+        own: Section `algorithm` with the algorithm's defaults only, to find fields that the user set.
+        supervised: True for an algorithm that does not sample.
+        critic: True for an algorithm with a critic.
 
     Raises:
         UserError: The first broken rule.
@@ -85,7 +82,8 @@ def check_distillation(
     loss, smallest = distilled.distillation_loss, min(each.vocab_size for each in (arch, *teachers))
     if loss.loss_mode == TOP_K and loss.topk > smallest:
         raise UserError(
-            f"distillation.distillation_loss.topk={loss.topk} is more than the {smallest} tokens of the vocabulary."
+            f"distillation.distillation_loss.topk={loss.topk} is more than the {smallest} tokens of the vocabulary. "
+            "Lower it."
         )
     for index, teacher in enumerate(teachers):
         named = distilled.teacher_models[index]
@@ -95,7 +93,7 @@ def check_distillation(
 
 
 def check_named(config: Config) -> None:
-    """The rules that need no model: there are teachers, each with a key of its own where there are several.
+    """Checks the list of teachers without reading their models.
 
     Raises:
         UserError: The first broken rule.
@@ -105,27 +103,33 @@ def check_named(config: Config) -> None:
     teachers = config.distillation.teacher_models
     if not teachers:
         raise UserError(
-            "distillation.enabled is true, but distillation.teacher_models is empty. Give one, such as "
+            "distillation.enabled is true, but distillation.teacher_models is empty. Add a teacher, such as "
             "distillation.teacher_models=[{model_path: FOLDER}]."
         )
     for index, teacher in enumerate(teachers):
         where = f"distillation.teacher_models[{index}]"
         if (teacher.model_path is None) == (teacher.preset is None):
             came = "neither" if teacher.preset is None else "both"
-            raise UserError(f"{where}: {came} of model_path and preset set: give one, a Hugging Face folder best.")
-        if teacher.overrides and teacher.preset is None:
             raise UserError(
-                f"{where}.overrides is set, but would have no effect because there is no preset. Remove it."
+                f"{where}: {came} of model_path and preset set, expected one. Set model_path to a Hugging Face folder, "
+                "or preset."
             )
+        if teacher.overrides and teacher.preset is None:
+            raise UserError(f"{where}.overrides is set, but would have no effect because preset is null. Remove it.")
         if teacher.model_path is not None and not os.path.isdir(teacher.model_path):
             raise UserError(
                 f"{where}.model_path={teacher.model_path} is not a folder. Give a local Hugging Face folder."
             )
         if len(teachers) > 1 and teacher.key is None:
-            raise UserError(f"{where}.key is null: with several teachers each needs one, to be told which prompts.")
+            raise UserError(
+                f"{where}.key is null, but with several teachers each needs a key that selects its prompts. Set it."
+            )
     keys = [teacher.key for teacher in teachers]
     if len(teachers) > 1 and len(set(keys)) < len(keys):
-        raise UserError(f"distillation.teacher_models: two teachers have the same key ({', '.join(map(str, keys))}).")
+        raise UserError(
+            f"distillation.teacher_models: two teachers have the same key ({', '.join(map(str, keys))}). Use different "
+            "keys."
+        )
 
 
 def _idle(distilled: DistillationConfig) -> Iterator[str]:
@@ -142,8 +146,8 @@ def _enabled_rules(config: Config, own: AlgorithmConfig, *, supervised: bool, cr
     distilled, algorithm = config.distillation, config.algorithm
     if supervised:
         yield (
-            f"distillation.enabled is true, but algorithm.name={algorithm.name} samples nothing: teachers score what "
-            "the student samples. Use another algorithm, such as grpo."
+            f"distillation.enabled is true, but algorithm.name={algorithm.name} does not sample, and teachers score "
+            "samples of the student. Use another algorithm, such as grpo."
         )
     if len(distilled.teacher_models) == 1:
         for name, ignored in (
@@ -152,19 +156,19 @@ def _enabled_rules(config: Config, own: AlgorithmConfig, *, supervised: bool, cr
         ):
             if ignored:
                 yield (
-                    f"distillation.{name} is set, but would have no effect because there is one teacher, which has all "
-                    "prompts. Remove it, or add another teacher."
+                    f"distillation.{name} is set, but would have no effect because there is only one teacher. Remove "
+                    "it, or add another teacher."
                 )
     if not distilled.distillation_loss.use_task_rewards:
-        for name in _of_the_task(config, own, critic=critic):
+        for name in _task_loss_settings(config, own, critic=critic):
             yield (
-                f"algorithm.{name} belongs to a loss that is not minimised: "
+                f"algorithm.{name} would have no effect because "
                 "distillation.distillation_loss.use_task_rewards is false. Remove it, or change that."
             )
 
 
-def _of_the_task(config: Config, own: AlgorithmConfig, *, critic: bool) -> Iterator[str]:
-    """What is asked of the algorithm's loss alone: fields of `algorithm`, and the name of one with a critic."""
+def _task_loss_settings(config: Config, own: AlgorithmConfig, *, critic: bool) -> Iterator[str]:
+    """Yields the settings in `algorithm` that only the loss on task rewards reads."""
     algorithm, by_gradient = config.algorithm, config.distillation.distillation_loss.use_policy_gradient
     correction = algorithm.rollout_correction.acting
     for name, is_set in (
@@ -190,8 +194,8 @@ def _loss_rules(loss: DistillationLossConfig) -> Iterator[str]:
     mode, default, where = loss.loss_mode, DistillationLossConfig(), "distillation.distillation_loss"
     if loss.use_policy_gradient and not loss.is_sampled:
         yield (
-            f"{where}.use_policy_gradient is refused with loss_mode={mode}: its value is the same whichever token was "
-            "sampled, so that its policy gradient is 0 on average. Use k1, or set it to false."
+            f"{where}.use_policy_gradient is not supported with loss_mode={mode}: the loss does not depend on the "
+            "sampled token, so its policy gradient is 0 on average. Use loss_mode=k1, or set it to false."
         )
     if mode == "k1" and not loss.use_policy_gradient:
         yield (
@@ -217,6 +221,7 @@ def _model_rules(config: Config, arch: ArchSpec, teacher: ArchSpec, grid: Grid, 
         return
     if preset and teacher.vocab_size != arch.vocab_size:
         yield (
-            f" has {teacher.vocab_size} tokens, the student {arch.vocab_size}: give a preset no vocabulary of its own."
+            f" has {teacher.vocab_size} tokens, but the student has {arch.vocab_size}. Remove vocab_size from the "
+            "preset's overrides."
         )
     yield from guest_rules(config, arch, teacher, grid, host="student", name="teacher")

@@ -1,9 +1,8 @@
-"""The page of every field of `rollout` in every engine.
+"""Generator of `mrl/docs/engines.md`: the support for every field of `rollout` in every engine.
 
     python -m mrl.trainer.validation.docs_engine_table > mrl/docs/engines.md
 
-Owns how the page is written. What an engine does with a field stands in its `FIELDS` (`engines/_config_support.py`),
-fields that take one value in `ranges.py`.
+The texts are the engines' `FIELDS` (`engines/_config_support.py`) and `FIXED` in `ranges.py`.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from mrl.trainer.validation.ranges import FIXED
 
 HEAD = """# Every field of `rollout` in every engine
 
-Written by `python -m mrl.trainer.validation.docs_engine_table` from what each engine declares (`FIELDS` in its folder
-of `mrl/engines/`); a test holds it against `mrl train`'s own checks. No field is ignored: an engine uses it, passes it
-on under the name that the other side has for it, or refuses it before anything starts. The reason after "refused" is a
-part of the message, which also says what to do. Types, defaults and ranges are in [every field of a config](config.md).
-Rules between fields, and with the model, are told by `mrl train CONFIG --dry-run`. """
+Written by `python -m mrl.trainer.validation.docs_engine_table` from each engine's declaration (`FIELDS` in its folder
+of `mrl/engines/`); a test compares it with the checks of `mrl train`. No field is ignored: an engine uses it, passes it
+to its library under the given name, or refuses it before anything starts. The reason after "refused" is part of the
+error message, which also says what to do. Types, defaults and ranges are in [every field of a config](config.md).
+`mrl train CONFIG --dry-run` checks rules between fields and with the model. """
 
 ALIKE = """
-## The same in each
+## Equal in all engines
 
 | `rollout.` | |
 |---|---|
 """
 
 APART = """
-## By engine
+## Different between engines
 
 `trtllm` is [TensorRT-LLM's LLM API](trtllm.md), `trtllm_engine` [built engines](trtllm.md#built-engines), `vllm`
 [vLLM](vllm.md), `native` mrl's own. A bare name is an argument of the `LLM` of TensorRT-LLM or vLLM.
@@ -41,15 +40,15 @@ APART = """
 
 
 def uses(engine: str) -> Fields:
-    """What an engine declares, and what holds in each that does not say otherwise."""
+    """Returns the support of all fields in an engine: its own `FIELDS` and those common to all engines."""
     return {**EVERYWHERE, **registry.find("engines", engine, "FIELDS")}
 
 
 def cells(key: str) -> list[str]:
-    """What the page says of a field, engine by engine.
+    """Returns the table cells of a field, one for each engine.
 
     Raises:
-        KeyError: An engine does not say.
+        KeyError: An engine does not declare the field.
     """
     if f"rollout.{key}" in FIXED:
         only, why = FIXED[f"rollout.{key}"]
@@ -58,7 +57,7 @@ def cells(key: str) -> list[str]:
 
 
 def page() -> str:
-    """All of it, as Markdown."""
+    """Returns the page as Markdown."""
     names = registry.names("engines")
     alike, apart = [], []
     for key in dotted_keys(RolloutConfig):

@@ -1,9 +1,6 @@
-"""Writes the page `mrl/docs/config.md`, every field of a config.
+"""Generator of `mrl/docs/config.md`: every field of the config with type, default, range and documentation.
 
-    python -m mrl.trainer.validation.docs_reference > mrl/docs/config.md
-
-Owns how the page is written. Fields, defaults and their documentation are read from `mrl/config/config.py`, ranges
-where they are checked.
+Run `python -m mrl.trainer.validation.docs_reference > mrl/docs/config.md` after a change of `mrl/config/`.
 """
 
 from __future__ import annotations
@@ -29,12 +26,12 @@ How a config is written, and which fields are set most often: [configuring a run
 
 
 def reference() -> str:
-    """The whole page, as Markdown."""
+    """Returns the page as Markdown."""
     return HEAD + "".join(_section(item.name, get_type_hints(Config)[item.name]) for item in fields(Config))
 
 
 def _section(path: str, kind: Any) -> str:
-    """A heading with the section's fields; sections inside it, also those of a list, follow."""
+    """Returns the heading and table of a section, followed by its nested sections."""
     rows, inner, hints, lines = [], [], get_type_hints(kind), _documentation(kind)
     for item in fields(kind):
         key, of_field = f"{path}.{item.name}", hints[item.name]
@@ -52,7 +49,7 @@ def _section(path: str, kind: Any) -> str:
 
 
 def _documentation(kind: Any) -> dict[str, str]:
-    """The text under each field of a dataclass, on one line."""
+    """Returns the docstring of each field of a dataclass, on one line."""
     body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
     return {
         ast.unparse(above.target): " ".join(str(ast.literal_eval(below.value)).split())
@@ -67,7 +64,7 @@ def _range(key: str) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """A default as YAML would have it."""
+    """Formats a default value as YAML."""
     return value if isinstance(value, str) and value else json.dumps(value, default=vars)
 
 

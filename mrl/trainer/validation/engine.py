@@ -1,7 +1,4 @@
-"""Refuses built TensorRT-LLM engines that do not fit the run, by their config.json.
-
-Owns the rules that `validate.py` asks about `rollout.engine_dir`. It imports no torch and no TensorRT-LLM.
-"""
+"""Rules of `rollout.engine_dir`: built TensorRT-LLM engines must fit the run. Imports no torch, no TensorRT-LLM."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from mrl.models.base import ArchSpec
 
 
 def wanted_engine(config: Config, arch: ArchSpec) -> Wanted:
-    """What the engines of a run must be."""
+    """Returns the properties that the built engines of a run must have."""
     rollout = config.rollout
     return Wanted(
         arch=arch,
@@ -30,15 +27,15 @@ def wanted_engine(config: Config, arch: ArchSpec) -> Wanted:
 
 
 def engine_rules(config: Config, arch: ArchSpec) -> Iterator[str]:
-    """Each broken rule, with the command lines that build fitting engines."""
+    """Yields a message for each broken rule, with the command lines that build fitting engines."""
     rollout = config.rollout
     if rollout.name != "trtllm_engine":
         return
     wanted = wanted_engine(config, arch)
     if rollout.engine_dir is None:
         yield (
-            "rollout.name=trtllm_engine needs rollout.engine_dir, a folder of engines for this model at these sizes. "
-            f"They are made by:\n{wanted.commands()}"
+            "rollout.name=trtllm_engine needs rollout.engine_dir, a folder of engines built for this model and these "
+            f"sizes. Build them with:\n{wanted.commands()}"
         )
         return
     try:
@@ -48,6 +45,6 @@ def engine_rules(config: Config, arch: ArchSpec) -> Iterator[str]:
         return
     if broken:
         yield (
-            f"rollout.engine_dir={rollout.engine_dir} does not fit the run: {'; '.join(broken)}. Engines that fit are "
-            f"made by:\n{wanted.commands()}"
+            f"rollout.engine_dir={rollout.engine_dir} does not fit the run: {'; '.join(broken)}. Build engines that "
+            f"fit with:\n{wanted.commands()}"
         )

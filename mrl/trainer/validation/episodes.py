@@ -1,7 +1,6 @@
-"""Refuses episodes that cannot be, and their fields where there are none.
+"""Rules of `rollout.multi_turn` and `rollout.agent`. Imports no torch.
 
-Owns the rules that `validate.py` asks about `rollout.multi_turn` and `rollout.agent`. Whether the environment can be
-made and the chat template appends is found by `episodes.check_environment`. It imports no torch.
+The environment and the chat template themselves are checked by `rollout.episodes.episodes.check_environment`.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from mrl.config.config import Config
 from mrl.config.did_you_mean import did_you_mean
 
 REWARD = "environment"
-"""Of `reward.functions`: the environment's own."""
+"""Name in `reward.functions` of the reward that the environment gives."""
 
 FORMATS = "environments.formats"
 
 
 def episode_rules(config: Config) -> Iterator[str]:
-    """A message for each broken rule about episodes."""
+    """Yields a message for each broken rule about episodes."""
     rollout = config.rollout
     turns, agent = rollout.multi_turn, rollout.agent
     if not turns.enable:
@@ -29,36 +28,36 @@ def episode_rules(config: Config) -> Iterator[str]:
     if agent.environment is None:
         known = ", ".join(registry.names("environments"))
         yield (
-            "rollout.multi_turn.enable=true needs rollout.agent.environment, what the policy talks with: one of "
-            f"{known}, or path/to/file.py:Name."
+            f"rollout.multi_turn.enable=true needs rollout.agent.environment. Set it to one of {known}, or to your own "
+            "as path/to/file.py:Name."
         )
     formats = registry.names(FORMATS)
     if turns.format not in formats:
         yield (
-            f"rollout.multi_turn.format={turns.format} is no tool format of this version; it has {', '.join(formats)}."
+            f"rollout.multi_turn.format={turns.format} is unknown; expected one of {', '.join(formats)}."
             f"{did_you_mean(turns.format, formats)}"
         )
     if rollout.enable_rollout_routing_replay:
         yield (
-            "rollout.enable_rollout_routing_replay=true with rollout.multi_turn.enable is refused: a later turn reads "
-            "the conversation again, and what was chosen for it the first time is not kept. Set "
+            "rollout.enable_rollout_routing_replay=true is not supported with rollout.multi_turn.enable: a later turn "
+            "prefills the conversation again, and the first routing of its tokens is lost. Set "
             "actor.router_replay=recompute or none."
         )
     if not rollout.enable_chunked_prefill and rollout.longest > rollout.max_num_batched_tokens:
         yield (
-            f"rollout.enable_chunked_prefill=false with rollout.multi_turn.enable and max_num_batched_tokens="
-            f"{rollout.max_num_batched_tokens} is refused: a later turn reads up to {rollout.longest} tokens in one "
-            "pass. Raise it to that, or leave rollout.enable_chunked_prefill out."
+            f"rollout.enable_chunked_prefill=false with rollout.multi_turn.enable needs rollout.max_num_batched_tokens "
+            f"of at least {rollout.longest}, got {rollout.max_num_batched_tokens}: a later turn prefills the complete "
+            "conversation. Raise it, or remove rollout.enable_chunked_prefill."
         )
     if config.algorithm.credit == "turn" and not any(
         function.name == REWARD and function.weight for function in config.reward.functions
     ):
         yield (
-            f"algorithm.credit=turn would have no effect because reward.functions has no '{REWARD}': of all rewards "
-            "only the environment's are those of a turn. Add it, or leave algorithm.credit out."
+            f"algorithm.credit=turn would have no effect because reward.functions has no '{REWARD}', the only reward "
+            "that belongs to a turn. Add it, or remove algorithm.credit."
         )
     if rollout.ignore_eos:
-        yield ("rollout.ignore_eos=true with rollout.multi_turn.enable is refused: no turn would end. Leave it out.")
+        yield "rollout.ignore_eos=true is not supported with rollout.multi_turn.enable: no turn would end. Remove it."
 
 
 def _idle(config: Config) -> Iterator[str]:
@@ -74,10 +73,10 @@ def _idle(config: Config) -> Iterator[str]:
     if config.algorithm.credit == "turn":
         yield (
             "algorithm.credit=turn is set, but would have no effect because rollout.multi_turn.enable is false. Remove "
-            "it, or turn episodes on."
+            "it, or set rollout.multi_turn.enable=true."
         )
     if any(function.name == REWARD for function in config.reward.functions):
         yield (
-            f"reward.functions has '{REWARD}', but rollout.multi_turn.enable is false: there is no environment that "
-            "could reward anything. Name another function, or turn episodes on."
+            f"reward.functions has '{REWARD}', but there is no environment because rollout.multi_turn.enable is false. "
+            "Use another reward function, or set rollout.multi_turn.enable=true."
         )

@@ -1,7 +1,4 @@
-"""Refuses layouts and settings of actor and engine that do not fit a mixture of experts, or a model without one.
-
-Owns the rules that `validate.py` asks about experts. It imports no torch.
-"""
+"""Rules of layouts and settings for MoE models, and of MoE settings for dense models. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from mrl.trainer.validation.megatron import te_possible
 
 
 def expert_rules(config: Config, arch: ArchSpec, grid: Grid, *, supervised: bool = False) -> Iterator[str]:
-    """Each broken rule, with the keys and what to do."""
+    """Yields a message for each broken rule, with the keys and what to do."""
     if arch.moe is None:
         yield from _idle(config)
         yield from engine_kwargs.expert_refusals(config.rollout)
@@ -31,7 +28,7 @@ def expert_rules(config: Config, arch: ArchSpec, grid: Grid, *, supervised: bool
 
 
 def _idle(config: Config) -> Iterator[str]:
-    """Fields that mean nothing to a dense model."""
+    """Yields a message for each MoE setting of a dense model."""
     default = Config()
     settings = (
         *(("parallel", item.name) for item in fields(ParallelConfig) if item.name.startswith("expert_")),
@@ -43,22 +40,23 @@ def _idle(config: Config) -> Iterator[str]:
     for section, name in settings:
         value = getattr(getattr(config, section), name)
         if value != getattr(getattr(default, section), name):
-            yield f"{section}.{name}={value} is set, but would have no effect because the model has no experts."
+            why = "would have no effect because the model has no experts"
+            yield f"{section}.{name}={value} is set, but {why}. Remove it."
 
 
 def _experts(config: Config, moe: MoeSpec, grid: Grid) -> Iterator[str]:
     actor = config.actor
     if grid.tp > 1 and not config.parallel.sequence_parallel:
         yield (
-            f"parallel.tensor_model_parallel_size={grid.tp} with a mixture of experts needs "
-            "parallel.sequence_parallel=true: without it Megatron would route every token on each of these ranks, and "
-            "refuses to train."
+            f"parallel.tensor_model_parallel_size={grid.tp} with an MoE model needs parallel.sequence_parallel=true: "
+            "without it Megatron routes every token on each tensor-parallel rank and does not train. Set it to true."
         )
     if grid.ep == 1 and grid.expert_tp != grid.tp:
         yield (
             f"parallel.expert_tensor_parallel_size={grid.expert_tp} differs from "
             f"parallel.tensor_model_parallel_size={grid.tp}, which needs parallel.expert_model_parallel_size above 1: "
-            "with 1 Megatron adds up the experts' gradients over the ranks of the other parameters."
+            "otherwise Megatron reduces the experts' gradients over the ranks of the dense parameters. Set both tensor "
+            "sizes to one number, or raise parallel.expert_model_parallel_size."
         )
     try:
         check_experts_divide(moe, expert_shard(grid, 0))
@@ -67,20 +65,20 @@ def _experts(config: Config, moe: MoeSpec, grid: Grid) -> Iterator[str]:
     if actor.moe_token_dispatcher_type == "allgather":
         if grid.pp > 1:
             yield (
-                f"actor.moe_token_dispatcher_type=allgather with parallel.pipeline_model_parallel_size={grid.pp}: "
-                "Megatron cannot pass microbatches of different lengths from stage to stage then. Use alltoall."
+                f"actor.moe_token_dispatcher_type=allgather is not supported with parallel.pipeline_model_parallel_size"
+                f"={grid.pp}: Megatron cannot send microbatches of different lengths between stages. Use alltoall."
             )
         if grid.cp > 1:
             yield (
-                f"actor.moe_token_dispatcher_type=allgather with parallel.context_parallel_size={grid.cp}: mrl does "
-                "not fill sequences that are cut over ranks to one length. Use alltoall."
+                f"actor.moe_token_dispatcher_type=allgather is not supported with parallel.context_parallel_size="
+                f"{grid.cp}: mrl does not pad sequences that are split over ranks to equal lengths. Use alltoall."
             )
     if actor.moe_token_dispatcher_type == "flex":
         yield from _flex(config, grid)
     if (actor.moe_router_load_balancing_type == "aux_loss") != (actor.moe_aux_loss_coeff > 0):
         yield (
             f"actor.moe_router_load_balancing_type={actor.moe_router_load_balancing_type} with "
-            f"actor.moe_aux_loss_coeff={actor.moe_aux_loss_coeff} has no effect: set aux_loss and a coefficient above "
+            f"actor.moe_aux_loss_coeff={actor.moe_aux_loss_coeff} has no effect. Set aux_loss and a coefficient above "
             "0, or none and 0."
         )
 
@@ -90,11 +88,14 @@ def _flex(config: Config, grid: Grid) -> Iterator[str]:
         yield "actor.moe_token_dispatcher_type=flex needs GPUs and DeepEP or HybridEP. Use alltoall."
     if grid.ep * grid.expert_tp == 1:
         yield (
-            "actor.moe_token_dispatcher_type=flex needs parallel.expert_model_parallel_size above 1: nothing is sent. "
-            "Use alltoall."
+            "actor.moe_token_dispatcher_type=flex needs parallel.expert_model_parallel_size above 1: with 1 no tokens "
+            "are sent. Use alltoall."
         )
     if config.actor.moe_router_dtype != "fp32":
-        yield "actor.moe_token_dispatcher_type=flex needs actor.moe_router_dtype=fp32: DeepEP sends float32."
+        yield (
+            "actor.moe_token_dispatcher_type=flex needs actor.moe_router_dtype=fp32, because DeepEP sends float32. "
+            "Set it to fp32."
+        )
 
 
 def _rollout(config: Config, moe: MoeSpec, grid: Grid) -> Iterator[str]:
@@ -103,9 +104,9 @@ def _rollout(config: Config, moe: MoeSpec, grid: Grid) -> Iterator[str]:
     if tp % ep or (moe_tp is not None and ep * moe_tp != tp):
         given = f" x rollout.moe_tensor_parallel_size={moe_tp}" if moe_tp is not None else ""
         yield (
-            f"rollout.expert_parallel_size={ep}{given} does not make up rollout.tensor_model_parallel_size={tp}: all "
-            "ranks of a replica hold experts, spread by the first and cut by the second. Choose two factors of it, or "
-            "leave rollout.moe_tensor_parallel_size out."
+            f"rollout.expert_parallel_size={ep}{given} does not make up rollout.tensor_model_parallel_size={tp}: "
+            "expert parallelism x expert tensor parallelism must equal the ranks of a replica. Choose two factors of "
+            "it, or remove rollout.moe_tensor_parallel_size."
         )
     else:
         try:
@@ -118,19 +119,19 @@ def _replay(config: Config, supervised: bool) -> Iterator[str]:
     replay, records = config.actor.router_replay, config.rollout.enable_rollout_routing_replay
     if replay != "none" and supervised:
         yield (
-            f"actor.router_replay={replay} would have no effect because algorithm.name={config.algorithm.name} samples "
-            "nothing: no experts are chosen before the update. Remove it, or change that."
+            f"actor.router_replay={replay} would have no effect because algorithm.name={config.algorithm.name} does "
+            "not sample, so no routing exists before the update. Remove it, or change that."
         )
     elif replay == "recompute" and config.algorithm.rollout_correction.acting.bypass_mode:
         yield (
-            "actor.router_replay=recompute replays the experts of the pass that scores the samples at the rollout "
-            "weights, which algorithm.rollout_correction.bypass_mode=true leaves out. Set it to false, or "
-            "actor.router_replay=rollout for those that the engine chose."
+            "actor.router_replay=recompute replays the routing of the forward pass for proximal log-probabilities, "
+            "which algorithm.rollout_correction.bypass_mode=true skips. Set bypass_mode to false, or use "
+            "actor.router_replay=rollout to replay the engine's routing."
         )
     if replay == "rollout" and not records:
         yield (
-            "actor.router_replay=rollout needs rollout.enable_rollout_routing_replay=true. Where the engine cannot "
-            "tell its experts, actor.router_replay=recompute with algorithm.rollout_correction.bypass_mode=false "
+            "actor.router_replay=rollout needs rollout.enable_rollout_routing_replay=true. If the engine cannot record "
+            "its routing, use actor.router_replay=recompute with algorithm.rollout_correction.bypass_mode=false, which "
             "replays the actor's."
         )
     if records and replay != "rollout":

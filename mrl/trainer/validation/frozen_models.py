@@ -1,7 +1,4 @@
-"""Models that are only run forward, in the actor's layout: what is built for one, and when it fits there.
-
-Owns what teachers and a reward model have in common. It imports no torch.
-"""
+"""Rules of forward-only models (separate teachers, reward model), which use the actor's layout. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from mrl.trainer.validation.parallel import division_rules
 
 
 def guest_config(config: Config) -> Config:
-    """The config with a model that has layers of its own in the actor's place: it only runs forward."""
+    """Returns the config from which a forward-only model is built like an actor, offloaded while it is not used."""
     actor = replace(
         config.actor, param_offload=True, grad_offload=True, optimizer_offload=True, router_replay="none",
         recompute="none",
@@ -27,25 +24,25 @@ def guest_config(config: Config) -> Config:
 
 
 def guest_rules(config: Config, arch: ArchSpec, guest: ArchSpec, grid: Grid, *, host: str, name: str) -> Iterator[str]:
-    """The end of a message for each broken rule.
+    """Yields the end of a message for each broken rule.
 
     Args:
-        config: What was asked for.
-        arch: The actor.
-        guest: The model.
-        grid: The layout of both.
-        host: What the actor is called.
-        name: What the model is called.
+        config: Config with the algorithm's defaults filled in.
+        arch: Architecture of the actor.
+        guest: Architecture of the forward-only model.
+        grid: Parallel layout of both.
+        host: Noun for the actor in messages ("student").
+        name: Noun for the model in messages ("teacher").
     """
     if (guest.moe is None) != (arch.moe is None):
         yield (
-            f": of {host} and {name} one is a mixture of experts and the other is not, which share no layout. Give a "
-            f"{name} of the {host}'s kind."
+            f": one of {host} and {name} is an MoE model and the other is dense, but both use one parallel layout. "
+            f"Choose a {name} of the {host}'s kind."
         )
     if guest.max_position_embeddings < config.rollout.longest:
         yield (
             f" has positions for {guest.max_position_embeddings} tokens, fewer than the {config.rollout.longest} of "
-            "prompt and response."
+            f"prompt and response. Choose another {name}, or lower rollout.prompt_length or rollout.response_length."
         )
     for message in division_rules(guest, replace(grid, rollout_tp=1)):
         yield f": {message}"

@@ -1,7 +1,7 @@
-"""The tables of `mrl/docs/objectives.md`: `python -m mrl.trainer.validation.objectives` prints them.
+"""Generator of the tables in `mrl/docs/objectives.md`: `python -m mrl.trainer.validation.objectives` prints them.
 
-Owns how they are written. Equations, sources and differences are the docstrings of the functions and of the
-algorithms, names of other trainers are in `config/verl_keys/loss_names.py`.
+Equations, sources and differences come from the docstrings of losses and algorithms, the names in other trainers from
+`config/verl_keys/loss_names.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAME_HEAD = ("`algorithm.name`", "advantage; loss", "verl", "loss", "otherwise t
 
 
 def tables() -> str:
-    """All tables as Markdown: presets of the rollout correction, policy losses, algorithms."""
+    """Returns all tables as Markdown: presets of the rollout correction, policy losses, algorithms."""
     presets = _table(PRESET_HEAD, map(_preset, PRESETS))
     losses = _table(LOSS_HEAD, map(_loss, LOSSES))
     algorithms = _table(NAME_HEAD, map(_algorithm, names("algorithms")))
@@ -34,11 +34,11 @@ def tables() -> str:
 
 
 def _preset(name: str) -> Sequence[str]:
-    """With the bounds behind the weights and the tests."""
+    """Returns the table row of a preset; thresholds follow the kinds of weights and rejection tests."""
     fields = PRESETS[name]
     pairs = (("rollout_is", "rollout_is_threshold"), ("rollout_rs", "rollout_rs_threshold"))
-    told = [f"`{fields[key]}` {fields[bound]}" if key in fields else "" for key, bound in pairs]
-    return (f"`{name}`", str(fields["bypass_mode"]).lower(), str(fields.get("loss_type", "")), *told)
+    cells = [f"`{fields[key]}` {fields[bound]}" if key in fields else "" for key, bound in pairs]
+    return (f"`{name}`", str(fields["bypass_mode"]).lower(), str(fields.get("loss_type", "")), *cells)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -69,12 +69,12 @@ def _algorithm(name: str) -> Sequence[str]:
 
 
 def _definition(text: str) -> str:
-    """What stands before the arguments and the source."""
+    """Returns the part of a docstring before its arguments and source."""
     return re.split(r"\n\n(?:Args|Source):", text)[0]
 
 
 def _source(text: str) -> str:
-    """What stands from "Source:" on."""
+    """Returns the part of a docstring after "Source: "."""
     return text.partition("Source: ")[2]
 
 

@@ -1,7 +1,7 @@
-"""Refuses sampling ahead of the updates, or beyond a batch, where it cannot be or would have no effect.
+"""Rules of asynchronous sampling and over-sampling, and the default rollout correction for them. Imports no torch.
 
-Owns the rules of `train.mode`, `train.max_off_policy_steps`, `rollout.over_sample_rate`, `rollout.over_age` and
-`rollout.mask_offpolicy`, and which correction a run takes that asks for none. It imports no torch.
+The keys are `train.mode`, `train.max_off_policy_steps`, `rollout.over_sample_rate`, `rollout.over_age` and
+`rollout.mask_offpolicy`.
 """
 
 from __future__ import annotations
@@ -14,115 +14,112 @@ from mrl.config.rollout_correction import RolloutCorrectionConfig
 from mrl.rollout.async_schedule import Schedule
 
 AHEAD = "decoupled_token_is"
-"""`algorithm.rollout_correction.preset` of a run that samples ahead and sets no field of the section: with the clip
-around what sampled, tokens would be clipped for what earlier steps did to them."""
+"""Default of `algorithm.rollout_correction.preset` for asynchronous runs that set no field of the section. Clipping
+around the rollout policy would clip tokens because of the updates of earlier steps."""
 
 
 def corrected_ahead(config: Config) -> Config:
-    """The config with the correction of runs that sample ahead, where it asks for none.
+    """Returns the config with the rollout correction AHEAD if it samples ahead and sets no correction.
 
-    Where only a teacher is learned from, and not as a policy gradient, weights would act on nothing: it stays.
+    Distillation without task rewards and policy gradient stays unchanged, because its loss has no importance weights.
     """
     algorithm, loss = config.algorithm, config.distillation.distillation_loss
     only_teacher = config.distillation.enabled and not loss.use_task_rewards and not loss.use_policy_gradient
-    open_section = algorithm.rollout_correction == RolloutCorrectionConfig()
-    if not Schedule.of(config).lead or not open_section or only_teacher:
+    is_default = algorithm.rollout_correction == RolloutCorrectionConfig()
+    if not Schedule.of(config).lead or not is_default or only_teacher:
         return config
     return replace(config, algorithm=replace(algorithm, rollout_correction=RolloutCorrectionConfig(preset=AHEAD)))
 
 
 def told_correction(config: Config) -> str:
-    """Of a run that samples ahead: how its loss is corrected for that, and why so; "" of others. It follows a line."""
-    corrected, asked = corrected_ahead(config), config.algorithm.rollout_correction
+    """Returns the end of a log line about the rollout correction of an asynchronous run; "" for other runs."""
+    corrected, given = corrected_ahead(config), config.algorithm.rollout_correction
     if corrected is not config:
         preset = corrected.algorithm.rollout_correction.preset
-        return f"; rollout correction {preset}, since older weights sample and the config names none"
-    if not Schedule.of(config).lead or asked == RolloutCorrectionConfig():
+        return f"; rollout correction {preset}, the default for sampling with older weights"
+    if not Schedule.of(config).lead or given == RolloutCorrectionConfig():
         return ""
-    return f"; rollout correction {asked.preset or 'of its own'}, by the config"
+    return f"; rollout correction {given.preset or 'without preset'}, set by the config"
 
 
 def off_policy_rules(config: Config, *, supervised: bool) -> Iterator[str]:
-    """A message for each broken rule.
-
-    Args:
-        config: What was asked for.
-        supervised: The algorithm samples nothing.
-    """
+    """Yields a message for each broken rule; `supervised` is True for an algorithm that does not sample."""
     train, rollout, rate = config.train, config.rollout, config.rollout.over_sample_rate
-    most, over = train.max_off_policy_steps, f"rollout.over_sample_rate={config.rollout.over_sample_rate}"
+    max_age, over = train.max_off_policy_steps, f"rollout.over_sample_rate={config.rollout.over_sample_rate}"
     if supervised and (train.mode == "async" or rate):
         key = "train.mode=async" if train.mode == "async" else over
-        yield f"{key} with algorithm.name={config.algorithm.name}: nothing is sampled. Leave it out."
+        yield f"{key} would have no effect because algorithm.name={config.algorithm.name} does not sample. Remove it."
         return
     if train.mode == "async" and rate:
         yield (
-            f"{over} with train.mode=async: the prompts of later steps are begun ahead anyway, as far as "
-            "train.max_off_policy_steps allows. Raise that, or take train.mode=sync."
+            f"{over} is not supported with train.mode=async, which samples prompts of later steps ahead already, up to "
+            "train.max_off_policy_steps. Raise that instead, or use train.mode=sync."
         )
     yield from _idle_rules(config)
-    if rate and most == 0 and rollout.over_age == "wait":
+    if rate and max_age == 0 and rollout.over_age == "wait":
         yield (
-            f"{over} with train.max_off_policy_steps=0: each step would wait for all that was begun. Raise "
-            "train.max_off_policy_steps, or set rollout.over_age=drop, and what is not whole begins again."
+            f"{over} with train.max_off_policy_steps=0 and rollout.over_age=wait: each step would wait for all. "
+            "Raise train.max_off_policy_steps, or set rollout.over_age=drop to restart unfinished prompts."
         )
-    if rate > 1 and most is not None:
+    if rate > 1 and max_age is not None:
         yield (
-            f"{over} with train.max_off_policy_steps={most}: more prompts than a batch could reach that age in the "
-            "same step, which takes one batch. Take at most 1, or leave train.max_off_policy_steps at null."
+            f"{over} with train.max_off_policy_steps={max_age}: more prompts than one batch can reach the maximum age "
+            "in the same step, which trains on one batch. Set rollout.over_sample_rate to at most 1, or "
+            "train.max_off_policy_steps to null."
         )
     if rate and rollout.multi_turn.enable:
         yield (
-            f"{over} with rollout.multi_turn.enable: a conversation cannot stop and go on later. Leave one out, "
-            "or take train.mode=async."
+            f"{over} is not supported with rollout.multi_turn.enable: a conversation cannot be continued later. Remove "
+            "one of them, or use train.mode=async."
         )
     tokens = rollout.max_num_batched_tokens
     if Schedule.of(config).by_parts and not rollout.enable_chunked_prefill and tokens < rollout.longest:
         yield (
-            f"rollout.enable_chunked_prefill=false with rollout.max_num_batched_tokens={tokens}: a response that "
-            f"goes on is read with its prompt, up to {rollout.longest} tokens at once. Raise the one, or set the other."
+            f"rollout.enable_chunked_prefill=false with rollout.max_num_batched_tokens={tokens}: a partial rollout is "
+            f"prefilled together with its prompt, up to {rollout.longest} tokens. Raise "
+            "rollout.max_num_batched_tokens, or set rollout.enable_chunked_prefill=true."
         )
     if rollout.enable_rollout_routing_replay and Schedule.of(config).by_parts:
-        key = over if rate else f"train.mode=async with train.max_off_policy_steps={most}"
+        key = over if rate else f"train.mode=async with train.max_off_policy_steps={max_age}"
         yield (
-            f"{key} with rollout.enable_rollout_routing_replay: a response that goes on is read again under other "
-            "weights, which choose other experts for its tokens. Leave one of them out, or take "
+            f"{key} is not supported with rollout.enable_rollout_routing_replay: a partial rollout is prefilled again "
+            "with other weights, which route its tokens to other experts. Remove one of them, or set "
             "train.max_off_policy_steps=1."
         )
 
 
 def _idle_rules(config: Config) -> Iterator[str]:
     train, rollout = config.train, config.rollout
-    most, rate = train.max_off_policy_steps, rollout.over_sample_rate
-    if most is not None and train.mode == "sync" and not rate:
+    max_age, rate = train.max_off_policy_steps, rollout.over_sample_rate
+    if max_age is not None and train.mode == "sync" and not rate:
         yield _idle(
-            f"train.max_off_policy_steps={most}",
+            f"train.max_off_policy_steps={max_age}",
             "train.mode is sync and rollout.over_sample_rate is 0",
             "set train.mode=async or a rollout.over_sample_rate",
         )
     if rollout.over_age != "wait" and train.mode == "async" and not rate:
         yield _idle(
             f"rollout.over_age={rollout.over_age}",
-            "with train.mode=async groups are taken in the order of their prompts, and each is waited for",
-            "take train.mode=sync with a rollout.over_sample_rate",
+            "train.mode=async trains on prompts in order and waits for each",
+            "use train.mode=sync with a rollout.over_sample_rate",
         )
     elif rollout.over_age != "wait" and not rate:
         yield _idle(
             f"rollout.over_age={rollout.over_age}", "rollout.over_sample_rate is 0", "set rollout.over_sample_rate"
         )
-    elif rollout.over_age != "wait" and most is None:
+    elif rollout.over_age != "wait" and max_age is None:
         yield _idle(
             f"rollout.over_age={rollout.over_age}",
-            "train.max_off_policy_steps is null: no age is too old",
-            "set train.max_off_policy_steps, to 1 for example",
+            "train.max_off_policy_steps is null, so there is no maximum age",
+            "set train.max_off_policy_steps, for example to 1",
         )
     if rollout.mask_offpolicy and not Schedule.of(config).by_parts:
         yield _idle(
             "rollout.mask_offpolicy",
-            "no response has tokens of two versions",
+            "no response has tokens of two policy versions",
             "set rollout.over_sample_rate, or train.mode=async with train.max_off_policy_steps=2",
         )
 
 
 def _idle(key: str, why: str, instead: str) -> str:
-    return f"{key} is set, but would have no effect because {why}. Leave it out, or {instead}."
+    return f"{key} is set, but would have no effect because {why}. Remove it, or {instead}."

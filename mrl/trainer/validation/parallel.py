@@ -1,7 +1,6 @@
-"""Refuses layouts that the ranks of the job, or the model, cannot make up.
+"""Parallel layout from the config (`grid_of`), and rules that it fits the ranks and the model. Imports no torch.
 
-Owns how `parallel` and the sizes in `rollout` become a layout (`grid_of`) and what a layout must be. What a mixture of
-experts asks of it stands in `experts.py`. It imports no torch.
+Rules of MoE layouts are in `experts.py`.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from mrl.trainer.validation.ranges import value_at
 from mrl.trainer.validation.roles import key_of, own_ranks
 
 MAX_RANKS = 1 << 17
-"""More than any cluster has; what a layout costs is computed rank by rank."""
+"""Upper limit on the number of ranks; sharding plans are computed for every rank."""
 
 
 def grid_of(config: Config, world_size: int) -> Grid:
-    """The parallel layout that the config asks for."""
+    """Returns the parallel layout of the config."""
     return Grid(
         world_size=world_size,
         tp=config.parallel.tensor_model_parallel_size,
@@ -45,20 +44,20 @@ def grid_of(config: Config, world_size: int) -> Grid:
 
 
 def check_ranks(config: Config, world_size: int) -> None:
-    """Refuses a number of ranks that the actor's layout does not divide: without it there is no grid.
+    """Checks that the actor's layout divides the number of ranks.
 
     Raises:
-        UserError: With the sizes, and how to start as many ranks as they need.
+        UserError: It does not; the message names the sizes and a command that starts enough ranks.
     """
     if world_size > MAX_RANKS:
-        raise UserError(f"{world_size} ranks are more than the {MAX_RANKS} that mrl counts with.")
+        raise UserError(f"The run has {world_size} ranks, but mrl supports at most {MAX_RANKS}. Start fewer.")
     names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
     sizes = {name: getattr(config.parallel, name) for name in names}
     num_ranks = math.prod(sizes.values())
     own = own_ranks(config.rollout)
     if own >= world_size > 0 and own:
         raise UserError(
-            f"{key_of(config.rollout)} leaves none of this job's {world_size} rank(s) to train. Give rollouts fewer. "
+            f"{key_of(config.rollout)} leaves none of this job's {world_size} rank(s) to train. Reserve fewer. "
             f"{_how_many_ranks(config)}"
         )
     if (world_size - own) % num_ranks:
@@ -71,14 +70,18 @@ def check_ranks(config: Config, world_size: int) -> None:
 
 
 def layout_rules(config: Config, grid: Grid) -> Iterator[str]:
-    """A message for each rule between the sizes of the layout that is broken."""
+    """Yields a message for each broken rule between the sizes of the layout."""
     if grid.vpp > 1 and grid.pp == 1:
         yield (
             f"parallel.virtual_pipeline_model_parallel_size={grid.vpp} needs "
-            "parallel.pipeline_model_parallel_size above 1: chunks are interleaved over stages."
+            "parallel.pipeline_model_parallel_size above 1, because chunks are interleaved over stages. Raise it, or "
+            "remove the virtual size."
         )
     if config.parallel.sequence_parallel and grid.tp == 1:
-        yield "parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size above 1."
+        yield (
+            "parallel.sequence_parallel=true needs parallel.tensor_model_parallel_size above 1. Raise it, or set "
+            "sequence_parallel to false."
+        )
     stage = len(grid.trainers) // grid.pp
     if grid.ep > 1 and stage % (grid.ep * grid.expert_tp):
         yield (
@@ -87,22 +90,22 @@ def layout_rules(config: Config, grid: Grid) -> Iterator[str]:
             f"{_how_many_ranks(config)}"
         )
     if grid.rollout_pp > 1 and config.rollout.name != "trtllm_engine":
-        if user_code.is_own(config.rollout.name):  # the others say so themselves
+        if user_code.is_own(config.rollout.name):  # mrl's own engines refuse it in their FIELDS
             yield (
-                f"rollout.pipeline_model_parallel_size={grid.rollout_pp} is refused with rollout.name="
-                f"{config.rollout.name}: only built TensorRT-LLM engines (rollout.name=trtllm_engine) have a pipeline."
+                f"rollout.pipeline_model_parallel_size={grid.rollout_pp} is not supported with rollout.name="
+                f"{config.rollout.name}: only rollout.name=trtllm_engine has pipeline parallelism. Set it to 1."
             )
     elif len(grid.samplers) % grid.rollout_size:
         stages = f" x rollout.pipeline_model_parallel_size={grid.rollout_pp}" if grid.rollout_pp > 1 else ""
         yield (
             f"rollout.tensor_model_parallel_size={grid.rollout_tp}{stages} does not divide the {len(grid.samplers)} "
-            f"rank(s) of this job{' that sample' if grid.has_roles else ''}: replicas are equal groups of ranks. "
+            f"rank(s) of this job{' that sample' if grid.has_roles else ''}, and all replicas have equal sizes. "
             f"{_how_many_ranks(config)}"
         )
 
 
 def division_rules(arch: ArchSpec, grid: Grid) -> Iterator[str]:
-    """A message for each way in which the layout does not divide the model."""
+    """Yields a message for each dimension of the model that the layout does not divide."""
     attempts: tuple[Callable[[], object], ...] = (
         lambda: check_divides(arch, TensorShard(grid.tp, 0, "parallel.tensor_model_parallel_size")),
         lambda: check_divides(arch, TensorShard(grid.rollout_tp, 0, "rollout.tensor_model_parallel_size")),
@@ -116,7 +119,7 @@ def division_rules(arch: ArchSpec, grid: Grid) -> Iterator[str]:
 
 
 def _how_many_ranks(config: Config) -> str:
-    """How to start as many ranks as the layout needs, to look at it without them, and to do with one."""
+    """Returns advice: how to start enough ranks, how to check the config without them, how to run on one rank."""
     parallel, rollout = config.parallel, config.rollout
     num_ranks = grid_of(config, 1).fewest_ranks
     names = {
@@ -135,8 +138,8 @@ def _how_many_ranks(config: Config) -> str:
         start = f"NPROC={num_ranks} launch/mpirun.sh ..."
     how_many = f"a multiple of {num_ranks} ranks"
     if own := own_ranks(rollout):
-        how_many = f"{num_ranks} ranks, {own} of them for rollouts, or more by {num_ranks - own} at a time"
+        how_many = f"{num_ranks} ranks, {own} of them for rollouts, or more in steps of {num_ranks - own}"
     return (
-        f"Start {how_many}: {start}; only look at it: mrl train ... --dry-run --world-size "
-        f"{num_ranks}; or do with one process: {alone}"
+        f"Start {how_many}: {start}; or only check the config: mrl train ... --dry-run --world-size "
+        f"{num_ranks}; or use one process: {alone}"
     )

@@ -1,7 +1,6 @@
-"""Refuses numbers out of their range, and values that this version cannot take.
+"""Ranges of all numbers outside the section `algorithm`, and fields with a single allowed value. Imports no torch.
 
-Owns what each number outside `algorithm` may be (`RANGES`) and the fields that take one value (`FIXED`); an algorithm
-names its own ranges (`algorithms/base.py`). It imports no torch.
+The ranges of algorithm fields are in `algorithms/base.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 from mrl.config.config import Config
 
 WEIGHTS = "[-1e9, 1e9]"
-"""Of a reward function."""
+"""Range of the weight of a reward function."""
 
 RANGES = {
     "run.seed": "[0, 4294967296)",
@@ -120,18 +119,18 @@ RANGES = {
     "checkpoint.keep_best": "[0, 1e9]",
     "observe.num_samples": "[0, 1e9]",
 }
-"""Values of every number outside `algorithm`: intervals, or single values. Upper ends are beyond any sensible use: a
-slip is told before processes start, memory is taken or a number overflows."""
+"""Allowed intervals or single values of every number outside `algorithm`. Upper limits are beyond any sensible use
+and catch typing errors before processes start, memory is allocated or a number overflows."""
 
 FIXED = {
     "rollout.repetition_penalty": (1.0, "the log-probabilities that train would not be those that sampled"),
     "rollout.calculate_log_probs": (True, "log-probabilities captured at sampling time are pi_old"),
 }
-"""Fields that take one value in this version, and why."""
+"""Fields with a single allowed value, and the reason."""
 
 
 def range_rules(config: Config) -> Iterator[str]:
-    """A message for each number out of its range."""
+    """Yields a message for each number out of its range."""
     for key, allowed in RANGES.items():
         value = value_at(config, key)
         if value is not None and not in_range(value, allowed):
@@ -142,15 +141,15 @@ def range_rules(config: Config) -> Iterator[str]:
 
 
 def fixed_rules(config: Config) -> Iterator[str]:
-    """A message for each field of `FIXED` with another value."""
+    """Yields a message for each field of `FIXED` with another value."""
     for key, (only, reason) in FIXED.items():
         value = value_at(config, key)
         if value != only:
-            yield f"{key}={value} is refused; it must be {only}: {reason}."
+            yield f"{key}={value} is refused; it must be {only}: {reason}. Remove it."
 
 
 def value_at(config: Any, key: str) -> Any:
-    """The value at a dotted key."""
+    """Returns the value at a dotted key."""
     for part in key.split("."):
         config = getattr(config, part)
     return config
@@ -162,7 +161,7 @@ def in_range(value: float, allowed: str) -> bool:
 
 
 def _within(value: float, allowed: str) -> bool:
-    """Whether a number lies in "[low, high)" or is the one given; not-a-number lies nowhere."""
+    """Returns whether a number is in an interval such as "[low, high)" or equals a single value; False for NaN."""
     if allowed[0] not in "[(":
         return value == float(allowed)
     low, high = (float(bound) for bound in allowed[1:-1].split(","))

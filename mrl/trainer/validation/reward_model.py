@@ -1,4 +1,4 @@
-"""A reward model as the config has it, and what is refused of it. It imports no torch."""
+"""Rules of the section `reward.model`, and the architecture of the reward model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mrl.trainer.validation.frozen_models import guest_rules
 
 LABELS = "id2label"
 _UNLABELLED = 2
-"""Labels of a model whose config.json says nothing, in transformers."""
+"""Number of labels in transformers if config.json does not set it."""
 
 
 def reward_arch(config: Config) -> ArchSpec | None:
-    """The structure of the reward model; None: there is none.
+    """Returns the architecture of the reward model; None without `reward.model.path`.
 
     Raises:
-        UserError: A field of it is set and there is none, or its folder holds no model with one label.
+        UserError: Another field of `reward.model` is set without a path, or the model does not have one label.
     """
     named = config.reward.model
     if named.path is None:
@@ -33,30 +33,31 @@ def reward_arch(config: Config) -> ArchSpec | None:
                 )
         return None
     try:
-        found, said = arch_from_folder(named.path), read_config(named.path)
+        arch, hf_config = arch_from_folder(named.path), read_config(named.path)
     except UserError as error:
         raise UserError(f"reward.model.path: {error}") from error
-    labels = said.get(LABELS)
-    count = len(labels) if isinstance(labels, dict) else said.get("num_labels", _UNLABELLED)
+    labels = hf_config.get(LABELS)
+    count = len(labels) if isinstance(labels, dict) else hf_config.get("num_labels", _UNLABELLED)
     if count != 1:
         raise UserError(
-            f"reward.model.path={named.path} has {count} labels ({LABELS} in config.json), expected 1: a reward model "
-            "gives one number. Give a sequence classifier that was trained with num_labels=1."
+            f"reward.model.path={named.path} has {count} labels ({LABELS} in config.json), expected 1. Choose a "
+            "sequence classifier that was trained with num_labels=1."
         )
-    return critic_of(found)
+    return critic_of(arch)
 
 
 def check_reward_model(
     config: Config, arch: ArchSpec, reward: ArchSpec | None, grid: Grid, *, retokenizes: bool
 ) -> None:
-    """Every rule of `reward.model`.
+    """Checks the section `reward.model`.
 
     Args:
-        config: What was asked for.
-        arch: The actor.
-        reward: From `reward_arch`.
-        grid: The layout of both.
-        retokenizes: It reads the text anew, so that how long it becomes is known sample by sample.
+        config: Config with the algorithm's defaults filled in.
+        arch: Architecture of the actor.
+        reward: Architecture from `reward_arch`; None: nothing to check.
+        grid: Parallel layout of both models.
+        retokenizes: True if the reward model encodes the text with its own tokenizer. Lengths are then checked for each
+            sample.
 
     Raises:
         UserError: The first broken rule.
@@ -67,9 +68,9 @@ def check_reward_model(
     where = f"reward.model.path={named.path}"
     if retokenizes and config.rollout.multi_turn.enable:
         raise UserError(
-            f"{where} reads with another tokenizer than the actor's, which is refused with "
-            "rollout.multi_turn.enable=true: an episode is not rendered again. Give a reward model with the actor's "
-            "tokenizer."
+            f"{where} has another tokenizer than the actor, which is not supported with "
+            "rollout.multi_turn.enable=true, because episodes are never rendered again. Choose a reward model with the "
+            "actor's tokenizer."
         )
     if retokenizes:
         reward = replace(reward, max_position_embeddings=max(reward.max_position_embeddings, config.rollout.longest))

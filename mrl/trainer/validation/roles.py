@@ -1,7 +1,6 @@
-"""Refuses ranks that only sample where they cannot be: too many of them, or nothing for them to do.
+"""Rules of ranks that only sample (`rollout.num_ranks`, `rollout.nnodes`). Imports no torch.
 
-Owns the rules of `rollout.num_ranks` and `rollout.nnodes`; which engines run on ranks of their own stands in their
-`FIELDS`. What has no answer for such a run refuses it by `refuse_roles`. It imports no torch.
+The engines' `FIELDS` say which engines support them. Code that does not support them calls `refuse_roles`.
 """
 
 from __future__ import annotations
@@ -14,53 +13,47 @@ from mrl.parallel_layout import Grid
 
 
 def own_ranks(rollout: RolloutConfig) -> int:
-    """Ranks that only sample; 0: all ranks train and sample."""
+    """Returns the number of ranks that only sample; 0 if all ranks train and sample."""
     return rollout.num_ranks or rollout.nnodes * rollout.n_gpus_per_node
 
 
 def key_of(rollout: RolloutConfig) -> str:
-    """What gave rollouts ranks of their own, as it is written."""
+    """Returns the settings that separate the sampling ranks, as "key=value"."""
     if rollout.num_ranks:
         return f"rollout.num_ranks={rollout.num_ranks}"
     return f"rollout.nnodes={rollout.nnodes} x rollout.n_gpus_per_node={rollout.n_gpus_per_node}"
 
 
 def role_rules(config: Config, grid: Grid, *, supervised: bool) -> Iterator[str]:
-    """A message for each broken rule about ranks that only sample.
-
-    Args:
-        config: What was asked for.
-        grid: The layout.
-        supervised: The algorithm samples nothing.
-    """
+    """Yields a message for each broken rule; `supervised` is True for an algorithm that does not sample."""
     rollout = config.rollout
     if rollout.num_ranks and rollout.nnodes:
         yield (
-            f"rollout.num_ranks={rollout.num_ranks} and rollout.nnodes={rollout.nnodes} both say how many ranks only "
-            "sample. Set one of them."
+            f"rollout.num_ranks={rollout.num_ranks} and rollout.nnodes={rollout.nnodes} both set the number of ranks "
+            "that only sample. Set one of them."
         )
     if grid.has_roles and config.reward.model.path is not None:
         yield (
-            f"{key_of(rollout)} with reward.model.path: a reward model is in the actor's layout on ranks that train, "
-            "and samples are scored where they were sampled. Leave one of them out."
+            f"{key_of(rollout)} is not supported with reward.model.path: the reward model runs on ranks that train, "
+            "but samples are scored on ranks that sample. Remove one of them."
         )
     if grid.has_roles and supervised:
         yield (
-            f"{key_of(rollout)} with algorithm.name={config.algorithm.name}: nothing is sampled to train on, and those "
-            "ranks would be idle. Leave it out."
+            f"{key_of(rollout)} with algorithm.name={config.algorithm.name}: the algorithm does not sample, so these "
+            "ranks would be idle. Remove it."
         )
 
 
 def refuse_roles(config: Config, what: str, instead: str) -> None:
-    """Raises where rollouts have ranks of their own.
+    """Raises if some ranks only sample.
 
     Args:
-        config: Of the run.
-        what: Cannot do that, and why.
-        instead: What to do, as a sentence.
+        config: Settings of the run.
+        what: Clause that says who does not support it and why.
+        instead: Sentence that says how to proceed.
 
     Raises:
-        UserError: With the key.
+        UserError: `rollout.num_ranks` or `rollout.nnodes` is set.
     """
     if own_ranks(config.rollout):
         raise UserError(f"{key_of(config.rollout)}: {what}. {instead}")

@@ -1,7 +1,6 @@
-"""Refuses fields that are set and would be ignored, each with the reason.
+"""Rules against settings that would have no effect; those of `algorithm` are in `algorithms/base.py`.
 
-Owns the rules that `validate.py` asks about idle fields outside `algorithm` (`algorithms/base.py`) and the experts
-(`experts.py`). It imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from mrl.config.config import Config, DataConfig, LearnsFrom, RolloutConfig
 from mrl.parallel_layout import Grid
 
 Case = tuple[str, bool, str]
-"""What is set, whether it is set and ignored, and why it would be."""
+"""(key, True if it is set without effect, reason)."""
 
 
 def idle_rules(config: Config, grid: Grid, *, learns_from: LearnsFrom = "samples") -> Iterator[str]:
-    """A message for each field that is set and would have no effect.
+    """Yields a message for each setting that would have no effect.
 
     Args:
-        config: What was asked for.
-        grid: The layout.
-        learns_from: What the algorithm learns from.
+        config: Config to check.
+        grid: Parallel layout.
+        learns_from: Kind of data that the algorithm trains on: "samples", "responses" or "pairs".
     """
     for key, ignored, reason in (
         *_training(config, grid, learns_from),
@@ -56,18 +55,18 @@ def _training(config: Config, grid: Grid, learns_from: LearnsFrom) -> Iterator[C
 
 def _sampling(config: Config, *, supervised: bool) -> Iterator[Case]:
     rollout, val = config.rollout, config.rollout.val_kwargs
-    nothing = f"algorithm.name={config.algorithm.name} samples nothing to train on, and trains at temperature 1"
+    why = f"algorithm.name={config.algorithm.name} does not train on samples, and trains at temperature 1"
     for name in ("temperature", "top_k", "top_p", "min_p"):
         value = getattr(rollout, name)
-        yield f"rollout.{name}={value}", supervised and value != getattr(RolloutConfig, name), nothing
+        yield f"rollout.{name}={value}", supervised and value != getattr(RolloutConfig, name), why
     per_node, no_nodes = rollout.n_gpus_per_node, rollout.nnodes == 0
-    unlike = per_node != RolloutConfig.n_gpus_per_node
-    yield f"rollout.n_gpus_per_node={per_node}", unlike and no_nodes, "rollout.nnodes is 0"
+    is_set = per_node != RolloutConfig.n_gpus_per_node
+    yield f"rollout.n_gpus_per_node={per_node}", is_set and no_nodes, "rollout.nnodes is 0"
     yield "rollout.stop", bool(rollout.stop) and rollout.ignore_eos, "rollout.ignore_eos is true"
     greedy = f"rollout.val_kwargs.{'temperature is 0' if val.do_sample else 'do_sample is false'}"
     yield "rollout.val_kwargs.temperature", not val.do_sample and val.temperature not in (0.0, 1.0), greedy
-    cut = (val.top_k, val.top_p, val.min_p) != (-1, 1.0, 0.0)
-    yield "rollout.val_kwargs.top_k, top_p or min_p", val.greedy and cut, greedy
+    truncates = (val.top_k, val.top_p, val.min_p) != (-1, 1.0, 0.0)
+    yield "rollout.val_kwargs.top_k, top_p or min_p", val.greedy and truncates, greedy
 
 
 def _data(config: Config, learns_from: LearnsFrom) -> Iterator[Case]:
@@ -75,21 +74,21 @@ def _data(config: Config, learns_from: LearnsFrom) -> Iterator[Case]:
     yield "data.task_kwargs", bool(data.task_kwargs) and data.task is None, "data.task is null"
     for name in ("prompt_key", "answer_key", "messages_key"):
         is_set = getattr(data, name) != getattr(default, name)
-        yield f"data.{name}", is_set and data.task is not None, "data.task makes its own columns"
+        yield f"data.{name}", is_set and data.task is not None, "data.task generates its own columns"
     for name in ("chosen_key", "rejected_key"):
         is_set = getattr(data, name) != getattr(default, name)
-        yield f"data.{name}", is_set and data.task is not None, "data.task makes its own columns"
+        yield f"data.{name}", is_set and data.task is not None, "data.task generates its own columns"
         why = f"algorithm.name={config.algorithm.name} does not learn from pairs"
         yield f"data.{name}", is_set and learns_from != "pairs", why
-    nothing = learns_from == "samples" and not config.train.warm_start.num_steps
+    unsupervised = learns_from == "samples" and not config.train.warm_start.num_steps
     for name in ("train_on_turns", "overlong_responses"):
         value = getattr(data, name)
         why = "no step is supervised (algorithm.name=sft or dpo, or train.warm_start.num_steps)"
-        yield f"data.{name}={value}", nothing and value != getattr(default, name), why
+        yield f"data.{name}={value}", unsupervised and value != getattr(default, name), why
     never = data.apply_chat_template == "never"
     yield "data.chat_template", data.chat_template is not None and never, "data.apply_chat_template is never"
     reward = config.reward
     idle = all(function.weight == 0 for function in reward.functions)
     idle = idle and (reward.model.path is None or reward.model.weight == 0)
     any_named = bool(reward.functions) or reward.model.path is not None
-    yield "reward.functions", idle and any_named, "every weight is 0: all rewards would be equal"
+    yield "reward.functions", idle and any_named, "every weight is 0, so all rewards would be equal"

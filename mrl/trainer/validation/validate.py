@@ -1,13 +1,11 @@
-"""Refuses a run that cannot work, before any process group exists: ranges, rules between fields, rules with the model.
+"""Validation of a config before any process group exists; all broken rules are reported in one error.
 
-Each section of the config has its rules in a file of its own here: `ranges.py` `parallel.py` `roles.py` `train.py`
-`off_policy.py` `rollout.py` `true_on_policy.py` `model.py` `data.py`, then `megatron.py`, `experts.py`, `engine.py` and
-`unused_settings.py`, across sections. They need no tensor and no rank but this one. What a section alone decides stays
-with its owner: the algorithm's own fields in `algorithms/base.py`, rows of data in `data/`, values' types in
-`config/config.py`. All broken rules are told at once. It imports no torch.
+    check_config(config, world_size)                   # rules that need no model
+    check(config, arch, world_size, vocab_size, ...)   # also the rules that need the model and its tokenizer
 
-    check_config(config, world_size)                   # needs no model
-    check(config, arch, world_size, vocab_size, ...)   # the same rules, and those with model, tokenizer and algorithm
+The other files of this folder have the rules of one section each; `megatron.py`, `experts.py`, `engine.py` and
+`unused_settings.py` have rules across sections. Types are checked in `config/config.py`, fields of `algorithm` in
+`algorithms/base.py`, rows of data in `data/`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,16 +34,17 @@ from mrl.trainer.validation.unused_settings import idle_rules
 def check_config(
     config: Config, world_size: int, *, learns_from: LearnsFrom = "samples", arch: ArchSpec | None = None
 ) -> None:
-    """All rules that need no model.
+    """Checks all rules that need no model.
 
     Args:
-        config: What was asked for.
-        world_size: Ranks of the job.
-        learns_from: What the algorithm learns from.
-        arch: The model's structure, where it is known: a layout that does not divide it is not one to start ranks for.
+        config: Config to check.
+        world_size: Number of ranks of the job.
+        learns_from: Kind of data that the algorithm trains on: "samples", "responses" or "pairs".
+        arch: Architecture of the actor, if known: layouts that do not divide it are reported before the number of
+            ranks.
 
     Raises:
-        UserError: Each broken rule, with the keys and what to do.
+        UserError: Message with all broken rules, their keys and what to do.
     """
     _raise([*range_rules(config), *fixed_rules(config), *name_rules(config)])
     grid = grid_of(config, world_size)
@@ -81,17 +80,17 @@ def check(
     *,
     learns_from: LearnsFrom = "samples",
 ) -> None:
-    """All rules, those with the model and its tokenizer too.
+    """Checks all rules.
 
     Args:
-        config: What was asked for.
-        arch: The model's structure.
-        world_size: Ranks of the job.
-        tokenizer_vocab_size: One more than the largest id that the tokenizer gives.
-        learns_from: What the algorithm learns from.
+        config: Config to check.
+        arch: Architecture of the actor.
+        world_size: Number of ranks of the job.
+        tokenizer_vocab_size: Largest token id of the tokenizer plus 1.
+        learns_from: Kind of data that the algorithm trains on: "samples", "responses" or "pairs".
 
     Raises:
-        UserError: Each broken rule, with the keys and what to do.
+        UserError: Message with all broken rules, their keys and what to do.
     """
     check_size(arch)
     check_config(config, world_size, learns_from=learns_from, arch=arch)
@@ -114,4 +113,4 @@ def _raise(broken: list[str]) -> None:
     if len(broken) == 1:
         raise UserError(broken[0])
     if broken:
-        raise UserError(f"the config breaks {len(broken)} rules:" + "".join(f"\n  - {message}" for message in broken))
+        raise UserError(f"The config has {len(broken)} errors:" + "".join(f"\n  - {message}" for message in broken))

@@ -1,7 +1,7 @@
-"""How many ranks a run is for, where a command only looks at it: the dry run, `mrl plan` and `mrl rehearse`.
+"""Number of ranks that the dry run, `mrl plan` and `mrl rehearse` assume.
 
-Owns the rule: `--world-size`, else the ranks that a launcher started with this one, else nodes x GPUs of the config's
-name, else the fewest that the layout needs.
+The first of: `--world-size`, the ranks started by a launcher, nodes x GPUs in the config's file name, the minimum of
+the layout.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mrl.trainer.validation.parallel import grid_of
 
 @dataclass(frozen=True)
 class WorldSize:
-    """Ranks of a run.
+    """Number of ranks of a run.
 
     Attributes:
-        ranks: How many.
-        why: Who said so, in words.
+        ranks: Number of ranks.
+        why: Source of the number, for messages.
     """
 
     ranks: int
@@ -28,13 +28,13 @@ class WorldSize:
 
 
 def world_size(config: Config, file: str, asked: int | None, *, started: int = 1) -> WorldSize:
-    """The ranks that a run is for.
+    """Returns the number of ranks that a run is for.
 
     Args:
-        config: Of the run.
-        file: Where it stands; its name may say nodes x GPUs, `..._4x8_...`.
-        asked: `--world-size`.
-        started: Ranks of the job that this process is one of.
+        config: Settings of the run.
+        file: Path of the config; its name may contain nodes x GPUs, as in `..._4x8_...`.
+        asked: Value of `--world-size`; None if not given.
+        started: Number of ranks in this process's job.
     """
     if asked is not None:
         return WorldSize(asked, "--world-size")

@@ -161,7 +161,7 @@ MISTAKES = {
         EXPERTS,
         ["parallel.context_parallel_size=2", "actor.moe_token_dispatcher_type=allgather"],
         None,
-        "not fill sequences that are cut over ranks to one length. Use alltoall",
+        "not pad sequences that are split over ranks to equal lengths. Use alltoall",
     ),
     "run folder": (SMALL, ["run.output_dir={rows}/below"], None, "is a file; expected a folder"),
     "prompts": (SMALL, ["rollout.prompt_length=4"], None, "more than rollout.prompt_length=4. Raise it"),
@@ -254,7 +254,7 @@ def test_weights_that_are_not_the_models_are_told_and_weights_elsewhere_are_not_
             shutil.copy(file, tmp_path / "config")
     short = ("rollout.prompt_length=100", "rollout.response_length=100", "~model", "data.overlong_prompts=drop")
     report = run(tmp_path, SMALL, *short, f"model.path={tmp_path}/config", dry_run=True)
-    assert report["passed"] and "has no safetensors here" in report["warnings"][0]
+    assert report["passed"] and "has no safetensors files on this machine" in report["warnings"][0]
     changed = json.loads((tmp_path / "model" / "config.json").read_text()) | {"intermediate_size": 640}
     (tmp_path / "model" / "config.json").write_text(json.dumps(changed))
     message = refused(tmp_path, SMALL, *short, f"model.path={tmp_path}/model", dry_run=True)
@@ -364,7 +364,7 @@ def test_what_only_gpus_have_of_megatrons_fields_is_left_out_and_told(tmp_path):
     flex = "actor={moe_token_dispatcher_type: flex, transformer_impl: te}"
     report = run(tmp_path, EXPERTS, fields, flex, "megatron.unchecked=true", world_size=64, dry_run=True)
     told = "\n".join(report["not_covered"])
-    assert "megatron.transformer.moe_permute_fusion: only TransformerEngine has it" in told
+    assert "megatron.transformer.moe_permute_fusion: it needs TransformerEngine" in told
     assert "the flex dispatcher: tokens were dispatched by alltoall" in told
     assert "megatron.unchecked lets megatron.transformer.softmax_scale through" in "\n".join(report["warnings"])
     small = load(tmp_path / "out" / FIRST)

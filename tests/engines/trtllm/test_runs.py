@@ -99,7 +99,7 @@ def test_grpo_on_a_rank_of_its_own_has_them_and_its_canary_is_told(tmp_path, exp
     words = runs.arguments(tmp_path, [*SHORT, "rollout.name=trtllm", "rollout.num_ranks=1"])
     assert_same_run(apart(trained(tmp_path, words, flavour, ranks=2)), apart(expected))
     assert (tmp_path / "run" / "model" / "config.json").is_file()
-    assert "canary: a second refit of the same weights: " in (tmp_path / "run" / "notes.jsonl").read_text()
+    assert "weight-sync self-test: same weights synced twice: " in (tmp_path / "run" / "notes.jsonl").read_text()
 
 
 def test_grpo_on_a_built_engine_in_process_has_its_numbers(standin, tmp_path, expected):

@@ -89,7 +89,7 @@ def test_float32_falls_to_the_local_layers_and_says_so(on_gpu):
     assert transformer_engine.why_local(config(), DENSE, "cuda") is None
     assert "no float32 (model.dtype)" in transformer_engine.described(config(dtype="float32"), DENSE, "cuda")
     transformer_engine.check(config(dtype="float32"), EXPERTS, "cuda")
-    assert "refused with model.dtype=float32" in "".join(model_rules(config("te", "float32")))
+    assert "not supported with model.dtype=float32" in "".join(model_rules(config("te", "float32")))
 
 
 def test_a_broken_one_is_told_with_its_error_and_experts_are_refused(on_gpu):

@@ -183,7 +183,7 @@ def test_room_ends_an_episode(tokenizer, limit):
         ("hangs", "environment_timeout", "longer than its limit of 1 s"),
         ("dies", "environment_failed", "its worker process died"),
         ("raises", "environment_failed", "no more numbers"),
-        ("silent", "environment_failed", "neither ended the episode nor said anything"),
+        ("silent", "environment_failed", "returned no message and did not end the episode"),
         ("takes", "environment_failed", "may take 400 MiB"),
     ],
 )
@@ -210,7 +210,7 @@ def test_what_reset_says_joins_the_prompt(tokenizer):
 
 def test_a_template_that_does_not_append_is_refused_unless_that_is_asked_for(tmp_path):
     tokenizer = chat_tokenizer(tmp_path, QWEN3)
-    with pytest.raises(UserError, match="does not append"):
+    with pytest.raises(UserError, match="is not append-only"):
         check_environment(config_of(), tokenizer)
     check_environment(config_of({"tokenization_sanity_check_mode": "disable"}), tokenizer)
 

@@ -65,7 +65,7 @@ def test_templates_that_append_pass(tokenizer, mode):
 def test_a_template_that_changes_earlier_turns_is_refused_by_name(tmp_path):
     chat = Chat(chat_tokenizer(tmp_path, QWEN3))
     for mode in ("strict", "ignore_strippable"):
-        with pytest.raises(UserError, match=f"chat template of '{tmp_path}' does not append: after turn"):
+        with pytest.raises(UserError, match=f"chat template of '{tmp_path}' is not append-only: after turn"):
             chat.check(mode, ANSWERS[1])
     chat.check("disable", ANSWERS[1])
 
@@ -88,14 +88,14 @@ def test_templates_of_models_append_or_are_refused(name, tmp_path):
         if role in APPENDS[name].split():
             Chat(tokenizer, TOOLS if role == "tool" else ()).check("strict", answer)
         else:
-            with pytest.raises(UserError, match="does not append|chat template of .* failed"):
+            with pytest.raises(UserError, match="is not append-only|chat template of .* failed"):
                 Chat(tokenizer, TOOLS if role == "tool" else ()).check("strict", answer)
 
 
 def test_qwen3_with_tools_is_taken_and_without_refused(tmp_path):
     tokenizer = chat_tokenizer(tmp_path, (TRL_TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8"))
     assert check_environment(episodes_with("calculator"), tokenizer)
-    with pytest.raises(UserError, match="does not append"):
+    with pytest.raises(UserError, match="is not append-only"):
         check_environment(episodes_with("guess"), tokenizer)
 
 

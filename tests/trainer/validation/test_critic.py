@@ -38,10 +38,10 @@ RULES = [
     # overrides, critic, ranks, what the message says
     (["critic.min_lr=1"], CRITIC, 1, "critic.min_lr=1 is above critic.lr"),
     (["critic.min_lr=0.000001"], CRITIC, 1, "would have no effect because critic.lr_schedule is constant"),
-    (["critic.lr_schedule=linear", "critic.lr_warmup_steps=100"], CRITIC, 1, "nothing of the run's 100 optimizer"),
+    (["critic.lr_schedule=linear", "critic.lr_warmup_steps=100"], CRITIC, 1, "none of the run's 100 optimizer"),
     (["train.critic_warmup=100"], CRITIC, 1, "leaves none of train.num_steps=100"),
-    (["critic.path=x"], replace(CRITIC, vocab_size=7), 1, "the critic must read the actor's tokens"),
-    (["critic.path=x"], MIXTURE, 1, "one is a mixture of experts"),
+    (["critic.path=x"], replace(CRITIC, vocab_size=7), 1, "the critic reads the actor's tokens"),
+    (["critic.path=x"], MIXTURE, 1, "is an MoE model and the other dense"),
     (["critic.path=x"], replace(CRITIC, max_position_embeddings=20), 1, "positions for 20 tokens, fewer than the 24"),
     (["critic.path=x", f"{PP}=2"], replace(CRITIC, num_layers=3), 2, "does not divide the model's 3 layers"),
     (["critic.path=x", f"{TP}=2"], replace(CRITIC, num_heads=3, num_kv_heads=3), 2, "critic.path=x: "),
@@ -56,9 +56,9 @@ def test_a_broken_rule_is_named(overrides, critic, world_size, said):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["train.critic_warmup=100"], "leaves none of train.num_steps=100 to train the actor in"),
-        (["train.num_epochs=0.5", "train.critic_warmup=1"], "leaves none of train.num_steps=1 to train the actor in"),
-        (["critic.lr_schedule=linear", "critic.lr_warmup_steps=100"], "nothing of the run's 100 optimizer steps"),
+        (["train.critic_warmup=100"], "leaves none of train.num_steps=100 to train the actor"),
+        (["train.num_epochs=0.5", "train.critic_warmup=1"], "leaves none of train.num_steps=1 to train the actor"),
+        (["critic.lr_schedule=linear", "critic.lr_warmup_steps=100"], "none of the run's 100 optimizer steps"),
     ],
 )
 def test_rules_hold_for_the_steps_that_the_data_or_the_default_gives(overrides, said):

@@ -6,14 +6,14 @@ from tests.trainer.validation.runs import make, refusal
 
 RULES = [
     # overrides, ranks, what the message says
-    (["data.task=null"], 1, "there are no prompts"),
-    (["data.train_files=[a.jsonl]"], 1, "makes its own rows"),
+    (["data.task=null"], 1, "no training prompts"),
+    (["data.train_files=[a.jsonl]"], 1, "generates its own rows"),
     (["data.task=null", "data.train_files=[a.jsonl]"], 1, "data.train_files: 'a.jsonl' does not exist"),
     (["data.chat_template=a.jinja"], 1, "data.chat_template='a.jinja' does not exist"),
-    (["reward.functions=[]"], 1, "reward.functions is empty"),
+    (["reward.functions=[]"], 1, "No response would have a reward"),
     (["data.task=null", "train.eval_interval=5"], 1, "train.eval_interval=5 needs held-out prompts"),
-    (["checkpoint.keep_best=1"], 1, "ranks checkpoints by evaluations"),
-    (["checkpoint.best_metric=loss"], 1, "checkpoint.best_metric=loss is no evaluation metric"),
+    (["checkpoint.keep_best=1"], 1, "needs evaluations to rank checkpoints"),
+    (["checkpoint.best_metric=loss"], 1, "checkpoint.best_metric=loss is not an evaluation metric"),
 ]  # fmt: skip
 
 

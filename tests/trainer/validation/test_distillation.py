@@ -20,7 +20,7 @@ REFUSED = {
     "neither": (("distillation.enabled=true", "distillation.teacher_models=[{key: a}]"), "neither of model_path"),
     "no preset": (
         ("distillation.enabled=true", "distillation.teacher_models=[{model_path: mrl, overrides: {a: 1}}]"),
-        "there is no preset",
+        "preset is null",
     ),
     "twice": (
         (
@@ -29,12 +29,12 @@ REFUSED = {
         ),
         "two teachers have the same key",
     ),
-    "one key": ((*ON, "distillation.teacher_models[0].key=a"), "there is one teacher, which has all prompts"),
-    "sft": ((*ON, "algorithm.name=sft", "train.minibatch_size=null"), "algorithm.name=sft samples nothing"),
+    "one key": ((*ON, "distillation.teacher_models[0].key=a"), "there is only one teacher"),
+    "sft": ((*ON, "algorithm.name=sft", "train.minibatch_size=null"), "algorithm.name=sft does not sample"),
     "k1": ((*ON, f"{LOSS}.loss_mode=k1"), "has a gradient that does not depend on the teacher"),
     "policy gradient": (
         (*ON, f"{LOSS}={{loss_mode: forward_kl, use_policy_gradient: true}}"),
-        "the same whichever token was sampled",
+        "does not depend on the sampled token",
     ),
     "topk idle": ((*ON, f"{LOSS}.topk=4"), "topk=4 would have no effect because loss_mode is k3"),
     "topk": ((*ON, f"{LOSS}={{loss_mode: forward_kl_topk, topk: 99}}"), "more than the 14 tokens"),
@@ -45,43 +45,43 @@ REFUSED = {
         (*ON, f"{LOSS}={{use_task_rewards: false, distillation_loss_coef: 2}}"),
         "because use_task_rewards is false",
     ),
-    "kl": ((*ON, f"{LOSS}.use_task_rewards=false", "algorithm.kl_in=loss"), "algorithm.kl_in belongs to a loss that"),
+    "kl": ((*ON, f"{LOSS}.use_task_rewards=false", "algorithm.kl_in=loss"), "algorithm.kl_in would have no effect"),
     "weights": (
         (*ON, f"{LOSS}.use_task_rewards=false", "algorithm.rollout_correction={bypass_mode: false, rollout_is: token}"),
-        "algorithm.rollout_correction.rollout_is belongs to a loss that",
+        "algorithm.rollout_correction.rollout_is would have no effect because",
     ),
     "reinforce": (
         (*ON, f"{LOSS}.use_task_rewards=false", "algorithm.rollout_correction.loss_type=reinforce"),
-        "algorithm.rollout_correction.loss_type belongs to a loss that",
+        "algorithm.rollout_correction.loss_type would have no effect because",
     ),
     "off-policy mask": (
         (*ON, f"{LOSS}.use_task_rewards=false", "algorithm.rollout_correction.off_policy_mask_threshold=0.1"),
-        "algorithm.rollout_correction.off_policy_mask_threshold belongs to a loss that",
+        "algorithm.rollout_correction.off_policy_mask_threshold would have no effect because",
     ),
     "policy loss": (
         (*ON, f"{LOSS}.use_task_rewards=false", "algorithm.policy_loss=sapo"),
-        "algorithm.policy_loss=sapo belongs to a loss that",
+        "algorithm.policy_loss=sapo would have no effect because",
     ),
     "clip of the task": (
         (*ON, f"{LOSS}.use_task_rewards=false", "algorithm.clip_high=0.3"),
-        "algorithm.clip_high=0.3 belongs to a loss that",
+        "algorithm.clip_high=0.3 would have no effect because",
     ),
     "section of a loss": (
         (*ON, f"{LOSS}.use_task_rewards=false", "algorithm={name: sapo, sapo: {tau_pos: 2}}"),
-        "algorithm.sapo belongs to a loss that",
+        "algorithm.sapo would have no effect because",
     ),
     "advantages": (
         (*ON, f"{LOSS}.use_task_rewards=false", "algorithm.advantage_std=none"),
-        "algorithm.advantage_std=none belongs to a loss that",
+        "algorithm.advantage_std=none would have no effect because",
     ),
-    "critic": ((*ON, f"{LOSS}.use_task_rewards=false", "algorithm.name=ppo"), "algorithm.name=ppo belongs to a loss"),
+    "critic": ((*ON, f"{LOSS}.use_task_rewards=false", "algorithm.name=ppo"), "algorithm.name=ppo would have no"),
     "vocabulary": (
         ("distillation.enabled=true", "distillation.teacher_models=[{preset: qwen2_tiny, overrides: {vocab_size: 9}}]"),
-        "has 9 tokens, the student 14",
+        "has 9 tokens, but the student has 14",
     ),
     "experts": (
         ("distillation.enabled=true", "distillation.teacher_models=[{preset: qwen3_moe_tiny}]"),
-        "one is a mixture of experts and the other is not",
+        "is an MoE model and the other is dense",
     ),
     "positions": (
         (

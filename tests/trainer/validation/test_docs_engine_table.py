@@ -266,9 +266,10 @@ def test_the_cases_meet_every_refusal(tmp_path):
 
 SHARED = (
     "rollout",
-    "trainer",
-    "resharding/weight_sync.py",
-    "resharding/transfer.py",
+    *(f"trainer/{path.name}" for path in (PACKAGE / "trainer").glob("*.py")),
+    "trainer/validation/parallel.py",
+    "trainer/validation/roles.py",
+    "resharding",
     "config/config.py",
     "parallel_layout.py",
     "engines/base.py",

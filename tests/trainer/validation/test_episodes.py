@@ -15,12 +15,12 @@ ON = ("rollout.multi_turn.enable=true", "rollout.agent.environment=guess")
     ("given", "said"),
     [
         (("rollout.multi_turn.enable=true",), "needs rollout.agent.environment"),
-        ((*ON, "rollout.multi_turn.format=hermess"), "format=hermess is no tool format"),
-        ((*ON, "rollout.enable_rollout_routing_replay=true"), "a later turn reads the conversation again"),
+        ((*ON, "rollout.multi_turn.format=hermess"), "format=hermess is unknown"),
+        ((*ON, "rollout.enable_rollout_routing_replay=true"), "a later turn prefills the conversation again"),
         ((*ON, "rollout.ignore_eos=true"), "no turn would end"),
         (
             (*ON, "rollout.enable_chunked_prefill=false", "rollout.max_num_batched_tokens=12"),
-            "a later turn reads up to",
+            "a later turn prefills the complete conversation",
         ),
         (("rollout.multi_turn.max_user_turns=3",), "rollout.multi_turn.max_user_turns is set, but would have no"),
         ((*ON, "algorithm.credit=turn"), "algorithm.credit=turn would have no effect because reward.functions has no"),
@@ -41,4 +41,4 @@ def rewarded(config):
 def test_episodes_and_their_reward_are_taken():
     assert list(episode_rules(rewarded(make(*ON)))) == []
     (message,) = episode_rules(rewarded(make()))
-    assert "there is no environment that could reward anything" in message
+    assert "there is no environment because" in message

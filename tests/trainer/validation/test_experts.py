@@ -22,15 +22,15 @@ MOE_TP, RECORD = "rollout.moe_tensor_parallel_size", "rollout.enable_rollout_rou
 
 RULES = [
     # overrides, ranks, what the message says
-    ([f"{TP}=2"], 2, f"{TP}=2 with a mixture of experts needs parallel.sequence_parallel=true"),
+    ([f"{TP}=2"], 2, f"{TP}=2 with an MoE model needs parallel.sequence_parallel=true"),
     ([f"{TP}=2", SP, f"{ETP}=1"], 2, f"{ETP}=1 differs from {TP}=2, which needs {EP} above 1"),
     ([f"{EP}=4", f"{PP}=2"], 4, f"{EP}=4 x {ETP}=1 = 4 does not divide the 2 rank(s) of a pipeline stage"),
     ([f"{EP}=4", f"{PP}=2"], 4, "--nproc-per-node 8"),
     ([f"{EP}=2", f"{ETP}=3"], 2, f"{EP}=2 x {ETP}=3 = 6 does not divide the 2 rank(s)"),
     ([f"{EP}=8"], 8, f"{EP}=8 does not divide the model's experts (4)"),
     ([f"{EP}=2", f"{ETP}=3"], 6, f"{ETP}=3 does not divide the model's moe_intermediate_size (64)"),
-    (["actor.moe_token_dispatcher_type=allgather", f"{PP}=2"], 2, f"allgather with {PP}=2"),
-    (["actor.moe_token_dispatcher_type=allgather", f"{CP}=2"], 2, f"allgather with {CP}=2"),
+    (["actor.moe_token_dispatcher_type=allgather", f"{PP}=2"], 2, f"allgather is not supported with {PP}=2"),
+    (["actor.moe_token_dispatcher_type=allgather", f"{CP}=2"], 2, f"allgather is not supported with {CP}=2"),
     (["actor.moe_aux_loss_coeff=0.01"], 1, "moe_router_load_balancing_type=none with actor.moe_aux_loss_coeff=0.01"),
     (["actor.moe_router_load_balancing_type=aux_loss"], 1, "with actor.moe_aux_loss_coeff=0.0 has no effect"),
     ([f"{ROLLOUT_EP}=2"], 1, f"{ROLLOUT_EP}=2 does not make up {ROLLOUT_TP}=1"),
@@ -41,8 +41,8 @@ RULES = [
     (["actor.router_replay=rollout"], 1, "needs rollout.enable_rollout_routing_replay=true"),
     ([RECORD], 1, "would have no effect because actor.router_replay is none"),
     ([RECORD, R2, DECOUPLED], 1, "would have no effect because actor.router_replay is recompute"),
-    ([R2], 1, "which algorithm.rollout_correction.bypass_mode=true leaves out. Set it to false"),
-    ([R2, DECOUPLED, f"{T}={{moe_router_fusion: true}}"], 1, "actor.router_replay would do nothing"),
+    ([R2], 1, "which algorithm.rollout_correction.bypass_mode=true skips. Set bypass_mode to false"),
+    ([R2, DECOUPLED, f"{T}={{moe_router_fusion: true}}"], 1, "actor.router_replay must be none"),
 ]  # fmt: skip
 
 

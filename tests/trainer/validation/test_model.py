@@ -8,9 +8,9 @@ from tests.trainer.validation.runs import ARCH, make, refusal
 RULES = [
     # overrides, ranks, what the message says
     (["model.path=nowhere"], 1, "both of model.path and model.preset"),
-    (["model.path=nowhere", "model.preset=null"], 1, "model.path=nowhere is not a folder"),
+    (["model.path=nowhere", "model.preset=null"], 1, "model.path=nowhere is neither a folder"),
     (["model.preset=null"], 1, "neither of model.path and model.preset"),
-    (["model.tokenizer=null"], 1, "a preset has no tokenizer"),
+    (["model.tokenizer=null"], 1, "A preset has no tokenizer"),
     (["reference.path=nowhere", "algorithm.kl_in=loss"], 1, "reference.path=nowhere is not a folder"),
 ]  # fmt: skip
 
@@ -21,7 +21,7 @@ def test_a_broken_rule_is_named(overrides, world_size, said):
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused():
-    assert "gives ids up to 128, the model has embeddings for 128" in refusal(make(), tokenizer_vocab_size=129)
+    assert "has ids up to 128, but the model has embeddings for only 128" in refusal(make(), tokenizer_vocab_size=129)
 
 
 @pytest.mark.parametrize("name", ["cpu", "auto"])

@@ -15,26 +15,26 @@ REPLAY = ("rollout.enable_rollout_routing_replay=true", "actor.router_replay=rol
 
 RULES = [
     # overrides, what the message says
-    ([ASYNC, OVER], "rollout.over_sample_rate=0.5 with train.mode=async: the prompts of later steps are begun ahead"),
+    ([ASYNC, OVER], "rollout.over_sample_rate=0.5 is not supported with train.mode=async"),
     (["train.max_off_policy_steps=1"], "train.mode is sync and rollout.over_sample_rate is 0"),
     (
         ["rollout.over_age=drop"],
-        "because rollout.over_sample_rate is 0. Leave it out, or set rollout.over_sample_rate.",
+        "because rollout.over_sample_rate is 0. Remove it, or set rollout.over_sample_rate.",
     ),
-    ([ASYNC, "rollout.over_age=drop"], "or take train.mode=sync with a rollout.over_sample_rate"),
-    ([OVER, "rollout.over_age=drop"], "Leave it out, or set train.max_off_policy_steps, to 1 for example."),
-    (["rollout.mask_offpolicy=true"], "no response has tokens of two versions"),
-    ([ASYNC, "rollout.mask_offpolicy=true"], "no response has tokens of two versions"),
-    ([OVER, "train.max_off_policy_steps=0"], "each step would wait for all that was begun"),
-    ([OVER, *TALK], "a conversation cannot stop and go on later"),
+    ([ASYNC, "rollout.over_age=drop"], "or use train.mode=sync with a rollout.over_sample_rate"),
+    ([OVER, "rollout.over_age=drop"], "Remove it, or set train.max_off_policy_steps, for example to 1."),
+    (["rollout.mask_offpolicy=true"], "no response has tokens of two policy versions"),
+    ([ASYNC, "rollout.mask_offpolicy=true"], "no response has tokens of two policy versions"),
+    ([OVER, "train.max_off_policy_steps=0"], "each step would wait for all"),
+    ([OVER, *TALK], "a conversation cannot be continued later"),
     (
         [OVER, *REPLAY],
-        "rollout.over_sample_rate=0.5 with rollout.enable_rollout_routing_replay: a response that goes on",
+        "rollout.over_sample_rate=0.5 is not supported with rollout.enable_rollout_routing_replay",
     ),
-    ([ASYNC, "train.max_off_policy_steps=2", *REPLAY], "or take train.max_off_policy_steps=1"),
+    ([ASYNC, "train.max_off_policy_steps=2", *REPLAY], "or set train.max_off_policy_steps=1"),
     ([OVER, "rollout.name=vllm"], "with rollout.name=vllm: it samples whole responses: nothing would stop early"),
     (["rollout.over_sample_rate=16.5"], "rollout.over_sample_rate=16.5 is out of range; expected [0, 16]"),
-    ([MORE, "train.max_off_policy_steps=3"], "more prompts than a batch could reach that age in the same step"),
+    ([MORE, "train.max_off_policy_steps=3"], "more prompts than one batch can reach the maximum age in the same step"),
     (["train.max_off_policy_steps=-1"], "train.max_off_policy_steps=-1 is out of range; expected [0, 1024]"),
 ]
 
@@ -48,7 +48,7 @@ def test_a_broken_rule_is_named(overrides, said):
 @pytest.mark.parametrize(("algorithm", "learns_from"), [("sft", "answers"), ("dpo", "pairs")])
 def test_what_samples_nothing_cannot_sample_ahead(key, algorithm, learns_from):
     said = refusal(make(key, f"algorithm.name={algorithm}"), learns_from=learns_from)
-    assert f"{key} with algorithm.name={algorithm}: nothing is sampled" in said
+    assert f"{key} would have no effect because algorithm.name={algorithm} does not sample" in said
 
 
 @pytest.mark.parametrize(

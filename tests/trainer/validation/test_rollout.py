@@ -8,23 +8,23 @@ from tests.trainer.validation.runs import VAL, make, refusal
 UNCORRECTED = ("algorithm.rollout_correction.bypass_mode=false",)
 RULES = [
     # overrides, ranks, what the message says
-    (["rollout.name=sglang"], 1, "rollout.name=sglang is no engine of this version"),
+    (["rollout.name=sglang"], 1, "rollout.name=sglang is unknown"),
     (["rollout.max_model_len=20"], 1, "rollout.max_model_len=20 is below"),
     (["rollout.max_model_len=600"], 1, "exceed the model's max_position_embeddings=512"),
-    (["rollout.response_length=500"], 1, "sequences of 516 tokens"),
+    (["rollout.response_length=500"], 1, "Sequences of 516 tokens"),
     (["actor.max_tokens_per_microbatch=23"], 1, "actor.max_tokens_per_microbatch=23 is below the longest sequence"),
-    (["rollout.max_num_batched_tokens=8", "rollout.enable_chunked_prefill=false"], 1, "such a prompt could"),
-    (["rollout.speculative.num_speculative_tokens=3"], 1, "without rollout.speculative.method=ngram: nothing would"),
+    (["rollout.max_num_batched_tokens=8", "rollout.enable_chunked_prefill=false"], 1, "so long prompts cannot"),
+    (["rollout.speculative.num_speculative_tokens=3"], 1, "no effect without rollout.speculative.method=ngram"),
     (
         [f"rollout.speculative.{said}" for said in ("method=ngram", "prompt_lookup_min=4", "prompt_lookup_max=3")],
         1,
         "prompt_lookup_min=4 is above rollout.speculative.prompt_lookup_max=3",
     ),
-    (["rollout.do_sample=false"], 1, "makes rollout.n=8 equal samples"),
+    (["rollout.do_sample=false"], 1, "gives rollout.n=8 equal samples"),
     (["rollout.val_kwargs.n=4"], 1, "rollout.val_kwargs.n=4 with do_sample=false"),
     ([f"{VAL}.n=4", f"{VAL}.do_sample=true", f"{VAL}.temperature=0"], 1, "with temperature=0 scores the same answer"),
-    (["rollout.stop=['']"], 1, "rollout.stop holds an empty string"),
-    (["rollout.quantization=fp8", *UNCORRECTED], 1, "would train as if the actor had drawn them"),
+    (["rollout.stop=['']"], 1, "rollout.stop contains an empty string"),
+    (["rollout.quantization=fp8", *UNCORRECTED], 1, "as if the actor had sampled them"),
     (["rollout.quantization=fp8_per_tensor", "rollout.name=trtllm"], 1, "wants activation scales of a calibration"),
 ]  # fmt: skip
 

@@ -23,30 +23,30 @@ RULES = [
     (
         ["rollout.name=my.engines:Engine"],
         1,
-        "rollout.name=my.engines:Engine: its log-probabilities are not computed by",
+        "rollout.name=my.engines:Engine: this engine does not compute",
     ),
     (["rollout.dtype=bfloat16"], 1, "rollout.dtype=bfloat16 and model.dtype=float32: rounded weights"),
-    (["rollout.quantization=fp8"], 1, "rollout.quantization=fp8: quantised weights have other"),
-    (["rollout.enforce_eager=true"], 1, "rollout.enforce_eager=true: PyTorch's operators add a row's numbers"),
+    (["rollout.quantization=fp8"], 1, "rollout.quantization=fp8: quantized weights give other"),
+    (["rollout.enforce_eager=true"], 1, "rollout.enforce_eager=true: the order of additions in PyTorch's operators"),
     (["rollout.over_sample_rate=0.5"], 1, "rollout.over_sample_rate=0.5: tokens are sampled by older weights"),
     (["train.mode=async"], 1, "train.mode=async: tokens are sampled by older weights"),
-    (["run.device=cuda"], 1, "run.device=cuda: engine and actor share functions that are compiled for processors"),
+    (["run.device=cuda"], 1, "run.device=cuda: engine and actor share batch-invariant kernels for CPUs only"),
     (
         ["actor.transformer_impl=te", "model.dtype=bfloat16"],
         1,
-        "actor.transformer_impl=te: TransformerEngine's layers do not compute by",
+        "actor.transformer_impl=te: TransformerEngine's layers do not use",
     ),
     ([f"{TP}=2"], 2, "rollout.tensor_model_parallel_size=1 and parallel.tensor_model_parallel_size=2: both must add"),
     ([f"{ROLLOUT_TP}=2"], 2, "rollout.tensor_model_parallel_size=2 and parallel.tensor_model_parallel_size=1"),
     (
         ["parallel.context_parallel_size=2"],
         2,
-        "parallel.context_parallel_size=2: attention over ranks does not compute",
+        "parallel.context_parallel_size=2: context-parallel attention does not use",
     ),
     (
         ["megatron.transformer={rotary_interleaved: false}"],
         1,
-        "megatron.transformer={rotary_interleaved}: what is passed",
+        "megatron.transformer={rotary_interleaved}: these settings do not reach",
     ),
 ]
 
@@ -71,14 +71,14 @@ def test_what_can_be_is_let_pass(overrides, ranks):
 
 def test_experts_are_refused():
     moe = arch_from_preset("qwen3_moe_tiny", {}, None)
-    with pytest.raises(UserError, match=r"a mixture of experts \(qwen3_moe\): Megatron's dispatcher adds up"):
+    with pytest.raises(UserError, match=r"an MoE model \(qwen3_moe\): Megatron's dispatcher adds"):
         check(make(ON), moe, 1, moe.vocab_size)
 
 
 @pytest.mark.parametrize(("algorithm", "learns_from"), [("sft", "answers"), ("dpo", "pairs")])
 def test_what_samples_nothing_needs_no_equal_bits(algorithm, learns_from):
     said = refusal(make(ON, f"algorithm.name={algorithm}"), learns_from=learns_from)
-    assert f"{ON} with algorithm.name={algorithm}: nothing is sampled to train on" in said
+    assert f"{ON} would have no effect because algorithm.name={algorithm} does not sample" in said
 
 
 def test_a_gpu_that_was_found_is_refused_too():

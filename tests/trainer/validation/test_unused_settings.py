@@ -35,7 +35,7 @@ SUPERVISED = [
     (["actor.ppo_epochs=2"], 1, "actor.ppo_epochs=2 is set, but would have no effect because algorithm"),
     (["rollout.temperature=0.7"], 1, "rollout.temperature=0.7 is set, but would have no effect because algorithm"),
     (["rollout.top_k=5"], 1, "rollout.top_k=5 is set, but would have no effect because algorithm"),
-    (["train.batch_size=2"], 4, "a batch of 2 examples is smaller than the data-parallel size 4"),
+    (["train.batch_size=2"], 4, "A batch of 2 examples is smaller than the data-parallel size 4"),
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ def test_a_good_config_passes():
 
 def test_all_broken_rules_are_told_at_once():
     told = refusal(make("parallel.sequence_parallel=true", "rollout.max_model_len=20", "data.task=null"))
-    assert told.startswith("the config breaks 3 rules:\n  - ")
+    assert told.startswith("The config has 3 errors:\n  - ")
 
 
 def test_rules_that_need_no_model_come_without_one():

@@ -1,4 +1,4 @@
-"""Mixtral: the plain decoder with a mixture of experts; the chosen experts' probabilities sum to 1."""
+"""Mixtral: the plain decoder with experts instead of the MLP; the selected experts' probabilities sum to 1."""
 
 from functools import partial
 

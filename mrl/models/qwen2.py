@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: the plain decoder with biases on query, key and value."""
+"""Qwen 2 and 2.5: the plain decoder with a bias on query, key and value."""
 
 from mrl.models._decoder import decoder_family
 from mrl.models._keys import config_keys, last_layers_slide

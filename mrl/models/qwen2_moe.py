@@ -1,4 +1,4 @@
-"""Qwen 2 with experts: qwen2's attention, a mixture of experts, and a shared expert behind a gate."""
+"""Qwen 2 MoE: Qwen 2's attention, experts instead of the MLP, and a gated shared expert."""
 
 from functools import partial
 

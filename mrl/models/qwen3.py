@@ -1,4 +1,4 @@
-"""Qwen 3 (dense): the plain decoder with RMSNorm over each head of queries and keys; head_dim is its own setting."""
+"""Qwen 3 (dense): the plain decoder with RMSNorm over each query and key head; head_dim is set independently."""
 
 from mrl.models._decoder import decoder_family
 from mrl.models._keys import config_keys, last_layers_slide
@@ -6,7 +6,7 @@ from mrl.models._keys import config_keys, last_layers_slide
 FAMILY = decoder_family(
     "qwen3",
     "Qwen3ForCausalLM",
-    keys=config_keys(held={"attention_bias": (False, "it puts a bias on the output projection")}),
+    keys=config_keys(held={"attention_bias": (False, "it adds a bias to the output projection")}),
     defaults={
         "num_key_value_heads": 32,
         "head_dim": 128,

@@ -1,7 +1,7 @@
-"""Qwen 3 with experts: qwen3's attention, and a mixture of experts in place of the MLP.
+"""Qwen 3 MoE: Qwen 3's attention, and experts instead of the MLP.
 
-transformers 5 writes the number of experts as `num_local_experts`, older versions as `num_experts`: both are read and
-written.
+Both keys for the number of experts are read and written: `num_local_experts` is transformers 5's, `num_experts` that of
+older versions.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ FAMILY = decoder_family(
     keys=config_keys(
         *QWEN_KEYS,
         "num_local_experts",
-        held={"attention_bias": (False, "it puts a bias on the output projection")},
+        held={"attention_bias": (False, "it adds a bias to the output projection")},
         without_effect=ROUTER_WITHOUT_EFFECT,
     ),
     defaults={

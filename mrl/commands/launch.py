@@ -24,7 +24,7 @@ class Start:
         via: Launcher, a key of SCRIPTS.
         nodes: Number of hosts.
         ranks_per_node: Ranks per host, one per GPU.
-        gpus: Whether the scheduler is asked for GPUs.
+        gpus: True if the scheduler is asked for GPUs.
         mode: With sbatch: the program that starts the ranks of a node, torchrun or srun.
         container_image: With sbatch: pyxis container image; "": no container.
         container_mounts: With sbatch: pyxis container mounts.
@@ -94,7 +94,7 @@ def start_words(num_ranks: int, *, mpi: bool) -> str:
 
     Args:
         num_ranks: World size.
-        mpi: Whether the rollout engine communicates over MPI and so needs mpirun or srun.
+        mpi: True if the rollout engine communicates over MPI and so needs mpirun or srun.
     """
     if num_ranks == 1:
         return "mrl train CONFIG"

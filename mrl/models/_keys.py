@@ -183,7 +183,7 @@ def refuse_windows(config: Mapping[str, Any], defaults: Mapping[str, Any], layer
         config: Parsed config.json.
         defaults: Values that transformers assumes for missing keys.
         layers: Number of layers.
-        slides: Whether a layer is subject to `sliding_window`.
+        slides: True if a layer is subject to `sliding_window`.
     """
     kinds = config.get("layer_types")
     if kinds is not None and kinds != ["full_attention"] * layers:

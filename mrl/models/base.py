@@ -31,7 +31,7 @@ class MoeSpec:
         num_experts: Experts per layer.
         top_k: Experts per token.
         intermediate_size: FFN width of one expert.
-        norm_topk_prob: Whether the routing probabilities of the selected experts are rescaled to sum to 1. Otherwise
+        norm_topk_prob: True if the routing probabilities of the selected experts are rescaled to sum to 1. Otherwise
             they stay as the softmax over all experts computed them.
         shared_intermediate_size: FFN width of the shared expert, which every token passes through behind a sigmoid
             gate; 0: no shared expert.
@@ -51,10 +51,10 @@ class ArchSpec:
     Attributes:
         family: Name of the family's file in `mrl/models`, for example "qwen2".
         vocab_size: Vocabulary size without padding: embedding rows of the Hugging Face checkpoint.
-        qkv_bias: Whether the query, key and value projections have a bias.
-        qk_norm: Whether queries and keys pass through an RMSNorm over the head dimension.
+        qkv_bias: True if the query, key and value projections have a bias.
+        qk_norm: True if queries and keys pass through an RMSNorm over the head dimension.
         moe: Experts of each layer; None: a dense MLP of width `intermediate_size` in every layer.
-        value_head: Whether the output layer is a linear map to one value (a critic) instead of the vocabulary.
+        value_head: True if the output layer is a linear map to one value (a critic) instead of the vocabulary.
     """
 
     family: str
@@ -93,7 +93,7 @@ def moe_of(arch: ArchSpec) -> MoeSpec:
 
 
 class Kind(Enum):
-    """How tensor and expert parallelism shard a parameter; each layout of `resharding/` has one rule per kind."""
+    """Sharding of a parameter under tensor and expert parallelism; each layout of `resharding/` has one rule per kind."""
 
     REPLICATED = "replicated"
     VOCAB = "vocab"
@@ -105,7 +105,7 @@ class Kind(Enum):
 
     @property
     def is_expert(self) -> bool:
-        """Whether the table row describes one tensor per expert."""
+        """True if the table row describes one tensor per expert."""
         return self in (Kind.EXPERT_GATE_UP, Kind.EXPERT_DOWN)
 
 

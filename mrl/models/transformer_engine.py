@@ -112,8 +112,8 @@ def _attentions(shape: tuple[int, int, int], longest: int, dtype: str, ring: boo
         shape: (query heads, KV heads, head_dim) of one tensor-parallel rank.
         longest: Longest sequence, tokens.
         dtype: Dtype of queries, keys and values.
-        ring: Whether keys circulate between context-parallel ranks.
-        shared: Whether a sequence has more keys than queries (a shared prefix).
+        ring: True if keys circulate between context-parallel ranks.
+        shared: True if a sequence has more keys than queries (a shared prefix).
     """
     import torch
 

@@ -24,12 +24,12 @@ class Start:
         via: Launcher, a key of SCRIPTS.
         nodes: Number of hosts.
         ranks_per_node: Ranks per host, one per GPU.
-        gpus: True if the scheduler is asked for GPUs.
-        mode: With sbatch: the program that starts the ranks of a node, torchrun or srun.
-        container_image: With sbatch: pyxis container image; "": no container.
-        container_mounts: With sbatch: pyxis container mounts.
-        node_rank: With torchrun on several hosts: index of this host.
-        master_addr: With torchrun on several hosts: name or address of host 0.
+        gpus: True to request GPUs from the scheduler.
+        mode: Program that starts the ranks of a node under sbatch, torchrun or srun.
+        container_image: Image that sbatch runs in, by pyxis; "": no container.
+        container_mounts: Mounts of the pyxis container.
+        node_rank: Index of this host, for torchrun on several hosts.
+        master_addr: Name or address of host 0, for torchrun on several hosts.
         arguments: Extra arguments for mpirun or sbatch.
     """
 

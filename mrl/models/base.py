@@ -93,7 +93,7 @@ def moe_of(arch: ArchSpec) -> MoeSpec:
 
 
 class Kind(Enum):
-    """Sharding of a parameter under tensor and expert parallelism; each layout of `resharding/` has one rule per kind."""
+    """Sharding of a parameter under tensor and expert parallelism; each layout of `resharding/` has a rule per kind."""
 
     REPLICATED = "replicated"
     VOCAB = "vocab"

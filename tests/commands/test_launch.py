@@ -53,7 +53,7 @@ def test_a_line_is_what_a_shell_reads():
 @pytest.mark.parametrize(
     ("start", "said"),
     [
-        (Start("torchrun", nodes=2), "on each host, with --master-addr FIRST_HOST and --node-rank 0 to 1"),
+        (Start("torchrun", nodes=2), "needs --master-addr FIRST_HOST and --node-rank K"),
         (Start("torchrun", nodes=2, node_rank=2, master_addr="n0"), "--node-rank is 2, expected 0 to 1"),
         (Start("torchrun", arguments=["-x"]), "--launcher-args is only for --via mpirun or sbatch"),
         (Start("torchrun", mode="srun"), "are only for --via sbatch"),

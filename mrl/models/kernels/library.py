@@ -246,7 +246,12 @@ class Library:
         return counts_B, matched_B
 
     def pack(self, weight_OI: Tensor, packed: Tensor | None = None) -> Tensor:
-        """Returns the weight in the layout of `product`, in the memory of `packed`, an earlier result of its shape, if given."""
+        """Returns the weight in the layout of `product`.
+
+        Args:
+            weight_OI: Weight.
+            packed: Earlier result of the same shape, overwritten; None: a new tensor.
+        """
         weight_OI = weight_OI.contiguous()
         if packed is None:
             packed = weight_OI.new_empty(self._size["packed_size"](*weight_OI.shape))

@@ -75,7 +75,7 @@ class Deadline:
 
     @contextmanager
     def stage(self, name: str, times: float = 1) -> Iterator[None]:
-        """Limits the body to `times` times the time limit; a nested stage suspends the outer one and has its own limit."""
+        """Limits the body to `times` times the time limit; a nested stage suspends the outer limit and has its own."""
         self._begins(name)
         outer = self._stage, self._ends
         self._stage, self._ends = name, time.monotonic() + times * self._timeout_s

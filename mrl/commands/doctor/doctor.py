@@ -37,11 +37,11 @@ from mrl.commands.doctor import (
 )
 from mrl.commands.doctor.bounded_gather import (
     GRACE_S,
-    MissingRanksError,
-    Deadline,
-    JobEndedError,
-    FailedRanksError,
     BoundedGather,
+    Deadline,
+    FailedRanksError,
+    JobEndedError,
+    MissingRanksError,
     ranks_not_entered,
     reconnect,
 )

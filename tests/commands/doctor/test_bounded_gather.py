@@ -8,11 +8,11 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from mrl.commands.doctor.bounded_gather import (
-    MissingRanksError,
-    Deadline,
-    JobEndedError,
-    FailedRanksError,
     BoundedGather,
+    Deadline,
+    FailedRanksError,
+    JobEndedError,
+    MissingRanksError,
     ranks_not_entered,
     reconnect,
 )

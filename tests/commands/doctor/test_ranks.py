@@ -1,4 +1,4 @@
-from mrl.commands.doctor.ranks import check_hosts, check_same, hosts_of_ranks, describe_rank, spans
+from mrl.commands.doctor.ranks import check_hosts, check_same, describe_rank, hosts_of_ranks, spans
 from mrl.distributed.launcher_env import Environment
 
 

@@ -241,9 +241,9 @@ def test_several_runs_of_a_script_are_counted_and_the_first_is_translated(folder
     [
         ("echo 'give me a file' >&2; exit 3", "give me a file"),
         ("python train.py --x 1", "python train.py"),
-        ("while true; do sleep 60; done", "comes to no verl.trainer.main_ppo"),
+        ("while true; do sleep 60; done", "does not reach verl.trainer.main_ppo"),
         ("if", "syntax error"),
-        ("", "comes to no verl.trainer.main_ppo"),
+        ("", "does not reach verl.trainer.main_ppo"),
     ],
 )
 def test_a_script_without_a_run_is_refused_with_what_it_says(script, said, folder):

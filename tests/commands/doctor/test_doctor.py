@@ -23,7 +23,7 @@ CLEAN = {
     name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI", "MASTER_"))
 }
 CLEAN |= {"OMP_NUM_THREADS": "1"}
-QUICK = str(ROOT / "tests" / "doctor" / "quick")
+QUICK = str(ROOT / "tests" / "commands" / "doctor" / "quick")
 """On the path before the installed packages: all but the first test are spared vLLM's import, ten seconds of a core."""
 
 

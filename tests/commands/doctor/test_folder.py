@@ -67,7 +67,7 @@ def test_little_space_without_a_config(small):  # noqa: F811
 
 def test_folders_that_go_with_the_host(tmp_path):
     (only,) = folder.check_commit(tmp_path, "overlay", 0.01)
-    assert only.level == "warning" and "checkpoints go with the host" in only.found
+    assert only.level == "warning" and "checkpoints are lost with the host" in only.found
 
 
 def test_a_slow_commit(tmp_path):

@@ -40,7 +40,7 @@ def test_hosts_with_different_numbers_of_ranks():
 def test_two_hosts_of_one_name_stay_two():
     both = said("vm", "vm") + said("vm", "vm")
     assert hosts_of_ranks(both) == {"vm": [0, 1], "vm(2)": [2, 3]}
-    assert told(check_hosts(both)) == ("warning", "2 hosts are called vm")
+    assert told(check_hosts(both)) == ("warning", "2 hosts have the name vm")
 
 
 def test_another_version_is_named_with_its_ranks_and_hosts():

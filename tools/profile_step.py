@@ -1,18 +1,18 @@
-"""Where the time of a GRPO step on a CPU goes: products, what is between them, and the host.
+"""Profiles a GRPO step on a CPU: time in matrix products, other kernels, and the host.
 
     python tools/profile_step.py                           # the cases of small models, fp32
     python tools/profile_step.py --case middle --steps 1
-    python tools/profile_step.py --plain                   # the actor without what mrl compiles
+    python tools/profile_step.py --plain                   # the actor without mrl's compiled kernels
 
-The work is that of mrl in `tools/bench_step.py`, on one thread, whose processor time counts: what else the machine does
-is not counted, nor are the workers that score. One JSON line for each case:
+The work is that of mrl in `tools/bench_step.py`, on one thread, measured in CPU time, so that other load and the reward
+workers do not count. Prints one JSON line per case:
 
-    processor_s     of one step, the median of `--steps` after three (two, if there is one)
-    times_floor     it over that of the products of a step at matmul_gflop_per_s, of a product of two squares
-    shares          of it. The update: products of the layers, forward and backward; head, the output matrix with
-                    log-probabilities and entropy; attention, with the rotation; norms and activations; microbatches,
-                    cutting the batch; optimizer; rest of update: Megatron's Python, autograd, residual sums, metrics
-                    (with --plain also attention, norms and activations). Then rollouts, refit, rewards, pack, and rest
+    processor_s     CPU time of one step, the median of `--steps` after three (two, if there is one)
+    times_floor     CPU time over that of a step's products at matmul_gflop_per_s, the rate of a product of two squares
+    shares          its parts. The update: products of the layers, forward and backward; head, the output matrix with
+                    log-probabilities and entropy; attention, with RoPE; norms and activations; microbatches, cutting
+                    the batch; optimizer; rest of update: Megatron's Python, autograd, residual sums, metrics (with
+                    --plain also attention, norms and activations). Then rollouts, refit, rewards, pack, and rest
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "norms and activations": [(Training, name) for name in ("normed", "norm_gradients", "gated", "gate_gradient")],
     "microbatches": [(Schedule, "microbatches")],
 }
-"""Of an update, functions by what they are named in "shares"; none calls another."""
+"""Name in "shares" -> functions of an update; none of them calls another."""
 PHASES = {"answers": "rollouts", "score": "rewards", "pack": "pack", "optimizer_step": "update"}
-"""Functions of `mrl/train.py`."""
+"""Functions of `mrl/train.py` -> name in "shares"."""
 
 
 class Clock(PartTimes):
-    """Of the functions of a step."""
+    """Timer of the functions of a step."""
 
     def attach(self, job: Job) -> None:
-        """To the functions of this process."""
+        """Wraps the functions of this process."""
         for part, functions in PARTS.items():
             for owner, name in functions:
                 self._time(part, owner, name)
@@ -72,11 +72,11 @@ class Clock(PartTimes):
 
 
 def main() -> None:
-    """Parses the command line and prints a line for each case."""
+    """Parses the command line and prints a JSON line per case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=sorted(CASES), nargs="*", default=["small", "long_prompts"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--steps", type=int, default=7, help="of which the median counts")
+    parser.add_argument("--steps", type=int, default=7, help="timed steps, of which the median is reported")
     parser.add_argument("--plain", action="store_true", help="PyTorch's operators between the actor's products")
     args = parser.parse_args()
     if args.plain:
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def profile(case: Case, dtype: str, folder: Path, steps: int) -> dict[str, Any]:
-    """A run's steps, one after the other."""
+    """Runs steps and returns their profile."""
     write_inputs(case, folder)
     warm_up = 3 if steps > 1 else 2
     config = job_config(case, dtype, folder, "cpu", 1, steps=warm_up + steps)

@@ -322,7 +322,7 @@ def test_gae_and_its_critic_are_translated():
         (["algorithm.adv_estimator=remax"], "remax is not in mrl. Choose one of gae"),
         (["algorithm.adv_estimator=grpo", "data.train_batch_size=many"], "data.train_batch_size=many came, expected"),
         (["algorithm.adv_estimator=grpo", "trainer.nnodes=x"], "trainer.nnodes=x came, expected a whole number"),
-        (["algorithm.adv_estimator=grpo", "--force"], "'--force' is no setting"),
+        (["algorithm.adv_estimator=grpo", "--force"], "'--force' is not a setting"),
     ],
 )
 def test_what_cannot_be_translated_is_one_message(words, said, tmp_path, monkeypatch):

@@ -121,7 +121,7 @@ def test_experts_that_are_replayed_hold_every_response_to_one_version():
     replay = {f"{ROLLOUT}enable_rollout_routing_replay": True}
     train, _, found = made({**SEPARATE, WARMUP["separate"]: 3, **replay})
     assert train["max_off_policy_steps"] == 1
-    assert [one for one in found.missing if "train.max_off_policy_steps=1 is taken" in one]
+    assert [one for one in found.missing if "train.max_off_policy_steps=1 is used" in one]
     train, rollout, found = made({**COLOCATED, **replay})
     assert "mode" not in train and "over_sample_rate" not in rollout
     assert [one for one in found.missing if one.startswith(f"{MODE}=")]

@@ -1,4 +1,4 @@
-"""Comparisons shared by checks: an engine's responses under different weights, and its and the actor's log-probabilities.
+"""Comparisons shared by checks: responses under different weights, and log-probabilities of engine and actor.
 
 All functions are collective over the job's ranks.
 """
@@ -22,8 +22,8 @@ from mrl.types import Rollout, RolloutBatch, Support
 
 NUM_PROMPTS = 8
 MEAN_NATS = 0.05
-"""Largest mean difference of log-probabilities between two bfloat16 programs: its 8 bits allow 2^-8 of a log-probability
-of -12. A distribution at another temperature differs by more.
+"""Largest mean difference of log-probabilities between two bfloat16 programs: 8 bits allow 2^-8 of a log-probability of
+-12. A distribution at another temperature differs by more.
 """
 
 BINS = (0.0, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, math.inf)

@@ -16,7 +16,7 @@ END_TOKENS, NUM_SAMPLES = 16, 4
 
 
 def pause(bench: Bench) -> Facts:
-    """(vii) Checks pauses in a row, and a pause and an idle time longer than the hang detector's limit."""
+    """Checks pauses in a row, and a pause and an idle time longer than the hang detector's limit."""
     job = bench.job
     with inspection.impatient(job.sampler.engine, PATIENCE_S) as watched:
         if not watched:
@@ -33,7 +33,7 @@ def pause(bench: Bench) -> Facts:
 
 
 def ends(bench: Bench) -> Facts:
-    """(viii) Checks that an end token stays in its response and that nothing follows it."""
+    """Checks that an end token stays in its response and that nothing follows it."""
     job = bench.job
     bench.refit()
     (prompt,) = job.state.source.next(1)
@@ -58,7 +58,7 @@ def ends(bench: Bench) -> Facts:
 
 
 def seeds(bench: Bench) -> Facts:
-    """(ix) Reports whether a sample depends only on its own seed, and checks that the samples of a prompt differ."""
+    """Reports whether a sample depends only on its own seed, and checks that the samples of a prompt differ."""
     bench.refit()
     (prompt,) = bench.job.state.source.next(1)
     setting = replace(bench.job.sampler.training, n=NUM_SAMPLES, stop=())

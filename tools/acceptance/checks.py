@@ -39,7 +39,7 @@ ALLOWED = 0.9
 
 
 def device(bench: Bench) -> Facts:
-    """(vi) Checks the device of the engine and that of this process."""
+    """Checks the device of the engine and that of this process."""
     job = bench.job
     facts: Facts = {"rank's device": str(job.device), "process": os.getpid()}
     if job.device.type == "cuda":
@@ -63,14 +63,14 @@ def device(bench: Bench) -> Facts:
 
 
 def refit(bench: Bench) -> Facts:
-    """(i) Checks the responses after syncing the same weights, others, and the first ones again."""
+    """Checks the responses after syncing the same weights, others, and the first ones again."""
     first, facts = answers.come_back(bench)
     _keep(bench, first)
     return facts
 
 
 def qkv(bench: Bench) -> Facts:
-    """(ii) Compares the fused QKV matrix of the first and the last layer with the model's files."""
+    """Compares the fused QKV matrix of the first and the last layer with the model's files."""
     job = bench.job
     if not inspection.is_llm(job.sampler.engine):
         raise NotHereError("only the LLM API's model can be read; 'refit' and 'logprobs' cover the others")
@@ -105,7 +105,7 @@ def _same(what: str, found: Tensor | None, expected: Tensor) -> Facts:
 
 
 def sleep(bench: Bench) -> Facts:
-    """(iii) Checks memory and responses after sleep and waking, and after an update's offloading and a weight sync."""
+    """Checks memory and responses after sleep and waking, and after an update's offloading and a weight sync."""
     job = bench.job
     bench.refit()
     job.policy.offload()
@@ -172,7 +172,7 @@ def _allowed(device: torch.device) -> int:
 
 
 def logprobs(bench: Bench) -> Facts:
-    """(v) Compares the engine's log-probabilities of its samples with the actor's."""
+    """Compares the engine's log-probabilities of its samples with the actor's."""
     bench.refit()
     rollouts = answers.sampled(bench)
     apart = (answers.scores(bench, rollouts) - answers.told(rollouts)).abs()
@@ -219,7 +219,7 @@ def contract(bench: Bench) -> Facts:
 
 
 def graphs(bench: Bench) -> Facts:
-    """(iv) Compares responses with CUDA graphs, also after weight syncs, with those without."""
+    """Compares responses with CUDA graphs, also after weight syncs, with those without."""
     if bench.job.device.type != "cuda" and not inspection.is_llm(bench.job.sampler.engine):
         raise NotHereError("a CPU has no CUDA graphs")
     file = bench.folder / "answers.json"
@@ -243,7 +243,7 @@ def graphs(bench: Bench) -> Facts:
 
 
 def graphs_asleep(bench: Bench) -> Facts:
-    """(iv) Repeats `graphs` with sleep in between, if the engine keeps its graphs then."""
+    """Repeats `graphs` with sleep in between, if the engine keeps its graphs then."""
     engine = bench.job.sampler.engine
     if (without := inspection.without_graphs(engine)) is not None:
         raise NotHereError(without)

@@ -13,7 +13,7 @@ log-probabilities about as much as rounding the weights; a misplaced scale chang
 
 
 def fp8(bench: Bench) -> Facts:
-    """(x) Syncs weights in FP8 and compares log-probabilities with the actor's, with rounded and own weights."""
+    """Syncs weights in FP8 and compares log-probabilities with the actor's, with rounded and own weights."""
     _, facts = answers.come_back(bench)
     rollouts = answers.sampled(bench)
     engine, own = answers.told(rollouts), answers.scores(bench, rollouts)

@@ -116,15 +116,15 @@ def overlap(steps: int, response_len: int) -> dict[str, Any]:
         )
         config["train"] |= {"mode": "async", "max_off_policy_steps": 1}
         processes, port = multiprocessing.get_context("spawn"), free_port()
-        ours, theirs = processes.Pipe()
+        parent_end, child_end = processes.Pipe()
         ranks = [
-            processes.Process(target=rank_of_overlap, args=(rank, port, config, theirs if rank == 0 else None))
+            processes.Process(target=rank_of_overlap, args=(rank, port, config, child_end if rank == 0 else None))
             for rank in range(2)
         ]
         for process in ranks:
             process.start()
-        theirs.close()
-        found = ours.recv()[
+        child_end.close()
+        found = parent_end.recv()[
             WARM_UP["overlap"] : -1
         ]  # EOFError if rank 0 failed, which printed its error; the last step samples nothing
         for process in ranks:
@@ -148,13 +148,13 @@ def lengths_by_key(short: int, factor: int, slow: float) -> None:
     """Patches this process's engine to end responses at lengths that depend on the seed of their random numbers."""
     begin = Rows.begin
 
-    def begun(
+    def begin_with_length(
         self: Rows, rows: Sequence[int], prompt_lens: Sequence[int], keys: Sequence[int], rooms: Sequence[int]
     ) -> Any:
         chosen = [short * factor if key % 1000 < 1000 * slow else short for key in keys]
         return begin(self, rows, prompt_lens, keys, [min(pair) for pair in zip(chosen, rooms, strict=True)])
 
-    Rows.begin = begun  # type: ignore[method-assign]
+    Rows.begin = begin_with_length  # type: ignore[method-assign]
 
 
 def run_of_tail(config: dict[str, Any], trace: tuple[int, int, float], pipe: Connection) -> None:
@@ -186,10 +186,10 @@ def tail(steps: int, short: int, factor: int, slow: float, samples: int, rate: f
                 response_length=short * factor,
                 **more,
             )
-            pipes[name], theirs = processes.Pipe()
-            ranks.append(processes.Process(target=run_of_tail, args=(config, (short, factor, slow), theirs)))
+            pipes[name], child_end = processes.Pipe()
+            ranks.append(processes.Process(target=run_of_tail, args=(config, (short, factor, slow), child_end)))
             ranks[-1].start()
-            theirs.close()
+            child_end.close()
         for step in range(1, WARM_UP["tail"] + steps + 1):
             for name in sorted(pipes, reverse=step % 2 == 0):
                 pipes[name].send(step)

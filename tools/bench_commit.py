@@ -98,7 +98,7 @@ def main() -> None:
 def measure(config: Config, repeats: int) -> dict[str, Any]:
     """Runs the pairs in one job and returns the result."""
     plain: list[float] = []
-    beside: list[Written] = []
+    overlapped: list[Written] = []
     waiting: list[float] = []
     with open_job(prepare(config)) as job:
         job.resume()
@@ -106,45 +106,45 @@ def measure(config: Config, repeats: int) -> dict[str, Any]:
         for pair in range(-WARM_UP, repeats):
             for writes in (True, False) if pair % 2 else (False, True):
                 step += 1
-                found = written_beside(job, step) if writes else alone(job, step)
+                found = step_while_writing(job, step) if writes else plain_step(job, step)
                 if pair >= 0:
-                    (beside if isinstance(found, Written) else plain).append(found)  # type: ignore[arg-type]
+                    (overlapped if isinstance(found, Written) else plain).append(found)  # type: ignore[arg-type]
         for _ in range(min(3, repeats)):
             step += 1
             standing = job.progress.reached(step, {})
             waiting.append(seconds(partial(job.commits.write_standing, standing), job.device))
         files = [file.stat().st_size for file in job.commits.checkpoints.path(step).rglob("*") if file.is_file()]
-    pairs = list(zip(beside, plain, strict=True))
+    pairs = list(zip(overlapped, plain, strict=True))
     return {
-        "ratio_step": round(statistics.median(ours.step / theirs for ours, theirs in pairs), 3),
+        "ratio_step": round(statistics.median(one.step / other for one, other in pairs), 3),
         "ratio_with_waiting": round(statistics.median((one.step + one.waited) / other for one, other in pairs), 3),
         "ratios": [round(ours.step / theirs, 3) for ours, theirs in pairs],
         "step_s": spread(plain),
-        "writing_step_s": spread([each.step for each in beside]),
-        "waited_s": spread([each.waited for each in beside]),
-        "files_s": spread([each.files for each in beside]),
-        "written_frac": round(statistics.median(each.files / each.step for each in beside), 3),
-        "done_within_step": sum(each.done for each in beside),
+        "writing_step_s": spread([each.step for each in overlapped]),
+        "waited_s": spread([each.waited for each in overlapped]),
+        "files_s": spread([each.files for each in overlapped]),
+        "written_frac": round(statistics.median(each.files / each.step for each in overlapped), 3),
+        "done_within_step": sum(each.done for each in overlapped),
         "waiting_commit_s": spread(waiting),
         "commit_mb": round(sum(files) / 1e6, 1),
         "pairs": repeats,
     }
 
 
-def alone(job: Job, step: int) -> float:
+def plain_step(job: Job, step: int) -> float:
     """Returns the time of a step, s."""
     with job.timers.step(step):
         return seconds(lambda: reinforcement_step(job, step), job.device)
 
 
-def written_beside(job: Job, step: int) -> Written:
+def step_while_writing(job: Job, step: int) -> Written:
     """Starts a checkpoint, runs a step, and returns the times of both."""
     began = time.perf_counter()
     job.commits.write(step, {})
     waited, writing = time.perf_counter() - began, job.commits.writing
     if writing is None:
         raise RuntimeError("no checkpoint is being written")
-    took = alone(job, step)
+    took = plain_step(job, step)
     done = writing.is_done
     while not writing.is_done:  # training does not wait here if steps are long
         time.sleep(0.01)

@@ -130,17 +130,17 @@ def main() -> None:
 def measured(work: Work, ways: list[str], repeats: int, model: Mapping[str, Any] = MODEL) -> dict[str, Any]:
     """Measures all variants and returns the result."""
     with tempfile.TemporaryDirectory() as name:
-        world, told = Path(name, "sleeps.py"), Path(name, "told.jsonl")
-        world.write_text(SLEEPS, encoding="utf-8")
+        source, results = Path(name, "sleeps.py"), Path(name, "results.jsonl")
+        source.write_text(SLEEPS, encoding="utf-8")
         makers = {
             f"{way}, tools {how}": functools.partial(
-                runner, replace(work, sleep_s=sleep_s), way, dict(model), world, told
+                runner, replace(work, sleep_s=sleep_s), way, dict(model), source, results
             )
             for way in ways
             for how, sleep_s in (("at once", 0.0), ("that sleep", work.sleep_s))
         }
         times = take_turns(makers, repeats, torch.device(work.device), torch.get_num_threads())
-        calls = [json.loads(line) for line in told.read_text(encoding="utf-8").splitlines()]
+        calls = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
     counts = {tuple(call["counts"]) for call in calls}
     if len(counts) != 1:
         raise RuntimeError(f"the variants sampled different tokens: {sorted(counts)}")
@@ -175,7 +175,7 @@ def measured(work: Work, ways: list[str], repeats: int, model: Mapping[str, Any]
     }
 
 
-def make_engine(work: Work, way: str, model: Mapping[str, Any], world: Path) -> NativeEngine:
+def make_engine(work: Work, way: str, model: Mapping[str, Any], source: Path) -> NativeEngine:
     """Returns an engine with random weights, patched for the variant."""
     config = RolloutConfig(
         prompt_length=PROMPT_LEN,
@@ -184,7 +184,7 @@ def make_engine(work: Work, way: str, model: Mapping[str, Any], world: Path) -> 
         gpu_memory_utilization=0.2,
         multi_turn=MultiTurnConfig(enable=True),
         agent=AgentConfig(
-            environment=f"{world}:Sleeps",
+            environment=f"{source}:Sleeps",
             environment_kwargs={"sleep_s": work.sleep_s, "num_turns": TURNS},
             num_workers=work.rows,
         ),
@@ -217,18 +217,18 @@ def make_engine(work: Work, way: str, model: Mapping[str, Any], world: Path) -> 
 
 
 @contextmanager
-def runner(work: Work, way: str, model: Mapping[str, Any], world: Path, told: Path) -> Iterator[Action]:
+def runner(work: Work, way: str, model: Mapping[str, Any], source: Path, results: Path) -> Iterator[Action]:
     """Starts an engine and the environments' workers, and yields a function that runs all episodes.
 
     Args:
         work: Work to do.
         way: Variant, one of `WAYS`.
         model: config.json of the model, without vocab_size.
-        world: Source file of the environment.
-        told: File that receives a JSON line per call: tokens, turns, a checksum of the tokens, and the waiting time.
+        source: Source file of the environment.
+        results: File that receives a JSON line per call: tokens, turns, a checksum of the tokens, and the waiting time.
     """
     launch.start(work.device, num_threads=torch.get_num_threads())
-    tokenizer, engine = CharTokenizer(ALPHABET), make_engine(work, way, model, world)
+    tokenizer, engine = CharTokenizer(ALPHABET), make_engine(work, way, model, source)
     episodes = Episodes(engine.spec.config, tokenizer, [], None, told_to_stop=lambda: False)
     texts = [f"Question {number}" for number in range(work.conversations)]
     prompts = [Prompt(number, tuple(tokenizer.encode(text)), "", question=text) for number, text in enumerate(texts)]
@@ -242,7 +242,7 @@ def runner(work: Work, way: str, model: Mapping[str, Any], world: Path, told: Pa
         ids = [one.response_ids for one in found]
         counts = [sum(map(len, ids)), sum(one.num_turns for one in talks), zlib.crc32(json.dumps(ids).encode())]
         line = {"counts": counts, "sleep_s": work.sleep_s, "waited_s": engine.stats().get("waited_s")}
-        with told.open("a", encoding="utf-8") as file:
+        with results.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(line)}\n")
 
     yield run

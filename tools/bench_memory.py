@@ -139,7 +139,7 @@ def run_rank(layout: str, folder: Path, port: str) -> None:
         moved = most_moved_bytes(job.sampler.refit.plan.copies)
         peaks = job.timers.ledger.peaks
     predicted = memory_by_stage(plan, device, moved_bytes=moved)[stage]
-    measured = {ours: peaks[theirs] - baseline for theirs, ours in PHASES.items()}
+    measured = {predicted_phase: peaks[phase] - baseline for phase, predicted_phase in PHASES.items()}
     rows = {
         phase: {
             "predicted_mb": predicted.total(phase) / 1e6,

@@ -156,7 +156,7 @@ def run_case(case: Case, dtype: str, folder: Path, device: str, *, iterations: i
     ratios = [theirs / ours for theirs, ours in zip(times["trl"], times["mrl"], strict=True)]
     return {
         **described(case, dtype),
-        **told(ratios),
+        **ratio_range(ratios),
         "mrl_s": spread(times["mrl"]),
         "trl_s": spread(times["trl"]),
         "trl_batch": batch,
@@ -202,7 +202,7 @@ def run_two(
         folder: Folder for inputs and runs.
         device: Device of both runs.
         iterations: Timed steps of each.
-        num_threads: Threads of each.
+        num_threads: CPU threads per run.
     """
     write_inputs(case, folder)
     first, second = runs
@@ -215,9 +215,9 @@ def run_two(
         place.mkdir()
         steps = case.warm_up + iterations
         config = job_config(case, dtype, folder, device, num_threads, steps=steps, more=more, place=place)
-        pipes[name], theirs = processes.Pipe()
-        processes.Process(target=step_when_told, args=(config, case, theirs), daemon=True).start()
-        theirs.close()
+        pipes[name], child_end = processes.Pipe()
+        processes.Process(target=serve_steps, args=(config, case, child_end), daemon=True).start()
+        child_end.close()
     for step in range(1, case.warm_up + iterations + 1):
         for name in (second, first) if step % 2 == 0 else (first, second):
             pipes[name].send(step)
@@ -225,17 +225,17 @@ def run_two(
             if step > case.warm_up:
                 times[name].append(seconds)
                 phases[name].append(timings)
-    ratios = [theirs / base for theirs, base in zip(times[second], times[first], strict=True)]
+    ratios = [second_s / first_s for second_s, first_s in zip(times[second], times[first], strict=True)]
     return {
         **described(case, dtype),
-        **told(ratios),
+        **ratio_range(ratios),
         **{f"{name}_s": spread(seconds) for name, seconds in times.items()},
         **{f"{name}_phases_s": medians(of_run) for name, of_run in phases.items()},
         **where(iterations, device, num_threads, ("torch", "megatron-core")),
     }
 
 
-def step_when_told(config: mrl_config.Config, case: Case, pipe: Connection) -> None:
+def serve_steps(config: mrl_config.Config, case: Case, pipe: Connection) -> None:
     """Runs a job in a subprocess: takes a step per message and answers with its time and that of its phases, s."""
     with open_job(prepare(config)) as job:
         job.resume()
@@ -260,7 +260,7 @@ def described(case: Case, dtype: str) -> dict[str, Any]:
     }
 
 
-def told(ratios: list[float]) -> dict[str, float]:
+def ratio_range(ratios: list[float]) -> dict[str, float]:
     """Returns median, minimum and maximum of the ratios of adjacent times."""
     return {
         "ratio": round(statistics.median(ratios), 2),

@@ -115,10 +115,10 @@ def profile(model: str, dtype: str, folder: Path, clock: Clock, *, eager: bool) 
         clock.flops = 0.0
         began = time.thread_time()
         run()
-        whole = time.thread_time() - began
+        total_s = time.thread_time() - began
     parts = dict(clock.seconds)
     products = sum(seconds for name, seconds in parts.items() if name not in (*BETWEEN, *INSIDE.values()))
-    parts["host"] = whole - sum(parts.values())
+    parts["host"] = total_s - sum(parts.values())
     rate = matrix_rate(getattr(torch, dtype), CPU, time.thread_time)
     return {
         "profile": "rollout",
@@ -126,10 +126,10 @@ def profile(model: str, dtype: str, folder: Path, clock: Clock, *, eager: bool) 
         "dtype": dtype,
         "batch": BATCH[model],
         "new_tokens": NEW_TOKENS,
-        "processor_s": round(whole, 3),
-        "times_floor": round(whole * rate / clock.flops, 2),
-        "shares": {name: round(seconds / whole, 3) for name, seconds in sorted(parts.items(), key=lambda x: -x[1])},
-        "products_frac": round(products / whole, 3),
+        "processor_s": round(total_s, 3),
+        "times_floor": round(total_s * rate / clock.flops, 2),
+        "shares": {name: round(seconds / total_s, 3) for name, seconds in sorted(parts.items(), key=lambda x: -x[1])},
+        "products_frac": round(products / total_s, 3),
         "product_gflop_per_s": round(clock.flops / products / 1e9, 1),
         "matmul_gflop_per_s": round(rate / 1e9, 1),
         "operations": "PyTorch's" if eager else "compiled",

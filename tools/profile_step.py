@@ -93,7 +93,7 @@ def profile(case: Case, dtype: str, folder: Path, steps: int) -> dict[str, Any]:
     write_inputs(case, folder)
     warm_up = 3 if steps > 1 else 2
     config = job_config(case, dtype, folder, "cpu", 1, steps=warm_up + steps)
-    clock, wholes = Clock(), []
+    clock, step_times = Clock(), []
     with open_job(prepare(config)) as job:
         job.resume()
         clock.attach(job)
@@ -102,20 +102,22 @@ def profile(case: Case, dtype: str, folder: Path, steps: int) -> dict[str, Any]:
                 clock.seconds.clear()
             began = time.thread_time()
             mrl_step(job, case, step)
-            wholes.append(time.thread_time() - began)
+            step_times.append(time.thread_time() - began)
         rate = matrix_rate(getattr(torch, dtype), CPU, time.thread_time)
-    wholes, parts = wholes[warm_up:], dict(clock.seconds)
+    step_times, parts = step_times[warm_up:], dict(clock.seconds)
     of_update = ("update", *PARTS, "optimizer")
     parts["rest of update"] = parts.pop("update") - sum(parts.get(name, 0.0) for name in of_update[1:])
-    parts["rest"] = sum(wholes) - sum(parts.values())
-    whole = statistics.median(wholes)
-    told = limits(case, {"mrl": whole}, rate)
+    parts["rest"] = sum(step_times) - sum(parts.values())
+    median_s = statistics.median(step_times)
+    bounds = limits(case, {"mrl": median_s}, rate)
     return {
         "dtype": dtype,
-        "processor_s": round(whole, 4),
-        "times_floor": told["times_floor"]["mrl"],
-        "shares": {name: round(taken / sum(wholes), 3) for name, taken in sorted(parts.items(), key=lambda x: -x[1])},
-        "matmul_gflop_per_s": told["matmul_gflop_per_s"],
+        "processor_s": round(median_s, 4),
+        "times_floor": bounds["times_floor"]["mrl"],
+        "shares": {
+            name: round(taken / sum(step_times), 3) for name, taken in sorted(parts.items(), key=lambda x: -x[1])
+        },
+        "matmul_gflop_per_s": bounds["matmul_gflop_per_s"],
         "steps": steps,
         "device": device_name(),
         "num_threads": 1,

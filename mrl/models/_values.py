@@ -29,7 +29,7 @@ def positive_int(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any
     """Returns an integer from 1 to `most`."""
     value = value_of(config, key, defaults)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"config.json: {key} is {shown(value)}; expected a whole number above 0.")
+        raise UserError(f"config.json: {key} is {shown(value)}; expected an integer above 0.")
     if value > most:
         raise UserError(f"config.json: {key} is {shown(value)}; expected at most {most}.")
     return value

@@ -65,7 +65,7 @@ def sampled(bench: Bench) -> list[Rollout]:
     return found
 
 
-def scores(bench: Bench, rollouts: Sequence[Rollout]) -> Tensor:
+def actor_logprobs(bench: Bench, rollouts: Sequence[Rollout]) -> Tensor:
     """Returns the actor's log-probabilities of all sampled tokens, with the engine's routing record if there is one."""
     job, batch = bench.job, batch_of(rollouts)
     routed = [each.routed_experts for each in rollouts if each.routed_experts is not None]
@@ -76,7 +76,7 @@ def scores(bench: Bench, rollouts: Sequence[Rollout]) -> Tensor:
     return found
 
 
-def told(rollouts: Sequence[Rollout]) -> Tensor:
+def engine_logprobs(rollouts: Sequence[Rollout]) -> Tensor:
     """Returns the engine's log-probabilities of all sampled tokens."""
     return torch.tensor([x for each in rollouts for x in each.rollout_logprobs])
 
@@ -108,7 +108,7 @@ def batch_of(rollouts: Sequence[Rollout]) -> RolloutBatch:
         prompt_lens_B=lens[:, 0],
         response_lens_B=lens[:, 1],
         response_mask_R=torch.ones(int(lens[:, 1].sum()), dtype=torch.bool),
-        rollout_logprobs_R=told(rollouts),
+        rollout_logprobs_R=engine_logprobs(rollouts),
         group_id_B=torch.tensor([each.prompt.uid for each in rollouts]),
         rewards_B=torch.zeros(len(rollouts)),
         support_R=Support.join(supports) if supports else None,

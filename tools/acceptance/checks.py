@@ -44,9 +44,9 @@ def device(bench: Bench) -> Facts:
     facts: Facts = {"rank's device": str(job.device), "process": os.getpid()}
     if job.device.type == "cuda":
         current = torch.cuda.current_device()
-        mine = str(torch.cuda.get_device_properties(job.device).uuid)
+        own_uuid = str(torch.cuda.get_device_properties(job.device).uuid)
         uuids = [""] * dist.get_world_size()
-        dist.all_gather_object(uuids, mine)
+        dist.all_gather_object(uuids, own_uuid)
         facts |= {"name": launch.device_name(job.device), "current": current, "uuids of ranks": uuids}
         if current != job.device.index:
             raise CheckError(
@@ -162,11 +162,11 @@ def _allowed(device: torch.device) -> int:
         return 0
     free, _ = torch.cuda.mem_get_info(device)
     try:
-        held = torch.empty(int(ALLOWED * free), dtype=torch.uint8, device=device)
+        block = torch.empty(int(ALLOWED * free), dtype=torch.uint8, device=device)
     except torch.cuda.OutOfMemoryError:
         return 0
-    size = held.numel()
-    del held
+    size = block.numel()
+    del block
     torch.cuda.empty_cache()
     return size
 
@@ -175,7 +175,7 @@ def logprobs(bench: Bench) -> Facts:
     """Compares the engine's log-probabilities of its samples with the actor's."""
     bench.refit()
     rollouts = answers.sampled(bench)
-    apart = (answers.scores(bench, rollouts) - answers.told(rollouts)).abs()
+    apart = (answers.actor_logprobs(bench, rollouts) - answers.engine_logprobs(rollouts)).abs()
     facts, mean = answers.difference(bench, apart), float(apart.mean())
     if not mean <= answers.MEAN_NATS:
         raise CheckError(
@@ -190,13 +190,13 @@ def experts(bench: Bench) -> Facts:
     """Compares log-probabilities by the engine's routing record, and by a wrong one, that of the previous token."""
     bench.refit()
     rollouts = answers.sampled(bench)
-    told = answers.told(rollouts)
-    apart = (answers.scores(bench, rollouts) - told).abs()
+    engine = answers.engine_logprobs(rollouts)
+    apart = (answers.actor_logprobs(bench, rollouts) - engine).abs()
     for number, each in enumerate(rollouts):
         if each.routed_experts is None:
             raise CheckError(f"the engine returned no routing record for sample {number}")
         each.routed_experts[1:-1] = each.routed_experts[:-2].clone()
-    elsewhere = float((answers.scores(bench, rollouts) - told).abs().mean())
+    elsewhere = float((answers.actor_logprobs(bench, rollouts) - engine).abs().mean())
     facts = answers.difference(bench, apart) | {"mean difference by experts of another token, nats": elsewhere}
     mean = float(apart.mean())
     if not (mean <= answers.MEAN_NATS and mean < elsewhere):

@@ -16,9 +16,9 @@ def fp8(bench: Bench) -> Facts:
     """Syncs weights in FP8 and compares log-probabilities with the actor's, with rounded and own weights."""
     _, facts = answers.come_back(bench)
     rollouts = answers.sampled(bench)
-    engine, own = answers.told(rollouts), answers.scores(bench, rollouts)
+    engine, own = answers.engine_logprobs(rollouts), answers.actor_logprobs(bench, rollouts)
     with bench.rounded_weights():
-        meant = answers.scores(bench, rollouts)
+        meant = answers.actor_logprobs(bench, rollouts)
     weights = float((own - meant).abs().mean())
     facts |= answers.difference(bench, (engine - meant).abs()) | {
         "mean difference that rounding the weights makes, nats": weights,

@@ -261,7 +261,7 @@ def update(bench: Bench) -> Facts:
     batch = random_batch(job.arch.vocab_size, num, length, ragged=False)
     algorithm = build(AlgorithmConfig(name="sft"), config.rollout)
     job.policy.start_optimizer(learning_rate(config))
-    ours = best_time(lambda: job.policy.update(batch, algorithm), job.device, 3)
+    actor_s = best_time(lambda: job.policy.update(batch, algorithm), job.device, 3)
     job.policy.offload()
     te, dtype = job.policy.uses_te, DTYPES[config.model.dtype]
     plain = PlainMegatron(job.arch, dtype=dtype, device=job.device, te=te)
@@ -269,22 +269,22 @@ def update(bench: Bench) -> Facts:
     if job.device.type == "cuda":
         torch.cuda.empty_cache()
         rows = fitting_rows(job.arch, length, rows, torch.cuda.mem_get_info(job.device)[0], te=te)
-    theirs = best_time(lambda: plain.update(tokens_BT, rows), job.device, 3)
+    baseline_s = best_time(lambda: plain.update(tokens_BT, rows), job.device, 3)
     lens = [length] * num
-    rate = 3 * forward_flops(job.arch, lens) / ours
+    rate = 3 * forward_flops(job.arch, lens) / actor_s
     facts: Facts = {
         "layers": _layers(bench),
         "tokens of a microbatch": config.actor.max_tokens_per_microbatch,
         "tokens of a microbatch of plain Megatron-Core": rows * length,
-        "tokens/s": num * length / ours,
-        "tokens/s of plain Megatron-Core": num * length / theirs,
-        "ratio": theirs / ours,
+        "tokens/s": num * length / actor_s,
+        "tokens/s of plain Megatron-Core": num * length / baseline_s,
+        "ratio": baseline_s / actor_s,
         "of the product's rate measured here": rate / matrix_rate(dtype, job.device),
     }
     name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else ""
-    facts |= mfu_metrics(job.arch, lens, update_s=ours, num_passes=1, world_size=1, device_name=name)
-    if theirs / ours < SLOWEST:
-        raise CheckError(f"an update has {theirs / ours:.2f} of plain Megatron-Core's tokens per second", facts)
+    facts |= mfu_metrics(job.arch, lens, update_s=actor_s, num_passes=1, world_size=1, device_name=name)
+    if baseline_s / actor_s < SLOWEST:
+        raise CheckError(f"an update has {baseline_s / actor_s:.2f} of plain Megatron-Core's tokens per second", facts)
     return facts
 
 

@@ -139,7 +139,7 @@ def device(bench: Commands) -> Facts:
 
 
 def attention(bench: Commands) -> Facts:
-    """Checks torch's attention as actor and engine call it: the cost of a new shape, and memory below that of all scores."""
+    """Checks torch's attention as actor and engine call it: cost of a new shape, memory below that of all scores."""
     device = torch.device(bench.device)
     launch.choose_attention()
     length = ATTENTION_LENGTH[device.type]

@@ -65,12 +65,12 @@ def _outcome(check: Callable[[Any], Facts], bench: Any) -> Outcome:
         return "fails", f"{type(error).__name__}: {error}", {}
 
 
-def _agreed(mine: Outcome) -> Outcome:
+def _agreed(own: Outcome) -> Outcome:
     """Collective over the job, if there is one: returns the result of the first failed rank, else that of rank 0."""
     if not dist.is_initialized():
-        return mine
-    found: list[Outcome] = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+        return own
+    found: list[Outcome] = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
     for rank, (status, said, facts) in enumerate(found):
         if status == "fails":
             return status, f"rank {rank}: {said}" if len(found) > 1 else said, facts

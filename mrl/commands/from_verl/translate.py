@@ -377,20 +377,20 @@ def _sort(verl: VerlRun, found: Translation) -> None:
             found.moot.append(f"{key}: {what.text}")
 
 
-def _whole(verl: VerlRun, key: str, default: int) -> int:
+def _count_of(verl: VerlRun, key: str, default: int) -> int:
     """Returns a number of hosts or GPUs; the default if the script takes it from the machine."""
     value = verl.given.get(key, default)
     if value in (0, None) or (isinstance(value, str) and is_unset(value)):
         verl.notes[key] = f"it depends on the machine or on a variable that is not set; {default} is used"
         return default
     if type(value) is not int or value < 1:
-        raise UserError(f"{key}={shown(value)} came, expected a whole number above 0.")
+        raise UserError(f"{key}={shown(value)} came, expected an integer above 0.")
     return value
 
 
 def _hosts(verl: VerlRun, rollout: RolloutConfig) -> tuple[int, int]:
     """Returns the hosts of the job and the ranks per host; in verl, rollout hosts may have another number of GPUs."""
-    nodes, gpus = _whole(verl, "trainer.nnodes", 1), _whole(verl, "trainer.n_gpus_per_node", 8)
+    nodes, gpus = _count_of(verl, "trainer.nnodes", 1), _count_of(verl, "trainer.n_gpus_per_node", 8)
     if not rollout.nnodes or rollout.n_gpus_per_node == gpus:
         return nodes + rollout.nnodes, gpus
     total = nodes * gpus + rollout.nnodes * rollout.n_gpus_per_node

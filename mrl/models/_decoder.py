@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mrl.errors import UserError
-from mrl.models._keys import refuse_windows
+from mrl.models._keys import refuse_sliding_window
 from mrl.models._rope import read_rope, write_rope
 from mrl.models._values import flag, positive_float, positive_int, value_of
 from mrl.models.base import ArchSpec, ConfigKeys, Family, Kind, MoeSpec, ParamSpec, Place
@@ -163,7 +163,7 @@ DECODER = ATTENTION + DENSE_MLP + HEAD
 DEFAULTS: Mapping[str, Any] = {"head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 """Values that transformers assumes in most families for keys missing from config.json."""
 
-MOST_LAYERS, MOST_EXPERTS = 2000, 200_000
+MAX_LAYERS, MAX_EXPERTS = 2000, 200_000
 """Limits on the number of layers, and on the number of experts summed over layers."""
 
 
@@ -175,7 +175,7 @@ def arch_from_config(
     qkv_bias: bool = False,
     qk_norm: bool = False,
     moe: MoeSpec | None = None,
-    slides: Callable[[Mapping[str, Any], int], bool] = lambda config, layers: True,
+    uses_window: Callable[[Mapping[str, Any], int], bool] = lambda config, layers: True,
     rope_types: tuple[str, ...] = ("default", "llama3"),
 ) -> ArchSpec:
     """Converts the config.json of a llama-like decoder into an ArchSpec.
@@ -187,17 +187,17 @@ def arch_from_config(
         qkv_bias: See `ArchSpec`; ignored if `defaults` has the key "qkv_bias", which then is read from config.json.
         qk_norm: See `ArchSpec`.
         moe: See `ArchSpec`.
-        slides: Function (config.json, number of layers) -> whether a layer uses the sliding window.
+        uses_window: Function (config.json, number of layers) -> whether a layer uses the sliding window.
         rope_types: Rotary types that the family has, out of "default" and "llama3".
 
     Raises:
         UserError: A key is missing or has the wrong type, sizes are inconsistent, or mrl does not implement the
             structure.
     """
-    layers = positive_int(config, "num_hidden_layers", defaults, most=MOST_LAYERS)
-    refuse_windows(config, {"sliding_window": None, **defaults}, layers, slides=slides(config, layers))
-    if moe is not None and layers * moe.num_experts > MOST_EXPERTS:
-        raise UserError(f"config.json: {layers} layers of {moe.num_experts} experts; expected at most {MOST_EXPERTS}.")
+    layers = positive_int(config, "num_hidden_layers", defaults, most=MAX_LAYERS)
+    refuse_sliding_window(config, {"sliding_window": None, **defaults}, layers, uses_window=uses_window(config, layers))
+    if moe is not None and layers * moe.num_experts > MAX_EXPERTS:
+        raise UserError(f"config.json: {layers} layers of {moe.num_experts} experts; expected at most {MAX_EXPERTS}.")
     heads = positive_int(config, "num_attention_heads", defaults)
     hidden = positive_int(config, "hidden_size", defaults)
     kv_heads = _kv_heads(config, defaults, heads)

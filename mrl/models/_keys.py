@@ -89,7 +89,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 }  # fmt: skip
 """Key -> why log-probabilities do not depend on it."""
 
-HELD: Mapping[str, tuple[Any, str]] = {
+REQUIRED_VALUES: Mapping[str, tuple[Any, str]] = {
     "add_cross_attention": (False, _ONE_MODEL),
     "attention_chunk_size": (None, "all layers must attend to the full context"),
     "configuration_files": (None, "transformers would read another file instead of this one"),
@@ -117,18 +117,20 @@ QUANTIZED = ("quantization_config", "compression_config")
 
 
 def config_keys(
-    *read: str, held: Mapping[str, tuple[Any, str]] | None = None, without_effect: Mapping[str, str] | None = None
+    *read: str,
+    required_values: Mapping[str, tuple[Any, str]] | None = None,
+    without_effect: Mapping[str, str] | None = None,
 ) -> ConfigKeys:
     """Returns the treatment of a family's keys: the shared lists and the family's own.
 
     Args:
         read: Additional keys that determine the `ArchSpec`.
-        held: Additional entries of `HELD`.
+        required_values: Additional entries of `REQUIRED_VALUES`.
         without_effect: Additional entries of `WITHOUT_EFFECT`.
     """
     return ConfigKeys(
         read=frozenset((*DECODER_KEYS, *WINDOW_KEYS, *QUANTIZED, *read)),
-        held={**HELD, **(held or {})},
+        required_values={**REQUIRED_VALUES, **(required_values or {})},
         without_effect={**WITHOUT_EFFECT, **(without_effect or {})},
     )
 
@@ -141,7 +143,7 @@ def refuse_foreign_structure(config: Mapping[str, Any], keys: ConfigKeys) -> Non
             "config.json: the checkpoint is quantized (quantization_config). Training needs float weights: use the "
             "bfloat16 or float32 release of this model."
         )
-    for key, (only, reason) in keys.held.items():
+    for key, (only, reason) in keys.required_values.items():
         value = config.get(key, only)
         if (type(value), value) != (type(only), only):
             raise UserError(
@@ -158,7 +160,7 @@ def refuse_foreign_structure(config: Mapping[str, Any], keys: ConfigKeys) -> Non
             )
 
 
-def last_layers_slide(config: Mapping[str, Any], layers: int) -> bool:
+def last_layers_use_window(config: Mapping[str, Any], layers: int) -> bool:
     """Returns whether a Qwen 2 or 3 model uses a sliding window.
 
     The layers from `max_window_layers` on do, unless `layer_types` names the attention of each layer.
@@ -171,25 +173,27 @@ def last_layers_slide(config: Mapping[str, Any], layers: int) -> bool:
     )
 
 
-def any_layer_slides(config: Mapping[str, Any], layers: int) -> bool:
+def any_layer_uses_window(config: Mapping[str, Any], layers: int) -> bool:
     """Returns whether a Qwen MoE model uses a sliding window in any layer; versions of transformers differ in which."""
     return flag(config, "use_sliding_window", {"use_sliding_window": False})
 
 
-def refuse_windows(config: Mapping[str, Any], defaults: Mapping[str, Any], layers: int, *, slides: bool) -> None:
+def refuse_sliding_window(
+    config: Mapping[str, Any], defaults: Mapping[str, Any], layers: int, *, uses_window: bool
+) -> None:
     """Raises UserError if a layer uses sliding-window attention.
 
     Args:
         config: Parsed config.json.
         defaults: Values that transformers assumes for missing keys.
         layers: Number of layers.
-        slides: True if a layer is subject to `sliding_window`.
+        uses_window: True if a layer is subject to `sliding_window`.
     """
     kinds = config.get("layer_types")
     if kinds is not None and kinds != ["full_attention"] * layers:
         raise UserError(f"config.json: layer_types is {shown(kinds)}; all {layers} layers must be 'full_attention'.")
     window = value_of(config, "sliding_window", defaults)
-    if not slides or window is None:
+    if not uses_window or window is None:
         return
     longest = value_of(config, "max_position_embeddings", defaults)
     if not isinstance(window, int) or window < longest:

@@ -122,7 +122,7 @@ def moe_spec(
     config: Mapping[str, Any],
     *,
     defaults: Mapping[str, Any],
-    key_of_number: Callable[[Mapping[str, Any]], str],
+    num_experts_key: Callable[[Mapping[str, Any]], str],
     intermediate_size: str = "moe_intermediate_size",
     shared_intermediate_size: str | None = None,
 ) -> MoeSpec:
@@ -131,7 +131,7 @@ def moe_spec(
     Args:
         config: Parsed config.json.
         defaults: Values that transformers assumes for missing keys; `norm_topk_prob` is true if it is not among them.
-        key_of_number: Function from config.json to its key for the number of experts.
+        num_experts_key: Function from config.json to its key for the number of experts.
         intermediate_size: Key for the FFN width of an expert.
         shared_intermediate_size: Key for the FFN width of the shared expert; None: the family has none.
 
@@ -144,7 +144,7 @@ def moe_spec(
             f"{shown(config.get('mlp_only_layers'))}: some layers have a dense MLP. mrl supports "
             "experts in all layers or in none."
         )
-    num_experts = key_of_number(config)
+    num_experts = num_experts_key(config)
     experts, top_k = positive_int(config, num_experts, defaults), positive_int(config, "num_experts_per_tok", defaults)
     if top_k > experts:
         raise UserError(f"config.json: num_experts_per_tok ({top_k}) is above {num_experts} ({experts}).")

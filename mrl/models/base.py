@@ -172,18 +172,18 @@ class ConfigKeys:
 
     Attributes:
         read: Keys that determine the `ArchSpec`, or that `arch_from_hf` checks.
-        held: Key -> (the only supported value, the reason).
+        required_values: Key -> (the only supported value, the reason).
         without_effect: Key -> why log-probabilities do not depend on it.
     """
 
     read: frozenset[str]
-    held: Mapping[str, tuple[Any, str]]
+    required_values: Mapping[str, tuple[Any, str]]
     without_effect: Mapping[str, str]
 
     @property
     def all(self) -> frozenset[str]:
         """All keys of the three lists."""
-        return self.read | self.held.keys() | self.without_effect.keys()
+        return self.read | self.required_values.keys() | self.without_effect.keys()
 
 
 @dataclass(frozen=True)

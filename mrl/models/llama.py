@@ -7,7 +7,7 @@ FAMILY = decoder_family(
     "llama",
     "LlamaForCausalLM",
     keys=config_keys(
-        held={
+        required_values={
             "attention_bias": (False, "it adds a bias to the output projection"),
             "mlp_bias": (False, "a bias in the MLP is not supported"),
         },

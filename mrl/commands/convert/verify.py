@@ -41,7 +41,7 @@ class Difference:
 
 
 @dataclass
-class Comparison:
+class CheckpointComparison:
     """Result of a comparison.
 
     Attributes:
@@ -74,7 +74,7 @@ def verify(
     atol: float | None = None,
     rtol: float | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Comparison:
+) -> CheckpointComparison:
     """Compares all weights; bit by bit and including dtypes if there is no tolerance.
 
     Copies inside a TensorRT-LLM checkpoint (replicated heads, norms) are compared with each other first.
@@ -96,7 +96,7 @@ def verify(
         else:
             source.check()
     tolerance = None if atol is None and rtol is None else (atol or 0.0, rtol or 0.0)
-    found = Comparison(config=_config_differences(a, b))
+    found = CheckpointComparison(config=_config_differences(a, b))
     left, right = hf_layout(a.arch, "float32"), hf_layout(b.arch, "float32")
     for name in {**left, **right}:
         found.num_tensors += 1
@@ -128,7 +128,7 @@ def _mismatch(
 
 
 def _compare(
-    found: Comparison, name: str, region: Region, a: Tensor, b: Tensor, tolerance: tuple[float, float] | None
+    found: CheckpointComparison, name: str, region: Region, a: Tensor, b: Tensor, tolerance: tuple[float, float] | None
 ) -> None:
     found.num_elements += volume(region)
     if tolerance is None:

@@ -46,7 +46,7 @@ class Settings(dict[str, Any]):
 
 
 @dataclass
-class Place:
+class ConfigSearch:
     """Folders in which config files are searched.
 
     Attributes:
@@ -58,12 +58,12 @@ class Place:
     folders: list[Path] = field(default_factory=list)
 
 
-def parse(words: Sequence[str], place: Place, found: Settings | None = None) -> Settings:
+def parse(words: Sequence[str], search: ConfigSearch, found: Settings | None = None) -> Settings:
     """Returns the settings of Hydra's arguments: the named config file, then the overrides in order.
 
     Args:
         words: Command-line arguments.
-        place: Folders of config files.
+        search: Folders of config files.
         found: Settings to update; None: an empty set.
 
     Raises:
@@ -88,15 +88,15 @@ def parse(words: Sequence[str], place: Place, found: Settings | None = None) -> 
         elif name not in NEEDLESS:
             overrides.append(word)
     if "--config-dir" in options:
-        place.folders.append(Path(options["--config-dir"]))
+        search.folders.append(Path(options["--config-dir"]))
     if "--config-name" in options:
-        found.update(_named(options["--config-name"], options.get("--config-path"), place, found.notes))
+        found.update(_named(options["--config-name"], options.get("--config-path"), search, found.notes))
     for word in overrides:
         _override(word, found)
     return found
 
 
-def config_file(file: Path, place: Place) -> Settings:
+def config_file(file: Path, search: ConfigSearch) -> Settings:
     """Returns the settings of a config file, composed with those in its `defaults` list.
 
     Raises:
@@ -104,9 +104,9 @@ def config_file(file: Path, place: Place) -> Settings:
     """
     if not file.is_file():
         raise UserError(f"'{file}' cannot be read: there is no such file.{did_you_mean_path(file)}")
-    place.folders.append(file.parent)
+    search.folders.append(file.parent)
     notes: list[str] = []
-    return Settings(_composed(file, place, notes, [file.parent]), notes)
+    return Settings(_composed(file, search, notes, [file.parent]), notes)
 
 
 def with_references(given: Settings) -> Settings:
@@ -151,15 +151,15 @@ def _referred(match: re.Match[str], given: Settings) -> Any:
     return match[0]
 
 
-def _named(name: str, path: str | None, place: Place, notes: list[str]) -> dict[str, Any]:
+def _named(name: str, path: str | None, search: ConfigSearch, notes: list[str]) -> dict[str, Any]:
     """Returns the settings of the file that `--config-name` names."""
     stem = name.removesuffix(".yaml").removesuffix(".yml")
     own = stem in CONFIGS
     is_verls = path is None or re.fullmatch(r"(.*/)?(verl/trainer/|recipe/\w+/|\./|)configs?/?", path) is not None
-    looked = list(dict.fromkeys(_folders(path, place)))
-    file = None if own and is_verls and not place.folders else _find(stem, looked)
+    looked = list(dict.fromkeys(_folders(path, search)))
+    file = None if own and is_verls and not search.folders else _find(stem, looked)
     if file is not None:
-        return _composed(file, place, notes, [file.parent])
+        return _composed(file, search, notes, [file.parent])
     if not own:
         raise UserError(
             f"--config-name={name}: '{stem}.yaml' is not in {_shown(looked)}. It contains settings of the run: give "
@@ -175,14 +175,14 @@ def _own(stem: str) -> dict[str, Any]:
     return {"model_engine": "megatron"} if "megatron" in stem else {}
 
 
-def _folders(path: str | None, place: Place) -> Iterator[Path]:
+def _folders(path: str | None, search: ConfigSearch) -> Iterator[Path]:
     """Yields the folders in which a config file may be, in order of priority.
 
     Hydra resolves a relative path from the trainer's module. Scripts build absolute paths from their working directory,
     which may not be that of `from-verl`.
     """
     relative = Path(path or "config")
-    for folder in place.folders:
+    for folder in search.folders:
         yield from (folder, folder / relative.name)
         if not relative.is_absolute():
             yield folder / relative
@@ -193,7 +193,7 @@ def _folders(path: str | None, place: Place) -> Iterator[Path]:
         if not relative.is_relative_to(Path.cwd()):
             return
         relative = relative.relative_to(Path.cwd())
-    script = place.script
+    script = search.script
     for above in [] if script is None else [script, *script.parents]:
         yield above / "verl" / "trainer" / relative
         for first in range(len(relative.parts)):  # the script may expect another depth in its repository
@@ -205,7 +205,7 @@ def _find(stem: str, folders: Sequence[Path]) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _composed(file: Path, place: Place, notes: list[str], roots: list[Path], depth: int = 0) -> dict[str, Any]:
+def _composed(file: Path, search: ConfigSearch, notes: list[str], roots: list[Path], depth: int = 0) -> dict[str, Any]:
     """Returns the flat settings of a file and of those in its `defaults` list, in order."""
     if depth > MAX_DEPTH:
         raise UserError(f"'{file}': its defaults lists are nested too deeply or form a cycle.")
@@ -214,27 +214,29 @@ def _composed(file: Path, place: Place, notes: list[str], roots: list[Path], dep
         raise UserError(f"'{file}' has no sections, expected verl's trainer config.")
     listed = raw.pop("defaults", None) or []
     searched = (raw.pop("hydra", None) or {}).get("searchpath") or []
-    roots = [*roots, *(folder for one in searched for folder in _searched(str(one), place))]
+    roots = [*roots, *(folder for one in searched for folder in _searched(str(one), search))]
     itself = {key: value for key, value in _flat(raw) if not (isinstance(value, str) and value == "???")}
     entries = listed if "_self_" in listed else [*listed, "_self_"]
     found: dict[str, Any] = {}
     for entry in entries:
-        found |= itself if entry == "_self_" else _entry(entry, file, place, notes, roots, depth)
+        found |= itself if entry == "_self_" else _entry(entry, file, search, notes, roots, depth)
     return found
 
 
-def _searched(text: str, place: Place) -> Iterator[Path]:
+def _searched(text: str, search: ConfigSearch) -> Iterator[Path]:
     """Yields the folders of an entry of `hydra.searchpath`."""
     if text.startswith("file://"):
         path = Path(text.removeprefix("file://"))
         yield from (
             [path]
-            if path.is_absolute() or place.script is None
-            else (above / path for above in (Path(), place.script, *place.script.parents))
+            if path.is_absolute() or search.script is None
+            else (above / path for above in (Path(), search.script, *search.script.parents))
         )
 
 
-def _entry(entry: Any, file: Path, place: Place, notes: list[str], roots: list[Path], depth: int) -> dict[str, Any]:
+def _entry(
+    entry: Any, file: Path, search: ConfigSearch, notes: list[str], roots: list[Path], depth: int
+) -> dict[str, Any]:
     """Returns the settings of one entry of a `defaults` list: `name`, `group/name`, `group@package: name`."""
     pairs = list(entry.items()) if isinstance(entry, dict) else [("", entry)]
     found: dict[str, Any] = {}
@@ -247,11 +249,11 @@ def _entry(entry: Any, file: Path, place: Place, notes: list[str], roots: list[P
             stem, _, of_name = str(name).partition("@")
             path = "/".join(part for part in (group.strip("/"), stem.strip("/").removesuffix(".yaml")) if part)
             target = (package or of_name or path.rpartition("/")[0].replace("/", ".")).removeprefix("_global_")
-            looked = list(dict.fromkeys([file.parent, *roots, *place.folders]))
+            looked = list(dict.fromkeys([file.parent, *roots, *search.folders]))
             there = _find(path, looked)
             is_own = path in CONFIGS or path.split("/")[0] in GROUPS
             if there is not None and not (is_own and path in CONFIGS):
-                inner = _composed(there, place, notes, roots, depth + 1)
+                inner = _composed(there, search, notes, roots, depth + 1)
                 found |= {f"{target}.{key}" if target else key: value for key, value in inner.items()}
             elif is_own:
                 found |= _own(path)

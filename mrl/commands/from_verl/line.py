@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mrl.commands.from_verl.hydra import Place, Settings, config_file, parse, with_references
+from mrl.commands.from_verl.hydra import ConfigSearch, Settings, config_file, parse, with_references
 from mrl.commands.from_verl.script import NOT_SET, Expansion, expand
 from mrl.commands.from_verl.sft import is_sft
 from mrl.config.did_you_mean import did_you_mean_path
@@ -34,27 +34,27 @@ def read(words: Sequence[str]) -> Settings:
         UserError: Nothing is given, a file cannot be read, an argument is not an override, or the program is not
             verl's.
     """
-    words, place = _with_folders(words)
+    words, search = _with_folders(words)
     while words and words[0] in SHELLS:
         words = [word for index, word in enumerate(words) if index and not (index == 1 and word.startswith("-"))]
     if not words:
         raise UserError("nothing to translate: give verl's config file, a script that starts it, or its command line.")
     first = Path(words[0])
     if first.suffix in (".yaml", ".yml"):
-        found = parse(words[1:], place, config_file(first, place))
+        found = parse(words[1:], search, config_file(first, search))
     elif any(character.isspace() for character in words[0]) and len(words) == 1:
-        found = _script(words[0], "command line", (), place)
+        found = _script(words[0], "command line", (), search)
     elif first.suffix in SCRIPTS or words[0] == STDIN or (len(words) == 1 and "=" not in words[0]):
-        found = _script(_text(words[0]), "stdin.sh" if words[0] == STDIN else words[0], words[1:], place)
+        found = _script(_text(words[0]), "stdin.sh" if words[0] == STDIN else words[0], words[1:], search)
     else:
-        found = _command(list(words), place)
+        found = _command(list(words), search)
     found.sft = found.sft or is_sft(found)
     return with_references(found)
 
 
-def _with_folders(words: Sequence[str]) -> tuple[list[str], Place]:
+def _with_folders(words: Sequence[str]) -> tuple[list[str], ConfigSearch]:
     """Returns the arguments without `--config-dir`, and its folders."""
-    place, rest = Place(), []
+    search, rest = ConfigSearch(), []
     remaining = iter(words)
     for word in remaining:
         name, equals, value = word.partition("=")
@@ -65,10 +65,10 @@ def _with_folders(words: Sequence[str]) -> tuple[list[str], Place]:
                     f"--config-dir={folder} is not a folder.{did_you_mean_path(folder)} Give the folder of Hydra's "
                     "config files."
                 )
-            place.folders.append(Path(folder))
+            search.folders.append(Path(folder))
         else:
             rest.append(word)
-    return rest, place
+    return rest, search
 
 
 def _text(name: str) -> str:
@@ -80,12 +80,12 @@ def _text(name: str) -> str:
         ) from error
 
 
-def _script(text: str, name: str, arguments: Sequence[str], place: Place) -> Settings:
+def _script(text: str, name: str, arguments: Sequence[str], search: ConfigSearch) -> Settings:
     """Returns the settings of the first run that a script starts, overridden by the script's arguments `key=value`."""
     others = [word for word in arguments if "=" not in word]
     if others and not re.search(r"\$\{?[\d@*#]", text):
         raise UserError(f"'{others[0]}' is not a setting of verl, and '{name}' reads no arguments.")
-    place.script = Path(name).resolve().parent
+    search.script = Path(name).resolve().parent
     expansion = expand(text, name, arguments)
     runs: list[list[str]] = []
     for words in expansion.trainers:
@@ -93,7 +93,7 @@ def _script(text: str, name: str, arguments: Sequence[str], place: Place) -> Set
             runs.append(words)
     if not runs:
         raise UserError(_why_none(name, expansion))
-    found = _command([*runs[0], *(word for word in arguments if "=" in word)], place)
+    found = _command([*runs[0], *(word for word in arguments if "=" in word)], search)
     if len(runs) > 1:
         found.notes.append(f"'{name}' starts {len(runs)} different runs; the first is translated: {_brief(runs[0])}")
     for variable in expansion.unset:
@@ -138,7 +138,7 @@ def _program(words: Sequence[str]) -> str:
     return next((name for name in map(program, words) if name), "")
 
 
-def _command(words: list[str], place: Place) -> Settings:
+def _command(words: list[str], search: ConfigSearch) -> Settings:
     """Returns the settings of a command line."""
     starts = [index for index, word in enumerate(words) if program(word)]
     name = program(words[starts[0]]) if starts else ""
@@ -147,7 +147,7 @@ def _command(words: list[str], place: Place) -> Settings:
         raise UserError(f"'{name}' is not a program of verl that mrl knows: {why_not(name)}.")
     if starts and not kind(name):
         raise UserError(f"{name} is not translated: {why_not(name)}.")
-    found = parse(words[starts[0] + 1 if starts else 0 :], place)
+    found = parse(words[starts[0] + 1 if starts else 0 :], search)
     if starts and not is_verls(name):
         found.notes.append(f"{name}: another project's copy of verl's trainer; its changes to the code are unknown")
     found.sft = kind(name) == "sft"

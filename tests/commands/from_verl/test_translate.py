@@ -321,7 +321,7 @@ def test_gae_and_its_critic_are_translated():
         (["nowhere.yaml"], "'nowhere.yaml' cannot be read"),
         (["algorithm.adv_estimator=remax"], "remax is not in mrl. Choose one of gae"),
         (["algorithm.adv_estimator=grpo", "data.train_batch_size=many"], "data.train_batch_size=many came, expected"),
-        (["algorithm.adv_estimator=grpo", "trainer.nnodes=x"], "trainer.nnodes=x came, expected a whole number"),
+        (["algorithm.adv_estimator=grpo", "trainer.nnodes=x"], "trainer.nnodes=x came, expected an integer"),
         (["algorithm.adv_estimator=grpo", "--force"], "'--force' is not a setting"),
     ],
 )

@@ -286,7 +286,7 @@ def test_what_is_not_finite_is_refused_and_counted_where_it_is_allowed(value, tm
     hf = counted(ARCH)
     hf["model.norm.weight"][3] = value
     write_folder(ARCH, tmp_path / "in", hf)
-    with pytest.raises(UserError, match=r"1 values of 'model.norm.weight' are infinite or not a number"):
+    with pytest.raises(UserError, match=r"1 values of 'model.norm.weight' are infinite or NaN"):
         run(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     manifest = run(tmp_path / "in", tmp_path / "allowed", allow_nan=True)

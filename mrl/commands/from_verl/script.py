@@ -250,13 +250,7 @@ def _communicate(words: list[str], fd: int, name: str) -> tuple[str, int]:
 
 
 def _printed(process: subprocess.Popen[bytes], records: int, name: str) -> str:
-    """Returns the output of an expansion after its end.
-
-    Args:
-        process: Bash process.
-        records: Descriptor of the file of records.
-        name: Path of the script, for messages.
-    """
+    """Returns the output of an expansion after its end; `records` is the descriptor of the file of records."""
     end, said = time.monotonic() + LIMIT_S, bytearray()
     with selectors.DefaultSelector() as selector:
         if process.stdout is not None:

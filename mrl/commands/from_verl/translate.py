@@ -403,13 +403,7 @@ def _hosts(verl: VerlRun, rollout: RolloutConfig) -> tuple[int, int]:
 
 
 def _ranks_of_a_host(config: Config, num_nodes: int, gpus: int) -> int:
-    """Returns the fewest ranks per host, at least its GPUs, that the config's parallel layout divides.
-
-    Args:
-        config: Translated config.
-        num_nodes: Number of hosts.
-        gpus: GPUs per host.
-    """
+    """Returns the fewest ranks per host, at least its GPUs, that the config's parallel layout divides."""
     grid = grid_of(config, 1)
     own = grid.rollout_ranks
     unit = grid.fewest_ranks - own

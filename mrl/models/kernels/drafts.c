@@ -21,8 +21,8 @@ typedef struct {
 
 /* Searches tokens[low, high) for suffixes of `own` of up to `most` tokens and counts the token after each of the longest
  * matches. */
-static void find_suffix(const int32_t *tokens, int64_t low, int64_t high, int64_t length, const int32_t *own, int64_t own_length,
-                 int64_t most, Matches *found) {
+static void find_suffix(const int32_t *tokens, int64_t low, int64_t high, int64_t length, const int32_t *own,
+                        int64_t own_length, int64_t most, Matches *found) {
     int32_t last = own[own_length - 1];
     for (int64_t end = high; end > low; end -= STRETCH) {
         int64_t begin = end - STRETCH > low ? end - STRETCH : low;
@@ -69,7 +69,8 @@ void draft(const int32_t *tokens, int64_t width, const int64_t *lengths, const i
         Matches found = {.length = least, .count = 0};
         find_suffix(own, 0, length - 1, length, own, length, most, &found);
         for (int64_t other = next[self]; other != self; other = next[other])
-            find_suffix(tokens + other * width, begins[other], lengths[other] - 1, lengths[other], own, length, most, &found);
+            find_suffix(tokens + other * width, begins[other], lengths[other] - 1, lengths[other], own, length, most,
+                        &found);
         if (!found.count) continue;
         int best = 0;
         for (int i = 1; i < found.count; i++)

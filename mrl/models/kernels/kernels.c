@@ -86,7 +86,7 @@ void gate(const T *gate_up, T *out, int64_t rows, int64_t inner) {
 
 /* scores[g][t] of `num` queries and `count` keys; rows of q are padded to full vectors. Prefetches the values. */
 static inline __attribute__((always_inline)) void dot_keys(const float *q, int64_t wide, const T *keys, const T *values,
-                                                        int64_t dim, int64_t count, float (*scores)[SPAN], const int num) {
+                                                           int64_t dim, int64_t count, float (*scores)[SPAN], const int num) {
     float tile[LANES * wide];
     for (int64_t first = 0; first < count; first += LANES) {
         int64_t here = count - first < LANES ? count - first : LANES;
@@ -110,9 +110,10 @@ static inline __attribute__((always_inline)) void dot_keys(const float *q, int64
 }
 
 /* acc[g] = acc[g] * keep[g] + scores[g] values. Prefetches `next`. */
-static inline __attribute__((always_inline)) void accumulate_values(float *acc, int64_t wide, const float *keep, const T *values,
-                                                      const T *next, int64_t dim, int64_t count, float (*scores)[SPAN],
-                                                      const int num) {
+static inline __attribute__((always_inline)) void accumulate_values(float *acc, int64_t wide, const float *keep,
+                                                                    const T *values, const T *next, int64_t dim,
+                                                                    int64_t count, float (*scores)[SPAN],
+                                                                    const int num) {
     for (int64_t i = 0; i < dim; i += LANES) {
         vec sums[4];
         for (int g = 0; g < num; g++) sums[g] = *(vec *)(acc + g * wide + i) * keep[g];
@@ -168,8 +169,8 @@ static inline __attribute__((always_inline)) void attend_some(const T *queries, 
             }
             sum[g] = sum[g] * keep[g] + total(sums);
         }
-        accumulate_values(acc, wide, keep, values, first + SPAN < length ? keys_at(slots, first + SPAN, dim) : next, dim, count, scores,
-            num);
+        accumulate_values(acc, wide, keep, values, first + SPAN < length ? keys_at(slots, first + SPAN, dim) : next,
+                          dim, count, scores, num);
     }
     for (int g = 0; g < num; g++)
         for (int64_t i = 0; i < dim; i += LANES)
@@ -207,8 +208,8 @@ static inline void attend_group(const T *queries, const Slots *slots, const T *a
  * commons[r] slots of row r equal those of row homes[r]. q[N, D], k[K, D] and v[K, D] of consecutive tokens are `stride`
  * apart. */
 void attend(const T *q, const T *k, const T *v, int64_t stride, const int64_t *positions, const int64_t *firsts,
-            const int64_t *homes, const int64_t *commons, T *keys, T *values, T *out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t row_stride,
-            int64_t head_stride, float scale) {
+            const int64_t *homes, const int64_t *commons, T *keys, T *values, T *out, int64_t rows, int64_t heads,
+            int64_t kv_heads, int64_t dim, int64_t row_stride, int64_t head_stride, float scale) {
     int64_t group = heads / kv_heads;
 #pragma omp parallel for schedule(dynamic) if (rows * kv_heads > 1)
     for (int64_t task = 0; task < rows * kv_heads; task++) {

@@ -169,7 +169,8 @@ void pack(const T *weight, T *packed, int64_t outs, int64_t ins) {
         if (here == PANEL)
             for (; transposed + LANES <= ins / STEP; transposed += LANES)
                 for (int64_t n = 0; n < PANEL; n += LANES)
-                    transpose_square(own + n * ins + transposed * STEP, ins, to + (transposed * PANEL + n) * STEP, non_temporal);
+                    transpose_square(own + n * ins + transposed * STEP, ins, to + (transposed * PANEL + n) * STEP,
+                                     non_temporal);
 #endif
         for (int64_t first = transposed * STEP; first < ins; first += 64) { /* in chunks, so that reads hit the cache */
             int64_t last = ins - first < 64 ? ins : first + 64;

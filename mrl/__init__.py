@@ -3,8 +3,8 @@
     import mrl
     mrl.train(mrl.load_config("configs/quickstart.yaml", ["train.num_steps=2"]))
 
-Owns the names that scripts, notebooks and code of a user's own import: they stay where they are when files move. Each
-is looked up where it lives when it is first used (PEP 562), so that `import mrl` itself loads no torch.
+The public Python interface: the names in `__all__` are stable even if files move. Each is imported on first use
+(PEP 562), so that `import mrl` does not import torch.
 """
 
 import importlib
@@ -61,7 +61,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """`mrl.train` is the function, also once mrl/train.py is imported, which Python would put in its place."""
+    """Module type that keeps `mrl.train` the function; importing mrl/train.py would replace it with the module."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in __all__ and isinstance(value, ModuleType)):

@@ -1,4 +1,4 @@
-"""`python -m mrl ...`, and the console script `mrl`: signals first, everything else after them."""
+"""`python -m mrl ...` and the console script `mrl`: installs the signal handlers before the slow imports."""
 
 import sys
 

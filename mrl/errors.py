@@ -1,8 +1,7 @@
-"""The one exception that a user can mend.
+"""Errors that are shown to the user, and helpers that quote foreign text in their messages.
 
-Owns `UserError`, how another library's error is quoted in one, how an extra is installed, and how foreign text is
-written so that it cannot steer a terminal. The command line prints a UserError's message without a traceback and exits
-with status 2; every other exception is a defect or a broken cluster and keeps its traceback.
+The command line prints a `UserError` without a traceback and exits with status 2. Every other exception is a bug or a
+cluster failure and keeps its traceback.
 """
 
 import errno
@@ -11,18 +10,18 @@ from contextlib import contextmanager
 from typing import Any
 
 KEPT = "\n\t"
-"""Control characters that messages hold on purpose."""
+"""Control characters that `printable` leaves in a message."""
 
 
 class UserError(ValueError):
-    """A mistake in config, data or files.
+    """Error in the user's config, data or files.
 
-    The message says what came, what was expected, which key, file or tensor, and what to do. Whatever it quotes, it is
-    `printable`.
+    The message states the value found, the value expected, the key, file or tensor, and the fix. Quoted text is passed
+    through `printable`.
 
     Attributes:
-        everywhere: True where every rank of the job raises this same error, so that one rank prints it.
-        at: What the job was doing, "step 12, reward"; "" where no step had begun.
+        everywhere: True if every rank of the job raises this same error, so that only rank 0 prints it.
+        at: Step and phase in which the error occurred, for example "step 12, reward"; "" outside a step.
     """
 
     everywhere: bool = False
@@ -33,16 +32,16 @@ class UserError(ValueError):
 
 
 class ClusterError(RuntimeError):
-    """Trouble between hosts that no change of the config mends: one message, without a traceback, and status 70."""
+    """Failure between hosts that no config change can fix; printed without a traceback, exit status 70."""
 
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
-"""Error numbers of a full, read-only or broken disk, which a person must fix."""
+"""Error numbers of a full, read-only or broken disk."""
 
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """Raises a UserError in place of an error whose cause is a full, read-only or broken disk."""
+    """Converts an exception caused by a full, read-only or broken disk into a UserError."""
     try:
         yield
     except UserError:
@@ -61,39 +60,39 @@ def disk_errors() -> Iterator[None]:
 
 
 def to_install(extra: str) -> str:
-    """The command that installs what an extra of setup.py names: mrl itself is on no package index."""
+    """Returns the command that installs an extra of setup.py; mrl is on no package index."""
     return f'pip install -e ".[{extra}]" in the checkout of mrl'
 
 
 def printable(text: str) -> str:
-    r"""The text with control characters, and half surrogate pairs, as escapes: ESC becomes \x1b. Line ends stay."""
+    r"""Returns the text with control characters and lone surrogates escaped (ESC: \x1b); line ends and tabs stay."""
     return text if text.isprintable() else "".join(c if c in KEPT else escaped(c) for c in text)
 
 
 def escaped(character: str) -> str:
-    """The character, or its escape where it is not printable."""
+    """Returns the character, or its escape sequence if it is not printable."""
     return character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether Python, the host or a GPU had no memory left; torch says so in three ways."""
-    said = str(error)
+    """Returns whether Python, the host or a GPU ran out of memory; torch reports this in three ways."""
+    message = str(error)
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in said
-        or "Storage size calculation overflowed" in said
+        or "can't allocate memory" in message
+        or "Storage size calculation overflowed" in message
     )
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
+    """Returns the first line of an error's message, or its type name if the message is empty."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
 
 def shown(value: Any) -> str:
-    """A value of a user's for a message, cut where it is long."""
+    """Returns the repr of a user's value for an error message, cut to 100 characters."""
     if isinstance(value, int) and abs(value) >= 10**60:
         return f"a number of more than {len(hex(value)) - 3} hexadecimal digits"
     text = repr(value)

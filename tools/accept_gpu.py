@@ -1,17 +1,16 @@
-r"""Does mrl do on this GPU what it does on a CPU, and how fast? One command, one page.
+r"""Acceptance test of mrl on a GPU: correctness against a CPU and transformers, and speed. Writes one page.
 
-    python tools/accept_gpu.py                                # one GPU; with several, also what needs two
-    python tools/accept_gpu.py --checks device parity commit  # some of it
-    python tools/accept_gpu.py --device cpu --checks parity   # the same on a CPU, as far as it makes sense
+    python tools/accept_gpu.py                                # one GPU; with several, also checks that need two
+    python tools/accept_gpu.py --checks device parity commit  # some of the checks
+    python tools/accept_gpu.py --device cpu --checks parity   # the same on a CPU, as far as possible
 
 The actor is compared with transformers in fp32, the native engine with the actor, with and without CUDA graphs, and
-each speed with plain Megatron-Core, transformers or the device's own limits in the same run. Each check runs in a
-process of its own; one that fails, hangs or ends its process stops no other. Those that measure neither time nor memory
-run concurrently (--lanes), the others one by one. The page, OUTPUT_DIR/acceptance-gpu.md
-(and .json), says what works, what does not, what that means and what to do, with versions and figures. Nothing is
-changed but OUTPUT_DIR.
+each speed with plain Megatron-Core, transformers or the device's own limits in the same run. Each check runs in its own
+process; one that fails, hangs or crashes does not stop the others. Checks that measure neither time nor memory run
+concurrently (--lanes), the others one by one. The report, OUTPUT_DIR/acceptance-gpu.md (and .json), lists for each
+check the result, its meaning and the remedy, with versions and measurements. Only OUTPUT_DIR is modified.
 
-Exit status: 0 nothing fails, 1 something does, 2 a mistake in what was given or there is no GPU.
+Exit status: 0 no check fails, 1 a check fails, 2 invalid arguments or no GPU.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ MOST_LANES, LANE_CORES = 4, 3
 
 
 def default_lanes(device: str) -> int:
-    """Returns how many checks run concurrently: on a CPU each takes all cores."""
+    """Returns how many checks run concurrently; one on a CPU, where each uses all cores."""
     return 1 if device == "cpu" else max(1, min(MOST_LANES, len(os.sched_getaffinity(0)) // LANE_CORES))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
-    parser.add_argument("--checks", nargs="+", default=list(CHECKS), metavar="CHECK", help=f"of {', '.join(CHECKS)}")
-    many = f"checks that run concurrently; default: {MOST_LANES} with enough CPU cores, 1 on a CPU"
+    parser.add_argument("--checks", nargs="+", default=list(CHECKS), metavar="CHECK", help=f"among {', '.join(CHECKS)}")
+    many = f"number of checks that run concurrently; default: {MOST_LANES} with enough CPU cores, 1 on a CPU"
     parser.add_argument("--lanes", type=_positive, metavar="NUM", help=many)
     tool.add_options(parser, folder="acceptance-gpu", start_timeout_s=180.0, timeout_s=300.0)
     return tool.parse(parser, arguments, ("checks",))
@@ -46,12 +45,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _positive(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got '{word}'")
+        raise argparse.ArgumentTypeError(f"'{word}' came, expected an integer above 0")
     return int(word)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the checks and writes the page; returns the exit status."""
+    """Runs the checks, writes the report and returns the exit status."""
     given = parse(arguments)
 
     def begin() -> GpuAcceptance:

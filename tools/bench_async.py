@@ -1,18 +1,19 @@
-"""What sampling beside the updates, and beyond a batch, gain: each as a ratio of times of one run.
+"""Benchmarks asynchronous training: overlap of sampling with updates, and partial rollouts, as ratios within one run.
 
-    python tools/bench_async.py                       # both, one core for each rank
+    python tools/bench_async.py                       # both parts, one core per rank
     python tools/bench_async.py --part overlap --steps 20
     python tools/bench_async.py --part tail --slow 0.05 --factor 8 --samples 8
 
-overlap: a rank that trains and one that samples, each on a core of its own, `train.mode=async` one step ahead. Lengths
-are such that either has about as much to do. "ratio" is the median over the steps of the step's time over the longer
-of the two ranks' work in it: sampling and scoring, or scores and updates. 1: nothing but the longer one.
+overlap: one training rank and one rollout rank, each on its own core, with `train.mode=async` one step ahead. Lengths
+are chosen so that both have about the same work. "ratio" is the median over steps of the step's time over the longer of
+the two ranks' work in it (sampling and scoring; or log-probabilities and updates). 1 is perfect overlap.
 
-tail: of the responses a part (`--slow`) is `--factor` times as long as the others, the same ones in both runs, drawn by
-the key of their random numbers. The two run in processes of their own, in turns of one step. A prompt has `--samples`
-responses, and is whole when all of them are: with 2 one prompt in ten has a long one, with 8 one in three. "ratio" is
-the samples per second with `rollout.over_sample_rate` (`--rate`) over those of a run without, of whole steps.
-"ratio_of_sampling" is that of sampling alone, which takes "sampling_part" of the steps of the run without.
+tail: a share of the responses (`--slow`) is `--factor` times as long as the others, the same ones in both runs,
+selected by the seed of their random numbers. The two runs are separate processes that alternate step by step. A prompt
+has `--samples` responses and is complete when all of them are: with 2, one prompt in ten has a long response, with 8
+one in three. "ratio" is the samples per second with `rollout.over_sample_rate` (`--rate`) over those without, for
+complete steps. "ratio_of_sampling" is the same for sampling alone, which takes "sampling_part" of the steps of the run
+without.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ from mrl.trainer.startup import open_job
 from mrl.trainer.trainer import Job
 
 WARM_UP = {"overlap": 2, "tail": 8}
-"""Steps; the second until as many long responses end as begin."""
+"""Untimed steps; in "tail" until as many long responses end as start."""
 
 MODELS = {
     "overlap": {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 704, "num_attention_heads": 4},
     "tail": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 176, "num_attention_heads": 4},
 }
-"""With the second a decode step takes about as long for many rows as for few, as on a GPU."""
+"""Model shapes; with that of "tail" a decode step takes about as long for many rows as for few, as on a GPU."""
 MAX_SEQS = 4
-"""Sequences that the rank that samples decodes at a time: with more it would be done long before the updates are."""
+"""Sequences that the rollout rank decodes at a time; with more it would finish long before the updates."""
 
 SAMPLING = ("gen", "reward")
 TRAINING = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
-"""Phases of either side."""
+"""Phases of the rollout rank and of the training rank."""
 
 
 def settings(folder: Path, part: str, *, steps: int, batch_size: int, **rollout: Any) -> dict[str, Any]:
-    """A run of additions with random weights, whose responses have all the length that `rollout` says."""
+    """Returns the config of a run on additions with random weights and responses of the length in `rollout`."""
     return {
         "run": {"output_dir": str(folder / "run"), "num_threads": 1, "seed": 0, "device": "cpu"},
         "model": {
@@ -76,7 +77,7 @@ def settings(folder: Path, part: str, *, steps: int, batch_size: int, **rollout:
 
 
 def measured(job: Job, step: int) -> dict[str, float]:
-    """Takes a step; its phases and its time, s."""
+    """Runs a step and returns the time of its phases and of the step, s."""
     with job.timers.step(step):
         metrics = one_step(job, step)
     timings = job.timers.metrics()
@@ -85,7 +86,7 @@ def measured(job: Job, step: int) -> dict[str, float]:
 
 
 def rank_of_overlap(rank: int, port: int, config: dict[str, Any], pipe: Connection | None) -> None:
-    """A rank of the run, on a core of its own; the first one sends what it measured."""
+    """Runs one rank of "overlap" on its own core; rank 0 sends the measurements."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     where = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
@@ -101,7 +102,7 @@ def rank_of_overlap(rank: int, port: int, config: dict[str, Any], pipe: Connecti
 
 
 def overlap(steps: int, response_len: int) -> dict[str, Any]:
-    """The run of two ranks."""
+    """Runs the two ranks of "overlap" and returns the result."""
     with tempfile.TemporaryDirectory() as name:
         config = settings(
             Path(name),
@@ -115,17 +116,17 @@ def overlap(steps: int, response_len: int) -> dict[str, Any]:
         )
         config["train"] |= {"mode": "async", "max_off_policy_steps": 1}
         processes, port = multiprocessing.get_context("spawn"), free_port()
-        ours, theirs = processes.Pipe()
+        parent_end, child_end = processes.Pipe()
         ranks = [
-            processes.Process(target=rank_of_overlap, args=(rank, port, config, theirs if rank == 0 else None))
+            processes.Process(target=rank_of_overlap, args=(rank, port, config, child_end if rank == 0 else None))
             for rank in range(2)
         ]
         for process in ranks:
             process.start()
-        theirs.close()
-        found = ours.recv()[
+        child_end.close()
+        found = parent_end.recv()[
             WARM_UP["overlap"] : -1
-        ]  # EOFError where it failed, which it has told; the last step samples nothing
+        ]  # EOFError if rank 0 failed, which printed its error; the last step samples nothing
         for process in ranks:
             process.join()
     sides = [[sum(phases.get(name, 0.0) for name in side) for phases in found] for side in (SAMPLING, TRAINING)]
@@ -144,20 +145,20 @@ def overlap(steps: int, response_len: int) -> dict[str, Any]:
 
 
 def lengths_by_key(short: int, factor: int, slow: float) -> None:
-    """Ends responses in this process's engine at lengths that follow from the keys of their random numbers."""
+    """Patches this process's engine to end responses at lengths that depend on the seed of their random numbers."""
     begin = Rows.begin
 
-    def begun(
+    def begin_with_length(
         self: Rows, rows: Sequence[int], prompt_lens: Sequence[int], keys: Sequence[int], rooms: Sequence[int]
     ) -> Any:
         chosen = [short * factor if key % 1000 < 1000 * slow else short for key in keys]
         return begin(self, rows, prompt_lens, keys, [min(pair) for pair in zip(chosen, rooms, strict=True)])
 
-    Rows.begin = begun  # type: ignore[method-assign]
+    Rows.begin = begin_with_length  # type: ignore[method-assign]
 
 
 def run_of_tail(config: dict[str, Any], trace: tuple[int, int, float], pipe: Connection) -> None:
-    """A run that takes a step whenever it is told to, and answers with its time and the samples it took."""
+    """Runs one side of "tail": takes a step per message and answers with the time of its phases."""
     lengths_by_key(*trace)
     with open_job(prepare(load(config), resumes=False)) as job:
         job.resume()
@@ -168,7 +169,7 @@ def run_of_tail(config: dict[str, Any], trace: tuple[int, int, float], pipe: Con
 
 
 def tail(steps: int, short: int, factor: int, slow: float, samples: int, rate: float) -> dict[str, Any]:
-    """The two runs."""
+    """Runs both sides of "tail" and returns the result."""
     kinds = {"sync": {}, "over": {"over_sample_rate": rate}}
     times: dict[str, list[float]] = {name: [] for name in kinds}
     sampling: dict[str, list[float]] = {name: [] for name in kinds}
@@ -185,21 +186,21 @@ def tail(steps: int, short: int, factor: int, slow: float, samples: int, rate: f
                 response_length=short * factor,
                 **more,
             )
-            pipes[name], theirs = processes.Pipe()
-            ranks.append(processes.Process(target=run_of_tail, args=(config, (short, factor, slow), theirs)))
+            pipes[name], child_end = processes.Pipe()
+            ranks.append(processes.Process(target=run_of_tail, args=(config, (short, factor, slow), child_end)))
             ranks[-1].start()
-            theirs.close()
+            child_end.close()
         for step in range(1, WARM_UP["tail"] + steps + 1):
             for name in sorted(pipes, reverse=step % 2 == 0):
                 pipes[name].send(step)
                 phases = pipes[name].recv()
                 if step > WARM_UP["tail"]:
                     times[name].append(phases["step"])
-                    sampling[name].append(phases.get("gen", 0.0))  # where enough was whole nothing is sampled
+                    sampling[name].append(phases.get("gen", 0.0))  # nothing is sampled if enough groups are complete
         for process in ranks:
             process.join()
     return {
-        "ratio": round(sum(times["sync"]) / sum(times["over"]), 3),  # each step takes as many samples in either
+        "ratio": round(sum(times["sync"]) / sum(times["over"]), 3),  # a step has the same number of samples in both
         "ratio_of_sampling": round(sum(sampling["sync"]) / sum(sampling["over"]), 3),
         "sampling_part": round(sum(sampling["sync"]) / sum(times["sync"]), 3),
         "slow": slow,
@@ -214,15 +215,15 @@ def tail(steps: int, short: int, factor: int, slow: float, samples: int, rate: f
 
 
 def main() -> None:
-    """Prints a JSON line for each part."""
+    """Prints a JSON line per part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("overlap", "tail"), nargs="*", default=["overlap", "tail"])
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each run")
-    parser.add_argument("--response-len", type=int, default=48, help="tokens; of tail: of the short responses")
-    parser.add_argument("--slow", type=float, default=0.05, help="part of the responses that is long")
-    parser.add_argument("--factor", type=int, default=8, help="times as long")
-    parser.add_argument("--samples", type=int, default=2, help="of tail: responses to a prompt")
-    parser.add_argument("--rate", type=float, default=1.0, help="of tail: prompts beyond a batch, as a part of it")
+    parser.add_argument("--response-len", type=int, default=48, help="response length, tokens; tail: of short ones")
+    parser.add_argument("--slow", type=float, default=0.05, help="tail: share of long responses")
+    parser.add_argument("--factor", type=int, default=8, help="tail: length of long over short responses")
+    parser.add_argument("--samples", type=int, default=2, help="tail: responses per prompt")
+    parser.add_argument("--rate", type=float, default=1.0, help="tail: rollout.over_sample_rate")
     given = parser.parse_args()
     began = time.strftime("%Y-%m-%d")
     for part in given.part:

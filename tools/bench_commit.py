@@ -1,14 +1,14 @@
-"""A step during which a checkpoint is written beside the training, against one during which none is.
+"""Benchmarks asynchronous checkpointing: the time of a step while a checkpoint is written over that of a step without.
 
     python tools/bench_commit.py
     python tools/bench_commit.py --device cuda --repeats 20 model.dtype=bfloat16 model.overrides.hidden_size=1024
 
-One process runs GRPO steps as `mrl train` does, with `checkpoint.async_save=true`: always one while a commit is being
-written and one while nothing is, in turns first. On a CPU training has `--num-threads` threads, by default all cores
-but one. The machine should do nothing else: where no core is free the writing takes its time from the training. A step
-should take longer than the writing (`written_frac`), so that it feels all of it. One JSON line: the median, over the
-pairs, of the ratio of their times; the same with the time that training waited for copies and for the commit counted to
-the step; and what such a commit costs that is written before training goes on.
+One process runs GRPO steps as `mrl train` does, with `checkpoint.async_save=true`: pairs of one step while a checkpoint
+is written and one without, in alternating order. On a CPU training has `--num-threads` threads, by default all cores
+but one. Run it on an idle machine: without a free core, writing takes time from the training. A step should take longer
+than the writing (`written_frac`), so that it is exposed to all of it. Prints one JSON line: the median ratio of a
+pair's times; the same with the time that training waited for copies and for the checkpoint added to the step; and the
+time of a synchronous checkpoint.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Written:
-    """A commit and what was done meanwhile, s.
+    """Step during which a checkpoint was written, times in s.
 
     Attributes:
-        step: The step.
-        waited: What training waited, before the step and after it.
-        files: From the first byte to the last hash.
-        done: Whether the files were there when the step was.
+        step: Time of the step.
+        waited: Time that training waited, before and after the step.
+        files: Time from the first byte to the last hash.
+        done: True if the files were complete when the step ended.
     """
 
     step: float
@@ -77,12 +77,12 @@ class Written:
 
 
 def main() -> None:
-    """Parses the command line and prints one line."""
+    """Parses the command line and prints the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=10, help="pairs; default: 10")
+    parser.add_argument("--repeats", type=int, default=10, help="number of pairs; default: 10")
     parser.add_argument("--num-threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: a temporary one")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="of the config")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure; default: a temporary one")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides of the config")
     add_device(parser)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
@@ -96,9 +96,9 @@ def main() -> None:
 
 
 def measure(config: Config, repeats: int) -> dict[str, Any]:
-    """The pairs of one job."""
+    """Runs the pairs in one job and returns the result."""
     plain: list[float] = []
-    beside: list[Written] = []
+    overlapped: list[Written] = []
     waiting: list[float] = []
     with open_job(prepare(config)) as job:
         job.resume()
@@ -106,47 +106,47 @@ def measure(config: Config, repeats: int) -> dict[str, Any]:
         for pair in range(-WARM_UP, repeats):
             for writes in (True, False) if pair % 2 else (False, True):
                 step += 1
-                found = written_beside(job, step) if writes else alone(job, step)
+                found = step_while_writing(job, step) if writes else plain_step(job, step)
                 if pair >= 0:
-                    (beside if isinstance(found, Written) else plain).append(found)  # type: ignore[arg-type]
+                    (overlapped if isinstance(found, Written) else plain).append(found)  # type: ignore[arg-type]
         for _ in range(min(3, repeats)):
             step += 1
             standing = job.progress.reached(step, {})
             waiting.append(seconds(partial(job.commits.write_standing, standing), job.device))
         files = [file.stat().st_size for file in job.commits.checkpoints.path(step).rglob("*") if file.is_file()]
-    pairs = list(zip(beside, plain, strict=True))
+    pairs = list(zip(overlapped, plain, strict=True))
     return {
-        "ratio_step": round(statistics.median(ours.step / theirs for ours, theirs in pairs), 3),
+        "ratio_step": round(statistics.median(one.step / other for one, other in pairs), 3),
         "ratio_with_waiting": round(statistics.median((one.step + one.waited) / other for one, other in pairs), 3),
         "ratios": [round(ours.step / theirs, 3) for ours, theirs in pairs],
         "step_s": spread(plain),
-        "writing_step_s": spread([each.step for each in beside]),
-        "waited_s": spread([each.waited for each in beside]),
-        "files_s": spread([each.files for each in beside]),
-        "written_frac": round(statistics.median(each.files / each.step for each in beside), 3),
-        "done_within_step": sum(each.done for each in beside),
+        "writing_step_s": spread([each.step for each in overlapped]),
+        "waited_s": spread([each.waited for each in overlapped]),
+        "files_s": spread([each.files for each in overlapped]),
+        "written_frac": round(statistics.median(each.files / each.step for each in overlapped), 3),
+        "done_within_step": sum(each.done for each in overlapped),
         "waiting_commit_s": spread(waiting),
         "commit_mb": round(sum(files) / 1e6, 1),
         "pairs": repeats,
     }
 
 
-def alone(job: Job, step: int) -> float:
-    """Seconds of a step."""
+def plain_step(job: Job, step: int) -> float:
+    """Returns the time of a step, s."""
     with job.timers.step(step):
         return seconds(lambda: reinforcement_step(job, step), job.device)
 
 
-def written_beside(job: Job, step: int) -> Written:
-    """A step that begins when a commit has been begun, and that commit."""
+def step_while_writing(job: Job, step: int) -> Written:
+    """Starts a checkpoint, runs a step, and returns the times of both."""
     began = time.perf_counter()
     job.commits.write(step, {})
     waited, writing = time.perf_counter() - began, job.commits.writing
     if writing is None:
-        raise RuntimeError("nothing is being written")
-    took = alone(job, step)
+        raise RuntimeError("no checkpoint is being written")
+    took = plain_step(job, step)
     done = writing.is_done
-    while not writing.is_done:  # what training does not wait for, if steps are long
+    while not writing.is_done:  # training does not wait here if steps are long
         time.sleep(0.01)
     began = time.perf_counter()
     job.commits.settle(wait=True)

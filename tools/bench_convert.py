@@ -1,19 +1,19 @@
-"""Speed and memory of conversions against `cp` of the same bytes, in one run.
+"""Benchmarks checkpoint conversion: speed and memory, compared with `cp` of the same bytes in one run.
 
     python tools/bench_convert.py --size-gb 2
     python tools/bench_convert.py --size-gb 2 --moe --folder /scratch
 
-Makes a random checkpoint in several shards and converts it, Hugging Face -> Megatron -> TensorRT-LLM, each time in a
-process of its own, as often as --repeats says; before each of them it copies the source with cp. Medians are compared.
-The source is in the page cache for both. One JSON line for each conversion:
+Creates a random checkpoint in several shards and converts it, Hugging Face -> Megatron -> TensorRT-LLM, each conversion
+in its own process and --repeats times; before each one it copies the source with cp. Medians are compared. The source
+is in the page cache for both. Prints one JSON line per conversion:
 
-    ratio            bytes written per second over cp's, where cp's copy is forced to the disk as the conversion's is
-    ratio_cpu        the same per second of the processor, which others on the machine disturb less
+    ratio            bytes written per second over cp's, where cp's copy is synced to the disk, like the conversion's
+    ratio_cpu        the same per second of CPU time, which is less sensitive to other load
     ratio_plain_cp   the same for cp alone, which leaves its bytes in the page cache
-    peak_rss_frac    largest resident memory of the converting process, its interpreter included, over the checkpoint
-    peak_own_frac    the same without mapped files and without what the process held before it began
+    peak_rss_frac    peak resident memory of the converting process, its interpreter included, over the checkpoint
+    peak_own_frac    the same without mapped files and without the memory of the process before the conversion
 
-and one for mbridge's conversion of the same model into a live Megatron model, where it is installed.
+and one for mbridge's conversion of the same model into a live Megatron model, if it is installed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _SAMPLE_S = 0.002
 
 
 def model(size_gb: float, moe: bool) -> ArchSpec:
-    """A model of about that many bytes in bfloat16, with an even number of layers."""
+    """Returns a model of about that many bytes in bfloat16, with an even number of layers."""
     preset, shape = ("qwen3_moe_tiny", {**_SHAPE, **_EXPERTS}) if moe else ("qwen3_tiny", _SHAPE)
     sizes = []
     for layers in (2, 4):
@@ -75,7 +75,7 @@ def model(size_gb: float, moe: bool) -> ArchSpec:
 
 
 def write_random(folder: Path, arch: ArchSpec, max_file_bytes: int) -> int:
-    """A Hugging Face folder with random weights; returns the bytes of its shards."""
+    """Writes a Hugging Face folder with random weights; returns the bytes of its shards."""
     folder.mkdir()
     target = HfTarget(arch, "bfloat16", max_file_bytes=max_file_bytes)
 
@@ -89,17 +89,17 @@ def write_random(folder: Path, arch: ArchSpec, max_file_bytes: int) -> int:
 
 
 def make_target(kind: str, arch: ArchSpec, moe: bool) -> Target:
-    """The layouts that are measured."""
+    """Returns the measured layout of a format."""
     if kind == "megatron":
         return MegatronTarget(arch, Grid(4, tp=2, pp=2, ep=2 if moe else 1, etp=1 if moe else None), "bfloat16")
     return TrtllmTarget(arch, TrtllmMapping(4, 1, moe_ep_size=2 if moe else 0), "bfloat16")
 
 
 class Memory:
-    """Samples this process's memory while it is entered.
+    """Context manager that samples this process's memory.
 
     Attributes:
-        peak: Largest resident bytes, and those without mapped files.
+        peak: Peak resident bytes, and peak without mapped files.
     """
 
     def __enter__(self) -> Memory:
@@ -115,7 +115,7 @@ class Memory:
 
     @staticmethod
     def now() -> tuple[int, int]:
-        """Resident bytes, and those without mapped files."""
+        """Returns the resident bytes, and those without mapped files."""
         resident, shared = (int(word) for word in Path("/proc/self/statm").read_text().split()[1:3])
         page = os.sysconf("SC_PAGE_SIZE")
         return resident * page, (resident - shared) * page
@@ -128,7 +128,7 @@ class Memory:
 
 
 def run_stage(args: argparse.Namespace) -> dict[str, Any]:
-    """One conversion in this process."""
+    """Runs one conversion in this process and returns its time and memory."""
     torch.set_num_threads(1)
     before = Memory.now()[1]
     start, cpu = time.perf_counter(), time.process_time()
@@ -146,7 +146,7 @@ def run_stage(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def copy(files: Iterable[Path], folder: Path) -> dict[str, float]:
-    """Seconds of cp, without and with forcing the copies to the disk, and of the processor with it."""
+    """Copies files with cp and returns the seconds without and with fsync, and the CPU seconds with it."""
     folder.mkdir()
     start, cpu = time.perf_counter(), _cpu_s()
     subprocess.run(["cp", *map(str, files), str(folder)], check=True)
@@ -160,12 +160,12 @@ def copy(files: Iterable[Path], folder: Path) -> dict[str, float]:
 
 
 def _cpu_s() -> float:
-    """Of the processor, that this process and those that it started and that ended have used."""
+    """Returns the CPU seconds of this process and of its children that have ended."""
     return sum(os.times()[:4])
 
 
 def measure(args: argparse.Namespace, stage: str, source: Path, target: Path, own: list[str]) -> dict[str, Any]:
-    """Medians over the repeats; the last target stays."""
+    """Returns the medians over the repeats; keeps the last target."""
     found: list[dict[str, Any]] = []
     with closing(open_source(source)) as opened:
         files = [opened.folder / name for name in opened.files]
@@ -198,7 +198,7 @@ def measure(args: argparse.Namespace, stage: str, source: Path, target: Path, ow
 
 
 def mbridge(folder: Path) -> dict[str, Any]:
-    """What mbridge takes to load the same folder into a Megatron model and to export it; all of it is in memory."""
+    """Returns the time and memory of mbridge loading the folder into a Megatron model and exporting it."""
     if importlib.util.find_spec("mbridge") is None:
         return {"conversion": "mbridge", "skipped": "mbridge is not installed: pip install -e '.[bench]'"}
     script = f"""
@@ -220,17 +220,17 @@ print(json.dumps({{"s": time.perf_counter() - start, "peak_rss": rss}}))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        return {"conversion": "mbridge", "skipped": f"it does not run here: {reason[0]}"}
+        return {"conversion": "mbridge", "skipped": f"it failed: {reason[0]}"}
     found = json.loads(done.stdout.splitlines()[-1])
     return {"conversion": "mbridge", "s": round(found["s"], 3), "peak_rss_bytes": found["peak_rss"]}
 
 
 def main() -> None:
-    """Runs all conversions, or one stage in a process of its own."""
+    """Runs all conversions, or one stage in a subprocess."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size-gb", type=float, default=2.0, help="of the random checkpoint")
-    parser.add_argument("--moe", action="store_true", help="a mixture of experts instead of a dense model")
-    parser.add_argument("--folder", help="where to work; a temporary folder in it is removed at the end")
+    parser.add_argument("--size-gb", type=float, default=2.0, help="size of the random checkpoint, GB")
+    parser.add_argument("--moe", action="store_true", help="an MoE model instead of a dense one")
+    parser.add_argument("--folder", help="working directory; a temporary folder in it is removed at the end")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--num-workers", type=int, default=1)
     for name in ("--stage", "--source", "--target"):

@@ -1,23 +1,23 @@
-"""What slow tools cost: tokens per second of episodes whose tools sleep, over those of the same with tools that do not.
+"""Benchmarks multi-turn episodes with slow tools: tokens per second, relative to those with instant tools.
 
     python tools/bench_episodes.py                            # some minutes on two cores
     python tools/bench_episodes.py --conversations 64 --rows 32 --repeats 5
     python tools/bench_episodes.py --ways native --step-s 0.02     # a busy machine, or steps as long as a GPU's
 
 The engine samples as in training, and environments answer in worker processes. Each answer takes `--sleep-s` (0.5) or
-no time, with equal odds, by its place in its episode alone: all ways sample the very same tokens. Each way is a process
-of its own with the same number of threads; they take turns, and medians are compared. A model of random weights ends
-its turns by chance, after 96 tokens on average; an episode has 4.
+no time, with equal probability, determined by its position in the episode: all variants sample the same tokens. Each
+variant is a process with the same number of threads; they alternate, and medians are compared. A model with random
+weights ends its turns by chance, after 96 tokens on average; an episode has 4 turns.
 
-One JSON line:
+Prints one JSON line:
 
-    ratio            tokens/s of the native engine with tools that sleep, over those with tools that answer at once
-    rounds_ratio     the same where all turns of a round are waited for, as in engines that go by rounds
-    ways             name -> its times and tokens_per_s; cores, the processors that it kept busy
-    waited_s         of a call of the native engine with tools that sleep: while it sampled nothing because an answer
-                     was missing. It takes as many decode steps as with the others, so that on a quiet machine
-                     ratio = 1 - waited_s / s; a busy one disturbs the ratio, this not
-    tokens, turns    of all episodes
+    ratio            tokens/s of the native engine with tools that sleep, over those with instant tools
+    rounds_ratio     the same if all turns of a round are waited for, as in engines that work in rounds
+    ways             variant -> its times and tokens_per_s; cores, the CPU cores that it kept busy
+    waited_s         time per call in which the native engine, with tools that sleep, had nothing to sample because
+                     answers were missing. The number of decode steps is the same, so that on an idle machine
+                     ratio = 1 - waited_s / s; other load disturbs the ratio, but not this time
+    tokens, turns    totals over all episodes
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from mrl.types import Prompt
 
 TURNS = 4
 TURN_TOKENS = 96
-"""Of a turn, on average."""
+"""Mean length of a turn, tokens."""
 LONGEST = 2048
 PROMPT_LEN = 16
 ALPHABET = "".join(map(chr, range(32, 128)))
@@ -64,7 +64,7 @@ MODEL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": PROMPT_LEN + LONGEST,
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
 }  # fmt: skip
-"""But for its vocabulary."""
+"""config.json of the model, without vocab_size."""
 WAYS = ("native", "rounds")
 
 
@@ -88,19 +88,19 @@ class Sleeps(Environment):
             time.sleep(self.sleep_s)
         return Observation.user(" [and then?] ") if self.left else Observation(terminated=True)
 """
-"""The environment, a file of its own: its workers need no torch. What it answers is the same, however long it takes."""
+"""Source file of the environment, which imports no torch; its answers do not depend on the sleep."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What each way does.
+    """Work of each variant.
 
     Attributes:
-        conversations: Episodes.
-        rows: That the engine decodes at a time.
-        sleep_s: Of every second answer.
-        step_s: That a decode step takes at least.
-        device: Where.
+        conversations: Number of episodes.
+        rows: Sequences that the engine decodes at a time.
+        sleep_s: Sleep of every second answer, s.
+        step_s: Minimum time of a decode step, s.
+        device: "cpu" or "cuda".
     """
 
     conversations: int
@@ -111,12 +111,12 @@ class Work:
 
 
 def main() -> None:
-    """Parses the command line, measures and prints."""
+    """Parses the command line and prints the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=48)
     parser.add_argument("--rows", type=int, default=16, help="rollout.max_num_seqs")
     parser.add_argument("--sleep-s", type=float, default=0.5)
-    parser.add_argument("--step-s", type=float, default=0.0, help="that a decode step takes at least")
+    parser.add_argument("--step-s", type=float, default=0.0, help="minimum time of a decode step, s")
     parser.add_argument("--ways", choices=WAYS, nargs="*", default=list(WAYS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
@@ -128,22 +128,22 @@ def main() -> None:
 
 
 def measured(work: Work, ways: list[str], repeats: int, model: Mapping[str, Any] = MODEL) -> dict[str, Any]:
-    """The line."""
+    """Measures all variants and returns the result."""
     with tempfile.TemporaryDirectory() as name:
-        world, told = Path(name, "sleeps.py"), Path(name, "told.jsonl")
-        world.write_text(SLEEPS, encoding="utf-8")
+        source, results = Path(name, "sleeps.py"), Path(name, "results.jsonl")
+        source.write_text(SLEEPS, encoding="utf-8")
         makers = {
             f"{way}, tools {how}": functools.partial(
-                runner, replace(work, sleep_s=sleep_s), way, dict(model), world, told
+                runner, replace(work, sleep_s=sleep_s), way, dict(model), source, results
             )
             for way in ways
             for how, sleep_s in (("at once", 0.0), ("that sleep", work.sleep_s))
         }
         times = take_turns(makers, repeats, torch.device(work.device), torch.get_num_threads())
-        calls = [json.loads(line) for line in told.read_text(encoding="utf-8").splitlines()]
+        calls = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
     counts = {tuple(call["counts"]) for call in calls}
     if len(counts) != 1:
-        raise RuntimeError(f"the ways sampled other tokens: {sorted(counts)}")
+        raise RuntimeError(f"the variants sampled different tokens: {sorted(counts)}")
     tokens, turns, _ = counts.pop()
     waited = [call["waited_s"] for call in calls if call["sleep_s"] and call["waited_s"] is not None]
     ratios = {
@@ -175,8 +175,8 @@ def measured(work: Work, ways: list[str], repeats: int, model: Mapping[str, Any]
     }
 
 
-def make_engine(work: Work, way: str, model: Mapping[str, Any], world: Path) -> NativeEngine:
-    """Its config knows the environment; see `runner`."""
+def make_engine(work: Work, way: str, model: Mapping[str, Any], source: Path) -> NativeEngine:
+    """Returns an engine with random weights, patched for the variant."""
     config = RolloutConfig(
         prompt_length=PROMPT_LEN,
         response_length=LONGEST,
@@ -184,7 +184,7 @@ def make_engine(work: Work, way: str, model: Mapping[str, Any], world: Path) -> 
         gpu_memory_utilization=0.2,
         multi_turn=MultiTurnConfig(enable=True),
         agent=AgentConfig(
-            environment=f"{world}:Sleeps",
+            environment=f"{source}:Sleeps",
             environment_kwargs={"sleep_s": work.sleep_s, "num_turns": TURNS},
             num_workers=work.rows,
         ),
@@ -217,18 +217,18 @@ def make_engine(work: Work, way: str, model: Mapping[str, Any], world: Path) -> 
 
 
 @contextmanager
-def runner(work: Work, way: str, model: Mapping[str, Any], world: Path, told: Path) -> Iterator[Action]:
-    """An engine, the environments' workers, and all episodes.
+def runner(work: Work, way: str, model: Mapping[str, Any], source: Path, results: Path) -> Iterator[Action]:
+    """Starts an engine and the environments' workers, and yields a function that runs all episodes.
 
     Args:
-        work: Its answers sleep so long.
-        way: One of `WAYS`.
-        model: Of the engine, but for the vocabulary.
-        world: The environment's file.
-        told: Gets a line of each call: tokens, turns, and a checksum of the tokens; and how long was waited.
+        work: Work to do.
+        way: Variant, one of `WAYS`.
+        model: config.json of the model, without vocab_size.
+        source: Source file of the environment.
+        results: File that receives a JSON line per call: tokens, turns, a checksum of the tokens, and the waiting time.
     """
     launch.start(work.device, num_threads=torch.get_num_threads())
-    tokenizer, engine = CharTokenizer(ALPHABET), make_engine(work, way, model, world)
+    tokenizer, engine = CharTokenizer(ALPHABET), make_engine(work, way, model, source)
     episodes = Episodes(engine.spec.config, tokenizer, [], None, told_to_stop=lambda: False)
     texts = [f"Question {number}" for number in range(work.conversations)]
     prompts = [Prompt(number, tuple(tokenizer.encode(text)), "", question=text) for number, text in enumerate(texts)]
@@ -242,7 +242,7 @@ def runner(work: Work, way: str, model: Mapping[str, Any], world: Path, told: Pa
         ids = [one.response_ids for one in found]
         counts = [sum(map(len, ids)), sum(one.num_turns for one in talks), zlib.crc32(json.dumps(ids).encode())]
         line = {"counts": counts, "sleep_s": work.sleep_s, "waited_s": engine.stats().get("waited_s")}
-        with told.open("a", encoding="utf-8") as file:
+        with results.open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(line)}\n")
 
     yield run

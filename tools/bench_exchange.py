@@ -1,13 +1,13 @@
-"""Memory and time of `pack` on one rank of a large job, against the bytes of the samples that this rank trains on.
+"""Benchmarks the dispatch of samples (`pack`) on one rank of a large job: time, and peak memory over its batch.
 
     python tools/bench_exchange.py                                # 67 M tokens, 256 ranks
     python tools/bench_exchange.py --million-tokens 8 16 32 67 --layers 94 --top-k 8
 
-The job is simulated: one process is rank 0 of `--ranks`, in torch's fake process group, whose collectives move nothing;
-table, rollouts, plan, staging and batch are real. Rank 0 leads an engine's replica, so it sends and receives. The peak
-is what the process grew by while it packed, beyond the rollouts that it held (VmHWM, reset before); `ratio` divides it
-by the bytes of the batch. Each count of tokens has a process of its own; one JSON line for each, with the processor's
-time for a token of this rank.
+The job is simulated: one process is rank 0 of `--ranks` in torch's fake process group, whose collectives move nothing;
+sample table, rollouts, plan, staging and batch are real. Rank 0 is the first of an engine's replica, so it sends and
+receives. The peak is the growth of the process during `pack`, beyond the rollouts (VmHWM, reset before); `ratio`
+divides it by the bytes of the batch. Each number of tokens is a separate process and prints one JSON line, with the CPU
+time per token of this rank.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from mrl.rollout.dispatch import RoutingRecord, pack
 from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
 
 TP, PP, REPLICA = 4, 8, 32
-"""Of configs/dapo_qwen3-235b-a22b_32x8_tp4pp8ep8.yaml, but with engines of 32 ranks."""
+"""Layout of configs/dapo_qwen3-235b-a22b_32x8_tp4pp8ep8.yaml, but with engines of 32 ranks."""
 SAMPLES = 16
 PROMPT_LEN = 1024
 NUM_EXPERTS = 128
 
 
 def main() -> None:
-    """Parses the command line and prints a line for each number of tokens."""
+    """Parses the command line and prints a JSON line for each number of tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--million-tokens", type=float, nargs="+", default=[67.0], help="of the whole job")
+    parser.add_argument("--million-tokens", type=float, nargs="+", default=[67.0], help="tokens of the job")
     parser.add_argument("--ranks", type=int, default=256)
-    parser.add_argument("--sample-tokens", type=int, default=8192, help="prompt and response; they vary around it")
-    parser.add_argument("--layers", type=int, default=0, help="of which routing travels; 0: none")
+    parser.add_argument("--sample-tokens", type=int, default=8192, help="mean length of prompt and response")
+    parser.add_argument("--layers", type=int, default=0, help="layers with a routing record; 0: none")
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -61,10 +61,10 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, million_tokens: float) -> dict[str, Any]:
-    """One measurement, in this process."""
+    """Measures one number of tokens in this process."""
     grid = Grid(args.ranks, tp=TP, pp=PP, rollout_tp=REPLICA)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.ranks)
-    vars(dist)["all_to_all_single"] = moves_nothing  # the fake one refuses a round in which rank 0 only receives
+    vars(dist)["all_to_all_single"] = moves_nothing  # the fake group rejects a round in which rank 0 only receives
     own = dist.new_group([0])
     shared = {"tp": dist.new_group(list(range(TP))), "pp": dist.new_group(list(range(0, args.ranks, args.ranks // PP)))}
     groups = ProcessGroups(0, grid, cp=own, dp=own, dp_cp=own, rollout_tp=own, **shared)
@@ -100,11 +100,11 @@ def run(args: argparse.Namespace, million_tokens: float) -> dict[str, Any]:
 
 
 def moves_nothing(*tensors_and_sizes: Any) -> None:
-    """In the place of an exchange."""
+    """Replaces a collective."""
 
 
 def make_table(tokens: int, sample_tokens: int, grid: Grid) -> SampleTable:
-    """Samples of `tokens` tokens in all; each replica has every so manieth prompt."""
+    """Returns a table of samples with `tokens` tokens in total; prompts are distributed round-robin over replicas."""
     prompts = max(grid.num_replicas, tokens // (sample_tokens * SAMPLES))
     generator = torch.Generator().manual_seed(0)
     count = prompts * SAMPLES
@@ -124,7 +124,7 @@ def make_table(tokens: int, sample_tokens: int, grid: Grid) -> SampleTable:
 
 
 def held_by_first_rank(table: SampleTable, layers: int, top_k: int) -> list[Rollout]:
-    """What rank 0's engine sampled; a record of experts takes no memory, it is one token's seen again and again."""
+    """Returns the rollouts of rank 0's engine; their routing records share the memory of one token."""
     choice = torch.zeros(1, layers, top_k, dtype=choice_dtype(NUM_EXPERTS))
     found = []
     names = ("rank", "uid", "sample_index", "prompt_len", "response_len")
@@ -139,19 +139,19 @@ def held_by_first_rank(table: SampleTable, layers: int, top_k: int) -> list[Roll
 
 
 def size_of(batch: RolloutBatch) -> int:
-    """Bytes of all its tensors."""
+    """Returns the bytes of all tensors of a batch."""
     tensors = (getattr(batch, item.name) for item in fields(batch))
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def forget_peak() -> int:
-    """Resident bytes, from which the peak counts anew."""
+    """Resets the peak memory and returns the resident bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
 
 
 def memory(name: str) -> int:
-    """Bytes, of a line of /proc/self/status."""
+    """Returns the bytes in a line of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
 

@@ -1,18 +1,18 @@
-"""Predicted against measured memory of real runs: each rank's peak, phase by phase.
+"""Compares the predicted and the measured memory of real runs: each rank's peak per phase.
 
     python tools/bench_memory.py                       # all layouts
     python tools/bench_memory.py --layout tp2 --layout pp2
-    python tools/bench_memory.py --device cuda         # the layouts that there are GPUs for
+    python tools/bench_memory.py --device cuda         # the layouts for which there are GPUs
 
-Each layout is a job of fresh processes that runs two GRPO steps with a reference, as `mrl train` does; the second is
-measured, since buffers and optimizer states are made in the first. Before it the same ranks run the same two steps with
-a model of almost nothing: what they then hold is what a process takes that runs mrl at all, whatever the model: pages
-of libraries whose functions were called, Python modules that are imported when first needed, buffers of process groups.
-It is reported as `process_mb`. Measured is the largest resident set of a phase (`mrl/observability/memory_peaks.py`)
-less what was resident before the model; predicted is `mrl/commands/plan/memory.py` with no allowance. The C library's
-allocator gives large blocks back at once (MALLOC_MMAP_THRESHOLD_), so that the resident set is what is held, and oneDNN
-keeps few kernels (ONEDNN_PRIMITIVE_CACHE_CAPACITY). On a GPU both are what torch's allocator has handed out, and models
-are in bfloat16. One JSON line for each layout.
+Each layout is a job of new processes that runs two GRPO steps with a reference, as `mrl train` does; the second is
+measured, since the first allocates buffers and optimizer states. Before it the same ranks run two steps with a tiny
+model; their memory then is what a process needs for mrl with any model (code pages, modules imported on first use,
+buffers of process groups), reported as `process_mb`. Measured is the peak resident set of a phase
+(`mrl/observability/memory_peaks.py`) minus the resident set before the model; predicted is
+`mrl/commands/plan/memory.py` without allowance. The C library's allocator returns large blocks immediately
+(MALLOC_MMAP_THRESHOLD_), so that the resident set is the allocated memory, and oneDNN keeps few kernels
+(ONEDNN_PRIMITIVE_CACHE_CAPACITY). On a GPU both figures are torch's allocated memory, and models are in bfloat16.
+Prints one JSON line per layout.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
         ],
     ),
 }
-"""Ranks, and what differs from `CONFIG`."""
+"""Layout -> (number of ranks, overrides of `CONFIG`)."""
 
 CONFIG: dict[str, Any] = {
     "model": {
@@ -113,18 +113,19 @@ SMALL = [
         "vocab_size": 64,
     }.items()
 ]
-"""A model of almost nothing, on any layout."""
+"""Overrides for a tiny model that fits any layout."""
 PHASES = {"update_weights": "refit", "gen": "rollout", "ref": "score", "update_actor": "update"}
-"""Phases of the loop -> those of the prediction."""
+"""Phases of the training loop -> those of the prediction."""
 MMAP_THRESHOLD = 1 << 16
 KERNELS = 16
-"""That oneDNN keeps. It makes machine code for each shape of a product, for up to 1024 of them unless told otherwise;
-an expert's rows are others each time."""
+"""Kernels that oneDNN caches. It generates code for each shape of a product, up to 1024 by default; the number of rows
+of an expert varies.
+"""
 SEED = 0
 
 
 def run_rank(layout: str, folder: Path, port: str) -> None:
-    """One rank of two jobs: writes what is predicted and measured of the second, which meets at `port`."""
+    """Runs one rank of two jobs, the second of which connects at `port`, and writes its prediction and measurement."""
     given = [*LAYOUTS[layout][1]]
     small = prepare(load(folder / "run.yaml", [*given, *SMALL]))
     before = held_bytes(small.config.run.device)
@@ -138,7 +139,7 @@ def run_rank(layout: str, folder: Path, port: str) -> None:
         moved = most_moved_bytes(job.sampler.refit.plan.copies)
         peaks = job.timers.ledger.peaks
     predicted = memory_by_stage(plan, device, moved_bytes=moved)[stage]
-    measured = {ours: peaks[theirs] - baseline for theirs, ours in PHASES.items()}
+    measured = {predicted_phase: peaks[phase] - baseline for phase, predicted_phase in PHASES.items()}
     rows = {
         phase: {
             "predicted_mb": predicted.total(phase) / 1e6,
@@ -153,7 +154,7 @@ def run_rank(layout: str, folder: Path, port: str) -> None:
 
 @contextmanager
 def two_steps(plan: Plan) -> Iterator[Job]:
-    """Collective over the job: inside, the second step is done, and all that it held is there."""
+    """Collective over the job: runs two steps; the body runs with everything still allocated."""
     with open_job(plan, log=False) as job:
         job.resume()
         with job.timers.step(0):
@@ -165,13 +166,13 @@ def two_steps(plan: Plan) -> Iterator[Job]:
 
 
 def held_bytes(device: str) -> int:
-    """What this process holds."""
+    """Returns the memory of this process."""
     gc.collect()
     return torch.cuda.memory_allocated() if device == "cuda" else psutil.Process().memory_info().rss
 
 
 def predicted_on(job: Job) -> Device:
-    """What the prediction is made for: the device of this rank."""
+    """Returns this rank's device, for the prediction."""
     if job.device.type == "cuda":
         return Device(te=why_local(job.config, job.arch, job.device.type) is None)
     dtype = DTYPES[job.config.rollout.dtype or job.config.model.dtype]
@@ -181,7 +182,7 @@ def predicted_on(job: Job) -> Device:
 
 
 def most_moved_bytes(copies: Sequence[Copy]) -> int:
-    """What the busiest rank sends, or gets, in a refit."""
+    """Returns the bytes that the busiest rank sends or receives in a weight sync."""
     busy: Counter[tuple[str, int]] = Counter()
     for copy in copies:
         if copy.source_rank != copy.target_rank:
@@ -191,7 +192,7 @@ def most_moved_bytes(copies: Sequence[Copy]) -> int:
 
 
 def run_layout(layout: str, device: str, *, details: bool) -> dict[str, Any]:
-    """Starts the ranks of a layout and gathers what they wrote."""
+    """Starts the ranks of a layout and collects their results."""
     size = LAYOUTS[layout][0]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -238,7 +239,7 @@ def run_layout(layout: str, device: str, *, details: bool) -> dict[str, Any]:
 
 
 def write_inputs(folder: Path, device: str) -> None:
-    """Prompts of one length, and the config; in bfloat16 on a GPU, as its kernels know it."""
+    """Writes prompts of equal length and the config; in bfloat16 on a GPU."""
     digits = random.Random(SEED)
     length = CONFIG["rollout"]["prompt_length"]
     rows = [
@@ -253,10 +254,10 @@ def write_inputs(folder: Path, device: str) -> None:
 
 
 def main() -> None:
-    """Prints one JSON line for each layout."""
+    """Prints a JSON line per layout."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layout", choices=LAYOUTS, action="append", help="default: all")
-    parser.add_argument("--details", action="store_true", help="also the prediction's terms")
+    parser.add_argument("--details", action="store_true", help="also print the prediction's terms")
     parser.add_argument("--rank-of", choices=LAYOUTS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--port", help=argparse.SUPPRESS)

@@ -1,25 +1,25 @@
-r"""Speed of a refit (Megatron shards into an engine) against a plain memcpy of the same bytes, in one run.
+r"""Benchmarks weight sync (Megatron shards into an engine) against a memcpy of the same bytes in one run.
 
-    python tools/bench_refit.py                    # dense and with experts: one rank, then 2 and 4 ranks
+    python tools/bench_refit.py                    # dense and MoE: one rank, then 2 and 4 ranks
     python tools/bench_refit.py --engine vllm      # the same into vLLM's own parameters
     torchrun --nproc-per-node 4 tools/bench_refit.py --tp 2 --pp 2 --rollout-tp 1
     torchrun --nproc-per-node 2 tools/bench_refit.py --preset qwen3_30b_a3b --num-layers 2 \
         --overrides '{"num_experts": 16}' --tp 1 --ep 2 --rollout-tp 2
 
-Each repeat does a whole refit (copies, messages, checksums, agreement of all ranks) and then, on all ranks at the same
-time, a memcpy of as many bytes as the rank's engine was given; with --device cuda, which wants a GPU for each rank, one
-within the GPU's memory. Then each rank sends as many bytes as the refit sends in the mean to the next one, and gets as
-many: what the sockets alone would take. Medians are compared. One JSON line for each layout:
+Each repeat runs a complete weight sync (copies, messages, checksums, agreement of all ranks) and then, on all ranks
+concurrently, a memcpy of as many bytes as the rank's engine received; with --device cuda, which needs a GPU per rank,
+within the GPU's memory. Then each rank sends to the next one the mean number of bytes per rank that the sync sends, and
+receives as many: the time of the sockets alone. Medians are compared. Prints one JSON line per layout:
 
-    ratio           memcpy's median time over the refit's; 1 would be a refit at the speed of a memcpy
+    ratio           memcpy's median time over the sync's; 1 is a sync at the speed of a memcpy
     ratio_transport the same without `finish_update`, in which the engine packs its matrices for faster products
-    ratio_cpu       the same in processor time of all ranks, which others on the machine disturb less
-    ratio_sockets   time of the sockets over that of the transport; above 1 where it is faster than they alone
-    finish_s        of `finish_update`: the native engine packs its matrices, vLLM on a CPU the experts
-    compiled        whether copies and sums are one compiled loop (else torch's calls, block by block)
-    bytes_moved     sent between ranks, beside the lower bound "what a target rank needs and does not hold"
-    traffic_ratio   what an all-gather of every full tensor to every rank would move, over bytes_moved
-    gb_per_s        bytes copied and sent, over all ranks, beside those of the memcpy
+    ratio_cpu       the same in CPU time of all ranks, which is less sensitive to other load
+    ratio_sockets   time of the sockets over that of the transport; above 1: faster than the sockets alone
+    finish_s        time of `finish_update`: the native engine packs its matrices, vLLM on a CPU the experts
+    compiled        whether copies and sums are one compiled loop (otherwise torch's operators, block by block)
+    bytes_moved     bytes sent between ranks; the lower bound is the bytes that target ranks need and do not have
+    traffic_ratio   bytes that an all-gather of every full tensor to every rank would move, over bytes_moved
+    gb_per_s        bytes copied and sent, over all ranks, next to those of the memcpy
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ LAYOUTS: dict[str, Callable[[ArchSpec, Grid, str], Mapping[int, Layout]]] = {
     "native": native_layouts,
     "vllm": vllm_layouts,
 }
-"""Engine -> what each rank of it stores."""
+"""Engine -> function that returns each rank's layout."""
 
 CACHE_SHARE = 0.01
-"""Of free memory, for an engine's KV cache, which a refit does not use."""
+"""Share of free memory for the engine's KV cache, which a weight sync does not use."""
 
 EXPERTS = {"num_experts": 16, "vocab_size": 32768}
-"""The model with experts that is run where none is given: qwen3_30b_a3b's layers with fewer experts and tokens."""
+"""Overrides of qwen3_30b_a3b for the MoE model of the default cases: fewer experts and a smaller vocabulary."""
 
 CASES = (
     (1, ("--tp", "1")),
@@ -92,17 +92,17 @@ EXPERT_CASES = (
     (2, ("--tp", "1", "--rollout-tp", "2")),
     (2, ("--tp", "1", "--pp", "2", "--rollout-tp", "2")),
 )
-"""Ranks and layouts that are run where no launcher has started this process."""
+"""(number of ranks, layout) of the cases that run without a launcher."""
 
 
 def main() -> int:
-    """Runs one layout under a launcher, or every case."""
+    """Runs one layout under a launcher, otherwise all cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=sorted(LAYOUTS), default="native")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="qwen2.5_0.5b")
-    parser.add_argument("--num-layers", type=int, default=4, help="of the preset's layers")
+    parser.add_argument("--num-layers", type=int, default=4, help="layers of the model")
     parser.add_argument("--overrides", type=json.loads, default={}, help="config.json keys that replace the preset's")
-    parser.add_argument("--dtype", choices=sorted(ITEM_BYTES), default="bfloat16", help="of actor and engine")
+    parser.add_argument("--dtype", choices=sorted(ITEM_BYTES), default="bfloat16", help="dtype of actor and engine")
     parser.add_argument(
         "--bucket-megabytes", type=int, default=CheckpointEngineConfig().update_weights_bucket_megabytes
     )
@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--tp", type=int)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
-    parser.add_argument("--etp", type=int, help="by default --tp")
+    parser.add_argument("--etp", type=int, help="default: --tp")
     parser.add_argument("--rollout-tp", type=int, default=1)
     parser.add_argument("--rollout-ep", type=int, default=1)
     add_device(parser)
@@ -119,7 +119,7 @@ def main() -> int:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         with_experts = ("--preset", "qwen3_30b_a3b", "--num-layers", "2", "--overrides", json.dumps(EXPERTS))
         cases = [*CASES, *((ranks, (*with_experts, *layout)) for ranks, layout in EXPERT_CASES)]
-        if args.device == "cpu" and args.engine == "vllm":  # which cannot spread experts there
+        if args.device == "cpu" and args.engine == "vllm":  # vLLM has no expert parallelism on a CPU
             cases = [case for case in cases if "--rollout-ep" not in case[1]]
         most = torch.cuda.device_count() if args.device == "cuda" else max(ranks for ranks, _ in cases)
         for ranks, layout in [case for case in cases if case[0] <= most]:
@@ -136,7 +136,7 @@ def main() -> int:
 def refit_of(
     args: argparse.Namespace, arch: ArchSpec, grid: Grid, device: torch.device
 ) -> Iterator[tuple[Refit, RolloutEngine]]:
-    """Collective over the job: a refit of random weights, and the engine that it fills."""
+    """Collective over the job: yields a weight sync of random weights, and its engine."""
     rank = dist.get_rank()
     layout = megatron_layout(arch, grid, rank, dtype=args.dtype, te=False)
     sources = allocate(layout, device)
@@ -171,11 +171,11 @@ def refit_of(
 def measure(
     refit: Refit, engine: RolloutEngine, args: argparse.Namespace, device: torch.device
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Collective over the job: refits and what they are compared with, in turn.
+    """Collective over the job: runs weight syncs and their comparisons alternately.
 
     Returns:
-        (seconds of each by the clock, until the last rank is done; median seconds of the processor, over all ranks), of
-        "refit", of "finish" in it, which is this rank's, of "memcpy" and of "sockets".
+        (wall-clock seconds of each, until the last rank is done; median CPU seconds over all ranks) of "refit", of
+        "finish" in it on this rank, of "memcpy" and of "sockets".
     """
     plan, world = refit.plan, dist.get_world_size()
     size = sum(copy.num_bytes for copy in plan.copies if copy.target_rank == dist.get_rank())
@@ -215,7 +215,7 @@ def measure(
 
 
 def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Collective over the job: one layout."""
+    """Collective over the job: measures one layout."""
     arch = arch_from_preset(args.preset, {"num_hidden_layers": args.num_layers, **args.overrides}, None)
     grid = Grid(
         dist.get_world_size(),
@@ -229,7 +229,7 @@ def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     with refit_of(args, arch, grid, device) as (refit, engine):
         times, used = measure(refit, engine, args, device)
         plan = refit.plan
-    ours, theirs = statistics.median(times["refit"]), statistics.median(times["memcpy"])
+    sync_s, memcpy_s = statistics.median(times["refit"]), statistics.median(times["memcpy"])
     packing, gathered = statistics.median(times["finish"]), full_gather_bytes(args.engine, arch, grid, args.dtype)
     total = plan.bytes_local + plan.bytes_moved
     return {
@@ -238,16 +238,18 @@ def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "model": f"{args.preset}, {arch.num_layers} layers",
         "dtype": args.dtype,
         "layout": described(arch, grid),
-        "ratio": round(theirs / ours, 3),
-        "ratio_transport": round(theirs / (ours - packing), 3),
+        "ratio": round(memcpy_s / sync_s, 3),
+        "ratio_transport": round(memcpy_s / (sync_s - packing), 3),
         "ratio_cpu": round(used["memcpy"] / (used["refit"] - used["finish"]), 3),
-        "ratio_sockets": round(statistics.median(times["sockets"]) / (ours - packing), 3) if plan.bytes_moved else None,
+        "ratio_sockets": round(statistics.median(times["sockets"]) / (sync_s - packing), 3)
+        if plan.bytes_moved
+        else None,
         "refit_s": spread(times["refit"]),
         "finish_s": spread(times["finish"]),
         "memcpy_s": spread(times["memcpy"]),
         "sockets_s": spread(times["sockets"]) if plan.bytes_moved else None,
-        "gb_per_s": round(total / (ours - packing) / 1e9, 2),
-        "memcpy_gb_per_s": round(total / theirs / 1e9, 2),
+        "gb_per_s": round(total / (sync_s - packing) / 1e9, 2),
+        "memcpy_gb_per_s": round(total / memcpy_s / 1e9, 2),
         "bytes_local": plan.bytes_local,
         "bytes_moved": plan.bytes_moved,
         "lower_bound_bytes": plan.lower_bound_bytes,
@@ -263,7 +265,7 @@ def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 
 
 def send_around(num_bytes: int, buffers: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Collective over the job: so many bytes to the next rank, and as many from the one before, in messages."""
+    """Collective over the job: sends `num_bytes` to the next rank and receives as many from the previous one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for start in range(0, num_bytes, MIN_ROUND_BYTES):
         sent, received = (buffer[: num_bytes - start] for buffer in buffers)
@@ -276,7 +278,7 @@ def send_around(num_bytes: int, buffers: tuple[torch.Tensor, torch.Tensor]) -> N
 
 
 def described(arch: ArchSpec, grid: Grid) -> str:
-    """The layout in words."""
+    """Returns the layout as text."""
     actor, engine = f"tp {grid.tp} x dp {grid.dp} x pp {grid.pp}", f"tp {grid.rollout_tp}"
     if arch.moe is not None:
         actor += f", experts ep {grid.ep} x etp {grid.expert_tp}"
@@ -285,7 +287,7 @@ def described(arch: ArchSpec, grid: Grid) -> str:
 
 
 def full_gather_bytes(engine: str, arch: ArchSpec, grid: Grid, dtype: str) -> int:
-    """Bytes that reach a rank which does not hold them when every rank gathers every full tensor."""
+    """Returns the bytes that ranks would receive if every rank gathered every full tensor."""
     sources = megatron_layouts(arch, grid, dtype=dtype, te=False)
     return traffic(sources, LAYOUTS[engine](arch, grid, dtype), grid.world_size).full_gather_bytes
 

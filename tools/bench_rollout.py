@@ -1,28 +1,28 @@
-"""Speed of engines against transformers' `generate`: same weights, prompts and lengths, in one run.
+"""Benchmarks rollout engines against transformers' `generate`: same weights, prompts and lengths, in one run.
 
     python tools/bench_rollout.py                     # both models, all dtypes
     python tools/bench_rollout.py --model small --dtype bfloat16 --repeats 7
     python tools/bench_rollout.py --model small --engines native vllm vllm_packed vllm_own
-    python tools/bench_rollout.py --model tiny --repeats 1        # does it run here?
+    python tools/bench_rollout.py --model tiny --repeats 1        # a smoke test
     python tools/bench_rollout.py --device cuda --model large
 
-All sample from the whole softmax (temperature 1, no truncation, no end token) for 64 new tokens of each prompt; engines
-of mrl and vLLM give the log-probability of each. All read one Hugging Face folder of random weights. Each is a process
-of its own with the same number of threads; they take turns, and medians are compared:
+All sample from the full softmax (temperature 1, no truncation, no end token), 64 new tokens per prompt; the engines of
+mrl and vLLM return log-probabilities. All read one Hugging Face folder of random weights. Each runs in its own process
+with the same number of threads; they alternate, and medians are compared:
 
     native          rollout.name=native
-    vllm            rollout.name=vllm: matrices stay plain, so that a refit can write into them; seeds for each sample
+    vllm            rollout.name=vllm: unpacked matrices, so that a weight sync can write into them; a seed per sample
     vllm_packed     vLLM with the same arguments and requests, but weights from its own loader, packed for its kernels
-    vllm_own        vLLM as it is by itself: processes of its own, torch.compile, no seeds (takes minutes to start)
+    vllm_own        vLLM with its defaults: own processes, torch.compile, no seeds (takes minutes to start)
     native_eager    on a GPU: the native engine without CUDA graphs
 
-One JSON line for each model and dtype:
+Prints one JSON line per model and dtype:
 
     ratio           transformers' median time over the native engine's
-    engines         name -> its times; tokens_per_s; ratio, transformers' median time over its own; times_floor, its own
-                    over the floor; cores, the processors that it kept busy; processor_s, their time: with one thread
-                    (--num-threads 1) it does not depend on what else the machine does
-    floor_s         what no loop over forwards beats here: for each forward the larger of (stored weight bytes / memory
+    engines         name -> its times; tokens_per_s; ratio, transformers' median time over its own; times_floor, its
+                    time over the floor; cores, the CPU cores that it kept busy; processor_s, its CPU time, which with
+                    one thread (--num-threads 1) does not depend on other load
+    floor_s         lower bound for any loop over forwards: for each forward the larger of (weight bytes / memory
                     bandwidth) and (FLOPs / matrix rate), both rates measured in the same run
     refittable_price    vllm's median time over vllm_packed's
     graphs_ratio    on a GPU: the native engine's median time without CUDA graphs over that with them
@@ -112,18 +112,18 @@ ENGINES = ("native", "vllm", "vllm_packed", "vllm_own", "native_eager")
 DEFAULT_ENGINES = {"cpu": ENGINES[:3], "cuda": (*ENGINES[:3], "native_eager")}
 PEER = "transformers"
 CACHE_SHARE = 0.2
-"""Of free memory, for the KV cache of each engine."""
+"""Share of free memory for the KV cache of each engine."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What each of them does.
+    """Work of each engine.
 
     Attributes:
-        folder: The model, of Hugging Face.
-        dtype: Of its weights.
+        folder: Hugging Face folder of the model.
+        dtype: Dtype of the weights.
         prompts: Token ids, all of one length.
-        device: Where.
+        device: Device of the engine.
     """
 
     folder: Path
@@ -133,17 +133,17 @@ class Work:
 
     @property
     def samples(self) -> list[Prompt]:
-        """The prompts as mrl's engines take them."""
+        """Prompts in the form of mrl's engines."""
         return [Prompt(uid=number, prompt_ids=ids, text="") for number, ids in enumerate(self.prompts)]
 
     def spec(self, name: str, *, eager: bool = False) -> EngineSpec:
-        """Of an engine of mrl."""
+        """Returns the spec of one of mrl's engines."""
         config = RolloutConfig(
             name=name,
             prompt_length=PROMPT_LEN,
             response_length=NEW_TOKENS,
             gpu_memory_utilization=CACHE_SHARE,
-            enable_prefix_caching=False,  # the prompts of one call are those of the call before
+            enable_prefix_caching=False,  # every call has the same prompts
             enforce_eager=eager,
         )
         return EngineSpec(
@@ -163,10 +163,10 @@ SAMPLING = SamplingConfig(n=1, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
 def main() -> None:
-    """Parses the command line, runs each case and prints its line."""
+    """Parses the command line and prints a JSON line per case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), nargs="*", default=["small", "large"])
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], nargs="*", help="default: those of the model")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], nargs="*", help="default: depends on the model")
     parser.add_argument("--engines", choices=ENGINES, nargs="*", help="default: all but vllm_own")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
@@ -181,7 +181,7 @@ def main() -> None:
 
 
 def run_case(model: str, dtype_name: str, engines: Sequence[str], repeats: int, device: torch.device) -> dict[str, Any]:
-    """One comparison; an engine whose package is missing is named as such."""
+    """Compares the engines on one model and dtype; engines that are not installed are listed."""
     dtype = getattr(torch, dtype_name)
     arch = arch_from_config(MODELS[model])
     batch = BATCH[model]
@@ -216,7 +216,7 @@ def run_case(model: str, dtype_name: str, engines: Sequence[str], repeats: int, 
 
 
 def ratios(turns: Mapping[str, Turns]) -> dict[str, float]:
-    """Median times of two of them, where both are there."""
+    """Returns the ratios of median times for the pairs that ran."""
     pairs = {
         "ratio": (PEER, "native"),
         "refittable_price": ("vllm", "vllm_packed"),
@@ -230,7 +230,7 @@ def ratios(turns: Mapping[str, Turns]) -> dict[str, float]:
 
 
 def figures(turns: Mapping[str, Turns], name: str, batch: int, floor_s: float) -> dict[str, Any]:
-    """Of one of them."""
+    """Returns the measurements of one engine."""
     own = turns[name]
     return {
         "s": spread(own.wall_s),
@@ -243,7 +243,7 @@ def figures(turns: Mapping[str, Turns], name: str, batch: int, floor_s: float) -
 
 
 def write_random(folder: Path, arch: ArchSpec, dtype: str) -> None:
-    """A Hugging Face folder of random weights."""
+    """Writes a Hugging Face folder of random weights."""
     target = HfTarget(arch, dtype, max_file_bytes=sys.maxsize)
     (file,) = target.files
     weights = allocate(file.layout)
@@ -253,7 +253,7 @@ def write_random(folder: Path, arch: ArchSpec, dtype: str) -> None:
 
 @contextmanager
 def engine_runner(work: Work, kind: str, *, eager: bool = False) -> Iterator[Action]:
-    """An engine of mrl, refitted with the weights."""
+    """Starts one of mrl's engines, syncs the weights, and yields a function that runs one call."""
     launch.start(work.device.type, num_threads=torch.get_num_threads())
     engine: RolloutEngine = find("engines", kind, "ENGINE")(work.spec(kind, eager=eager))
     layout = engine.layout()
@@ -275,7 +275,7 @@ def engine_runner(work: Work, kind: str, *, eager: bool = False) -> Iterator[Act
 
 @contextmanager
 def packed_runner(work: Work) -> Iterator[Action]:
-    """VLLM as the engine of mrl starts it, but with weights that its own loader has packed."""
+    """Starts vLLM as mrl's engine does, but with weights that vLLM's own loader packed."""
     from mrl.engines.vllm import llm_runtime
     from mrl.engines.vllm.process_state import kept, same_numbers
     from mrl.engines.vllm.sampling import arguments
@@ -295,9 +295,9 @@ def packed_runner(work: Work) -> Iterator[Action]:
 
 @contextmanager
 def own_runner(work: Work) -> Iterator[Action]:
-    """VLLM as a script would start it; its worker is given the cores that the others may use."""
+    """Starts vLLM with its defaults, bound to as many cores as the others may use."""
     cores = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
-    bound = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}  # by itself it leaves one to its scheduler
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}  # its default leaves one core to the scheduler
     launch.give_variables({}, unless_set={**bound, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
     from vllm import LLM, SamplingParams
 
@@ -319,7 +319,7 @@ def own_runner(work: Work) -> Iterator[Action]:
 
 
 def cache_bytes(spec: EngineSpec) -> int:
-    """Of the KV cache that mrl gives vLLM."""
+    """Returns the size of the KV cache that mrl gives vLLM."""
     from mrl.engines._kv_budget import kv_budget
     from mrl.engines.vllm.kv_cache import kv_cache
 
@@ -328,12 +328,12 @@ def cache_bytes(spec: EngineSpec) -> int:
 
 
 def token_prompts(work: Work) -> list[Any]:
-    """As vLLM takes them."""
+    """Returns the prompts in vLLM's form."""
     return [{"prompt_token_ids": list(ids)} for ids in work.prompts]
 
 
 def check_outputs(outputs: Sequence[Any]) -> None:
-    """Of vLLM: every response is whole, with its log-probabilities."""
+    """Checks that every response of vLLM is complete and has its log-probabilities."""
     for output in outputs:
         check_length(len(output.outputs[0].token_ids))
         check_length(len(output.outputs[0].logprobs))
@@ -347,7 +347,7 @@ def check_length(found: int) -> None:
 
 @contextmanager
 def transformers_runner(work: Work) -> Iterator[Action]:
-    """The peer, with its default attention and cache."""
+    """Loads the model in transformers, with default attention and cache, and yields a function that runs one call."""
     transformers.logging.set_verbosity_error()
     model = transformers.AutoModelForCausalLM.from_pretrained(work.folder, dtype=work.dtype).to(work.device).eval()
     prompts_BT = torch.tensor(work.prompts, device=work.device)
@@ -381,7 +381,7 @@ RUNNERS: dict[str, Callable[..., AbstractContextManager[Action]]] = {
 
 
 def floor(arch: ArchSpec, dtype: torch.dtype, batch: int, device: torch.device) -> dict[str, float]:
-    """Memory bandwidth, matrix rate (the better of fp32 and `dtype`), and the time that they allow for a whole call."""
+    """Returns memory bandwidth, matrix rate (the better of fp32 and `dtype`), and the lower bound of a call's time."""
     shapes = {name: stored.shape for name, stored in hf_layout(arch, "float32").items()}
     layers = sum(shape[0] * shape[1] for name, shape in shapes.items() if ".layers." in name and len(shape) == 2)
     head = arch.vocab_size * arch.hidden_size
@@ -389,7 +389,7 @@ def floor(arch: ArchSpec, dtype: torch.dtype, batch: int, device: torch.device) 
     rate = max(matrix_rate(torch.float32, device), matrix_rate(dtype, device))
 
     def forward_s(tokens: int) -> float:
-        """One forward of `tokens` tokens, of which `batch` go through the output matrix."""
+        """Returns the time of a forward of `tokens` tokens, of which `batch` pass through the output matrix."""
         return max((layers + head) * dtype.itemsize / bandwidth, 2 * (layers * tokens + head * batch) / rate)
 
     return {

@@ -1,29 +1,28 @@
-"""Tokens per second of the native engine with drafts from n-grams over those without, in one run, on a CPU.
+"""Benchmarks n-gram speculative decoding of the native engine on a CPU: tokens per second with and without drafts.
 
     python tools/bench_speculation.py                         # a model of 8 layers x 512; float32 and bfloat16
     python tools/bench_speculation.py --dtype float32 --rows 1 8 --num-threads 1
-    python tools/bench_speculation.py --trained --num-threads 1    # about a minute of training first
+    python tools/bench_speculation.py --trained --num-threads 1    # trains for about a minute first
 
-Models of the same size, whose weights are made, not trained: what is compared is the time of steps, which does not
-depend on what the weights know.
+Models of the same size with constructed, not trained, weights: the time of a step does not depend on the weights.
 
-    repeats    each token has one that most often follows it (the output matrix holds the token's own embedding there),
-               in cycles of 8; now and then another comes, and with it another cycle. So the text repeats itself, with
-               breaks, as copied or tabular text does; `follows_frac` says how often the likely token came
-    random     any token follows any other: nothing can be drafted
-    copies     with --trained: what a model has learned. One of 2 layers x 128 is trained by `mrl train` (sft) to repeat
-               a word of 8 random characters; then its weights are put into the larger shape, whose other numbers are
-               0, so that it says the same at the price of a larger model (`widened`). Of its text `follows_frac` is the
-               part of the tokens that are what stood 8 before
+    repeats    each token has a most likely successor (the output matrix has the token's own embedding in its row), in
+               cycles of 8; occasionally another token follows and starts another cycle. So the text repeats itself with
+               breaks, like copied or tabular text; `follows_frac` is the share of likely successors
+    random     any token may follow any other: nothing can be drafted
+    copies     with --trained: a trained model. A model of 2 layers x 128 is trained by `mrl train` (sft) to repeat a
+               word of 8 random characters; its weights are then embedded into the larger shape, padded with 0, so that
+               it computes the same at the cost of a larger model (`widened`). `follows_frac` is the share of tokens
+               that equal the token 8 positions before
 
-Nothing is told to the engine but `rollout.speculative`; it looks for drafts in prompts, 32 tokens of such text, and in
-what it samples itself. Both engines sample the same prompts with the same seed at temperature 1, in turns, and every
-token and log-probability must be equal, to the bit, or the run ends. One JSON line for each dtype:
+The engine gets only `rollout.speculative`; it finds drafts in prompts, 32 tokens of such text, and in its own samples.
+Both engines sample the same prompts with the same seed at temperature 1, alternately, and every token and
+log-probability must be equal bit for bit. Prints one JSON line per dtype:
 
-    cases      text and rows that decode at a time -> ratio, the median time without drafts over that with them;
-               processor_ratio, the same of processor time, which does not depend on what else the machine does;
-               drafted_frac, drafted tokens for each that came; accepted_frac, the part of the drafted ones that came;
-               tokens_per_step, for each row; tokens_per_s with drafts; tokens_per_processor_s with and without them
+    cases      text and number of concurrent rows -> ratio, the median time without drafts over that with them;
+               processor_ratio, the same in CPU time, which does not depend on other load; drafted_frac, drafted tokens
+               per sampled token; accepted_frac, the share of drafted tokens that were accepted; tokens_per_step, per
+               row; tokens_per_s with drafts; tokens_per_processor_s with and without them
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ from mrl.types import Prompt, Rollout
 PROMPT_LEN = 32
 CYCLE = 8
 LIKELY = 0.995
-"""About the part of the tokens that follow as they mostly do."""
+"""Approximate share of tokens that are the most likely successor."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "small": {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8},
@@ -83,25 +82,25 @@ COPIES = "copies"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+#"
 COPYING = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 WIDE = {"num_attention_heads": 16, "num_key_value_heads": 4}
-"""Of the shape that a trained model is put into: its heads have the same size, 32."""
+"""Shape into which a trained model is embedded; its heads have the same size, 32."""
 TRAINING, LEARNED_LEN = {"train.num_steps": 120, "train.batch_size": 40}, 128
 SHAPE = {
     name: SHARED[name] for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta")
 }
 BARRED, TINY = -1e4, 1e-3
-"""About the logit of tokens that the trained model does not have, and the hidden number that gives it."""
+"""Approximate logit of tokens that the trained model does not have, and the hidden value that produces it."""
 
 
 def main() -> None:
-    """Parses the command line, runs each dtype and prints its line."""
+    """Parses the command line and prints a JSON line per dtype."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="small")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], nargs="*", default=["float32", "bfloat16"])
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32], help="samples, of which 4 have a prompt")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32], help="concurrent samples, 4 per prompt")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--trained", action="store_true", help="text of a model that was trained, alone")
+    parser.add_argument("--trained", action="store_true", help="only the text of a trained model")
     args = parser.parse_args()
     if args.trained and args.model != "small":
         parser.error("--trained goes with --model small")
@@ -122,7 +121,7 @@ def run_case(
     repeats: int,
     learned: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """One comparison; `learned`: of a model that copies, which is then the only one."""
+    """Measures one dtype; `learned` has the weights of a trained model, whose text is then the only one."""
     arch = arch_from_config({**SHARED, **MODELS[model], **({} if learned is None else WIDE)})
     cases: dict[str, dict[str, float]] = {}
     for text in TEXTS if learned is None else (COPIES,):
@@ -146,7 +145,7 @@ def run_case(
 
 
 def followers(vocab_size: int) -> torch.Tensor:
-    """The token that mostly follows each: the next of its cycle."""
+    """Returns the most likely successor of each token: the next of its cycle."""
     order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0))
     cycles = order[: vocab_size // CYCLE * CYCLE].view(-1, CYCLE)
     follows = torch.arange(vocab_size)
@@ -155,7 +154,7 @@ def followers(vocab_size: int) -> torch.Tensor:
 
 
 def trained(folder: Path, num_threads: int, more: Sequence[str] = ()) -> dict[str, torch.Tensor]:
-    """Weights of a small model that has learned to repeat a word; `more`: overrides of its run."""
+    """Trains a small model to repeat a word and returns its weights; `more` are overrides of the run."""
     numbers, word_len = random.Random(0), CYCLE
     with open(folder / "words.jsonl", "w", encoding="utf-8") as file:
         for _ in range(TRAINING["train.num_steps"] * TRAINING["train.batch_size"]):
@@ -187,15 +186,16 @@ def trained(folder: Path, num_threads: int, more: Sequence[str] = ()) -> dict[st
 
 
 def widened(learned: Mapping[str, torch.Tensor], arch: ArchSpec) -> dict[str, torch.Tensor]:
-    """The same model in a larger shape with heads of the same size: what it has not is 0.
+    """Embeds a model into a larger shape with heads of the same size, padded with 0.
 
-    Its hidden states are the first numbers of the larger ones. A norm divides by the root of a mean, over more numbers
-    now. Tokens that the small model has not are barred by a further hidden number, too small to matter in a norm, that
-    all tokens begin with and no layer changes.
+    Its hidden states are the first elements of the larger ones. Norm weights are rescaled, since a norm divides by the
+    root of a mean over more elements. Tokens that the small model does not have are suppressed by one more hidden
+    element, too small to affect a norm, that every token's embedding has and no layer changes.
     """
     hidden, small = arch.hidden_size, learned["model.norm.weight"].numel()
     ratio, heads = math.sqrt(small / hidden), torch.arange(COPYING["num_attention_heads"])
-    groups = COPYING["num_attention_heads"] // SHARED["num_key_value_heads"]  # of a key/value head; more in the larger
+    # query heads per KV head; the larger model has more
+    groups = COPYING["num_attention_heads"] // SHARED["num_key_value_heads"]
     heads = heads // groups * (arch.num_heads // arch.num_kv_heads) + heads % groups
     queries = (heads[:, None] * arch.head_dim + torch.arange(arch.head_dim)).flatten()
     found = {name: torch.zeros(stored.shape) for name, stored in hf_layout(arch, "float32").items()}
@@ -222,7 +222,7 @@ def engine_of(
     new_tokens: int,
     learned: Mapping[str, torch.Tensor] | None = None,
 ) -> NativeEngine:
-    """With the weights of a text."""
+    """Returns an engine with the weights of a text."""
     config = RolloutConfig(
         prompt_length=PROMPT_LEN,
         response_length=new_tokens,
@@ -265,7 +265,7 @@ def engine_of(
 def compare(
     arch: ArchSpec, text: str, engines: Sequence[NativeEngine], num_rows: int, new_tokens: int, repeats: int
 ) -> dict[str, float]:
-    """Without drafts and with them.
+    """Compares the engines without and with drafts.
 
     Raises:
         RuntimeError: Their tokens or log-probabilities differ.
@@ -303,7 +303,7 @@ def compare(
 
 
 def prompts_of(arch: ArchSpec, text: str, count: int) -> list[list[int]]:
-    """Of the text that is to go on."""
+    """Returns prompts of a text."""
     most = len(CHARACTERS) - 1 if text == COPIES else arch.vocab_size
     ids_BT = torch.randint(0, most, (count, PROMPT_LEN), generator=torch.Generator().manual_seed(count))
     if text == COPIES:
@@ -317,18 +317,18 @@ def prompts_of(arch: ArchSpec, text: str, count: int) -> list[list[int]]:
 
 
 def bits(rollout: Rollout) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """What must be equal."""
+    """Returns the values that must be equal."""
     return tuple(rollout.response_ids), tuple(rollout.rollout_logprobs)
 
 
 def follows_frac(rollouts: Sequence[Rollout], follows: torch.Tensor) -> float:
-    """The part of the tokens that are what mostly follows the one before."""
+    """Returns the share of tokens that are the most likely successor of the previous one."""
     ids_BT = torch.tensor([rollout.response_ids for rollout in rollouts])
     return round(float((follows[ids_BT[:, :-1]] == ids_BT[:, 1:]).float().mean()), 3)
 
 
 def copied_frac(rollouts: Sequence[Rollout]) -> float:
-    """The part of the tokens that are what stood a word before."""
+    """Returns the share of tokens that equal the token one word before."""
     ids_BT = torch.tensor([[*rollout.prompt.prompt_ids, *rollout.response_ids] for rollout in rollouts])
     return round(float((ids_BT[:, PROMPT_LEN - CYCLE : -CYCLE] == ids_BT[:, PROMPT_LEN:]).float().mean()), 3)
 

@@ -1,30 +1,29 @@
-"""Speed of one whole iteration: against TRL's GRPOTrainer, or of PPO or true on-policy mode against mrl's own GRPO.
+"""Benchmarks a complete training iteration against TRL's GRPOTrainer, or PPO or true on-policy mode against mrl's GRPO.
 
     python tools/bench_step.py                     # all cases, fp32 and bf16
     python tools/bench_step.py --quick             # a few iterations of small models
     python tools/bench_step.py --case small --dtype float32 --iterations 20
     python tools/bench_step.py --device cuda --case middle --dtype bfloat16
-    python tools/bench_step.py --algorithm ppo     # with a critic of the actor's size, against mrl's own GRPO
-    python tools/bench_step.py --true-on-policy    # the price of rollout.true_on_policy, against mrl without it
+    python tools/bench_step.py --algorithm ppo     # with a critic of the actor's size, against mrl's GRPO
+    python tools/bench_step.py --true-on-policy    # the cost of rollout.true_on_policy, against mrl without it
 
-An iteration of mrl is refit, rollout, reward, pack, update and log, as `mrl train` runs it, in one process. One
+An iteration of mrl is weight sync, rollout, reward, pack, update and log, as `mrl train` runs it, in one process. One
 of TRL is what its `train()` does between two optimizer steps. Both start from one Hugging Face folder with random
 weights, sample the same number of responses, all of full length (the end token is not sampled in TRL, ignored in mrl),
 score them with the same function, and take one AdamW step (beta 0, clip 1, no recompute, the same learning rate). bf16
-means weights and activations in bf16 for both; mrl then keeps fp32 master weights, TRL does not. TRL first tries how
-many sequences it should take at a time (`per_device_train_batch_size`, the gradients of the parts added up), and keeps
-what was fastest: "trl_batch". Then the two alternate, and the median of the ratios of neighbours is reported, one JSON
-line for each case and dtype. In the case "long_prompts" prompts are four times as long as answers. With
-`--num-threads 1` times are those of the processor, so that what else the machine does is not counted (nor are mrl's
-reward workers, which are processes of their own).
+means weights and activations in bf16 for both; mrl then keeps fp32 master weights, TRL does not. TRL first tries
+several microbatch sizes (`per_device_train_batch_size`, with gradient accumulation) and keeps the fastest: "trl_batch".
+Then the two alternate. Prints one JSON line per case and dtype with the median ratio of adjacent iterations. In the
+case "long_prompts" prompts are four times as long as responses. With `--num-threads 1` times are CPU times, independent
+of other load (and without mrl's reward workers, which are separate processes).
 
-"times_floor" is the time of each over that of the matrix products that its step is made of
-(`tools/bench/roofline.py`), at the rate of a square product in this run, and "ratio_at_most" TRL's time over that of
-mrl's products: no step of mrl can be more times as fast.
+"times_floor" is the time of each over that of the matrix products of its step (`tools/bench/roofline.py`), at the rate
+of a square product in this run, and "ratio_at_most" TRL's time over that of mrl's products, an upper bound for "ratio".
 
-With `--algorithm ppo` the two are runs of mrl with the same model and batch: GRPO, and PPO whose critic begins as the
-actor and takes one optimizer step as the actor does. "ratio" is then PPO's time over GRPO's. With `--true-on-policy`
-they are GRPO with `rollout.true_on_policy` and without it, and "ratio" is the time with it over that without.
+With `--algorithm ppo` both are runs of mrl with the same model and batch: GRPO, and PPO with a critic that starts as
+the actor and takes one optimizer step when the actor does. "ratio" is then PPO's time over GRPO's. With
+`--true-on-policy` both are GRPO, with and without `rollout.true_on_policy`, and "ratio" is the time with it over that
+without.
 """
 
 from __future__ import annotations
@@ -59,22 +58,22 @@ from mrl.trainer.trainer import Job
 LEARNING_RATE = 1e-5
 SEED = 0
 PATTERN = "[02468]$"
-"""Of the reward function "regex": 1 where the last word ends in an even digit."""
+"""Pattern of the reward function "regex": 1 if the last word ends in an even digit."""
 
 Settings = dict[str, dict[str, Any]]
-"""Sections of a config and their fields."""
+"""Config sections with their fields."""
 
 
 @dataclass(frozen=True)
 class Case(Shape):
-    """A model and a batch.
+    """Model and batch.
 
     Attributes:
-        microbatch_tokens: `actor.max_tokens_per_microbatch` of mrl. Wide activations are faster in microbatches whose
-            buffers the cache holds.
-        iterations: Timed ones of each, where `--iterations` says nothing.
-        warm_up: Those before.
-        trials: Steps of TRL with each size of its batch, of which the last counts.
+        microbatch_tokens: `actor.max_tokens_per_microbatch` of mrl; wide activations are faster in microbatches that
+            fit into the cache.
+        iterations: Timed iterations of each, unless `--iterations` is given.
+        warm_up: Untimed iterations.
+        trials: Steps of TRL for each microbatch size, of which the last is timed.
     """
 
     microbatch_tokens: int = 16384
@@ -84,7 +83,7 @@ class Case(Shape):
 
 
 LARGE = {"iterations": 3, "warm_up": 1, "trials": 1}
-"""Of a case whose steps take many seconds."""
+"""Settings for cases whose steps take many seconds."""
 CASES = {
     "small": Case(4, 128, 4, 64, prompts=16, samples=16, prompt_len=8, response_len=8),
     "middle": Case(
@@ -100,15 +99,15 @@ QUICK = {
     "long_prompts": Case(2, 128, 4, 2000, prompts=4, samples=4, prompt_len=64, response_len=16),
 }
 TRL_PARTS = (1, 2, 4)
-"""Into so many parts TRL may cut its batch."""
+"""Numbers of microbatches that TRL tries."""
 
 
 def main() -> None:
-    """Parses the command line, runs each case and prints its line."""
+    """Parses the command line and prints a JSON line per case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=sorted(CASES), nargs="*", default=list(CASES))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], nargs="*", default=["float32", "bfloat16"])
-    parser.add_argument("--iterations", type=int, help="timed iterations of each; default 9, of large steps 3")
+    parser.add_argument("--iterations", type=int, help="timed iterations of each; default: 9, for large cases 3")
     parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="smaller models and batches")
     parser.add_argument(
@@ -132,7 +131,7 @@ def main() -> None:
 
 
 def run_case(case: Case, dtype: str, folder: Path, device: str, *, iterations: int, num_threads: int) -> dict[str, Any]:
-    """One comparison."""
+    """Compares mrl with TRL."""
     rows = write_inputs(case, folder)
     times: dict[str, list[float]] = {"mrl": [], "trl": []}
     phases: list[dict[str, float]] = []
@@ -141,7 +140,7 @@ def run_case(case: Case, dtype: str, folder: Path, device: str, *, iterations: i
         job.resume()
 
         def after_step(step: int, seconds: float) -> None:
-            """TRL has done a step: now mrl does one."""
+            """Runs a step of mrl after each step of TRL."""
             began = now()
             timings = mrl_step(job, case, step)
             synchronize(job.device)
@@ -157,7 +156,7 @@ def run_case(case: Case, dtype: str, folder: Path, device: str, *, iterations: i
     ratios = [theirs / ours for theirs, ours in zip(times["trl"], times["mrl"], strict=True)]
     return {
         **described(case, dtype),
-        **told(ratios),
+        **ratio_range(ratios),
         "mrl_s": spread(times["mrl"]),
         "trl_s": spread(times["trl"]),
         "trl_batch": batch,
@@ -170,7 +169,7 @@ def run_case(case: Case, dtype: str, folder: Path, device: str, *, iterations: i
 def run_ppo_case(
     case: Case, dtype: str, folder: Path, device: str, *, iterations: int, num_threads: int
 ) -> dict[str, Any]:
-    """PPO against GRPO."""
+    """Compares PPO with GRPO."""
     critic = {"lr": LEARNING_RATE, "adam_beta2": 0.999, "clip_grad": 1.0}
     runs: dict[str, Settings] = {"grpo": {}, "ppo": {"algorithm": {"name": "ppo"}, "critic": critic}}
     return run_two(runs, case, dtype, folder, device, iterations=iterations, num_threads=num_threads)
@@ -179,7 +178,7 @@ def run_ppo_case(
 def run_true_on_policy_case(
     case: Case, dtype: str, folder: Path, device: str, *, iterations: int, num_threads: int
 ) -> dict[str, Any]:
-    """GRPO with `rollout.true_on_policy` against GRPO without."""
+    """Compares GRPO with `rollout.true_on_policy` with GRPO without it."""
     runs: dict[str, Settings] = {"off": {}, "on": {"rollout": {"true_on_policy": True}}}
     return run_two(runs, case, dtype, folder, device, iterations=iterations, num_threads=num_threads)
 
@@ -194,16 +193,16 @@ def run_two(
     iterations: int,
     num_threads: int,
 ) -> dict[str, Any]:
-    """The second run's time over the first's: they step in turn in processes of their own, the first by turns too.
+    """Compares the second run with the first; they alternate step by step in separate processes, in alternating order.
 
     Args:
-        runs: By name what each has beside `job_config`.
+        runs: Name -> settings in addition to `job_config`.
         case: Model and batch.
-        dtype: Of the model.
-        folder: Holds inputs and runs.
-        device: Of both.
+        dtype: Dtype of the model.
+        folder: Folder for inputs and runs.
+        device: Device of both runs.
         iterations: Timed steps of each.
-        num_threads: Of each.
+        num_threads: CPU threads per run.
     """
     write_inputs(case, folder)
     first, second = runs
@@ -216,28 +215,28 @@ def run_two(
         place.mkdir()
         steps = case.warm_up + iterations
         config = job_config(case, dtype, folder, device, num_threads, steps=steps, more=more, place=place)
-        pipes[name], theirs = processes.Pipe()
-        processes.Process(target=step_when_told, args=(config, case, theirs), daemon=True).start()
-        theirs.close()
+        pipes[name], child_end = processes.Pipe()
+        processes.Process(target=serve_steps, args=(config, case, child_end), daemon=True).start()
+        child_end.close()
     for step in range(1, case.warm_up + iterations + 1):
         for name in (second, first) if step % 2 == 0 else (first, second):
             pipes[name].send(step)
-            seconds, timings = pipes[name].recv()  # EOFError where the run failed, which has told why
+            seconds, timings = pipes[name].recv()  # EOFError if the run failed, which printed its error
             if step > case.warm_up:
                 times[name].append(seconds)
                 phases[name].append(timings)
-    ratios = [theirs / base for theirs, base in zip(times[second], times[first], strict=True)]
+    ratios = [second_s / first_s for second_s, first_s in zip(times[second], times[first], strict=True)]
     return {
         **described(case, dtype),
-        **told(ratios),
+        **ratio_range(ratios),
         **{f"{name}_s": spread(seconds) for name, seconds in times.items()},
         **{f"{name}_phases_s": medians(of_run) for name, of_run in phases.items()},
         **where(iterations, device, num_threads, ("torch", "megatron-core")),
     }
 
 
-def step_when_told(config: mrl_config.Config, case: Case, pipe: Connection) -> None:
-    """A process's run: takes the step whose number comes, and answers with its seconds and those of its phases."""
+def serve_steps(config: mrl_config.Config, case: Case, pipe: Connection) -> None:
+    """Runs a job in a subprocess: takes a step per message and answers with its time and that of its phases, s."""
     with open_job(prepare(config)) as job:
         job.resume()
         job.begin(0)
@@ -250,7 +249,7 @@ def step_when_told(config: mrl_config.Config, case: Case, pipe: Connection) -> N
 
 
 def described(case: Case, dtype: str) -> dict[str, Any]:
-    """Model and batch, in words."""
+    """Returns model and batch as text."""
     return {
         "model": f"{case.num_layers} layers, hidden {case.hidden}, vocabulary {case.vocabulary}",
         "dtype": dtype,
@@ -261,8 +260,8 @@ def described(case: Case, dtype: str) -> dict[str, Any]:
     }
 
 
-def told(ratios: list[float]) -> dict[str, float]:
-    """Of neighbours' times."""
+def ratio_range(ratios: list[float]) -> dict[str, float]:
+    """Returns median, minimum and maximum of the ratios of adjacent times."""
     return {
         "ratio": round(statistics.median(ratios), 2),
         "ratio_min": round(min(ratios), 2),
@@ -271,13 +270,13 @@ def told(ratios: list[float]) -> dict[str, float]:
 
 
 def medians(phases: list[dict[str, float]]) -> dict[str, float]:
-    """Seconds of each phase, over the iterations."""
+    """Returns the median time of each phase over the iterations, s."""
     names = sorted({name for timings in phases for name in timings})
     return {name: round(statistics.median(timings.get(name, 0.0) for timings in phases), 4) for name in names}
 
 
 def where(iterations: int, device: str, num_threads: int, packages: tuple[str, ...]) -> dict[str, Any]:
-    """What the times were taken on."""
+    """Returns the environment of the measurement."""
     return {
         "iterations": iterations,
         "device": device_name(device),
@@ -287,7 +286,7 @@ def where(iterations: int, device: str, num_threads: int, packages: tuple[str, .
     }
 
 
-# ---- what both start from
+# ---- inputs of both
 
 
 def write_inputs(case: Case, folder: Path) -> list[dict[str, str]]:
@@ -338,7 +337,18 @@ def job_config(
     more: Settings | None = None,
     place: Path | None = None,
 ) -> mrl_config.Config:
-    """The run, as a YAML file gives it: of the inputs in `folder`, in `place` or there; `more` goes into it."""
+    """Returns the config of a run on the inputs in `folder`.
+
+    Args:
+        case: Model and batch.
+        dtype: Dtype of the model.
+        folder: Folder of the inputs.
+        device: Device of the run.
+        num_threads: Threads of the run.
+        steps: Number of steps.
+        more: Additional settings.
+        place: Folder of the run; None: `folder`.
+    """
     settings: dict[str, Any] = {
         "run": {
             "output_dir": str((place or folder) / "run"),
@@ -374,13 +384,13 @@ def job_config(
 
 
 def mrl_step(job: Job, case: Case, step: int) -> dict[str, float]:
-    """One iteration of `mrl.train.train`; returns the seconds of its phases."""
+    """Runs one iteration of `mrl.train.train`; returns the time of its phases, s."""
     with job.timers.step(step):
         metrics = reinforcement_step(job, step)
     timings = job.timers.metrics()
     job.log.step(step, metrics | job.rates.metrics())
     if metrics["response_length/min"] != case.response_len:
-        raise RuntimeError("a response of mrl is short")
+        raise RuntimeError("a response of mrl is too short")
     return {name.removeprefix("timing_s/"): seconds for name, seconds in timings.items()}
 
 
@@ -388,7 +398,7 @@ def mrl_step(job: Job, case: Case, step: int) -> dict[str, float]:
 
 
 def best_trl_batch(case: Case, dtype: str, folder: Path, device: str, rows: list[dict[str, str]]) -> int:
-    """Sequences that TRL trains on at a time, with which its step takes least."""
+    """Returns the microbatch size, in sequences, with which TRL's step is fastest."""
     times: dict[int, float] = {}
     total = case.prompts * case.samples
     for batch in [total // parts for parts in TRL_PARTS]:
@@ -401,13 +411,13 @@ def _keep(times: dict[int, float], batch: int, step: int, seconds: float) -> Non
 
 
 def trl_config(case: Case, dtype: str, folder: Path, device: str, steps: int, batch: int) -> Any:
-    """A `GRPOConfig` that asks for what mrl's config asks for, `batch` sequences at a time."""
+    """Returns a `GRPOConfig` equivalent to mrl's config, with microbatches of `batch` sequences."""
     from trl import GRPOConfig
 
     return GRPOConfig(
         output_dir=str(folder / "trl"),
         use_cpu=device == "cpu",
-        bf16=False,  # the weights are in the dtype already; autocast would be slower
+        bf16=False,  # the weights already have the dtype; autocast would be slower
         model_init_kwargs={"dtype": dtype},
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=case.prompts * case.samples // batch,
@@ -441,12 +451,12 @@ def run_trl(
     after_step: Callable[[int, float], None],
     batch: int,
 ) -> None:
-    """TRL's training, `batch` sequences at a time; `after_step` gets each step's number, from 1, and its seconds."""
+    """Runs TRL with microbatches of `batch` sequences; calls `after_step` with each step's number and time in s."""
     from datasets import Dataset
     from trl import GRPOTrainer
 
     class Clock(transformers.TrainerCallback):  # type: ignore[misc]  # transformers has no types
-        """From the end of one step, and of what `after_step` does, to the end of the next."""
+        """Callback that times each step, excluding `after_step`."""
 
         began = 0.0
 
@@ -473,7 +483,7 @@ def run_trl(
     trainer.train()
     lengths = [entry["completions/min_length"] for entry in trainer.state.log_history if "reward" in entry]
     if min(lengths) != case.response_len:
-        raise RuntimeError("a response of TRL is short")
+        raise RuntimeError("a response of TRL is too short")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-r"""A TensorRT-LLM checkpoint (config.json and rank{N}.safetensors) -> TensorRT engines that can be refitted in place.
+r"""Builds refittable TensorRT engines from a TensorRT-LLM checkpoint (config.json and rank{N}.safetensors).
 
     python tools/build_trtllm_engine.py --checkpoint_dir ckpt --output_dir engines --max_batch_size 256 \
         --max_input_len 1024 --max_seq_len 4096 --kv_cache_type continuous
     mpirun -n 4 python tools/build_trtllm_engine.py --checkpoint_dir ckpt_tp4 --output_dir engines_tp4
 
-Flags are trtllm-build's, which itself has none for refit. A single process builds the engines of all ranks one after
-the other; under MPI there must be one process for each rank. Everything that can be wrong with the checkpoint, the
-limits or the disk is said before tensorrt_llm is imported; --dry-run stops there and prints the plan. The engines
-appear under their name when all of them are finished.
+The flags are those of trtllm-build, which has none for refit. A single process builds the engines of all ranks one
+after another; under MPI there must be one process per rank. Checkpoint, limits and disk space are checked before
+tensorrt_llm is imported; --dry-run stops there and prints the plan. The output folder gets its name when all engines
+are complete.
 
-The folder is what `rollout.engine_dir` names; without one, preflight prints the command line that makes it.
+The folder is the value of `rollout.engine_dir`; if that is missing, `mrl train` prints the command that builds it.
 
 Written for the TensorRT backend of TensorRT-LLM 1.2 (1.3 removed it), from its sources; not run with it.
 
-Exit status: 0 done, 2 a mistake in what was given, 3 TensorRT-LLM or mpi4py is missing or of another version.
+Exit status: 0 success, 2 invalid arguments, 3 TensorRT-LLM or mpi4py is missing or has another version.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from mrl.checkpoint.formats.trtllm import TrtllmSource, rank_file
 from mrl.errors import UserError
 
 MISSING = 3
-"""Exit status where a package is missing or of another version."""
+"""Exit status if a package is missing or has another version."""
 
 VERSIONS = ((1, 2), (1, 3))
-"""First version that is supported, first that is not any more."""
+"""First supported version, and first version that is no longer supported."""
 
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 class MissingError(Exception):
-    """A package is missing or of another version."""
+    """Raised if a package is missing or has another version."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an engine is built for; the names are those of `tensorrt_llm.BuildConfig`."""
+    """Limits of an engine; the names are those of `tensorrt_llm.BuildConfig`."""
 
     max_batch_size: int
     max_input_len: int
@@ -56,12 +56,12 @@ class Limits:
     opt_num_tokens: int | None
 
     def check(self, max_positions: int) -> None:
-        """Raises UserError where the limits contradict each other or the model."""
+        """Raises UserError if the limits contradict each other or the model."""
         for name, value in asdict(self).items():
             if value is not None and value < 1:
-                raise UserError(f"--{name} is {value}; expected a whole number above 0.")
+                raise UserError(f"--{name} is {value}; expected an integer above 0.")
         for small, large, why in (
-            ("max_input_len", "max_seq_len", "a sequence is a prompt and its response"),
+            ("max_input_len", "max_seq_len", "a sequence includes its prompt"),
             ("max_input_len", "max_num_tokens", "a prompt is processed in one step"),
             ("opt_num_tokens", "max_num_tokens", "it is the expected number of tokens in a step"),
         ):
@@ -78,7 +78,7 @@ class Limits:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint_dir", type=Path, required=True)
     parser.add_argument("--output_dir", type=Path, default=Path("engine_outputs"), help="default: %(default)s")
@@ -90,30 +90,31 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         ("max_num_tokens", 8192),
         ("opt_num_tokens", None),
     ):
-        text = "the model's positions" if name == "max_seq_len" else default
+        text = "the model's maximum positions" if name == "max_seq_len" else default
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {text}")
-    cache = "rollout.name=trtllm_engine runs continuous; default: TensorRT-LLM's, which is paged"
+    cache = "rollout.name=trtllm_engine needs continuous; default: that of TensorRT-LLM, paged"
     parser.add_argument("--kv_cache_type", choices=("continuous", "paged", "disabled"), help=cache)
-    parser.add_argument("--logits_dtype", choices=("float16", "float32"), help="default: what config.json says")
+    parser.add_argument("--logits_dtype", choices=("float16", "float32"), help="default: that of config.json")
     parser.add_argument("--profiling_verbosity", choices=("layer_names_only", "detailed", "none"))
-    parser.add_argument("--input_timing_cache", help="a file of an earlier build, which becomes faster by it")
+    parser.add_argument("--input_timing_cache", help="timing cache of an earlier build, which speeds up this one")
     parser.add_argument("--output_timing_cache")
     parser.add_argument("--gather_context_logits", action="store_true")
     parser.add_argument("--gather_generation_logits", action="store_true", help="rollout.name=trtllm_engine needs none")
-    parser.add_argument("--strip_plan", action="store_true", help="leave the weights out; refit before use")
-    parser.add_argument("--deep", action="store_true", help="also compare what the checkpoint holds more than once")
+    parser.add_argument("--strip_plan", action="store_true", help="omit the weights; refit before use")
+    parser.add_argument("--deep", action="store_true", help="also compare the copies of replicated tensors")
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="check everything, print the plan, stop")
     return parser.parse_args(arguments)
 
 
 def plan(given: argparse.Namespace) -> dict[str, Any]:
-    """Checks everything that needs no TensorRT-LLM.
+    """Checks everything that does not need TensorRT-LLM.
 
     Returns:
         The plan as JSON: the checkpoint, the build config's fields, bytes.
 
     Raises:
-        UserError: The checkpoint is not whole, the limits do not fit, the output is in the way or the disk too small.
+        UserError: The checkpoint is incomplete, the limits are invalid, the output folder is not empty, or the disk is
+            too small.
     """
     with closing(TrtllmSource(given.checkpoint_dir)) as source:
         source.check(deep=given.deep)
@@ -131,14 +132,14 @@ def plan(given: argparse.Namespace) -> dict[str, Any]:
     limits.check(positions)
     output = given.output_dir
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"--output_dir '{output}' is there already and not an empty folder. Choose another one.")
+        raise UserError(f"--output_dir '{output}' exists and is not an empty folder. Choose another one.")
     if given.input_timing_cache is not None and not Path(given.input_timing_cache).is_file():
         raise UserError(f"--input_timing_cache '{given.input_timing_cache}' is not a file.")
     here = next(parent for parent in (output.absolute(), *output.absolute().parents) if parent.is_dir())
     needed = 0 if given.strip_plan else summary["num_bytes"]
     free = shutil.disk_usage(here).free
     if free < needed:
-        raise UserError(f"'{here}' has {free} bytes left; the engines need about {needed}, as many as the weights.")
+        raise UserError(f"'{here}' has {free} bytes free; the engines need about {needed}, the size of the weights.")
     options = {
         name: getattr(given, name)
         for name in ("kv_cache_type", "profiling_verbosity", "input_timing_cache", "output_timing_cache")
@@ -162,10 +163,10 @@ def plan(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def communicator(ranks: int) -> Any:
-    """MPI's world where a launcher started more than one process, else None.
+    """Returns MPI's world communicator if a launcher started several processes, else None.
 
     Raises:
-        UserError: There are neither one process nor as many as ranks.
+        UserError: The number of processes is neither 1 nor the number of ranks.
         MissingError: mpi4py is missing.
     """
     size = next((int(os.environ[name]) for name in _MPI_SIZES if os.environ.get(name, "").isdigit()), 1)
@@ -173,7 +174,7 @@ def communicator(ranks: int) -> Any:
         return None
     if size != ranks:
         raise UserError(
-            f"MPI started {size} processes; the checkpoint has {ranks} ranks. Start {ranks}, or one for all."
+            f"MPI started {size} processes; the checkpoint has {ranks} ranks. Start {ranks} processes, or one."
         )
     try:
         from mpi4py import MPI
@@ -185,18 +186,18 @@ def communicator(ranks: int) -> Any:
 
 
 def load_tensorrt_llm() -> Any:
-    """The package.
+    """Imports tensorrt_llm.
 
     Raises:
-        MissingError: It is not installed, or of a version without the TensorRT backend.
+        MissingError: It is not installed, or has no TensorRT backend.
     """
     first, end = (".".join(map(str, version)) for version in VERSIONS)
     try:
         import tensorrt_llm
     except ImportError as error:
         raise MissingError(
-            f"TensorRT-LLM is not installed ({error}); the checkpoint and the limits are in order. Run this where "
-            f"tensorrt_llm >= {first}, < {end} and a GPU are, as in NVIDIA's release containers."
+            f"TensorRT-LLM is not installed ({error}); the checkpoint and the limits are valid. Run this on a machine "
+            f"with a GPU and tensorrt_llm >= {first}, < {end}, for example in NVIDIA's release containers."
         ) from error
     version = str(tensorrt_llm.__version__)
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
@@ -206,7 +207,7 @@ def load_tensorrt_llm() -> Any:
 
 
 def build_rank(planned: dict[str, Any], rank: int, folder: Path) -> None:
-    """Builds the engine of one rank on this process's GPU, into `folder`; as `trtllm-build` does."""
+    """Builds the engine of one rank on this process's GPU into `folder`, as `trtllm-build` does."""
     import torch
     from tensorrt_llm.builder import BuildConfig, build
     from tensorrt_llm.models import MODEL_MAP, PretrainedConfig
@@ -221,7 +222,7 @@ def build_rank(planned: dict[str, Any], rank: int, folder: Path) -> None:
     model = MODEL_MAP[config.architecture].from_checkpoint(checkpoint, config=config)
     engine = build(model, BuildConfig(**planned["build_config"]))
     if engine is None:
-        raise RuntimeError(f"TensorRT built no engine for {rank_file(rank)}; its log says why")
+        raise RuntimeError(f"TensorRT built no engine for {rank_file(rank)}; see its log")
     engine.save(str(folder))
 
 
@@ -255,7 +256,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs; mistakes and missing packages are one line."""
+    """Runs the tool; prints errors as one line and returns the exit status."""
     given = parse(arguments)
     try:
         run(given)

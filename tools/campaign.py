@@ -1,16 +1,16 @@
-r"""Do random runs give the same numbers at random layouts? For an hour, or as long as you like.
+r"""Fuzz test of parallel layouts: random runs must give the same numbers on one process and at a random layout.
 
     python tools/campaign.py --minutes 60
-    python tools/campaign.py --first-seed 1017 --cases 1 --keep    # one case again, its folder kept
+    python tools/campaign.py --first-seed 1017 --cases 1 --keep    # repeat one case and keep its folder
 
 Each case draws a config, data and a layout (TP, PP, virtual stages, CP, EP, ETP, DP, replicas, microbatches, offload,
 recompute, the distributed optimizer, often a resume at another layout), and runs `mrl train` on tiny models for two or
-three steps, as one process and at the layout, on this machine's CPU. A case is good where both give the same metrics,
-within 1e-4, and the same sampled tokens, or where both are refused with a message, or the layout for a reason of its
-own. A traceback, a run without an end and a difference are bad; the folder of a bad case is kept, with its configs, its
-data and the ranks' output.
+three steps, as one process and at the layout, on this machine's CPU. A case passes if both give the same metrics,
+within 1e-4, and the same sampled tokens; or if both are refused with a message, or the layout for a reason of its own.
+A traceback, a run that does not end and a difference are failures. The folder of a failed case is kept, with its
+configs, data and the ranks' output.
 
-Prints one JSON line for each case, and a summary. Exit status: 0 all good, 1 a bad case, 2 a mistake in what was given.
+Prints one JSON line per case, and a summary. Exit status: 0 all pass, 1 a case failed, 2 invalid arguments.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from fuzz_layouts.runner import ALONE, SPREAD, run_side, write_files
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, help="default: as many as the minutes hold")
-    parser.add_argument("--minutes", type=float, help="begin no case after so long; default: no limit with --cases")
-    parser.add_argument("--first-seed", type=int, default=1, help="of the first case; default: %(default)s")
+    parser.add_argument("--cases", type=int, help="number of cases; default: no limit with --minutes")
+    parser.add_argument("--minutes", type=float, help="start no case after this time; default: no limit with --cases")
+    parser.add_argument("--first-seed", type=int, default=1, help="seed of the first case; default: %(default)s")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/campaign"), help="default: %(default)s")
-    parser.add_argument("--time-limit-s", type=float, default=180.0, help="of each start; default: %(default)s")
-    parser.add_argument("--keep", action="store_true", help="keep the folders of good cases too")
+    parser.add_argument("--time-limit-s", type=float, default=180.0, help="limit of each start; default: %(default)s")
+    parser.add_argument("--keep", action="store_true", help="also keep the folders of cases that pass")
     given = parser.parse_args(arguments)
     if given.cases is None and given.minutes is None:
-        parser.error("say how long: --minutes or --cases")
+        parser.error("give --minutes or --cases")
     return given
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs cases and prints a line for each; returns the exit status."""
+    """Runs cases, prints a JSON line for each, and returns the exit status."""
     given = parse(arguments)
     began = time.monotonic()
     end = began + 60 * given.minutes if given.minutes is not None else float("inf")
@@ -66,13 +66,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_case(seed: int, output_dir: Path, *, time_limit_s: float, keep: bool = False) -> dict[str, Any]:
-    """One case, as its line says it.
+    """Runs one case and returns its JSON line.
 
     Args:
-        seed: Of the case.
-        output_dir: Its folder is made in here.
-        time_limit_s: Of each start.
-        keep: Keep the folder of a good case too.
+        seed: Seed of the case.
+        output_dir: Parent of the case's folder.
+        time_limit_s: Limit of each start, s.
+        keep: True to keep the folder of a case that passes.
     """
     began = time.monotonic()
     case, folder = draw(seed), output_dir / f"case-{seed}"

@@ -1,12 +1,12 @@
-"""Steps that the quickstart needs in `sync`, one step off, and beyond a batch, until held-out accuracy is first at 0.9.
+"""Counts the quickstart's steps to a validation accuracy of 0.9: synchronous, one step off, and partial rollouts.
 
     python tools/check_async.py                            # five seeds of each setting; half an hour on two cores
     python tools/check_async.py --seeds 1 2 --settings sync async
-    python tools/check_async.py algorithm.rollout_correction.bypass_mode=true     # of all settings but sync
+    python tools/check_async.py algorithm.rollout_correction.bypass_mode=true     # for all settings but sync
 
-Every run has the config's learning rates, and ends when it is there. Accuracy is looked at every ten steps. "ratio" is
-the mean of the steps over that of `sync`, over the seeds at which both were run. In `beyond` the engine has room for a
-sixth of a step's samples, so that groups become whole one after the other and some stay unfinished.
+Every run has the config's learning rates, and ends at that accuracy, which is measured every ten steps. "ratio" is the
+mean number of steps over that of `sync`, over the seeds at which both ran. In `beyond` the engine has room for a sixth
+of a step's samples, so that groups complete one after another and some remain incomplete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bench.measure import commit
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 ENOUGH = 0.9
 LOOK_S = 1.0
-"""Between two looks at a run's metrics."""
+"""Interval at which a run's metrics are read, s."""
 QUIET = ("observe.console=off", "observe.tensorboard=false", "observe.report=false", "run.num_threads=1")
 SETTINGS = {
     "sync": (),
@@ -40,7 +40,7 @@ SETTINGS = {
 
 
 def run(folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Of one run: the step at which it was there, None where it never was, and what was carried into other steps."""
+    """Returns the step at which a run reached the accuracy (None: never), and the mean number of carried groups."""
     words = ["-m", "mrl", "train", str(CONFIG), f"run.output_dir={folder}", *QUIET, *overrides]
     path, environment = folder / "metrics.jsonl", {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder.parent / f"{folder.name}.log").open("w+") as log:
@@ -61,12 +61,12 @@ def run(folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints a line for each run, then one JSON line."""
+    """Prints a line per run, then one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--settings", choices=SETTINGS, nargs="+", default=list(SETTINGS))
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("overrides", nargs="*", help="key=value, of all settings but sync")
+    parser.add_argument("--jobs", type=int, default=2, help="concurrent runs")
+    parser.add_argument("overrides", nargs="*", help="key=value, for all settings but sync")
     arguments = parser.parse_intermixed_args()
     todo = [(name, seed) for seed in arguments.seeds for name in arguments.settings]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
@@ -82,9 +82,9 @@ def main() -> None:
             print(f"{name:7s} seed {seed}: {one}", flush=True)
     steps = {name: [one["steps"] for one in runs.values()] for name, runs in found.items()}
     ratios = {
-        name: round(statistics.mean(mine) / statistics.mean(steps["sync"]), 3)
-        for name, mine in steps.items()
-        if name != "sync" and "sync" in steps and None not in [*mine, *steps["sync"]]
+        name: round(statistics.mean(counts) / statistics.mean(steps["sync"]), 3)
+        for name, counts in steps.items()
+        if name != "sync" and "sync" in steps and None not in [*counts, *steps["sync"]]
     }
     print(
         json.dumps(

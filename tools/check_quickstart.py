@@ -1,12 +1,12 @@
-"""What README says of the quickstart, measured: weak after the warm start, strong at the end, the same at each layout.
+"""Checks README's claims about the quickstart: low accuracy after warm start, high at the end, equal in each layout.
 
     python tools/check_quickstart.py                        # ten seeds, then three layouts; half an hour on two cores
     python tools/check_quickstart.py --seeds 0 1 --jobs 1   # two seeds, one run at a time
     python tools/check_quickstart.py --no-layouts
 
-Each seed is a whole `mrl train configs/quickstart.yaml`. A layout is its warm start on two ranks, whose gradient norms
-and losses are held against the single process, step by step. Prints a table and one JSON line; exit status 1 where the
-claim does not hold.
+Each seed is a complete `mrl train configs/quickstart.yaml`. A layout is its warm start on two ranks, whose gradient
+norms and losses are compared with the single process, step by step. Prints a table and one JSON line; exit status 1 if
+a claim is wrong.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from bench.measure import commit
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 WEAK, STRONG = 0.30, 0.90
-"""Held-out accuracy after the warm start is below the one, at the end above the other."""
+"""Bounds of the validation accuracy: below the first after the warm start, above the second at the end."""
 SAME = 1e-3
-"""Relative difference of a warm start's gradient norms and losses between two layouts, at most."""
+"""Largest relative difference of a warm start's gradient norms and losses between two layouts."""
 LAYOUTS = {
     "tp2": ["parallel.tensor_model_parallel_size=2"],
     "pp2": ["parallel.pipeline_model_parallel_size=2"],
@@ -36,13 +36,13 @@ LAYOUTS = {
 }
 QUIET = ["observe.console=off", "observe.tensorboard=false", "observe.report=false", "run.num_threads=1"]
 ONE_STEP = ["train.num_steps=1", "actor.lr_schedule=constant"]
-"""A warm start, and no more than a step after it."""
+"""Overrides for a warm start and only one step after it."""
 
 Row = dict[str, Any]
 
 
 def run(folder: Path, overrides: list[str], ranks: int = 1) -> list[Row]:
-    """The lines of metrics.jsonl of a run of the quickstart."""
+    """Runs the quickstart and returns the lines of metrics.jsonl."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     words = ["-m", "mrl", "train", str(CONFIG), f"run.output_dir={folder}", *QUIET, *overrides]
     done = subprocess.run([sys.executable, *launcher, *words], capture_output=True, text=True, env=_environment())
@@ -52,7 +52,7 @@ def run(folder: Path, overrides: list[str], ranks: int = 1) -> list[Row]:
 
 
 def of_seed(seed: int, folder: Path) -> Row:
-    """Accuracies and rewards of a whole run."""
+    """Runs the quickstart with a seed and returns its accuracies and rewards."""
     began = time.monotonic()
     rows = run(folder / f"seed-{seed}", [f"run.seed={seed}"])
     held_out = [row["val/accuracy"] for row in rows if "val/accuracy" in row]
@@ -68,26 +68,26 @@ def of_seed(seed: int, folder: Path) -> Row:
 
 
 def warm_start(folder: Path, overrides: list[str], ranks: int = 1) -> list[Row]:
-    """The lines of a warm start."""
+    """Runs the warm start and returns its lines of metrics.jsonl."""
     rows = run(folder, [*ONE_STEP, *overrides], ranks)
     return [row for row in rows if row["phase"] == "warm_start"]
 
 
 def difference(one: list[Row], other: list[Row]) -> float:
-    """Largest relative difference of gradient norm and loss over all steps."""
+    """Returns the largest relative difference of gradient norm and loss over all steps."""
     apart: list[float] = [
-        abs(mine[name] - theirs[name]) / abs(mine[name])
-        for mine, theirs in zip(one, other, strict=True)
+        abs(left[name] - right[name]) / abs(left[name])
+        for left, right in zip(one, other, strict=True)
         for name in ("warm_start/grad_norm", "warm_start/loss")
     ]
     return max(apart)
 
 
 def main() -> int:
-    """Runs all, prints the table; 0 where the claim holds."""
+    """Runs everything and prints the table; returns 0 if the claims are right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--jobs", type=int, default=2, help="concurrent runs")
     parser.add_argument("--layouts", action=argparse.BooleanOptionalAction, default=True)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(arguments.jobs) as pool:

@@ -1,4 +1,4 @@
-"""Hugging Face folder -> Megatron distributed checkpoint, at any parallel layout; no GPU, no process group."""
+"""Converts a Hugging Face folder to a Megatron distributed checkpoint at any layout; no GPU or process group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def work(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Parses the flags; returns the exit status."""
+    """Parses the flags, converts, and returns the exit status."""
     parser = FlagParser(__doc__, EXAMPLE)
     add_conversion_flags(parser, "Hugging Face folder with safetensors")
     add_megatron_flags(parser)

@@ -1,4 +1,4 @@
-"""Hugging Face folder -> TensorRT-LLM checkpoint: config.json and one file per rank."""
+"""Converts a Hugging Face folder to a TensorRT-LLM checkpoint: config.json and one file per rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def work(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Parses the flags; returns the exit status."""
+    """Parses the flags, converts, and returns the exit status."""
     parser = FlagParser(__doc__, EXAMPLE)
     add_conversion_flags(parser, "Hugging Face folder with safetensors")
     add_trtllm_flags(parser)

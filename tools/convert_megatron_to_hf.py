@@ -1,4 +1,4 @@
-"""Megatron distributed checkpoint (any layout) -> Hugging Face folder; no GPU, no process group."""
+"""Converts a Megatron distributed checkpoint of any layout to a Hugging Face folder; no GPU or process group."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def work(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Parses the flags; returns the exit status."""
+    """Parses the flags, converts, and returns the exit status."""
     parser = FlagParser(__doc__, EXAMPLE)
-    add_conversion_flags(parser, "distributed checkpoint: of mrl, of Megatron-LM (torch_dist), or of a converter")
+    add_conversion_flags(parser, "distributed checkpoint from mrl, Megatron-LM (torch_dist) or a converter")
     add_hf_flags(parser)
     return run_tool(parser, work)
 

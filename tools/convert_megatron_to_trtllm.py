@@ -1,4 +1,4 @@
-"""Megatron distributed checkpoint (any layout) -> TensorRT-LLM checkpoint: config.json and one file per rank."""
+"""Converts a Megatron distributed checkpoint of any layout to a TensorRT-LLM checkpoint."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def work(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Parses the flags; returns the exit status."""
+    """Parses the flags, converts, and returns the exit status."""
     parser = FlagParser(__doc__, EXAMPLE)
-    add_conversion_flags(parser, "distributed checkpoint: of mrl, of Megatron-LM (torch_dist), or of a converter")
+    add_conversion_flags(parser, "distributed checkpoint from mrl, Megatron-LM (torch_dist) or a converter")
     add_trtllm_flags(parser)
     add_like_flag(parser)
     return run_tool(parser, work)

@@ -1,4 +1,4 @@
-"""TensorRT-LLM checkpoint -> Hugging Face folder."""
+"""Converts a TensorRT-LLM checkpoint to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def work(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Parses the flags; returns the exit status."""
+    """Parses the flags, converts, and returns the exit status."""
     parser = FlagParser(__doc__, EXAMPLE)
     add_conversion_flags(parser, "TensorRT-LLM checkpoint: config.json and rank files")
     add_hf_flags(parser)

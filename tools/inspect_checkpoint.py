@@ -1,4 +1,4 @@
-"""What a checkpoint is: format, layout, tensors with shapes, bytes, hashes. Hugging Face, Megatron or TensorRT-LLM."""
+"""Prints a checkpoint's format, layout, tensors, bytes and hashes. Reads Hugging Face, Megatron and TensorRT-LLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLE = """\
 
 
 def describe(args: argparse.Namespace) -> dict[str, Any]:
-    """The checkpoint as JSON; its headers are checked."""
+    """Returns the description of a checkpoint as JSON, and checks its headers."""
     with closing(open_source(args.folder, like_arch(args))) as source:
         source.check()
         found = source.describe()
@@ -32,7 +32,7 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def work(args: argparse.Namespace) -> int:
-    """Prints."""
+    """Prints the description."""
     found = describe(args)
     if args.json:
         print(json.dumps(found, indent=2))
@@ -50,11 +50,11 @@ def work(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Parses the flags; returns the exit status."""
+    """Parses the flags, prints the description, and returns the exit status."""
     parser = FlagParser(__doc__, EXAMPLE)
-    parser.add_argument("folder", metavar="FOLDER", help="the checkpoint")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--no_hash", action="store_true", help="read headers only")
+    parser.add_argument("folder", metavar="FOLDER", help="folder of the checkpoint")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--no_hash", action="store_true", help="only read headers")
     add_like_flag(parser)
     return run_tool(parser, work)
 

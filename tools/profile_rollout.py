@@ -1,18 +1,18 @@
-"""Where the time of a rollout goes in the native engine: products, what is between them, and the host.
+"""Profiles a rollout of the native engine on a CPU: time in matrix products, other kernels, and the host.
 
     python tools/profile_rollout.py                          # the small model, fp32 and bf16
     python tools/profile_rollout.py --model large --dtype bfloat16
 
-The work is that of `tools/bench_rollout.py`, on one thread, whose processor time counts: what else the machine does is
-not counted. One JSON line for each dtype:
+The work is that of `tools/bench_rollout.py`, on one thread, measured in CPU time, so that other load does not count.
+Prints one JSON line per dtype:
 
-    processor_s     of one call: 32 prompts (8 of the large model) and 64 new tokens for each
-    times_floor     it over the time of the products alone at matmul_gflop_per_s
-    shares          of it: products by matrix, `head` the output matrix, `mlp` gate_up, gate and down in one call; norm,
-                    rotate, gate, attend (of decoding) and sample as in `mrl/engines/native/torch_ops.py`; host, the
-                    rest: Python, attention of prompts, stops
-    products_frac   of it, all products
-    product_gflop_per_s  in them, and matmul_gflop_per_s, of a product of two squares in this run
+    processor_s     CPU time of one call: 32 prompts (8 of the large model) and 64 new tokens for each
+    times_floor     CPU time over that of the products alone at matmul_gflop_per_s
+    shares          its parts: products by matrix, `head` the output matrix, `mlp` gate_up, gate and down in one call;
+                    norm, rotate, gate, attend (of decoding) and sample as in `mrl/engines/native/torch_ops.py`; host,
+                    the rest: Python, attention of prompts, stops
+    products_frac   share of all products
+    product_gflop_per_s  rate in the products, and matmul_gflop_per_s, that of a product of two squares in this run
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from mrl.models.kernels.library import Library
 
 BETWEEN = ("norm", "gate", "sample")
 INSIDE = {"rotation": "rotate", "decode_attention": "attend"}
-"""Methods whose result is what takes the time."""
+"""Methods that return the function to time."""
 CPU = torch.device("cpu")
 
 
 class Clock(PartTimes):
-    """Of the engine's products and operations; it counts the products' FLOP."""
+    """Timer of the engine's products and operations; counts the products' FLOP."""
 
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0.0
 
     def attach(self, names: dict[tuple[int, ...], str]) -> None:
-        """To every product and operation of this process; a product has the name of its weight's shape."""
+        """Wraps every product and operation of this process; products are named by the shape of their weight."""
         product = Linear.__call__
 
         def multiply(linear: Linear, x_PI: torch.Tensor) -> torch.Tensor:
@@ -78,10 +78,10 @@ class Clock(PartTimes):
 
 
 def main() -> None:
-    """Parses the command line and prints a line for each dtype."""
+    """Parses the command line and prints a JSON line per dtype."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="small")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], nargs="*", help="default: those of the model")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], nargs="*", help="default: depends on the model")
     parser.add_argument("--eager", action="store_true", help="PyTorch's operators between products")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def profile(model: str, dtype: str, folder: Path, clock: Clock, *, eager: bool) -> dict[str, Any]:
-    """One call after a first one."""
+    """Profiles one call after a warm-up call."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, MODELS[model]["vocab_size"], (BATCH[model], PROMPT_LEN), generator=generator).tolist()
     work = Work(folder, getattr(torch, dtype), tuple(map(tuple, prompts)), CPU)
@@ -115,10 +115,10 @@ def profile(model: str, dtype: str, folder: Path, clock: Clock, *, eager: bool) 
         clock.flops = 0.0
         began = time.thread_time()
         run()
-        whole = time.thread_time() - began
+        total_s = time.thread_time() - began
     parts = dict(clock.seconds)
     products = sum(seconds for name, seconds in parts.items() if name not in (*BETWEEN, *INSIDE.values()))
-    parts["host"] = whole - sum(parts.values())
+    parts["host"] = total_s - sum(parts.values())
     rate = matrix_rate(getattr(torch, dtype), CPU, time.thread_time)
     return {
         "profile": "rollout",
@@ -126,10 +126,10 @@ def profile(model: str, dtype: str, folder: Path, clock: Clock, *, eager: bool) 
         "dtype": dtype,
         "batch": BATCH[model],
         "new_tokens": NEW_TOKENS,
-        "processor_s": round(whole, 3),
-        "times_floor": round(whole * rate / clock.flops, 2),
-        "shares": {name: round(seconds / whole, 3) for name, seconds in sorted(parts.items(), key=lambda x: -x[1])},
-        "products_frac": round(products / whole, 3),
+        "processor_s": round(total_s, 3),
+        "times_floor": round(total_s * rate / clock.flops, 2),
+        "shares": {name: round(seconds / total_s, 3) for name, seconds in sorted(parts.items(), key=lambda x: -x[1])},
+        "products_frac": round(products / total_s, 3),
         "product_gflop_per_s": round(clock.flops / products / 1e9, 1),
         "matmul_gflop_per_s": round(rate / 1e9, 1),
         "operations": "PyTorch's" if eager else "compiled",

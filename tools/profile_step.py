@@ -1,18 +1,18 @@
-"""Where the time of a GRPO step on a CPU goes: products, what is between them, and the host.
+"""Profiles a GRPO step on a CPU: time in matrix products, other kernels, and the host.
 
     python tools/profile_step.py                           # the cases of small models, fp32
     python tools/profile_step.py --case middle --steps 1
-    python tools/profile_step.py --plain                   # the actor without what mrl compiles
+    python tools/profile_step.py --plain                   # the actor without mrl's compiled kernels
 
-The work is that of mrl in `tools/bench_step.py`, on one thread, whose processor time counts: what else the machine does
-is not counted, nor are the workers that score. One JSON line for each case:
+The work is that of mrl in `tools/bench_step.py`, on one thread, measured in CPU time, so that other load and the reward
+workers do not count. Prints one JSON line per case:
 
-    processor_s     of one step, the median of `--steps` after three (two, if there is one)
-    times_floor     it over that of the products of a step at matmul_gflop_per_s, of a product of two squares
-    shares          of it. The update: products of the layers, forward and backward; head, the output matrix with
-                    log-probabilities and entropy; attention, with the rotation; norms and activations; microbatches,
-                    cutting the batch; optimizer; rest of update: Megatron's Python, autograd, residual sums, metrics
-                    (with --plain also attention, norms and activations). Then rollouts, refit, rewards, pack, and rest
+    processor_s     CPU time of one step, the median of `--steps` after three (two, if there is one)
+    times_floor     CPU time over that of a step's products at matmul_gflop_per_s, the rate of a product of two squares
+    shares          its parts. The update: products of the layers, forward and backward; head, the output matrix with
+                    log-probabilities and entropy; attention, with RoPE; norms and activations; microbatches, cutting
+                    the batch; optimizer; rest of update: Megatron's Python, autograd, residual sums, metrics (with
+                    --plain also attention, norms and activations). Then rollouts, refit, rewards, pack, and rest
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "norms and activations": [(Training, name) for name in ("normed", "norm_gradients", "gated", "gate_gradient")],
     "microbatches": [(Schedule, "microbatches")],
 }
-"""Of an update, functions by what they are named in "shares"; none calls another."""
+"""Name in "shares" -> functions of an update; none of them calls another."""
 PHASES = {"answers": "rollouts", "score": "rewards", "pack": "pack", "optimizer_step": "update"}
-"""Functions of `mrl/train.py`."""
+"""Functions of `mrl/train.py` -> name in "shares"."""
 
 
 class Clock(PartTimes):
-    """Of the functions of a step."""
+    """Timer of the functions of a step."""
 
     def attach(self, job: Job) -> None:
-        """To the functions of this process."""
+        """Wraps the functions of this process."""
         for part, functions in PARTS.items():
             for owner, name in functions:
                 self._time(part, owner, name)
@@ -72,11 +72,11 @@ class Clock(PartTimes):
 
 
 def main() -> None:
-    """Parses the command line and prints a line for each case."""
+    """Parses the command line and prints a JSON line per case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=sorted(CASES), nargs="*", default=["small", "long_prompts"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--steps", type=int, default=7, help="of which the median counts")
+    parser.add_argument("--steps", type=int, default=7, help="timed steps, of which the median is reported")
     parser.add_argument("--plain", action="store_true", help="PyTorch's operators between the actor's products")
     args = parser.parse_args()
     if args.plain:
@@ -89,11 +89,11 @@ def main() -> None:
 
 
 def profile(case: Case, dtype: str, folder: Path, steps: int) -> dict[str, Any]:
-    """A run's steps, one after the other."""
+    """Runs steps and returns their profile."""
     write_inputs(case, folder)
     warm_up = 3 if steps > 1 else 2
     config = job_config(case, dtype, folder, "cpu", 1, steps=warm_up + steps)
-    clock, wholes = Clock(), []
+    clock, step_times = Clock(), []
     with open_job(prepare(config)) as job:
         job.resume()
         clock.attach(job)
@@ -102,20 +102,22 @@ def profile(case: Case, dtype: str, folder: Path, steps: int) -> dict[str, Any]:
                 clock.seconds.clear()
             began = time.thread_time()
             mrl_step(job, case, step)
-            wholes.append(time.thread_time() - began)
+            step_times.append(time.thread_time() - began)
         rate = matrix_rate(getattr(torch, dtype), CPU, time.thread_time)
-    wholes, parts = wholes[warm_up:], dict(clock.seconds)
+    step_times, parts = step_times[warm_up:], dict(clock.seconds)
     of_update = ("update", *PARTS, "optimizer")
     parts["rest of update"] = parts.pop("update") - sum(parts.get(name, 0.0) for name in of_update[1:])
-    parts["rest"] = sum(wholes) - sum(parts.values())
-    whole = statistics.median(wholes)
-    told = limits(case, {"mrl": whole}, rate)
+    parts["rest"] = sum(step_times) - sum(parts.values())
+    median_s = statistics.median(step_times)
+    bounds = limits(case, {"mrl": median_s}, rate)
     return {
         "dtype": dtype,
-        "processor_s": round(whole, 4),
-        "times_floor": told["times_floor"]["mrl"],
-        "shares": {name: round(taken / sum(wholes), 3) for name, taken in sorted(parts.items(), key=lambda x: -x[1])},
-        "matmul_gflop_per_s": told["matmul_gflop_per_s"],
+        "processor_s": round(median_s, 4),
+        "times_floor": bounds["times_floor"]["mrl"],
+        "shares": {
+            name: round(taken / sum(step_times), 3) for name, taken in sorted(parts.items(), key=lambda x: -x[1])
+        },
+        "matmul_gflop_per_s": bounds["matmul_gflop_per_s"],
         "steps": steps,
         "device": device_name(),
         "num_threads": 1,

@@ -1,4 +1,4 @@
-"""Are two checkpoints the same weights, whatever their formats and layouts? Exit status 0: yes, 1: no, 2: a mistake."""
+"""Compares the weights of two checkpoints of any format and layout. Exit status: 0 equal, 1 different, 2 an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLE = """\
 
 
 def work(args: argparse.Namespace) -> int:
-    """Compares and prints."""
+    """Compares the checkpoints and prints the result."""
     arch = like_arch(args)
     with closing(open_source(args.a, arch)) as a, closing(open_source(args.b, arch)) as b:
         total = sum(volume(whole(stored.shape)) for stored in hf_layout(a.arch, "float32").values())
@@ -39,12 +39,12 @@ def work(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Parses the flags; returns the exit status."""
+    """Parses the flags, compares, and returns the exit status."""
     parser = FlagParser(__doc__, EXAMPLE)
     parser.add_argument("a", metavar="A", help="checkpoint: Hugging Face, Megatron or TensorRT-LLM")
-    parser.add_argument("b", metavar="B", help="the other one")
-    parser.add_argument("--atol", type=float, help="values may differ by atol + rtol * |b|; without both: no bit may")
-    parser.add_argument("--rtol", type=float, help="as above")
+    parser.add_argument("b", metavar="B", help="checkpoint to compare with")
+    parser.add_argument("--atol", type=float, help="absolute tolerance: |a - b| <= atol + rtol * |b|; default: bitwise")
+    parser.add_argument("--rtol", type=float, help="relative tolerance, see --atol")
     add_like_flag(parser)
     return run_tool(parser, work)
 

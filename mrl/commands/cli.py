@@ -1,9 +1,9 @@
 """The command line: `mrl train|evaluate|serve|plan|rehearse|launch|report|from-verl`, the same as `python -m mrl ...`.
 
-Owns arguments, exit statuses and the one message of a run that ended early: 0 done, 2 a mistake that the user can mend
-(no traceback), 70 a rank failed, hung or was lost (`distributed/watchdog/watchdog.py`, which tells it), 75 a training
-run that stopped in order and goes on when it is started again, 130 interrupted, 143 ended by SIGTERM. What needs torch
-is imported inside the commands, so that `mrl --help` and a mistake in a config answer at once.
+Exit statuses: 0 success; 2 a `UserError`, printed without a traceback; 70 a rank failed, hung or was lost (printed by
+`distributed/watchdog/watchdog.py`); 75 a training run that stopped early in an orderly way and resumes when it is
+started again; 130 interrupted; 143 SIGTERM. Modules that need torch are imported inside the commands, so that
+`mrl --help` and an error in a config take no time.
 """
 
 from __future__ import annotations
@@ -35,47 +35,53 @@ from mrl.distributed.watchdog.stdio import outlive_readers
 from mrl.errors import ClusterError, UserError, printable
 from mrl.trainer.validation.off_policy import told_correction
 
-RANKS = "ranks of the real run; default: NxG of the config's name, else the fewest of its layout"
+WORLD_SIZE_HELP = (
+    "number of ranks of the real run; default: nodes x GPUs as in the config's file name (4x8), else the fewest ranks "
+    "that the config's parallel layout allows"
+)
 
-MAX_TOLD = 8000
-"""Characters of a message: the longest real ones, with commands that build engines, have half of it."""
+MAX_MESSAGE_LENGTH = 8000
+"""Longest error message that is printed in full, characters: twice the longest message of mrl's own."""
 
 SILENT_RANK_WAIT_S = 10.0
-"""A launcher ends all ranks when the first one ends: one that is silent lets the one that speaks end first."""
+"""Delay before the exit of a rank that prints nothing: launchers kill all ranks when the first one exits, and the rank
+that prints the error must exit first.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit status; `argv` is without the program's name.
+    """Runs a command and returns its exit status.
 
-    Without `argv` the process ends with this: no signal changes anything after it. With it the signals' handlers are
-    those of before.
+    Args:
+        argv: Arguments without the program's name; None: those of this process, which is about to exit, so the signal
+            handlers stay installed. Otherwise the previous handlers are restored.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    before = signals.begin(is_training=words[:1] == ["train"])
+    given = list(sys.argv[1:] if argv is None else argv)
+    handlers = signals.begin(is_training=given[:1] == ["train"])
     try:
-        return _run(words)
+        return _run(given)
     finally:
         if argv is not None:
-            signals.give_back(before)
+            signals.give_back(handlers)
 
 
-def _run(words: Sequence[str]) -> int:
-    arguments = _parse(words)
-    arguments.words = words
-    arguments.to_go_on = ""
-    arguments.if_ended = str
+def _run(argv: Sequence[str]) -> int:
+    arguments = _parse(argv)
+    arguments.argv = argv
+    arguments.resume_hint = ""
+    arguments.signal_hint = str  # a function; commands that can be resumed replace it
     outlive_readers()
     try:
-        with signals.raising(_is_first, lambda: str(arguments.if_ended())):
+        with signals.raising(_is_rank_0, lambda: str(arguments.signal_hint())):
             status: int | None = arguments.command(arguments)
     except UserError as error:
-        if _speaks(error):
-            print(f"mrl: error: {_short(str(error))}{arguments.to_go_on}", file=sys.stderr, flush=True)
+        if _should_print(error):
+            print(f"mrl: error: {_shortened(str(error))}{arguments.resume_hint}", file=sys.stderr, flush=True)
         else:
             time.sleep(SILENT_RANK_WAIT_S)
         return 2
     except ClusterError as error:
-        if is_mine_to_say(f"cluster {os.getppid()}"):  # a host's ranks find the same trouble
+        if is_mine_to_say(f"cluster {os.getppid()}"):  # all ranks of a host raise the same error
             print(f"mrl: error: {error}", file=sys.stderr, flush=True)
         return signals.FAILED
     except KeyboardInterrupt:
@@ -87,28 +93,33 @@ def _run(words: Sequence[str]) -> int:
     return status or 0
 
 
-def _short(text: str) -> str:
-    """A message that quotes a book has its middle left out."""
-    return text if len(text) <= MAX_TOLD else f"{text[: MAX_TOLD // 2]} [...] {text[-MAX_TOLD // 4 :]}"
+def _shortened(text: str) -> str:
+    """Returns the message, its middle cut out if it is longer than `MAX_MESSAGE_LENGTH`."""
+    return (
+        text
+        if len(text) <= MAX_MESSAGE_LENGTH
+        else f"{text[: MAX_MESSAGE_LENGTH // 2]} [...] {text[-MAX_MESSAGE_LENGTH // 4 :]}"
+    )
 
 
-def _is_first() -> bool:
-    """Whether this process speaks for its job; read in a signal's handler, where nothing may raise."""
+def _is_rank_0() -> bool:
+    """Returns whether this is rank 0; runs inside signal handlers, where nothing may raise."""
     try:
         return environment().rank == 0
     except UserError:
         return True
 
 
-def _speaks(error: UserError) -> bool:
-    """Whether this rank prints an error: one rank of the job what all ranks raised together, else one of each host.
+def _should_print(error: UserError) -> bool:
+    """Returns whether this rank prints the error.
 
-    Before ranks know each other, those of a host read the same files and raise the same error.
+    Rank 0 prints an error that all ranks raise together. Before the ranks are connected, local rank 0 of each host
+    prints: the ranks of a host read the same files and raise the same error.
     """
     try:
         here = environment()
     except UserError:
-        return True  # the launcher's variables are the mistake
+        return True  # the error is in the launcher's variables
     return here.rank == 0 if error.everywhere else here.local_rank == 0
 
 
@@ -125,33 +136,34 @@ def _train(arguments: argparse.Namespace) -> int:
             print(described, flush=True)
         return 0
 
-    def say(what: str) -> None:
+    def log(what: str) -> None:
         if environment().rank == 0:
-            print(f"mrl: {what}.{to_go_on(config, arguments.words)}", file=sys.stderr, flush=True)
+            print(f"mrl: {what}.{to_go_on(config, arguments.argv)}", file=sys.stderr, flush=True)
 
-    arguments.if_ended = lambda: to_go_on(config, arguments.words)
+    arguments.signal_hint = lambda: to_go_on(config, arguments.argv)
     if environment().rank == 0 and config.observe.console != "off":
-        print(_beginning(config), flush=True)
+        print(_start_line(config), flush=True)
     with quick_imports():
-        from mrl.train import train  # before SIGTERM is a request: imports lose exceptions
-    stop = Stop(config.run, ends=limits(config.run, variables(END_TIME)), keeps_time=environment().rank == 0, say=say)
+        # imported before `Stop` handles SIGTERM: an exception that a signal handler raises in an import gets lost
+        from mrl.train import train
+    stop = Stop(config.run, ends=limits(config.run, variables(END_TIME)), keeps_time=environment().rank == 0, say=log)
     try:
         with frozen_imports(), stop.listening():
             train(config, stop)
             if stop.why:
-                _report_early(config)
+                _write_early_report(config)
     except KeyboardInterrupt:
-        _report_early(config)
+        _write_early_report(config)
         raise
     except UserError as error:
         if error.at:
-            arguments.to_go_on = to_go_on(config, arguments.words, error.at)
+            arguments.resume_hint = to_go_on(config, arguments.argv, error.at)
         raise
     return REQUEUE if stop.why else 0
 
 
-def _report_early(config: Config) -> None:
-    """On rank 0: the report of a run that ends before its end, if there is anything to report. It says nothing."""
+def _write_early_report(config: Config) -> None:
+    """Writes the HTML report of a run that ends early, on rank 0; errors are ignored."""
     if environment().rank == 0 and config.observe.report:
         from mrl.observability.report import write_report
 
@@ -159,8 +171,8 @@ def _report_early(config: Config) -> None:
             write_report(Path(config.run.output_dir))
 
 
-def _beginning(config: Config) -> str:
-    """The first line of a run, before torch is imported: on a busy machine nothing else is shown for a while."""
+def _start_line(config: Config) -> str:
+    """Returns the first line of a run's output, printed before torch is imported, which can take a while."""
     model, ranks = config.model.path or config.model.preset, environment().world_size
     how = " asynchronously" if config.train.mode == "async" else ""
     what = f"{config.algorithm.name}{how} on {model}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
@@ -227,7 +239,7 @@ def _launch(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
     words = ["train", arguments.config, *arguments.overrides]
     job = line(start, words)
-    # a mistake is told here, not by the cluster
+    # checked here, so that an invalid config fails before the job is queued
     check_run(config, arguments.nodes * arguments.gpus_per_node, launcher=start.launcher)
     print(job, flush=True)
     if arguments.dry_run:
@@ -239,11 +251,11 @@ def _split(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise UserError(f"--launcher-args {text!r}: {error}. Write it as a shell would read it.") from error
+        raise UserError(f"--launcher-args {text!r}: {error}. Quote it as for a shell.") from error
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    if _is_first():
+    if _is_rank_0():
         print("mrl: doctor: loading mrl", file=sys.stderr, flush=True)
     with quick_imports():
         from mrl.commands.doctor.doctor import Doctor
@@ -257,16 +269,16 @@ def _from_verl(arguments: argparse.Namespace) -> None:
     from mrl.commands.from_verl.translate import translate
 
     folders = [f"--config-dir={folder}" for folder in arguments.config_dir]
-    words, output = [*folders, *arguments.words_of_verl], arguments.output
-    if "-o" in words[:-1]:  # behind the file
-        at = words.index("-o")
-        output = words[at + 1]
-        del words[at : at + 2]
-    found = translate(read(words))
-    told = {"needs no counterpart here": found.moot, "IS NOT THE SAME HERE": found.differs}
-    for title, lines in (told | {"HAS NO PLACE HERE": found.missing}).items():
-        for one in lines:
-            print(f"mrl: {title}: {one}", file=sys.stderr)
+    argv, output = [*folders, *arguments.verl_arguments], arguments.output
+    if "-o" in argv[:-1]:  # argparse.REMAINDER swallows an -o after verl's file
+        at = argv.index("-o")
+        output = argv[at + 1]
+        del argv[at : at + 2]
+    found = translate(read(argv))
+    notes = {"not needed in mrl": found.moot, "DIFFERENT IN MRL": found.differs, "NOT SUPPORTED": found.missing}
+    for title, lines in notes.items():
+        for text in lines:
+            print(f"mrl: {title}: {text}", file=sys.stderr)
     if output is None:
         print(found.text.rstrip(), flush=True)
     else:
@@ -287,7 +299,7 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Overrides may stand before and after options, which argparse alone does not accept."""
+    """Returns the parsed arguments; overrides may be before and after options, which argparse alone does not accept."""
     parser = _parser()
     if not argv:
         parser.print_help(sys.stderr)
@@ -310,7 +322,7 @@ def _path(text: str) -> str:
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        raise argparse.ArgumentTypeError(f"{text} came, expected a number above 0")
     return number
 
 
@@ -318,125 +330,145 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mrl", description="Reinforcement learning of language models at scale.")
     parser.add_argument("--version", action="version", version=f"mrl {__version__}")
     add = parser.add_subparsers(metavar="COMMAND", required=True).add_parser
-    _train_words(add("train", help="train; continue where the run folder's last checkpoint is"))
-    _evaluate_words(add("evaluate", help="score a checkpoint, or the initial model, on held-out prompts"))
-    _serve_words(
-        add("serve", help="answer OpenAI's HTTP requests from a checkpoint, a Hugging Face folder or a config")
+    _train_options(add("train", help="train a model; resumes from the newest checkpoint in the run folder"))
+    _evaluate_options(add("evaluate", help="score a checkpoint, or the initial model, on the validation prompts"))
+    _serve_options(
+        add("serve", help="serve a checkpoint, a Hugging Face folder or a config over an OpenAI-style HTTP API")
     )
-    _plan_words(add("plan", help="print memory, times and the refit's bytes on a cluster of any size, start nothing"))
-    _rehearse_words(add("rehearse", help="run a small copy of the config end to end on this machine's CPU, and report"))
-    _launch_words(add("launch", help="start `mrl train` on several ranks or hosts, by a script of launch/"))
-    _doctor_words(add("doctor", help="look for what is wrong on this machine, or between a job's ranks"))
-    _from_verl_words(add("from-verl", help="write the config of a verl run, and list what has no place in it"))
-    _report_words(add("report", help="write report.html of a run folder"))
+    _plan_options(add("plan", help="estimate memory, step time and weight-sync traffic on any cluster; starts nothing"))
+    _rehearse_options(add("rehearse", help="run a shrunken copy of the config end to end on this machine's CPU"))
+    _launch_options(add("launch", help="start `mrl train` on several ranks or hosts with torchrun, mpirun or sbatch"))
+    _doctor_options(add("doctor", help="diagnose this machine, or the network between a job's ranks"))
+    _from_verl_options(add("from-verl", help="translate a verl run into a config and list what is not supported"))
+    _report_options(add("report", help="write report.html for a run folder"))
     return parser
 
 
-def _train_words(parser: argparse.ArgumentParser) -> None:
+def _train_options(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     parser.add_argument(
-        "--dry-run", action="store_true", help="print config, ranks and the refit's cost, start nothing"
+        "--dry-run", action="store_true", help="print the resolved config, the rank layout and the weight-sync traffic"
     )
-    parser.add_argument("--world-size", type=_positive, metavar="N", help=f"with --dry-run: {RANKS}")
+    parser.add_argument("--world-size", type=_positive, metavar="N", help=f"with --dry-run: {WORLD_SIZE_HELP}")
     parser.set_defaults(command=_train)
 
 
-def _evaluate_words(parser: argparse.ArgumentParser) -> None:
+def _evaluate_options(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
-    parser.add_argument(
-        "--checkpoint", type=_path, metavar="STEP|PATH", help="which one; default: the run folder's newest"
-    )
+    _add_checkpoint(parser)
     parser.set_defaults(command=_evaluate)
 
 
-def _serve_words(parser: argparse.ArgumentParser) -> None:
+def _serve_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source", type=_path, metavar="CHECKPOINT|CONFIG",
-        help="a run folder or a checkpoint in it, a Hugging Face folder, or a YAML file",
+        help="a run folder or a checkpoint in it, a Hugging Face folder, or a config (YAML)",
     )  # fmt: skip
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="section.key=value, after the file's")
+    _add_overrides(parser)
+    _add_checkpoint(parser)
     parser.add_argument(
-        "--checkpoint", type=_path, metavar="STEP|PATH", help="which one; default: the run folder's newest"
+        "--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1; others require MRL_API_KEY"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1; any other wants MRL_API_KEY set")
-    parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
+    parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any free port")
     parser.add_argument(
-        "--model-name", metavar="NAME", default="", help="as clients say it; default: the folder's name"
+        "--model-name", metavar="NAME", default="", help="model name in the API; default: the folder's name"
     )
     parser.add_argument(
-        "--tool-format", default="hermes", help="how the model calls tools: hermes, qwen3_coder or llama3_json"
+        "--tool-format", default="hermes", help="format of the model's tool calls: hermes, qwen3_coder or llama3_json"
     )
     parser.set_defaults(command=_serve)
 
 
-def _plan_words(parser: argparse.ArgumentParser) -> None:
+def _plan_options(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
-    parser.add_argument("--world-size", type=_positive, metavar="N", help=RANKS)
-    parser.add_argument(
-        "--hardware",
-        type=_path,
-        metavar="NAME|FILE",
-        default="h100",
-        help="a row of mrl/observability/hardware.py, or YAML",
-    )
-    parser.add_argument("--gpus-per-node", type=_positive, metavar="N", help="default: what the hardware says")
+    parser.add_argument("--world-size", type=_positive, metavar="N", help=WORLD_SIZE_HELP)
+    _add_hardware(parser)
+    parser.add_argument("--gpus-per-node", type=_positive, metavar="N", help="default: that of --hardware")
     parser.set_defaults(command=_plan)
 
 
-def _rehearse_words(parser: argparse.ArgumentParser) -> None:
+def _rehearse_options(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
-    parser.add_argument("--world-size", type=_positive, metavar="N", help=RANKS)
-    parser.add_argument("--max-ranks", type=_positive, metavar="N", help="ranks here; default: up to 8, by free memory")
-    parser.add_argument("--stand-ins", action="store_true", help="let presets and sums stand in for files not here")
-    parser.add_argument("--output-dir", type=_path, metavar="FOLDER", help="default: runs/rehearse-CONFIG")
+    parser.add_argument("--world-size", type=_positive, metavar="N", help=WORLD_SIZE_HELP)
     parser.add_argument(
-        "--hardware", type=_path, metavar="NAME|FILE", default="h100", help="of the real run, as for mrl plan"
+        "--max-ranks", type=_positive, metavar="N", help="most ranks on this machine; default: up to 8, by free memory"
     )
-    parser.add_argument("--timeout-s", type=_positive, metavar="S", default=600, help="for everything; default: 600")
-    parser.add_argument("--dry-run", action="store_true", help="check and shrink, start nothing")
+    parser.add_argument(
+        "--stand-ins", action="store_true", help="use placeholders (presets, addition tasks) for files that are missing"
+    )
+    parser.add_argument("--output-dir", type=_path, metavar="FOLDER", help="default: runs/rehearse-CONFIG")
+    _add_hardware(parser)
+    parser.add_argument(
+        "--timeout-s", type=_positive, metavar="S", default=600, help="limit for the rehearsal in seconds; default: 600"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check and shrink the config, start nothing")
     parser.set_defaults(command=_rehearse)
 
 
-def _launch_words(parser: argparse.ArgumentParser) -> None:
+def _launch_options(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
-    parser.add_argument("--via", choices=list(SCRIPTS), required=True, help="who starts the ranks")
-    parser.add_argument("--nodes", type=_positive, metavar="N", default=1, help="hosts; default: 1")
-    parser.add_argument("--gpus-per-node", type=_positive, metavar="G", default=1, help="ranks of a host; default: 1")
-    parser.add_argument("--node-rank", type=int, metavar="K", help="torchrun, several hosts: which one this is")
-    parser.add_argument("--master-addr", metavar="HOST", default="", help="torchrun, several hosts: the first one")
-    parser.add_argument("--mode", choices=["torchrun", "srun"], default="torchrun", help="sbatch: who starts ranks")
-    parser.add_argument("--container-image", metavar="IMAGE", default="", help="sbatch: run in it, by pyxis")
-    parser.add_argument("--container-mounts", metavar="FROM:TO", default="", help="sbatch: folders it shares")
-    parser.add_argument("--launcher-args", metavar="TEXT", default="", help="more arguments of mpirun or sbatch")
+    parser.add_argument("--via", choices=list(SCRIPTS), required=True, help="launcher that starts the ranks")
+    parser.add_argument("--nodes", type=_positive, metavar="N", default=1, help="number of hosts; default: 1")
+    parser.add_argument("--gpus-per-node", type=_positive, metavar="G", default=1, help="ranks per host; default: 1")
+    parser.add_argument("--node-rank", type=int, metavar="K", help="torchrun on several hosts: index of this host")
+    parser.add_argument("--master-addr", metavar="HOST", default="", help="torchrun on several hosts: the first host")
+    parser.add_argument(
+        "--mode", choices=["torchrun", "srun"], default="torchrun", help="sbatch: program that starts a node's ranks"
+    )
+    parser.add_argument("--container-image", metavar="IMAGE", default="", help="sbatch: pyxis container image")
+    parser.add_argument("--container-mounts", metavar="FROM:TO", default="", help="sbatch: pyxis container mounts")
+    parser.add_argument("--launcher-args", metavar="TEXT", default="", help="extra arguments for mpirun or sbatch")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
     parser.set_defaults(command=_launch)
 
 
-def _doctor_words(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=_path, metavar="CONFIG", nargs="?", help="also look at the files that it names")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="section.key=value, after the file's")
+def _doctor_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=_path, metavar="CONFIG", nargs="?", help="also check the files of this config")
+    _add_overrides(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--timeout-s", type=_positive, metavar="S", default=60, help="wait for a rank; default: 60")
+    parser.add_argument(
+        "--timeout-s", type=_positive, metavar="S", default=60, help="seconds to wait for another rank; default: 60"
+    )
     parser.set_defaults(command=_doctor)
 
 
-def _from_verl_words(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--output", metavar="FILE", help="where the config goes; default: the terminal")
+def _from_verl_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", metavar="FILE", help="file to write the config to; default: standard output")
     parser.add_argument(
-        "--config-dir", metavar="FOLDER", action="append", default=[], help="where Hydra's config files of the run are"
+        "--config-dir", metavar="FOLDER", action="append", default=[], help="folder with the run's Hydra config files"
     )
     parser.add_argument(
-        "words_of_verl", metavar="FILE|WORD", nargs=argparse.REMAINDER,
-        help="verl's config file, a script that starts it, or its command line",
+        "verl_arguments", metavar="FILE|WORD", nargs=argparse.REMAINDER,
+        help="verl's config file, a shell script that starts verl, or verl's command line",
     )  # fmt: skip
     parser.set_defaults(command=_from_verl)
 
 
-def _report_words(parser: argparse.ArgumentParser) -> None:
+def _report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=_path, metavar="RUN", help="run folder")
     parser.set_defaults(command=_report)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=_path, metavar="CONFIG", help="YAML file, for example configs/quickstart.yaml")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="section.key=value, after the file's")
+    _add_overrides(parser)
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides", metavar="KEY=VALUE", nargs="*", help="settings that replace the file's, for example run.seed=1"
+    )
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", type=_path, metavar="STEP|PATH",
+        help="step number or folder of the checkpoint; default: the newest in the run folder",
+    )  # fmt: skip
+
+
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--hardware", type=_path, metavar="NAME|FILE", default="h100",
+        help="GPU type of the real run: a name from mrl/observability/hardware.py or a YAML file; default: h100",
+    )  # fmt: skip

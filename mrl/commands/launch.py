@@ -1,7 +1,4 @@
-"""`mrl launch`: which script of launch/ starts a job, with which variables and words.
-
-Owns the way from the command line's options to the scripts' variables; what the scripts run is theirs.
-"""
+"""`mrl launch`: selects a script of launch/ and builds its environment variables and arguments."""
 
 from __future__ import annotations
 
@@ -15,25 +12,25 @@ from mrl.errors import UserError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 FOLDER = next((path for path in (_PACKAGE / "launch", _PACKAGE.parent / "launch") if path.is_dir()), Path("launch"))
-"""The scripts: in a wheel inside the package, in a clone next to it."""
+"""Folder of the launch scripts: inside the package in a wheel, next to the package in a clone."""
 SCRIPTS = {"torchrun": "torchrun.sh", "mpirun": "mpirun.sh", "sbatch": "slurm.sbatch"}
 
 
 @dataclass(frozen=True)
 class Start:
-    """How a job is to be started.
+    """Options of `mrl launch`.
 
     Attributes:
-        via: A key of SCRIPTS.
-        nodes: Hosts.
-        ranks_per_node: Ranks of each host, one for each GPU.
-        gpus: Whether the scheduler is asked for GPUs.
-        mode: With sbatch: who starts the ranks of a node, torchrun or srun.
-        container_image: With sbatch: pyxis's image; "": none.
-        container_mounts: With sbatch: pyxis's mounts.
-        node_rank: With torchrun on several hosts: which of them this one is.
-        master_addr: With torchrun on several hosts: name or address of the first one.
-        arguments: Further words for mpirun or sbatch.
+        via: Launcher, a key of SCRIPTS.
+        nodes: Number of hosts.
+        ranks_per_node: Ranks per host, one per GPU.
+        gpus: True to request GPUs from the scheduler.
+        mode: Program that starts the ranks of a node under sbatch, torchrun or srun.
+        container_image: Image that sbatch runs in, by pyxis; "": no container.
+        container_mounts: Mounts of the pyxis container.
+        node_rank: Index of this host, for torchrun on several hosts.
+        master_addr: Name or address of host 0, for torchrun on several hosts.
+        arguments: Extra arguments for mpirun or sbatch.
     """
 
     via: str
@@ -49,13 +46,13 @@ class Start:
 
     @property
     def launcher(self) -> str:
-        """Who starts the ranks themselves, as `Environment.launcher` names it."""
+        """Program that starts the rank processes, spelled as `Environment.launcher`."""
         return self.mode if self.via == "sbatch" else self.via
 
 
 @dataclass(frozen=True)
 class Line:
-    """A command with variables of its own, as a shell would read it."""
+    """Shell command: environment variables and argv."""
 
     variables: dict[str, str]
     words: list[str]
@@ -66,19 +63,19 @@ class Line:
 
 
 def line(start: Start, words: Sequence[str], *, dry_run: bool = False) -> Line:
-    """The command that starts `mrl` with `words`.
+    """Returns the command that starts `mrl` with the arguments `words` on every rank.
 
     Args:
-        start: Launcher and size.
-        words: Of the command line after `mrl`.
-        dry_run: The script prints what it would run and starts nothing.
+        start: Launcher and job size.
+        words: Arguments of `mrl`, for example ["train", "config.yaml"].
+        dry_run: The script prints its command instead of running it.
 
     Raises:
-        UserError: The options do not fit each other, or there is no folder launch/.
+        UserError: The options contradict each other, or the folder launch/ is missing.
     """
     script = FOLDER / SCRIPTS[start.via]
     if not script.is_file():
-        raise UserError(f"{script} does not exist: this copy of mrl lacks its scripts. Install mrl again.")
+        raise UserError(f"{script} does not exist: this installation of mrl is incomplete. Reinstall mrl.")
     variables = {"torchrun": _torchrun, "mpirun": _mpirun, "sbatch": _sbatch}[start.via](start)
     if not start.container_image:
         variables = {"PYTHON": sys.executable, **variables}
@@ -88,59 +85,64 @@ def line(start: Start, words: Sequence[str], *, dry_run: bool = False) -> Line:
         return Line(variables, [str(script), "--dry-run", *words])
     if start.via != "sbatch":
         return Line(variables, [str(script), *words])
-    asked = [f"--nodes={start.nodes}", *([f"--gpus-per-node={start.ranks_per_node}"] if start.gpus else [])]
-    return Line(variables, ["sbatch", *asked, *start.arguments, str(script), *words])
+    resources = [f"--nodes={start.nodes}", *([f"--gpus-per-node={start.ranks_per_node}"] if start.gpus else [])]
+    return Line(variables, ["sbatch", *resources, *start.arguments, str(script), *words])
 
 
 def start_words(num_ranks: int, *, mpi: bool) -> str:
-    """How a job of so many ranks is started; `mpi`: its engine's ranks talk over MPI."""
+    """Returns the command that starts a job of `num_ranks` ranks, for printing.
+
+    Args:
+        num_ranks: World size.
+        mpi: True if the rollout engine communicates over MPI and so needs mpirun or srun.
+    """
     if num_ranks == 1:
         return "mrl train CONFIG"
     if mpi:
         return (
             f"NPROC={num_ranks} launch/mpirun.sh train CONFIG, or launch/slurm.sbatch with MODE=srun "
-            "SRUN_ARGS=--mpi=pmix: TensorRT-LLM's ranks of a replica talk over MPI"
+            "SRUN_ARGS=--mpi=pmix: the ranks of a TensorRT-LLM replica communicate over MPI"
         )
-    return f"{num_ranks} ranks by any of {', '.join(f'launch/{script}' for script in SCRIPTS.values())}"
+    return f"{num_ranks} ranks with one of {', '.join(f'launch/{script}' for script in SCRIPTS.values())}"
 
 
 def _torchrun(start: Start) -> dict[str, str]:
-    _only_sbatch(start)
+    _refuse_sbatch_options(start)
     if start.arguments:
-        raise UserError("--launcher-args are for --via mpirun or sbatch.")
+        raise UserError("--launcher-args is only for --via mpirun or sbatch.")
     variables = {"NPROC_PER_NODE": str(start.ranks_per_node)}
     if start.nodes == 1:
         return variables
     if start.node_rank is None or not start.master_addr:
         raise UserError(
-            f"--via torchrun --nodes {start.nodes}: run the same command on each host, with --master-addr FIRST_HOST "
-            f"and --node-rank 0 to {start.nodes - 1}; or use --via sbatch or mpirun, which start all hosts."
+            f"--via torchrun --nodes {start.nodes} needs --master-addr FIRST_HOST and --node-rank K (0 to "
+            f"{start.nodes - 1}): run the command once per host. Or use --via sbatch or mpirun, which start all hosts."
         )
     if not 0 <= start.node_rank < start.nodes:
-        raise UserError(f"--node-rank {start.node_rank} is not one of 0 to {start.nodes - 1} (--nodes {start.nodes}).")
-    several = {"NNODES": str(start.nodes), "NODE_RANK": str(start.node_rank), "MASTER_ADDR": start.master_addr}
-    return variables | several
+        raise UserError(f"--node-rank is {start.node_rank}, expected 0 to {start.nodes - 1} (--nodes {start.nodes}).")
+    rendezvous = {"NNODES": str(start.nodes), "NODE_RANK": str(start.node_rank), "MASTER_ADDR": start.master_addr}
+    return variables | rendezvous
 
 
 def _mpirun(start: Start) -> dict[str, str]:
-    _only_sbatch(start)
-    _only_torchrun(start)
+    _refuse_sbatch_options(start)
+    _refuse_torchrun_options(start)
     variables = {"NPROC": str(start.nodes * start.ranks_per_node)}
     return variables | ({"MPIRUN_ARGS": " ".join(start.arguments)} if start.arguments else {})
 
 
 def _sbatch(start: Start) -> dict[str, str]:
-    _only_torchrun(start)
+    _refuse_torchrun_options(start)
     variables = {"MODE": start.mode, "NPROC_PER_NODE": str(start.ranks_per_node)}
     container = {"CONTAINER_IMAGE": start.container_image, "CONTAINER_MOUNTS": start.container_mounts}
     return variables | {name: value for name, value in container.items() if value}
 
 
-def _only_sbatch(start: Start) -> None:
+def _refuse_sbatch_options(start: Start) -> None:
     if start.container_image or start.container_mounts or start.mode != "torchrun":
-        raise UserError("--mode, --container-image and --container-mounts are for --via sbatch.")
+        raise UserError("--mode, --container-image and --container-mounts are only for --via sbatch.")
 
 
-def _only_torchrun(start: Start) -> None:
+def _refuse_torchrun_options(start: Start) -> None:
     if start.node_rank is not None or start.master_addr:
-        raise UserError("--node-rank and --master-addr are for --via torchrun.")
+        raise UserError("--node-rank and --master-addr are only for --via torchrun.")

@@ -1,7 +1,6 @@
-"""The pre-norm decoder that the families share: its rows, and config.json <-> ArchSpec.
+"""Pre-norm decoder that all families share: its parameter table and the conversion between config.json and ArchSpec.
 
-Owns what these families have in common; what differs (a default, a bias, a norm) stands in the family's own file. It
-reads no file: `hf_config.py` does. Rotary settings are read in `_rope.py`; which keys there may be is in `_keys.py`.
+A family's own file has only what differs: a default, a bias, a norm. No file is read here, `hf_config.py` does that.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mrl.errors import UserError
-from mrl.models._keys import refuse_windows
+from mrl.models._keys import refuse_sliding_window
 from mrl.models._rope import read_rope, write_rope
-from mrl.models._values import flag, real, value_of, whole
+from mrl.models._values import flag, positive_float, positive_int, value_of
 from mrl.models.base import ArchSpec, ConfigKeys, Family, Kind, MoeSpec, ParamSpec, Place
 
 ATTENTION: tuple[ParamSpec, ...] = (
@@ -92,7 +91,7 @@ ATTENTION: tuple[ParamSpec, ...] = (
         place=Place.LAYER,
     ),
 )
-"""Embeddings, and a layer up to its MLP."""
+"""Embedding, and the attention half of a decoder layer."""
 
 DENSE_MLP: tuple[ParamSpec, ...] = (
     ParamSpec(
@@ -124,7 +123,7 @@ DENSE_MLP: tuple[ParamSpec, ...] = (
         place=Place.LAYER,
     ),
 )
-"""The norm before the MLP, and the MLP."""
+"""MLP half of a decoder layer: the norm and the dense MLP."""
 
 HEAD: tuple[ParamSpec, ...] = (
     ParamSpec(
@@ -156,16 +155,16 @@ HEAD: tuple[ParamSpec, ...] = (
         when=lambda arch: arch.value_head,
     ),
 )
-"""Behind the last layer."""
+"""Final norm, and the output layer or the value head."""
 
 DECODER = ATTENTION + DENSE_MLP + HEAD
-"""A whole dense model."""
+"""Parameters of a dense model."""
 
 DEFAULTS: Mapping[str, Any] = {"head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-"""What transformers assumes in most families for keys that config.json may leave out."""
+"""Values that transformers assumes in most families for keys missing from config.json."""
 
-MOST_LAYERS, MOST_EXPERTS = 2000, 200_000
-"""Bounds on a model's layers and its experts in all layers; tables name the tensors of each."""
+MAX_LAYERS, MAX_EXPERTS = 2000, 200_000
+"""Limits on the number of layers, and on the number of experts summed over layers."""
 
 
 def arch_from_config(
@@ -176,44 +175,44 @@ def arch_from_config(
     qkv_bias: bool = False,
     qk_norm: bool = False,
     moe: MoeSpec | None = None,
-    slides: Callable[[Mapping[str, Any], int], bool] = lambda config, layers: True,
+    uses_window: Callable[[Mapping[str, Any], int], bool] = lambda config, layers: True,
     rope_types: tuple[str, ...] = ("default", "llama3"),
 ) -> ArchSpec:
-    """config.json of a llama-like decoder -> ArchSpec.
+    """Converts the config.json of a llama-like decoder into an ArchSpec.
 
     Args:
-        config: The parsed file.
-        family: File in `mrl/models`.
-        defaults: What transformers assumes for keys that the file may leave out.
-        qkv_bias: As in `ArchSpec`; `defaults` may have it as a key of config.json.
-        qk_norm: As in `ArchSpec`.
-        moe: As in `ArchSpec`.
-        slides: (config.json, layers) -> whether some layer attends to the last `sliding_window` tokens only.
-        rope_types: Rotary types of the family, among those that mrl builds.
+        config: Parsed config.json.
+        family: File name in `mrl/models`.
+        defaults: Values that transformers assumes for missing keys.
+        qkv_bias: See `ArchSpec`; ignored if `defaults` has the key "qkv_bias", which then is read from config.json.
+        qk_norm: See `ArchSpec`.
+        moe: See `ArchSpec`.
+        uses_window: Function (config.json, number of layers) -> whether a layer uses the sliding window.
+        rope_types: Rotary types that the family has, out of "default" and "llama3".
 
     Raises:
-        UserError: A key is missing or has the wrong type, sizes do not fit together, or the structure is one that mrl
-            does not build.
+        UserError: A key is missing or has the wrong type, sizes are inconsistent, or mrl does not implement the
+            structure.
     """
-    layers = whole(config, "num_hidden_layers", defaults, most=MOST_LAYERS)
-    refuse_windows(config, {"sliding_window": None, **defaults}, layers, slides=slides(config, layers))
-    if moe is not None and layers * moe.num_experts > MOST_EXPERTS:
-        raise UserError(f"config.json: {layers} layers of {moe.num_experts} experts; expected at most {MOST_EXPERTS}.")
-    heads = whole(config, "num_attention_heads", defaults)
-    hidden = whole(config, "hidden_size", defaults)
+    layers = positive_int(config, "num_hidden_layers", defaults, most=MAX_LAYERS)
+    refuse_sliding_window(config, {"sliding_window": None, **defaults}, layers, uses_window=uses_window(config, layers))
+    if moe is not None and layers * moe.num_experts > MAX_EXPERTS:
+        raise UserError(f"config.json: {layers} layers of {moe.num_experts} experts; expected at most {MAX_EXPERTS}.")
+    heads = positive_int(config, "num_attention_heads", defaults)
+    hidden = positive_int(config, "hidden_size", defaults)
     kv_heads = _kv_heads(config, defaults, heads)
     theta, scaling = read_rope(config, {"rope_theta": 10000.0, **defaults}, rope_types)
     return ArchSpec(
         family=family,
         num_layers=layers,
         hidden_size=hidden,
-        intermediate_size=whole(config, "intermediate_size", defaults),
+        intermediate_size=positive_int(config, "intermediate_size", defaults),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=_head_dim(config, defaults, hidden, heads),
-        vocab_size=whole(config, "vocab_size", defaults),
-        max_position_embeddings=whole(config, "max_position_embeddings", defaults),
-        rms_norm_eps=real(config, "rms_norm_eps", defaults),
+        vocab_size=positive_int(config, "vocab_size", defaults),
+        max_position_embeddings=positive_int(config, "max_position_embeddings", defaults),
+        rms_norm_eps=positive_float(config, "rms_norm_eps", defaults),
         rope_theta=theta,
         tie_word_embeddings=flag(config, "tie_word_embeddings", defaults),
         qkv_bias=flag(config, "qkv_bias", defaults) if "qkv_bias" in defaults else qkv_bias,
@@ -225,7 +224,7 @@ def arch_from_config(
 
 def _kv_heads(config: Mapping[str, Any], defaults: Mapping[str, Any], heads: int) -> int:
     missing = value_of(config, "num_key_value_heads", defaults) is None
-    kv_heads = heads if missing else whole(config, "num_key_value_heads", defaults)
+    kv_heads = heads if missing else positive_int(config, "num_key_value_heads", defaults)
     if heads % kv_heads:
         raise UserError(
             f"config.json: num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})."
@@ -245,18 +244,18 @@ def decoder_family(
     trtllm_architecture: str | None = None,
     **structure: Any,
 ) -> Family:
-    """The table of a family.
+    """Builds the `Family` of a llama-like decoder.
 
     Args:
-        model_type: As `Family.hf_model_type`; the file in `mrl/models` has the same name.
-        architecture: As `Family.hf_architecture`.
-        keys: As in `Family`.
-        defaults: What transformers assumes for keys that the file may leave out, where it is not `DEFAULTS`.
-        fixed: The family's own keys of config.json for a model.
-        params: As in `Family`.
-        moe: `_moe.moe_spec` with the family's keys; None: the family is dense.
-        trtllm_architecture: As in `Family`, where it is not `architecture`.
-        **structure: As `arch_from_config` takes it.
+        model_type: `Family.hf_model_type`, equal to the file name in `mrl/models`.
+        architecture: `Family.hf_architecture`.
+        keys: `Family.keys`.
+        defaults: Values that transformers assumes for missing keys, where they differ from `DEFAULTS`.
+        fixed: Function from an ArchSpec to the family's own keys of config.json.
+        params: `Family.params`.
+        moe: `_moe.moe_spec` with the family's key names bound; None: dense.
+        trtllm_architecture: `Family.trtllm_architecture`; None: equal to `architecture`.
+        **structure: Further arguments of `arch_from_config`.
     """
     known = {**DEFAULTS, **defaults}
 
@@ -280,7 +279,7 @@ def decoder_family(
 
 def _head_dim(config: Mapping[str, Any], defaults: Mapping[str, Any], hidden: int, heads: int) -> int:
     if value_of(config, "head_dim", defaults) is not None or defaults["head_dim"] is not None:
-        head_dim = whole(config, "head_dim", defaults)
+        head_dim = positive_int(config, "head_dim", defaults)
     elif hidden % heads == 0:
         head_dim = hidden // heads
     else:
@@ -293,7 +292,7 @@ def _head_dim(config: Mapping[str, Any], defaults: Mapping[str, Any], hidden: in
 
 
 def config_from_arch(arch: ArchSpec, *, model_type: str, architecture: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """ArchSpec -> config.json; `fixed` are the family's own keys."""
+    """Returns the config.json of a model; `fixed` adds the family's own keys."""
     critic = {"id2label": {"0": "value"}, "label2id": {"value": 0}} if arch.value_head else {}
     return {
         "architectures": [architecture.replace("CausalLM", "SequenceClassification") if critic else architecture],

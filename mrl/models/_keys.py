@@ -1,9 +1,8 @@
-"""What becomes of every key of a config.json: read, without effect on the numbers, or held to one value.
+"""Treatment of every key of a config.json: read, without effect on the numbers, or restricted to one value.
 
-Owns these three lists, and the refusals that follow from them. A key is what transformers' config class declares, or
-what transformers looks for while it loads and runs a model; tests/models/test_config_keys.py holds the lists against
-the installed transformers, key by key. A key in none of them is one that transformers does not know either, unless the
-installed version is newer than the lists: then it must have its default.
+The lists cover the keys that transformers' config classes declare and those that transformers reads while it loads and
+runs a model; tests/models/test_config_keys.py compares them with the installed transformers. An unlisted key is unknown
+to transformers too and is ignored, unless a newer transformers declares it: then it must have its default value.
 """
 
 from __future__ import annotations
@@ -29,44 +28,44 @@ DECODER_KEYS = (
     "tie_word_embeddings",
     *ROPE_KEYS,
 )
-"""The keys that shape the `ArchSpec` of every family."""
+"""Keys that determine the `ArchSpec` in every family."""
 
 WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-"""The keys that say which layers attend to a part of the context only: none must."""
+"""Keys that enable sliding-window attention, which mrl does not implement."""
 
 OF_TRANSFORMERS = "how transformers runs the model, not what it computes"
-_CLASSIFIER = "of a classifier's head"
-TRAINING = "acts while transformers trains; mrl trains on the probabilities that the engine samples from"
-_ONE_MODEL = "it describes a model of several parts"
-_SAMPLING = "of transformers' generate; the `rollout` section says how tokens are sampled"
-_OTHER_MODELS = "of models with an encoder, or of the tokenizer"
-_OTHER_FRAMEWORKS = "of TensorFlow or TorchScript"
+_CLASSIFIER = "for classification heads"
+TRAINING = "only for training with transformers; mrl trains without dropout and noise, as the engine samples"
+_ONE_MODEL = "models with several parts (encoder, vision) are not supported"
+_SAMPLING = "for transformers' generate; mrl samples with the `rollout` section"
+_OTHER_MODELS = "for encoder models, or for the tokenizer"
+_OTHER_FRAMEWORKS = "for TensorFlow or TorchScript"
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "architectures": "the family is chosen by model_type",
     "attention_dropout": TRAINING,
     "attn_implementation": OF_TRANSFORMERS,
-    "auto_map": "code of a model folder is never run",
-    "bos_token_id": "the tokenizer's business",
+    "auto_map": "mrl never runs code of a model folder",
+    "bos_token_id": "read with the tokenizer",
     "chunk_size_feed_forward": OF_TRANSFORMERS,
-    "dtype": "the config says which dtype mrl computes in",
+    "dtype": "mrl computes in model.dtype",
     "eos_token_id": "read with the tokenizer",
     "experts_implementation": OF_TRANSFORMERS,
     "gradient_checkpointing": OF_TRANSFORMERS,
     "id2label": _CLASSIFIER,
-    "initializer_range": "of weights that are not loaded",
+    "initializer_range": "the weights are loaded, not initialized",
     "label2id": _CLASSIFIER,
     "model_type": "it chose the family",
     "name_or_path": "where the model came from",
-    "num_heads": "transformers only compares it with other models' keys",
+    "num_heads": "transformers uses it only for other models",
     "num_labels": _CLASSIFIER,
     "output_attentions": OF_TRANSFORMERS,
     "output_hidden_states": OF_TRANSFORMERS,
-    "pad_token_id": "the tokenizer's business",
+    "pad_token_id": "read with the tokenizer",
     "problem_type": _CLASSIFIER,
     "return_dict": OF_TRANSFORMERS,
-    "torch_dtype": "the config says which dtype mrl computes in",
-    "transformers_version": "who wrote the file",
+    "torch_dtype": "mrl computes in model.dtype",
+    "transformers_version": "version of the library that wrote the file",
     "use_cache": OF_TRANSFORMERS,
     **dict.fromkeys(
         (
@@ -90,63 +89,65 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 }  # fmt: skip
 """Key -> why log-probabilities do not depend on it."""
 
-HELD: Mapping[str, tuple[Any, str]] = {
+REQUIRED_VALUES: Mapping[str, tuple[Any, str]] = {
     "add_cross_attention": (False, _ONE_MODEL),
-    "attention_chunk_size": (None, "all layers must attend to the whole context"),
-    "configuration_files": (None, "transformers would read another file in place of this one"),
+    "attention_chunk_size": (None, "all layers must attend to the full context"),
+    "configuration_files": (None, "transformers would read another file instead of this one"),
     "decoder": (None, _ONE_MODEL),
     "fusion_config": (None, _ONE_MODEL),
     "generator": (None, _ONE_MODEL),
     "hidden_act": ("silu", "the activation must be silu"),
     "is_causal": (True, "a token must not attend to later ones"),
     "is_encoder_decoder": (False, _ONE_MODEL),
-    "kv_sharing_modes": (None, "every layer must have its own keys and values"),
+    "kv_sharing_modes": (None, "layers that share keys and values are not supported"),
     "mlp_layer_types": (None, "all layers must have the same MLP"),
-    "mtp_layer_types": (None, "layers that predict several tokens are not built"),
-    "num_kv_shared_layers": (None, "every layer must have its own keys and values"),
+    "mtp_layer_types": (None, "multi-token prediction is not supported"),
+    "num_kv_shared_layers": (None, "layers that share keys and values are not supported"),
     "per_layer_config": (None, "all layers must be the same"),
-    "pruned_heads": ({}, "all heads are built"),
+    "pruned_heads": ({}, "pruned heads are not supported"),
     "text_config": (None, _ONE_MODEL),
     "transformers_weights": (None, "transformers would read the weights from that file"),
     "vision_aspect_ratio": (None, _ONE_MODEL),
     "vision_feature_layer": (None, _ONE_MODEL),
     "vision_feature_select_strategy": (None, _ONE_MODEL),
 }
-"""Key -> the value that it must have where it is set, and why."""
+"""Key -> (the only supported value, the reason)."""
 
 QUANTIZED = ("quantization_config", "compression_config")
 
 
 def config_keys(
-    *read: str, held: Mapping[str, tuple[Any, str]] | None = None, without_effect: Mapping[str, str] | None = None
+    *read: str,
+    required_values: Mapping[str, tuple[Any, str]] | None = None,
+    without_effect: Mapping[str, str] | None = None,
 ) -> ConfigKeys:
-    """The keys of a family: those of every decoder, and its own.
+    """Returns the treatment of a family's keys: the shared lists and the family's own.
 
     Args:
-        read: Its own keys that shape the `ArchSpec`.
-        held: As in `HELD`.
-        without_effect: As in `WITHOUT_EFFECT`.
+        read: Additional keys that determine the `ArchSpec`.
+        required_values: Additional entries of `REQUIRED_VALUES`.
+        without_effect: Additional entries of `WITHOUT_EFFECT`.
     """
     return ConfigKeys(
         read=frozenset((*DECODER_KEYS, *WINDOW_KEYS, *QUANTIZED, *read)),
-        held={**HELD, **(held or {})},
+        required_values={**REQUIRED_VALUES, **(required_values or {})},
         without_effect={**WITHOUT_EFFECT, **(without_effect or {})},
     )
 
 
 def refuse_foreign_structure(config: Mapping[str, Any], keys: ConfigKeys) -> None:
-    """Raises UserError for keys under which the family's table would be the wrong model."""
+    """Raises UserError for a config.json that the family's parameter table would build wrongly."""
     family = config["model_type"]
     if any(config.get(key) is not None for key in QUANTIZED):
         raise UserError(
             "config.json: the checkpoint is quantized (quantization_config). Training needs float weights: use the "
             "bfloat16 or float32 release of this model."
         )
-    for key, (only, reason) in keys.held.items():
+    for key, (only, reason) in keys.required_values.items():
         value = config.get(key, only)
         if (type(value), value) != (type(only), only):
             raise UserError(
-                f"config.json: {key} is {shown(value)}; {reason}. mrl's '{family}' builds {shown(only)} only."
+                f"config.json: {key} is {shown(value)}; {reason}. mrl supports only {shown(only)} for '{family}'."
             )
     unknown = {key: value for key, value in config.items() if key not in keys.all and value is not None}
     if not unknown:
@@ -154,13 +155,16 @@ def refuse_foreign_structure(config: Mapping[str, Any], keys: ConfigKeys) -> Non
     for key, default in _declared(family).items():
         if key in unknown and unknown[key] != default:
             raise UserError(
-                f"config.json: {key} is {shown(unknown[key])}. The installed transformers knows this key of '{family}' "
-                f"models, mrl does not: only its default, {shown(default)}, is sure to be what mrl builds."
+                f"config.json: {key} is {shown(unknown[key])}. The installed transformers declares this key for "
+                f"'{family}', mrl does not know it and supports only its default, {shown(default)}."
             )
 
 
-def last_layers_slide(config: Mapping[str, Any], layers: int) -> bool:
-    """Qwen 2's and 3's rule: the layers from `max_window_layers` on, unless `layer_types` names each one's kind."""
+def last_layers_use_window(config: Mapping[str, Any], layers: int) -> bool:
+    """Returns whether a Qwen 2 or 3 model uses a sliding window.
+
+    The layers from `max_window_layers` on do, unless `layer_types` names the attention of each layer.
+    """
     first = value_of(config, "max_window_layers", {"max_window_layers": 28})
     return (
         flag(config, "use_sliding_window", {"use_sliding_window": False})
@@ -169,36 +173,38 @@ def last_layers_slide(config: Mapping[str, Any], layers: int) -> bool:
     )
 
 
-def any_layer_slides(config: Mapping[str, Any], layers: int) -> bool:
-    """The rule of qwen's mixtures: versions of transformers chose other layers, so that none may slide."""
+def any_layer_uses_window(config: Mapping[str, Any], layers: int) -> bool:
+    """Returns whether a Qwen MoE model uses a sliding window in any layer; versions of transformers differ in which."""
     return flag(config, "use_sliding_window", {"use_sliding_window": False})
 
 
-def refuse_windows(config: Mapping[str, Any], defaults: Mapping[str, Any], layers: int, *, slides: bool) -> None:
-    """Raises UserError where a layer attends to less than the whole context.
+def refuse_sliding_window(
+    config: Mapping[str, Any], defaults: Mapping[str, Any], layers: int, *, uses_window: bool
+) -> None:
+    """Raises UserError if a layer uses sliding-window attention.
 
     Args:
-        config: The parsed file.
-        defaults: What transformers assumes for keys that the file may leave out.
-        layers: Of the model.
-        slides: Whether some layer would attend to the last `sliding_window` tokens only.
+        config: Parsed config.json.
+        defaults: Values that transformers assumes for missing keys.
+        layers: Number of layers.
+        uses_window: True if a layer is subject to `sliding_window`.
     """
     kinds = config.get("layer_types")
     if kinds is not None and kinds != ["full_attention"] * layers:
         raise UserError(f"config.json: layer_types is {shown(kinds)}; all {layers} layers must be 'full_attention'.")
     window = value_of(config, "sliding_window", defaults)
-    if not slides or window is None:
+    if not uses_window or window is None:
         return
     longest = value_of(config, "max_position_embeddings", defaults)
     if not isinstance(window, int) or window < longest:
         raise UserError(
             f"config.json: sliding_window is {shown(window)}, below max_position_embeddings={shown(longest)}, and some "
-            "layers use it (use_sliding_window, max_window_layers); all layers must attend to the whole context."
+            "layers use it (use_sliding_window, max_window_layers). mrl supports only full attention."
         )
 
 
 def _declared(family: str) -> dict[str, Any]:
-    """The keys that the installed transformers declares for a family -> their defaults."""
+    """Returns the keys that the installed transformers declares for a family, with their defaults."""
     from transformers import CONFIG_MAPPING
 
     settings = CONFIG_MAPPING[family]().to_dict()

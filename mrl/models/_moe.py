@@ -1,6 +1,6 @@
-"""The mixture-of-experts layer that takes the place of the dense MLP: its rows, and config.json <-> MoeSpec.
+"""Mixture-of-experts layer that replaces the dense MLP: its parameter table and config.json <-> MoeSpec.
 
-Owns what mixtral, qwen2_moe and qwen3_moe have in common; how a family spells its tensors and keys stands in its file.
+Shared by mixtral, qwen2_moe and qwen3_moe; the spelling of names and keys is in the file of each family.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 from mrl.errors import UserError, shown
 from mrl.models._decoder import DENSE_MLP
 from mrl.models._keys import OF_TRANSFORMERS
-from mrl.models._values import flag, whole
+from mrl.models._values import flag, positive_int
 from mrl.models.base import Kind, MoeSpec, ParamSpec, Place
 
 ROUTER_WITHOUT_EFFECT: Mapping[str, str] = {
     "output_router_logits": OF_TRANSFORMERS,
-    "router_aux_loss_coef": "actor.moe_aux_loss_coeff says how mrl balances the experts",
+    "router_aux_loss_coef": "mrl uses actor.moe_aux_loss_coeff",
 }
-"""Keys of a mixture of experts -> why log-probabilities do not depend on them."""
+"""Keys of MoE models -> why log-probabilities do not depend on them."""
 
 QWEN_KEYS = (
     "num_experts",
@@ -29,24 +29,24 @@ QWEN_KEYS = (
     "decoder_sparse_step",
     "mlp_only_layers",
 )
-"""The keys of config.json that qwen's families share and read."""
+"""Keys of config.json that the Qwen MoE families share."""
 
 QWEN_MLP = "model.layers.{layer}.mlp."
-"""What the Hugging Face names of qwen's experts begin with."""
+"""Prefix of the Hugging Face names of Qwen's experts."""
 
 
 def moe_layer(
     prefix: str, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[ParamSpec, ...]:
-    """The norm before the experts, the router ("gate" in Hugging Face names) and the experts.
+    """Returns the parameters of an MoE layer: the norm, the router ("gate" in Hugging Face names) and the experts.
 
-    With TransformerEngine the norm stays a module of its own, unlike before a dense MLP.
+    Under TransformerEngine this norm is a separate module; in a dense layer it is fused into the MLP.
 
     Args:
-        prefix: Of the Hugging Face names, "model.layers.{layer}....".
-        gate: Name of an expert's projection into the activated branch.
-        up: Of the projection into the other branch.
-        down: Of the projection back.
+        prefix: Start of the Hugging Face names, "model.layers.{layer}....".
+        gate: Hugging Face name of an expert's gate projection (the activated branch).
+        up: Hugging Face name of an expert's up projection.
+        down: Hugging Face name of an expert's down projection.
     """
     experts = "decoder.layers.{layer}.mlp.experts"
     return (
@@ -85,7 +85,7 @@ def moe_layer(
 
 
 def shared_expert(prefix: str) -> tuple[ParamSpec, ...]:
-    """The expert that every token goes to, and its gate."""
+    """Returns the parameters of the shared expert and its sigmoid gate."""
     shared = "decoder.layers.{layer}.mlp.shared_experts"
     return (
         ParamSpec(
@@ -122,18 +122,18 @@ def moe_spec(
     config: Mapping[str, Any],
     *,
     defaults: Mapping[str, Any],
-    key_of_number: Callable[[Mapping[str, Any]], str],
+    num_experts_key: Callable[[Mapping[str, Any]], str],
     intermediate_size: str = "moe_intermediate_size",
     shared_intermediate_size: str | None = None,
 ) -> MoeSpec:
-    """config.json -> MoeSpec.
+    """Reads the MoeSpec from a config.json.
 
     Args:
-        config: The parsed file.
-        defaults: What transformers assumes for keys that the file may leave out; without `norm_topk_prob` it is true.
-        key_of_number: config.json -> its key for the number of experts.
-        intermediate_size: The family's key for the width of an expert.
-        shared_intermediate_size: Its key for the width of the shared expert; None: there is none.
+        config: Parsed config.json.
+        defaults: Values that transformers assumes for missing keys; `norm_topk_prob` is true if it is not among them.
+        num_experts_key: Function from config.json to its key for the number of experts.
+        intermediate_size: Key for the FFN width of an expert.
+        shared_intermediate_size: Key for the FFN width of the shared expert; None: the family has none.
 
     Raises:
         UserError: A key is missing or wrong, or some layers have a dense MLP.
@@ -141,39 +141,40 @@ def moe_spec(
     if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
         raise UserError(
             f"config.json: decoder_sparse_step={shown(config.get('decoder_sparse_step', 1))}, mlp_only_layers="
-            f"{shown(config.get('mlp_only_layers'))}: some layers have a dense MLP. mrl builds "
-            "experts in all layers or none."
+            f"{shown(config.get('mlp_only_layers'))}: some layers have a dense MLP. mrl supports "
+            "experts in all layers or in none."
         )
-    num_experts = key_of_number(config)
-    experts, top_k = whole(config, num_experts, defaults), whole(config, "num_experts_per_tok", defaults)
+    num_experts = num_experts_key(config)
+    experts, top_k = positive_int(config, num_experts, defaults), positive_int(config, "num_experts_per_tok", defaults)
     if top_k > experts:
         raise UserError(f"config.json: num_experts_per_tok ({top_k}) is above {num_experts} ({experts}).")
+    shared_key = shared_intermediate_size
     return MoeSpec(
         num_experts=experts,
         top_k=top_k,
-        intermediate_size=whole(config, intermediate_size, defaults),
+        intermediate_size=positive_int(config, intermediate_size, defaults),
         norm_topk_prob="norm_topk_prob" not in defaults or flag(config, "norm_topk_prob", defaults),
-        shared_intermediate_size=whole(config, shared_intermediate_size, defaults) if shared_intermediate_size else 0,
+        shared_intermediate_size=0 if shared_key is None else positive_int(config, shared_key, defaults),
     )
 
 
 def experts_key(config: Mapping[str, Any]) -> str:
-    """The key with the number of experts: transformers has two names for it, whatever the family's own one is.
+    """Returns the key for the number of experts; transformers writes one of two names in any family.
 
     Raises:
-        UserError: Both are there and differ.
+        UserError: Both keys are present and differ.
     """
     both = [key for key in ("num_experts", "num_local_experts") if key in config]
     if len(both) == 2 and config[both[0]] != config[both[1]]:
         raise UserError(
             f"config.json: num_experts is {shown(config[both[0]])} and num_local_experts {shown(config[both[1]])}; "
-            "they are one number. Keep the one that is meant."
+            "both are the number of experts. Remove the wrong one."
         )
     return both[0] if both else "num_experts"
 
 
 def qwen_keys(moe: MoeSpec) -> dict[str, Any]:
-    """MoeSpec -> the keys of config.json that qwen's families share; the shared expert's width is not among them."""
+    """Returns the keys of config.json that the Qwen MoE families share, without the shared expert's width."""
     return {
         "num_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,

@@ -1,8 +1,8 @@
-"""The rotary settings of a config.json, in both spellings.
+"""Rotary settings of a config.json, in both spellings.
 
-Transformers 5 keeps them in `rope_parameters`; older versions in `rope_theta` beside `rope_scaling`, which transformers
-5 reads too, and then in place of `rope_parameters`. Both are read; a file in which they disagree would be another model
-in another version, and is refused. Both are written, so that either version loads the result.
+Transformers 5 writes `rope_parameters`; older versions write `rope_theta` and `rope_scaling`, which transformers 5 also
+reads, in preference to `rope_parameters`. A file in which the two disagree is refused, since it describes different
+models to different versions. Both are written, so that every version can load the result.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrl.errors import UserError, shown
-from mrl.models._values import real, whole
+from mrl.models._values import positive_float, positive_int
 from mrl.models.base import ArchSpec, RopeScaling
 
 ROPE_KEYS = (
@@ -21,7 +21,7 @@ ROPE_KEYS = (
     "partial_rotary_factor",
     "original_max_position_embeddings",
 )
-"""The keys of config.json that this file reads."""
+"""Keys of config.json that this file reads."""
 
 _PARTS = {
     "default": ("rope_theta", "partial_rotary_factor"),
@@ -34,43 +34,42 @@ _PARTS = {
         "original_max_position_embeddings",
     ),
 }
-"""The rotary types that mrl builds -> what may stand beside the type."""
+"""Supported rotary types -> settings allowed in addition to the type."""
 
 
 def read_rope(
     config: Mapping[str, Any], defaults: Mapping[str, Any], types: tuple[str, ...]
 ) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) that a config.json asks for.
+    """Returns (rope_theta, scaling) of a config.json.
 
     Args:
-        config: The parsed file.
-        defaults: What transformers assumes; its `rope_theta`.
-        types: Of the family, among "default" and "llama3".
+        config: Parsed config.json.
+        defaults: Values that transformers assumes for missing keys; "rope_theta" is used.
+        types: Rotary types that the family has, out of "default" and "llama3".
 
     Raises:
-        UserError: A rotary type that mrl does not build, a part that is not there or not known, or two spellings that
-            disagree.
+        UserError: Unsupported rotary type, a missing or unknown setting, or two spellings that disagree.
     """
-    _rotates_everything(config)
+    _refuse_partial_rotation(config)
     found = {}
     for key in ("rope_parameters", "rope_scaling"):
         if config.get(key):
             found[key] = _read(config, key, defaults, types)
     if not found:
-        return real(config, "rope_theta", defaults), None
+        return positive_float(config, "rope_theta", defaults), None
     (first, settings), *others = found.items()
     for other, different in others:
         if different != settings:
             raise UserError(
                 f"config.json: {first} ({shown(config[first])}) and {other} ({shown(config[other])}) disagree with "
-                f"rope_theta={shown(config.get('rope_theta'))}: versions of transformers would read different models. "
-                "Keep the one that is meant."
+                f"rope_theta={shown(config.get('rope_theta'))}: different versions of transformers would read "
+                "different models. Remove the wrong one."
             )
     return settings
 
 
 def write_rope(arch: ArchSpec) -> dict[str, Any]:
-    """Both spellings of a model's rotary settings."""
+    """Returns the rotary settings of a model as keys of config.json, in both spellings."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": arch.rope_theta}
     if arch.rope_scaling is not None:
         rope |= {"rope_type": "llama3", **vars(arch.rope_scaling)}
@@ -93,48 +92,49 @@ def _read(
         raise UserError(f"config.json: {key} has rope_type={shown(kind)} and type={shown(rope['type'])}. Keep one.")
     if kind not in types:
         raise UserError(
-            f"config.json: rope_type is {shown(kind)} in {key}; mrl builds {' and '.join(map(repr, types))}."
+            f"config.json: rope_type is {shown(kind)} in {key}; mrl supports {' and '.join(map(repr, types))}."
         )
     unknown = [part for part in rope if part not in (*_PARTS[kind], "rope_type", "type") and rope[part] is not None]
     if unknown:
         raise UserError(
-            f"config.json: {key} has {shown(unknown[0])}, which is no part of the rope_type '{kind}' "
-            f"({', '.join(_PARTS[kind])}). Remove it, or use a model with another rope_type."
+            f"config.json: {key} has {shown(unknown[0])}, which rope_type '{kind}' does not have (it has "
+            f"{', '.join(_PARTS[kind])}). Remove it, or use a model with another rope_type."
         )
-    _rotates_everything(rope)
+    _refuse_partial_rotation(rope)
     theta = _theta(config, key, rope, defaults)
     return theta, None if kind == "default" else _llama3(config, key, rope)
 
 
-def _rotates_everything(place: Mapping[str, Any]) -> None:
-    if place.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError("config.json: partial_rotary_factor is not 1; mrl rotates the whole head dimension.")
+def _refuse_partial_rotation(settings: Mapping[str, Any]) -> None:
+    factor = settings.get("partial_rotary_factor", 1.0)
+    if factor != 1.0:
+        raise UserError(f"config.json: partial_rotary_factor is {shown(factor)}; mrl supports only 1.")
 
 
 def _theta(config: Mapping[str, Any], key: str, rope: Mapping[str, Any], defaults: Mapping[str, Any]) -> float:
-    inside = real(rope, "rope_theta", {}) if "rope_theta" in rope else None
-    beside = real(config, "rope_theta", {}) if "rope_theta" in config else None
-    if inside is not None and beside is not None and inside != beside:
+    nested = positive_float(rope, "rope_theta", {}) if "rope_theta" in rope else None
+    top_level = positive_float(config, "rope_theta", {}) if "rope_theta" in config else None
+    if nested is not None and top_level is not None and nested != top_level:
         raise UserError(
-            f"config.json: rope_theta is {beside}, and {inside} in {key}: versions of transformers would read "
-            "different models. Keep the one that is meant."
+            f"config.json: rope_theta is {top_level}, and {nested} in {key}: different versions of transformers would "
+            "read different models. Remove the wrong one."
         )
-    if inside is not None:
-        return inside
-    return real(defaults, "rope_theta", {}) if beside is None else beside
+    if nested is not None:
+        return nested
+    return positive_float(defaults, "rope_theta", {}) if top_level is None else top_level
 
 
 def _llama3(config: Mapping[str, Any], key: str, rope: Mapping[str, Any]) -> RopeScaling:
     longest = {"original_max_position_embeddings": config.get("max_position_embeddings")}
-    outside = config.get("original_max_position_embeddings")
-    if outside is not None and outside != rope.get("original_max_position_embeddings"):
+    top_level = config.get("original_max_position_embeddings")
+    if top_level is not None and top_level != rope.get("original_max_position_embeddings"):
         raise UserError(
-            f"config.json: original_max_position_embeddings is {shown(outside)}, and "
+            f"config.json: original_max_position_embeddings is {shown(top_level)}, and "
             f"{shown(rope.get('original_max_position_embeddings'))} in {key}. Keep the one in {key}."
         )
     return RopeScaling(
-        factor=real(rope, "factor", {}),
-        low_freq_factor=real(rope, "low_freq_factor", {}),
-        high_freq_factor=real(rope, "high_freq_factor", {}),
-        original_max_position_embeddings=whole(rope, "original_max_position_embeddings", longest),
+        factor=positive_float(rope, "factor", {}),
+        low_freq_factor=positive_float(rope, "low_freq_factor", {}),
+        high_freq_factor=positive_float(rope, "high_freq_factor", {}),
+        original_max_position_embeddings=positive_int(rope, "original_max_position_embeddings", longest),
     )

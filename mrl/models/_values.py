@@ -1,4 +1,4 @@
-"""Single values of a config.json: whole numbers, numbers and flags, checked for their type and their range."""
+"""Typed and range-checked access to single values of a config.json."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from mrl.errors import UserError, shown
 
 LARGEST = 1 << 24
-"""No size of a model comes near it; products of such numbers stay numbers that a machine can be asked about."""
+"""Upper limit of any size in a model; keeps products of sizes small enough to allocate or to refuse."""
 
 
 def value_of(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> Any:
-    """What the file says, else the default.
+    """Returns the value in config.json, else the default.
 
     Raises:
-        UserError: Neither is there.
+        UserError: The key is in neither.
     """
     if key in config:
         return config[key]
@@ -25,18 +25,18 @@ def value_of(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -
     raise UserError(f"config.json: '{key}' is missing.")
 
 
-def whole(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any], *, most: int = LARGEST) -> int:
-    """A whole number of 1 to `most` in config.json, or its default."""
+def positive_int(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any], *, most: int = LARGEST) -> int:
+    """Returns an integer from 1 to `most`."""
     value = value_of(config, key, defaults)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"config.json: {key} is {shown(value)}; expected a whole number above 0.")
+        raise UserError(f"config.json: {key} is {shown(value)}; expected an integer above 0.")
     if value > most:
         raise UserError(f"config.json: {key} is {shown(value)}; expected at most {most}.")
     return value
 
 
-def real(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> float:
-    """A finite number above 0 of config.json, or its default."""
+def positive_float(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> float:
+    """Returns a finite number above 0."""
     value = value_of(config, key, defaults)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise UserError(f"config.json: {key} is {shown(value)}; expected a number above 0.")
@@ -47,7 +47,7 @@ def real(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> fl
 
 
 def flag(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> bool:
-    """A flag of config.json, or its default."""
+    """Returns a boolean."""
     value = value_of(config, key, defaults)
     if not isinstance(value, bool):
         raise UserError(f"config.json: {key} is {shown(value)}; expected true or false.")

@@ -1,7 +1,8 @@
-"""What a model family is: an `ArchSpec` read from config.json, and a table of `ParamSpec` rows.
+"""The vocabulary of a model family: `ArchSpec` (its structure) and `ParamSpec` (one parameter and its names).
 
-Owns the vocabulary that tables are written in. A family is one file in this folder that defines `FAMILY`. It knows no
-layout: `resharding/` turns (arch, table) into each rank's shards.
+To add a family, write one file in this folder that defines `FAMILY`, a `Family`; `qwen2.py` is the shortest example.
+This file knows nothing about parallelism: `resharding/` combines an ArchSpec and a parameter table into the shards of
+each rank.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """The mixture of experts that takes the place of the MLP in every layer.
+    """Mixture-of-experts layer that replaces the MLP in every decoder layer.
 
     Attributes:
-        num_experts: Experts of a layer.
-        top_k: Experts that a token goes to.
-        intermediate_size: Width of an expert.
-        norm_topk_prob: The chosen experts' probabilities are scaled to a sum of 1; otherwise they stay what the softmax
-            over all experts gave them.
-        shared_intermediate_size: Width of the expert that every token goes to, behind a sigmoid gate; 0: none.
+        num_experts: Experts per layer.
+        top_k: Experts per token.
+        intermediate_size: FFN width of one expert.
+        norm_topk_prob: True if the routing probabilities of the selected experts are rescaled to sum to 1. Otherwise
+            they stay as the softmax over all experts computed them.
+        shared_intermediate_size: FFN width of the shared expert, which every token passes through behind a sigmoid
+            gate; 0: no shared expert.
     """
 
     num_experts: int
@@ -44,15 +46,15 @@ class MoeSpec:
 
 @dataclass(frozen=True)
 class ArchSpec:
-    """The structure of a decoder: everything that shapes its weights and its forward pass.
+    """Structure of a decoder: the sizes and options that determine its weights and its forward pass.
 
     Attributes:
-        family: File in `mrl/models`.
-        vocab_size: True vocabulary, without padding: embedding rows of the Hugging Face checkpoint.
-        qkv_bias: Bias on the query, key and value projections.
-        qk_norm: RMSNorm over the head dimension of queries and keys.
-        moe: None: a dense MLP of `intermediate_size` in every layer.
-        value_head: A linear map to one number stands in place of the output layer: a critic.
+        family: Name of the family's file in `mrl/models`, for example "qwen2".
+        vocab_size: Vocabulary size without padding: embedding rows of the Hugging Face checkpoint.
+        qkv_bias: True if the query, key and value projections have a bias.
+        qk_norm: True if queries and keys pass through an RMSNorm over the head dimension.
+        moe: Experts of each layer; None: a dense MLP of width `intermediate_size` in every layer.
+        value_head: True if the output layer is a linear map to one value (a critic) instead of the vocabulary.
     """
 
     family: str
@@ -75,12 +77,12 @@ class ArchSpec:
 
 
 def critic_of(arch: ArchSpec) -> ArchSpec:
-    """The critic with the layers of a model: a value head in place of the output layer."""
+    """Returns the structure of a critic with this model's layers: a value head instead of the output layer."""
     return replace(arch, tie_word_embeddings=False, value_head=True)
 
 
 def moe_of(arch: ArchSpec) -> MoeSpec:
-    """The mixture of experts of a model that has one.
+    """Returns the experts of an MoE model.
 
     Raises:
         ValueError: The model is dense.
@@ -91,7 +93,7 @@ def moe_of(arch: ArchSpec) -> MoeSpec:
 
 
 class Kind(Enum):
-    """How a tensor is split; each layout has one rule per kind."""
+    """Sharding of a parameter under tensor and expert parallelism; each layout of `resharding/` has a rule per kind."""
 
     REPLICATED = "replicated"
     VOCAB = "vocab"
@@ -103,12 +105,12 @@ class Kind(Enum):
 
     @property
     def is_expert(self) -> bool:
-        """Whether a row stands for one tensor of each expert."""
+        """True if the table row describes one tensor per expert."""
         return self in (Kind.EXPERT_GATE_UP, Kind.EXPERT_DOWN)
 
 
 class Place(Enum):
-    """Which pipeline stage holds a tensor."""
+    """Pipeline stage that has a parameter: the first, the one with the layer, or the last."""
 
     FIRST = "first"
     LAYER = "layer"
@@ -117,22 +119,23 @@ class Place(Enum):
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One row of a family's table; `{layer}` in a name stands for the layer's index, `{expert}` for the expert's.
+    """One parameter of a family, with its name in every format.
 
-    An expert row stands for as many tensors as there are experts in the Hugging Face checkpoint and in Megatron, and
-    for one tensor in the native engine, in which the experts' rows lie one after the other.
+    In a name, `{layer}` is the layer index and `{expert}` the expert index. An expert row describes one tensor per
+    expert in the Hugging Face checkpoint and in Megatron, and a single tensor in the native engine, which concatenates
+    the experts along dimension 0.
 
     Attributes:
-        hf: Hugging Face names, in the order in which Megatron fuses them (q, k, v; gate, up); one name where the
-            checkpoint has them in one tensor already, their rows one after the other in this order.
-        shapes: Shape of each part, as words of `dims` ("q hidden": [num_heads x head_dim, hidden_size]).
-        megatron: Megatron-Core name with its local (not TransformerEngine) layer spec.
-        megatron_te: The name under TransformerEngine's layer spec, where it differs.
+        hf: Hugging Face names in the order in which Megatron fuses them (q, k, v; gate, up). A single name if the
+            checkpoint has the fused tensor, with its rows in this order.
+        shapes: Shape of each part, written in the words of `dims`: "q hidden" is [num_heads x head_dim, hidden_size].
+        megatron: Megatron-Core name under the local layer spec.
+        megatron_te: Megatron-Core name under TransformerEngine's layer spec, if different.
         native: Name in the native engine.
-        trtllm: TensorRT-LLM's name; two for [gate; up] where it keeps them apart, the activated branch first; none
-            where it has no such tensor, so that the family cannot be written for it.
-        trtllm_dtype: The dtype in which TensorRT-LLM wants the tensor, whatever the model's; None: the model's.
-        when: The row exists only where this holds (tied embeddings, biases ...).
+        trtllm: TensorRT-LLM names; two for [gate; up] if TensorRT-LLM keeps them apart, the activated branch first;
+            empty if TensorRT-LLM has no such tensor, in which case the family cannot be converted to it.
+        trtllm_dtype: Dtype that TensorRT-LLM requires for this tensor; None: the model's dtype.
+        when: Predicate on the structure: whether a model has this parameter (tied embeddings, biases ...).
     """
 
     hf: tuple[str, ...]
@@ -148,7 +151,7 @@ class ParamSpec:
 
 
 def dims(arch: ArchSpec) -> dict[str, int]:
-    """The words that `ParamSpec.shapes` is written in -> elements."""
+    """Returns the size of each word that `ParamSpec.shapes` uses."""
     return {
         "vocab": arch.vocab_size,
         "hidden": arch.hidden_size,
@@ -165,37 +168,37 @@ def dims(arch: ArchSpec) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class ConfigKeys:
-    """What becomes of the keys of a family's config.json.
+    """Treatment of each key of a family's config.json: read, restricted to one value, or ignored.
 
     Attributes:
-        read: They shape the `ArchSpec`, or the family's `arch_from_hf` refuses them.
-        held: Key -> the one value that it may have, and why.
+        read: Keys that determine the `ArchSpec`, or that `arch_from_hf` checks.
+        required_values: Key -> (the only supported value, the reason).
         without_effect: Key -> why log-probabilities do not depend on it.
     """
 
     read: frozenset[str]
-    held: Mapping[str, tuple[Any, str]]
+    required_values: Mapping[str, tuple[Any, str]]
     without_effect: Mapping[str, str]
 
     @property
     def all(self) -> frozenset[str]:
-        """Every key of the three lists."""
-        return self.read | self.held.keys() | self.without_effect.keys()
+        """All keys of the three lists."""
+        return self.read | self.required_values.keys() | self.without_effect.keys()
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family.
+    """Model family: its parameter table and its config.json.
 
     Attributes:
         hf_model_type: `model_type` in config.json.
         hf_architecture: `architectures[0]` in config.json.
-        params: The table.
-        keys: What becomes of the keys of its config.json.
-        arch_from_hf: config.json as a dict, its `keys` checked -> ArchSpec; raises UserError for a structure that
-            mrl does not build.
-        arch_to_hf: ArchSpec -> config.json.
-        trtllm_architecture: `architecture` in TensorRT-LLM's config.json; None: it has no model with this structure.
+        params: Parameter table, one row per parameter.
+        keys: Treatment of the keys of config.json.
+        arch_from_hf: Function from a parsed config.json, whose `keys` were checked, to an ArchSpec; raises UserError
+            for a structure that mrl does not implement.
+        arch_to_hf: Function from an ArchSpec to config.json.
+        trtllm_architecture: `architecture` in TensorRT-LLM's config.json; None: TensorRT-LLM has no such model.
     """
 
     hf_model_type: str

@@ -1,8 +1,4 @@
-"""config.json of a Hugging Face folder -> ArchSpec, and ArchSpec -> family.
-
-Owns which files a model folder has beside its weights, the reading of its JSON files, and the choice of the family by
-`model_type`. What the keys mean is the family's business.
-"""
+"""Reads the config.json of a Hugging Face folder into an ArchSpec, and selects the family by `model_type`."""
 
 from __future__ import annotations
 
@@ -28,24 +24,24 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-"""Files of a model folder that belong to its tokenizer and its sampling; a copy of the model has them as they are."""
+"""Files of a model folder for its tokenizer and its sampling; converters copy them unchanged."""
 
 
 def families() -> dict[str, Family]:
-    """Every family in this folder: file name -> Family."""
+    """Returns all families in this folder by file name."""
     return {name: cast(Family, registry.find("models", name, "FAMILY")) for name in registry.names("models")}
 
 
 def family_of(arch: ArchSpec) -> Family:
-    """The family that `arch` was read with."""
+    """Returns the family of a structure."""
     return cast(Family, registry.find("models", arch.family, "FAMILY"))
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a folder, parsed.
+    """Returns the parsed config.json of a folder.
 
     Raises:
-        UserError: The folder or the file is missing, or it is not a JSON object.
+        UserError: The folder or the file is missing, or the file is not a JSON object.
     """
     folder = Path(folder)
     path = folder / "config.json"
@@ -56,45 +52,45 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         )
     if not path.is_file():
         raise UserError(
-            f"'{folder}' has no config.json. A Hugging Face folder holds config.json, *.safetensors and a tokenizer."
+            f"'{folder}' has no config.json. A Hugging Face folder contains config.json, *.safetensors and a tokenizer."
         )
     return read_json(path)
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Returns the object in a JSON file.
 
     Raises:
-        UserError: It cannot be read or is not a JSON object.
+        UserError: The file cannot be read or is not a JSON object.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"'{file}' cannot be read as JSON: {first_line(error)}.") from error
     if not isinstance(content, dict):
-        raise UserError(f"'{file}' holds a JSON {type(content).__name__}, expected an object.")
+        raise UserError(f"'{file}' is a JSON {type(content).__name__}, expected an object.")
     return content
 
 
 def arch_from_config(config: dict[str, Any]) -> ArchSpec:
-    """A parsed config.json -> ArchSpec.
+    """Converts a parsed config.json into an ArchSpec.
 
     Raises:
-        UserError: Unknown `model_type`, or the family refuses the structure.
+        UserError: Unknown `model_type`, or a structure that mrl does not implement.
     """
     known = {family.hf_model_type: family for family in families().values()}
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in known:
-        raise UserError(f"config.json: model_type is {shown(model_type)}; mrl has {', '.join(sorted(known))}.")
+        raise UserError(f"config.json: model_type is {shown(model_type)}; mrl supports {', '.join(sorted(known))}.")
     refuse_foreign_structure(config, known[model_type].keys)
     return known[model_type].arch_from_hf(config)
 
 
 def arch_from_folder(folder: str | Path) -> ArchSpec:
-    """The structure of the model in a Hugging Face folder.
+    """Reads the structure of the model in a Hugging Face folder.
 
     Raises:
-        UserError: As `read_config` and `arch_from_config`; the message names the folder.
+        UserError: See `read_config` and `arch_from_config`; the message names the folder.
     """
     config = read_config(folder)
     try:

@@ -1,4 +1,4 @@
-"""Llama 2 and 3: the plain decoder, with llama3 rotary scaling where config.json asks for it."""
+"""Llama 2 and 3: the plain decoder, with llama3 rotary scaling if config.json sets it."""
 
 from mrl.models._decoder import decoder_family
 from mrl.models._keys import config_keys
@@ -7,11 +7,11 @@ FAMILY = decoder_family(
     "llama",
     "LlamaForCausalLM",
     keys=config_keys(
-        held={
-            "attention_bias": (False, "it puts a bias on the output projection"),
-            "mlp_bias": (False, "the MLP has no bias"),
+        required_values={
+            "attention_bias": (False, "it adds a bias to the output projection"),
+            "mlp_bias": (False, "a bias in the MLP is not supported"),
         },
-        without_effect={"pretraining_tp": "how older transformers cut the products"},
+        without_effect={"pretraining_tp": "older transformers used it to split matrix products"},
     ),
     defaults={"num_key_value_heads": None, "max_position_embeddings": 2048},
     fixed=lambda arch: {"attention_bias": False, "mlp_bias": False},

@@ -1,4 +1,4 @@
-"""Mixtral: the plain decoder with a mixture of experts; the chosen experts' probabilities sum to 1."""
+"""Mixtral: the plain decoder with experts instead of the MLP; the selected experts' probabilities sum to 1."""
 
 from functools import partial
 
@@ -32,5 +32,5 @@ FAMILY = decoder_family(
         "num_local_experts": moe_of(arch).num_experts,
         "num_experts_per_tok": moe_of(arch).top_k,
     },
-    moe=partial(moe_spec, key_of_number=experts_key, intermediate_size="intermediate_size"),
+    moe=partial(moe_spec, num_experts_key=experts_key, intermediate_size="intermediate_size"),
 )

@@ -1,4 +1,4 @@
-"""Phi 3 and 4: the plain decoder; its checkpoint has query, key and value in one tensor, and gate and up in another."""
+"""Phi 3 and 4: the plain decoder; its checkpoint fuses query, key and value, and gate and up, into one tensor each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAMILY = decoder_family(
     "Phi3ForCausalLM",
     params=tuple(_fused(row) for row in DECODER if row.hf[0].rsplit(".", 1)[1] != "bias"),
     keys=config_keys(
-        without_effect={"embd_pdrop": "transformers builds no such dropout", "resid_pdrop": TRAINING},
+        without_effect={"embd_pdrop": "transformers does not implement this dropout", "resid_pdrop": TRAINING},
     ),
     defaults={"num_key_value_heads": None, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     fixed=lambda arch: {"sliding_window": None, "pad_token_id": None},

@@ -1,7 +1,7 @@
-"""Named structures for models with random weights: parts of a config.json, without a tokenizer or a checkpoint.
+"""Presets: named structures for models with random weights, as parts of a config.json.
 
-Owns the table of presets, `arch_from_preset` and `initializer_range`. Tiny ones are for tests and the quickstart; the
-others have the shapes of public models, for rehearsals and benchmarks.
+The tiny ones are for tests and the quickstart; the others have the shapes of public models, for rehearsals and
+benchmarks. A preset has no tokenizer and no checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_config
 
 INITIALIZER_RANGE = 0.02
-"""Standard deviation of random matrices, transformers' default `initializer_range`."""
+"""Standard deviation of random weight matrices, transformers' default `initializer_range`."""
 
 _TINY: dict[str, Any] = {
     "vocab_size": 128,
@@ -201,15 +201,15 @@ _INITIALIZER = "initializer_range"
 
 
 def arch_from_preset(name: str, overrides: Mapping[str, Any], vocab_size: int | None) -> ArchSpec:
-    """The structure of a preset.
+    """Returns the structure of a preset.
 
     Args:
         name: Key of `PRESETS`.
-        overrides: config.json keys that replace the preset's.
-        vocab_size: The tokenizer's vocabulary, used unless `overrides` sets one; None: the preset's.
+        overrides: Keys of config.json that replace the preset's values.
+        vocab_size: Vocabulary size of the tokenizer, used unless `overrides` sets one; None: the preset's own.
 
     Raises:
-        UserError: Unknown preset or key (the nearest is named), or values that do not fit together.
+        UserError: Unknown preset or key (the nearest name is suggested), or inconsistent values.
     """
     if name not in PRESETS:
         hint = did_you_mean(name, PRESETS)
@@ -230,7 +230,14 @@ def arch_from_preset(name: str, overrides: Mapping[str, Any], vocab_size: int | 
 
 
 def initializer_range(overrides: Mapping[str, Any]) -> float:
-    """Standard deviation of the random matrices of a preset with these overrides; UserError where it is none."""
+    """Returns the standard deviation of a preset's random weight matrices.
+
+    Args:
+        overrides: `model.overrides` of the config.
+
+    Raises:
+        UserError: The value is not a finite number above 0.
+    """
     value = overrides.get(_INITIALIZER, INITIALIZER_RANGE)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise UserError(f"{_INITIALIZER} is {value!r}, expected a number above 0.")

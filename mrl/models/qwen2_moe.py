@@ -1,9 +1,9 @@
-"""Qwen 2 with experts: qwen2's attention, a mixture of experts, and a shared expert behind a gate."""
+"""Qwen 2 MoE: Qwen 2's attention, experts instead of the MLP, and a gated shared expert."""
 
 from functools import partial
 
 from mrl.models._decoder import ATTENTION, HEAD, decoder_family
-from mrl.models._keys import any_layer_slides, config_keys
+from mrl.models._keys import any_layer_uses_window, config_keys
 from mrl.models._moe import QWEN_KEYS, QWEN_MLP, ROUTER_WITHOUT_EFFECT, moe_layer, moe_spec, qwen_keys, shared_expert
 from mrl.models.base import moe_of
 
@@ -37,8 +37,8 @@ FAMILY = decoder_family(
     },
     moe=partial(
         moe_spec,
-        key_of_number=lambda config: "num_experts",
+        num_experts_key=lambda config: "num_experts",
         shared_intermediate_size="shared_expert_intermediate_size",
     ),
-    slides=any_layer_slides,
+    uses_window=any_layer_uses_window,
 )

@@ -1,12 +1,12 @@
-"""Qwen 3 (dense): the plain decoder with RMSNorm over each head of queries and keys; head_dim is its own setting."""
+"""Qwen 3 (dense): the plain decoder with RMSNorm over each query and key head; head_dim is set independently."""
 
 from mrl.models._decoder import decoder_family
-from mrl.models._keys import config_keys, last_layers_slide
+from mrl.models._keys import config_keys, last_layers_use_window
 
 FAMILY = decoder_family(
     "qwen3",
     "Qwen3ForCausalLM",
-    keys=config_keys(held={"attention_bias": (False, "it puts a bias on the output projection")}),
+    keys=config_keys(required_values={"attention_bias": (False, "it adds a bias to the output projection")}),
     defaults={
         "num_key_value_heads": 32,
         "head_dim": 128,
@@ -15,5 +15,5 @@ FAMILY = decoder_family(
     },
     fixed=lambda arch: {"attention_bias": False, "use_sliding_window": False},
     qk_norm=True,
-    slides=last_layers_slide,
+    uses_window=last_layers_use_window,
 )

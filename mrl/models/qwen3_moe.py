@@ -1,13 +1,13 @@
-"""Qwen 3 with experts: qwen3's attention, and a mixture of experts in place of the MLP.
+"""Qwen 3 MoE: Qwen 3's attention, and experts instead of the MLP.
 
-transformers 5 writes the number of experts as `num_local_experts`, older versions as `num_experts`: both are read and
-written.
+Both keys for the number of experts are read and written: `num_local_experts` is transformers 5's, `num_experts` that of
+older versions.
 """
 
 from functools import partial
 
 from mrl.models._decoder import ATTENTION, HEAD, decoder_family
-from mrl.models._keys import any_layer_slides, config_keys
+from mrl.models._keys import any_layer_uses_window, config_keys
 from mrl.models._moe import QWEN_KEYS, QWEN_MLP, ROUTER_WITHOUT_EFFECT, experts_key, moe_layer, moe_spec, qwen_keys
 from mrl.models.base import moe_of
 
@@ -18,7 +18,7 @@ FAMILY = decoder_family(
     keys=config_keys(
         *QWEN_KEYS,
         "num_local_experts",
-        held={"attention_bias": (False, "it puts a bias on the output projection")},
+        required_values={"attention_bias": (False, "it adds a bias to the output projection")},
         without_effect=ROUTER_WITHOUT_EFFECT,
     ),
     defaults={
@@ -37,7 +37,7 @@ FAMILY = decoder_family(
         "num_local_experts": moe_of(arch).num_experts,
         **qwen_keys(moe_of(arch)),
     },
-    moe=partial(moe_spec, key_of_number=experts_key),
+    moe=partial(moe_spec, num_experts_key=experts_key),
     qk_norm=True,
-    slides=any_layer_slides,
+    uses_window=any_layer_uses_window,
 )

@@ -1,7 +1,7 @@
-"""Whether the actor's layers are TransformerEngine's, on this machine and for this run, and why not.
+"""Decides whether the actor uses TransformerEngine's layers or Megatron's local ones, and gives the reason.
 
-Owns the rule and its words; the one place that asks TransformerEngine itself. The layers are built in
-`mrl/megatron/model.py`. Importing this imports neither torch nor TransformerEngine.
+The layers themselves are built in `mrl/megatron/model.py`. Importing this module imports neither torch nor
+TransformerEngine.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mrl.models.base import ArchSpec
 
 NAME = "transformer_engine"
 DEVICES = {"cuda"}
-"""Where its kernels run."""
+"""Devices that TransformerEngine's kernels support."""
 DTYPES = {"bfloat16"}
-"""In which it has an attention that is fit for packed sequences: neither flash-attn nor cuDNN's has float32."""
+"""Dtypes for which TransformerEngine has an attention for packed sequences: flash-attn and cuDNN lack float32."""
 LENGTH_UNIT = 64
-"""Longest lengths that it is told of are multiples: cuDNN before 9.7 asks for that where keys are more than queries."""
+"""Tokens; maximum lengths are rounded up to a multiple, as cuDNN before 9.7 requires with more keys than queries."""
 FLASH_ATTN = "pip install --no-build-isolation flash-attn"
 
 Attention = Literal["flash", "fused", "unfused"]
@@ -31,7 +31,7 @@ Attention = Literal["flash", "fused", "unfused"]
 
 @cache
 def why_unusable(device: str) -> str | None:
-    """Why this process cannot use TransformerEngine; None: it can. It is imported to find out.
+    """Returns why this process cannot use TransformerEngine, or None if it can. Imports TransformerEngine to find out.
 
     Args:
         device: "cpu" or "cuda".
@@ -44,23 +44,23 @@ def why_unusable(device: str) -> str | None:
         importlib.import_module(f"{NAME}.pytorch")
     except Exception as error:  # noqa: BLE001 -- a wrong build fails in any way
         for name in [name for name in sys.modules if name.partition(".")[0] == NAME]:
-            del sys.modules[name]  # what did import is not to be found by others
+            del sys.modules[name]  # no other module may use a partially imported package
         return f"it is installed but does not import: {type(error).__name__}: {first_line(error)}"
     return None
 
 
 def asked_for(config: Config) -> bool:
-    """Whether the layers are TransformerEngine's wherever it can be used."""
+    """Returns whether the config uses TransformerEngine's layers if the machine supports them."""
     return config.actor.transformer_impl != "local" and config.model.dtype in DTYPES
 
 
 def why_local(config: Config, arch: ArchSpec, device: str) -> str | None:
-    """Why the actor's layers are Megatron's local ones; None: they are TransformerEngine's.
+    """Returns why the actor uses Megatron's local layers, or None if it uses TransformerEngine's.
 
     Args:
-        config: Sections model, parallel and actor.
-        arch: The model.
-        device: "cpu" or "cuda"; of this process.
+        config: Run config; the sections model, parallel and actor are read.
+        arch: Structure of the model.
+        device: "cpu" or "cuda", the device of this process.
     """
     if config.actor.transformer_impl == "local":
         return "actor.transformer_impl=local"
@@ -72,19 +72,20 @@ def why_local(config: Config, arch: ArchSpec, device: str) -> str | None:
 
 
 def attention(config: Config, arch: ArchSpec) -> Attention | None:
-    """Which of its attentions TransformerEngine takes on this device for what the actor gives it; None: there is none.
+    """Returns the attention backend that TransformerEngine selects on this device for the actor; None: it has none.
 
     Args:
-        config: As for `why_local`, and `megatron.transformer.attention_backend`.
-        arch: As for `why_local`.
+        config: Run config; in addition to `why_local`, `megatron.transformer.attention_backend` is read.
+        arch: Structure of the model.
     """
     return _attention(config, arch, shared=shares(config, arch))
 
 
 def shares(config: Config, arch: ArchSpec) -> bool:
-    """Whether TransformerEngine's attention is given tokens that sequences share once; arguments as for `attention`.
+    """Returns whether attention runs with shared prompt prefixes (`actor.use_prefix_grouper`).
 
-    It is not where only its slow attention could take queries and keys of different numbers.
+    Prefix sharing needs more keys than queries. It is turned off if only TransformerEngine's unfused attention supports
+    that. Arguments as for `attention`.
     """
     if not config.actor.use_prefix_grouper:
         return False
@@ -105,14 +106,14 @@ def _attention(config: Config, arch: ArchSpec, *, shared: bool) -> Attention | N
 
 @cache
 def _attentions(shape: tuple[int, int, int], longest: int, dtype: str, ring: bool, shared: bool) -> list[Attention]:
-    """Those that it could take, the one that it would choose first.
+    """Returns the supported backends, TransformerEngine's own choice first.
 
     Args:
-        shape: Heads, KV heads, head dim.
-        longest: Tokens of a sequence.
-        dtype: Of queries, keys and values.
-        ring: Keys go around the context-parallel ranks.
-        shared: The keys of a sequence are more than its queries.
+        shape: (query heads, KV heads, head_dim) of one tensor-parallel rank.
+        longest: Longest sequence, tokens.
+        dtype: Dtype of queries, keys and values.
+        ring: True if keys circulate between context-parallel ranks.
+        shared: True if a sequence has more keys than queries (a shared prefix).
     """
     import torch
 
@@ -140,31 +141,32 @@ def _attentions(shape: tuple[int, int, int], longest: int, dtype: str, ring: boo
 
 
 def check(config: Config, arch: ArchSpec, device: str) -> None:
-    """Refuses a run that wants TransformerEngine's layers, or cannot do without, on a machine that cannot give them.
+    """Raises an error if the machine lacks TransformerEngine and the run requires it.
 
     Args:
-        config: As for `why_local`.
-        arch: As for `why_local`.
-        device: As for `why_local`.
+        config: Run config.
+        arch: Structure of the model.
+        device: "cpu" or "cuda", the device of this process.
 
     Raises:
-        UserError: With the reason.
+        UserError: `actor.transformer_impl=te`, or an MoE model on a GPU, and TransformerEngine is unusable.
     """
     why = why_local(config, arch, device)
     if why is None or config.actor.transformer_impl == "local":
         return
-    advice = "Mend that, or set actor.transformer_impl=local"
+    advice = "Fix that, or set actor.transformer_impl=local"
     if config.actor.transformer_impl == "te":
         raise UserError(f"actor.transformer_impl=te, but TransformerEngine cannot be used: {why}. {advice}.")
     if device == "cuda" and arch.moe is not None and asked_for(config):
         raise UserError(
-            f"the model has {arch.moe.num_experts} experts in a layer, and TransformerEngine, which computes them "
-            f"together, cannot be used: {why}. {advice}: one expert after the other, many times slower."
+            f"the model has {arch.moe.num_experts} experts per layer, and TransformerEngine, which computes them as "
+            f"one grouped GEMM, cannot be used: {why}. {advice}, which computes one expert at a time and is many "
+            "times slower."
         )
 
 
 def described(config: Config, arch: ArchSpec, device: str) -> str:
-    """Whose layers the actor has, and why, in one line; arguments as for `why_local`."""
+    """Returns a log line: the implementation of the actor's layers and the reason; arguments as for `why_local`."""
     why = why_local(config, arch, device)
     if why is not None:
         return f"the actor's layers are Megatron's local ones, not TransformerEngine's: {why}"
@@ -174,6 +176,6 @@ def described(config: Config, arch: ArchSpec, device: str) -> str:
     )
     alone = ""
     if config.actor.use_prefix_grouper and not shares(config, arch):
-        alone = "; it has none that is fit for shared tokens: prompts are computed again for each of their samples"
+        alone = "; it does not support a shared prompt prefix: the prompt is computed once per sample"
     version = metadata.version(NAME)
     return f"the actor's layers are TransformerEngine's ({version}), with its {kind} attention{slow}{alone}"

@@ -251,7 +251,7 @@ def test_one_rank_speaks_for_the_job_or_for_its_host(rank, local_rank, everywher
         monkeypatch.setenv(name, str(value))
     error = UserError("the message")
     error.everywhere = everywhere
-    assert cli._speaks(error) == speaks
+    assert cli._should_print(error) == speaks
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_one_rank_speaks_for_the_job_or_for_its_host(rank, local_rank, everywher
     ],
 )
 def test_the_first_line_names_the_correction_of_a_run_that_samples_ahead(overrides, said, config):
-    line = cli._beginning(load(config, overrides))
+    line = cli._start_line(load(config, overrides))
     assert line.endswith(f", 1 rank, in runs/default{said}")
 
 

@@ -53,12 +53,12 @@ def test_a_line_is_what_a_shell_reads():
 @pytest.mark.parametrize(
     ("start", "said"),
     [
-        (Start("torchrun", nodes=2), "on each host, with --master-addr FIRST_HOST and --node-rank 0 to 1"),
-        (Start("torchrun", nodes=2, node_rank=2, master_addr="n0"), "--node-rank 2 is not one of 0 to 1"),
-        (Start("torchrun", arguments=["-x"]), "--launcher-args are for --via mpirun or sbatch"),
-        (Start("torchrun", mode="srun"), "are for --via sbatch"),
-        (Start("mpirun", container_image="/i.sqsh"), "are for --via sbatch"),
-        (Start("sbatch", node_rank=1), "are for --via torchrun"),
+        (Start("torchrun", nodes=2), "needs --master-addr FIRST_HOST and --node-rank K"),
+        (Start("torchrun", nodes=2, node_rank=2, master_addr="n0"), "--node-rank is 2, expected 0 to 1"),
+        (Start("torchrun", arguments=["-x"]), "--launcher-args is only for --via mpirun or sbatch"),
+        (Start("torchrun", mode="srun"), "are only for --via sbatch"),
+        (Start("mpirun", container_image="/i.sqsh"), "are only for --via sbatch"),
+        (Start("sbatch", node_rank=1), "are only for --via torchrun"),
     ],
     ids=["no rank of the host", "no such host", "torchrun's arguments", "mode", "container", "rank of the host"],
 )

@@ -30,7 +30,10 @@ def test_every_key_that_transformers_reads_is_on_one_list(family):
     keys = families()[family].keys
     assert keys_of(family) - keys.all == set()
     assert keys_of(family) - set(VALUES) == set()
-    assert not keys.read & keys.held.keys() and not (keys.read | keys.held.keys()) & keys.without_effect.keys()
+    assert (
+        not keys.read & keys.required_values.keys()
+        and not (keys.read | keys.required_values.keys()) & keys.without_effect.keys()
+    )
 
 
 @pytest.mark.parametrize("family", BASES)

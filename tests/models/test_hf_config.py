@@ -75,7 +75,7 @@ def test_head_dim_is_the_quotient_where_the_file_has_none():
 
 
 REFUSED = {
-    "unknown family": ({"model_type": "gpt2"}, "model_type is 'gpt2'; mrl has llama, mixtral, phi3, qwen2"),
+    "unknown family": ({"model_type": "gpt2"}, "model_type is 'gpt2'; mrl supports llama, mixtral, phi3, qwen2"),
     "no family": ({"model_type": None}, "model_type is None"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantized"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),

@@ -1,1 +1,1 @@
-"""`tools/accept_*.py`: do a GPU, TensorRT-LLM and vLLM do what mrl expects? Checks, page."""
+"""Acceptance tests of GPUs, TensorRT-LLM and vLLM (`tools/accept_*.py`): checks, processes, and the report."""

@@ -1,6 +1,6 @@
-"""What an engine answers, held against itself under other weights, and against the actor's scores.
+"""Comparisons shared by checks: responses under different weights, and log-probabilities of engine and actor.
 
-Owns the comparisons that several checks make. They are collective over the job's ranks.
+All functions are collective over the job's ranks.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ from mrl.types import Rollout, RolloutBatch, Support
 
 NUM_PROMPTS = 8
 MEAN_NATS = 0.05
-"""Mean difference of the log-probabilities of two programs that compute in bfloat16, whose logits carry 8 bits: 2^-8 of
-a log-probability of -12. A distribution of another temperature is off by more."""
+"""Largest mean difference of log-probabilities between two bfloat16 programs: 8 bits allow 2^-8 of a log-probability of
+-12. A distribution at another temperature differs by more.
+"""
 
 BINS = (0.0, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, math.inf)
 """Edges of the histogram, nats."""
 
 
 def come_back(bench: Bench) -> tuple[list[Rollout], Facts]:
-    """Greedy answers under the same weights, others, and the first again; the first ones.
+    """Collective over the job: compares greedy responses for the same weights, others, and the first ones again.
+
+    Returns:
+        The first responses, and facts.
 
     Raises:
-        CheckError: They move, stay, or do not come back.
+        CheckError: Responses changed with the same weights, did not change with others, or are not restored.
     """
     bench.refit()
     first = bench.answers()
@@ -46,23 +50,23 @@ def come_back(bench: Bench) -> tuple[list[Rollout], Facts]:
     back = weight_sync_check.compare(first, bench.answers())
     facts: Facts = {"same weights": str(same), "other weights": str(other), "first weights again": str(back)}
     if not same.within(bench.tolerance):
-        raise CheckError(f"a second refit of the same weights moved the answers: {same}", facts)
+        raise CheckError(f"syncing the same weights again changed the responses: {same}", facts)
     if other.within(bench.tolerance):
-        raise CheckError(f"a refit of other weights did not change the answers: {other}", facts)
+        raise CheckError(f"syncing other weights did not change the responses: {other}", facts)
     if not back.within(bench.tolerance):
-        raise CheckError(f"after other weights the first ones do not give the first answers: {back}", facts)
+        raise CheckError(f"syncing the first weights again did not restore the responses: {back}", facts)
     return first, facts | {"tolerance, nats": bench.tolerance}
 
 
 def sampled(bench: Bench) -> list[Rollout]:
-    """Under the session's distribution, the same on every rank, since the actor's score the same sequences."""
+    """Collective over the job: returns samples under the session's sampling parameters, equal on all ranks."""
     prompts = bench.job.state.source.next(NUM_PROMPTS)
     found: list[Rollout] = from_first_rank(bench.generate(prompts, bench.job.sampler.training))
     return found
 
 
-def scores(bench: Bench, rollouts: Sequence[Rollout]) -> Tensor:
-    """The actor's log-probabilities of all sampled tokens; by the engine's experts where it told them."""
+def actor_logprobs(bench: Bench, rollouts: Sequence[Rollout]) -> Tensor:
+    """Returns the actor's log-probabilities of all sampled tokens, with the engine's routing record if there is one."""
     job, batch = bench.job, batch_of(rollouts)
     routed = [each.routed_experts for each in rollouts if each.routed_experts is not None]
     if routed:
@@ -72,13 +76,13 @@ def scores(bench: Bench, rollouts: Sequence[Rollout]) -> Tensor:
     return found
 
 
-def told(rollouts: Sequence[Rollout]) -> Tensor:
-    """The engine's."""
+def engine_logprobs(rollouts: Sequence[Rollout]) -> Tensor:
+    """Returns the engine's log-probabilities of all sampled tokens."""
     return torch.tensor([x for each in rollouts for x in each.rollout_logprobs])
 
 
 def difference(bench: Bench, apart: Tensor) -> Facts:
-    """Of two programs' log-probabilities of the same tokens: how many, how far, and what the probe found."""
+    """Returns facts about differences of log-probabilities: count, mean, maximum, histogram, the probe's result."""
     counts = [int(((apart >= low) & (apart < high)).sum()) for low, high in itertools.pairwise(BINS)]
     edges = [f"{low:g} to {high:g}" for low, high in itertools.pairwise(BINS)]
     facts: Facts = {
@@ -95,7 +99,7 @@ def difference(bench: Bench, apart: Tensor) -> Facts:
 
 
 def batch_of(rollouts: Sequence[Rollout]) -> RolloutBatch:
-    """Rollouts as the actor scores them."""
+    """Returns the rollouts as a batch for the actor."""
     tokens = [token for each in rollouts for token in (*each.prompt.prompt_ids, *each.response_ids)]
     lens = torch.tensor([(len(each.prompt.prompt_ids), len(each.response_ids)) for each in rollouts])
     supports = [each.support for each in rollouts if each.support is not None]
@@ -104,7 +108,7 @@ def batch_of(rollouts: Sequence[Rollout]) -> RolloutBatch:
         prompt_lens_B=lens[:, 0],
         response_lens_B=lens[:, 1],
         response_mask_R=torch.ones(int(lens[:, 1].sum()), dtype=torch.bool),
-        rollout_logprobs_R=told(rollouts),
+        rollout_logprobs_R=engine_logprobs(rollouts),
         group_id_B=torch.tensor([each.prompt.uid for each in rollouts]),
         rewards_B=torch.zeros(len(rollouts)),
         support_R=Support.join(supports) if supports else None,

@@ -1,4 +1,4 @@
-"""Checks of what an engine does when it is held and asked: long pauses, end tokens, seeds."""
+"""Checks of an engine's behavior: long pauses, end tokens, seeds."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from acceptance.result import CheckError, Facts, NotHereError
 from mrl.engines.trtllm import inspection
 
 PATIENCE_S, NUM_PAUSES = 2.0, 4
-"""Of the hang detector while it is tried; refits in a row."""
+"""Time limit of the hang detector during the check, s, and number of weight syncs in a row."""
 
 END_TOKENS, NUM_SAMPLES = 16, 4
 
 
 def pause(bench: Bench) -> Facts:
-    """(vii) Pauses in a row, and a pause and an idle loop that last longer than the hang detector waits."""
+    """Checks pauses in a row, and a pause and an idle time longer than the hang detector's limit."""
     job = bench.job
     with inspection.impatient(job.sampler.engine, PATIENCE_S) as watched:
         if not watched:
@@ -33,7 +33,7 @@ def pause(bench: Bench) -> Facts:
 
 
 def ends(bench: Bench) -> Facts:
-    """(viii) An end token that is sure to come stays in its response, and nothing follows it."""
+    """Checks that an end token stays in its response and that nothing follows it."""
     job = bench.job
     bench.refit()
     (prompt,) = job.state.source.next(1)
@@ -45,8 +45,8 @@ def ends(bench: Bench) -> Facts:
         stop=(),
         max_tokens=min(END_TOKENS, job.sampler.training.max_tokens),
     )
-    (whole,) = bench.generate([prompt], straight)
-    tokens = whole.response_ids
+    (uncut,) = bench.generate([prompt], straight)
+    tokens = uncut.response_ids
     at = next((index for index in range(1, len(tokens)) if tokens[index] not in tokens[:index]), 0)
     (cut,) = bench.generate([prompt], replace(straight, ignore_eos=False, stop_token_ids=(tokens[at],)))
     facts: Facts = {"tokens": len(tokens), "the end token is the one at": at, "it ended after": len(cut.response_ids)}
@@ -58,7 +58,7 @@ def ends(bench: Bench) -> Facts:
 
 
 def seeds(bench: Bench) -> Facts:
-    """(ix) Does a sample depend on its own seed only? A fact: nothing that mrl needs."""
+    """Reports whether a sample depends only on its own seed, and checks that the samples of a prompt differ."""
     bench.refit()
     (prompt,) = bench.job.state.source.next(1)
     setting = replace(bench.job.sampler.training, n=NUM_SAMPLES, stop=())

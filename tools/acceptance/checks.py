@@ -1,7 +1,6 @@
-"""The checks themselves, on a job that came up: each returns its facts, or raises what failed.
+"""Checks of a rollout engine in a started job: each returns its facts, or raises CheckError.
 
-Owns what is compared with what, and the bounds. They are collective over the job's ranks, and none knows which engine
-it looks at but through `engines/trtllm/inspection.py`.
+All checks are collective over the job's ranks, and depend on the engine only through `engines/trtllm/inspection.py`.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ from mrl.types import Rollout
 __all__ = ["FUNCTIONS", "opened"]
 GIB = 1 << 30
 FREED = 0.9
-"""Part of the weights' bytes that must be free while they sleep; allocators round."""
+"""Smallest share of the weights' bytes that sleeping must free; allocators round."""
 
 ALLOWED = 0.9
-"""Part of the free memory that the trainer must be able to allocate while the engine sleeps."""
+"""Share of the free memory that the trainer must be able to allocate while the engine sleeps."""
 
 
 def device(bench: Bench) -> Facts:
-    """(vi) Where the engine is, and where this process computes."""
+    """Checks the device of the engine and that of this process."""
     job = bench.job
     facts: Facts = {"rank's device": str(job.device), "process": os.getpid()}
     if job.device.type == "cuda":
         current = torch.cuda.current_device()
-        mine = str(torch.cuda.get_device_properties(job.device).uuid)
+        own_uuid = str(torch.cuda.get_device_properties(job.device).uuid)
         uuids = [""] * dist.get_world_size()
-        dist.all_gather_object(uuids, mine)
+        dist.all_gather_object(uuids, own_uuid)
         facts |= {"name": launch.device_name(job.device), "current": current, "uuids of ranks": uuids}
         if current != job.device.index:
             raise CheckError(
@@ -64,17 +63,17 @@ def device(bench: Bench) -> Facts:
 
 
 def refit(bench: Bench) -> Facts:
-    """(i) The same weights, others, and the first again."""
+    """Checks the responses after syncing the same weights, others, and the first ones again."""
     first, facts = answers.come_back(bench)
     _keep(bench, first)
     return facts
 
 
 def qkv(bench: Bench) -> Facts:
-    """(ii) The first and the last layer's fused matrix against the model's files."""
+    """Compares the fused QKV matrix of the first and the last layer with the model's files."""
     job = bench.job
     if not inspection.is_llm(job.sampler.engine):
-        raise NotHereError("only the LLM API's model can be read; 'refit' and 'logprobs' stand for it")
+        raise NotHereError("only the LLM API's model can be read; 'refit' and 'logprobs' cover the others")
     bench.refit()
     rollout, grid = job.config.rollout, job.groups.grid
     dtype = rollout.dtype or job.config.model.dtype
@@ -92,7 +91,7 @@ def qkv(bench: Bench) -> Facts:
 
 def _same(what: str, found: Tensor | None, expected: Tensor) -> Facts:
     if found is None:
-        raise CheckError(f"{what}: the model has no parameter 'self_attn.qkv_proj.weight'; is its name another one?")
+        raise CheckError(f"{what}: the model has no parameter 'self_attn.qkv_proj.weight'; was it renamed?")
     if found.shape != expected.shape or found.dtype != expected.dtype:
         raise CheckError(f"{what}: {list(found.shape)} {found.dtype}, expected {list(expected.shape)} {expected.dtype}")
     found = found.cpu()
@@ -101,12 +100,12 @@ def _same(what: str, found: Tensor | None, expected: Tensor) -> Facts:
         wrong = int((found != expected).sum())
         raise CheckError(f"{what}: {sums}; {wrong} of {expected.numel()} elements differ")
     if not torch.equal(found, expected):
-        raise CheckError(f"{what}: {sums}, but the rows stand in another order")
+        raise CheckError(f"{what}: {sums}, but the rows are in another order")
     return {what: sums}
 
 
 def sleep(bench: Bench) -> Facts:
-    """(iii) Bytes in use and answers: awake, through sleep alone, and through an update's rest and a refit."""
+    """Checks memory and responses after sleep and waking, and after an update's offloading and a weight sync."""
     job = bench.job
     bench.refit()
     job.policy.offload()
@@ -143,9 +142,9 @@ def sleep(bench: Bench) -> Facts:
     else:
         facts["memory"] = "a CPU: nothing to measure"
     if not moved.within(bench.tolerance):
-        raise CheckError(f"the answers moved over sleeping and waking: {moved}", facts)
+        raise CheckError(f"the responses changed after sleeping and waking: {moved}", facts)
     if not rested.within(bench.tolerance):
-        raise CheckError(f"the answers moved over an update's rest and a refit: {rested}", facts)
+        raise CheckError(f"the responses changed after the rest during an update and a weight sync: {rested}", facts)
     if job.device.type == "cuda" and allowed < ALLOWED * freed:
         raise CheckError(
             f"the trainer could allocate {allowed / GIB:.3f} GiB while the engine slept, which freed {freed / GIB:.3f} "
@@ -158,25 +157,25 @@ def sleep(bench: Bench) -> Facts:
 
 
 def _allowed(device: torch.device) -> int:
-    """Bytes of nearly all that is free, which torch hands out and gets back; 0 where it refuses, or on a CPU."""
+    """Allocates nearly all free memory with torch and frees it; returns the bytes, 0 if torch refuses or on a CPU."""
     if device.type != "cuda":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
     try:
-        held = torch.empty(int(ALLOWED * free), dtype=torch.uint8, device=device)
+        block = torch.empty(int(ALLOWED * free), dtype=torch.uint8, device=device)
     except torch.cuda.OutOfMemoryError:
         return 0
-    size = held.numel()
-    del held
+    size = block.numel()
+    del block
     torch.cuda.empty_cache()
     return size
 
 
 def logprobs(bench: Bench) -> Facts:
-    """(v) Samples under the session's distribution, scored by the actor."""
+    """Compares the engine's log-probabilities of its samples with the actor's."""
     bench.refit()
     rollouts = answers.sampled(bench)
-    apart = (answers.scores(bench, rollouts) - answers.told(rollouts)).abs()
+    apart = (answers.actor_logprobs(bench, rollouts) - answers.engine_logprobs(rollouts)).abs()
     facts, mean = answers.difference(bench, apart), float(apart.mean())
     if not mean <= answers.MEAN_NATS:
         raise CheckError(
@@ -188,49 +187,49 @@ def logprobs(bench: Bench) -> Facts:
 
 
 def experts(bench: Bench) -> Facts:
-    """Samples scored by the experts that the engine told, and by those of the token before."""
+    """Compares log-probabilities by the engine's routing record, and by a wrong one, that of the previous token."""
     bench.refit()
     rollouts = answers.sampled(bench)
-    told = answers.told(rollouts)
-    apart = (answers.scores(bench, rollouts) - told).abs()
+    engine = answers.engine_logprobs(rollouts)
+    apart = (answers.actor_logprobs(bench, rollouts) - engine).abs()
     for number, each in enumerate(rollouts):
         if each.routed_experts is None:
-            raise CheckError(f"the engine told no experts of sample {number}")
+            raise CheckError(f"the engine returned no routing record for sample {number}")
         each.routed_experts[1:-1] = each.routed_experts[:-2].clone()
-    elsewhere = float((answers.scores(bench, rollouts) - told).abs().mean())
+    elsewhere = float((answers.actor_logprobs(bench, rollouts) - engine).abs().mean())
     facts = answers.difference(bench, apart) | {"mean difference by experts of another token, nats": elsewhere}
     mean = float(apart.mean())
     if not (mean <= answers.MEAN_NATS and mean < elsewhere):
         raise CheckError(
-            f"by the experts that were told engine and actor differ by {mean:.3g} nats on average, expected at most "
-            f"{answers.MEAN_NATS:g}; by those of the token before by {elsewhere:.3g}",
+            f"with the engine's routing record, engine and actor differ by {mean:.3g} nats on average, expected at "
+            f"most {answers.MEAN_NATS:g}; with that of the previous token by {elsewhere:.3g}",
             facts,
         )
     return facts
 
 
 def contract(bench: Bench) -> Facts:
-    """The same under a temperature and a truncation, where log-probabilities of the logits would be others."""
+    """Repeats `logprobs` with a temperature and top_p, where log-probabilities of the raw logits would differ."""
     rollout = bench.job.config.rollout
     asked: Facts = {"temperature": rollout.temperature, "top_p": rollout.top_p}
     try:
         return asked | logprobs(bench)
     except UserError as error:
-        raise NotHereError(f"refused, as it must be where nothing exact can be had: {error}") from error
+        raise NotHereError(f"refused, as expected if the engine returns nothing exact: {error}") from error
 
 
 def graphs(bench: Bench) -> Facts:
-    """(iv) Refits and answers with CUDA graphs, against those without."""
+    """Compares responses with CUDA graphs, also after weight syncs, with those without."""
     if bench.job.device.type != "cuda" and not inspection.is_llm(bench.job.sampler.engine):
         raise NotHereError("a CPU has no CUDA graphs")
     file = bench.folder / "answers.json"
     if not file.is_file():
-        raise NotHereError("there are no answers without graphs: 'refit' was not asked, or failed")
+        raise NotHereError("there are no responses without graphs: 'refit' did not run, or failed")
     bench.refit()
     first = bench.answers()
     with bench.other_weights():
         bench.refit()
-        bench.answers()  # captures, where it has not
+        bench.answers()  # captures graphs, if not done yet
     bench.job.sampler.rest()
     bench.refit()
     eager = [replace(one, **kept) for one, kept in zip(first, json.loads(file.read_text()), strict=True)]
@@ -239,12 +238,12 @@ def graphs(bench: Bench) -> Facts:
         moved = weight_sync_check.compare(first, other)
         facts[what] = str(moved)
         if not moved.within(bench.tolerance):
-            raise CheckError(f"the answers with graphs and those {what} differ: {moved}", facts)
+            raise CheckError(f"the responses with graphs and those {what} differ: {moved}", facts)
     return facts | {"tolerance, nats": bench.tolerance}
 
 
 def graphs_asleep(bench: Bench) -> Facts:
-    """(iv) The same through sleep, where the engine has graphs that outlive it."""
+    """Repeats `graphs` with sleep in between, if the engine keeps its graphs then."""
     engine = bench.job.sampler.engine
     if (without := inspection.without_graphs(engine)) is not None:
         raise NotHereError(without)
@@ -269,7 +268,7 @@ FUNCTIONS: dict[str, Callable[[Bench], Facts]] = {
 
 
 def _keep(bench: Bench, rollouts: Sequence[Rollout]) -> None:
-    """Of rank 0's replica, for another session."""
+    """Writes the responses of rank 0's replica to a file, for another session."""
     if bench.job.groups.rank == 0:
         kept = [{key: asdict(each)[key] for key in ("response_ids", "rollout_logprobs")} for each in rollouts]
         (bench.folder / "answers.json").write_text(json.dumps(kept))

@@ -1,7 +1,7 @@
-"""An acceptance run of engines: the same checks on each of them, mrl's own among them as a control.
+"""Acceptance test of rollout engines: the same checks for each, with the native engine as a control.
 
-Owns the model, the order, and the sessions of an engine. Which engines there are, and what each needs before it can be
-looked at, is known to `trtllm.py` (TensorRT-LLM) and `vllm.py`. What is asked is in `checks.py`.
+Contains the model, the order, and the sessions of an engine. `trtllm.py` and `vllm.py` know the engines and their
+requirements; the checks are in `checks.py`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from mrl.config.config import Config
 from mrl.models.hf_config import arch_from_folder
 
 CONTROL = "native"
-"""mrl's own engine: what fails with it too is not the other's."""
+"""The native engine: a check that fails with it too is not caused by the other engine."""
 
 
 @dataclass(kw_only=True)
 class EngineAcceptance(Sessions):
-    """What is to be accepted, and what came of it.
+    """Acceptance test of engines and its results.
 
     Attributes:
-        module: As of `Sessions`.
-        engines: Of `all_engines`.
-        all_engines: Every engine that can be looked at.
+        module: Module of the checks, see `Sessions`.
+        engines: Engines to test, out of `all_engines`.
+        all_engines: Names of all engines.
         settings: Session -> its overrides.
         model_dir: Hugging Face folder; None: a random model.
-        num_ranks: Ranks of the job, which are one replica.
-        launcher: Words before each session's command.
+        num_ranks: Ranks of the job, one replica.
+        launcher: Command prefix that starts the ranks.
     """
 
     module: str = "acceptance.checks"
@@ -44,10 +44,10 @@ class EngineAcceptance(Sessions):
     launcher: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """As of `Sessions`.
+        """Checks the names and creates the folders.
 
         Raises:
-            UserError: There is no such engine, too.
+            UserError: Unknown engine or check, or the folder contains an earlier run.
         """
         check_names("engine", self.engines, self.all_engines)
         super().__post_init__()
@@ -56,11 +56,10 @@ class EngineAcceptance(Sessions):
         self.versions: dict[str, str] = {}
 
     def run(self) -> list[Result]:
-        """Every check on each engine, in the order of the page.
+        """Runs all checks on each engine; returns the results in the order of the report.
 
         Raises:
-            UserError: What is to be looked at is not installed, or the config or the model folder is not what it
-                should be.
+            UserError: An engine is not installed, or the config or the model folder is invalid.
         """
         self.versions = self.installed()
         (self.folder / "config.yaml").write_text(CONFIG, encoding="utf-8")
@@ -74,26 +73,26 @@ class EngineAcceptance(Sessions):
         self.results.sort(key=lambda result: (self.engines.index(result.engine), order.index(result.check)))
         return self.results
 
-    # what differs
+    # overridden by subclasses
 
     @abstractmethod
     def installed(self) -> dict[str, str]:
-        """Versions.
+        """Returns the versions of the packages.
 
         Raises:
-            UserError: What is to be looked at is not there.
+            UserError: The engine's package is not installed.
         """
 
     def prepared(self, engine: str, own: list[str]) -> list[str] | None:
-        """An engine's overrides, after what it needs was made; None: it was given up."""
+        """Prepares an engine and returns its overrides; None if that failed."""
         return own
 
     def without(self, engine: str, session: str) -> str:
-        """Why an engine has no such session; "" where it has."""
+        """Returns why an engine does not have a session; "" if it has."""
         return ""
 
     def overrides_of(self, session: str, own: Sequence[str]) -> list[str]:
-        """Of a session, from those of its engine."""
+        """Returns the overrides of a session, given those of its engine."""
         return [*own, *self.settings[session]]
 
     # sessions
@@ -112,7 +111,7 @@ class EngineAcceptance(Sessions):
                 self.session(engine, session, wanted, self.overrides_of(session, own), launcher=self.launcher)
 
     def _model(self, config: Config) -> list[str]:
-        """Overrides that name a folder with weights; it is written where the model is random."""
+        """Returns overrides that name the folder of weights; writes random ones if none is given."""
         if self.model_dir is None:
             return write_random(config, self.folder / "model")
         arch_from_folder(self.model_dir)

@@ -1,4 +1,4 @@
-"""The job that an acceptance run's checks look at: its engine refitted, woken and asked."""
+"""The started job that checks use: weight syncs, responses, and temporary changes of weights."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ from mrl.types import Prompt, Rollout
 
 
 class Bench:
-    """A job whose actor holds the model of `model.path`.
+    """Job whose actor has the model of `model.path`.
 
     Attributes:
-        folder: Of the engine's results, shared by its sessions.
+        folder: Folder for the engine's results, shared by its sessions.
     """
 
     def __init__(self, job: Job, folder: Path) -> None:
-        """Args: job: Come up, nothing loaded. folder: Exists."""
+        """Loads the initial weights into a started job."""
         self.job, self.folder = job, folder
         job.weights.load_initial()
 
     @property
     def tolerance(self) -> float:
-        """Of the canary, nats."""
+        """Tolerance of the weight-sync self-test, nats."""
         return weight_sync_check.tolerance_of(self.job.device)
 
     def refit(self) -> None:
-        """The actor's weights into the engine, also where it holds them."""
+        """Syncs the actor's weights into the engine, even if it has them."""
         self.job.state.policy_version += 1
         self.job.refit_if_stale()
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        """Awake for as long as it takes."""
+        """Wakes the engine and generates."""
         with together(), self.job.sampler.awake() as engine:
             return engine.generate(prompts, sampling)
 
     def answers(self) -> list[Rollout]:
-        """To the canary's prompts."""
+        """Returns the responses to the prompts of the weight-sync self-test."""
         return weight_sync_check.answers(self.generate, self.job.arch, self.job.config.rollout)
 
     @contextmanager
     def other_weights(self) -> Iterator[None]:
-        """Inside, the actor has random weights."""
+        """Gives the actor random weights during the body."""
         job = self.job
         with self._kept():
             random_init(job.arch, job.policy.layout(), job.policy.named_tensors(), seed=job.config.run.seed + 1)
@@ -65,7 +65,7 @@ class Bench:
 
     @contextmanager
     def rounded_weights(self) -> Iterator[None]:
-        """Inside, the actor has the weights that `rollout.quantization` makes of its own."""
+        """Rounds the actor's weights as `rollout.quantization` does, during the body."""
         job = self.job
         layout, grids = job.policy.layout(), grids_of(job.arch, job.config.rollout.quantization)
         with self._kept() as tensors:
@@ -80,7 +80,7 @@ class Bench:
 
     @contextmanager
     def _kept(self) -> Iterator[dict[str, Tensor]]:
-        """The actor's tensors, which are afterwards as they were."""
+        """Yields the actor's tensors and restores their values afterwards."""
         tensors = self.job.policy.named_tensors()
         kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         try:
@@ -90,7 +90,7 @@ class Bench:
                 tensor.detach().copy_(kept[name])
 
     def used(self) -> int:
-        """Bytes of the device in use, by everyone; 0 on a CPU."""
+        """Returns the bytes of the device in use by all processes; 0 on a CPU."""
         if self.job.device.type != "cuda":
             return 0
         torch.cuda.synchronize(self.job.device)
@@ -101,6 +101,6 @@ class Bench:
 
 @contextmanager
 def opened(spec: Spec) -> Iterator[Bench]:
-    """Collective over the job: what a session looks at."""
+    """Collective over the job: starts the job of a session."""
     with open_job(prepare(load(spec.config, spec.overrides)), log=False) as job:
         yield Bench(job, Path(spec.folder))

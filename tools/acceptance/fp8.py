@@ -1,4 +1,4 @@
-"""The check of `rollout.quantization=fp8`: does the engine multiply with what values and scales stand for?"""
+"""Check of `rollout.quantization=fp8`: the engine computes with the values that FP8 weights and scales represent."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from acceptance.fixture import Bench
 from acceptance.result import CheckError, Facts
 
 AS_MUCH = 2.0
-"""TensorRT-LLM rounds activations to FP8 as well, to as many bits as the weights: that moves about as much as rounding
-the weights does, and a scale in the wrong place moves far more."""
+"""Allowed factor: TensorRT-LLM also rounds activations to FP8, with as many bits as the weights, which changes
+log-probabilities about as much as rounding the weights; a misplaced scale changes them far more.
+"""
 
 
 def fp8(bench: Bench) -> Facts:
-    """(x) Refits in FP8, and samples scored by the actor under what FP8 stands for, and under its own weights."""
+    """Syncs weights in FP8 and compares log-probabilities with the actor's, with rounded and own weights."""
     _, facts = answers.come_back(bench)
     rollouts = answers.sampled(bench)
-    engine, own = answers.told(rollouts), answers.scores(bench, rollouts)
+    engine, own = answers.engine_logprobs(rollouts), answers.actor_logprobs(bench, rollouts)
     with bench.rounded_weights():
-        meant = answers.scores(bench, rollouts)
+        meant = answers.actor_logprobs(bench, rollouts)
     weights = float((own - meant).abs().mean())
     facts |= answers.difference(bench, (engine - meant).abs()) | {
         "mean difference that rounding the weights makes, nats": weights,
@@ -28,7 +29,7 @@ def fp8(bench: Bench) -> Facts:
     if not mean <= answers.MEAN_NATS + AS_MUCH * weights:
         raise CheckError(
             f"engine and actor differ by {mean:.3g} nats on average under the weights that FP8 stands for; rounding "
-            f"the weights themselves moves {weights:.3g}. Are the scales where the engine looks for them?",
+            f"the weights alone makes a difference of {weights:.3g}. Check that the engine finds the scales.",
             facts,
         )
     return facts

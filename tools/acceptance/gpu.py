@@ -1,7 +1,7 @@
-"""An acceptance run of a GPU: each check in a process of its own, on one rank or, with several GPUs, on two.
+"""Acceptance test of a GPU: each check in its own process, on one rank or, with several GPUs, on two.
 
-Owns which checks can be asked here, which of them run concurrently, and the models that they look at. What is
-asked is in `gpu_checks.py` and `gpu_commands.py`, the processes are in `sessions.py`, what is written in `page.py`.
+Selects the checks that can run, those that run concurrently, and their models. The checks are in `gpu_checks.py` and
+`gpu_commands.py`, the processes in `sessions.py`, the report in `page.py`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ LARGE = (
     "train.batch_size=32",
     "rollout.prompt_length=1024",
     "rollout.response_length=1024",
-    "actor.max_tokens_per_microbatch=8192",  # plain Megatron-Core keeps the scores of a microbatch in all layers
+    "actor.max_tokens_per_microbatch=8192",  # plain Megatron-Core stores the attention scores of all layers
 )
-"""Models beside that of `CONFIG`, which a user's overrides change too."""
+"""Overrides of the MoE and the large model, before the user's."""
 
 
 def chains(names: Sequence[str]) -> list[list[str]]:
-    """Returns chains of checks that may run concurrently; in a chain each check reads the findings of the first."""
+    """Returns chains of checks that may run concurrently; within a chain each check reads the results of the first."""
     found: dict[str, list[str]] = {}
     for name in [name for name in names if not CHECKS[name].alone]:
         first = CHECKS[name].after
@@ -54,14 +54,14 @@ def chains(names: Sequence[str]) -> list[list[str]]:
 
 @dataclass(kw_only=True)
 class GpuAcceptance(Sessions):
-    """What is to be accepted, and what came of it.
+    """Acceptance test of a GPU and its results.
 
     Attributes:
-        known: As of `Sessions`.
-        module: As of `Sessions`.
-        checks: Of `gpu_table.CHECKS`.
+        known: All checks.
+        module: Module of the checks, see `Sessions`.
+        checks: Checks to run, keys of `gpu_table.CHECKS`.
         device: "cuda", "cpu" or "auto".
-        lanes: Number of checks that run concurrently, of those that measure neither time nor memory.
+        lanes: Number of concurrent checks, among those that measure neither time nor memory.
     """
 
     known: Mapping[str, Check] = field(default_factory=lambda: CHECKS)
@@ -71,17 +71,17 @@ class GpuAcceptance(Sessions):
     lanes: int = 1
 
     def __post_init__(self) -> None:
-        """As of `Sessions`.
+        """Selects the device, checks the names and creates the folders.
 
         Raises:
-            UserError: There is no such device, too.
+            UserError: No such device or check, or the folder contains an earlier run.
         """
         try:
             self.device = launch.choose_device(self.device)
         except UserError as error:
             raise UserError(
-                f"--device={self.device}, but torch sees no CUDA device. With --device cpu the same is asked of this "
-                "machine's CPU, as far as it makes sense there."
+                f"--device={self.device}, but torch sees no CUDA device. Use --device cpu to run the checks on this "
+                "machine's CPU, as far as possible."
             ) from error
         super().__post_init__()
         self.given = tuple(self.overrides)
@@ -89,12 +89,12 @@ class GpuAcceptance(Sessions):
 
     @property
     def name(self) -> str:
-        """What is looked at."""
+        """Subject in the report: the device."""
         return self.device
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of what is installed."""
+        """Versions of the installed packages."""
         found = {"mrl": __version__}
         for name in SHOWN:
             with suppress(metadata.PackageNotFoundError):
@@ -102,29 +102,29 @@ class GpuAcceptance(Sessions):
         return found | {"CUDA of torch": str(torch.version.cuda), "python": platform.python_version()}
 
     def run(self) -> list[Result]:
-        """Runs every check that measures neither time nor memory, `lanes` at a time, then the others one by one.
+        """Runs the checks that measure neither time nor memory, `lanes` at a time, then the others one by one.
 
         Returns:
-            Results in the order of the page.
+            Results in the order of the report.
 
         Raises:
-            UserError: The config is not what it should be.
+            UserError: The config is invalid.
         """
         (self.folder / "config.yaml").write_text(CONFIG, encoding="utf-8")
         (self.folder / self.name).mkdir()
-        asked = []
+        possible = []
         for name in [name for name in CHECKS if name in self.checks]:
-            if CHECKS[name].num_ranks > (there := self._ranks()):
-                needed = f"it needs {CHECKS[name].num_ranks} GPUs, there is {there}"
+            if CHECKS[name].num_ranks > (available := self._ranks()):
+                needed = f"it needs {CHECKS[name].num_ranks} GPUs, there is {available}"
                 self.give_up(self.name, [name], "skipped", needed)
             else:
-                asked.append(name)
+                possible.append(name)
         models: dict[str, list[str]] = {
-            model: self._model(model) for model in dict.fromkeys(CHECKS[name].model for name in asked)
+            model: self._model(model) for model in dict.fromkeys(CHECKS[name].model for name in possible)
         }
         try:
-            self._in_lanes(chains(asked), models)
-            for name in asked:
+            self._in_lanes(chains(possible), models)
+            for name in possible:
                 if CHECKS[name].alone:
                     self._check(name, models)
         finally:
@@ -132,7 +132,7 @@ class GpuAcceptance(Sessions):
         return self.results
 
     def _in_lanes(self, chained: Sequence[Sequence[str]], models: Mapping[str, list[str]]) -> None:
-        """Runs chains of checks concurrently; a stop by the user ends all of them."""
+        """Runs chains of checks concurrently; an interrupt ends all of them."""
         with ThreadPoolExecutor(self.lanes) as pool:
             running = [pool.submit(self._chain, names, models) for names in chained]
             try:
@@ -162,11 +162,11 @@ class GpuAcceptance(Sessions):
         )
 
     def _ranks(self) -> int:
-        """How many there can be."""
+        """Returns the largest possible number of ranks."""
         return torch.cuda.device_count() if self.device == "cuda" else max(check.num_ranks for check in CHECKS.values())
 
     def _model(self, model: str) -> list[str]:
-        """Overrides that make the model of a session: with a folder of weights, where transformers is to read them."""
+        """Returns the overrides of a model; writes its weights to a folder if transformers will read them."""
         sizes = {"dense": (), "experts": EXPERTS, "large": LARGE}[model]
         own = [*sizes, *self.given]
         if model == "large":

@@ -1,4 +1,4 @@
-"""The model that an acceptance run looks at, small enough for minutes: its config, and a folder with its weights."""
+"""The small model of an acceptance test: its config, and a folder with random weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from mrl.resharding.init import random_init
 from mrl.trainer.resolve import load_model_facts
 
 SPREAD = 4.0
-"""Random matrices are so much larger than a training would start from: their answers would be nearly flat, and a wrong
-distribution would look like the right one."""
+"""Factor of the random weight matrices over a usual initialization, whose distribution over tokens would be nearly flat
+and hide errors.
+"""
 
 CONFIG = """
 run: {seed: 1}
@@ -43,7 +44,7 @@ rollout:
 reward: {functions: [{name: exact_match}]}
 observe: {console: plain, tensorboard: false, report: false}
 """
-"""A model small enough for minutes, with heads of 128 as its kernels know them."""
+"""Config of the test, with a small model whose heads have 128 dimensions, as many kernels require."""
 
 
 def write_random(config: Config, folder: Path) -> list[str]:
@@ -64,5 +65,5 @@ def write_random(config: Config, folder: Path) -> list[str]:
 
 
 def from_folder(folder: Path) -> list[str]:
-    """Overrides that name a Hugging Face folder."""
+    """Returns the overrides that name a Hugging Face folder."""
     return [f"model.path={folder.resolve()}", "model.preset=null", "~model.overrides", "model.tokenizer=null"]

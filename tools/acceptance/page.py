@@ -1,4 +1,4 @@
-"""The page of an acceptance run: what works, what does not, what that means and what to do. Markdown and JSON."""
+"""The report of an acceptance test as Markdown and JSON: results, their meaning and remedies."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 
 from acceptance.result import Check, Result
 
-LATE = "it is slower than its time limit here, or it hangs; what it asks is not answered"
-MORE_TIME = "look into the log how far it came; give it more time: --timeout-s, or --start-timeout-s for a start"
+LATE = "it exceeded its time limit or hangs; the question is not answered"
+MORE_TIME = "see in the log how far it got; allow more time with --timeout-s, or --start-timeout-s for a start"
 
 
 @dataclass(frozen=True)
 class Page:
-    """What a page is of.
+    """Description of a report.
 
     Attributes:
-        title: Its first line.
-        file: Its name, without the ending.
-        checks: All that it may tell of.
-        names: Of what was looked at, in words.
+        title: Title line.
+        file: File name without suffix.
+        checks: All checks that it may list.
+        names: Engine -> its name in the report.
     """
 
     title: str
@@ -39,18 +39,18 @@ def write_page(
     command: str,
     took_s: float,
 ) -> Path:
-    """Writes the page, and a JSON file of the same name.
+    """Writes the report as Markdown, and as JSON with the same name.
 
     Args:
-        page: What it is of.
-        folder: Where; it exists.
-        results: Of the checks.
-        versions: Of what is installed.
-        command: That was typed.
-        took_s: All of it, s.
+        page: Description of the report.
+        folder: Existing folder for the files.
+        results: Results of the checks.
+        versions: Versions of the packages.
+        command: Command line of the test.
+        took_s: Duration of the test, s.
 
     Returns:
-        Its file.
+        Path of the Markdown file.
     """
     content = {
         "command": command,
@@ -67,7 +67,7 @@ def write_page(
 
 
 def verdict(results: Sequence[Result]) -> str:
-    """One line for each engine."""
+    """Returns a summary per engine, in one line."""
     found = []
     for engine in dict.fromkeys(result.engine for result in results):
         own = [result for result in results if result.engine == engine]

@@ -1,4 +1,4 @@
-"""What the parts of an acceptance run hand to each other: a check, what a session is to do, what came of a check."""
+"""Data classes of an acceptance test: a check, the spec of a session, the result of a check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Facts = dict[str, object]
 
 
 class CheckError(Exception):
-    """What a check found to be wrong, and what else it had found."""
+    """Raised by a check that failed, with the facts it had found."""
 
     def __init__(self, said: str, facts: Facts | None = None) -> None:
         super().__init__(said)
@@ -19,18 +19,18 @@ class CheckError(Exception):
 
 
 class NotHereError(Exception):
-    """Why a check cannot be made here."""
+    """Raised by a check that cannot run on this machine, with the reason."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the page.
+    """Check of an acceptance test, a line of the report.
 
     Attributes:
-        session: In which it is asked.
-        asks: The question.
-        means: What it means that it fails.
-        remedy: What to do then.
+        session: Session in which it runs.
+        asks: Question that it answers.
+        means: Meaning of a failure.
+        remedy: What to do after a failure.
     """
 
     session: str
@@ -41,15 +41,15 @@ class Check:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a session is to do; the file of its command line.
+    """Work of a session, the content of the file on its command line.
 
     Attributes:
-        config: File of the run's config.
-        overrides: Of the session.
-        checks: In their order.
-        lines: File that grows by a line with each event.
-        folder: Of the engine's results.
-        module: Has the checks' `FUNCTIONS`, and `opened`, which makes what they look at.
+        config: Path of the run's config.
+        overrides: Overrides of the session.
+        checks: Names of the checks, in order.
+        lines: File to which a JSON line per event is appended.
+        folder: Folder for the engine's results.
+        module: Module with the checks' `FUNCTIONS`, and `opened`, which yields their fixture.
         tools: Folder of the repository's tools.
     """
 
@@ -64,17 +64,17 @@ class Spec:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a check.
+    """Result of a check.
 
     Attributes:
-        engine: That was looked at, or another subject.
-        check: Its name.
-        status: In one word.
-        said: In words; of a failure, what failed.
-        facts: Figures and findings.
-        took_s: The check alone, s.
-        log: File that has the details.
-        late: It was ended at its time limit, which says nothing of what it asks.
+        engine: Engine, or another subject.
+        check: Name of the check.
+        status: "works", "fails" or "skipped".
+        said: Error message or reason; "" if it works.
+        facts: Measurements and findings.
+        took_s: Duration of the check, s.
+        log: Path of the log.
+        late: True if it was ended at its time limit, so that its question is not answered.
     """
 
     engine: str

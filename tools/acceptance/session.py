@@ -1,6 +1,6 @@
-"""One start and its checks: a rank's program, `python -m acceptance.session SPEC`.
+"""Program of a rank that runs the checks of one session: `python -m acceptance.session SPEC`.
 
-Owns the line that is written before and after each check, from which `trtllm.py` knows which one hangs or has ended the
+A JSON line is written before and after each check, from which `sessions.py` knows the check that hangs or crashed the
 process.
 """
 
@@ -25,17 +25,17 @@ log = logging.getLogger(__name__)
 
 
 Outcome = tuple[str, str, Facts]
-"""Status, words, facts."""
+"""(status, message, facts)."""
 
 
 def main(file: str) -> None:
-    """Runs the session; every rank of the job calls it."""
+    """Runs the session; called on every rank of the job."""
     logging.basicConfig(level=logging.INFO)
     spec = Spec(**json.loads(Path(file).read_text(encoding="utf-8")))
-    speaks = launch.environment().rank == 0
+    is_first = launch.environment().rank == 0
 
     def tell(**line: object) -> None:
-        if speaks:
+        if is_first:
             with open(spec.lines, "a", encoding="utf-8") as lines:
                 lines.write(json.dumps(line) + "\n")
 
@@ -65,12 +65,12 @@ def _outcome(check: Callable[[Any], Facts], bench: Any) -> Outcome:
         return "fails", f"{type(error).__name__}: {error}", {}
 
 
-def _agreed(mine: Outcome) -> Outcome:
-    """Collective over the job, where there is one: what the first rank that fails says, else the first rank."""
+def _agreed(own: Outcome) -> Outcome:
+    """Collective over the job, if there is one: returns the result of the first failed rank, else that of rank 0."""
     if not dist.is_initialized():
-        return mine
-    found: list[Outcome] = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+        return own
+    found: list[Outcome] = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
     for rank, (status, said, facts) in enumerate(found):
         if status == "fails":
             return status, f"rank {rank}: {said}" if len(found) > 1 else said, facts

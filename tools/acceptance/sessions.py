@@ -1,7 +1,7 @@
-"""Sessions of an acceptance run: checks in processes of their own, of which none takes another one with it.
+"""Sessions of an acceptance test: checks in their own processes, so that a crash or hang does not stop other checks.
 
-Owns the processes, their time limits and the results. Which checks there are, and what they look at, is known to those
-who start sessions: `trtllm.py` and `gpu.py`. What runs in a session's process is `session.py`.
+Contains the processes, their time limits and the results; `trtllm.py`, `vllm.py` and `gpu.py` start sessions.
+`session.py` is the program of a session's process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mrl.config.config import Config, load
 from mrl.errors import UserError
 
 END_S = 10.0
-"""From SIGTERM to SIGKILL."""
+"""Time from SIGTERM to SIGKILL, s."""
 
 BEAT_S = 0.2
 TAIL_LINES = 15
@@ -31,18 +31,18 @@ MOST_CHARS = 300
 
 @dataclass(kw_only=True)
 class Sessions:
-    """What is to be accepted, and what came of it.
+    """Acceptance test and its results.
 
     Attributes:
-        folder: Of everything that is written.
+        folder: Folder for all output.
         tools: Folder of the repository's tools.
-        known: Every check that there is.
-        module: Their `FUNCTIONS`, for `session.py`.
-        checks: Of `known`.
-        overrides: Of the config, for all sessions.
+        known: All checks by name.
+        module: Module with their `FUNCTIONS`, for `session.py`.
+        checks: Checks to run, keys of `known`.
+        overrides: Overrides of the config, for all sessions.
         start_timeout_s: Longest start of a session, s.
         timeout_s: Longest check, s.
-        tell: Called with a line of progress.
+        tell: Callback for lines of progress.
     """
 
     folder: Path
@@ -56,30 +56,30 @@ class Sessions:
     tell: Callable[[str], None] = field(default=lambda line: None)
 
     def __post_init__(self) -> None:
-        """Makes the folders.
+        """Checks the names and creates the folders.
 
         Raises:
-            UserError: A check has no such name, or the folder has a run already.
+            UserError: Unknown check, or the folder contains an earlier run.
         """
         check_names("check", self.checks, self.known)
         if (self.folder / "config.yaml").exists():
-            raise UserError(f"'{self.folder}' has an acceptance run already. Name another --output_dir.")
+            raise UserError(f"'{self.folder}' has an acceptance run already. Choose another --output_dir.")
         self.folder = self.folder.resolve()
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         self.results: list[Result] = []
         self._stop = threading.Event()
 
     def stop(self) -> None:
-        """Ends the sessions of all threads and begins no other; what they were asked has no result."""
+        """Ends the sessions of all threads and starts no others; running checks get no result."""
         self._stop.set()
 
     @property
     def stopped(self) -> bool:
-        """Whether `stop` was called."""
+        """True once `stop` was called."""
         return self._stop.is_set()
 
     def load(self, more: Sequence[str]) -> Config:
-        """The run's config."""
+        """Loads the config with additional overrides."""
         return load(self.folder / "config.yaml", [*self.overrides, *more])
 
     # sessions
@@ -94,15 +94,15 @@ class Sessions:
         launcher: Sequence[str] = (),
         unstarted: Status = "skipped",
     ) -> None:
-        """The checks of a session, in as many processes as they need.
+        """Runs the checks of a session; after a crash or timeout it continues with the next check in a new process.
 
         Args:
-            engine: What is looked at; its folder exists.
-            session: Its name, for the log.
-            wanted: Checks; "start" and "end" may be among them.
-            overrides: Of the session's config.
-            launcher: Words before the command.
-            unstarted: Of the checks of a session that did not start, "start" aside.
+            engine: Subject of the checks; its folder exists.
+            session: Name of the session, for the log.
+            wanted: Names of checks; may include "start" and "end".
+            overrides: Overrides of the session's config.
+            launcher: Command prefix.
+            unstarted: Status of the checks, other than "start", of a session that did not start.
         """
         left = [name for name in wanted if name not in ("start", "end")]
         for number in range(len(left) + 1):
@@ -124,7 +124,7 @@ class Sessions:
             at, said, late = self._watch(words, log, lines, engine, wanted)
             if not said or self.stopped:
                 return
-            again = at == "start" and self.has(engine, "start")  # after a check that ended the process before
+            again = at == "start" and self.has(engine, "start")  # a restart after a check that ended the process
             if at in wanted and not again:
                 self.add(Result(engine, at, "fails", said, {}, log=str(log), late=late))
             if at == "start":
@@ -141,7 +141,7 @@ class Sessions:
     def _watch(
         self, words: Sequence[str], log: Path, lines: Path, engine: str, wanted: Sequence[str]
     ) -> tuple[str, str, bool]:
-        """Waits for a session: the check that it was at, why it ended there, "" where as it should, and if by time."""
+        """Waits for a session's process; returns its last check, the error or "", and whether it timed out."""
         at, seen, since = "start", 0, time.monotonic()
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -150,8 +150,8 @@ class Sessions:
         try:
             while True:
                 status = process.poll()
-                whole = lines.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may be half written
-                found = [json.loads(line) for line in whole]
+                complete = lines.read_text(encoding="utf-8").split("\n")[:-1]  # the last line may be incomplete
+                found = [json.loads(line) for line in complete]
                 for line in found[seen:]:
                     at, since = line.get("begins", at), time.monotonic()
                     if line.get("ended") in wanted and not self.has(engine, line["ended"]):
@@ -174,7 +174,7 @@ class Sessions:
             _end(process)
 
     def command(self, words: Sequence[str], log: Path) -> str:
-        """Runs a command to its end; why it failed, "" where it did not."""
+        """Runs a command to its end; returns the error, "" for success."""
         try:
             with log.open("wb") as output:
                 done = subprocess.run(
@@ -187,11 +187,11 @@ class Sessions:
     # results
 
     def has(self, engine: str, check: str) -> bool:
-        """Whether it has a result."""
+        """Returns whether a check has a result."""
         return any((result.engine, result.check) == (engine, check) for result in self.results)
 
     def add(self, result: Result) -> None:
-        """And tells of it."""
+        """Adds a result and reports it."""
         self.results.append(result)
         self.tell(f"{result.engine}: {result.check} {result.status}" + (f": {result.said}" if result.said else ""))
 
@@ -204,35 +204,35 @@ class Sessions:
         log: Path | None = None,
         others: Status | None = None,
     ) -> None:
-        """The same word for each check; after the first one `others`, if given."""
+        """Gives each check the same status; those after the first one `others`, if given."""
         for number, check in enumerate(checks):
             word = others if others and number else status
             self.add(Result(engine, check, word, why, {}, log="" if log is None else str(log)))
 
 
 def _environment() -> dict[str, str]:
-    """Returns the variables of a session's ranks, which find this package in the folder of the tools."""
+    """Returns the environment of a session's ranks, with the tools folder on PYTHONPATH."""
     paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(Path(__file__).parents[1])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def check_names(what: str, asked: Sequence[str], known: Sequence[str] | Mapping[str, object]) -> None:
-    """Raises UserError for a name that there is not."""
+    """Raises UserError for an unknown name."""
     unknown = [name for name in asked if name not in known]
     if unknown:
         raise UserError(f"there is no {what} '{unknown[0]}'; known: {', '.join(known)}.")
 
 
 def last_words(log: Path) -> str:
-    """The last line that says something, which in Python is the error; what libraries log by the way is not it."""
+    """Returns the last line of a log with an error, or the last line."""
     text = log.read_text(encoding="utf-8", errors="replace")
     lines = [line.strip() for line in text.splitlines() if not line.startswith("INFO:")]
-    told = [line for line in lines[-TAIL_LINES:] if "Error" in line or "error" in line]
-    return (told or [line for line in lines if line] or ["nothing"])[-1][:MOST_CHARS]
+    errors = [line for line in lines[-TAIL_LINES:] if "Error" in line or "error" in line]
+    return (errors or [line for line in lines if line] or ["nothing"])[-1][:MOST_CHARS]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a session and what it started."""
+    """Ends a session and its child processes."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

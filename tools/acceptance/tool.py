@@ -1,4 +1,4 @@
-"""The command line that acceptance tools share: options, where overrides stand, the page, the exit status."""
+"""Command line shared by the acceptance tools: options, overrides, the report, the exit status."""
 
 from __future__ import annotations
 
@@ -20,47 +20,48 @@ Run = TypeVar("Run", bound=EngineAcceptance)
 
 
 def add_options(parser: argparse.ArgumentParser, *, folder: str, start_timeout_s: float, timeout_s: float) -> None:
-    """Adds where the page goes, the time limits, and overrides of the config.
+    """Adds the options for the output folder, time limits, and overrides of the config.
 
     Args:
-        parser: Of a tool.
+        parser: Parser of a tool.
         folder: Default of --output_dir.
-        start_timeout_s: Default.
-        timeout_s: Default.
+        start_timeout_s: Default of --start-timeout-s, s.
+        timeout_s: Default of --timeout-s, s.
     """
     parser.add_argument("--output_dir", type=Path, default=Path(folder), help="default: %(default)s")
-    parser.add_argument("--start-timeout-s", type=float, default=start_timeout_s, help="default: %(default)s")
-    parser.add_argument("--timeout-s", type=float, default=timeout_s, help="of each check; default: %(default)s")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config, as with mrl train")
+    start_help = "limit of an engine's start; default: %(default)s"
+    parser.add_argument("--start-timeout-s", type=float, default=start_timeout_s, help=start_help)
+    parser.add_argument("--timeout-s", type=float, default=timeout_s, help="limit of each check; default: %(default)s")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config, as in mrl train")
 
 
 def add_engines(
     parser: argparse.ArgumentParser, *, engines: Sequence[str], checks: Iterable[str], launcher: str
 ) -> None:
-    """Adds what is looked at, and on how many ranks.
+    """Adds the options for engines, checks and ranks.
 
     Args:
-        parser: Of a tool.
-        engines: All of them, the default.
-        checks: All of them, the default.
-        launcher: What starts several ranks, with {ranks} in it.
+        parser: Parser of a tool.
+        engines: Names of all engines, the default.
+        checks: Names of all checks, the default.
+        launcher: Command prefix that starts several ranks, containing {ranks}.
     """
     parser.add_argument("--model_dir", type=Path, help="Hugging Face folder; default: a small random model")
     parser.add_argument("--engines", nargs="+", default=list(engines), metavar="ENGINE", help="default: %(default)s")
     parser.add_argument("--checks", nargs="+", default=list(checks), metavar="CHECK", help="default: %(default)s")
     parser.add_argument("--num_ranks", type=int, default=1, help="GPUs, as one replica; default: %(default)s")
     shown = launcher.format(ranks="NUM_RANKS")
-    parser.add_argument("--launcher", help=f'words that start the ranks; default with several: "{shown}"')
+    parser.add_argument("--launcher", help=f'command that starts the ranks; default for several: "{shown}"')
 
 
 def of_engines(kind: Callable[..., Run], given: argparse.Namespace, launcher: str, file: str) -> Run:
-    """The run that a command line asks for.
+    """Returns the test that a command line describes.
 
     Args:
-        kind: Of the run.
-        given: After `add_engines` and `add_options`.
-        launcher: As of `add_engines`.
-        file: Of the tool.
+        kind: Class of the test.
+        given: Parsed arguments, with the options of `add_engines` and `add_options`.
+        launcher: Command prefix, see `add_engines`.
+        file: Path of the tool.
     """
     words = given.launcher
     if words is None:
@@ -81,12 +82,12 @@ def of_engines(kind: Callable[..., Run], given: argparse.Namespace, launcher: st
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, lists: Sequence[str]) -> argparse.Namespace:
-    """What was given.
+    """Parses the command line.
 
     Args:
-        parser: After `add_options`.
-        arguments: Words; None: those of the process.
-        lists: Options of nargs="+", each of which takes the overrides behind it too.
+        parser: Parser with the options of `add_options`.
+        arguments: Arguments; None: those of the process.
+        lists: Options with nargs="+", which also swallow the overrides after them.
     """
     found = parser.parse_intermixed_args(arguments)
     for name in lists:
@@ -99,13 +100,13 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, list
 def run(
     name: str, page: Page, arguments: Sequence[str] | None, begin: Callable[[], EngineAcceptance | GpuAcceptance]
 ) -> int:
-    """Runs the checks and writes the page, after Ctrl-C of what was asked so far; returns the exit status.
+    """Runs the checks, writes the report, also after Ctrl-C, and returns the exit status.
 
     Args:
-        name: Of the tool, without .py.
-        page: That it writes.
-        arguments: As in `parse`.
-        begin: Makes the run; may raise UserError, as the run may.
+        name: Name of the tool, without .py.
+        page: Description of the report.
+        arguments: Arguments, see `parse`.
+        begin: Function that creates the test; both may raise UserError.
     """
     words = sys.argv[1:] if arguments is None else arguments
     began, stopped = time.monotonic(), False
@@ -138,6 +139,6 @@ def run(
 
 
 def tell(line: str) -> None:
-    """Prints a line of progress at once."""
+    """Prints a line of progress immediately."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The checks of TensorRT-LLM: what each asks, what it means that one fails, what to do then; in the page's order."""
+"""Table of the TensorRT-LLM checks: question, meaning of a failure, and remedy, in the order of the report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from acceptance.page import Page
 from acceptance.result import Check
 
 PLAIN, CUT, GRAPHS, ASLEEP, FP8 = "plain", "cut", "graphs", "asleep", "fp8"
-"""Sessions: one start of the engine each, with other settings."""
+"""Sessions: one start of the engine each, with different settings."""
 
 SETTINGS: dict[str, tuple[str, ...]] = {
     PLAIN: ("rollout.enforce_eager=true", "rollout.free_cache_engine=true"),
@@ -25,95 +25,95 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "rollout.dtype=bfloat16",
     ),
 }
-"""Overrides of a session. 1.2 has no CUDA graphs in an engine that sleeps."""
+"""Overrides of a session. TensorRT-LLM 1.2 has no CUDA graphs in an engine that sleeps."""
 
 
 CHECKS: dict[str, Check] = {
     "start": Check(
         PLAIN,
         "Does the engine start in the ranks' own processes?",
-        "nothing of this engine can be used here",
-        "read the log; the page has the versions, and setup.py's extra [trtllm] those that mrl is written for",
+        "this engine cannot be used on this machine",
+        "read the log; compare the versions in the report with setup.py's extra [trtllm]",
     ),
     "device": Check(
         PLAIN,
-        "Is the engine on each rank's own device, and does the rank still compute there?",
-        "ranks would share a GPU, or train on another one than they think",
+        "Is the engine on each rank's own device, and is that still the rank's current device?",
+        "ranks would share a GPU, or train on the wrong one",
         "give each rank its own CUDA_VISIBLE_DEVICES; with MPI, number the ranks of a host like its GPUs",
     ),
     "refit": Check(
         PLAIN,
-        "Do greedy answers stay under a refit of the same weights, change with others, and come back?",
-        "samples would not be those of the actor: training goes wrong without an error",
+        "Do greedy responses stay the same after syncing the same weights, change with others, and return?",
+        "samples would not come from the actor's weights: training goes wrong without an error",
         "do not train with this engine; send the log, and use rollout.name=native meanwhile",
     ),
     "qkv": Check(
         PLAIN,
-        "Is the fused q, k, v matrix after a refit that of the model's files, bit by bit?",
-        "TensorRT-LLM cuts or fuses the tensors of a refit in another way than its start from files does",
-        "do not train with this engine; what failed says whether elements differ or only their order",
+        "Does the fused QKV matrix after a weight sync equal that of the model's files, bit by bit?",
+        "TensorRT-LLM shards or fuses synced tensors differently from those loaded from files",
+        "do not train with this engine; the error says whether elements differ or only their order",
     ),
     "sleep": Check(
         PLAIN,
-        "Does sleeping free the engine's memory, and are the answers the same after waking?",
-        "a trainer and an engine on one GPU run out of memory, or the engine forgets its weights",
-        "rollout.free_cache_engine=false where both fit at the same time, else rollout.name=native",
+        "Does sleeping free the engine's memory, and are the responses the same after waking?",
+        "a trainer and an engine on one GPU run out of memory, or the engine loses its weights",
+        "rollout.free_cache_engine=false if both fit at the same time, otherwise rollout.name=native",
     ),
     "pause": Check(
         PLAIN,
-        "Does the event loop outlive pauses in a row, and a pause or a rest longer than its hang detector waits?",
-        "a refit of a large model, a long update of the actor, or a refit at a bad moment would end or hang the job",
-        "send the log; meanwhile rollout.name=native",
+        "Does the event loop survive pauses in a row, and a pause or idle time longer than its hang detector's limit?",
+        "a weight sync of a large model, a long update, or a sync at a bad moment would end or hang the job",
+        "send the log; use rollout.name=native meanwhile",
     ),
     "ends": Check(
         PLAIN,
-        "Does a response end at its end token, which stays part of it?",
-        "responses would be cut or run on: rewards and lengths are wrong",
+        "Does a response end at its end token, and include it?",
+        "responses would be cut or too long: rewards and lengths are wrong",
         "do not train with this engine; the log has both responses",
     ),
     "seeds": Check(
         PLAIN,
         "Are the samples of a prompt different, and the same alone and among others?",
-        "the samples of a group would be one and the same, and teach nothing",
-        "do not train with this engine; that samples depend on the batch is only noted",
+        "all samples of a group would be equal and give no gradient",
+        "do not train with this engine; samples that depend on the batch are only reported, not a failure",
     ),
     "logprobs": Check(
         PLAIN,
-        "Are its log-probabilities those that the actor computes for the same tokens?",
-        "either a refit loses something, or the log-probabilities are of another distribution",
+        "Do its log-probabilities equal the actor's for the same tokens?",
+        "either a weight sync is incomplete, or the log-probabilities are those of another distribution",
         "train on the actor's own: algorithm.rollout_correction.bypass_mode=false; if 'refit' or 'qkv' fails too, "
         "do not train",
     ),
     "contract": Check(
         CUT,
-        "The same with a temperature and top_p: what was probed, and is the result exact?",
+        "The same with a temperature and top_p: what did the probe find, and are log-probabilities exact?",
         "policy gradients under this sampling would be wrong",
         "temperature 1 without truncation, or algorithm.rollout_correction.bypass_mode=false",
     ),
     "graphs": Check(
         GRAPHS,
-        "Are the answers with CUDA graphs those without, also after refits?",
+        "Are responses the same with and without CUDA graphs, also after weight syncs?",
         "captured graphs compute with old weights or addresses",
         "rollout.enforce_eager=true",
     ),
     "graphs_asleep": Check(
         ASLEEP,
-        "The same with an engine that sleeps between them, and discards its weights where it can.",
-        "captured graphs compute with memory that another one has, or with weights that were discarded",
-        "rollout.enforce_eager=true, or rollout.free_cache_engine=false where both fit at the same time",
+        "The same with an engine that sleeps in between, and discards its weights if it can.",
+        "captured graphs read memory that is in other use, or weights that were discarded",
+        "rollout.enforce_eager=true, or rollout.free_cache_engine=false if both fit at the same time",
     ),
     "fp8": Check(
         FP8,
-        "In FP8 (rollout.quantization=fp8): do answers stay under refits, and do samples have the log-probabilities of "
-        "the weights that FP8 stands for?",
-        "scales are lost or in the wrong place: samples would be those of another model",
-        "leave rollout.quantization out; the page has how far log-probabilities are apart, and from what",
+        "In FP8 (rollout.quantization=fp8): do responses stay the same after weight syncs, and do samples have the "
+        "log-probabilities of the weights rounded to FP8?",
+        "scales are lost or in the wrong place: samples would come from another model",
+        "do not set rollout.quantization; see the differences of log-probabilities in the report",
     ),
     "end": Check(
         PLAIN,
-        "Does the process end in order?",
-        "a job would hang at its end; its checkpoints are whole by then",
-        "read the log; a launcher's own time limit ends it",
+        "Does the process exit cleanly?",
+        "a job would hang at its end; its checkpoints are complete by then",
+        "read the log; the launcher's time limit ends the job",
     ),
 }
 

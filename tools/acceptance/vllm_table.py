@@ -1,4 +1,4 @@
-"""The checks of vLLM: those of every engine (`trtllm_table.py`) and one of its experts; what to do when one fails."""
+"""Table of the vLLM checks: those of `trtllm_table.py` that apply, one for experts, and their remedies."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from acceptance.trtllm_table import ASLEEP, CUT, FP8, GRAPHS, PLAIN, SETTINGS
 from acceptance.trtllm_table import CHECKS as OF_TRTLLM
 
 EXPERTS = "experts"
-"""Session on a mixture of experts."""
+"""Session with an MoE model."""
 
 NOT_OF_VLLM = ("qkv", "pause")
-"""They look into TensorRT-LLM; vLLM's own tensors are compared bit by bit in each refit (its checksum)."""
+"""Checks that inspect TensorRT-LLM; vLLM's own tensors are compared bit by bit in each weight sync (by checksum)."""
 
 REMEDIES = {
-    "start": "read the log; the page has the versions, and setup.py's extra [vllm] those that mrl is written for",
-    "sleep": "rollout.free_cache_engine=false where both fit at the same time, else rollout.name=native",
+    "start": "read the log; compare the versions in the report with setup.py's extra [vllm]",
+    "sleep": "rollout.free_cache_engine=false if both fit at the same time, otherwise rollout.name=native",
     "logprobs": "train on the actor's own: algorithm.rollout_correction.bypass_mode=false; if 'refit' fails too, "
     "do not train",
 }
@@ -30,8 +30,8 @@ CHECKS: dict[str, Check] = {
     },
     "experts": Check(
         EXPERTS,
-        "Are the experts that it tells of each token those that give its log-probabilities, on a mixture of experts?",
-        "the actor would route tokens by the experts of others",
+        "For an MoE model: does its routing record reproduce its log-probabilities?",
+        "the actor would route tokens to wrong experts",
         "actor.router_replay=recompute with algorithm.rollout_correction.bypass_mode=false, which replays the actor's",
     ),
     "end": OF_TRTLLM["end"],

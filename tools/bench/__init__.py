@@ -1,1 +1,1 @@
-"""What the bench_*.py programs share: measuring, alternating runs, roofline figures, plain Megatron as a baseline."""
+"""Parts shared by bench_*.py: measuring, alternating runs, lower bounds, plain Megatron-Core as a baseline."""

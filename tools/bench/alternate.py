@@ -1,7 +1,7 @@
-"""Programs that are measured beside each other, each in a process of its own, taking turns.
+"""Benchmarks variants that alternate call by call, each in its own process.
 
-Owns their processes: what one of them does to its process (threads, variables, random numbers) does not reach the next,
-all are given the same number of threads before they start, and those that wait for their turn use no processor.
+Changes that a variant makes to its process (threads, environment, random state) do not affect the others. All get the
+same number of threads, and waiting processes use no CPU time.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from mrl.distributed import launch
 
 Action = Callable[[], object]
 Maker = Callable[[], AbstractContextManager[Action]]
-"""Makes what is measured, inside the process; picklable, such as a `partial` of a function of a module."""
+"""Picklable factory, called inside the process, of the function to measure, such as a `partial`."""
 
 PATIENCE_S = 30.0
-"""For a process that is to end."""
+"""Longest wait for a process to exit, s."""
 
 
 @dataclass
 class Turns:
-    """What one of them took, a value for each call.
+    """Times of a variant, one value per call.
 
     Attributes:
-        wall_s: By the clock.
-        processor_s: Of all its threads and processes.
+        wall_s: Wall-clock times, s.
+        processor_s: CPU times of all its threads and processes, s.
     """
 
     wall_s: list[float] = field(default_factory=list)
@@ -45,26 +45,26 @@ class Turns:
 
     @property
     def median_s(self) -> float:
-        """By the clock."""
+        """Median wall-clock time, s."""
         return statistics.median(self.wall_s)
 
     @property
     def cores(self) -> float:
-        """Processors that it kept busy, on average."""
+        """Mean number of CPU cores in use."""
         return sum(self.processor_s) / sum(self.wall_s)
 
 
 def take_turns(makers: Mapping[str, Maker], repeats: int, device: torch.device, num_threads: int) -> dict[str, Turns]:
-    """Times of `repeats` calls of each, one after the other, after a first call of each that is not counted.
+    """Measures `repeats` calls of each variant, alternating, after an untimed first call of each.
 
     Args:
-        makers: Name -> what makes it.
-        repeats: Rounds.
-        device: Whose clock is waited for.
-        num_threads: Of each.
+        makers: Name -> factory.
+        repeats: Number of rounds.
+        device: Device to synchronize with.
+        num_threads: Threads of each process.
 
     Raises:
-        RuntimeError: One of them failed; what it said is told.
+        RuntimeError: A variant failed; the message contains its traceback.
     """
     contenders: dict[str, _Contender] = {}
     found = {name: Turns() for name in makers}
@@ -85,7 +85,7 @@ def take_turns(makers: Mapping[str, Maker], repeats: int, device: torch.device, 
 
 
 class _Contender:
-    """One process, as its parent sees it."""
+    """Process of a variant, seen from the parent."""
 
     def __init__(self, name: str, maker: Maker, device: torch.device, num_threads: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -96,20 +96,20 @@ class _Contender:
         other.close()
 
     def call(self) -> Sequence[float]:
-        """Seconds by the clock and of processors."""
+        """Runs a call; returns wall-clock and CPU seconds."""
         try:
             self._pipe.send(None)
             times, failure = self._pipe.recv()
         except (EOFError, OSError) as error:
             self._process.join(PATIENCE_S)
-            raise RuntimeError(f"'{self._name}' ended by itself, with status {self._process.exitcode}") from error
+            raise RuntimeError(f"'{self._name}' exited with status {self._process.exitcode}") from error
         if failure:
             raise RuntimeError(f"'{self._name}' failed:\n{failure}")
         found: Sequence[float] = times
         return found
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         self._pipe.close()
         self._process.join(PATIENCE_S)
         if self._process.is_alive():
@@ -118,9 +118,9 @@ class _Contender:
 
 
 def _serve(pipe: Connection[Any, Any], maker: Maker, device: torch.device, num_threads: int) -> None:
-    """The other side: one call for each word, until the pipe is closed."""
+    """Runs in the variant's process: one call per message, until the pipe is closed."""
     sys.stdout.flush()
-    os.dup2(2, 1)  # the parent's output is its figures
+    os.dup2(2, 1)  # stdout is for the parent's results
     try:
         torch.set_num_threads(num_threads)
         with maker() as action:
@@ -143,7 +143,7 @@ def _asked(pipe: Connection[Any, Any]) -> bool:
 
 
 def _processor_s() -> float:
-    """Of this process and those that it started, s."""
+    """Returns the CPU time of this process and its children, s."""
     own = psutil.Process()
     times = [each.cpu_times() for each in (own, *own.children(recursive=True))]
     return float(sum(each.user + each.system for each in times))

@@ -1,1 +1,1 @@
-"""`tools/campaign.py`: random configs and data, each as one process and as a random layout, compared."""
+"""Layout fuzzing (`tools/campaign.py`): random configs and data, run as one process and at a random layout."""

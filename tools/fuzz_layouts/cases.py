@@ -1,10 +1,9 @@
-"""What a campaign tries: a config that says what is computed, and a layout that must not change it, drawn from a seed.
+"""Cases of layout fuzzing, drawn from a seed: a config, and a parallel layout that must not change the results.
 
-Owns the choices and their odds. Most draws are runs that mrl accepts; what it refuses is a case too. The data that a
-case names is drawn in `data.py`, how a case runs is in `runner.py`.
+Most cases are runs that mrl accepts; refused ones are cases too. `data.py` draws the data, `runner.py` runs a case.
 
-Weights and moments are fp32, and a gradient that is rounding and nothing else moves no weight (`actor.adam_eps`): what
-remains of a difference between two layouts is a mistake.
+Weights and optimizer states are fp32, and a gradient that is only rounding error moves no weight (`actor.adam_eps`), so
+that a remaining difference between two layouts is a bug.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ QUIET: Settings = {
 
 @dataclass(frozen=True)
 class Start:
-    """One `mrl train`: the ranks, and what differs from the case's settings."""
+    """One `mrl train`: the number of ranks, and overrides of the case's settings."""
 
     ranks: int
     settings: Settings
@@ -44,15 +43,15 @@ class Start:
 
 @dataclass(frozen=True)
 class Case:
-    """One draw.
+    """One case.
 
     Attributes:
-        seed: Gives the same case again.
-        settings: What is computed.
-        starts: The layouts, one for each start of the run: the second one resumes the first.
-        changes: What each start changes of `settings`, at any layout.
-        rows: Data files, by name.
-        folders: Model and tokenizer folders to be made, by name.
+        seed: Seed that draws the same case again.
+        settings: Config without the layout.
+        starts: Layout of each start of the run; the second start resumes the first.
+        changes: Overrides of `settings` for each start, at any layout.
+        rows: File name -> rows of data.
+        folders: Folder name -> model and tokenizer to write there.
     """
 
     seed: int
@@ -64,7 +63,7 @@ class Case:
 
 
 def draw(seed: int) -> Case:
-    """The case of a seed; paths in its settings begin with "./", the case's own folder."""
+    """Draws the case of a seed; paths in its settings start with "./", the case's own folder."""
     rng = Random(seed)
     mixture = rng.random() < 0.3
     data = draw_data(rng)
@@ -86,7 +85,7 @@ def draw(seed: int) -> Case:
 
 
 def _model(rng: Random, mixture: bool, characters: str, *, needs_folder: bool) -> tuple[Settings, dict[str, Settings]]:
-    """A preset, or a folder with random weights."""
+    """Draws a preset, or a folder with random weights."""
     preset = rng.choice(MIXTURES if mixture else DENSE)
     overrides: Settings = {
         "hidden_size": 32,
@@ -196,7 +195,7 @@ def _optimizer(rng: Random) -> Settings:
 
 
 def _reward(rng: Random) -> Settings:
-    """Rewards that differ between random answers, so that there is a gradient."""
+    """Draws rewards that differ between random responses, so that there is a gradient."""
     spread = {"name": "length", "weight": rng.choice((0.1, 1.0)), "kwargs": {"target": 2, "limit": 4}}
     first = {"name": rng.choice(("exact_match", "numeric"))}
     return {"reward.functions": [first, spread]}
@@ -214,7 +213,7 @@ def _experts(rng: Random, settings: Settings) -> Settings:
 
 
 def _changed(rng: Random, settings: Settings) -> Settings:
-    """What a resume changes of how the run goes on."""
+    """Draws changes of the settings for a resumed run."""
     found: Settings = {}
     if rng.random() < 0.3:
         found["actor.lr"] = 5e-4
@@ -224,7 +223,7 @@ def _changed(rng: Random, settings: Settings) -> Settings:
 
 
 def _layout(rng: Random, settings: Settings, length: int, mixture: bool) -> Start:
-    """Ranks, their places, and everything else that changes how and not what."""
+    """Draws the number of ranks, the parallel layout, and other settings that must not change the results."""
     ranks = rng.choice(RANKS)
     sizes = [(tp, pp, cp) for tp in (1, 2, 4) for pp in (1, 2) for cp in (1, 2, 4) if ranks % (tp * pp * cp) == 0]
     tp, pp, cp = rng.choice(sizes)

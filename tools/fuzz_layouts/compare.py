@@ -1,7 +1,4 @@
-"""Do both sides of a case agree?
-
-Owns what is compared and how near it must be. Sampled tokens are equal, not near.
-"""
+"""Compares the two sides of a case: metrics within a tolerance, sampled tokens exactly."""
 
 from __future__ import annotations
 
@@ -13,17 +10,17 @@ from fuzz_layouts.cases import Case
 from fuzz_layouts.runner import Ended
 
 RELATIVE = 1e-4
-"""fp32 sums in another order, over a few steps of Adam."""
+"""Relative tolerance: fp32 sums in another order, over a few steps of Adam."""
 ABSOLUTE = 2e-6
-"""Of metrics that are zero but for rounding: a mean advantage, a KL at ratio 1."""
+"""Absolute tolerance, for metrics that are zero except for rounding: a mean advantage, a KL at ratio 1."""
 TOKENS = "rollout/token_checksum"
 OF_ROUNDING = ("training/rollout_probs_diff", "rollout_corr/", "training/rollout_actor_probs_pearson_corr")
-"""Measures of rounding itself."""
+"""Metrics that measure rounding error."""
 OF_LAYOUT = ("refit/",)
-"""Bytes that a layout moves."""
+"""Metrics that depend on the layout: bytes of a weight sync."""
 GRAD_NORM = "actor/grad_norm"
 NO_GRADIENT = 1e-5
-"""A gradient norm that is rounding alone: of samples of equal reward, of a KL at ratio 1."""
+"""Gradient norm below which a gradient is only rounding error: with equal rewards, or a KL at ratio 1."""
 
 AGREE, REFUSED = "same", "refused"
 GOOD = (AGREE, REFUSED)
@@ -31,12 +28,12 @@ GOOD = (AGREE, REFUSED)
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of a case.
+    """Result of a case.
 
     Attributes:
-        name: "same", "refused" (as it should be), "refused by one", "differs", "failed".
-        why: The message, or the first metric that differs; of "same": where the comparison ended early.
-        worst: Largest difference over what is allowed, of the compared metrics.
+        name: "same", "refused" (by both, or for a reason of the layout), "refused by one", "differs", "failed".
+        why: Message, or the first metric that differs; for "same": where the comparison ended early.
+        worst: Largest ratio of a difference to its tolerance.
     """
 
     name: str
@@ -60,7 +57,7 @@ def judge(case: Case, alone: Ended, spread: Ended) -> Verdict:
 
 
 def _is_of_layout(case: Case, ended: Ended) -> bool:
-    """Whether a refusal names ranks, or a setting that only the layout has."""
+    """Returns whether a refusal mentions ranks, or a setting that only the layout has."""
     named = case.starts[ended.start].settings
     return "rank(s)" in ended.message or any(key in ended.message for key in named)
 
@@ -82,12 +79,12 @@ def _compare(alone: list[dict[str, Any]], spread: list[dict[str, Any]]) -> Verdi
             if times > 1 and not first:
                 first = f"{where}, {name}: {one[name]!r} as one process, {other[name]!r} at its layout"
         if _is_rounding(one) and _is_rounding(other):
-            ended = f"compared up to {where}: its gradient is rounding, of which Adam makes whole steps"
+            ended = f"compared up to {where}: its gradient is only rounding error, which Adam scales to full steps"
     return Verdict("differs" if first else AGREE, first or ended, worst)
 
 
 def _is_rounding(row: dict[str, Any]) -> bool:
-    """Whether the step's gradient is rounding and nothing else. Exact zeros are the same on both sides."""
+    """Returns whether the step's gradient is only rounding error; exact zeros agree on both sides."""
     return bool(0.0 < row.get(GRAD_NORM, 0.0) < NO_GRADIENT)
 
 
@@ -96,7 +93,7 @@ def _is_compared(name: str) -> bool:
 
 
 def _times_allowed(name: str, one: float, other: float) -> float:
-    """The difference over the allowed one."""
+    """Returns the difference over its tolerance."""
     if one == other or (math.isnan(one) and math.isnan(other)):
         return 0.0
     if name == TOKENS or not (math.isfinite(one) and math.isfinite(other)):

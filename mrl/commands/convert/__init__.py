@@ -1,1 +1,1 @@
-"""Checkpoints converted from one format into another and compared, with the proof that nothing was lost."""
+"""Conversion of checkpoints between formats, and their comparison."""

@@ -1,7 +1,6 @@
-"""What the conversion tools share: flags in either spelling, a progress bar, the plan, one line for a mistake.
+"""Command-line parts shared by `tools/convert_*.py`: flags, progress bar, plan, error output, targets from flags.
 
-Owns the terminal side of `tools/convert_*.py`. What is converted is said by each tool, how by
-`mrl/commands/convert/convert.py`.
+`mrl/commands/convert/convert.py` does the conversion.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ _DTYPES = (AUTO, "float32", "bfloat16", "float16")
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Takes `--tp_size` for `--tp-size` and the other way round; no abbreviations."""
+    """Argument parser that treats `--tp_size` and `--tp-size` as the same flag and accepts no abbreviations."""
 
     def __init__(self, description: str | None, example: str) -> None:
-        """The example is shown below the flags."""
+        """Sets the description, and the example that is shown below the flags."""
         super().__init__(
             description=description,
             epilog=f"example:\n{example}",
@@ -48,7 +47,7 @@ class FlagParser(argparse.ArgumentParser):
         )
 
     def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parses the command line, or `arguments`."""
+        """Parses `arguments`, or the process's command line."""
         spelling = {option.replace("_", "-"): option for option in self._option_string_actions}
         found = []
         for word in sys.argv[1:] if arguments is None else arguments:
@@ -59,36 +58,36 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def run_tool(parser: FlagParser, work: Callable[[argparse.Namespace], int]) -> int:
-    """Parses, works, and turns a user's mistake into one line.
+    """Parses the arguments, calls `work`, and prints a UserError as one line.
 
     Returns:
-        The exit status: what `work` returns, or 2 after a mistake.
+        Exit status: the result of `work`, or 2 after a UserError.
     """
     outlive_readers()
     args = parser.parse()
-    torch.set_num_threads(1)  # a process is one reader, one writer and one hash; more of them are more processes
+    torch.set_num_threads(1)  # a process reads, writes and hashes in one thread each; parallelism is --num_workers
     try:
         return work(args)
     except UserError as error:
         sys.stderr.write(f"{parser.prog}: {error}\n")
         return 2
     except KeyboardInterrupt:
-        sys.stderr.write(f"{parser.prog}: interrupted; the same command continues\n")
+        sys.stderr.write(f"{parser.prog}: interrupted; repeat the command to continue\n")
         return 130
 
 
 def add_conversion_flags(parser: FlagParser, what: str) -> None:
-    """The flags that all conversions have.
+    """Adds the flags that all conversions have.
 
     Args:
-        parser: Gets them.
-        what: The source, in words.
+        parser: Parser that receives the flags.
+        what: Help text of --model_dir.
     """
     parser.add_argument("--model_dir", required=True, help=f"{what}")
-    parser.add_argument("--output_dir", required=True, help="folder to be made; OUTPUT_DIR.partial until it is whole")
-    parser.add_argument("--dtype", choices=_DTYPES, default=AUTO, help="of the weights; auto: as they are")
-    parser.add_argument("--num_workers", type=positive, default=1, metavar="N", help="processes (1)")
-    parser.add_argument("--allow_nan", action="store_true", help="write values that are not finite, and count them")
+    parser.add_argument("--output_dir", required=True, help="folder to create; named OUTPUT_DIR.partial until complete")
+    parser.add_argument("--dtype", choices=_DTYPES, default=AUTO, help="dtype of the weights; auto: that of the source")
+    parser.add_argument("--num_workers", type=positive, default=1, metavar="N", help="number of processes (1)")
+    parser.add_argument("--allow_nan", action="store_true", help="accept infinite and NaN values, and count them")
     parser.add_argument(
         "--dry_run", action="store_true", help="print tensors, bytes, files and peak memory; write nothing"
     )
@@ -97,12 +96,12 @@ def add_conversion_flags(parser: FlagParser, what: str) -> None:
 def run_conversion(
     args: argparse.Namespace, source: Source, make_target: Callable[[argparse.Namespace, Source], Target]
 ) -> int:
-    """Converts, or prints the plan; closes the source.
+    """Converts the checkpoint, or prints the plan; closes the source.
 
     Args:
-        args: With the flags of `add_conversion_flags`.
-        source: Open for reading.
-        make_target: From the flags: `megatron_target`, `trtllm_target` or `hf_target`.
+        args: Parsed arguments with the flags of `add_conversion_flags`.
+        source: Opened source checkpoint.
+        make_target: `megatron_target`, `trtllm_target` or `hf_target`.
     """
     console = Console(stderr=True)
     with closing(source):
@@ -122,7 +121,7 @@ def run_conversion(
                 progress=advance,
             )
     if manifest is None:
-        console.print("This process is done; the last one to finish names the folder.", highlight=False)
+        console.print("This process is done; the last one to finish renames the folder.", highlight=False)
         return 0
     bijection = manifest["bijection"]
     console.print(
@@ -136,7 +135,7 @@ def run_conversion(
 
 @contextmanager
 def progress_bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes; yields what advances it."""
+    """Shows a progress bar of `total` bytes and yields the function that advances it."""
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=total)
@@ -144,15 +143,15 @@ def progress_bar(console: Console, title: str, total: int) -> Iterator[Callable[
 
 
 def positive(text: str) -> int:
-    """A whole number above 0, for argparse."""
+    """Parses an integer above 0, for argparse."""
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        raise argparse.ArgumentTypeError(f"{text} came, expected a number above 0")
     return number
 
 
 def common_dtype(source: Source, wanted: str) -> str:
-    """`wanted`, or where that is auto the dtype of most of the source's elements."""
+    """Returns `wanted`, or for "auto" the dtype of most elements of the source."""
     if wanted != AUTO:
         return wanted
     elements: Counter[str] = Counter()
@@ -162,7 +161,7 @@ def common_dtype(source: Source, wanted: str) -> str:
 
 
 def add_megatron_flags(parser: FlagParser) -> None:
-    """Megatron's own names of its parallel sizes."""
+    """Adds Megatron-LM's flags for parallel sizes."""
     group = parser.add_argument_group("layout of the target, as in Megatron-LM")
     for name in ("tensor", "pipeline", "expert"):
         group.add_argument(f"--{name}-model-parallel-size", type=positive, default=1, metavar="N")
@@ -173,7 +172,7 @@ def add_megatron_flags(parser: FlagParser) -> None:
 
 
 def megatron_target(args: argparse.Namespace, source: Source) -> MegatronTarget:
-    """The target that the flags ask for; the fewest ranks that hold the model once."""
+    """Returns the target of the flags, with the fewest ranks that fit one copy of the model."""
     tp, pp, ep = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.expert_model_parallel_size
     etp = args.expert_tensor_parallel_size
     if source.arch.moe is None and (ep > 1 or etp is not None):
@@ -195,24 +194,24 @@ def megatron_target(args: argparse.Namespace, source: Source) -> MegatronTarget:
 
 
 def add_trtllm_flags(parser: FlagParser) -> None:
-    """TensorRT-LLM's own names of its parallel sizes."""
+    """Adds TensorRT-LLM's flags for parallel sizes."""
     group = parser.add_argument_group("layout of the target, as in TensorRT-LLM's convert_checkpoint.py")
     group.add_argument("--tp_size", type=positive, default=1, metavar="N")
     group.add_argument("--pp_size", type=positive, default=1, metavar="N")
-    group.add_argument("--moe_tp_size", type=positive, default=0, metavar="N", help="ranks that share an expert")
-    group.add_argument("--moe_ep_size", type=positive, default=0, metavar="N", help="parts in which experts are spread")
+    group.add_argument("--moe_tp_size", type=positive, default=0, metavar="N", help="tensor parallelism of an expert")
+    group.add_argument("--moe_ep_size", type=positive, default=0, metavar="N", help="expert parallelism")
     group.add_argument("--use_parallel_embedding", action="store_true")
     group.add_argument("--embedding_sharding_dim", type=int, choices=(0, 1), default=0)
     group.add_argument("--gpus_per_node", type=positive, default=8, metavar="N")
     group.add_argument(
         "--fp8_activation_scales",
         metavar="FILE",
-        help="FP8 linear layers: JSON, module name -> largest magnitude of its input in a calibration / 448",
+        help="FP8 linear layers; JSON file: module name -> max |input| during calibration / 448",
     )
 
 
 def trtllm_target(args: argparse.Namespace, source: Source) -> TrtllmTarget:
-    """The target that the flags ask for."""
+    """Returns the target of the flags."""
     mapping = TrtllmMapping(
         args.tp_size,
         args.pp_size,
@@ -227,33 +226,33 @@ def trtllm_target(args: argparse.Namespace, source: Source) -> TrtllmTarget:
 
 
 def add_like_flag(parser: FlagParser) -> None:
-    """What says which model a Megatron checkpoint is."""
-    parser.add_argument("--like", metavar="FOLDER", help="config.json for a Megatron checkpoint that has none")
+    """Adds the flag that supplies config.json for a Megatron checkpoint."""
+    parser.add_argument("--like", metavar="FOLDER", help="config.json folder, for Megatron checkpoints without one")
 
 
 def like_arch(args: argparse.Namespace) -> ArchSpec | None:
-    """The model that --like names; None without it.
+    """Returns the structure of the model that --like names, or None without the flag.
 
     Raises:
-        UserError: Its folder has no readable config.json.
+        UserError: The folder has no readable config.json.
     """
     return None if args.like is None else arch_from_folder(args.like)
 
 
 def add_hf_flags(parser: FlagParser) -> None:
-    """What a Hugging Face folder may be given."""
+    """Adds the flags for writing a Hugging Face folder."""
     parser.add_argument(
         "--like",
         metavar="FOLDER",
-        help="Hugging Face folder whose tokenizer, generation settings and config come along",
+        help="Hugging Face folder whose tokenizer, generation settings and config are copied",
     )
     parser.add_argument(
-        "--max_file_bytes", type=positive, default=MAX_FILE_BYTES, metavar="N", help="largest file (5 GiB)"
+        "--max_file_bytes", type=positive, default=MAX_FILE_BYTES, metavar="N", help="largest file, bytes (5 GiB)"
     )
 
 
 def hf_target(args: argparse.Namespace, source: Source) -> HfTarget:
-    """The target that the flags ask for."""
+    """Returns the target of the flags."""
     names = hf_layout(source.arch, "float32")
     dtype = {name: source.dtype(name) for name in names} if args.dtype == AUTO else args.dtype
     return HfTarget(source.arch, dtype, like=args.like, max_file_bytes=args.max_file_bytes)
@@ -261,7 +260,7 @@ def hf_target(args: argparse.Namespace, source: Source) -> HfTarget:
 
 def _plan_text(plan: Conversion, num_workers: int) -> str:
     proof = plan.proof
-    repeated = "".join(f", {count} {why} once more" for why, count in proof.repeated_elements.items())
+    repeated = "".join(f", {count} copies of {why}" for why, count in proof.repeated_elements.items())
     lines = [
         f"tensors        {plan.num_tensors}",
         f"bytes          {plan.num_bytes} ({plan.num_bytes / 1e9:.3f} GB)",

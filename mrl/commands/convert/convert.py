@@ -1,9 +1,9 @@
-"""One checkpoint format into another: the loop, its processes, its proof.
+"""Conversion of a checkpoint from one format and parallel layout into another.
 
-Owns `convert`: each file of the target is filled tensor by tensor from the source, which may have another format and
-another parallel layout; neither knows the other. At most two tensors of the target are in memory (`filler.py`).
-The work is restartable and shared between processes by `checkpoint/io/partial_folder.py`; the
-manifest, `manifest.json` beside the weights, holds the hashes of both sides and the bijection (`layout_proof.py`).
+`convert` fills each file of the target tensor by tensor from the source; the two formats do not know each other. At
+most two tensors of the target are in memory (`filler.py`). `checkpoint/io/partial_folder.py` makes the work restartable
+and shares it between processes. The result's `manifest.json` contains hashes of both sides and the proof that every
+element was copied (`layout_proof.py`).
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from mrl.resharding.copy_op import ITEM_BYTES, num_bytes
 from mrl.resharding.regions import volume
 
 Progress = Callable[[int], None]
-"""Called with the bytes of the target that were written since the last call."""
+"""Callback that receives the number of bytes written since the last call."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion will do, known before it begins.
+    """Plan of a conversion.
 
     Attributes:
         num_tensors: Tensors in the target's files.
-        num_bytes: Their bytes.
-        file_bytes: File -> bytes of its tensors.
-        peak_bytes: Largest buffers that one process holds, without the interpreter's own memory.
-        proof: The bijection.
-        dtype_changes: "float32 -> bfloat16" -> elements, for dtypes that differ.
+        num_bytes: Bytes of these tensors.
+        file_bytes: File name -> bytes of its tensors.
+        peak_bytes: Peak buffer memory of one process, without the interpreter's own memory.
+        proof: Proof that every element is copied.
+        dtype_changes: "float32 -> bfloat16" -> number of elements that are cast.
     """
 
     num_tensors: int
@@ -59,10 +59,10 @@ class Conversion:
 
 
 def plan_conversion(source: Source, target: Target) -> Conversion:
-    """Checks the source's headers and the target's layout; reads and writes no weight.
+    """Checks the source's headers and the target's layout, without reading or writing weights.
 
     Raises:
-        UserError: The source is damaged or does not fit its config.
+        UserError: The source is damaged or does not match its config.
         RuntimeError: The target's layout is wrong.
     """
     source.check()
@@ -95,23 +95,23 @@ def convert(
     allow_nan: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any] | None:
-    """Writes a target; any number of processes may call it with equal arguments at the same time and share the work.
+    """Converts a checkpoint; processes that call it concurrently with equal arguments share the work.
 
     Args:
-        source: Open for reading; it can be pickled where `num_workers` is above 1, as `target`.
-        target: What to write.
-        folder: Its folder, to be made; `FOLDER.partial` until it is whole.
-        plan: What `plan_conversion` said of them; None: it is asked here.
-        num_workers: Processes that this call starts, itself included.
-        allow_nan: Write values that are infinite or not a number; the manifest counts them.
-        progress: Called in this process.
+        source: Opened source checkpoint; picklable if `num_workers` is above 1, like `target`.
+        target: Target format and layout.
+        folder: Folder to create; named `FOLDER.partial` until complete.
+        plan: Result of `plan_conversion`; None: computed here.
+        num_workers: Number of processes that this call uses, itself included.
+        allow_nan: True to write infinite and NaN values and count them in the manifest.
+        progress: Callback for written bytes, called in this process.
 
     Returns:
-        The manifest; None where other processes still work on the rest, and the last of them finishes the folder.
+        The manifest; None if other processes still work, the last of which completes the folder.
 
     Raises:
-        UserError: The source is damaged or changed meanwhile, values are not finite, the folder exists, was begun with
-            other arguments or cannot be written. What is done is kept and continued by the next call.
+        UserError: The source is damaged or changed during the conversion, values are not finite, or the folder exists,
+            was started with other arguments or cannot be written. A later call continues the finished part.
         RuntimeError: The target's layout is wrong, or a worker died.
     """
     plan = plan or plan_conversion(source, target)
@@ -120,7 +120,7 @@ def convert(
     if partial.finished(arguments):
         return _manifest_of(partial)
     with partial.session(arguments):
-        if partial.finished(arguments):  # by another process, since the question above
+        if partial.finished(arguments):  # another process finished since the check above
             partial.discard()
             return _manifest_of(partial)
         _check_space(partial, plan)
@@ -129,14 +129,14 @@ def convert(
             _with_workers(job, _Work(source, target, Path(folder), arguments, allow_nan), num_workers - 1)
         else:
             job.run()
-        with partial.finishing() as mine:
-            if mine and job.is_done():
+        with partial.finishing() as is_last:
+            if is_last and job.is_done():
                 job.finish(arguments, plan)
     return _manifest_of(partial) if partial.finished(arguments) else None
 
 
 class _Job:
-    """The parts of one conversion: the files of the target to write, those of the source to hash."""
+    """Work of one process in a conversion: files of the target to write and files of the source to hash."""
 
     def __init__(
         self, source: Source, target: Target, partial: PartialFolder, allow_nan: bool, progress: Progress
@@ -149,9 +149,9 @@ class _Job:
         self._stopped = False
 
     def run(self) -> None:
-        """Works until every part is done or with another process."""
-        with ThreadPoolExecutor(1) as beside:
-            hashing = beside.submit(self._hash_source)
+        """Works until every file is done or claimed by another process."""
+        with ThreadPoolExecutor(1) as executor:
+            hashing = executor.submit(self._hash_source)
             try:
                 for file in self._target.files:
                     with self._partial.claim(_target_part(file.name)) as claim:
@@ -163,16 +163,16 @@ class _Job:
             hashing.result()
 
     def is_done(self) -> bool:
-        """Whether every part is."""
+        """Returns whether every file is written or hashed."""
         parts = [_target_part(file.name) for file in self._target.files]
         parts += [_source_part(name) for name in self._source.files]
         return all(self._partial.record(part) is not None for part in parts)
 
     def finish(self, arguments: dict[str, Any], plan: Conversion) -> None:
-        """Writes everything that is not a weight, and gives the folder its name."""
+        """Writes the files without weights and the manifest, and renames the folder."""
         partial, source = self._partial, self._source
         if _signatures(source) != arguments["source"]["files"]:
-            raise UserError(f"'{source.folder}' changed while it was read. Remove '{partial.path}' and begin again.")
+            raise UserError(f"'{source.folder}' changed while it was read. Remove '{partial.path}' and start again.")
         records = {file.name: partial.record(_target_part(file.name)) or {} for file in self._target.files}
         with disk_errors(partial.path):
             self._target.finish(partial.path, {name: record["written"] for name, record in records.items()})
@@ -197,7 +197,7 @@ class _Job:
         )
 
     def _make(self, file: OutFile, earlier: dict[str, Any] | None) -> None:
-        """Writes one file, unless an earlier process did and it is still what that one wrote."""
+        """Writes one file, unless an earlier process wrote it and its hash still matches."""
         path = self._partial.path / file.name
         size = sum(num_bytes(stored) for stored in file.layout.values())
         if earlier is not None and _is_as_recorded(path, earlier):
@@ -231,14 +231,14 @@ class _Job:
                 record = _hashed(path)
                 if claim.earlier not in (None, record):
                     raise UserError(
-                        f"'{path}' is not what it was when the conversion was begun. Remove '{self._partial.path}' and "
-                        "begin again."
+                        f"'{path}' has changed since the conversion was started. Remove '{self._partial.path}' and "
+                        "start again."
                     )
                 self._partial.add_record(_source_part(name), record)
 
 
 def _with_workers(job: _Job, work: Callable[[SimpleQueue[str]], None], count: int) -> None:
-    """Runs `work` in `count` more processes beside `job`; what one of them cannot do ends all."""
+    """Runs `work` in `count` processes and `job` in this one; a failure in one of them ends all."""
     context = multiprocessing.get_context("spawn")
     failures: SimpleQueue[str] = context.SimpleQueue()
     workers = [context.Process(target=work, args=(failures,), daemon=True) for _ in range(count)]
@@ -261,7 +261,7 @@ def _with_workers(job: _Job, work: Callable[[SimpleQueue[str]], None], count: in
 
 @dataclass(frozen=True)
 class _Work:
-    """What a worker does; it travels to a new process."""
+    """Picklable entry point of a worker process."""
 
     source: Source
     target: Target
@@ -281,7 +281,7 @@ class _Work:
 
 
 def _arguments(source: Source, target: Target, allow_nan: bool) -> dict[str, Any]:
-    """All that the bytes of the target depend on."""
+    """Returns everything that determines the target's bytes, for comparison with an earlier start."""
     layout = xxhash.xxh3_64()
     for file in target.files:
         layout.update(repr((file.name, file.layout)).encode())
@@ -293,7 +293,7 @@ def _arguments(source: Source, target: Target, allow_nan: bool) -> dict[str, Any
 
 
 def _signatures(source: Source) -> dict[str, Any]:
-    """File -> size and time of the last change: cheap to compare before and after."""
+    """Returns size and modification time of each source file, a cheap check for changes."""
     found = {}
     for name in source.files:
         try:
@@ -309,16 +309,16 @@ def _without_tensors(description: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_space(partial: PartialFolder, plan: Conversion) -> None:
-    """Refuses at once what cannot fit; what is there already needs no room."""
+    """Raises UserError if the remaining files do not fit on the disk."""
     try:
-        there = sum((partial.path / name).stat().st_size for name in partial.names())
+        written = sum((partial.path / name).stat().st_size for name in partial.names())
         free = shutil.disk_usage(partial.path).free
     except FileNotFoundError:  # another process has moved a file, or finished the folder
         return
-    if plan.num_bytes - there > free:
+    if plan.num_bytes - written > free:
         raise UserError(
-            f"'{partial.path}' needs {(plan.num_bytes - there) / 1e9:.2f} GB more, but {free / 1e9:.2f} GB are free. "
-            "Make room and repeat the command; what is done is kept."
+            f"'{partial.path}' needs {(plan.num_bytes - written) / 1e9:.2f} GB more, but {free / 1e9:.2f} GB are free. "
+            "Free space and repeat the command; finished files are kept."
         )
 
 

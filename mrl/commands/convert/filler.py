@@ -1,8 +1,7 @@
-"""The tensors of one file of a target, filled from a source one after the other.
+"""Fills the tensors of a target file from a source, one after another, and checks that all values are finite.
 
-Owns the buffers: while one tensor is written the next one is read and cast, in a thread, so at most two are in memory;
-a tensor that lies in the source as the target wants it is not copied at all. And it looks at every value: what is
-infinite or not a number is told before it is written.
+While one tensor is written, a thread reads and casts the next one, so at most two are in memory. A tensor whose bytes
+are stored in the source as the target needs them is not copied.
 """
 
 from __future__ import annotations
@@ -22,32 +21,32 @@ from mrl.resharding.layout import Layout, StoredTensor
 from mrl.resharding.regions import slices, split, translate, whole
 
 _AHEAD_MIN_BYTES = 1 << 18
-"""Below this, handing a tensor to a thread costs more than filling it."""
+"""Size below which handing a tensor to a thread costs more than filling it."""
 
 _AHEAD_MAX_BYTES = 256 << 20
-"""Above this, memory is dearer than the overlap."""
+"""Size above which a second buffer costs more memory than the overlap is worth."""
 
 PART_ELEMENTS = 8 << 20
-"""What is read from the source at a time."""
+"""Elements read from the source at a time."""
 
 _ROW_ELEMENTS = 1024
 _CHUNK_ROWS = 4096
 
 
 class Filler:
-    """Fills the tensors of one layout after another, in buffers that it keeps: fresh memory costs more than a copy.
+    """Fills the tensors of layouts in two reused buffers, since fresh memory costs more than a copy.
 
     Attributes:
-        not_finite: Tensor -> how many of its values are infinite or not a number, where there are any; of the layout
-            that was filled last.
+        not_finite: Tensor -> number of its infinite or NaN values, for the last layout; tensors without any are
+            omitted.
     """
 
     def __init__(self, source: Source, *, allow_nan: bool) -> None:
-        """Reads nothing yet.
+        """Stores the source, without reading it.
 
         Args:
-            source: Where the values come from.
-            allow_nan: Count values that are not finite instead of refusing them.
+            source: Source checkpoint.
+            allow_nan: True to count infinite and NaN values instead of raising.
         """
         self._source = source
         self._allow_nan = allow_nan
@@ -55,7 +54,7 @@ class Filler:
         self.not_finite: dict[str, int] = {}
 
     def fill(self, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of a layout, in its order; a tensor is overwritten after the next one was asked for.
+        """Yields (name, tensor) in the order of the layout; a tensor is overwritten once the next one was requested.
 
         Raises:
             UserError: The source cannot be read, or a value is not finite.
@@ -93,7 +92,7 @@ class Filler:
         return tensor
 
     def _as_it_lies(self, stored: StoredTensor) -> Tensor | None:
-        """A view of the source, where it has exactly these bytes in this order."""
+        """Returns a view of the source if it has exactly the tensor's bytes in order."""
         if stored.padding or len(stored.pieces) != 1:
             return None
         (piece,) = stored.pieces
@@ -103,10 +102,10 @@ class Filler:
         return part if part is not None and part.is_contiguous() else None
 
     def _reserve(self, size: int) -> None:
-        """Room for the largest tensor; what of it is never written takes no memory."""
+        """Allocates both buffers for the largest tensor; pages that are never written take no memory."""
         for slot, buffer in enumerate(self._buffers):
             if buffer.numel() < size:
-                self._buffers[slot] = torch.empty(0, dtype=torch.uint8)  # let go of the old one first
+                self._buffers[slot] = torch.empty(0, dtype=torch.uint8)  # free the old one first
                 self._buffers[slot] = torch.empty(size, dtype=torch.uint8)
 
     def _buffer(self, stored: StoredTensor, slot: int) -> Tensor:
@@ -116,8 +115,8 @@ class Filler:
         for piece in stored.pieces:
             if found := count_not_finite(self._source.read(piece.hf_name, piece.src)):
                 raise UserError(
-                    f"'{self._source.folder}': {found} values of '{piece.hf_name}' are infinite or not a number. Is "
-                    "the checkpoint damaged? Allow them with --allow-nan."
+                    f"'{self._source.folder}': {found} values of '{piece.hf_name}' are infinite or NaN. Check the "
+                    "checkpoint, or allow such values with --allow-nan."
                 )
         names = ", ".join(sorted({piece.hf_name for piece in stored.pieces}))
         raise UserError(
@@ -127,8 +126,8 @@ class Filler:
 
 
 def count_not_finite(tensor: Tensor) -> int:
-    """How many values are infinite or not a number; at the speed of a sum where there are none."""
-    if tensor.element_size() == 1:  # e4m3fn: no infinity; all bits but the sign set is not a number
+    """Returns the number of infinite and NaN values, in the time of one sum if there are none."""
+    if tensor.element_size() == 1:  # e4m3fn has no infinity; NaN has all bits but the sign set
         return int(((tensor.contiguous().view(torch.uint8) & 0x7F) == 0x7F).sum())
     if math.isfinite(float(tensor.sum())):  # in its own dtype: with a wider one torch is 30 times as slow
         return 0

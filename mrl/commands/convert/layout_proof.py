@@ -1,8 +1,8 @@
-"""The bijection of a conversion, checked from the pieces of its target before a byte is moved.
+"""Proof, from the target's layout alone, that a conversion copies every element, before any byte is read.
 
-Owns `prove`: each element of each Hugging Face tensor lands at least once, and more than once only where copies belong;
-each stored element has exactly one origin or is declared padding. What a file really holds is compared by
-`mrl/commands/convert/verify.py`.
+Each element of each Hugging Face tensor must be stored at least once, and more than once only where the layout
+replicates it; each stored element has exactly one origin or is declared padding. `mrl/commands/convert/verify.py`
+compares the contents of files.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from mrl.resharding.shards import copies_allowed
 
 @dataclass(frozen=True)
 class Proof:
-    """The counts of a cover that holds: stored = model + padding + repeated.
+    """Element counts of a complete layout: stored = model + padding + repeated.
 
     Attributes:
         hf_tensors: Tensors of the Hugging Face checkpoint.
-        hf_elements: Their elements.
+        hf_elements: Elements of these tensors.
         stored_tensors: Tensors in the target's files.
-        stored_elements: Their elements.
+        stored_elements: Elements of these tensors.
         padding_elements: Stored elements without an origin.
-        repeated_elements: Why -> elements that are stored once more than once, for each further time.
+        repeated_elements: Reason for replication -> stored elements beyond the first copy.
     """
 
     hf_tensors: int
@@ -41,21 +41,21 @@ class Proof:
     repeated_elements: dict[str, int]
 
     def as_dict(self) -> dict[str, Any]:
-        """For a manifest."""
+        """Returns the counts for the manifest."""
         return dict(vars(self))
 
 
 def prove(arch: ArchSpec, layouts: Iterable[Layout]) -> Proof:
-    """Checks the cover.
+    """Checks that the layouts store every element of the model, and returns the counts.
 
     Args:
-        arch: The model.
-        layouts: What each file of the target holds.
+        arch: Structure of the model.
+        layouts: Layout of each file of the target.
 
     Raises:
-        RuntimeError: The target's layout is wrong: a tensor is named.
+        RuntimeError: The target's layout is wrong; the message names a tensor.
     """
-    landed: dict[str, list[Region]] = defaultdict(list)
+    stored_regions: dict[str, list[Region]] = defaultdict(list)
     stored_tensors = stored_elements = padding = 0
     for layout in layouts:
         for name, stored in layout.items():
@@ -64,25 +64,26 @@ def prove(arch: ArchSpec, layouts: Iterable[Layout]) -> Proof:
             stored_elements += volume(whole(stored.shape))
             padding += sum(volume(region) for region in stored.padding)
             for piece in stored.pieces:
-                landed[piece.hf_name].append(piece.src)
+                stored_regions[piece.hf_name].append(piece.src)
     expected = {name: stored.shape for name, stored in hf_layout(arch, "float32").items()}
-    strangers = [name for name in landed if name not in expected]
-    if strangers:
-        raise RuntimeError(f"the target holds '{strangers[0]}', which a {arch.family} model does not have")
+    unknown = [name for name in stored_regions if name not in expected]
+    if unknown:
+        raise RuntimeError(f"the target has '{unknown[0]}', which is not a tensor of a {arch.family} model")
     reasons = copies_allowed(arch)
     repeated: Counter[str] = Counter()
     for name, shape in expected.items():
         bounds = whole(shape)
-        found = union_volume(landed[name])
-        if found != volume(bounds) or any(intersect(region, bounds) != region for region in landed[name]):
-            raise RuntimeError(f"{volume(bounds) - found} of {volume(bounds)} elements of '{name}' land nowhere")
-        extra = sum(volume(region) for region in landed[name]) - volume(bounds)
+        regions = stored_regions[name]
+        found = union_volume(regions)
+        if found != volume(bounds) or any(intersect(region, bounds) != region for region in regions):
+            raise RuntimeError(f"{volume(bounds) - found} of {volume(bounds)} elements of '{name}' are not stored")
+        extra = sum(volume(region) for region in regions) - volume(bounds)
         if extra:
             reason, first_row = reasons.get(name, ("", shape[0]))
             once = ((0, first_row), *bounds[1:])
-            inside = (intersect(region, once) for region in landed[name])
+            inside = (intersect(region, once) for region in regions)
             if sum(volume(region) for region in inside if region) != volume(once):
-                raise RuntimeError(f"elements of '{name}' land more than once, and it is not one of those with copies")
+                raise RuntimeError(f"elements of '{name}' are stored more than once, but it must not be replicated")
             repeated[reason] += extra
     return Proof(
         len(expected),

@@ -1,6 +1,6 @@
-"""Are two checkpoints the same weights, whatever their formats and parallel layouts?
+"""Compares the weights of two checkpoints of any format and parallel layout.
 
-Owns `verify`: element by element in Hugging Face coordinates, a bounded part of one tensor at a time.
+Elements are compared in Hugging Face coordinates, a bounded part of one tensor at a time.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two checkpoints differ first, in the order of the model.
+    """First difference between two checkpoints, in the order of the model's tensors.
 
     Attributes:
         tensor: Hugging Face name.
-        index: Of the element; None: the whole tensor, by shape or dtype, or because one side lacks it.
-        a: What the first one has.
-        b: What the second one has.
+        index: Index of the element; None: shape or dtype differ, or one side lacks the tensor.
+        a: Value in the first checkpoint.
+        b: Value in the second checkpoint.
     """
 
     tensor: str
@@ -41,16 +41,17 @@ class Difference:
 
 
 @dataclass
-class Comparison:
-    """What was found.
+class CheckpointComparison:
+    """Result of a comparison.
 
     Attributes:
         num_tensors: Tensors of either side.
         num_elements: Elements that were compared.
         different_tensors: Tensors with a difference.
-        different_elements: Elements that differ; all of a tensor whose shape or dtype differs or that one side lacks.
-        first: The first difference.
-        config: Key of the model's structure -> both values, where they differ; weights may be the same in spite of it.
+        different_elements: Elements that differ; all elements of a tensor if shape or dtype differ or one side lacks
+            it.
+        first: First difference.
+        config: Key of the model's structure -> both values, where they differ; the weights may still be equal.
     """
 
     num_tensors: int = 0
@@ -62,7 +63,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether all weights are."""
+        """True if all weights are equal."""
         return self.first is None
 
 
@@ -73,20 +74,21 @@ def verify(
     atol: float | None = None,
     rtol: float | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Comparison:
-    """Compares all weights; with no tolerance bit by bit, and dtypes too.
+) -> CheckpointComparison:
+    """Compares all weights; bit by bit and including dtypes if there is no tolerance.
 
     Copies inside a TensorRT-LLM checkpoint (replicated heads, norms) are compared with each other first.
 
     Args:
-        a: One checkpoint.
-        b: The other.
-        atol: Values may differ by `atol + rtol * |b|` after a cast to fp32; None: 0 where `rtol` is given.
-        rtol: As above.
-        progress: Called with the elements that were compared since the last call.
+        a: First checkpoint.
+        b: Second checkpoint.
+        atol: Absolute tolerance: values may differ by `atol + rtol * |b|` after a cast to fp32; None: 0 if `rtol` is
+            given.
+        rtol: Relative tolerance; None: 0 if `atol` is given.
+        progress: Callback that receives the number of elements compared since the last call.
 
     Raises:
-        UserError: A checkpoint is damaged, does not fit its config, or holds copies that differ.
+        UserError: A checkpoint is damaged, does not match its config, or contains copies that differ.
     """
     for source in (a, b):
         if isinstance(source, TrtllmSource):
@@ -94,7 +96,7 @@ def verify(
         else:
             source.check()
     tolerance = None if atol is None and rtol is None else (atol or 0.0, rtol or 0.0)
-    found = Comparison(config=_config_differences(a, b))
+    found = CheckpointComparison(config=_config_differences(a, b))
     left, right = hf_layout(a.arch, "float32"), hf_layout(b.arch, "float32")
     for name in {**left, **right}:
         found.num_tensors += 1
@@ -115,7 +117,7 @@ def verify(
 def _mismatch(
     name: str, a: Source, b: Source, left: Layout, right: Layout, *, ignore_dtypes: bool
 ) -> Difference | None:
-    """What keeps two tensors from being compared by element."""
+    """Returns the difference that prevents a comparison by element: a missing tensor, shape or dtype."""
     if name not in left or name not in right:
         return Difference(name, None, *("there" if name in side else "missing" for side in (left, right)))
     if left[name].shape != right[name].shape:
@@ -126,7 +128,7 @@ def _mismatch(
 
 
 def _compare(
-    found: Comparison, name: str, region: Region, a: Tensor, b: Tensor, tolerance: tuple[float, float] | None
+    found: CheckpointComparison, name: str, region: Region, a: Tensor, b: Tensor, tolerance: tuple[float, float] | None
 ) -> None:
     found.num_elements += volume(region)
     if tolerance is None:
@@ -148,7 +150,7 @@ def _compare(
 
 
 def _text(value: Tensor) -> str:
-    """A value and, since two of them may print alike, its bits."""
+    """Returns a value and its bits, since two different values may print alike."""
     bits = int(value.contiguous().view(_INTEGERS[value.element_size()])) % (1 << 8 * value.element_size())
     return f"{float(value):.9g} ({str(value.dtype).removeprefix('torch.')}, bits 0x{bits:0{2 * value.element_size()}x})"
 

@@ -1,1 +1,1 @@
-"""`mrl doctor`: what is wrong on this machine, between the hosts, and with what a config names."""
+"""`mrl doctor`: checks of this machine, of the network between hosts, and of the files that a config names."""

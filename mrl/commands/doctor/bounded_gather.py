@@ -1,7 +1,8 @@
-"""Ranks that may not come: values gathered on rank 0 and told to all, every wait bounded.
+"""Gathers values on rank 0 with a bound on every wait, for ranks that may be missing or hang.
 
-Owns the protocol over the job's store, before and beside a process group: a stage is entered, done and answered by each
-rank; rank 0 decides whether all go on. A stage in which this process itself hangs is ended by a thread.
+The protocol runs over the job's key-value store, so it works before and next to a process group. In each stage a rank
+reports that it has entered, then its result; rank 0 decides whether the job goes on. A thread ends the process if this
+rank itself hangs in a stage.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ from mrl.errors import first_line
 
 POLL_S = 0.05
 GRACE_S = 5.0
-"""A collective of torch ends by its own time limit and names the reason; the thread comes this much later."""
+"""Extra delay of the watching thread, since a collective of torch raises at its own time limit with the reason."""
 AFTER_RANK_0 = 2.0
-"""The other ranks wait this many times as long, so that rank 0 speaks first."""
+"""Factor by which the other ranks wait longer than rank 0, so that rank 0 reports first."""
 
 
-class AbsentError(RuntimeError):
-    """Ranks that gave no answer in time.
+class MissingRanksError(RuntimeError):
+    """Raised on rank 0 if ranks did not answer in time.
 
     Attributes:
-        stage: In which stage.
-        ranks: Which.
+        stage: Name of the stage.
+        ranks: Ranks without an answer.
     """
 
     def __init__(self, stage: str, ranks: list[int]) -> None:
-        super().__init__(f"ranks {ranks} gave no answer in stage {stage}")
+        super().__init__(f"ranks {ranks} did not answer in stage {stage}")
         self.stage, self.ranks = stage, ranks
 
 
-class FailedError(RuntimeError):
-    """Ranks that failed in a stage.
+class FailedRanksError(RuntimeError):
+    """Raised on rank 0 if ranks failed in a stage.
 
     Attributes:
-        stage: In which stage.
-        errors: Rank -> what it says.
+        stage: Name of the stage.
+        errors: Rank -> its error message.
     """
 
     def __init__(self, stage: str, errors: Mapping[int, str]) -> None:
@@ -51,12 +52,12 @@ class FailedError(RuntimeError):
         self.stage, self.errors = stage, errors
 
 
-class EndedError(RuntimeError):
-    """Rank 0 has ended the job, and says why."""
+class JobEndedError(RuntimeError):
+    """Raised on the other ranks after rank 0 has ended the job and reported why."""
 
 
 class Deadline:
-    """A thread that ends a stage that hangs."""
+    """Thread that reports a stage that hangs."""
 
     def __init__(
         self, timeout_s: float, late: Callable[[str], None], begins: Callable[[str], object] = lambda name: None
@@ -65,7 +66,7 @@ class Deadline:
 
         Args:
             timeout_s: Time limit of a stage, s.
-            late: Called in the thread, once, with the name of a stage that exceeds its limit.
+            late: Called once, in the thread, with the name of a stage that exceeds its limit.
             begins: Called with the name of each stage when it starts.
         """
         self._timeout_s, self._late, self._begins = timeout_s, late, begins
@@ -74,7 +75,7 @@ class Deadline:
 
     @contextmanager
     def stage(self, name: str, times: float = 1) -> Iterator[None]:
-        """Inside, `name` has so many times its time; a stage inside of a stage has its own."""
+        """Limits the body to `times` times the time limit; a nested stage suspends the outer limit and has its own."""
         self._begins(name)
         outer = self._stage, self._ends
         self._stage, self._ends = name, time.monotonic() + times * self._timeout_s
@@ -91,54 +92,54 @@ class Deadline:
             time.sleep(POLL_S)
 
 
-class Meeting:
-    """The ranks of a job over their store; every rank holds one and calls each method in the same order."""
+class BoundedGather:
+    """Communication between the ranks over the store; every rank calls the methods in the same order."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float, deadline: Deadline) -> None:
         self._store, self._rank, self._size, self._timeout_s = store, rank, world_size, timeout_s
         self._deadline = deadline
 
     def stage(self, name: str, action: Callable[[], Any], times: float = 1) -> list[Any] | None:
-        """Collective over the job: runs `action` on each rank.
+        """Collective over the job: runs `action` on each rank and gathers the results on rank 0.
 
         Args:
-            name: Of the stage, once in a job.
-            action: Returns something that JSON holds.
-            times: The time limit, as a multiple of the job's.
+            name: Unique name of the stage.
+            action: Function that returns a JSON value.
+            times: Time limit of the stage, as a multiple of the job's.
 
         Returns:
-            What it returned on each rank, on rank 0; None on the others.
+            Results in the order of ranks, on rank 0; None on the others.
 
         Raises:
-            AbsentError: On rank 0: ranks gave no answer in time.
-            FailedError: On rank 0: the action raised on some ranks.
-            EndedError: On the others, after either.
+            MissingRanksError: Ranks did not answer in time (on rank 0).
+            FailedRanksError: The action raised on some ranks (on rank 0).
+            JobEndedError: Rank 0 ended the job for one of these reasons (on the others).
         """
         self._set(f"{name}/in/{self._rank}", True)
         answer: dict[str, Any] = {}
         try:
             with self._deadline.stage(name, times):
                 answer["value"] = action()
-        except Exception as error:  # noqa: BLE001 -- rank 0 tells it
+        except Exception as error:  # noqa: BLE001 -- rank 0 reports it
             answer["error"] = f"{type(error).__name__}: {first_line(error)}"
         self._set(f"{name}/{self._rank}", answer)
         if self._rank > 0:
             if not self._get(f"{name}/go", AFTER_RANK_0 * times * self._timeout_s + GRACE_S):
-                raise EndedError
+                raise JobEndedError
             return None
         try:
             values = self._collect(name, times)
-        except (AbsentError, FailedError):
+        except (MissingRanksError, FailedRanksError):
             self._set(f"{name}/go", False)
             raise
         self._set(f"{name}/go", True)
         return values
 
-    def tell(self, name: str, value: Any) -> Any:
-        """Collective over the job: the value of rank 0, on every rank.
+    def broadcast(self, name: str, value: Any) -> Any:
+        """Collective over the job: broadcasts the value of rank 0.
 
         Raises:
-            EndedError: Rank 0 tells nothing.
+            JobEndedError: Rank 0 did not send it in time.
         """
         if self._rank == 0:
             self._set(f"{name}/told", value)
@@ -151,51 +152,51 @@ class Meeting:
         for rank in range(self._size):
             try:
                 answers[rank] = self._get(f"{name}/{rank}", max(POLL_S, ends - time.monotonic()))
-            except EndedError:
+            except JobEndedError:
                 continue
         absent = [rank for rank in range(self._size) if rank not in answers]
         if absent:
-            raise AbsentError(name, absent)
+            raise MissingRanksError(name, absent)
         errors = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
         if errors:
-            raise FailedError(name, errors)
+            raise FailedRanksError(name, errors)
         return [answers[rank]["value"] for rank in range(self._size)]
 
     def fail(self, name: str, error: str) -> None:
-        """Answers for this rank, whose `action` hangs, and returns when rank 0 has said why the job ends."""
+        """Reports an error for this rank, whose `action` hangs, and waits until rank 0 ends the job."""
         self._set(f"{name}/{self._rank}", {"error": error})
-        self.tell("end", None)
+        self.broadcast("end", None)
 
     def give_up(self, name: str, status: int) -> None:
-        """On rank 0, after it has said why: the others, who wait for the end of a stage, leave."""
+        """Releases the other ranks, which wait for the end of a stage; called on rank 0 after its report."""
         self._set(f"{name}/go", False)
-        self.tell("end", status)
+        self.broadcast("end", status)
 
     def _set(self, key: str, value: Any) -> None:
         try:
             self._store.set(key, json.dumps(value))
         except RuntimeError as error:
-            raise EndedError from error  # rank 0 has gone, and its store with it
+            raise JobEndedError from error  # rank 0, which serves the store, has exited
 
     def _get(self, key: str, timeout_s: float) -> Any:
         try:
             self._store.wait([key], timedelta(seconds=timeout_s))
             return json.loads(self._store.get(key))
-        except RuntimeError as error:  # no such key in time, or no store any more
-            raise EndedError from error
+        except RuntimeError as error:  # timeout, or rank 0, which serves the store, has exited
+            raise JobEndedError from error
 
 
 def reconnect(store: TCPStore) -> TCPStore:
-    """The same store over a connection of its own, for another thread: one may hang in the first."""
+    """Opens a second connection to the store, for a thread: the first connection may be blocked."""
     return TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=GRACE_S))
 
 
-def not_entered(store: Store, name: str, world_size: int) -> list[int]:
-    """Ranks that have not come to a stage.
+def ranks_not_entered(store: Store, name: str, world_size: int) -> list[int]:
+    """Returns the ranks that have not entered a stage.
 
     Args:
-        store: `Meeting`'s.
-        name: Of the stage.
-        world_size: Ranks.
+        store: Store of `BoundedGather`.
+        name: Name of the stage.
+        world_size: Number of ranks.
     """
     return [rank for rank in range(world_size) if not store.check([f"{name}/in/{rank}"])]

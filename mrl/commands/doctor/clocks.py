@@ -1,6 +1,6 @@
-"""Clocks of the hosts, compared with rank 0's.
+"""Compares the clocks of the hosts with rank 0's: a host sends a message, rank 0 answers with its time.
 
-Owns the exchange: a host sends, rank 0 answers with its time; half of the way there and back is the error.
+The uncertainty is half of the round trip.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from mrl.commands.doctor.finding import Finding, ok, problem, warning
 
 PINGS = 5
 MAX_SKEW_S = 1.0
-"""Times of files and logs of several hosts can be put in order."""
+"""Largest skew, s, at which timestamps of files and logs of different hosts can be ordered."""
 MUNGE_S = 300.0
-"""A credential of munge, by which SLURM's hosts trust each other, is valid so long (munged(8), --ttl)."""
+"""Validity of a munge credential, s (munged(8), --ttl), with which SLURM's hosts authenticate each other."""
 NS = 1e9
 
 
 def offset(rank: int, leaders: Sequence[int], now: Callable[[], int] = time.time_ns) -> tuple[float, float] | None:
-    """Collective over `leaders`: (seconds that this host's clock is ahead of rank 0's, its error) of the best of a few.
+    """Collective over `leaders`: measures this host's clock against rank 0's; the best of `PINGS` round trips.
 
     Args:
-        rank: This one.
-        leaders: A rank of each host, rank 0 the first.
-        now: The clock, ns.
+        rank: Rank of this process.
+        leaders: First rank of each host, rank 0 first.
+        now: Clock, ns.
 
     Returns:
-        None on rank 0, and on ranks that are no leader.
+        (s that this clock is ahead, uncertainty in s); None on rank 0 and on ranks that are not leaders.
     """
     if rank not in leaders:
         return None
@@ -53,12 +53,16 @@ def offset(rank: int, leaders: Sequence[int], now: Callable[[], int] = time.time
 
 
 def check_clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
-    """Host -> (seconds ahead of rank 0's clock, error)."""
+    """Checks the skew of all hosts.
+
+    Args:
+        offsets: Host -> (s ahead of rank 0's clock, uncertainty in s).
+    """
     worst = max(offsets, key=lambda host: abs(offsets[host][0]) - offsets[host][1])
     ahead, error = offsets[worst]
     skew = max(0.0, abs(ahead) - error)
     text = f"{worst}'s is {ahead:+.4f} s from rank 0's, +-{error:.4f}"
-    advice = "let chrony or ntpd keep the clocks of all hosts"
+    advice = "synchronize the clocks of all hosts with chrony or ntpd"
     if skew > MUNGE_S:
         yield problem("clocks", text, advice)
     elif skew > MAX_SKEW_S:

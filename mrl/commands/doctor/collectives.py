@@ -1,7 +1,6 @@
-"""Collectives between the ranks: are sums exact, and how fast is each way?
+"""Checks collectives between ranks: exact sums, and the bandwidth of all-reduce and of pairs of ranks.
 
-Owns what is sent for that, and which pairs of ranks are measured. Rates are of this job's own transport: NCCL between
-GPUs, gloo between CPUs.
+Rates are those of the job's own transport: NCCL between GPUs, gloo between CPUs.
 """
 
 from __future__ import annotations
@@ -18,26 +17,26 @@ from mrl.commands.doctor.finding import Finding, ok, problem, warning
 from mrl.commands.doctor.ranks import spans
 
 COUNT = 4099
-"""Elements of a sum; a prime, so that no division over ranks is even."""
+"""Elements of a sum; a prime, so that no split over ranks is even."""
 DTYPES = (torch.int64, torch.float32, torch.bfloat16)
 BF16_EXACT = 256
-"""bf16 holds every integer up to this."""
+"""bf16 represents every integer up to this."""
 SIZES = (4 << 10, 1 << 20, 16 << 20)
-"""Bytes of the measured all-reduces."""
+"""Sizes of the measured all-reduces, bytes."""
 PAIR_BYTES = 4 << 20
 REPEATS = 3
 MAX_ROUNDS = 7
-"""Each rank is measured with up to this many of its host's others, each host with up to this many other hosts."""
+"""Largest number of partners with which a rank is measured on its host, and a host among the hosts."""
 MIN_PAIRS = 3
 SLOW_FACTOR = 3.0
-"""Pairs of one kind are alike on a healthy cluster; noise of shared machines stays below this."""
+"""Ratio to the median above which a pair counts as slow; noise of shared machines stays below it."""
 MIN_GPU_HOST_RATE = 3e9
-"""Bytes/s between hosts of GPUs: a link of 40 Gbit/s carries 5e9; less means plain sockets on a slow network."""
+"""Bytes/s between GPU hosts below which NCCL probably uses plain sockets; a 40 Gbit/s link has 5e9."""
 GB = 1e9
 
 
 def addend(rank: int, world_size: int, dtype: torch.dtype, count: int = COUNT) -> Tensor:
-    """What a rank gives to a sum: integers whose sums over all ranks, in any order, the dtype holds exactly.
+    """Returns a rank's summand: integers whose sums over all ranks are exact in the dtype, in any order.
 
     Returns:
         [count] int64.
@@ -51,12 +50,12 @@ def addend(rank: int, world_size: int, dtype: torch.dtype, count: int = COUNT) -
 
 
 def wrong_sums(device: torch.device, rank: int, world_size: int) -> dict[str, int]:
-    """Collective over the job: elements of a sum over all ranks that are wrong here, for each dtype.
+    """Collective over the job: counts the wrong elements of an all-reduce, per dtype and device type.
 
     Args:
-        device: Of this rank.
-        rank: What this rank takes itself for.
-        world_size: Ranks.
+        device: Device of this rank.
+        rank: Rank of this process according to its environment.
+        world_size: Number of ranks.
     """
     found = {}
     for kind in dict.fromkeys([torch.device("cpu"), device]):
@@ -72,7 +71,7 @@ def wrong_sums(device: torch.device, rank: int, world_size: int) -> dict[str, in
 
 
 def check_sums(wrong: Sequence[Mapping[str, int]]) -> Iterator[Finding]:
-    """Sums over all ranks, as `wrong_sums` found them on each rank."""
+    """Checks that the sums of `wrong_sums` were exact on all ranks."""
     bad = {rank: {name: count for name, count in each.items() if count} for rank, each in enumerate(wrong)}
     bad = {rank: each for rank, each in bad.items() if each}
     if bad:
@@ -81,14 +80,14 @@ def check_sums(wrong: Sequence[Mapping[str, int]]) -> Iterator[Finding]:
         yield problem(
             "all-reduce",
             f"wrong on rank(s) {spans(list(bad))}: {count} of {COUNT} sums of {name} on rank {rank}",
-            "do not train here: look for a broken link or GPU (NCCL_DEBUG=INFO, dcgmi diag), or ranks that clash",
+            "do not train here: look for a broken link or GPU (NCCL_DEBUG=INFO, dcgmi diag), or for duplicate ranks",
         )
     else:
         yield ok("all-reduce", f"exact on {len(wrong)} ranks: {', '.join(wrong[0])}")
 
 
 def time_all_reduces(device: torch.device) -> list[float]:
-    """Collective over the job: seconds of an all-reduce of each of `SIZES`, the best of a few."""
+    """Collective over the job: returns the time of an all-reduce of each of `SIZES`, s, the best of `REPEATS`."""
     found = []
     for size in SIZES:
         tensor = torch.zeros(size // 4, device=device)
@@ -104,12 +103,12 @@ def time_all_reduces(device: torch.device) -> list[float]:
 
 
 def check_all_reduce_rate(seconds: Sequence[float], world_size: int, num_hosts: int, kind: str) -> Iterator[Finding]:
-    """Bus bandwidth, as nccl-tests counts it: bytes x 2 (n - 1) / n / s.
+    """Checks the bus bandwidth as nccl-tests defines it: bytes x 2 (n - 1) / n / s.
 
     Args:
-        seconds: For each of `SIZES`.
-        world_size: Ranks.
-        num_hosts: Hosts.
+        seconds: Time for each of `SIZES`, s.
+        world_size: Number of ranks.
+        num_hosts: Number of hosts.
         kind: "cpu" or "cuda".
     """
     rates = [size * 2 * (world_size - 1) / world_size / each for size, each in zip(SIZES, seconds, strict=True)]
@@ -121,18 +120,18 @@ def check_all_reduce_rate(seconds: Sequence[float], world_size: int, num_hosts: 
         yield warning(
             "bandwidth",
             f"all-reduce of {world_size} ranks: {shown}",
-            "NCCL seems to be on slow sockets: NCCL_DEBUG=INFO says which network; NCCL_IB_HCA, NCCL_SOCKET_IFNAME",
+            "NCCL seems to use plain sockets: see NCCL_DEBUG=INFO, then set NCCL_IB_HCA or NCCL_SOCKET_IFNAME",
         )
     else:
         yield ok("bandwidth", f"all-reduce of {world_size} ranks: {shown}")
 
 
 def rounds(members: Sequence[int], at_most: int = MAX_ROUNDS) -> list[list[tuple[int, int]]]:
-    """Rounds in which each member meets another one (circle method): every pair once, if there is no bound.
+    """Returns rounds in which each member is in at most one pair (circle method); all pairs occur once if unbounded.
 
     Args:
         members: Ranks.
-        at_most: Rounds.
+        at_most: Largest number of rounds.
     """
     ring: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
     found = []
@@ -144,7 +143,7 @@ def rounds(members: Sequence[int], at_most: int = MAX_ROUNDS) -> list[list[tuple
 
 
 def schedule(hosts: Mapping[str, Sequence[int]]) -> list[list[tuple[int, int]]]:
-    """Rounds of pairs: first inside all hosts at once, then between the first ranks of hosts."""
+    """Returns rounds of pairs: first within all hosts concurrently, then between the first ranks of the hosts."""
     inside = [rounds(ranks) for ranks in hosts.values()]
     merged = [
         [pair for each in inside if number < len(each) for pair in each[number]]
@@ -154,7 +153,7 @@ def schedule(hosts: Mapping[str, Sequence[int]]) -> list[list[tuple[int, int]]]:
 
 
 def pair_rates(plan: Sequence[Sequence[tuple[int, int]]], rank: int, device: torch.device) -> dict[str, float]:
-    """Collective over the job: bytes/s of the pairs that this rank is the first of, there and back."""
+    """Collective over the job: returns the bytes/s of the pairs that start with this rank, from round trips."""
     found = {}
     tensor = torch.zeros(PAIR_BYTES // 4, device=device)
     for pairs in plan:
@@ -178,11 +177,11 @@ def pair_rates(plan: Sequence[Sequence[tuple[int, int]]], rank: int, device: tor
 
 
 def check_pairs(rates: Mapping[str, float], hosts: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
-    """The ways between ranks of a host, and between hosts: how fast, and which is far slower than the others.
+    """Checks the bandwidth between ranks of a host and between hosts, and finds pairs far slower than the median.
 
     Args:
         rates: "a-b" -> bytes/s.
-        hosts: Host -> ranks.
+        hosts: Host -> its ranks.
     """
     host_of = {rank: host for host, ranks in hosts.items() for rank in ranks}
     kinds: dict[str, dict[str, float]] = {"ranks of a host": {}, "hosts": {}}
@@ -206,12 +205,12 @@ def _slowest(kind: str, rates: Mapping[str, float]) -> Finding:
     if len(rates) >= MIN_PAIRS and rates[pair] * SLOW_FACTOR < middle:
         slow = [name for name, rate in rates.items() if rate * SLOW_FACTOR < middle]
         part = f" ({len(slow)} are that slow{_in_all(slow)})"
-        return warning("bandwidth", text + part, "look at that cable, switch port or GPU, or leave the host out")
+        return warning("bandwidth", text + part, "check that cable, switch port or GPU, or exclude the host")
     return ok("bandwidth", text)
 
 
 def _in_all(slow: Sequence[str]) -> str:
-    """The host or rank that all slow pairs have in common."""
+    """Returns a text that names the host or rank that all slow pairs share, or ""."""
     shared = set.intersection(*({*name.replace(" and ", " ").split()} for name in slow)) - {"on"}
     return f", all with {', '.join(sorted(shared))}" if len(slow) > 1 and shared else ""
 

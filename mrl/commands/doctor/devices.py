@@ -1,6 +1,6 @@
-"""Devices: CUDA devices with their memory and driver, and what the CPU can do.
+"""Checks of the CUDA devices, their memory and driver, and of the CPU.
 
-Owns what is asked of torch and of the system about them. Which device a rank takes is `distributed/launcher_env.py`'s.
+`distributed/launcher_env.py` assigns devices to ranks.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from mrl.errors import first_line
 
 GB = 1e9
 MIN_CAPABILITY = (8, 0)
-"""bf16 on tensor cores begins with Ampere (NVIDIA's CUDA C++ Programming Guide, compute capabilities)."""
+"""Compute capability of Ampere, the first with bf16 tensor cores (NVIDIA's CUDA C++ Programming Guide)."""
 MIN_FREE_FRAC = 0.95
-"""A context alone takes under 1 GB of a device; more in use is another process's."""
+"""Smallest free share of a device without other users: a CUDA context alone takes under 1 GB."""
 PROBE = 256
-"""A product of matrices of ones gives this number in every element, which bf16 holds exactly."""
+"""Size of a product of matrices of ones; every element equals it, and bf16 represents it exactly."""
 COMMAND_TIMEOUT_S = 30
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A CUDA device.
+    """CUDA device.
 
     Attributes:
-        name: As torch calls it.
-        capability: Compute capability.
-        free_bytes: Not in use.
-        total_bytes: All of it.
-        error: Of a small product of matrices; "": it was right.
+        name: Name from torch.
+        capability: Compute capability (major, minor).
+        free_bytes: Free memory.
+        total_bytes: Total memory.
+        error: Error of a small matrix product; "": the result was right.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Gpu:
 
 
 def read_gpu_count() -> int:
-    """CUDA devices that torch can use here."""
+    """Returns the number of CUDA devices that torch can use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def read_gpus() -> list[Gpu]:
-    """The CUDA devices that this process sees, each after a product of matrices."""
+    """Returns the CUDA devices visible to this process, each tested with a matrix product."""
     found = []
     for index in range(read_gpu_count()):
         free, total = torch.cuda.mem_get_info(index)
@@ -64,7 +64,7 @@ def read_gpus() -> list[Gpu]:
 
 
 def _product(device: torch.device) -> str:
-    """What is wrong with a product of matrices on a device."""
+    """Returns the error of a matrix product on the device, "" if it is right."""
     try:
         ones = torch.ones((PROBE, PROBE), dtype=torch.bfloat16, device=device)
         if bool(((ones @ ones) == PROBE).all()):
@@ -75,11 +75,11 @@ def _product(device: torch.device) -> str:
 
 
 def check_gpus(gpus: Sequence[Gpu], environment: Environment) -> Iterator[Finding]:
-    """The devices of a host, for the ranks on it.
+    """Checks the devices of a host.
 
     Args:
-        gpus: At least one.
-        environment: Of a rank of the host.
+        gpus: Devices, at least one.
+        environment: Environment of a rank on the host.
     """
     topic = "GPUs"
     clean = True
@@ -88,7 +88,9 @@ def check_gpus(gpus: Sequence[Gpu], environment: Environment) -> Iterator[Findin
         if gpu.error:
             clean = False
             yield problem(
-                topic, f"{where} does not compute: {gpu.error}", "a torch for this GPU and driver; else its health"
+                topic,
+                f"{where} does not compute: {gpu.error}",
+                "install the torch build for this GPU and driver; if that does not help, check the GPU's health",
             )
         if gpu.capability < MIN_CAPABILITY:
             clean = False
@@ -102,35 +104,35 @@ def check_gpus(gpus: Sequence[Gpu], environment: Environment) -> Iterator[Findin
             yield warning(
                 topic,
                 f"{where} has {gpu.free_bytes / GB:.1f} of {gpu.total_bytes / GB:.1f} GB free",
-                "end what else runs there (nvidia-smi)",
+                "end the other processes on it (see nvidia-smi)",
             )
     if len({(gpu.name, gpu.total_bytes) for gpu in gpus}) > 1:
         clean = False
-        yield warning(topic, "the devices of this host differ", "a step takes as long as the slowest one")
+        yield warning(topic, "the devices of this host differ", "each step takes as long as on the slowest device")
     device_index(environment, len(gpus))
     if clean:
         first = gpus[0]
         yield ok(
             topic,
             f"{len(gpus)} x {first.name}, compute capability {'.'.join(map(str, first.capability))}, "
-            f"{first.total_bytes / GB:.0f} GB, free and computing",
+            f"{first.total_bytes / GB:.0f} GB, free and working",
         )
 
 
 def check_hidden_gpus(
     device_files: Sequence[str], cuda_of_torch: str | None, hidden_by: str | None
 ) -> Iterator[Finding]:
-    """A host where torch sees no CUDA device.
+    """Explains why torch sees no CUDA device on this host.
 
     Args:
-        device_files: NVIDIA's under /dev.
-        cuda_of_torch: CUDA that torch was built for; None: a CPU build.
+        device_files: NVIDIA's device files under /dev.
+        cuda_of_torch: CUDA version of torch's build; None: a CPU build.
         hidden_by: CUDA_VISIBLE_DEVICES; None: not set.
     """
     if not device_files:
-        yield ok("GPUs", "none here: the run is on the CPU")
+        yield ok("GPUs", "none found: runs use the CPU")
     elif hidden_by is not None and hidden_by.strip() in ("", "-1"):
-        yield ok("GPUs", f"{len(device_files)} hidden by CUDA_VISIBLE_DEVICES: the run is on the CPU")
+        yield ok("GPUs", f"{len(device_files)} hidden by CUDA_VISIBLE_DEVICES: runs use the CPU")
     elif cuda_of_torch is None:
         advice = "install the torch build of this machine's CUDA (pytorch.org), or hide them: CUDA_VISIBLE_DEVICES=''"
         yield problem("GPUs", f"{len(device_files)} NVIDIA device(s), but torch is a CPU build", advice)
@@ -138,17 +140,17 @@ def check_hidden_gpus(
         yield problem(
             "GPUs",
             f"{len(device_files)} NVIDIA device(s), but torch for CUDA {cuda_of_torch} sees none",
-            "is the driver loaded and new enough (nvidia-smi)? Does the container get the devices (--gpus all)?",
+            "check that the driver is loaded and new enough (nvidia-smi), and that the container has GPUs (--gpus all)",
         )
 
 
 def nvidia_files() -> list[str]:
-    """The devices that the driver shows, whether or not torch can use them."""
+    """Returns the device files of NVIDIA's driver, including devices that torch cannot use."""
     return sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
 def cuda_versions() -> dict[str, str]:
-    """Versions of CUDA, NCCL and the driver that have to be equal on all ranks; {} without a device."""
+    """Returns the versions of CUDA, NCCL and the driver, which must agree on all ranks; {} without a device."""
     if not torch.cuda.is_available():
         return {}
     nccl = "not in this torch"
@@ -171,12 +173,12 @@ def _driver() -> str:
 
 @dataclass(frozen=True)
 class Cpu:
-    """The CPU of a host, as this process may use it.
+    """CPU resources of this process.
 
     Attributes:
-        cores: That it may run on.
-        quota: Cores' worth of time that a container may take; None: all.
-        flags: Of the instruction set, as Linux names them.
+        cores: Number of cores in its affinity mask.
+        quota: CPU quota of the container, in cores; None: unlimited.
+        flags: Instruction set flags, in Linux's spelling.
     """
 
     cores: int
@@ -185,7 +187,7 @@ class Cpu:
 
 
 def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> Cpu:
-    """From what Linux says; the quota from either version of cgroups."""
+    """Reads the CPU resources from Linux; the quota from cgroup v1 or v2."""
     flags: list[str] = []
     for line in cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else ():
         if line.startswith(("flags", "Features")):
@@ -202,12 +204,12 @@ def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo"), cgroup: Path = Path("/sys/fs
 
 
 def check_cpu(cpu: Cpu, num_ranks: int, *, computes: bool, dtype: str | None) -> Iterator[Finding]:
-    """Cores for the ranks of this host, and the instructions.
+    """Checks that the host has enough cores for its ranks, and the instructions that the run needs.
 
     Args:
-        cpu: What there is.
+        cpu: CPU resources.
         num_ranks: Ranks on this host.
-        computes: The run is on the CPU.
+        computes: True if the run computes on the CPU.
         dtype: `model.dtype`; None: no config.
     """
     usable = min(cpu.cores, cpu.quota) if cpu.quota is not None else cpu.cores
@@ -219,7 +221,7 @@ def check_cpu(cpu: Cpu, num_ranks: int, *, computes: bool, dtype: str | None) ->
         yield warning(
             "CPU",
             f"{num_ranks} ranks share {usable:g} core(s)",
-            "--cpus-per-task of srun, --cpus of the container; mpirun --bind-to none",
+            "raise srun's --cpus-per-task or the container's --cpus, or use mpirun --bind-to none",
         )
     if computes and not cpu.flags & {"avx2", "asimd"}:
         clean = False

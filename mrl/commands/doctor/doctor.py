@@ -1,8 +1,7 @@
-"""`mrl doctor`: what is wrong here, between the hosts and with a config, before a run finds out.
+"""`mrl doctor`: runs the checks of this folder on this machine, or on all hosts of a job.
 
-Owns which checks run where, and in which order; each check is in a file beside this one. Alone, it looks at this
-machine. Under a launcher each host looks at itself, then the ranks look at each other; rank 0 prints. Every wait has a
-bound.
+Without a launcher it checks this machine. Under a launcher each host checks itself, then the ranks check the network
+between them; rank 0 prints. Every wait is bounded.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ from mrl.commands.doctor import (
 )
 from mrl.commands.doctor.bounded_gather import (
     GRACE_S,
-    AbsentError,
+    BoundedGather,
     Deadline,
-    EndedError,
-    FailedError,
-    Meeting,
-    not_entered,
+    FailedRanksError,
+    JobEndedError,
+    MissingRanksError,
+    ranks_not_entered,
     reconnect,
 )
 from mrl.commands.doctor.finding import Finding, findings_of, ok, problem
-from mrl.commands.doctor.table import as_json, as_lines, as_table, put_together, status_of
+from mrl.commands.doctor.table import as_json, as_lines, as_table, merge_hosts, status_of
 from mrl.config.config import Config, RunConfig, load, to_yaml
 from mrl.distributed import launch
 from mrl.distributed.launcher_env import Environment
@@ -56,28 +55,28 @@ from mrl.errors import UserError
 Check = Callable[[], Iterable[Finding]]
 
 HOST_TIMES = 4
-"""Checks of a host come one after the other, each with its own time limit; all of them together have this many."""
+"""Time limit of all checks of a host together, as a multiple of the limit of one check."""
 LEAVING_S = 1.0
-"""Rank 0 serves the store: after a failure it lets the others read how it ended."""
-WAYS = {
-    "meeting": "is the job's port open between the hosts, and does every host start?",
+"""Delay before the exit of rank 0 after a failure: it serves the store, from which the others read the outcome."""
+STAGE_ADVICE = {
+    "meeting": "is the job's port open between the hosts, and does every host start its ranks?",
     "process group": "ranks reach rank 0 but not each other: firewall, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
 }
-"""Stage -> what to do where ranks do not come to its end."""
-ELSE = "look at those hosts: their logs, `py-spy dump`, memory, disks that do not answer"
+"""Stage -> advice if ranks do not finish it."""
+DEFAULT_ADVICE = "check the logs of those hosts, `py-spy dump`, memory, and disks that do not answer"
 
 
 class Doctor:
-    """One examination; `run` returns the exit status."""
+    """One diagnosis; `run` returns the exit status."""
 
     def __init__(self, config: str | None, overrides: Sequence[str], *, json: bool, timeout_s: float) -> None:
-        """What is asked.
+        """Stores the options.
 
         Args:
-            config: File; None: the machine only.
-            overrides: Of the config.
-            json: Print JSON.
-            timeout_s: Wait for a rank, and for one stage, s.
+            config: Config file; None: check only the machine.
+            overrides: Overrides of the config.
+            json: True to print JSON.
+            timeout_s: Time limit for a missing rank and for a stage, s.
         """
         self._file, self._overrides, self._json, self._timeout_s = config, overrides, json, timeout_s
         self._config: Config | None = None
@@ -92,157 +91,164 @@ class Doctor:
         self._lock = threading.Lock()
 
     def run(self) -> int:
-        """Collective over the job: looks at everything, prints on rank 0."""
-        self._deadline = Deadline(self._timeout_s + GRACE_S, self._late, self._announce)
-        mistakes = []
+        """Collective over the job: runs all checks and prints the findings on rank 0."""
+        self._deadline = Deadline(self._timeout_s + GRACE_S, self._on_timeout, self._announce)
+        config_problems = []
         with self._deadline.stage("launcher"):
             try:
                 self._environment = launch.environment()
             except UserError as error:
-                mistakes.append(problem("launcher", str(error), ""))
+                config_problems.append(problem("launcher", str(error), ""))
         self._announces = self._environment.rank == 0
         try:
             self._config = None if self._file is None else load(self._file, self._overrides)
         except UserError as error:
-            mistakes.append(problem("config", str(error), ""))
+            config_problems.append(problem("config", str(error), ""))
         if self._environment.world_size > 1:
-            return self._of_all(mistakes)
-        self._found += mistakes
-        self._found += self._of_this_host()
+            return self._check_all_ranks(config_problems)
+        self._found += config_problems
+        self._found += self._check_this_host()
         return self._print()
 
     def _announce(self, stage: str) -> None:
-        """Writes a line to stderr, on the first rank, when a stage starts: some take as long as their time limit."""
+        """Writes a line to stderr on rank 0 when a stage starts, since a stage may last until its time limit."""
         if self._announces:
             sys.stderr.write(f"mrl: doctor: {stage}\n")
             sys.stderr.flush()
 
-    def _of_all(self, mistakes: list[Finding]) -> int:
+    def _check_all_ranks(self, config_problems: list[Finding]) -> int:
         env = self._environment
         try:
             with self._deadline.stage("meeting"):
                 self._store = launch.meet(self._timeout_s)
         except (RuntimeError, UserError) as error:
             if env.rank == 0:
-                self._found += [*mistakes, problem("meeting", str(error), "")]
+                self._found += [*config_problems, problem("meeting", str(error), "")]
                 return self._print()
-            self._say_alone(str(error))
+            self._print_alone(str(error))
             return 2
-        meeting = self._meeting(self._store)
-        whole, status = False, 2
+        gather = self._meeting(self._store)
+        completed, status = False, 2
         try:
-            self._stages(meeting, mistakes)
-            whole = True
-        except AbsentError as error:
+            self._stages(gather, config_problems)
+            completed = True
+        except MissingRanksError as error:
             self._found.append(self._absent(error.stage, error.ranks))
-        except FailedError as error:
+        except FailedRanksError as error:
             self._found.append(self._failed(error))
-        except EndedError:
-            pass  # rank 0 says why
+        except JobEndedError:
+            pass  # rank 0 reports the reason
         if env.rank == 0:
             status = self._print()
-        with contextlib.suppress(EndedError):
-            status = meeting.tell("end", status)  # a rank that left before rank 0 has spoken would end it
-        if whole:
+        with contextlib.suppress(JobEndedError):
+            # waits for rank 0's report: a launcher would kill rank 0 if another rank exited before it
+            status = gather.broadcast("end", status)
+        if completed:
             with self._deadline.stage("end"):
                 launch.stop()
             return status
         if env.rank == 0:
             time.sleep(LEAVING_S)
         sys.stdout.flush()
-        os._exit(status)  # other threads may wait in a collective for ever
+        os._exit(status)  # other threads may be blocked in a collective
 
-    def _stages(self, meeting: Meeting, mistakes: list[Finding]) -> None:
-        """Collective over the job: everything between ranks; findings are kept on rank 0."""
+    def _stages(self, gather: BoundedGather, config_problems: list[Finding]) -> None:
+        """Collective over the job: runs all checks between ranks; rank 0 keeps the findings."""
         env = self._environment
         try:
-            said = meeting.stage("meeting", self._introduction)
-        except AbsentError as error:
-            self._found += [*mistakes, self._absent(error.stage, error.ranks)]
-            self._found += self._of_this_host()
-            raise EndedError from error
-        if said is not None:
-            self._hosts = ranks.hosts_of_ranks(said)
-            self._found.append(self._met())
-            self._look("hosts", partial(ranks.check_hosts, said))
-            self._look("same on all", partial(ranks.check_same, said, self._hosts))
-        hosts: dict[str, list[int]] = meeting.tell("hosts", self._hosts)
+            descriptions = gather.stage("meeting", self._description)
+        except MissingRanksError as error:
+            self._found += [*config_problems, self._absent(error.stage, error.ranks)]
+            self._found += self._check_this_host()
+            raise JobEndedError from error
+        if descriptions is not None:
+            self._hosts = ranks.hosts_of_ranks(descriptions)
+            self._found.append(self._connected())
+            self._add("hosts", partial(ranks.check_hosts, descriptions))
+            self._add("same on all", partial(ranks.check_same, descriptions, self._hosts))
+        hosts: dict[str, list[int]] = gather.broadcast("hosts", self._hosts)
         leaders = [own[0] for own in hosts.values()]
 
-        own = meeting.stage(
+        own = gather.stage(
             "this host",
-            lambda: [vars(each) for each in [*mistakes, *(self._of_this_host() if env.rank in leaders else [])]],
+            lambda: [
+                vars(each) for each in [*config_problems, *(self._check_this_host() if env.rank in leaders else [])]
+            ],
             times=HOST_TIMES,
         )
         if own is not None:
             by_host = {
                 name: [Finding(**each) for rank in members for each in own[rank]] for name, members in hosts.items()
             }
-            self._found += put_together(by_host)
+            self._found += merge_hosts(by_host)
 
         device = self._device()
-        meeting.stage("process group", lambda: self._join(device))
-        wrong = meeting.stage(
-            "all-reduce", lambda: collectives.wrong_sums(self._own_device(), env.rank, env.world_size)
-        )
+        gather.stage("process group", lambda: self._join(device))
+        wrong = gather.stage("all-reduce", lambda: collectives.wrong_sums(self._own_device(), env.rank, env.world_size))
         if wrong is not None:
-            self._look("all-reduce", partial(collectives.check_sums, wrong))
-        self._rates(meeting, hosts)
+            self._add("all-reduce", partial(collectives.check_sums, wrong))
+        self._rates(gather, hosts)
         if len(hosts) > 1:
-            self._between_hosts(meeting, hosts, leaders)
+            self._between_hosts(gather, hosts, leaders)
 
-    def _rates(self, meeting: Meeting, hosts: Mapping[str, Sequence[int]]) -> None:
+    def _rates(self, gather: BoundedGather, hosts: Mapping[str, Sequence[int]]) -> None:
         env = self._environment
-        seconds = meeting.stage("bandwidth", lambda: collectives.time_all_reduces(self._own_device()))
+        seconds = gather.stage("bandwidth", lambda: collectives.time_all_reduces(self._own_device()))
         if seconds is not None:
             sizes, kind = (env.world_size, len(hosts)), self._own_device().type
-            self._look("bandwidth", partial(collectives.check_all_reduce_rate, seconds[0], *sizes, kind))
+            self._add("bandwidth", partial(collectives.check_all_reduce_rate, seconds[0], *sizes, kind))
         plan = collectives.schedule(hosts)
-        pairs = meeting.stage("pairs", lambda: collectives.pair_rates(plan, env.rank, self._own_device()))
+        pairs = gather.stage("pairs", lambda: collectives.pair_rates(plan, env.rank, self._own_device()))
         if pairs is not None:
             rates = {pair: rate for each in pairs for pair, rate in each.items()}
-            self._look("bandwidth", partial(collectives.check_pairs, rates, hosts))
+            self._add("bandwidth", partial(collectives.check_pairs, rates, hosts))
 
-    def _between_hosts(self, meeting: Meeting, hosts: Mapping[str, Sequence[int]], leaders: Sequence[int]) -> None:
+    def _between_hosts(self, gather: BoundedGather, hosts: Mapping[str, Sequence[int]], leaders: Sequence[int]) -> None:
         rank = self._environment.rank
-        offsets = meeting.stage("clocks", lambda: clocks.offset(rank, leaders))
+        offsets = gather.stage("clocks", lambda: clocks.offset(rank, leaders))
         others = {name: members[0] for name, members in hosts.items() if members[0] != 0}
         if offsets is not None:
             measured = {name: tuple(offsets[leader]) for name, leader in others.items()}
-            self._look("clocks", partial(clocks.check_clocks, measured))
-        token = meeting.tell("token", secrets.token_hex(8))
+            self._add("clocks", partial(clocks.check_clocks, measured))
+        token = gather.broadcast("token", secrets.token_hex(8))
         output, leads = self._output_dir(), rank in leaders
 
-        def look() -> list[float | None]:
-            return folder.find(output, token, [str(leader) for leader in others.values()]) if rank == 0 else []
+        def look() -> list[float | None]:  # rank 0 looks for the files of the other hosts
+            return (
+                folder.wait_for_probes(output, token, [str(leader) for leader in others.values()]) if rank == 0 else []
+            )
 
         try:
-            meeting.stage("shared folder, write", lambda: folder.leave(output, token, str(rank)) if leads else None)
-            here = meeting.stage("shared folder, read", lambda: folder.find(output, token, ["0"]) if leads else [None])
-            there = meeting.stage("shared folder, look", look)
+            gather.stage(
+                "shared folder, write", lambda: folder.write_probe(output, token, str(rank)) if leads else None
+            )
+            here = gather.stage(
+                "shared folder, read", lambda: folder.wait_for_probes(output, token, ["0"]) if leads else [None]
+            )
+            there = gather.stage("shared folder, look", look)
         finally:
             if leads:
-                folder.tidy(output, token)
+                folder.delete_probes(output, token)
         if here is not None and there is not None:
             waited: dict[str, float | None] = {}
             for (name, leader), seen in zip(others.items(), there[0], strict=True):
                 both = (here[leader][0], seen)
                 waited[name] = None if None in both else max(both)
-            self._look("shared folder", partial(folder.check_shared, output, waited))
+            self._add("shared folder", partial(folder.check_shared, output, waited))
 
-    def _look(self, topic: str, check: Check) -> None:
+    def _add(self, topic: str, check: Check) -> None:
         self._found += findings_of(topic, check)
 
-    def _meeting(self, store: Any) -> Meeting:
+    def _meeting(self, store: Any) -> BoundedGather:
         env = self._environment
-        return Meeting(_own(store), env.rank, env.world_size, self._timeout_s, self._deadline)
+        return BoundedGather(_own(store), env.rank, env.world_size, self._timeout_s, self._deadline)
 
-    def _introduction(self) -> dict[str, Any]:
+    def _description(self) -> dict[str, Any]:
         env = self._environment
         facts = {**versions.facts(), **devices.cuda_versions(), **network.interface_facts(env)}
         if self._config is not None:
             facts["config"] = hashlib.sha256(to_yaml(self._config).encode()).hexdigest()[:12]
-        return ranks.introduce(env, facts)
+        return ranks.describe_rank(env, facts)
 
     def _join(self, device: str) -> None:
         launch.start(
@@ -262,10 +268,10 @@ class Doctor:
     def _output_dir(self) -> Path:
         return Path(".") if self._config is None else Path(self._config.run.output_dir)
 
-    # What a host looks at by itself
+    # Checks of a single host
 
-    def _of_this_host(self) -> list[Finding]:
-        """Everything that needs no other rank; what was found so far is kept for `_late`."""
+    def _check_this_host(self) -> list[Finding]:
+        """Runs the checks that need no other rank; `_on_timeout` reports those that finished if one hangs."""
         for topic, check in self._checks():
             self._checking = topic
             with self._deadline.stage(topic):
@@ -277,7 +283,7 @@ class Doctor:
         env, clean = self._environment, launch.variables_without_launcher()
         yield "packages", lambda: versions.check_versions(versions.ranges(), self._needed())
         for extra, (name, module) in versions.OPTIONAL.items():
-            if versions.installed(name) is not None and name != "mpi4py":  # its library is looked at by `check_mpi`
+            if versions.installed(name) is not None and name != "mpi4py":  # `check_mpi` covers mpi4py
                 yield name, partial(self._imports, extra, name, module)
         yield "GPUs", self._gpus
         yield "CPU", self._cpu
@@ -299,7 +305,7 @@ class Doctor:
         return versions.check_import(name, module, self._timeout_s, needed=extra in self._needed())
 
     def _needed(self) -> set[str]:
-        """Extras of setup.py without which this run would be slow or not start."""
+        """Returns the extras of setup.py without which this run would be slow or not start."""
         needed = {"gpu"} if devices.read_gpu_count() else set()
         if self._environment.launcher in ("mpirun", "mpi"):
             needed.add("mpi")
@@ -338,7 +344,7 @@ class Doctor:
         chosen = launch.variables("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         yield "network", lambda: network.check_interface(env, network.read_interfaces(), chosen)
         yield "host name", lambda: network.check_name(name, *network.look_up(name))
-        if env.world_size == 1:  # else the launcher has it
+        if env.world_size == 1:  # otherwise the launcher uses the port
             port = launch.variables("MASTER_PORT").get("MASTER_PORT", str(network.DEFAULT_PORT))
             yield "port", lambda: network.check_port(int(port), network.outgoing_ports())
         sizes = (env.world_size, env.local_world_size)
@@ -358,11 +364,11 @@ class Doctor:
         try:
             return run_files.checkpoint_bytes(self._config, load_model_facts(self._config)[0])
         except UserError:
-            return None  # told by `check_config`
+            return None  # `check_config` reports it
 
-    # Endings
+    # Findings about ranks, and ends of the process
 
-    def _met(self) -> Finding:
+    def _connected(self) -> Finding:
         env = self._environment
         where = f"{self._store.host}:{self._store.port}"
         return ok("launcher", f"{env.launcher}: {env.world_size} ranks on {len(self._hosts)} host(s) met at {where}")
@@ -370,22 +376,22 @@ class Doctor:
     def _absent(self, stage: str, missing: Sequence[int]) -> Finding:
         at = [f"{host} ({ranks.spans(own)})" for host in self._hosts if (own := self._missing_on(host, missing))]
         there = f" of {', '.join(at)}" if at else ""
-        came = "did not come" if stage == "meeting" else f"did not end '{stage}'"
+        came = "did not come" if stage == "meeting" else f"did not finish '{stage}'"
         found = f"rank(s) {ranks.spans(list(missing))}{there} {came} in {self._timeout_s:g} s"
-        return problem(stage, found, WAYS.get(stage, ELSE))
+        return problem(stage, found, STAGE_ADVICE.get(stage, DEFAULT_ADVICE))
 
     def _missing_on(self, name: str, missing: Sequence[int]) -> list[int]:
         return [rank for rank in self._hosts[name] if rank in missing]
 
-    def _failed(self, error: FailedError) -> Finding:
+    def _failed(self, error: FailedRanksError) -> Finding:
         first = min(error.errors)
         host_of = {rank: name for name, own in self._hosts.items() for rank in own}
         others = f" (and {len(error.errors) - 1} more rank(s))" if len(error.errors) > 1 else ""
         found = f"rank {first} on {host_of.get(first, 'its host')}{others}: {error.errors[first]}"
-        return problem(error.stage, found, WAYS.get(error.stage, ELSE))
+        return problem(error.stage, found, STAGE_ADVICE.get(error.stage, DEFAULT_ADVICE))
 
-    def _late(self, stage: str) -> None:
-        """In another thread: this rank hangs in a stage; the process ends here."""
+    def _on_timeout(self, stage: str) -> None:
+        """Runs in the `Deadline` thread if this rank hangs in a stage: reports it and ends the process."""
         env, hangs = self._environment, f"no end after {self._timeout_s + GRACE_S:g} s"
         try:
             if env.rank == 0:
@@ -398,13 +404,13 @@ class Doctor:
             elif self._checking:
                 self._meeting(reconnect(self._store)).fail("this host", f"'{stage}' has {hangs}")
             elif self._store is not None:
-                self._meeting(reconnect(self._store)).tell("end", None)
+                self._meeting(reconnect(self._store)).broadcast("end", None)
             elif stage == "meeting":
-                where = f"{env.address}:{env.port}" if env.address else "an address that MPI would tell"
-                self._say_alone(f"rank {env.rank} cannot reach rank 0 at {where}: {hangs}; {WAYS[stage]}")
+                where = f"{env.address}:{env.port}" if env.address else "an address that MPI provides"
+                self._print_alone(f"rank {env.rank} cannot reach rank 0 at {where}: {hangs}; {STAGE_ADVICE[stage]}")
             else:
-                self._say_alone(f"'{stage}' has {hangs}")
-        except RuntimeError:  # the store is gone, and rank 0 with it
+                self._print_alone(f"'{stage}' has {hangs}")
+        except RuntimeError:  # rank 0, which serves the store, has exited
             pass
         finally:
             sys.stdout.flush()
@@ -413,14 +419,14 @@ class Doctor:
     def _hung(self, stage: str, hangs: str) -> Finding:
         env = self._environment
         if self._store is None or self._checking:
-            return problem(stage, hangs, WAYS.get(stage, ELSE))
-        missing = not_entered(_own(reconnect(self._store)), stage, env.world_size)
+            return problem(stage, hangs, STAGE_ADVICE.get(stage, DEFAULT_ADVICE))
+        missing = ranks_not_entered(_own(reconnect(self._store)), stage, env.world_size)
         if missing:
             return self._absent(stage, missing)
-        return problem(stage, f"{hangs}, with all ranks in it", WAYS.get(stage, ELSE))
+        return problem(stage, f"{hangs}, with all ranks in it", STAGE_ADVICE.get(stage, DEFAULT_ADVICE))
 
-    def _say_alone(self, error: str) -> None:
-        """What stopped a rank that has not met the others: nobody else can tell; once for each host."""
+    def _print_alone(self, error: str) -> None:
+        """Prints the error of a rank that could not connect, once per host, since rank 0 cannot report it."""
         if self._environment.local_rank == 0:
             sys.stderr.write(f"mrl doctor on {socket.gethostname()}: problem: {error}\n")
 

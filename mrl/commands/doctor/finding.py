@@ -1,7 +1,4 @@
-"""What a check says: one finding is one line of the doctor's table.
-
-Owns the three levels, and that a check which fails says so instead of ending the doctor.
-"""
+"""Findings: the result of a check is one line of the doctor's report, and an exception in a check is a finding too."""
 
 from __future__ import annotations
 
@@ -16,14 +13,14 @@ Level = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line.
+    """One line of the report.
 
     Attributes:
-        level: "warning": a run may be slow or stop later; "problem": it will not work.
-        topic: What was looked at.
-        found: What was found.
-        advice: What to do about it; "" where nothing is to be done, or where `found` says it.
-        where: Hosts or ranks; "" until several are put together.
+        level: "ok"; "warning": a run may be slow or stop later; "problem": a run will not work.
+        topic: Subject of the check.
+        found: State that was found.
+        advice: Remedy; "" if none is needed or `found` contains it.
+        where: Hosts or ranks; "" until the findings of several hosts are merged.
     """
 
     level: Level
@@ -34,31 +31,31 @@ class Finding:
 
 
 def ok(topic: str, found: str) -> Finding:
-    """All is well."""
+    """Returns a finding that all is well."""
     return Finding("ok", topic, found)
 
 
 def warning(topic: str, found: str, advice: str) -> Finding:
-    """A run may be slow, or stop later."""
+    """Returns a finding that a run may be slow or stop later."""
     return Finding("warning", topic, found, advice)
 
 
 def problem(topic: str, found: str, advice: str) -> Finding:
-    """A run will not work."""
+    """Returns a finding that a run will not work."""
     return Finding("problem", topic, found, advice)
 
 
 def findings_of(topic: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """What a check finds; where it fails, what it found until then and that it failed."""
+    """Returns the findings of a check; an exception is added to those yielded before it."""
     found: list[Finding] = []
     try:
         for each in check():
-            found.append(each)  # not a comprehension: what came before a failure is kept
+            found.append(each)  # not a comprehension, which would lose the findings before an exception
     except UserError as error:
         found.append(problem(topic, str(error), ""))
-    except Exception as error:  # noqa: BLE001 -- whatever it is, the other checks go on
+    except Exception as error:  # noqa: BLE001 -- the other checks must run
         what = f"{type(error).__name__}: {first_line(error)}"
         found.append(
-            warning(topic, f"this check itself failed: {what}", "look at it by hand; the other checks went on")
+            warning(topic, f"this check itself failed: {what}", "check it by hand; the other checks are not affected")
         )
     return found

@@ -1,7 +1,6 @@
-"""The output folder: can a checkpoint be committed there, is there room, and do all hosts see the same one?
+"""Checks of the output folder: it is writable, has space, and is the same folder on all hosts.
 
-Owns writing and deleting its own probe files; it leaves nothing behind. A folder that does not exist yet is judged by
-the nearest one above it, and is not made.
+All probe files are deleted. A folder that does not exist is not created; its nearest existing parent is checked.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ GB = 1e9
 PROBE = ".mrl-doctor-"
 PROBE_BYTES = 1 << 20
 MIN_FREE_BYTES = 10 * GB
-"""Without a config: what a run's logs and checkpoints of a small model take."""
+"""Free space expected without a config: logs and checkpoints of a small model."""
 SLOW_COMMIT_S = 2.0
 """A write, fsync and rename of 1 MiB takes milliseconds on a healthy disk or network file system."""
 APPEAR_S = 5.0
-"""A network file system shows another host's new file at once when it is opened by name; this is patience."""
+"""Longest wait for another host's file, s; a network file system shows a new file immediately when opened by name."""
 SLOW_APPEAR_S = 1.0
 GONE_WITH_THE_HOST = ("tmpfs", "ramfs", "overlay", "aufs")
 
 
 def existing(folder: Path) -> Path:
-    """The folder itself, or the nearest one above it that exists."""
+    """Returns the folder, or its nearest existing parent."""
     folder = folder.absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -39,11 +38,11 @@ def existing(folder: Path) -> Path:
 
 
 def kind_of(folder: Path, mounts: Mapping[str, str] | None = None) -> str:
-    """The kind of file system that a folder is on: ext4, nfs4, lustre, overlay ...
+    """Returns the type of the file system of a folder: ext4, nfs4, lustre, overlay ...
 
     Args:
-        folder: It, or a folder above it, exists.
-        mounts: Mount point -> kind; None: this host's.
+        folder: Folder; it or a parent exists.
+        mounts: Mount point -> type; None: those of this host.
     """
     if mounts is None:
         mounts = {each.mountpoint: each.fstype for each in psutil.disk_partitions(all=True)}
@@ -55,11 +54,11 @@ def kind_of(folder: Path, mounts: Mapping[str, str] | None = None) -> str:
 
 
 def check_folder(folder: Path, needed_bytes: int | None) -> Iterator[Finding]:
-    """Writes, syncs and renames a file of `PROBE_BYTES` as a commit does, and looks at the room.
+    """Writes, syncs and renames a file of `PROBE_BYTES`, like a checkpoint, and checks the free space.
 
     Args:
-        folder: Where a run writes.
-        needed_bytes: What the config's checkpoints take; None: no config.
+        folder: Output folder of a run.
+        needed_bytes: Size of the config's checkpoints; None: no config.
     """
     advice = "make it writable, free space, or choose another run.output_dir"
     try:
@@ -84,32 +83,33 @@ def check_folder(folder: Path, needed_bytes: int | None) -> Iterator[Finding]:
 
 
 def check_commit(folder: Path, kind: str, seconds: float) -> Iterator[Finding]:
-    """What a commit of `PROBE_BYTES` says.
+    """Checks the time of writing the probe, and that the file system outlives the host.
 
     Args:
-        folder: Where it was made.
-        kind: `kind_of` it.
-        seconds: That it took.
+        folder: Folder of the probe.
+        kind: Type of its file system.
+        seconds: Time of the write, s.
     """
     if seconds > SLOW_COMMIT_S:
         found = f"'{folder}' ({kind}) takes {seconds:.1f} s for a write, fsync and rename of 1 MiB"
-        yield warning("output folder", found, "a faster file system")
+        yield warning("output folder", found, "use a faster file system")
     elif kind in GONE_WITH_THE_HOST:
-        found = f"'{folder}' is on {kind}: checkpoints go with the host or container"
-        yield warning("output folder", found, "a folder on a disk, or one that is mounted into the container")
+        found = f"'{folder}' is on {kind}: checkpoints are lost with the host or container"
+        yield warning("output folder", found, "use a folder on a disk, or one that is mounted into the container")
     else:
         yield ok("output folder", f"'{folder}' ({kind}): write, fsync and rename take {1000 * seconds:.0f} ms")
 
 
 def check_space(folder: Path, needed_bytes: int | None) -> Iterator[Finding]:
-    """Free space for the checkpoints of the config, or `MIN_FREE_BYTES`."""
+    """Checks the free space against the checkpoints of the config, or `MIN_FREE_BYTES`."""
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
     if needed_bytes is not None and free < needed_bytes:
         yield problem(
             "free space",
             f"{free / GB:.1f} GB in '{folder}'; checkpoints take {needed_bytes / GB:.1f} GB",
-            "free space, fewer of them (checkpoint.keep_last, checkpoint.keep_best), or another run.output_dir",
+            "free space, keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_best), or choose another "
+            "run.output_dir",
         )
     elif needed_bytes is None and free < MIN_FREE_BYTES:
         yield warning("free space", f"{free / GB:.1f} GB in '{folder}'", "give CONFIG to compare with its checkpoints")
@@ -121,7 +121,7 @@ def check_space(folder: Path, needed_bytes: int | None) -> Iterator[Finding]:
 
 
 def _commit(probe: Path) -> None:
-    """As a checkpoint is committed: written aside, synced, renamed into place, the folder synced."""
+    """Writes the probe as a checkpoint is written: to a temporary name, synced, renamed, the folder synced."""
     aside, final = probe / "aside", probe / "final"
     aside.mkdir(parents=True)
     content = os.urandom(PROBE_BYTES)
@@ -136,11 +136,11 @@ def _commit(probe: Path) -> None:
     finally:
         os.close(descriptor)
     if (final / "file").read_bytes() != content:
-        raise OSError(0, "what was read back is not what was written")
+        raise OSError(0, "the content read back differs from what was written")
 
 
-def leave(folder: Path, token: str, name: str) -> None:
-    """Writes a file that another host looks for with `find`."""
+def write_probe(folder: Path, token: str, name: str) -> None:
+    """Writes a probe file that another host looks for with `wait_for_probes`."""
     path = existing(folder) / f"{PROBE}{token}-{name}"
     with path.open("w") as stream:
         stream.write(token + name)
@@ -148,14 +148,14 @@ def leave(folder: Path, token: str, name: str) -> None:
         os.fsync(stream.fileno())
 
 
-def find(folder: Path, token: str, names: Sequence[str], patience_s: float = APPEAR_S) -> list[float | None]:
-    """For each name, seconds until the file that its host left is here with its content; None: it does not come.
+def wait_for_probes(folder: Path, token: str, names: Sequence[str], patience_s: float = APPEAR_S) -> list[float | None]:
+    """Returns, for each name, the time in s until the file of `write_probe` is visible here; None: it did not appear.
 
     Args:
-        folder: Where a run writes.
-        token: Of this examination.
-        names: As given to `leave`.
-        patience_s: For all of them together.
+        folder: Output folder of a run.
+        token: Token of this diagnosis.
+        names: Names that were passed to `write_probe`.
+        patience_s: Longest wait for all files together, s.
     """
     start = time.monotonic()
     seen: dict[str, float] = {}
@@ -175,25 +175,25 @@ def _read(path: Path) -> str:
         return ""
 
 
-def tidy(folder: Path, token: str) -> None:
-    """Deletes all files of `leave`."""
+def delete_probes(folder: Path, token: str) -> None:
+    """Deletes all probe files of `write_probe`."""
     for path in existing(folder).glob(f"{PROBE}{token}-*"):
         path.unlink(missing_ok=True)
 
 
 def check_shared(folder: Path, seconds: Mapping[str, float | None]) -> Iterator[Finding]:
-    """Whether the hosts see one folder.
+    """Checks that all hosts see the same folder.
 
     Args:
-        folder: Where a run writes.
-        seconds: Host -> how long it, or rank 0 for it, waited for the other's file; None: it did not come.
+        folder: Output folder of a run.
+        seconds: Host -> s until it and rank 0 saw each other's file; None: not seen.
     """
     apart = [host for host, waited in seconds.items() if waited is None]
     if apart:
         yield problem(
             "shared folder",
-            f"'{existing(folder)}' of {', '.join(apart)} is not rank 0's: a file of one is not seen by the other",
-            "set run.output_dir to a folder that is shared by all hosts (NFS, Lustre), mounted on each",
+            f"'{existing(folder)}' of {', '.join(apart)} is not rank 0's: neither sees the other's files",
+            "set run.output_dir to a folder that all hosts share (NFS, Lustre)",
         )
         return
     slowest = max(seconds, key=lambda host: seconds[host] or 0.0)
@@ -201,7 +201,7 @@ def check_shared(folder: Path, seconds: Mapping[str, float | None]) -> Iterator[
     if waited > SLOW_APPEAR_S:
         yield warning(
             "shared folder",
-            f"a new file is seen after {waited:.1f} s by {slowest}",
+            f"a new file is visible on {slowest} after {waited:.1f} s",
             "mount with a shorter attribute cache",
         )
     else:

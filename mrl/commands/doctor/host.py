@@ -1,7 +1,4 @@
-"""What a host grants its processes: memory, limits, /dev/shm, and what a container leaves out.
-
-Owns reading these of Linux. Files and folders are `folder.py`'s.
-"""
+"""Checks of host memory, limits, /dev/shm, and devices that a container lacks."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from mrl.commands.doctor.network import SOCKETS_OF_A_PAIR
 
 GB = 1e9
 MIN_RANK_BYTES = 2 * GB
-"""A rank with torch, Megatron and transformers imported and nothing of a model holds up to 0.9 GB (measured)."""
+"""Host memory per rank; a rank with torch, Megatron and transformers imported takes up to 0.9 GB (measured)."""
 MIN_SHM_BYTES = 1 * GB
-"""NCCL and workers of torch pass data there; a container's default of 64 MB is too little for one GPU's channels."""
+"""Size of /dev/shm that NCCL and torch's workers need; a container's default of 64 MB is too little for one GPU."""
 FILES_OF_A_RANK = 1024
-"""Open files beside sockets: shards of a checkpoint, libraries, logs."""
+"""Open files of a rank other than sockets: checkpoint shards, libraries, logs."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +27,9 @@ class HostMemory:
     """Memory of a host, bytes.
 
     Attributes:
-        available: What processes can still take.
-        total: All of it.
-        limit: What a container may take in all; None: no such bound.
+        available: Memory that processes can still allocate.
+        total: Physical memory.
+        limit: Memory limit of the container; None: unlimited.
     """
 
     available: int
@@ -41,7 +38,7 @@ class HostMemory:
 
 
 def read_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> HostMemory:
-    """From Linux, the bound from either version of cgroups."""
+    """Reads the host's memory; the limit from cgroup v1 or v2."""
     now = psutil.virtual_memory()
     limit, used = None, 0
     pairs = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
@@ -55,21 +52,21 @@ def read_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> HostMemory:
 
 
 def check_memory(memory: HostMemory, num_ranks: int) -> Iterator[Finding]:
-    """Host memory for the ranks of a host, before any model."""
+    """Checks that the host has memory for its ranks, without any model."""
     bound = f", of which a container may take {memory.limit / GB:.1f}" if memory.limit is not None else ""
     found = f"{memory.available / GB:.1f} of {memory.total / GB:.1f} GB free{bound}"
     if memory.available < num_ranks * MIN_RANK_BYTES:
         yield problem(
             "host memory",
             f"{found}, for {num_ranks} rank(s)",
-            f"give each rank {MIN_RANK_BYTES / GB:g} GB (--mem of SLURM, --memory of the container), or start fewer",
+            f"give each rank {MIN_RANK_BYTES / GB:g} GB (SLURM's --mem, the container's --memory), or use fewer",
         )
     else:
         yield ok("host memory", found)
 
 
 def check_open_files(soft: int, world_size: int) -> Iterator[Finding]:
-    """The limit of open files of a rank; every pair of ranks takes sockets."""
+    """Checks the limit of open files of a rank; every pair of ranks uses sockets."""
     wanted = FILES_OF_A_RANK + SOCKETS_OF_A_PAIR * (world_size - 1)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         yield warning("open files", f"at most {soft}; {world_size} rank(s) may want {wanted}", f"ulimit -n {wanted}")
@@ -78,67 +75,67 @@ def check_open_files(soft: int, world_size: int) -> Iterator[Finding]:
 
 
 def check_locked_memory(soft: int, adapters: Sequence[str]) -> Iterator[Finding]:
-    """The limit of locked memory, which InfiniBand needs.
+    """Checks the limit of locked memory, which InfiniBand needs.
 
     Args:
-        soft: Bytes.
+        soft: Limit, bytes.
         adapters: InfiniBand or RoCE adapters of the host.
     """
     if not adapters:
-        yield ok("locked memory", "no InfiniBand here, so its limit does not matter")
+        yield ok("locked memory", "no InfiniBand, so the limit does not matter")
     elif soft != resource.RLIM_INFINITY:
         yield problem(
             "locked memory",
             f"at most {soft >> 10} KiB, and NCCL over {adapters[0]} locks its buffers",
-            "ulimit -l unlimited (limits.conf; of slurmd; --ulimit memlock=-1 of the container)",
+            "ulimit -l unlimited (in limits.conf and for slurmd; for a container --ulimit memlock=-1)",
         )
     else:
         yield ok("locked memory", f"unlimited, for {', '.join(adapters)}")
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
-    """The size of /dev/shm and what is free of it."""
+    """Checks the size and the free space of /dev/shm."""
     space = os.statvfs(folder)
     total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
     if free < MIN_SHM_BYTES:
         yield warning(
             str(folder),
             f"{free / GB:.2f} of {total / GB:.2f} GB free",
-            "a larger one (--shm-size=16g or --ipc=host of the container), or delete what crashed jobs left there",
+            "enlarge it (container: --shm-size=16g or --ipc=host), or delete files that crashed jobs left there",
         )
     else:
         yield ok(str(folder), f"{free / GB:.1f} of {total / GB:.1f} GB free")
 
 
 def infiniband_adapters(folder: Path = Path("/sys/class/infiniband")) -> list[str]:
-    """Adapters that the host has, also where a container does not hand them in."""
+    """Returns the InfiniBand adapters of the host, including those that a container cannot use."""
     return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def check_container(adapters: Sequence[str], kind: str, devices: Path = Path("/dev/infiniband")) -> Iterator[Finding]:
-    """What a container does not hand in.
+    """Checks that a container has the host's InfiniBand devices.
 
     Args:
         adapters: InfiniBand adapters of the host.
-        kind: Of container; "": none.
-        devices: Where the adapters' device files are.
+        kind: Type of the container; "": none.
+        devices: Folder of the adapters' device files.
     """
     if kind and adapters and not devices.is_dir():
         yield problem(
             "container",
-            f"{kind}: the host has {', '.join(adapters)}, but {devices} is not in here",
-            "hand it in (--device=/dev/infiniband, or pyxis's --container-mounts): NCCL would take slow sockets",
+            f"{kind}: the host has {', '.join(adapters)}, but the container has no {devices}",
+            "add it (--device=/dev/infiniband, or pyxis's --container-mounts); otherwise NCCL uses slow sockets",
         )
     elif kind:
         yield ok("container", kind)
 
 
 def container_kind(variables: dict[str, str], root: Path = Path("/")) -> str:
-    """Docker, Podman, Apptainer ... or "" for none.
+    """Returns the type of container (Docker, Podman, Apptainer ...), or "" outside a container.
 
     Args:
-        variables: `container`, where the container's own program set it.
-        root: The root folder.
+        variables: Environment variable `container`, if the container runtime set it.
+        root: Root folder.
     """
     marks = {".dockerenv": "Docker", "run/.containerenv": "Podman", ".singularity.d": "Apptainer"}
     return next((name for mark, name in marks.items() if (root / mark).exists()), variables.get("container", ""))

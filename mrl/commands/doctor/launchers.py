@@ -1,6 +1,6 @@
-"""Launchers: mpirun and its library, SLURM and its container plugin.
+"""Checks of mpirun and its library, and of SLURM and its container plugin, by calling their programs.
 
-Owns calling their programs. Whether a launcher's variables fit each other is `distributed/launcher_env.py`'s.
+`distributed/launcher_env.py` checks that a launcher's variables are consistent.
 """
 
 from __future__ import annotations
@@ -17,58 +17,58 @@ from mrl.errors import to_install
 TIMEOUT_S = 30
 LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 HELLO = "import os; from mpi4py import MPI; os.write(1, f'size {MPI.COMM_WORLD.Get_size()}\\n'.encode())"
-"""In one write, as mpirun mixes the ranks' writes."""
+"""Program that prints its world size in one write, since mpirun interleaves the writes of ranks."""
 VENDORS = (("OpenMPI", r"Open ?MPI|OpenRTE"), ("Intel-MPI", r"Intel"), ("MPICH", r"MPICH|HYDRA"))
 SLURM = ("sbatch", "srun", "scontrol")
 
 
 def check_mpi(clean: Mapping[str, str], *, wanted: bool, python: str = sys.executable) -> Iterator[Finding]:
-    """mpirun, the library of mpi4py, whether they are one MPI, and two ranks started by it.
+    """Checks that mpirun and mpi4py's library are the same MPI, and starts two ranks.
 
     Args:
-        clean: Variables of the environment without those of a launcher.
-        wanted: The ranks were started over MPI.
-        python: With mpi4py.
+        clean: Environment variables without those of a launcher.
+        wanted: True if the ranks were started with MPI.
+        python: Python interpreter with mpi4py.
     """
     bad = problem if wanted else warning
     program = shutil.which("mpirun", path=clean.get("PATH"))
     library = _output([python, "-c", LIBRARY], clean)
     if program is None and library.returncode != 0:
-        yield ok("MPI", "no mpirun and no mpi4py with a library: start by torchrun or srun")
+        yield ok("MPI", "no mpirun and no mpi4py with a library: start ranks with torchrun or srun")
         return
     if program is None:
         yield warning("MPI", f"mpi4py has {_vendor(library.stdout)}, but mpirun is not on the PATH", "load its module")
         return
-    told = _output([program, "--version"], clean).stdout
-    own = _vendor(told)
+    own = _vendor(_output([program, "--version"], clean).stdout)
     if library.returncode != 0:
         yield warning(
             "MPI",
             f"{program} is {own}, but mpi4py finds no library ({_last(library.stderr)})",
-            f"{to_install('mpi')}, and MPI4PY_LIBMPI=/path/libmpi.so where the library is elsewhere",
+            f"{to_install('mpi')}, and set MPI4PY_LIBMPI=/path/libmpi.so if the library is not on the default path",
         )
         return
-    theirs = _vendor(library.stdout)
-    if own.split()[0] != theirs.split()[0]:
+    linked = _vendor(library.stdout)
+    if own.split()[0] != linked.split()[0]:
         yield bad(
             "MPI",
-            f"{program} is {own}, mpi4py has {theirs}: ranks would not know each other",
-            "use the mpirun of that library, or name the other one by MPI4PY_LIBMPI",
+            f"{program} is {own}, mpi4py has {linked}: each rank would see a world of one rank",
+            "use that library's mpirun, or set MPI4PY_LIBMPI to the library of this mpirun",
         )
         return
     more = ["--oversubscribe"] if own.startswith("OpenMPI") else []
     done = _output([program, "-n", "2", *more, python, "-c", HELLO], clean)
     sizes = re.findall(r"size (\d+)", done.stdout)
     if done.returncode == 0 and sizes == ["2", "2"]:
-        yield ok("MPI", f"{own}, mpi4py over {theirs}: 2 ranks of {program} see each other")
+        yield ok("MPI", f"{own}, mpi4py over {linked}: 2 ranks of {program} see each other")
     elif sizes:
-        yield bad("MPI", f"2 ranks of {program} see {', '.join(sizes)}", "mpi4py's library is another: MPI4PY_LIBMPI")
+        advice = "mpi4py uses another library: set MPI4PY_LIBMPI"
+        yield bad("MPI", f"2 ranks of {program} see {', '.join(sizes)}", advice)
     else:
         yield warning("MPI", f"{own}: 2 ranks do not start: {_first(done.stderr)}", "try `mpirun -n 2 hostname`")
 
 
 def _vendor(text: str) -> str:
-    """Such as "OpenMPI 4.1.4", from what mpirun or a library says of itself."""
+    """Returns name and version of an MPI, such as "OpenMPI 4.1.4", from the output of mpirun or the library."""
     text = text.replace("\0", "")
     name = next((name for name, pattern in VENDORS if re.search(pattern, text)), "another-MPI")
     number = re.search(r"\d+\.\d+(\.\d+)?", text)
@@ -76,17 +76,17 @@ def _vendor(text: str) -> str:
 
 
 def check_slurm(clean: Mapping[str, str], job: Mapping[str, str], launcher: str) -> Iterator[Finding]:
-    """SLURM's programs, its controller, the job around this process, and the container plugin.
+    """Checks SLURM's programs, its controller, the job of this process, and the container plugin.
 
     Args:
-        clean: Variables of the environment.
-        job: SLURM_JOB_ID and SLURM_JOB_NUM_NODES where they are set.
-        launcher: Who started this process.
+        clean: Environment variables without those of a launcher.
+        job: SLURM_JOB_ID and SLURM_JOB_NUM_NODES, if set.
+        launcher: Launcher of this process.
     """
     missing = [name for name in SLURM if shutil.which(name, path=clean.get("PATH")) is None]
     if len(missing) == len(SLURM):
         if "SLURM_JOB_ID" in job:
-            yield ok("SLURM", f"in job {job['SLURM_JOB_ID']}; its programs are not in here, and are not needed")
+            yield ok("SLURM", f"in job {job['SLURM_JOB_ID']}; its programs are not in this container and not needed")
         else:
             yield ok("SLURM", "not on this machine")
         return
@@ -95,12 +95,12 @@ def check_slurm(clean: Mapping[str, str], job: Mapping[str, str], launcher: str)
         return
     ping = _output(["scontrol", "ping"], clean)
     if ping.returncode != 0 or "UP" not in ping.stdout:
-        told = _lines(ping.stderr or ping.stdout)
-        why = next((line for line in told if "DOWN" in line or "fatal" in line), told[0])
+        lines = _lines(ping.stderr or ping.stdout)
+        why = next((line for line in lines if "DOWN" in line or "fatal" in line), lines[0])
         yield warning(
             "SLURM",
             f"its controller does not answer: {why}",
-            "is this a login or compute node, and SLURM_CONF right? Needed for sbatch and srun only",
+            "check SLURM_CONF, and that this is a login or compute node; only sbatch and srun need it",
         )
         return
     yield ok("SLURM", _pyxis(clean))
@@ -108,15 +108,15 @@ def check_slurm(clean: Mapping[str, str], job: Mapping[str, str], launcher: str)
     if num_nodes > 1 and launcher == "none":
         yield warning(
             "SLURM",
-            f"job {job.get('SLURM_JOB_ID')} has {num_nodes} nodes, but this is one process alone",
-            "srun python -m mrl doctor, or sbatch launch/slurm.sbatch doctor, looks at all of them",
+            f"job {job.get('SLURM_JOB_ID')} has {num_nodes} nodes, but only this process was started",
+            "to check all nodes: srun python -m mrl doctor, or sbatch launch/slurm.sbatch doctor",
         )
 
 
 def _pyxis(clean: Mapping[str, str]) -> str:
-    there = "--container-image" in _output(["srun", "--help"], clean).stdout
+    has_pyxis = "--container-image" in _output(["srun", "--help"], clean).stdout
     return "its controller answers; " + (
-        "pyxis is there (--container-image)" if there else "no pyxis: CONTAINER_IMAGE is not usable"
+        "pyxis is installed (--container-image)" if has_pyxis else "no pyxis: CONTAINER_IMAGE cannot be used"
     )
 
 
@@ -131,7 +131,7 @@ def _output(words: Sequence[str], clean: Mapping[str, str]) -> subprocess.Comple
 
 
 def _lines(text: str) -> list[str]:
-    return [line.strip(" -") for line in text.splitlines() if line.strip(" -")] or ["it says nothing"]
+    return [line.strip(" -") for line in text.splitlines() if line.strip(" -")] or ["no output"]
 
 
 def _last(text: str) -> str:

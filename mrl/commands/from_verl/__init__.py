@@ -1,1 +1,1 @@
-"""`mrl from-verl`: a verl run's script or settings translated into a config."""
+"""`mrl from-verl`: translates the script or the settings of a verl run into a config."""

@@ -1,7 +1,4 @@
-"""The critic of a verl run: rates, epochs, clipping, the weights that it begins with, and GAE.
-
-Owns how the values of `critic.*` are translated; of runs with another estimator verl reads none of them.
-"""
+"""Translates verl's `critic.*`, and gamma and lambda of GAE; verl reads these only with `adv_estimator=gae`."""
 
 from __future__ import annotations
 
@@ -15,15 +12,16 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 def critic(verl: VerlRun, warmup: Callable[..., int]) -> Iterator[tuple[str, Any]]:
-    """Keys of mrl and their values.
+    """Yields keys of mrl and their values.
 
     Args:
-        verl: The run's settings.
-        warmup: (section, epochs) -> optimizer steps of warm-up.
+        verl: Settings of the run.
+        warmup: Function (section, epochs) -> optimizer steps of warm-up.
     """
     for name in ("gamma", "lam"):
         yield f"algorithm.{name}", verl[f"algorithm.{name}"]
-    yield "train.critic_warmup", max(0, verl["trainer.critic_warmup"] - 1)  # verl trains the actor in the step so named
+    # verl already trains the actor in step critic_warmup itself
+    yield "train.critic_warmup", max(0, verl["trainer.critic_warmup"] - 1)
     path = verl.given.get("critic.model.path")
     yield "critic.path", None if path == verl[f"{ROOT}model.path"] else path
     epochs = verl["critic.ppo_epochs"]

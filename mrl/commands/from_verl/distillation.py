@@ -1,7 +1,4 @@
-"""The distillation of a verl run: its teachers, and the loss.
-
-Owns how the values of `distillation.*` are translated; verl reads none of them while it is not enabled.
-"""
+"""Translates verl's `distillation.*`: the teachers and the loss; verl reads it only with `distillation.enabled`."""
 
 from __future__ import annotations
 
@@ -17,11 +14,11 @@ ROOT = "distillation."
 LOSS = f"{ROOT}distillation_loss."
 MODES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs", TOP_K: TOP_K}
 OWN = "teacher_model"
-"""The name that verl's config file has; it is dropped where there are others."""
+"""Placeholder teacher of verl's config file, dropped if other teachers are named."""
 
 
 def distillation(verl: VerlRun) -> Iterator[tuple[str, Any]]:
-    """Keys of mrl and their values."""
+    """Yields keys of mrl and their values."""
     if not verl[f"{ROOT}enabled"]:
         return
     yield f"{ROOT}enabled", True
@@ -33,7 +30,7 @@ def distillation(verl: VerlRun) -> Iterator[tuple[str, Any]]:
     yield f"{LOSS}loss_mode", mode
     by_gradient = verl[f"{LOSS}use_policy_gradient"]
     if by_gradient and mode == TOP_K:
-        verl.notes[f"{LOSS}use_policy_gradient"] = "the loss itself is minimised: its policy gradient is 0 on average"
+        verl.notes[f"{LOSS}use_policy_gradient"] = "the loss itself is minimized: its policy gradient is 0 on average"
         by_gradient = False
     alone = not verl[f"{LOSS}use_task_rewards"]
     read = ["use_task_rewards", "loss_max_clamp"]
@@ -45,7 +42,7 @@ def distillation(verl: VerlRun) -> Iterator[tuple[str, Any]]:
 
 
 def without_the_task(verl: VerlRun, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Keys of mrl and their values, but for those that a loss reads which is not minimised: verl computes none then."""
+    """Yields `pairs` without settings of the task loss, which verl ignores if only the distillation is minimized."""
     if not verl[f"{ROOT}enabled"] or verl[f"{LOSS}use_task_rewards"]:
         yield from pairs
         return
@@ -56,11 +53,11 @@ def without_the_task(verl: VerlRun, pairs: Iterable[tuple[str, Any]]) -> Iterato
         if not weighs and not any(f"{key}.".startswith(f"algorithm.{name}.") for name in idle):
             yield key, value
         elif value and key in ("algorithm.policy_loss", "algorithm.kl_in", "algorithm.entropy_coef", weights):
-            verl.notes[key] = "left out: nothing but the distillation is minimised (use_task_rewards is false)"
+            verl.notes[key] = "left out: only the distillation loss is minimized (use_task_rewards is false)"
 
 
 def _teachers(verl: VerlRun) -> list[dict[str, str]]:
-    """Entries of the list, by the order in which they are named."""
+    """Returns the entries of `teacher_models`, in the order of their names in the settings."""
     named: dict[str, dict[str, str]] = {}
     for key, value in verl.under(TEACHERS).items():
         name, _, field = key.partition(".")

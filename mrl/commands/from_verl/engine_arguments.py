@@ -1,7 +1,4 @@
-"""Arguments that a verl run hands to its engine, as `rollout.engine_kwargs` or as the keys of `rollout` that say them.
-
-Owns which of them mrl hands on too, and what is said of the others.
-"""
+"""Translates arguments that a verl run passes to its engine, as `rollout.engine_kwargs` or as keys of `rollout`."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ return_sampling_mask generation_config override_generation_config async_scheduli
 worker_extension_cls disable_log_stats
 """
 NEEDLESS = frozenset(_NEEDLESS.split())
-"""Arguments of vLLM that mrl decides, and that change nothing of what verl's run computes."""
+"""Arguments of vLLM that mrl sets itself, without effect on what verl's run computes."""
 
 
 def engine_arguments(verl: VerlRun, engine: str) -> Iterator[tuple[str, Any]]:
-    """Keys of `rollout` with their values; what is not handed on is noted.
+    """Yields keys of `rollout` with their values; arguments that are not passed on are noted.
 
     Args:
-        verl: The run.
+        verl: Settings of the run.
         engine: `rollout.name` of the translation.
     """
     for owner, prefix in ENGINE_ARGUMENTS.items():
@@ -49,7 +46,7 @@ def engine_arguments(verl: VerlRun, engine: str) -> Iterator[tuple[str, Any]]:
 
 
 def _of_trtllm(verl: VerlRun, path: str, value: Any, handed_on: dict[str, Any]) -> None:
-    """What is inside an argument that takes a mapping of TensorRT-LLM's goes with it."""
+    """Passes on, or notes, one argument of TensorRT-LLM; keys inside a mapping argument are passed on with it."""
     key = f"{ENGINE_ARGUMENTS['trtllm']}{path}"
     name, _, inner = path.partition(".")
     what = llm_fields.TABLE.get(name if inner and name not in llm_fields.SECTIONS else path)
@@ -62,10 +59,10 @@ def _of_trtllm(verl: VerlRun, path: str, value: Any, handed_on: dict[str, Any]) 
 
 
 def _of_vllm(verl: VerlRun, path: str, value: Any, handed_on: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """As verl does: nulls are dropped, and a mapping may come as JSON."""
+    """Passes on, translates or notes one argument of vLLM; like verl, drops nulls and accepts a mapping as JSON."""
     key, name = f"{ENGINE_ARGUMENTS['vllm']}{path}", path.partition(".")[0]
     if value is None:
-        verl.decided[key] = "null there: as if it were not given"
+        verl.decided[key] = "null in verl, the same as not set"
     elif name == "enable_sleep_mode":
         verl.decided[key] = verl_rollout.NEEDLESS[name]
     elif name == "enable_expert_parallel":
@@ -82,13 +79,13 @@ def _of_vllm(verl: VerlRun, path: str, value: Any, handed_on: dict[str, Any]) ->
 
 
 def _graph_sizes(verl: VerlRun, handed_on: dict[str, Any]) -> None:
-    """Sizes that verl adds to what it is told of compilation, which must be a mapping then."""
+    """Adds verl's CUDA graph sizes to `compilation_config`, as verl does."""
     graphs, name = verl[f"{ROLLOUT}cudagraph_capture_sizes"], "compilation_config"
     if not graphs:
         return
     if not isinstance(handed_on.setdefault(name, {}), dict):
         key = f"{ENGINE_ARGUMENTS['vllm']}{name}"
-        verl.notes[key] = f"left out: verl adds {ROLLOUT}cudagraph_capture_sizes to it, and it is no mapping"
+        verl.notes[key] = f"left out: it is not a mapping, and verl adds {ROLLOUT}cudagraph_capture_sizes to it"
         handed_on[name] = {}
     handed_on[name]["cudagraph_capture_sizes"] = graphs
 

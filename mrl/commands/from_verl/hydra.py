@@ -1,7 +1,7 @@
-"""Hydra's command line and its config files, as dotted keys and values.
+"""Reads Hydra's command line and config files into dotted keys and values.
 
-Owns which file `--config-path` and `--config-name` name, how its `defaults` list is composed, and the grammar of
-overrides. verl's own config files are not read: their values are the defaults that a translation has anyway.
+Implements `--config-path` and `--config-name`, the composition of `defaults` lists, and the grammar of overrides.
+verl's own config files are not read: a translation starts from their defaults anyway.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mrl.errors import UserError
 
 LONG = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir", "-p": "--package", "-c": "--cfg"}
 NEEDLESS = ("--cfg", "--package", "--resolve", "--run", "-r", "--info", "-i", "--experimental-rerun")
-"""Options that change nothing of what is trained."""
+"""Hydra options without effect on the training."""
 WITH_VALUE = ("--config-path", "--config-name", "--config-dir", "--cfg", "--package")
 MAX_DEPTH = 10
 
@@ -36,8 +36,8 @@ class Settings(dict[str, Any]):
     """Dotted keys and values of a verl run.
 
     Attributes:
-        notes: Messages about words that set none of the keys.
-        sft: Whether they are settings of verl's SFT trainer.
+        notes: Messages about arguments that set no key.
+        sft: True for settings of verl's SFT trainer.
     """
 
     def __init__(self, values: Any = (), notes: Sequence[str] = (), *, sft: bool = False) -> None:
@@ -46,28 +46,28 @@ class Settings(dict[str, Any]):
 
 
 @dataclass
-class Place:
+class ConfigSearch:
     """Folders in which config files are searched.
 
     Attributes:
-        script: Folder of the script that starts the run; None: there is none.
-        folders: Folders that the user gives, searched before all others.
+        script: Folder of the script that starts the run; None: no script.
+        folders: Folders given by the user, searched first.
     """
 
     script: Path | None = None
     folders: list[Path] = field(default_factory=list)
 
 
-def parse(words: Sequence[str], place: Place, found: Settings | None = None) -> Settings:
-    """Returns the settings of Hydra's arguments: the named config file, then the overrides in their order.
+def parse(words: Sequence[str], search: ConfigSearch, found: Settings | None = None) -> Settings:
+    """Returns the settings of Hydra's arguments: the named config file, then the overrides in order.
 
     Args:
-        words: The arguments.
-        place: Where config files are.
-        found: Settings that they change.
+        words: Command-line arguments.
+        search: Folders of config files.
+        found: Settings to update; None: an empty set.
 
     Raises:
-        UserError: A word is no override, or a config file is named that is not verl's own and cannot be found.
+        UserError: An argument is not an override, or a config file other than verl's own is named and cannot be found.
     """
     options: dict[str, str] = {}
     overrides: list[str] = []
@@ -77,9 +77,9 @@ def parse(words: Sequence[str], place: Place, found: Settings | None = None) -> 
         name, equals, value = word.partition("=")
         name = LONG.get(name, name)
         if word.strip(" \t\r\n\\") == "":
-            found.notes.append(f"{word!r}: a word without a meaning in the command line, left out")
+            found.notes.append(f"{word!r}: an empty argument, ignored")
         elif name in ("--multirun", "-m"):
-            raise UserError(f"'{word}' asks Hydra for several runs. Give the settings of one of them.")
+            raise UserError(f"'{word}' requests several runs from Hydra. Give the settings of one of them.")
         elif name in WITH_VALUE:
             given = value if equals else next(rest, None)
             if given is None:
@@ -88,29 +88,29 @@ def parse(words: Sequence[str], place: Place, found: Settings | None = None) -> 
         elif name not in NEEDLESS:
             overrides.append(word)
     if "--config-dir" in options:
-        place.folders.append(Path(options["--config-dir"]))
+        search.folders.append(Path(options["--config-dir"]))
     if "--config-name" in options:
-        found.update(_named(options["--config-name"], options.get("--config-path"), place, found.notes))
+        found.update(_named(options["--config-name"], options.get("--config-path"), search, found.notes))
     for word in overrides:
         _override(word, found)
     return found
 
 
-def config_file(file: Path, place: Place) -> Settings:
-    """Returns the settings of a config file, with what its `defaults` list names.
+def config_file(file: Path, search: ConfigSearch) -> Settings:
+    """Returns the settings of a config file, composed with those in its `defaults` list.
 
     Raises:
-        UserError: It, or a file of its list, cannot be read.
+        UserError: The file or one in its list cannot be read.
     """
     if not file.is_file():
         raise UserError(f"'{file}' cannot be read: there is no such file.{did_you_mean_path(file)}")
-    place.folders.append(file.parent)
+    search.folders.append(file.parent)
     notes: list[str] = []
-    return Settings(_composed(file, place, notes, [file.parent]), notes)
+    return Settings(_composed(file, search, notes, [file.parent]), notes)
 
 
 def with_references(given: Settings) -> Settings:
-    """Returns the settings with `${other.key}` and `${oc.env:NAME}` replaced, where these are set."""
+    """Returns the settings with `${other.key}` and `${oc.env:NAME}` resolved where possible."""
     found = Settings(given, given.notes, sft=given.sft)
     for key, value in given.items():
         if isinstance(value, str) and "${" in value:
@@ -119,10 +119,10 @@ def with_references(given: Settings) -> Settings:
 
 
 def _replaced(text: str, given: Settings) -> Any:
-    """A value with its references replaced, those inside what they refer to as well."""
+    """Returns a value with its references resolved recursively."""
     for _ in range(MAX_DEPTH):
-        if whole := _REFERENCE.fullmatch(text):
-            value = _referred(whole, given)
+        if reference := _REFERENCE.fullmatch(text):
+            value = _referred(reference, given)
             if value == text or not (isinstance(value, str) and "${" in value):
                 return value
             text = value
@@ -140,7 +140,7 @@ def _inside(match: re.Match[str], given: Settings) -> str:
 
 
 def _referred(match: re.Match[str], given: Settings) -> Any:
-    """The value that a reference names; the reference itself where nothing sets it."""
+    """Returns the value of a reference, or the reference itself if nothing sets it."""
     resolver, name = match[1], match[2]
     if resolver == "env":
         default: str | None = match[3]
@@ -151,38 +151,38 @@ def _referred(match: re.Match[str], given: Settings) -> Any:
     return match[0]
 
 
-def _named(name: str, path: str | None, place: Place, notes: list[str]) -> dict[str, Any]:
-    """The settings of the file that `--config-name` names."""
+def _named(name: str, path: str | None, search: ConfigSearch, notes: list[str]) -> dict[str, Any]:
+    """Returns the settings of the file that `--config-name` names."""
     stem = name.removesuffix(".yaml").removesuffix(".yml")
     own = stem in CONFIGS
     is_verls = path is None or re.fullmatch(r"(.*/)?(verl/trainer/|recipe/\w+/|\./|)configs?/?", path) is not None
-    looked = list(dict.fromkeys(_folders(path, place)))
-    file = None if own and is_verls and not place.folders else _find(stem, looked)
+    looked = list(dict.fromkeys(_folders(path, search)))
+    file = None if own and is_verls and not search.folders else _find(stem, looked)
     if file is not None:
-        return _composed(file, place, notes, [file.parent])
+        return _composed(file, search, notes, [file.parent])
     if not own:
         raise UserError(
-            f"--config-name={name}: its file '{stem}.yaml' is not in {_shown(looked)}. It holds settings of the run: "
-            "give its folder with --config-dir=FOLDER, or its settings as overrides."
+            f"--config-name={name}: '{stem}.yaml' is not in {_shown(looked)}. It contains settings of the run: give "
+            "its folder with --config-dir=FOLDER, or its settings as overrides."
         )
     if not is_verls:
-        notes.append(f"--config-path={path}: '{stem}.yaml' is not there; the values of verl's file of that name count")
+        notes.append(f"--config-path={path}: '{stem}.yaml' not found; verl's own file of that name is assumed")
     return _own(stem)
 
 
 def _own(stem: str) -> dict[str, Any]:
-    """Settings in which one of verl's own files differs from the others."""
+    """Returns the settings by which one of verl's own files differs from the others."""
     return {"model_engine": "megatron"} if "megatron" in stem else {}
 
 
-def _folders(path: str | None, place: Place) -> Iterator[Path]:
-    """Folders in which a config file may be, best first.
+def _folders(path: str | None, search: ConfigSearch) -> Iterator[Path]:
+    """Yields the folders in which a config file may be, in order of priority.
 
-    Hydra takes a relative path from the trainer's module; scripts make absolute ones from the folder that they are
-    started in, which need not be the one that `from-verl` is started in.
+    Hydra resolves a relative path from the trainer's module. Scripts build absolute paths from their working directory,
+    which may not be that of `from-verl`.
     """
     relative = Path(path or "config")
-    for folder in place.folders:
+    for folder in search.folders:
         yield from (folder, folder / relative.name)
         if not relative.is_absolute():
             yield folder / relative
@@ -193,10 +193,10 @@ def _folders(path: str | None, place: Place) -> Iterator[Path]:
         if not relative.is_relative_to(Path.cwd()):
             return
         relative = relative.relative_to(Path.cwd())
-    script = place.script
+    script = search.script
     for above in [] if script is None else [script, *script.parents]:
         yield above / "verl" / "trainer" / relative
-        for first in range(len(relative.parts)):  # the script may expect to lie deeper in another repository
+        for first in range(len(relative.parts)):  # the script may expect another depth in its repository
             yield above.joinpath(*relative.parts[first:])
 
 
@@ -205,60 +205,62 @@ def _find(stem: str, folders: Sequence[Path]) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _composed(file: Path, place: Place, notes: list[str], roots: list[Path], depth: int = 0) -> dict[str, Any]:
-    """The flat settings of a file and of those in its `defaults` list, in their order."""
+def _composed(file: Path, search: ConfigSearch, notes: list[str], roots: list[Path], depth: int = 0) -> dict[str, Any]:
+    """Returns the flat settings of a file and of those in its `defaults` list, in order."""
     if depth > MAX_DEPTH:
-        raise UserError(f"'{file}': its defaults lists name each other.")
+        raise UserError(f"'{file}': its defaults lists are nested too deeply or form a cycle.")
     raw = read_yaml(file, "config file")
     if not isinstance(raw, dict):
-        raise UserError(f"'{file}' holds no sections, expected verl's trainer config.")
+        raise UserError(f"'{file}' has no sections, expected verl's trainer config.")
     listed = raw.pop("defaults", None) or []
     searched = (raw.pop("hydra", None) or {}).get("searchpath") or []
-    roots = [*roots, *(folder for one in searched for folder in _searched(str(one), place))]
+    roots = [*roots, *(folder for one in searched for folder in _searched(str(one), search))]
     itself = {key: value for key, value in _flat(raw) if not (isinstance(value, str) and value == "???")}
     entries = listed if "_self_" in listed else [*listed, "_self_"]
     found: dict[str, Any] = {}
     for entry in entries:
-        found |= itself if entry == "_self_" else _entry(entry, file, place, notes, roots, depth)
+        found |= itself if entry == "_self_" else _entry(entry, file, search, notes, roots, depth)
     return found
 
 
-def _searched(text: str, place: Place) -> Iterator[Path]:
-    """Folders of an entry of `hydra.searchpath`."""
+def _searched(text: str, search: ConfigSearch) -> Iterator[Path]:
+    """Yields the folders of an entry of `hydra.searchpath`."""
     if text.startswith("file://"):
         path = Path(text.removeprefix("file://"))
         yield from (
             [path]
-            if path.is_absolute() or place.script is None
-            else (above / path for above in (Path(), place.script, *place.script.parents))
+            if path.is_absolute() or search.script is None
+            else (above / path for above in (Path(), search.script, *search.script.parents))
         )
 
 
-def _entry(entry: Any, file: Path, place: Place, notes: list[str], roots: list[Path], depth: int) -> dict[str, Any]:
-    """The settings of one entry of a `defaults` list: `name`, `group/name`, `group@package: name`."""
+def _entry(
+    entry: Any, file: Path, search: ConfigSearch, notes: list[str], roots: list[Path], depth: int
+) -> dict[str, Any]:
+    """Returns the settings of one entry of a `defaults` list: `name`, `group/name`, `group@package: name`."""
     pairs = list(entry.items()) if isinstance(entry, dict) else [("", entry)]
     found: dict[str, Any] = {}
     for option, names in pairs:
         words = str(option).split()
         if "override" in words[:-1] or names is None:
-            continue  # of Hydra's own job files
+            continue  # entries for Hydra's own job settings
         group, _, package = (words[-1] if words else "").partition("@")
         for name in names if isinstance(names, list) else [names]:
             stem, _, of_name = str(name).partition("@")
             path = "/".join(part for part in (group.strip("/"), stem.strip("/").removesuffix(".yaml")) if part)
             target = (package or of_name or path.rpartition("/")[0].replace("/", ".")).removeprefix("_global_")
-            looked = list(dict.fromkeys([file.parent, *roots, *place.folders]))
+            looked = list(dict.fromkeys([file.parent, *roots, *search.folders]))
             there = _find(path, looked)
             is_own = path in CONFIGS or path.split("/")[0] in GROUPS
             if there is not None and not (is_own and path in CONFIGS):
-                inner = _composed(there, place, notes, roots, depth + 1)
+                inner = _composed(there, search, notes, roots, depth + 1)
                 found |= {f"{target}.{key}" if target else key: value for key, value in inner.items()}
             elif is_own:
                 found |= _own(path)
             elif "optional" not in words[:-1]:
                 raise UserError(
-                    f"'{file}' builds on '{path}.yaml', by its defaults list, which is not in {_shown(looked)}. Give "
-                    "its folder with --config-dir=FOLDER."
+                    f"'{file}' has '{path}.yaml' in its defaults list, which is not in {_shown(looked)}. Give its "
+                    "folder with --config-dir=FOLDER."
                 )
     return found
 
@@ -269,7 +271,7 @@ def _shown(folders: Sequence[Path]) -> str:
 
 
 def _override(word: str, found: Settings) -> None:
-    """Takes a word of Hydra's command line into the settings."""
+    """Applies one override of Hydra's command line to the settings."""
     if word.startswith("hydra.") or word.lstrip("+").startswith("hydra/"):
         return
     if word.startswith("~"):
@@ -278,22 +280,22 @@ def _override(word: str, found: Settings) -> None:
         for one in gone:
             del found[one]
         if not gone:
-            found.notes.append(f"{word}: takes away a key of verl's own config, whose default counts here")
+            found.notes.append(f"{word}: removes a key of verl's own config; its default is used")
         return
     key, equals, text = word.lstrip("+").partition("=")
     if not equals or not _KEY.fullmatch(key):
-        raise UserError(f"'{word}' is no setting of verl's command line, such as data.train_batch_size=256.")
+        raise UserError(f"'{word}' is not a setting of verl, such as data.train_batch_size=256.")
     if "/" in key or "@" in key:
         group = key.partition("@")[0]
         found |= {"model_engine": "megatron"} if "megatron" in text else {}
         if group.split("/")[0] not in GROUPS:
-            found.notes.append(f"{word}: a config file of that group is not read; give its settings as overrides")
+            found.notes.append(f"{word}: config files of that group are not read; give its settings as overrides")
         return
     found |= dict(_flat({key: _value(text)}))
 
 
 def _value(text: str) -> Any:
-    """The value of an override."""
+    """Parses the value of an override."""
     if not text:
         return ""
     try:
@@ -305,7 +307,7 @@ def _value(text: str) -> Any:
 
 
 def _flat(raw: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys of nested mappings; an empty one is a value."""
+    """Yields dotted keys of nested mappings; an empty mapping is a value."""
     for name, value in raw.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{name}.")

@@ -1,7 +1,6 @@
-"""What a user has of a verl run: its command line, a script with it, or its config file; as dotted keys and values.
+"""Reads a verl run from its command line, a script, or its config file, into dotted keys and values.
 
-Owns which of the three it is, and which program it starts. Scripts are expanded in `script.py`, Hydra's arguments and
-config files are read in `hydra.py`, and `translate.py` translates.
+`script.py` expands scripts, `hydra.py` reads Hydra's arguments and config files, and `translate.py` translates.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mrl.commands.from_verl.hydra import Place, Settings, config_file, parse, with_references
+from mrl.commands.from_verl.hydra import ConfigSearch, Settings, config_file, parse, with_references
 from mrl.commands.from_verl.script import NOT_SET, Expansion, expand
 from mrl.commands.from_verl.sft import is_sft
 from mrl.config.did_you_mean import did_you_mean_path
@@ -25,36 +24,37 @@ STDIN = "-"
 
 
 def read(words: Sequence[str]) -> Settings:
-    """Returns the settings of a config file, a shell script or a command line, overrides in their order.
+    """Returns the settings of a config file, a shell script or a command line, with overrides applied in order.
 
     Args:
-        words: A YAML file or a shell script, overrides after it; or a command line, from any word of it on. `-` is a
-            script on stdin. `--config-dir=FOLDER` says where Hydra's config files are.
+        words: A YAML file or a shell script, followed by overrides; or a command line, complete or in part. `-` is a
+            script on stdin. `--config-dir=FOLDER` is the folder of Hydra's config files.
 
     Raises:
-        UserError: Nothing is given, a file cannot be read, a word is no override, or another program is started.
+        UserError: Nothing is given, a file cannot be read, an argument is not an override, or the program is not
+            verl's.
     """
-    words, place = _with_folders(words)
+    words, search = _with_folders(words)
     while words and words[0] in SHELLS:
         words = [word for index, word in enumerate(words) if index and not (index == 1 and word.startswith("-"))]
     if not words:
         raise UserError("nothing to translate: give verl's config file, a script that starts it, or its command line.")
     first = Path(words[0])
     if first.suffix in (".yaml", ".yml"):
-        found = parse(words[1:], place, config_file(first, place))
+        found = parse(words[1:], search, config_file(first, search))
     elif any(character.isspace() for character in words[0]) and len(words) == 1:
-        found = _script(words[0], "command line", (), place)
+        found = _script(words[0], "command line", (), search)
     elif first.suffix in SCRIPTS or words[0] == STDIN or (len(words) == 1 and "=" not in words[0]):
-        found = _script(_text(words[0]), "stdin.sh" if words[0] == STDIN else words[0], words[1:], place)
+        found = _script(_text(words[0]), "stdin.sh" if words[0] == STDIN else words[0], words[1:], search)
     else:
-        found = _command(list(words), place)
+        found = _command(list(words), search)
     found.sft = found.sft or is_sft(found)
     return with_references(found)
 
 
-def _with_folders(words: Sequence[str]) -> tuple[list[str], Place]:
-    """The other words, and the folders of `--config-dir`."""
-    place, rest = Place(), []
+def _with_folders(words: Sequence[str]) -> tuple[list[str], ConfigSearch]:
+    """Returns the arguments without `--config-dir`, and its folders."""
+    search, rest = ConfigSearch(), []
     remaining = iter(words)
     for word in remaining:
         name, equals, value = word.partition("=")
@@ -62,13 +62,13 @@ def _with_folders(words: Sequence[str]) -> tuple[list[str], Place]:
             folder = value if equals else next(remaining, "")
             if not Path(folder).is_dir():
                 raise UserError(
-                    f"--config-dir={folder} is no folder.{did_you_mean_path(folder)} Give the folder that holds "
-                    "Hydra's config files."
+                    f"--config-dir={folder} is not a folder.{did_you_mean_path(folder)} Give the folder of Hydra's "
+                    "config files."
                 )
-            place.folders.append(Path(folder))
+            search.folders.append(Path(folder))
         else:
             rest.append(word)
-    return rest, place
+    return rest, search
 
 
 def _text(name: str) -> str:
@@ -80,12 +80,12 @@ def _text(name: str) -> str:
         ) from error
 
 
-def _script(text: str, name: str, arguments: Sequence[str], place: Place) -> Settings:
-    """The settings of the first run that a script starts; its arguments that set keys count wherever it puts them."""
+def _script(text: str, name: str, arguments: Sequence[str], search: ConfigSearch) -> Settings:
+    """Returns the settings of the first run that a script starts, overridden by the script's arguments `key=value`."""
     others = [word for word in arguments if "=" not in word]
     if others and not re.search(r"\$\{?[\d@*#]", text):
-        raise UserError(f"'{others[0]}' is no setting of verl's command line, and '{name}' reads no arguments.")
-    place.script = Path(name).resolve().parent
+        raise UserError(f"'{others[0]}' is not a setting of verl, and '{name}' reads no arguments.")
+    search.script = Path(name).resolve().parent
     expansion = expand(text, name, arguments)
     runs: list[list[str]] = []
     for words in expansion.trainers:
@@ -93,38 +93,38 @@ def _script(text: str, name: str, arguments: Sequence[str], place: Place) -> Set
             runs.append(words)
     if not runs:
         raise UserError(_why_none(name, expansion))
-    found = _command([*runs[0], *(word for word in arguments if "=" in word)], place)
+    found = _command([*runs[0], *(word for word in arguments if "=" in word)], search)
     if len(runs) > 1:
-        found.notes.append(f"'{name}' starts {len(runs)} different runs; this is the first: {_brief(runs[0])}")
+        found.notes.append(f"'{name}' starts {len(runs)} different runs; the first is translated: {_brief(runs[0])}")
     for variable in expansion.unset:
         placeholder = f"ARGUMENT_{variable}{NOT_SET}" if variable.isdigit() else f"{variable}{NOT_SET}"
         remedy = (
             "give it after the script" if variable.isdigit() else f"set it with {variable}=... before mrl from-verl"
         )
         found.notes.append(
-            f"${variable}: '{name}' reads it and nothing sets it. {placeholder} is written in its place; {remedy}"
+            f"${variable}: '{name}' reads it, but it is not set. {placeholder} is used instead; {remedy}"
         )
     for file in dict.fromkeys(expansion.lacks):
-        found.notes.append(f"'{file}': '{name}' reads this script, which cannot be read; what it sets is not known")
+        found.notes.append(f"'{file}': '{name}' sources this script, which cannot be read; its settings are unknown")
     return found
 
 
 def _why_none(name: str, expansion: Expansion) -> str:
-    """Message that says why a script gives no settings."""
+    """Returns the error message for a script that starts no run of verl."""
     if expansion.trainers:
         other = _program(expansion.trainers[0])
         return f"'{name}' starts {other}, which is not translated: {why_not(other)}."
-    said = [line for line in expansion.said.splitlines() if line.strip()]
-    why = f" It ends with status {expansion.status}" if expansion.status else ""
-    why += f"{',' if why else ' It says'} '{said[-1].strip()}'." if said else "." if why else ""
+    output = [line for line in expansion.said.splitlines() if line.strip()]
+    why = f" It exits with status {expansion.status}" if expansion.status else ""
+    why += f"{',' if why else ' It prints'} '{output[-1].strip()}'." if output else "." if why else ""
     if expansion.unset:
         why += f" These variables are not set: {', '.join(expansion.unset)}."
     started = [_brief(words) for words in expansion.commands if "python" in " ".join(words) or "torchrun" in words]
     if started:
         why += f" It starts '{started[0]}', which mrl does not know."
     return (
-        f"'{name}' comes to no verl.trainer.main_ppo when bash expands it.{why} Set the variables that it needs, put "
-        "its arguments after it, or give the command line instead."
+        f"'{name}' does not reach verl.trainer.main_ppo when bash expands it.{why} Set the variables that it needs, "
+        "add its arguments, or give the command line instead."
     )
 
 
@@ -134,22 +134,22 @@ def _brief(words: Sequence[str]) -> str:
 
 
 def _program(words: Sequence[str]) -> str:
-    """The module of verl's that a command line starts, "" for none."""
+    """Returns the module of verl that a command line starts, or ""."""
     return next((name for name in map(program, words) if name), "")
 
 
-def _command(words: list[str], place: Place) -> Settings:
-    """The settings of a command line."""
+def _command(words: list[str], search: ConfigSearch) -> Settings:
+    """Returns the settings of a command line."""
     starts = [index for index, word in enumerate(words) if program(word)]
     name = program(words[starts[0]]) if starts else ""
     if not starts and words[0] not in ("--",) and "-m" in words:
         name = words[words.index("-m") + 1] if words[-1] != "-m" else ""
-        raise UserError(f"'{name}' is no program of verl's that mrl knows: {why_not(name)}.")
+        raise UserError(f"'{name}' is not a program of verl that mrl knows: {why_not(name)}.")
     if starts and not kind(name):
         raise UserError(f"{name} is not translated: {why_not(name)}.")
-    found = parse(words[starts[0] + 1 if starts else 0 :], place)
+    found = parse(words[starts[0] + 1 if starts else 0 :], search)
     if starts and not is_verls(name):
-        found.notes.append(f"{name}: another project's copy of verl's trainer; what its code changes is not known here")
+        found.notes.append(f"{name}: another project's copy of verl's trainer; its changes to the code are unknown")
     found.sft = kind(name) == "sft"
     if found.sft:
         for key, size in _launched(words[: starts[0]]).items():
@@ -162,7 +162,7 @@ def _command(words: list[str], place: Place) -> Settings:
 
 
 def _launched(words: Sequence[str]) -> dict[str, int]:
-    """Number of hosts and of GPUs of a host, from the options of torchrun."""
+    """Returns the number of hosts and of GPUs per host from torchrun's options."""
     text = " ".join(words)
     found = {}
     for key, option in (("trainer.nnodes", "nnodes"), ("trainer.n_gpus_per_node", "nproc[-_]per[-_]node")):

@@ -1,7 +1,6 @@
-"""The advantages and the policy loss of a verl run.
+"""Translates the advantages and the policy loss of a verl run: `algorithm.adv_estimator` and `actor.policy_loss`.
 
-Owns how `algorithm.adv_estimator` and `actor.policy_loss` are translated, with the settings that belong to each. Which
-word is which is in `config/verl_keys/loss_names.py`.
+`config/verl_keys/loss_names.py` maps the names.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from mrl.errors import UserError
 
 DEFAULT_CLIP = 0.2
 BY_SEQUENCE = ("sapo", "gmpo")
-"""Losses that verl averages over sequences, whatever `loss_agg_mode` says."""
+"""Losses that verl averages over sequences, regardless of `loss_agg_mode`."""
 UNCLIPPED = ("sapo", "gpg", "kl_cov", "dro")
-"""Losses that read no clip range."""
+"""Losses without a clip range."""
 OF_LOSS = {
     "sapo": ("tau_pos", "tau_neg"),
     "clip_cov": tuple(f"policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub")),
     "kl_cov": ("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
     "dro": ("policy_loss.dro_beta",),
 }
-"""Below the actor: a loss's own settings, by the same names."""
+"""Loss -> its own settings, keys below the actor; mrl has the same names."""
 
 
 def objective(verl: VerlRun) -> Iterator[tuple[str, Any]]:
-    """Fields of `algorithm`.
+    """Yields fields of `algorithm` and their values.
 
     Raises:
-        UserError: The advantage estimator is not there.
+        UserError: mrl does not have the advantage estimator.
     """
     estimator = str(verl["algorithm.adv_estimator"])
     if estimator not in VERL_ESTIMATORS:
@@ -43,12 +42,13 @@ def objective(verl: VerlRun) -> Iterator[tuple[str, Any]]:
     yield "algorithm.name", name
     if name == "gpg":
         verl.notes["algorithm.adv_estimator"] = (
-            "advantages are multiplied by the samples over those in groups whose rewards differ, as in the paper; verl "
-            "counts the samples whose reward is not 0"
+            "advantages are multiplied by the number of samples / the number of those in groups whose rewards differ, "
+            "as in the paper; verl divides by the number of samples whose reward is not 0"
         )
     if name == "gdpo":
         verl.notes["algorithm.adv_estimator"] = (
-            "each function of reward.functions with a weight is one reward; verl takes keys of what one function gives"
+            "each function of reward.functions with a weight is one reward; verl uses several keys that one function "
+            "returns"
         )
     if name.startswith("reinforce_pp") and verl["algorithm.gamma"] != 1:
         verl.notes["algorithm.gamma"] = f"with {estimator} an outcome's reward counts fully at each token"
@@ -60,7 +60,7 @@ def objective(verl: VerlRun) -> Iterator[tuple[str, Any]]:
 
 
 def _policy_loss(verl: VerlRun, own: str) -> Iterator[tuple[str, Any]]:
-    """Fields of the loss; `own` is the algorithm's."""
+    """Yields fields of the policy loss; `own` is the algorithm's default loss."""
     loss = verl.one_of(f"{ACTOR}policy_loss.loss_mode", VERL_LOSSES, "vanilla")
     yield "algorithm.policy_loss", None if loss == own else loss
     mode = "seq-mean-token-mean" if loss in BY_SEQUENCE else verl[f"{ACTOR}loss_agg_mode"]
@@ -77,5 +77,5 @@ def _policy_loss(verl: VerlRun, own: str) -> Iterator[tuple[str, Any]]:
         yield f"algorithm.clip_{side}", None if default or loss in UNCLIPPED else clip
     if cap := {"vanilla": "dual_clip", "dppo_tv": "dppo.ratio_cap", "dppo_kl": "dppo.ratio_cap"}.get(loss):
         yield f"algorithm.{cap}", verl[f"{ACTOR}clip_ratio_c"]
-    for theirs in OF_LOSS.get(loss, ()):
-        yield f"algorithm.{loss}.{theirs.rpartition('.')[2]}", verl[f"{ACTOR}{theirs}"]
+    for setting in OF_LOSS.get(loss, ()):
+        yield f"algorithm.{loss}.{setting.rpartition('.')[2]}", verl[f"{ACTOR}{setting}"]

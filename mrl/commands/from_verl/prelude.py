@@ -1,20 +1,21 @@
-"""PRELUDE, the commands that bash executes before a script that it only expands.
+"""PRELUDE: bash commands that run before a script that is only expanded, not executed.
 
-Restricted bash changes no file and starts no program by its path; with a read-only PATH of a few harmless programs it
-starts no other either. What a script would start, or asks of the machine, becomes a record on a descriptor:
+Restricted bash cannot write files or start programs by path; a read-only PATH with a few harmless programs prevents it
+from starting others. Each command that the script would start, and each query about the machine, becomes a record on a
+file descriptor:
 
     process NUL word NUL word of the record NUL ... process NUL kind NUL NUL
 
-It is written in pieces that are too short to be torn apart by another process: `part` is a piece of a word, and line
-ends are written as byte 1. Of the kinds, `run` is a command line; `text`, `file` and `source` are a shell text and
-scripts that have to be rewritten first.
+Records are written in pieces short enough to be atomic: `part` is a piece of a word, and line ends are written as byte
+1. Kinds: `run` is a command line; `text`, `file` and `source` request shell text or scripts that must be rewritten
+first.
 """
 
 PROGRAMS = ("basename", "cat", "cut", "dirname", "expr", "grep", "head", "nproc", "seq", "tr", "uname", "wc", "whoami")
-"""Programs that a script may start: they only print."""
+"""Programs that a script may start; they only print."""
 
 RENAMED = {"PATH": "MRL_PATH", "BASH_SOURCE": "MRL_SOURCE"}
-"""Variables that a script may not have by their own names. PATH is read-only, BASH_SOURCE is empty in `bash -c`."""
+"""Variables that are renamed in scripts: PATH is read-only, and BASH_SOURCE is empty in `bash -c`."""
 
 PRELUDE = r"""
 unset MRL_CODE
@@ -129,4 +130,4 @@ kill() { return 0; }
 enable -n kill enable ulimit umask
 set -r
 """
-"""Bash, with a place `@name@` for each thing that is known when a script is expanded."""
+"""Bash code with placeholders `@name@` for values that are known when a script is expanded."""

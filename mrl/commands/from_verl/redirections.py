@@ -1,7 +1,7 @@
-"""Replacement of output redirections in a shell script, which restricted bash refuses.
+"""Replaces output redirections in a shell script, which restricted bash refuses.
 
-A small scanner of bash's syntax: a `>` is a redirection only outside quotes, comments, here-documents, `[[ ]]` and
-arithmetic.
+Contains a small scanner of bash's syntax: a `>` is a redirection only outside quotes, comments, here-documents, `[[ ]]`
+and arithmetic.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ import re
 from mrl.errors import UserError
 
 NOWHERE = 57
-"""A descriptor that is open on /dev/null when the script is expanded."""
+"""Descriptor that is open on /dev/null when the script is expanded."""
 
 _STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 _OPERATOR = re.compile(r"&>>?|(?:\{\w+\})?\d*(?:>>|>\||<>|>)")
-_DUPLICATE = re.compile(r"&(?:\d+-?|-)")  # of a descriptor, which restricted bash allows
+_DUPLICATE = re.compile(r"&(?:\d+-?|-)")  # duplicates a descriptor, which restricted bash allows
 _HEREDOC = re.compile(r"<<(-?)[ \t]*(?:'([^'\n]+)'|\"([^\"\n]+)\"|\\?([^\s'\"\\;&|<>()]+))")
 _WORD = re.compile(r"[^\s;&|<>()\"'`$\\]+")
 _STARTS_A_WORD = set(" \t\n;&|()`{")
 
 
 def without_redirections(script: str) -> str:
-    """Returns the script with each redirection into a file led to descriptor NOWHERE, and those into processes gone.
+    """Returns the script with redirections into files sent to descriptor NOWHERE and those into processes removed.
 
     Raises:
-        UserError: It is nested too deeply.
+        UserError: The script is nested too deeply.
     """
     try:
         return _Scanner(script).scan()
     except RecursionError as error:
         raise UserError(
-            "the script nests quotations and substitutions too deeply to be read. Give its command line instead."
+            "the script nests quotations and substitutions too deeply. Give its command line instead."
         ) from error
 
 
@@ -46,7 +46,7 @@ class _Scanner:
         return "".join(self.out)
 
     def _commands(self, end: str) -> None:
-        """Copies commands up to and with `end`, a bracket or a backquote; "" is the end of the text."""
+        """Copies commands up to and including `end`, a bracket or a backquote; "" is the end of the text."""
         outer, self.end, cases = self.end, end, 0
         while self.at < len(self.text):
             char = self.text[self.at]
@@ -79,7 +79,7 @@ class _Scanner:
         self.end = outer
 
     def _quoted(self, char: str) -> bool:
-        """Copies an escape, a quotation or a substitution; False where none begins here."""
+        """Copies an escape, a quotation or a substitution; returns False if there is none here."""
         if char == "\\":
             self._copy(2)
         elif char == "'":
@@ -148,7 +148,7 @@ class _Scanner:
         return True
 
     def _bodies(self) -> None:
-        """Copies the here-documents that begin after this line end."""
+        """Copies the here-documents that start after this line end."""
         for word, strips in self.heredocs:
             while self.at < len(self.text):
                 stop = self.text.find("\n", self.at)
@@ -159,7 +159,7 @@ class _Scanner:
         self.heredocs.clear()
 
     def _redirection(self, after: int) -> None:
-        """Replaces a redirection, an operator and the word behind it."""
+        """Replaces a redirection: the operator and the word after it."""
         operator = self.text[self.at : after]
         if duplicate := _DUPLICATE.match(self.text, after):
             self._copy(duplicate.end() - self.at)
@@ -191,6 +191,6 @@ class _Scanner:
         self.at += length
 
     def _copy_to(self, end: str, *, start: int = 0, after: bool = True) -> None:
-        """Copies up to `end`, looked for from `start` characters on, and with it if `after`; else to the text's end."""
+        """Copies up to `end`, searched from offset `start`, and including it if `after`; else to the text's end."""
         found = self.text.find(end, self.at + start)
         self._copy((len(self.text) if found < 0 else found + (len(end) if after else 0)) - self.at)

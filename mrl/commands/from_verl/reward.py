@@ -1,4 +1,4 @@
-"""Where verl's rewards come from, in mrl's words: functions, or a reward model in their place."""
+"""Translates verl's rewards: functions, or a reward model instead of them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mrl.config.verl_keys.verl_reward import MANAGERS
 
 METRIC = "algorithm.filter_groups.metric"
 SCORED = ("acc", "score")
-"""Metrics of a group that verl takes before it adds anything to the score."""
+"""Metrics that verl compares before it adds anything to the score."""
 SUMMED = ("reward", "seq_reward", "seq_final_reward")
-"""Metrics of a group that have the overlong penalty in them."""
+"""Metrics that include the overlong penalty."""
 _MANAGERS = ("reward_model.reward_manager", "reward.reward_manager.name")
 _OVERLONG = ("reward_model.overlong_buffer.", "reward_model.reward_kwargs.overlong_buffer_cfg.",
              "reward.reward_kwargs.overlong_buffer_cfg.")  # fmt: skip
@@ -22,7 +22,7 @@ _TOKENIZER = "reward_model.model.input_tokenizer"
 
 
 def reward(verl: VerlRun) -> Iterator[Pair]:
-    """Fields of `reward`, and DAPO's buffer, which verl has among them."""
+    """Yields fields of `reward`, and DAPO's overlong buffer, which verl has among them."""
     yield from list(_model(verl)) or _functions(verl)
     for key in _MANAGERS:
         if (name := verl.given.get(key)) is None:
@@ -31,8 +31,8 @@ def reward(verl: VerlRun) -> Iterator[Pair]:
             verl.decided[key] = f"{name}: {MANAGERS[name]}"
         else:
             verl.notes[key] = (
-                f"mrl has no such reward manager (it has {', '.join(MANAGERS)}): write what it computes as a function "
-                "of reward.functions"
+                f"mrl has no such reward manager (it has {', '.join(MANAGERS)}): implement it as a function in "
+                "reward.functions"
             )
     for prefix in _OVERLONG:
         if verl[f"{prefix}enable"] and not verl[f"{prefix}len"]:
@@ -43,11 +43,11 @@ def reward(verl: VerlRun) -> Iterator[Pair]:
 
 
 def differs(verl: VerlRun, algorithm: Mapping[str, Any], functions: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields what was translated and has another value or effect in mrl: scores, and how groups are compared.
+    """Yields what was translated but has another value or effect in mrl: scores, and how groups are compared.
 
     Args:
-        verl: The run.
-        algorithm: That section of the translation.
+        verl: Settings of the run.
+        algorithm: Section `algorithm` of the translation.
         functions: `reward.functions` of the translation.
     """
     penalty = bool(algorithm.get("overlong", {}).get("buffer_length"))
@@ -75,7 +75,7 @@ def differs(verl: VerlRun, algorithm: Mapping[str, Any], functions: Sequence[Map
     elif metric in SCORED:
         yield (
             f"{METRIC}={metric}: verl drops a group whose responses all have the same '{metric}' from the function; "
-            f"mrl drops it if all have the same score. Check that the function's '{metric}' and its score say the same"
+            f"mrl drops it if all have the same score. Check that the function's '{metric}' and its score agree"
         )
     elif metric in SUMMED and not added:
         verl.decided[METRIC] = f"{metric}: nothing is added to the scores in this run, so that groups are the same"
@@ -89,7 +89,7 @@ def differs(verl: VerlRun, algorithm: Mapping[str, Any], functions: Sequence[Map
 
 
 def _dapo_scores(verl: VerlRun) -> str:
-    """Returns the setting from which it follows that verl may score -1 and 1; "" for none."""
+    """Returns the setting that implies that verl may score -1 and 1, or ""."""
     for key in _MANAGERS:
         if verl.given.get(key) == "dapo":
             return f"{key}=dapo"
@@ -102,12 +102,12 @@ def _dapo_scores(verl: VerlRun) -> str:
 
 
 def _manager(verl: VerlRun) -> str | None:
-    """Returns the name of the reward manager, None where it is not given."""
+    """Returns the name of the reward manager, or None if it is not set."""
     return next((str(verl.given[key]) for key in _MANAGERS if verl.given.get(key) is not None), None)
 
 
 def _model(verl: VerlRun) -> Iterator[Pair]:
-    """In place of functions, as in verl: with a function of the user's it is a server that this function asks."""
+    """Yields the fields of a reward model, which replaces the functions; a function of verl would query it."""
     for prefix, names in (("reward.reward_model.", ("model_path",)), ("reward_model.", ("model_path", "model.path"))):
         path = next((verl[prefix + name] for name in names if verl[prefix + name]), None)
         if verl[f"{prefix}enable"] is not True or path is None:
@@ -116,12 +116,13 @@ def _model(verl: VerlRun) -> Iterator[Pair]:
             continue
         if any(verl[f"{one}custom_reward_function.path"] for one in ("", "reward.")):
             verl.notes[f"{prefix}enable"] = (
-                "the function there asks a server of it; here a reward model adds its score, `reward.model.path`"
+                "verl's function queries it as a server; in mrl a reward model adds its score (`reward.model.path`)"
             )
             return
         yield "reward.functions", []
         yield "reward.model.path", path
-        yield "reward.model.retokenize", verl.given.get(_TOKENIZER, path) is not None  # verl renders the text anew
+        # verl renders the text again with the reward model's tokenizer
+        yield "reward.model.retokenize", verl.given.get(_TOKENIZER, path) is not None
         return
 
 
@@ -136,8 +137,8 @@ def _functions(verl: VerlRun) -> Iterator[Pair]:
     else:
         function = {"name": "math"}
         verl.notes["custom_reward_function.path"] = (
-            "not set: verl then chooses a function of its own by the data source; here `math` compares the response's "
-            "last expression with the answer"
+            "not set: verl then selects a function by the data source; mrl uses `math`, which compares the last "
+            "expression of the response with the answer"
         )
     if _manager(verl) == "batch":
         function["batch"] = "replica"

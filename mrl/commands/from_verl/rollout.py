@@ -1,7 +1,6 @@
-"""verl's rollout section as `rollout`: which engine samples, and what follows from that.
+"""Translates verl's `rollout` section: the engine, and the settings that depend on it.
 
-Owns the values of that section; which field goes where is in `config/verl_keys/verl_rollout.py`, and what the engines
-refuse with them (`engines/vllm/fields.py`).
+`config/verl_keys/verl_rollout.py` maps the keys; `engines/vllm/fields.py` has the values that an engine refuses.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from mrl.engines.vllm import fields as vllm
 Pair = tuple[str, Any]
 
 EPISODES = ("multi_turn.", "agent.")
-"""Sections that say something only where a run has conversations."""
+"""Sections that only matter for multi-turn runs."""
 
 ENGINES = {"vllm": "vllm", "sglang": "native", "hf": "native", "???": "native", "trtllm": "trtllm"}
 REFUSING = {vllm.NAME: vllm.FIELDS, "trtllm": trtllm.FIELDS}
-"""Engines that cannot have every value of verl's."""
+"""Engines that refuse some of verl's values."""
 
 OWN_WAY = (
     "name", "dtype", "quantization", "prompt_length", "response_length", "expert_parallel_size",
@@ -36,18 +35,18 @@ OWN_WAY = (
     "engine_kwargs.vllm", "cudagraph_capture_sizes", "do_sample", "nnodes", "n_gpus_per_node", "over_sample_rate",
     "multi_turn.tool_config_path", "multi_turn.format",
 )  # fmt: skip
-"""Of `rollout`, besides `val_kwargs`: what is not simply taken over."""
+"""Keys of `rollout`, besides `val_kwargs`, that are not simply copied."""
 
 
 def lengths(verl: VerlRun) -> tuple[int, int]:
-    """Of the longest prompt and the longest response, tokens."""
+    """Returns the longest prompt and the longest response, tokens."""
     prompt, response = verl[f"{ROLLOUT}prompt_length"], verl[f"{ROLLOUT}response_length"]
     prompt = verl["data.max_prompt_length"] if isinstance(prompt, str) else prompt
     return prompt, verl["data.max_response_length"] if isinstance(response, str) else response
 
 
 def rollout(verl: VerlRun) -> Iterator[Pair]:
-    """Keys of `rollout` and their values."""
+    """Yields keys of `rollout` and their values."""
     engine = verl.one_of(f"{ROLLOUT}name", ENGINES, "native")
     yield "rollout.name", engine
     episodes = verl[f"{ROLLOUT}multi_turn.enable"] is True
@@ -60,7 +59,7 @@ def rollout(verl: VerlRun) -> Iterator[Pair]:
         yield "rollout.multi_turn.format", verl.one_of(f"{ROLLOUT}multi_turn.format", formats, "hermes")
     if episodes and not verl[f"{ROLLOUT}multi_turn.tool_config_path"]:
         verl.notes[f"{ROLLOUT}multi_turn.enable"] = (
-            "no tools are named: set rollout.agent.environment to what the policy talks with, before the run starts"
+            "no tools are configured: set rollout.agent.environment before the run"
         )
     if episodes and (tools := verl[f"{ROLLOUT}multi_turn.tool_config_path"]):
         yield "rollout.agent.environment", "verl_tools"
@@ -76,7 +75,7 @@ def rollout(verl: VerlRun) -> Iterator[Pair]:
 
 
 def _own_ranks(verl: VerlRun) -> Iterator[Pair]:
-    """Nodes that only sample: of the section, or of a recipe, which has them elsewhere."""
+    """Yields the number of rollout-only nodes, from the section or from a recipe, which has it elsewhere."""
     section = "rollout." if "rollout.nnodes" in verl.given else ROLLOUT
     if verl[f"{section}nnodes"]:
         yield "rollout.nnodes", verl[f"{section}nnodes"]
@@ -86,39 +85,43 @@ def _own_ranks(verl: VerlRun) -> Iterator[Pair]:
 
 
 def _experts(verl: VerlRun, engine: str) -> Iterator[Pair]:
-    """With vLLM all ranks of a replica have experts, whole or cut; verl counts data-parallel ranks among them."""
+    """Yields the expert parallel sizes.
+
+    In vLLM the ranks of a replica share its experts, by expert or by tensor parallelism; verl also counts data-parallel
+    ranks.
+    """
     tp, ep = verl[f"{ROLLOUT}tensor_model_parallel_size"], verl[f"{ROLLOUT}expert_parallel_size"]
     inside = (tp if ep > 1 else 1) if engine == "vllm" else math.gcd(tp, ep)
     yield "rollout.expert_parallel_size", inside
     cut = verl[f"{ROLLOUT}moe_tensor_parallel_size"]
     yield "rollout.moe_tensor_parallel_size", None if cut == 1 else cut
     if inside != ep:
-        verl.notes[f"{ROLLOUT}expert_parallel_size"] = f"a replica's {tp} rank(s) hold all experts: {inside} is taken"
+        verl.notes[f"{ROLLOUT}expert_parallel_size"] = f"a replica's {tp} rank(s) have all experts: {inside} is used"
 
 
 def _sampling(verl: VerlRun) -> Iterator[Pair]:
     if verl[f"{ROLLOUT}repetition_penalty"] != 1:
         verl.notes[f"{ROLLOUT}repetition_penalty"] = MAPS[f"{ROLLOUT}repetition_penalty"][2]
     if not verl[f"{ROLLOUT}calculate_log_probs"]:
-        verl.decided[f"{ROLLOUT}calculate_log_probs"] = "always: they are captured while sampling"
+        verl.decided[f"{ROLLOUT}calculate_log_probs"] = "always on: mrl records them while sampling"
     if verl.given.get(f"{ROLLOUT}name") == "hf":
         yield "rollout.do_sample", verl[f"{ROLLOUT}do_sample"]
     elif not verl[f"{ROLLOUT}do_sample"]:
-        verl.decided[f"{ROLLOUT}do_sample"] = "verl's engines sample while they train, whatever it says"
+        verl.decided[f"{ROLLOUT}do_sample"] = "verl's engines ignore it in training and always sample"
     samples = verl[f"{ROLLOUT}val_kwargs.do_sample"] and verl[f"{ROLLOUT}val_kwargs.temperature"] != 0
     if samples:
         for name in ("n", "do_sample", "temperature", "top_k", "top_p"):
             yield f"rollout.val_kwargs.{name}", verl[f"{ROLLOUT}val_kwargs.{name}"]
     elif verl[f"{ROLLOUT}val_kwargs.n"] != 1:
-        verl.notes[f"{ROLLOUT}val_kwargs.n"] = "without do_sample and a temperature the samples are equal: one is made"
+        verl.notes[f"{ROLLOUT}val_kwargs.n"] = "without do_sample and a temperature the samples are equal: one is used"
 
 
 def without_refused(config: Config, notes: dict[str, str]) -> Iterator[tuple[str, Any]]:
-    """Keys that a config cannot have beside its engine, and the values that it gets instead; None: the default.
+    """Yields keys that the engine refuses, and their replacements; None: the default.
 
     Args:
-        config: The translation.
-        notes: Gets verl's keys of them, with the reason.
+        config: Translated config.
+        notes: verl's key -> reason, updated for these keys.
     """
     name = config.rollout.name
     if name not in REFUSING:

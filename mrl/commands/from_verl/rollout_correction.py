@@ -1,7 +1,4 @@
-"""verl's `algorithm.rollout_correction`, which has the names that mrl has.
-
-Owns what of it acts: verl takes thresholds without a use, and weights where the ratio of the loss is the weight.
-"""
+"""Translates verl's `algorithm.rollout_correction`, whose names mrl shares, and drops settings without effect."""
 
 from __future__ import annotations
 
@@ -13,21 +10,21 @@ from mrl.config.verl_keys.translated_keys import CORRECTION
 
 
 def rollout_correction(verl: VerlRun) -> Iterator[tuple[str, Any]]:
-    """Yields the fields of the section that act, with their values; what is left out is noted."""
+    """Yields the fields that have an effect; notes the others."""
     notes = verl.notes
     given = {name: value for name, value in verl.under(f"{CORRECTION}.").items() if value not in (None, "null", "None")}
     bypass, names = bool(given.get("bypass_mode", False)), ["rollout_is", "rollout_rs"]
     if bypass:
         names.append("loss_type")
         if given.get("loss_type", "ppo_clip") == "ppo_clip" and "rollout_is" in given:
-            notes[f"{CORRECTION}.rollout_is"] = "only measured with bypass_mode and ppo_clip: left out"
+            notes[f"{CORRECTION}.rollout_is"] = "left out: with bypass_mode and ppo_clip it is only measured"
             names.remove("rollout_is")
     for kind in ("rollout_is", "rollout_rs"):
         names += [name for name in given if name.startswith(f"{kind}_") and kind in given and kind in names]
     for name in given:
         key = f"{CORRECTION}.{name}"
         if name not in (*names, "bypass_mode") and key not in notes:
-            verl.decided[key] = "nothing reads it with the other settings"
+            verl.decided[key] = "without effect, given the other settings"
     yield f"{CORRECTION}.bypass_mode", bypass
     for name in names:
         value = given.get(name)

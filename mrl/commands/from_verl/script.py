@@ -1,8 +1,8 @@
-"""Expansion of a shell script by bash: the command lines that it would start, while nothing is started or changed.
+"""Expands a shell script with bash into the command lines that it would start, without starting or changing anything.
 
-Bash runs restricted, with a few programs that only print (see `prelude.py`), and confined by the kernel where that is
-possible: no network, no file that it may change, and no signal to the process that started it. Scripts that the script
-sources or starts are expanded with it.
+Bash runs in restricted mode with a few programs that only print (see `prelude.py`). If the kernel supports it, it is
+also confined: no network, no writes outside a temporary folder, no signals to the parent process. Scripts that the
+script sources or starts are expanded with it.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from mrl.errors import UserError
 LIMIT_S = 20
 MEMORY_MB, FILE_MB = 1024, 64
 MAX_BYTES = 1 << 20
-"""Largest script."""
+"""Largest script, bytes."""
 MAX_PRINTED_BYTES = 1 << 20
-"""Most that an expansion may print."""
+"""Most output of an expansion, bytes."""
 MAX_RECORDED_BYTES = 8 << 20
-"""Most that the records of an expansion may have: command lines that the script would start."""
+"""Largest size of the records of an expansion (command lines that the script would start), bytes."""
 _LOOK_S = 0.2
-"""Time between two looks at the size of the records, s."""
+"""Interval at which the size of the records is checked, s."""
 ROUNDS = 40
-"""Times that a script is expanded: each adds what the one before asked for."""
+"""Largest number of expansions of a script; each adds the texts that the previous one requested."""
 FIRST_DESCRIPTOR = 100
 """Lowest number of the descriptor that records are written to."""
 NOT_SET = "_IS_NOT_SET"
-"""Suffix of the placeholder of a variable that nothing sets: NAME_IS_NOT_SET."""
+"""Suffix of the placeholder for an unset variable: NAME_IS_NOT_SET."""
 
 _INSTEAD = "Give its command line instead."
 
@@ -66,14 +66,14 @@ _UNSET = re.compile(r"(?m): line \d+: ([A-Za-z_]\w*)(?:\[\d+\])?: (?:unbound var
 
 @dataclass
 class Expansion:
-    """Outcome of an expansion: what a script would start, and what it lacks.
+    """Result of an expansion.
 
     Attributes:
-        commands: Words of each command line, in order.
-        unset: Variables and positions of arguments that the script needs and nothing sets. `NAME_IS_NOT_SET` and
-            `ARGUMENT_1_IS_NOT_SET` are their values here.
+        commands: Arguments of each command line, in order.
+        unset: Unset variables and argument positions that the script needs; the expansion used `NAME_IS_NOT_SET` and
+            `ARGUMENT_1_IS_NOT_SET` for them.
         lacks: Scripts that it sources and that do not exist.
-        said: What bash and the script printed.
+        said: Output of bash and the script.
         status: Exit status of the script.
     """
 
@@ -85,26 +85,26 @@ class Expansion:
 
     @property
     def trainers(self) -> list[list[str]]:
-        """The command lines that start a program of verl's."""
+        """Command lines that start a program of verl."""
         return [words for words in self.commands if any(map(program, words))]
 
 
 def expand(text: str, name: str, arguments: Sequence[str] = ()) -> Expansion:
-    """Expands a script as bash would run it from its path, in the working folder.
+    """Expands a script as if bash ran it from its path in the working directory.
 
     Args:
-        text: The script.
-        name: Its path: `$0` and BASH_SOURCE.
-        arguments: Its own.
+        text: Text of the script.
+        name: Path of the script: `$0` and BASH_SOURCE.
+        arguments: Arguments of the script.
 
     Raises:
-        UserError: There is no bash; the script is too large or no text; or its expansion does not end, prints without
-            bound or starts programs without end.
+        UserError: There is no bash; the script is too large or not text; or the expansion does not end, prints too much
+            or starts too many programs.
     """
     if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
-        raise UserError(f"'{name}' has more than {MAX_BYTES >> 20} MiB. Give the command line that it starts instead.")
+        raise UserError(f"'{name}' has more than {MAX_BYTES >> 20} MiB. {_INSTEAD}")
     if "\0" in text:
-        raise UserError(f"'{name}' has a NUL character, so it is no shell script. Give a script or a command line.")
+        raise UserError(f"'{name}' has a NUL character, so it is not a shell script. Give a script or a command line.")
     texts: dict[str, str] = {}
     by_path: set[str] = set()
     unset: dict[str, str] = {}
@@ -136,14 +136,14 @@ def expand(text: str, name: str, arguments: Sequence[str] = ()) -> Expansion:
 
 
 def _positions(text: str, said: str) -> int:
-    """Returns how many arguments the script demands: it counts them, or stops where one is not set."""
+    """Returns the number of arguments that the script requires: it counts them, or stops at one that is not set."""
     if "$#" not in text and not re.search(r"line \d+: \$?[1-9]: unbound variable", said):
         return 0
     return max(map(int, re.findall(r"\$\{?([1-9])", text)), default=0)
 
 
 def _needed(text: str, said: str) -> list[str]:
-    """Names of variables without which the script stops: unset under `set -u`, or by `${NAME:?}`."""
+    """Returns the variables without which the script stops: unset under `set -u`, or by `${NAME:?}`."""
     stopped = {match[1]: match[0] for match in _UNSET.finditer(said)}
     return [
         name
@@ -153,15 +153,15 @@ def _needed(text: str, said: str) -> list[str]:
 
 
 def _read(path: str, lacks: list[str]) -> str:
-    """A script's text; "" for one that only sets up a shell, or that is not there."""
+    """Returns a script's text; "" for scripts that only set up a shell, and for missing ones."""
     if Path(path).name in _SET_UP:
         return ""
     try:
         if os.path.getsize(path) > MAX_BYTES:
-            raise ValueError("it has more than a mebibyte")
+            raise ValueError("too large")
         text = Path(path).read_text(encoding="utf-8")
         if "\0" in text:
-            raise ValueError("it has a NUL character")
+            raise ValueError("not text")
         return text
     except (OSError, ValueError):
         lacks.append(path)
@@ -169,7 +169,7 @@ def _read(path: str, lacks: list[str]) -> str:
 
 
 def _ready(text: str) -> str:
-    """A script as restricted bash accepts it."""
+    """Rewrites a script so that restricted bash accepts it."""
     text = without_redirections(text.replace("\r\n", "\n"))
     for name, other in RENAMED.items():
         text = re.sub(
@@ -181,12 +181,10 @@ def _ready(text: str) -> str:
 def _run(
     text: str, name: str, arguments: Sequence[str], texts: dict[str, str], by_path: set[str], unset: dict[str, str]
 ) -> tuple[list[tuple[str, list[str]]], str, int]:
-    """Records, stderr and exit status of one expansion."""
+    """Expands the script once; returns records, output and exit status."""
     bash = shutil.which("bash")
     if bash is None:
-        raise UserError(
-            f"'{name}' is a shell script, and there is no bash to expand it. Give its command line instead."
-        )
+        raise UserError(f"'{name}' is a shell script, and there is no bash to expand it. {_INSTEAD}")
     with owned_folder("verl") as folder:
         programs = Path(folder) / "programs"
         programs.mkdir()
@@ -201,7 +199,7 @@ def _run(
                 folder=folder, programs=str(programs), source=name, fd=str(records.fileno()), keys=list(texts),
                 texts=list(texts.values()), slashes=by_path, unset=unset,
             )  # fmt: skip
-            # One word of a command line may have 128 KiB at most, so that bash reads the script from a file.
+            # Linux limits one argument to 128 KiB, so bash reads the script from a file.
             script = Path(folder) / "script"
             script.write_text(prelude + _ready(text), encoding="utf-8", errors="surrogateescape", newline="")
             words = [f'MRL_CODE=$(<{shlex.quote(str(script))}); eval -- "$MRL_CODE"', name, *arguments]
@@ -240,7 +238,7 @@ def _communicate(words: list[str], fd: int, name: str) -> tuple[str, int]:
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     except (OSError, ValueError) as error:
-        raise UserError(f"'{name}' cannot be expanded by bash: {error}. Give its command line instead.") from error
+        raise UserError(f"'{name}' cannot be expanded by bash: {error}. {_INSTEAD}") from error
     try:
         return _printed(process, fd, name), process.returncode
     finally:
@@ -252,13 +250,7 @@ def _communicate(words: list[str], fd: int, name: str) -> tuple[str, int]:
 
 
 def _printed(process: subprocess.Popen[bytes], records: int, name: str) -> str:
-    """Returns what an expansion prints, once it is over.
-
-    Args:
-        process: Prints on its stdout.
-        records: Descriptor of the file that it writes records to.
-        name: Of the script, for messages.
-    """
+    """Returns the output of an expansion after its end; `records` is the descriptor of the file of records."""
     end, said = time.monotonic() + LIMIT_S, bytearray()
     with selectors.DefaultSelector() as selector:
         if process.stdout is not None:
@@ -274,16 +266,16 @@ def _printed(process: subprocess.Popen[bytes], records: int, name: str) -> str:
                     f"'{name}' prints more than {MAX_PRINTED_BYTES >> 20} MiB when bash expands it. {_INSTEAD}"
                 )
             if os.fstat(records).st_size > MAX_RECORDED_BYTES:
-                raise UserError(f"'{name}' starts programs without end when bash expands it. {_INSTEAD}")
+                raise UserError(f"'{name}' starts too many programs when bash expands it. {_INSTEAD}")
             if time.monotonic() > end:
                 raise UserError(
-                    f"'{name}' does not come to an end in {LIMIT_S} s when bash expands it: it waits for something, or "
+                    f"'{name}' does not end within {LIMIT_S} s when bash expands it: it waits for something, or "
                     f"loops. {_INSTEAD}"
                 )
     try:
         process.wait(max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired as error:
-        raise UserError(f"'{name}' does not come to an end in {LIMIT_S} s. {_INSTEAD}") from error
+        raise UserError(f"'{name}' does not end within {LIMIT_S} s. {_INSTEAD}") from error
     return said.decode("utf-8", "replace")
 
 

@@ -1,7 +1,6 @@
-"""A run of verl's SFT trainers as a run of verl's RL trainer without sampling: `algorithm.name=sft`.
+"""Maps a run of verl's SFT trainers to the keys of verl's RL trainer, with `algorithm.name=sft`.
 
-Owns what only SFT has: columns, `max_length`, and defaults. Everything else goes by the RL trainer's keys, so that it
-is translated once (`translate.py`).
+The keys are then translated once, in `translate.py`; this file has what only SFT has: columns, `max_length`, defaults.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from mrl.config.verl_keys.verl_sft import (
 Pair = tuple[str, Any]
 
 MAX_LENGTH = 1024
-"""verl's default, tokens of a prompt and its response together."""
+"""verl's default length of prompt and response together, tokens."""
 PER_EPOCH = "after_each_epoch"
 _NAMES = {to: key for key, to in RENAMED.items()}
 
 
 class SftRun:
-    """The settings of an SFT run by the keys of the RL trainer.
+    """Settings of an SFT run by the keys of the RL trainer.
 
     Attributes:
         given: RL keys and values, with the defaults of SFT.
-        names: RL key -> the key that was given.
+        names: RL key -> original key.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
@@ -72,7 +71,7 @@ class SftRun:
         files = verl["data.train_files"]
         yield "data.train_files", files if isinstance(files, list) else [files]
         if verl.given.get("data.val_files"):
-            verl.notes["data.val_files"] = "verl measures the loss of its rows; mrl would sample answers and score them"
+            verl.notes["data.val_files"] = "verl measures the loss on its rows; mrl would score sampled responses"
         if self.has_turns:
             yield "data.messages_key", own.get("data.messages_key") or own.get("data.multiturn.messages_key")
         else:
@@ -81,7 +80,7 @@ class SftRun:
             yield "data.answer_key", _inner(str(answer), own.get("data.response_dict_keys"))
             yield "data.apply_chat_template", "always"
             verl.notes["data.max_length"] = (
-                f"{self._length} tokens of a prompt and its response together; here each may have as many"
+                f"{self._length} tokens for prompt and response together; in mrl each may have that many"
             )
         yield "data.shuffle", True
         yield "run.seed", verl["data.seed"]
@@ -91,12 +90,12 @@ class SftRun:
         elif truncation == "left":
             yield "data.overlong_prompts", "truncate_left"
         elif truncation != "error":
-            verl.notes["data.truncation"] = "mrl has error, left, right; error is taken"
+            verl.notes["data.truncation"] = "mrl has error, left, right; error is used"
         yield "rollout.prompt_length", verl["data.max_prompt_length"]
         yield "rollout.response_length", verl["data.max_response_length"]
         for name in ("trainer.save_freq", "trainer.test_freq"):
             if verl.given.get(name) == PER_EPOCH:
-                verl.notes[name] = "give a number of steps; -1 is taken"
+                verl.notes[name] = "give a number of steps; -1 is used"
                 verl.given[name] = -1
         self._sort(verl)
 
@@ -105,11 +104,11 @@ class SftRun:
         yield "algorithm.name", "sft"
 
     def named(self, line: str) -> str:
-        """Returns a message with the keys of SFT in place of the RL trainer's."""
+        """Returns a message with the RL trainer's keys replaced by those of SFT."""
         return re.sub(r"[a-z_]+(?:\.\w+)+", lambda found: self._name(found[0]), line)
 
     def _name(self, key: str) -> str:
-        """Returns the key that the SFT trainer has for a key of the RL trainer: the given one, else verl's own."""
+        """Returns the SFT trainer's key for a key of the RL trainer: the given one, else verl's own."""
         section = next((prefix for prefix in self._prefixes if key.startswith(prefix)), "")
         current = self._prefixes.get(section, "") + key.removeprefix(section)
         own = _NAMES.get(key, current) if self._is_old or not section else current
@@ -124,20 +123,20 @@ class SftRun:
 
 
 def _is_own(key: str) -> bool:
-    """Returns whether a key is one that the RL trainer does not have, or means otherwise."""
+    """Returns whether the RL trainer does not have a key, or uses it differently."""
     columns = "data.max_length data.truncation data.messages_key data.multiturn.messages_key data.prompt_key"
     columns += " data.response_key data.prompt_dict_keys data.response_dict_keys"
     return key in columns.split() or any(fnmatchcase(key, one) for one in (*MOOT, *MISSING) if key not in RENAMED)
 
 
 def _inner(column: str, keys: Any) -> str:
-    """A column, or the first key inside it."""
+    """Returns a column, or the first key inside it."""
     found = keys if isinstance(keys, list) else [keys] if keys else []
     return f"{column}.{found[0]}" if found else column
 
 
 def is_sft(given: Mapping[str, Any]) -> bool:
-    """Returns whether settings without a program's name are of an SFT trainer."""
+    """Returns whether settings, without the program's name, are those of an SFT trainer."""
     return "model.partial_pretrain" in given or (
         any(key.startswith(("data.multiturn.", "data.max_length")) or key == "data.messages_key" for key in given)
         and not any(key.startswith("actor_rollout_ref.") for key in given)

@@ -1,7 +1,7 @@
-"""A config of mrl from the settings of a verl run: `mrl from-verl`.
+"""Translates the settings of a verl run into a config of mrl: `mrl from-verl`.
 
-Owns how values are translated: verl's own defaults count where nothing is set, so that the run is the one that verl
-would have made. Which key goes where, and why some go nowhere, is in `config/verl_keys/translated_keys.py`.
+verl's own defaults apply where nothing is set, so that the run is the one that verl would have made.
+`config/verl_keys/translated_keys.py` maps the keys and has the reasons for those that are not translated.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3":
 
 GPUS_OF_A_HOST = 8
 KL_IN_REWARD = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Advantage estimators whose advantages take a KL of each token."""
+"""Advantage estimators that use a KL per token in the reward."""
 
 
 def translate(given: Mapping[str, Any]) -> Translation:
-    """The config that means what verl's settings mean.
+    """Translates the settings of a verl run.
 
     Args:
-        given: verl's dotted keys; what is not among them is at verl's default.
+        given: Dotted keys and values; missing keys have verl's defaults.
 
     Raises:
-        UserError: The advantage estimator is not there, or a value is of another type than expected.
+        UserError: mrl does not have the advantage estimator, or a value has another type than expected.
     """
     notes, sft = (given.notes, given.sft) if isinstance(given, Settings) else ([], False)
     if not sft:
@@ -190,7 +190,7 @@ def _actor(verl: VerlRun) -> Iterator[Pair]:
 
 
 def _recompute(verl: VerlRun) -> str | None:
-    """What `actor.recompute` can say of it; None: Megatron's own fields do."""
+    """Returns `actor.recompute`; None: Megatron's own fields are passed on instead."""
     granularity, modules = verl[f"{OVERRIDE}recompute_granularity"], verl.given.get(f"{OVERRIDE}recompute_modules")
     method, layers = (verl[f"{OVERRIDE}recompute_{name}"] for name in ("method", "num_layers"))
     if granularity == "full":
@@ -201,7 +201,7 @@ def _recompute(verl: VerlRun) -> str | None:
 
 
 def _passed(verl: VerlRun) -> Iterator[Pair]:
-    """Megatron's own fields, those that mrl takes."""
+    """Yields Megatron's own fields that mrl accepts."""
     for prefix, to in PASSED.items():
         given = _precision(verl, section := to.rpartition(".")[2])
         for name, value in verl.under(prefix).items():
@@ -217,7 +217,7 @@ def _passed(verl: VerlRun) -> Iterator[Pair]:
             elif what.kind == "derived":
                 verl.decided[key] = what.why
             elif is_own(section, name, value):
-                verl.decided[key] = "it is so without it"
+                verl.decided[key] = "it is the default"
             elif what.why:
                 verl.notes[key] = what.why
             else:
@@ -226,7 +226,7 @@ def _passed(verl: VerlRun) -> Iterator[Pair]:
 
 
 def _precision(verl: VerlRun, section: str) -> dict[str, Any]:
-    """Fields of the precision-aware optimizer, for which verl has keys of its own."""
+    """Returns the fields of the precision-aware optimizer, for which verl has its own keys."""
     on = verl.megatron and verl[f"{ACTOR}optim.use_precision_aware_optimizer"]
     found = {name: verl[f"{ACTOR}optim.{name}"] for name in translated_keys.PRECISION if on}
     if section == "ddp":
@@ -235,14 +235,14 @@ def _precision(verl: VerlRun, section: str) -> dict[str, Any]:
 
 
 def _warmup(verl: VerlRun, section: str = ACTOR, epochs: int | None = None) -> int:
-    """Optimizer steps; verl counts steps of the loop."""
+    """Returns the warm-up in optimizer steps; verl counts training steps."""
     steps, ratio = verl[f"{section}optim.lr_warmup_steps"], verl[f"{section}optim.lr_warmup_steps_ratio"]
     if not steps or steps < 0:
         total = num_steps(verl)
         if ratio and not total:
             to = MAPS[f"{section}optim.lr_warmup_steps"][0]
             verl.notes[f"{section}optim.lr_warmup_steps_ratio"] = (
-                f"the number of training steps is not set, so that its share is not known: set {to} to a number of "
+                f"the number of training steps is not set, so the ratio has no value: set {to} to a number of "
                 "optimizer steps"
             )
         steps = int((ratio or 0.0) * (total or 0))
@@ -251,7 +251,7 @@ def _warmup(verl: VerlRun, section: str = ACTOR, epochs: int | None = None) -> i
 
 
 def _microbatch(verl: VerlRun) -> int:
-    """Tokens of a microbatch, room for one sequence at least."""
+    """Returns the tokens per microbatch, at least the longest sequence."""
     longest = sum(lengths(verl))
     sequences = verl[f"{ACTOR}ppo_micro_batch_size_per_gpu"]
     if verl[f"{ACTOR}use_dynamic_bsz"] or not sequences:
@@ -292,15 +292,15 @@ def _kl(verl: VerlRun) -> Iterator[Pair]:
     if verl[f"{ACTOR}use_kl_loss"]:
         place, coef, kind = "loss", f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type"
         if verl["algorithm.use_kl_in_reward"]:
-            verl.notes["algorithm.use_kl_in_reward"] = "the KL is in the loss already, and has one place"
+            verl.notes["algorithm.use_kl_in_reward"] = "ignored: the KL is already in the loss"
     elif verl["algorithm.use_kl_in_reward"]:
         place, coef, kind = "reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"
     else:
         return
     if place == "reward" and verl["algorithm.adv_estimator"] not in KL_IN_REWARD:
         verl.notes["algorithm.use_kl_in_reward"] = (
-            "its advantage is one number of a response, and a KL in the reward needs one of each token: "
-            "algorithm.name=reinforce_pp has it, or algorithm.kl_in=loss"
+            "the estimator has one advantage per response, and a KL in the reward needs one per token: use "
+            "algorithm.name=reinforce_pp or algorithm.kl_in=loss"
         )
         return
     yield "algorithm.kl_in", place
@@ -319,7 +319,7 @@ def _trainer(verl: VerlRun) -> Iterator[Pair]:
     yield "train.num_epochs", verl["trainer.total_epochs"]
     steps = num_steps(verl)
     if steps == 0:
-        verl.notes["trainer.total_training_steps"] = "nothing is trained: `mrl evaluate` scores without training"
+        verl.notes["trainer.total_training_steps"] = "0 steps train nothing: use `mrl evaluate` to score a model"
     yield "train.num_steps", steps or None
     if verl["data.val_files"]:
         yield "train.eval_interval", max(0, verl["trainer.test_freq"])
@@ -333,7 +333,8 @@ def _trainer(verl: VerlRun) -> Iterator[Pair]:
     loggers = loggers if isinstance(loggers, list) else [loggers]
     yield "observe.wandb_project", str(verl["trainer.project_name"]) if "wandb" in loggers else None
     if other := [one for one in loggers if one not in ("console", "wandb", "tensorboard", "file")]:
-        verl.notes["trainer.logger"] = f"no {', '.join(map(str, other))}; the run folder has everything as JSON lines"
+        unsupported = ", ".join(map(str, other))
+        verl.notes["trainer.logger"] = f"mrl has no {unsupported}; the run folder has all metrics as JSON lines"
     yield "observe.num_samples", max(0, verl["trainer.log_val_generations"]) or None
     modes = {"auto": "auto", "disable": "never", "resume_path": "must"}
     yield "run.resume", verl.one_of("trainer.resume_mode", modes, "auto")
@@ -341,34 +342,34 @@ def _trainer(verl: VerlRun) -> Iterator[Pair]:
 
 
 def _differs(verl: VerlRun, num_gpus: int) -> Iterator[str]:
-    """What a run's memory and checkpoints depend on, and means another thing in mrl."""
+    """Yields settings of memory and checkpoints that mean something else in mrl."""
     if verl["trainer.save_freq"] > 0 and verl["trainer.max_actor_ckpt_to_keep"] is None:
-        yield "trainer.max_actor_ckpt_to_keep=null: all are kept there, the newest 2 here (checkpoint.keep_last)"
+        yield "trainer.max_actor_ckpt_to_keep=null: verl keeps all checkpoints, mrl the newest 2 (checkpoint.keep_last)"
     memory = f"{ROLLOUT}gpu_memory_utilization"
     if memory in verl.given:
-        yield f"{memory}={shown(verl.given[memory])}: {MAPS[memory][2]}. `mrl plan CONFIG` shows the room"
+        yield f"{memory}={shown(verl.given[memory])}: {MAPS[memory][2]}. `mrl plan CONFIG` shows the memory"
     if not verl.megatron and num_gpus > 1:
         yield (
-            f"FSDP shares the actor's weights among all {num_gpus} GPUs; here each has all of them until `parallel` "
-            "says how they are cut. `mrl plan CONFIG` names sizes that fit"
+            f"FSDP shards the actor's weights over all {num_gpus} GPUs; in mrl each GPU has all weights unless "
+            "`parallel` shards them. `mrl plan CONFIG` shows sizes that fit"
         )
 
 
 def _sort(verl: VerlRun, found: Translation) -> None:
-    """Every setting that was given and is not in the config, with its reason."""
+    """Adds every given setting that is not in the config to `missing` or `moot`, with the reason."""
     found.moot += [f"{key}: {why}" for key, why in verl.decided.items()]
     for key, why in verl.notes.items():
         found.missing.append(f"{key}={shown(verl.given.get(key))}: {why}" if key in verl.given else f"{key}: {why}")
     unread = verl.unread()
     for key, value in unread.items():
         loud, why = not_read(key)
-        told = key in verl.notes or key in verl.decided or any(one.startswith(f"{key}=") for one in found.differs)
-        if not told:
+        listed = key in verl.notes or key in verl.decided or any(one.startswith(f"{key}=") for one in found.differs)
+        if not listed:
             (found.missing if loud else found.moot).append(f"{key}={shown(value)}: {why}")
     for key, value in verl.given.items():
         what = verdict(key)
         if what.kind == "unknown":
-            found.missing.append(f"{key}={shown(value)}: no key of verl 0.9.1's trainer config")
+            found.missing.append(f"{key}={shown(value)}: not a key of verl 0.9.1's trainer config")
         elif what.kind == "missing":
             lost = not is_harmless(key, value)
             (found.missing if lost else found.moot).append(f"{key}={shown(value)}: {what.text}")
@@ -376,39 +377,33 @@ def _sort(verl: VerlRun, found: Translation) -> None:
             found.moot.append(f"{key}: {what.text}")
 
 
-def _whole(verl: VerlRun, key: str, default: int) -> int:
-    """A number of hosts or GPUs; a script may ask the machine for it, which is then not known."""
+def _count_of(verl: VerlRun, key: str, default: int) -> int:
+    """Returns a number of hosts or GPUs; the default if the script takes it from the machine."""
     value = verl.given.get(key, default)
     if value in (0, None) or (isinstance(value, str) and is_unset(value)):
-        verl.notes[key] = f"it depends on the machine or on a variable that is not set; {default} is taken"
+        verl.notes[key] = f"it depends on the machine or on a variable that is not set; {default} is used"
         return default
     if type(value) is not int or value < 1:
-        raise UserError(f"{key}={shown(value)} came, expected a whole number above 0.")
+        raise UserError(f"{key}={shown(value)} came, expected an integer above 0.")
     return value
 
 
 def _hosts(verl: VerlRun, rollout: RolloutConfig) -> tuple[int, int]:
-    """Hosts of the job and ranks of each; hosts that only sample may have other numbers of GPUs in verl."""
-    nodes, gpus = _whole(verl, "trainer.nnodes", 1), _whole(verl, "trainer.n_gpus_per_node", 8)
+    """Returns the hosts of the job and the ranks per host; in verl, rollout hosts may have another number of GPUs."""
+    nodes, gpus = _count_of(verl, "trainer.nnodes", 1), _count_of(verl, "trainer.n_gpus_per_node", 8)
     if not rollout.nnodes or rollout.n_gpus_per_node == gpus:
         return nodes + rollout.nnodes, gpus
     total = nodes * gpus + rollout.nnodes * rollout.n_gpus_per_node
     each = total if total <= GPUS_OF_A_HOST else math.gcd(gpus, rollout.n_gpus_per_node)
     verl.notes["trainer.n_gpus_per_node"] = (
-        f"hosts that train have {gpus} GPUs and those that sample {rollout.n_gpus_per_node}; here all have as many "
-        f"ranks: {total // each} host(s) of {each}"
+        f"training hosts have {gpus} GPUs and rollout hosts {rollout.n_gpus_per_node}; in mrl all hosts have the same "
+        f"number of ranks: {total // each} host(s) of {each}"
     )
     return total // each, each
 
 
 def _ranks_of_a_host(config: Config, num_nodes: int, gpus: int) -> int:
-    """Returns the fewest ranks of a host, at least its GPUs, that the layout of the config divides.
-
-    Args:
-        config: mrl's.
-        num_nodes: Hosts.
-        gpus: GPUs of each host.
-    """
+    """Returns the fewest ranks per host, at least its GPUs, that the config's parallel layout divides."""
     grid = grid_of(config, 1)
     own = grid.rollout_ranks
     unit = grid.fewest_ranks - own
@@ -433,7 +428,7 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _take(tree: dict[str, Any], key: str) -> None:
-    """Takes a key out, and the section that it leaves empty."""
+    """Removes a key, and its section if that is empty then."""
     section, _, name = key.partition(".")
     tree.get(section, {}).pop(name, None)
     if not tree.get(section, True):

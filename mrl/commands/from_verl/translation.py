@@ -1,4 +1,4 @@
-"""What a verl command line became: a config of mrl, how it is started, and what did not go into it."""
+"""Result of a translation from verl: a config, the command that starts it, and the settings left out."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Translation:
-    """mrl's config, and what did not go into it.
+    """Config of mrl, and the settings that are not in it.
 
     Attributes:
-        text: YAML; differences from mrl's defaults only.
-        num_nodes: Hosts.
-        gpus_per_node: Ranks of a host.
-        via: Who starts them, as `mrl launch --via` has it.
-        missing: Settings without a place, each with the reason.
-        moot: Settings that need none, each with the reason.
-        differs: What went into it and is not the same here.
+        text: Config as YAML, without values that are mrl's defaults.
+        num_nodes: Number of hosts.
+        gpus_per_node: Ranks per host.
+        via: Launcher, an option of `mrl launch --via`.
+        missing: Settings that mrl does not support, each with the reason.
+        moot: Settings that mrl does not need, each with the reason.
+        differs: Translated settings with another effect in mrl.
     """
 
     text: str = ""

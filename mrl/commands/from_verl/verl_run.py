@@ -1,7 +1,6 @@
-"""A verl run's settings with verl's own defaults, and what was noted while they were read.
+"""Settings of a verl run with verl's own defaults, and the notes made while they are read.
 
-Owns how a value is read: of which type it must be, and which stand for the default. What the values mean in mrl is in
-`translate.py` and `rollout.py`.
+Values are checked for their type here; `translate.py` and `rollout.py` translate them.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ NUMBERS = {
     "trainer.max_actor_ckpt_to_keep", f"{ROLLOUT}prompt_length", f"{ROLLOUT}response_length",
     f"{ROLLOUT}n_gpus_per_node",
 }  # fmt: skip
-"""Keys whose default is null or another key, and whose other values are numbers."""
+"""Keys with numeric values whose default is null or a reference to another key."""
 
 
 class Given(dict[str, Any]):
-    """Dotted keys and values that remember which of them were read.
+    """Dotted keys and values that record which of them were read.
 
     Attributes:
         read: Keys that were looked up.
@@ -43,7 +42,7 @@ class Given(dict[str, Any]):
 
 
 class VerlRun:
-    """verl's settings with its defaults; reading one whose value has no counterpart notes it."""
+    """verl's settings with its defaults; a value without a counterpart is noted when it is read."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.given = Given(given)
@@ -53,38 +52,39 @@ class VerlRun:
         self.megatron = "megatron" in engine or (not engine and any(key.startswith(MEGATRON) for key in given))
 
     def __getitem__(self, key: str) -> Any:
-        """The value, of the default's type; null and references to other keys are the default."""
+        """Returns the value, checked against the default's type; null and unresolved references become the default."""
         default = MAPS[key][1]
         value = self.given.get(key, default)
         if value is None or (isinstance(value, str) and value.startswith("${")):
             return default
         is_number = isinstance(default, (int, float)) or key in NUMBERS
         if is_number and isinstance(value, str) and is_unset(value):
-            self.notes[key] = f"no value: the script reads a variable that nothing sets; {shown(default)} is taken"
+            self.notes[key] = f"no value: the script reads a variable that is not set; {shown(default)} is used"
             return default
         if is_number and isinstance(value, (bool, int)):
-            value = bool(value) if isinstance(default, bool) and value in (0, 1) else int(value)  # as Python takes it
+            # in Python a bool is an int: verl accepts 0 and 1 for bools, and bools for integers
+            value = bool(value) if isinstance(default, bool) and value in (0, 1) else int(value)
         fits = isinstance(value, _types(key, default)) and isinstance(value, bool) is isinstance(default, bool)
         if not fits and (default not in (None, "???") or key in NUMBERS):
             raise UserError(f"{key}={shown(value)} came, expected a value like verl's {shown(default)}.")
         return value
 
     def one_of(self, key: str, known: dict[str, str] | tuple[str, ...], otherwise: str) -> str:
-        """The translated word; one that is not known is noted, and `otherwise` taken."""
+        """Returns the translated value; an unknown value is noted and `otherwise` returned."""
         words = known if isinstance(known, dict) else dict(zip(known, known, strict=True))
         value = str(self[key])
         if value not in words:
-            self.notes[key] = f"mrl has {', '.join(words)}; {otherwise} is taken"
+            self.notes[key] = f"mrl has {', '.join(words)}; {otherwise} is used"
         return words.get(value, otherwise)
 
     def under(self, prefix: str) -> dict[str, Any]:
-        """Returns what is given below a key."""
+        """Returns the given settings below a key prefix."""
         found = {key: value for key, value in self.given.items() if key.startswith(prefix)}
         self.given.read |= set(found)
         return {key.removeprefix(prefix): value for key, value in found.items()}
 
     def unread(self) -> dict[str, Any]:
-        """Returns the given keys with a counterpart that nothing read, and whose values are not verl's defaults."""
+        """Returns the given keys with a counterpart that nothing read and whose values are not verl's defaults."""
         return {
             key: value for key, value in self.given.items()
             if key in MAPS and key not in self.given.read and value is not None and value != MAPS[key][1]
@@ -93,18 +93,18 @@ class VerlRun:
 
 
 def is_unset(text: str) -> bool:
-    """Returns whether a value is the placeholder of a shell variable that nothing sets, or blank."""
+    """Returns whether a value is blank or the placeholder of an unset shell variable."""
     return not text.strip() or text.endswith(NOT_SET)
 
 
 def _types(key: str, default: Any) -> tuple[type, ...]:
-    """Types that a value may have."""
+    """Returns the types that a value may have."""
     if key in NUMBERS or isinstance(default, (int, float)):
         return (int, float)
     return (str, list) if key in ("data.train_files", "data.val_files", "trainer.logger") else (type(default),)
 
 
 def shown(value: Any) -> str:
-    """A value as a message has it."""
+    """Returns a value as text for a message, cut to 60 characters."""
     text = "null" if value is None else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

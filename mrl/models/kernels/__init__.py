@@ -1,1 +1,1 @@
-"""Compiled functions: rows with bits of their own, copies with sums; how they are compiled."""
+"""CPU kernels in C for decoding, sampling and training, their build, and tensor helpers for RoPE and attention."""

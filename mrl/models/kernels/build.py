@@ -1,7 +1,7 @@
-"""C files compiled where they are first used, once for each processor and compiler of a machine, and loaded.
+"""Compiles C files on first use, once per processor and compiler, and loads the library.
 
-Owns how. The result is kept in the user's cache folder (`machine.kept`): of the processes of a machine that want it at
-the same time one compiles, and the others wait for it.
+The result is cached in the user's cache folder (`machine.kept`). If several processes of a machine need it, one
+compiles and the others wait.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from mrl.models.kernels import machine
 
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
-PATIENCE_S = 120.0
+COMPILER_TIMEOUT_S = 120.0
 
 
 def built(
     sources: Sequence[Path], headers: Sequence[Path] = (), flags: Sequence[str] = ()
 ) -> tuple[ctypes.CDLL | None, str]:
-    """A library of C files; where they use OpenMP, it is PyTorch's own.
+    """Returns a library compiled from C files and linked against PyTorch's own OpenMP runtime.
 
     Args:
-        sources: Compiled.
-        headers: Read by them.
-        flags: Beside `FLAGS`.
+        sources: C files.
+        headers: Header files, part of the cache key.
+        flags: Compiler flags in addition to `FLAGS`.
 
     Returns:
-        (library, a name that is the same where sources, compiler, flags and processor are), or (None, why there is
-        none here).
+        (library, cache key of sources, compiler, flags and processor), or (None, reason) if it cannot be compiled.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     openmp = _openmp()
@@ -50,28 +49,28 @@ def built(
         made = machine.kept(name, lambda: _compile(compiler, sources, (*FLAGS, *flags), openmp))
         return _load(machine.place(name), made), key
     except subprocess.SubprocessError as error:
-        said = getattr(error, "stderr", "") or str(error)
-        return None, f"{compiler} fails: {said.strip().splitlines()[-1]}"
+        output = getattr(error, "stderr", "") or str(error)
+        return None, f"{compiler} fails: {output.strip().splitlines()[-1]}"
     except OSError as error:
         return None, str(error)
 
 
 def _compile(compiler: str, sources: Sequence[Path], flags: Sequence[str], openmp: Path) -> bytes:
     with owned_folder("build") as name:
-        parts, whole = [Path(name, f"{source.stem}.o") for source in sources], Path(name, "kernels.so")
+        objects, library = [Path(name, f"{source.stem}.o") for source in sources], Path(name, "kernels.so")
         for command in (
             *(
-                [compiler, *flags, "-c", str(source), "-o", str(part)]
-                for source, part in zip(sources, parts, strict=True)
+                [compiler, *flags, "-c", str(source), "-o", str(compiled)]
+                for source, compiled in zip(sources, objects, strict=True)
             ),
-            [compiler, "-shared", *map(str, parts), str(openmp), "-lm", "-o", str(whole)],
+            [compiler, "-shared", *map(str, objects), str(openmp), "-lm", "-o", str(library)],
         ):
-            subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
-        return whole.read_bytes()
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILER_TIMEOUT_S)
+        return library.read_bytes()
 
 
 def _load(place: Path | None, data: bytes) -> ctypes.CDLL:
-    """From where it is kept; otherwise from a file that is gone once it is loaded."""
+    """Loads the library from the cache, or from a temporary file if there is no cache."""
     if place is not None and place.exists():
         return ctypes.CDLL(str(place))
     with tempfile.NamedTemporaryFile(suffix=".so") as file:
@@ -81,7 +80,7 @@ def _load(place: Path | None, data: bytes) -> ctypes.CDLL:
 
 
 def _openmp() -> Path | None:
-    """The OpenMP library that PyTorch has loaded."""
+    """Returns the OpenMP library that PyTorch has loaded into this process."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None

@@ -1,7 +1,7 @@
-"""Addresses of a CUDA device, and memory that is mapped there and taken away again, by functions of the driver.
+"""CUDA address ranges whose physical memory can be mapped and unmapped, through the driver's virtual memory management.
 
-The functions are those of CUDA's virtual memory management (cuda.h, "Virtual Memory Management"; structures as of CUDA
-10.2 to 13.5). Torch has no call for it, and ctypes needs no compiler.
+Calls libcuda with ctypes (cuda.h, "Virtual Memory Management"; structures as in CUDA 10.2 to 13.5): torch has no such
+API, and ctypes needs no compiler.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _held = {"now": 0, "peak": 0}
 
 
 def peak_bytes() -> int:
-    """Returns the most memory that ranges of this process had at a time since `reset_peak`; torch does not count it."""
+    """Returns the most bytes mapped at once in this process since `reset_peak`; torch's statistics omit them."""
     return _held["peak"]
 
 
 def reset_peak() -> None:
-    """Lets `peak_bytes` count from what is held now."""
+    """Sets the peak to the memory mapped now."""
     _held["peak"] = _held["now"]
 
 
@@ -64,26 +64,27 @@ class Access(ctypes.Structure):
 
 
 class AddressRange:
-    """A range of addresses of one device that stays this process's own until the object dies.
+    """Reserved range of virtual addresses on one device, freed with the object.
 
-    It shows itself to torch as an array of bytes, which must have memory when torch is given it.
+    torch sees it as a byte array through `__cuda_array_interface__`; it must be mapped when a tensor is created from
+    it.
 
     Attributes:
         address: First address.
-        num_bytes: Size, a multiple of the driver's unit.
+        num_bytes: Size, a multiple of the driver's allocation granularity.
     """
 
     def __init__(self, num_bytes: int, index: int, driver: Any = None) -> None:
-        """Reserves the addresses; takes no memory.
+        """Reserves the addresses without allocating memory.
 
         Args:
-            num_bytes: At least so many.
-            index: Number of the device.
-            driver: libcuda, or what has its functions; None: this machine's.
+            num_bytes: Minimum size.
+            index: Device index.
+            driver: libcuda or an object with its functions; None: libcuda of this machine.
 
         Raises:
-            OSError: There is no driver.
-            RuntimeError: It reserves no addresses.
+            OSError: There is no CUDA driver.
+            RuntimeError: The driver could not reserve the addresses.
         """
         self._driver = driver or _libcuda()
         self._properties = Properties(type=PINNED, location=Location(DEVICE, index))
@@ -100,15 +101,15 @@ class AddressRange:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Tells torch where the bytes are."""
+        """Array description by which torch creates a tensor on this memory."""
         return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
     def map(self, num_bytes: int) -> None:
-        """Puts memory behind the first bytes, with any content; nothing is mapped there before.
+        """Allocates uninitialized memory for the first `num_bytes` bytes, none of which may be mapped yet.
 
         Raises:
-            torch.OutOfMemoryError: The device has no room.
-            RuntimeError: The driver does not map it.
+            torch.OutOfMemoryError: The device is out of memory.
+            RuntimeError: The driver could not map the memory.
         """
         size, handle = self._rounded(num_bytes), ctypes.c_ulonglong()
         self._call("cuMemCreate", ctypes.byref(handle), _size(size), ctypes.byref(self._properties), _long(0))
@@ -128,7 +129,7 @@ class AddressRange:
             raise
 
     def unmap(self) -> None:
-        """Takes the memory away; the device must have finished with it."""
+        """Frees the memory and keeps the addresses; the device must no longer use it."""
         _unmap(self._driver, self.address, self._mapped)
 
     def _rounded(self, num_bytes: int) -> int:
@@ -137,7 +138,7 @@ class AddressRange:
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self._driver, name)(*arguments)
         if status == OUT_OF_MEMORY:
-            raise torch.OutOfMemoryError(f"{name}: the device has no room (CUDA error {status})")
+            raise torch.OutOfMemoryError(f"{name}: the device is out of memory (CUDA error {status})")
         if status:
             raise RuntimeError(f"{name}: CUDA error {status}")
 

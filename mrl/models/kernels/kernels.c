@@ -1,24 +1,25 @@
-/* What stands between the products of a decoder, in one pass over memory each, for one dtype: float32, or bfloat16 with
- * -DBF16. `library.py` compiles, loads and calls it.
+/* Decoder kernels other than matrix products (norm, rotary, gated activation, attention, sampling), one pass over memory
+ * each, for one dtype: float32, or bfloat16 with -DBF16. Compiled, loaded and called by `library.py`.
  *
- * Every row is computed by one thread, in an order that depends on the row's own size alone: its bits depend neither on
- * the other rows nor on the threads. Sums and exponentials are fp32, the draw's cumulative sum is fp64. What two of the
- * exported functions compute alike is a function of its own (ALONE), so that both run the same instructions.
+ * The kernels are batch-invariant: one thread computes a row, in an order that depends only on the row's own size, so its
+ * bits depend neither on the other rows nor on the number of threads. Sums and exponentials are fp32; the cumulative sum
+ * of a draw is fp64. Code that two exported functions share is a function that is never inlined (ALONE), so that both
+ * run the same instructions.
  *
  * Shapes: P packed tokens, B decoding rows, H columns, N heads and K KV heads, D head dim, I inner columns, V vocabulary.
  */
 
 #include "vectors.h"
 
-#define SPAN 64   /* cache slots that attention takes at a time */
-#define BLOCK 256 /* tokens whose probabilities are summed together */
+#define SPAN 64   /* KV-cache slots that attention processes at a time */
+#define BLOCK 256 /* vocabulary entries whose probabilities are summed together */
 #ifdef __clang__
 #define ALONE static __attribute__((noinline))
 #else
 #define ALONE static __attribute__((noinline, noclone))
 #endif
 
-/* to = from / rms(from) * weight; `to` may be `from`. */
+/* RMSNorm of one row: to = from / rms(from) * weight; `to` may be `from`. */
 ALONE void norm_row(const T *from, const T *weight, T *to, int64_t cols, float eps) {
     vec squares = {0};
     for (int64_t i = 0; i < cols; i += LANES) {
@@ -30,7 +31,7 @@ ALONE void norm_row(const T *from, const T *weight, T *to, int64_t cols, float e
         put(to + i, take(from + i, cols - i) * scale * take(weight + i, cols - i), cols - i);
 }
 
-/* out[P, H] = x / rms(x) * weight; where there is a delta it is added to x first, in place. */
+/* out[P, H] = x / rms(x) * weight. `delta`, unless NULL, is first added to x in place (the residual connection). */
 void norm(T *x, const T *delta, const T *weight, T *out, int64_t rows, int64_t cols, float eps) {
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * cols > SMALL)
     for (int64_t row = 0; row < rows; row++) {
@@ -42,8 +43,8 @@ void norm(T *x, const T *delta, const T *weight, T *out, int64_t rows, int64_t c
     }
 }
 
-/* One head's two halves, turned by its angles. */
-ALONE void turn(T *low, const T *c, const T *s, int64_t half) {
+/* Rotates one head in place: its two halves by the angles with cosines c and sines s. */
+ALONE void rotate_head(T *low, const T *c, const T *s, int64_t half) {
     T *high = low + half;
     for (int64_t i = 0; i < half; i += LANES) {
         vec a = take(low + i, half - i), b = take(high + i, half - i);
@@ -53,8 +54,8 @@ ALONE void turn(T *low, const T *c, const T *s, int64_t half) {
     }
 }
 
-/* Queries and keys in qkv[P, N + 2K, D], in place: normed where the model does, and rotated. cos, sin: [positions, D],
- * of which the second half of sin is read. */
+/* Rotates queries and keys of qkv[P, N + 2K, D] in place, after the QK norm if its weights are not NULL. cos, sin:
+ * [positions, D]; only the second half of sin is read. */
 void rotate(T *qkv, const int64_t *positions, const T *cos, const T *sin, const T *q_norm, const T *k_norm,
             int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, float eps) {
     int64_t half = dim / 2;
@@ -65,12 +66,12 @@ void rotate(T *qkv, const int64_t *positions, const T *cos, const T *sin, const 
             T *head = qkv + (row * (heads + 2 * kv_heads) + h) * dim;
             const T *weight = h < heads ? q_norm : k_norm;
             if (weight) norm_row(head, weight, head, dim, eps);
-            turn(head, c, s, half);
+            rotate_head(head, c, s, half);
         }
     }
 }
 
-/* out[P, I] = silu(gate) x up of gate_up[P, 2I]. */
+/* out[P, I] = silu(gate) x up, with gate_up[P, 2I]. */
 void gate(const T *gate_up, T *out, int64_t rows, int64_t inner) {
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * inner > SMALL)
     for (int64_t row = 0; row < rows; row++) {
@@ -83,9 +84,9 @@ void gate(const T *gate_up, T *out, int64_t rows, int64_t inner) {
     }
 }
 
-/* scores[g][t] of `num` queries and `count` keys; q holds whole vectors. The values are read next. */
-static inline __attribute__((always_inline)) void compare(const float *q, int64_t wide, const T *keys, const T *values,
-                                                        int64_t dim, int64_t count, float (*scores)[SPAN], const int num) {
+/* scores[g][t] of `num` queries and `count` keys; rows of q are padded to full vectors. Prefetches the values. */
+static inline __attribute__((always_inline)) void dot_keys(const float *q, int64_t wide, const T *keys, const T *values,
+                                                           int64_t dim, int64_t count, float (*scores)[SPAN], const int num) {
     float tile[LANES * wide];
     for (int64_t first = 0; first < count; first += LANES) {
         int64_t here = count - first < LANES ? count - first : LANES;
@@ -108,10 +109,11 @@ static inline __attribute__((always_inline)) void compare(const float *q, int64_
     }
 }
 
-/* acc[g] = acc[g] * keep[g] + scores[g] values; `next` is read next. */
-static inline __attribute__((always_inline)) void mix(float *acc, int64_t wide, const float *keep, const T *values,
-                                                      const T *next, int64_t dim, int64_t count, float (*scores)[SPAN],
-                                                      const int num) {
+/* acc[g] = acc[g] * keep[g] + scores[g] values. Prefetches `next`. */
+static inline __attribute__((always_inline)) void accumulate_values(float *acc, int64_t wide, const float *keep,
+                                                                    const T *values, const T *next, int64_t dim,
+                                                                    int64_t count, float (*scores)[SPAN],
+                                                                    const int num) {
     for (int64_t i = 0; i < dim; i += LANES) {
         vec sums[4];
         for (int g = 0; g < num; g++) sums[g] = *(vec *)(acc + g * wide + i) * keep[g];
@@ -124,8 +126,8 @@ static inline __attribute__((always_inline)) void mix(float *acc, int64_t wide, 
     }
 }
 
-/* The slots of one head. Below `common`, a multiple of SPAN, they are read from elsewhere, where the same lie: in the
- * first row of those with one prompt, so that the cache of the processor has them for the others. */
+/* KV-cache slots of one head. The first `common` slots, a multiple of SPAN, are read from the first row with the same
+ * prompt, which has equal values: so the processor's cache serves all samples of a prompt. */
 typedef struct {
     const T *keys, *values, *common_keys, *common_values;
     int64_t common;
@@ -135,7 +137,7 @@ static inline const T *keys_at(const Slots *s, int64_t slot, int64_t dim) {
     return (slot < s->common ? s->common_keys : s->keys) + slot * dim;
 }
 
-/* Up to four queries over `length` slots of one head, span by span with a running maximum. */
+/* Attention of up to four queries over `length` slots of one head, span by span with a running maximum (flash). */
 static inline __attribute__((always_inline)) void attend_some(const T *queries, const Slots *slots, const T *next, T *out,
                                                               int64_t length, int64_t dim, float scale, const int num) {
     int64_t wide = (dim + LANES - 1) / LANES * LANES;
@@ -148,27 +150,27 @@ static inline __attribute__((always_inline)) void attend_some(const T *queries, 
     }
     for (int64_t first = 0; first < length; first += SPAN) {
         int64_t count = length - first < SPAN ? length - first : SPAN;
-        int64_t whole = (count + LANES - 1) / LANES * LANES;
+        int64_t padded = (count + LANES - 1) / LANES * LANES;
         const T *values = (first < slots->common ? slots->common_values : slots->values) + first * dim;
-        compare(q, wide, keys_at(slots, first, dim), values, dim, count, scores, num);
+        dot_keys(q, wide, keys_at(slots, first, dim), values, dim, count, scores, num);
         for (int g = 0; g < num; g++) {
-            for (int64_t t = count; t < whole; t++) scores[g][t] = -INFINITY;
+            for (int64_t t = count; t < padded; t++) scores[g][t] = -INFINITY;
             vec high = *(vec *)scores[g];
-            for (int64_t t = LANES; t < whole; t += LANES) high = larger(high, *(vec *)(scores[g] + t));
+            for (int64_t t = LANES; t < padded; t += LANES) high = larger(high, *(vec *)(scores[g] + t));
             float now = top[g];
             for (int i = 0; i < LANES; i++) now = high[i] > now ? high[i] : now;
             keep[g] = now == top[g] ? 1.0f : expf(top[g] - now);
             top[g] = now;
             vec sums = {0};
-            for (int64_t t = 0; t < whole; t += LANES) {
+            for (int64_t t = 0; t < padded; t += LANES) {
                 vec p = exponential(*(vec *)(scores[g] + t) - now);
                 *(vec *)(scores[g] + t) = p;
                 sums += p;
             }
             sum[g] = sum[g] * keep[g] + total(sums);
         }
-        mix(acc, wide, keep, values, first + SPAN < length ? keys_at(slots, first + SPAN, dim) : next, dim, count, scores,
-            num);
+        accumulate_values(acc, wide, keep, values, first + SPAN < length ? keys_at(slots, first + SPAN, dim) : next,
+                          dim, count, scores, num);
     }
     for (int g = 0; g < num; g++)
         for (int64_t i = 0; i < dim; i += LANES)
@@ -185,7 +187,7 @@ ATTEND(2)
 ATTEND(3)
 ATTEND(4)
 
-/* All queries of a token that share one head of keys and values, of which `length` slots; `after` is read next. */
+/* Attention of a token's queries that share one KV head (GQA), over `length` slots. Prefetches `after`. */
 static inline void attend_group(const T *queries, const Slots *slots, const T *after, T *out, int64_t group, int64_t length,
                                 int64_t dim, float scale) {
     for (int64_t g = 0; g < group; g += 4) {
@@ -200,13 +202,14 @@ static inline void attend_group(const T *queries, const Slots *slots, const T *a
     }
 }
 
-/* New tokens of the first rows of the cache, whose keys and values [row, head, slot, D] they enter at their positions:
- * attention of each over its row's slots up to its own. Row r has tokens firsts[r] to firsts[r + 1] - 1, at one position
- * after the other; without `firsts`, token r. The first commons[r] slots of row r are those of row homes[r] too, if there
- * are `homes`. A token's q[N, D], k[K, D] and v[K, D] are `stride` from the last one's; out[P, N, D]. */
+/* Writes the keys and values of new tokens into the first rows of the KV cache [row, head, slot, D] at their positions,
+ * and computes causal attention out[P, N, D] of each token over its row. Row r has the tokens firsts[r] to
+ * firsts[r + 1] - 1 at consecutive positions; if `firsts` is NULL, the token r. If `homes` is not NULL, the first
+ * commons[r] slots of row r equal those of row homes[r]. q[N, D], k[K, D] and v[K, D] of consecutive tokens are `stride`
+ * apart. */
 void attend(const T *q, const T *k, const T *v, int64_t stride, const int64_t *positions, const int64_t *firsts,
-            const int64_t *homes, const int64_t *commons, T *keys, T *values, T *out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t row_stride,
-            int64_t head_stride, float scale) {
+            const int64_t *homes, const int64_t *commons, T *keys, T *values, T *out, int64_t rows, int64_t heads,
+            int64_t kv_heads, int64_t dim, int64_t row_stride, int64_t head_stride, float scale) {
     int64_t group = heads / kv_heads;
 #pragma omp parallel for schedule(dynamic) if (rows * kv_heads > 1)
     for (int64_t task = 0; task < rows * kv_heads; task++) {
@@ -226,8 +229,8 @@ void attend(const T *q, const T *k, const T *v, int64_t stride, const int64_t *p
     }
 }
 
-/* The same for P tokens whose keys and values are in the cache already, in any rows: token p is at positions[p] of
- * rows[p], and sees the slots up to its own. */
+/* Causal attention for P tokens whose keys and values are in the KV cache already: token p is at slot positions[p] of row
+ * rows[p]. */
 void attend_at(const T *q, int64_t stride, const int64_t *rows, const int64_t *positions, const T *keys, const T *values,
                T *out, int64_t count, int64_t heads, int64_t kv_heads, int64_t dim, int64_t row_stride,
                int64_t head_stride, float scale) {
@@ -241,7 +244,7 @@ void attend_at(const T *q, int64_t stride, const int64_t *rows, const int64_t *p
     }
 }
 
-/* `functional.sampling.uniforms`: SplitMix64 of the key, the position as its counter. */
+/* Uniform number in [0, 1), equal to `functional.sampling.uniforms`: SplitMix64 with the position as the counter. */
 static inline double uniform(int64_t key, int64_t position) {
     uint64_t state = (uint64_t)key + ((uint64_t)position + 1) * 0x9E3779B97F4A7C15u;
     state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9u;
@@ -260,9 +263,9 @@ static inline float highest(vec x) {
     return found;
 }
 
-/* Token of a block, of which `count` are left in the row, at `target` of the cumulative sum that is `before` ahead of it;
- * at rounding's edge the last token that weighs something. */
-static inline int64_t inside(const T *logits, int64_t count, float inverse, float base, float share, double before,
+/* Index in a block of `count` tokens at which the cumulative sum, `before` at its start, exceeds `target`. If rounding
+ * keeps the sum below the target: the last token with a nonzero probability. */
+static inline int64_t pick_in_block(const T *logits, int64_t count, float inverse, float base, float share, double before,
                              double target) {
     float weights[BLOCK];
     int64_t chosen = 0;
@@ -277,18 +280,18 @@ static inline int64_t inside(const T *logits, int64_t count, float inverse, floa
     return chosen;
 }
 
-/* Of one row of logits over the temperature: its largest; for each block the largest of it that is a number, what its
- * sum weighs relative to the row's largest, and that sum. */
+/* Softmax statistics of one row of logits / temperature. `row_stats` also returns per block: its largest finite logit
+ * (bases), e^(base - top) (shares), and the sum of e^(logit - top) (sums). */
 typedef struct {
-    float top;
-    int64_t best;   /* block of the largest */
-    int64_t last;   /* block that weighs something, behind which none does */
+    float top;      /* largest logit */
+    int64_t best;   /* block of the largest logit */
+    int64_t last;   /* last block with a nonzero probability */
     double all;     /* sum of e^(logit - top) */
-} Total;
+} RowStats;
 
-ALONE Total sum_row(const T *own, int64_t vocabulary, float inverse, float *bases, float *shares, float *sums) {
-    int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK, whole = (blocks + LANES - 1) / LANES * LANES, block;
-    Total found = {-INFINITY, 0, 0, 0.0};
+ALONE RowStats row_stats(const T *own, int64_t vocabulary, float inverse, float *bases, float *shares, float *sums) {
+    int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK, padded = (blocks + LANES - 1) / LANES * LANES, block;
+    RowStats found = {-INFINITY, 0, 0, 0.0};
     for (block = 0; block < blocks; block++) {
         const T *from = own + block * BLOCK;
         int64_t count = vocabulary - block * BLOCK < BLOCK ? vocabulary - block * BLOCK : BLOCK;
@@ -304,11 +307,11 @@ ALONE Total sum_row(const T *own, int64_t vocabulary, float inverse, float *base
             found.best = block;
         }
     }
-    for (; block < whole; block++) bases[block] = sums[block] = 0.0f;
-    for (block = 0; block < whole; block += LANES)
+    for (; block < padded; block++) bases[block] = sums[block] = 0.0f;
+    for (block = 0; block < padded; block += LANES)
         *(vec *)(shares + block) = exponential(*(vec *)(bases + block) - found.top);
     for (block = 0; block < blocks; block++) {
-        if (sums[block] == 0.0f) continue; /* its base is no logit */
+        if (sums[block] == 0.0f) continue; /* no finite logit: the base is a placeholder */
         sums[block] *= shares[block];
         found.all += sums[block];
         if (sums[block] > 0.0f) found.last = block;
@@ -316,28 +319,28 @@ ALONE Total sum_row(const T *own, int64_t vocabulary, float inverse, float *base
     return found;
 }
 
-ALONE float logprob_of(const T *logit, float inverse, Total row) {
+ALONE float logprob_of(const T *logit, float inverse, RowStats row) {
     return (float)((double)(load_part(logit, 1, 0.0f)[0] * inverse - row.top) - log(row.all));
 }
 
-static inline int64_t room_for(int64_t vocabulary) {
+static inline int64_t padded_blocks(int64_t vocabulary) {
     int64_t blocks = (vocabulary + BLOCK - 1) / BLOCK;
     return (blocks + LANES - 1) / LANES * LANES;
 }
 
-/* The next token of each row of logits[P, V] and its log-probability, of softmax(logits / temperature): the most likely
- * one, or the one at `uniform(key, count)` of the cumulative sum, which runs over blocks, then inside one. Memory is
- * read once: each block's weights are summed relative to its own largest. Where a logit is not a number, or none is
- * finite, the log-probability is not finite. */
+/* Samples the next token of each row of logits[P, V] from softmax(logits / temperature) and returns its log-probability:
+ * the most likely token if `greedy`, else inverse transform sampling with `uniform(key, count)`, first over blocks, then
+ * inside one. Memory is read once, since each block is summed relative to its own largest logit. If a logit is NaN or
+ * none is finite, the log-probability is not finite. */
 void sample(const T *logits, int64_t stride, const int64_t *keys, const int64_t *counts, int64_t *tokens,
             float *logprobs, int64_t rows, int64_t vocabulary, float temperature, int greedy) {
-    int64_t room = room_for(vocabulary);
+    int64_t room = padded_blocks(vocabulary);
     float inverse = 1.0f / temperature;
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * vocabulary > SMALL)
     for (int64_t row = 0; row < rows; row++) {
         const T *own = logits + row * stride;
         float bases[room], shares[room], sums[room];
-        Total found = sum_row(own, vocabulary, inverse, bases, shares, sums);
+        RowStats found = row_stats(own, vocabulary, inverse, bases, shares, sums);
         double before = 0.0, target = uniform(keys[row], counts[row]) * found.all;
         int64_t token, block;
         if (greedy) {
@@ -347,22 +350,22 @@ void sample(const T *logits, int64_t stride, const int64_t *keys, const int64_t 
             for (block = 0; block < found.last && !(before + sums[block] > target); block++) before += sums[block];
             int64_t count = vocabulary - block * BLOCK < BLOCK ? vocabulary - block * BLOCK : BLOCK;
             token = block * BLOCK +
-                    inside(own + block * BLOCK, count, inverse, bases[block], shares[block], before, target);
+                    pick_in_block(own + block * BLOCK, count, inverse, bases[block], shares[block], before, target);
         }
         tokens[row] = token;
         logprobs[row] = logprob_of(own + token, inverse, found);
     }
 }
 
-/* The log-probability of each row's token, as `sample` gives it. */
+/* Log-probability of each row's token, with the bits of `sample`. */
 void score(const T *logits, int64_t stride, const int64_t *tokens, float *logprobs, int64_t rows, int64_t vocabulary,
            float temperature) {
-    int64_t room = room_for(vocabulary);
+    int64_t room = padded_blocks(vocabulary);
     float inverse = 1.0f / temperature;
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * vocabulary > SMALL)
     for (int64_t row = 0; row < rows; row++) {
         const T *own = logits + row * stride;
         float bases[room], shares[room], sums[room];
-        logprobs[row] = logprob_of(own + tokens[row], inverse, sum_row(own, vocabulary, inverse, bases, shares, sums));
+        logprobs[row] = logprob_of(own + tokens[row], inverse, row_stats(own, vocabulary, inverse, bases, shares, sums));
     }
 }

@@ -1,13 +1,13 @@
-"""The compiled functions of `kernels.c`, `products.c`, `drafts.c`, called with tensors; `training.py` calls others.
+"""Tensor interface of the compiled functions of `kernels.c`, `products.c` and `drafts.c`; `training.py` has the others.
 
-Owns how they are called; they are compiled for each dtype (`build.py`), and run on the threads of PyTorch's own OpenMP:
-two pools would fight for the cores.
+They are compiled per dtype (`build.py`) and run on PyTorch's own OpenMP threads: two thread pools would compete for the
+cores.
 
-Every function computes each row by itself, in an order that follows from the row's own size: whoever calls it, with
-whatever rows beside, gets the same bits. So the native engine and the actor have the same log-probabilities where both
-compute with these alone (`rollout.true_on_policy`).
+All functions are batch-invariant: each row is computed by itself, in an order that depends only on the row's own size,
+so its bits do not depend on the other rows. If the native engine and the actor both compute with these functions, their
+log-probabilities are equal bit for bit (`rollout.true_on_policy`).
 
-Shapes: P rows, H columns, I inputs, O outputs, N heads and K KV heads, D head dim, B rows and T slots of a cache,
+Shapes: P rows, H columns, I inputs, O outputs, N heads and K KV heads, D head dim, B rows and T slots of a KV cache,
 V vocabulary.
 """
 
@@ -28,7 +28,7 @@ HEADER, *SOURCES = (
     Path(__file__).with_name(name) for name in ("vectors.h", "kernels.c", "products.c", "drafts.c", "training.c")
 )
 Packed = tuple[Tensor, Tensor | None]
-"""A weight from `Library.pack`, and the bias of its outputs."""
+"""Weight packed by `Library.pack`, and its bias."""
 
 DTYPES: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
 
@@ -47,20 +47,20 @@ _ARGUMENTS = {
     "mlp": [_P, _N, *[_P] * 6, *[_N] * 4],
 }
 _SIZES = {"packed_size": 2, "rows_size": 2, "mlp_rows": 3, "mlp_size": 3}
-"""Functions of so many numbers that return one."""
+"""Functions that take so many integers and return one."""
 
 
 class Library:
-    """For tensors of one dtype on a CPU; what it is given is contiguous where that is not said otherwise.
+    """Compiled functions for CPU tensors of one dtype; tensors are contiguous unless documented otherwise.
 
     Attributes:
-        key: The same where sources, compiler, flags and processor are, and what the system lets them use.
-        functions: What was compiled.
+        key: Cache key of sources, compiler, flags, processor and instruction set; equal keys compute equal bits.
+        functions: The loaded library.
     """
 
     def __init__(self, library: ctypes.CDLL, key: str) -> None:
-        library.by_tiles.restype = _N
-        self.key, self.functions = f"{key}-tiles" if library.by_tiles() else key, library
+        library.uses_amx.restype = _N
+        self.key, self.functions = f"{key}-tiles" if library.uses_amx() else key, library
         self._call: dict[str, Callable[..., None]] = {}
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
@@ -73,7 +73,7 @@ class Library:
             self._size[name] = function
 
     def norm(self, x_PH: Tensor, weight_H: Tensor, eps: float, delta_PH: Tensor | None = None) -> Tensor:
-        """The root-mean-square norm of x + delta; the delta is added in place."""
+        """Returns the RMSNorm of x + delta; x is updated in place to the sum."""
         out_PH = torch.empty_like(x_PH)
         delta = None if delta_PH is None else delta_PH.data_ptr()
         self._call["norm"](x_PH.data_ptr(), delta, weight_H.data_ptr(), out_PH.data_ptr(), *x_PH.shape, eps)
@@ -88,15 +88,15 @@ class Library:
         num_heads: int,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, normed where there are norms and turned, in place; and values.
+        """Applies the QK norm, if any, and rotary embeddings in place; returns the views (q, k, v).
 
         Args:
             qkv: [P, N + 2K, D].
-            positions_P: int64.
-            tables: (cos, sin) [positions, D]; the first half of sin is negated.
-            norms: Weights [D] of the norms of queries and of keys.
+            positions_P: Position of each token, int64.
+            tables: (cos, sin) from `rotary_tables`, both [positions, D].
+            norms: Weights [D] of the query norm and the key norm; None: no QK norm.
             num_heads: N.
-            eps: Of the norms.
+            eps: Epsilon of the norms.
         """
         cos, sin = tables
         num, heads, dim = qkv.shape
@@ -109,7 +109,7 @@ class Library:
         return qkv[:, :num_heads], qkv[:, num_heads : num_heads + kv_heads], qkv[:, num_heads + kv_heads :]
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) x up [P, I] of [gate; up] columns [P, 2I]."""
+        """Returns silu(gate) x up [P, I] for gate_up [P, 2I]."""
         num, columns = gate_up.shape
         out_PI = gate_up.new_empty(num, columns // 2)
         self._call["gate"](gate_up.data_ptr(), out_PI.data_ptr(), num, columns // 2)
@@ -126,17 +126,18 @@ class Library:
         firsts_B: Tensor | None = None,
         alike: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Enters new tokens in the first rows of a cache; attention [P, N, D] of each over its row's slots up to it.
+        """Writes new tokens into the first rows of a KV cache and returns their causal attention [P, N, D].
 
         Args:
-            q_PND: Tokens may be apart, those of k and v as far.
-            k_PKD: Of the same tensor.
-            v_PKD: Of the same tensor.
-            positions_P: Slots of the new tokens, int64, one after the other in a row.
-            keys_BTD: The cache's [rows, K, T, D]; slots lie one after the other.
-            values_BTD: As the keys.
-            firsts_B: Index of each row's first token, and P at the end, int64; None: one token a row.
-            alike: For each row one whose first slots it has too, and how many these are, both int64; None: unknown.
+            q_PND: Queries; the stride between tokens is free, but equal for q, k and v.
+            k_PKD: New keys.
+            v_PKD: New values.
+            positions_P: Slots of the new tokens, int64, consecutive within a row.
+            keys_BTD: Key cache [rows, K, T, D], its slots contiguous.
+            values_BTD: Value cache, laid out like the keys.
+            firsts_B: Index of each row's first new token, and P at the end, int64; None: one token per row.
+            alike: (row with the same first slots, number of these slots) of each row, both int64, see `attend` in
+                `kernels.c`; None: unknown.
         """
         num, num_heads, dim = q_PND.shape
         homes, commons = (None, None) if alike is None else (alike[0].data_ptr(), alike[1].data_ptr())
@@ -162,14 +163,14 @@ class Library:
     def attend_at(
         self, q_PND: Tensor, rows_P: Tensor, positions_P: Tensor, keys_BKTD: Tensor, values_BKTD: Tensor
     ) -> Tensor:
-        """Attention [P, N, D] of tokens whose keys and values are in a cache, each over its row's slots up to its own.
+        """Returns the causal attention [P, N, D] of tokens whose keys and values are in a KV cache already.
 
         Args:
-            q_PND: Tokens may be apart.
-            rows_P: Row of each token, int64.
+            q_PND: Queries; the stride between tokens is free.
+            rows_P: Cache row of each token, int64.
             positions_P: Slot of each token, int64.
-            keys_BKTD: Slots lie one after the other.
-            values_BKTD: As the keys.
+            keys_BKTD: Key cache, its slots contiguous.
+            values_BKTD: Value cache, laid out like the keys.
         """
         num, num_heads, dim = q_PND.shape
         out_PND = q_PND.new_empty(num, num_heads, dim)
@@ -183,14 +184,17 @@ class Library:
     def sample(
         self, logits_PV: Tensor, keys_P: Tensor, counts_P: Tensor, temperature: float, *, greedy: bool
     ) -> tuple[Tensor, Tensor]:
-        """The next token of each row, int64, and its log-probability, fp32, of softmax(logits / temperature).
+        """Samples one token per row from softmax(logits / temperature).
 
         Args:
-            logits_PV: Rows may be apart.
-            keys_P: Random stream of each row.
-            counts_P: Response tokens that the row has already.
-            temperature: Above 0.
-            greedy: The most likely token.
+            logits_PV: Logits; the stride between rows is free.
+            keys_P: Random seed of each row, int64.
+            counts_P: Number of response tokens that the row has so far, the counter of its random numbers.
+            temperature: Divisor of the logits, above 0.
+            greedy: True to take the most likely token instead.
+
+        Returns:
+            Tokens, int64 [P], and their log-probabilities, fp32 [P].
         """
         if logits_PV.stride(1) != 1:
             logits_PV = logits_PV.contiguous()
@@ -205,7 +209,7 @@ class Library:
         return tokens_P, logprobs_P
 
     def score(self, logits_PV: Tensor, tokens_P: Tensor, temperature: float) -> Tensor:
-        """The log-probability of each row's token, fp32 [P], in the bits of `sample`; rows may be apart."""
+        """Returns the log-probability of each row's token, fp32 [P], with the same bits as `sample`."""
         if logits_PV.stride(1) != 1:
             logits_PV = logits_PV.contiguous()
         tokens_P = tokens_P.contiguous()
@@ -227,10 +231,11 @@ class Library:
         lookup: range,
         drafts_BK: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Drafts the next tokens of each row from its own history (`engines/native/ngram_history.py`).
+        """Drafts the next tokens of each row by n-gram lookup; see `drafts.c` and `engines/native/ngram_history.py`.
 
         Returns:
-            Of each row how many tokens `drafts_BK` received, and the length that was found, 0: none; int64.
+            Number of tokens written to each row of `drafts_BK`, and length of the matched suffix (0: no match); int64
+            [B].
         """
         counts_B, matched_B = torch.empty_like(slots_B), torch.empty_like(slots_B)
         self._call["draft"](
@@ -241,7 +246,12 @@ class Library:
         return counts_B, matched_B
 
     def pack(self, weight_OI: Tensor, packed: Tensor | None = None) -> Tensor:
-        """The weight as `product` takes it: a copy, in the place of an earlier one of its shape where that is given."""
+        """Returns the weight in the layout of `product`.
+
+        Args:
+            weight_OI: Weight.
+            packed: Earlier result of the same shape, overwritten; None: a new tensor.
+        """
         weight_OI = weight_OI.contiguous()
         if packed is None:
             packed = weight_OI.new_empty(self._size["packed_size"](*weight_OI.shape))
@@ -249,12 +259,12 @@ class Library:
         return packed
 
     def product(self, x_PI: Tensor, packed: Tensor, bias_O: Tensor | None, num_outputs: int) -> Tensor:
-        """X weight^T + bias [P, O]: each element one sum from the first input to the last, rounded once.
+        """Returns x weight^T + bias [P, O]; each element is summed from the first input to the last and rounded once.
 
         Args:
-            x_PI: Rows may be apart.
-            packed: From `pack`.
-            bias_O: In the dtype of x.
+            x_PI: Inputs; the stride between rows is free.
+            packed: Weight from `pack`.
+            bias_O: Bias in the dtype of x, or None.
             num_outputs: O.
         """
         if x_PI.stride(1) != 1:
@@ -270,14 +280,14 @@ class Library:
         return out_PO
 
     def mlp(self, x_PH: Tensor, gate_up: Packed, down: Packed, inner: int) -> Tensor:
-        """The gated MLP [P, H] in the bits of `product`, `gate` and `product`, some rows after the other.
+        """Returns the gated MLP [P, H], with the bits of `product`, `gate` and `product`.
 
-        What is between the products then stays in a cache near the core.
+        Processes a block of rows at a time, so that intermediate results stay in the L2 cache.
 
         Args:
-            x_PH: Rows may be apart.
-            gate_up: The weight [2I, H] from `pack`, and its bias.
-            down: The weight [H, I] from `pack`, and its bias.
+            x_PH: Inputs; the stride between rows is free.
+            gate_up: Packed weight [2I, H] and bias.
+            down: Packed weight [H, I] and bias.
             inner: I.
         """
         if x_PH.stride(1) != 1:
@@ -296,39 +306,39 @@ class Library:
 
 @cache
 def required(dtype: torch.dtype) -> Library:
-    """The library where nothing can stand in for it.
+    """Returns the library for `rollout.true_on_policy`, which has no fallback.
 
     Raises:
-        UserError: It cannot be compiled here.
+        UserError: The functions cannot be compiled on this machine.
     """
     found, problem = library(dtype)
     if found is None:
         raise UserError(
-            f"rollout.true_on_policy=true computes with compiled functions, and this machine has none: {problem}. "
-            f"Install a C compiler ({', '.join(build.COMPILERS)}), or leave the mode off."
+            f"rollout.true_on_policy=true needs compiled CPU functions, which this machine cannot build: {problem}. "
+            f"Install a C compiler ({', '.join(build.COMPILERS)}), or set rollout.true_on_policy=false."
         )
     return found
 
 
 def check_alike(dtype: torch.dtype) -> None:
-    """Refuses a rank whose `required` library is another one than that of the job's first rank to ask.
+    """Checks that all ranks of the job compiled the same `required` library.
 
     Raises:
-        UserError: It is, or there is none here.
+        UserError: This rank's library differs from that of the first rank to ask, or cannot be compiled.
     """
     own = required(dtype).key
     if machine.agreed(f"kernels/{dtype}", own) != own:
         raise UserError(
-            "rollout.true_on_policy=true: this rank's compiled functions are not those of another rank, since their "
-            "processors, compilers or mrl differ. Sums would be rounded otherwise there. Take hosts of one kind, or "
-            "leave the mode off."
+            "rollout.true_on_policy=true: this rank's compiled functions differ from those of another rank (another "
+            "processor, compiler or version of mrl), so sums would be rounded differently. Use identical hosts, or "
+            "set rollout.true_on_policy=false."
         )
 
 
 @cache
 def library(dtype: torch.dtype) -> tuple[Library | None, str | None]:
-    """The compiled functions, or why there are none."""
+    """Returns (library, None), or (None, reason) if the functions cannot be compiled."""
     if dtype not in DTYPES:
         return None, f"there are none for {dtype}"
-    found, told = build.built(SOURCES, (HEADER,), DTYPES[dtype])
-    return (None, told) if found is None else (Library(found, told), None)
+    found, key_or_reason = build.built(SOURCES, (HEADER,), DTYPES[dtype])
+    return (None, key_or_reason) if found is None else (Library(found, key_or_reason), None)

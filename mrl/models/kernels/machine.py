@@ -1,7 +1,4 @@
-"""What was found out about this machine, kept in the user's cache folder; and what all engines of a job do alike.
-
-Owns the names under which things are kept, how they are written, how ranks agree, and how ways to do a thing are timed.
-"""
+"""Cache of compiled code and measurements of this machine, agreement between ranks on such a value, and a timer."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from mrl.distributed import launch
 
 try:
     import fcntl
-except ImportError:  # no such locks: two processes may do the same work
+except ImportError:  # no file locks on this system: two processes may do the same work
     fcntl = None  # type: ignore[assignment]
 
 
@@ -33,29 +30,29 @@ Way = TypeVar("Way", bound=Hashable)
 
 @cache
 def processor() -> str:
-    """Names the processor and what it can do."""
+    """Returns a text that identifies the processor and its instruction sets."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     kinds = ("model name", "flags", "Features", "CPU part")
-    told = {line for line in lines if line.split(":")[0].strip() in kinds}
-    return "\n".join([torch.backends.cpu.get_cpu_capability(), *sorted(told)])
+    found = {line for line in lines if line.split(":")[0].strip() in kinds}
+    return "\n".join([torch.backends.cpu.get_cpu_capability(), *sorted(found)])
 
 
 def key(*parts: str) -> str:
-    """A short name of the parts, good for a file."""
+    """Returns a short hash of the parts, usable as a file name."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def place(name: str) -> Path | None:
-    """The file that is kept under the name; None: nothing is kept here."""
+    """Returns the cache file of a name, or None if there is no cache folder."""
     folder = launch.cache_folder()
     return None if folder is None else folder / name
 
 
 def kept(name: str, make: Callable[[], bytes]) -> bytes:
-    """What is kept under the name; else what `make` makes, which then is. One process of this machine makes it.
+    """Returns the cached bytes of a name; on a miss, one process of this machine calls `make` and stores the result.
 
-    Without a cache folder that can be written, every process makes its own.
+    Without a writable cache folder every process calls `make`.
     """
     path = place(name)
     if path is None:
@@ -71,7 +68,7 @@ def kept(name: str, make: Callable[[], bytes]) -> bytes:
 
 
 def keep(name: str, data: bytes) -> None:
-    """Keeps it, where that can be; another value under the name is replaced."""
+    """Stores the bytes under a name, atomically, replacing an earlier value; does nothing without a writable cache."""
     path = place(name)
     if path is None:
         return
@@ -85,7 +82,7 @@ def keep(name: str, data: bytes) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One process of this machine at a time, where the folder can be written."""
+    """Locks a file, so that one process of this machine at a time runs the body, if the folder is writable."""
     file = None
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +97,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def agreed(name: str, own: str) -> str:
-    """What the first engine of the job to ask said under this name; every later one gets the same."""
+    """Returns the value that the first rank of the job passed under this name; `own` without torch.distributed."""
     if not dist.is_initialized():
         return own
     store = dist.distributed_c10d._get_default_store()
@@ -109,32 +106,34 @@ def agreed(name: str, own: str) -> str:
 
 
 def settled(place_name: str, job_name: str, find: Callable[[], str], otherwise: str) -> str:
-    """What was found once on this machine, the same on all ranks of a job: that of the first to ask, which all keep.
+    """Returns a value that is measured once per machine and equal on all ranks of a job.
+
+    The first rank to ask decides; the other ranks store its value in their machine's cache.
 
     Args:
-        place_name: Of what is kept.
-        job_name: Under which ranks agree, the same on machines that differ.
-        find: Finds it out.
-        otherwise: Where nothing is kept: each run would find for itself.
+        place_name: Name in the machine's cache.
+        job_name: Name under which ranks agree, equal on different machines.
+        find: Measures the value.
+        otherwise: Value used if there is no cache folder, instead of measuring in every run.
     """
     own = otherwise if place(place_name) is None else kept(place_name, lambda: find().encode()).decode()
-    said = agreed(job_name, own)
-    if said != own:
-        keep(place_name, said.encode())
-    return said
+    value = agreed(job_name, own)
+    if value != own:
+        keep(place_name, value.encode())
+    return value
 
 
 def best_times(calls: Mapping[Way, Callable[[], object]]) -> dict[Way, float]:
-    """Shortest of some calls each, s of one thread's processor; they take turns."""
+    """Returns the shortest time of each call, s of single-threaded CPU time, over `ROUNDS` interleaved rounds."""
     times: dict[Way, list[float]] = {way: [] for way in calls}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for _ in range(1 + ROUNDS):
             for way, call in calls.items():
-                began = time.thread_time()
+                start = time.thread_time()
                 call()
-                times[way].append(time.thread_time() - began)
+                times[way].append(time.thread_time() - start)
     finally:
         torch.set_num_threads(threads)
     return {way: min(found[1:]) for way, found in times.items()}

@@ -1,7 +1,7 @@
-"""Rotary position angles: the frequencies, and their scaling for long contexts.
+"""RoPE frequencies and their Llama-3 scaling.
 
-Owns the numbers only; who rotates what is the model's part. The convention is transformers': the head dimension is two
-halves (x1, x2), rotated to (x1 cos - x2 sin, x2 cos + x1 sin).
+The convention is transformers': the head dimension is two halves (x1, x2), rotated to
+(x1 cos - x2 sin, x2 cos + x1 sin).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
-    """theta^(-2i / head_dim) for i = 0 .. head_dim / 2 - 1, fp32 [head_dim / 2]."""
+    """Returns theta^(-2i / head_dim) for i = 0 .. head_dim / 2 - 1, fp32 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     return 1.0 / theta**exponents
 
@@ -26,12 +26,12 @@ def scale_llama3(
     high_freq_factor: float,
     original_max_position_embeddings: int,
 ) -> Tensor:
-    """Llama-3 scaling: low frequencies are divided by `factor`, high ones kept, those between interpolated.
+    """Applies Llama-3 scaling: divides low frequencies by `factor`, keeps high ones and interpolates between them.
 
     Args:
-        inv_freq: Unscaled inverse frequencies.
-        factor: How many times longer the context becomes.
-        low_freq_factor: Wavelengths above original / low_freq_factor are scaled fully.
+        inv_freq: Unscaled inverse frequencies, [head_dim / 2].
+        factor: Ratio of the extended to the original context length.
+        low_freq_factor: Wavelengths above original / low_freq_factor are divided by `factor`.
         high_freq_factor: Wavelengths below original / high_freq_factor are kept.
         original_max_position_embeddings: Context length before scaling, tokens.
 

@@ -1,7 +1,4 @@
-"""Rotary angles as tables, one row for each position: the same bits for whoever turns by them.
-
-Owns the tables; the frequencies are in `models/kernels/rope.py`.
-"""
+"""RoPE tables, one row per position, so that all users of the tables rotate by the same bits."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ from mrl.models.kernels.rope import inverse_frequencies, scale_llama3
 def rotary_tables(
     arch: ArchSpec, num_positions: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of the angles at each position, both [num_positions, D]; the first half of sin is negated.
+    """Returns (cos, sin) of the angles at each position, both [num_positions, D]; the first half of sin is negated.
 
     Args:
-        arch: The model.
-        num_positions: Those from 0 on.
-        dtype: Of the tables; the angles are float32.
-        device: Of the tables.
+        arch: Structure of the model.
+        num_positions: Number of positions, from 0.
+        dtype: Dtype of the tables; the angles are computed in float32.
+        device: Device of the tables.
     """
     inv_freq = inverse_frequencies(arch.head_dim, arch.rope_theta)
     if arch.rope_scaling is not None:

@@ -1,4 +1,4 @@
-"""Attention by torch's scaled_dot_product_attention, so that on a GPU no kernel keeps all scores.
+"""Attention with torch's scaled_dot_product_attention, arranged so that no CUDA kernel materializes the scores.
 
 Shapes: B sequences, N query heads, K key/value heads, Q queries, T keys, D head dim.
 """
@@ -19,8 +19,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
         query: [B, N, Q, D].
         key: [B, K, T, D].
         value: [B, K, T, D].
-        mask: Which keys each query sees (bool), or what is added to its scores; broadcasts to [B, N, Q, T]. None: query
-            i sees the keys up to i.
+        mask: Boolean mask (True: attend) or additive mask, broadcastable to [B, N, Q, T]; None: causal.
         scale: Factor of the scores; None: D ** -0.5.
     """
     groups = query.size(1) // key.size(1)
@@ -38,16 +37,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
 
 
 def takes_groups(device: str, dtype: torch.dtype, *, masked: bool) -> bool:
-    """Returns whether a kernel that keeps no scores takes fewer key heads than query heads.
+    """Returns whether a memory-efficient kernel supports fewer key heads than query heads (GQA).
 
-    On CUDA that is flash attention alone, which has neither masks nor float32. The memory-efficient kernel has both and
-    wants as many key heads as query heads; given fewer, torch falls back to a product that keeps all scores
-    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.13). cuDNN's kernel is switched off in
+    On CUDA only flash attention does, which has neither masks nor float32. The memory-efficient kernel has both and
+    requires as many key heads as query heads; otherwise torch falls back to a product that materializes the scores
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.13). cuDNN's kernel is disabled in
     `distributed/launch.py`. Not yet run on a GPU.
 
     Args:
         device: "cpu" or "cuda".
         dtype: Dtype of queries, keys and values.
-        masked: Whether there is a mask.
+        masked: True if a mask is given.
     """
     return device != "cuda" or (dtype in FLASH_DTYPES and not masked)

@@ -1,7 +1,7 @@
-/* What stands between the products of a decoder while it is trained, forward and backward, in one pass over memory each,
- * for one dtype: float32, or bfloat16 with -DBF16. `training.py` calls it.
+/* Decoder kernels for training, forward and backward, one pass over memory each, for one dtype: float32, or bfloat16 with
+ * -DBF16. Called by `training.py`.
  *
- * Sums are fp32 and are taken in an order that follows from the sizes alone: any number of threads gives the same bits.
+ * Sums are fp32, in an order that depends only on the sizes: any number of threads gives the same bits.
  *
  * Shapes: P packed tokens, H columns, N heads and K KV heads, D head dim, I inner columns, R runs of queries, F families.
  */
@@ -10,22 +10,22 @@
 #include <omp.h>
 #include "vectors.h"
 
-#define ROWS 32 /* whose part of the gradient of a norm's weight is summed by itself; queries that attention takes at a time */
+#define ROWS 32 /* rows per partial sum of the norm's weight gradient; queries per block of attention */
 #ifdef __AVX512F__
-#define TALL 8
+#define MICRO_ROWS 8
 #else
-#define TALL 4
+#define MICRO_ROWS 4
 #endif
 
 static inline int64_t vectors(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
 
 /* ---- norm */
 
-/* For a buffer: fp32 numbers that `norm_backward` needs. */
+/* Size of the buffer `room` of `norm_backward`, fp32 elements. */
 int64_t norm_room(int64_t rows, int64_t cols) { return (rows + ROWS - 1) / ROWS * vectors(cols); }
 
-/* Gradients of x / rms(x) * weight: of x[P, H], and of the weight, fp32. With r = 1 / rms(x) and u = x r they are
- * r (w g - u mean(w g u)), and the sum of g u over the rows. */
+/* Gradients of x / rms(x) * weight with respect to x[P, H] and the weight (fp32). With r = 1 / rms(x), u = x r and output
+ * gradient g: grad_x = r (w g - u mean(w g u)), grad_w = sum over rows of g u. */
 void norm_backward(const T *x, const T *weight, const T *grad, T *grad_x, float *grad_weight, float *room, int64_t rows,
                    int64_t cols, float eps) {
     int64_t blocks = (rows + ROWS - 1) / ROWS, wide = vectors(cols);
@@ -60,7 +60,7 @@ void norm_backward(const T *x, const T *weight, const T *grad, T *grad_x, float 
 
 /* ---- gated activation */
 
-/* Gradient of silu(gate) x up by gate_up[P, 2I]. */
+/* Gradient of silu(gate) x up with respect to gate_up[P, 2I]. */
 void gate_backward(const T *gate_up, const T *grad, T *out, int64_t rows, int64_t inner) {
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * inner > SMALL)
     for (int64_t row = 0; row < rows; row++) {
@@ -77,9 +77,9 @@ void gate_backward(const T *gate_up, const T *grad, T *out, int64_t rows, int64_
 
 /* ---- rotation */
 
-/* out[P, N, D]: x's heads, turned by the angles of their row, or back with sign -1. Rows of x are `stride` apart, its heads
- * `head_stride`. cos, sin: [P, D / 2]. */
-void turn_rows(const T *x, int64_t stride, int64_t head_stride, const T *cos, const T *sin, T *out, int64_t rows,
+/* out[P, N, D]: the heads of x rotated by the angles of their row; sign -1 rotates back. Rows of x are `stride` apart, its
+ * heads `head_stride`. cos, sin: [P, D / 2]. */
+void rotate_rows(const T *x, int64_t stride, int64_t head_stride, const T *cos, const T *sin, T *out, int64_t rows,
                int64_t heads, int64_t dim, float sign) {
     int64_t half = dim / 2;
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * heads * dim > SMALL)
@@ -100,7 +100,8 @@ void turn_rows(const T *x, int64_t stride, int64_t head_stride, const T *cos, co
 
 /* ---- attention */
 
-/* c = a b, or c + a b, of `tall` rows and one or two vectors: a[m][k] is at a[m * a_row + k * a_step]. */
+/* Microkernel: c = a b, or c += a b if `adds`, for `tall` rows and one or two vectors of columns. a[m][k] is at
+ * a[m * a_row + k * a_step]. */
 static inline __attribute__((always_inline)) void tile(const float *a, int64_t a_row, int64_t a_step, const float *b,
                                                        int64_t b_row, float *c, int64_t c_row, int64_t depth, int adds,
                                                        const int tall, const int both) {
@@ -127,7 +128,7 @@ static inline __attribute__((always_inline)) void tile(const float *a, int64_t a
     }
 }
 
-/* The same of `rows` rows and `cols` columns, rounded up to whole vectors. */
+/* c = a b, or c += a b if `adds`, for `rows` rows and `cols` columns, rounded up to full vectors. */
 static void multiply(const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_row, float *c, int64_t c_row,
                      int64_t rows, int64_t cols, int64_t depth, int adds) {
     for (int64_t n = 0; n < cols; n += 2 * LANES) {
@@ -142,7 +143,7 @@ static void multiply(const float *a, int64_t a_row, int64_t a_step, const float 
         m += tall;                                                                                                     \
         continue;                                                                                                      \
     }
-#if TALL > 4
+#if MICRO_ROWS > 4
             TILE(8)
 #endif
             TILE(4)
@@ -152,56 +153,57 @@ static void multiply(const float *a, int64_t a_row, int64_t a_step, const float 
     }
 }
 
-/* Queries of run r are the tokens begins[r] to ends[r] - 1, its keys those from firsts[r] on; a query sees its own key and
- * all before it. Token t is row rows[t] of keys and values, and row rows[t] - offset of queries. Families have no key in
- * common: family f has the runs bounds[f] to bounds[f + 1] - 1, of which those that follow one another share most. */
+/* Attention mask. The queries of run r are the tokens begins[r] to ends[r] - 1, its keys the tokens from firsts[r] on; a
+ * query attends to its own key and to all before it. Token t is row rows[t] of keys and values, and row rows[t] - offset
+ * of queries. Family f has the runs bounds[f] to bounds[f + 1] - 1; families share no key, and consecutive runs of a
+ * family share a prefix of keys. */
 typedef struct {
     const int64_t *rows, *firsts, *begins, *ends, *bounds;
     int64_t families, offset, longest, heads, kv_heads, dim;
     float scale;
 } Plan;
 
-static inline int64_t step_of(int64_t longest) { return vectors(longest) | LANES; } /* odd: cache lines differ */
+static inline int64_t step_of(int64_t longest) { return vectors(longest) | LANES; } /* an odd number of vectors avoids cache set conflicts */
 
-static inline int64_t taken(const Plan *p) { /* queries at a time */
+static inline int64_t queries_per_block(const Plan *p) {
     int64_t group = p->heads / p->kv_heads;
     return group < ROWS ? ROWS / group : 1;
 }
 
-/* For a buffer: fp32 numbers that a thread of `attention` or of `attention_backward` needs. */
+/* Size of one thread's buffer for `attention` or `attention_backward`, fp32 elements. */
 int64_t attention_room(int64_t longest, int64_t heads, int64_t kv_heads, int64_t dim, int64_t backward) {
     Plan p = {.heads = heads, .kv_heads = kv_heads};
-    int64_t wide = vectors(dim), step = step_of(longest), tall = taken(&p) * (heads / kv_heads);
+    int64_t wide = vectors(dim), step = step_of(longest), tall = queries_per_block(&p) * (heads / kv_heads);
     return backward ? 2 * dim * step + 4 * longest * wide + tall * (3 * wide + 2 * step + LANES)
                     : dim * step + longest * wide + tall * (2 * wide + step);
 }
 
-static inline void widened(const T *from, float *to, int64_t dim) {
+static inline void load_fp32(const T *from, float *to, int64_t dim) {
     for (int64_t i = 0; i < dim; i += LANES) *(vec *)(to + i) = take(from + i, dim - i);
 }
 
-static inline void transposed(const T *from, float *to, int64_t step, int64_t dim) {
+static inline void load_transposed(const T *from, float *to, int64_t step, int64_t dim) {
     for (int64_t i = 0; i < dim; i += LANES) {
         vec x = take(from + i, dim - i);
         for (int64_t n = 0; n < LANES && i + n < dim; n++) to[(i + n) * step] = x[n];
     }
 }
 
-/* How many keys of run r are those of the run before it, which `kept` says is loaded. */
-static inline int64_t shared(const Plan *p, int64_t r, int64_t kept) {
+/* Number of leading keys that run r shares with the previous run, of whose keys the first `kept` are loaded. */
+static inline int64_t shared_keys(const Plan *p, int64_t r, int64_t kept) {
     int64_t count = 0, most = p->ends[r] - p->firsts[r];
     if (kept < most) most = kept;
     while (count < most && p->rows[p->firsts[r] + count] == p->rows[p->firsts[r - 1] + count]) count++;
     return count;
 }
 
-/* out[P, N, D], and of each query and head lse[P, N]: the logarithm of the sum of e^score. */
+/* Attention out[P, N, D], and lse[P, N], the log-sum-exp of each query's scores, for the backward pass. */
 void attention(const T *q, const T *k, const T *v, int64_t k_row, int64_t k_head, int64_t v_row, int64_t v_head,
                const int64_t *rows, const int64_t *firsts, const int64_t *begins, const int64_t *ends, const int64_t *bounds,
                int64_t families, int64_t offset, int64_t longest, int64_t heads, int64_t kv_heads, int64_t dim, float scale,
                T *out, float *lse, float *rooms, int64_t threads) {
     Plan plan = {rows, firsts, begins, ends, bounds, families, offset, longest, heads, kv_heads, dim, scale}, *p = &plan;
-    int64_t group = heads / kv_heads, wide = vectors(dim), step = step_of(longest), most = taken(p);
+    int64_t group = heads / kv_heads, wide = vectors(dim), step = step_of(longest), most = queries_per_block(p);
     int64_t room = attention_room(longest, heads, kv_heads, dim, 0);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t task = 0; task < families * kv_heads; task++) {
@@ -211,16 +213,16 @@ void attention(const T *q, const T *k, const T *v, int64_t k_row, int64_t k_head
         memset(keys, 0, dim * step * sizeof(float));
         for (int64_t r = bounds[family]; r < bounds[family + 1]; r++) {
             int64_t count = ends[r] - firsts[r];
-            for (int64_t t = r > bounds[family] ? shared(p, r, loaded) : 0; t < count; t++) {
+            for (int64_t t = r > bounds[family] ? shared_keys(p, r, loaded) : 0; t < count; t++) {
                 int64_t row = rows[firsts[r] + t];
-                transposed(k + row * k_row + head * k_head, keys + t, step, dim);
-                widened(v + row * v_row + head * v_head, values + t * wide, dim);
+                load_transposed(k + row * k_row + head * k_head, keys + t, step, dim);
+                load_fp32(v + row * v_row + head * v_head, values + t * wide, dim);
             }
             loaded = count;
             for (int64_t first = begins[r]; first < ends[r]; first += most) {
                 int64_t num = ends[r] - first < most ? ends[r] - first : most, seen = first + num - firsts[r];
                 for (int64_t m = 0; m < num * group; m++)
-                    widened(q + ((rows[first + m / group] - offset) * heads + head * group + m % group) * dim, qs + m * wide, dim);
+                    load_fp32(q + ((rows[first + m / group] - offset) * heads + head * group + m % group) * dim, qs + m * wide, dim);
                 multiply(qs, wide, 1, keys, step, scores, step, num * group, seen, dim, 0);
                 float shares[num * group];
                 for (int64_t m = 0; m < num * group; m++) {
@@ -251,8 +253,8 @@ void attention(const T *q, const T *k, const T *v, int64_t k_row, int64_t k_head
     }
 }
 
-/* Gradients of keys `from` to `to` of run r are whole: they are added to those of all rows, and begin again at 0. */
-static void give(const Plan *p, int64_t r, int64_t from, int64_t to, int64_t head, float *own, float *all) {
+/* Adds the accumulated gradients of keys [from, to) of run r, now complete, to the output, and resets them to 0. */
+static void flush_gradients(const Plan *p, int64_t r, int64_t from, int64_t to, int64_t head, float *own, float *all) {
     int64_t wide = vectors(p->dim);
     for (int64_t t = from; t < to; t++) {
         float *sum = all + (p->rows[p->firsts[r] + t] * p->kv_heads + head) * p->dim;
@@ -261,14 +263,14 @@ static void give(const Plan *p, int64_t r, int64_t from, int64_t to, int64_t hea
     }
 }
 
-/* Gradients of q[P, N, D], and added to those, fp32, of k and v[rows, K, D], by that of out[P, N, D]. */
+/* Gradients of q[P, N, D]; the gradients of k and v[rows, K, D] are added to grad_k and grad_v, fp32. */
 void attention_backward(const T *q, const T *k, const T *v, int64_t k_row, int64_t k_head, int64_t v_row, int64_t v_head,
                         const int64_t *rows, const int64_t *firsts, const int64_t *begins, const int64_t *ends,
                         const int64_t *bounds, int64_t families, int64_t offset, int64_t longest, int64_t heads,
                         int64_t kv_heads, int64_t dim, float scale, const T *out, const float *lse, const T *grad, T *grad_q,
                         float *grad_k, float *grad_v, float *rooms, int64_t threads) {
     Plan plan = {rows, firsts, begins, ends, bounds, families, offset, longest, heads, kv_heads, dim, scale}, *p = &plan;
-    int64_t group = heads / kv_heads, wide = vectors(dim), step = step_of(longest), most = taken(p), tall = most * group;
+    int64_t group = heads / kv_heads, wide = vectors(dim), step = step_of(longest), most = queries_per_block(p), tall = most * group;
     int64_t room = attention_room(longest, heads, kv_heads, dim, 1);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t task = 0; task < families * kv_heads; task++) {
@@ -280,16 +282,16 @@ void attention_backward(const T *q, const T *k, const T *v, int64_t k_row, int64
         memset(across, 0, 2 * dim * step * sizeof(float));
         memset(of_keys, 0, 2 * longest * wide * sizeof(float));
         for (int64_t r = bounds[family]; r < bounds[family + 1]; r++) {
-            int64_t count = ends[r] - firsts[r], same = r > bounds[family] ? shared(p, r, loaded) : 0;
+            int64_t count = ends[r] - firsts[r], same = r > bounds[family] ? shared_keys(p, r, loaded) : 0;
             if (r > bounds[family]) {
-                give(p, r - 1, same, loaded, head, of_keys, grad_k);
-                give(p, r - 1, same, loaded, head, of_values, grad_v);
+                flush_gradients(p, r - 1, same, loaded, head, of_keys, grad_k);
+                flush_gradients(p, r - 1, same, loaded, head, of_values, grad_v);
             }
             for (int64_t t = same; t < count; t++) {
                 int64_t row = rows[firsts[r] + t];
-                transposed(k + row * k_row + head * k_head, across + t, step, dim);
-                transposed(v + row * v_row + head * v_head, values + t, step, dim);
-                widened(k + row * k_row + head * k_head, keys + t * wide, dim);
+                load_transposed(k + row * k_row + head * k_head, across + t, step, dim);
+                load_transposed(v + row * v_row + head * v_head, values + t, step, dim);
+                load_fp32(k + row * k_row + head * k_head, keys + t * wide, dim);
             }
             loaded = count;
             for (int64_t first = begins[r]; first < ends[r]; first += most) {
@@ -330,12 +332,12 @@ void attention_backward(const T *q, const T *k, const T *v, int64_t k_row, int64
             }
         }
         int64_t last = bounds[family + 1] - 1;
-        give(p, last, 0, loaded, head, of_keys, grad_k);
-        give(p, last, 0, loaded, head, of_values, grad_v);
+        flush_gradients(p, last, 0, loaded, head, of_keys, grad_k);
+        flush_gradients(p, last, 0, loaded, head, of_values, grad_v);
     }
 }
 
-/* ---- logits, fp32 whatever T is */
+/* ---- logits, always fp32 */
 
 static inline vec logits_at(const float *from, int64_t left) {
     if (left >= LANES) return *(const vec *)from;
@@ -344,7 +346,7 @@ static inline vec logits_at(const float *from, int64_t left) {
     return x;
 }
 
-/* sums[3, P] of each row of x[P, V]: the largest m, at least the least finite number, the sum of e^(x - m), and that of
+/* sums[3, P] of each row of x[P, V]: the maximum m (at least -FLT_MAX), the sum of e^(x - m), and the sum of
  * (x - m) e^(x - m). */
 void logit_sums(const float *x, float *sums, int64_t rows, int64_t cols) {
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * cols > SMALL)
@@ -357,7 +359,7 @@ void logit_sums(const float *x, float *sums, int64_t rows, int64_t cols) {
         for (int64_t i = 0; i < cols; i += LANES) {
             vec below = logits_at(from + i, cols - i) - top, power = exponential(below);
             powers += power;
-            products += choose(below < -87.0f, (vec){0}, below * power); /* of what is -inf: 0 */
+            products += choose(below < -87.0f, (vec){0}, below * power); /* -inf contributes 0 */
         }
         sums[row] = top;
         sums[rows + row] = total(powers);
@@ -365,7 +367,7 @@ void logit_sums(const float *x, float *sums, int64_t rows, int64_t cols) {
     }
 }
 
-/* x[P, V] becomes -p (slope + bend log p), with log p = x - normalizer; no bend: 0. */
+/* In place: x[P, V] = -p (slope + bend log p) with log p = x - normalizer; `bend` NULL: 0. */
 void logit_gradients(float *x, const float *normalizer, const float *slope, const float *bend, int64_t rows, int64_t cols) {
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * cols > SMALL)
     for (int64_t row = 0; row < rows; row++) {

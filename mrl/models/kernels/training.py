@@ -1,6 +1,6 @@
-"""The compiled functions of `training.c`: norm, gated activation, rotation and attention, with gradients; and logits.
+"""Differentiable tensor interface of the compiled functions of `training.c`: norm, gated activation, RoPE, attention.
 
-Owns how tensors go in and out of them. Which modules compute with them is said by `mrl/megatron/cpu/layers.py`.
+`mrl/megatron/cpu/layers.py` selects the modules that use them. Two functions for logits are not differentiable.
 
 Shapes: P packed tokens, H columns, N heads and K KV heads, D head dim, I inner columns, R runs of queries, F families.
 """
@@ -21,7 +21,7 @@ _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
     "norm_backward": [*[_P] * 6, *[_N] * 2, _F],
     "gate_backward": [*[_P] * 3, *[_N] * 2],
-    "turn_rows": [_P, *[_N] * 2, *[_P] * 3, *[_N] * 3, _F],
+    "rotate_rows": [_P, *[_N] * 2, *[_P] * 3, *[_N] * 3, _F],
     "attention": [*[_P] * 3, *[_N] * 4, *[_P] * 5, *[_N] * 6, _F, *[_P] * 3, _N],
     "attention_backward": [*[_P] * 3, *[_N] * 4, *[_P] * 5, *[_N] * 6, _F, *[_P] * 7, _N],
     "logit_sums": [*[_P] * 2, *[_N] * 2],
@@ -36,20 +36,20 @@ Angles = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Families:
-    """Which keys each query sees, of packed tokens of which sequences may share the first ones.
+    """Attention mask of packed tokens whose sequences may share a prefix.
 
-    Run r has the queries of the tokens `begin_R[r]` to `end_R[r] - 1`, and the keys of those from `first_R[r]` on; each
-    query sees its own key and all before it. Token t is row `row_P[t]` of keys and values, and row `row_P[t] - offset`
-    of queries; each row of queries is in one run. All int64.
+    Run r has the queries of the tokens `begin_R[r]` to `end_R[r] - 1`, and the keys of the tokens from `first_R[r]` on;
+    each query attends to its own key and to all before it. Token t is row `row_P[t]` of keys and values, and row
+    `row_P[t] - offset` of queries; each row of queries is in one run. All tensors are int64.
 
     Attributes:
-        row_P: See above.
-        first_R: See above.
-        begin_R: See above.
-        end_R: See above.
-        bound_F: Family f has the runs `bound_F[f]` to `bound_F[f + 1] - 1`; two families have no key in common.
-        offset: See above.
-        longest: Most keys of a run.
+        row_P: Row of keys and values of each token.
+        first_R: First key token of each run.
+        begin_R: First query token of each run.
+        end_R: Token after the last query of each run.
+        bound_F: First run of each family, and R at the end; two families have no key in common.
+        offset: Number of rows by which the queries start after the keys.
+        longest: Largest number of keys of a run.
     """
 
     row_P: Tensor
@@ -62,10 +62,10 @@ class Families:
 
 
 class Training:
-    """For tensors of one dtype on a CPU."""
+    """Differentiable compiled functions for CPU tensors of one dtype."""
 
     def __init__(self, library: Library) -> None:
-        """Of the library's dtype."""
+        """Binds the functions of a compiled library."""
         self._library = library
         self._call: dict[str, Any] = {}
         for name, arguments in _ARGUMENTS.items():
@@ -76,46 +76,46 @@ class Training:
             self._call[name].argtypes, self._call[name].restype = [_N] * count, _N
 
     def norm(self, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        """The root-mean-square norm over the last dimension; differentiable."""
+        """Returns the RMSNorm over the last dimension; differentiable."""
         normed: Tensor = _Norm.apply(x, weight_H, eps, self)  # type: ignore[no-untyped-call]
         return normed
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) x up [..., I] of [gate; up] columns [..., 2I]; differentiable."""
+        """Returns silu(gate) x up [..., I] for gate_up [..., 2I]; differentiable."""
         gated: Tensor = _Gate.apply(gate_up, self)  # type: ignore[no-untyped-call]
         return gated
 
     def turn(self, x_PND: Tensor, angles: Angles) -> Tensor:
-        """Heads turned by the angles of their row; differentiable.
+        """Applies RoPE: rotates heads by the angles of their row; differentiable.
 
         Args:
-            x_PND: A head's numbers lie one after the other.
+            x_PND: Heads; the last dimension is contiguous.
             angles: (cos, sin) [P, D / 2] in the dtype of x.
         """
         turned: Tensor = _Turn.apply(x_PND, angles, self)  # type: ignore[no-untyped-call]
         return turned
 
     def attention(self, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, families: Families, scale: float) -> Tensor:
-        """softmax(q k^T scale) v [P, N, D] of each query over what it sees; differentiable.
+        """Returns softmax(q k^T scale) v [P, N, D] under the mask `families`; differentiable.
 
         Args:
-            q_PND: Queries, dense.
-            k_PKD: A head's numbers lie one after the other; maybe of more rows.
-            v_PKD: As the keys.
-            families: Who sees what.
-            scale: Of the scores.
+            q_PND: Queries, contiguous.
+            k_PKD: Keys, the last dimension contiguous; may have more rows than q.
+            v_PKD: Values, laid out like the keys.
+            families: Attention mask.
+            scale: Factor of the scores.
         """
         attended: Tensor = _Attention.apply(q_PND, k_PKD, v_PKD, families, scale, self)  # type: ignore[no-untyped-call]
         return attended
 
-    # without a gradient
+    # functions without autograd
 
     def normed(self, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        """As `norm`, of rows that lie one after the other."""
+        """Returns the result of `norm` without autograd; x is contiguous."""
         return self._library.norm(x.view(-1, x.size(-1)), weight_H, eps).view(x.shape)
 
     def norm_gradients(self, x: Tensor, weight_H: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Of x and of the weight."""
+        """Returns the gradients of `norm` with respect to x and the weight."""
         cols = x.size(-1)
         rows = x.numel() // cols
         grad_x, grad_weight = torch.empty_like(x), torch.empty(cols, dtype=torch.float32)
@@ -133,11 +133,11 @@ class Training:
         return grad_x, grad_weight.to(weight_H.dtype)
 
     def gated(self, gate_up: Tensor) -> Tensor:
-        """As `gate`, of rows that lie one after the other."""
+        """Returns the result of `gate` without autograd; `gate_up` is contiguous."""
         return self._library.gate(gate_up.view(-1, gate_up.size(-1))).view(*gate_up.shape[:-1], -1)
 
     def gate_gradient(self, gate_up: Tensor, grad: Tensor) -> Tensor:
-        """Of `gate_up`."""
+        """Returns the gradient of `gate` with respect to `gate_up`."""
         out = torch.empty_like(gate_up)
         inner = gate_up.size(-1) // 2
         self._call["gate_backward"](
@@ -146,11 +146,11 @@ class Training:
         return out
 
     def turned(self, x_PND: Tensor, angles: Angles, sign: float) -> Tensor:
-        """As `turn`; back again with sign -1."""
+        """Returns the result of `turn` without autograd; sign -1 rotates back."""
         if x_PND.stride(2) != 1:
             x_PND = x_PND.contiguous()
         out_PND = torch.empty(x_PND.shape, dtype=x_PND.dtype)
-        self._call["turn_rows"](
+        self._call["rotate_rows"](
             *(x_PND.data_ptr(), x_PND.stride(0), x_PND.stride(1), angles[0].data_ptr(), angles[1].data_ptr()),
             *(out_PND.data_ptr(), *x_PND.shape, sign),
         )
@@ -159,7 +159,7 @@ class Training:
     def attend(
         self, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, families: Families, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """As `attention`; and [P, N], which the gradient needs."""
+        """Returns the result of `attention` without autograd, and the log-sum-exp [P, N] that the gradient needs."""
         out_PND, lse_PN = torch.empty_like(q_PND), q_PND.new_empty(q_PND.shape[:2], dtype=torch.float32)
         inputs, rooms, threads = self._attention_arguments(q_PND, k_PKD, v_PKD, families, scale, backward=False)
         self._call["attention"](*inputs, out_PND.data_ptr(), lse_PN.data_ptr(), rooms.data_ptr(), threads)
@@ -175,7 +175,7 @@ class Training:
         outcome: tuple[Tensor, Tensor],
         grad_PND: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of queries, keys and values; `outcome` is from `attend`."""
+        """Returns the gradients of `attention` with respect to q, k and v; `outcome` is the result of `attend`."""
         out_PND, lse_PN = outcome
         grad_q = torch.empty_like(q_PND)
         grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.float32) for x in (k_PKD, v_PKD))
@@ -187,16 +187,16 @@ class Training:
         )
         return grad_q, grad_k.to(k_PKD.dtype), grad_v.to(v_PKD.dtype)
 
-    # of logits: `Rows` of `algorithms/functional/logprobs.py`
+    # implementation of `Rows` in `algorithms/functional/logprobs.py`
 
     def sums(self, logits_CV: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `Rows`; nothing is taken away."""
+        """Returns the softmax sums of each row, see `Rows`; the second value, removed entries, is always None."""
         logits_CV, sums = logits_CV.contiguous(), torch.empty(3, logits_CV.size(0))
         self._call["logit_sums"](logits_CV.data_ptr(), sums.data_ptr(), *logits_CV.shape)
         return sums, None
 
     def gradient(self, logits_CV: Tensor, normalizer_C: Tensor, slope_C: Tensor, bend_C: Tensor | None) -> Tensor:
-        """See `Rows`."""
+        """Returns the gradient of the logits in place, see `Rows`."""
         out_CV = logits_CV.contiguous()
         bend = None if bend_C is None else bend_C.data_ptr()
         self._call["logit_gradients"](
@@ -207,7 +207,7 @@ class Training:
     def _attention_arguments(
         self, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, families: Families, scale: float, *, backward: bool
     ) -> tuple[tuple[Any, ...], Tensor, int]:
-        """What both functions take first, a buffer, and how many threads share it."""
+        """Returns the leading C arguments of both attention functions, their buffer, and the number of threads."""
         _, heads, dim = q_PND.shape
         kv_heads, num_families = k_PKD.size(1), families.bound_F.numel() - 1
         threads = min(torch.get_num_threads(), num_families * kv_heads)
@@ -224,7 +224,7 @@ class Training:
 
 @cache
 def training(dtype: torch.dtype) -> Training:
-    """Of the library that is `required`."""
+    """Returns the functions of the `required` library of a dtype."""
     return Training(required(dtype))
 
 

@@ -1,4 +1,4 @@
-/* Vectors of one dtype, float32 or bfloat16 with -DBF16, which are fp32 in registers: for `kernels.c` and `products.c`. */
+/* SIMD vectors of fp32, loaded from and stored to one dtype: float32, or bfloat16 with -DBF16. */
 
 #include <math.h>
 #include <stdint.h>
@@ -12,7 +12,7 @@
 #else
 #define LANES 8
 #endif
-#define SMALL (1 << 14) /* elements: below it a second thread costs more than it does */
+#define SMALL (1 << 14) /* elements; below it, starting threads costs more than it gains */
 
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4)));
@@ -27,7 +27,7 @@ static inline vec widen(hvec half) { return (vec)(__builtin_convertvector(half, 
 #ifdef __AVX512BF16__
 static inline hvec narrow(vec x) { return (hvec)_mm512_cvtneps_pbh((__m512)x); }
 #else
-static inline hvec narrow(vec x) { /* to nearest, ties to even; what is not a number stays so */
+static inline hvec narrow(vec x) { /* to nearest, ties to even; NaN stays NaN */
     uvec bits = (uvec)x;
     uvec rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     uvec is_nan = (uvec)(x != x);
@@ -47,7 +47,7 @@ static inline vec round_to(vec x) { return x; }
 typedef vec raw;
 #endif
 
-/* The last vector of a row that does not end on a whole one; the rest of it is `rest`. */
+/* Loads a partial vector at the end of a row; the other lanes are `rest`. */
 static inline vec load_part(const T *from, int64_t count, float rest) {
     T part[LANES] = {0};
     memcpy(part, from, count * sizeof(T));
@@ -62,8 +62,10 @@ static inline void store_part(T *to, vec x, int64_t count) {
     memcpy(to, part, count * sizeof(T));
 }
 
+/* Loads up to LANES of the `left` remaining elements of a row; missing lanes are 0. */
 static inline vec take(const T *from, int64_t left) { return left >= LANES ? load(from) : load_part(from, left, 0.0f); }
 
+/* Stores up to LANES of the `left` remaining elements of a row. */
 static inline void put(T *to, vec x, int64_t left) {
     if (left >= LANES) store(to, x);
     else store_part(to, x, left);
@@ -79,7 +81,7 @@ static inline vec splat(float x) { return x - (vec){0}; }
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15
 #endif
 
-/* Sums of neighbours: those of a, then those of b. */
+/* Sums of adjacent lanes: those of a, then those of b. */
 static inline vec pairs(vec a, vec b) {
 #ifdef __clang__
     return __builtin_shufflevector(a, b, EVEN) + __builtin_shufflevector(a, b, ODD);
@@ -88,7 +90,7 @@ static inline vec pairs(vec a, vec b) {
 #endif
 }
 
-/* The sum of each of LANES vectors. */
+/* Horizontal sums of LANES vectors, one per lane. */
 static inline vec totals(vec *x) {
     for (int width = LANES; width > 1; width /= 2)
         for (int i = 0; i < width / 2; i++) x[i] = pairs(x[2 * i], x[2 * i + 1]);
@@ -104,14 +106,14 @@ static inline vec choose(ivec where, vec a, vec b) { return (vec)((where & (ivec
 
 static inline vec larger(vec a, vec b) { return choose(a > b, a, b); }
 
-/* e^x within 2 units in the last place; 0 below -87, what is not a number stays so. Cephes' polynomial. */
+/* e^x within 2 ulp; 0 below -87; NaN stays NaN. Cephes' polynomial. */
 static inline vec exponential(vec x) {
     ivec tiny = x < -87.0f;
     x = choose(x > 88.0f, splat(88.0f), x);
     x = choose(tiny, splat(-87.0f), x);
-    vec shifted = x * 1.44269504088896341f + 12582912.0f; /* 1.5 x 2^23: the sum's last bits are the whole number */
-    vec whole = shifted - 12582912.0f;
-    vec r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    vec shifted = x * 1.44269504088896341f + 12582912.0f; /* 1.5 x 2^23: the last bits of the sum are the rounded integer */
+    vec integer = shifted - 12582912.0f;
+    vec r = x - integer * 0.693359375f + integer * 2.12194440e-4f;
     vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;

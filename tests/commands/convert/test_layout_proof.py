@@ -62,7 +62,7 @@ def test_fused_queries_may_not_be_copied_though_keys_beside_them_may():
         if allowed:
             assert prove(arch, [layout, {"copy": copy}]).repeated_elements == {"key/value heads": 64}
         else:
-            with pytest.raises(RuntimeError, match="land more than once"):
+            with pytest.raises(RuntimeError, match="are stored more than once"):
                 prove(arch, [layout, {"copy": copy}])
 
 
@@ -82,10 +82,13 @@ def swapped_source(layout):
 
 
 DAMAGES = {
-    "tensor missing": (lambda layout: layout.pop(DOWN), f"1536 of 1536 elements of '{DOWN}' land nowhere"),
-    "row missing": (without_last_row, f"48 of 1536 elements of '{DOWN}' land nowhere"),
-    "another tensor's values": (swapped_source, f"1536 of 1536 elements of '{DOWN}' land nowhere"),
-    "stored twice": (lambda layout: layout.update(copy=layout[DOWN]), f"elements of '{DOWN}' land more than once"),
+    "tensor missing": (lambda layout: layout.pop(DOWN), f"1536 of 1536 elements of '{DOWN}' are not stored"),
+    "row missing": (without_last_row, f"48 of 1536 elements of '{DOWN}' are not stored"),
+    "another tensor's values": (swapped_source, f"1536 of 1536 elements of '{DOWN}' are not stored"),
+    "stored twice": (
+        lambda layout: layout.update(copy=layout[DOWN]),
+        f"elements of '{DOWN}' are stored more than once",
+    ),
     "no origin": (lambda layout: layout.update({DOWN: replace(layout[DOWN], pieces=())}), "elements have no piece"),
     "two origins": (
         lambda layout: layout.update({DOWN: replace(layout[DOWN], pieces=layout[DOWN].pieces * 2)}),
@@ -93,7 +96,7 @@ DAMAGES = {
     ),
     "unknown tensor": (
         lambda layout: layout.update(x=replace(layout[DOWN], pieces=(replace(layout[DOWN].pieces[0], hf_name="x"),))),
-        "holds 'x', which a qwen2 model does not have",
+        "the target has 'x', which is not a tensor of a qwen2 model",
     ),
 }
 

@@ -8,12 +8,12 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from mrl.commands.doctor.bounded_gather import (
-    AbsentError,
+    BoundedGather,
     Deadline,
-    EndedError,
-    FailedError,
-    Meeting,
-    not_entered,
+    FailedRanksError,
+    JobEndedError,
+    MissingRanksError,
+    ranks_not_entered,
     reconnect,
 )
 
@@ -24,16 +24,16 @@ BOUND_S = 15.0
 
 
 def together(size, action, *, absent=()):
-    """What `Meeting.stage` gives or raises on each rank, one thread for each; `absent` ranks never come."""
+    """What `BoundedGather.stage` gives or raises on each rank, one thread for each; `absent` ranks never come."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=30)) for _ in range(size)]
     results: dict[int, object] = {}
 
     def rank_(rank):
         deadline = Deadline(60, lambda stage: None)
-        meeting = Meeting(PrefixStore("x", stores[rank]), rank, size, TIMEOUT_S, deadline)
+        meeting = BoundedGather(PrefixStore("x", stores[rank]), rank, size, TIMEOUT_S, deadline)
         try:
-            results[rank] = (meeting.stage("work", lambda: action(rank)), meeting.tell("word", {"of": rank}))
+            results[rank] = (meeting.stage("work", lambda: action(rank)), meeting.broadcast("word", {"of": rank}))
         except RuntimeError as error:
             results[rank] = error
 
@@ -54,15 +54,15 @@ def test_values_come_to_rank_0_and_its_word_to_all():
 
 def test_a_rank_that_does_not_come_is_named_in_time():
     results, server = together(4, lambda rank: rank, absent=(2,))
-    assert isinstance(results[0], AbsentError) and results[0].ranks == [2]
-    assert isinstance(results[1], EndedError) and isinstance(results[3], EndedError)
-    assert not_entered(PrefixStore("x", reconnect(server)), "work", 4) == [2]
+    assert isinstance(results[0], MissingRanksError) and results[0].ranks == [2]
+    assert isinstance(results[1], JobEndedError) and isinstance(results[3], JobEndedError)
+    assert ranks_not_entered(PrefixStore("x", reconnect(server)), "work", 4) == [2]
 
 
 def test_a_rank_that_hangs_in_the_stage_is_named():
     results, server = together(2, lambda rank: time.sleep(3 * TIMEOUT_S * rank))
-    assert isinstance(results[0], AbsentError) and results[0].ranks == [1]
-    assert not_entered(PrefixStore("x", reconnect(server)), "work", 2) == []
+    assert isinstance(results[0], MissingRanksError) and results[0].ranks == [1]
+    assert ranks_not_entered(PrefixStore("x", reconnect(server)), "work", 2) == []
 
 
 def test_a_rank_that_fails_is_told_with_its_error():
@@ -71,16 +71,16 @@ def test_a_rank_that_fails_is_told_with_its_error():
             raise OSError("no route to host\nmore")
 
     results, _ = together(2, action)
-    assert isinstance(results[0], FailedError) and results[0].errors == {1: "OSError: no route to host"}
-    assert isinstance(results[1], EndedError)
+    assert isinstance(results[0], FailedRanksError) and results[0].errors == {1: "OSError: no route to host"}
+    assert isinstance(results[1], JobEndedError)
 
 
 def test_a_store_that_is_gone_ends_the_others():
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=2))
-    meeting = Meeting(store, 1, 2, TIMEOUT_S, Deadline(60, lambda stage: None))
+    meeting = BoundedGather(store, 1, 2, TIMEOUT_S, Deadline(60, lambda stage: None))
     del server
-    with pytest.raises(EndedError):
+    with pytest.raises(JobEndedError):
         meeting.stage("work", lambda: None)
 
 

@@ -16,7 +16,7 @@ def told(findings):
 
 def test_eight_alike_are_one_line():
     (only,) = told(check_gpus([GPU] * 8, Environment(world_size=8, local_world_size=8)))
-    assert only == ("ok", "8 x NVIDIA H100 80GB HBM3, compute capability 9.0, 85 GB, free and computing")
+    assert only == ("ok", "8 x NVIDIA H100 80GB HBM3, compute capability 9.0, 85 GB, free and working")
 
 
 @pytest.mark.parametrize(

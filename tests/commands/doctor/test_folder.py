@@ -67,7 +67,7 @@ def test_little_space_without_a_config(small):  # noqa: F811
 
 def test_folders_that_go_with_the_host(tmp_path):
     (only,) = folder.check_commit(tmp_path, "overlay", 0.01)
-    assert only.level == "warning" and "checkpoints go with the host" in only.found
+    assert only.level == "warning" and "checkpoints are lost with the host" in only.found
 
 
 def test_a_slow_commit(tmp_path):
@@ -89,13 +89,13 @@ def test_what_one_host_leaves_another_finds_or_not(tmp_path):
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     here.mkdir()
     elsewhere.mkdir()
-    folder.leave(here, "token", "0")
-    assert None not in folder.find(here, "token", ["0"])
-    assert folder.find(elsewhere, "token", ["0"], patience_s=0.2) == [None]
-    assert folder.find(here, "earlier", ["0"], patience_s=0) == [None]
-    first, second = folder.find(here, "token", ["0", "1"], patience_s=0.2)
+    folder.write_probe(here, "token", "0")
+    assert None not in folder.wait_for_probes(here, "token", ["0"])
+    assert folder.wait_for_probes(elsewhere, "token", ["0"], patience_s=0.2) == [None]
+    assert folder.wait_for_probes(here, "earlier", ["0"], patience_s=0) == [None]
+    first, second = folder.wait_for_probes(here, "token", ["0", "1"], patience_s=0.2)
     assert first is not None and second is None
-    folder.tidy(here, "token")
+    folder.delete_probes(here, "token")
     assert list(here.iterdir()) == []
 
 

@@ -137,6 +137,6 @@ def test_pyxis_and_a_job_that_is_looked_at_from_one_process(tmp_path):
     program(tmp_path, "srun", "echo '      --container-image=[USER@][REGISTRY#]IMAGE'")
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
     first, second = told(check_slurm(clean, job, "none"))
-    assert "pyxis is there" in first[1]
-    assert second == ("warning", "job 7 has 2 nodes, but this is one process alone")
+    assert "pyxis is installed" in first[1]
+    assert second == ("warning", "job 7 has 2 nodes, but only this process was started")
     assert len(told(check_slurm(clean, job, "srun"))) == 1

@@ -47,7 +47,7 @@ def test_an_interface_that_somebody_chose_must_exist(variable, value, level):
 
 def test_loopback_between_hosts_and_an_interface_that_is_down_are_problems():
     level, found = told(check_interface(TWO_HOSTS, {"lo": Interface("lo", True)}, {"GLOO_SOCKET_IFNAME": "lo"}))
-    assert level == "problem" and "2 hosts, and this one has only loopback" in found
+    assert level == "problem" and "2 hosts, but this one has only the loopback interface" in found
     level, found = told(check_interface(TWO_HOSTS, {"ib0": Interface("ib0")}, {"GLOO_SOCKET_IFNAME": "ib0"}))
     assert (level, found) == ("problem", "interface ib0 is down")
     assert told(check_interface(TWO_HOSTS, {}, {}))[0] == "warning"

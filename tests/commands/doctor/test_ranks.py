@@ -1,9 +1,9 @@
-from mrl.commands.doctor.ranks import check_hosts, check_same, hosts_of_ranks, introduce, spans
+from mrl.commands.doctor.ranks import check_hosts, check_same, describe_rank, hosts_of_ranks, spans
 from mrl.distributed.launcher_env import Environment
 
 
 def said(*hosts, **facts):
-    """`introduce` of ranks that are spread over hosts in that order; facts: name -> value on each rank."""
+    """`describe_rank` of ranks that are spread over hosts in that order; facts: name -> value on each rank."""
     seen: dict[str, int] = {}
     found = []
     for rank, host in enumerate(hosts):
@@ -19,7 +19,7 @@ def told(findings):
 
 
 def test_a_rank_says_who_it_is():
-    own = introduce(Environment(3, 4, 1, 2), {"torch": "2.13.0"})
+    own = describe_rank(Environment(3, 4, 1, 2), {"torch": "2.13.0"})
     assert (own["local_rank"], own["local_world_size"], own["facts"]) == (1, 2, {"torch": "2.13.0"}) and own["host"]
 
 
@@ -40,7 +40,7 @@ def test_hosts_with_different_numbers_of_ranks():
 def test_two_hosts_of_one_name_stay_two():
     both = said("vm", "vm") + said("vm", "vm")
     assert hosts_of_ranks(both) == {"vm": [0, 1], "vm(2)": [2, 3]}
-    assert told(check_hosts(both)) == ("warning", "2 hosts are called vm")
+    assert told(check_hosts(both)) == ("warning", "2 hosts have the name vm")
 
 
 def test_another_version_is_named_with_its_ranks_and_hosts():

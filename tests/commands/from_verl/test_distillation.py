@@ -72,7 +72,7 @@ def test_without_task_rewards_what_only_the_task_reads_is_left_out(tmp_path):
     assert algorithm["rollout_correction"] == {
         "bypass_mode": False, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"
     }  # fmt: skip
-    said = "left out: nothing but the distillation is minimised"
+    said = "left out: only the distillation loss is minimized"
     left = {one.partition(":")[0].partition("=")[0] for one in found.missing if said in one}
     names = ("policy_loss", "kl_in", "entropy_coef", "rollout_correction.rollout_is")
     assert left == {f"algorithm.{name}" for name in names}

@@ -75,7 +75,7 @@ def test_a_config_file_that_is_not_there_is_refused_with_its_name_and_what_to_gi
     folder = repository / "examples" / "multiturn" / "config"
     for option in ([f"--config-dir={folder}"], ["--config-dir", str(folder)]):
         assert read([*option, *words])[f"{TURNS}enable"] is read([*words, *option])[f"{TURNS}enable"] is True
-    with pytest.raises(UserError, match="--config-dir=nowhere is no folder"):
+    with pytest.raises(UserError, match="--config-dir=nowhere is not a folder"):
         read([*words, "--config-dir=nowhere"])
 
 
@@ -118,7 +118,7 @@ def test_a_defaults_list_is_composed_in_its_order(tmp_path):
 
 @pytest.mark.parametrize(
     ("listed", "said"),
-    [("- lost", r"lost\.yaml"), ("- group: lost", r"group/lost\.yaml"), ("- main", "name each other")],
+    [("- lost", r"lost\.yaml"), ("- group: lost", r"group/lost\.yaml"), ("- main", "form a cycle")],
 )
 def test_a_defaults_list_that_cannot_be_followed_is_refused(listed, said, tmp_path):
     (tmp_path / "main.yaml").write_text(f"defaults:\n  {listed}\ndata: {{seed: 1}}\n")
@@ -132,8 +132,8 @@ def test_a_defaults_list_that_cannot_be_followed_is_refused(listed, said, tmp_pa
         ("--multirun", "several runs"),
         ("-m", "several runs"),
         ("--config-name", "has no value"),
-        ("--force", "is no setting"),
-        ("novalue", "is no setting"),
+        ("--force", "is not a setting"),
+        ("novalue", "is not a setting"),
     ],
 )
 def test_a_word_that_is_no_setting_is_refused(word, said):

@@ -75,14 +75,14 @@ def test_a_colocated_trainer_begins_beyond_a_batch_and_stops_for_the_updates(tmp
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({**COLOCATED, f"{ROLLOUT}name": "vllm"}, f"{MODE}=colocate_async: only rollout.name=native stops"),
-        ({**COLOCATED, f"{ROLLOUT}multi_turn.enable": True}, "a conversation cannot"),
-        ({**COLOCATED, WARMUP["colocate"]: 2}, f"{WARMUP['colocate']}=2: at most a batch beyond the step's own"),
+        ({**COLOCATED, f"{ROLLOUT}name": "vllm"}, f"{MODE}=colocate_async: only rollout.name=native can pause"),
+        ({**COLOCATED, f"{ROLLOUT}multi_turn.enable": True}, "a conversation cannot be paused"),
+        ({**COLOCATED, WARMUP["colocate"]: 2}, f"{WARMUP['colocate']}=2: at most 1 if"),
         ({**COLOCATED, THRESHOLD: 1, STRATEGY: "wait"}, f"{STRATEGY}=wait: each step would wait for all"),
-        ({MODE: "fast"}, f"{MODE}=fast: mrl has sync, separate_async, colocate_async; sync is taken"),
+        ({MODE: "fast"}, f"{MODE}=fast: mrl has sync, separate_async, colocate_async; sync is used"),
         ({**SEPARATE, "trainer.v1.separate_async.hybrid_rollout.enable_switch": True}, "keeps its role for the whole"),
         ({f"{SAMPLER}custom_sampler.path": "s.py"}, "in the order of their prompts, or of their ends"),
-        ({**SEPARATE, f"{ROLLOUT}over_sample_rate": 0.1}, "prompts of later steps are begun anyway"),
+        ({**SEPARATE, f"{ROLLOUT}over_sample_rate": 0.1}, "prompts of later steps are started anyway"),
         ({f"{ROLLOUT}name": "vllm", f"{ROLLOUT}over_sample_rate": 0.1}, f"{ROLLOUT}over_sample_rate=0.1: only"),
     ],
 )
@@ -96,7 +96,7 @@ def test_what_cannot_be_is_listed(given, told, tmp_path):
 def test_sampling_ahead_without_ranks_of_its_own_is_told_to_gain_nothing():
     train, rollout, found = made({**SEPARATE, f"{ROLLOUT}nnodes": 0})
     assert train["mode"] == "async" and "nnodes" not in rollout
-    assert [one for one in found.differs if "nothing runs beside the updates" in one]
+    assert [one for one in found.differs if "sampling does not overlap with updates" in one]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "trtllm"])
@@ -121,7 +121,7 @@ def test_experts_that_are_replayed_hold_every_response_to_one_version():
     replay = {f"{ROLLOUT}enable_rollout_routing_replay": True}
     train, _, found = made({**SEPARATE, WARMUP["separate"]: 3, **replay})
     assert train["max_off_policy_steps"] == 1
-    assert [one for one in found.missing if "train.max_off_policy_steps=1 is taken" in one]
+    assert [one for one in found.missing if "train.max_off_policy_steps=1 is used" in one]
     train, rollout, found = made({**COLOCATED, **replay})
     assert "mode" not in train and "over_sample_rate" not in rollout
     assert [one for one in found.missing if one.startswith(f"{MODE}=")]

@@ -30,7 +30,7 @@ def test_a_reward_model_that_a_function_asks_is_told():
     line = "reward.reward_model.enable=True reward.reward_model.model_path=rm custom_reward_function.path=r.py"
     found = translate(read(["python3", "-m", "verl.trainer.main_ppo", *line.split()]))
     assert yaml.safe_load(found.text)["reward"] == {"functions": [{"name": "r.py:compute_score"}]}
-    assert [one for one in found.missing if one.startswith("reward.reward_model.enable=True: the function there asks")]
+    assert [one for one in found.missing if one.startswith("reward.reward_model.enable=True: verl's function queries")]
 
 
 @pytest.mark.parametrize("key", ["reward_model.reward_manager", "reward.reward_manager.name"])

@@ -204,7 +204,7 @@ def test_the_arguments_of_a_script_go_where_it_puts_them(folder):
     given = read(["run.sh", "sglang", "z=2", "y=3"])
     assert (given["rollout"], given["z"], given["y"]) == ("sglang", 2, 3)
     (folder / "run.sh").write_text(f"{TRAINER} a=1\n")
-    with pytest.raises(UserError, match="'sglang' is no setting"):
+    with pytest.raises(UserError, match="'sglang' is not a setting"):
         read(["run.sh", "sglang"])
 
 
@@ -241,9 +241,9 @@ def test_several_runs_of_a_script_are_counted_and_the_first_is_translated(folder
     [
         ("echo 'give me a file' >&2; exit 3", "give me a file"),
         ("python train.py --x 1", "python train.py"),
-        ("while true; do sleep 60; done", "comes to no verl.trainer.main_ppo"),
+        ("while true; do sleep 60; done", "does not reach verl.trainer.main_ppo"),
         ("if", "syntax error"),
-        ("", "comes to no verl.trainer.main_ppo"),
+        ("", "does not reach verl.trainer.main_ppo"),
     ],
 )
 def test_a_script_without_a_run_is_refused_with_what_it_says(script, said, folder):
@@ -330,7 +330,7 @@ def test_a_script_that_prints_without_bound_is_refused_at_once(script):
 
 
 def test_a_script_that_starts_programs_without_bound_is_refused():
-    with pytest.raises(UserError, match=r"run\.sh.*without end"):
+    with pytest.raises(UserError, match=r"run\.sh.*too many programs"):
         expand(f"while true; do {TRAINER} {'a=1 ' * 2000}; done", "run.sh")
 
 

@@ -61,7 +61,7 @@ def test_what_memory_depends_on_and_is_not_the_same_is_told():
     given = {"algorithm.adv_estimator": "grpo", memory: 0.6, "trainer.n_gpus_per_node": 4}
     of_engine, of_actor = translate(given).differs
     assert of_engine.startswith(f"{memory}=0.6: of what is free when the engine starts")
-    assert "all 4 GPUs; here each has all of them until `parallel` says" in of_actor
+    assert "all 4 GPUs; in mrl each GPU has all weights unless `parallel`" in of_actor
     alone = {"trainer.n_gpus_per_node": 1, "actor_rollout_ref.rollout.tensor_model_parallel_size": 1}
     assert translate({"algorithm.adv_estimator": "grpo", **alone}).differs == []
     assert translate(given | {"actor_rollout_ref.actor.strategy": "megatron"}).differs == [of_engine]
@@ -70,7 +70,7 @@ def test_what_memory_depends_on_and_is_not_the_same_is_told():
 def test_that_fewer_checkpoints_are_kept_is_told_where_any_are_written():
     given = {"algorithm.adv_estimator": "grpo", "trainer.n_gpus_per_node": 2}
     kept = "trainer.max_actor_ckpt_to_keep"
-    assert translate(given | {"trainer.save_freq": 5}).differs[0].startswith(f"{kept}=null: all are kept there")
+    assert translate(given | {"trainer.save_freq": 5}).differs[0].startswith(f"{kept}=null: verl keeps all checkpoints")
     assert not [one for one in translate(given | {"trainer.save_freq": 5, kept: 3}).differs if kept in one]
 
 
@@ -232,7 +232,7 @@ def test_megatrons_own_fields_keep_their_names():
     assert "recompute" not in config["actor"]
     missing, moot = "\n".join(found.missing), "\n".join(found.moot)
     assert "nonsense=3: Megatron has no such field" in missing and "the optimizer is adam" in missing
-    assert "persist_layer_norm: it would have no effect" in moot and "hidden_dropout: it is so without it" in moot
+    assert "persist_layer_norm: it would have no effect" in moot and "hidden_dropout: it is the default" in moot
 
 
 @pytest.mark.parametrize(
@@ -321,8 +321,8 @@ def test_gae_and_its_critic_are_translated():
         (["nowhere.yaml"], "'nowhere.yaml' cannot be read"),
         (["algorithm.adv_estimator=remax"], "remax is not in mrl. Choose one of gae"),
         (["algorithm.adv_estimator=grpo", "data.train_batch_size=many"], "data.train_batch_size=many came, expected"),
-        (["algorithm.adv_estimator=grpo", "trainer.nnodes=x"], "trainer.nnodes=x came, expected a whole number"),
-        (["algorithm.adv_estimator=grpo", "--force"], "'--force' is no setting"),
+        (["algorithm.adv_estimator=grpo", "trainer.nnodes=x"], "trainer.nnodes=x came, expected an integer"),
+        (["algorithm.adv_estimator=grpo", "--force"], "'--force' is not a setting"),
     ],
 )
 def test_what_cannot_be_translated_is_one_message(words, said, tmp_path, monkeypatch):

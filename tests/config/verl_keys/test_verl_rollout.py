@@ -77,7 +77,7 @@ def test_what_mrl_always_does_is_not_passed_on_and_what_it_never_does_is_listed(
     given = {f"{ROLLOUT}calculate_log_probs": False, f"{ROLLOUT}repetition_penalty": 1.05}
     found = translate({"algorithm.adv_estimator": "grpo", **given})
     assert "log_probs" not in found.text and "penalty" not in found.text
-    assert f"{ROLLOUT}calculate_log_probs: always: they are captured while sampling" in found.moot
+    assert f"{ROLLOUT}calculate_log_probs: always on: mrl records them while sampling" in found.moot
     assert [one for one in found.missing if "repetition_penalty=1.05: must be 1" in one]
 
 

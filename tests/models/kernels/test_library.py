@@ -127,7 +127,7 @@ def test_the_angles_at_a_position_do_not_depend_on_how_many_there_are(family):
 def test_ranks_with_other_functions_are_refused(monkeypatch):
     library.check_alike(torch.float32)
     monkeypatch.setattr(machine, "agreed", lambda name, own: f"not {own}")
-    with pytest.raises(UserError, match=r"compiled functions are not those of another rank, .* Take hosts of one kind"):
+    with pytest.raises(UserError, match=r"compiled functions differ from those of another rank .* Use identical hosts"):
         library.check_alike(torch.float32)
 
 
@@ -136,7 +136,7 @@ def test_without_a_compiler_the_mode_is_refused(monkeypatch):
     for known in (library.library, library.required):
         known.cache_clear()
     try:
-        with pytest.raises(UserError, match=r"rollout.true_on_policy=true computes .* there is no C compiler"):
+        with pytest.raises(UserError, match=r"rollout.true_on_policy=true needs .* there is no C compiler"):
             required(torch.float32)
     finally:
         for known in (library.library, library.required):

@@ -1,6 +1,6 @@
-"""Reward functions that are called alike, and what one call of them is about: a sample, a group, or all samples.
+"""Grouping of samples into calls: one call scores a sample, a group, or all samples of a replica.
 
-Owns which samples belong into a call, and which calls a worker makes at the same time. Imports no torch.
+Also decides which calls of coroutine functions a worker makes concurrently. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from mrl.rewards._call import Way
 SAMPLE, GROUP, REPLICA = "sample", "group", "replica"
 
 AT_ONCE = 64
-"""Samples of calls that wait at the same time, where a call is not of more."""
+"""Number of samples in concurrent calls of a worker; exceeded only by a single larger call."""
 
 Unit = tuple[int, ...]
-"""Rows that one call is about."""
+"""Rows that are scored in one call."""
 
 Order = Sequence[tuple[int, int]]
-"""By row: which group a sample belongs to, and its place there."""
+"""By row: id of the sample's group, and its index in the group."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker does before it turns to something else.
+    """Unit of work of a worker: one call, or several concurrent calls of coroutine functions.
 
     Attributes:
-        calls: Its functions, by their places among the worker's.
-        units: One, or several whose calls wait at the same time.
+        calls: Indices of the functions to call, among the worker's functions.
+        units: Samples of each call.
     """
 
     calls: tuple[int, ...]
@@ -38,28 +38,28 @@ class Task:
 
     @cached_property
     def rows(self) -> list[int]:
-        """All of its samples; a sample's place in the task is its place here."""
+        """Rows of all samples, in order; messages refer to a sample by its index in this list."""
         return [row for unit in self.units for row in unit]
 
     @cached_property
     def num_rows(self) -> int:
-        """How many samples."""
+        """Number of samples."""
         return sum(map(len, self.units))
 
     @cached_property
     def num_timed(self) -> int:
-        """As many samples' time may pass between two answers."""
+        """Size of the largest call: the time limit between two answers is that of so many samples."""
         return max(map(len, self.units))
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Functions that are called with the same samples.
+    """Functions that are called together, with the same samples.
 
     Attributes:
-        calls: Their places among the workers'.
-        reach: SAMPLE, GROUP or REPLICA.
-        waits: Whether several calls are made at the same time.
+        calls: Indices of the functions, among the workers' functions.
+        reach: SAMPLE, GROUP or REPLICA: the samples of one call.
+        waits: True if calls run concurrently.
     """
 
     calls: tuple[int, ...]
@@ -67,7 +67,7 @@ class Bundle:
     waits: bool
 
     def units(self, order: Order) -> list[Unit]:
-        """All rows, cut into calls; within a call in the order of `order`."""
+        """Splits all rows into calls; the rows of a call are sorted by `order`."""
         if self.reach == SAMPLE:
             return [(row,) for row in range(len(order))]
         rows = sorted(range(len(order)), key=lambda row: order[row])
@@ -79,7 +79,7 @@ class Bundle:
         return [tuple(group) for group in groups.values()]
 
     def tasks(self, units: Sequence[Unit], num_workers: int) -> list[Task]:
-        """The units as tasks."""
+        """Packs units into tasks; concurrent ones are spread over `num_workers`."""
         if not self.waits or not units:
             return [Task(self.calls, (unit,)) for unit in units]
         most = max(1, AT_ONCE // max(map(len, units)))
@@ -88,15 +88,15 @@ class Bundle:
 
 
 def bundles_of(names: Sequence[str], ways: Sequence[Way], batches: Sequence[str | None]) -> list[Bundle]:
-    """The functions of the workers, sorted by how they are called.
+    """Groups the workers' functions by calling style.
 
     Args:
-        names: Of the functions.
-        ways: Of each.
-        batches: `reward.functions[].batch` of each.
+        names: Names of the functions, for messages.
+        ways: Calling style of each function.
+        batches: `reward.functions[].batch` of each function.
 
     Raises:
-        UserError: A function that takes one sample is to have more.
+        UserError: `batch` is set for a function that takes one sample per call.
     """
     members: dict[tuple[str, bool], list[int]] = {}
     for place, (name, way, batch) in enumerate(zip(names, ways, batches, strict=True)):
@@ -106,7 +106,7 @@ def bundles_of(names: Sequence[str], ways: Sequence[Way], batches: Sequence[str 
 
 
 def check_batch(name: str, batch: str | None, *, lists: bool) -> None:
-    """Raises UserError where a function that takes one sample is to have more."""
+    """Raises UserError if `batch` is set for a function that takes one sample per call."""
     if batch is not None and not lists:
         raise UserError(
             f"reward.functions: '{name}' has batch={batch}, but takes one sample at a time. Leave batch out, or give "

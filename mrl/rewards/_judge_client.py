@@ -1,6 +1,6 @@
-"""Reward functions that ask over a network: many samples at a time, in a thread of their own, beside the workers.
+"""Concurrent queries to judges (`judge.py`), in a thread that runs in parallel with the worker processes.
 
-Owns how many questions are on their way, and when asking ends: too many failed, the endpoint is down, or told to stop.
+Querying stops early if too many samples failed, an endpoint is down, or a stop is requested.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from mrl.rewards._endpoint import Endpoint, NoAnswerError
 from mrl.rewards._signatures import Sample
 from mrl.rewards.judge import Judge
 
-_LOOK_S = 0.2  # between two questions whether to stop
+_POLL_S = 0.2  # interval at which `told_to_stop` is polled
 DOWN_AFTER = 8
-"""Failures in a row, and at least as many as there are questions at a time: the others are not asked then."""
+"""Consecutive failures, if not fewer than the endpoint's concurrency, after which it counts as down."""
 
 
 def judge_of(name: str, kwargs: Mapping[str, Any], variables: Callable[..., Mapping[str, str]]) -> Judge:
-    """The judge that the config names.
+    """Makes the judge that the config names.
 
     Raises:
-        UserError: It does not take these arguments, or has no key.
+        UserError: The judge does not accept these arguments, or its API key is missing.
     """
     try:
         kind = registry.find("rewards", name, "REWARD")
@@ -46,10 +46,10 @@ def judge_of(name: str, kwargs: Mapping[str, Any], variables: Callable[..., Mapp
 
 
 class Asking:
-    """A batch on its way; ends with the `with` block at the latest.
+    """A batch of judge queries in a background thread; a context manager that cancels the rest on exit.
 
     Attributes:
-        done: Index of each sample that was asked about -> one outcome for each judge.
+        done: Index of each finished sample -> one outcome per judge.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Asking:
         give_up_after: int,
         tell: Callable[[int, list[Outcome]], None] = lambda index, outcomes: None,
     ) -> None:
-        """Starts.
+        """Starts the thread.
 
         Args:
-            judges: At least one.
-            samples: By index.
-            give_up_after: Stop when more than this many samples have failed.
-            tell: Called in the thread with each sample that is done.
+            judges: One or more judges, all of which score every sample.
+            samples: Samples by index.
+            give_up_after: Number of failed samples above which querying stops.
+            tell: Callback for each finished sample, called in the thread.
         """
         self.done: dict[int, list[Outcome]] = {}
         self._judges, self._samples, self._give_up_after, self._tell = judges, samples, give_up_after, tell
@@ -78,16 +78,16 @@ class Asking:
         self._thread.start()
 
     def wait(self, told_to_stop: Callable[[], bool] = lambda: False) -> dict[int, list[Outcome]]:
-        """`done`, once every sample is, or it gave up, or was told to stop."""
+        """Returns `done` when all samples are finished, too many failed, or a stop is requested."""
         while self._thread.is_alive() and not told_to_stop():
-            self._thread.join(_LOOK_S)
+            self._thread.join(_POLL_S)
         self.end()
         if self._error is not None:
             raise self._error
         return self.done
 
     def end(self) -> None:
-        """Drops what is on its way."""
+        """Cancels the pending queries."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join()
@@ -107,10 +107,10 @@ class Asking:
             self._loop.run_until_complete(self._task)
         except asyncio.CancelledError:
             pass
-        except BaseException as error:  # noqa: BLE001 - told in `wait`, by the thread that asked for it
+        except BaseException as error:  # noqa: BLE001 - raised again by `wait`, in the caller's thread
             self._error = error
         finally:
-            left = asyncio.all_tasks(self._loop)  # the first that ended ended the waiting for all
+            left = asyncio.all_tasks(self._loop)  # `gather` returns at the first exception and leaves the others
             for task in left:
                 task.cancel()
             if left:
@@ -118,7 +118,7 @@ class Asking:
 
     async def _all(self) -> None:
         async with AsyncExitStack() as stack:
-            ways = [
+            endpoints = [
                 (
                     judge,
                     await stack.enter_async_context(judge.endpoint.client()),
@@ -128,7 +128,7 @@ class Asking:
             ]
 
             async def one(index: int, sample: Sample) -> None:
-                outcomes = await asyncio.gather(*(self._ask(place, *way, sample) for place, way in enumerate(ways)))
+                outcomes = await asyncio.gather(*(self._ask(at, *each, sample) for at, each in enumerate(endpoints)))
                 self.done[index] = outcomes
                 self._tell(index, outcomes)
                 self._num_failed += any(outcome.error for outcome in outcomes)
@@ -137,20 +137,20 @@ class Asking:
 
             await asyncio.gather(*(one(index, sample) for index, sample in self._samples.items()))
 
-    async def _ask(self, place: int, judge: Judge, client: Any, turn: asyncio.Semaphore, sample: Sample) -> Outcome:
+    async def _ask(self, index: int, judge: Judge, client: Any, slot: asyncio.Semaphore, sample: Sample) -> Outcome:
         try:
             messages = judge.messages(sample)
         except Exception as error:  # noqa: BLE001 - rows hold anything
-            told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            return Outcome(math.nan, f"nothing could be asked: {told}")
-        async with turn:
-            in_a_row = self._in_a_row.get(place, 0)
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            return Outcome(math.nan, f"the judge's prompt could not be filled in: {reason}")
+        async with slot:
+            in_a_row = self._in_a_row.get(index, 0)
             if in_a_row >= max(DOWN_AFTER, judge.endpoint.concurrency):
                 return Outcome(math.nan, f"not asked: {judge.endpoint.url} gave no score {in_a_row} times in a row")
             try:
                 value, facts = await judge.endpoint.ask(client, messages, lambda reply: judge.read(reply, sample))
             except NoAnswerError as error:
-                self._in_a_row[place] = self._in_a_row.get(place, 0) + 1
+                self._in_a_row[index] = self._in_a_row.get(index, 0) + 1
                 return Outcome(math.nan, f"the judge gave no score: {error}")
-            self._in_a_row[place] = 0
+            self._in_a_row[index] = 0
             return Outcome(value, facts=facts)

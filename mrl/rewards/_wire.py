@@ -44,8 +44,8 @@ def ready(key: int, sources: Sequence[str], ways: Sequence[Way]) -> bytes:
 
 def answer(key: int, serial: int, place: int, outcomes: Sequence[Outcome]) -> bytes:
     """A sample's outcomes."""
-    told = [_shortened(outcome).told for outcome in outcomes]
-    return protocol.line(key, {"serial": serial, "place": place, "outcomes": told})
+    values = [_shortened(outcome).as_json for outcome in outcomes]
+    return protocol.line(key, {"serial": serial, "place": place, "outcomes": values})
 
 
 def read(said: Mapping[str, Any], num_calls: int) -> Answer:

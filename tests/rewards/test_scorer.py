@@ -313,7 +313,7 @@ def test_exceptions_cannot_steer_the_terminal():
         ("nowhere.rewards:f", "'nowhere.rewards:f' does not import"),
         (f"{HERE}:nothing", "has no 'nothing'"),
         (f"{HERE}:NOT_A_FUNCTION", "is a int, expected a function"),
-        (("exact_match", 1.0, {"stripp": True}), "unexpected keyword argument 'stripp'.* It takes .*strip"),
+        (("exact_match", 1.0, {"stripp": True}), "unexpected keyword argument 'stripp'.* parameters are .*strip"),
         ((f"{HERE}:num_chars", 1.0, {"answer": "3"}), "multiple values for keyword argument 'answer'"),
         (("length", 1.0, {}), "missing a required argument: 'target'"),
         (("regex", 1.0, {}), "missing a required argument: 'pattern'"),

@@ -226,7 +226,7 @@ def test_what_a_trl_function_does_wrong_fails_its_sample(folder, tokenizer, func
     ("name", "kwargs", "message"),
     [
         ("verls.py:with_facts", {"bonus": 1}, "unexpected keyword argument 'bonus'"),
-        ("trls.py:knows", {}, "it needs 'trainer_state' of TRL's trainer, which there is not in a worker process"),
+        ("trls.py:knows", {}, "it needs 'trainer_state' of TRL's trainer, which is not available in a worker"),
         ("trls.py:sometimes", {"bonus": 1}, "unexpected keyword argument 'bonus'"),
     ],
 )

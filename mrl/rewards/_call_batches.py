@@ -21,7 +21,7 @@ Unit = tuple[int, ...]
 """Rows that are scored in one call."""
 
 Order = Sequence[tuple[int, int]]
-"""By row: id of the sample's group, and its index in the group."""
+"""Position of each row: id of the sample's group, and its index in the group."""
 
 
 @dataclass(frozen=True)

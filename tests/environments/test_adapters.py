@@ -108,7 +108,7 @@ def test_tools_of_verl_in_a_worker():
     [
         (f"{HERE}:Neither", {}, "expected an Environment, or an object with reset and step"),
         ("verl_tools", {}, "expected tools, each with 'class_name'"),
-        ("verl_tools", {"tool_config_path": "/nowhere.yaml"}, "is no file with 'tools'"),
+        ("verl_tools", {"tool_config_path": "/nowhere.yaml"}, "cannot read 'tools' from"),
         ("verl_tools", {"tools": listed(), "reward": "all"}, "expected none, execute or calc_reward"),
     ],
 )

@@ -375,7 +375,7 @@ def test_nothing_waits_unless_asked_to():
     ("name", "kwargs", "message"),
     [
         ("gess", {}, "there is no 'gess'. Did you mean 'guess'"),
-        ("guess", {"hight": 3}, "unexpected keyword argument 'hight'.* It takes .*high"),
+        ("guess", {"hight": 3}, "unexpected keyword argument 'hight'.* parameters are .*high"),
         ("guess", {"low": 3, "high": 1}, "expected low <= high"),
         (f"{HERE}:Missing", {}, "has no 'Missing'"),
         (f"{HERE}:NUMBER", {}, "is a int, expected a class"),

@@ -72,7 +72,7 @@ def test_tools_are_called_by_the_program():
     ("what", "turns", "words"),
     [
         ("rewrites", 1, 'message 1 is ["assistant", "something else"'),
-        ("heats", 0, "'temperature' has no effect in a run"),
+        ("heats", 0, "'temperature' has no effect"),
         ("dies", 1, "the agent's own mistake"),
         ("tools", 0, "it offers the tools ['double']"),
     ],
@@ -112,9 +112,9 @@ def test_nobody_else_is_let_in():
         assert httpx.get(f"{endpoint.url}/models", headers=key).json()["data"][0]["id"] == "policy"
         for path, content, words in (
             ("completions", "{}", "is not served in a run"),
-            ("chat/completions", "[]", "no JSON object"),
+            ("chat/completions", "[]", "not a JSON object"),
             ("chat/completions", "{", "line 1"),
-            ("chat/completions", '{"n": 2}', "'n' has no effect in a run"),
+            ("chat/completions", '{"n": 2}', "'n' has no effect"),
             ("chat/completions", "[" * 100_000, "nested"),
             ("chat/completions", '{"user": "\\ud800"}', "surrogate"),
             ("chat/completions", '{"user": NaN}', "NaN"),

@@ -116,7 +116,7 @@ def run_python(
         folder: Existing folder, the program's working directory and the only writable one. Its files stay, unless they
             exceed the limits: then all are removed.
         bounds: Resource limits of this run.
-        bubblewrap: Whether to also run inside bubblewrap; None for whenever it works.
+        bubblewrap: True to also run inside bubblewrap; None to do so if it works.
         stdin: Text of the program's standard input. Descriptor 0 is a regular file with it, as after `< file` in a
             shell, so every way to read it works.
         then: Python that runs after the program, in the same process and namespace. The process reads it when the

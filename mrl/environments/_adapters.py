@@ -115,8 +115,8 @@ class VerlTools(ToolEnvironment):
 
         Args:
             tools: Objects of classes derived from verl's `BaseTool`.
-            reward: Source of the reward. "execute": the sum over the turn's calls of `execute`, per turn. "calc_reward":
-                the sum over the tools, in the last turn. "none", as in verl: reward functions score the episode, and
+            reward: Source of the reward. "execute": in each turn, the sum over its calls of `execute`. "calc_reward":
+                in the last turn, the sum over the tools. "none", as in verl: reward functions score the episode, and
                 the tools' rewards are only recorded.
         """
         if reward not in ("none", "execute", "calc_reward"):

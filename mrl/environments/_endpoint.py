@@ -40,7 +40,7 @@ NEUTRAL = {"n": 1, "tool_choice": "auto", "parallel_tool_calls": True, "logprobs
 
 
 @dataclass
-class Asked:
+class ChatRequest:
     """A pending chat request.
 
     Attributes:
@@ -56,13 +56,13 @@ class Asked:
     delivered: queue.SimpleQueue[bool] = field(default_factory=queue.SimpleQueue)
 
 
-class Endpoint:
+class AgentEndpoint:
     """HTTP server of one episode.
 
     Attributes:
         url: Base URL for clients.
         key: API key for clients.
-        asked: Queue of pending requests; None is put by the caller when the program has ended.
+        requests: Queue of pending requests; None is put by the caller when the program has ended.
     """
 
     def __init__(self, ignored: frozenset[str]) -> None:
@@ -72,7 +72,7 @@ class Endpoint:
             ignored: Fields of requests that are accepted and ignored.
         """
         self.key = secrets.token_hex(16)
-        self.asked: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[ChatRequest | None] = queue.SimpleQueue()
         endpoint = self
 
         class Handler(_Handler):
@@ -100,7 +100,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    owner: Endpoint
+    owner: AgentEndpoint
     allowed: set[str]
     protocol_version = "HTTP/1.1"
 
@@ -118,28 +118,28 @@ class _Handler(BaseHTTPRequestHandler):
             if self.path.rstrip("/") != "/v1/chat/completions":
                 raise RequestError(f"'{self.path}' is not served in a run, /v1/chat/completions is")
             checked = self._checked(parse_json(body))
-            asked = Asked(checked, chat_messages(checked.get("messages")))
+            request = ChatRequest(checked, chat_messages(checked.get("messages")))
         except RequestError as error:
             self._refuse(error.status, str(error))
             return
-        self.owner.asked.put(asked)
+        self.owner.requests.put(request)
         is_delivered = False
         try:
-            while (answer := self._answer(asked)) is None:
+            while (answer := self._answer(request)) is None:
                 if self._is_disconnected():
                     self.close_connection = True
                     return
             left = self._is_disconnected()
             if isinstance(answer, str):
                 self._refuse(400, answer)
-            elif asked.body.get("stream"):
+            elif request.body.get("stream"):
                 self._stream(*answer)
             else:
                 choice = {"message": answer[0], "finish_reason": answer[1]}
                 self._send_json(200, _chat_object("chat.completion", choice))
             is_delivered = not left
         finally:
-            asked.delivered.put(is_delivered)
+            request.delivered.put(is_delivered)
 
     def _body(self) -> bytes:
         """Reads the body of the request.
@@ -166,10 +166,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = close
         return body
 
-    def _answer(self, asked: Asked) -> tuple[Message, str] | str | None:
+    def _answer(self, request: ChatRequest) -> tuple[Message, str] | str | None:
         """Waits briefly for the answer; returns None if there is none yet."""
         try:
-            return asked.answer.get(timeout=POLL_S)
+            return request.answer.get(timeout=POLL_S)
         except queue.Empty:
             return None
 

@@ -12,7 +12,7 @@ from mrl.environments.base import Environment
 from mrl.errors import UserError
 
 
-def maker(name: str, kwargs: Mapping[str, Any]) -> tuple[Callable[[], Environment], bool]:
+def find_environment(name: str, kwargs: Mapping[str, Any]) -> tuple[Callable[[], Environment], bool]:
     """Returns a function that makes an environment for one episode, and whether the environment needs the network.
 
     Args:

@@ -1,4 +1,4 @@
-"""The parent's end of an environment worker: feeding it, believing it or not."""
+"""The parent's handle of an environment worker: sends commands and validates the answers."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mrl.distributed.worker_processes.landlock_seccomp import Confinement
-from mrl.distributed.worker_processes.worker_process import STARTUP_LIMIT_S, Channel
-from mrl.environments._wire import believed
+from mrl.distributed.worker_processes.pool import WorkerHandle
+from mrl.distributed.worker_processes.worker_process import Channel
+from mrl.environments._wire import decode
 from mrl.environments.base import Observation, Schema
-from mrl.errors import UserError
 
 Cause = Literal["timeout", "crash", "memory", "processes", "malformed", "too_large", "error", "replay"]
-"""Why an episode failed: its time, memory or processes, its worker's end, what it returned, what it raised, or that it
-is no function of its seed, row and actions."""
+"""Why an episode failed: a limit of time, memory or processes; death of its worker; a malformed or too large answer; an
+exception; or a replay with other observations."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an episode ended without an answer.
+    """Reason why an episode ended without an answer.
 
     Attributes:
-        cause: In a word.
-        message: With the environment, the sample and the turn.
+        cause: Kind of failure.
+        message: Description with the environment, the sample and the turn.
     """
 
     cause: Cause
@@ -33,14 +33,14 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a worker may take.
+class WorkerLimits:
+    """Limits of an environment worker.
 
     Attributes:
-        time_s: For one answer, s.
-        memory_mb: For a worker and all that it starts, MiB; 0: none.
-        max_processes: That a worker and what it starts may be at one time; 0: any number.
-        confinement: What it may reach.
+        time_s: Time limit of one answer, s.
+        memory_mb: Memory limit of a worker and its descendants together, MiB; 0: unlimited.
+        max_processes: Number of simultaneous processes, the worker and its descendants; 0: unlimited.
+        confinement: Rights of the worker.
     """
 
     time_s: float
@@ -50,97 +50,111 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a worker was asked: to start, to answer an episode's command, or to close an episode."""
+class Command:
+    """A command that a worker was sent.
 
-    word: Literal["start", "open", "step", "close"]
-    episode: str = ""
-    ticket: int = -1
+    Attributes:
+        word: Kind of command.
+        episode: Id of the episode.
+        ticket: Number of the episode among all of the pool; unique, unlike ids.
+        turn: Index of the observation that the command asks for.
+    """
+
+    word: Literal["open", "step", "close"]
+    episode: str
+    ticket: int
     turn: int = 0
 
 
-class Worker:
-    """One worker process.
+class EnvironmentWorker(WorkerHandle):
+    """Handle of an environment worker.
 
     Attributes:
-        channel: Its pipes and processes.
-        pending: What it was asked and has not answered, in order.
-        tools: Schemas of its environment's tools, known once it has started.
-        missing: What of its confinement this machine does not have, known once it has started.
-        lost: It has ended, or cannot be believed; it is of no use then.
+        pending: Commands without an answer, in order; can be queued before the worker is ready.
+        tools: Schemas of the environment's tools, set when the worker is ready.
+        missing: Parts of the confinement that this machine does not support, set when the worker is ready.
     """
 
-    def __init__(self, name: str, kwargs: Mapping[str, Any], limits: Limits) -> None:
-        """Starts the processes."""
-        self.channel = Channel(
+    def __init__(self, name: str, kwargs: Mapping[str, Any], limits: WorkerLimits) -> None:
+        """Starts the worker process; `poll_ready` reports when it is ready."""
+        channel = Channel(
             "mrl.environments._worker",
             memory_limit_mb=limits.memory_mb,
             memory_name="its limit of memory in MiB",
             max_processes=limits.max_processes,
         )
-        self.pending: deque[Asked] = deque([Asked("start")])
+        super().__init__(channel, (name, dict(kwargs), limits.confinement), f"environment '{name}'")
+        self.pending: deque[Command] = deque()
         self.tools: list[Schema] = []
         self.missing: list[str] = []
-        self.lost = False
-        self._name = name
         self._limits = limits
-        self._answered = 0
-        self._head_since = self.channel.started
-        self.channel.send((name, dict(kwargs), limits.confinement))
+        self._num_answers = 0
+        self._clock_start = 0.0
+
+    def accept_ready(self, fields: Mapping[str, Any]) -> bool:
+        """Stores the tools and the missing parts of the confinement; returns False if they are malformed."""
+        match fields:
+            case {"tools": list(tools), "missing": list(missing)}:
+                self.tools, self.missing = tools, missing
+                self._clock_start = time.monotonic()
+                return True
+        return False
+
+    @property
+    def is_busy(self) -> bool:
+        """True while the worker starts or has pending commands."""
+        return not self.is_ready or bool(self.pending)
 
     @property
     def deadline(self) -> float:
-        """Of the first thing that is pending, monotonic s."""
-        limit_s = STARTUP_LIMIT_S if self.pending[0].word == "start" else self._limits.time_s
-        return self._head_since + limit_s
+        """Time limit of the start or of the first pending command, monotonic s."""
+        return self._clock_start + self._limits.time_s if self.is_ready else self.start_deadline
 
-    def ask(self, asked: Asked, *args: Any) -> None:
+    def send(self, command: Command, *args: Any) -> None:
         """Queues a command."""
         if not self.pending:
-            self._head_since = time.monotonic()
-        self.pending.append(asked)
-        self.channel.send((asked.word, asked.ticket, *args))
+            self._clock_start = time.monotonic()
+        self.pending.append(command)
+        self.channel.send((command.word, command.ticket, *args))
 
-    def take(self) -> Iterator[tuple[Asked, Observation | Failure]]:
-        """What it has answered or failed; it may be `lost` then. Does not wait. A closed episode has no answer.
+    def take(self) -> Iterator[tuple[Command, Observation | Failure]]:
+        """Yields the answers and failures that have arrived; does not wait. A "close" command has no answer.
+
+        The worker may be `lost` afterwards.
 
         Raises:
-            UserError: It cannot start.
+            UserError: The worker cannot start.
         """
+        if not self.poll_ready():
+            return
         late = bool(self.pending) and time.monotonic() >= self.deadline
         while self.pending and not self.lost:
-            said = self.channel.receive()
-            if said is None and not self.channel.closed and not late:
+            message = self.channel.receive()
+            if message is None and not self.channel.closed and not late:
                 return
             late = False
-            asked = self.pending[0]
-            outcome = self._outcome(asked, said)
+            command = self.pending[0]
+            outcome = self._outcome(message)
             self.pending.popleft()
-            self._head_since = time.monotonic()
+            self._clock_start = time.monotonic()
             if outcome is not None:
-                yield asked, outcome
+                yield command, outcome
         if not self.pending and not self.lost and not self.channel.silent():
             self.lost = True
 
-    def _outcome(self, asked: Asked, said: dict[str, Any] | None) -> Observation | Failure | None:
-        if asked.word == "start":
-            self._started(said)
-            return None
-        if said is None:
-            return self._fatal(
-                *(
-                    ("crash", "its worker process died, and its keeper too")
-                    if self.channel.closed
-                    else ("timeout", f"it took longer than its limit of {self._limits.time_s:g} s")
-                )
-            )
-        match said:
+    def _outcome(self, message: dict[str, Any] | None) -> Observation | Failure | None:
+        """Converts a message, or its absence, to the outcome of the first pending command; None for a "close"."""
+        match message:
+            case None if self.channel.closed:
+                return self._fatal("crash", "its worker process and the supervisor died")
+            case None:
+                return self._fatal("timeout", f"it took longer than its limit of {self._limits.time_s:g} s")
             case {"ended": str(how), "limit": "memory" | "processes" as limit}:
                 return self._fatal(limit, f"its worker process was ended ({how})")
             case {"ended": str(how)}:
                 return self._fatal("crash", f"its worker process died ({how})")
-            case {"serial": serial, **fields} if serial == self._answered:
-                self._answered += 1
+            case {"serial": serial, **fields} if serial == self._num_answers:
+                self._num_answers += 1
                 return self._answer(fields)
         return self._fatal("malformed", "something else than its worker wrote into the pipe of its answers")
 
@@ -150,31 +164,15 @@ class Worker:
                 return None
             case {"observation": dict(observation)}:
                 try:
-                    return believed(observation)
+                    return decode(observation)
                 except ValueError as error:
                     return self._fatal("malformed", f"its worker wrote {error}")
-            case {"failure": "memory"}:  # nobody knows what the process still holds
+            case {"failure": "memory"}:  # the process may still use the memory, so it is replaced
                 return self._fatal("memory", f"MemoryError: it may take {self._limits.memory_mb} MiB")
             case {"failure": "error" | "malformed" | "too_large" as cause, "message": str(message)}:
                 return Failure(cause, message)
-        return self._fatal("malformed", "its worker wrote an answer that is none")
+        return self._fatal("malformed", "its worker wrote a malformed answer")
 
     def _fatal(self, cause: Cause, message: str) -> Failure:
         self.lost = True
         return Failure(cause, message)
-
-    def _started(self, said: dict[str, Any] | None) -> None:
-        match said:
-            case {"refusal": "", "tools": list(tools), "missing": list(missing)}:
-                self.tools, self.missing = tools, missing
-                return
-            case {"refusal": str(refusal)} if refusal:
-                problem = refusal
-            case {"ended": str(how)}:
-                problem = f"environment '{self._name}': a worker died while it started ({how})."
-            case None if not self.channel.closed:
-                problem = f"environment '{self._name}': a worker did not start within {STARTUP_LIMIT_S:g} s."
-            case _:
-                problem = f"environment '{self._name}': a worker died while it started, or wrote what it should not."
-        self.channel.stop()
-        raise UserError(problem)

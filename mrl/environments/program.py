@@ -33,7 +33,7 @@ from typing import Any
 
 import psutil
 
-from mrl.environments._endpoint import Asked, Endpoint
+from mrl.environments._endpoint import AgentEndpoint, ChatRequest
 from mrl.environments.base import Action, Environment, Message, Observation, Schema
 from mrl.errors import UserError
 
@@ -43,7 +43,7 @@ SHOWN = 600
 LONGEST_LINE = 1 << 16
 """Size of the end of a program's output that is read, bytes."""
 
-GIVEN = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
+INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
 """Environment variables that a program inherits, in addition to the endpoint's."""
 
 
@@ -72,8 +72,8 @@ class Program(Environment):
         if not self._command:
             raise UserError("environment 'program': command is empty, expected a program with its arguments.")
         self._tools, self._ignored, self._prompt_key = [dict(tool) for tool in tools], frozenset(ignore), prompt_key
-        self._said: list[Message] = []
-        self._asked: Asked | None = None
+        self._conversation: list[Message] = []
+        self._request: ChatRequest | None = None
 
     @property
     def tools(self) -> Sequence[Schema]:
@@ -83,19 +83,21 @@ class Program(Environment):
     def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:
         """Starts the program and waits for its first request."""
         self._folder = tempfile.TemporaryDirectory(prefix="mrl-agent-")
-        self._endpoint = Endpoint(self._ignored)
-        variables = {name: os.environ[name] for name in GIVEN if name in os.environ}
+        self._endpoint = AgentEndpoint(self._ignored)
+        variables = {name: os.environ[name] for name in INHERITED if name in os.environ}
         variables |= {"OPENAI_BASE_URL": self._endpoint.url, "OPENAI_API_KEY": self._endpoint.key, "NO_PROXY": "*"}
-        said, errors = Path(self._folder.name, "stdout"), Path(self._folder.name, "stderr")
-        with open(said, "wb") as out, open(errors, "wb") as wrong:
+        output, errors = Path(self._folder.name, "stdout"), Path(self._folder.name, "stderr")
+        with open(output, "wb") as out, open(errors, "wb") as err:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=out, stderr=wrong, env=variables
+                self._command, stdin=subprocess.PIPE, stdout=out, stderr=err, env=variables
             )
         Thread(target=self._feed, args=(json.dumps({"seed": seed, "row": dict(row)}),), daemon=True).start()
         Thread(target=self._watch, daemon=True).start()
         prompt = row.get(self._prompt_key) or []
-        self._said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
-        return self._next(self._endpoint.asked.get(), may_be_empty=bool(self._said))
+        self._conversation = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
+        )
+        return self._next(self._endpoint.requests.get(), may_be_empty=bool(self._conversation))
 
     def step(self, action: Action) -> Observation:
         """Responds to the program's request and waits for its next request or its end."""
@@ -110,11 +112,11 @@ class Program(Environment):
                 }
                 for call in action.tool_calls
             ]
-        self._said.append(message)
-        if self._asked is None:
+        self._conversation.append(message)
+        if self._request is None:
             raise RuntimeError("step() was called without a pending request of the program")
-        asked = self._after(self._asked, (message, "tool_calls" if "tool_calls" in message else "stop"))
-        return self._next(asked, may_be_empty=False)
+        request = self._after(self._request, (message, "tool_calls" if "tool_calls" in message else "stop"))
+        return self._next(request, may_be_empty=False)
 
     def close(self) -> None:
         """Kills the program and its descendants, and closes the endpoint."""
@@ -137,54 +139,54 @@ class Program(Environment):
 
     def _watch(self) -> None:
         self._process.wait()
-        self._endpoint.asked.put(None)
+        self._endpoint.requests.put(None)
 
-    def _after(self, asked: Asked, answer: tuple[Message, str]) -> Asked | None:
+    def _after(self, request: ChatRequest, answer: tuple[Message, str]) -> ChatRequest | None:
         """Responds to a request and returns the next one; None if the program has ended.
 
         If the client disconnected before the response, for instance at a timeout, a repeated request gets the same
         response.
         """
         while True:
-            asked.answer.put(answer)
-            is_delivered, later = asked.delivered.get(), self._endpoint.asked.get()
-            if is_delivered or later is None or later.body != asked.body:
+            request.answer.put(answer)
+            is_delivered, later = request.delivered.get(), self._endpoint.requests.get()
+            if is_delivered or later is None or later.body != request.body:
                 return later
-            asked = later
+            request = later
 
-    def _next(self, asked: Asked | None, *, may_be_empty: bool) -> Observation:
+    def _next(self, request: ChatRequest | None, *, may_be_empty: bool) -> Observation:
         """Returns the observation of a request, or of the program's end."""
-        self._asked = asked
-        if asked is None:
+        self._request = request
+        if request is None:
             return self._ended()
         try:
-            new = self._new_messages(asked, may_be_empty)
+            new = self._new_messages(request, may_be_empty)
         except ValueError as error:
             self.close()
             raise ValueError(f"the program's request does not continue its conversation: {error}.") from error
-        self._said += new
+        self._conversation += new
         return Observation(tuple(map(_observed, new)))
 
-    def _new_messages(self, asked: Asked, may_be_empty: bool) -> list[Message]:
+    def _new_messages(self, request: ChatRequest, may_be_empty: bool) -> list[Message]:
         """Returns the messages of a request after those of the conversation so far.
 
         Raises:
             ValueError: The request changes earlier messages, adds none, or offers other tools.
         """
-        messages, said = asked.messages, self._said
-        for place, one in enumerate(said):
-            if place >= len(messages) or _meaning(messages[place]) != _meaning(one):
-                found = json.dumps(_meaning(messages[place]))[:200] if place < len(messages) else "nothing"
-                raise ValueError(f"message {place} is {found}, expected {json.dumps(_meaning(one))[:200]}")
-        if len(messages) == len(said) and not may_be_empty:
+        messages, known = request.messages, self._conversation
+        for place, one in enumerate(known):
+            if place >= len(messages) or _compared(messages[place]) != _compared(one):
+                found = json.dumps(_compared(messages[place]))[:200] if place < len(messages) else "nothing"
+                raise ValueError(f"message {place} is {found}, expected {json.dumps(_compared(one))[:200]}")
+        if len(messages) == len(known) and not may_be_empty:
             raise ValueError("it has no message after the policy's last one")
-        if any(one.get("role") == "assistant" for one in messages[len(said) :]):
+        if any(one.get("role") == "assistant" for one in messages[len(known) :]):
             raise ValueError("it has an assistant's message that the policy did not generate")
-        offered = asked.body.get("tools") or []
+        offered = request.body.get("tools") or []
         if offered != self._tools:
             names = [tool.get("function", {}).get("name") for tool in offered if isinstance(tool, dict)]
             raise ValueError(f"it offers the tools {names}, which are not rollout.agent.environment_kwargs.tools")
-        return messages[len(said) :]
+        return messages[len(known) :]
 
     def _ended(self) -> Observation:
         output, errors = (Path(self._folder.name, name).read_bytes()[-LONGEST_LINE:] for name in ("stdout", "stderr"))
@@ -195,7 +197,7 @@ class Program(Environment):
         return Observation(terminated=True, reward=_reward(lines[-1]) if lines else None)
 
 
-def _meaning(message: Message) -> tuple[Any, ...]:
+def _compared(message: Message) -> tuple[Any, ...]:
     """Returns the compared part of a message: role, text and tool calls; ignores fields that clients add."""
     calls = message.get("tool_calls") or []
     return message.get("role"), str(message.get("content") or "").strip(), [_call(call) for call in calls]

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from mrl.distributed.worker_processes.folders import owned_folder, remove
-from mrl.distributed.worker_processes.sandbox import Bounds, run_python
+from mrl.distributed.worker_processes.sandbox import SandboxLimits, run_python
 from mrl.environments.base import Observation, Tool
 from mrl.environments.toolbox import ToolEnvironment
 from mrl.errors import UserError
@@ -18,7 +18,7 @@ from mrl.errors import UserError
 def _missing() -> tuple[str, ...]:
     """Returns the parts of the sandbox that this machine does not support; checked once per worker."""
     with owned_folder("probe") as folder:
-        return run_python("", folder, Bounds(time_s=60.0)).missing
+        return run_python("", folder, SandboxLimits(time_s=60.0)).missing
 
 
 class Python(ToolEnvironment):
@@ -43,7 +43,7 @@ class Python(ToolEnvironment):
                 f"python: time_limit_s={time_limit_s}, memory_limit_mb={memory_limit_mb}, max_output_bytes="
                 f"{max_output_bytes}; expected numbers above 0, and at least 64 MiB."
             )
-        self._bounds = Bounds(time_limit_s, memory_limit_mb, max_output_bytes)
+        self._bounds = SandboxLimits(time_limit_s, memory_limit_mb, max_output_bytes)
         self._folder = ""
         if strict and _missing():
             raise UserError(

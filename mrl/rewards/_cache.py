@@ -213,27 +213,27 @@ def identity_of(functions: Sequence[tuple[str, Mapping[str, Any], str]]) -> str:
 
 
 @dataclass
-class Spared:
+class CacheLookup:
     """Cache lookup of a batch: which rows have scores and which are to be computed.
 
     Attributes:
         cache: Cache for lookups and new scores; None disables caching.
         found: Row -> cached outcomes.
-        asked: Rows to compute, grouped by call.
+        to_compute: Rows to compute, grouped by call.
         keys: Row to compute -> cache key.
-        same: Row -> row in `asked` with an equal sample, whose outcomes it shares.
+        same: Row -> row in `to_compute` with an equal sample, whose outcomes it shares.
     """
 
     cache: ScoreCache | None
     found: dict[int, list[Outcome]] = field(default_factory=dict)
-    asked: list[tuple[int, ...]] = field(default_factory=list)
+    to_compute: list[tuple[int, ...]] = field(default_factory=list)
     keys: dict[int, str | None] = field(default_factory=dict)
     same: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
     def of(
         cache: ScoreCache | None, identity: str, samples: Sequence[Sample], units: Iterable[tuple[int, ...]]
-    ) -> Spared:
+    ) -> CacheLookup:
         """Looks up all samples; without a cache all are to be computed.
 
         Args:
@@ -242,24 +242,24 @@ class Spared:
             samples: Samples by row.
             units: Rows of each call; a call's scores are used only if all of its rows are cached.
         """
-        spared, first, keys_of = Spared(cache), dict[str | None, tuple[int, ...]](), _Keys(identity).of
+        lookup, first, keys_of = CacheLookup(cache), dict[str | None, tuple[int, ...]](), _Keys(identity).of
         for unit in units:
             keys = [None] * len(unit) if cache is None else keys_of([samples[row] for row in unit])
             if (same := first.get(keys[0])) is not None:
-                spared.same.update(zip(unit, same, strict=True))
+                lookup.same.update(zip(unit, same, strict=True))
                 continue
             known = [None if cache is None or key is None else cache.get(key) for key in keys]
             if None not in known:
-                spared.found.update(zip(unit, known, strict=True))  # type: ignore[arg-type]
+                lookup.found.update(zip(unit, known, strict=True))  # type: ignore[arg-type]
                 continue
             if keys[0] is not None:
                 first[keys[0]] = unit
-            spared.asked.append(unit)
-            spared.keys.update(zip(unit, keys, strict=True))
-        return spared
+            lookup.to_compute.append(unit)
+            lookup.keys.update(zip(unit, keys, strict=True))
+        return lookup
 
     def keep(self, computed: Iterable[tuple[int, Sequence[Outcome]]]) -> None:
-        """Stores computed outcomes of rows in `asked`."""
+        """Stores computed outcomes of rows in `to_compute`."""
         if self.cache is not None:
             self.cache.put((key, outcomes) for row, outcomes in computed if (key := self.keys[row]) is not None)
 

@@ -69,16 +69,16 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Way:
+class CallStyle:
     """Calling style of a function.
 
     Attributes:
-        lists: True if it takes lists of samples, False if it takes one sample per call.
-        waits: True for a coroutine function, whose calls can run concurrently.
+        takes_lists: True if it takes lists of samples, False if it takes one sample per call.
+        is_async: True for a coroutine function, whose calls can run concurrently.
     """
 
-    lists: bool = False
-    waits: bool = False
+    takes_lists: bool = False
+    is_async: bool = False
 
 
 class RewardCall:
@@ -123,9 +123,9 @@ class RewardCall:
         return source_of(self._function)
 
     @property
-    def way(self) -> Way:
+    def style(self) -> CallStyle:
         """Calling style of the function."""
-        return Way(lists=self._signature.takes_lists, waits=self._signature.is_async)
+        return CallStyle(takes_lists=self._signature.takes_lists, is_async=self._signature.is_async)
 
     def __call__(
         self, samples: Sequence[Sample], wait: Callable[[Coroutine[Any, Any, Any]], Any] | None = None
@@ -151,7 +151,7 @@ class RewardCall:
             return [Outcome(math.nan, f"{type(error).__name__}: {error}")] * len(samples)
         return [self._outcome(value) for value in values]
 
-    async def later(self, samples: Sequence[Sample]) -> list[Outcome]:
+    async def call_async(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Scores samples with a coroutine function, so that several calls can run concurrently."""
         try:
             started = self._signature.start(samples)
@@ -163,11 +163,11 @@ class RewardCall:
         return [self._outcome(value) for value in values]
 
     def _outcome(self, value: Any) -> Outcome:
-        if value is None and self._signature.style == "TRL":
+        if value is None and self._signature.convention == "TRL":
             return Outcome(0.0, given=False)
         try:
-            said = dict(value) if isinstance(value, Mapping) else {SCORE: value}
-            return Outcome(_score(said, value), facts=_facts(said) if isinstance(value, Mapping) else {})
+            fields = dict(value) if isinstance(value, Mapping) else {SCORE: value}
+            return Outcome(_score(fields, value), facts=_facts(fields) if isinstance(value, Mapping) else {})
         except ValueError as error:
             return Outcome(math.nan, f"it returned {error}")
         except Exception as error:  # noqa: BLE001 - a returned object may raise too, such as a tensor of two elements
@@ -211,11 +211,11 @@ def _parameters(function: Callable[..., Any]) -> str:
         return "..."
 
 
-def _score(said: Mapping[Any, Any], value: object) -> float:
+def _score(fields: Mapping[Any, Any], value: object) -> float:
     """Returns the score of a mapping; raises ValueError unless it is a finite number."""
-    if SCORE not in said:
+    if SCORE not in fields:
         raise ValueError(f"{_shown(value)}, a mapping without '{SCORE}'")
-    score = said[SCORE]
+    score = fields[SCORE]
     if not _is_number(score):
         raise ValueError(f"{_shown(score)}, expected a number")
     if not math.isfinite(score):
@@ -223,9 +223,9 @@ def _score(said: Mapping[Any, Any], value: object) -> float:
     return float(score)
 
 
-def _facts(said: Mapping[Any, Any]) -> Facts:
+def _facts(fields: Mapping[Any, Any]) -> Facts:
     """Returns the texts and finite numbers of a mapping; raises ValueError for keys that cannot name metrics."""
-    kept = {key: value for key, value in said.items() if isinstance(value, str) or _is_number(value)}
+    kept = {key: value for key, value in fields.items() if isinstance(value, str) or _is_number(value)}
     if len(kept) > MAX_FACTS:
         raise ValueError(f"a mapping with {len(kept)} keys, expected at most {MAX_FACTS}")
     for key in kept:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mrl.errors import UserError
-from mrl.rewards._call import Way
+from mrl.rewards._call import CallStyle
 
 SAMPLE, GROUP, REPLICA = "sample", "group", "replica"
 
@@ -25,7 +25,7 @@ Order = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Task:
+class ScoringTask:
     """Unit of work of a worker: one call, or several concurrent calls of coroutine functions.
 
     Attributes:
@@ -53,61 +53,61 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Bundle:
+class CallBatch:
     """Functions that are called together, with the same samples.
 
     Attributes:
         calls: Indices of the functions, among the workers' functions.
-        reach: SAMPLE, GROUP or REPLICA: the samples of one call.
-        waits: True if calls run concurrently.
+        scope: SAMPLE, GROUP or REPLICA: the samples of one call.
+        is_async: True if calls run concurrently.
     """
 
     calls: tuple[int, ...]
-    reach: str
-    waits: bool
+    scope: str
+    is_async: bool
 
     def units(self, order: Order) -> list[Unit]:
         """Splits all rows into calls; the rows of a call are sorted by `order`."""
-        if self.reach == SAMPLE:
+        if self.scope == SAMPLE:
             return [(row,) for row in range(len(order))]
         rows = sorted(range(len(order)), key=lambda row: order[row])
-        if self.reach == REPLICA:
+        if self.scope == REPLICA:
             return [tuple(rows)] if rows else []
         groups: dict[int, list[int]] = {}
         for row in rows:
             groups.setdefault(order[row][0], []).append(row)
         return [tuple(group) for group in groups.values()]
 
-    def tasks(self, units: Sequence[Unit], num_workers: int) -> list[Task]:
+    def tasks(self, units: Sequence[Unit], num_workers: int) -> list[ScoringTask]:
         """Packs units into tasks; concurrent ones are spread over `num_workers`."""
-        if not self.waits or not units:
-            return [Task(self.calls, (unit,)) for unit in units]
+        if not self.is_async or not units:
+            return [ScoringTask(self.calls, (unit,)) for unit in units]
         most = max(1, AT_ONCE // max(map(len, units)))
         size = min(most, -(-len(units) // num_workers))
-        return [Task(self.calls, tuple(units[start : start + size])) for start in range(0, len(units), size)]
+        return [ScoringTask(self.calls, tuple(units[start : start + size])) for start in range(0, len(units), size)]
 
 
-def bundles_of(names: Sequence[str], ways: Sequence[Way], batches: Sequence[str | None]) -> list[Bundle]:
+def group_calls(names: Sequence[str], styles: Sequence[CallStyle], batches: Sequence[str | None]) -> list[CallBatch]:
     """Groups the workers' functions by calling style.
 
     Args:
         names: Names of the functions, for messages.
-        ways: Calling style of each function.
+        styles: Calling style of each function.
         batches: `reward.functions[].batch` of each function.
 
     Raises:
         UserError: `batch` is set for a function that takes one sample per call.
     """
     members: dict[tuple[str, bool], list[int]] = {}
-    for place, (name, way, batch) in enumerate(zip(names, ways, batches, strict=True)):
-        check_batch(name, batch, lists=way.lists)
-        members.setdefault(((batch or GROUP) if way.lists else SAMPLE, way.waits), []).append(place)
-    return [Bundle(tuple(places), reach, waits) for (reach, waits), places in members.items()]
+    for place, (name, style, batch) in enumerate(zip(names, styles, batches, strict=True)):
+        check_batch(name, batch, takes_lists=style.takes_lists)
+        members.setdefault(((batch or GROUP) if style.takes_lists else SAMPLE, style.is_async), []).append(place)
+    return [CallBatch(tuple(places), scope, is_async) for (scope, is_async), places in members.items()]
 
 
-def check_batch(name: str, batch: str | None, *, lists: bool) -> None:
+def check_batch(name: str, batch: str | None, *, takes_lists: bool) -> None:
     """Raises UserError if `batch` is set for a function that takes one sample per call."""
-    if batch is not None and not lists:
+    if batch is not None and not takes_lists:
         raise UserError(
             f"reward.functions: '{name}' has batch={batch}, but takes one sample at a time. Leave batch out, or give "
             "it TRL's parameters (completions ...) or those of verl's batch functions (solution_strs ...)."

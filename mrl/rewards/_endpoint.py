@@ -23,7 +23,7 @@ Messages = list[dict[str, str]]
 MAX_REPLY_BYTES = 1 << 20
 """Size limit of a reply, bytes."""
 
-AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """HTTP statuses after which a request is retried; any other status except 200 is final."""
 
 _OURS = ("model", "messages", "stream", "n")
@@ -36,16 +36,16 @@ LIMITS = frozenset({"key_env", "concurrency", "timeout_s", "limit_s", "max_tries
 """Arguments that do not influence scores, such as timeouts."""
 
 
-def asked_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def scoring_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments that a score depends on, for the cache key."""
     return {name: value for name, value in kwargs.items() if name not in LIMITS}
 
 
-class NoAnswerError(Exception):
+class NoReplyError(Exception):
     """Failure to get a score from the endpoint after all attempts."""
 
 
-class _AgainError(Exception):
+class _RetryError(Exception):
     """Failed attempt that is worth a retry.
 
     Attributes:
@@ -57,7 +57,7 @@ class _AgainError(Exception):
         self.pause_s = pause_s
 
 
-class Endpoint:
+class JudgeEndpoint:
     """A chat endpoint; its arguments are `kwargs` of the config."""
 
     def __init__(
@@ -133,7 +133,7 @@ class Endpoint:
             read: Parses the reply's text; raises ValueError for a reply that is to be retried.
 
         Raises:
-            NoAnswerError: All attempts failed, or `limit_s` is over.
+            NoReplyError: All attempts failed, or `limit_s` is over.
         """
         clock = asyncio.get_running_loop().time
         start, cause, tries = clock(), "", 0
@@ -145,13 +145,13 @@ class Endpoint:
                 return read(_content(await asyncio.wait_for(self._once(client, messages), allowed_s)))
             except (asyncio.TimeoutError, TimeoutError):
                 cause, pause_s = f"no answer within {allowed_s:.3g} s", 0.0
-            except _AgainError as error:
+            except _RetryError as error:
                 cause, pause_s = str(error), pause_s if error.pause_s is None else error.pause_s
             except ValueError as error:
                 cause, pause_s = str(error), 0.0
             if tries < self._max_tries:
                 await asyncio.sleep(min(pause_s, max(0.0, start + self.limit_s - clock())))
-        raise NoAnswerError(self._without_key(f"{cause} (tries: {tries}, {clock() - start:.3g} s, {self.url})"))
+        raise NoReplyError(self._without_key(f"{cause} (tries: {tries}, {clock() - start:.3g} s, {self.url})"))
 
     async def _once(self, client: httpx.AsyncClient, messages: Messages) -> bytes:
         """Sends one request; returns the body of a reply with status 200."""
@@ -165,14 +165,14 @@ class Endpoint:
                 async for part in response.aiter_bytes():
                     body += part
                     if len(body) > MAX_REPLY_BYTES:
-                        raise _AgainError(f"a reply of more than {MAX_REPLY_BYTES} bytes")
+                        raise _RetryError(f"a reply of more than {MAX_REPLY_BYTES} bytes")
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
-            raise _AgainError(f"{type(error).__name__}: {error}") from error
+            raise _RetryError(f"{type(error).__name__}: {error}") from error
         status = response.status_code
-        if status in AGAIN:
-            raise _AgainError(f"status {status}: {_excerpt(body)}", _seconds(response.headers.get("retry-after", "")))
+        if status in RETRIED_STATUSES:
+            raise _RetryError(f"status {status}: {_excerpt(body)}", _seconds(response.headers.get("retry-after", "")))
         if status != 200:
-            raise NoAnswerError(self._without_key(f"status {status}: {_excerpt(body)} ({self.url})"))
+            raise NoReplyError(self._without_key(f"status {status}: {_excerpt(body)} ({self.url})"))
         return bytes(body)
 
     def _without_key(self, text: str) -> str:

@@ -17,11 +17,11 @@ from mrl.config import registry
 from mrl.errors import UserError
 from mrl.rewards._arguments import check_types
 from mrl.rewards._call import Outcome
-from mrl.rewards._endpoint import Endpoint, NoAnswerError
+from mrl.rewards._endpoint import JudgeEndpoint, NoReplyError
 from mrl.rewards._signatures import Sample
 from mrl.rewards.judge import Judge
 
-_POLL_S = 0.2  # interval at which `told_to_stop` is polled
+_POLL_S = 0.2  # interval at which `abort_requested` is polled
 DOWN_AFTER = 8
 """Consecutive failures, if not fewer than the endpoint's concurrency, after which it counts as down."""
 
@@ -34,7 +34,7 @@ def judge_of(name: str, kwargs: Mapping[str, Any], variables: Callable[..., Mapp
     """
     try:
         kind = registry.find("rewards", name, "REWARD")
-        for one in (*kind.__mro__[:-1], Endpoint):
+        for one in (*kind.__mro__[:-1], JudgeEndpoint):
             check_types(one.__init__, kwargs)
         judge: Judge = kind(**kwargs)
         judge.endpoint.prepare(variables)
@@ -45,7 +45,7 @@ def judge_of(name: str, kwargs: Mapping[str, Any], variables: Callable[..., Mapp
         raise UserError(f"reward.functions: '{name}' cannot be called with {dict(kwargs)}: {error}.") from error
 
 
-class Asking:
+class JudgeQueries:
     """A batch of judge queries in a background thread; a context manager that cancels the rest on exit.
 
     Attributes:
@@ -77,9 +77,9 @@ class Asking:
         self._thread = threading.Thread(target=self._run, name="mrl judges", daemon=True)
         self._thread.start()
 
-    def wait(self, told_to_stop: Callable[[], bool] = lambda: False) -> dict[int, list[Outcome]]:
+    def wait(self, abort_requested: Callable[[], bool] = lambda: False) -> dict[int, list[Outcome]]:
         """Returns `done` when all samples are finished, too many failed, or a stop is requested."""
-        while self._thread.is_alive() and not told_to_stop():
+        while self._thread.is_alive() and not abort_requested():
             self._thread.join(_POLL_S)
         self.end()
         if self._error is not None:
@@ -93,7 +93,7 @@ class Asking:
         self._thread.join()
         self._loop.close()
 
-    def __enter__(self) -> Asking:
+    def __enter__(self) -> JudgeQueries:
         return self
 
     def __exit__(
@@ -149,7 +149,7 @@ class Asking:
                 return Outcome(math.nan, f"not asked: {judge.endpoint.url} gave no score {in_a_row} times in a row")
             try:
                 value, facts = await judge.endpoint.ask(client, messages, lambda reply: judge.read(reply, sample))
-            except NoAnswerError as error:
+            except NoReplyError as error:
                 self._in_a_row[index] = self._in_a_row.get(index, 0) + 1
                 return Outcome(math.nan, f"the judge gave no score: {error}")
             self._in_a_row[index] = 0

@@ -63,7 +63,7 @@ class Started:
 class Signature:
     """A reward function with mrl's calling convention; `Signature.of` selects the subclass for other conventions."""
 
-    style = "mrl"
+    convention = "mrl"
     takes_lists = False
     """True if one call scores several samples, passed as lists."""
 
@@ -123,7 +123,7 @@ class Signature:
 class Verl(Signature):
     """verl's `compute_score`; arguments without a parameter are omitted."""
 
-    style = "verl"
+    convention = "verl"
     names = ("data_source", "solution_str", "ground_truth", "extra_info")
 
     def check(self) -> None:
@@ -147,7 +147,7 @@ class VerlBatch(Verl):
 class Trl(Signature):
     """TRL's reward function; it receives the answers and the other columns of the rows as lists."""
 
-    style = "TRL"
+    convention = "TRL"
     takes_lists = True
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from mrl.config.reasoning import without_reasoning
 from mrl.distributed.worker_processes.folders import owned_folder
-from mrl.distributed.worker_processes.sandbox import Bounds, Ran, run_python
+from mrl.distributed.worker_processes.sandbox import SandboxLimits, SandboxResult, run_python
 from mrl.rewards._arguments import check_positive
 from mrl.rewards._blocks import program_of
 
@@ -90,7 +90,7 @@ def code(
         left = end - time.monotonic()
         problem = "there is no program in the response" if program is None else f"all took longer than {limit_s:g} s"
         if program is not None and left > 0:
-            bounds = Bounds(time_s=min(test_time_s, left), memory_mb=memory_mb)
+            bounds = SandboxLimits(time_s=min(test_time_s, left), memory_mb=memory_mb)
             problem = _problem(program, test, bounds, allow_unconfined=allow_unconfined)
         num_passed += not problem
         first = first or (f"test {place} of {len(tests)}: {problem}" if problem else "")
@@ -133,7 +133,7 @@ def _text(lines: Any) -> str:
     return str(lines)
 
 
-def _problem(program: str, test: Test, bounds: Bounds, *, allow_unconfined: bool) -> str:
+def _problem(program: str, test: Test, bounds: SandboxLimits, *, allow_unconfined: bool) -> str:
     """Runs a test; returns why it failed, "" if it passed."""
     mark = "" if test.expected is not None else secrets.token_hex(16)
     with owned_folder("code") as folder:
@@ -167,7 +167,7 @@ def _same(printed: str, expected: str) -> bool:
     return one == other
 
 
-def _last_line(ran: Ran) -> str:
+def _last_line(ran: SandboxResult) -> str:
     lines = ran.output.strip().splitlines()
     return lines[-1][:200] if lines else "it printed nothing"
 

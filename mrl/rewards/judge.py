@@ -13,7 +13,7 @@ from typing import Any
 
 from mrl.config.reasoning import without_reasoning
 from mrl.rewards._call import Facts, source_of
-from mrl.rewards._endpoint import Endpoint, Messages
+from mrl.rewards._endpoint import JudgeEndpoint, Messages
 from mrl.rewards._numbers import plain
 from mrl.rewards._signatures import Sample
 
@@ -61,7 +61,7 @@ class Judge:
             scale: Lowest and highest score; a reply outside is a failure.
             score_after: Text that the reply must contain once, followed by the score; null for a reply that is a JSON
                 object with a "score".
-            endpoint: Further arguments of `Endpoint`.
+            endpoint: Further arguments of `JudgeEndpoint`.
 
         Raises:
             ValueError: An argument is out of range.
@@ -73,7 +73,7 @@ class Judge:
             raise ValueError("score_after is empty")
         if "{response}" not in prompt and "{full_response}" not in prompt:
             raise ValueError("prompt contains neither {response} nor {full_response}: the judge would not see it")
-        self.endpoint = Endpoint(**endpoint)
+        self.endpoint = JudgeEndpoint(**endpoint)
         self.low, self.high = map(float, scale)
         self._prompt, self._system, self._score_after = prompt, system, score_after
 

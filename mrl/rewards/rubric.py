@@ -73,7 +73,7 @@ class Rubric(Judge):
                 to read them from the data row.
             criteria_key: Column of the data row with the criteria, if `criteria` is null.
             prompt: Prompt template, see `Judge`; must contain {criteria}.
-            judge: Further arguments of `Judge` and `Endpoint`.
+            judge: Further arguments of `Judge` and `JudgeEndpoint`.
 
         Raises:
             ValueError: An argument is out of range.

@@ -17,13 +17,13 @@ from mrl.config import registry
 from mrl.config.config import RewardConfig, RewardFunctionConfig
 from mrl.config.user_code import is_own
 from mrl.errors import UserError
-from mrl.rewards._cache import ScoreCache, Spared, identity_of
+from mrl.rewards._cache import CacheLookup, ScoreCache, identity_of
 from mrl.rewards._call import Outcome, RewardCall
-from mrl.rewards._call_batches import Bundle, Order, Task, bundles_of, check_batch
-from mrl.rewards._endpoint import asked_of
-from mrl.rewards._judge_client import Asking, judge_of
-from mrl.rewards._pool import WorkerPool
-from mrl.rewards._remote import Answered
+from mrl.rewards._call_batches import CallBatch, Order, ScoringTask, check_batch, group_calls
+from mrl.rewards._endpoint import scoring_arguments
+from mrl.rewards._judge_client import JudgeQueries, judge_of
+from mrl.rewards._pool import RewardPool
+from mrl.rewards._remote import Scored
 from mrl.rewards._signatures import NUM_TURNS, Sample
 from mrl.rewards.environment import ENVIRONMENT_REWARD
 from mrl.rewards.judge import Judge
@@ -90,44 +90,44 @@ class Scorer:
                 self._local[index] = RewardCall(function.name, function.kwargs)
             else:
                 self._remote.append(index)
-        self._pool: WorkerPool | None = None
+        self._pool: RewardPool | None = None
         if self._remote:
-            self._pool = WorkerPool(
+            self._pool = RewardPool(
                 [(config.functions[index].name, config.functions[index].kwargs) for index in self._remote],
                 num_workers=max(1, config.num_workers),
                 time_limit_s=config.time_limit_s,
                 memory_limit_mb=config.memory_limit_mb,
             )
-        self._bundles = self._group_functions()
-        self._identities = [self._identity_of_judges(), *map(self._identity_of_workers, self._bundles)]
+        self._batches = self._group_functions()
+        self._identities = [self._judge_identity(), *map(self._worker_identity, self._batches)]
 
-    def _group_functions(self) -> list[Bundle]:
+    def _group_functions(self) -> list[CallBatch]:
         """Groups the workers' functions by calling style; raises UserError for an impossible `batch` setting."""
         functions = self._config.functions
         for index in (*self._local, *self._judges):
-            check_batch(functions[index].name, functions[index].batch, lists=False)
+            check_batch(functions[index].name, functions[index].batch, takes_lists=False)
         if self._pool is None:
             return []
         named = [functions[index] for index in self._remote]
         try:
-            return bundles_of([one.name for one in named], self._pool.ways, [one.batch for one in named])
+            return group_calls([one.name for one in named], self._pool.styles, [one.batch for one in named])
         except UserError:
             self.close()
             raise
 
-    def _identity_of_judges(self) -> str:
+    def _judge_identity(self) -> str:
         functions = [(self._config.functions[index], judge) for index, judge in self._judges.items()]
-        return identity_of([(one.name, asked_of(one.kwargs), judge.source) for one, judge in functions])
+        return identity_of([(one.name, scoring_arguments(one.kwargs), judge.source) for one, judge in functions])
 
-    def _identity_of_workers(self, bundle: Bundle) -> str:
+    def _worker_identity(self, batch: CallBatch) -> str:
         sources = () if self._pool is None else self._pool.sources
-        functions = [(self._config.functions[self._remote[place]], sources[place]) for place in bundle.calls]
+        functions = [(self._config.functions[self._remote[place]], sources[place]) for place in batch.calls]
         return identity_of([(one.name, one.kwargs, source) for one, source in functions])
 
     def score(
         self,
         rollouts: Sequence[Rollout],
-        told_to_stop: Callable[[], bool] = lambda: False,
+        abort_requested: Callable[[], bool] = lambda: False,
         by_model: Mapping[Key, Outcome] | None = None,
     ) -> None:
         """Sets all `reward...` fields of each rollout, and `response_text` if it is empty.
@@ -139,7 +139,7 @@ class Scorer:
 
         Args:
             rollouts: Rollouts to score, modified in place.
-            told_to_stop: Polled; once it returns true, this method returns and leaves rollouts without a reward.
+            abort_requested: Polled; once it returns true, this method returns and leaves rollouts without a reward.
             by_model: Outcomes of the reward model; required if the config has one.
 
         Raises:
@@ -150,7 +150,7 @@ class Scorer:
         samples = [sample for _, sample in prepared if sample is not None]
         allowed = math.floor(self._config.max_failed_frac * len(samples))
         order = [(rollout.prompt.uid, rollout.sample_index) for rollout in rollouts]
-        found, computed = self._score_remotely(samples, order, allowed, told_to_stop)
+        found, computed = self._score_remotely(samples, order, allowed, abort_requested)
         num_failed, num_given_up, first_failure = 0, 0, ""
         for row, (rollout, sample) in enumerate(zip(rollouts, samples, strict=True)):
             remote = [by_row.get(row) for by_row in found.values()]
@@ -175,7 +175,7 @@ class Scorer:
             )
 
     def _score_remotely(
-        self, samples: Sequence[Sample], order: Order, allowed: int, told_to_stop: Callable[[], bool]
+        self, samples: Sequence[Sample], order: Order, allowed: int, abort_requested: Callable[[], bool]
     ) -> tuple[dict[tuple[int, ...], dict[int, list[Outcome]]], set[int]]:
         """Scores samples with worker processes and judges concurrently, and reads known scores from the cache.
 
@@ -183,39 +183,41 @@ class Scorer:
             (indices of functions) -> row -> an outcome of each function; and the rows that were not all from the cache.
         """
         found: dict[tuple[int, ...], dict[int, list[Outcome]]] = {}
-        judges_identity, *bundle_identities = self._identities
+        judges_identity, *batch_identities = self._identities
         single = [(row,) for row in range(len(samples))] if self._judges else []
-        judge_cache = Spared.of(self._cache, judges_identity, samples, single)
+        judge_cache = CacheLookup.of(self._cache, judges_identity, samples, single)
         by_calls = {
-            bundle.calls: (bundle, Spared.of(self._cache, identity, samples, bundle.units(order)))
-            for bundle, identity in zip(self._bundles, bundle_identities, strict=True)
+            batch.calls: (batch, CacheLookup.of(self._cache, identity, samples, batch.units(order)))
+            for batch, identity in zip(self._batches, batch_identities, strict=True)
         }
         with ExitStack() as stack:
-            asking = None
+            queries = None
             if self._judges:
                 missing = {row: samples[row] for row in judge_cache.keys}
 
                 def on_judged(row: int, outcomes: list[Outcome]) -> None:
                     judge_cache.keep([(row, outcomes)])
 
-                asking = stack.enter_context(Asking(list(self._judges.values()), missing, allowed, on_judged))
+                queries = stack.enter_context(JudgeQueries(list(self._judges.values()), missing, allowed, on_judged))
             if self._pool is not None:
                 computed: dict[tuple[int, ...], dict[int, list[Outcome]]] = {calls: {} for calls in by_calls}
 
-                def on_scored(answered: list[Answered]) -> None:
+                def on_scored(answered: list[Scored]) -> None:
                     for calls in {task.calls for task, _, _ in answered}:
                         by_row = {row: outcomes for task, row, outcomes in answered if task.calls == calls}
                         computed[calls] |= by_row
                         by_calls[calls][1].keep(by_row.items())
 
                 workers = max(1, self._config.num_workers)
-                tasks = [task for bundle, cached in by_calls.values() for task in bundle.tasks(cached.asked, workers)]
-                self._pool.run(samples, tasks, allowed, told_to_stop, on_scored)
+                tasks = [
+                    task for batch, cached in by_calls.values() for task in batch.tasks(cached.to_compute, workers)
+                ]
+                self._pool.run(samples, tasks, allowed, abort_requested, on_scored)
                 for calls, (_, cached) in by_calls.items():
                     found[tuple(self._remote[place] for place in calls)] = cached.joined(computed[calls])
-            if asking is not None:
+            if queries is not None:
                 given_up = any(len(by_row) < len(samples) for by_row in found.values())
-                judged = asking.done if given_up else asking.wait(told_to_stop)
+                judged = queries.done if given_up else queries.wait(abort_requested)
                 found[tuple(self._judges)] = judge_cache.joined(judged)
         return found, set(judge_cache.keys).union(*(cached.keys for _, cached in by_calls.values()))
 
@@ -238,7 +240,7 @@ class Scorer:
         samples = [_empty_sample(prompt, episodes=episodes) for prompt in prompts]
         problems: dict[int, dict[int, str]] = {}
 
-        def collect(answered: Sequence[Answered]) -> None:
+        def collect(answered: Sequence[Scored]) -> None:
             for task, row, outcomes in answered:
                 if outcomes[0].error:
                     problems.setdefault(self._remote[task.calls[0]], {})[row] = outcomes[0].error
@@ -250,8 +252,8 @@ class Scorer:
         if self._pool is not None:
             own = [is_own(self._config.functions[index].name) for index in self._remote]
             calls = [place for place, is_users in enumerate(own) if not is_users]
-            tasks = [Task((place,), ((row,),)) for place in calls for row in range(len(samples))]
-            self._pool.run(samples, tasks, len(samples), tell=collect)
+            tasks = [ScoringTask((place,), ((row,),)) for place in calls for row in range(len(samples))]
+            self._pool.run(samples, tasks, len(samples), on_scored=collect)
         warnings = []
         for index, by_row in sorted(problems.items()):
             if by_row:
@@ -269,7 +271,7 @@ class Scorer:
     def close(self) -> None:
         """Ends the worker processes and closes the score cache."""
         if self._pool is not None:
-            self._pool.close()
+            self._pool.shutdown()
         if self._cache is not None:
             self._cache.close()
 

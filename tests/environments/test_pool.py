@@ -77,7 +77,7 @@ WAYS = {
     "large": ("too_large", "characters; an observation may have 1048576 bytes"),
     "nothing": ("malformed", "it returned a NoneType, expected an Observation"),
     "nan": ("malformed", "the reward nan, expected a finite number"),
-    "assistant": ("malformed", "messages that are none"),
+    "assistant": ("malformed", "invalid messages"),
     "allocate": ("memory", "MemoryError"),
     "strays": ("malformed", "something else than its worker wrote"),
 }

@@ -5,7 +5,7 @@ import json
 import psutil
 import pytest
 
-from mrl.distributed.worker_processes.sandbox import Bounds, run_python
+from mrl.distributed.worker_processes.sandbox import SandboxLimits, run_python
 from mrl.rewards.code import code, read_tests
 from tests.distributed.worker_processes.attacks import CALM
 from tests.distributed.worker_processes.run_attacks import Target, together
@@ -17,7 +17,7 @@ ASSERTS = json.dumps(["assert add(1, 2) == 3", "assert add(0, 0) == 0"])
 
 @pytest.fixture(scope="module", autouse=True)
 def confined(tmp_path_factory):
-    missing = run_python("", str(tmp_path_factory.mktemp("empty")), Bounds()).missing
+    missing = run_python("", str(tmp_path_factory.mktemp("empty")), SandboxLimits()).missing
     if missing:
         pytest.skip(f"this kernel has no such lock: {missing}")
 

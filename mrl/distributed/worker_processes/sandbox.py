@@ -33,7 +33,7 @@ from typing import IO, Any
 from mrl.distributed.worker_processes import prctl
 from mrl.distributed.worker_processes.folders import BLOCK_BYTES, empty, owned_folder
 from mrl.distributed.worker_processes.landlock_seccomp import Confinement, confine
-from mrl.distributed.worker_processes.usage import Most, folder_problem, process_problem
+from mrl.distributed.worker_processes.usage import UsageLimits, folder_problem, process_problem
 
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random")
 """Files and folders that every program may read: system libraries, time zone, random devices."""
@@ -62,7 +62,7 @@ _BOOT = (
 
 
 @dataclass(frozen=True)
-class Bounds:
+class SandboxLimits:
     """Resource limits of a program.
 
     Attributes:
@@ -84,13 +84,13 @@ class Bounds:
     threads: int = 256
 
     @property
-    def most(self) -> Most:
+    def sampled(self) -> UsageLimits:
         """Limits that are enforced by sampling while the program runs."""
-        return Most(self.threads, self.memory_mb, self.folder_mb, self.file_mb, self.files)
+        return UsageLimits(self.threads, self.memory_mb, self.folder_mb, self.file_mb, self.files)
 
 
 @dataclass(frozen=True)
-class Ran:
+class SandboxResult:
     """Result of a program.
 
     Attributes:
@@ -107,8 +107,8 @@ class Ran:
 
 
 def run_python(
-    code: str, folder: str, bounds: Bounds, bubblewrap: bool | None = None, *, stdin: str = "", then: str = ""
-) -> Ran:
+    code: str, folder: str, bounds: SandboxLimits, bubblewrap: bool | None = None, *, stdin: str = "", then: str = ""
+) -> SandboxResult:
     """Runs Python code.
 
     Args:
@@ -144,16 +144,16 @@ def run_python(
             status = started.wait(_EXIT_LIMIT_S)
     if not line.endswith(b"\n"):
         raise RuntimeError(f"a program did not start in the sandbox within {_START_LIMIT_S:g} s (status {status})")
-    if found := folder_problem(folder, bounds.most):
+    if found := folder_problem(folder, bounds.sampled):
         problem = problem or found
         empty(folder)
     missing = tuple(map(str, json.loads(line)))
     text = output[: bounds.output_bytes].decode(errors="replace")
-    return Ran(text, status, problem, missing)
+    return SandboxResult(text, status, problem, missing)
 
 
 def _start(
-    code: str, folder: str, bounds: Bounds, inside: bool, stdin: str, then: str, writes: int
+    code: str, folder: str, bounds: SandboxLimits, inside: bool, stdin: str, then: str, writes: int
 ) -> tuple[subprocess.Popen[bytes], int]:
     """Starts the program's process; returns it and the size of its input files, bytes on disk."""
     with ExitStack() as stack:
@@ -182,7 +182,7 @@ def _start(
 
 def enter(setup: dict[str, Any]) -> None:
     """Confines this process, reports unsupported parts of the confinement to the parent, and runs the code."""
-    bounds = Bounds(**setup["bounds"])
+    bounds = SandboxLimits(**setup["bounds"])
     if setup["parent"] is not None:
         prctl.set_attribute(prctl.PDEATHSIG, signal.SIGKILL)
         if os.getppid() != setup["parent"]:
@@ -295,14 +295,14 @@ def _read_report(report_fd: int) -> bytes:
     return line
 
 
-def _read(started: subprocess.Popen[bytes], folder: str, bounds: Bounds, own_bytes: int) -> tuple[bytes, str]:
+def _read(started: subprocess.Popen[bytes], folder: str, bounds: SandboxLimits, own_bytes: int) -> tuple[bytes, str]:
     """Reads the output until the program ends or exceeds a limit; returns the output and that limit, "" for none.
 
     Does not reap the process: until then no other process gets its pid, so the caller can still kill it.
     """
     if started.stdout is None:
         raise RuntimeError("the program has no output")
-    output, end, most = bytearray(), time.monotonic() + bounds.time_s, bounds.most
+    output, end, sampled = bytearray(), time.monotonic() + bounds.time_s, bounds.sampled
     next_sample = time.monotonic() + _SAMPLE_S
     with selectors.DefaultSelector() as selector:
         selector.register(started.stdout, selectors.EVENT_READ)
@@ -311,7 +311,7 @@ def _read(started: subprocess.Popen[bytes], folder: str, bounds: Bounds, own_byt
             if now >= end:
                 return bytes(output), f"it took longer than {bounds.time_s:g} s"
             if now >= next_sample:
-                if problem := process_problem(started.pid, most, own_bytes) or folder_problem(folder, most):
+                if problem := process_problem(started.pid, sampled, own_bytes) or folder_problem(folder, sampled):
                     return bytes(output), problem
                 next_sample = time.monotonic() + max(_SAMPLE_S, (time.monotonic() - now) / _SAMPLE_FRAC)
             pause = max(0.0, min(end, next_sample) - time.monotonic())

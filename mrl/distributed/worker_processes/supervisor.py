@@ -36,7 +36,7 @@ _EXIT_LIMIT_S = 4.0  # for killed processes to disappear
 
 
 @dataclass(frozen=True)
-class Bounds:
+class SupervisorArgs:
     """Command-line arguments of the supervisor.
 
     Attributes:
@@ -62,19 +62,19 @@ class Bounds:
         return [str(value) for value in astuple(self)]
 
     @staticmethod
-    def read(arguments: Sequence[str]) -> Bounds:
+    def read(arguments: Sequence[str]) -> SupervisorArgs:
         """Parses the words of `arguments`."""
         name, *numbers = arguments
-        return Bounds(name, *map(int, numbers))
+        return SupervisorArgs(name, *map(int, numbers))
 
 
-def keep(bounds: Bounds, work: Callable[[Bounds], None]) -> None:
+def supervise(args: SupervisorArgs, work: Callable[[SupervisorArgs], None]) -> None:
     """Runs `work` in a forked worker until it ends, exceeds a limit, or the parent closes the pipe."""
     for number in IGNORED:
         signal.signal(number, _ignore)  # unlike SIG_IGN, a handler is not inherited by executed programs
     signal.signal(signal.SIGCHLD, _ignore)
     os.setsid()
-    for end in (bounds.commands, bounds.answers):
+    for end in (args.commands, args.answers):
         os.set_inheritable(end, False)
     prctl.set_attribute(prctl.CHILD_SUBREAPER, 1)
     supervisor = os.getpid()
@@ -86,27 +86,27 @@ def keep(bounds: Bounds, work: Callable[[Bounds], None]) -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
             os.setpgid(0, 0)  # a signal to the worker's group must not reach the supervisor
             # per process; gives a MemoryError in Python before the limit of the tree kills the worker
-            set_limit(resource.RLIMIT_DATA, bounds.memory_limit_mb * MIB)
-            _work(bounds, work)
+            set_limit(resource.RLIMIT_DATA, args.memory_limit_mb * MIB)
+            _work(args, work)
         os._exit(0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
-    why, limit = _watch(worker, bounds)
+    why, limit = _watch(worker, args)
     _end_all()
     if why:
         with contextlib.suppress(OSError):
-            os.write(bounds.answers, protocol.last_words(bounds.key, why, limit))
+            os.write(args.answers, protocol.last_words(args.key, why, limit))
 
 
-def _work(bounds: Bounds, work: Callable[[Bounds], None]) -> None:
+def _work(args: SupervisorArgs, work: Callable[[SupervisorArgs], None]) -> None:
     """Runs `work`; an exception ends this process here instead of unwinding the frames of the forked parent."""
     try:
-        work(bounds)
+        work(args)
     except BaseException:  # noqa: BLE001 - a process of foreign code may raise anything
         traceback.print_exc(limit=-_SHOWN_FRAMES)
         os._exit(1)
 
 
-def _watch(worker: int, bounds: Bounds) -> tuple[str, str]:
+def _watch(worker: int, args: SupervisorArgs) -> tuple[str, str]:
     """Waits until the worker ends or exceeds a limit, or the parent ends or closes its pipe.
 
     Returns:
@@ -117,28 +117,28 @@ def _watch(worker: int, bounds: Bounds) -> tuple[str, str]:
         os.set_blocking(end, False)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)  # a child's end ends the wait below
     poll = select.poll()
-    poll.register(bounds.commands, 0)  # POLLHUP is always reported
+    poll.register(args.commands, 0)  # POLLHUP is always reported
     poll.register(woken, select.POLLIN)
     pause_s = _SAMPLE_S
     while (status := _reap(worker)) is None:
-        if os.getppid() != bounds.parent or bounds.commands in dict(poll.poll(pause_s * 1000)):
+        if os.getppid() != args.parent or args.commands in dict(poll.poll(pause_s * 1000)):
             return "", ""
         with contextlib.suppress(BlockingIOError):
             os.read(woken, 4096)
         start = time.monotonic()
-        for limit, most in _exceeded(bounds):
+        for limit, most in _exceeded(args):
             os.kill(worker, signal.SIGKILL)  # before its children: it must not continue without them
             return f"with what it started it took more than {most}", limit
         pause_s = max(_SAMPLE_S, (time.monotonic() - start) / _SAMPLE_FRAC)
     return (f"signal {-status}" if status < 0 else f"exit status {status}"), ""
 
 
-def _exceeded(bounds: Bounds) -> Iterator[tuple[str, str]]:
+def _exceeded(args: SupervisorArgs) -> Iterator[tuple[str, str]]:
     """Yields (name, limit in words) of each limit that the worker and its descendants exceed."""
-    if bounds.max_processes and len(psutil.Process().children(recursive=True)) > bounds.max_processes:
-        yield "processes", f"{bounds.max_processes} processes"
-    if bounds.memory_limit_mb and _memory_mb(bounds.memory_limit_mb) > bounds.memory_limit_mb:
-        yield "memory", f"{bounds.memory_name}={bounds.memory_limit_mb}"
+    if args.max_processes and len(psutil.Process().children(recursive=True)) > args.max_processes:
+        yield "processes", f"{args.max_processes} processes"
+    if args.memory_limit_mb and _memory_mb(args.memory_limit_mb) > args.memory_limit_mb:
+        yield "memory", f"{args.memory_name}={args.memory_limit_mb}"
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

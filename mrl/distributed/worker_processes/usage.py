@@ -23,7 +23,7 @@ _REMOVED_AND_MAPPED = re.compile(r"^\S+ \S+ \S+ \S+ ([1-9]\d*) .* \(deleted\)$",
 
 
 @dataclass(frozen=True)
-class Most:
+class UsageLimits:
     """Limits of a program that are enforced by sampling.
 
     Attributes:
@@ -41,12 +41,12 @@ class Most:
     files: int
 
 
-def process_problem(pid: int, most: Most, own_bytes: int = 0) -> str:
+def process_problem(pid: int, limits: UsageLimits, own_bytes: int = 0) -> str:
     """Returns the limit that a process and its descendants exceed, in words; "" if none, or if they have ended.
 
     Args:
         pid: Process id.
-        most: Limits of threads, memory and removed files.
+        limits: Limits of threads, memory and removed files.
         own_bytes: Size of the removed files that the process was started with, bytes on disk.
     """
     threads = memory_kb = 0
@@ -55,22 +55,22 @@ def process_problem(pid: int, most: Most, own_bytes: int = 0) -> str:
         found = {name: int(value) for name, value in _STATUS.findall(_read(f"/proc/{one}/status"))}
         threads = max(threads, found.get("Threads", 0))
         memory_kb += found.get("RssAnon", 0) + found.get("RssShmem", 0)
-    if threads > most.threads:
-        return f"it started more than {most.threads} threads"
-    if memory_kb >> 10 > most.memory_mb + _MEMORY_SLACK_MB:
-        return f"it took more than {most.memory_mb} MiB of memory"
-    if max(map(partial(_removed_bytes, file_mb=most.file_mb), pids)) > (most.folder_mb << 20) + own_bytes:
-        return _TOO_MANY_BYTES.format(most.folder_mb)
+    if threads > limits.threads:
+        return f"it started more than {limits.threads} threads"
+    if memory_kb >> 10 > limits.memory_mb + _MEMORY_SLACK_MB:
+        return f"it took more than {limits.memory_mb} MiB of memory"
+    if max(map(partial(_removed_bytes, file_mb=limits.file_mb), pids)) > (limits.folder_mb << 20) + own_bytes:
+        return _TOO_MANY_BYTES.format(limits.folder_mb)
     return ""
 
 
-def folder_problem(folder: str, most: Most) -> str:
+def folder_problem(folder: str, limits: UsageLimits) -> str:
     """Returns the limit that a program's folder exceeds, in words; "" if none."""
-    num_bytes, num_files = measure(folder, most.files)
-    if num_files > most.files:
-        return f"it made more than {most.files} files and folders, or folders that cannot be read"
-    if num_bytes > most.folder_mb << 20:
-        return _TOO_MANY_BYTES.format(most.folder_mb)
+    num_bytes, num_files = measure(folder, limits.files)
+    if num_files > limits.files:
+        return f"it made more than {limits.files} files and folders, or folders that cannot be read"
+    if num_bytes > limits.folder_mb << 20:
+        return _TOO_MANY_BYTES.format(limits.folder_mb)
     return ""
 
 

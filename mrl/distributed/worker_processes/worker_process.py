@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mrl.distributed.worker_processes import protocol
-from mrl.distributed.worker_processes.supervisor import IGNORED, Bounds
+from mrl.distributed.worker_processes.supervisor import IGNORED, SupervisorArgs
 
 STARTUP_LIMIT_S = 120.0
 """Imports of a worker may take this long: foreign code may import large packages."""
@@ -44,7 +44,7 @@ class Channel:
         """Starts the processes.
 
         Args:
-            module: Its `run` reads `Bounds` from the command line and calls `keeper.keep`; imported by a fresh
+            module: Its `run` reads `SupervisorArgs` from the command line and calls `keeper.keep`; imported by a fresh
                 interpreter that has nothing of the parent's main module.
             memory_limit_mb: For the worker and all that it starts, MiB; 0: none.
             memory_name: How the user calls that limit.
@@ -56,9 +56,9 @@ class Channel:
         # A scheduler signals every process of the job. Until the keeper can ignore it, the signal waits.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
         try:
-            bounds = Bounds(memory_name, os.getpid(), commands, back, memory_limit_mb, self._key, max_processes)
+            args = SupervisorArgs(memory_name, os.getpid(), commands, back, memory_limit_mb, self._key, max_processes)
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT.format(module=module), *bounds.arguments(), json.dumps(sys.path)],
+                [sys.executable, "-c", _BOOT.format(module=module), *args.arguments(), json.dumps(sys.path)],
                 pass_fds=(commands, back),
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what foreign code prints must not mix with the parent's output

@@ -9,8 +9,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from types import TracebackType
+from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any
 
 from mrl.config import registry
@@ -45,7 +44,7 @@ def judge_of(name: str, kwargs: Mapping[str, Any], variables: Callable[..., Mapp
         raise UserError(f"reward.functions: '{name}' cannot be called with {dict(kwargs)}: {error}.") from error
 
 
-class JudgeQueries:
+class JudgeQueries(AbstractContextManager["JudgeQueries"]):
     """A batch of judge queries in a background thread; a context manager that cancels the rest on exit.
 
     Attributes:
@@ -57,7 +56,7 @@ class JudgeQueries:
         judges: Sequence[Judge],
         samples: Mapping[int, Sample],
         give_up_after: int,
-        tell: Callable[[int, list[Outcome]], None] = lambda index, outcomes: None,
+        on_done: Callable[[int, list[Outcome]], None] = lambda index, outcomes: None,
     ) -> None:
         """Starts the thread.
 
@@ -65,10 +64,10 @@ class JudgeQueries:
             judges: One or more judges, all of which score every sample.
             samples: Samples by index.
             give_up_after: Number of failed samples above which querying stops.
-            tell: Callback for each finished sample, called in the thread.
+            on_done: Callback for each finished sample, called in the thread.
         """
         self.done: dict[int, list[Outcome]] = {}
-        self._judges, self._samples, self._give_up_after, self._tell = judges, samples, give_up_after, tell
+        self._judges, self._samples, self._give_up_after, self._on_done = judges, samples, give_up_after, on_done
         self._error: BaseException | None = None
         self._num_failed = 0
         self._in_a_row: dict[int, int] = {}
@@ -93,12 +92,7 @@ class JudgeQueries:
         self._thread.join()
         self._loop.close()
 
-    def __enter__(self) -> JudgeQueries:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if not self._loop.is_closed():
             self.end()
 
@@ -130,7 +124,7 @@ class JudgeQueries:
             async def one(index: int, sample: Sample) -> None:
                 outcomes = await asyncio.gather(*(self._ask(at, *each, sample) for at, each in enumerate(endpoints)))
                 self.done[index] = outcomes
-                self._tell(index, outcomes)
+                self._on_done(index, outcomes)
                 self._num_failed += any(outcome.error for outcome in outcomes)
                 if self._num_failed > self._give_up_after:
                     self._task.cancel()
@@ -140,7 +134,7 @@ class JudgeQueries:
     async def _ask(self, index: int, judge: Judge, client: Any, slot: asyncio.Semaphore, sample: Sample) -> Outcome:
         try:
             messages = judge.messages(sample)
-        except Exception as error:  # noqa: BLE001 - rows hold anything
+        except Exception as error:  # noqa: BLE001 - rows may contain anything
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             return Outcome(math.nan, f"the judge's prompt could not be filled in: {reason}")
         async with slot:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from types import TracebackType
 
 from mrl.config import registry
 from mrl.config.config import RewardConfig, RewardFunctionConfig
@@ -22,8 +21,7 @@ from mrl.rewards._call import Outcome, RewardCall
 from mrl.rewards._call_batches import CallBatch, Order, ScoringTask, check_batch, group_calls
 from mrl.rewards._endpoint import scoring_arguments
 from mrl.rewards._judge_client import JudgeQueries, judge_of
-from mrl.rewards._pool import RewardPool
-from mrl.rewards._remote import Scored
+from mrl.rewards._pool import RewardPool, Scored
 from mrl.rewards._signatures import NUM_TURNS, Sample
 from mrl.rewards.environment import ENVIRONMENT_REWARD
 from mrl.rewards.judge import Judge
@@ -42,7 +40,7 @@ def _no_variables(*names: str) -> Mapping[str, str]:
     return {}
 
 
-class Scorer:
+class Scorer(AbstractContextManager["Scorer"]):
     """Scores rollouts with the functions of a config; one per scoring rank, with worker processes until `close`."""
 
     def __init__(
@@ -275,14 +273,7 @@ class Scorer:
         if self._cache is not None:
             self._cache.close()
 
-    def __enter__(self) -> Scorer:
-        """Returns itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Calls `close`."""
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def _prepare(self, rollout: Rollout) -> Sample | None:

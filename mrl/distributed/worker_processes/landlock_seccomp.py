@@ -71,31 +71,31 @@ class Confinement:
             raise ValueError("calls='program' allows no network: expected network=False")
 
 
-def confine(asked: Confinement) -> list[str]:
+def confine(confinement: Confinement) -> list[str]:
     """Confines this process and the processes that it will start.
 
     Landlock applies to the calling thread and its children only: call this before starting threads.
 
     Returns:
-        Parts of `asked` that this machine does not support, "part: reason" each; [] if all are in effect.
+        Parts of `confinement` that this machine does not support, "part: reason" each; [] if all are in effect.
     """
-    set_limit(resource.RLIMIT_DATA, asked.memory_mb << 20)
-    set_limit(resource.RLIMIT_FSIZE, asked.file_mb << 20)
-    set_limit(resource.RLIMIT_CPU, asked.cpu_s)
+    set_limit(resource.RLIMIT_DATA, confinement.memory_mb << 20)
+    set_limit(resource.RLIMIT_FSIZE, confinement.file_mb << 20)
+    set_limit(resource.RLIMIT_CPU, confinement.cpu_s)
     set_limit(resource.RLIMIT_CORE, 1)  # with 0 the kernel would still pipe core dumps to a crash collector
     problems: list[tuple[str, str]] = []
-    if asked.calls == "program":
-        if asked.memory_mb:
-            set_limit(resource.RLIMIT_AS, (asked.memory_mb + _ADDRESS_SPACE_MB) << 20)
+    if confinement.calls == "program":
+        if confinement.memory_mb:
+            set_limit(resource.RLIMIT_AS, (confinement.memory_mb + _ADDRESS_SPACE_MB) << 20)
         set_limit(resource.RLIMIT_NOFILE, _OPEN_FILES)
         problems += [("rights", _give_up_rights())]
-    if asked.writable is not None or asked.readable is not None:
-        problems += [("files", _landlock(asked))]
-    if asked.calls == "program":
+    if confinement.writable is not None or confinement.readable is not None:
+        problems += [("files", _landlock(confinement))]
+    if confinement.calls == "program":
         problems += [("network and processes", seccomp.install(seccomp.of_programs(), only=True))]
-    if asked.calls == "worker":
+    if confinement.calls == "worker":
         problems += [("system calls", seccomp.install(seccomp.of_workers(), only=False))]
-    if asked.calls != "program" and not asked.network:
+    if confinement.calls != "program" and not confinement.network:
         problems += [("network", seccomp.install(seccomp.without_sockets(), only=False))]
     return [f"{what}: {problem}" for what, problem in problems if problem]
 
@@ -118,23 +118,23 @@ def _give_up_rights() -> str:
     return os.strerror(-done) if done else ""
 
 
-def _landlock(asked: Confinement) -> str:
+def _landlock(confinement: Confinement) -> str:
     """Restricts file access; returns the reason if that fails, else ""."""
     version = _call(_CREATE_RULESET, None, 0, _VERSION) if sys.platform == "linux" else -1
     if version < 1:
         return "this kernel has no Landlock"
     change = _CHANGE | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
-    handled = (change if asked.writable is not None else 0) | (_READ if asked.readable is not None else 0)
+    handled = (change if confinement.writable is not None else 0) | (_READ if confinement.readable is not None else 0)
     attributes = struct.pack("=QQQ", handled, 0, _SCOPE_SIGNAL) if version >= 6 else struct.pack("=Q", handled)
     ruleset = _call(_CREATE_RULESET, attributes, len(attributes), 0)
     if ruleset < 0:
         return f"Landlock: {os.strerror(-ruleset)}"
     try:
-        for path in asked.writable or ():
+        for path in confinement.writable or ():
             _allow(ruleset, path, handled)
-        for path in DEVICES[:1] if asked.calls == "program" else DEVICES:
+        for path in DEVICES[:1] if confinement.calls == "program" else DEVICES:
             _allow(ruleset, path, handled & (_READ | _WRITE_FILE | _TRUNCATE))
-        for path in asked.readable or ():
+        for path in confinement.readable or ():
             _allow(ruleset, path, handled & _READ)
         prctl.set_attribute(prctl.NO_NEW_PRIVS, 1)
         done = _call(_RESTRICT_SELF, ruleset, 0)

@@ -43,12 +43,7 @@ def line(key: int, fields: dict[str, Any]) -> bytes:
     return json.dumps({"key": key, **fields}).encode() + b"\n"
 
 
-def ready(key: int, refusal: str, **fields: Any) -> bytes:
-    """Returns the worker's first line; `refusal` says why it cannot start, "" if it can."""
-    return line(key, {"refusal": refusal, **fields})
-
-
-def last_words(key: int, how: str, limit: str) -> bytes:
+def ended_line(key: int, how: str, limit: str) -> bytes:
     """Returns the supervisor's line about a worker that ended.
 
     The leading newline completes a line that the worker had partly written.

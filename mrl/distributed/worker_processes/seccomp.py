@@ -67,7 +67,7 @@ class Check:
     high: bool = False
 
     def statements(self) -> list[bytes]:
-        """Returns BPF that fails the call where the condition does not hold, and else continues after it."""
+        """Returns BPF that fails the call unless the condition is true, and otherwise continues."""
         found = [_load(16 + 8 * self.argument + 4 * self.high)]
         if self.mask != _ALL_BITS:
             found.append(_statement(_AND, 0, 0, self.mask))

@@ -94,7 +94,7 @@ def supervise(args: SupervisorArgs, work: Callable[[SupervisorArgs], None]) -> N
     _end_all()
     if why:
         with contextlib.suppress(OSError):
-            os.write(args.answers, protocol.last_words(args.key, why, limit))
+            os.write(args.answers, protocol.ended_line(args.key, why, limit))
 
 
 def _work(args: SupervisorArgs, work: Callable[[SupervisorArgs], None]) -> None:

@@ -14,16 +14,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_type_hints
 
-from mrl.environments._event_loop import awaited
+from mrl.environments._event_loop import await_result
 from mrl.environments._schemas import schema_of
 from mrl.environments.base import Action, Environment, Message, Observation, Schema, Tool, ToolCall
-from mrl.environments.toolbox import ToolEnvironment, as_text, called
+from mrl.environments.toolbox import ToolEnvironment, as_text, call_tool
 from mrl.errors import UserError
 
 _VERL = ("create", "execute", "calc_reward", "release")
 
 
-def adapted(made: object, name: str) -> Environment:
+def adapt(made: object, name: str) -> Environment:
     """Wraps an object as an environment.
 
     Raises:
@@ -33,11 +33,11 @@ def adapted(made: object, name: str) -> Environment:
         return made
     has = {word for word in ("reset", "step", *_VERL) if callable(getattr(made, word, None))}
     if {"reset", "step"} <= has:
-        return Stepped(made)
+        return GymAdapter(made)
     if has >= set(_VERL):
         return VerlTools([made])
     if "reset" in has:
-        return TrlObject(made)
+        return TrlAdapter(made)
     raise UserError(
         f"environment '{name}' makes a {type(made).__name__}, expected an Environment, or an object with reset and "
         "step (Gymnasium, OpenEnv), with create, execute, calc_reward and release (verl), or with reset and tools as "
@@ -45,7 +45,7 @@ def adapted(made: object, name: str) -> Environment:
     )
 
 
-class Stepped(Environment):
+class GymAdapter(Environment):
     """Adapter of an object with Gymnasium's or OpenEnv's `reset` and `step`."""
 
     def __init__(self, inner: Any) -> None:
@@ -60,19 +60,19 @@ class Stepped(Environment):
     def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:
         """Calls `reset` with those of `seed`, `options` (the row) and `row` that it accepts."""
         given = {"seed": seed, "options": dict(row), "row": dict(row)}
-        return outcome(awaited(self._inner.reset(**_accepted(self._inner.reset, given))))
+        return to_observation(await_result(self._inner.reset(**_accepted(self._inner.reset, given))))
 
     def step(self, action: Action) -> Observation:
         """Calls `step` with the text, or according to its annotation with the `Action` or an object of one field."""
-        return outcome(awaited(self._inner.step(_as_parameter(self._inner.step, action))))
+        return to_observation(await_result(self._inner.step(_as_parameter(self._inner.step, action))))
 
     def close(self) -> None:
         """Calls the object's `close`, if it has one."""
         if callable(close := getattr(self._inner, "close", None)):
-            awaited(close())
+            await_result(close())
 
 
-class TrlObject(ToolEnvironment):
+class TrlAdapter(ToolEnvironment):
     """Adapter of an object of TRL's `environment_factory`: public methods are tools, `get_reward` is the final reward.
 
     The return value of `reset` becomes a user message after the prompt; TRL appends it to the prompt's last message.
@@ -91,17 +91,17 @@ class TrlObject(ToolEnvironment):
         """Calls `reset` with the row's columns, as TRL does, and with `seed` if it has such a parameter."""
         parameters = inspect.signature(self._inner.reset).parameters
         given = dict(row) | ({"seed": seed} if "seed" in parameters else {})
-        return outcome(awaited(self._inner.reset(**given)))
+        return to_observation(await_result(self._inner.reset(**given)))
 
     def answered(self, action: Action) -> Observation:
         """Ends the episode with the reward of `get_reward`."""
         score = getattr(self._inner, "get_reward", None)
-        return Observation(reward=None if score is None else float(awaited(score())), terminated=True)
+        return Observation(reward=None if score is None else float(await_result(score())), terminated=True)
 
     def close(self) -> None:
         """Calls the object's `close`, if it has one."""
         if callable(close := getattr(self._inner, "close", None)):
-            awaited(close())
+            await_result(close())
 
 
 _NO_TOOLS = ("reset", "get_reward", "close")
@@ -136,7 +136,7 @@ class VerlTools(ToolEnvironment):
         extra = row.get("extra_info")
         self._kwargs = (extra if isinstance(extra, Mapping) else row).get("tools_kwargs") or {}
         for name, tool in self._by_name.items():
-            made = awaited(tool.create(**self._given(name, "create_kwargs")))
+            made = await_result(tool.create(**self._given(name, "create_kwargs")))
             self._ids[name] = made[0] if isinstance(made, tuple) else made
         return Observation()
 
@@ -158,7 +158,7 @@ class VerlTools(ToolEnvironment):
     def answered(self, action: Action) -> Observation:
         """Ends the episode; records `calc_reward` of each tool."""
         scores = {
-            name: awaited(tool.calc_reward(self._ids[name], **self._given(name, "calc_reward_kwargs")))
+            name: await_result(tool.calc_reward(self._ids[name], **self._given(name, "calc_reward_kwargs")))
             for name, tool in self._by_name.items()
         }
         known = {f"calc_reward/{name}": float(score) for name, score in scores.items() if score is not None}
@@ -168,7 +168,7 @@ class VerlTools(ToolEnvironment):
     def close(self) -> None:
         """Calls `release` of each tool."""
         for name, instance in self._ids.items():
-            awaited(self._by_name[name].release(instance, **self._given(name, "release_kwargs")))
+            await_result(self._by_name[name].release(instance, **self._given(name, "release_kwargs")))
 
     def _given(self, name: str, which: str) -> dict[str, Any]:
         return dict((self._kwargs.get(name) or {}).get(which) or {})
@@ -179,14 +179,14 @@ class VerlTools(ToolEnvironment):
 
         def execute() -> str:
             tool, instance = self._by_name[call.name], self._ids[call.name]
-            returned = awaited(tool.execute(instance, call.arguments, **self._given(call.name, "execute_kwargs")))
+            returned = await_result(tool.execute(instance, call.arguments, **self._given(call.name, "execute_kwargs")))
             response, reward, *_ = returned if isinstance(returned, tuple) else (returned, None)
             rewards.append(reward)
             return as_text(getattr(response, "text", response) or "")
 
         known: dict[str, Callable[..., Any]] = dict.fromkeys(self._by_name, execute)
         plain = ToolCall(call.name) if call.name in known else call
-        return called(known, plain), rewards[0] if rewards else None
+        return call_tool(known, plain), rewards[0] if rewards else None
 
 
 def _schema(tool: Any) -> Schema:
@@ -196,7 +196,7 @@ def _schema(tool: Any) -> Schema:
     return schema_of(dump(exclude_unset=True, exclude_none=True) if dump is not None else found)
 
 
-def outcome(returned: Any) -> Observation:
+def to_observation(returned: Any) -> Observation:
     """Converts the return value of another library's `reset` or `step` into an observation.
 
     Accepts Gymnasium's tuples, OpenEnv's results, and an observation alone.

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 
-def awaited(value: Any) -> Any:
+def await_result(value: Any) -> Any:
     """Returns the result of an awaitable, or any other value unchanged."""
     return _loop().run_until_complete(_result(value)) if inspect.isawaitable(value) else value
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mrl.config import registry
-from mrl.environments._adapters import adapted
+from mrl.environments._adapters import adapt
 from mrl.environments.base import Environment
 from mrl.errors import UserError
 
@@ -34,6 +34,6 @@ def find_environment(name: str, kwargs: Mapping[str, Any]) -> tuple[Callable[[],
         ) from error
 
     def make() -> Environment:
-        return adapted(found(**kwargs), name)
+        return adapt(found(**kwargs), name)
 
     return make, bool(getattr(found, "network", False))

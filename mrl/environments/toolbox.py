@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from mrl.environments._event_loop import awaited
+from mrl.environments._event_loop import await_result
 from mrl.environments._schemas import tool_name
 from mrl.environments.base import Action, Environment, Message, Observation, Tool, ToolCall
 from mrl.errors import first_line
@@ -24,7 +24,7 @@ class ToolEnvironment(Environment):
         if not action.tool_calls and not action.errors:
             return self.answered(action)
         named: dict[str, Callable[..., Any]] = {tool_name(tool): tool for tool in self.tools if callable(tool)}
-        results = [called(named, call) for call in action.tool_calls]
+        results = [call_tool(named, call) for call in action.tool_calls]
         mistakes: list[Message] = [{"role": "tool", "content": f"Error: {error}"} for error in action.errors]
         return Observation((*results, *mistakes))
 
@@ -33,7 +33,7 @@ class ToolEnvironment(Environment):
         return Observation(terminated=True)
 
 
-def called(tools: dict[str, Tool], call: ToolCall) -> Message:
+def call_tool(tools: dict[str, Tool], call: ToolCall) -> Message:
     """Calls a tool and returns its message: the result, as JSON unless it is a text, or the error.
 
     Raises:
@@ -51,7 +51,7 @@ def _result(tools: dict[str, Tool], call: ToolCall) -> str:
     except TypeError as error:
         return f"Error: {call.name}: {error}. It takes {inspect.signature(tool)}."
     try:
-        return as_text(awaited(tool(**call.arguments)))
+        return as_text(await_result(tool(**call.arguments)))
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - a tool may raise anything; the model sees the error

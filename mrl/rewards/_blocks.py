@@ -40,7 +40,7 @@ class Block:
         return _PYTHON.match(self.label) is not None
 
 
-def blocks_of(response: str, *, lists: bool = True) -> list[Block]:
+def fenced_blocks(response: str, *, lists: bool = True) -> list[Block]:
     """Returns the fenced blocks of a Markdown text, in order.
 
     Args:
@@ -61,16 +61,16 @@ def blocks_of(response: str, *, lists: bool = True) -> list[Block]:
     return found
 
 
-def program_of(response: str) -> str | None:
+def extract_program(response: str) -> str | None:
     """Returns the program of a response; None if no block can be Python.
 
     Chooses the last block labelled as Python, preferring closed blocks. Without one, the last unlabelled block that
     parses as a Python program, then the last unlabelled block. Ignores blocks of other languages.
     """
-    chosen = _chosen(blocks_of(response))
+    chosen = _chosen(fenced_blocks(response))
     if chosen is not None and _is_program(chosen.text):
         return chosen.text
-    flat = _chosen(blocks_of(response, lists=False))
+    flat = _chosen(fenced_blocks(response, lists=False))
     if flat is not None and (chosen is None or (flat.is_python >= chosen.is_python and _is_program(flat.text))):
         return flat.text
     return None if chosen is None else chosen.text

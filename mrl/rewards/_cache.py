@@ -23,11 +23,11 @@ from mrl.rewards._signatures import Sample
 
 MIB = 1 << 20
 
-_OF_PROMPT = ("prompt", "answer", "question", "data_source", "row")
+_PROMPT_FIELDS = ("prompt", "answer", "question", "data_source", "row")
 """Fields of a sample that come from its prompt."""
 
-_of_prompt = attrgetter(*_OF_PROMPT)
-_own = attrgetter(*(item.name for item in fields(Sample) if item.name not in _OF_PROMPT))
+_prompt_fields = attrgetter(*_PROMPT_FIELDS)
+_response_fields = attrgetter(*(item.name for item in fields(Sample) if item.name not in _PROMPT_FIELDS))
 
 _DIGEST_BYTES = 16
 
@@ -186,15 +186,15 @@ class _Keys:
         digest = blake2b(self._functions, digest_size=_DIGEST_BYTES)
         try:
             for sample in samples:
-                digest.update(self._of_prompt(sample))
-                digest.update(_digest(_own(sample)))
+                digest.update(self._prompt_digest(sample))
+                digest.update(_digest(_response_fields(sample)))
         except (TypeError, ValueError, RecursionError):
             return [None] * len(samples)
         key = digest.hexdigest()
         return [f"{key}-{place}" if place else key for place in range(len(samples))]
 
-    def _of_prompt(self, sample: Sample) -> bytes:
-        values = _of_prompt(sample)
+    def _prompt_digest(self, sample: Sample) -> bytes:
+        values = _prompt_fields(sample)
         known = tuple(map(id, values))
         digest = self._prompts.get(known)
         if digest is None:
@@ -206,7 +206,7 @@ def _digest(values: Sequence[Any]) -> bytes:
     return blake2b(repr(values).encode(), digest_size=_DIGEST_BYTES).digest()
 
 
-def identity_of(functions: Sequence[tuple[str, Mapping[str, Any], str]]) -> str:
+def functions_identity(functions: Sequence[tuple[str, Mapping[str, Any], str]]) -> str:
     """Returns a text that identifies functions: the name, kwargs and source digest of each."""
     listed = [[name, dict(kwargs), source] for name, kwargs, source in functions]
     return json.dumps(listed, sort_keys=True, default=repr)
@@ -231,14 +231,14 @@ class CacheLookup:
     same: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
-    def of(
+    def look_up(
         cache: ScoreCache | None, identity: str, samples: Sequence[Sample], units: Iterable[tuple[int, ...]]
     ) -> CacheLookup:
         """Looks up all samples; without a cache all are to be computed.
 
         Args:
             cache: The replica's cache, or None.
-            identity: Identity of the functions, see `identity_of`.
+            identity: Identity of the functions, see `functions_identity`.
             samples: Samples by row.
             units: Rows of each call; a call's scores are used only if all of its rows are cached.
         """
@@ -263,7 +263,7 @@ class CacheLookup:
         if self.cache is not None:
             self.cache.put((key, outcomes) for row, outcomes in computed if (key := self.keys[row]) is not None)
 
-    def joined(self, computed: Mapping[int, list[Outcome]]) -> dict[int, list[Outcome]]:
+    def known_scores(self, computed: Mapping[int, list[Outcome]]) -> dict[int, list[Outcome]]:
         """Returns row -> outcomes of all rows that are cached, computed, or equal to a computed one."""
         known = {**self.found, **computed}
         return known | {row: known[first] for row, first in self.same.items() if first in known}

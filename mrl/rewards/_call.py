@@ -119,8 +119,8 @@ class RewardCall:
 
     @property
     def source(self) -> str:
-        """Digest of the function's source file, see `source_of`."""
-        return source_of(self._function)
+        """Digest of the function's source file, see `source_digest`."""
+        return source_digest(self._function)
 
     @property
     def style(self) -> CallStyle:
@@ -184,7 +184,7 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(coroutine)
 
 
-def source_of(thing: object) -> str:
+def source_digest(thing: object) -> str:
     """Returns a digest of the file that defines a function, a class or an object's class; "" if it has none."""
     thing = inspect.unwrap(thing) if callable(thing) else thing
     try:

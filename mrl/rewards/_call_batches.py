@@ -14,7 +14,7 @@ from mrl.rewards._call import CallStyle
 
 SAMPLE, GROUP, REPLICA = "sample", "group", "replica"
 
-AT_ONCE = 64
+MAX_CONCURRENT_SAMPLES = 64
 """Number of samples in concurrent calls of a worker; exceeded only by a single larger call."""
 
 Unit = tuple[int, ...]
@@ -82,8 +82,8 @@ class CallBatch:
         """Packs units into tasks; concurrent ones are spread over `num_workers`."""
         if not self.is_async or not units:
             return [ScoringTask(self.calls, (unit,)) for unit in units]
-        most = max(1, AT_ONCE // max(map(len, units)))
-        size = min(most, -(-len(units) // num_workers))
+        units_per_task = max(1, MAX_CONCURRENT_SAMPLES // max(map(len, units)))
+        size = min(units_per_task, -(-len(units) // num_workers))
         return [ScoringTask(self.calls, tuple(units[start : start + size])) for start in range(0, len(units), size)]
 
 

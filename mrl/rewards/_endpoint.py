@@ -26,7 +26,7 @@ MAX_REPLY_BYTES = 1 << 20
 RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """HTTP statuses after which a request is retried; any other status except 200 is final."""
 
-_OURS = ("model", "messages", "stream", "n")
+_RESERVED_FIELDS = ("model", "messages", "stream", "n")
 _EXCERPT_CHARS = 200
 _FIRST_PAUSE_S = 0.5  # doubled after every attempt
 _LONGEST_PAUSE_S = 30.0
@@ -93,7 +93,7 @@ class JudgeEndpoint:
             raise ValueError(f"concurrency={concurrency}, max_tries={max_tries}, expected [1, 4096] and [1, 1000]")
         if not (timeout_s > 0 and limit_s > 0 and math.isfinite(timeout_s + limit_s)):
             raise ValueError(f"timeout_s={timeout_s}, limit_s={limit_s}, expected seconds above 0")
-        if taken := sorted(set(request or {}) & set(_OURS)):
+        if taken := sorted(set(request or {}) & set(_RESERVED_FIELDS)):
             raise ValueError(f"request contains '{taken[0]}', which mrl sets itself. Remove it")
         self.url, self.model, self.key_env = f"{url.rstrip('/')}/chat/completions", model, key_env
         self.concurrency, self.limit_s = concurrency, limit_s
@@ -142,7 +142,7 @@ class JudgeEndpoint:
             pause_s = min(_FIRST_PAUSE_S * 2 ** (tries - 1), _LONGEST_PAUSE_S)
             allowed_s = min(self._timeout_s, left)
             try:
-                return read(_content(await asyncio.wait_for(self._once(client, messages), allowed_s)))
+                return read(_content(await asyncio.wait_for(self._request_once(client, messages), allowed_s)))
             except (asyncio.TimeoutError, TimeoutError):
                 cause, pause_s = f"no answer within {allowed_s:.3g} s", 0.0
             except _RetryError as error:
@@ -153,7 +153,7 @@ class JudgeEndpoint:
                 await asyncio.sleep(min(pause_s, max(0.0, start + self.limit_s - clock())))
         raise NoReplyError(self._without_key(f"{cause} (tries: {tries}, {clock() - start:.3g} s, {self.url})"))
 
-    async def _once(self, client: httpx.AsyncClient, messages: Messages) -> bytes:
+    async def _request_once(self, client: httpx.AsyncClient, messages: Messages) -> bytes:
         """Sends one request; returns the body of a reply with status 200."""
         import httpx
 

@@ -20,7 +20,7 @@ import math_verify
 import sympy  # type: ignore[import-untyped]
 from math_verify.grader import get_pct_val, is_assignment_relation, take_last_relation
 
-from mrl.rewards._numbers import SCALES, plain
+from mrl.rewards._numbers import SCALES, to_ascii
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about the time limits that are off
 
@@ -86,7 +86,7 @@ _IN_BRACKETS = re.compile(r"(?<![\w)}\]])[(\[]\s*([-+]?[\d.,]+|[A-Z])\s*[)\]]")
 
 
 @dataclass(frozen=True)
-class Read:
+class ParsedAnswer:
     """Parsed form of an answer.
 
     Attributes:
@@ -104,34 +104,34 @@ class Read:
 
 
 @lru_cache(maxsize=4096)  # the samples of a prompt share their answer
-def read(text: str) -> Read:
+def read(text: str) -> ParsedAnswer:
     r"""Parses the content of a box or of answer tags: an expression, optionally with a unit, or words."""
     form = _form(text)
     if letter := _letter(form):
         rest = letter[4].strip()
         own = tuple(_parse(rf"\boxed{{{letter[1] or letter[2] or letter[3]}}}"))
-        return Read(form, "", (*own, *(read(rest).found if rest else ())))
+        return ParsedAnswer(form, "", (*own, *(read(rest).found if rest else ())))
     if words := _words(form):
-        return Read(form, words, ())
+        return ParsedAnswer(form, words, ())
     form = _without_unit(form)
     found = _parse(rf"\boxed{{{_latex(form)}}}") if form else []
-    return Read(form, "", tuple(found) if any(not isinstance(one, str) for one in found) else ())
+    return ParsedAnswer(form, "", tuple(found) if any(not isinstance(one, str) for one in found) else ())
 
 
 @lru_cache(maxsize=4096)
-def read_prose(text: str) -> Read:
+def read_prose(text: str) -> ParsedAnswer:
     """Parses a sentence: as one expression or quantity if possible, else its last expression, else its words."""
     form = _form(text)
     if _letter(form) or not _PROSE.search(form) or _without_unit(form) != form:
         return read(text)
-    loose = _IN_BRACKETS.sub(r" \1 ", re.sub(r"[*`\"]|\\\$", " ", plain(text)))
+    loose = _IN_BRACKETS.sub(r" \1 ", re.sub(r"[*`\"]|\\\$", " ", to_ascii(text)))
     found = _parse(_SYMBOL.sub(lambda one: _SYMBOLS[one[0]], loose))
     if any(not isinstance(one, str) for one in found):
-        return Read(form, "", tuple(found))
-    return read(text) if len(form.split()) <= _MAX_WORDS else Read(form, "", ())
+        return ParsedAnswer(form, "", tuple(found))
+    return read(text) if len(form.split()) <= _MAX_WORDS else ParsedAnswer(form, "", ())
 
 
-def equal(gold: Read, answer: Read) -> bool:
+def equal(gold: ParsedAnswer, answer: ParsedAnswer) -> bool:
     """Returns whether an answer equals the ground truth."""
     if gold.text and gold.text == answer.text:
         return True
@@ -167,7 +167,7 @@ def _depth(text: str) -> int:
 
 def _form(text: str) -> str:
     """Normalises a text: ASCII where possible, without wrappers, LaTeX spaces, currency and a final full stop."""
-    text = _ROOT.sub(r"\\sqrt{\1}", plain(text.strip()))
+    text = _ROOT.sub(r"\\sqrt{\1}", to_ascii(text.strip()))
     before = None
     while before != text:
         before = text
@@ -176,7 +176,7 @@ def _form(text: str) -> str:
             if found := wrapped.fullmatch(text):
                 text = found[1].strip()
         text = text[1:].strip() if text.startswith("=") else text
-    text = _TEXT_AFTER.sub(r" \1", plain(_SPACE.sub(" ", text)).strip())
+    text = _TEXT_AFTER.sub(r" \1", to_ascii(_SPACE.sub(" ", text)).strip())
     text = _CJK_SCALE.sub(lambda found: rf" \times 10^{{{_CJK_POWERS[found[1]]}}}", _CJK_UNIT.sub("", text))
     text = _DEGREES.sub("", text)
     text = _TRAILING_CURRENCY.sub("", _CURRENCY.sub(r"\1", text))

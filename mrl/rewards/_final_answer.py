@@ -26,7 +26,7 @@ _MAX_SENTENCE_CHARS = 300
 
 
 @dataclass(frozen=True)
-class Marked:
+class MarkedAnswer:
     """A part of a response that is marked as its answer.
 
     Attributes:
@@ -38,7 +38,7 @@ class Marked:
     text: str
 
 
-def final_answer(text: str) -> Marked | None:
+def final_answer(text: str) -> MarkedAnswer | None:
     r"""Returns the marked answer of a text; None if there is no mark.
 
     The first kind of mark in the text is used, in this order: the last closed \boxed{...} or \fbox{...}; the text after
@@ -49,20 +49,20 @@ def final_answer(text: str) -> Marked | None:
         text: Response without its reasoning, or a row's answer.
     """
     if (boxed := last_boxed(text)) is not None:
-        return Marked(BOX, boxed)
+        return MarkedAnswer(BOX, boxed)
     if _OPEN_BOX.search(text):
         bare = _BARE_BOX.findall(text)
-        return Marked(BOX, bare[-1] if bare else "")  # an unclosed box was truncated and could read 5 for 58
+        return MarkedAnswer(BOX, bare[-1] if bare else "")  # an unclosed box was truncated and could read 5 for 58
     if (tagged := _tagged(text)) is not None:
         inner = final_answer(tagged)
-        return Marked(TAGS, tagged) if inner is None else inner
+        return MarkedAnswer(TAGS, tagged) if inner is None else inner
     if hashed := _HASHES.findall(text):
-        return Marked(HASHES, hashed[-1])
+        return MarkedAnswer(HASHES, hashed[-1])
     announced = [
         _first_sentence(text[found.end() : found.end() + _MAX_SENTENCE_CHARS]) for found in _ANNOUNCED.finditer(text)
     ]
     best = [one for one in announced if _SAYS_SOMETHING.search(one)] or [one for one in announced if one]
-    return Marked(SENTENCE, best[-1]) if best else None
+    return MarkedAnswer(SENTENCE, best[-1]) if best else None
 
 
 def last_boxed(text: str) -> str | None:

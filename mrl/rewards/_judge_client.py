@@ -25,17 +25,17 @@ DOWN_AFTER = 8
 """Consecutive failures, if not fewer than the endpoint's concurrency, after which it counts as down."""
 
 
-def judge_of(name: str, kwargs: Mapping[str, Any], variables: Callable[..., Mapping[str, str]]) -> Judge:
+def make_judge(name: str, kwargs: Mapping[str, Any], variables: Callable[..., Mapping[str, str]]) -> Judge:
     """Makes the judge that the config names.
 
     Raises:
         UserError: The judge does not accept these arguments, or its API key is missing.
     """
     try:
-        kind = registry.find("rewards", name, "REWARD")
-        for one in (*kind.__mro__[:-1], JudgeEndpoint):
+        judge_class = registry.find("rewards", name, "REWARD")
+        for one in (*judge_class.__mro__[:-1], JudgeEndpoint):
             check_types(one.__init__, kwargs)
-        judge: Judge = kind(**kwargs)
+        judge: Judge = judge_class(**kwargs)
         judge.endpoint.prepare(variables)
         return judge
     except UserError as error:
@@ -72,7 +72,7 @@ class JudgeQueries(AbstractContextManager["JudgeQueries"]):
         self._num_failed = 0
         self._in_a_row: dict[int, int] = {}
         self._loop = asyncio.new_event_loop()
-        self._task = self._loop.create_task(self._all())
+        self._task = self._loop.create_task(self._query_all())
         self._thread = threading.Thread(target=self._run, name="mrl judges", daemon=True)
         self._thread.start()
 
@@ -110,7 +110,7 @@ class JudgeQueries(AbstractContextManager["JudgeQueries"]):
             if left:
                 self._loop.run_until_complete(asyncio.wait(left))
 
-    async def _all(self) -> None:
+    async def _query_all(self) -> None:
         async with AsyncExitStack() as stack:
             endpoints = [
                 (
@@ -121,7 +121,7 @@ class JudgeQueries(AbstractContextManager["JudgeQueries"]):
                 for judge in self._judges
             ]
 
-            async def one(index: int, sample: Sample) -> None:
+            async def score(index: int, sample: Sample) -> None:
                 outcomes = await asyncio.gather(*(self._ask(at, *each, sample) for at, each in enumerate(endpoints)))
                 self.done[index] = outcomes
                 self._on_done(index, outcomes)
@@ -129,7 +129,7 @@ class JudgeQueries(AbstractContextManager["JudgeQueries"]):
                 if self._num_failed > self._give_up_after:
                     self._task.cancel()
 
-            await asyncio.gather(*(one(index, sample) for index, sample in self._samples.items()))
+            await asyncio.gather(*(score(index, sample) for index, sample in self._samples.items()))
 
     async def _ask(self, index: int, judge: Judge, client: Any, slot: asyncio.Semaphore, sample: Sample) -> Outcome:
         try:

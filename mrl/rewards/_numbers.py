@@ -51,7 +51,7 @@ _LOOK_BACK_CHARS = 40
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenNumber:
     """A number in a text.
 
     Attributes:
@@ -68,7 +68,7 @@ class Written:
         return (self.value, self.value / 100) if self.percent else (self.value,)
 
 
-def plain(text: str) -> str:
+def to_ascii(text: str) -> str:
     r"""Returns a text with digits, signs and punctuation in ASCII, and commas as the only separators of thousands.
 
     Full-width forms, digits of other scripts, the minus sign and dashes, raised digits (as ^2), typographic quotes and
@@ -102,9 +102,9 @@ def _fraction(char: str) -> str:
     return unicodedata.normalize("NFKC", char).replace("⁄", "/")
 
 
-def last_number(text: str) -> Written | None:
+def last_number(text: str) -> WrittenNumber | None:
     """Returns the last number in a text; None if there is none, or if it is not finite."""
-    text = _FRACTION.sub(_inline, plain(text))
+    text = _FRACTION.sub(_inline, to_ascii(text))
     last = None
     for found in _NUMBER.finditer(text):
         last = found
@@ -116,7 +116,7 @@ def last_number(text: str) -> Written | None:
         return None
     if not math.isfinite(value):
         return None
-    return Written(-value if _is_negative(text, last.start()) else value, last["percent"] is not None)
+    return WrittenNumber(-value if _is_negative(text, last.start()) else value, last["percent"] is not None)
 
 
 def _inline(found: re.Match[str]) -> str:

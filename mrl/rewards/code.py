@@ -19,7 +19,7 @@ from mrl.config.reasoning import without_reasoning
 from mrl.distributed.worker_processes.folders import owned_folder
 from mrl.distributed.worker_processes.sandbox import SandboxLimits, SandboxResult, run_python
 from mrl.rewards._arguments import check_positive
-from mrl.rewards._blocks import program_of
+from mrl.rewards._blocks import extract_program
 
 IN_PROCESS = False
 LIMIT_S = 8.0
@@ -57,12 +57,12 @@ def code(
     memory_mb: int = 512,
     allow_unconfined: bool = False,
 ) -> dict[str, float | str]:
-    """Runs the program in the response's fenced blocks, see `program_of`.
+    """Runs the program in the response's fenced blocks, see `extract_program`.
 
     Args:
         prompt: Text of the prompt; it may end with the opening tag of the reasoning.
         response: Text without the end token; blocks in its reasoning are ignored.
-        answer: Tests in the format of `read_tests`, if `tests_key` is null.
+        answer: Tests in the format of `parse_tests`, if `tests_key` is null.
         extra: Columns of the row.
         tests_key: Column with the tests; null for the answer.
         partial: True to score the fraction of passed tests; False to score 1 only if all pass.
@@ -80,9 +80,9 @@ def code(
         ValueError: The row has no tests.
         RuntimeError: This machine cannot confine the program.
     """
-    tests = read_tests(answer if tests_key is None else extra.get(tests_key))[:max_tests]
+    tests = parse_tests(answer if tests_key is None else extra.get(tests_key))[:max_tests]
     text = without_reasoning(response, prompt)
-    program = program_of(text)
+    program = extract_program(text)
     if program is None and not require_block:
         program = text or None
     end, num_passed, first = time.monotonic() + limit_s, 0, ""
@@ -100,7 +100,7 @@ def code(
     return {"score": part if partial else float(part == 1.0), "passed": part, "problem": first}
 
 
-def read_tests(given: Any) -> list[Test]:
+def parse_tests(given: Any) -> list[Test]:
     """Parses the tests of a row.
 
     Args:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from mrl.config.reasoning import without_reasoning
-from mrl.rewards._call import Facts, source_of
+from mrl.rewards._call import Facts, source_digest
 from mrl.rewards._endpoint import JudgeEndpoint, Messages
-from mrl.rewards._numbers import plain
+from mrl.rewards._numbers import to_ascii
 from mrl.rewards._signatures import Sample
 
 ASKS = True
@@ -80,7 +80,7 @@ class Judge:
     @property
     def source(self) -> str:
         """Digest of the source files of the judge, part of the score cache's key."""
-        return f"{source_of(type(self))} {source_of(Judge)}"
+        return f"{source_digest(type(self))} {source_digest(Judge)}"
 
     def messages(self, sample: Sample) -> Messages:
         """Returns the chat messages for a sample; raises ValueError if the row lacks a column of the template."""
@@ -122,7 +122,7 @@ class Judge:
         if self._score_after is None:
             return self.on_scale(json_object(reply).get("score"), "score", reply), {}
         places = reply.split(self._score_after)
-        number = _NUMBER.match(plain(places[-1]).lstrip(" \t*:=")) if len(places) == 2 else None
+        number = _NUMBER.match(to_ascii(places[-1]).lstrip(" \t*:=")) if len(places) == 2 else None
         if number is None:
             raise ValueError(
                 f"expected {self._score_after!r} once, followed by a number, in the reply {_excerpt(reply)}"

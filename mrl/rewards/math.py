@@ -9,8 +9,8 @@ from typing import Any
 
 from mrl.config.reasoning import without_reasoning
 from mrl.rewards._arguments import check_finite, check_positive
-from mrl.rewards._expressions import Read, equal, read, read_prose
-from mrl.rewards._final_answer import BOX, SENTENCE, Marked, final_answer
+from mrl.rewards._expressions import ParsedAnswer, equal, read, read_prose
+from mrl.rewards._final_answer import BOX, SENTENCE, MarkedAnswer, final_answer
 
 IN_PROCESS = False
 
@@ -44,7 +44,7 @@ def math(
     Raises:
         ValueError: The row has no answer, or an empty one.
     """
-    gold = read_gold(answer)
+    gold = parse_gold(answer)
     text = without_reasoning(response, prompt)
     marked = final_answer(text)
     if require_boxed and (marked is None or marked.kind != BOX):
@@ -57,7 +57,7 @@ def math(
     return {"score": correct if right else wrong, "pred": pred if found else ""}
 
 
-def read_gold(answer: str | None) -> Read:
+def parse_gold(answer: str | None) -> ParsedAnswer:
     """Parses the answer of a row.
 
     Raises:
@@ -72,7 +72,7 @@ def read_gold(answer: str | None) -> Read:
     return gold
 
 
-def _read(marked: Marked) -> Read:
+def _read(marked: MarkedAnswer) -> ParsedAnswer:
     return read_prose(marked.text) if marked.kind == SENTENCE else read(marked.text)
 
 

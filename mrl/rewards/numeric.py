@@ -9,7 +9,7 @@ from typing import Any
 from mrl.config.reasoning import without_reasoning
 from mrl.rewards._arguments import check_finite
 from mrl.rewards._final_answer import SENTENCE, final_answer
-from mrl.rewards._numbers import Written, last_number
+from mrl.rewards._numbers import WrittenNumber, last_number
 
 IN_PROCESS = True
 
@@ -57,7 +57,7 @@ def numeric(
     return {"score": correct if equal else wrong, "pred": repr(found.value)}
 
 
-def number_of(text: str) -> Written | None:
+def number_of(text: str) -> WrittenNumber | None:
     """Returns the last number of the marked answer of a text, else of the text; None without one."""
     marked = final_answer(text)
     found = None if marked is None else last_number(marked.text)

@@ -16,11 +16,11 @@ from mrl.config import registry
 from mrl.config.config import RewardConfig, RewardFunctionConfig
 from mrl.config.user_code import is_own
 from mrl.errors import UserError
-from mrl.rewards._cache import CacheLookup, ScoreCache, identity_of
+from mrl.rewards._cache import CacheLookup, ScoreCache, functions_identity
 from mrl.rewards._call import Outcome, RewardCall
 from mrl.rewards._call_batches import CallBatch, Order, ScoringTask, check_batch, group_calls
 from mrl.rewards._endpoint import scoring_arguments
-from mrl.rewards._judge_client import JudgeQueries, judge_of
+from mrl.rewards._judge_client import JudgeQueries, make_judge
 from mrl.rewards._pool import RewardPool, Scored
 from mrl.rewards._signatures import NUM_TURNS, Sample
 from mrl.rewards.environment import ENVIRONMENT_REWARD
@@ -83,7 +83,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             _check_limit(function, config.time_limit_s)
         for index, function in enumerate(config.functions):
             if _builtin_flag(function.name, "ASKS"):
-                self._judges[index] = judge_of(function.name, function.kwargs, variables)
+                self._judges[index] = make_judge(function.name, function.kwargs, variables)
             elif _builtin_flag(function.name, "IN_PROCESS"):
                 self._local[index] = RewardCall(function.name, function.kwargs)
             else:
@@ -115,12 +115,12 @@ class Scorer(AbstractContextManager["Scorer"]):
 
     def _judge_identity(self) -> str:
         functions = [(self._config.functions[index], judge) for index, judge in self._judges.items()]
-        return identity_of([(one.name, scoring_arguments(one.kwargs), judge.source) for one, judge in functions])
+        return functions_identity([(one.name, scoring_arguments(one.kwargs), judge.source) for one, judge in functions])
 
     def _worker_identity(self, batch: CallBatch) -> str:
         sources = () if self._pool is None else self._pool.sources
         functions = [(self._config.functions[self._remote[place]], sources[place]) for place in batch.calls]
-        return identity_of([(one.name, one.kwargs, source) for one, source in functions])
+        return functions_identity([(one.name, one.kwargs, source) for one, source in functions])
 
     def score(
         self,
@@ -143,7 +143,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         Raises:
             UserError: More than `reward.max_failed_frac` of the rollouts failed; the message quotes the first failure.
         """
-        prepared = [(rollout, self._prepare(rollout)) for rollout in rollouts]
+        prepared = [(rollout, self._reward_input(rollout)) for rollout in rollouts]
         rollouts = [rollout for rollout, sample in prepared if sample is not None]
         samples = [sample for _, sample in prepared if sample is not None]
         allowed = math.floor(self._config.max_failed_frac * len(samples))
@@ -161,7 +161,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             if self._has_model:
                 outcomes[len(self._config.functions)] = (by_model or {})[order[row]]
             rollout.reward_cached = bool(found) and row not in computed
-            self._set(rollout, outcomes)
+            self._set_rewards(rollout, outcomes)
             if rollout.reward_error is not None:
                 num_failed += 1
                 first_failure = first_failure or rollout.reward_error
@@ -183,9 +183,9 @@ class Scorer(AbstractContextManager["Scorer"]):
         found: dict[tuple[int, ...], dict[int, list[Outcome]]] = {}
         judges_identity, *batch_identities = self._identities
         single = [(row,) for row in range(len(samples))] if self._judges else []
-        judge_cache = CacheLookup.of(self._cache, judges_identity, samples, single)
+        judge_cache = CacheLookup.look_up(self._cache, judges_identity, samples, single)
         by_calls = {
-            batch.calls: (batch, CacheLookup.of(self._cache, identity, samples, batch.units(order)))
+            batch.calls: (batch, CacheLookup.look_up(self._cache, identity, samples, batch.units(order)))
             for batch, identity in zip(self._batches, batch_identities, strict=True)
         }
         with ExitStack() as stack:
@@ -212,11 +212,11 @@ class Scorer(AbstractContextManager["Scorer"]):
                 ]
                 self._pool.run(samples, tasks, allowed, abort_requested, on_scored)
                 for calls, (_, cached) in by_calls.items():
-                    found[tuple(self._remote[place] for place in calls)] = cached.joined(computed[calls])
+                    found[tuple(self._remote[place] for place in calls)] = cached.known_scores(computed[calls])
             if queries is not None:
                 given_up = any(len(by_row) < len(samples) for by_row in found.values())
                 judged = queries.done if given_up else queries.wait(abort_requested)
-                found[tuple(self._judges)] = judge_cache.joined(judged)
+                found[tuple(self._judges)] = judge_cache.known_scores(judged)
         return found, set(judge_cache.keys).union(*(cached.keys for _, cached in by_calls.values()))
 
     def check_rows(self, prompts: Sequence[Prompt], kind: str, *, episodes: bool = False) -> list[str]:
@@ -276,7 +276,7 @@ class Scorer(AbstractContextManager["Scorer"]):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _prepare(self, rollout: Rollout) -> Sample | None:
+    def _reward_input(self, rollout: Rollout) -> Sample | None:
         """Sets the rollout's text and returns what functions see of it; None if its environment failed."""
         prompt, episode, ids = rollout.prompt, rollout.episode, rollout.response_ids
         kept = self._without_end(ids)
@@ -312,7 +312,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         """Returns a response without its end token."""
         return ids[:-1] if ids and ids[-1] in self._eos_ids else ids
 
-    def _set(self, rollout: Rollout, outcomes: dict[int, Outcome]) -> None:
+    def _set_rewards(self, rollout: Rollout, outcomes: dict[int, Outcome]) -> None:
         ordered = [outcomes[index] for index in range(len(self._labels))]
         failed = {index: outcome for index, outcome in enumerate(ordered) if outcome.error}
         error_value = self._config.error_value

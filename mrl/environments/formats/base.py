@@ -160,7 +160,7 @@ class NotJsonError(CallError):
         self.place = place
 
 
-def decoded(text: str, start: int = 0) -> tuple[Any, int]:
+def parse_json_at(text: str, start: int = 0) -> tuple[Any, int]:
     """Parses the JSON value that begins at `start`; returns it and the index of its end.
 
     Rejects NaN and Infinity.
@@ -179,7 +179,7 @@ def decoded(text: str, start: int = 0) -> tuple[Any, int]:
     return value, end
 
 
-def call_of(value: Any, *names: str) -> ToolCall:
+def to_tool_call(value: Any, *names: str) -> ToolCall:
     """Converts a JSON object to a call.
 
     Args:

@@ -6,7 +6,7 @@ are part of it.
 
 from __future__ import annotations
 
-from mrl.environments.formats.base import Call, CallError, Format, Scanner, call_of, decoded, shown
+from mrl.environments.formats.base import Call, CallError, Format, Scanner, parse_json_at, shown, to_tool_call
 
 START, END = "<tool_call>", "</tool_call>"
 
@@ -26,12 +26,12 @@ class Hermes(Scanner):
         text, first = self.text, self._next_char(start + len(START))
         error: CallError
         try:
-            value, end = decoded(text, first)
+            value, end = parse_json_at(text, first)
             rest = self._next_char(end)
             if rest == len(text) or text.startswith(START, rest):
-                return call_of(value, "arguments"), rest
+                return to_tool_call(value, "arguments"), rest
             if text.startswith(END, rest):
-                return call_of(value, "arguments"), rest + len(END)
+                return to_tool_call(value, "arguments"), rest + len(END)
             error = CallError(f"a tool call is no JSON (unexpected text after it: {shown(text[rest : rest + 100])!r})")
         except CallError as refusal:
             error = refusal

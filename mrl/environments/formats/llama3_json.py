@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mrl.environments.base import Schema
-from mrl.environments.formats.base import Call, CallError, Format, NotJsonError, Scanner, call_of, decoded
+from mrl.environments.formats.base import Call, CallError, Format, NotJsonError, Scanner, parse_json_at, to_tool_call
 
 _TAG = "<|python_tag|>"
 
@@ -47,13 +47,13 @@ class Llama3Json(Scanner):
             self._begins[visible] = _FIRST_BRACE.match(text, visible) is not None
         meant = self._tag <= start or self._begins[visible]  # the message is a call, even if malformed
         try:
-            value, end = decoded(text, start)
+            value, end = parse_json_at(text, start)
         except NotJsonError as error:
             self._misread += 1
             # The end of a malformed call is unknown, so the rest of the text is skipped.
             return (error, len(text)) if meant else (None, max(error.place, start + 1))
         try:
-            return call_of(value, "parameters", "arguments"), end
+            return to_tool_call(value, "parameters", "arguments"), end
         except CallError as error:
             return error if meant or _has_name(value) else None, end
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from mrl.config import reasoning
 from mrl.environments.base import Schema, ToolCall
-from mrl.environments.formats.base import Call, CallError, Format, Scanner, decoded, shown
+from mrl.environments.formats.base import Call, CallError, Format, Scanner, parse_json_at, shown
 from mrl.environments.formats.hermes import END, START
 
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
@@ -216,7 +216,7 @@ def _read(value: str, kind: str) -> tuple[Any] | None:
         if kind == "number":
             number = float(text)
             return ((int(number) if number == int(number) else number),) if math.isfinite(number) else None
-        found, end = decoded(text)
+        found, end = parse_json_at(text)
         if end < len(text):
             return None
         json.dumps(found, allow_nan=False)  # 1e999 is infinite

@@ -1,1 +1,1 @@
-"""Environments and tools of multi-turn episodes, one file each; `formats/` contains the tool-call parsers."""
+"""Environments and tools of multi-turn episodes, one file each, and `formats/`, the tool-call parsers."""

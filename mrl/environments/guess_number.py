@@ -13,7 +13,7 @@ from mrl.errors import UserError
 _NUMBER = re.compile(r"-?\d{1,18}", re.ASCII)
 
 
-class GuessNumber(Environment):
+class Guess(Environment):
     """Guessing game; the seed determines the number, and the last number in a message is the guess."""
 
     def __init__(
@@ -64,4 +64,4 @@ class GuessNumber(Environment):
         return Observation.user("higher" if guess < self._number else "lower", info=info)
 
 
-ENVIRONMENT = GuessNumber
+ENVIRONMENT = Guess

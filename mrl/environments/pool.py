@@ -174,9 +174,9 @@ class EnvironmentWorker(WorkerHandle):
                 return self._fatal(limit, f"its worker process was ended ({how})")
             case {"ended": str(how)}:
                 return self._fatal("crash", f"its worker process died ({how})")
-            case {"serial": serial, **fields} if serial == self._num_answers:
+            case {"serial": serial} if serial == self._num_answers:
                 self._num_answers += 1
-                return self._answer(fields)
+                return self._answer(message)
         return self._fatal("malformed", "something else than its worker wrote into the pipe of its answers")
 
     def _answer(self, fields: Mapping[str, Any]) -> Observation | Failure | None:

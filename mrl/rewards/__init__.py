@@ -1,1 +1,1 @@
-"""Built-in reward functions, one file each, and worker processes that run reward functions under limits."""
+"""Reward functions, one file each, and the workers that run yours with limits of time and memory."""

@@ -1,12 +1,12 @@
 import pytest
 
 from mrl.environments.base import Action
-from mrl.environments.guess_number import GuessNumber
+from mrl.environments.guess_number import Guess
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_halving_finds_the_number(seed):
-    game, low, high = GuessNumber(max_guesses=7, discount=0.5), 1, 100
+    game, low, high = Guess(max_guesses=7, discount=0.5), 1, 100
     assert "from 1 to 100" in game.reset(seed, {}).messages[0]["content"]
     for _ in range(7):
         guess = (low + high) // 2
@@ -18,7 +18,7 @@ def test_halving_finds_the_number(seed):
 
 
 def test_it_ends_after_the_last_guess():
-    game = GuessNumber(low=5, high=5, max_guesses=2)
+    game = Guess(low=5, high=5, max_guesses=2)
     assert game.reset(0, {"prompt": "Which number?"}).messages == ()
     assert game.step(Action("none")).messages[0]["content"] == "Write a number."
     last = game.step(Action("4"))
@@ -27,7 +27,7 @@ def test_it_ends_after_the_last_guess():
 
 def test_the_number_is_a_function_of_the_seed():
     def number(seed):
-        game = GuessNumber(high=10**6)
+        game = Guess(high=10**6)
         game.reset(seed, {})
         return game._number
 

@@ -1,7 +1,7 @@
-"""Objects of other libraries as environments, known by their shape: none of these libraries is imported.
+"""Adapters for environments of other libraries, detected by their methods; the libraries are not imported.
 
-- `reset` and `step`: Gymnasium's, and OpenEnv's clients.
-- `create`, `execute`, `calc_reward` and `release`: a tool class of verl, or several in `verl_tools.py`.
+- `reset` and `step`: Gymnasium's environments and OpenEnv's clients.
+- `create`, `execute`, `calc_reward` and `release`: a tool of verl (`verl_tools.py` takes several).
 - `reset` and public methods: an object of TRL's `environment_factory`; the methods are tools.
 """
 
@@ -14,30 +14,30 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_type_hints
 
-from mrl.environments._event_loop import awaited
+from mrl.environments._event_loop import await_result
 from mrl.environments._schemas import schema_of
 from mrl.environments.base import Action, Environment, Message, Observation, Schema, Tool, ToolCall
-from mrl.environments.toolbox import ToolEnvironment, as_text, called
+from mrl.environments.toolbox import ToolEnvironment, as_text, call_tool
 from mrl.errors import UserError
 
 _VERL = ("create", "execute", "calc_reward", "release")
 
 
-def adapted(made: object, name: str) -> Environment:
-    """The object as an environment.
+def adapt(made: object, name: str) -> Environment:
+    """Wraps an object as an environment.
 
     Raises:
-        UserError: It has none of the shapes.
+        UserError: The object's methods match none of the supported interfaces.
     """
     if isinstance(made, Environment):
         return made
     has = {word for word in ("reset", "step", *_VERL) if callable(getattr(made, word, None))}
     if {"reset", "step"} <= has:
-        return Stepped(made)
+        return GymAdapter(made)
     if has >= set(_VERL):
         return VerlTools([made])
     if "reset" in has:
-        return TrlObject(made)
+        return TrlAdapter(made)
     raise UserError(
         f"environment '{name}' makes a {type(made).__name__}, expected an Environment, or an object with reset and "
         "step (Gymnasium, OpenEnv), with create, execute, calc_reward and release (verl), or with reset and tools as "
@@ -45,37 +45,37 @@ def adapted(made: object, name: str) -> Environment:
     )
 
 
-class Stepped(Environment):
-    """An object with Gymnasium's or OpenEnv's `reset` and `step`."""
+class GymAdapter(Environment):
+    """Adapter of an object with Gymnasium's or OpenEnv's `reset` and `step`."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
     @property
     def tools(self) -> Sequence[Tool | Schema]:
-        """Its `tools`, where it has some."""
+        """The object's `tools`, an attribute or a method; default: none."""
         found = getattr(self._inner, "tools", ())
         return tuple(found() if callable(found) else found)
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:
-        """With as much of `seed`, `options` (the row) and `row` as it takes."""
+        """Calls `reset` with those of `seed`, `options` (the row) and `row` that it accepts."""
         given = {"seed": seed, "options": dict(row), "row": dict(row)}
-        return outcome(awaited(self._inner.reset(**_accepted(self._inner.reset, given))))
+        return to_observation(await_result(self._inner.reset(**_accepted(self._inner.reset, given))))
 
     def step(self, action: Action) -> Observation:
-        """With the text; with the action itself, or an object of one text field, where that is the parameter's type."""
-        return outcome(awaited(self._inner.step(_as_parameter(self._inner.step, action))))
+        """Calls `step` with the text, or according to its annotation with the `Action` or an object of one field."""
+        return to_observation(await_result(self._inner.step(_as_parameter(self._inner.step, action))))
 
     def close(self) -> None:
-        """Its `close`, where it has one."""
+        """Calls the object's `close`, if it has one."""
         if callable(close := getattr(self._inner, "close", None)):
-            awaited(close())
+            await_result(close())
 
 
-class TrlObject(ToolEnvironment):
-    """An object of TRL's `environment_factory`: public methods are tools, `get_reward` scores the end.
+class TrlAdapter(ToolEnvironment):
+    """Adapter of an object of TRL's `environment_factory`: public methods are tools, `get_reward` is the final reward.
 
-    What its `reset` returns becomes a user message after the prompt; TRL adds it to the last message of the prompt.
+    The return value of `reset` becomes a user message after the prompt; TRL appends it to the prompt's last message.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -83,40 +83,41 @@ class TrlObject(ToolEnvironment):
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """Its public methods, in TRL's order: by name."""
+        """The object's public methods, sorted by name as in TRL."""
         names = [name for name, _ in inspect.getmembers(type(self._inner), inspect.isfunction)]
         return [getattr(self._inner, name) for name in names if name not in _NO_TOOLS and not name.startswith("_")]
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:
-        """With the row's columns by name, as TRL does; with `seed` besides where it names that."""
+        """Calls `reset` with the row's columns, as TRL does, and with `seed` if it has such a parameter."""
         parameters = inspect.signature(self._inner.reset).parameters
         given = dict(row) | ({"seed": seed} if "seed" in parameters else {})
-        return outcome(awaited(self._inner.reset(**given)))
+        return to_observation(await_result(self._inner.reset(**given)))
 
     def answered(self, action: Action) -> Observation:
-        """The end, with what `get_reward` says."""
+        """Ends the episode with the reward of `get_reward`."""
         score = getattr(self._inner, "get_reward", None)
-        return Observation(reward=None if score is None else float(awaited(score())), terminated=True)
+        return Observation(reward=None if score is None else float(await_result(score())), terminated=True)
 
     def close(self) -> None:
-        """Its `close` is no tool of the model's."""
+        """Calls the object's `close`, if it has one."""
         if callable(close := getattr(self._inner, "close", None)):
-            awaited(close())
+            await_result(close())
 
 
 _NO_TOOLS = ("reset", "get_reward", "close")
 
 
 class VerlTools(ToolEnvironment):
-    """Tools of verl: one instance of each for an episode, made by `create` and let go by `release`."""
+    """Adapter of verl's tools: `create` makes an instance of each for the episode, `release` ends it."""
 
     def __init__(self, tools: Sequence[Any], reward: str = "none") -> None:
-        """Takes the tools.
+        """Stores the tools.
 
         Args:
             tools: Objects of classes derived from verl's `BaseTool`.
-            reward: "execute": what `execute` says is the turn's; "calc_reward": its sum over the tools is the last
-                turn's; "none", as in verl, where reward functions score: both are only recorded.
+            reward: Source of the reward. "execute": in each turn, the sum over its calls of `execute`. "calc_reward":
+                in the last turn, the sum over the tools. "none", as in verl: reward functions score the episode, and
+                the tools' rewards are only recorded.
         """
         if reward not in ("none", "execute", "calc_reward"):
             raise UserError(f"verl tools: reward='{reward}', expected none, execute or calc_reward.")
@@ -127,20 +128,20 @@ class VerlTools(ToolEnvironment):
 
     @property
     def tools(self) -> Sequence[Schema]:
-        """Their own schemas."""
+        """The tools' own schemas."""
         return [_schema(tool) for tool in self._by_name.values()]
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:
-        """`create` of each, with the row's `extra_info.tools_kwargs`, as in verl."""
+        """Calls `create` of each tool with the row's `extra_info.tools_kwargs`, as in verl."""
         extra = row.get("extra_info")
         self._kwargs = (extra if isinstance(extra, Mapping) else row).get("tools_kwargs") or {}
         for name, tool in self._by_name.items():
-            made = awaited(tool.create(**self._given(name, "create_kwargs")))
+            made = await_result(tool.create(**self._given(name, "create_kwargs")))
             self._ids[name] = made[0] if isinstance(made, tuple) else made
         return Observation()
 
     def step(self, action: Action) -> Observation:
-        """`execute` of each call; the end where there is none."""
+        """Calls `execute` for each tool call; ends the episode if there is none."""
         if not action.tool_calls and not action.errors:
             return self.answered(action)
         messages: list[Message] = []
@@ -155,9 +156,9 @@ class VerlTools(ToolEnvironment):
         return Observation(tuple(messages), taken, info=info)
 
     def answered(self, action: Action) -> Observation:
-        """The end, with `calc_reward` of each tool."""
+        """Ends the episode; records `calc_reward` of each tool."""
         scores = {
-            name: awaited(tool.calc_reward(self._ids[name], **self._given(name, "calc_reward_kwargs")))
+            name: await_result(tool.calc_reward(self._ids[name], **self._given(name, "calc_reward_kwargs")))
             for name, tool in self._by_name.items()
         }
         known = {f"calc_reward/{name}": float(score) for name, score in scores.items() if score is not None}
@@ -165,38 +166,41 @@ class VerlTools(ToolEnvironment):
         return Observation(reward=reward, terminated=True, info=dict(known))
 
     def close(self) -> None:
-        """`release` of each."""
+        """Calls `release` of each tool."""
         for name, instance in self._ids.items():
-            awaited(self._by_name[name].release(instance, **self._given(name, "release_kwargs")))
+            await_result(self._by_name[name].release(instance, **self._given(name, "release_kwargs")))
 
     def _given(self, name: str, which: str) -> dict[str, Any]:
         return dict((self._kwargs.get(name) or {}).get(which) or {})
 
     def _executed(self, call: ToolCall) -> tuple[Message, float | None]:
-        """What `execute` returns: a response, a reward, and what it measured."""
+        """Calls `execute`; returns the tool's message and the reward."""
         rewards: list[float | None] = []
 
         def execute() -> str:
             tool, instance = self._by_name[call.name], self._ids[call.name]
-            returned = awaited(tool.execute(instance, call.arguments, **self._given(call.name, "execute_kwargs")))
+            returned = await_result(tool.execute(instance, call.arguments, **self._given(call.name, "execute_kwargs")))
             response, reward, *_ = returned if isinstance(returned, tuple) else (returned, None)
             rewards.append(reward)
             return as_text(getattr(response, "text", response) or "")
 
         known: dict[str, Callable[..., Any]] = dict.fromkeys(self._by_name, execute)
         plain = ToolCall(call.name) if call.name in known else call
-        return called(known, plain), rewards[0] if rewards else None
+        return call_tool(known, plain), rewards[0] if rewards else None
 
 
 def _schema(tool: Any) -> Schema:
-    """Of a verl tool: a mapping, or a pydantic model of one."""
+    """Returns the schema of a verl tool, which has it as a mapping or a pydantic model."""
     found = tool.get_openai_tool_schema() if hasattr(tool, "get_openai_tool_schema") else tool.tool_schema
     dump = getattr(found, "model_dump", None)
     return schema_of(dump(exclude_unset=True, exclude_none=True) if dump is not None else found)
 
 
-def outcome(returned: Any) -> Observation:
-    """What a foreign `reset` or `step` returned: Gymnasium's tuples, OpenEnv's results, or an observation alone."""
+def to_observation(returned: Any) -> Observation:
+    """Converts the return value of another library's `reset` or `step` into an observation.
+
+    Accepts Gymnasium's tuples, OpenEnv's results, and an observation alone.
+    """
     match returned:
         case Observation():
             return returned
@@ -213,7 +217,7 @@ def outcome(returned: Any) -> Observation:
 
 
 def _messages(seen: Any) -> tuple[Message, ...]:
-    """An observation as messages: texts and messages as they are, objects by their text, or as JSON."""
+    """Converts an observation to messages: texts and messages directly, objects by a text field, or as JSON."""
     if seen is None or seen == "":
         return ()
     if isinstance(seen, str):
@@ -231,7 +235,7 @@ def _messages(seen: Any) -> tuple[Message, ...]:
 
 
 def _fields(seen: Any) -> dict[str, Any]:
-    """Of a mapping, a dataclass or a pydantic model."""
+    """Returns the fields of a mapping, a dataclass or a pydantic model; {} for other objects."""
     if isinstance(seen, Mapping):
         return dict(seen)
     if dataclasses.is_dataclass(seen) and not isinstance(seen, type):
@@ -241,7 +245,7 @@ def _fields(seen: Any) -> dict[str, Any]:
 
 
 def _facts(info: Any) -> dict[str, float | str]:
-    """The texts and finite numbers of a mapping."""
+    """Returns the texts and finite numbers of a mapping."""
     found = info if isinstance(info, Mapping) else {}
     numbers = {str(key): float(value) for key, value in found.items() if _is_finite(value)}
     return numbers | {str(key): value for key, value in found.items() if isinstance(value, str)}
@@ -256,13 +260,13 @@ def _number(reward: Any) -> float | None:
 
 
 def _accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """As much as the function takes."""
+    """Returns the arguments that the function has a parameter for."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in given.items() if name in parameters}
 
 
 def _as_parameter(step: Callable[..., Any], action: Action) -> Any:
-    """The action as the type that `step` is annotated with."""
+    """Converts the action to the type that `step` is annotated with."""
     parameters = list(inspect.signature(step).parameters.values())
     kind = get_type_hints(step).get(parameters[0].name) if parameters else None
     if kind is Action:
@@ -275,7 +279,7 @@ def _as_parameter(step: Callable[..., Any], action: Action) -> Any:
 
 
 def _is_needed(item: Any) -> bool:
-    """Whether a field of a dataclass or a pydantic model has no default."""
+    """Returns whether a field of a dataclass or a pydantic model has no default."""
     if isinstance(item, dataclasses.Field):
         return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
     return bool(item.is_required())

@@ -1,7 +1,7 @@
-"""The endpoint that an agent program talks to: OpenAI's chat completions on a port of this machine, for one episode.
+"""HTTP endpoint for an agent program: OpenAI's chat completions on a local port, for one episode.
 
-Owns the HTTP side, in threads: a request waits until it is answered, or until its client leaves. What may be asked is
-less than of `mrl serve`, since how the policy samples is the run's.
+Each request waits in a thread until it is answered or its client disconnects. Sampling parameters are refused, unlike
+in `mrl serve`, because the run's config sets them.
 
 Source: OpenAI's API reference, "Chat".
 """
@@ -27,27 +27,27 @@ from mrl.environments.openai_requests import RequestError, chat_messages, has_ke
 from mrl.errors import shown
 
 LARGEST_REQUEST = 1 << 24
-"""Bytes of a request."""
+"""Size limit of a request, bytes."""
 
-LOOK_S = 0.2
-"""Time between two looks whether a client has left, s."""
+POLL_S = 0.2
+"""Interval between two checks whether a client has disconnected, s."""
 
 WITHOUT_EFFECT = {"model", "messages", "stream", "stream_options", "tools", "user", "metadata", "store"}
-"""Fields that change no token that is sampled: how the answer is told, and the tools, which are compared."""
+"""Fields that are allowed because they do not change sampling; `tools` are compared with the config's."""
 
 NEUTRAL = {"n": 1, "tool_choice": "auto", "parallel_tool_calls": True, "logprobs": False}
-"""Fields that may stand there with this value."""
+"""Fields that are allowed with this value only, the default."""
 
 
 @dataclass
-class Asked:
-    """A request that waits.
+class ChatRequest:
+    """A pending chat request.
 
     Attributes:
-        body: Its JSON.
-        messages: The conversation, each content as one text.
-        answer: Takes the assistant's message and why it ended, or a refusal in words.
-        delivered: Takes whether the client was still there when its answer came.
+        body: JSON body of the request.
+        messages: Conversation, each content as one text.
+        answer: Queue for the response: the assistant's message and its finish reason, or an error message.
+        delivered: Queue for the result: True if the client was still connected when the response was sent.
     """
 
     body: dict[str, Any]
@@ -56,28 +56,28 @@ class Asked:
     delivered: queue.SimpleQueue[bool] = field(default_factory=queue.SimpleQueue)
 
 
-class Endpoint:
-    """Listens as long as it lives.
+class AgentEndpoint:
+    """HTTP server of one episode.
 
     Attributes:
-        url: What clients call `base_url`.
-        key: What they call `api_key`.
-        asked: Requests as they come.
+        url: Base URL for clients.
+        key: API key for clients.
+        requests: Queue of pending requests; None is put by the caller when the program has ended.
     """
 
     def __init__(self, ignored: frozenset[str]) -> None:
-        """Starts to listen.
+        """Starts listening on a free local port.
 
         Args:
-            ignored: Fields of a request that may say something else than the run does.
+            ignored: Fields of requests that are accepted and ignored.
         """
         self.key = secrets.token_hex(16)
-        self.asked: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[ChatRequest | None] = queue.SimpleQueue()
         endpoint = self
 
         class Handler(_Handler):
             owner = endpoint
-            may_say = WITHOUT_EFFECT | ignored
+            allowed = WITHOUT_EFFECT | ignored
 
         self._server = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
@@ -85,7 +85,7 @@ class Endpoint:
         self._thread.start()
 
     def close(self) -> None:
-        """Listens no more; requests that wait are let go."""
+        """Stops the server; pending requests are dropped."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -94,57 +94,58 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Prints nothing about a client that closed its connection."""
+        """Ignores errors of closed connections; prints others."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    owner: Endpoint
-    may_say: set[str]
+    owner: AgentEndpoint
+    allowed: set[str]
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """Lists the models: one."""
-        if self._is_let_in():
-            self._tell(200, {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "mrl"}]})
+        """Lists the only model, "policy"."""
+        if self._has_valid_key():
+            self._send_json(200, {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "mrl"}]})
 
     def do_POST(self) -> None:
-        """Answers a chat completion."""
-        if not self._is_let_in():
+        """Answers a chat completion request."""
+        if not self._has_valid_key():
             return
         try:
             body = self._body()
             if self.path.rstrip("/") != "/v1/chat/completions":
                 raise RequestError(f"'{self.path}' is not served in a run, /v1/chat/completions is")
             checked = self._checked(parse_json(body))
-            asked = Asked(checked, chat_messages(checked.get("messages")))
+            request = ChatRequest(checked, chat_messages(checked.get("messages")))
         except RequestError as error:
             self._refuse(error.status, str(error))
             return
-        self.owner.asked.put(asked)
+        self.owner.requests.put(request)
         is_delivered = False
         try:
-            while (answer := self._answer(asked)) is None:
-                if self._has_left():
+            while (answer := self._answer(request)) is None:
+                if self._is_disconnected():
                     self.close_connection = True
                     return
-            left = self._has_left()
+            left = self._is_disconnected()
             if isinstance(answer, str):
                 self._refuse(400, answer)
-            elif asked.body.get("stream"):
+            elif request.body.get("stream"):
                 self._stream(*answer)
             else:
-                self._tell(200, _chat_object("chat.completion", {"message": answer[0], "finish_reason": answer[1]}))
+                choice = {"message": answer[0], "finish_reason": answer[1]}
+                self._send_json(200, _chat_object("chat.completion", choice))
             is_delivered = not left
         finally:
-            asked.delivered.put(is_delivered)
+            request.delivered.put(is_delivered)
 
     def _body(self) -> bytes:
-        """Returns the body of the request.
+        """Reads the body of the request.
 
         Raises:
-            RequestError: Its length is not given or too large, or it is encoded; the connection is closed then.
+            RequestError: The length is missing or too large, or the body is encoded; the connection is then closed.
         """
         length, encoding = self.headers.get("content-length"), self.headers.get("content-encoding", "identity")
         close, self.close_connection = self.close_connection, True
@@ -156,23 +157,23 @@ class _Handler(BaseHTTPRequestHandler):
             raise RequestError(f"content-encoding is {shown(encoding)}; send the body as it is", status=415)
         size = int(length)
         if size > LARGEST_REQUEST:
-            while size > 0 and (part := self.rfile.read(min(size, 1 << 20))):  # a client reads once all is sent
+            while size > 0 and (part := self.rfile.read(min(size, 1 << 20))):  # clients read only after sending all
                 size -= len(part)
             raise RequestError(f"the request has more than {LARGEST_REQUEST} bytes", status=413)
         body = self.rfile.read(size)
         if len(body) < size:
-            raise ConnectionResetError("the client left before the end of its request")
+            raise ConnectionResetError("the client disconnected before the end of its request")
         self.close_connection = close
         return body
 
-    def _answer(self, asked: Asked) -> tuple[Message, str] | str | None:
-        """Returns the answer; None: there is none yet."""
+    def _answer(self, request: ChatRequest) -> tuple[Message, str] | str | None:
+        """Waits briefly for the answer; returns None if there is none yet."""
         try:
-            return asked.answer.get(timeout=LOOK_S)
+            return request.answer.get(timeout=POLL_S)
         except queue.Empty:
             return None
 
-    def _has_left(self) -> bool:
+    def _is_disconnected(self) -> bool:
         """Returns whether the client has closed the connection."""
         try:
             readable, _, _ = select.select([self.connection], [], [], 0)
@@ -181,36 +182,36 @@ class _Handler(BaseHTTPRequestHandler):
             return True
 
     def log_message(self, *args: Any) -> None:
-        """Nothing: the worker's output is not this one's."""
+        """Logs nothing: standard error belongs to the worker."""
 
     def _checked(self, body: object) -> dict[str, Any]:
         if not isinstance(body, dict):
-            raise RequestError(f"the request is no JSON object. Got {shown(body)}")
+            raise RequestError(f"the request is not a JSON object. Got {shown(body)}")
         for name, value in body.items():
-            if name not in self.may_say and value is not None and NEUTRAL.get(name, ...) != value:
+            if name not in self.allowed and value is not None and NEUTRAL.get(name, ...) != value:
                 raise RequestError(
-                    f"'{name}' has no effect in a run, whose config says how the policy samples. Leave it out, or "
+                    f"'{name}' has no effect, because the run's config sets the sampling parameters. Remove it, or "
                     "list it in rollout.agent.environment_kwargs.ignore"
                 )
         return body
 
-    def _is_let_in(self) -> bool:
+    def _has_valid_key(self) -> bool:
         given = str(self.headers.get("authorization", "")).encode("latin-1", "replace")
         if has_key(given, self.owner.key):
             return True
         self.close_connection = True
-        self._refuse(401, "the key is none of this episode's: use the environment variable OPENAI_API_KEY")
+        self._refuse(401, "wrong API key: use that of the environment variable OPENAI_API_KEY")
         return False
 
     def _refuse(self, status: int, message: str) -> None:
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-        self._tell(status, {"error": error})
+        self._send_json(status, {"error": error})
 
-    def _tell(self, status: int, value: Mapping[str, Any]) -> None:
+    def _send_json(self, status: int, value: Mapping[str, Any]) -> None:
         self._send(status, "application/json", json.dumps(value).encode())
 
     def _stream(self, message: Message, reason: str) -> None:
-        """Server-sent events; the message is whole, and comes as one."""
+        """Sends server-sent events; the complete message is one event."""
         calls = [{"index": place, **call} for place, call in enumerate(message.get("tool_calls", ()))]
         delta = message | ({"tool_calls": calls} if calls else {})
         chunks: list[dict[str, Any]] = [{"delta": delta, "finish_reason": None}, {"delta": {}, "finish_reason": reason}]

@@ -1,4 +1,4 @@
-"""Asynchronous code of a user's own, run to its end: one event loop for a worker's whole life."""
+"""Event loop for users' asynchronous environments and tools; one per worker, for its lifetime."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 
-def awaited(value: Any) -> Any:
-    """The value itself, or what it gives where it is awaitable."""
+def await_result(value: Any) -> Any:
+    """Returns the result of an awaitable, or any other value unchanged."""
     return _loop().run_until_complete(_result(value)) if inspect.isawaitable(value) else value
 
 

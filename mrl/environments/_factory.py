@@ -1,4 +1,4 @@
-"""From a name in the config to an object for an episode."""
+"""Construction of environments from their name in the config."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mrl.config import registry
-from mrl.environments._adapters import adapted
+from mrl.environments._adapters import adapt
 from mrl.environments.base import Environment
 from mrl.errors import UserError
 
 
-def maker(name: str, kwargs: Mapping[str, Any]) -> tuple[Callable[[], Environment], bool]:
-    """What makes one object for each episode, and whether that needs the network.
+def find_environment(name: str, kwargs: Mapping[str, Any]) -> tuple[Callable[[], Environment], bool]:
+    """Returns a function that makes an environment for one episode, and whether the environment needs the network.
 
     Args:
-        name: Of a file in this folder, or a path to code of a user's own.
-        kwargs: For its constructor.
+        name: Name of a file in this folder, or path of a user's class.
+        kwargs: Arguments of the constructor.
 
     Raises:
-        UserError: There is no such environment, or it does not take these arguments.
+        UserError: The environment does not exist, or does not accept these arguments.
     """
     found = registry.find("environments", name, "ENVIRONMENT")
     if not callable(found):
@@ -29,11 +29,11 @@ def maker(name: str, kwargs: Mapping[str, Any]) -> tuple[Callable[[], Environmen
         inspect.signature(found).bind(**kwargs)
     except TypeError as error:
         raise UserError(
-            f"environment '{name}' cannot be made: {error}. It takes {inspect.signature(found)}; the config's kwargs "
-            f"are {dict(kwargs)}."
+            f"environment '{name}' cannot be made: {error}. Its parameters are {inspect.signature(found)}; the "
+            f"config's kwargs are {dict(kwargs)}."
         ) from error
 
     def make() -> Environment:
-        return adapted(found(**kwargs), name)
+        return adapt(found(**kwargs), name)
 
     return make, bool(getattr(found, "network", False))

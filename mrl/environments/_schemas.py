@@ -1,6 +1,6 @@
-"""What a chat template is told of a tool: a JSON schema from a function's type hints and docstring.
+"""JSON schemas of tools for chat templates, from a function's type hints and docstring.
 
-The same as transformers' `get_json_schema`, which imports torch: a worker starts in the time that Python takes.
+Equals transformers' `get_json_schema`, which imports torch and would slow down the start of workers.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _CONTAINERS = {list: "array", tuple: "array", dict: "object"}
 
 
 def schema_of(tool: Tool | Schema) -> Schema:
-    """The schema of a function, or the schema itself.
+    """Returns the schema of a function; a mapping is returned as it is, after a check.
 
     Raises:
-        UserError: The function lacks a docstring, a type hint or an argument's description, or a hint has no JSON type.
+        UserError: A docstring, a type hint or an argument's description is missing, or a hint has no JSON type.
     """
     if isinstance(tool, Mapping):
         if not isinstance(tool.get("function"), Mapping) or not isinstance(tool["function"].get("name"), str):
@@ -37,17 +37,17 @@ def schema_of(tool: Tool | Schema) -> Schema:
             )
         return dict(tool)
     name = tool_name(tool)
-    description, told = _docstring(inspect.getdoc(tool) or "")
+    description, documented = _docstring(inspect.getdoc(tool) or "")
     if not description:
-        raise UserError(f"tool '{name}' has no docstring: its first lines tell the model what it does.")
+        raise UserError(f"tool '{name}' has no docstring. Add one: it describes the tool to the model.")
     hints = get_type_hints(tool)
     properties, required = {}, []
     for argument, parameter in inspect.signature(tool).parameters.items():
         if argument not in hints:
             raise UserError(f"tool '{name}': its argument '{argument}' has no type hint.")
-        if argument not in told:
+        if argument not in documented:
             raise UserError(f"tool '{name}': its docstring does not describe '{argument}' under 'Args:'.")
-        properties[argument] = _property(name, argument, hints[argument], told[argument])
+        properties[argument] = _property(name, argument, hints[argument], documented[argument])
         if parameter.default is inspect.Parameter.empty:
             required.append(argument)
     parameters = {"type": "object", "properties": properties} | ({"required": required} if required else {})
@@ -55,23 +55,23 @@ def schema_of(tool: Tool | Schema) -> Schema:
 
 
 def tool_name(tool: Tool | Schema) -> str:
-    """How the model calls it."""
+    """Returns the name by which the model calls a tool."""
     return str(tool["function"]["name"]) if isinstance(tool, Mapping) else getattr(tool, "__name__", "operation")
 
 
-def _property(name: str, argument: str, hint: Any, told: str) -> dict[str, Any]:
+def _property(name: str, argument: str, hint: Any, description: str) -> dict[str, Any]:
     found = _json_type(hint, f"tool '{name}': its argument '{argument}'")
-    if choices := _CHOICES.search(told):
+    if choices := _CHOICES.search(description):
         try:
             found["enum"] = [str(choice).strip() for choice in json.loads(choices[1])]
         except ValueError as error:
-            raise UserError(f"tool '{name}': the choices of '{argument}' are no JSON list: {choices[1]}.") from error
-        told = told[: choices.start()].strip()
-    return {**found, "description": told}
+            raise UserError(f"tool '{name}': the choices of '{argument}' are not a JSON list: {choices[1]}.") from error
+        description = description[: choices.start()].strip()
+    return {**found, "description": description}
 
 
 def _json_type(hint: Any, where: str) -> dict[str, Any]:
-    """The JSON schema of a type hint; UserError names the place where there is none."""
+    """Returns the JSON schema of a type hint; raises UserError, prefixed with `where`, for other types."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return {}
@@ -115,7 +115,7 @@ def _choices(values: list[Any], where: str) -> dict[str, Any]:
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What stands above the sections, and the description of each argument."""
+    """Returns the text above the first section, and the description of each argument."""
     sections: dict[str, list[str]] = {"": []}
     current = ""
     for line in text.splitlines():
@@ -126,14 +126,14 @@ def _docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _arguments(lines: list[str]) -> dict[str, str]:
-    """Name -> description; what is indented deeper than the first name goes on with the description before it."""
-    told: dict[str, list[str]] = {}
+    """Parses name -> description; lines indented deeper than the first name continue the previous description."""
+    described: dict[str, list[str]] = {}
     indent, name = None, ""
     for line in lines:
         found = _ARGUMENT.match(line)
         if found and (indent is None or len(found[1]) <= indent):
             indent, name = len(found[1]), found[2]
-            told[name] = [found[3].strip()]
+            described[name] = [found[3].strip()]
         elif name and line.strip():
-            told[name].append(line.strip())
-    return {name: " ".join(part for part in parts if part) for name, parts in told.items()}
+            described[name].append(line.strip())
+    return {name: " ".join(part for part in parts if part) for name, parts in described.items()}

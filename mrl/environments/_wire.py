@@ -1,7 +1,4 @@
-"""The answers of an environment's worker, and how they are checked.
-
-`distributed/worker_processes/protocol.py` owns the format of the messages.
-"""
+"""JSON form of observations in the messages of environment workers, and its validation."""
 
 from __future__ import annotations
 
@@ -16,29 +13,29 @@ from mrl.distributed.worker_processes import protocol
 from mrl.environments.base import Observation
 
 ROLES = ("user", "tool", "system")
-"""Who may speak in an observation; what the assistant said is what the model sampled."""
+"""Roles of messages in an observation; assistant messages come from the model only."""
 
 _KEYS = {"role", "content", "name"}
-_ROOM_BYTES = 1024  # of a line, for what is around the answer
+_ROOM_BYTES = 1024  # of a line, for the other fields of the message
 
 
 class TooLargeError(ValueError):
-    """An answer that is none because nobody could read it all."""
+    """Observation that exceeds the size limit of a message."""
 
 
-def observed(observation: object) -> dict[str, Any]:
-    """The fields of an answer.
+def encode(observation: object) -> dict[str, Any]:
+    """Validates an environment's return value and returns its fields.
 
     Raises:
-        TooLargeError: It is too large to be sent.
-        ValueError: It is none; the message says what came.
-        TypeError: It is something else.
+        TooLargeError: The observation exceeds the size limit.
+        ValueError: A field is invalid or not JSON.
+        TypeError: The value is not an Observation.
     """
     if not isinstance(observation, Observation):
         raise TypeError(f"a {type(observation).__name__}, expected an Observation")
-    long = sum(len(text) for text in _texts(observation))
-    if long > protocol.MAX_LINE_BYTES:
-        raise TooLargeError(f"{long} characters; an observation may have {protocol.MAX_LINE_BYTES} bytes")
+    num_chars = sum(len(text) for text in _texts(observation))
+    if num_chars > protocol.MAX_LINE_BYTES:
+        raise TooLargeError(f"{num_chars} characters; an observation may have {protocol.MAX_LINE_BYTES} bytes")
     fields = asdict(observation)
     fields["messages"] = list(fields["messages"])
     if fields["reward"] is not None and not isinstance(fields["reward"], (str, bytes)):
@@ -46,31 +43,31 @@ def observed(observation: object) -> dict[str, Any]:
     try:
         text = json.dumps(fields)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"an Observation that is no JSON: {error}") from error
-    believed(json.loads(text))
+        raise ValueError(f"an Observation that is not JSON: {error}") from error
+    decode(json.loads(text))
     if len(text) + _ROOM_BYTES > protocol.MAX_LINE_BYTES:
         raise TooLargeError(f"{len(text)} bytes as JSON; an observation may have {protocol.MAX_LINE_BYTES}")
     return fields
 
 
 def _texts(observation: Observation) -> list[str]:
-    """What it says, as far as that is text."""
+    """Returns the texts in an observation's messages and info."""
     parts: list[object] = [*observation.messages, observation.info]
     return [value for part in parts if isinstance(part, dict) for value in part.values() if isinstance(value, str)]
 
 
-def believed(fields: Mapping[str, Any]) -> Observation:
-    """The observation with these fields.
+def decode(fields: Mapping[str, Any]) -> Observation:
+    """Validates the fields of an observation and returns it.
 
     Raises:
-        ValueError: They are none; the message says what is wrong.
+        ValueError: A field is missing or invalid.
     """
     try:
         messages, reward, info = fields["messages"], fields["reward"], fields["info"]
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
             raise ValueError(
-                f"messages that are none: {str(messages)[:200]}; each has a 'role' of {', '.join(ROLES)}, a text as "
-                "'content', and perhaps a 'name'"
+                f"invalid messages: {str(messages)[:200]}; expected a 'role' of {', '.join(ROLES)}, a text as "
+                "'content', and optionally a 'name'"
             )
         if reward is not None and not (type(reward) in (int, float) and math.isfinite(reward)):
             raise ValueError(f"the reward {str(reward)[:100]}, expected a finite number or None")
@@ -80,11 +77,11 @@ def believed(fields: Mapping[str, Any]) -> Observation:
             raise ValueError(f"the info {str(info)[:200]}, expected texts and finite numbers by name")
         return Observation(tuple(messages), reward, fields["terminated"], fields["truncated"], info)
     except (KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"an answer without its fields: {type(error).__name__}: {error}") from error
+        raise ValueError(f"an invalid observation: {type(error).__name__}: {error}") from error
 
 
 def digest(observation: Observation) -> str:
-    """Tells two observations apart."""
+    """Returns a hash of an observation, to compare replays."""
     return blake2b(json.dumps(asdict(observation), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

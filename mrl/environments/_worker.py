@@ -1,14 +1,12 @@
-"""The worker process: holds the environments of several episodes and lets them answer, one after the other.
+"""Worker process that runs the environments of several episodes, one command at a time.
 
-Started by `distributed/worker_processes/worker_process.py` as a fresh interpreter, which keeps
-(`distributed/worker_processes/supervisor.py`) the process that works. It imports no torch and nothing of the parent's
-main module.
+Started by `distributed/worker_processes/worker_process.py` as a fresh interpreter, under its `supervisor.py`. Imports
+no torch and nothing of the parent's main module.
 """
 
 from __future__ import annotations
 
-import os
-import sys
+import itertools
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,57 +16,52 @@ from typing import Any
 from mrl.distributed.worker_processes import protocol
 from mrl.distributed.worker_processes.folders import owned_folder
 from mrl.distributed.worker_processes.landlock_seccomp import Confinement, confine
-from mrl.distributed.worker_processes.supervisor import Bounds, keep
-from mrl.environments._factory import maker
+from mrl.distributed.worker_processes.worker_main import ParentPipe, run_worker
+from mrl.environments._factory import find_environment
 from mrl.environments._schemas import schema_of
-from mrl.environments._wire import TooLargeError, observed
+from mrl.environments._wire import TooLargeError, encode
 from mrl.environments.base import Environment, Schema
 from mrl.errors import UserError
 
 
 def run() -> None:
-    """Takes the bounds from the command line and works until the parent closes the pipe.
+    """Runs the worker with the supervisor's arguments from the command line.
 
-    The worker has a folder of its own for temporary files, which goes when the keeper does.
+    The worker has its own folder for temporary files, which the supervisor removes when it ends.
     """
     with owned_folder("environment") as folder:
-        keep(Bounds.read(sys.argv[1:]), partial(_work, folder))
+        run_worker(partial(_work, folder))
 
 
-def _work(folder: str, bounds: Bounds) -> None:
-    """In: (name, kwargs, confinement), then (word, ticket, ...). Out: `wire.ready`, then one line for each word."""
-    own = os.getpid()
-    stream = open(bounds.commands, "rb", closefd=False)  # noqa: SIM115 -- to the end of the process
-    try:
-        name, kwargs, asked = protocol.read_command(stream)
-        tempfile.tempdir = folder
-        missing = confine(replace(asked, network=True, writable=(folder, *asked.writable), calls="worker"))
-        make, schemas, more = _loaded(name, kwargs, asked)
-        _write(bounds, protocol.ready(bounds.key, "", tools=schemas, missing=[*missing, *more]))
-        episodes: dict[int, Environment] = {}
-        serial = 0
-        while True:
-            answer = _answer(episodes, make, *protocol.read_command(stream))
-            if os.getpid() != own:
-                return  # a process that an environment forked, and that came back with it
-            _write(bounds, protocol.line(bounds.key, {"serial": serial, **answer}))
-            serial += 1
-    except UserError as error:
-        _write(bounds, protocol.ready(bounds.key, str(error)))
-    except (EOFError, ConnectionError):
-        pass
+def _work(folder: str, pipe: ParentPipe) -> None:
+    """Receives (name, kwargs, confinement), then commands (word, ticket, ...).
+
+    Sends {"tools", "missing"} when ready, then an answer to each command.
+    """
+    name, kwargs, confinement = pipe.receive()
+    tempfile.tempdir = folder
+    missing = confine(replace(confinement, network=True, writable=(folder, *confinement.writable), calls="worker"))
+    make, schemas, more = _load(name, kwargs, confinement)
+    pipe.send(refusal="", tools=schemas, missing=[*missing, *more])
+    episodes: dict[int, Environment] = {}
+    for serial in itertools.count():
+        pipe.send(serial=serial, **_answer(episodes, make, *pipe.receive()))
 
 
-def _loaded(
-    name: str, kwargs: dict[str, Any], asked: Confinement
+def _load(
+    name: str, kwargs: dict[str, Any], confinement: Confinement
 ) -> tuple[Callable[[], Environment], list[Schema], list[str]]:
-    """Makes environments, what the prompt is told of their tools, and what kept no sockets from being made.
+    """Imports the environment and disables the network unless it needs the network.
 
-    Whatever goes wrong is told as a UserError. The network is open until the imported code does not say it needs it.
+    Returns:
+        A constructor of environments, the schemas of their tools, and the reasons why the network is not disabled.
+
+    Raises:
+        UserError: The import or the construction failed.
     """
     try:
-        make, network = maker(name, kwargs)
-        missing = [] if network or asked.network else confine(Confinement(network=False))
+        make, network = find_environment(name, kwargs)
+        missing = [] if network or confinement.network else confine(Confinement(network=False))
         schemas = [schema_of(tool) for tool in make().tools]
     except UserError:
         raise
@@ -80,7 +73,7 @@ def _loaded(
 def _answer(
     episodes: dict[int, Environment], make: Callable[[], Environment], word: str, ticket: int, *args: Any
 ) -> dict[str, Any]:
-    """What an episode's environment does; whatever it does wrong is a failure, and the end of the episode."""
+    """Executes a command; an exception or an invalid observation becomes a failure, which ends the episode."""
     try:
         if word == "close":
             if ticket in episodes:
@@ -96,10 +89,10 @@ def _answer(
         episodes.pop(ticket, None)
         return _failure("error", protocol.raised(error))
     try:
-        return {"observation": observed(returned)}
+        return {"observation": encode(returned)}
     except MemoryError:
         return _failure("memory", "MemoryError")
-    except BaseException as error:  # noqa: BLE001 - what it returned may have methods of its own
+    except BaseException as error:  # noqa: BLE001 - methods of the returned object may raise anything
         episodes.pop(ticket, None)
         return _failure(*_unreadable(error))
 
@@ -115,9 +108,3 @@ def _unreadable(error: BaseException) -> tuple[str, str]:
 
 def _failure(kind: str, message: str) -> dict[str, Any]:
     return {"failure": kind, "message": message[: protocol.MAX_ERROR_CHARS]}
-
-
-def _write(bounds: Bounds, line: bytes) -> None:
-    view = memoryview(line)
-    while view:
-        view = view[os.write(bounds.answers, view) :]

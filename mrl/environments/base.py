@@ -1,9 +1,9 @@
-"""The interface of an environment: what an episode talks with.
+"""Interface of an environment for multi-turn episodes.
 
-An environment is a class with Gymnasium's and OpenEnv's words, `reset` and `step`, over text: an action is the
-assistant's message, an observation is the chat messages that follow it. It is a file in this folder that defines
-`ENVIRONMENT`, or a class of a user's own, `path/to/file.py:Name`; objects of other libraries fit too (`_adapters.py`).
-One object lives for one episode, in a worker process under limits of time and memory (`pool.py`). A whole one:
+An environment is a class with `reset` and `step`, as in Gymnasium and OpenEnv, over text: an action is the assistant's
+message, an observation is the chat messages that follow it. It is a file in this folder that defines `ENVIRONMENT`, or
+a user's class, `path/to/file.py:Name`; objects of other libraries are adapted (`_adapters.py`). Each episode has its
+own object, in a worker process under limits of time and memory (`pool.py`). A complete example:
 
     class Guess(Environment):
         def reset(self, seed, row):
@@ -17,8 +17,8 @@ One object lives for one episode, in a worker process under limits of time and m
                 return Observation(reward=1.0, terminated=True)
             return Observation.user("higher" if int(action.text) < self.number else "lower")
 
-**An episode is a function of its seed, its row and its actions.** Random numbers come from the seed, never from the
-clock: a worker that dies takes its other episodes with it, and they are replayed from their actions. Imports no torch.
+**Environments must be deterministic in the seed, the row and the actions.** If a worker dies, its other episodes are
+replayed on a new worker from their recorded actions, and the replayed observations must be equal. Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]
-"""A chat message: "role" ("user", "tool" or "system") and "content"; a tool's has its "name" too."""
+"""A chat message: "role" ("user", "tool" or "system") and "content"; a tool's message also has a "name"."""
 
 Tool = Callable[..., Any]
-"""A function with type hints and a Google docstring, which the model may call."""
+"""A function that the model may call, with type hints and a Google-style docstring."""
 
 Schema = dict[str, Any]
-"""What chat templates are given of a tool: {"type": "function", "function": {"name", "description", "parameters"}}."""
+"""JSON schema of a tool for chat templates: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool that the assistant calls.
+    """A tool call of the assistant.
 
     Attributes:
-        name: Of the tool.
-        arguments: By name, JSON values.
+        name: Name of the tool, which may be unknown.
+        arguments: JSON values by parameter name.
     """
 
     name: str
@@ -56,10 +56,10 @@ class Action:
     """The assistant's message of one turn.
 
     Attributes:
-        text: As it was sampled, without the end token.
-        content: The text without what belongs to tool calls; the text itself where no tool format is used.
-        tool_calls: What it calls, in order.
-        errors: What looked like a call and is none, one sentence each.
+        text: Sampled text, without the end token.
+        content: Text before the first tool call; equal to `text` if no tool format is configured.
+        tool_calls: Parsed calls, in order.
+        errors: Parse errors of malformed calls, one sentence each.
     """
 
     text: str
@@ -70,14 +70,14 @@ class Action:
 
 @dataclass(frozen=True)
 class Observation:
-    """What follows a `reset` or an action.
+    """Result of `reset` or `step`.
 
     Attributes:
-        messages: Follow the row's prompt (of a reset; often none), or the assistant's message.
-        reward: Of this turn, finite; None where the turn has none.
-        terminated: The task is over.
-        truncated: The environment's own limit is reached.
-        info: Texts and finite numbers to record with the turn.
+        messages: Messages to append to the prompt (`reset`; often none) or to the assistant's message (`step`).
+        reward: Reward of this turn, finite; None for no reward.
+        terminated: True if the task is finished.
+        truncated: True if a limit of the environment ended the episode.
+        info: Texts and finite numbers that are recorded with the turn.
     """
 
     messages: tuple[Message, ...] = ()
@@ -88,45 +88,45 @@ class Observation:
 
     @property
     def done(self) -> bool:
-        """The episode ends here: OpenEnv's word for either of Gymnasium's two."""
+        """True if the episode is over: `terminated` or `truncated` (OpenEnv's `done`)."""
         return self.terminated or self.truncated
 
     @staticmethod
     def user(text: str, reward: float | None = None, info: Mapping[str, float | str] | None = None) -> Observation:
-        """One user message, and the episode goes on."""
+        """Returns an observation with one user message; the episode continues."""
         return Observation(({"role": "user", "content": text},), reward, info=dict(info or {}))
 
 
 class Environment(ABC):
-    """One episode's counterpart; keyword arguments of its constructor come from the config.
+    """Environment of one episode; the config's kwargs are passed to the constructor.
 
     Attributes:
-        network: It may make sockets; of the class, and a foreign class may have it too.
+        network: Class attribute, True to allow sockets; also read from classes of other libraries.
     """
 
     network: bool = False
 
     @property
     def tools(self) -> Sequence[Tool | Schema]:
-        """Tools that the prompt offers to the model, the same for every row; none unless overridden."""
+        """Tools that the prompt offers to the model, the same for every row; default: none."""
         return ()
 
     @abstractmethod
     def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:
-        """Begins the episode.
+        """Starts the episode.
 
         Args:
-            seed: For all that is random; the samples of one prompt have the same seed.
-            row: The columns of the data row.
+            seed: Seed of all random numbers; equal for the samples of one prompt.
+            row: Columns of the data row.
 
         Returns:
-            What follows the row's prompt: no messages where the prompt says all.
+            Observation whose messages, if any, follow the row's prompt.
         """
 
     @abstractmethod
     def step(self, action: Action) -> Observation:
-        """Answers the assistant; what it raises ends the episode as failed."""
+        """Responds to the assistant's message; an exception ends the episode as failed."""
 
     def close(self) -> None:
-        """The episode, which has begun, is over or given up; what it holds is let go."""
+        """Releases resources after the episode has ended or was aborted."""
         return

@@ -1,4 +1,4 @@
-"""A calculator: a tool that works out an expression. With a reward such as `numeric` it is learned on a laptop."""
+"""Environment with a calculator tool. With the reward `numeric`, a small model learns to use it on a laptop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mrl.environments.base import Observation, Tool
 from mrl.environments.toolbox import ToolEnvironment
 
 _MAX_CHARS = 1000
-_MAX_BITS = 4096  # of a whole number: 9**9**9 would take all memory and time
+_MAX_BITS = 4096  # size of an integer: 9**9**9 would exhaust memory and time
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -68,15 +68,15 @@ def _checked(value: float) -> int | float:
 
 
 class Calculator(ToolEnvironment):
-    """The question is the row's; the reward is given by the config's reward functions."""
+    """Tool environment with `calculator`; the reward comes from the config's reward functions."""
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """`calculator`."""
+        """The function `calculator`."""
         return (calculator,)
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:
-        """Nothing to add to the prompt."""
+        """Adds nothing to the prompt."""
         return Observation()
 
 

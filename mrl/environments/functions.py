@@ -1,4 +1,4 @@
-"""Tools from Python files of a user's own: plain functions with type hints and docstrings, and no class around them."""
+"""Environment with a user's Python functions as tools; they need type hints and docstrings, but no class."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mrl.errors import UserError
 
 
 class Functions(ToolEnvironment):
-    """The question is the row's; the reward is given by the config's reward functions."""
+    """Tool environment over a list of functions; the reward comes from the config's reward functions."""
 
     def __init__(self, tools: Sequence[str]) -> None:
         """Imports the functions.
 
         Args:
-            tools: Paths to functions, "path/to/file.py:name" or "package.module:name".
+            tools: Paths of functions, "path/to/file.py:name" or "package.module:name".
         """
         if isinstance(tools, str) or not tools:
             raise UserError(f"functions: tools={tools!r}, expected a list of paths {user_code.FORMS}.")
@@ -33,11 +33,11 @@ class Functions(ToolEnvironment):
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """Those of the config."""
+        """The functions of the config."""
         return self._tools
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:
-        """Nothing to add to the prompt."""
+        """Adds nothing to the prompt."""
         return Observation()
 
 

@@ -1,4 +1,4 @@
-"""A number to guess: the model is told "higher" or "lower" until it finds it. Learned on a laptop, without tools."""
+"""Number-guessing game with the hints "higher" and "lower". A small model learns it on a laptop, without tools."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _NUMBER = re.compile(r"-?\d{1,18}", re.ASCII)
 
 
 class Guess(Environment):
-    """The number comes from the seed; the last number of a message is the guess."""
+    """Guessing game; the seed determines the number, and the last number in a message is the guess."""
 
     def __init__(
         self, low: int = 1, high: int = 100, max_guesses: int = 10, found: float = 1.0, discount: float = 1.0
     ) -> None:
-        """Sets the game.
+        """Sets the parameters of the game.
 
         Args:
-            low: Smallest number, itself included.
-            high: Largest number, itself included.
-            max_guesses: The game ends, without a reward, when so many were wrong.
+            low: Smallest possible number, inclusive.
+            high: Largest possible number, inclusive.
+            max_guesses: Number of wrong guesses after which the game ends with reward 0.
             found: Reward of the right guess.
-            discount: The reward is multiplied by this for each guess before.
+            discount: Factor of the reward per earlier guess.
         """
         if not low <= high or max_guesses < 1:
             raise UserError(
-                f"guess: low={low}, high={high}, max_guesses={max_guesses}; expected low <= high, 1 guess at least."
+                f"guess: low={low}, high={high}, max_guesses={max_guesses}; expected low <= high and max_guesses >= 1."
             )
         self._range = (low, high)
         self._max_guesses = max_guesses
@@ -40,7 +40,7 @@ class Guess(Environment):
         self._num_guesses = 0
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:
-        """Thinks of a number; the prompt is the row's, or where that has no 'prompt' the question is asked here."""
+        """Draws the number; asks the question itself if the row has no 'prompt'."""
         self._number = random.Random(seed).randint(*self._range)
         self._num_guesses = 0
         if row.get("prompt"):
@@ -49,10 +49,10 @@ class Guess(Environment):
         return Observation.user(f"I think of a number from {low} to {high}. Guess it.")
 
     def step(self, action: Action) -> Observation:
-        """'higher' or 'lower'; the end where it is right, or the last guess was wrong."""
+        """Returns 'higher' or 'lower'; ends the game after the right guess or the last one."""
         self._num_guesses += 1
-        said = _NUMBER.findall(action.text)
-        guess = int(said[-1]) if said else None
+        numbers = _NUMBER.findall(action.text)
+        guess = int(numbers[-1]) if numbers else None
         info: dict[str, float | str] = {"num_guesses": float(self._num_guesses)}
         if guess == self._number:
             reward = self._found * self._discount ** (self._num_guesses - 1)

@@ -1,7 +1,7 @@
-"""Reads what OpenAI's clients send: the JSON of a request, the messages of a chat, the key.
+"""Validation of requests of OpenAI's clients: JSON body, chat messages, API key.
 
-Shared by `mrl serve` and the endpoint that agent programs talk to (`_endpoint.py`), so that both accept and refuse the
-same. What is refused is named: the field, what came, what was expected.
+Shared by `mrl serve` and the endpoint for agent programs (`_endpoint.py`). Errors give the field, the received value
+and what was expected.
 
 Source: OpenAI's API reference, "Chat"; RFC 8259 for JSON; RFC 6750 and section 11 of RFC 9110 for the key.
 """
@@ -18,20 +18,20 @@ from mrl.environments.base import Message
 from mrl.errors import UserError, shown
 
 MAX_DEPTH = 64
-"""Levels of nesting in a request; parsers, templates and encoders are recursive and end at some depth."""
+"""Allowed levels of nesting in a request, because parsers, templates and encoders are recursive."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 MEDIA = ("audio", "function_call")
-"""Fields of a message that would change the prompt and that no chat template of a text model reads."""
+"""Fields of a message that would change the prompt but that chat templates of text models do not support."""
 
 
 class RequestError(UserError):
-    """A request that cannot be answered as it is.
+    """Error of an invalid or unsupported request.
 
     Attributes:
-        param: Field at fault ("messages.0.role"); None: the request as a whole.
-        status: Of HTTP.
+        param: Invalid field ("messages.0.role"); None if no single field is at fault.
+        status: HTTP status of the response.
     """
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400) -> None:
@@ -40,21 +40,21 @@ class RequestError(UserError):
 
 
 def has_key(authorization: bytes, key: str) -> bool:
-    """Returns whether an Authorization header holds the key as a bearer token; the scheme's case does not matter."""
+    """Returns whether an Authorization header contains the key as a bearer token; the scheme is case-insensitive."""
     scheme, _, token = authorization.partition(b" ")
     return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(b" "), key.encode())
 
 
 def parse_json(text: bytes | str, param: str | None = None) -> Any:
-    """Returns the value that a JSON text holds.
+    """Parses a JSON text.
 
     Args:
-        text: UTF-8.
-        param: Field that the text is the value of; None: the body of the request.
+        text: Text, or its UTF-8 bytes.
+        param: Field with this text, for messages; None for the body of the request.
 
     Raises:
-        RequestError: It is not JSON, or holds a number beyond a float's range, half of a surrogate pair, or more than
-            MAX_DEPTH levels of nesting.
+        RequestError: The text is not JSON, or contains a number beyond a float's range, half of a surrogate pair, or
+            more than MAX_DEPTH levels of nesting.
     """
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8")
@@ -71,13 +71,13 @@ def parse_json(text: bytes | str, param: str | None = None) -> Any:
 
 
 def chat_messages(value: object) -> list[Message]:
-    """Returns the messages of a chat with every content as one text, and without fields that are null.
+    """Validates chat messages; returns them with every content as one text, and without null fields.
 
     Args:
-        value: What a request has as `messages`.
+        value: Field `messages` of a request.
 
     Raises:
-        RequestError: They are not messages as OpenAI defines them, or hold more than text.
+        RequestError: A message violates OpenAI's format, or contains other media than text.
     """
     if not isinstance(value, list) or not value:
         raise RequestError(f"expected a list of at least one message. Got {shown(value)}", "messages")
@@ -87,8 +87,12 @@ def chat_messages(value: object) -> list[Message]:
 def call_arguments(call: Mapping[str, Any], param: str) -> dict[str, Any]:
     """Returns the arguments of a tool call in a message.
 
+    Args:
+        call: Tool call; its `function.arguments` is an object or the JSON of one.
+        param: Field of the call, for messages.
+
     Raises:
-        RequestError: They are not an object, nor the JSON of one.
+        RequestError: The arguments are not an object.
     """
     given = call["function"]["arguments"]
     param = f"{param}.function.arguments"
@@ -138,7 +142,7 @@ def _check_calls(calls: object, role: str, param: str) -> None:
 
 
 def _text(content: object, param: str) -> str:
-    """Returns a content as one text; text parts are joined."""
+    """Returns a message's content as one text; joins text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -170,7 +174,7 @@ def _finite(text: str) -> float:
 
 
 def _check_nesting(value: object) -> None:
-    """Raises RecursionError below MAX_DEPTH levels, and ValueError at a text that UTF-8 cannot encode."""
+    """Raises RecursionError for more than MAX_DEPTH levels, and ValueError for a text that UTF-8 cannot encode."""
     level, depth = [value], 0
     while level:
         depth += 1
@@ -194,4 +198,4 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         half = text[error.start].encode("unicode_escape").decode("ascii")
-        raise ValueError(f"a text holds {half}, half of a surrogate pair, which is no character") from None
+        raise ValueError(f"a text contains {half}, half of a surrogate pair, which is not a character") from None

@@ -1,9 +1,9 @@
-"""An agent that is a program: it talks to the policy through an OpenAI client, and its conversation is the episode.
+"""Environment that runs an agent program, whose chat completions are answered by the policy.
 
-For agents in any language that were not written for mrl. One process runs for each episode. It finds the endpoint in
-OPENAI_BASE_URL and OPENAI_API_KEY, and on its standard input one line of JSON, {"seed": ..., "row": {...}}. Each chat
-completion that it asks for is a turn: what is new in its messages is observed, and what the policy says is the answer.
-When it ends, with status 0, the episode is over; a last line {"reward": 1.0} of its standard output is the reward.
+For agents in any language that use an OpenAI client. One process runs per episode. It reads the endpoint from
+OPENAI_BASE_URL and OPENAI_API_KEY, and one line of JSON, {"seed": ..., "row": {...}}, from standard input. Each chat
+completion that it requests is a turn: the new messages are the observation, the policy's message is the response. The
+episode ends when the program exits with status 0; a last line {"reward": 1.0} on standard output is the reward.
 
     import json, sys
     from openai import OpenAI
@@ -13,8 +13,8 @@ When it ends, with status 0, the episode is over; a last line {"reward": 1.0} of
     answer = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content
     print(json.dumps({"reward": float(answer.strip() == row["answer"])}))
 
-What the policy sampled is trained as it was sampled. So the conversation only grows: a request has the messages of the
-one before, the answer to it, and at least one new message.
+The policy is trained on the exact tokens that it sampled. Therefore conversations must be append-only: a request
+contains the messages of the previous one, the response to it, and at least one new message.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from typing import Any
 
 import psutil
 
-from mrl.environments._endpoint import Asked, Endpoint
+from mrl.environments._endpoint import AgentEndpoint, ChatRequest
 from mrl.environments.base import Action, Environment, Message, Observation, Schema
 from mrl.errors import UserError
 
 SHOWN = 600
-"""Characters of what a program wrote before it failed."""
+"""Number of characters of a failed program's output that are quoted."""
 
 LONGEST_LINE = 1 << 16
-"""Bytes at the end of a program's output that are looked at."""
+"""Size of the end of a program's output that is read, bytes."""
 
-GIVEN = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
-"""Variables that a program has beside the endpoint's."""
+INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
+"""Environment variables that a program inherits, in addition to the endpoint's."""
 
 
 class Program(Environment):
-    """One episode of an agent program."""
+    """Environment that runs an agent program for one episode."""
 
     network = True
-    """Its programs reach the endpoint over a socket."""
+    """Sockets are allowed, because programs connect to the endpoint."""
 
     def __init__(
         self,
@@ -60,45 +60,47 @@ class Program(Environment):
         ignore: Sequence[str] = (),
         prompt_key: str = "prompt",
     ) -> None:
-        """Starts nothing yet.
+        """Stores the command; `reset` starts it.
 
         Args:
-            command: The program with its arguments.
-            tools: Schemas of the tools that it offers; its requests must offer the same.
-            ignore: Fields of its requests that the run's config stands in for: temperature, max_tokens ...
-            prompt_key: Column of the row whose prompt its first request begins with.
+            command: Command line of the program, a text or a list of words.
+            tools: Schemas of the tools that every request of the program offers.
+            ignore: Fields of requests to ignore in favour of the run's config, such as temperature or max_tokens.
+            prompt_key: Column of the row with the prompt that the first request begins with.
         """
         self._command = shlex.split(command) if isinstance(command, str) else [str(word) for word in command]
         if not self._command:
-            raise UserError("environment 'program': its command is empty, expected a program with its arguments.")
+            raise UserError("environment 'program': command is empty, expected a program with its arguments.")
         self._tools, self._ignored, self._prompt_key = [dict(tool) for tool in tools], frozenset(ignore), prompt_key
-        self._said: list[Message] = []
-        self._asked: Asked | None = None
+        self._conversation: list[Message] = []
+        self._request: ChatRequest | None = None
 
     @property
     def tools(self) -> Sequence[Schema]:
-        """Those of the config."""
+        """The schemas of the config."""
         return self._tools
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:
         """Starts the program and waits for its first request."""
         self._folder = tempfile.TemporaryDirectory(prefix="mrl-agent-")
-        self._endpoint = Endpoint(self._ignored)
-        variables = {name: os.environ[name] for name in GIVEN if name in os.environ}
+        self._endpoint = AgentEndpoint(self._ignored)
+        variables = {name: os.environ[name] for name in INHERITED if name in os.environ}
         variables |= {"OPENAI_BASE_URL": self._endpoint.url, "OPENAI_API_KEY": self._endpoint.key, "NO_PROXY": "*"}
-        said, errors = Path(self._folder.name, "stdout"), Path(self._folder.name, "stderr")
-        with open(said, "wb") as out, open(errors, "wb") as wrong:
+        output, errors = Path(self._folder.name, "stdout"), Path(self._folder.name, "stderr")
+        with open(output, "wb") as out, open(errors, "wb") as err:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=out, stderr=wrong, env=variables
+                self._command, stdin=subprocess.PIPE, stdout=out, stderr=err, env=variables
             )
         Thread(target=self._feed, args=(json.dumps({"seed": seed, "row": dict(row)}),), daemon=True).start()
         Thread(target=self._watch, daemon=True).start()
         prompt = row.get(self._prompt_key) or []
-        self._said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
-        return self._next(self._endpoint.asked.get(), may_be_empty=bool(self._said))
+        self._conversation = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(one) for one in prompt]
+        )
+        return self._next(self._endpoint.requests.get(), may_be_empty=bool(self._conversation))
 
     def step(self, action: Action) -> Observation:
-        """Answers the program's request and waits for the next one, or for its end."""
+        """Responds to the program's request and waits for its next request or its end."""
         message: Message = {"role": "assistant", "content": action.content or action.text}
         if action.tool_calls and not action.errors:
             message["content"] = action.content
@@ -110,20 +112,20 @@ class Program(Environment):
                 }
                 for call in action.tool_calls
             ]
-        self._said.append(message)
-        if self._asked is None:
-            raise RuntimeError("the program has not asked for anything")
-        asked = self._after(self._asked, (message, "tool_calls" if "tool_calls" in message else "stop"))
-        return self._next(asked, may_be_empty=False)
+        self._conversation.append(message)
+        if self._request is None:
+            raise RuntimeError("step() was called without a pending request of the program")
+        request = self._after(self._request, (message, "tool_calls" if "tool_calls" in message else "stop"))
+        return self._next(request, may_be_empty=False)
 
     def close(self) -> None:
-        """Ends the program and all that it started."""
+        """Kills the program and its descendants, and closes the endpoint."""
         try:
             process = psutil.Process(self._process.pid)
             for one in (*process.children(recursive=True), process):
                 one.kill()
         except psutil.Error:
-            pass  # it is gone
+            pass  # it has ended
         self._process.wait()
         self._endpoint.close()
         self._folder.cleanup()
@@ -133,69 +135,70 @@ class Program(Environment):
             with self._process.stdin as pipe:  # type: ignore[union-attr]
                 pipe.write(line.encode() + b"\n")
         except OSError:
-            pass  # it does not read
+            pass  # the program does not read its standard input
 
     def _watch(self) -> None:
         self._process.wait()
-        self._endpoint.asked.put(None)
+        self._endpoint.requests.put(None)
 
-    def _after(self, asked: Asked, answer: tuple[Message, str]) -> Asked | None:
-        """Answers a request and returns the next one; None: the program has ended.
+    def _after(self, request: ChatRequest, answer: tuple[Message, str]) -> ChatRequest | None:
+        """Responds to a request and returns the next one; None if the program has ended.
 
-        A client that left before its answer, as one with a timeout does, gets it when it asks for the same again.
+        If the client disconnected before the response, for instance at a timeout, a repeated request gets the same
+        response.
         """
         while True:
-            asked.answer.put(answer)
-            is_delivered, later = asked.delivered.get(), self._endpoint.asked.get()
-            if is_delivered or later is None or later.body != asked.body:
+            request.answer.put(answer)
+            is_delivered, later = request.delivered.get(), self._endpoint.requests.get()
+            if is_delivered or later is None or later.body != request.body:
                 return later
-            asked = later
+            request = later
 
-    def _next(self, asked: Asked | None, *, may_be_empty: bool) -> Observation:
-        """Returns what a request brings, or the end."""
-        self._asked = asked
-        if asked is None:
+    def _next(self, request: ChatRequest | None, *, may_be_empty: bool) -> Observation:
+        """Returns the observation of a request, or of the program's end."""
+        self._request = request
+        if request is None:
             return self._ended()
         try:
-            new = self._new_messages(asked, may_be_empty)
+            new = self._new_messages(request, may_be_empty)
         except ValueError as error:
             self.close()
-            raise ValueError(f"the program's request does not go on from what was said: {error}.") from error
-        self._said += new
+            raise ValueError(f"the program's request does not continue its conversation: {error}.") from error
+        self._conversation += new
         return Observation(tuple(map(_observed, new)))
 
-    def _new_messages(self, asked: Asked, may_be_empty: bool) -> list[Message]:
-        """Those that follow what was said.
+    def _new_messages(self, request: ChatRequest, may_be_empty: bool) -> list[Message]:
+        """Returns the messages of a request after those of the conversation so far.
 
         Raises:
-            ValueError: The request says something else than was said, or nothing new; or it offers other tools.
+            ValueError: The request changes earlier messages, adds none, or offers other tools.
         """
-        messages, said = asked.messages, self._said
-        for place, one in enumerate(said):
-            if place >= len(messages) or _meaning(messages[place]) != _meaning(one):
-                found = json.dumps(_meaning(messages[place]))[:200] if place < len(messages) else "nothing"
-                raise ValueError(f"message {place} is {found}, expected {json.dumps(_meaning(one))[:200]}")
-        if len(messages) == len(said) and not may_be_empty:
+        messages, known = request.messages, self._conversation
+        for place, one in enumerate(known):
+            if place >= len(messages) or _compared(messages[place]) != _compared(one):
+                found = json.dumps(_compared(messages[place]))[:200] if place < len(messages) else "nothing"
+                raise ValueError(f"message {place} is {found}, expected {json.dumps(_compared(one))[:200]}")
+        if len(messages) == len(known) and not may_be_empty:
             raise ValueError("it has no message after the policy's last one")
-        if any(one.get("role") == "assistant" for one in messages[len(said) :]):
-            raise ValueError("it has an assistant's message that the policy did not say")
-        offered = asked.body.get("tools") or []
+        if any(one.get("role") == "assistant" for one in messages[len(known) :]):
+            raise ValueError("it has an assistant's message that the policy did not generate")
+        offered = request.body.get("tools") or []
         if offered != self._tools:
             names = [tool.get("function", {}).get("name") for tool in offered if isinstance(tool, dict)]
             raise ValueError(f"it offers the tools {names}, which are not rollout.agent.environment_kwargs.tools")
-        return messages[len(said) :]
+        return messages[len(known) :]
 
     def _ended(self) -> Observation:
-        said, errors = (Path(self._folder.name, name).read_bytes()[-LONGEST_LINE:] for name in ("stdout", "stderr"))
+        output, errors = (Path(self._folder.name, name).read_bytes()[-LONGEST_LINE:] for name in ("stdout", "stderr"))
         if self._process.returncode:
-            told = (errors or said).decode(errors="replace").strip()[-SHOWN:]
-            raise RuntimeError(f"the program ended with status {self._process.returncode}: {told}")
-        lines = said.decode(errors="replace").strip().splitlines()
+            excerpt = (errors or output).decode(errors="replace").strip()[-SHOWN:]
+            raise RuntimeError(f"the program ended with status {self._process.returncode}: {excerpt}")
+        lines = output.decode(errors="replace").strip().splitlines()
         return Observation(terminated=True, reward=_reward(lines[-1]) if lines else None)
 
 
-def _meaning(message: Message) -> tuple[Any, ...]:
-    """What makes two messages the same: who speaks, the text, and what is called; clients add fields of their own."""
+def _compared(message: Message) -> tuple[Any, ...]:
+    """Returns the compared part of a message: role, text and tool calls; ignores fields that clients add."""
     calls = message.get("tool_calls") or []
     return message.get("role"), str(message.get("content") or "").strip(), [_call(call) for call in calls]
 
@@ -209,13 +212,13 @@ def _call(call: Any) -> Any:
 
 
 def _observed(message: Message) -> Message:
-    """As a chat template is given it."""
+    """Returns the fields of a message that chat templates use."""
     kept = {name: message[name] for name in ("role", "content", "name") if message.get(name) is not None}
     return kept | ({"role": "system"} if kept["role"] == "developer" else {})
 
 
 def _reward(line: str) -> float | None:
-    """Of a program's last line; None: it says none."""
+    """Parses the reward of a program's last line; None if it has none."""
     try:
         value = json.loads(line)["reward"]
     except (ValueError, TypeError, KeyError, RecursionError):

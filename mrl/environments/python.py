@@ -1,4 +1,4 @@
-"""Python as a tool: the model writes a program, which runs in a sandbox, and reads what it printed."""
+"""Environment with a Python tool: runs the model's program in a sandbox and returns what it printed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from mrl.distributed.worker_processes.folders import owned_folder, remove
-from mrl.distributed.worker_processes.sandbox import Bounds, run_python
+from mrl.distributed.worker_processes.sandbox import SandboxLimits, run_python
 from mrl.environments.base import Observation, Tool
 from mrl.environments.toolbox import ToolEnvironment
 from mrl.errors import UserError
@@ -16,53 +16,53 @@ from mrl.errors import UserError
 
 @cache
 def _missing() -> tuple[str, ...]:
-    """What the sandbox lacks on this machine; asked once in a worker."""
+    """Returns the parts of the sandbox that this machine does not support; checked once per worker."""
     with owned_folder("probe") as folder:
-        return run_python("", folder, Bounds(time_s=60.0)).missing
+        return run_python("", folder, SandboxLimits(time_s=60.0)).missing
 
 
 class Python(ToolEnvironment):
-    """The question is the row's; the reward is given by the config's reward functions.
+    """Tool environment with `python`; the reward comes from the config's reward functions.
 
-    An episode has one folder, in which its programs find what earlier ones wrote; variables do not last.
+    The programs of an episode share one folder, so files persist between calls; variables do not.
     """
 
     def __init__(
         self, time_limit_s: float = 5.0, memory_limit_mb: int = 512, max_output_bytes: int = 10_000, strict: bool = True
     ) -> None:
-        """Sets the bounds of one program.
+        """Sets the limits of one program.
 
         Args:
-            time_limit_s: For one program, s; below the limit for an answer of the environment.
-            memory_limit_mb: MiB.
-            max_output_bytes: That it may print.
-            strict: Where the machine lacks a part of the sandbox no program is run; otherwise they run without it.
+            time_limit_s: Time limit of a program, s; should be below the environment's time limit per answer.
+            memory_limit_mb: Memory limit of a program, MiB.
+            max_output_bytes: Size of the printed output after which a program is killed, bytes.
+            strict: True to refuse machines that lack a part of the sandbox; False to run programs without that part.
         """
         if not (time_limit_s > 0 and memory_limit_mb >= 64 and max_output_bytes > 0):
             raise UserError(
                 f"python: time_limit_s={time_limit_s}, memory_limit_mb={memory_limit_mb}, max_output_bytes="
-                f"{max_output_bytes}; expected numbers above 0, and 64 MiB at least."
+                f"{max_output_bytes}; expected numbers above 0, and at least 64 MiB."
             )
-        self._bounds = Bounds(time_limit_s, memory_limit_mb, max_output_bytes)
+        self._bounds = SandboxLimits(time_limit_s, memory_limit_mb, max_output_bytes)
         self._folder = ""
         if strict and _missing():
             raise UserError(
-                f"python: the sandbox does not hold on this machine ({'; '.join(_missing())}); strict=false runs "
-                "programs without what is missing."
+                f"python: this machine does not support a part of the sandbox ({'; '.join(_missing())}). Set "
+                "strict=false to run programs without it."
             )
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """`python`."""
+        """The method `python`."""
         return (self.python,)
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:
-        """Makes the folder."""
+        """Makes the episode's folder."""
         self._folder = tempfile.mkdtemp(prefix="episode-")
         return Observation()
 
     def close(self) -> None:
-        """Removes the folder."""
+        """Removes the episode's folder."""
         remove(self._folder)
 
     def python(self, code: str) -> str:

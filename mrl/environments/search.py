@@ -1,4 +1,4 @@
-"""A folder of texts to search in: the model looks for words, opens files, and answers."""
+"""Search environment over a folder of texts: the model searches for words, reads files, and answers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mrl.errors import UserError
 
 _WORD = re.compile(r"\w+")
 _MAX_FILES = 100_000
-_MAX_FILE_BYTES = 1 << 20  # of a file what follows is not read
+_MAX_FILE_BYTES = 1 << 20  # the rest of a larger file is ignored
 _K1, _B = 1.5, 0.75  # BM25's usual constants
 
 
 class _Index:
-    """The texts of a folder, and how well each fits a few words: BM25 (Robertson and Zaragoza 2009)."""
+    """BM25 index (Robertson and Zaragoza 2009) of the texts in a folder."""
 
     def __init__(self, folder: Path, pattern: str) -> None:
         found = sorted(path for path in folder.rglob(pattern) if path.is_file() and not path.is_symlink())
@@ -36,7 +36,7 @@ class _Index:
         self._files = Counter(word for counts in self._counts.values() for word in counts)
 
     def best(self, query: str, count: int) -> list[str]:
-        """Names of the files that fit best, the best first; only those that have a word of the query."""
+        """Returns the names of the best-scoring files, best first; only files with a word of the query."""
         words = [word for word in dict.fromkeys(_words(query)) if word in self._files]
         scores = {name: self._score(name, words) for name in self._counts}
         ranked = heapq.nsmallest(count, scores.items(), key=lambda item: (-item[1], item[0]))
@@ -53,7 +53,7 @@ class _Index:
 
 @cache
 def _index(folder: str, pattern: str) -> _Index:
-    """Read once in a worker, for all its episodes."""
+    """Builds an index once per worker, for all of its episodes."""
     return _Index(Path(folder), pattern)
 
 
@@ -67,21 +67,21 @@ def _words(text: str) -> list[str]:
 
 
 class Search(ToolEnvironment):
-    """The question is the row's; the reward is given by the config's reward functions."""
+    """Tool environment with `search` and `read`; the reward comes from the config's reward functions."""
 
     def __init__(self, folder: str, pattern: str = "*.txt", num_results: int = 5, page_chars: int = 2000) -> None:
         """Reads the folder.
 
         Args:
-            folder: Of the texts, those in its folders too.
-            pattern: Which files, as in a shell.
-            num_results: Of one search, at most.
-            page_chars: Of one page of a file.
+            folder: Folder of the texts, searched recursively.
+            pattern: Shell pattern of the file names.
+            num_results: Number of results of one search, at most.
+            page_chars: Size of a page in `read`, characters.
         """
         if not Path(folder).is_dir() or num_results < 1 or page_chars < 1:
             raise UserError(
-                f"search: folder='{folder}', num_results={num_results}, page_chars={page_chars}; expected a folder "
-                f"that exists, and numbers of 1 at least.{did_you_mean_path(folder)}"
+                f"search: folder='{folder}', num_results={num_results}, page_chars={page_chars}; expected an existing "
+                f"folder, and numbers from 1.{did_you_mean_path(folder)}"
             )
         self._index = _index(str(Path(folder).resolve()), pattern)
         self._num_results = num_results
@@ -89,11 +89,11 @@ class Search(ToolEnvironment):
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """`search` and `read`."""
+        """The methods `search` and `read`."""
         return (self.search, self.read)
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:
-        """Nothing to add to the prompt."""
+        """Adds nothing to the prompt."""
         return Observation()
 
     def search(self, query: str) -> str:
@@ -121,7 +121,7 @@ class Search(ToolEnvironment):
         return text[(page - 1) * self._page_chars : page * self._page_chars]
 
     def _excerpt(self, name: str, query: str) -> str:
-        """The first line that has a word of the query."""
+        """Returns the first line with a word of the query."""
         words = set(_words(query))
         lines = self._index.texts[name].splitlines()
         return next((line.strip()[:200] for line in lines if words & set(_words(line))), "")

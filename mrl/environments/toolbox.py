@@ -1,4 +1,4 @@
-"""Environments whose tools are Python functions: the model calls them until it answers without a call."""
+"""Base class of environments whose tools are Python functions; a message without a tool call ends the episode."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from mrl.environments._event_loop import awaited
+from mrl.environments._event_loop import await_result
 from mrl.environments._schemas import tool_name
 from mrl.environments.base import Action, Environment, Message, Observation, Tool, ToolCall
 from mrl.errors import first_line
 
 
 class ToolEnvironment(Environment):
-    """Runs the tools that an action calls; a message without a call ends the episode with what `answered` says of it.
+    """Environment that runs the tools that an action calls; a message without a call ends the episode.
 
-    Override `tools`, `reset`, and `answered` where the environment has a reward of its own.
+    Subclasses define `tools` and `reset`, and override `answered` to reward the final answer.
     """
 
     def step(self, action: Action) -> Observation:
-        """One tool message for each call; a call that fails, or cannot be read, gets the error as its message."""
+        """Returns one tool message per call; failed and malformed calls get an error message."""
         if not action.tool_calls and not action.errors:
             return self.answered(action)
         named: dict[str, Callable[..., Any]] = {tool_name(tool): tool for tool in self.tools if callable(tool)}
-        results = [called(named, call) for call in action.tool_calls]
+        results = [call_tool(named, call) for call in action.tool_calls]
         mistakes: list[Message] = [{"role": "tool", "content": f"Error: {error}"} for error in action.errors]
         return Observation((*results, *mistakes))
 
     def answered(self, action: Action) -> Observation:
-        """The end of the episode: without a reward of its own unless overridden."""
+        """Ends the episode after the final answer; the default gives no reward."""
         return Observation(terminated=True)
 
 
-def called(tools: dict[str, Tool], call: ToolCall) -> Message:
-    """The tool's message: what it returned, as JSON where that is no text, or its error.
+def call_tool(tools: dict[str, Tool], call: ToolCall) -> Message:
+    """Calls a tool and returns its message: the result, as JSON unless it is a text, or the error.
 
     Raises:
-        MemoryError: Nobody knows then what the process still holds.
+        MemoryError: The tool ran out of memory; the process should not be used again.
     """
     return {"role": "tool", "name": call.name, "content": _result(tools, call)}
 
@@ -51,13 +51,13 @@ def _result(tools: dict[str, Tool], call: ToolCall) -> str:
     except TypeError as error:
         return f"Error: {call.name}: {error}. It takes {inspect.signature(tool)}."
     try:
-        return as_text(awaited(tool(**call.arguments)))
+        return as_text(await_result(tool(**call.arguments)))
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - a tool may raise anything, and the model is told
+    except Exception as error:  # noqa: BLE001 - a tool may raise anything; the model sees the error
         return f"Error: {type(error).__name__}: {first_line(error)}"
 
 
 def as_text(value: Any) -> str:
-    """A result for the model: text as it is, everything else as JSON."""
+    """Converts a tool's result to text: texts unchanged, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,4 +1,4 @@
-"""Several tools of verl, from the file that verl calls `tool_config_path` or as a list: each a class and its config."""
+"""Environment with verl's tools, listed in the config or in verl's YAML file (`tool_config_path`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mrl.errors import UserError
 
 
 class _Schema(dict[str, Any]):
-    """A schema whose keys are attributes too, as those of verl's pydantic model: `tool_schema.function.name`."""
+    """A schema whose keys are also attributes, as in verl's pydantic model: `tool_schema.function.name`."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -29,13 +29,13 @@ def verl_tools(tools: Sequence[Mapping[str, Any]] = (), tool_config_path: str = 
     """Makes the tools of one episode.
 
     Args:
-        tools: Each with verl's keys: "class_name" ("package.module.Class" or "path/to/file.py:Class"), "config" and
+        tools: Mappings with verl's keys "class_name" ("package.module.Class" or "path/to/file.py:Class"), "config" and
             "tool_schema".
-        tool_config_path: verl's YAML file, whose "tools" is such a list.
-        reward: See `VerlTools`.
+        tool_config_path: Path of verl's YAML file, which has such a list under "tools"; "" for none.
+        reward: Source of the reward, see `VerlTools`.
 
     Raises:
-        UserError: There are none, or the file has none.
+        UserError: No tool is listed, or the file cannot be read.
     """
     listed: list[Any] = list(tools)
     if tool_config_path:
@@ -43,7 +43,7 @@ def verl_tools(tools: Sequence[Mapping[str, Any]] = (), tool_config_path: str = 
             listed += yaml.safe_load(Path(tool_config_path).read_text(encoding="utf-8"))["tools"]
         except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
             hint = did_you_mean_path(tool_config_path)
-            raise UserError(f"verl_tools: {tool_config_path} is no file with 'tools': {error}.{hint}") from error
+            raise UserError(f"verl_tools: cannot read 'tools' from {tool_config_path}: {error}.{hint}") from error
     if not listed or not all(isinstance(tool, Mapping) and "class_name" in tool for tool in listed):
         raise UserError("verl_tools: expected tools, each with 'class_name', 'config' and 'tool_schema'.")
     return VerlTools([_made(tool) for tool in listed], reward)

@@ -1,7 +1,4 @@
-"""Checks the values of a config's kwargs before a run begins, by a function's annotations and by its own check.
-
-Imports no torch.
-"""
+"""Checks of the values of a config's kwargs, by a function's annotations and by range. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,10 +23,10 @@ def check_types(function: Callable[..., Any], kwargs: Mapping[str, Any], *, own:
     """Checks values against the annotations of a function.
 
     Args:
-        function: Function or class that gets the values. Of its annotations, plain types, unions, literals, lists and
-            mappings are checked.
-        kwargs: Values of the config by name.
-        own: Whether the function is a user's, in which an int may also be a float.
+        function: Function or class that takes the values. Plain types, unions, literals, lists and mappings are
+            checked; other annotations are ignored.
+        kwargs: Values by name of the parameter.
+        own: True for a user's function, whose int parameters also accept floats.
 
     Raises:
         ValueError: A value is of another type.
@@ -47,7 +44,7 @@ def check_types(function: Callable[..., Any], kwargs: Mapping[str, Any], *, own:
 
 
 def check_positive(**numbers: float) -> None:
-    """Raises ValueError for a number that is not above 0."""
+    """Raises ValueError for a number that is not positive and finite."""
     for name, number in numbers.items():
         if not 0 < number < float("inf"):
             raise ValueError(f"{name}={number}, expected a number above 0")

@@ -1,7 +1,4 @@
-"""Finds the Python program in a response: one of its fenced Markdown blocks, as markdown-it reads them.
-
-Imports no torch.
-"""
+"""Extraction of the Python program of a response from its fenced Markdown blocks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +11,8 @@ from dataclasses import dataclass
 from markdown_it import MarkdownIt
 
 _MARKDOWN = MarkdownIt("zero").enable(["fence", "blockquote", "list"])
-"""Without HTML, whose blocks would hide a fence below <answer>, and without indented code: a fence may be indented."""
+"""Parser without HTML, whose blocks would hide a fence below <answer>, and without indented code blocks, because a
+fence may be indented."""
 
 _FLAT = MarkdownIt("zero").enable(["fence"])
 _PYTHON = re.compile(r"\{?\s*\.?(?:python|py)[\d.]*(?![\w+#-])", re.IGNORECASE)
@@ -27,9 +25,9 @@ class Block:
     """A fenced block.
 
     Attributes:
-        label: Its info string, such as "python title=x".
-        text: Its lines, without the indentation of the fence.
-        closed: Whether it has a closing fence; the last block of a response that was cut has none.
+        label: Info string of the fence, such as "python title=x".
+        text: Lines of the block, without the indentation of the fence.
+        closed: True if it has a closing fence; the last block of a truncated response has none.
     """
 
     label: str
@@ -38,16 +36,16 @@ class Block:
 
     @property
     def is_python(self) -> bool:
-        """Whether it is labelled as Python."""
+        """True if the label is Python's."""
         return _PYTHON.match(self.label) is not None
 
 
-def blocks_of(response: str, *, lists: bool = True) -> list[Block]:
-    """Returns the fenced blocks of a Markdown text, in their order.
+def fenced_blocks(response: str, *, lists: bool = True) -> list[Block]:
+    """Returns the fenced blocks of a Markdown text, in order.
 
     Args:
-        response: Markdown.
-        lists: Read lists and quotes; without them a block in a list item may hold lines that are not indented.
+        response: Markdown text.
+        lists: True to parse lists and quotes; False so that a block in a list item may contain unindented lines.
     """
     markdown, text = (_MARKDOWN, response) if lists else (_FLAT, _INDENTED_FENCE.sub("\n", response))
     source = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
@@ -63,17 +61,16 @@ def blocks_of(response: str, *, lists: bool = True) -> list[Block]:
     return found
 
 
-def program_of(response: str) -> str | None:
-    """Returns the program of a response, None where no block may be Python.
+def extract_program(response: str) -> str | None:
+    """Returns the program of a response; None if no block can be Python.
 
-    The last block that is labelled as Python counts, and one that is closed before one that is not. Without any, it is
-    the last block without a label that is a Python program, then the last without a label. Blocks of other languages
-    are never read.
+    Chooses the last block labelled as Python, preferring closed blocks. Without one, the last unlabelled block that
+    parses as a Python program, then the last unlabelled block. Ignores blocks of other languages.
     """
-    chosen = _chosen(blocks_of(response))
+    chosen = _chosen(fenced_blocks(response))
     if chosen is not None and _is_program(chosen.text):
         return chosen.text
-    flat = _chosen(blocks_of(response, lists=False))
+    flat = _chosen(fenced_blocks(response, lists=False))
     if flat is not None and (chosen is None or (flat.is_python >= chosen.is_python and _is_program(flat.text))):
         return flat.text
     return None if chosen is None else chosen.text
@@ -89,12 +86,12 @@ def _chosen(blocks: list[Block]) -> Block | None:
 
 
 def _is_program(text: str) -> bool:
-    """Returns whether a text is Python that does something, and not just a value as "6" or "[1, 2]"."""
+    """Returns whether a text is Python with a statement or a call, and not only a value such as "6" or "[1, 2]"."""
     if len(text) > _MAX_PARSED_CHARS:
         return True
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in the model's strings
+            warnings.simplefilter("ignore")  # invalid escapes in the model's strings
             statements = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False

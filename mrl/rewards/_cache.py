@@ -1,8 +1,8 @@
-"""Scores that were computed before: what a resumed run samples again is not scored again.
+"""Cache of scores, so that samples that a resumed run generates again are not scored again.
 
-Owns the key of a score (the row, the tokens, and the functions with their sources and arguments), and the files that
-hold scores: lines with a checksum, appended as answers come, so that a kill loses at most what is being written. A
-failure is no score and is not kept. Imports no torch.
+The key is a digest of the data row, the tokens, and the functions with their sources and arguments. Files consist of
+lines with a checksum, appended as answers arrive, so that a kill loses at most the line being written. Failures are not
+cached. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from mrl.rewards._signatures import Sample
 
 MIB = 1 << 20
 
-_OF_PROMPT = ("prompt", "answer", "question", "data_source", "row")
-"""Fields of a sample that it has from its prompt."""
+_PROMPT_FIELDS = ("prompt", "answer", "question", "data_source", "row")
+"""Fields of a sample that come from its prompt."""
 
-_of_prompt = attrgetter(*_OF_PROMPT)
-_own = attrgetter(*(item.name for item in fields(Sample) if item.name not in _OF_PROMPT))
+_prompt_fields = attrgetter(*_PROMPT_FIELDS)
+_response_fields = attrgetter(*(item.name for item in fields(Sample) if item.name not in _PROMPT_FIELDS))
 
 _DIGEST_BYTES = 16
 
 NEW, OLD = ".jsonl", ".old.jsonl"
-"""Endings of a cache's two files: at half of its size the new one takes the place of the old one."""
+"""Suffixes of a cache's two files: when the new one reaches half of the size limit, it replaces the old one."""
 
 
 class ScoreCache:
-    """The scores of one replica, in memory and in two files; safe to use from several threads.
+    """Scores of one replica, in memory and in two files; thread-safe.
 
-    A disk that takes no more ends the writing, not the run.
+    A write error, such as a full disk, ends the writing but not the run.
     """
 
     def __init__(self, folder: Path, name: str, limit_mb: int) -> None:
-        """Reads what is there: this replica's scores, and while there is room those of others (another layout).
+        """Reads the scores of this replica, and within the size limit those of others (of another parallel layout).
 
         Args:
-            folder: Made where it is not there.
-            name: Of the replica's files.
-            limit_mb: Size of its files together, MiB, and about that of the memory.
+            folder: Folder of the files, created if missing.
+            name: Name of this replica's files, without suffix.
+            limit_mb: Size of the two files together, MiB; memory use is about the same.
         """
         self._new, self._old = folder / f"{name}{NEW}", folder / f"{name}{OLD}"
         self._half_bytes = limit_mb * MIB // 2
@@ -64,21 +64,21 @@ class ScoreCache:
         self._open(folder)
 
     def get(self, key: str) -> list[Outcome] | None:
-        """The scores under this key; None where there are none."""
+        """Returns the scores of a key; None if unknown."""
         with self._lock:
             found = self._scores.get(key)
             if found is None:
                 found = self._before.get(key)
                 if found is not None:
-                    self._keep([(key, found)])  # what is used stays
+                    self._keep([(key, found)])  # moves used scores from the old file to the new one
         if found is None:
             return None
         return [Outcome(**one) if isinstance(one, dict) else Outcome(one) for one in json.loads(found)]
 
     def put(self, scored: Iterable[tuple[str, Sequence[Outcome]]]) -> None:
-        """Keeps scores by their keys, unless one of a key's is a failure."""
+        """Stores the scores of keys; skips keys with a failed outcome."""
         kept = [
-            (key, _text([outcome.told for outcome in outcomes]))
+            (key, _text([outcome.as_json for outcome in outcomes]))
             for key, outcomes in scored
             if not any(outcome.error for outcome in outcomes)
         ]
@@ -86,7 +86,7 @@ class ScoreCache:
             self._keep(kept)
 
     def close(self) -> None:
-        """The files stay."""
+        """Closes the file."""
         with self._lock:
             self._close()
 
@@ -96,7 +96,7 @@ class ScoreCache:
         self._file = -1
 
     def _files(self, folder: Path) -> list[Path]:
-        """Its own first, in the order in which they were written, then those of others, the latest first."""
+        """Returns this replica's files, oldest first, then those of others, newest first."""
         try:
             others = [path for path in folder.glob(f"*{NEW}") if path not in (self._new, self._old)]
             others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
@@ -110,7 +110,7 @@ class ScoreCache:
             self._file = os.open(self._new, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             self._written = os.fstat(self._file).st_size
             if self._written:
-                os.write(self._file, b"\n")  # ends a line that a kill cut
+                os.write(self._file, b"\n")  # completes a line that a kill cut
         except OSError:
             self._file = -1
 
@@ -120,7 +120,7 @@ class ScoreCache:
             line = _line(f"{key} {value}".encode())
             if self._written + len(lines) + len(line) > self._half_bytes:
                 self._write(lines)
-                self._turn()
+                self._rotate()
                 lines = b""
             self._scores[key] = value
             lines += line
@@ -134,8 +134,8 @@ class ScoreCache:
         except OSError:
             self._close()
 
-    def _turn(self) -> None:
-        """What was new is old, and what was old is gone."""
+    def _rotate(self) -> None:
+        """Replaces the old file and scores by the new ones, and starts a new file."""
         if self._file < 0:
             return
         self._close()
@@ -147,9 +147,9 @@ class ScoreCache:
         self._open(self._new.parent)
 
 
-def _text(told: list[Any]) -> str:
-    """As JSON; of finite numbers that is what Python writes."""
-    return repr(told) if all(type(one) is float for one in told) else json.dumps(told)
+def _text(values: list[Any]) -> str:
+    """Returns the values as JSON; for finite floats `repr` is equal and faster."""
+    return repr(values) if all(type(one) is float for one in values) else json.dumps(values)
 
 
 def _line(body: bytes) -> bytes:
@@ -157,7 +157,7 @@ def _line(body: bytes) -> bytes:
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Key -> scores of every whole line."""
+    """Reads key -> scores from all lines with a valid checksum."""
     found: dict[str, str] = {}
     try:
         lines = path.read_bytes().splitlines()
@@ -172,29 +172,29 @@ def _read(path: Path) -> dict[str, str]:
 
 
 class _Keys:
-    """Names of scores by the functions of this identity."""
+    """Cache keys of the samples that functions of one identity score."""
 
     def __init__(self, identity: str) -> None:
         self._functions = _digest([identity])
         self._prompts: dict[tuple[int, ...], bytes] = {}
 
     def of(self, samples: Sequence[Sample]) -> list[str | None]:
-        """Of samples that are scored in one call; None where a row cannot be told from another.
+        """Returns the keys of samples that are scored in one call; None for each if a value has no `repr`.
 
-        Samples must live as long as this: that they have one prompt is seen by what they hold being one object.
+        Samples must outlive this object: digests of prompts are looked up by the ids of their objects.
         """
-        told = blake2b(self._functions, digest_size=_DIGEST_BYTES)
+        digest = blake2b(self._functions, digest_size=_DIGEST_BYTES)
         try:
             for sample in samples:
-                told.update(self._of_prompt(sample))
-                told.update(_digest(_own(sample)))
+                digest.update(self._prompt_digest(sample))
+                digest.update(_digest(_response_fields(sample)))
         except (TypeError, ValueError, RecursionError):
             return [None] * len(samples)
-        key = told.hexdigest()
+        key = digest.hexdigest()
         return [f"{key}-{place}" if place else key for place in range(len(samples))]
 
-    def _of_prompt(self, sample: Sample) -> bytes:
-        values = _of_prompt(sample)
+    def _prompt_digest(self, sample: Sample) -> bytes:
+        values = _prompt_fields(sample)
         known = tuple(map(id, values))
         digest = self._prompts.get(known)
         if digest is None:
@@ -206,64 +206,64 @@ def _digest(values: Sequence[Any]) -> bytes:
     return blake2b(repr(values).encode(), digest_size=_DIGEST_BYTES).digest()
 
 
-def identity_of(functions: Sequence[tuple[str, Mapping[str, Any], str]]) -> str:
-    """Of functions: the name, the arguments and the digest of the source of each."""
-    told = [[name, dict(kwargs), source] for name, kwargs, source in functions]
-    return json.dumps(told, sort_keys=True, default=repr)
+def functions_identity(functions: Sequence[tuple[str, Mapping[str, Any], str]]) -> str:
+    """Returns a text that identifies functions: the name, kwargs and source digest of each."""
+    listed = [[name, dict(kwargs), source] for name, kwargs, source in functions]
+    return json.dumps(listed, sort_keys=True, default=repr)
 
 
 @dataclass
-class Spared:
-    """Samples of a batch by what is known of them.
+class CacheLookup:
+    """Cache lookup of a batch: which rows have scores and which are to be computed.
 
     Attributes:
-        cache: Where they are looked up and kept.
-        found: Row -> outcomes that were there.
-        asked: Rows to compute, those of one call together.
-        keys: Row to compute -> its key.
-        same: Row -> the row in `asked` that it equals.
+        cache: Cache for lookups and new scores; None disables caching.
+        found: Row -> cached outcomes.
+        to_compute: Rows to compute, grouped by call.
+        keys: Row to compute -> cache key.
+        same: Row -> row in `to_compute` with an equal sample, whose outcomes it shares.
     """
 
     cache: ScoreCache | None
     found: dict[int, list[Outcome]] = field(default_factory=dict)
-    asked: list[tuple[int, ...]] = field(default_factory=list)
+    to_compute: list[tuple[int, ...]] = field(default_factory=list)
     keys: dict[int, str | None] = field(default_factory=dict)
     same: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
-    def of(
+    def look_up(
         cache: ScoreCache | None, identity: str, samples: Sequence[Sample], units: Iterable[tuple[int, ...]]
-    ) -> Spared:
-        """Looks up every sample; without a cache all are asked.
+    ) -> CacheLookup:
+        """Looks up all samples; without a cache all are to be computed.
 
         Args:
-            cache: Of the replica.
-            identity: Of the functions.
-            samples: By row.
-            units: Rows that are scored in one call: known only where all of them are.
+            cache: The replica's cache, or None.
+            identity: Identity of the functions, see `functions_identity`.
+            samples: Samples by row.
+            units: Rows of each call; a call's scores are used only if all of its rows are cached.
         """
-        spared, first, keys_of = Spared(cache), dict[str | None, tuple[int, ...]](), _Keys(identity).of
+        lookup, first, keys_of = CacheLookup(cache), dict[str | None, tuple[int, ...]](), _Keys(identity).of
         for unit in units:
             keys = [None] * len(unit) if cache is None else keys_of([samples[row] for row in unit])
             if (same := first.get(keys[0])) is not None:
-                spared.same.update(zip(unit, same, strict=True))
+                lookup.same.update(zip(unit, same, strict=True))
                 continue
             known = [None if cache is None or key is None else cache.get(key) for key in keys]
             if None not in known:
-                spared.found.update(zip(unit, known, strict=True))  # type: ignore[arg-type]
+                lookup.found.update(zip(unit, known, strict=True))  # type: ignore[arg-type]
                 continue
             if keys[0] is not None:
                 first[keys[0]] = unit
-            spared.asked.append(unit)
-            spared.keys.update(zip(unit, keys, strict=True))
-        return spared
+            lookup.to_compute.append(unit)
+            lookup.keys.update(zip(unit, keys, strict=True))
+        return lookup
 
     def keep(self, computed: Iterable[tuple[int, Sequence[Outcome]]]) -> None:
-        """Takes what was computed for rows in `asked`."""
+        """Stores computed outcomes of rows in `to_compute`."""
         if self.cache is not None:
             self.cache.put((key, outcomes) for row, outcomes in computed if (key := self.keys[row]) is not None)
 
-    def joined(self, computed: Mapping[int, list[Outcome]]) -> dict[int, list[Outcome]]:
-        """Row -> outcomes, of all rows that are known now."""
+    def known_scores(self, computed: Mapping[int, list[Outcome]]) -> dict[int, list[Outcome]]:
+        """Returns row -> outcomes of all rows that are cached, computed, or equal to a computed one."""
         known = {**self.found, **computed}
         return known | {row: known[first] for row, first in self.same.items() if first in known}

@@ -1,6 +1,6 @@
-"""One reward function with its arguments, and what a call of it gives.
+"""A reward function bound to the config's arguments, and the checked outcome of a call.
 
-Owns the checks around a call; the trainer's process and the workers share them. Imports no torch.
+Used by the trainer's process and by the workers. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from mrl.rewards._arguments import check_types
 from mrl.rewards._signatures import Sample, Signature
 
 Facts = dict[str, float | str]
-"""What a reward function may say of a sample besides its value; numbers are finite."""
+"""Additional values that a reward function returns for a sample; numbers are finite."""
 
 SCORE = "score"
-"""Key of the value where a function returns a mapping, as verl's do."""
+"""Key of the score in a returned mapping, as in verl."""
 
 GIVEN = (
-    "prompt, response, answer and extra are given by keyword, or what verl (solution_str, ground_truth ...) or TRL "
-    "(completions ...) gives"
+    "it is called with the keywords prompt, response, answer and extra, or with those of verl (solution_str, "
+    "ground_truth ...) or TRL (completions ...)"
 )
 
 MAX_FACTS = 32
-"""More keys of one function are an error: they become names of metrics."""
+"""Limit of the keys that a function returns, because they become metric names."""
 
 MAX_FACT_CHARS = 2000
-"""Of a longer text the rest is cut off."""
+"""Length at which returned texts are cut, characters."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call gave.
+    """Result of scoring one sample with one function.
 
     Attributes:
-        value: Finite, or NaN where the call failed.
-        error: Why it failed; "" where it did not.
-        lost: It took its worker process with it.
-        given: False where the function has no opinion on this sample (TRL's None); the value is 0 then.
-        facts: What a function that returns a mapping says besides, such as verl's "acc" and "pred".
+        value: Finite score; NaN if the call failed.
+        error: Reason of the failure; "" if the call succeeded.
+        lost: True if the worker process died or is no longer usable.
+        given: False if the function abstained (TRL's None); `value` is 0 then.
+        facts: Other values of a returned mapping, such as verl's "acc" and "pred".
     """
 
     value: float
@@ -58,37 +58,37 @@ class Outcome:
 
     @property
     def score(self) -> float | None:
-        """The value; None where the function has no opinion."""
+        """The value; None if the function abstained."""
         return self.value if self.given else None
 
     @property
-    def told(self) -> float | dict[str, Any]:
-        """As JSON has it: the value where that is all, else every attribute by its name."""
+    def as_json(self) -> float | dict[str, Any]:
+        """JSON form: the value if all other attributes are defaults, else a mapping of the attributes."""
         plain = self.given and not (self.facts or self.error or self.lost)
         return self.value if plain else dict(vars(self))
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a function wants to be called.
+class CallStyle:
+    """Calling style of a function.
 
     Attributes:
-        lists: With the samples of a call in lists, otherwise with one sample.
-        waits: Several calls at the same time: it is a coroutine function.
+        takes_lists: True if it takes lists of samples, False if it takes one sample per call.
+        is_async: True for a coroutine function, whose calls can run concurrently.
     """
 
-    lists: bool = False
-    waits: bool = False
+    takes_lists: bool = False
+    is_async: bool = False
 
 
 class RewardCall:
-    """A reward function that the config names, ready to be called."""
+    """A reward function that the config names, with its kwargs."""
 
     def __init__(self, name: str, kwargs: Mapping[str, Any]) -> None:
         """Imports the function and checks its arguments.
 
         Raises:
-            UserError: There is no such function, or it does not take these arguments or their values.
+            UserError: The function does not exist, or does not accept these arguments or their values.
         """
         self.name = name
         self._function: Callable[..., Any] = registry.find("rewards", name, "REWARD")
@@ -99,14 +99,13 @@ class RewardCall:
             self._signature = Signature.of(self._function, self._kwargs)
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"reward.functions: '{name}' cannot be called: {error}.{_unknown(self._function, self._kwargs)} It "
-                f"takes {_parameters(self._function)}; the "
-                f"config's kwargs are {self._kwargs}, and {GIVEN}."
+                f"reward.functions: '{name}' cannot be called: {error}.{_unknown(self._function, self._kwargs)} Its "
+                f"parameters are {_parameters(self._function)}; {GIVEN}, and with the config's kwargs {self._kwargs}."
             ) from error
         self._check_values()
 
     def _check_values(self) -> None:
-        """Raises UserError where a value of the kwargs could only fail, as a pattern that does not compile."""
+        """Raises UserError for kwargs that can only fail, such as a pattern that does not compile."""
         own = is_own(self.name)
         check = getattr(self._function, "check_kwargs", None) if own else None
         if not own:
@@ -120,27 +119,27 @@ class RewardCall:
 
     @property
     def source(self) -> str:
-        """See `source_of`."""
-        return source_of(self._function)
+        """Digest of the function's source file, see `source_digest`."""
+        return source_digest(self._function)
 
     @property
-    def way(self) -> Way:
-        """How it wants to be called."""
-        return Way(lists=self._signature.takes_lists, waits=self._signature.is_async)
+    def style(self) -> CallStyle:
+        """Calling style of the function."""
+        return CallStyle(takes_lists=self._signature.takes_lists, is_async=self._signature.is_async)
 
     def __call__(
         self, samples: Sequence[Sample], wait: Callable[[Coroutine[Any, Any, Any]], Any] | None = None
     ) -> list[Outcome]:
-        """The value of a sample, or of each of several where it takes lists.
+        """Scores one sample, or several if the function takes lists.
 
-        Whatever the function does wrong becomes `Outcome.error` of each.
+        An exception or an unusable return value becomes `Outcome.error` of every sample.
 
         Args:
-            samples: One, or more.
-            wait: Runs a coroutine to its end; None: in a loop of its own.
+            samples: One sample, or several if the function takes lists.
+            wait: Runs a coroutine to its end; None for `asyncio.run`.
 
         Raises:
-            MemoryError: Nobody knows then what the process still holds.
+            MemoryError: The function ran out of memory; the process should not be used again.
         """
         try:
             started = self._signature.start(samples)
@@ -152,8 +151,8 @@ class RewardCall:
             return [Outcome(math.nan, f"{type(error).__name__}: {error}")] * len(samples)
         return [self._outcome(value) for value in values]
 
-    async def later(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """The same of a function that waits, beside others."""
+    async def call_async(self, samples: Sequence[Sample]) -> list[Outcome]:
+        """Scores samples with a coroutine function, so that several calls can run concurrently."""
         try:
             started = self._signature.start(samples)
             values = started.values(await started.returned)
@@ -164,14 +163,14 @@ class RewardCall:
         return [self._outcome(value) for value in values]
 
     def _outcome(self, value: Any) -> Outcome:
-        if value is None and self._signature.style == "TRL":
+        if value is None and self._signature.convention == "TRL":
             return Outcome(0.0, given=False)
         try:
-            said = dict(value) if isinstance(value, Mapping) else {SCORE: value}
-            return Outcome(_score(said, value), facts=_facts(said) if isinstance(value, Mapping) else {})
+            fields = dict(value) if isinstance(value, Mapping) else {SCORE: value}
+            return Outcome(_score(fields, value), facts=_facts(fields) if isinstance(value, Mapping) else {})
         except ValueError as error:
             return Outcome(math.nan, f"it returned {error}")
-        except Exception as error:  # noqa: BLE001 - and so may what it returned, such as a tensor of two elements
+        except Exception as error:  # noqa: BLE001 - a returned object may raise too, such as a tensor of two elements
             return Outcome(math.nan, f"it returned {_shown(value)}: {type(error).__name__}: {error}")
 
 
@@ -180,13 +179,13 @@ async def _result(value: Any) -> Any:
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    import asyncio  # half of a worker's start, and few functions wait
+    import asyncio  # takes half of a worker's start-up time, and few functions are asynchronous
 
     return asyncio.run(coroutine)
 
 
-def source_of(thing: object) -> str:
-    """Digest of the file that defines a function, a class or an object's class; "" where there is none to read."""
+def source_digest(thing: object) -> str:
+    """Returns a digest of the file that defines a function, a class or an object's class; "" if it has none."""
     thing = inspect.unwrap(thing) if callable(thing) else thing
     try:
         known = inspect.isroutine(thing) or inspect.isclass(thing)
@@ -197,7 +196,7 @@ def source_of(thing: object) -> str:
 
 
 def _unknown(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> str:
-    """Returns " It has no ..." for each argument that the function lacks, with the nearest that it has."""
+    """Returns " It has no ..." for each argument that the function lacks, with the most similar parameter name."""
     try:
         known = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -212,11 +211,11 @@ def _parameters(function: Callable[..., Any]) -> str:
         return "..."
 
 
-def _score(said: Mapping[Any, Any], value: object) -> float:
-    """The value itself; ValueError says what came instead of a finite number."""
-    if SCORE not in said:
+def _score(fields: Mapping[Any, Any], value: object) -> float:
+    """Returns the score of a mapping; raises ValueError unless it is a finite number."""
+    if SCORE not in fields:
         raise ValueError(f"{_shown(value)}, a mapping without '{SCORE}'")
-    score = said[SCORE]
+    score = fields[SCORE]
     if not _is_number(score):
         raise ValueError(f"{_shown(score)}, expected a number")
     if not math.isfinite(score):
@@ -224,9 +223,9 @@ def _score(said: Mapping[Any, Any], value: object) -> float:
     return float(score)
 
 
-def _facts(said: Mapping[Any, Any]) -> Facts:
-    """The texts and finite numbers of a mapping; ValueError where their names cannot become names of metrics."""
-    kept = {key: value for key, value in said.items() if isinstance(value, str) or _is_number(value)}
+def _facts(fields: Mapping[Any, Any]) -> Facts:
+    """Returns the texts and finite numbers of a mapping; raises ValueError for keys that cannot name metrics."""
+    kept = {key: value for key, value in fields.items() if isinstance(value, str) or _is_number(value)}
     if len(kept) > MAX_FACTS:
         raise ValueError(f"a mapping with {len(kept)} keys, expected at most {MAX_FACTS}")
     for key in kept:

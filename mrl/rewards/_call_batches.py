@@ -1,6 +1,6 @@
-"""Reward functions that are called alike, and what one call of them is about: a sample, a group, or all samples.
+"""Grouping of samples into calls: one call scores a sample, a group, or all samples of a replica.
 
-Owns which samples belong into a call, and which calls a worker makes at the same time. Imports no torch.
+Also decides which calls of coroutine functions a worker makes concurrently. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mrl.errors import UserError
-from mrl.rewards._call import Way
+from mrl.rewards._call import CallStyle
 
 SAMPLE, GROUP, REPLICA = "sample", "group", "replica"
 
-AT_ONCE = 64
-"""Samples of calls that wait at the same time, where a call is not of more."""
+MAX_CONCURRENT_SAMPLES = 64
+"""Number of samples in concurrent calls of a worker; exceeded only by a single larger call."""
 
 Unit = tuple[int, ...]
-"""Rows that one call is about."""
+"""Rows that are scored in one call."""
 
 Order = Sequence[tuple[int, int]]
-"""By row: which group a sample belongs to, and its place there."""
+"""Position of each row: id of the sample's group, and its index in the group."""
 
 
 @dataclass(frozen=True)
-class Task:
-    """What a worker does before it turns to something else.
+class ScoringTask:
+    """Unit of work of a worker: one call, or several concurrent calls of coroutine functions.
 
     Attributes:
-        calls: Its functions, by their places among the worker's.
-        units: One, or several whose calls wait at the same time.
+        calls: Indices of the functions to call, among the worker's functions.
+        units: Samples of each call.
     """
 
     calls: tuple[int, ...]
@@ -38,76 +38,76 @@ class Task:
 
     @cached_property
     def rows(self) -> list[int]:
-        """All of its samples; a sample's place in the task is its place here."""
+        """Rows of all samples, in order; messages refer to a sample by its index in this list."""
         return [row for unit in self.units for row in unit]
 
     @cached_property
     def num_rows(self) -> int:
-        """How many samples."""
+        """Number of samples."""
         return sum(map(len, self.units))
 
     @cached_property
     def num_timed(self) -> int:
-        """As many samples' time may pass between two answers."""
+        """Size of the largest call: the time limit between two answers is that of so many samples."""
         return max(map(len, self.units))
 
 
 @dataclass(frozen=True)
-class Bundle:
-    """Functions that are called with the same samples.
+class CallBatch:
+    """Functions that are called together, with the same samples.
 
     Attributes:
-        calls: Their places among the workers'.
-        reach: SAMPLE, GROUP or REPLICA.
-        waits: Whether several calls are made at the same time.
+        calls: Indices of the functions, among the workers' functions.
+        scope: SAMPLE, GROUP or REPLICA: the samples of one call.
+        is_async: True if calls run concurrently.
     """
 
     calls: tuple[int, ...]
-    reach: str
-    waits: bool
+    scope: str
+    is_async: bool
 
     def units(self, order: Order) -> list[Unit]:
-        """All rows, cut into calls; within a call in the order of `order`."""
-        if self.reach == SAMPLE:
+        """Splits all rows into calls; the rows of a call are sorted by `order`."""
+        if self.scope == SAMPLE:
             return [(row,) for row in range(len(order))]
         rows = sorted(range(len(order)), key=lambda row: order[row])
-        if self.reach == REPLICA:
+        if self.scope == REPLICA:
             return [tuple(rows)] if rows else []
         groups: dict[int, list[int]] = {}
         for row in rows:
             groups.setdefault(order[row][0], []).append(row)
         return [tuple(group) for group in groups.values()]
 
-    def tasks(self, units: Sequence[Unit], num_workers: int) -> list[Task]:
-        """The units as tasks."""
-        if not self.waits or not units:
-            return [Task(self.calls, (unit,)) for unit in units]
-        most = max(1, AT_ONCE // max(map(len, units)))
-        size = min(most, -(-len(units) // num_workers))
-        return [Task(self.calls, tuple(units[start : start + size])) for start in range(0, len(units), size)]
+    def tasks(self, units: Sequence[Unit], num_workers: int) -> list[ScoringTask]:
+        """Packs units into tasks; concurrent ones are spread over `num_workers`."""
+        if not self.is_async or not units:
+            return [ScoringTask(self.calls, (unit,)) for unit in units]
+        units_per_task = max(1, MAX_CONCURRENT_SAMPLES // max(map(len, units)))
+        size = min(units_per_task, -(-len(units) // num_workers))
+        return [ScoringTask(self.calls, tuple(units[start : start + size])) for start in range(0, len(units), size)]
 
 
-def bundles_of(names: Sequence[str], ways: Sequence[Way], batches: Sequence[str | None]) -> list[Bundle]:
-    """The functions of the workers, sorted by how they are called.
+def group_calls(names: Sequence[str], styles: Sequence[CallStyle], batches: Sequence[str | None]) -> list[CallBatch]:
+    """Groups the workers' functions by calling style.
 
     Args:
-        names: Of the functions.
-        ways: Of each.
-        batches: `reward.functions[].batch` of each.
+        names: Names of the functions, for messages.
+        styles: Calling style of each function.
+        batches: `reward.functions[].batch` of each function.
 
     Raises:
-        UserError: A function that takes one sample is to have more.
+        UserError: `batch` is set for a function that takes one sample per call.
     """
     members: dict[tuple[str, bool], list[int]] = {}
-    for place, (name, way, batch) in enumerate(zip(names, ways, batches, strict=True)):
-        check_batch(name, batch, lists=way.lists)
-        members.setdefault(((batch or GROUP) if way.lists else SAMPLE, way.waits), []).append(place)
-    return [Bundle(tuple(places), reach, waits) for (reach, waits), places in members.items()]
+    for place, (name, style, batch) in enumerate(zip(names, styles, batches, strict=True)):
+        check_batch(name, batch, takes_lists=style.takes_lists)
+        members.setdefault(((batch or GROUP) if style.takes_lists else SAMPLE, style.is_async), []).append(place)
+    return [CallBatch(tuple(places), scope, is_async) for (scope, is_async), places in members.items()]
 
 
-def check_batch(name: str, batch: str | None, *, lists: bool) -> None:
-    """Raises UserError where a function that takes one sample is to have more."""
-    if batch is not None and not lists:
+def check_batch(name: str, batch: str | None, *, takes_lists: bool) -> None:
+    """Raises UserError if `batch` is set for a function that takes one sample per call."""
+    if batch is not None and not takes_lists:
         raise UserError(
             f"reward.functions: '{name}' has batch={batch}, but takes one sample at a time. Leave batch out, or give "
             "it TRL's parameters (completions ...) or those of verl's batch functions (solution_strs ...)."

@@ -1,9 +1,9 @@
-# ruff: noqa: RUF001 -- characters that are not ASCII are what it is about
-r"""Answers as mathematics: reads a text of a few characters, and compares two of them.
+# ruff: noqa: RUF001 -- this file maps characters that are not ASCII
+r"""Parsing and comparison of short mathematical answers with math-verify.
 
-math-verify (https://github.com/huggingface/Math-Verify) parses and compares. This file writes what math-verify misreads
-in a form that it reads (18 dollars, 42., 0.\overline{3}), and checks what it rounds: its comparison takes 1/2^98 for
-1/2^99. Its own time limits use signals and are off: this runs in a worker process, whose parent keeps the time.
+math-verify (https://github.com/huggingface/Math-Verify) parses and compares. This file rewrites forms that math-verify
+misreads (18 dollars, 42., 0.\overline{3}), and compares again where it rounds: to math-verify, 1/2^98 equals 1/2^99.
+math-verify's time limits use signals and are off: this code runs in a worker process under the parent's time limit.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import math_verify
 import sympy  # type: ignore[import-untyped]
 from math_verify.grader import get_pct_val, is_assignment_relation, take_last_relation
 
-from mrl.rewards._numbers import SCALES, plain
+from mrl.rewards._numbers import SCALES, to_ascii
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about the time limits that are off
 
 MAX_BITS = 1 << 22
-"""Longest whole number that is computed; longer powers and factorials are equal only where they are written alike."""
+"""Largest integer that is computed, bits; larger powers and factorials are equal only if written the same way."""
 
 _RELATIVE, _RELATIVE_OF_EXACT = 1e-3, 1e-20
 _DECIMALS = 40
@@ -86,13 +86,13 @@ _IN_BRACKETS = re.compile(r"(?<![\w)}\]])[(\[]\s*([-+]?[\d.,]+|[A-Z])\s*[)\]]")
 
 
 @dataclass(frozen=True)
-class Read:
-    """Meaning of a text.
+class ParsedAnswer:
+    """Parsed form of an answer.
 
     Attributes:
-        text: The text in its plain form.
-        words: Words that are compared as words; "" for an expression.
-        found: What math-verify made of it: sympy expressions, and their text; empty where it is none.
+        text: Normalised text, see `_form`.
+        words: Case-folded words, compared literally; "" for an expression.
+        found: Parse result of math-verify, sympy expressions and their text; () if it is no expression.
     """
 
     text: str
@@ -104,35 +104,35 @@ class Read:
 
 
 @lru_cache(maxsize=4096)  # the samples of a prompt share their answer
-def read(text: str) -> Read:
-    r"""Reads the content of a box or of answer tags: one expression, perhaps with a unit, or words."""
+def read(text: str) -> ParsedAnswer:
+    r"""Parses the content of a box or of answer tags: an expression, optionally with a unit, or words."""
     form = _form(text)
     if letter := _letter(form):
         rest = letter[4].strip()
         own = tuple(_parse(rf"\boxed{{{letter[1] or letter[2] or letter[3]}}}"))
-        return Read(form, "", (*own, *(read(rest).found if rest else ())))
+        return ParsedAnswer(form, "", (*own, *(read(rest).found if rest else ())))
     if words := _words(form):
-        return Read(form, words, ())
+        return ParsedAnswer(form, words, ())
     form = _without_unit(form)
     found = _parse(rf"\boxed{{{_latex(form)}}}") if form else []
-    return Read(form, "", tuple(found) if any(not isinstance(one, str) for one in found) else ())
+    return ParsedAnswer(form, "", tuple(found) if any(not isinstance(one, str) for one in found) else ())
 
 
 @lru_cache(maxsize=4096)
-def read_prose(text: str) -> Read:
-    """Reads a sentence: all of it where it is one expression or quantity, else its last expression, else its words."""
+def read_prose(text: str) -> ParsedAnswer:
+    """Parses a sentence: as one expression or quantity if possible, else its last expression, else its words."""
     form = _form(text)
     if _letter(form) or not _PROSE.search(form) or _without_unit(form) != form:
         return read(text)
-    loose = _IN_BRACKETS.sub(r" \1 ", re.sub(r"[*`\"]|\\\$", " ", plain(text)))
+    loose = _IN_BRACKETS.sub(r" \1 ", re.sub(r"[*`\"]|\\\$", " ", to_ascii(text)))
     found = _parse(_SYMBOL.sub(lambda one: _SYMBOLS[one[0]], loose))
     if any(not isinstance(one, str) for one in found):
-        return Read(form, "", tuple(found))
-    return read(text) if len(form.split()) <= _MAX_WORDS else Read(form, "", ())
+        return ParsedAnswer(form, "", tuple(found))
+    return read(text) if len(form.split()) <= _MAX_WORDS else ParsedAnswer(form, "", ())
 
 
-def equal(gold: Read, answer: Read) -> bool:
-    """Returns whether an answer is the right one."""
+def equal(gold: ParsedAnswer, answer: ParsedAnswer) -> bool:
+    """Returns whether an answer equals the ground truth."""
     if gold.text and gold.text == answer.text:
         return True
     if gold.words or answer.words:
@@ -148,26 +148,26 @@ def equal(gold: Read, answer: Read) -> bool:
 
 def _parse(text: str) -> list[Any]:
     if _depth(text) > _MAX_DEPTH:
-        return []  # its time grows exponentially
+        return []  # parsing time grows exponentially with the depth
     parsed: list[Any] = math_verify.parse(text, parsing_timeout=None)
     return parsed
 
 
 def _letter(form: str) -> re.Match[str] | None:
-    """The letter of a choice with what follows it; None where several are named."""
+    """Matches the letter of a choice and the text after it; None if there are several letters."""
     found = _LETTER.fullmatch(form)
     return None if found is None or _OTHER_LETTERS.search(found[4]) else found
 
 
 def _depth(text: str) -> int:
-    """Returns how deep brackets are nested."""
+    """Returns the nesting depth of brackets."""
     steps = [(char in "([{") - (char in ")]}") for char in text]
     return max(accumulate(steps), default=0)
 
 
 def _form(text: str) -> str:
-    """A text in ASCII as far as it goes, without wrappers, spaces of LaTeX, currency and the dot of a sentence."""
-    text = _ROOT.sub(r"\\sqrt{\1}", plain(text.strip()))
+    """Normalises a text: ASCII where possible, without wrappers, LaTeX spaces, currency and a final full stop."""
+    text = _ROOT.sub(r"\\sqrt{\1}", to_ascii(text.strip()))
     before = None
     while before != text:
         before = text
@@ -176,7 +176,7 @@ def _form(text: str) -> str:
             if found := wrapped.fullmatch(text):
                 text = found[1].strip()
         text = text[1:].strip() if text.startswith("=") else text
-    text = _TEXT_AFTER.sub(r" \1", plain(_SPACE.sub(" ", text)).strip())
+    text = _TEXT_AFTER.sub(r" \1", to_ascii(_SPACE.sub(" ", text)).strip())
     text = _CJK_SCALE.sub(lambda found: rf" \times 10^{{{_CJK_POWERS[found[1]]}}}", _CJK_UNIT.sub("", text))
     text = _DEGREES.sub("", text)
     text = _TRAILING_CURRENCY.sub("", _CURRENCY.sub(r"\1", text))
@@ -184,7 +184,7 @@ def _form(text: str) -> str:
 
 
 def _latex(form: str) -> str:
-    """A form of `_form` as LaTeX that math-verify reads."""
+    """Converts a normalised text into LaTeX that math-verify parses."""
     form = _SYMBOL.sub(lambda one: _SYMBOLS[one[0]], form)
     form = _REPEATING.sub(_repeating, form)
     form = _MIXED.sub(r"\1\\frac{\2}{\3}", form)
@@ -195,14 +195,14 @@ def _latex(form: str) -> str:
 
 
 def _repeating(found: re.Match[str]) -> str:
-    r"""0.1\overline{6} as the fraction that it is."""
+    r"""Rewrites a repeating decimal such as 0.1\overline{6} as a fraction."""
     whole, fixed, period = found[1] or "0", found[2], found[3] or found[4] or found[5]
     value = Fraction(int(whole + fixed + period) - int(whole + fixed), (10 ** len(period) - 1) * 10 ** len(fixed))
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def _without_unit(form: str) -> str:
-    """The number of a quantity such as 18 dollars, 5 km/h or 3 million people; any other form as it is."""
+    """Removes the unit of a quantity such as 18 dollars, 5 km/h or 3 million people; returns other texts unchanged."""
     quantity = _QUANTITY.fullmatch(form)
     if quantity is None:
         return form
@@ -218,7 +218,7 @@ def _without_unit(form: str) -> str:
 
 
 def _words(form: str) -> str:
-    """Words as they are compared; "" where the form is an expression."""
+    """Returns the case-folded words of a text; "" if it is an expression."""
     if not _WORD.fullmatch(form) or (form.isascii() and _FUNCTIONS.match(form)):
         return ""
     known = not form.isascii() or " " in form or form.casefold() in _SHORT_WORDS
@@ -228,7 +228,7 @@ def _words(form: str) -> str:
 def _is_equal(gold: Any, answer: Any) -> bool:
     if max(_bits(gold), _bits(answer)) > MAX_BITS:
         return bool(gold == answer)
-    exact = [_whole_or_ratio(one) for one in (gold, answer)]
+    exact = [_rational(one) for one in (gold, answer)]
     if None not in exact:
         return bool(exact[0] == exact[1])
     if not math_verify.verify(gold, answer, timeout_seconds=None):
@@ -237,8 +237,8 @@ def _is_equal(gold: Any, answer: Any) -> bool:
     return len(ours) != len(theirs) or all(map(_is_close, ours, theirs))
 
 
-def _whole_or_ratio(expression: Any) -> sympy.Rational | None:
-    """The value of an expression of whole numbers, None for any other and for a percentage."""
+def _rational(expression: Any) -> sympy.Rational | None:
+    """Returns the exact value of a rational expression; None for any other, and for a percentage."""
     if not isinstance(expression, sympy.Expr) or expression.free_symbols or get_pct_val(expression) is not None:
         return None
     value = expression.doit()
@@ -246,13 +246,13 @@ def _whole_or_ratio(expression: Any) -> sympy.Rational | None:
 
 
 def _bits(part: Any) -> float:
-    """Bound of the length of the numbers that an expression evaluates to, bits."""
+    """Returns an upper bound of the size of the numbers in an expression's evaluation, bits."""
     if isinstance(part, sympy.Rational):
         return float(max(abs(part.p), part.q).bit_length())
     inner = [_bits(one) for one in getattr(part, "args", ())]
     if isinstance(part, sympy.Pow):
         power = abs(part.exp) if isinstance(part.exp, sympy.Integer) else 2 ** min(inner[1], 64)
-        length = power if part.base.is_Add and part.free_symbols else inner[0]  # an expanded sum has as many terms
+        length = power if part.base.is_Add and part.free_symbols else inner[0]  # an expanded sum has `power` terms
         return float(length) * float(min(power, 1 << 64))
     if isinstance(part, sympy.exp):
         return 2 ** min(inner[0], 64) * 2.0
@@ -262,7 +262,7 @@ def _bits(part: Any) -> float:
 
 
 def _scalars(expression: Any) -> list[Any]:
-    """The numbers of an expression, a set, an interval, a tuple or a matrix; variables stand for fixed numbers."""
+    """Returns the numbers of an expression, set, interval, tuple or matrix, with fixed numbers for the variables."""
     if isinstance(expression, (sympy.MatrixBase, sympy.Tuple)):
         return [one for part in expression for one in _scalars(part)]
     if isinstance(expression, sympy.Interval):
@@ -279,7 +279,7 @@ def _scalars(expression: Any) -> list[Any]:
 
 
 def _is_close(gold: Any, answer: Any) -> bool:
-    """Returns whether two numbers are equal that math-verify takes for equal: it rounds to six decimals."""
+    """Returns whether two numbers that math-verify considers equal are: it rounds to six decimals."""
     values = [[one.doit() for one in (get_pct_val(value), value) if one is not None] for value in (gold, answer)]
     return any(_same_number(one, other) for one in values[0] for other in values[1])
 

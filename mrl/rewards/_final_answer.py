@@ -1,7 +1,7 @@
-# ruff: noqa: RUF001 -- characters that are not ASCII are what it is about
-r"""Finds the final answer of a response: in a box, in answer tags, after ####, or after "the answer is".
+# ruff: noqa: RUF001 -- this file matches characters that are not ASCII
+r"""Extraction of the final answer of a response: in a box, in answer tags, after ####, or after "the answer is".
 
-`math` and `numeric` read the same place. Imports no torch.
+Used by `math` and `numeric`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_SENTENCE_CHARS = 300
 
 
 @dataclass(frozen=True)
-class Marked:
+class MarkedAnswer:
     """A part of a response that is marked as its answer.
 
     Attributes:
@@ -38,31 +38,31 @@ class Marked:
     text: str
 
 
-def final_answer(text: str) -> Marked | None:
-    r"""Returns the answer that a text marks, None where it marks none.
+def final_answer(text: str) -> MarkedAnswer | None:
+    r"""Returns the marked answer of a text; None if there is no mark.
 
-    The first of these that the text has counts: the last closed \boxed{...} or \fbox{...}; the text after the last
-    opening answer tag; the last line that begins with ####; the rest of the last sentence "answer ... is", of those
-    with a number, a formula or a letter if there are any.
+    The first kind of mark in the text is used, in this order: the last closed \boxed{...} or \fbox{...}; the text after
+    the last opening answer tag; the last line that begins with ####; the rest of the last sentence "answer ... is",
+    preferring sentences with a number, a formula or a letter.
 
     Args:
         text: Response without its reasoning, or a row's answer.
     """
     if (boxed := last_boxed(text)) is not None:
-        return Marked(BOX, boxed)
+        return MarkedAnswer(BOX, boxed)
     if _OPEN_BOX.search(text):
         bare = _BARE_BOX.findall(text)
-        return Marked(BOX, bare[-1] if bare else "")  # a box that is not closed was cut: 58 may read 5
+        return MarkedAnswer(BOX, bare[-1] if bare else "")  # an unclosed box was truncated and could read 5 for 58
     if (tagged := _tagged(text)) is not None:
         inner = final_answer(tagged)
-        return Marked(TAGS, tagged) if inner is None else inner
+        return MarkedAnswer(TAGS, tagged) if inner is None else inner
     if hashed := _HASHES.findall(text):
-        return Marked(HASHES, hashed[-1])
-    said = [
+        return MarkedAnswer(HASHES, hashed[-1])
+    announced = [
         _first_sentence(text[found.end() : found.end() + _MAX_SENTENCE_CHARS]) for found in _ANNOUNCED.finditer(text)
     ]
-    best = [one for one in said if _SAYS_SOMETHING.search(one)] or [one for one in said if one]
-    return Marked(SENTENCE, best[-1]) if best else None
+    best = [one for one in announced if _SAYS_SOMETHING.search(one)] or [one for one in announced if one]
+    return MarkedAnswer(SENTENCE, best[-1]) if best else None
 
 
 def last_boxed(text: str) -> str | None:
@@ -80,7 +80,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _tagged(text: str) -> str | None:
-    """Text between the last opening answer tag and its closing one, or the end; None without a tag."""
+    """Returns the text from the last opening answer tag to its closing tag, or to the end; None without a tag."""
     start, end = None, len(text)
     for tag in _TAG.finditer(text):
         if not tag[1]:
@@ -90,7 +90,7 @@ def _tagged(text: str) -> str | None:
     return None if start is None else text[start:end]
 
 
-def _first_sentence(said: str) -> str:
-    said = said.strip(" \t\n*:").partition("\n")[0]
-    end = _END_OF_SENTENCE.search(said)
-    return said if end is None else said[: end.start()]
+def _first_sentence(text: str) -> str:
+    text = text.strip(" \t\n*:").partition("\n")[0]
+    end = _END_OF_SENTENCE.search(text)
+    return text if end is None else text[: end.start()]

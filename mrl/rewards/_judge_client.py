@@ -1,6 +1,6 @@
-"""Reward functions that ask over a network: many samples at a time, in a thread of their own, beside the workers.
+"""Concurrent queries to judges (`judge.py`), in a thread that runs in parallel with the worker processes.
 
-Owns how many questions are on their way, and when asking ends: too many failed, the endpoint is down, or told to stop.
+Querying stops early if too many samples failed, an endpoint is down, or a stop is requested.
 """
 
 from __future__ import annotations
@@ -9,34 +9,33 @@ import asyncio
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from types import TracebackType
+from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any
 
 from mrl.config import registry
 from mrl.errors import UserError
 from mrl.rewards._arguments import check_types
 from mrl.rewards._call import Outcome
-from mrl.rewards._endpoint import Endpoint, NoAnswerError
+from mrl.rewards._endpoint import JudgeEndpoint, NoReplyError
 from mrl.rewards._signatures import Sample
 from mrl.rewards.judge import Judge
 
-_LOOK_S = 0.2  # between two questions whether to stop
+_POLL_S = 0.2  # interval at which `abort_requested` is polled
 DOWN_AFTER = 8
-"""Failures in a row, and at least as many as there are questions at a time: the others are not asked then."""
+"""Consecutive failures, if not fewer than the endpoint's concurrency, after which it counts as down."""
 
 
-def judge_of(name: str, kwargs: Mapping[str, Any], variables: Callable[..., Mapping[str, str]]) -> Judge:
-    """The judge that the config names.
+def make_judge(name: str, kwargs: Mapping[str, Any], variables: Callable[..., Mapping[str, str]]) -> Judge:
+    """Makes the judge that the config names.
 
     Raises:
-        UserError: It does not take these arguments, or has no key.
+        UserError: The judge does not accept these arguments, or its API key is missing.
     """
     try:
-        kind = registry.find("rewards", name, "REWARD")
-        for one in (*kind.__mro__[:-1], Endpoint):
+        judge_class = registry.find("rewards", name, "REWARD")
+        for one in (*judge_class.__mro__[:-1], JudgeEndpoint):
             check_types(one.__init__, kwargs)
-        judge: Judge = kind(**kwargs)
+        judge: Judge = judge_class(**kwargs)
         judge.endpoint.prepare(variables)
         return judge
     except UserError as error:
@@ -45,11 +44,11 @@ def judge_of(name: str, kwargs: Mapping[str, Any], variables: Callable[..., Mapp
         raise UserError(f"reward.functions: '{name}' cannot be called with {dict(kwargs)}: {error}.") from error
 
 
-class Asking:
-    """A batch on its way; ends with the `with` block at the latest.
+class JudgeQueries(AbstractContextManager["JudgeQueries"]):
+    """A batch of judge queries in a background thread; a context manager that cancels the rest on exit.
 
     Attributes:
-        done: Index of each sample that was asked about -> one outcome for each judge.
+        done: Index of each finished sample -> one outcome per judge.
     """
 
     def __init__(
@@ -57,48 +56,43 @@ class Asking:
         judges: Sequence[Judge],
         samples: Mapping[int, Sample],
         give_up_after: int,
-        tell: Callable[[int, list[Outcome]], None] = lambda index, outcomes: None,
+        on_done: Callable[[int, list[Outcome]], None] = lambda index, outcomes: None,
     ) -> None:
-        """Starts.
+        """Starts the thread.
 
         Args:
-            judges: At least one.
-            samples: By index.
-            give_up_after: Stop when more than this many samples have failed.
-            tell: Called in the thread with each sample that is done.
+            judges: One or more judges, all of which score every sample.
+            samples: Samples by index.
+            give_up_after: Number of failed samples above which querying stops.
+            on_done: Callback for each finished sample, called in the thread.
         """
         self.done: dict[int, list[Outcome]] = {}
-        self._judges, self._samples, self._give_up_after, self._tell = judges, samples, give_up_after, tell
+        self._judges, self._samples, self._give_up_after, self._on_done = judges, samples, give_up_after, on_done
         self._error: BaseException | None = None
         self._num_failed = 0
         self._in_a_row: dict[int, int] = {}
         self._loop = asyncio.new_event_loop()
-        self._task = self._loop.create_task(self._all())
+        self._task = self._loop.create_task(self._query_all())
         self._thread = threading.Thread(target=self._run, name="mrl judges", daemon=True)
         self._thread.start()
 
-    def wait(self, told_to_stop: Callable[[], bool] = lambda: False) -> dict[int, list[Outcome]]:
-        """`done`, once every sample is, or it gave up, or was told to stop."""
-        while self._thread.is_alive() and not told_to_stop():
-            self._thread.join(_LOOK_S)
+    def wait(self, abort_requested: Callable[[], bool] = lambda: False) -> dict[int, list[Outcome]]:
+        """Returns `done` when all samples are finished, too many failed, or a stop is requested."""
+        while self._thread.is_alive() and not abort_requested():
+            self._thread.join(_POLL_S)
         self.end()
         if self._error is not None:
             raise self._error
         return self.done
 
     def end(self) -> None:
-        """Drops what is on its way."""
+        """Cancels the pending queries."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join()
         self._loop.close()
 
-    def __enter__(self) -> Asking:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if not self._loop.is_closed():
             self.end()
 
@@ -107,18 +101,18 @@ class Asking:
             self._loop.run_until_complete(self._task)
         except asyncio.CancelledError:
             pass
-        except BaseException as error:  # noqa: BLE001 - told in `wait`, by the thread that asked for it
+        except BaseException as error:  # noqa: BLE001 - raised again by `wait`, in the caller's thread
             self._error = error
         finally:
-            left = asyncio.all_tasks(self._loop)  # the first that ended ended the waiting for all
+            left = asyncio.all_tasks(self._loop)  # `gather` returns at the first exception and leaves the others
             for task in left:
                 task.cancel()
             if left:
                 self._loop.run_until_complete(asyncio.wait(left))
 
-    async def _all(self) -> None:
+    async def _query_all(self) -> None:
         async with AsyncExitStack() as stack:
-            ways = [
+            endpoints = [
                 (
                     judge,
                     await stack.enter_async_context(judge.endpoint.client()),
@@ -127,30 +121,30 @@ class Asking:
                 for judge in self._judges
             ]
 
-            async def one(index: int, sample: Sample) -> None:
-                outcomes = await asyncio.gather(*(self._ask(place, *way, sample) for place, way in enumerate(ways)))
+            async def score(index: int, sample: Sample) -> None:
+                outcomes = await asyncio.gather(*(self._ask(at, *each, sample) for at, each in enumerate(endpoints)))
                 self.done[index] = outcomes
-                self._tell(index, outcomes)
+                self._on_done(index, outcomes)
                 self._num_failed += any(outcome.error for outcome in outcomes)
                 if self._num_failed > self._give_up_after:
                     self._task.cancel()
 
-            await asyncio.gather(*(one(index, sample) for index, sample in self._samples.items()))
+            await asyncio.gather(*(score(index, sample) for index, sample in self._samples.items()))
 
-    async def _ask(self, place: int, judge: Judge, client: Any, turn: asyncio.Semaphore, sample: Sample) -> Outcome:
+    async def _ask(self, index: int, judge: Judge, client: Any, slot: asyncio.Semaphore, sample: Sample) -> Outcome:
         try:
             messages = judge.messages(sample)
-        except Exception as error:  # noqa: BLE001 - rows hold anything
-            told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            return Outcome(math.nan, f"nothing could be asked: {told}")
-        async with turn:
-            in_a_row = self._in_a_row.get(place, 0)
+        except Exception as error:  # noqa: BLE001 - rows may contain anything
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            return Outcome(math.nan, f"the judge's prompt could not be filled in: {reason}")
+        async with slot:
+            in_a_row = self._in_a_row.get(index, 0)
             if in_a_row >= max(DOWN_AFTER, judge.endpoint.concurrency):
                 return Outcome(math.nan, f"not asked: {judge.endpoint.url} gave no score {in_a_row} times in a row")
             try:
                 value, facts = await judge.endpoint.ask(client, messages, lambda reply: judge.read(reply, sample))
-            except NoAnswerError as error:
-                self._in_a_row[place] = self._in_a_row.get(place, 0) + 1
+            except NoReplyError as error:
+                self._in_a_row[index] = self._in_a_row.get(index, 0) + 1
                 return Outcome(math.nan, f"the judge gave no score: {error}")
-            self._in_a_row[place] = 0
+            self._in_a_row[index] = 0
             return Outcome(value, facts=facts)

@@ -1,7 +1,7 @@
-# ruff: noqa: RUF001 -- characters that are not ASCII are what it is about
-r"""Numbers as people and models write them: digits and signs of any script, separators, fractions, powers of ten.
+# ruff: noqa: RUF001 -- this file maps characters that are not ASCII
+r"""Parsing of written numbers: digits and signs of any script, separators, fractions, powers of ten.
 
-`numeric`, `math` and judges read numbers with it. Imports no torch.
+Used by `numeric`, `math` and judges. Imports no torch.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _LOOK_BACK_CHARS = 40
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenNumber:
     """A number in a text.
 
     Attributes:
-        value: As written: 50 for "50%".
-        percent: It is followed by a percent sign.
+        value: Number before a percent sign: 50 for "50%".
+        percent: True if a percent sign follows.
     """
 
     value: float
@@ -64,11 +64,11 @@ class Written:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """Values that it may mean: 50 and 0.5 for "50%"."""
+        """Possible values: 50 and 0.5 for "50%"."""
         return (self.value, self.value / 100) if self.percent else (self.value,)
 
 
-def plain(text: str) -> str:
+def to_ascii(text: str) -> str:
     r"""Returns a text with digits, signs and punctuation in ASCII, and commas as the only separators of thousands.
 
     Full-width forms, digits of other scripts, the minus sign and dashes, raised digits (as ^2), typographic quotes and
@@ -102,9 +102,9 @@ def _fraction(char: str) -> str:
     return unicodedata.normalize("NFKC", char).replace("⁄", "/")
 
 
-def last_number(text: str) -> Written | None:
-    """The last number in a text; None without one, or where it is not finite."""
-    text = _FRACTION.sub(_inline, plain(text))
+def last_number(text: str) -> WrittenNumber | None:
+    """Returns the last number in a text; None if there is none, or if it is not finite."""
+    text = _FRACTION.sub(_inline, to_ascii(text))
     last = None
     for found in _NUMBER.finditer(text):
         last = found
@@ -116,11 +116,11 @@ def last_number(text: str) -> Written | None:
         return None
     if not math.isfinite(value):
         return None
-    return Written(-value if _is_negative(text, last.start()) else value, last["percent"] is not None)
+    return WrittenNumber(-value if _is_negative(text, last.start()) else value, last["percent"] is not None)
 
 
 def _inline(found: re.Match[str]) -> str:
-    r"""2\frac{1}{3} as 2 1/3."""
+    r"""Rewrites 2\frac{1}{3} as 2 1/3."""
     above, below = found[2] or found[3], found[4] or found[5]
     return f"{found[1]} {above}/{below}" if found[1] else f"{above}/{below}"
 
@@ -145,7 +145,7 @@ def _float(digits: str) -> float:
 
 
 def _is_negative(text: str, start: int) -> bool:
-    """Returns whether a number has a minus of its own, and no dash between words, bullet of a list or binary minus."""
+    """Returns whether the sign before a number is its minus: not a dash, a bullet of a list or a binary minus."""
     before = text[max(0, start - _LOOK_BACK_CHARS) : start]
     if inner := _SIGN_AFTER_CURRENCY.search(before):
         return inner[1] == "-"

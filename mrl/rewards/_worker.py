@@ -1,8 +1,7 @@
-"""The worker process: calls reward functions for its parent, one task after the other.
+"""Worker process that calls reward functions.
 
-Started by `distributed/worker_processes/worker_process.py` as a fresh interpreter, which keeps
-(`distributed/worker_processes/supervisor.py`) the process that works. It imports no torch and nothing of the parent's
-main module.
+Started by `distributed/worker_processes/worker_process.py` as a fresh interpreter, under its `supervisor.py`. Imports
+no torch and nothing of the parent's main module.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
-import sys
 from collections.abc import Coroutine, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from mrl.distributed.worker_processes import protocol
-from mrl.distributed.worker_processes.supervisor import Bounds, keep
+from mrl.distributed.worker_processes.worker_main import ParentPipe, run_worker
 from mrl.errors import UserError
 from mrl.rewards import _wire
 from mrl.rewards._call import Outcome, RewardCall
@@ -27,54 +25,53 @@ if TYPE_CHECKING:
 
 
 def run() -> None:
-    """Takes the bounds from the command line and works until the parent closes the pipe."""
-    keep(Bounds.read(sys.argv[1:]), _work)
+    """Runs the worker with the supervisor's arguments from the command line."""
+    run_worker(_work)
 
 
-def _work(bounds: Bounds) -> None:
-    """In: a list of (name, kwargs), then lists of tasks. Out: see `_wire.ready` and `_wire.answer`."""
-    own = os.getpid()
-    stream = open(bounds.commands, "rb", closefd=False)  # noqa: SIM115 -- to the end of the process
+def _work(pipe: ParentPipe) -> None:
+    """Receives a list of (name, kwargs), then lists of (indices of functions, samples of each call).
 
-    def tell(serial: int, first: int, by_call: Sequence[Sequence[Outcome]]) -> None:
-        """Of a unit, whose samples begin at this place of the task."""
-        if os.getpid() != own:
-            raise EOFError  # a process that a function forked, and that came back with it
-        for place, outcomes in enumerate(zip(*by_call, strict=True)):
-            _write(bounds, _wire.answer(bounds.key, serial, first + place, outcomes))
+    Sends {"sources", "styles"} when ready, then the message of `_wire.encode` for each sample.
+    """
+    known = [_load(name, kwargs) for name, kwargs in pipe.receive()]
+    pipe.send(refusal="", sources=[call.source for call in known], styles=[asdict(call.style) for call in known])
+    for serial, (indices, units) in enumerate(_tasks(pipe)):
+        calls = [known[index] for index in indices]
+        if all(call.style.is_async for call in calls):
+            _run(_score_concurrently(pipe, serial, calls, units))
+            continue
+        for unit in units:
+            _send(pipe, serial, 0, [_call(call, unit, pipe.memory_limit_mb) for call in calls])
 
-    async def beside(calls: Sequence[RewardCall], units: Sequence[Sequence[Sample]], serial: int) -> None:
-        from asyncio import gather
 
-        starts = itertools.accumulate(map(len, units), initial=0)
-        await gather(*(one(calls, unit, serial, first) for unit, first in zip(units, starts, strict=False)))
+def _tasks(pipe: ParentPipe) -> Iterator[tuple[Sequence[int], Sequence[Sequence[Sample]]]]:
+    while True:
+        yield from pipe.receive()
 
-    async def one(calls: Sequence[RewardCall], unit: Sequence[Sample], serial: int, first: int) -> None:
-        from asyncio import gather
 
-        by_call = await gather(*(_later(call, unit, bounds) for call in calls))
-        tell(serial, first, by_call)
+def _send(pipe: ParentPipe, serial: int, first: int, by_call: Sequence[Sequence[Outcome]]) -> None:
+    """Sends the outcomes of a call's samples; `first` is the index of its first sample in the task."""
+    for place, outcomes in enumerate(zip(*by_call, strict=True), first):
+        pipe.send(**_wire.encode(serial, place, outcomes))
 
-    try:
-        known = [_load(name, kwargs) for name, kwargs in protocol.read_command(stream)]
-        _write(bounds, _wire.ready(bounds.key, [call.source for call in known], [call.way for call in known]))
-        for serial, (places, units) in enumerate(_tasks(stream)):
-            calls = [known[place] for place in places]
-            if all(call.way.waits for call in calls):
-                _run(beside(calls, units, serial))
-                continue
-            for unit in units:
-                tell(serial, 0, [_call(call, unit, bounds) for call in calls])
-    except UserError as error:
-        _write(bounds, protocol.ready(bounds.key, str(error)))
-    except (EOFError, ConnectionError):
-        pass
+
+async def _score_concurrently(
+    pipe: ParentPipe, serial: int, calls: Sequence[RewardCall], units: Sequence[Sequence[Sample]]
+) -> None:
+    from asyncio import gather
+
+    async def score(unit: Sequence[Sample], first: int) -> None:
+        _send(pipe, serial, first, await gather(*(_call_async(call, unit, pipe.memory_limit_mb) for call in calls)))
+
+    starts = itertools.accumulate(map(len, units), initial=0)
+    await gather(*(score(unit, first) for unit, first in zip(units, starts, strict=False)))
 
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """The one of this process: what a function keeps from call to call belongs to it."""
-    import asyncio  # half of a worker's start, and few functions wait
+    """Makes the process's only event loop, so that functions can keep objects of the loop between calls."""
+    import asyncio  # takes half of a worker's start-up time, and few functions are asynchronous
 
     return asyncio.new_event_loop()
 
@@ -83,43 +80,26 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return _loop().run_until_complete(coroutine)
 
 
-def _tasks(stream: BinaryIO) -> Iterator[tuple[Sequence[int], Sequence[Sequence[Sample]]]]:
-    """Places of the functions to call, and the samples of each call."""
-    while True:
-        yield from protocol.read_command(stream)
-
-
-def _call(call: RewardCall, unit: Sequence[Sample], bounds: Bounds) -> list[Outcome]:
+def _call(call: RewardCall, unit: Sequence[Sample], memory_limit_mb: int) -> list[Outcome]:
     try:
         return call(unit, _run)
     except BaseException as error:  # noqa: BLE001 - a user's function may raise anything, KeyboardInterrupt too
-        return _failed(error, unit, bounds)
+        return _failed(error, unit, memory_limit_mb)
 
 
-async def _later(call: RewardCall, unit: Sequence[Sample], bounds: Bounds) -> list[Outcome]:
+async def _call_async(call: RewardCall, unit: Sequence[Sample], memory_limit_mb: int) -> list[Outcome]:
     try:
-        return await call.later(unit)
+        return await call.call_async(unit)
     except BaseException as error:  # noqa: BLE001 - see `_call`
-        return _failed(error, unit, bounds)
+        return _failed(error, unit, memory_limit_mb)
 
 
-def _failed(error: BaseException, unit: Sequence[Sample], bounds: Bounds) -> list[Outcome]:
-    """Returns an outcome for each sample of a call that raised."""
+def _failed(error: BaseException, unit: Sequence[Sample], memory_limit_mb: int) -> list[Outcome]:
+    """Returns an outcome for each sample of a call that raised; out of memory, the worker is to be replaced."""
     if isinstance(error, MemoryError):
-        return _no_memory(unit, bounds)
+        limit = f": it may take reward.memory_limit_mb={memory_limit_mb}" if memory_limit_mb else ""
+        return [Outcome(math.nan, f"MemoryError{limit}", lost=True)] * len(unit)
     return [Outcome(math.nan, protocol.raised(error))] * len(unit)
-
-
-def _no_memory(unit: Sequence[Sample], bounds: Bounds) -> list[Outcome]:
-    """A process that ran out of memory may hold what it had, so it is not used again."""
-    limit = f": it may take reward.memory_limit_mb={bounds.memory_limit_mb}" if bounds.memory_limit_mb else ""
-    return [Outcome(math.nan, f"MemoryError{limit}", lost=True)] * len(unit)
-
-
-def _write(bounds: Bounds, line: bytes) -> None:
-    view = memoryview(line)
-    while view:
-        view = view[os.write(bounds.answers, view) :]
 
 
 def _load(name: str, kwargs: dict[str, Any]) -> RewardCall:

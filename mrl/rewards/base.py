@@ -1,17 +1,19 @@
-"""The interface of a reward function.
+"""Interface of a reward function.
 
-A reward is a file in this folder that defines
+A user's reward is any importable function with this signature (or verl's or TRL's, see `_signatures.py`), named
+"package.module:function" or "path/to/file.py:function" in the config. It always runs in a worker process. If it has an
+attribute `check_kwargs`, that is called like `CHECK` below.
 
-- `REWARD`, the function, and perhaps
-- `IN_PROCESS = True`, where it is quick and cannot hang whatever the model writes, so that it needs no worker process;
-- `CHECK`, called with the config's kwargs before a run begins, which raises ValueError for a value that cannot work;
-- `LIMIT_S`, the default of its kwarg `limit_s`, which has to be below `reward.time_limit_s`;
-- `ASKS = True`, where `REWARD` is a class that asks an endpoint, as `judge.py`'s: many samples at a time, in a thread;
+A built-in reward is a file in this folder that defines `REWARD`, the function, and optionally:
 
-or any importable function of the same signature, named "package.module:function", which always runs in a worker; its
-attribute `check_kwargs`, where it has one, is called as `CHECK` is.
-Nothing here runs model output. Scoring with time limits is in `scorer.py`. This folder's functions and `_worker.py`
-import no torch: a worker starts in the time that Python takes.
+- `IN_PROCESS = True`: it is fast and cannot hang on any response, so it runs without a worker process;
+- `CHECK`: called with the config's kwargs before the run; raises ValueError for a value that cannot work;
+- `LIMIT_S`: default of its kwarg `limit_s`, which must be below `reward.time_limit_s`;
+- `ASKS = True`: `REWARD` is a class that queries an endpoint, such as `judge.py`; it scores many samples concurrently,
+  in a thread.
+
+`scorer.py` calls the functions under time limits. The functions and `_worker.py` import no torch, so that a worker
+starts as fast as Python does.
 """
 
 from __future__ import annotations
@@ -21,18 +23,25 @@ from typing import Any, Protocol
 
 
 class RewardFunction(Protocol):
-    """Scores one response.
+    """Function that scores one response.
 
-    `prompt` and `response` are text, `answer` is the ground truth (None where the data has none), `extra` holds the
-    other columns of the data row and the keys "response_length" (tokens) and "finish_reason"; keyword arguments come
-    from the config's `kwargs`. The response comes without its end token. Returns a finite number, or like verl's
-    functions a mapping with the number under "score": other numbers in it become held-out metrics, and "pred", the
-    answer that the function read in the response, is what `maj@n` votes over. What it raises is reported with the
-    sample.
+    An exception that it raises is reported with the sample, whose score then is `reward.error_value`.
     """
 
     def __call__(
         self, *, prompt: str, response: str, answer: str | None, extra: dict[str, Any], **kwargs: Any
     ) -> float | Mapping[str, Any]:
-        """The reward of one response."""
+        """Returns the reward of one response.
+
+        Args:
+            prompt: Text of the prompt.
+            response: Text of the response, without its end token; of an episode, the last turn's.
+            answer: Ground truth; None if the data row has none.
+            extra: Other columns of the data row, "response_length" (tokens) and "finish_reason".
+            kwargs: `reward.functions[].kwargs` of the config.
+
+        Returns:
+            A finite number. Or, as verl's functions return, a mapping with the number under "score": other numbers in
+            it become evaluation metrics, and `maj@n` votes over "pred", the answer extracted from the response.
+        """
         ...

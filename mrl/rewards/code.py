@@ -1,9 +1,9 @@
-"""1 where the Python program in a response passes the row's tests, each run in a sandbox.
+"""Code reward: runs the Python program of a response on the row's tests, each in a sandbox.
 
-Which block of a response is the program is in `_blocks.py`. Expected outputs never enter the program's process, so it
-cannot read them. Tests that are Python statements run after the program, in its process. They are not in its memory
-before, yet a program made to deceive them can: it may return objects that equal everything, or read the descriptor that
-holds the statements. Only inputs and outputs are proof against that.
+`_blocks.py` finds the program in the response. Expected outputs never enter the program's process, so it cannot read
+them. Tests that are Python statements run after the program in its process. A malicious program can deceive them: it
+can return objects that compare equal to everything, or read the statements from their file descriptor. Only tests with
+inputs and outputs are safe against that.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Any
 
 from mrl.config.reasoning import without_reasoning
 from mrl.distributed.worker_processes.folders import owned_folder
-from mrl.distributed.worker_processes.sandbox import Bounds, Ran, run_python
+from mrl.distributed.worker_processes.sandbox import SandboxLimits, SandboxResult, run_python
 from mrl.rewards._arguments import check_positive
-from mrl.rewards._blocks import program_of
+from mrl.rewards._blocks import extract_program
 
 IN_PROCESS = False
 LIMIT_S = 8.0
-"""Default of `limit_s`, which has to be below `reward.time_limit_s`."""
+"""Default of `limit_s`, which must be below `reward.time_limit_s`."""
 _LEAST_MEMORY_MB = 64
 
 
 @dataclass(frozen=True)
 class Test:
-    """One run of the program.
+    """A test: one run of the program.
 
     Attributes:
-        given: What it reads from its standard input.
-        expected: What it has to print; None: `statements` have to go through.
-        statements: Python after the program, such as assertions.
+        given: Text of the standard input.
+        expected: Expected output; None if `statements` must pass instead.
+        statements: Python that runs after the program, such as assertions.
     """
 
     given: str = ""
@@ -57,40 +57,40 @@ def code(
     memory_mb: int = 512,
     allow_unconfined: bool = False,
 ) -> dict[str, float | str]:
-    """Runs the program in the response's fenced blocks, see `program_of`.
+    """Runs the program in the response's fenced blocks, see `extract_program`.
 
     Args:
-        prompt: Read for whether the response begins inside the reasoning.
-        response: Without the end token; blocks in its reasoning do not count.
-        answer: The tests, where `tests_key` is null: JSON of what `read_tests` reads.
+        prompt: Text of the prompt; it may end with the opening tag of the reasoning.
+        response: Text without the end token; blocks in its reasoning are ignored.
+        answer: Tests in the format of `parse_tests`, if `tests_key` is null.
         extra: Columns of the row.
-        tests_key: Column with the tests.
-        partial: The value is the part of the tests that pass, and not 0 or 1.
-        require_block: A response without a block that may be Python is wrong; else all of it is the program.
-        max_tests: Of more, the first so many count.
-        test_time_s: A test that takes longer is not passed, s.
-        limit_s: Nor is one that comes after so long, s; below `reward.time_limit_s`, after which the sample has failed.
-        memory_mb: Of the program, MiB.
-        allow_unconfined: Run where this machine cannot confine the program.
+        tests_key: Column with the tests; null for the answer.
+        partial: True to score the fraction of passed tests; False to score 1 only if all pass.
+        require_block: True if a response without a possible Python block is wrong; False to run the entire response.
+        max_tests: Number of tests that are run, from the first.
+        test_time_s: Time limit of one test, s.
+        limit_s: Time limit of all tests together, s; must be below `reward.time_limit_s`, at which the sample fails.
+        memory_mb: Memory limit of the program, MiB.
+        allow_unconfined: True to run even if this machine cannot confine the program.
 
     Returns:
-        The value; `passed`, the part of the tests that passed; `problem`, why the first did not.
+        "score"; "passed", the fraction of passed tests; "problem", why the first failed test failed.
 
     Raises:
         ValueError: The row has no tests.
-        RuntimeError: This machine lacks what confines the program.
+        RuntimeError: This machine cannot confine the program.
     """
-    tests = read_tests(answer if tests_key is None else extra.get(tests_key))[:max_tests]
-    said = without_reasoning(response, prompt)
-    program = program_of(said)
+    tests = parse_tests(answer if tests_key is None else extra.get(tests_key))[:max_tests]
+    text = without_reasoning(response, prompt)
+    program = extract_program(text)
     if program is None and not require_block:
-        program = said or None
+        program = text or None
     end, num_passed, first = time.monotonic() + limit_s, 0, ""
     for place, test in enumerate(tests, 1):
         left = end - time.monotonic()
         problem = "there is no program in the response" if program is None else f"all took longer than {limit_s:g} s"
         if program is not None and left > 0:
-            bounds = Bounds(time_s=min(test_time_s, left), memory_mb=memory_mb)
+            bounds = SandboxLimits(time_s=min(test_time_s, left), memory_mb=memory_mb)
             problem = _problem(program, test, bounds, allow_unconfined=allow_unconfined)
         num_passed += not problem
         first = first or (f"test {place} of {len(tests)}: {problem}" if problem else "")
@@ -100,15 +100,15 @@ def code(
     return {"score": part if partial else float(part == 1.0), "passed": part, "problem": first}
 
 
-def read_tests(given: Any) -> list[Test]:
-    """The tests of a row.
+def parse_tests(given: Any) -> list[Test]:
+    """Parses the tests of a row.
 
     Args:
-        given: Perhaps as JSON: {"inputs": [...], "outputs": [...]} as in APPS and verl's code data (standard input and
-            output); a list of statements as in MBPP; or a text of statements.
+        given: Value, or its JSON text: {"inputs": [...], "outputs": [...]} as in APPS and verl's code data (standard
+            input and output); a list of statements as in MBPP; or a text of statements.
 
     Raises:
-        ValueError: It is none of these, or there are no tests.
+        ValueError: The value has none of these formats, or no tests.
     """
     if isinstance(given, str):
         try:
@@ -127,14 +127,14 @@ def read_tests(given: Any) -> list[Test]:
 
 
 def _text(lines: Any) -> str:
-    """A text, or a list of lines as APPS has them."""
+    """Returns a text from a text or a list of lines, both of which APPS uses."""
     if isinstance(lines, Sequence) and not isinstance(lines, str):
         return "\n".join(map(str, lines))
     return str(lines)
 
 
-def _problem(program: str, test: Test, bounds: Bounds, *, allow_unconfined: bool) -> str:
-    """Why a test is not passed; "" where it is."""
+def _problem(program: str, test: Test, bounds: SandboxLimits, *, allow_unconfined: bool) -> str:
+    """Runs a test; returns why it failed, "" if it passed."""
     mark = "" if test.expected is not None else secrets.token_hex(16)
     with owned_folder("code") as folder:
         ran = run_python(program, folder, bounds, stdin=test.given, then=_after(test, mark))
@@ -155,19 +155,19 @@ def _problem(program: str, test: Test, bounds: Bounds, *, allow_unconfined: bool
 
 
 def _after(test: Test, mark: str) -> str:
-    """The statements, and a mark after them that the program does not know; nothing for a test of its output."""
+    """Returns the test's statements, followed by printing a random mark; "" for a test of the output."""
     if test.expected is not None:
         return ""
     return f"{test.statements}\n__import__('os').write(1, b'\\n{mark}\\n')\n"
 
 
 def _same(printed: str, expected: str) -> bool:
-    """Line by line, white space at the ends of lines and of the whole aside."""
+    """Compares two outputs line by line, ignoring white space at the ends of lines and of the text."""
     one, other = ([line.rstrip() for line in text.strip().splitlines()] for text in (printed, expected))
     return one == other
 
 
-def _last_line(ran: Ran) -> str:
+def _last_line(ran: SandboxResult) -> str:
     lines = ran.output.strip().splitlines()
     return lines[-1][:200] if lines else "it printed nothing"
 

@@ -1,4 +1,4 @@
-"""1 where the response, without its reasoning, is the answer, character for character."""
+"""Exact match: the response, without its reasoning, equals the answer character by character."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ def exact_match(
     correct: float = 1.0,
     wrong: float = 0.0,
 ) -> dict[str, float | str]:
-    """Compares the response with the answer: without its reasoning, or as a whole where the answer has reasoning too.
+    """Compares the response with the answer, ignoring the response's reasoning unless the answer has reasoning too.
 
-    Letters that Unicode can write in two ways, as e with an accent, are the same letter.
+    Both are Unicode-normalised (NFC), so an accented letter equals its composed form.
 
     Args:
-        prompt: Read for whether the response begins inside the reasoning.
-        response: Without the end token.
+        prompt: Text of the prompt; it may end with the opening tag of the reasoning.
+        response: Text without the end token.
         answer: Ground truth.
-        extra: "finish_reason" is read.
-        strip: Ignore white space around both.
-        ignore_case: Compare case-folded.
-        require_stop: A response that was cut at its length limit is wrong.
-        correct: Value of a match.
-        wrong: Value of anything else.
+        extra: Mapping with "finish_reason".
+        strip: True to ignore white space around both.
+        ignore_case: True to compare case-folded texts.
+        require_stop: True if a response that was truncated at its length limit is wrong.
+        correct: Score of a match.
+        wrong: Score of any other response.
 
     Returns:
-        The value, and what was compared.
+        "score", and "pred", the compared text.
 
     Raises:
-        ValueError: There is no answer.
+        ValueError: The row has no answer.
     """
     if answer is None:
         raise ValueError("the row has no answer to compare with")
     if require_stop and extra["finish_reason"] != "stop":
         return {"score": wrong, "pred": ""}
-    if without_reasoning(answer) == answer:  # else the answer itself has the tags
+    if without_reasoning(answer) == answer:  # else the answer itself contains the tags
         response = without_reasoning(response, prompt)
-    gold, said = (_compared(text, strip=strip, ignore_case=ignore_case) for text in (answer, response))
-    return {"score": correct if said == gold else wrong, "pred": said}
+    gold, found = (_compared(text, strip=strip, ignore_case=ignore_case) for text in (answer, response))
+    return {"score": correct if found == gold else wrong, "pred": found}
 
 
 def _compared(text: str, *, strip: bool, ignore_case: bool) -> str:

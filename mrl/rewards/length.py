@@ -1,4 +1,4 @@
-"""Length shaping: 0 up to a target length, then falling to minus the penalty at a limit."""
+"""Length penalty: 0 up to a target length, decreasing to `-penalty` at a limit."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def length(
     penalty: float = 1.0,
     shape: str = "linear",
 ) -> float:
-    """Penalises the tokens of a response beyond a target.
+    """Returns a penalty for response tokens beyond a target.
 
     Args:
         prompt: Not used.
         response: Not used.
         answer: Not used.
-        extra: "response_length" is read, tokens, the end token included.
+        extra: Mapping with "response_length", tokens including the end token.
         target: Longest response without a penalty, tokens.
-        limit: The penalty is full from here on, tokens, above `target`.
-        penalty: Subtracted at `limit`.
+        limit: Length from which on the penalty is full, tokens; above `target`.
+        penalty: Magnitude of the full penalty.
         shape: "linear", or "cosine" (flat at both ends).
 
     Raises:
@@ -44,9 +44,9 @@ def length(
 
 
 def check(*, target: int, limit: int, penalty: float = 1.0, shape: str = "linear") -> None:
-    """Raises ValueError where `limit` is not above `target`, or `shape` is unknown."""
+    """Raises ValueError if `limit` is not above `target`, or `shape` is unknown."""
     if target < 0:
-        raise ValueError(f"target={target}, expected a number of tokens")
+        raise ValueError(f"target={target}, expected a number of tokens from 0")
     if limit <= target:
         raise ValueError(f"limit={limit} must be above target={target}")
     if shape not in ("linear", "cosine"):

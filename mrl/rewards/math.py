@@ -1,6 +1,6 @@
-r"""1 where the response's answer equals the row's as mathematics: 1/2, 0.5 and \frac{2}{4} are one.
+r"""Mathematical equality of the response's answer and the row's: 1/2, 0.5 and \frac{2}{4} are equal.
 
-Which part of a response is its answer is in `_final_answer.py`, how two answers are compared in `_expressions.py`.
+`_final_answer.py` finds the answer in a response, `_expressions.py` compares two answers.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import Any
 
 from mrl.config.reasoning import without_reasoning
 from mrl.rewards._arguments import check_finite, check_positive
-from mrl.rewards._expressions import Read, equal, read, read_prose
-from mrl.rewards._final_answer import BOX, SENTENCE, Marked, final_answer
+from mrl.rewards._expressions import ParsedAnswer, equal, read, read_prose
+from mrl.rewards._final_answer import BOX, SENTENCE, MarkedAnswer, final_answer
 
 IN_PROCESS = False
 
@@ -26,58 +26,58 @@ def math(
     correct: float = 1.0,
     wrong: float = 0.0,
 ) -> dict[str, float | str]:
-    r"""Compares the answer that the response marks, or else the last expression in it, with the row's.
+    r"""Compares the marked answer of the response, or else its last expression, with the row's answer.
 
     Args:
-        prompt: Read for whether the response begins inside the reasoning.
-        response: Without the end token; what it says in its reasoning does not count.
-        answer: A number, LaTeX, a boxed expression, a quantity with a unit, a letter of a choice, or words.
+        prompt: Text of the prompt; it may end with the opening tag of the reasoning.
+        response: Text without the end token; its reasoning is ignored.
+        answer: A number, LaTeX, a boxed expression, a quantity with a unit, the letter of a choice, or words.
         extra: Not used.
-        require_boxed: A response without \boxed{...} is wrong.
-        max_chars: A longer marked answer is wrong; without a mark, only the end of the response is read.
-        correct: Value of an equal answer.
-        wrong: Value of anything else.
+        require_boxed: True if a response without \boxed{...} is wrong.
+        max_chars: Length above which a marked answer is wrong; without a mark, this many last characters are read.
+        correct: Score of an equal answer.
+        wrong: Score of any other response.
 
     Returns:
-        The value, and the text that was compared ("" for none).
+        "score", and "pred", the compared text ("" for none).
 
     Raises:
-        ValueError: There is no answer, or nothing in it.
+        ValueError: The row has no answer, or an empty one.
     """
-    gold = read_gold(answer)
-    said = without_reasoning(response, prompt)
-    marked = final_answer(said)
+    gold = parse_gold(answer)
+    text = without_reasoning(response, prompt)
+    marked = final_answer(text)
     if require_boxed and (marked is None or marked.kind != BOX):
         return {"score": wrong, "pred": ""}
     if marked is not None and len(marked.text) > max_chars:
         return {"score": wrong, "pred": ""}
-    found = read_prose(_end(said, max_chars)) if marked is None else _read(marked)
+    found = read_prose(_end(text, max_chars)) if marked is None else _read(marked)
     right = equal(gold, found)
     pred = marked.text.strip() if marked is not None else str(found.found[-1]) if found.found else found.words * right
     return {"score": correct if right else wrong, "pred": pred if found else ""}
 
 
-def read_gold(answer: str | None) -> Read:
-    """Reads the answer of a row.
+def parse_gold(answer: str | None) -> ParsedAnswer:
+    """Parses the answer of a row.
 
     Raises:
-        ValueError: There is none, or nothing in it.
+        ValueError: The answer is missing or contains nothing to compare.
     """
     if answer is None:
         raise ValueError("the row has no answer to compare with")
     marked = final_answer(answer)
     gold = read(answer) if marked is None else _read(marked)
     if not gold and not gold.text:
-        raise ValueError(f"the answer {answer!r} says nothing that a response could be compared with")
+        raise ValueError(f"the answer {answer!r} contains no expression or words to compare a response with")
     return gold
 
 
-def _read(marked: Marked) -> Read:
+def _read(marked: MarkedAnswer) -> ParsedAnswer:
     return read_prose(marked.text) if marked.kind == SENTENCE else read(marked.text)
 
 
 def _end(text: str, max_chars: int) -> str:
-    """The end of a text, no number or word cut in two."""
+    """Returns the last `max_chars` of a text without a partial first word."""
     text = text.strip()
     return text if len(text) <= max_chars else text[-max_chars:].partition(" ")[2]
 

@@ -1,4 +1,4 @@
-"""1 where the number of the response's answer equals the row's within a tolerance."""
+"""Equality, within a tolerance, of the number in the response's answer and the row's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from mrl.config.reasoning import without_reasoning
 from mrl.rewards._arguments import check_finite
 from mrl.rewards._final_answer import SENTENCE, final_answer
-from mrl.rewards._numbers import Written, last_number
+from mrl.rewards._numbers import WrittenNumber, last_number
 
 IN_PROCESS = True
 
@@ -28,25 +28,25 @@ def numeric(
     """Compares the last number of the response's answer with the last number of the row's.
 
     Args:
-        prompt: Read for whether the response begins inside the reasoning.
-        response: Without the end token; what it says in its reasoning does not count. "1,234.5", "-3", "2e-3", "1/2"
-            and "50%" are numbers; 50% equals 50 and 0.5.
-        answer: Ground truth.
+        prompt: Text of the prompt; it may end with the opening tag of the reasoning.
+        response: Text without the end token; its reasoning is ignored. "1,234.5", "-3", "2e-3", "1/2" and "50%" are
+            numbers; 50% equals 50 and 0.5.
+        answer: Ground truth, a text with a number.
         extra: Not used.
         rel_tolerance: Allowed difference relative to the larger magnitude.
         abs_tolerance: Allowed absolute difference.
-        correct: Value of an equal number.
-        wrong: Value of another number, or of none.
+        correct: Score of an equal number.
+        wrong: Score of another number, or of none.
 
     Returns:
-        The value, and the number that was read ("" for none).
+        "score", and "pred", the number that was read ("" for none).
 
     Raises:
-        ValueError: There is no answer, or no number in it.
+        ValueError: The row has no answer, or no number in it.
     """
     gold = number_of(answer or "")
     if gold is None:
-        raise ValueError(f"the answer {answer!r} holds no number")
+        raise ValueError(f"the answer {answer!r} contains no number")
     found = number_of(without_reasoning(response, prompt))
     if found is None:
         return {"score": wrong, "pred": ""}
@@ -57,8 +57,8 @@ def numeric(
     return {"score": correct if equal else wrong, "pred": repr(found.value)}
 
 
-def number_of(text: str) -> Written | None:
-    """Returns the last number of the answer that a text marks, else of the text; None without one."""
+def number_of(text: str) -> WrittenNumber | None:
+    """Returns the last number of the marked answer of a text, else of the text; None without one."""
     marked = final_answer(text)
     found = None if marked is None else last_number(marked.text)
     return last_number(text) if marked is None or (found is None and marked.kind == SENTENCE) else found

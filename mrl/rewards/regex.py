@@ -1,6 +1,6 @@
-"""1 where the response has a form: a regular expression from the config matches it.
+"""Format reward: checks whether a regular expression matches the response.
 
-The pattern sees the whole response, with its reasoning: a format reward asks for the tags.
+The pattern is applied to the complete response with its reasoning, so that it can require the tags.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def regex(
     correct: float = 1.0,
     wrong: float = 0.0,
 ) -> float:
-    """Looks for a pattern in the response; "." matches line ends too.
+    """Searches for a pattern in the response; "." matches newlines too.
 
     Args:
         prompt: Not used.
-        response: Without the end token.
+        response: Text without the end token.
         answer: Not used.
         extra: Not used.
         pattern: Python regular expression.
-        whole: The pattern must match the whole response, not a part.
-        correct: Value of a match.
-        wrong: Value without one.
+        whole: True if the pattern must match the entire response, not a part.
+        correct: Score of a match.
+        wrong: Score without a match.
     """
     compiled = re.compile(pattern, re.DOTALL)
     match = compiled.fullmatch(response) if whole else compiled.search(response)
@@ -42,11 +42,11 @@ def regex(
 
 
 def check(*, pattern: str, correct: float = 1.0, wrong: float = 0.0, **others: Any) -> None:
-    """Raises ValueError where the pattern does not compile."""
+    """Raises ValueError if the pattern does not compile."""
     try:
         re.compile(pattern, re.DOTALL)
     except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"pattern={pattern!r:.80} is no regular expression: {error}") from error
+        raise ValueError(f"pattern={pattern!r:.80} is not a valid regular expression: {error}") from error
     check_finite(correct=correct, wrong=wrong)
 
 

@@ -1,4 +1,4 @@
-"""A judge that scores a response by several weighted criteria, from the config or from the row."""
+"""Rubric reward: a judge scores a response by several weighted criteria, from the config or from the data row."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ The criteria, each with its name:
 
 Say for each of them how far the response meets it, from {low} (not at all) to {high} (fully). Reply with JSON alone:
 an object with every name as a key and its number as the value."""
-"""What is asked where the config says nothing else."""
+"""Default prompt template."""
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """One line of a rubric.
+    """One criterion of a rubric.
 
     Attributes:
-        name: Key of its score in the reply.
-        text: What the response has to do.
-        weight: Share in the reward; below 0 for what it must not do.
+        name: Key of the criterion's score in the judge's reply.
+        text: Requirement on the response, in words.
+        weight: Weight in the reward; negative for something that the response must not do.
     """
 
     name: str
@@ -51,10 +51,11 @@ class Criterion:
 
 
 class Rubric(Judge):
-    """Asks once for the scores of all criteria.
+    """Judge that scores all criteria in one query.
 
-    The reward is the sum of weight x score in [0, 1], over the sum of the weights above 0: 1 for a response that does
-    all it should and nothing that it should not, as in HealthBench (arXiv 2505.08775, section 2), and not cut at 0.
+    reward = sum(weight * score) / sum(weight for weight > 0), scores in [0, 1], as in HealthBench (arXiv 2505.08775,
+    section 2), but not clipped at 0. It is 1 for a response that meets every criterion with a positive weight and none
+    with a negative one.
     """
 
     def __init__(
@@ -65,36 +66,36 @@ class Rubric(Judge):
         prompt: str = PROMPT,
         **judge: Any,
     ) -> None:
-        """The keyword arguments are the config's.
+        """Checks the arguments, `kwargs` of the config.
 
         Args:
-            criteria: Each with a `text`, and perhaps a `name` (else c1, c2 ...) and a `weight` (else 1); null: of the
-                row.
-            criteria_key: Column that holds them.
-            prompt: As a judge's; {criteria} in it too.
-            judge: See `Judge` and `Endpoint`.
+            criteria: Mappings with a `text`, optionally a `name` (default c1, c2 ...) and a `weight` (default 1); null
+                to read them from the data row.
+            criteria_key: Column of the data row with the criteria, if `criteria` is null.
+            prompt: Prompt template, see `Judge`; must contain {criteria}.
+            judge: Further arguments of `Judge` and `JudgeEndpoint`.
 
         Raises:
             ValueError: An argument is out of range.
-            TypeError: An unknown argument, or one that is missing.
+            TypeError: An argument is unknown or missing.
         """
         if judge.pop("score_after", None) is not None:
-            raise ValueError("score_after is for one score; a rubric's reply is a JSON object")
+            raise ValueError("a rubric does not support score_after: its reply is a JSON object with a score per name")
         if "{criteria}" not in prompt:
-            raise ValueError("prompt does not hold {criteria}: the judge would not see them")
+            raise ValueError("prompt does not contain {criteria}, so the judge would not see them")
         super().__init__(prompt=prompt, **judge)
         self._criteria = None if criteria is None else _criteria(criteria)
         self._key = criteria_key
 
     def further(self, sample: Sample) -> dict[str, str]:
-        """See `Judge.further`."""
+        """Returns the value of {criteria}: one line per criterion."""
         return {"criteria": "\n".join(f"- {one.name}: {one.text}" for one in self._of(sample))}
 
     def read(self, reply: str, sample: Sample) -> tuple[float, Facts]:
-        """The reward, and the score of each criterion that the config names."""
+        """Returns the reward, and the score of each criterion if the criteria are the config's."""
         found, criteria = json_object(without_reasoning(reply)), self._of(sample)
         if other := sorted(set(found) ^ {one.name for one in criteria}):
-            raise ValueError(f"the reply lacks the criterion '{other[0]}', or there is none of that name")
+            raise ValueError(f"the criterion '{other[0]}' is missing in the reply or unknown")
         scores = {one.name: self.on_scale(found[one.name], one.name, reply) for one in criteria}
         positive = math.fsum(one.weight for one in criteria if one.weight > 0)
         value = math.fsum(one.weight * scores[one.name] for one in criteria) / positive
@@ -109,7 +110,7 @@ class Rubric(Judge):
 
 
 def _criteria(given: Any) -> list[Criterion]:
-    """ValueError says what is wrong with them."""
+    """Parses criteria; raises ValueError for an invalid one."""
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise ValueError(f"criteria={given!r:.80}, expected a list of mappings with a text and a weight")
     found = [_criterion(one, place) for place, one in enumerate(given, 1)]
@@ -126,7 +127,9 @@ def _criterion(given: Any, place: int) -> Criterion:
         or not isinstance(given.get("text"), str)
         or set(given) - {"name", "text", "weight"}
     ):
-        raise ValueError(f"criterion {place} is {given!r:.80}, expected a text, and perhaps a name and a weight")
+        raise ValueError(
+            f"criterion {place} is {given!r:.80}, expected a mapping with text, optionally name and weight"
+        )
     weight = 1.0 if given.get("weight") is None else given["weight"]
     if type(weight) not in (int, float) or not math.isfinite(weight) or weight == 0:
         raise ValueError(f"criterion {place} has the weight {weight!r:.80}, expected a number that is not 0")

@@ -1,39 +1,37 @@
-"""Scores rollouts: the weighted sum of the reward functions, with time limits and failures that name their sample.
+"""Scoring of rollouts by the weighted sum of the configured reward functions.
 
-Owns which function runs where, what a failed sample is worth and when failures stop the job. A reward function that
-raises, returns no finite number, hangs or kills its process fails its sample only. A sample without a score has the
-reward NaN: the loop leaves it out (`rollout/sample_table.py`).
+Fast built-in functions run in this process, all others in worker processes under time and memory limits, and judges in
+a thread. A function that raises, returns no finite number, hangs or kills its process fails only its sample. A sample
+without a score has the reward NaN, and training leaves it out (`rollout/sample_table.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from types import TracebackType
 
 from mrl.config import registry
 from mrl.config.config import RewardConfig, RewardFunctionConfig
 from mrl.config.user_code import is_own
 from mrl.errors import UserError
-from mrl.rewards._cache import ScoreCache, Spared, identity_of
+from mrl.rewards._cache import CacheLookup, ScoreCache, functions_identity
 from mrl.rewards._call import Outcome, RewardCall
-from mrl.rewards._call_batches import Bundle, Order, Task, bundles_of, check_batch
-from mrl.rewards._endpoint import asked_of
-from mrl.rewards._judge_client import Asking, judge_of
-from mrl.rewards._pool import WorkerPool
-from mrl.rewards._remote import Answered
+from mrl.rewards._call_batches import CallBatch, Order, ScoringTask, check_batch, group_calls
+from mrl.rewards._endpoint import scoring_arguments
+from mrl.rewards._judge_client import JudgeQueries, make_judge
+from mrl.rewards._pool import RewardPool, Scored
 from mrl.rewards._signatures import NUM_TURNS, Sample
 from mrl.rewards.environment import ENVIRONMENT_REWARD
 from mrl.rewards.judge import Judge
 from mrl.types import Prompt, Rollout
 
 MODEL = "model"
-"""What the reward model is called beside the functions."""
+"""Key of the reward model's score in `reward_parts`."""
 
 Key = tuple[int, int]
-"""A sample: its prompt's uid, and its index."""
+"""Identifies a sample: uid of its prompt, index within the prompt's group."""
 
 _EXCERPT_CHARS = 200
 
@@ -42,8 +40,8 @@ def _no_variables(*names: str) -> Mapping[str, str]:
     return {}
 
 
-class Scorer:
-    """Built once per scoring rank; holds the worker processes until `close`."""
+class Scorer(AbstractContextManager["Scorer"]):
+    """Scores rollouts with the functions of a config; one per scoring rank, with worker processes until `close`."""
 
     def __init__(
         self,
@@ -54,18 +52,18 @@ class Scorer:
         variables: Callable[..., Mapping[str, str]] = _no_variables,
         scores: Path | None = None,
     ) -> None:
-        """Imports the functions and starts the workers, where any function needs one.
+        """Imports the functions, and starts worker processes if any function needs them.
 
         Args:
-            config: Functions, weights, limits.
-            decode: Token ids to text, end tokens written out (`Tokenizer.decode`).
-            eos_ids: An end token at the end of a response is cut off before the functions see it.
-            special_ids: Functions with verl's or TRL's signature, and judges, see texts without these tokens.
-            variables: Gives those of the named environment variables that are set: keys of judges.
-            scores: Files that keep what workers and judges say, without their endings; None: everything is computed.
+            config: Functions, weights and limits.
+            decode: Converts token ids to text, special tokens included (`Tokenizer.decode`).
+            eos_ids: End tokens; one at the end of a response is removed before scoring.
+            special_ids: Tokens that are removed from texts for judges and for functions with verl's or TRL's signature.
+            variables: Returns the environment variables among the given names that are set; used for judges' API keys.
+            scores: Path of the score cache without its suffix; None disables the cache.
 
         Raises:
-            UserError: No function is named, or one cannot be imported or called with its kwargs.
+            UserError: No function is configured, or one cannot be imported or called with its kwargs.
         """
         if not config.functions and config.model.path is None:
             raise UserError("reward.functions is empty: name at least one, such as [{name: exact_match}].")
@@ -84,85 +82,86 @@ class Scorer:
         for function in config.functions:
             _check_limit(function, config.time_limit_s)
         for index, function in enumerate(config.functions):
-            if _says_of_itself(function.name, "ASKS"):
-                self._judges[index] = judge_of(function.name, function.kwargs, variables)
-            elif _says_of_itself(function.name, "IN_PROCESS"):
+            if _builtin_flag(function.name, "ASKS"):
+                self._judges[index] = make_judge(function.name, function.kwargs, variables)
+            elif _builtin_flag(function.name, "IN_PROCESS"):
                 self._local[index] = RewardCall(function.name, function.kwargs)
             else:
                 self._remote.append(index)
-        self._pool: WorkerPool | None = None
+        self._pool: RewardPool | None = None
         if self._remote:
-            self._pool = WorkerPool(
+            self._pool = RewardPool(
                 [(config.functions[index].name, config.functions[index].kwargs) for index in self._remote],
                 num_workers=max(1, config.num_workers),
                 time_limit_s=config.time_limit_s,
                 memory_limit_mb=config.memory_limit_mb,
             )
-        self._bundles = self._bundled()
-        self._identities = [self._identity_of_judges(), *map(self._identity_of_workers, self._bundles)]
+        self._batches = self._group_functions()
+        self._identities = [self._judge_identity(), *map(self._worker_identity, self._batches)]
 
-    def _bundled(self) -> list[Bundle]:
-        """The workers' functions by how they are called; UserError where one is to be called otherwise."""
+    def _group_functions(self) -> list[CallBatch]:
+        """Groups the workers' functions by calling style; raises UserError for an impossible `batch` setting."""
         functions = self._config.functions
         for index in (*self._local, *self._judges):
-            check_batch(functions[index].name, functions[index].batch, lists=False)
+            check_batch(functions[index].name, functions[index].batch, takes_lists=False)
         if self._pool is None:
             return []
         named = [functions[index] for index in self._remote]
         try:
-            return bundles_of([one.name for one in named], self._pool.ways, [one.batch for one in named])
+            return group_calls([one.name for one in named], self._pool.styles, [one.batch for one in named])
         except UserError:
             self.close()
             raise
 
-    def _identity_of_judges(self) -> str:
+    def _judge_identity(self) -> str:
         functions = [(self._config.functions[index], judge) for index, judge in self._judges.items()]
-        return identity_of([(one.name, asked_of(one.kwargs), judge.source) for one, judge in functions])
+        return functions_identity([(one.name, scoring_arguments(one.kwargs), judge.source) for one, judge in functions])
 
-    def _identity_of_workers(self, bundle: Bundle) -> str:
+    def _worker_identity(self, batch: CallBatch) -> str:
         sources = () if self._pool is None else self._pool.sources
-        functions = [(self._config.functions[self._remote[place]], sources[place]) for place in bundle.calls]
-        return identity_of([(one.name, one.kwargs, source) for one, source in functions])
+        functions = [(self._config.functions[self._remote[place]], sources[place]) for place in batch.calls]
+        return functions_identity([(one.name, one.kwargs, source) for one, source in functions])
 
     def score(
         self,
         rollouts: Sequence[Rollout],
-        told_to_stop: Callable[[], bool] = lambda: False,
+        abort_requested: Callable[[], bool] = lambda: False,
         by_model: Mapping[Key, Outcome] | None = None,
     ) -> None:
-        """Sets all `reward...` fields of each rollout, and `response_text` where it is empty.
+        """Sets all `reward...` fields of each rollout, and `response_text` if it is empty.
 
-        A failed sample's reward, and the failed function's part, is `reward.error_value`; where that is null, the
-        reward is NaN and there is no such part. The reward is NaN too where no function has an opinion, and where an
-        episode's environment failed, which is the sample's `reward_error`. Of an episode the last turn is scored.
+        If a function fails on a sample, the sample's reward and the function's part are `reward.error_value`; if that
+        is null, the reward is NaN and the part is missing. The reward is also NaN if every function abstains, or if
+        the environment of an episode failed, whose error becomes `reward_error`. Of an episode, the last turn is
+        scored.
 
         Args:
-            rollouts: In any number.
-            told_to_stop: Asked now and then; once it is true this returns with rollouts that have no reward.
-            by_model: What the reward model gave, where the config has one.
+            rollouts: Rollouts to score, modified in place.
+            abort_requested: Polled; once it returns true, this method returns and leaves rollouts without a reward.
+            by_model: Outcomes of the reward model; required if the config has one.
 
         Raises:
-            UserError: More than `reward.max_failed_frac` of the rollouts failed; the first failure is named.
+            UserError: More than `reward.max_failed_frac` of the rollouts failed; the message quotes the first failure.
         """
-        prepared = [(rollout, self._prepare(rollout)) for rollout in rollouts]
+        prepared = [(rollout, self._reward_input(rollout)) for rollout in rollouts]
         rollouts = [rollout for rollout, sample in prepared if sample is not None]
         samples = [sample for _, sample in prepared if sample is not None]
         allowed = math.floor(self._config.max_failed_frac * len(samples))
         order = [(rollout.prompt.uid, rollout.sample_index) for rollout in rollouts]
-        found, computed = self._elsewhere(samples, order, allowed, told_to_stop)
+        found, computed = self._score_remotely(samples, order, allowed, abort_requested)
         num_failed, num_given_up, first_failure = 0, 0, ""
         for row, (rollout, sample) in enumerate(zip(rollouts, samples, strict=True)):
-            elsewhere = [by_row.get(row) for by_row in found.values()]
-            if None in elsewhere:
+            remote = [by_row.get(row) for by_row in found.values()]
+            if None in remote:
                 num_given_up += 1
-                continue  # too many failed, or told to stop
+                continue  # too many samples failed, or a stop was requested
             outcomes = {index: call([sample])[0] for index, call in self._local.items()}
-            for indices, said in zip(found, elsewhere, strict=True):
-                outcomes.update(zip(indices, said or (), strict=True))
+            for indices, scored in zip(found, remote, strict=True):
+                outcomes.update(zip(indices, scored or (), strict=True))
             if self._has_model:
                 outcomes[len(self._config.functions)] = (by_model or {})[order[row]]
             rollout.reward_cached = bool(found) and row not in computed
-            self._set(rollout, outcomes)
+            self._set_rewards(rollout, outcomes)
             if rollout.reward_error is not None:
                 num_failed += 1
                 first_failure = first_failure or rollout.reward_error
@@ -173,71 +172,73 @@ class Scorer:
                 f"reward.max_failed_frac={self._config.max_failed_frac:g}. The first: {first_failure}"
             )
 
-    def _elsewhere(
-        self, samples: Sequence[Sample], order: Order, allowed: int, told_to_stop: Callable[[], bool]
+    def _score_remotely(
+        self, samples: Sequence[Sample], order: Order, allowed: int, abort_requested: Callable[[], bool]
     ) -> tuple[dict[tuple[int, ...], dict[int, list[Outcome]]], set[int]]:
-        """What workers and judges say, both at the same time, and what they said before.
+        """Scores samples with worker processes and judges concurrently, and reads known scores from the cache.
 
         Returns:
-            Their functions -> row -> an outcome for each; and the rows for which any of them was called.
+            (indices of functions) -> row -> an outcome of each function; and the rows that were not all from the cache.
         """
         found: dict[tuple[int, ...], dict[int, list[Outcome]]] = {}
-        of_judges, *of_bundles = self._identities
-        alone = [(row,) for row in range(len(samples))] if self._judges else []
-        judged = Spared.of(self._cache, of_judges, samples, alone)
-        worked = {
-            bundle.calls: (bundle, Spared.of(self._cache, identity, samples, bundle.units(order)))
-            for bundle, identity in zip(self._bundles, of_bundles, strict=True)
+        judges_identity, *batch_identities = self._identities
+        single = [(row,) for row in range(len(samples))] if self._judges else []
+        judge_cache = CacheLookup.look_up(self._cache, judges_identity, samples, single)
+        by_calls = {
+            batch.calls: (batch, CacheLookup.look_up(self._cache, identity, samples, batch.units(order)))
+            for batch, identity in zip(self._batches, batch_identities, strict=True)
         }
         with ExitStack() as stack:
-            asking = None
+            queries = None
             if self._judges:
-                asked = {row: samples[row] for row in judged.keys}
+                missing = {row: samples[row] for row in judge_cache.keys}
 
-                def heard(row: int, outcomes: list[Outcome]) -> None:
-                    judged.keep([(row, outcomes)])
+                def on_judged(row: int, outcomes: list[Outcome]) -> None:
+                    judge_cache.keep([(row, outcomes)])
 
-                asking = stack.enter_context(Asking(list(self._judges.values()), asked, allowed, heard))
+                queries = stack.enter_context(JudgeQueries(list(self._judges.values()), missing, allowed, on_judged))
             if self._pool is not None:
-                said: dict[tuple[int, ...], dict[int, list[Outcome]]] = {calls: {} for calls in worked}
+                computed: dict[tuple[int, ...], dict[int, list[Outcome]]] = {calls: {} for calls in by_calls}
 
-                def tell(answered: list[Answered]) -> None:
+                def on_scored(answered: list[Scored]) -> None:
                     for calls in {task.calls for task, _, _ in answered}:
                         by_row = {row: outcomes for task, row, outcomes in answered if task.calls == calls}
-                        said[calls] |= by_row
-                        worked[calls][1].keep(by_row.items())
+                        computed[calls] |= by_row
+                        by_calls[calls][1].keep(by_row.items())
 
                 workers = max(1, self._config.num_workers)
-                tasks = [task for bundle, spared in worked.values() for task in bundle.tasks(spared.asked, workers)]
-                self._pool.run(samples, tasks, allowed, told_to_stop, tell)
-                for calls, (_, spared) in worked.items():
-                    found[tuple(self._remote[place] for place in calls)] = spared.joined(said[calls])
-            if asking is not None:
+                tasks = [
+                    task for batch, cached in by_calls.values() for task in batch.tasks(cached.to_compute, workers)
+                ]
+                self._pool.run(samples, tasks, allowed, abort_requested, on_scored)
+                for calls, (_, cached) in by_calls.items():
+                    found[tuple(self._remote[place] for place in calls)] = cached.known_scores(computed[calls])
+            if queries is not None:
                 given_up = any(len(by_row) < len(samples) for by_row in found.values())
-                answered = asking.done if given_up else asking.wait(told_to_stop)
-                found[tuple(self._judges)] = judged.joined(answered)
-        return found, set(judged.keys).union(*(spared.keys for _, spared in worked.values()))
+                judged = queries.done if given_up else queries.wait(abort_requested)
+                found[tuple(self._judges)] = judge_cache.known_scores(judged)
+        return found, set(judge_cache.keys).union(*(cached.keys for _, cached in by_calls.values()))
 
     def check_rows(self, prompts: Sequence[Prompt], kind: str, *, episodes: bool = False) -> list[str]:
-        """Scores an empty response to each row with mrl's own functions, which shows rows that they cannot score.
+        """Finds rows that the built-in functions cannot score, by scoring an empty response to each row.
 
-        A judge is not asked: its question is made. Functions of a user's own are not called.
+        Judges are not queried, only their prompts are filled in. Users' functions are not called.
 
         Args:
-            prompts: The first rows of the training or of the held-out data.
-            kind: "training" or "held-out".
-            episodes: Whether samples are episodes, which an environment rewards.
+            prompts: First rows of the training or held-out data.
+            kind: "training" or "held-out", for messages.
+            episodes: True if samples are episodes, which have an environment's reward.
 
         Returns:
-            A warning for each function that cannot score some of them.
+            A warning for each function that fails on some rows.
 
         Raises:
-            UserError: A function fails on more than `reward.max_failed_frac` of the rows: the run would stop.
+            UserError: A function fails on more than `reward.max_failed_frac` of the rows, so the run would stop.
         """
         samples = [_empty_sample(prompt, episodes=episodes) for prompt in prompts]
         problems: dict[int, dict[int, str]] = {}
 
-        def collect(answered: Sequence[Answered]) -> None:
+        def collect(answered: Sequence[Scored]) -> None:
             for task, row, outcomes in answered:
                 if outcomes[0].error:
                     problems.setdefault(self._remote[task.calls[0]], {})[row] = outcomes[0].error
@@ -249,8 +250,8 @@ class Scorer:
         if self._pool is not None:
             own = [is_own(self._config.functions[index].name) for index in self._remote]
             calls = [place for place, is_users in enumerate(own) if not is_users]
-            tasks = [Task((place,), ((row,),)) for place in calls for row in range(len(samples))]
-            self._pool.run(samples, tasks, len(samples), tell=collect)
+            tasks = [ScoringTask((place,), ((row,),)) for place in calls for row in range(len(samples))]
+            self._pool.run(samples, tasks, len(samples), on_scored=collect)
         warnings = []
         for index, by_row in sorted(problems.items()):
             if by_row:
@@ -266,24 +267,17 @@ class Scorer:
         return warnings
 
     def close(self) -> None:
-        """Ends the worker processes."""
+        """Ends the worker processes and closes the score cache."""
         if self._pool is not None:
-            self._pool.close()
+            self._pool.shutdown()
         if self._cache is not None:
             self._cache.close()
 
-    def __enter__(self) -> Scorer:
-        """Itself; `close` follows at the end of the block."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """See `close`."""
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _prepare(self, rollout: Rollout) -> Sample | None:
-        """Sets its text; what functions see of it, None where its environment failed: it is not scored."""
+    def _reward_input(self, rollout: Rollout) -> Sample | None:
+        """Sets the rollout's text and returns what functions see of it; None if its environment failed."""
         prompt, episode, ids = rollout.prompt, rollout.episode, rollout.response_ids
         kept = self._without_end(ids)
         response = self._decode(kept)
@@ -295,8 +289,8 @@ class Scorer:
             return None
         extra = {**prompt.extra, "response_length": len(ids), "finish_reason": rollout.finish_reason}
         if episode is not None:
-            told = [part for part in rollout.segments if part.sampled]
-            kept = self._without_end(ids[told[-1].start : told[-1].end] if told else [])
+            turns = [part for part in rollout.segments if part.sampled]
+            kept = self._without_end(ids[turns[-1].start : turns[-1].end] if turns else [])
             response = self._decode(kept)
             extra |= {ENVIRONMENT_REWARD: episode.reward, NUM_TURNS: episode.num_turns}
         text = response
@@ -315,25 +309,25 @@ class Scorer:
         )
 
     def _without_end(self, ids: Sequence[int]) -> Sequence[int]:
-        """A response without its end token."""
+        """Returns a response without its end token."""
         return ids[:-1] if ids and ids[-1] in self._eos_ids else ids
 
-    def _set(self, rollout: Rollout, outcomes: dict[int, Outcome]) -> None:
-        of_all = [outcomes[index] for index in range(len(self._labels))]
-        failed = {index: outcome for index, outcome in enumerate(of_all) if outcome.error}
-        instead = self._config.error_value
+    def _set_rewards(self, rollout: Rollout, outcomes: dict[int, Outcome]) -> None:
+        ordered = [outcomes[index] for index in range(len(self._labels))]
+        failed = {index: outcome for index, outcome in enumerate(ordered) if outcome.error}
+        error_value = self._config.error_value
         rollout.reward_parts, rollout.reward_facts = {}, {}
-        for label, outcome in zip(self._labels, of_all, strict=True):
-            if (value := instead if outcome.error else outcome.score) is not None:
+        for label, outcome in zip(self._labels, ordered, strict=True):
+            if (value := error_value if outcome.error else outcome.score) is not None:
                 rollout.reward_parts[label] = value
-            if outcome.facts:  # of two functions that say the same the first counts
+            if outcome.facts:  # on equal keys the first function wins
                 rollout.reward_facts = outcome.facts | rollout.reward_facts
         rollout.reward_error = self._describe(rollout, failed) if failed else None
         if failed or not rollout.reward_parts:
-            rollout.reward = math.nan if instead is None or not failed else instead
+            rollout.reward = math.nan if error_value is None or not failed else error_value
         else:
             rollout.reward = math.fsum(
-                weight * outcome.value for weight, outcome in zip(self._weights, of_all, strict=True)
+                weight * outcome.value for weight, outcome in zip(self._weights, ordered, strict=True)
             )
 
     def _describe(self, rollout: Rollout, failed: dict[int, Outcome]) -> str:
@@ -348,7 +342,7 @@ class Scorer:
 
 
 def _empty_sample(prompt: Prompt, *, episodes: bool) -> Sample:
-    """An empty response to a prompt."""
+    """Returns an empty response to a prompt."""
     extra = {**prompt.extra, "response_length": 0, "finish_reason": "stop"}
     if episodes:
         extra |= {ENVIRONMENT_REWARD: 0.0, NUM_TURNS: 1}
@@ -363,26 +357,26 @@ def _empty_sample(prompt: Prompt, *, episodes: bool) -> Sample:
     )
 
 
-def _says_of_itself(name: str, attribute: str) -> bool:
-    """Whether a built-in has the attribute; a dotted path is foreign code and never does."""
+def _builtin_flag(name: str, attribute: str) -> bool:
+    """Returns a built-in function's flag such as `IN_PROCESS`; False for users' functions."""
     return not is_own(name) and bool(registry.find("rewards", name, attribute, default=False))
 
 
 def _check_limit(function: RewardFunctionConfig, time_limit_s: float) -> None:
-    """Raises UserError where a function's own limit cannot end it before the worker's: its samples would fail."""
+    """Raises UserError if a function's own limit is not below the worker's, because its samples would fail."""
     default = None if is_own(function.name) else registry.find("rewards", function.name, "LIMIT_S", default=None)
     if default is None:
         return
     limit_s = function.kwargs.get("limit_s", default)
     if isinstance(limit_s, (int, float)) and limit_s >= time_limit_s:
         raise UserError(
-            f"reward.functions: '{function.name}': kwargs.limit_s={limit_s:g} is not below reward.time_limit_s="
-            f"{time_limit_s:g}, after which a sample has failed. Raise that, or lower limit_s."
+            f"reward.functions: '{function.name}': kwargs.limit_s={limit_s:g} must be below reward.time_limit_s="
+            f"{time_limit_s:g}, at which the sample fails. Raise time_limit_s or lower limit_s."
         )
 
 
 def part_names(config: RewardConfig) -> list[str]:
-    """Keys of `reward_parts`: each function's own name, with a number where it comes twice; last the reward model's."""
+    """Returns the keys of `reward_parts`: short names of the functions, "name#2" for repeats, the reward model last."""
     labels: list[str] = [MODEL] if config.model.path is not None else []
     for function in config.functions:
         short = function.name.replace(":", ".").rpartition(".")[2]
@@ -392,6 +386,6 @@ def part_names(config: RewardConfig) -> list[str]:
 
 
 def part_weights(config: RewardConfig) -> dict[str, float]:
-    """Factor of each function and of the reward model in the total, by its key in `reward_parts`."""
+    """Returns the weight of each function and of the reward model, by key of `reward_parts`."""
     weights = [*(function.weight for function in config.functions), config.model.weight]
     return dict(zip(part_names(config), weights, strict=False))

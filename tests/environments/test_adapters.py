@@ -15,8 +15,8 @@ from tests.environments.foreign import Counter
 HERE = "tests.environments.foreign"
 
 
-def maker(name, kwargs):
-    return _factory.maker(name, kwargs)[0]
+def find_environment(name, kwargs):
+    return _factory.find_environment(name, kwargs)[0]
 
 
 def call(name, **arguments):
@@ -43,11 +43,11 @@ def test_its_tools_are_those_that_trl_finds():
         for name, _ in inspect.getmembers(Counter, predicate=inspect.isfunction)
         if name not in ("reset", "get_reward") and not name.startswith("_")
     ]
-    assert [tool.__name__ for tool in maker(f"{HERE}:Counter", {})().tools] == theirs
+    assert [tool.__name__ for tool in find_environment(f"{HERE}:Counter", {})().tools] == theirs
 
 
 def test_gymnasium_s_five_values():
-    walk = maker(f"{HERE}:Walk", {"length": 4})()
+    walk = find_environment(f"{HERE}:Walk", {"length": 4})()
     first = walk.reset(3, {"name": "n"})
     assert [message["content"] for message in first.messages] == ["start 3 n"] and first.info == {"place": 0.0}
     seen = walk.step(Action("xx"))
@@ -57,7 +57,7 @@ def test_gymnasium_s_five_values():
 
 
 def test_openenv_s_results_and_typed_actions():
-    echo = maker(f"{HERE}:Echo", {})()
+    echo = find_environment(f"{HERE}:Echo", {})()
     assert echo.reset(0, {}).messages[0]["content"] == "ready"
     seen = echo.step(Action("hello"))
     assert (seen.messages[0]["content"], seen.reward, seen.done) == ("echo hello", 0.5, False)
@@ -108,10 +108,10 @@ def test_tools_of_verl_in_a_worker():
     [
         (f"{HERE}:Neither", {}, "expected an Environment, or an object with reset and step"),
         ("verl_tools", {}, "expected tools, each with 'class_name'"),
-        ("verl_tools", {"tool_config_path": "/nowhere.yaml"}, "is no file with 'tools'"),
+        ("verl_tools", {"tool_config_path": "/nowhere.yaml"}, "cannot read 'tools' from"),
         ("verl_tools", {"tools": listed(), "reward": "all"}, "expected none, execute or calc_reward"),
     ],
 )
 def test_what_has_no_known_shape_is_refused(name, kwargs, why):
     with pytest.raises(UserError, match=why):
-        maker(name, kwargs)()
+        find_environment(name, kwargs)()

@@ -77,7 +77,7 @@ WAYS = {
     "large": ("too_large", "characters; an observation may have 1048576 bytes"),
     "nothing": ("malformed", "it returned a NoneType, expected an Observation"),
     "nan": ("malformed", "the reward nan, expected a finite number"),
-    "assistant": ("malformed", "messages that are none"),
+    "assistant": ("malformed", "invalid messages"),
     "allocate": ("memory", "MemoryError"),
     "strays": ("malformed", "something else than its worker wrote"),
 }
@@ -375,7 +375,7 @@ def test_nothing_waits_unless_asked_to():
     ("name", "kwargs", "message"),
     [
         ("gess", {}, "there is no 'gess'. Did you mean 'guess'"),
-        ("guess", {"hight": 3}, "unexpected keyword argument 'hight'.* It takes .*high"),
+        ("guess", {"hight": 3}, "unexpected keyword argument 'hight'.* parameters are .*high"),
         ("guess", {"low": 3, "high": 1}, "expected low <= high"),
         (f"{HERE}:Missing", {}, "has no 'Missing'"),
         (f"{HERE}:NUMBER", {}, "is a int, expected a class"),

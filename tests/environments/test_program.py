@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mrl.environments._endpoint import LARGEST_REQUEST, Endpoint
+from mrl.environments._endpoint import LARGEST_REQUEST, AgentEndpoint
 from mrl.environments.base import Action, ToolCall
 from tests.environments.episodes import descendants, pool, replies, said
 from tests.rewards.test_scorer import gone
@@ -72,7 +72,7 @@ def test_tools_are_called_by_the_program():
     ("what", "turns", "words"),
     [
         ("rewrites", 1, 'message 1 is ["assistant", "something else"'),
-        ("heats", 0, "'temperature' has no effect in a run"),
+        ("heats", 0, "'temperature' has no effect"),
         ("dies", 1, "the agent's own mistake"),
         ("tools", 0, "it offers the tools ['double']"),
     ],
@@ -103,7 +103,7 @@ def test_a_program_that_is_not_there_is_named():
 
 
 def test_nobody_else_is_let_in():
-    endpoint = Endpoint(frozenset())
+    endpoint = AgentEndpoint(frozenset())
     try:
         assert httpx.post(f"{endpoint.url}/chat/completions", json={"messages": []}).status_code == 401
         strange = {"authorization": "Bearer é".encode()}
@@ -112,9 +112,9 @@ def test_nobody_else_is_let_in():
         assert httpx.get(f"{endpoint.url}/models", headers=key).json()["data"][0]["id"] == "policy"
         for path, content, words in (
             ("completions", "{}", "is not served in a run"),
-            ("chat/completions", "[]", "no JSON object"),
+            ("chat/completions", "[]", "not a JSON object"),
             ("chat/completions", "{", "line 1"),
-            ("chat/completions", '{"n": 2}', "'n' has no effect in a run"),
+            ("chat/completions", '{"n": 2}', "'n' has no effect"),
             ("chat/completions", "[" * 100_000, "nested"),
             ("chat/completions", '{"user": "\\ud800"}', "surrogate"),
             ("chat/completions", '{"user": NaN}', "NaN"),
@@ -124,13 +124,13 @@ def test_nobody_else_is_let_in():
         ):
             answer = httpx.post(f"{endpoint.url}/{path}", headers=key, content=content)
             assert answer.status_code == 400 and words in answer.json()["error"]["message"]
-        assert endpoint.asked.empty()
+        assert endpoint.requests.empty()
     finally:
         endpoint.close()
 
 
 def test_a_body_that_cannot_be_read_is_refused_and_the_next_is_read():
-    endpoint = Endpoint(frozenset())
+    endpoint = AgentEndpoint(frozenset())
     url, key = f"{endpoint.url}/chat/completions", {"authorization": f"bearer {endpoint.key}"}
     try:
         with httpx.Client(headers=key, timeout=60) as client:
@@ -149,7 +149,7 @@ def test_a_body_that_cannot_be_read_is_refused_and_the_next_is_read():
 @pytest.mark.parametrize("size", [0, 60, 10_000])
 def test_a_client_that_leaves_is_noticed(size, capfd):
     """Before the end of its request, or while it waits for its answer; nothing is printed."""
-    endpoint = Endpoint(frozenset())
+    endpoint = AgentEndpoint(frozenset())
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nauthorization: Bearer {endpoint.key}\r\n"
     data = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
@@ -158,7 +158,7 @@ def test_a_client_that_leaves_is_noticed(size, capfd):
         with socket.create_connection(("127.0.0.1", int(endpoint.url.split(":")[2].split("/")[0]))) as connection:
             connection.sendall(data[:size])
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", size == 60, 0))
-            asked = endpoint.asked.get(timeout=20) if size > len(data) else None
+            asked = endpoint.requests.get(timeout=20) if size > len(data) else None
         if asked is not None:
             assert asked.delivered.get(timeout=20) is False
         ends = time.monotonic() + 20

@@ -107,9 +107,9 @@ def test_arguments_of_judges_are_refused(name, kwargs):
 
 
 def test_a_limit_that_the_workers_own_comes_before_is_refused():
-    with pytest.raises(UserError, match=r"limit_s=12 is not below reward.time_limit_s=10"):
+    with pytest.raises(UserError, match=r"limit_s=12 must be below reward.time_limit_s=10"):
         scorer(("code", 1.0, {"limit_s": 12.0}))
-    with pytest.raises(UserError, match=r"limit_s=8 is not below reward.time_limit_s=5"):
+    with pytest.raises(UserError, match=r"limit_s=8 must be below reward.time_limit_s=5"):
         scorer("code", time_limit_s=5.0)
 
 

@@ -11,7 +11,7 @@ import torch
 from mrl.config.config import RewardConfig, RewardFunctionConfig
 from mrl.errors import UserError
 from mrl.rewards._call import RewardCall
-from mrl.rewards._call_batches import Bundle, Task
+from mrl.rewards._call_batches import CallBatch, ScoringTask
 from mrl.rewards.scorer import Scorer
 from mrl.types import Prompt
 from tests.rewards.rollouts import TOKENIZER, rollout
@@ -28,7 +28,7 @@ def best(completions, prompts, **columns):
     same = [[len(text) for text, asked in zip(texts, prompts) if asked == own] for own in prompts]
     return [float(sum(other < len(text) for other in group)) for text, group in zip(texts, same)]
 
-async def later(completions, level, **columns):
+async def call_async(completions, level, **columns):
     await asyncio.sleep(0.01)
     return [None if one is None else one / len(text[0]["content"]) for text, one in zip(completions, level)]
 """
@@ -269,8 +269,8 @@ def test_every_row_is_in_one_call():
     order = [(uid % 7, uid) for uid in range(50)]
     for reach in ("sample", "group", "replica"):
         for waits in (False, True):
-            bundle = Bundle((0, 2), reach, waits)
+            bundle = CallBatch((0, 2), reach, waits)
             tasks = bundle.tasks(bundle.units(order), 3)
             assert sorted(row for task in tasks for row in task.rows) == list(range(50))
-            assert all(isinstance(task, Task) and task.calls == (0, 2) for task in tasks)
-    assert Bundle((0,), "replica", False).units([]) == []
+            assert all(isinstance(task, ScoringTask) and task.calls == (0, 2) for task in tasks)
+    assert CallBatch((0,), "replica", False).units([]) == []

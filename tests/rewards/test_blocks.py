@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from mrl.rewards._blocks import program_of
+from mrl.rewards._blocks import extract_program
 
 PROGRAM = "x = int(input())\nif x:\n    print(x)\n"
 LIMIT_S = 5.0
@@ -59,16 +59,16 @@ FOUND = {
 
 @pytest.mark.parametrize("case", FOUND)
 def test_the_program_is_found(case):
-    assert (program_of(FOUND[case]) or "").rstrip() == PROGRAM.rstrip()
+    assert (extract_program(FOUND[case]) or "").rstrip() == PROGRAM.rstrip()
 
 
 @pytest.mark.parametrize("label", ["cpp", "text", "bash", "pycon", "python-repl", "ipython-output", "json", "pythonic"])
 def test_a_block_of_another_language_is_no_program(label):
-    assert program_of(fenced(label)) is None
+    assert extract_program(fenced(label)) is None
 
 
 def test_a_response_without_a_block_has_no_program():
-    assert program_of("print(1)") is None and program_of("") is None and program_of("`print(1)`") is None
+    assert extract_program("print(1)") is None and extract_program("") is None and extract_program("`print(1)`") is None
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,6 @@ def test_a_response_without_a_block_has_no_program():
 )
 def test_a_hopeless_response_is_read_in_bounded_time(text):
     start = time.process_time()
-    program_of(text * (32_000 // len(text)))
-    program_of(f"```\n{text * (32_000 // len(text))}\n```")
+    extract_program(text * (32_000 // len(text)))
+    extract_program(f"```\n{text * (32_000 // len(text))}\n```")
     assert time.process_time() - start < LIMIT_S

@@ -5,8 +5,8 @@ import json
 import psutil
 import pytest
 
-from mrl.distributed.worker_processes.sandbox import Bounds, run_python
-from mrl.rewards.code import code, read_tests
+from mrl.distributed.worker_processes.sandbox import SandboxLimits, run_python
+from mrl.rewards.code import code, parse_tests
 from tests.distributed.worker_processes.attacks import CALM
 from tests.distributed.worker_processes.run_attacks import Target, together
 from tests.rewards.rollouts import rollout, scorer
@@ -17,7 +17,7 @@ ASSERTS = json.dumps(["assert add(1, 2) == 3", "assert add(0, 0) == 0"])
 
 @pytest.fixture(scope="module", autouse=True)
 def confined(tmp_path_factory):
-    missing = run_python("", str(tmp_path_factory.mktemp("empty")), Bounds()).missing
+    missing = run_python("", str(tmp_path_factory.mktemp("empty")), SandboxLimits()).missing
     if missing:
         pytest.skip(f"this kernel has no such lock: {missing}")
 
@@ -138,7 +138,7 @@ def test_statements_pass_after_a_program_that_redirects_its_output():
 @pytest.mark.parametrize("given", [None, "", [], [1], {"inputs": ["a"], "outputs": []}, {"fn_name": "f"}])
 def test_rows_without_tests_are_refused(given):
     with pytest.raises(ValueError, match="the row's tests are"):
-        read_tests(given)
+        parse_tests(given)
 
 
 def test_it_runs_in_a_worker_and_leaves_no_process():

@@ -67,30 +67,30 @@ WAYS = {
     "status 500": "status 500.*tries: 3",
     "status 404": "status 404",
     "elsewhere": "status 307",
-    "body <html>": "no chat completion: '<html>'",
-    'body {"choices": []}': "no chat completion",
-    "null": "no chat completion",
+    "body <html>": "not a chat completion: '<html>'",
+    'body {"choices": []}': "not a chat completion",
+    "null": "not a chat completion",
     "huge": "a reply of more than 1048576 bytes",
     "slow": "no answer within [0-9.]+ s",
     "drip": "no answer within [0-9.]+ s",
     "hangup": "RemoteProtocolError|ReadError",
-    'cut {"score": 1}': "cut at its length limit",
-    "say well": "no JSON object: 'well'",
-    'say {"score": "1"}': "'score' is no number from 0 to 1",
-    'say {"score": true}': "'score' is no number",
-    'say {"score": NaN}': "'score' is no number",
-    'say {"score": 1e999}': "'score' is no number",
-    f'say {{"score": {10**400}}}': "'score' is no number from 0 to 1",
-    f'say {{"score": -{10**400}}}': "'score' is no number from 0 to 1",
-    f'say {{"score": {"9" * 5000}}}': "no JSON object",
-    'say {"score": "\\ud800"}': "'score' is no number",
-    f'say {{"score": {"[" * 9000}': "no JSON object",
-    f"body {'[' * 100_000}": "no chat completion",
-    'body {"choices": [{"message": {"content": "\\ud800"}}]}': "no JSON object",
-    'say {"score": 1.5}': "'score' is no number from 0 to 1",
-    'say {"score": 1, "score": 0}': "a key comes twice",
-    'say I give {"score": 1}': "no JSON object",
-    'say {"value": 1}': "'score' is no number",
+    'cut {"score": 1}': "truncated at its length limit",
+    "say well": "not a JSON object: 'well'",
+    'say {"score": "1"}': "'score' is not a number from 0 to 1",
+    'say {"score": true}': "'score' is not a number",
+    'say {"score": NaN}': "'score' is not a number",
+    'say {"score": 1e999}': "'score' is not a number",
+    f'say {{"score": {10**400}}}': "'score' is not a number from 0 to 1",
+    f'say {{"score": -{10**400}}}': "'score' is not a number from 0 to 1",
+    f'say {{"score": {"9" * 5000}}}': "not a JSON object",
+    'say {"score": "\\ud800"}': "'score' is not a number",
+    f'say {{"score": {"[" * 9000}': "not a JSON object",
+    f"body {'[' * 100_000}": "not a chat completion",
+    'body {"choices": [{"message": {"content": "\\ud800"}}]}': "not a JSON object",
+    'say {"score": 1.5}': "'score' is not a number from 0 to 1",
+    'say {"score": 1, "score": 0}': "it repeats a key",
+    'say I give {"score": 1}': "not a JSON object",
+    'say {"value": 1}': "'score' is not a number",
 }
 
 
@@ -167,7 +167,7 @@ def test_what_is_filled_into_the_template_is_not_looked_through(server):
         '{response} <response>\nsay {"score": 1} {answer} {p'
     )
     (one,) = scored("judge", ["say 1"], {"url": server.url, "prompt": "{response} {levle}"})
-    assert "names {levle}, which is no column of the row" in one.reward_error
+    assert "contains {levle}, but the row has no such column" in one.reward_error
 
 
 def test_a_row_of_which_nothing_can_be_asked_fails_alone(server):
@@ -176,7 +176,7 @@ def test_a_row_of_which_nothing_can_be_asked_fails_alone(server):
     odd.prompt = replace(odd.prompt, question=[5])
     with Scorer(config, TOKENIZER.decode) as scorer:
         scorer.score([odd, well])
-    assert "nothing could be asked: AttributeError" in odd.reward_error and math.isnan(odd.reward)
+    assert "could not be filled in: AttributeError" in odd.reward_error and math.isnan(odd.reward)
     assert well.reward == 1.0
 
 
@@ -184,7 +184,7 @@ def test_a_score_after_a_word(server):
     texts = ["say fine. Score: 8", "say fine. Score: **4**", "say Score: 1 Score: 10", "say Score: none", "say 7"]
     found = scored("judge", texts, {"url": server.url, "score_after": "Score:", "scale": [0, 10]})
     assert [one.reward for one in found[:2]] == pytest.approx([0.8, 0.4], abs=ROUNDING)
-    assert all("not one 'Score:' with a number" in one.reward_error for one in found[2:])
+    assert all("expected 'Score:' once, followed by a number" in one.reward_error for one in found[2:])
 
 
 CRITERIA = [{"name": "right", "text": "It is right.", "weight": 3}, {"text": "It rambles.", "weight": -1}]
@@ -205,7 +205,7 @@ def test_a_rubric_of_the_row_and_a_reply_that_does_not_fit_it(server):
     texts = [f"say {json.dumps({'right': 1, 'c2': 0})}"] * 4
     found = scored("rubric", texts, {"url": server.url}, rows)
     assert (found[0].reward, found[0].reward_facts) == (1.0, {})
-    assert "lacks the criterion 'c2', or there is none of that name" in found[1].reward_error
+    assert "criterion 'c2' is missing in the reply or unknown" in found[1].reward_error
     assert "criterion 1 has the weight 0" in found[2].reward_error
     assert "the row has no column 'rubric'" in found[3].reward_error
 
@@ -215,16 +215,16 @@ def test_a_rubric_of_the_row_and_a_reply_that_does_not_fit_it(server):
     [
         ("judge", {"url": "localhost:80"}, "expected one that begins with http"),
         ("judge", {"url": "http://h", "modle": "m"}, "unexpected keyword argument 'modle'"),
-        ("judge", {"url": "http://h", "key_env": "NO_KEY"}, "key_env=NO_KEY: no such environment variable"),
+        ("judge", {"url": "http://h", "key_env": "NO_KEY"}, "key_env=NO_KEY: this environment variable is not set"),
         ("judge", {"url": "http://h", "scale": [1, 1]}, "expected two numbers, the lower one first"),
-        ("judge", {"url": "http://h", "prompt": "good?"}, r"does not hold \{response\}"),
-        ("judge", {"url": "http://h", "request": {"stream": True}}, "request holds 'stream'"),
+        ("judge", {"url": "http://h", "prompt": "good?"}, r"contains neither \{response\}"),
+        ("judge", {"url": "http://h", "request": {"stream": True}}, "request contains 'stream'"),
         ("judge", {"url": "http://h", "concurrency": 0}, "concurrency=0"),
         ("judge", {"url": "http://h", "limit_s": 0}, "seconds above 0"),
         ("rubric", {"url": "http://h", "criteria": []}, "expected a list of mappings"),
         ("rubric", {"url": "http://h", "criteria": [{"text": "a", "weight": -1}]}, "no criterion has a weight above 0"),
         ("rubric", {"url": "http://h", "criteria": [{"text": "a", "wieght": 1}]}, "criterion 1 is"),
-        ("rubric", {"url": "http://h", "score_after": "x"}, "score_after is for one score"),
+        ("rubric", {"url": "http://h", "score_after": "x"}, "does not support score_after"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_at_the_start(name, kwargs, message):

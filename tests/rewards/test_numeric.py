@@ -55,7 +55,7 @@ def test_values_within_the_tolerance_are_equal():
 
 @pytest.mark.parametrize("answer", [None, "", "many"])
 def test_an_answer_without_a_number_fails(answer):
-    with pytest.raises(ValueError, match=r"holds no number"):
+    with pytest.raises(ValueError, match=r"contains no number"):
         score("1", answer)
 
 

@@ -210,12 +210,12 @@ def test_workers_do_not_outlive_a_killed_parent(response):
     program = (
         "import sys, threading; sys.path.insert(0, '.')\n"
         "from mrl.rewards._signatures import Sample\n"
-        "from mrl.rewards._call_batches import Task\n"
-        "from mrl.rewards._pool import WorkerPool\n"
+        "from mrl.rewards._call_batches import ScoringTask\n"
+        "from mrl.rewards._pool import RewardPool\n"
         f"calls = [('{HERE}:does_what_it_reads', {{}})]\n"
-        "pool = WorkerPool(calls, num_workers=1, time_limit_s=600, memory_limit_mb=0)\n"
+        "pool = RewardPool(calls, num_workers=1, time_limit_s=600, memory_limit_mb=0)\n"
         "print(pool._workers[0].channel.process.pid, flush=True)\n"
-        f"pool.run([Sample('', {response!r}, None, {{}})], [Task((0,), ((0,),))], 0)\n"
+        f"pool.run([Sample('', {response!r}, None, {{}})], [ScoringTask((0,), ((0,),))], 0)\n"
         "threading.Event().wait()\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
@@ -313,7 +313,7 @@ def test_exceptions_cannot_steer_the_terminal():
         ("nowhere.rewards:f", "'nowhere.rewards:f' does not import"),
         (f"{HERE}:nothing", "has no 'nothing'"),
         (f"{HERE}:NOT_A_FUNCTION", "is a int, expected a function"),
-        (("exact_match", 1.0, {"stripp": True}), "unexpected keyword argument 'stripp'.* It takes .*strip"),
+        (("exact_match", 1.0, {"stripp": True}), "unexpected keyword argument 'stripp'.* parameters are .*strip"),
         ((f"{HERE}:num_chars", 1.0, {"answer": "3"}), "multiple values for keyword argument 'answer'"),
         (("length", 1.0, {}), "missing a required argument: 'target'"),
         (("regex", 1.0, {}), "missing a required argument: 'pattern'"),
@@ -328,7 +328,7 @@ def test_functions_that_cannot_be_called_are_refused_at_the_start(function, mess
     ("content", "message"),
     [
         ("raise RuntimeError('no key')", "does not import: RuntimeError: no key"),
-        ("import os; os._exit(4)", r"a worker died while it imported them \(exit status 4\)"),
+        ("import os; os._exit(4)", r"a worker died while it started \(exit status 4\)"),
     ],
 )
 def test_modules_that_fail_to_import_are_refused_at_the_start(tmp_path, monkeypatch, content, message):

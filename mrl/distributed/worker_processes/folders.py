@@ -1,7 +1,7 @@
-"""Temporary folders of processes that may be killed, which are removed at a later start then.
+"""Temporary folders that are removed even if their process is killed: a later process removes them.
 
-A folder is locked by its owner as long as that lives; the kernel ends the lock with the process. Whoever makes a folder
-first removes those of the same user and host whose owner is dead. Imports no torch.
+The owner keeps a lock on its folder, which the kernel releases when the process ends. A process that makes its first
+folder removes the folders of the same user and host whose owner has ended. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from functools import cache
 from itertools import count
 
 MAX_DEPTH = 32
-"""Folders in folders that `measure` looks into."""
+"""Deepest nesting that `measure` follows, levels."""
 
 BLOCK_BYTES = 512
-"""Unit of `st_blocks`, whatever the file system's blocks are."""
+"""Unit of `st_blocks`, bytes, on every file system."""
 
 _MAX_NAME = 40
 _TRIES = 100
@@ -28,10 +28,10 @@ _TRIES = 100
 
 @contextlib.contextmanager
 def owned_folder(kind: str) -> Iterator[str]:
-    """Makes a folder for temporary files, and removes it at the end or, if this process is killed, at a later start.
+    """Yields a new temporary folder and removes it at the end; if this process is killed, a later one removes it.
 
     Args:
-        kind: Part of its name: "mrl-kind-host-random" in the folder for temporary files.
+        kind: Part of the name "mrl-<kind>-<host>-<random>", lower-case letters.
     """
     _remove_once()
     folder, lock = _locked(kind)
@@ -43,7 +43,7 @@ def owned_folder(kind: str) -> Iterator[str]:
 
 
 def _locked(kind: str) -> tuple[str, int]:
-    """Makes a folder and locks it; another one where a process that removes old folders was faster."""
+    """Makes a folder and locks it; retries if another process removed it between the two steps."""
     for _ in range(_TRIES):
         folder = tempfile.mkdtemp(prefix=f"mrl-{kind}-{_host()}-")
         with contextlib.suppress(FileNotFoundError):
@@ -51,11 +51,13 @@ def _locked(kind: str) -> tuple[str, int]:
             if _lock(lock) is not False and _is_at(lock, folder):
                 return folder, lock
             os.close(lock)
-    raise RuntimeError(f"other processes remove every folder that is made in {tempfile.gettempdir()}")
+    raise RuntimeError(
+        f"could not lock a temporary folder in {tempfile.gettempdir()}: other processes removed it {_TRIES} times"
+    )
 
 
 def _is_at(opened: int, folder: str) -> bool:
-    """Returns whether a folder that was opened is still at its place."""
+    """Returns whether `folder` is still the directory that was opened."""
     try:
         return os.path.samestat(os.fstat(opened), os.stat(folder))
     except FileNotFoundError:
@@ -63,7 +65,7 @@ def _is_at(opened: int, folder: str) -> bool:
 
 
 def _lock(opened: int) -> bool | None:
-    """Returns whether the lock was free, and holds it then; None: this file system has no locks."""
+    """Takes the lock of an open folder; returns False if another process has it, None if locks are unsupported."""
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -74,7 +76,7 @@ def _lock(opened: int) -> bool | None:
 
 
 def remove_abandoned(within: str) -> None:
-    """Removes the folders that `owned_folder` made in `within` for this user on this host and whose owner is dead."""
+    """Removes folders in `within` that `owned_folder` made for this user on this host and whose owner has ended."""
     pattern = re.compile(rf"mrl-[a-z]+-{re.escape(_host())}-\w+")
     with contextlib.suppress(OSError), os.scandir(within) as entries:
         for entry in entries:
@@ -99,21 +101,21 @@ def _remove_once() -> None:
 
 @cache
 def _host() -> str:
-    """Name of this host: a lock on a folder that hosts share may be known to one of them only."""
+    """Returns the host's name for folder names: hosts that share a file system may not see each other's locks."""
     return re.sub(r"\W", "_", os.uname().nodename)[:_MAX_NAME] or "host"
 
 
 def remove(folder: str) -> None:
-    """Removes a folder with all that is in it, as far as this user may; nothing else may write into it meanwhile."""
+    """Removes a folder with its contents, as far as permissions allow; nothing else may write into it meanwhile."""
     empty(folder)
     with contextlib.suppress(OSError):
         os.rmdir(folder)
 
 
 def empty(folder: str) -> None:
-    """Removes what is in a folder, however deep it is nested and whatever modes it has; follows no links.
+    """Removes the contents of a folder at any depth and with any mode; follows no links.
 
-    Folders in folders are first moved up into `folder`, so that neither a path nor a call gets longer with the depth.
+    Nested folders are first moved up into `folder`, so that neither paths nor recursion grow with the depth.
     """
     numbers = count()
     stuck = False
@@ -150,15 +152,15 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 
 
 def measure(folder: str, most_files: int) -> tuple[int, int]:
-    """Measures a folder that others may write into meanwhile.
+    """Measures a folder that other processes may write into meanwhile.
 
     Args:
-        folder: Its path.
-        most_files: The count ends above this number.
+        folder: Path of the folder.
+        most_files: Number of entries above which counting stops.
 
     Returns:
-        Bytes on the disk, and the number of files and folders: `most_files` + 1 where a folder is nested deeper than
-        MAX_DEPTH or cannot be read, because something could be hidden in it.
+        Bytes on disk, and the number of files and folders. The number is `most_files` + 1 if a folder is nested deeper
+        than MAX_DEPTH or cannot be read, because it could hide more files.
     """
     num_bytes = num_files = 0
     todo = [(folder, 0)]

@@ -1,4 +1,4 @@
-"""The import of a module in a process of its own, since a library for another torch or CUDA may end the process."""
+"""Import of a module in a subprocess, because a library built for another torch or CUDA may crash the interpreter."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 
 
 def import_problem(module: str, limit_s: float) -> str:
-    """Returns why a module cannot be imported: the last line that Python printed; "" where the import works.
+    """Returns why a module cannot be imported, the last line that Python printed; "" if the import works.
 
     Args:
-        module: Its name.
-        limit_s: Time that the import may take, s.
+        module: Dotted name.
+        limit_s: Time limit of the import, s.
 
     Raises:
-        TimeoutError: It takes longer.
+        TimeoutError: The import exceeds `limit_s`.
     """
     command = [sys.executable, "-c", f"import {module}"]
     try:

@@ -1,11 +1,11 @@
-"""Locks that Linux lets a process put on itself and on all that it starts; they need no rights and no program.
+"""Confinement that a Linux process applies to itself and its descendants, without privileges or a helper program.
 
-*Landlock* (Linux 5.13): files change only in named folders and, where asked, are read only in named folders. *seccomp*
-(`seccomp.py`): which system calls may be made. *Limits* of memory, processor time, size of a file and open files. None
-can be taken off again. `confine` returns what a machine does not have.
+*Landlock* (Linux 5.13) restricts writing, and optionally reading, to named folders. *seccomp* (`seccomp.py`) restricts
+system calls. *Resource limits* restrict memory, processor time, file size and open files. None of them can be undone.
+`confine` returns the parts that a machine does not support.
 
-What they do not refuse: asking whether a file exists, and for its size and times; changing mode, owner, times and
-attributes of files where `calls` is not "program"; pipes and sockets that were open before. Imports no torch.
+Not restricted: checking whether a file exists and reading its size and times; changing mode, owner, times and
+attributes of files unless `calls` is "program"; pipes and sockets that were open before. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Literal
 from mrl.distributed.worker_processes import prctl, seccomp
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full")
-"""Devices that may be read and written; a program has only the first, because shared /dev/zero is memory."""
+"""Devices that may be read and written; programs get only the first, because mapping /dev/zero allocates memory."""
 
-_ADDRESS_SPACE_MB = 4096  # besides memory: libraries, and what threads reserve and never use
-_OPEN_FILES = 256  # each pipe holds memory that no limit counts
+_ADDRESS_SPACE_MB = 4096  # in addition to memory: libraries, and address space that threads reserve and never use
+_OPEN_FILES = 256  # each pipe uses memory that no limit counts
 
 # Access rights of Landlock, bits.
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
@@ -46,15 +46,15 @@ class Confinement:
     """Rights that a process keeps.
 
     Attributes:
-        network: Whether sockets may be made.
-        writable: Folders below which files may change; None: wherever the user may.
-        readable: Folders and files below which files may be read and run, in addition to the writable ones; None: all.
-        calls: System calls that may be made. "any": all. "worker": not those that reach processes above this one or
-            leave something behind in the kernel. "program": only what a program needs that stays in its own process,
-            without root's rights and without network.
-        memory_mb: Memory of each process, MiB; 0: any.
-        file_mb: Size of the largest file that may be written, MiB; 0: any.
-        cpu_s: Processor time after which the process is killed, s; 0: any.
+        network: True to allow new sockets.
+        writable: Folders below which files may change; None for no restriction.
+        readable: Folders and files that may be read and executed, in addition to `writable`; None for no restriction.
+        calls: System calls that are allowed. "any": all. "worker": all except those that reach processes above this
+            one or change kernel state. "program": only those of a single-process program, without root's
+            capabilities and without network.
+        memory_mb: Memory of each process, MiB; 0: unlimited.
+        file_mb: Size of the largest file that may be written, MiB; 0: unlimited.
+        cpu_s: Processor time after which the process is killed, s; 0: unlimited.
     """
 
     network: bool = False
@@ -66,42 +66,42 @@ class Confinement:
     cpu_s: int = 0
 
     def __post_init__(self) -> None:
-        """Refuses what cannot hold together."""
+        """Raises ValueError for contradicting attributes."""
         if self.network and self.calls == "program":
-            raise ValueError("calls='program' has no network: expected network=False")
+            raise ValueError("calls='program' allows no network: expected network=False")
 
 
-def confine(asked: Confinement) -> list[str]:
-    """Confines this process and all that it will start.
+def confine(confinement: Confinement) -> list[str]:
+    """Confines this process and the processes that it will start.
 
-    Files are confined for the calling thread and what it starts: there should be no other thread yet.
+    Landlock applies to the calling thread and its children only: call this before starting threads.
 
     Returns:
-        What was asked for and this machine does not have, a few words each; [] where all of it holds.
+        Parts of `confinement` that this machine does not support, "part: reason" each; [] if all are in effect.
     """
-    set_limit(resource.RLIMIT_DATA, asked.memory_mb << 20)
-    set_limit(resource.RLIMIT_FSIZE, asked.file_mb << 20)
-    set_limit(resource.RLIMIT_CPU, asked.cpu_s)
-    set_limit(resource.RLIMIT_CORE, 1)  # 0 would still hand a crash to a program that collects them, 1 does not
+    set_limit(resource.RLIMIT_DATA, confinement.memory_mb << 20)
+    set_limit(resource.RLIMIT_FSIZE, confinement.file_mb << 20)
+    set_limit(resource.RLIMIT_CPU, confinement.cpu_s)
+    set_limit(resource.RLIMIT_CORE, 1)  # with 0 the kernel would still pipe core dumps to a crash collector
     problems: list[tuple[str, str]] = []
-    if asked.calls == "program":
-        if asked.memory_mb:
-            set_limit(resource.RLIMIT_AS, (asked.memory_mb + _ADDRESS_SPACE_MB) << 20)
+    if confinement.calls == "program":
+        if confinement.memory_mb:
+            set_limit(resource.RLIMIT_AS, (confinement.memory_mb + _ADDRESS_SPACE_MB) << 20)
         set_limit(resource.RLIMIT_NOFILE, _OPEN_FILES)
         problems += [("rights", _give_up_rights())]
-    if asked.writable is not None or asked.readable is not None:
-        problems += [("files", _landlock(asked))]
-    if asked.calls == "program":
+    if confinement.writable is not None or confinement.readable is not None:
+        problems += [("files", _landlock(confinement))]
+    if confinement.calls == "program":
         problems += [("network and processes", seccomp.install(seccomp.of_programs(), only=True))]
-    if asked.calls == "worker":
+    if confinement.calls == "worker":
         problems += [("system calls", seccomp.install(seccomp.of_workers(), only=False))]
-    if asked.calls != "program" and not asked.network:
+    if confinement.calls != "program" and not confinement.network:
         problems += [("network", seccomp.install(seccomp.without_sockets(), only=False))]
     return [f"{what}: {problem}" for what, problem in problems if problem]
 
 
 def set_limit(which: int, value: int) -> None:
-    """Sets a limit that cannot be raised again; 0: none."""
+    """Sets the soft and the hard resource limit; a value of 0 changes nothing."""
     if value:
         _, most = resource.getrlimit(which)
         wanted = value if most == resource.RLIM_INFINITY else min(value, most)
@@ -109,32 +109,32 @@ def set_limit(which: int, value: int) -> None:
 
 
 def _give_up_rights() -> str:
-    """Gives up the rights of root (capabilities); returns why that cannot be, "" where this process has none now."""
+    """Drops all capabilities of root; returns the reason if that fails, else ""."""
     number = seccomp.number_of("capset")
     if number is None:
-        return f"they are not known for {sys.platform} on {platform.machine()}"
+        return f"the number of capset is unknown for {sys.platform} on {platform.machine()}"
     header = struct.pack("=Ii", _CAPABILITIES_V3, 0)
     done = _call(number, header, bytes(24))
     return os.strerror(-done) if done else ""
 
 
-def _landlock(asked: Confinement) -> str:
-    """Returns why files are not confined, "" where they are."""
+def _landlock(confinement: Confinement) -> str:
+    """Restricts file access; returns the reason if that fails, else ""."""
     version = _call(_CREATE_RULESET, None, 0, _VERSION) if sys.platform == "linux" else -1
     if version < 1:
         return "this kernel has no Landlock"
     change = _CHANGE | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
-    handled = (change if asked.writable is not None else 0) | (_READ if asked.readable is not None else 0)
+    handled = (change if confinement.writable is not None else 0) | (_READ if confinement.readable is not None else 0)
     attributes = struct.pack("=QQQ", handled, 0, _SCOPE_SIGNAL) if version >= 6 else struct.pack("=Q", handled)
     ruleset = _call(_CREATE_RULESET, attributes, len(attributes), 0)
     if ruleset < 0:
         return f"Landlock: {os.strerror(-ruleset)}"
     try:
-        for path in asked.writable or ():
+        for path in confinement.writable or ():
             _allow(ruleset, path, handled)
-        for path in DEVICES[:1] if asked.calls == "program" else DEVICES:
+        for path in DEVICES[:1] if confinement.calls == "program" else DEVICES:
             _allow(ruleset, path, handled & (_READ | _WRITE_FILE | _TRUNCATE))
-        for path in asked.readable or ():
+        for path in confinement.readable or ():
             _allow(ruleset, path, handled & _READ)
         prctl.set_attribute(prctl.NO_NEW_PRIVS, 1)
         done = _call(_RESTRICT_SELF, ruleset, 0)
@@ -144,7 +144,7 @@ def _landlock(asked: Confinement) -> str:
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
-    """Adds a rule; what does not exist needs none."""
+    """Adds a Landlock rule for a path; skips paths that do not exist."""
     try:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
@@ -158,7 +158,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def _call(number: int, *arguments: bytes | int | None) -> int:
-    """A system call's result, or the negative error number."""
+    """Returns the result of a system call, or the negative errno."""
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.restype = ctypes.c_long
     given = [ctypes.c_long(item) if isinstance(item, int) else item for item in arguments]

@@ -1,4 +1,4 @@
-"""Attributes that Linux keeps of a process (prctl), set for this one. Imports no torch."""
+"""Process attributes of Linux (prctl). Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ PDEATHSIG = 1
 """Signal that this process gets when its parent ends."""
 
 CHILD_SUBREAPER = 36
-"""1: orphans below this process become its children."""
+"""Set to 1, orphaned descendants become children of this process."""
 
 NO_NEW_PRIVS = 38
-"""1: programs that this process starts gain no rights, which Landlock and seccomp require."""
+"""Set to 1, programs that this process executes gain no privileges; Landlock and seccomp require it."""
 
 
 def set_attribute(option: int, value: int) -> None:
-    """Sets an attribute of this process, where it runs on Linux."""
+    """Sets an attribute of this process; does nothing on other systems than Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, *map(ctypes.c_ulong, (value, 0, 0, 0)))

@@ -1,7 +1,7 @@
-"""What a worker and its parent tell each other: what goes to the worker, and what is believed of what comes back.
+"""Message formats between a worker process and its parent.
 
-The parent sends pickles, of its own objects, to the process that it started. Back come lines of JSON, each with the
-worker's key, because foreign code may write into any file descriptor of its process. Imports no torch.
+The parent sends pickles of its own objects. The worker answers with lines of JSON, each with the worker's key, because
+foreign code may write into any file descriptor of its process: the parent unpickles nothing. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import pickle
 from typing import Any, BinaryIO
 
 MAX_LINE_BYTES = 1 << 20
-"""An answer that is longer is none."""
+"""Size limit of an answer, bytes; a longer line is malformed."""
 
 MAX_ERROR_CHARS = 2000
-"""The rest of a longer message is cut off."""
+"""Length at which error messages are cut, characters."""
 
 _LENGTH_BYTES = 8
 
 
 def command(value: object) -> bytes:
-    """A message to the worker."""
+    """Returns a message to the worker: its length in 8 bytes, then a pickle."""
     body = pickle.dumps(value)
     return len(body).to_bytes(_LENGTH_BYTES, "big") + body
 
 
 def read_command(stream: BinaryIO) -> Any:
-    """The next message from the parent.
+    """Reads the next message from the parent.
 
     Raises:
         EOFError: The parent closed its end.
@@ -35,26 +35,29 @@ def read_command(stream: BinaryIO) -> Any:
     body = stream.read(int.from_bytes(head, "big"))
     if not body:
         raise EOFError
-    return pickle.loads(body)  # of the process that started this one
+    return pickle.loads(body)  # trusted: only the process that started this one writes here
 
 
 def line(key: int, fields: dict[str, Any]) -> bytes:
-    """What a worker says."""
+    """Returns a worker's message as one line of JSON."""
     return json.dumps({"key": key, **fields}).encode() + b"\n"
 
 
-def ready(key: int, refusal: str, **fields: Any) -> bytes:
-    """The worker's first line; `refusal` is empty where it is ready."""
-    return line(key, {"refusal": refusal, **fields})
+def ended_line(key: int, how: str, limit: str) -> bytes:
+    """Returns the supervisor's line about a worker that ended.
 
+    The leading newline completes a line that the worker had partly written.
 
-def last_words(key: int, how: str, limit: str) -> bytes:
-    """The keeper's line, once the worker is gone, with the limit that it was over; ends what the worker had begun."""
+    Args:
+        key: Key of the worker.
+        how: Exit status, signal, or the exceeded limit in words.
+        limit: Name of the exceeded limit ("memory", "processes"); "" if none was.
+    """
     return b"\n" + line(key, {"ended": how, "limit": limit})
 
 
 def raised(error: BaseException) -> str:
-    """Returns the class and message of what foreign code raised; the class alone where the message cannot be had."""
+    """Returns the class and message of an exception from foreign code; the class alone if `str` of it raises."""
     try:
         return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
     except BaseException:  # noqa: BLE001 - the message is foreign code too
@@ -62,7 +65,7 @@ def raised(error: BaseException) -> str:
 
 
 def read(text: bytes, key: int) -> dict[str, Any] | None:
-    """What a line says, or None where it was not written by this module in the worker with this key."""
+    """Returns the fields of a line; None unless this module wrote it in the worker with this key."""
     try:
         found = json.loads(text.decode())
     except (ValueError, RecursionError):

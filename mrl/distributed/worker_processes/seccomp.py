@@ -1,10 +1,9 @@
-"""Filters of system calls (Linux's seccomp) for a process and all that it starts; a filter cannot be taken off.
+"""System-call filters (Linux seccomp) for a process and its descendants; a filter cannot be removed.
 
-Untrusted programs get a list of what is allowed: a call that is not in it fails. Workers that may start
-processes of their own get a list of what is refused. A refused call fails with EPERM, which Python raises as
-PermissionError. Two kinds fail with ENOSYS instead, on which C libraries use an older call: those of a newer kernel
-than `system_calls.py` knows, and those whose arguments lie in memory, where a filter cannot read them (clone3,
-openat2).
+Untrusted programs get an allow list. Workers, which may start processes of their own, get a deny list. A refused call
+fails with EPERM, which Python raises as PermissionError. Two kinds of calls fail with ENOSYS instead, so that C
+libraries fall back to an older call: calls newer than `system_calls.py`, and calls whose arguments are in memory, where
+a filter cannot read them (clone3, openat2).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from mrl.distributed.worker_processes.system_calls import NEWEST, OTHERS, PROGRA
 NUMBERS = PROGRAMS | SHARED | OTHERS
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""Number of the architecture for seccomp, and its column in NUMBERS."""
+"""Machine -> seccomp's number of the architecture, and the column in NUMBERS."""
 
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _SET_MODE_FILTER, _ALL_THREADS = 1, 1
@@ -33,7 +32,7 @@ _X32 = 0x40000000  # numbers of the other calling convention of x86_64
 # Opcodes of classic BPF.
 _LOAD, _AND, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 
-_UNREADABLE = {"clone3": errno.ENOSYS, "openat2": errno.ENOSYS}  # their arguments lie in memory
+_UNREADABLE = {"clone3": errno.ENOSYS, "openat2": errno.ENOSYS}  # their arguments are in memory
 _ALL_BITS = 0xFFFFFFFF
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*
 _CLONE_THREAD = 0x10000 | 0x100  # CLONE_THREAD | CLONE_VM
@@ -54,11 +53,11 @@ class Check:
     """A condition on one argument of a system call.
 
     Attributes:
-        argument: Its place, counted from 0.
-        values: The 32-bit values that pass, or that do not, after `mask`.
+        argument: Index of the argument, from 0.
+        values: 32-bit values that are allowed, or refused, after applying `mask`.
         mask: Bits that are compared.
-        refused: `values` are those that do not pass.
-        high: The upper half of the 64-bit argument is compared.
+        refused: True if `values` are the refused values.
+        high: True to compare the upper half of the 64-bit argument.
     """
 
     argument: int
@@ -68,7 +67,7 @@ class Check:
     high: bool = False
 
     def statements(self) -> list[bytes]:
-        """Returns BPF that fails the call where the condition does not hold, and else continues after it."""
+        """Returns BPF that fails the call unless the condition is true, and otherwise continues."""
         found = [_load(16 + 8 * self.argument + 4 * self.high)]
         if self.mask != _ALL_BITS:
             found.append(_statement(_AND, 0, 0, self.mask))
@@ -87,7 +86,7 @@ Rules = Mapping[str, tuple[Check, ...] | int]
 
 
 def of_programs() -> Rules:
-    """Returns the rules of an untrusted program; a call that they do not name is refused."""
+    """Returns the allow list of an untrusted program; calls that it does not name are refused."""
     own = os.getpid()
     itself = (Check(0, (0, own)),)
     own_priority = (Check(0, (0,)), Check(1, (0, own)))
@@ -95,7 +94,7 @@ def of_programs() -> Rules:
         "mmap": (Check(3, _MMAP_KINDS, _MMAP_BITS),),
         "openat": (Check(2, _OPEN_MODES, _OPEN_BITS),),
         "open": (Check(1, _OPEN_MODES, _OPEN_BITS),),
-        "fallocate": errno.EOPNOTSUPP,  # takes a disk's room faster than `usage.py` looks; C libraries write instead
+        "fallocate": errno.EOPNOTSUPP,  # fills a disk faster than `usage.py` samples; C libraries fall back to writes
         "fcntl": (Check(1, _FCNTL),),
         "ioctl": (Check(1, _IOCTL),),
         "clone": (Check(0, (_CLONE_THREAD,), _CLONE_THREAD | _NEW_NAMESPACES),),
@@ -113,13 +112,13 @@ def of_programs() -> Rules:
 
 
 def of_workers() -> Rules:
-    """Returns the rules of a worker and its programs, which refuse shared state and processes above the worker.
+    """Returns the deny list of a worker and its programs: shared state, and processes above the worker.
 
-    Signals to the keeper are refused by its number, for kernels whose Landlock knows none (before Linux 6.12).
+    Signals to the supervisor are refused by its pid, for kernels whose Landlock has no signal scope (before 6.12).
     """
-    own, keeper = os.getpid(), os.getppid()
+    own, supervisor = os.getpid(), os.getppid()
     itself = (Check(0, (0, own)),)
-    spares_the_keeper = (Check(0, (-1, keeper, -keeper), refused=True),)
+    not_supervisor = (Check(0, (-1, supervisor, -supervisor), refused=True),)
     return {
         **_UNREADABLE,
         "prlimit64": itself,
@@ -129,15 +128,15 @@ def of_workers() -> Rules:
         "setpriority": (Check(0, (0,)), Check(1, (0, own))),
         "ioprio_set": (Check(0, (1,)), Check(1, (0, own))),
         **dict.fromkeys(("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), itself),
-        **dict.fromkeys(("kill", "tkill", "tgkill", "rt_sigqueueinfo"), spares_the_keeper),
-        **dict.fromkeys(("rt_tgsigqueueinfo", "pidfd_open"), spares_the_keeper),
+        **dict.fromkeys(("kill", "tkill", "tgkill", "rt_sigqueueinfo"), not_supervisor),
+        **dict.fromkeys(("rt_tgsigqueueinfo", "pidfd_open"), not_supervisor),
         **dict.fromkeys(SHARED, errno.EPERM),
         "io_uring_setup": errno.ENOSYS,  # it makes calls that no filter sees
     }
 
 
 def without_sockets() -> Rules:
-    """Returns rules against sockets; a pair of them may be made where it cannot send to any other."""
+    """Returns the deny list for sockets; socket pairs that can only reach each other are allowed."""
     return {
         "socket": errno.EPERM,
         "socketpair": (Check(0, (_AF_UNIX,)), Check(1, (_SOCK_STREAM, _SOCK_SEQPACKET), _SOCKET_TYPE_BITS)),
@@ -146,7 +145,7 @@ def without_sockets() -> Rules:
 
 
 def number_of(name: str) -> int | None:
-    """Returns the number of a system call on this machine; None: not known here."""
+    """Returns the number of a system call on this machine; None if unknown for its architecture."""
     known = sys.platform == "linux" and platform.machine() in _ARCHITECTURES
     return NUMBERS[name][_ARCHITECTURES[platform.machine()][1]] if known else None
 
@@ -155,15 +154,15 @@ def install(rules: Rules, *, only: bool) -> str:
     """Adds a filter to all threads of this process.
 
     Args:
-        rules: See `Rules`.
-        only: Whether every other call is refused; else it is allowed.
+        rules: Allow list or deny list.
+        only: True to refuse calls that `rules` does not name; False to allow them.
 
     Returns:
-        Why this machine cannot, "" where the filter holds.
+        The reason why the filter could not be installed; "" if it was.
     """
     call = number_of("seccomp")
     if call is None:
-        return f"there is no filter of system calls for {sys.platform} on {platform.machine()}"
+        return f"no system-call filter is available for {sys.platform} on {platform.machine()}"
     code = b"".join(_program(rules, *_ARCHITECTURES[platform.machine()], only=only))
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
@@ -196,7 +195,7 @@ def _statement(code: int, if_true: int, if_false: int, value: int) -> bytes:
 
 
 def _load(offset: int) -> bytes:
-    """Loads 32 bits of the call: 0 its number, 4 the architecture, from 16 on the halves of its arguments."""
+    """Returns a load of 32 bits: at offset 0 the call's number, 4 the architecture, from 16 on its arguments."""
     return _statement(_LOAD, 0, 0, offset)
 
 

@@ -1,8 +1,8 @@
-"""The process around a worker: what foreign code starts in it ends with it.
+"""Supervisor of a worker: ends the worker together with every process that foreign code started in it.
 
-Owns the worker's surroundings: a session of its own, its limit of memory, and its end together with every process that
-it started, however these detached themselves: on Linux orphans come back to the keeper. It runs no foreign code, so it
-is there when the worker hangs. Imports no torch.
+Runs the worker in a session of its own under a memory limit. On Linux the supervisor is the subreaper of the tree, so
+even detached processes are found and killed. It runs no foreign code, so it still works when the worker hangs. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from mrl.distributed.worker_processes.landlock_seccomp import set_limit
 MIB = 1 << 20
 
 IGNORED = {signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM}
-"""Signals that a terminal or a scheduler sends to every process of a job: a worker leaves them to its parent."""
+"""Signals that terminals and schedulers send to every process of a job: workers leave them to their parent."""
 
-_LOOK_S = 0.5  # between two looks at the memory
-_LOOK_FRAC = 0.01  # of a core for them, on a machine of thousands of processes
+_SAMPLE_S = 0.5  # interval between two measurements of resource usage
+_SAMPLE_FRAC = 0.01  # largest share of a core that the measurements use, on machines with thousands of processes
 _SHOWN_FRAMES = 5
-_EXIT_LIMIT_S = 4.0  # for killed processes to be gone
+_EXIT_LIMIT_S = 4.0  # for killed processes to disappear
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """What the keeper is told by its parent.
+class SupervisorArgs:
+    """Command-line arguments of the supervisor.
 
     Attributes:
-        memory_name: How the user calls the limit of memory, for messages.
-        parent: Process id; the keeper ends when it does.
-        commands: File descriptor on which the worker reads.
-        answers: File descriptor on which worker and keeper write.
-        memory_limit_mb: Of the worker and all that it starts together, MiB; 0: none.
-        key: Marks what the worker writes.
-        max_processes: Of the worker and all that it starts together, at one time; 0: any number.
+        memory_name: Config key of the memory limit, for messages.
+        parent: Process id of the parent; the supervisor ends when the parent does.
+        commands: File descriptor from which the worker reads.
+        answers: File descriptor to which the worker and the supervisor write.
+        memory_limit_mb: Memory limit of the worker and its descendants together, MiB; 0: unlimited.
+        key: Random number that authenticates the worker's lines.
+        max_processes: Number of simultaneous processes, the worker and its descendants; 0: unlimited.
     """
 
     memory_name: str
@@ -58,91 +58,95 @@ class Bounds:
     max_processes: int
 
     def arguments(self) -> list[str]:
-        """For the command line of the keeper."""
+        """Returns the arguments as words of a command line."""
         return [str(value) for value in astuple(self)]
 
     @staticmethod
-    def read(arguments: Sequence[str]) -> Bounds:
-        """What `arguments` wrote."""
+    def read(arguments: Sequence[str]) -> SupervisorArgs:
+        """Parses the words of `arguments`."""
         name, *numbers = arguments
-        return Bounds(name, *map(int, numbers))
+        return SupervisorArgs(name, *map(int, numbers))
 
 
-def keep(bounds: Bounds, work: Callable[[Bounds], None]) -> None:
-    """Runs `work` in a process of its own, until that ends or the parent closes the pipe."""
+def supervise(args: SupervisorArgs, work: Callable[[SupervisorArgs], None]) -> None:
+    """Runs `work` in a forked worker until it ends, exceeds a limit, or the parent closes the pipe."""
     for number in IGNORED:
-        signal.signal(number, _nothing)  # unlike SIG_IGN not handed down to a function's own programs
-    signal.signal(signal.SIGCHLD, _nothing)
+        signal.signal(number, _ignore)  # unlike SIG_IGN, a handler is not inherited by executed programs
+    signal.signal(signal.SIGCHLD, _ignore)
     os.setsid()
-    for end in (bounds.commands, bounds.answers):
-        os.set_inheritable(end, False)  # no business of a program that a function starts
+    for end in (args.commands, args.answers):
+        os.set_inheritable(end, False)
     prctl.set_attribute(prctl.CHILD_SUBREAPER, 1)
-    keeper = os.getpid()
+    supervisor = os.getpid()
     worker = os.fork()
     if worker == 0:
         prctl.set_attribute(prctl.PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == keeper:
+        if os.getppid() == supervisor:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
-            os.setpgid(0, 0)  # a signal to its own group is none to the keeper
-            # a MemoryError in Python, in this process and its children, each for itself
-            set_limit(resource.RLIMIT_DATA, bounds.memory_limit_mb * MIB)
-            _work(bounds, work)
+            os.setpgid(0, 0)  # a signal to the worker's group must not reach the supervisor
+            # per process; gives a MemoryError in Python before the limit of the tree kills the worker
+            set_limit(resource.RLIMIT_DATA, args.memory_limit_mb * MIB)
+            _work(args, work)
         os._exit(0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
-    why, limit = _watch(worker, bounds)
+    why, limit = _watch(worker, args)
     _end_all()
     if why:
         with contextlib.suppress(OSError):
-            os.write(bounds.answers, protocol.last_words(bounds.key, why, limit))
+            os.write(args.answers, protocol.ended_line(args.key, why, limit))
 
 
-def _work(bounds: Bounds, work: Callable[[Bounds], None]) -> None:
-    """Runs `work`; what it raises ends this process here, and not in the frames that it was forked in."""
+def _work(args: SupervisorArgs, work: Callable[[SupervisorArgs], None]) -> None:
+    """Runs `work`; an exception ends this process here instead of unwinding the frames of the forked parent."""
     try:
-        work(bounds)
+        work(args)
     except BaseException:  # noqa: BLE001 - a process of foreign code may raise anything
         traceback.print_exc(limit=-_SHOWN_FRAMES)
         os._exit(1)
 
 
-def _watch(worker: int, bounds: Bounds) -> tuple[str, str]:
-    """How the worker ended, or why it must, and the limit's name; "" once the parent is gone or closed its end."""
+def _watch(worker: int, args: SupervisorArgs) -> tuple[str, str]:
+    """Waits until the worker ends or exceeds a limit, or the parent ends or closes its pipe.
+
+    Returns:
+        How the worker ended, and the name of the exceeded limit ("" for none); both "" in the parent's case.
+    """
     woken, wakes = os.pipe()
     for end in (woken, wakes):
         os.set_blocking(end, False)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)  # a child's end ends the wait below
     poll = select.poll()
-    poll.register(bounds.commands, 0)  # that the other side is closed is told without being asked for
+    poll.register(args.commands, 0)  # POLLHUP is always reported
     poll.register(woken, select.POLLIN)
-    pause_s = _LOOK_S
+    pause_s = _SAMPLE_S
     while (status := _reap(worker)) is None:
-        if os.getppid() != bounds.parent or bounds.commands in dict(poll.poll(pause_s * 1000)):
+        if os.getppid() != args.parent or args.commands in dict(poll.poll(pause_s * 1000)):
             return "", ""
         with contextlib.suppress(BlockingIOError):
             os.read(woken, 4096)
         start = time.monotonic()
-        for limit, most in _exceeded(bounds):
-            os.kill(worker, signal.SIGKILL)  # before what it waits for: it must not go on without that
+        for limit, most in _exceeded(args):
+            os.kill(worker, signal.SIGKILL)  # before its children: it must not continue without them
             return f"with what it started it took more than {most}", limit
-        pause_s = max(_LOOK_S, (time.monotonic() - start) / _LOOK_FRAC)
+        pause_s = max(_SAMPLE_S, (time.monotonic() - start) / _SAMPLE_FRAC)
     return (f"signal {-status}" if status < 0 else f"exit status {status}"), ""
 
 
-def _exceeded(bounds: Bounds) -> Iterator[tuple[str, str]]:
-    """The limits that the worker and what it started exceed together."""
-    if bounds.max_processes and len(psutil.Process().children(recursive=True)) > bounds.max_processes:
-        yield "processes", f"{bounds.max_processes} processes"
-    if bounds.memory_limit_mb and _memory_mb(bounds.memory_limit_mb) > bounds.memory_limit_mb:
-        yield "memory", f"{bounds.memory_name}={bounds.memory_limit_mb}"
+def _exceeded(args: SupervisorArgs) -> Iterator[tuple[str, str]]:
+    """Yields (name, limit in words) of each limit that the worker and its descendants exceed."""
+    if args.max_processes and len(psutil.Process().children(recursive=True)) > args.max_processes:
+        yield "processes", f"{args.max_processes} processes"
+    if args.memory_limit_mb and _memory_mb(args.memory_limit_mb) > args.memory_limit_mb:
+        yield "memory", f"{args.memory_name}={args.memory_limit_mb}"
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """For a signal that is not to end the process, or only to end a wait."""
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Handles a signal by doing nothing: it only interrupts a wait."""
 
 
 def _reap(worker: int) -> int | None:
-    """Collects processes that ended; the worker's status, negative for a signal, if it is among them."""
+    """Reaps ended processes; returns the worker's exit status (negative for a signal), None while it runs."""
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             if found[0] == worker:
@@ -151,7 +155,7 @@ def _reap(worker: int) -> int | None:
 
 
 def _end_all() -> None:
-    """Kills everything that descends from this process, and what is started meanwhile."""
+    """Kills all descendants of this process, including those started meanwhile."""
     end = time.monotonic() + _EXIT_LIMIT_S
     while time.monotonic() < end:
         for process in psutil.Process().children(recursive=True):
@@ -165,8 +169,12 @@ def _end_all() -> None:
         time.sleep(0.002)
 
 
-def _memory_mb(enough: float) -> float:
-    """Of everything that descends from this process, MiB; what several share counts once where it comes to that."""
+def _memory_mb(limit_mb: float) -> float:
+    """Returns the memory of all descendants, MiB.
+
+    The sum of resident sizes counts shared pages repeatedly. If it exceeds `limit_mb`, the slower proportional sizes
+    (PSS) are summed instead, on Linux.
+    """
     found = psutil.Process().children(recursive=True)
     total = 0.0
     for exact in (False, True):
@@ -174,6 +182,6 @@ def _memory_mb(enough: float) -> float:
         for process in found:
             with contextlib.suppress(psutil.Error):
                 total += process.memory_full_info().pss / MIB if exact else process.memory_info().rss / MIB
-        if total <= enough or sys.platform != "linux":
+        if total <= limit_mb or sys.platform != "linux":
             break
     return total

@@ -1,16 +1,16 @@
-"""Numbers of Linux's system calls on x86_64 and aarch64, in the groups that filters are made of.
+"""Numbers of Linux's system calls on x86_64 and aarch64, grouped by the filters that use them.
 
-The numbers are those of Linux's own headers (asm/unistd_64.h and asm-generic/unistd.h), which never change one.
+Source: Linux headers asm/unistd_64.h and asm-generic/unistd.h; Linux never changes a number.
 """
 
 from __future__ import annotations
 
 NEWEST = 462
-"""Last number that was known when PROGRAMS was written: a higher one belongs to a newer kernel."""
+"""Highest number that was assigned when PROGRAMS was written; higher ones belong to newer kernels."""
 
 
 def _table(text: str) -> dict[str, tuple[int | None, int | None]]:
-    """Returns the numbers on x86_64 and aarch64 by name, from words `name:x86_64:aarch64`; None: no such call there."""
+    """Parses words `name:x86_64:aarch64` into name -> numbers; None where an architecture lacks the call."""
     rows = (word.split(":") for word in text.split())
     return {name: (int(x86) if x86 else None, int(arm) if arm else None) for name, x86, arm in rows}
 
@@ -42,7 +42,7 @@ setrlimit:160:164 prlimit64:302:261 getpriority:140:141 setpriority:141:140 sche
 sched_setaffinity:203:122 sched_getparam:143:121 sched_getscheduler:145:120 sched_get_priority_max:146:125
 sched_get_priority_min:147:126 map_shadow_stack:453:453
 """)
-"""Calls that an untrusted program may make: memory, files, threads, timers and questions about itself."""
+"""Calls that an untrusted program may make: memory, files, threads, timers and queries about its own process."""
 
 SHARED = _table("""
 add_key:248:217 request_key:249:218 keyctl:250:219 shmget:29:194 shmat:30:196 shmctl:31:195 shmdt:67:197
@@ -64,4 +64,4 @@ rt_sigqueueinfo:129:138 rt_tgsigqueueinfo:297:240 pidfd_open:434:434 pidfd_send_
 sched_setscheduler:144:119 sched_setparam:142:118 sched_setattr:314:274 ioprio_set:251:30 capset:126:91
 seccomp:317:277
 """)
-"""Further calls that a filter names."""
+"""Other calls that a filter names."""

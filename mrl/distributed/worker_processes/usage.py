@@ -1,7 +1,7 @@
-"""Measures what Linux does not limit for one process: threads, files, and memory of every kind.
+"""Resource usage of a process tree that Linux does not limit per process: threads, files, and memory of every kind.
 
-It is looked at while the program runs, so for a moment there can be more. A file that was removed takes room on the
-disk as long as it is open or mapped, and is in no folder then.
+Usage is sampled while the program runs, so it can exceed a limit for a moment. A removed file takes disk space as long
+as it is open or mapped, but no folder lists it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _REMOVED_AND_MAPPED = re.compile(r"^\S+ \S+ \S+ \S+ ([1-9]\d*) .* \(deleted\)$",
 
 
 @dataclass(frozen=True)
-class Most:
-    """Bounds of what a program may take.
+class UsageLimits:
+    """Limits of a program that are enforced by sampling.
 
     Attributes:
-        threads: Number of threads of a process.
-        memory_mb: Memory of all processes, MiB.
-        folder_mb: Files in its folder together and, of each process, removed ones together, MiB on the disk.
-        file_mb: Size of a file, MiB.
+        threads: Number of threads per process.
+        memory_mb: Memory of all processes together, MiB.
+        folder_mb: Total size of the files in its folder, and total size of each process's removed files, MiB on disk.
+        file_mb: Size of one file, MiB.
         files: Number of files and folders in its folder.
     """
 
@@ -41,13 +41,13 @@ class Most:
     files: int
 
 
-def process_problem(pid: int, most: Most, own_bytes: int = 0) -> str:
-    """Returns what a process and its descendants take too much of; "" where it is nothing, or they are gone.
+def process_problem(pid: int, limits: UsageLimits, own_bytes: int = 0) -> str:
+    """Returns the limit that a process and its descendants exceed, in words; "" if none, or if they have ended.
 
     Args:
-        pid: Number of the process.
-        most: What it may take.
-        own_bytes: Size of the removed files that it was started with, bytes on the disk.
+        pid: Process id.
+        limits: Limits of threads, memory and removed files.
+        own_bytes: Size of the removed files that the process was started with, bytes on disk.
     """
     threads = memory_kb = 0
     pids = _with_descendants(pid)
@@ -55,22 +55,22 @@ def process_problem(pid: int, most: Most, own_bytes: int = 0) -> str:
         found = {name: int(value) for name, value in _STATUS.findall(_read(f"/proc/{one}/status"))}
         threads = max(threads, found.get("Threads", 0))
         memory_kb += found.get("RssAnon", 0) + found.get("RssShmem", 0)
-    if threads > most.threads:
-        return f"it started more than {most.threads} threads"
-    if memory_kb >> 10 > most.memory_mb + _MEMORY_SLACK_MB:
-        return f"it took more than {most.memory_mb} MiB of memory"
-    if max(map(partial(_removed_bytes, file_mb=most.file_mb), pids)) > (most.folder_mb << 20) + own_bytes:
-        return _TOO_MANY_BYTES.format(most.folder_mb)
+    if threads > limits.threads:
+        return f"it started more than {limits.threads} threads"
+    if memory_kb >> 10 > limits.memory_mb + _MEMORY_SLACK_MB:
+        return f"it took more than {limits.memory_mb} MiB of memory"
+    if max(map(partial(_removed_bytes, file_mb=limits.file_mb), pids)) > (limits.folder_mb << 20) + own_bytes:
+        return _TOO_MANY_BYTES.format(limits.folder_mb)
     return ""
 
 
-def folder_problem(folder: str, most: Most) -> str:
-    """Returns what is too much in a program's folder; "" where nothing is."""
-    num_bytes, num_files = measure(folder, most.files)
-    if num_files > most.files:
-        return f"it made more than {most.files} files and folders, or folders that cannot be read"
-    if num_bytes > most.folder_mb << 20:
-        return _TOO_MANY_BYTES.format(most.folder_mb)
+def folder_problem(folder: str, limits: UsageLimits) -> str:
+    """Returns the limit that a program's folder exceeds, in words; "" if none."""
+    num_bytes, num_files = measure(folder, limits.files)
+    if num_files > limits.files:
+        return f"it made more than {limits.files} files and folders, or folders that cannot be read"
+    if num_bytes > limits.folder_mb << 20:
+        return _TOO_MANY_BYTES.format(limits.folder_mb)
     return ""
 
 
@@ -79,7 +79,7 @@ def _with_descendants(pid: int) -> list[int]:
     for one in found:
         try:
             children = Path(f"/proc/{one}/task/{one}/children").read_text(encoding="ascii")
-        except FileNotFoundError:  # the process is gone, or this kernel does not list children
+        except FileNotFoundError:  # the process has ended, or this kernel does not list children
             return found if not Path(f"/proc/{one}").exists() else [pid, *_slowly(pid)]
         except OSError:
             continue
@@ -88,7 +88,7 @@ def _with_descendants(pid: int) -> list[int]:
 
 
 def _slowly(pid: int) -> list[int]:
-    import psutil  # a program's own start should not wait for it
+    import psutil  # imported here to keep a program's start fast
 
     try:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
@@ -97,9 +97,9 @@ def _slowly(pid: int) -> list[int]:
 
 
 def _removed_bytes(pid: int, file_mb: int) -> int:
-    """Returns the size of the removed files that a process has open or mapped, bytes on the disk.
+    """Returns the size of the removed files that a process has open or mapped, bytes on disk.
 
-    The size of one that is only mapped cannot be asked: `file_mb` is taken.
+    The size of a file that is only mapped is not available: it counts as `file_mb`.
     """
     found: dict[int, int] = {}
     with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:

@@ -1,1 +1,1 @@
-"""How a model writes that it calls a tool, one file for each format, named as verl and vLLM do."""
+"""Parsers of tool calls, one file per format, named as in verl and vLLM."""

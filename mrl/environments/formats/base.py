@@ -1,17 +1,16 @@
-"""Reading of tool calls: from an assistant's text to the calls in it, and errors for calls that cannot be read.
+"""Parsing of tool calls in an assistant's text, with errors for malformed calls.
 
-A format is a file in this folder that defines `FORMAT`, a `Format` around a `Scanner`. The scanner knows how one call
-is written; `Format` walks over the message and leaves reasoning out. No text makes it raise, and the time it takes
-grows with the length of the text.
+A format is a file in this folder that defines `FORMAT`, a `Format` around a `Scanner`. The scanner parses one call;
+`Format` searches the message and skips reasoning. Parsing never raises, and takes time linear in the length of the
+text.
 
-Reasoning stands between the tags of `mrl/config/reasoning.py`. A call inside reasoning is not made, and a tag that
-reasoning mentions is no error:
+Reasoning is enclosed in the tags of `mrl/config/reasoning.py`. Calls inside reasoning are ignored, malformed ones too:
 
-- Reasoning without its closing tag goes on to the end of the message.
-- Where the prompt ends with an opening tag (the chat template wrote it), the message begins inside the reasoning.
-- A closing tag without an opening one ends reasoning too: nothing before it is a call. A closing tag in an argument of
-  a readable call is part of the argument.
-- A tag in quotes or backticks outside reasoning is a mention.
+- Reasoning without its closing tag extends to the end of the message.
+- If the prompt ends with an opening tag (written by the chat template), the message begins inside the reasoning.
+- A closing tag without an opening one also ends reasoning: nothing before it is a call. A closing tag in an argument of
+  a well-formed call is part of the argument.
+- A tag in quotes or backticks outside reasoning is text.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from mrl.config import reasoning, registry
 from mrl.environments.base import Action, Schema, ToolCall
 
 _TAIL_TOKENS = 200
-"""Tokens at the end of a prompt that are decoded: more than an opening tag and the white space after it have."""
+"""Number of tokens at the end of a prompt that are decoded: enough for an opening tag and white space after it."""
 
 _SHOWN_CHARS = 80
 
 
 class CallError(ValueError):
-    """What looks like a call and is none, in a sentence for the model."""
+    """Parse error of a malformed tool call; the message is a sentence for the model."""
 
 
 Call = ToolCall | CallError
-"""A call, or why it cannot be read."""
+"""A parsed call, or its parse error."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ class Parsed:
     """The content and the calls of a message.
 
     Attributes:
-        content: Text before the first call, reasoning included; the whole text where there is no call.
-        calls: In order; an error where a call cannot be read.
+        content: Text before the first call, including reasoning; the complete text if there is no call.
+        calls: Parsed calls and parse errors, in order.
     """
 
     content: str
@@ -54,39 +53,39 @@ class Parsed:
 
 
 class Scanner(ABC):
-    """Reader of the calls of one message."""
+    """Parser of the calls in one message."""
 
     opening: ClassVar[str]
-    """Regular expression of what a call may begin with."""
+    """Regular expression that matches the beginning of a call."""
 
     def __init__(self, text: str, tools: Sequence[Schema]) -> None:
-        """Args: text: The message. tools: Schemas, for the types of arguments where the format has none."""
+        """Stores the message, and the tools' schemas for the types of arguments that a format does not mark."""
         self.text, self.tools = text, tools
 
     @abstractmethod
     def call_at(self, start: int, visible: int) -> tuple[Call | None, int]:
-        """Reads the call that begins at `start`.
+        """Parses the call that begins at `start`.
 
         Args:
             start: Index of a match of `opening`.
-            visible: Index where the text after the last reasoning begins.
+            visible: Index at which the text after the last reasoning begins.
 
         Returns:
-            The call, None where this is ordinary text; and the index at which to go on, larger than `start`.
+            The call, None if it is ordinary text; and the index at which to continue, larger than `start`.
         """
 
 
 @dataclass(frozen=True)
 class Format:
-    """A tool-call format: reads a whole message with its scanner."""
+    """A tool-call format, which parses messages with its scanner."""
 
     scanner: type[Scanner]
 
     def __call__(self, text: str, tools: Sequence[Schema], *, prompt: str = "") -> Parsed:
-        """Reads a message.
+        """Parses a message.
 
         Args:
-            text: As it was sampled, without the end token.
+            text: Sampled text, without the end token.
             tools: Schemas of the tools.
             prompt: Text before the message, or its end (`prompt_tail`); it may open reasoning.
         """
@@ -105,7 +104,7 @@ class Format:
             elif closed is None:
                 call, place = scanner.call_at(start, visible)
                 if not isinstance(call, ToolCall):
-                    # Text that cannot be read as a call may be prose of reasoning that the closing tag ends.
+                    # The malformed call may be part of reasoning that a later closing tag ends.
                     closed = reasoning.closing_in(text, start, place)
                 if call is not None and closed is None:
                     found.append((start, call))
@@ -116,7 +115,7 @@ class Format:
 
 
 def prompt_tail(prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
-    """Returns the end of a prompt's text, enough to see whether the prompt opens reasoning."""
+    """Returns the end of a prompt's text, long enough to detect an opening tag of reasoning."""
     return decode(prompt_ids[-_TAIL_TOKENS:])
 
 
@@ -124,20 +123,20 @@ def find(name: str) -> Format:
     """Returns the format of this name.
 
     Raises:
-        UserError: There is none; the message offers the nearest name.
+        UserError: The name is unknown; the message suggests the most similar one.
     """
     found: Format = registry.find("environments.formats", name, "FORMAT")
     return found
 
 
 def action(text: str, form: Format, tools: Sequence[Schema], max_calls: int, *, prompt: str = "") -> Action:
-    """Reads a message of the policy as an action.
+    """Parses a message of the policy into an action.
 
     Args:
-        text: As it was sampled, without the end token.
-        form: How calls are written.
+        text: Sampled text, without the end token.
+        form: Tool-call format.
         tools: Schemas of the environment's tools.
-        max_calls: Most calls of one message; later ones are not made, and the action has an error for the model.
+        max_calls: Largest number of calls per message; further ones are dropped, with an error for the model.
         prompt: Text before the message, or its end (`prompt_tail`); it may open reasoning.
     """
     parsed = form(text, tools, prompt=prompt)
@@ -150,10 +149,10 @@ def action(text: str, form: Format, tools: Sequence[Schema], max_calls: int, *, 
 
 
 class NotJsonError(CallError):
-    """Text that is not JSON where a call should be.
+    """Parse error of a call that is not JSON.
 
     Attributes:
-        place: Index in the text at which it stops being JSON.
+        place: Index in the text of the JSON error.
     """
 
     def __init__(self, reason: str, place: int) -> None:
@@ -161,13 +160,13 @@ class NotJsonError(CallError):
         self.place = place
 
 
-def decoded(text: str, start: int = 0) -> tuple[Any, int]:
-    """Reads the JSON value that begins at `start`, and returns it with the index of its end.
+def parse_json_at(text: str, start: int = 0) -> tuple[Any, int]:
+    """Parses the JSON value that begins at `start`; returns it and the index of its end.
 
-    NaN and Infinity are not JSON.
+    Rejects NaN and Infinity.
 
     Raises:
-        NotJsonError: There is no JSON value.
+        NotJsonError: The text is not JSON.
     """
     try:
         value, end = _DECODER.raw_decode(text, start)
@@ -180,15 +179,15 @@ def decoded(text: str, start: int = 0) -> tuple[Any, int]:
     return value, end
 
 
-def call_of(value: Any, *names: str) -> ToolCall:
-    """Returns the call that a JSON object describes.
+def to_tool_call(value: Any, *names: str) -> ToolCall:
+    """Converts a JSON object to a call.
 
     Args:
-        value: {"name": ..., "arguments": {...}}.
-        names: Keys that may hold the arguments.
+        value: Object such as {"name": ..., "arguments": {...}}.
+        names: Accepted keys of the arguments.
 
     Raises:
-        CallError: It does not describe a call.
+        CallError: The value lacks a name or arguments.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise CallError(f"a tool call has no 'name': {shown(json.dumps(value))}")

@@ -1,12 +1,12 @@
 """Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`.
 
-Values are texts; the tool's schema says which type they become. Source: the chat template of Qwen3-Coder; read as
+Values are texts, converted to the types of the tool's schema. Source: the chat template of Qwen3-Coder. Parses as
 vLLM's `qwen3_coder` parser does, except that tags inside a value are part of it.
 
-The format has no escapes, so a text may hold any of its tags. Tags count only in their full order: a call ends with
-`</parameter></function></tool_call>`, white space between them allowed, and an argument ends with `</parameter>` before
-the next `<parameter=`. A value may hold whole calls (an example in a document that is written, say): the end of a call
-is found by matching beginnings with ends, as brackets are matched.
+The format has no escapes, so a value may contain any of its tags. Only complete sequences of tags count: a call ends
+with `</parameter></function></tool_call>`, with optional white space between, and an argument ends with `</parameter>`
+before the next `<parameter=`. A value may contain complete calls, such as an example in a document: the end of a call
+is found by matching beginnings and ends like brackets.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 
 from mrl.config import reasoning
 from mrl.environments.base import Schema, ToolCall
-from mrl.environments.formats.base import Call, CallError, Format, Scanner, decoded, shown
+from mrl.environments.formats.base import Call, CallError, Format, Scanner, parse_json_at, shown
 from mrl.environments.formats.hermes import END, START
 
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
 _TAGS = re.compile(
-    # A function after another may lack a <tool_call> of its own.
+    # A function that follows another may lack its <tool_call> tag.
     rf"(?P<begin>(?:{START}|(?<=</function>))\s*{_FUNCTION})"
     rf"|(?P<end>(?:</parameter>\s*)?</function>(?:\s*{END}|(?=\s*(?:{START}\s*)?{_FUNCTION})|\s*\Z))"
-    rf"|{reasoning.MARK}"  # an end before reasoning is none of a call that goes on after it
+    rf"|{reasoning.MARK}"  # a call that continues after reasoning cannot end before it
 )
 _EDGE = re.compile(rf"{END}|(?={START})")
 _NEXT_PARAMETER = re.compile(rf"</parameter>\s*{_PARAMETER}")
@@ -38,13 +38,13 @@ _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 @dataclass(frozen=True)
 class _Body:
-    """The part of a message between the beginning and the end of a call.
+    """Indices in a message of the part between the beginning and the end of a call.
 
     Attributes:
         first: Index after `<function=`.
         last: Index of the closing tags.
-        end: Index after them.
-        inner: Spans [first, last) of whole calls inside it, in order.
+        end: Index after the closing tags.
+        inner: Spans [first, last) of complete calls inside it, in order.
     """
 
     first: int
@@ -54,17 +54,17 @@ class _Body:
 
 
 class Qwen3Coder(Scanner):
-    """Calls in tags; the last call of a message may lack its closing tags."""
+    """Parser of tagged calls; the last call of a message may lack its closing tags."""
 
     opening = rf"{START}|(?<=</function>)\s*{_FUNCTION}"
 
     def __init__(self, text: str, tools: Sequence[Schema]) -> None:
-        """See `Scanner`."""
+        """Finds and matches all tags of the message."""
         super().__init__(text, tools)
         self._tags = _Tags(text)
 
     def call_at(self, start: int, visible: int) -> tuple[Call | None, int]:
-        """See `Scanner.call_at`."""
+        """Implements `Scanner.call_at`."""
         text = self.text
         body = self._tags.body(start)
         if body is None:
@@ -124,10 +124,9 @@ class Qwen3Coder(Scanner):
 
 
 class _Tags:
-    """The tags of a message in which calls begin and end, matched as brackets are."""
+    """Beginnings and ends of calls in a message, matched like brackets."""
 
     def __init__(self, text: str) -> None:
-        """Args: text: The message."""
         self._text = text
         self._tags = tags = list(_TAGS.finditer(text))
         self._begins = {tag.start(): place for place, tag in enumerate(tags) if tag["begin"] is not None}
@@ -148,12 +147,12 @@ class _Tags:
                 self._next_end[place], self._last_end[place] = place, self._last_end[place + 1] if follows else place
 
     def body(self, start: int) -> _Body | None:
-        """Returns the body of the call that begins at index `start`; None: there is no `<function=`."""
+        """Returns the body of the call that begins at index `start`; None if it lacks `<function=`."""
         place = self._begins.get(start)
         if place is None:
             return None
         tags, first = self._tags, self._tags[place].end()
-        # An end that follows an end has no beginning: it is part of a value that goes on.
+        # An end directly after an end has no beginning: it is part of a value that continues.
         end = self._last_end[self._partner.get(place, self._next_end[place])]
         if end == len(tags):
             return self._unclosed(first)
@@ -175,7 +174,7 @@ class _Tags:
 
 
 def _types(name: str, tools: Sequence[Schema]) -> dict[str, tuple[str, ...]]:
-    """Returns the JSON types that each argument of a tool may have; none where its schema leaves them open."""
+    """Returns the allowed JSON types of each argument of a tool; () if its schema does not restrict them."""
     for tool in tools:
         function = tool.get("function", {})
         if function.get("name") == name:
@@ -193,7 +192,7 @@ def _named(schema: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _typed(value: str, types: tuple[str, ...], where: str) -> Any:
-    """Returns the value converted to the first of the types that it fits; raises CallError where it fits none."""
+    """Converts a value to the first type that it fits; raises CallError if it fits none."""
     for kind in ("null", "integer", "number", "boolean", "object", "array", "string"):
         if kind in types and (found := _read(value, kind)) is not None:
             return found[0]
@@ -203,7 +202,7 @@ def _typed(value: str, types: tuple[str, ...], where: str) -> Any:
 
 
 def _read(value: str, kind: str) -> tuple[Any] | None:
-    """Returns the value in a tuple; None where it is of another kind."""
+    """Parses a value as one JSON type; returns it in a 1-tuple, None if it is of another type."""
     text = value.strip()
     if kind == "string":
         return (value,)
@@ -217,7 +216,7 @@ def _read(value: str, kind: str) -> tuple[Any] | None:
         if kind == "number":
             number = float(text)
             return ((int(number) if number == int(number) else number),) if math.isfinite(number) else None
-        found, end = decoded(text)
+        found, end = parse_json_at(text)
         if end < len(text):
             return None
         json.dumps(found, allow_nan=False)  # 1e999 is infinite

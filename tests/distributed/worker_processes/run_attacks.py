@@ -19,15 +19,15 @@ from pathlib import Path
 import psutil
 
 from mrl.distributed.worker_processes.folders import measure, remove
-from mrl.distributed.worker_processes.sandbox import Bounds, bubblewrap_works, run_python
+from mrl.distributed.worker_processes.sandbox import SandboxLimits, bubblewrap_works, run_python
 from tests.distributed.worker_processes.attacks import CALM, PRELUDE
 from tests.distributed.worker_processes.attacks_alone import ALONE, MEMORY_MB
 
 NUM_AT_ONCE = 3
 ENDED = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
 IN_ONE_PROGRAM = 60
-FOR_ALL = Bounds(time_s=30.0, memory_mb=MEMORY_MB)
-FOR_ONE = Bounds(time_s=6.0, memory_mb=MEMORY_MB, output_bytes=10_000, folder_mb=32, files=500)
+FOR_ALL = SandboxLimits(time_s=30.0, memory_mb=MEMORY_MB)
+FOR_ONE = SandboxLimits(time_s=6.0, memory_mb=MEMORY_MB, output_bytes=10_000, folder_mb=32, files=500)
 
 EACH = """
 for name, source, given in {attacks!r}:

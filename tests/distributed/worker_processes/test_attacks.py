@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mrl.distributed.worker_processes.sandbox import Bounds, bubblewrap_works, run_python
+from mrl.distributed.worker_processes.sandbox import SandboxLimits, bubblewrap_works, run_python
 from tests.distributed.worker_processes.attacks import CALM
 from tests.distributed.worker_processes.attacks_alone import ALONE
 from tests.distributed.worker_processes.benign import BENIGN
@@ -65,7 +65,7 @@ def test_programs_that_mean_no_harm_work(way, part, tmp_path):
         pytest.skip("bubblewrap is not installed, or may not make namespaces here")
     assert len(BENIGN) >= 50
     code = TOGETHER.format(programs=list(BENIGN.items())[part::4])
-    ran = run_python(code, str(tmp_path), Bounds(time_s=120.0, memory_mb=512), bubblewrap=way == "bubblewrap")
+    ran = run_python(code, str(tmp_path), SandboxLimits(time_s=120.0, memory_mb=512), bubblewrap=way == "bubblewrap")
     if ran.missing:
         pytest.skip(f"this kernel has no such lock: {ran.missing}")
     assert (ran.output, ran.status, ran.problem) == ("end\n", 0, "")

@@ -10,11 +10,11 @@ import time
 import psutil
 import pytest
 
-from mrl.distributed.worker_processes.sandbox import Bounds, bubblewrap_works, run_python
+from mrl.distributed.worker_processes.sandbox import SandboxLimits, bubblewrap_works, run_python
 from tests.source import ROOT
 
 LIMIT_S = 20.0  # for what ends by itself, on a busy machine
-PATIENT = Bounds(time_s=LIMIT_S, memory_mb=256)
+PATIENT = SandboxLimits(time_s=LIMIT_S, memory_mb=256)
 
 
 @pytest.fixture(params=["alone", "bubblewrap"])
@@ -96,12 +96,12 @@ def test_what_it_may_not_fails_in_it(tmp_path, inside, fault):
     ],
 )
 def test_it_ends_at_its_limit(tmp_path, inside, code, problem):
-    found = ran(code, tmp_path, inside, Bounds(time_s=1.5, output_bytes=5000))
+    found = ran(code, tmp_path, inside, SandboxLimits(time_s=1.5, output_bytes=5000))
     assert problem in found.problem and len(found.output) <= 5000 and found.status == -9
 
 
 def test_a_short_limit_does_not_count_the_start_of_python(tmp_path, inside):
-    found = ran("while True: pass", tmp_path, inside, Bounds(time_s=0.01))
+    found = ran("while True: pass", tmp_path, inside, SandboxLimits(time_s=0.01))
     assert found.problem == "it took longer than 0.01 s" and found.missing == ()
 
 
@@ -117,8 +117,9 @@ def test_bubblewrap_is_run_where_it_was_found(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "bin" / "bwrap").symlink_to(shutil.which("bwrap"))
     code = (
-        "from mrl.distributed.worker_processes.sandbox import Bounds, bubblewrap_works, run_python\n"
-        f"print(bubblewrap_works(), run_python('print(42)', {str(tmp_path / 'folder')!r}, Bounds(), bubblewrap=True))"
+        "from mrl.distributed.worker_processes.sandbox import SandboxLimits, bubblewrap_works, run_python\n"
+        f"found = run_python('print(42)', {str(tmp_path / 'folder')!r}, SandboxLimits(), bubblewrap=True)\n"
+        "print(bubblewrap_works(), found)"
     )
     variables = {**os.environ, "PATH": str(tmp_path / "bin")}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True)
@@ -128,7 +129,7 @@ def test_bubblewrap_is_run_where_it_was_found(tmp_path):
 
 def test_bubblewrap_that_is_not_installed_is_refused_by_name(tmp_path):
     code = "from mrl.distributed.worker_processes.sandbox import *; "
-    code += f"run_python('', {str(tmp_path)!r}, Bounds(), bubblewrap=True)"
+    code += f"run_python('', {str(tmp_path)!r}, SandboxLimits(), bubblewrap=True)"
     variables = {**os.environ, "PATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True)
     assert "RuntimeError: bubblewrap is not installed" in done.stderr
@@ -136,9 +137,9 @@ def test_bubblewrap_that_is_not_installed_is_refused_by_name(tmp_path):
 
 def test_a_program_ends_with_a_killed_parent(tmp_path, inside):
     code = (
-        "from mrl.distributed.worker_processes.sandbox import Bounds, run_python\n"
+        "from mrl.distributed.worker_processes.sandbox import SandboxLimits, run_python\n"
         'program = \'import time\\nopen("there", "w").close()\\ntime.sleep(600)\'\n'
-        f"run_python(program, {str(tmp_path)!r}, Bounds(time_s=600.0), bubblewrap={inside})"
+        f"run_python(program, {str(tmp_path)!r}, SandboxLimits(time_s=600.0), bubblewrap={inside})"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     until(lambda: (tmp_path / "there").exists())
@@ -159,7 +160,7 @@ def until(condition):
 
 def test_a_folder_that_is_too_full_is_emptied(tmp_path, inside):
     code = "for n in range(300): open(str(n), 'w').close()"
-    found = ran(code, tmp_path, inside, Bounds(time_s=LIMIT_S, files=200))
+    found = ran(code, tmp_path, inside, SandboxLimits(time_s=LIMIT_S, files=200))
     assert "more than 200 files" in found.problem and os.listdir(tmp_path / "folder") == []
 
 
@@ -176,13 +177,17 @@ time.sleep(60)
 @pytest.mark.parametrize("held", ["file", "mmap.mmap(file.fileno(), 4096)"])
 def test_removed_files_count_as_long_as_they_are_held(tmp_path, inside, held):
     code = REMOVED.format(held=held) if held == "file" else REMOVED.format(held=f"{held}); file.close(")
-    found = ran(code, tmp_path, inside, Bounds(time_s=LIMIT_S, folder_mb=32))
+    found = ran(code, tmp_path, inside, SandboxLimits(time_s=LIMIT_S, folder_mb=32))
     assert found.problem == "it wrote more than 32 MiB of files"
 
 
 def test_the_input_is_not_among_the_files_that_a_program_writes(tmp_path, inside):
     found = ran(
-        "import time; time.sleep(0.3)", tmp_path, inside, Bounds(time_s=LIMIT_S, folder_mb=2), stdin="x" * (4 << 20)
+        "import time; time.sleep(0.3)",
+        tmp_path,
+        inside,
+        SandboxLimits(time_s=LIMIT_S, folder_mb=2),
+        stdin="x" * (4 << 20),
     )
     assert (found.status, found.problem) == (0, "")
 
@@ -199,12 +204,12 @@ def test_threads_are_counted(tmp_path, inside):
         "import threading, time\nfor _ in range(40):\n"
         "  threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\ntime.sleep(600)"
     )
-    assert "more than 20 threads" in ran(code, tmp_path, inside, Bounds(time_s=LIMIT_S, threads=20)).problem
+    assert "more than 20 threads" in ran(code, tmp_path, inside, SandboxLimits(time_s=LIMIT_S, threads=20)).problem
 
 
 def test_numpy_works_with_little_memory(tmp_path, inside):
     code = "import numpy as np\nprint(round(float(np.linalg.det(np.eye(300))), 3))"
-    assert ran(code, tmp_path, inside, Bounds(time_s=60.0, memory_mb=128)).output == "1.0\n"
+    assert ran(code, tmp_path, inside, SandboxLimits(time_s=60.0, memory_mb=128)).output == "1.0\n"
 
 
 def test_a_fork_bomb_does_not_go_off(tmp_path, inside):

@@ -85,8 +85,7 @@ def _cut(family: Sequence[int], parts: int) -> list[Sequence[int]]:
 def pack_microbatches(
     lens: Sequence[int], max_tokens: int, *, at_least: int = 1, multiple_of: int = 1
 ) -> list[list[int]]:
-    """Packs sequences into few microbatches of at most `max_tokens`, of equal size where that needs no more
-    microbatches.
+    """Packs sequences into few microbatches of at most `max_tokens`, of equal size where that needs no more of them.
 
     A sequence longer than the budget gets its own microbatch: the budget limits memory softly, and refusing a sampled
     sequence in the middle of a run loses more than trying it.

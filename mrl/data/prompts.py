@@ -115,8 +115,8 @@ class PromptEncoder:
                 return self._with_system([{"role": "user", "content": value}])
             if data.system_prompt is not None:
                 raise UserError(
-                    f"{source}: data.system_prompt is set, but the prompt is a plain string and gets no system prompt. Set "
-                    "data.apply_chat_template=always, or data.system_prompt=null."
+                    f"{source}: data.system_prompt is set, but the prompt is a plain string and gets no system prompt. "
+                    "Set data.apply_chat_template=always, or data.system_prompt=null."
                 )
             return value
         messages = parse_messages(value, source, f"column '{key}'")
@@ -173,9 +173,7 @@ class PromptEncoder:
         )
 
     def _answer_column(self, row: Row) -> str:
-        """Returns the column of the answer: `data.answer_key`, or verl's column where that key is "answer" and the row
-        lacks it.
-        """
+        """Returns the answer's column: `data.answer_key`; verl's where that is "answer" and the row lacks it."""
         if self._answer_key != "answer" or "answer" in row:
             return self._answer_key
         model = row.get("reward_model", {})

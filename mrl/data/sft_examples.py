@@ -117,8 +117,8 @@ class Encoder:
             return self._from_contents(prompt, [{"role": ASSISTANT, "content": value}])
         if not isinstance(value, list):
             raise UserError(
-                f"{prompt.source}: supervised steps need a response to imitate, but {key} gives {describe_value(value)}; "
-                "expected a string, or chat messages."
+                f"{prompt.source}: supervised steps need a response to imitate, but {key} gives "
+                f"{describe_value(value)}; expected a string, or chat messages."
             )
         messages = parse_messages(value, prompt.source, key)
         answer = messages[: last_answer(messages, prompt.source, key) + 1]
@@ -133,9 +133,7 @@ class Encoder:
         )
 
     def _from_contents(self, prompt: Prompt, answer: Messages) -> Example:
-        """Concatenates the prompt and message contents; assistant messages end with an end token, the others are
-        masked.
-        """
+        """Concatenates the prompt and message contents; adds end tokens to the assistant's and masks the others."""
         ids: list[int] = []
         trained: list[bool] = []
         for index, message in enumerate(answer):
@@ -184,9 +182,7 @@ class Encoder:
         return Example(ids[:begin], ids[begin:end], trained[begin:end])
 
     def _within_limits(self, found: RenderedConversation, source: str) -> tuple[list[int], list[bool]]:
-        """Returns ids and loss mask cut to the configured lengths; the first token is never trained, as nothing
-        predicts it.
-        """
+        """Returns ids and loss mask cut to the configured lengths; the first token is never trained."""
         ids, data, limit = found.ids[: found.turns[-1][1]], self._data, self._prompt_length + self._response_length
         trained = [False] * len(ids)
         for begin, end in found.turns:

@@ -31,7 +31,7 @@ class Task(ABC):
 
     @abstractmethod
     def train_row(self, index: int) -> dict[str, Any]:
-        """Returns training row 0 .. num_train-1: "prompt" (string or chat messages), "answer", and any other columns."""
+        """Returns training row 0 .. num_train-1: "prompt" (string or chat messages), "answer" and other columns."""
 
     @abstractmethod
     def val_row(self, index: int) -> dict[str, Any]:
@@ -39,8 +39,7 @@ class Task(ABC):
 
 
 class Addition(Task):
-    """Sums: the prompt "<12+7+30>" has the answer "49". Training rows also have a preference pair of a right and a high
-    sum.
+    """Sums: the prompt "<12+7+30>" has the answer "49". Training rows also have a right and a wrong response.
 
     A hash of the sorted terms assigns every sum to one side, so a held-out sum never appears in training, in any order
     of its terms. Training rows may repeat; held-out rows are distinct.

@@ -125,8 +125,7 @@ class Tokenizer(ABC):
         """Writes files from which transformers' AutoTokenizer loads a tokenizer with the same ids."""
 
     def save(self, folder: str | Path) -> None:
-        """Writes the tokenizer files, and the end tokens where transformers' `generate` and inference engines read
-        them.
+        """Writes the tokenizer files, and the end tokens where `generate` and inference engines read them.
 
         Args:
             folder: Target folder, created if missing. `eos_token_id` in its generation_config.json (and in config.json
@@ -293,9 +292,7 @@ class HFTokenizer(Tokenizer):
         self.bos_id = int(bos_id) if starts_with_bos else None
 
     def _end_ids(self, model_folder: Path) -> tuple[int, ...]:
-        """Returns the end tokens of the tokenizer, generation_config.json and config.json, in this order, without
-        repeats.
-        """
+        """Returns the end tokens of the tokenizer, generation_config.json and config.json, without repeats."""
         named: list[int] = []
         if self._tokenizer.eos_token_id is not None:
             named.append(int(self._tokenizer.eos_token_id))
@@ -431,7 +428,7 @@ def _parts(text: ChatText) -> Iterator[tuple[str, bool]]:
 
 
 def _quick(tokenizer: Any) -> Any | None:
-    """Returns the Rust tokenizer if the class does not override decoding, else None; it skips slow checks of the ids."""
+    """Returns the Rust tokenizer if the class does not override decoding, else None; it skips slow checks of ids."""
     from transformers import PreTrainedTokenizerFast
 
     own = any(getattr(type(tokenizer), name) is not getattr(PreTrainedTokenizerFast, name) for name in _DECODING)

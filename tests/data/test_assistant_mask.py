@@ -101,7 +101,9 @@ GLM = (  # as GLM 4: a turn ends where the next role begins
 @pytest.mark.parametrize("messages", [TALKS["one turn"], TALKS["three turns and a system"]], ids=["one", "three"])
 def test_a_turn_without_an_end_token_is_refused_and_warned_of(tmp_path, template, messages):
     tokenizer = tokenizer_of(tmp_path, template)
-    with pytest.raises(UserError, match=r"no end token of the model \('<\|im_end\|>' \(2\)\).*generation_config.json"):
+    with pytest.raises(
+        UserError, match=r"none of the model.s end tokens \('<\|im_end\|>' \(2\)\).*generation_config.json"
+    ):
         render_with_turns(messages, tokenizer)
     assert "rollout.response_length" in end_token_warning(tokenizer)
 
@@ -113,7 +115,7 @@ def test_an_end_token_that_generation_config_names_ends_turns(tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     base = load_tokenizer(ModelConfig(tokenizer=str(folder)), DataConfig())
     assert base.eos_ids == (0,)
-    with pytest.raises(UserError, match="no end token"):
+    with pytest.raises(UserError, match="end tokens"):
         render_with_turns(TALKS["one turn"], base)
     assert end_token_warning(base) is not None
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))

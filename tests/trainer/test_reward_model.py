@@ -190,7 +190,7 @@ def test_padding_at_the_end_is_not_read_as_in_transformers(folder, model_of):
         ("qwen2_tiny", ["reward.model.path=null", "reward.model.weight=2"], "reward.model.weight is set, but would"),
         ("qwen2_tiny", ["reward.model.weight=.nan"], "reward.model.weight=nan"),
         ("short", [], "reward.model.path=.*has positions for 8 tokens, fewer than the 16"),
-        ("bare", [], "bare' holds no tokenizer.*reward.model.retokenize=false reads the actor's token ids"),
+        ("bare", [], "bare' contains no tokenizer.*reward.model.retokenize=false reads the actor's token ids"),
         ("small", ["reward.model.retokenize=false"], "has embeddings for 5 tokens, the actor's tokenizer 14"),
         ("qwen2_tiny", ["parallel.pipeline_model_parallel_size=3"], "does not divide"),
         ("mixture_moe", ["model.preset=qwen2_tiny"], "one is a mixture of experts and the other is not"),

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.observability.loggers.base import Opening
-from mrl.observability.loggers.console import Plain, Rich, Shown, spark
+from mrl.observability.loggers.console import ConsoleState, Plain, Rich, spark
 from tests.observability.folders import config, logging, metrics_of, row, run_steps
 
 
@@ -92,7 +92,7 @@ def test_the_panel_fits_and_shows_what_people_watch(tmp_path, width):
 
 
 def test_an_evaluation_before_a_step_does_not_hide_it_and_tells_the_change(tmp_path):
-    shown = Shown(opening(tmp_path, warm_start=3))
+    shown = ConsoleState(opening(tmp_path, warm_start=3))
     assert shown.record("warm_start", 3, {"warm_start/loss": 1.0})
     assert not shown.record("val", 0, {"val/accuracy": 0.2})
     assert (shown.phase, shown.step, shown.latest) == ("train", 0, {"val/accuracy": 0.2})

@@ -206,7 +206,7 @@ class PromptSource:
             rows: Rows of one epoch, at least one.
             encoder: Turns rows into prompts.
             seed: Seed of the shuffled order, together with the epoch (`run.seed`).
-            shuffle: Whether to permute the rows; False keeps the order of the files.
+            shuffle: True to permute the rows; False keeps the order of the files.
         """
         self._rows = rows
         self._encoder = encoder

@@ -35,7 +35,7 @@ class Tokenizer(ABC):
         special_ids: Ids of special tokens, including the end tokens.
         pad_id: Token id for padding positions, which are never read.
         vocab_size: Largest id that `encode` can return, plus 1.
-        has_chat_template: Whether `apply_chat_template` works.
+        has_chat_template: True if `apply_chat_template` works.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Tokenizer(ABC):
 
         Args:
             text: Special tokens written out in it become their ids, except inside `ChatText.quoted` spans.
-            prompt: Whether to prepend the beginning-of-sequence token if this tokenizer uses one. It is not added
+            prompt: True to prepend the beginning-of-sequence token if this tokenizer uses one. It is not added
                 twice: a text that starts with it (from a chat template) stays unchanged.
 
         Raises:
@@ -103,7 +103,7 @@ class Tokenizer(ABC):
 
         Args:
             messages: At least one chat message with "role" and "content".
-            begins_answer: Whether to append the generation prompt of the assistant.
+            begins_answer: True to append the generation prompt of the assistant.
             tools: JSON schemas of the functions that the assistant may call.
             trusted: Roles whose messages may contain special tokens; in other messages they are encoded as ordinary
                 characters.

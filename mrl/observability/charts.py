@@ -40,7 +40,7 @@ class Series:
     Attributes:
         name: Text in the legend.
         points: (x, y) in ascending x; a y that is not finite is drawn as a tick at the bottom.
-        dots: Whether to draw each point and no smoothed line.
+        dots: True to draw each point and no smoothed line.
     """
 
     name: str

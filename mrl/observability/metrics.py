@@ -184,7 +184,7 @@ def evaluation_names(num_samples: int, *, episodes: bool = False) -> list[str]:
 
     Args:
         num_samples: Samples per held-out prompt.
-        episodes: Whether samples are multi-turn episodes.
+        episodes: True if samples are multi-turn episodes.
     """
     rows_NC = torch.zeros(num_samples, len(SampleTable.FACTS))
     rows_NC[:, SampleTable.FACTS.index("sample_index")] = torch.arange(num_samples)

@@ -111,7 +111,7 @@ def report_at_end(run_dir: Path, *, announces: bool) -> None:
 
     Args:
         run_dir: Run folder.
-        announces: Whether to print the path of the report, or the reason for its absence.
+        announces: True to print the path of the report, or the reason for its absence.
     """
     try:
         words = f"report {write_report(run_dir)}"

@@ -92,7 +92,7 @@ class Timers:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step was started."""
+        """True if a step was started."""
         return self._step is not None
 
     @property

@@ -1,1 +1,1 @@
-"""`tools/accept_*.py`: do a GPU, TensorRT-LLM and vLLM do what mrl expects? Checks, page."""
+"""Acceptance checks of `tools/accept_*.py` for a GPU, TensorRT-LLM and vLLM, and the page with their results."""

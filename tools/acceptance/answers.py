@@ -1,6 +1,6 @@
-"""What an engine answers, held against itself under other weights, and against the actor's scores.
+"""Comparisons of an engine's responses with its own under other weights, and with the actor's scores.
 
-Owns the comparisons that several checks make. They are collective over the job's ranks.
+All are collective over the job's ranks.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from mrl.types import Rollout, RolloutBatch, Support
 
 NUM_PROMPTS = 8
 MEAN_NATS = 0.05
-"""Mean difference of the log-probabilities of two programs that compute in bfloat16, whose logits carry 8 bits: 2^-8 of
-a log-probability of -12. A distribution of another temperature is off by more."""
+"""Allowed mean difference between the log-probabilities of two programs computing in bfloat16, whose logits have 8
+bits: 2^-8 of a log-probability of -12. Another temperature makes a larger difference.
+"""
 
 BINS = (0.0, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, math.inf)
 """Edges of the histogram, nats."""
 
 
 def come_back(bench: Bench) -> tuple[list[Rollout], Facts]:
-    """Greedy answers under the same weights, others, and the first again; the first ones.
+    """Samples greedily under the same weights, other weights, and the first again; returns the first responses.
 
     Raises:
-        CheckError: They move, stay, or do not come back.
+        CheckError: The responses change with the same weights, stay with others, or do not return.
     """
     bench.refit()
     first = bench.answers()
@@ -46,23 +47,23 @@ def come_back(bench: Bench) -> tuple[list[Rollout], Facts]:
     back = weight_sync_check.compare(first, bench.answers())
     facts: Facts = {"same weights": str(same), "other weights": str(other), "first weights again": str(back)}
     if not same.within(bench.tolerance):
-        raise CheckError(f"a second refit of the same weights moved the answers: {same}", facts)
+        raise CheckError(f"a second sync of the same weights changed the responses: {same}", facts)
     if other.within(bench.tolerance):
-        raise CheckError(f"a refit of other weights did not change the answers: {other}", facts)
+        raise CheckError(f"a sync of other weights did not change the responses: {other}", facts)
     if not back.within(bench.tolerance):
-        raise CheckError(f"after other weights the first ones do not give the first answers: {back}", facts)
+        raise CheckError(f"syncing the first weights again does not restore the responses: {back}", facts)
     return first, facts | {"tolerance, nats": bench.tolerance}
 
 
 def sampled(bench: Bench) -> list[Rollout]:
-    """Under the session's distribution, the same on every rank, since the actor's score the same sequences."""
+    """Returns samples under the session's settings, broadcast from rank 0, since the ranks score the same sequences."""
     prompts = bench.job.state.source.next(NUM_PROMPTS)
     found: list[Rollout] = from_first_rank(bench.generate(prompts, bench.job.sampler.training))
     return found
 
 
 def scores(bench: Bench, rollouts: Sequence[Rollout]) -> Tensor:
-    """The actor's log-probabilities of all sampled tokens; by the engine's experts where it told them."""
+    """Returns the actor's log-probabilities of all sampled tokens, with the engine's experts where it returned them."""
     job, batch = bench.job, batch_of(rollouts)
     routed = [each.routed_experts for each in rollouts if each.routed_experts is not None]
     if routed:
@@ -73,12 +74,12 @@ def scores(bench: Bench, rollouts: Sequence[Rollout]) -> Tensor:
 
 
 def told(rollouts: Sequence[Rollout]) -> Tensor:
-    """The engine's."""
+    """Returns the engine's log-probabilities of all sampled tokens."""
     return torch.tensor([x for each in rollouts for x in each.rollout_logprobs])
 
 
 def difference(bench: Bench, apart: Tensor) -> Facts:
-    """Of two programs' log-probabilities of the same tokens: how many, how far, and what the probe found."""
+    """Returns statistics of the differences between two programs' log-probabilities, and the probe's result."""
     counts = [int(((apart >= low) & (apart < high)).sum()) for low, high in itertools.pairwise(BINS)]
     edges = [f"{low:g} to {high:g}" for low, high in itertools.pairwise(BINS)]
     facts: Facts = {
@@ -95,7 +96,7 @@ def difference(bench: Bench, apart: Tensor) -> Facts:
 
 
 def batch_of(rollouts: Sequence[Rollout]) -> RolloutBatch:
-    """Rollouts as the actor scores them."""
+    """Packs rollouts into a batch for the actor."""
     tokens = [token for each in rollouts for token in (*each.prompt.prompt_ids, *each.response_ids)]
     lens = torch.tensor([(len(each.prompt.prompt_ids), len(each.response_ids)) for each in rollouts])
     supports = [each.support for each in rollouts if each.support is not None]

@@ -1,4 +1,4 @@
-"""Checks of what an engine does when it is held and asked: long pauses, end tokens, seeds."""
+"""Checks of an engine's behaviour: long pauses, end tokens, seeds."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from acceptance.result import CheckError, Facts, NotHereError
 from mrl.engines.trtllm import inspection
 
 PATIENCE_S, NUM_PAUSES = 2.0, 4
-"""Of the hang detector while it is tried; refits in a row."""
+"""Timeout of the hang detector during the check, seconds; number of consecutive weight syncs."""
 
 END_TOKENS, NUM_SAMPLES = 16, 4
 
 
 def pause(bench: Bench) -> Facts:
-    """(vii) Pauses in a row, and a pause and an idle loop that last longer than the hang detector waits."""
+    """(vii) Pauses several times in a row, then pauses and idles longer than the hang detector's timeout."""
     job = bench.job
     with inspection.impatient(job.sampler.engine, PATIENCE_S) as watched:
         if not watched:
-            raise NotHereError("only the LLM API's event loop has a hang detector, from 1.2 on")
+            raise NotHereError("only the LLM API's event loop has a hang detector, since 1.2")
         for _ in range(NUM_PAUSES):
             bench.refit()
             bench.answers()  # wakes and sleeps
@@ -33,7 +33,7 @@ def pause(bench: Bench) -> Facts:
 
 
 def ends(bench: Bench) -> Facts:
-    """(viii) An end token that is sure to come stays in its response, and nothing follows it."""
+    """(viii) Checks that an end token that is certain to be sampled ends its response and stays part of it."""
     job = bench.job
     bench.refit()
     (prompt,) = job.state.source.next(1)
@@ -58,7 +58,7 @@ def ends(bench: Bench) -> Facts:
 
 
 def seeds(bench: Bench) -> Facts:
-    """(ix) Does a sample depend on its own seed only? A fact: nothing that mrl needs."""
+    """(ix) Records whether a sample depends on its own seed only (mrl does not need it); fails if all are equal."""
     bench.refit()
     (prompt,) = bench.job.state.source.next(1)
     setting = replace(bench.job.sampler.training, n=NUM_SAMPLES, stop=())

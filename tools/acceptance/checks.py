@@ -1,7 +1,6 @@
-"""The checks themselves, on a job that came up: each returns its facts, or raises what failed.
+"""Checks of an engine in a started job; each returns its facts or raises CheckError.
 
-Owns what is compared with what, and the bounds. They are collective over the job's ranks, and none knows which engine
-it looks at but through `engines/trtllm/inspection.py`.
+They are collective over the job's ranks, and do not depend on the engine except through `engines/trtllm/inspection.py`.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from mrl.types import Rollout
 __all__ = ["FUNCTIONS", "opened"]
 GIB = 1 << 30
 FREED = 0.9
-"""Part of the weights' bytes that must be free while they sleep; allocators round."""
+"""Fraction of the weights' bytes that sleeping must free; allocators round."""
 
 ALLOWED = 0.9
-"""Part of the free memory that the trainer must be able to allocate while the engine sleeps."""
+"""Fraction of the free memory that the trainer must be able to allocate while the engine sleeps."""
 
 
 def device(bench: Bench) -> Facts:
-    """(vi) Where the engine is, and where this process computes."""
+    """(vi) Checks the device of the engine and the current device of this process."""
     job = bench.job
     facts: Facts = {"rank's device": str(job.device), "process": os.getpid()}
     if job.device.type == "cuda":
@@ -50,31 +49,29 @@ def device(bench: Bench) -> Facts:
         dist.all_gather_object(uuids, mine)
         facts |= {"name": launch.device_name(job.device), "current": current, "uuids of ranks": uuids}
         if current != job.device.index:
-            raise CheckError(
-                f"the engine's start left cuda:{current} as the current device, the rank's is {job.device}"
-            )
+            raise CheckError(f"the engine's start left cuda:{current} as the current device instead of {job.device}")
         if len(set(uuids)) != len(uuids):
             raise CheckError(f"ranks share a GPU: {uuids}")
     if inspection.is_llm(job.sampler.engine):
         facts["features"] = inspection.features(job.sampler.engine)
         facts["parameters on"] = found = inspection.devices(job.sampler.engine)
         if found and found != [str(job.device)]:
-            raise CheckError(f"the engine's parameters are on {found}, the rank's device is {job.device}")
+            raise CheckError(f"the engine's parameters are on {found} instead of {job.device}")
     return facts
 
 
 def refit(bench: Bench) -> Facts:
-    """(i) The same weights, others, and the first again."""
+    """(i) Syncs the same weights, others, and the first again."""
     first, facts = answers.come_back(bench)
     _keep(bench, first)
     return facts
 
 
 def qkv(bench: Bench) -> Facts:
-    """(ii) The first and the last layer's fused matrix against the model's files."""
+    """(ii) Compares the first and the last layer's fused matrix with the model's files."""
     job = bench.job
     if not inspection.is_llm(job.sampler.engine):
-        raise NotHereError("only the LLM API's model can be read; 'refit' and 'logprobs' stand for it")
+        raise NotHereError("only the LLM API's model can be inspected; 'refit' and 'logprobs' cover it")
     bench.refit()
     rollout, grid = job.config.rollout, job.groups.grid
     dtype = rollout.dtype or job.config.model.dtype
@@ -92,7 +89,7 @@ def qkv(bench: Bench) -> Facts:
 
 def _same(what: str, found: Tensor | None, expected: Tensor) -> Facts:
     if found is None:
-        raise CheckError(f"{what}: the model has no parameter 'self_attn.qkv_proj.weight'; is its name another one?")
+        raise CheckError(f"{what}: the model has no parameter 'self_attn.qkv_proj.weight'; was it renamed?")
     if found.shape != expected.shape or found.dtype != expected.dtype:
         raise CheckError(f"{what}: {list(found.shape)} {found.dtype}, expected {list(expected.shape)} {expected.dtype}")
     found = found.cpu()
@@ -101,12 +98,12 @@ def _same(what: str, found: Tensor | None, expected: Tensor) -> Facts:
         wrong = int((found != expected).sum())
         raise CheckError(f"{what}: {sums}; {wrong} of {expected.numel()} elements differ")
     if not torch.equal(found, expected):
-        raise CheckError(f"{what}: {sums}, but the rows stand in another order")
+        raise CheckError(f"{what}: {sums}, but the rows are in another order")
     return {what: sums}
 
 
 def sleep(bench: Bench) -> Facts:
-    """(iii) Bytes in use and answers: awake, through sleep alone, and through an update's rest and a refit."""
+    """(iii) Compares memory and responses: awake, after sleeping alone, and after an update with a weight sync."""
     job = bench.job
     bench.refit()
     job.policy.offload()
@@ -143,13 +140,13 @@ def sleep(bench: Bench) -> Facts:
     else:
         facts["memory"] = "a CPU: nothing to measure"
     if not moved.within(bench.tolerance):
-        raise CheckError(f"the answers moved over sleeping and waking: {moved}", facts)
+        raise CheckError(f"the responses changed after sleeping and waking: {moved}", facts)
     if not rested.within(bench.tolerance):
-        raise CheckError(f"the answers moved over an update's rest and a refit: {rested}", facts)
+        raise CheckError(f"the responses changed after a release and a weight sync: {rested}", facts)
     if job.device.type == "cuda" and allowed < ALLOWED * freed:
         raise CheckError(
-            f"the trainer could allocate {allowed / GIB:.3f} GiB while the engine slept, which freed {freed / GIB:.3f} "
-            "GiB; is torch's allocator capped?",
+            f"the trainer could allocate only {allowed / GIB:.3f} GiB while the engine slept, although it freed "
+            f"{freed / GIB:.3f} GiB; is torch's allocator capped?",
             facts,
         )
     if job.device.type == "cuda" and freed < (FREED * weights if inspection.is_llm(job.sampler.engine) else 1):
@@ -158,7 +155,7 @@ def sleep(bench: Bench) -> Facts:
 
 
 def _allowed(device: torch.device) -> int:
-    """Bytes of nearly all that is free, which torch hands out and gets back; 0 where it refuses, or on a CPU."""
+    """Returns the bytes that torch can allocate out of nearly all free memory; 0 if it fails, or on a CPU."""
     if device.type != "cuda":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
@@ -173,64 +170,64 @@ def _allowed(device: torch.device) -> int:
 
 
 def logprobs(bench: Bench) -> Facts:
-    """(v) Samples under the session's distribution, scored by the actor."""
+    """(v) Scores samples under the session's settings by the actor."""
     bench.refit()
     rollouts = answers.sampled(bench)
     apart = (answers.scores(bench, rollouts) - answers.told(rollouts)).abs()
     facts, mean = answers.difference(bench, apart), float(apart.mean())
     if not mean <= answers.MEAN_NATS:
         raise CheckError(
-            f"engine and actor differ by {mean:.3g} nats on average over {apart.numel()} tokens, by at most "
-            f"{float(apart.max()):.3g}; expected a mean of at most {answers.MEAN_NATS:g}; {facts.get('probe', '')}",
+            f"engine and actor differ by {mean:.3g} nats on average over {apart.numel()} tokens (largest "
+            f"{float(apart.max()):.3g}); expected a mean of at most {answers.MEAN_NATS:g}; {facts.get('probe', '')}",
             facts,
         )
     return facts
 
 
 def experts(bench: Bench) -> Facts:
-    """Samples scored by the experts that the engine told, and by those of the token before."""
+    """Scores samples with the experts that the engine returned, and with those of the previous token for comparison."""
     bench.refit()
     rollouts = answers.sampled(bench)
     told = answers.told(rollouts)
     apart = (answers.scores(bench, rollouts) - told).abs()
     for number, each in enumerate(rollouts):
         if each.routed_experts is None:
-            raise CheckError(f"the engine told no experts of sample {number}")
+            raise CheckError(f"the engine returned no experts for sample {number}")
         each.routed_experts[1:-1] = each.routed_experts[:-2].clone()
     elsewhere = float((answers.scores(bench, rollouts) - told).abs().mean())
     facts = answers.difference(bench, apart) | {"mean difference by experts of another token, nats": elsewhere}
     mean = float(apart.mean())
     if not (mean <= answers.MEAN_NATS and mean < elsewhere):
         raise CheckError(
-            f"by the experts that were told engine and actor differ by {mean:.3g} nats on average, expected at most "
-            f"{answers.MEAN_NATS:g}; by those of the token before by {elsewhere:.3g}",
+            f"with the returned experts engine and actor differ by {mean:.3g} nats on average, expected at most "
+            f"{answers.MEAN_NATS:g}; with those of the previous token by {elsewhere:.3g}",
             facts,
         )
     return facts
 
 
 def contract(bench: Bench) -> Facts:
-    """The same under a temperature and a truncation, where log-probabilities of the logits would be others."""
+    """Scores samples under temperature and truncation, where raw log-probabilities would differ."""
     rollout = bench.job.config.rollout
     asked: Facts = {"temperature": rollout.temperature, "top_p": rollout.top_p}
     try:
         return asked | logprobs(bench)
     except UserError as error:
-        raise NotHereError(f"refused, as it must be where nothing exact can be had: {error}") from error
+        raise NotHereError(f"rejected, since exact log-probabilities are not available: {error}") from error
 
 
 def graphs(bench: Bench) -> Facts:
-    """(iv) Refits and answers with CUDA graphs, against those without."""
+    """(iv) Compares responses with CUDA graphs with those without, also after weight syncs."""
     if bench.job.device.type != "cuda" and not inspection.is_llm(bench.job.sampler.engine):
         raise NotHereError("a CPU has no CUDA graphs")
     file = bench.folder / "answers.json"
     if not file.is_file():
-        raise NotHereError("there are no answers without graphs: 'refit' was not asked, or failed")
+        raise NotHereError("no responses without graphs to compare with: 'refit' did not run, or failed")
     bench.refit()
     first = bench.answers()
     with bench.other_weights():
         bench.refit()
-        bench.answers()  # captures, where it has not
+        bench.answers()  # captures graphs if that has not happened yet
     bench.job.sampler.rest()
     bench.refit()
     eager = [replace(one, **kept) for one, kept in zip(first, json.loads(file.read_text()), strict=True)]
@@ -239,12 +236,12 @@ def graphs(bench: Bench) -> Facts:
         moved = weight_sync_check.compare(first, other)
         facts[what] = str(moved)
         if not moved.within(bench.tolerance):
-            raise CheckError(f"the answers with graphs and those {what} differ: {moved}", facts)
+            raise CheckError(f"the responses with graphs and those {what} differ: {moved}", facts)
     return facts | {"tolerance, nats": bench.tolerance}
 
 
 def graphs_asleep(bench: Bench) -> Facts:
-    """(iv) The same through sleep, where the engine has graphs that outlive it."""
+    """(iv) Does the same with a sleeping engine, if its graphs survive sleep."""
     engine = bench.job.sampler.engine
     if (without := inspection.without_graphs(engine)) is not None:
         raise NotHereError(without)
@@ -269,7 +266,7 @@ FUNCTIONS: dict[str, Callable[[Bench], Facts]] = {
 
 
 def _keep(bench: Bench, rollouts: Sequence[Rollout]) -> None:
-    """Of rank 0's replica, for another session."""
+    """Saves the responses of rank 0's replica for another session."""
     if bench.job.groups.rank == 0:
         kept = [{key: asdict(each)[key] for key in ("response_ids", "rollout_logprobs")} for each in rollouts]
         (bench.folder / "answers.json").write_text(json.dumps(kept))

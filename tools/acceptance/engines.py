@@ -1,7 +1,7 @@
-"""An acceptance run of engines: the same checks on each of them, mrl's own among them as a control.
+"""Acceptance run of rollout engines: the same checks on each engine, with mrl's own as a control.
 
-Owns the model, the order, and the sessions of an engine. Which engines there are, and what each needs before it can be
-looked at, is known to `trtllm.py` (TensorRT-LLM) and `vllm.py`. What is asked is in `checks.py`.
+Selects the model, the order, and the sessions of an engine. `trtllm.py` and `vllm.py` define the engines and their
+preparation; the checks are in `checks.py`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from mrl.config.config import Config
 from mrl.models.hf_config import arch_from_folder
 
 CONTROL = "native"
-"""mrl's own engine: what fails with it too is not the other's."""
+"""mrl's own engine; a check that also fails with it does not blame the other engine."""
 
 
 @dataclass(kw_only=True)
 class EngineAcceptance(Sessions):
-    """What is to be accepted, and what came of it.
+    """Acceptance run of rollout engines; see `Sessions` for more fields.
 
     Attributes:
-        module: As of `Sessions`.
-        engines: Of `all_engines`.
-        all_engines: Every engine that can be looked at.
-        settings: Session -> its overrides.
+        module: Module of the checks.
+        engines: Engines to check, out of `all_engines`.
+        all_engines: Names of all known engines.
+        settings: Config overrides of each session.
         model_dir: Hugging Face folder; None: a random model.
-        num_ranks: Ranks of the job, which are one replica.
-        launcher: Words before each session's command.
+        num_ranks: Number of ranks in the job, which form one replica.
+        launcher: Words in front of each session's command.
     """
 
     module: str = "acceptance.checks"
@@ -44,23 +44,22 @@ class EngineAcceptance(Sessions):
     launcher: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """As of `Sessions`.
+        """Checks the names of engines and checks, and creates the folders.
 
         Raises:
-            UserError: There is no such engine, too.
+            UserError: A name is unknown, or the folder already has a run.
         """
         check_names("engine", self.engines, self.all_engines)
         super().__post_init__()
         sizes = [f"rollout.tensor_model_parallel_size={self.num_ranks}"] if self.num_ranks > 1 else []
-        self.overrides = [*sizes, *self.overrides]  # a session's own come after them
+        self.overrides = [*sizes, *self.overrides]  # a session's own overrides are appended and win
         self.versions: dict[str, str] = {}
 
     def run(self) -> list[Result]:
-        """Every check on each engine, in the order of the page.
+        """Runs all checks on each engine and returns the results in the order of the page.
 
         Raises:
-            UserError: What is to be looked at is not installed, or the config or the model folder is not what it
-                should be.
+            UserError: The engine's package is not installed, or the config or the model folder is invalid.
         """
         self.versions = self.installed()
         (self.folder / "config.yaml").write_text(CONFIG, encoding="utf-8")
@@ -74,26 +73,26 @@ class EngineAcceptance(Sessions):
         self.results.sort(key=lambda result: (self.engines.index(result.engine), order.index(result.check)))
         return self.results
 
-    # what differs
+    # overridden by engines
 
     @abstractmethod
     def installed(self) -> dict[str, str]:
-        """Versions.
+        """Returns the versions of relevant packages.
 
         Raises:
-            UserError: What is to be looked at is not there.
+            UserError: The engine's package is not installed.
         """
 
     def prepared(self, engine: str, own: list[str]) -> list[str] | None:
-        """An engine's overrides, after what it needs was made; None: it was given up."""
+        """Prepares an engine and returns its overrides; None if that failed and results were recorded."""
         return own
 
     def without(self, engine: str, session: str) -> str:
-        """Why an engine has no such session; "" where it has."""
+        """Returns why an engine does not have a session; "" if it does."""
         return ""
 
     def overrides_of(self, session: str, own: Sequence[str]) -> list[str]:
-        """Of a session, from those of its engine."""
+        """Returns the overrides of a session, given those of its engine."""
         return [*own, *self.settings[session]]
 
     # sessions
@@ -112,7 +111,7 @@ class EngineAcceptance(Sessions):
                 self.session(engine, session, wanted, self.overrides_of(session, own), launcher=self.launcher)
 
     def _model(self, config: Config) -> list[str]:
-        """Overrides that name a folder with weights; it is written where the model is random."""
+        """Returns overrides that select a folder with weights; writes a random model if none was given."""
         if self.model_dir is None:
             return write_random(config, self.folder / "model")
         arch_from_folder(self.model_dir)

@@ -1,4 +1,4 @@
-"""The job that an acceptance run's checks look at: its engine refitted, woken and asked."""
+"""Fixture of an acceptance run's checks: a training job whose engine can be synced, woken and sampled."""
 
 from __future__ import annotations
 
@@ -25,50 +25,55 @@ from mrl.types import Prompt, Rollout
 
 
 class Bench:
-    """A job whose actor holds the model of `model.path`.
+    """A job whose actor has the weights of `model.path`.
 
     Attributes:
-        folder: Of the engine's results, shared by its sessions.
+        folder: Output folder of the engine, shared by its sessions.
     """
 
     def __init__(self, job: Job, folder: Path) -> None:
-        """Args: job: Come up, nothing loaded. folder: Exists."""
+        """Loads the initial weights.
+
+        Args:
+            job: Started job without weights.
+            folder: Existing output folder.
+        """
         self.job, self.folder = job, folder
         job.weights.load_initial()
 
     @property
     def tolerance(self) -> float:
-        """Of the canary, nats."""
+        """Tolerance of the weight-sync self-test, nats."""
         return weight_sync_check.tolerance_of(self.job.device)
 
     def refit(self) -> None:
-        """The actor's weights into the engine, also where it holds them."""
+        """Syncs the actor's weights into the engine, even if the engine already has them."""
         self.job.state.policy_version += 1
         self.job.refit_if_stale()
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        """Awake for as long as it takes."""
+        """Samples with the engine awake."""
         with together(), self.job.sampler.awake() as engine:
             return engine.generate(prompts, sampling)
 
     def answers(self) -> list[Rollout]:
-        """To the canary's prompts."""
+        """Returns greedy responses to the prompts of the weight-sync self-test."""
         return weight_sync_check.answers(self.generate, self.job.arch, self.job.config.rollout)
 
     @contextmanager
     def other_weights(self) -> Iterator[None]:
-        """Inside, the actor has random weights."""
+        """Gives the actor random weights inside the block."""
         job = self.job
-        with self._kept():
+        with self._restored():
             random_init(job.arch, job.policy.layout(), job.policy.named_tensors(), seed=job.config.run.seed + 1)
             yield
 
     @contextmanager
     def rounded_weights(self) -> Iterator[None]:
-        """Inside, the actor has the weights that `rollout.quantization` makes of its own."""
+        """Rounds the actor's weights as `rollout.quantization` does inside the block."""
         job = self.job
         layout, grids = job.policy.layout(), grids_of(job.arch, job.config.rollout.quantization)
-        with self._kept() as tensors:
+        with self._restored() as tensors:
             quantizer = Quantizer(layout, tensors, grids, job.device)
             quantizer.measure()
             for name, stored in layout.items():
@@ -79,8 +84,8 @@ class Bench:
             yield
 
     @contextmanager
-    def _kept(self) -> Iterator[dict[str, Tensor]]:
-        """The actor's tensors, which are afterwards as they were."""
+    def _restored(self) -> Iterator[dict[str, Tensor]]:
+        """Restores the actor's tensors when the block ends."""
         tensors = self.job.policy.named_tensors()
         kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         try:
@@ -90,7 +95,7 @@ class Bench:
                 tensor.detach().copy_(kept[name])
 
     def used(self) -> int:
-        """Bytes of the device in use, by everyone; 0 on a CPU."""
+        """Returns the bytes of the device in use by all processes; 0 on a CPU."""
         if self.job.device.type != "cuda":
             return 0
         torch.cuda.synchronize(self.job.device)
@@ -101,6 +106,6 @@ class Bench:
 
 @contextmanager
 def opened(spec: Spec) -> Iterator[Bench]:
-    """Collective over the job: what a session looks at."""
+    """Collective over the job: creates the fixture of a session."""
     with open_job(prepare(load(spec.config, spec.overrides)), log=False) as job:
         yield Bench(job, Path(spec.folder))

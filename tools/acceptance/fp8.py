@@ -1,4 +1,4 @@
-"""The check of `rollout.quantization=fp8`: does the engine multiply with what values and scales stand for?"""
+"""Check of `rollout.quantization=fp8`: the engine must compute with the weights that values and scales represent."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from acceptance.fixture import Bench
 from acceptance.result import CheckError, Facts
 
 AS_MUCH = 2.0
-"""TensorRT-LLM rounds activations to FP8 as well, to as many bits as the weights: that moves about as much as rounding
-the weights does, and a scale in the wrong place moves far more."""
+"""Allowed difference, in multiples of the effect of rounding the weights. TensorRT-LLM also rounds activations to FP8,
+which has about the same effect; a misplaced scale has a far larger one.
+"""
 
 
 def fp8(bench: Bench) -> Facts:
-    """(x) Refits in FP8, and samples scored by the actor under what FP8 stands for, and under its own weights."""
+    """(x) Syncs weights in FP8, and scores samples by the actor with the dequantised weights and with its own."""
     _, facts = answers.come_back(bench)
     rollouts = answers.sampled(bench)
     engine, own = answers.told(rollouts), answers.scores(bench, rollouts)
@@ -27,8 +28,8 @@ def fp8(bench: Bench) -> Facts:
     mean = float((engine - meant).abs().mean())
     if not mean <= answers.MEAN_NATS + AS_MUCH * weights:
         raise CheckError(
-            f"engine and actor differ by {mean:.3g} nats on average under the weights that FP8 stands for; rounding "
-            f"the weights themselves moves {weights:.3g}. Are the scales where the engine looks for them?",
+            f"engine and actor differ by {mean:.3g} nats on average under the dequantised FP8 weights; rounding the "
+            f"weights alone makes a difference of {weights:.3g}. Are the scales in the right place?",
             facts,
         )
     return facts

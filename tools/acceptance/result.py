@@ -1,4 +1,4 @@
-"""What the parts of an acceptance run hand to each other: a check, what a session is to do, what came of a check."""
+"""Data types of an acceptance run: a check, the specification of a session, and the result of a check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Facts = dict[str, object]
 
 
 class CheckError(Exception):
-    """What a check found to be wrong, and what else it had found."""
+    """Failure of a check, with the facts found before it."""
 
     def __init__(self, said: str, facts: Facts | None = None) -> None:
         super().__init__(said)
@@ -19,18 +19,18 @@ class CheckError(Exception):
 
 
 class NotHereError(Exception):
-    """Why a check cannot be made here."""
+    """Reason a check cannot run on this machine."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the page.
+    """One row of the page.
 
     Attributes:
-        session: In which it is asked.
-        asks: The question.
-        means: What it means that it fails.
-        remedy: What to do then.
+        session: Session that runs the check.
+        asks: Question that the check answers.
+        means: Consequence of a failure.
+        remedy: Advice after a failure.
     """
 
     session: str
@@ -41,15 +41,15 @@ class Check:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a session is to do; the file of its command line.
+    """Specification of a session, the JSON file on its command line.
 
     Attributes:
-        config: File of the run's config.
-        overrides: Of the session.
-        checks: In their order.
-        lines: File that grows by a line with each event.
-        folder: Of the engine's results.
-        module: Has the checks' `FUNCTIONS`, and `opened`, which makes what they look at.
+        config: Path of the run's config.
+        overrides: Config overrides of the session.
+        checks: Names of the checks, in order.
+        lines: Path of the log to which each event appends a line.
+        folder: Output folder of the engine.
+        module: Module with the checks' `FUNCTIONS`, and `opened`, which creates their fixture.
         tools: Folder of the repository's tools.
     """
 
@@ -64,17 +64,17 @@ class Spec:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a check.
+    """Result of a check.
 
     Attributes:
-        engine: That was looked at, or another subject.
-        check: Its name.
-        status: In one word.
-        said: In words; of a failure, what failed.
-        facts: Figures and findings.
-        took_s: The check alone, s.
-        log: File that has the details.
-        late: It was ended at its time limit, which says nothing of what it asks.
+        engine: Engine or other subject of the check.
+        check: Name of the check.
+        status: "works", "fails" or "skipped".
+        said: Message; of a failure, its reason.
+        facts: Measured values and findings.
+        took_s: Duration of the check alone, seconds.
+        log: Path of the log with details.
+        late: True if it was stopped at its time limit, so that its question is not answered.
     """
 
     engine: str

@@ -1,7 +1,6 @@
-"""One start and its checks: a rank's program, `python -m acceptance.session SPEC`.
+"""Program of a rank in one session (`python -m acceptance.session SPEC`): starts the engine and runs its checks.
 
-Owns the line that is written before and after each check, from which `trtllm.py` knows which one hangs or has ended the
-process.
+It writes a line before and after each check, by which `sessions.py` knows which check hangs or ended the process.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ log = logging.getLogger(__name__)
 
 
 Outcome = tuple[str, str, Facts]
-"""Status, words, facts."""
+"""Status, message, facts."""
 
 
 def main(file: str) -> None:
-    """Runs the session; every rank of the job calls it."""
+    """Runs the session; called by every rank of the job."""
     logging.basicConfig(level=logging.INFO)
     spec = Spec(**json.loads(Path(file).read_text(encoding="utf-8")))
     speaks = launch.environment().rank == 0
@@ -66,7 +65,7 @@ def _outcome(check: Callable[[Any], Facts], bench: Any) -> Outcome:
 
 
 def _agreed(mine: Outcome) -> Outcome:
-    """Collective over the job, where there is one: what the first rank that fails says, else the first rank."""
+    """Collective over the job, if there is one: returns the outcome of the first rank that failed, else of rank 0."""
     if not dist.is_initialized():
         return mine
     found: list[Outcome] = [mine] * dist.get_world_size()

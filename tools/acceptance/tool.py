@@ -1,4 +1,4 @@
-"""The command line that acceptance tools share: options, where overrides stand, the page, the exit status."""
+"""Command line shared by the acceptance tools: options, overrides, writing the page, exit status."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Run = TypeVar("Run", bound=EngineAcceptance)
 
 
 def add_options(parser: argparse.ArgumentParser, *, folder: str, start_timeout_s: float, timeout_s: float) -> None:
-    """Adds where the page goes, the time limits, and overrides of the config.
+    """Adds options for the output folder, the time limits and config overrides.
 
     Args:
-        parser: Of a tool.
+        parser: Argument parser of the tool.
         folder: Default of --output_dir.
-        start_timeout_s: Default.
-        timeout_s: Default.
+        start_timeout_s: Default of --start-timeout-s, seconds.
+        timeout_s: Default of --timeout-s, seconds.
     """
     parser.add_argument("--output_dir", type=Path, default=Path(folder), help="default: %(default)s")
     parser.add_argument("--start-timeout-s", type=float, default=start_timeout_s, help="default: %(default)s")
@@ -37,13 +37,13 @@ def add_options(parser: argparse.ArgumentParser, *, folder: str, start_timeout_s
 def add_engines(
     parser: argparse.ArgumentParser, *, engines: Sequence[str], checks: Iterable[str], launcher: str
 ) -> None:
-    """Adds what is looked at, and on how many ranks.
+    """Adds options for engines, checks and ranks.
 
     Args:
-        parser: Of a tool.
-        engines: All of them, the default.
-        checks: All of them, the default.
-        launcher: What starts several ranks, with {ranks} in it.
+        parser: Argument parser of the tool.
+        engines: All engines, which are the default.
+        checks: All checks, which are the default.
+        launcher: Command prefix that starts several ranks, containing {ranks}.
     """
     parser.add_argument("--model_dir", type=Path, help="Hugging Face folder; default: a small random model")
     parser.add_argument("--engines", nargs="+", default=list(engines), metavar="ENGINE", help="default: %(default)s")
@@ -54,13 +54,13 @@ def add_engines(
 
 
 def of_engines(kind: Callable[..., Run], given: argparse.Namespace, launcher: str, file: str) -> Run:
-    """The run that a command line asks for.
+    """Creates the run that a command line describes.
 
     Args:
-        kind: Of the run.
-        given: After `add_engines` and `add_options`.
-        launcher: As of `add_engines`.
-        file: Of the tool.
+        kind: Class of the run.
+        given: Arguments parsed after `add_engines` and `add_options`.
+        launcher: Command prefix that starts several ranks, containing {ranks}.
+        file: Path of the tool.
     """
     words = given.launcher
     if words is None:
@@ -81,12 +81,12 @@ def of_engines(kind: Callable[..., Run], given: argparse.Namespace, launcher: st
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, lists: Sequence[str]) -> argparse.Namespace:
-    """What was given.
+    """Parses a command line, and separates overrides from the values of multi-word options.
 
     Args:
-        parser: After `add_options`.
-        arguments: Words; None: those of the process.
-        lists: Options of nargs="+", each of which takes the overrides behind it too.
+        parser: Argument parser after `add_options`.
+        arguments: Words to parse; None: those of the process.
+        lists: Names of options with nargs="+", which also absorb the overrides after them.
     """
     found = parser.parse_intermixed_args(arguments)
     for name in lists:
@@ -99,13 +99,13 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, list
 def run(
     name: str, page: Page, arguments: Sequence[str] | None, begin: Callable[[], EngineAcceptance | GpuAcceptance]
 ) -> int:
-    """Runs the checks and writes the page, after Ctrl-C of what was asked so far; returns the exit status.
+    """Runs the checks and writes the page, even after Ctrl-C; returns the exit status.
 
     Args:
-        name: Of the tool, without .py.
-        page: That it writes.
-        arguments: As in `parse`.
-        begin: Makes the run; may raise UserError, as the run may.
+        name: Name of the tool, without .py.
+        page: Page to write.
+        arguments: Words of the command line; None: those of the process.
+        begin: Factory of the run; may raise UserError, like the run itself.
     """
     words = sys.argv[1:] if arguments is None else arguments
     began, stopped = time.monotonic(), False
@@ -120,7 +120,7 @@ def run(
         return 2
     results = acceptance.results
     if stopped and not results:
-        sys.stderr.write(f"{name}: interrupted before the first answer; there is no page.\n")
+        sys.stderr.write(f"{name}: interrupted before the first result; no page was written.\n")
         return INTERRUPTED
     file = write_page(
         page,
@@ -132,12 +132,12 @@ def run(
     )
     tell(f"{verdict(results)}\n{file}")
     if stopped:
-        sys.stderr.write(f"{name}: interrupted; the page has what was asked before.\n")
+        sys.stderr.write(f"{name}: interrupted; the page has the results so far.\n")
         return INTERRUPTED
     return 1 if any(result.status == "fails" for result in results) else 0
 
 
 def tell(line: str) -> None:
-    """Prints a line of progress at once."""
+    """Prints a progress line and flushes it."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

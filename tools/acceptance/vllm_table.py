@@ -1,4 +1,4 @@
-"""The checks of vLLM: those of every engine (`trtllm_table.py`) and one of its experts; what to do when one fails."""
+"""Checks of vLLM: those of every engine (`trtllm_table.py`) and one for MoE routing, with remedies for failures."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from acceptance.trtllm_table import ASLEEP, CUT, FP8, GRAPHS, PLAIN, SETTINGS
 from acceptance.trtllm_table import CHECKS as OF_TRTLLM
 
 EXPERTS = "experts"
-"""Session on a mixture of experts."""
+"""Session with a MoE model."""
 
 NOT_OF_VLLM = ("qkv", "pause")
-"""They look into TensorRT-LLM; vLLM's own tensors are compared bit by bit in each refit (its checksum)."""
+"""Checks that inspect TensorRT-LLM's internals; vLLM's tensors are compared bitwise in each weight sync (checksum)."""
 
 REMEDIES = {
-    "start": "read the log; the page has the versions, and setup.py's extra [vllm] those that mrl is written for",
+    "start": "read the log; compare the versions on the page with those of setup.py's extra [vllm]",
     "sleep": "rollout.free_cache_engine=false where both fit at the same time, else rollout.name=native",
-    "logprobs": "train on the actor's own: algorithm.rollout_correction.bypass_mode=false; if 'refit' fails too, "
-    "do not train",
+    "logprobs": "train on the actor's own log-probabilities: algorithm.rollout_correction.bypass_mode=false; if "
+    "'refit' fails too, do not train",
 }
 
 CHECKS: dict[str, Check] = {
@@ -30,9 +30,10 @@ CHECKS: dict[str, Check] = {
     },
     "experts": Check(
         EXPERTS,
-        "Are the experts that it tells of each token those that give its log-probabilities, on a mixture of experts?",
-        "the actor would route tokens by the experts of others",
-        "actor.router_replay=recompute with algorithm.rollout_correction.bypass_mode=false, which replays the actor's",
+        "Do the experts that it returns for each token of a MoE model reproduce the token's log-probability?",
+        "the actor would route tokens to the experts of other tokens",
+        "use actor.router_replay=recompute with algorithm.rollout_correction.bypass_mode=false, which replays the "
+        "actor's own choice",
     ),
     "end": OF_TRTLLM["end"],
 }

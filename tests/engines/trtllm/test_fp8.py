@@ -73,7 +73,7 @@ def refitted(folder, arch):
             for version in range(2):
                 told = Refit(layout, sources, llm, tiny.BUCKET, grids)(version)
             Refit(layout, sources, native, tiny.BUCKET, grids)(0)
-            model = llm._host.executor.model_engine.model
+            model = llm._runtime.executor.model_engine.model
             given = model.tensors
             expected = {name: stored for name, (stored, _) in whole_tensors(arch, "fp8").items() if name in grids}
             differ = [name for name, tensor in expected.items() if not torch.equal(bits(given[name]), bits(tensor))]
@@ -124,7 +124,7 @@ def over_mpi(folder, arch, rollout):
         engine.generate(tiny.PROMPTS, tiny.SAMPLING)
         differ = []
         if rank == 0:
-            held = engine._host.executor._whole()
+            held = engine._runtime.executor._whole()
             meant = {name: tensor for name, (_, tensor) in whole_tensors(arch, "fp8").items()}
             differ = [name for name in grids if not torch.equal(held[name], meant[name])]
     os.environ[FAULTS] = "reads_more"

@@ -56,7 +56,7 @@ def case(tmp_path, capfd, monkeypatch):
 
 def test_a_replica_of_several_ranks_is_refused_by_all_that_know_that_mpi_does_not_start_it(case, monkeypatch):
     told = case.refused(*TWO, "--via", "torchrun", "--gpus-per-node", "2", command="launch")
-    assert "2 ranks in a replica needs ranks that MPI started" in told and "Use launch/mpirun.sh" in told
+    assert "2 ranks in a replica needs ranks started by MPI" in told and "Use launch/mpirun.sh" in told
     for name, value in (OF_TORCHRUN | {"MASTER_PORT": 29500}).items():
         monkeypatch.setenv(name, str(value))
     assert case.refused(*TWO) == case.refused(*TWO, "--dry-run") == told

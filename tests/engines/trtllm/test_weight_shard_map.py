@@ -60,7 +60,7 @@ def refitted(folder, arch, rollout):
             found = engine.generate(tiny.PROMPTS, tiny.SAMPLING)
         except RuntimeError as error:
             found = str(error)
-        given = [name for bucket in engine._host.executor.model_engine.model.buckets for name in bucket]
+        given = [name for bucket in engine._runtime.executor.model_engine.model.buckets for name in bucket]
         return found, given, refit.plan.bytes_local + refit.plan.bytes_moved, engine.notes[1:]
 
 
@@ -105,7 +105,7 @@ def test_an_expert_of_the_rank_that_does_not_come_shows(standin, tmp_path):
         from tensorrt_llm.faults import StandInError
 
         tiny.refit(engine, tiny.weights(MOE))
-        executor = engine._host.executor
+        executor = engine._runtime.executor
         model, loader = executor.model_engine.model, executor.model_engine.model_loader
         lost = next(name for name in engine.layout() if reader_of(name).expert == 3)
         with executor.control_action():
@@ -119,6 +119,6 @@ def test_an_expert_of_the_rank_that_does_not_come_shows(standin, tmp_path):
 def test_a_model_that_cannot_be_staged_is_refused(standin, tmp_path):
     with tiny.engine(tmp_path, MOE) as engine:
         staged = num_bytes(MOE)
-        engine._parts.check_staging(staged, 2 * staged)
+        engine._shards.check_staging(staged, 2 * staged)
         with pytest.raises(UserError, match="loads this model in one call only.* a refit stages 0.0 GB"):
-            engine._parts.check_staging(staged, 2 * staged - 1)
+            engine._shards.check_staging(staged, 2 * staged - 1)

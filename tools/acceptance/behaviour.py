@@ -16,7 +16,7 @@ END_TOKENS, NUM_SAMPLES = 16, 4
 
 
 def pause(bench: Bench) -> Facts:
-    """(vii) Pauses several times in a row, then pauses and idles longer than the hang detector's timeout."""
+    """Pauses several times in a row, then pauses and idles longer than the hang detector's timeout."""
     job = bench.job
     with inspection.impatient(job.sampler.engine, PATIENCE_S) as watched:
         if not watched:
@@ -33,7 +33,7 @@ def pause(bench: Bench) -> Facts:
 
 
 def ends(bench: Bench) -> Facts:
-    """(viii) Checks that an end token that is certain to be sampled ends its response and stays part of it."""
+    """Checks that an end token that is certain to be sampled ends its response and stays part of it."""
     job = bench.job
     bench.refit()
     (prompt,) = job.state.source.next(1)
@@ -58,7 +58,7 @@ def ends(bench: Bench) -> Facts:
 
 
 def seeds(bench: Bench) -> Facts:
-    """(ix) Records whether a sample depends on its own seed only (mrl does not need it); fails if all are equal."""
+    """Records whether a sample depends on its own seed only (mrl does not need it); fails if all are equal."""
     bench.refit()
     (prompt,) = bench.job.state.source.next(1)
     setting = replace(bench.job.sampler.training, n=NUM_SAMPLES, stop=())

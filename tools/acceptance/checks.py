@@ -39,7 +39,7 @@ ALLOWED = 0.9
 
 
 def device(bench: Bench) -> Facts:
-    """(vi) Checks the device of the engine and the current device of this process."""
+    """Checks the device of the engine and the current device of this process."""
     job = bench.job
     facts: Facts = {"rank's device": str(job.device), "process": os.getpid()}
     if job.device.type == "cuda":
@@ -61,14 +61,14 @@ def device(bench: Bench) -> Facts:
 
 
 def refit(bench: Bench) -> Facts:
-    """(i) Syncs the same weights, others, and the first again."""
+    """Syncs the same weights, others, and the first again."""
     first, facts = answers.come_back(bench)
     _keep(bench, first)
     return facts
 
 
 def qkv(bench: Bench) -> Facts:
-    """(ii) Compares the first and the last layer's fused matrix with the model's files."""
+    """Compares the first and the last layer's fused matrix with the model's files."""
     job = bench.job
     if not inspection.is_llm(job.sampler.engine):
         raise NotHereError("only the LLM API's model can be inspected; 'refit' and 'logprobs' cover it")
@@ -103,7 +103,7 @@ def _same(what: str, found: Tensor | None, expected: Tensor) -> Facts:
 
 
 def sleep(bench: Bench) -> Facts:
-    """(iii) Compares memory and responses: awake, after sleeping alone, and after an update with a weight sync."""
+    """Compares memory and responses: awake, after sleeping alone, and after an update with a weight sync."""
     job = bench.job
     bench.refit()
     job.policy.offload()
@@ -170,7 +170,7 @@ def _allowed(device: torch.device) -> int:
 
 
 def logprobs(bench: Bench) -> Facts:
-    """(v) Scores samples under the session's settings by the actor."""
+    """Scores samples under the session's settings by the actor."""
     bench.refit()
     rollouts = answers.sampled(bench)
     apart = (answers.scores(bench, rollouts) - answers.told(rollouts)).abs()
@@ -217,7 +217,7 @@ def contract(bench: Bench) -> Facts:
 
 
 def graphs(bench: Bench) -> Facts:
-    """(iv) Compares responses with CUDA graphs with those without, also after weight syncs."""
+    """Compares responses with CUDA graphs with those without, also after weight syncs."""
     if bench.job.device.type != "cuda" and not inspection.is_llm(bench.job.sampler.engine):
         raise NotHereError("a CPU has no CUDA graphs")
     file = bench.folder / "answers.json"
@@ -241,7 +241,7 @@ def graphs(bench: Bench) -> Facts:
 
 
 def graphs_asleep(bench: Bench) -> Facts:
-    """(iv) Does the same with a sleeping engine, if its graphs survive sleep."""
+    """Does the same with a sleeping engine, if its graphs survive sleep."""
     engine = bench.job.sampler.engine
     if (without := inspection.without_graphs(engine)) is not None:
         raise NotHereError(without)

@@ -13,7 +13,7 @@ which has about the same effect; a misplaced scale has a far larger one.
 
 
 def fp8(bench: Bench) -> Facts:
-    """(x) Syncs weights in FP8, and scores samples by the actor with the dequantised weights and with its own."""
+    """Syncs weights in FP8, and scores samples by the actor with the dequantised weights and with its own."""
     _, facts = answers.come_back(bench)
     rollouts = answers.sampled(bench)
     engine, own = answers.told(rollouts), answers.scores(bench, rollouts)

@@ -1,7 +1,7 @@
-"""Checks of a GPU on a job that came up: the actor against transformers and Megatron-Core, memory, links between GPUs.
+"""Checks of a GPU in a started job: the actor compared with transformers and Megatron-Core, memory, links between GPUs.
 
-Owns what is compared with what, and the bounds. What engine and actor say of each other is asked as of TensorRT-LLM, in
-`checks.py`; checks that start commands are in `gpu_commands.py`.
+Comparisons of engine and actor are those of TensorRT-LLM in `checks.py`; checks that run commands are in
+`gpu_commands.py`.
 """
 
 from __future__ import annotations
@@ -43,38 +43,38 @@ from mrl.trainer.learning_rate import learning_rate
 from mrl.types import RolloutBatch
 
 EXACT = 1e-4
-"""Nats, and relative for loss and gradient: fp32 sums in another order."""
+"""Tolerance in nats, and relative for loss and gradient: fp32 sums in another order."""
 
 OF_PEER = 2.0
-"""In bfloat16 an actor may be as far from fp32 as transformers' own bfloat16 is, and twice as far: its kernels round at
-other places."""
+"""Tolerance in bfloat16, as a multiple of the distance of transformers' own bfloat16 from fp32, because the actor's
+kernels round at other places.
+"""
 
 GRADIENT = 0.02
-"""Relative, in bfloat16: its 8 bits in each factor of a gradient, averaged over the whole norm; more than transformers'
-own bfloat16 is off."""
+"""Additional relative tolerance of the gradient norm in bfloat16: 8 bits in each factor, averaged over the norm."""
 
 CYCLES = 5
 LOST = 0.02
-"""Part of the memory reserved after the second cycle that may be gone after the last: allocators round."""
+"""Fraction of the memory reserved after the second cycle that may be lost by the last one; allocators round."""
 
 FREED = 0.98
-"""Part of the bytes of the actor's parts, by shape, that offloading must free."""
+"""Fraction of the actor's bytes, computed from shapes, that offloading must free."""
 
 HOST_MORE = 1.1
-"""Host memory that offloading may take, over the bytes that it keeps."""
+"""Allowed host memory of offloading, relative to the bytes that it stores."""
 
 SLOWEST = 0.8
-"""Of plain Megatron-Core's tokens per second."""
+"""Minimum speed relative to plain Megatron-Core."""
 
 LINK_BYTES = 256 << 20
 NUM_SEQUENCES = 12
 SAMPLES = 4
-"""Of a prompt."""
+"""Samples per prompt."""
 
 
 @contextmanager
 def opened(spec: Spec) -> Iterator[Bench | gpu_commands.Commands]:
-    """What a session's checks look at: a job, collectively, or what starts commands."""
+    """Creates the fixture of a session's checks: a job (collective), or a runner of commands."""
     if all(CHECKS[name].session == COMMANDS for name in spec.checks):
         yield gpu_commands.Commands(spec)
     else:
@@ -84,10 +84,7 @@ def opened(spec: Spec) -> Iterator[Bench | gpu_commands.Commands]:
 
 
 def for_this_machine(spec: Spec) -> Spec:
-    """Returns a session with experts that starts without TransformerEngine too: a run has to ask for local layers.
-
-    A choice of the user stays.
-    """
+    """Selects Megatron's local layers for a MoE session without TransformerEngine, unless the user chose layers."""
     config = load(spec.config, spec.overrides)
     unusable = transformer_engine.why_unusable(launch.choose_device(config.run.device))
     if config.actor.transformer_impl != "auto" or unusable is None:
@@ -99,23 +96,26 @@ def for_this_machine(spec: Spec) -> Spec:
 
 
 def parity(bench: Bench) -> Facts:
-    """Log-probabilities, loss and gradient norm against transformers in fp32, and as far off as its own bfloat16."""
+    """Compares log-probabilities, loss and gradient norm with transformers in fp32.
+
+    In bfloat16 the actor may be about as far from fp32 as transformers' own bfloat16 is.
+    """
     job = bench.job
     return _against_transformers(bench, random_batch(job.arch.vocab_size, NUM_SEQUENCES, job.config.rollout.longest))
 
 
 def parity_local(bench: Bench) -> Facts:
-    """Parity of Megatron's local layers, where `parity` had others."""
+    """Compares Megatron's local layers with transformers, if `parity` used TransformerEngine's."""
     if (why := transformer_engine.why_unusable(bench.job.device.type)) is not None:
-        raise NotHereError(f"'parity' is of Megatron's local layers already: {why}")
+        raise NotHereError(f"'parity' already uses Megatron's local layers: {why}")
     return parity(bench)
 
 
 def shared(bench: Bench) -> Facts:
-    """Parity of samples whose prompts are computed once, and their time and scores against each computed alone."""
+    """Compares samples with shared prompts computed once with transformers, and with separately computed prompts."""
     job = bench.job
     if not job.policy.shares:
-        raise NotHereError("TransformerEngine has no attention here that is fit for shared tokens")
+        raise NotHereError("TransformerEngine's attention does not support shared tokens here")
     longest = job.config.rollout.longest
     batch = samples_of_prompts(job.arch.vocab_size, NUM_SEQUENCES, prompt=4 * longest // 5, answer=longest // 5)
     facts = _against_transformers(bench, batch)
@@ -129,12 +129,15 @@ def shared(bench: Bench) -> Facts:
     own = facts.get(f"transformers' {job.config.model.dtype}, log-probabilities")
     bound = OF_PEER * (own if isinstance(own, float) else 0.0) + EXACT
     if _apart(once, alone) > bound:
-        raise CheckError(f"samples are {_apart(once, alone):.3g} from what each is alone, at most {bound:.3g}", facts)
+        raise CheckError(
+            f"scores with shared and separate prompts differ by {_apart(once, alone):.3g}, at most {bound:.3g} allowed",
+            facts,
+        )
     return facts
 
 
 def _against_transformers(bench: Bench, batch: RolloutBatch) -> Facts:
-    """What `parity` finds, of these sequences."""
+    """Compares the actor with transformers on these sequences; see `parity`."""
     job = bench.job
     own = batch if job.groups.coords.dp == 0 else batch.select([])
     scored, _ = job.policy.score(own)
@@ -176,12 +179,12 @@ def _layers(bench: Bench) -> str:
 
 
 def _apart(found: Tensor, expected: Tensor) -> float:
-    """Mean difference, nats."""
+    """Returns the mean absolute difference, nats."""
     return float((found - expected).abs().mean())
 
 
 def random_batch(vocabulary: int, num: int, longest: int, *, ragged: bool = True) -> RolloutBatch:
-    """Sequences of random tokens, all to be trained on, each token with the same weight."""
+    """Returns sequences of random tokens, all trained with the same weight."""
     generator = torch.Generator().manual_seed(0)
     lens = torch.full((num,), longest)
     if ragged:
@@ -204,7 +207,7 @@ def random_batch(vocabulary: int, num: int, longest: int, *, ragged: bool = True
 
 
 def samples_of_prompts(vocabulary: int, num: int, *, prompt: int, answer: int) -> RolloutBatch:
-    """Random tokens, each `SAMPLES` sequences with one prompt; each token of an answer has the same weight."""
+    """Returns random sequences of which each `SAMPLES` share a prompt; each response token has the same weight."""
     batch = random_batch(vocabulary, num, prompt + answer, ragged=False)
     tokens_BT = batch.tokens_P.view(num, -1)
     tokens_BT[:, :prompt] = tokens_BT[::SAMPLES, :prompt].repeat_interleave(SAMPLES, 0)[:num]
@@ -225,7 +228,7 @@ def samples_of_prompts(vocabulary: int, num: int, *, prompt: int, answer: int) -
 def by_transformers(
     folder: str, dtype: torch.dtype, batch: RolloutBatch, device: torch.device
 ) -> tuple[Tensor, float, float]:
-    """Log-probabilities [R] on the CPU, loss and gradient norm of the model in a folder, sequence by sequence."""
+    """Computes log-probabilities [R] on the CPU, loss and gradient norm by transformers, sequence by sequence."""
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
@@ -251,13 +254,13 @@ def by_transformers(
 
 
 def update(bench: Bench) -> Facts:
-    """Tokens per second against plain Megatron-Core on the same batch, and MFU."""
+    """Compares tokens per second with plain Megatron-Core on the same batch; records MFU."""
     job, config = bench.job, bench.job.config
     num, length = config.train.batch_size, config.rollout.longest
     batch = random_batch(job.arch.vocab_size, num, length, ragged=False)
     algorithm = build(AlgorithmConfig(name="sft"), config.rollout)
     job.policy.start_optimizer(learning_rate(config))
-    ours = best_time(lambda: job.policy.update(batch, algorithm), job.device, 3)
+    own_s = best_time(lambda: job.policy.update(batch, algorithm), job.device, 3)
     job.policy.offload()
     te, dtype = job.policy.uses_te, DTYPES[config.model.dtype]
     plain = PlainMegatron(job.arch, dtype=dtype, device=job.device, te=te)
@@ -265,22 +268,22 @@ def update(bench: Bench) -> Facts:
     if job.device.type == "cuda":
         torch.cuda.empty_cache()
         rows = fitting_rows(job.arch, length, rows, torch.cuda.mem_get_info(job.device)[0], te=te)
-    theirs = best_time(lambda: plain.update(tokens_BT, rows), job.device, 3)
+    plain_s = best_time(lambda: plain.update(tokens_BT, rows), job.device, 3)
     lens = [length] * num
-    rate = 3 * forward_flops(job.arch, lens) / ours
+    rate = 3 * forward_flops(job.arch, lens) / own_s
     facts: Facts = {
         "layers": _layers(bench),
         "tokens of a microbatch": config.actor.max_tokens_per_microbatch,
         "tokens of a microbatch of plain Megatron-Core": rows * length,
-        "tokens/s": num * length / ours,
-        "tokens/s of plain Megatron-Core": num * length / theirs,
-        "ratio": theirs / ours,
+        "tokens/s": num * length / own_s,
+        "tokens/s of plain Megatron-Core": num * length / plain_s,
+        "ratio": plain_s / own_s,
         "of the product's rate measured here": rate / matrix_rate(dtype, job.device),
     }
     name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else ""
-    facts |= mfu_metrics(job.arch, lens, update_s=ours, num_passes=1, world_size=1, device_name=name)
-    if theirs / ours < SLOWEST:
-        raise CheckError(f"an update has {theirs / ours:.2f} of plain Megatron-Core's tokens per second", facts)
+    facts |= mfu_metrics(job.arch, lens, update_s=own_s, num_passes=1, world_size=1, device_name=name)
+    if plain_s / own_s < SLOWEST:
+        raise CheckError(f"an update reaches {plain_s / own_s:.2f} of plain Megatron-Core's tokens per second", facts)
     return facts
 
 
@@ -288,7 +291,7 @@ def update(bench: Bench) -> Facts:
 
 
 def offload(bench: Bench) -> Facts:
-    """Bytes of the device and of the host, twice, and the same weights afterwards."""
+    """Measures device and host memory over two offloads, and checks that the weights are the same afterwards."""
     job, policy = bench.job, bench.job.policy
     policy.start_optimizer(learning_rate(job.config))
     batch = random_batch(job.arch.vocab_size, 2, job.config.rollout.longest)
@@ -313,14 +316,16 @@ def offload(bench: Bench) -> Facts:
         "back, s": back_s,
     }
     if sums != again:
-        raise CheckError(f"the weights that came back add up to {again:016x}, those that left to {sums:016x}", facts)
+        raise CheckError(f"the restored weights have checksum {again:016x}, the offloaded ones {sums:016x}", facts)
     if job.device.type == "cpu":
         return facts | {"memory": "a CPU: nothing to measure"}
     facts |= {"GiB freed": freed / GIB, "GiB of the host": grown / GIB, "GiB of the host, the second time": twice / GIB}
     if freed < FREED * held:
         raise CheckError(f"offloading freed {freed / GIB:.3f} GiB of {held / GIB:.3f}", facts)
     if max(grown, twice) > HOST_MORE * kept:
-        raise CheckError(f"it took {max(grown, twice) / GIB:.3f} GiB of the host for {kept / GIB:.3f}", facts)
+        raise CheckError(
+            f"offloading {kept / GIB:.3f} GiB used {max(grown, twice) / GIB:.3f} GiB of host memory", facts
+        )
     return facts
 
 
@@ -336,11 +341,11 @@ def _sum(bench: Bench) -> int:
 
 
 def cycles(bench: Bench) -> Facts:
-    """Memory in use and answers over several cycles of refit, sampling, sleep and an update that changes nothing."""
+    """Checks memory and responses over cycles of weight sync, sampling, sleep and an update with learning rate 0."""
     job, engine = bench.job, bench.job.sampler.engine
     batch = random_batch(job.arch.vocab_size, NUM_SEQUENCES, job.config.rollout.longest)
     algorithm = build(AlgorithmConfig(name="sft"), job.config.rollout)
-    job.policy.start_optimizer(LearningRate(0.0, 0.0, "constant", 0, CYCLES))  # the weights stay
+    job.policy.start_optimizer(LearningRate(0.0, 0.0, "constant", 0, CYCLES))  # the weights do not change
     first: list[Any] = []
     asleep, awake, caches, captured = [], [], [], []
     for _ in range(CYCLES):
@@ -354,11 +359,11 @@ def cycles(bench: Bench) -> Facts:
         captured.append(int(engine.stats().get("captured_graphs", 0)))
         engine.sleep()
         job.sampler.rest()
-        job.policy.update(batch, algorithm)  # what it allocates must not settle where the cache was
+        job.policy.update(batch, algorithm)  # its allocations must not stay in the memory of the cache
         asleep.append(bench.used())
         moved = weight_sync_check.compare(first, found)
         if not moved.within(bench.tolerance):
-            raise CheckError(f"the actor's weights stayed, but the engine's answers moved: {moved}")
+            raise CheckError(f"the engine's responses changed although the actor's weights did not: {moved}")
     facts: Facts = {"answers": str(moved), "GiB of the cache": max(caches) / GIB, "graphs captured": captured}
     if any(captured[1:]):
         raise CheckError(f"CUDA graphs were captured again after the engine slept: {captured}", facts)
@@ -369,9 +374,9 @@ def cycles(bench: Bench) -> Facts:
         "GiB in use asleep": [round(each / GIB, 3) for each in asleep],
     }
     if asleep[-1] > asleep[1] * (1 + LOST):
-        raise CheckError(f"asleep it holds {asleep[-1] / GIB:.3f} GiB, after two cycles {asleep[1] / GIB:.3f}", facts)
+        raise CheckError(f"asleep {asleep[-1] / GIB:.3f} GiB are in use, after two cycles {asleep[1] / GIB:.3f}", facts)
     if awake[-1] > awake[1] * (1 + LOST):
-        raise CheckError(f"awake it holds {awake[-1] / GIB:.3f} GiB, after two cycles {awake[1] / GIB:.3f}", facts)
+        raise CheckError(f"awake {awake[-1] / GIB:.3f} GiB are in use, after two cycles {awake[1] / GIB:.3f}", facts)
     return facts
 
 
@@ -379,7 +384,7 @@ def cycles(bench: Bench) -> Facts:
 
 
 def links(device: torch.device) -> Facts:
-    """Collective over the job: a sum and a message of known values over the device's backend, and how fast they go."""
+    """Collective over the job: checks a sum and a message of known values over the device's backend; times them."""
     rank, size = dist.get_rank(), dist.get_world_size()
     ones = torch.full((LINK_BYTES // 4,), float(rank + 1), device=device)
     dist.all_reduce(ones)
@@ -396,7 +401,7 @@ def links(device: torch.device) -> Facts:
 
     message_s = best_time(around, device)
     if not bool((got == float(before)).all()):
-        raise CheckError(f"rank {before} sent {float(before)}, there came {float(got[0])}")
+        raise CheckError(f"rank {before} sent {float(before)}, but {float(got[0])} was received")
     reduce_s = best_time(lambda: dist.all_reduce(ones), device)
     facts: Facts = {
         "GB/s of a message, each way": LINK_BYTES / message_s / 1e9,
@@ -411,9 +416,9 @@ def links(device: torch.device) -> Facts:
 
 
 def _experts(bench: Bench) -> Facts:
-    """Parity, of experts; grouped products are TransformerEngine's."""
+    """Compares a MoE model with transformers; uses TransformerEngine's grouped GEMMs."""
     if bench.job.arch.moe is None:
-        raise NotHereError("the model that was given has no experts")
+        raise NotHereError("the given model has no experts")
     return parity(bench)
 
 

@@ -1,1 +1,3 @@
-"""What the bench_*.py programs share: measuring, alternating runs, roofline figures, plain Megatron as a baseline."""
+"""Helpers of the bench_*.py programs: measuring, alternating runs, roofline figures, and a plain Megatron-Core
+baseline.
+"""

@@ -1,7 +1,7 @@
-"""Programs that are measured beside each other, each in a process of its own, taking turns.
+"""Timing of several programs in alternation, each in its own process.
 
-Owns their processes: what one of them does to its process (threads, variables, random numbers) does not reach the next,
-all are given the same number of threads before they start, and those that wait for their turn use no processor.
+Separate processes keep threads, environment variables and random state apart. All get the same number of threads, and
+those that wait use no processor time.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from mrl.distributed import launch
 
 Action = Callable[[], object]
 Maker = Callable[[], AbstractContextManager[Action]]
-"""Makes what is measured, inside the process; picklable, such as a `partial` of a function of a module."""
+"""Picklable context manager factory that creates the timed action inside the process, such as a `partial`."""
 
 PATIENCE_S = 30.0
-"""For a process that is to end."""
+"""Time limit for a process to exit, seconds."""
 
 
 @dataclass
 class Turns:
-    """What one of them took, a value for each call.
+    """Times of one program, one value per call.
 
     Attributes:
-        wall_s: By the clock.
-        processor_s: Of all its threads and processes.
+        wall_s: Wall-clock times, seconds.
+        processor_s: Processor times of all its threads and processes, seconds.
     """
 
     wall_s: list[float] = field(default_factory=list)
@@ -45,32 +45,32 @@ class Turns:
 
     @property
     def median_s(self) -> float:
-        """By the clock."""
+        """Median wall-clock time, seconds."""
         return statistics.median(self.wall_s)
 
     @property
     def cores(self) -> float:
-        """Processors that it kept busy, on average."""
+        """Average number of busy processors."""
         return sum(self.processor_s) / sum(self.wall_s)
 
 
 def take_turns(makers: Mapping[str, Maker], repeats: int, device: torch.device, num_threads: int) -> dict[str, Turns]:
-    """Times of `repeats` calls of each, one after the other, after a first call of each that is not counted.
+    """Times `repeats` calls of each program in alternation, after one warm-up call of each.
 
     Args:
-        makers: Name -> what makes it.
-        repeats: Rounds.
-        device: Whose clock is waited for.
-        num_threads: Of each.
+        makers: Factory of each program's action, by name.
+        repeats: Number of rounds.
+        device: Device that is synchronised for timing.
+        num_threads: Threads of each program.
 
     Raises:
-        RuntimeError: One of them failed; what it said is told.
+        RuntimeError: A program failed; its traceback is included.
     """
     contenders: dict[str, _Contender] = {}
     found = {name: Turns() for name in makers}
     try:
         with launch.changed_variables(OMP_NUM_THREADS=str(num_threads)):
-            for name, maker in makers.items():  # one at a time: they would share the cores
+            for name, maker in makers.items():  # one at a time, since they share the cores
                 contenders[name] = _Contender(name, maker, device, num_threads)
                 contenders[name].call()
         for _ in range(repeats):
@@ -85,7 +85,7 @@ def take_turns(makers: Mapping[str, Maker], repeats: int, device: torch.device, 
 
 
 class _Contender:
-    """One process, as its parent sees it."""
+    """Process of one program, as seen by the parent."""
 
     def __init__(self, name: str, maker: Maker, device: torch.device, num_threads: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -96,20 +96,20 @@ class _Contender:
         other.close()
 
     def call(self) -> Sequence[float]:
-        """Seconds by the clock and of processors."""
+        """Runs the action once; returns wall-clock and processor seconds."""
         try:
             self._pipe.send(None)
             times, failure = self._pipe.recv()
         except (EOFError, OSError) as error:
             self._process.join(PATIENCE_S)
-            raise RuntimeError(f"'{self._name}' ended by itself, with status {self._process.exitcode}") from error
+            raise RuntimeError(f"'{self._name}' exited unexpectedly with status {self._process.exitcode}") from error
         if failure:
             raise RuntimeError(f"'{self._name}' failed:\n{failure}")
         found: Sequence[float] = times
         return found
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         self._pipe.close()
         self._process.join(PATIENCE_S)
         if self._process.is_alive():
@@ -118,13 +118,13 @@ class _Contender:
 
 
 def _serve(pipe: Connection[Any, Any], maker: Maker, device: torch.device, num_threads: int) -> None:
-    """The other side: one call for each word, until the pipe is closed."""
+    """Runs the action once per message until the pipe is closed; the body of the process."""
     sys.stdout.flush()
-    os.dup2(2, 1)  # the parent's output is its figures
+    os.dup2(2, 1)  # stdout is reserved for the parent's results
     try:
         torch.set_num_threads(num_threads)
         with maker() as action:
-            while _asked(pipe):
+            while _has_request(pipe):
                 before = _processor_s()
                 wall = seconds(action, device)
                 pipe.send(((wall, _processor_s() - before), None))
@@ -134,7 +134,7 @@ def _serve(pipe: Connection[Any, Any], maker: Maker, device: torch.device, num_t
         pipe.close()
 
 
-def _asked(pipe: Connection[Any, Any]) -> bool:
+def _has_request(pipe: Connection[Any, Any]) -> bool:
     try:
         pipe.recv()
     except EOFError:
@@ -143,7 +143,7 @@ def _asked(pipe: Connection[Any, Any]) -> bool:
 
 
 def _processor_s() -> float:
-    """Of this process and those that it started, s."""
+    """Returns the processor time of this process and its children, seconds."""
     own = psutil.Process()
     times = [each.cpu_times() for each in (own, *own.children(recursive=True))]
     return float(sum(each.user + each.system for each in times))

@@ -1,8 +1,6 @@
-"""What every benchmark of `tools/` says beside its figures: spread of times, device, revision; and how it takes them.
+"""Helpers shared by all benchmarks of `tools/`: timing, spread of times, device name, revision, and `--device`.
 
-Owns these words, the option `--device`, the clock that waits for a GPU, and the device's own limits: its memory's
-bandwidth and its rate of matrix products, measured in the run that they are compared with. What else is measured is in
-each tool.
+Also measures the limits of the device, memory bandwidth and GEMM rate, in the same run as the benchmark.
 """
 
 from __future__ import annotations
@@ -23,16 +21,16 @@ from mrl.distributed import launch
 from mrl.errors import UserError
 
 READ_BYTES = 512 * 2**20
-"""Read of a CPU's memory; copied on a GPU, whose caches hold a part of it only."""
+"""Bytes that are read on a CPU, or copied on a GPU; larger than a GPU's caches."""
 
 MATRIX_WIDTH = {"cpu": 1024, "cuda": 8192}
-"""Of the product that a rate is measured with; smaller ones do not fill the device."""
+"""Width of the square GEMM by device; smaller ones do not fill the device."""
 
 SHORT_S = 1e-3
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """`--device {cpu,cuda,auto}`: what was chosen, "cpu" or "cuda", is in `device`; auto is CUDA where there is one."""
+    """Adds the option `--device {cpu,cuda,auto}`, which resolves to "cpu" or "cuda"; auto prefers CUDA."""
     parser.add_argument(
         "--device", type=_chosen, default="auto", metavar="{cpu,cuda,auto}", help="default: CUDA where there is one"
     )
@@ -48,17 +46,17 @@ def _chosen(word: str) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was asked; a CPU has."""
+    """Waits for the device to finish its work; no-op on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 Seconds = Callable[[], float]
-"""A clock: of the wall, or of what a thread or a process has of the processor."""
+"""Clock function: wall time, or processor time of a thread or a process."""
 
 
 def seconds(action: Callable[[], object], device: torch.device, clock: Seconds = time.perf_counter) -> float:
-    """How long the action takes, what it has asked of the device included."""
+    """Returns the duration of an action, including its work on the device."""
     synchronize(device)
     began = clock()
     action()
@@ -69,22 +67,22 @@ def seconds(action: Callable[[], object], device: torch.device, clock: Seconds =
 def best_time(
     action: Callable[[], object], device: torch.device, repeats: int = 5, clock: Seconds = time.perf_counter
 ) -> float:
-    """Shortest of a few calls after a first one, s."""
+    """Returns the shortest duration of `repeats` calls after a warm-up call, seconds."""
     return min([seconds(action, device, clock) for _ in range(repeats + 1)][1:])
 
 
 class PartTimes:
-    """Processor time of this thread, by part.
+    """Processor time of this thread by part.
 
     Attributes:
-        seconds: Of each part, so far.
+        seconds: Time of each part so far, seconds.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose time counts for the part."""
+        """Wraps a function so that its time is added to a part."""
 
         def call(*given: Any, **named: Any) -> Any:
             began = time.thread_time()
@@ -97,7 +95,7 @@ class PartTimes:
 
 
 def memory_bandwidth(device: torch.device) -> float:
-    """Bytes per second: on a CPU of reading 512 MB, on a GPU of copying them within its memory, both ways counted."""
+    """Measures bytes per second: reading 512 MB on a CPU, copying them on a GPU (read and write counted)."""
     buffer = torch.ones(READ_BYTES // 4, device=device)
     if device.type == "cpu":
         return READ_BYTES / best_time(lambda: buffer.sum(), device)
@@ -106,20 +104,20 @@ def memory_bandwidth(device: torch.device) -> float:
 
 
 def matrix_rate(dtype: torch.dtype, device: torch.device, clock: Seconds = time.perf_counter) -> float:
-    """FLOP per second of a square product."""
+    """Measures the FLOP per second of a square GEMM."""
     width = MATRIX_WIDTH[device.type]
     a = torch.randn(width, width, device=device).to(dtype)
     return 2 * width**3 / best_time(lambda: a @ a, device, clock=clock)
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
-    """Median, shortest and longest, s."""
+    """Returns median, shortest and longest time, seconds."""
     found = {"median": statistics.median(times), "min": min(times), "max": max(times)}
     return {name: round(seconds, 4 if seconds >= SHORT_S else 7) for name, seconds in found.items()}
 
 
 def device_name(device: str = "cpu") -> str:
-    """The GPU; or the processor, and what torch uses of it."""
+    """Returns the GPU's name, or the processor's with the instruction set that torch uses."""
     if device == "cuda":
         return launch.device_name(torch.device(device))
     info = Path("/proc/cpuinfo")
@@ -129,10 +127,7 @@ def device_name(device: str = "cpu") -> str:
 
 
 def commit() -> str:
-    """Returns the revision that was measured, with "-dirty" where files differ from it.
-
-    It is "unknown" outside a repository and where git does not run: what was measured is worth more than its name.
-    """
+    """Returns the measured git revision, with "-dirty" for local changes; "unknown" without git or a repository."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)

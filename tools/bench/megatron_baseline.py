@@ -1,7 +1,7 @@
-"""Megatron-Core's own GPT model, wrapper and optimizer, without anything of mrl: what a benchmark compares with.
+"""Megatron-Core's own GPT model, wrapper and optimizer without mrl code, as a baseline for benchmarks.
 
-Nothing here is used in a run. It is what Megatron's examples build: batches [B, T] of sequences of one length, a mean
-cross-entropy over all tokens, one process.
+It follows Megatron's examples: batches [B, T] of sequences of equal length, mean cross-entropy over all tokens, one
+process.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch import Tensor
 from mrl.models.base import ArchSpec
 
 ROOM = 0.8
-"""Part of the free memory that a microbatch may take, by arithmetic."""
+"""Fraction of the free memory that a microbatch may use, by estimate."""
 
 
 class PlainMegatron:
-    """A dense model with random weights, of the same shape as an actor."""
+    """Dense model with random weights, of the same shape as an actor."""
 
     def __init__(self, arch: ArchSpec, *, dtype: torch.dtype, device: torch.device, te: bool) -> None:
-        """Collective over the job, of one rank: Megatron's groups are there.
+        """Collective over a job of one rank: builds the model; Megatron's process groups must exist.
 
         Args:
-            arch: The shape.
-            dtype: Of parameters and activations.
-            device: Of the model.
-            te: TransformerEngine's layers, or Megatron's local ones.
+            arch: Architecture of the model.
+            dtype: Dtype of parameters and activations.
+            device: Device of the model.
+            te: True for TransformerEngine's layers, False for Megatron's local ones.
         """
         config = TransformerConfig(
             num_layers=arch.num_layers,
@@ -79,11 +79,11 @@ class PlainMegatron:
         self._te = te
 
     def update(self, tokens_BT: Tensor, rows: int) -> None:
-        """One optimizer step.
+        """Runs one optimizer step.
 
         Args:
-            tokens_BT: The batch.
-            rows: Sequences of a microbatch.
+            tokens_BT: Token ids of the batch.
+            rows: Sequences per microbatch.
         """
         tokens_BT = tokens_BT.to(self._device)
         batch, length = tokens_BT.shape
@@ -101,17 +101,17 @@ class PlainMegatron:
 
 
 def fitting_rows(arch: ArchSpec, length: int, wanted: int, free_bytes: int, *, te: bool) -> int:
-    """Returns how many sequences fit in a microbatch.
+    """Returns the number of sequences that fit in a microbatch.
 
-    Its local layers keep the scores of all layers, in the model's dtype and in fp32 (6 bytes each). The rest follows
-    Korthikanti et al., 2022 (arXiv:2205.05198), section 4.1, for a gated MLP, and three copies of the logits.
+    Local layers keep the attention scores of all layers, in the model's dtype and in fp32 (6 bytes each). The rest
+    follows Korthikanti et al., 2022 (arXiv:2205.05198), section 4.1, for a gated MLP, and three copies of the logits.
 
     Args:
-        arch: Shape of the model.
-        length: Tokens of a sequence.
-        wanted: Most sequences.
+        arch: Architecture of the model.
+        length: Tokens per sequence.
+        wanted: Maximum number of sequences.
         free_bytes: Free memory of the device, with model and optimizer loaded.
-        te: Whether its layers are TransformerEngine's, which keep no scores.
+        te: True for TransformerEngine's layers, which do not keep scores.
     """
     scores = 0 if te else 6 * arch.num_heads * length
     layer = 17 * arch.hidden_size + 8 * arch.intermediate_size + scores

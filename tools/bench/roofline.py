@@ -1,7 +1,7 @@
-"""The least that a step of GRPO takes on a device: its matrix products at the rate of a square product.
+"""Lower bound of a GRPO step's time on a device: its matrix products at the rate of a square GEMM.
 
-Owns how many there are in a step of mrl and of TRL, and the clock of a benchmark that may run beside other work. The
-step itself is measured by `tools/bench_step.py` and `tools/profile_step.py`.
+Counts the products of a step of mrl and of TRL. `tools/bench_step.py` and `tools/profile_step.py` measure the step
+itself.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and a batch.
+    """Sizes of a model and a batch.
 
     Attributes:
-        num_layers: Of the model; it is a qwen2 with two KV heads and an output weight of its own.
+        num_layers: Layers of the model, a qwen2 with two KV heads and untied embeddings.
         hidden: Hidden size; the MLP is 2.75 times as wide.
         heads: Attention heads.
-        vocabulary: Tokens.
+        vocabulary: Vocabulary size.
         prompts: Prompts per iteration.
-        samples: Responses to each.
-        prompt_len: Tokens of every prompt.
-        response_len: Tokens of every response.
+        samples: Responses per prompt.
+        prompt_len: Length of every prompt, tokens.
+        response_len: Length of every response, tokens.
     """
 
     num_layers: int
@@ -40,16 +40,16 @@ class Shape:
 
 
 def now() -> float:
-    """Seconds: of the clock, or of the processor where one thread computes."""
+    """Returns seconds of the wall clock, or of processor time if only one thread computes."""
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def products(shape: Shape) -> dict[str, float]:
-    """FLOP of the matrix products, attention's included, of a step of each, as each of them works.
+    """Returns the FLOP of a step's matrix products in mrl and in TRL, including attention.
 
-    A product has two FLOP for each pair of a number of a weight and a row, and twice as many again in the backward. mrl
-    computes a prompt once for all its samples, in rollouts and in updates, and TRL for each of them. No last token is
-    fed, but in TRL's updates.
+    A product has two FLOP per weight and token, and twice as many again in the backward pass. mrl computes a prompt
+    once for all its samples, in rollouts and in updates; TRL once per sample. The last token is not fed, except in
+    TRL's updates.
     """
     hidden, prompts, samples = shape.hidden, shape.prompts, shape.prompts * shape.samples
     prompt_len, response_len = shape.prompt_len, shape.response_len
@@ -58,11 +58,11 @@ def products(shape: Shape) -> dict[str, float]:
     head = hidden * shape.vocabulary
 
     def forward(tokens: int, pairs: int, scored: int) -> float:
-        """Of tokens, of pairs of a query and a key, and of tokens whose distribution is wanted."""
+        """Returns the FLOP of `tokens` inputs, query-key `pairs`, and `scored` output distributions."""
         return float(shape.num_layers * (2 * layer * tokens + 4 * hidden * pairs) + 2 * head * scored)
 
     def pairs(first: int, last: int) -> int:
-        """Of the queries at these positions, the last one not included, and the keys up to their own."""
+        """Returns the causal query-key pairs of queries at positions [first, last)."""
         return (last * (last + 1) - first * (first + 1)) // 2
 
     fed = prompt_len + response_len - 1
@@ -77,12 +77,12 @@ def products(shape: Shape) -> dict[str, float]:
 
 
 def limits(shape: Shape, medians_s: Mapping[str, float], rate: float) -> dict[str, Any]:
-    """How far from its own products each is, and TRL from mrl's.
+    """Returns each program's time relative to its lower bound, and TRL's time relative to mrl's bound.
 
     Args:
         shape: Model and batch.
-        medians_s: Time of a step of each, or of mrl alone.
-        rate: FLOP per second.
+        medians_s: Median time of a step of "mrl", and optionally of "trl", seconds.
+        rate: GEMM rate, FLOP per second.
     """
     floors = {name: flop / rate for name, flop in products(shape).items()}
     at_most = {"ratio_at_most": round(medians_s["trl"] / floors["mrl"], 2)} if "trl" in medians_s else {}

@@ -1,1 +1,1 @@
-"""`tools/campaign.py`: random configs and data, each as one process and as a random layout, compared."""
+"""Fuzzing of `tools/campaign.py`: random configs and data, run in one process and in a random layout, compared."""

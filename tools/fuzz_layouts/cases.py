@@ -1,10 +1,10 @@
-"""What a campaign tries: a config that says what is computed, and a layout that must not change it, drawn from a seed.
+"""Test cases drawn from a seed: a config that determines the result, and a parallel layout that must not change it.
 
-Owns the choices and their odds. Most draws are runs that mrl accepts; what it refuses is a case too. The data that a
-case names is drawn in `data.py`, how a case runs is in `runner.py`.
+Most cases are runs that mrl accepts; refused configs are valid cases too. `data.py` draws the data of a case, and
+`runner.py` runs it.
 
-Weights and moments are fp32, and a gradient that is rounding and nothing else moves no weight (`actor.adam_eps`): what
-remains of a difference between two layouts is a mistake.
+Weights and moments are fp32, and `actor.adam_eps` keeps gradients that are pure rounding from moving weights. A
+remaining difference between two layouts is a bug.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from fuzz_layouts.data import Rows, draw_data
 
 Settings = dict[str, Any]
-"""Dotted key of the config -> value."""
+"""Config values by dotted key."""
 
 HEADS, LAYERS, EXPERTS = 4, 4, 4
 DENSE = ("qwen2_tiny", "qwen3_tiny", "llama_tiny")
@@ -36,7 +36,12 @@ QUIET: Settings = {
 
 @dataclass(frozen=True)
 class Start:
-    """One `mrl train`: the ranks, and what differs from the case's settings."""
+    """One start of `mrl train`.
+
+    Attributes:
+        ranks: Number of ranks.
+        settings: Config values that are added to those of the case.
+    """
 
     ranks: int
     settings: Settings
@@ -44,15 +49,15 @@ class Start:
 
 @dataclass(frozen=True)
 class Case:
-    """One draw.
+    """One test case.
 
     Attributes:
-        seed: Gives the same case again.
-        settings: What is computed.
-        starts: The layouts, one for each start of the run: the second one resumes the first.
-        changes: What each start changes of `settings`, at any layout.
-        rows: Data files, by name.
-        folders: Model and tokenizer folders to be made, by name.
+        seed: Seed that reproduces the case.
+        settings: Config values that determine the result.
+        starts: Layout of each start of the run; the second start resumes the first.
+        changes: Config values of each start that override `settings` in any layout.
+        rows: Contents of data files by name.
+        folders: Settings of model and tokenizer folders by name.
     """
 
     seed: int
@@ -64,7 +69,7 @@ class Case:
 
 
 def draw(seed: int) -> Case:
-    """The case of a seed; paths in its settings begin with "./", the case's own folder."""
+    """Returns the case of a seed; paths in its settings start with "./", the case's own folder."""
     rng = Random(seed)
     mixture = rng.random() < 0.3
     data = draw_data(rng)
@@ -86,7 +91,7 @@ def draw(seed: int) -> Case:
 
 
 def _model(rng: Random, mixture: bool, characters: str, *, needs_folder: bool) -> tuple[Settings, dict[str, Settings]]:
-    """A preset, or a folder with random weights."""
+    """Draws a preset, or a folder with random weights."""
     preset = rng.choice(MIXTURES if mixture else DENSE)
     overrides: Settings = {
         "hidden_size": 32,
@@ -196,7 +201,7 @@ def _optimizer(rng: Random) -> Settings:
 
 
 def _reward(rng: Random) -> Settings:
-    """Rewards that differ between random answers, so that there is a gradient."""
+    """Draws rewards that differ between random responses, so that there is a gradient."""
     spread = {"name": "length", "weight": rng.choice((0.1, 1.0)), "kwargs": {"target": 2, "limit": 4}}
     first = {"name": rng.choice(("exact_match", "numeric"))}
     return {"reward.functions": [first, spread]}
@@ -214,7 +219,7 @@ def _experts(rng: Random, settings: Settings) -> Settings:
 
 
 def _changed(rng: Random, settings: Settings) -> Settings:
-    """What a resume changes of how the run goes on."""
+    """Draws settings that a resume changes."""
     found: Settings = {}
     if rng.random() < 0.3:
         found["actor.lr"] = 5e-4
@@ -224,7 +229,7 @@ def _changed(rng: Random, settings: Settings) -> Settings:
 
 
 def _layout(rng: Random, settings: Settings, length: int, mixture: bool) -> Start:
-    """Ranks, their places, and everything else that changes how and not what."""
+    """Draws ranks, parallel sizes, and all other settings that must not change the result."""
     ranks = rng.choice(RANKS)
     sizes = [(tp, pp, cp) for tp in (1, 2, 4) for pp in (1, 2) for cp in (1, 2, 4) if ranks % (tp * pp * cp) == 0]
     tp, pp, cp = rng.choice(sizes)

@@ -1,7 +1,6 @@
-"""Data of a campaign's case: a task, files of strings, or files of chats, in the forms that mrl reads.
+"""Data of a test case: a synthetic task, files of strings, or files of chat messages.
 
-Owns what the rows say. Prompts differ from their first token on, have different lengths and repeat, and some are too
-long where the config says what happens to those.
+Prompts differ from their first token, have different lengths and repeat; some are too long if the config handles that.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ from typing import Any
 Rows = list[dict[str, Any]]
 
 CHARACTERS = "0123456789<>+-=?|ausS_#"
-"""Of every tokenizer; the last one ends a response."""
+"""Vocabulary of every tokenizer; the last character ends a response."""
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'][0] }}{{ message['content'] }}|{% endfor %}a"
 TEMPLATE_FILE = "template.jinja"
 LONGEST = 14
-"""Tokens of the longest prompt."""
+"""Length of the longest prompt, tokens."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a draw gives.
+    """Data of a test case.
 
     Attributes:
-        settings: Of the sections data and rollout.
-        rows: Files, by name.
-        held_out: There are held-out prompts.
-        is_chat: Prompts are messages: the tokenizer needs a template.
-        characters: Of the tokenizer.
+        settings: Config values of the sections data and rollout.
+        rows: Contents of data files by name.
+        held_out: True if there are held-out prompts.
+        is_chat: True if prompts are messages, so that the tokenizer needs a chat template.
+        characters: Vocabulary of the tokenizer.
     """
 
     settings: dict[str, Any]
@@ -43,7 +42,7 @@ class Data:
 
 
 def draw_data(rng: Random) -> Data:
-    """Prompts and answers."""
+    """Draws prompts and answers."""
     kind = rng.choice(("task", "strings", "strings", "strings", "chat"))
     common: dict[str, Any] = {"rollout.prompt_length": LONGEST, "data.shuffle": rng.random() < 0.7}
     if kind == "task":
@@ -72,7 +71,7 @@ def draw_data(rng: Random) -> Data:
 
 
 def write_rows(file: Path, rows: Rows) -> None:
-    """As JSONL or parquet, by the file's suffix."""
+    """Writes rows as JSONL or parquet, by the file's suffix."""
     if file.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
@@ -94,7 +93,7 @@ def _question(rng: Random, *, short: bool) -> str:
 
 
 def _same_start(rng: Random, *, short: bool) -> str:
-    """Begins as the others do."""
+    """Returns a prompt that starts like the others."""
     return "<" + "+".join(str(rng.randrange(10)) for _ in range(2 if short else 5)) + ">"
 
 

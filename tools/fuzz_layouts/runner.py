@@ -1,7 +1,7 @@
-"""Runs a case on this machine: once as one process, once as the layouts that it drew.
+"""Runs a case on this machine: once in one process, once in its layouts.
 
-Owns the files that a case needs, the configs of its starts, and how a start of `mrl train` ended. The ranks are forked
-from one server that has imported everything (`distributed/local_ranks.py`), so that a start costs little.
+Writes the files and configs of a case, and classifies how each `mrl train` ended. Ranks are forked from a server that
+has imported everything (`distributed/local_ranks.py`), which makes starts cheap.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ ALONE, SPREAD = "alone", "spread"
 
 @dataclass(frozen=True)
 class Ended:
-    """How a side's starts ended.
+    """Ending of a run.
 
     Attributes:
-        how: "done"; "refused": a clear message for the user; "failed": anything else, a rank without an end too.
-        start: Index of the start that ended so; of "done" the last one.
-        message: Of the first rank that spoke.
+        how: "done"; "refused": a user error; "failed": anything else, including a rank that does not end.
+        start: Index of the start that ended this way; for "done" the last one.
+        message: Message of the first rank that reported one.
         rows: Lines of metrics.jsonl.
     """
 
@@ -49,7 +49,7 @@ class Ended:
 
 
 def write_files(case: Case, folder: Path) -> None:
-    """Data, template and model folders, and the config of each start, under the case's folder."""
+    """Writes data, template, model folders, and the config of each start into the case's folder."""
     folder.mkdir(parents=True)
     for name, rows in case.rows.items():
         write_rows(folder / name, rows)
@@ -63,18 +63,18 @@ def write_files(case: Case, folder: Path) -> None:
 
 
 def starts_of(case: Case, side: str) -> list[Start]:
-    """The starts of a side: as one process none has settings of its own."""
+    """Returns the starts of a side; the one-process side has no settings of its own."""
     return case.starts if side == SPREAD else [Start(1, {}) for _ in case.starts]
 
 
 def run_side(case: Case, folder: Path, side: str, *, time_limit_s: float) -> Ended:
-    """Starts `mrl train` as often as the case says, each time on fresh ranks.
+    """Runs all starts of a case, each on new ranks.
 
     Args:
-        case: Its files are written.
-        folder: Of the case.
+        case: Case whose files are written.
+        folder: Folder of the case.
         side: ALONE or SPREAD.
-        time_limit_s: A start that takes longer failed.
+        time_limit_s: Time limit of a start, seconds; a slower start has failed.
     """
     metrics = RunDir(folder / side).metrics
     ended = Ended("done", 0, "", [])
@@ -88,7 +88,7 @@ def run_side(case: Case, folder: Path, side: str, *, time_limit_s: float) -> End
 
 
 def train_on_rank(config: Config) -> None:
-    """What a rank does: `mrl train`."""
+    """Runs `mrl train` on a rank."""
     from mrl.train import train
 
     train(config)
@@ -111,7 +111,7 @@ def _config_file(folder: Path, side: str, index: int) -> Path:
 
 
 def _write_model(folder: Path, model: Settings, seed: int) -> None:
-    """A Hugging Face folder of a preset, with random weights and the character tokenizer."""
+    """Writes a Hugging Face folder of a preset, with random weights and the character tokenizer."""
     tokenizer = CharTokenizer(model["model.tokenizer"].removeprefix("char:"))
     arch = arch_from_preset(model["model.preset"], model["model.overrides"], tokenizer.vocab_size)
     layout = hf_layout(arch, "float32")
@@ -122,7 +122,7 @@ def _write_model(folder: Path, model: Settings, seed: int) -> None:
 
 
 def _yaml(values: Settings, folder: Path) -> str:
-    """The settings as a config file, "./" in front of a path replaced by the folder."""
+    """Returns the settings as YAML, with "./" in front of paths replaced by the folder."""
 
     def placed(value: Any) -> Any:
         if isinstance(value, list):

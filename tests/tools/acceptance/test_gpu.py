@@ -207,9 +207,9 @@ SAID = {
     "keys of the wrong prompt": "log-probabilities: ",
     "a bent norm": "log-probabilities: ",
     "a gradient of nothing": "gradient: 1 from transformers",
-    "an engine that forgets": "the engine's answers moved",
+    "an engine that forgets": "the engine's responses changed",
     "graphs of every step": "CUDA graphs were captured again",
-    "weights that come back as others": "the weights that came back add up to",
+    "weights that come back as others": "the restored weights have checksum",
 }
 
 

@@ -347,7 +347,7 @@ def check_hosts(first_rank: int, size: int, num_devices: int, ranks_of_host: int
 
 
 def check_choice(device: torch.device, mpi_rank: int, num_devices: int) -> None:
-    """Checks that TensorRT-LLM selects this rank's device, the MPI rank modulo the number of visible devices.
+    """Checks that TensorRT-LLM selects this rank's device: MPI rank modulo visible ones (`executor/base_worker.py`).
 
     Raises:
         UserError: It would select another device.

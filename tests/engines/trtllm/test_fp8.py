@@ -255,7 +255,7 @@ CUTS = [
         1,
         "the same heads, but not their scales",
     ),
-    ("phi3_tiny", WIDE, 1, 1, "and leaves their scales out"),
+    ("phi3_tiny", WIDE, 1, 1, "without their scales"),
     ("qwen3_moe_tiny", {**MOE, "head_dim": 128, "num_key_value_heads": 1}, 2, 2, ""),
     ("qwen3_moe_tiny", MOE, 2, 2, ""),
     ("qwen3_moe_tiny", MOE, 2, 1, f"an expert's width / ({TP} / rollout.expert_parallel_size) = 128 / 2 = 64"),

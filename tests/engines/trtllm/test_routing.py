@@ -131,7 +131,7 @@ def test_arguments_under_which_nothing_can_be_told_are_refused(telling):
         ({"scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"}}, "a paused request records experts"),
         (
             {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 2}},
-            "no experts of tokens that were drafted",
+            "does not return the experts of drafted tokens",
         ),
     ):
         (told,) = rules(engine_kwargs={"trtllm": given})

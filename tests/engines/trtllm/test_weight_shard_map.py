@@ -89,7 +89,7 @@ def test_a_replica_is_sent_what_its_ranks_read_and_samples_like_the_native_engin
             experts = {expert for each in given if (expert := reader_of(each).expert) is not None}
             assert len(notes) == (name == "no_parts")
             if name == "no_parts":
-                assert "tensors go whole to each rank of a replica" in notes[0]
+                assert "tensors are sent complete to each rank of a replica" in notes[0]
                 assert sorted(given) == sorted(hf_layout(arch, "float32")) and sent == 2 * num_bytes(arch)
             else:
                 assert num_bytes(arch) <= sent < 1.4 * num_bytes(arch)  # twice: norms, routers, the one kv head

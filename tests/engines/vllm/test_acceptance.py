@@ -18,7 +18,7 @@ TINY = [
     "rollout.prompt_length=16", "rollout.response_length=8", "rollout.gpu_memory_utilization=0.02",
     "run.num_threads=1",
 ]  # fmt: skip
-NOT_HERE = {"graphs": "no CUDA graphs", "graphs_asleep": "no CUDA graphs", "fp8": "kernels for FP8 pack"}
+NOT_HERE = {"graphs": "no CUDA graphs", "graphs_asleep": "no CUDA graphs", "fp8": "FP8 kernels for CPUs repack"}
 
 
 def accept(*words):

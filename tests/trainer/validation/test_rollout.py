@@ -25,7 +25,7 @@ RULES = [
     ([f"{VAL}.n=4", f"{VAL}.do_sample=true", f"{VAL}.temperature=0"], 1, "with temperature=0 scores the same answer"),
     (["rollout.stop=['']"], 1, "rollout.stop holds an empty string"),
     (["rollout.quantization=fp8", *UNCORRECTED], 1, "would train as if the actor had drawn them"),
-    (["rollout.quantization=fp8_per_tensor", "rollout.name=trtllm"], 1, "wants activation scales of a calibration"),
+    (["rollout.quantization=fp8_per_tensor", "rollout.name=trtllm"], 1, "needs activation scales from a calibration"),
 ]  # fmt: skip
 
 

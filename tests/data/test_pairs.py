@@ -76,7 +76,10 @@ REFUSED = [
     ({"chosen": TALK[:2], "rejected": TALK[:2]}, "neither is preferred"),
     ({"chosen": TALK, "rejected": TALK[:2]}, "one conversation is the beginning of the other"),
     ({"chosen": TALK[:2], "rejected": TALK[2:]}, "first differ in message 0"),
-    ({"chosen": TALK, "rejected": [*TALK[:2], {"role": "user", "content": "no"}, says("no")]}, "first differ in message 2"),
+    (
+        {"chosen": TALK, "rejected": [*TALK[:2], {"role": "user", "content": "no"}, says("no")]},
+        "first differ in message 2",
+    ),
     ({"chosen": [{"role": "user"}], "rejected": TALK}, "lacks a 'role' or 'content'"),
 ]
 

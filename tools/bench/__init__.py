@@ -1,3 +1,1 @@
-"""Helpers of the bench_*.py programs: measuring, alternating runs, roofline figures, and a plain Megatron-Core
-baseline.
-"""
+"""Helpers of the bench_*.py programs: measuring, alternating runs, roofline, and a plain Megatron-Core baseline."""

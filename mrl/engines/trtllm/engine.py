@@ -151,7 +151,7 @@ class LlmEngine(RolloutEngine):
                 self._load()
 
     def checksum(self) -> int:
-        """Returns the checksum of the tensors given to `ModelLoader.reload` in this update; weights are not read back."""
+        """Returns the checksum of the tensors passed to `ModelLoader.reload`; the stored weights are not read back."""
         return self._loaded_sum % MODULUS
 
     def finish_update(self, policy_version: int) -> None:

@@ -122,7 +122,7 @@ def _loads_fp8_in_parts() -> bool:
 
 
 def _processed_logprobs() -> dict[str, Any]:
-    """Returns the `SamplingParams` argument for processed log-probabilities, by its enum's names; the probe checks it."""
+    """Returns the `SamplingParams` argument for processed log-probabilities, recognised by its enum's names."""
     from tensorrt_llm import sampling_params
 
     modes = getattr(sampling_params, "LogprobMode", None)

@@ -169,7 +169,9 @@ def test_the_probe_decides_only_where_the_distributions_differ(scale, expected):
         found = []
         for under in (HOT, CUT):
             tempered = score(logits, torch.tensor(TOKENS), replace(under, top_p=1.0)).tolist()
-            found.append(replace(ProbeResponse(under, TOKENS, [value + change for value in tempered], logits), **missing))
+            found.append(
+                replace(ProbeResponse(under, TOKENS, [value + change for value in tempered], logits), **missing)
+            )
         return found
 
     assert logprob_probe.judge(answers()) is expected

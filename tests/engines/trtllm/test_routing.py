@@ -97,7 +97,9 @@ def test_what_is_not_told_is_left_to_the_actor(telling, tmp_path, weights, sampl
     assert torch.equal(found.routed_experts, wanted)
 
 
-@pytest.mark.parametrize("fault, said", [("no_routes", "did not return the chosen experts"), ("short_routes=3", "returned the experts of ")])
+@pytest.mark.parametrize(
+    "fault, said", [("no_routes", "did not return the chosen experts"), ("short_routes=3", "returned the experts of ")]
+)
 def test_samples_without_them_end_the_run(telling, tmp_path, weights, fault, said):
     telling.setenv(FAULTS, fault)
     with pytest.raises(RuntimeError, match=said):

@@ -145,7 +145,7 @@ def test_a_replica_of_two_ranks_multiplies_with_what_fp8_stands_for(tmp_path):
     for results in run_mpi(2, all_over_mpi, str(tmp_path), **{FLAVOUR_VARIABLE: "1.3"}):
         for differ, said in results:
             assert differ == []
-            assert "self_attn.o_proj.weight' holds values that are not finite" in said
+            assert "self_attn.o_proj.weight' contains values that are not finite" in said
 
 
 def refusal(folder, **settings):
@@ -165,14 +165,14 @@ def test_a_version_that_loads_fp8_at_its_start_only_is_refused(standin, tmp_path
 def test_graphs_are_refused_where_a_refit_moves_what_they_captured(newer, tmp_path):
     assert refusal(tmp_path) == ""
     newer.setenv(FAULTS, "graphs_stale")
-    assert "at another address" in refusal(tmp_path)
+    assert "to another address" in refusal(tmp_path)
     assert refusal(tmp_path, enforce_eager=True) == ""
 
 
 def test_a_start_without_the_quantisation_is_seen(newer, tmp_path):
     newer.setattr("mrl.engines.trtllm.engine.config_keys", lambda rollout: {})
     elements = sum(math.prod(grid.shape) for grid in fp8.grids_of(MODELS["dense"], "fp8").values())
-    assert f"started with 0 elements in FP8 on rank 0 of its replica, and a refit brings {elements}" in refusal(
+    assert f"started with 0 elements in FP8 on rank 0 of its replica, but a weight sync sends {elements}" in refusal(
         tmp_path
     )
 

@@ -14,7 +14,7 @@ MISTAKES = {
     "penalty": (("rollout.repetition_penalty=1.1",), "would not be those that sampled"),
     "log-probabilities": (("rollout.calculate_log_probs=false",), "are pi_old"),
     "FP8 of whole matrices": (("rollout.quantization=fp8_per_tensor",), "Without them its second weight sync fails"),
-    "FP8 of narrow matrices": (("rollout.quantization=fp8",), "must be whole blocks of 128 x 128"),
+    "FP8 of narrow matrices": (("rollout.quantization=fp8",), "must consist of complete 128 x 128"),
     "FP8 and float32": (("rollout.quantization=fp8", "rollout.dtype=float32"), "multiplies FP8 weights with bfloat16"),
     "unknown argument": ((f"{ARGUMENTS}.attn_backnd=TRTLLM",), "Did you mean 'attn_backend'"),
     "ranks": ((f"{ARGUMENTS}.tensor_parallel_size=2",), "set rollout.tensor_model_parallel_size"),
@@ -56,7 +56,7 @@ def case(tmp_path, capfd, monkeypatch):
 
 def test_a_replica_of_several_ranks_is_refused_by_all_that_know_that_mpi_does_not_start_it(case, monkeypatch):
     told = case.refused(*TWO, "--via", "torchrun", "--gpus-per-node", "2", command="launch")
-    assert "2 ranks in a replica needs ranks started by MPI" in told and "Use launch/mpirun.sh" in told
+    assert "2 ranks per replica needs ranks started by MPI" in told and "Use launch/mpirun.sh" in told
     for name, value in (OF_TORCHRUN | {"MASTER_PORT": 29500}).items():
         monkeypatch.setenv(name, str(value))
     assert case.refused(*TWO) == case.refused(*TWO, "--dry-run") == told

@@ -120,5 +120,5 @@ def test_a_model_that_cannot_be_staged_is_refused(standin, tmp_path):
     with tiny.engine(tmp_path, MOE) as engine:
         staged = num_bytes(MOE)
         engine._shards.check_staging(staged, 2 * staged)
-        with pytest.raises(UserError, match="loads this model in one call only.* a refit stages 0.0 GB"):
+        with pytest.raises(UserError, match="loads this model in one call only.* a weight sync stages 0.0 GB"):
             engine._shards.check_staging(staged, 2 * staged - 1)

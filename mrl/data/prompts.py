@@ -17,7 +17,7 @@ from typing import Any
 from mrl.config.config import DataConfig
 from mrl.config.did_you_mean import did_you_mean
 from mrl.data.conversations import Messages, describe_value, pair_prompt, parse_messages, split_conversation
-from mrl.data.row_sources import Row, Rows, TaskRows, open_files
+from mrl.data.row_sources import Row, RowSource, TaskRows, open_files
 from mrl.data.shuffle import Shuffle
 from mrl.data.synthetic_tasks import make_task
 from mrl.data.tokenizer import Tokenizer
@@ -199,11 +199,11 @@ class PromptEncoder:
 class PromptSource:
     """The endless stream of training prompts. Its state (`state_dict`) is the number of rows used so far."""
 
-    def __init__(self, rows: Rows, encoder: PromptEncoder, *, seed: int, shuffle: bool) -> None:
+    def __init__(self, rows: RowSource, encoder: PromptEncoder, *, seed: int, shuffle: bool) -> None:
         """Creates the stream at position 0.
 
         Args:
-            rows: Rows of one epoch, at least one.
+            rows: RowSource of one epoch, at least one.
             encoder: Turns rows into prompts.
             seed: Seed of the shuffled order, together with the epoch (`run.seed`).
             shuffle: True to permute the rows; False keeps the order of the files.
@@ -399,7 +399,7 @@ def load_validation(data: DataConfig, tokenizer: Tokenizer, *, prompt_length: in
     return prompts
 
 
-def _rows(data: DataConfig, encoder: PromptEncoder, side: str) -> Rows:
+def _rows(data: DataConfig, encoder: PromptEncoder, side: str) -> RowSource:
     if data.task is None:
         return open_files(data.train_files if side == "train" else data.val_files, f"data.{side}_files", encoder.check)
     task = make_task(data.task, data.task_kwargs)

@@ -33,7 +33,7 @@ Check = Callable[[Row, str], None]
 """Function of a row and its source that raises UserError where the row cannot be used."""
 
 
-class Rows(ABC):
+class RowSource(ABC):
     """Immutable list of data rows.
 
     Attributes:
@@ -59,7 +59,7 @@ class Rows(ABC):
         """Returns the default data set name of a row: the file name without its suffix, or the task's name."""
 
 
-class JsonlRows(Rows):
+class JsonlRows(RowSource):
     """Rows of a file with one JSON object per line; blank lines are skipped."""
 
     def __init__(self, path: str, check: Check) -> None:
@@ -103,7 +103,7 @@ class JsonlRows(Rows):
         return Path(self._path).stem
 
 
-class ParquetRows(Rows):
+class ParquetRows(RowSource):
     """Rows of a parquet file; nested columns become dicts and lists."""
 
     def __init__(self, path: str, check: Check, cache_bytes: int = PARQUET_CACHE_BYTES) -> None:
@@ -191,7 +191,7 @@ class ParquetRows(Rows):
         return Path(self._path).stem
 
 
-class TaskRows(Rows):
+class TaskRows(RowSource):
     """Training or held-out rows of a synthetic task."""
 
     def __init__(self, task: Task, name: str, kwargs: Mapping[str, Any], side: str) -> None:
@@ -225,10 +225,10 @@ class TaskRows(Rows):
         return self._name.replace(":", ".").rpartition(".")[2]
 
 
-class ChainedRows(Rows):
+class ChainedRows(RowSource):
     """Concatenation of several row sources."""
 
-    def __init__(self, parts: Sequence[Rows]) -> None:
+    def __init__(self, parts: Sequence[RowSource]) -> None:
         """Concatenates the sources in the given order."""
         self._parts = list(parts)
         self._starts = [0]
@@ -239,7 +239,7 @@ class ChainedRows(Rows):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def _find(self, index: int) -> tuple[Rows, int]:
+    def _find(self, index: int) -> tuple[RowSource, int]:
         part = bisect_right(self._starts, index) - 1
         return self._parts[part], index - self._starts[part]
 
@@ -259,7 +259,7 @@ class ChainedRows(Rows):
         return part.data_source(inner)
 
 
-def open_files(files: Sequence[str], key: str, check: Check) -> Rows:
+def open_files(files: Sequence[str], key: str, check: Check) -> RowSource:
     """Opens JSONL (.jsonl, .json) and parquet (.parquet) files as one row source.
 
     Args:
@@ -271,7 +271,7 @@ def open_files(files: Sequence[str], key: str, check: Check) -> Rows:
     Raises:
         UserError: A file is missing, unreadable, of an unknown type, or without rows.
     """
-    parts: list[Rows] = []
+    parts: list[RowSource] = []
     for name in files:
         suffix = Path(name).suffix
         if suffix not in (".jsonl", ".json", ".parquet"):

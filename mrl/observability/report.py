@@ -58,7 +58,7 @@ def write_report(run_dir: Path) -> Path:
     if not run.root.is_dir():
         hint = did_you_mean_path(run_dir)
         raise UserError(f"'{run_dir}' is not a folder.{hint} Give a run folder, the run.output_dir of a training run.")
-    history = History(run)
+    history = RunHistory(run)
     if not history.steps and not history.warm_start:
         raise UserError(
             f"'{run_dir}' contains no metrics ({run.metrics.name} is missing or empty): no step was finished."
@@ -121,7 +121,7 @@ def report_at_end(run_dir: Path, *, announces: bool) -> None:
         Console().print(Text(words), soft_wrap=True)
 
 
-class History:
+class RunHistory:
     """All metrics of a run: {metric: [(step, value)]} for training, its timings, and the warm start."""
 
     def __init__(self, run: RunDir) -> None:
@@ -168,7 +168,7 @@ def _facts(run: RunDir) -> dict[str, Any]:
 
 
 def _headline(
-    name: str, history: History, config: Config | None, facts: Mapping[str, Any], kept_steps: Sequence[int]
+    name: str, history: RunHistory, config: Config | None, facts: Mapping[str, Any], kept_steps: Sequence[int]
 ) -> str:
     cards = []
     accuracy = history.steps.get(ACCURACY, [])
@@ -252,7 +252,7 @@ def _alike(one: Sequence[Point], other: Sequence[Point]) -> bool:
     return len(one) == len(other) and all(abs(a[1] - b[1]) <= ROUNDING for a, b in zip(one, other, strict=True))
 
 
-def _warm_start(history: History) -> str:
+def _warm_start(history: RunHistory) -> str:
     """Draws every warm-start metric that changes; lines equal to an earlier one are omitted."""
     kept: dict[str, list[Point]] = {}
     for name, points in history.warm_start.items():
@@ -262,7 +262,7 @@ def _warm_start(history: History) -> str:
     return grid([line_chart(name, [Series(name, points)], x_label="warm-start step") for name, points in kept.items()])
 
 
-def _timing(history: History) -> str:
+def _timing(history: RunHistory) -> str:
     """Draws the seconds per phase stacked over the steps, and their shares of the run including the warm start."""
     times = history.times
     phases = {
@@ -283,7 +283,7 @@ def _timing(history: History) -> str:
     return grid([*bars, _shares(rows)]) if rows else ""
 
 
-def _overlaps(history: History) -> bool:
+def _overlaps(history: RunHistory) -> bool:
     """Returns whether the phases take longer than the steps, so that some ran concurrently."""
     step_s, parts = dict(history.times.get("timing_s/step", [])), dict[float, float]()
     for name, points in history.times.items():
@@ -309,7 +309,7 @@ def _shares(rows: Sequence[tuple[str, Sequence[float]]]) -> str:
     return table(heads, lines).replace("<table>", f'<div class="share">{"".join(bar)}</div><table>', 1)
 
 
-def _refit(history: History) -> str:
+def _refit(history: RunHistory) -> str:
     """Returns first, median and last value of every `refit/...` metric, with charts of the transfer rates."""
     columns = {name: points for name, points in (history.steps | history.times).items() if name.startswith("refit/")}
     rows = []
@@ -437,7 +437,7 @@ def _when(row: Mapping[str, Any]) -> str:
     return cell(str(row.get("time", ""))[:19].replace("T", " "), "when")
 
 
-def _rest(history: History) -> str:
+def _rest(history: RunHistory) -> str:
     """Returns collapsed small charts of every metric not shown above; constant ones become rows of a table."""
     drawn = (LEARNING, by_data_set(history.steps), POLICY, MISMATCH, AGES, SPEED)
     shown = {name for part in drawn for _, lines in part for _, name in lines}

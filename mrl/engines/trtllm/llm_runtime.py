@@ -178,8 +178,7 @@ class LlmRuntime:
             trains_on_logprobs: True if the loss uses the log-probabilities.
 
         Raises:
-            UserError: TensorRT-LLM is not installed, it or MPI cannot start in this job, or it would use another rank's
-                device.
+            UserError: TensorRT-LLM or MPI cannot start in this job, or it would use another rank's device.
         """
         launcher = launch.environment().launcher
         communicator = communicator_of(replica, config.name)
@@ -369,7 +368,7 @@ def _mpi_arguments(communicator: Any) -> dict[str, Any]:
 
     own = adopt(communicator)
 
-    class Session(mpi_session.MpiSession):
+    class InlineMpiSession(mpi_session.MpiSession):
         """MPI session whose ranks all run this program, so a task for all of them runs here."""
 
         def submit(self, task: Any, *args: Any, **kwargs: Any) -> list[Any]:
@@ -392,7 +391,7 @@ def _mpi_arguments(communicator: Any) -> dict[str, Any]:
             wanted = inspect.signature(GenerationExecutorWorker.__init__).parameters
             return GenerationExecutorWorker(*engine, **{name: value for name, value in given.items() if name in wanted})
 
-    return {"executor_cls": InProcess, "_mpi_session": Session()}
+    return {"executor_cls": InProcess, "_mpi_session": InlineMpiSession()}
 
 
 def refusal(error: Exception) -> str:

@@ -45,7 +45,7 @@ from mrl.engines.trtllm.replica import Replica
 from mrl.engines.trtllm.replica_threads import run_on_all_ranks
 from mrl.engines.trtllm.runner import BatchOutput, Runner
 from mrl.engines.trtllm.scoring import check_raw, kept_steps, score_steps
-from mrl.engines.trtllm.trt_rollouts import Sample, end_rows, to_rollouts
+from mrl.engines.trtllm.trt_rollouts import BatchRow, end_rows, to_rollouts
 from mrl.errors import UserError
 from mrl.resharding.layout import Layout
 from mrl.resharding.trtllm import trtllm_layout
@@ -174,7 +174,7 @@ class BuiltEngine(RolloutEngine):
         check_prompts(prompts, self.spec, sampling, longest=self.spec.config.prompt_length, in_parts=False)
         began = time.perf_counter()
         by_logits = self._needs_logits(sampling)
-        samples = [Sample(prompt, index) for prompt in prompts for index in range(sampling.n)]
+        samples = [BatchRow(prompt, index) for prompt in prompts for index in range(sampling.n)]
         rollouts: list[Rollout] = []
         num_batches = 0
         for batch in self._batches(samples, sampling.max_tokens, by_logits):
@@ -191,7 +191,7 @@ class BuiltEngine(RolloutEngine):
         }
         return rollouts
 
-    def _run(self, batch: Sequence[Sample], sampling: SamplingConfig, by_logits: bool) -> list[Rollout]:
+    def _run(self, batch: Sequence[BatchRow], sampling: SamplingConfig, by_logits: bool) -> list[Rollout]:
         """Samples one batch and returns its rollouts."""
         seeds = [stream_key(sampling.seed, sample.prompt.uid, sample.index) for sample in batch]
         prompts = [sample.prompt.prompt_ids for sample in batch]
@@ -235,7 +235,7 @@ class BuiltEngine(RolloutEngine):
         found = kept_steps(output.logits, tokens_BT, lens, self.spec.arch.vocab_size, sampling)
         return [kept.state for kept in found]
 
-    def _batches(self, samples: Sequence[Sample], max_tokens: int, by_logits: bool) -> Iterator[Sequence[Sample]]:
+    def _batches(self, samples: Sequence[BatchRow], max_tokens: int, by_logits: bool) -> Iterator[Sequence[BatchRow]]:
         """Yields samples that run in one batch.
 
         Raises:

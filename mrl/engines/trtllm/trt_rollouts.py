@@ -21,7 +21,7 @@ End = tuple[int, FinishReason]
 
 
 @dataclass(frozen=True)
-class Sample:
+class BatchRow:
     """A row of a batch: a prompt and a sample index."""
 
     prompt: Prompt
@@ -34,7 +34,7 @@ class Sample:
 
 
 def end_rows(
-    samples: Sequence[Sample],
+    samples: Sequence[BatchRow],
     rows: Sequence[Sequence[int]],
     sampling: SamplingConfig,
     vocab_size: int,
@@ -43,7 +43,7 @@ def end_rows(
     """Returns the length and finish reason of each row, cut after its first stop string (the runtime ignores those).
 
     Args:
-        samples: Sample of each row.
+        samples: BatchRow of each row.
         rows: Sampled tokens of each row.
         sampling: End tokens, stop strings and length.
         vocab_size: Number of valid token ids.
@@ -70,7 +70,7 @@ def end_rows(
 
 
 def to_rollouts(
-    samples: Sequence[Sample],
+    samples: Sequence[BatchRow],
     rows: Sequence[Sequence[int]],
     logprobs: Sequence[Sequence[float]],
     ends: Sequence[End],

@@ -114,7 +114,7 @@ class ConsoleState:
                 yield word, name, self.latest[name]
 
 
-class Plain(Logger):
+class PlainConsole(Logger):
     """Logger that prints one line per step."""
 
     def __init__(self, opening: Opening, console: Console) -> None:
@@ -157,7 +157,7 @@ class Plain(Logger):
         self._console.print(Text(text), soft_wrap=True)
 
 
-class Rich(Logger):
+class RichConsole(Logger):
     """Logger that draws a live panel at the bottom; evaluations and notes scroll above it."""
 
     def __init__(self, opening: Opening, console: Console) -> None:
@@ -240,7 +240,7 @@ def open_console(opening: Opening) -> Logger | None:
         return None
     console = Console(file=sys.stdout, highlight=False)
     drawable = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
-    return Rich(opening, console) if wanted == "rich" and drawable else Plain(opening, console)
+    return RichConsole(opening, console) if wanted == "rich" and drawable else PlainConsole(opening, console)
 
 
 LOGGER = open_console

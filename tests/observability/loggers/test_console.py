@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.observability.loggers.base import Opening
-from mrl.observability.loggers.console import ConsoleState, Plain, Rich, spark
+from mrl.observability.loggers.console import ConsoleState, PlainConsole, RichConsole, spark
 from tests.observability.folders import config, logging, metrics_of, row, run_steps
 
 
@@ -63,7 +63,7 @@ def test_off_is_silent(tmp_path, capsys):
 HOSTILE = "\x1b[2J\x1b]0;title\x07 [bold]no markup[/bold]\r\n\u202e"
 
 
-@pytest.mark.parametrize("kind", [Plain, Rich])
+@pytest.mark.parametrize("kind", [PlainConsole, RichConsole])
 def test_a_response_cannot_steer_the_terminal(tmp_path, kind):
     screen = io.StringIO()
     logger = kind(opening(tmp_path), Console(file=screen, width=200, highlight=False, color_system=None))
@@ -78,7 +78,9 @@ def test_a_response_cannot_steer_the_terminal(tmp_path, kind):
 @pytest.mark.parametrize("width", [60, 80, 150])
 def test_the_panel_fits_and_shows_what_people_watch(tmp_path, width):
     screen = io.StringIO()
-    logger = Rich(opening(tmp_path, num_steps=8), Console(file=screen, width=width, highlight=False, color_system=None))
+    logger = RichConsole(
+        opening(tmp_path, num_steps=8), Console(file=screen, width=width, highlight=False, color_system=None)
+    )
     for step in range(1, 5):
         logger.record("train", step, metrics_of(step))
     logger.phase("step 5, gen")

@@ -65,7 +65,7 @@ def balance_families(
     found: list[tuple[int, list[list[int]]]] = []
     parts = 1
     while True:
-        pieces = [piece for family in families for piece in _cut(family, parts)]
+        pieces = [piece for family in families for piece in _split_family(family, parts)]
         costs = [prompt_lens[piece[0]] + sum(response_lens[item] for item in piece) for piece in pieces]
         chosen = balance(costs, num_bins)
         loads = [sum(costs[index] for index in members) for members in chosen]
@@ -75,7 +75,7 @@ def balance_families(
         parts = min(2 * parts, most)
 
 
-def _cut(family: Sequence[int], parts: int) -> list[Sequence[int]]:
+def _split_family(family: Sequence[int], parts: int) -> list[Sequence[int]]:
     """Splits the samples of a prompt into up to `parts` pieces of almost equal size."""
     parts = min(parts, len(family))
     ends = [len(family) * part // parts for part in range(parts + 1)]
@@ -114,7 +114,9 @@ def pack_microbatches(
     tight = _best_fit(lens, fitting, max_tokens)
     count = max(len(tight) + len(alone), at_least)
     count = -(-count // multiple_of) * multiple_of
-    packed = alone + (_even(lens, fitting, count - len(alone), max_tokens) or _divide(tight, count - len(alone)))
+    packed = alone + (
+        _balanced_within_budget(lens, fitting, count - len(alone), max_tokens) or _divide(tight, count - len(alone))
+    )
     return sorted(packed, key=lambda members: members[0] if members else len(lens))
 
 
@@ -135,7 +137,9 @@ def _best_fit(lens: Sequence[int], fitting: list[int], max_tokens: int) -> list[
     return [sorted(members) for members in bins]
 
 
-def _even(lens: Sequence[int], fitting: list[int], count: int, max_tokens: int) -> list[list[int]] | None:
+def _balanced_within_budget(
+    lens: Sequence[int], fitting: list[int], count: int, max_tokens: int
+) -> list[list[int]] | None:
     """Returns `count` balanced bins, or None if one of them exceeds the budget."""
     if count < 1:
         return None

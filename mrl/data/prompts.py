@@ -59,7 +59,7 @@ class PromptEncoder:
 
     def check(self, row: Row, source: str) -> None:
         """Raises UserError where a row lacks a column or a column has the wrong type. Does not tokenise."""
-        self._question(row, source)
+        self._prompt_content(row, source)
         self._answer(row, source)
         self._data_source(row, source)
 
@@ -75,7 +75,7 @@ class PromptEncoder:
         Raises:
             UserError: The row cannot be used; the message names the row and the remedy.
         """
-        question = self._question(row, source)
+        question = self._prompt_content(row, source)
         answer = self._answer(row, source)
         named = self._data_source(row, source)
         try:
@@ -99,17 +99,17 @@ class PromptEncoder:
             ids = ids[-self._prompt_length :]
             text = self._tokenizer.decode(ids)
         used = {
-            self._asked(row, source)[1],
+            self._prompt_value(row, source)[1],
             self._prompt_key.partition(".")[0],
             self._answer_column(row).partition(".")[0],
         }
         extra = {name: value for name, value in row.items() if name not in used}
         return Prompt(uid, tuple(ids), text, answer, extra, source, named or data_source, question, row)
 
-    def _question(self, row: Row, source: str) -> str | Messages:
+    def _prompt_content(self, row: Row, source: str) -> str | Messages:
         """Returns the prompt as a string to encode unchanged, or as messages for the chat template."""
         data = self._data
-        value, key = self._asked(row, source)
+        value, key = self._prompt_value(row, source)
         if isinstance(value, str):
             if data.apply_chat_template == "always":
                 return self._with_system([{"role": "user", "content": value}])
@@ -127,7 +127,7 @@ class PromptEncoder:
             )
         return self._with_system(messages)
 
-    def _asked(self, row: Row, source: str) -> tuple[Any, str]:
+    def _prompt_value(self, row: Row, source: str) -> tuple[Any, str]:
         """Returns the prompt of a row (a string or messages) and the column that it comes from."""
         conversation = split_conversation(row, source, self._data)
         if conversation is not None:

@@ -230,7 +230,7 @@ class Guessing(Task):
         return {**self.val_row(index), "response": self._game(index)}
 
     def val_row(self, index: int) -> dict[str, Any]:
-        """Returns the prompt; there is no answer column value."""
+        """Returns the prompt; "answer" is None, since only the environment knows the number."""
         low, high = self._range
         return {"prompt": f"<{low}-{high}>", "answer": None}
 
@@ -321,7 +321,6 @@ class Calculating(Task):
         return _number(self._seed, "split", drawn[0]) < self._held_out_frac * 2**512
 
     def _question(self, side: str, index: int, attempt: int) -> tuple[str, str]:
-        """Returns a random question and its answer."""
         rest = _number(self._seed, "question", side, index, attempt)
         rest, first = divmod(rest, 9)
         products, text = [first + 1], str(first + 1)

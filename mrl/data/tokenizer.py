@@ -268,7 +268,7 @@ class HFTokenizer(Tokenizer):
                 f"model.tokenizer: no tokenizer could be loaded from '{folder}': {first_line(error)}. "
                 "Expected tokenizer.json and tokenizer_config.json of a tokenizer that needs no code of its own."
             ) from error
-        self._quick = _quick(self._tokenizer)
+        self._rust_tokenizer = _rust_tokenizer(self._tokenizer)
         self.name = str(folder)
         self._folder = folder
         self._chat_template = chat_template
@@ -312,7 +312,7 @@ class HFTokenizer(Tokenizer):
         if given.quoted and self._tokenizer.is_fast:
             ids = self.encode_with_offsets(given)[0]
         elif given.quoted:
-            ids = [token for part in _parts(given) for token in self._ids(*part)]
+            ids = [token for part in _literal_parts(given) for token in self._ids(*part)]
         else:
             ids = self._ids(given.text)
         lacks_bos = prompt and self.bos_id is not None and ids[:1] != [self.bos_id]
@@ -334,8 +334,8 @@ class HFTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Implements `Tokenizer.decode`."""
-        if self._quick is not None:
-            return str(self._quick.decode(list(ids), skip_special_tokens=False))
+        if self._rust_tokenizer is not None:
+            return str(self._rust_tokenizer.decode(list(ids), skip_special_tokens=False))
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
@@ -417,7 +417,7 @@ class HFTokenizer(Tokenizer):
             (folder / "chat_template.jinja").write_text(self._chat_template, encoding="utf-8")
 
 
-def _parts(text: ChatText) -> Iterator[tuple[str, bool]]:
+def _literal_parts(text: ChatText) -> Iterator[tuple[str, bool]]:
     """Yields consecutive parts of a text, each with whether its special tokens are ordinary characters."""
     done = 0
     for first, end in text.quoted:
@@ -427,7 +427,7 @@ def _parts(text: ChatText) -> Iterator[tuple[str, bool]]:
     yield text.text[done:], False
 
 
-def _quick(tokenizer: Any) -> Any | None:
+def _rust_tokenizer(tokenizer: Any) -> Any | None:
     """Returns the Rust tokenizer if the class does not override decoding, else None; it skips slow checks of ids."""
     from transformers import PreTrainedTokenizerFast
 

@@ -96,7 +96,7 @@ def write_report(run_dir: Path) -> Path:
             section("Starts", _starts(facts)),
             section("Settings changed on resume", _changes(facts)),
             section("Notes", _notes(read_rows(run.notes, by_step=False))),
-            _rest(history),
+            _other_metrics(history),
         )
     )
     try:
@@ -195,10 +195,10 @@ def _headline(
     if throughput:
         middle = sorted(y for _, y in throughput)[len(throughput) // 2]
         cards.append(card("Throughput", short(middle), "tokens per second and rank, median"))
-    return header(name, _lead(config, facts), cards)
+    return header(name, _subtitle(config, facts), cards)
 
 
-def _lead(config: Config | None, facts: Mapping[str, Any]) -> str:
+def _subtitle(config: Config | None, facts: Mapping[str, Any]) -> str:
     """Returns one line with algorithm, model, data, layout and devices of the run."""
     words = []
     if config:
@@ -228,7 +228,7 @@ def _drawings(columns: Mapping[str, list[Point]], drawings: Sequence[Drawing]) -
         found = [
             Series(legend, columns[name], dots=name.startswith("val/")) for legend, name in lines if name in columns
         ]
-        if len(found) == 2 and _alike(found[0].points, found[1].points):
+        if len(found) == 2 and _equal_lines(found[0].points, found[1].points):
             found.pop()
         unit_interval = (0.0, 1.0) if any(name == ACCURACY for _, name in lines) else ()
         figures.append(line_chart(title, found, include=unit_interval))
@@ -247,7 +247,7 @@ def by_data_set(columns: Mapping[str, list[Point]]) -> tuple[Drawing, ...]:
     )
 
 
-def _alike(one: Sequence[Point], other: Sequence[Point]) -> bool:
+def _equal_lines(one: Sequence[Point], other: Sequence[Point]) -> bool:
     """Returns whether two lines differ only by rounding."""
     return len(one) == len(other) and all(abs(a[1] - b[1]) <= ROUNDING for a, b in zip(one, other, strict=True))
 
@@ -257,7 +257,7 @@ def _warm_start(history: RunHistory) -> str:
     kept: dict[str, list[Point]] = {}
     for name, points in history.warm_start.items():
         moves = len({y for _, y in points}) > 1
-        if moves and not any(_alike(points, other) for other in kept.values()):
+        if moves and not any(_equal_lines(points, other) for other in kept.values()):
             kept[name.removeprefix("warm_start/")] = points
     return grid([line_chart(name, [Series(name, points)], x_label="warm-start step") for name, points in kept.items()])
 
@@ -437,7 +437,7 @@ def _when(row: Mapping[str, Any]) -> str:
     return cell(str(row.get("time", ""))[:19].replace("T", " "), "when")
 
 
-def _rest(history: RunHistory) -> str:
+def _other_metrics(history: RunHistory) -> str:
     """Returns collapsed small charts of every metric not shown above; constant ones become rows of a table."""
     drawn = (LEARNING, by_data_set(history.steps), POLICY, MISMATCH, AGES, SPEED)
     shown = {name for part in drawn for _, lines in part for _, name in lines}

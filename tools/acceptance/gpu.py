@@ -162,7 +162,6 @@ class GpuAcceptance(Sessions):
         )
 
     def _ranks(self) -> int:
-        """Returns the number of available ranks."""
         return torch.cuda.device_count() if self.device == "cuda" else max(check.num_ranks for check in CHECKS.values())
 
     def _model(self, model: str) -> list[str]:

@@ -125,12 +125,13 @@ def shared(bench: Bench) -> Facts:
     alone, _ = job.policy.score(batch)
     alone_s = best_time(lambda: job.policy.score(batch), job.device, 3)
     job.policy.shares = True
-    facts |= {"time of each alone, over that of all": alone_s / once_s, "apart, nats": _apart(once, alone)}
+    facts |= {"time of each alone, over that of all": alone_s / once_s, "apart, nats": _mean_difference(once, alone)}
     own = facts.get(f"transformers' {job.config.model.dtype}, log-probabilities")
     bound = OF_PEER * (own if isinstance(own, float) else 0.0) + EXACT
-    if _apart(once, alone) > bound:
+    if _mean_difference(once, alone) > bound:
         raise CheckError(
-            f"scores with shared and separate prompts differ by {_apart(once, alone):.3g}, at most {bound:.3g} allowed",
+            f"scores with shared and separate prompts differ by {_mean_difference(once, alone):.3g}; "
+            f"at most {bound:.3g} allowed",
             facts,
         )
     return facts
@@ -151,7 +152,7 @@ def _against_transformers(bench: Bench, batch: RolloutBatch) -> Facts:
     bounds = {"log-probabilities": EXACT, "loss": EXACT, "gradient": EXACT}
     if low != torch.float32:
         near, near_loss, near_norm = by_transformers(folder, low, batch, job.device)
-        peer = _apart(near, exact), abs(near_loss / loss - 1), abs(near_norm / norm - 1)
+        peer = _mean_difference(near, exact), abs(near_loss / loss - 1), abs(near_norm / norm - 1)
         facts |= {
             f"transformers' {job.config.model.dtype}, {name}": each for name, each in zip(bounds, peer, strict=True)
         }
@@ -161,7 +162,7 @@ def _against_transformers(bench: Bench, batch: RolloutBatch) -> Facts:
             "gradient": OF_PEER * peer[2] + GRADIENT,
         }
     found = {
-        "log-probabilities": _apart(scored, exact) if own is batch else 0.0,
+        "log-probabilities": _mean_difference(scored, exact) if own is batch else 0.0,
         "loss": abs(metrics["actor/nll"] / loss - 1),
         "gradient": abs(metrics["actor/grad_norm"] / norm - 1),
     }
@@ -178,7 +179,7 @@ def _layers(bench: Bench) -> str:
     return "TransformerEngine's" if bench.job.policy.uses_te else "Megatron's local ones"
 
 
-def _apart(found: Tensor, expected: Tensor) -> float:
+def _mean_difference(found: Tensor, expected: Tensor) -> float:
     """Returns the mean absolute difference, nats."""
     return float((found - expected).abs().mean())
 

@@ -46,7 +46,11 @@ def main(file: str) -> None:
         for name in spec.checks:
             began = time.monotonic()
             tell(begins=name)
-            tell(ended=name, outcome=_agreed(_outcome(module.FUNCTIONS[name], bench)), took_s=time.monotonic() - began)
+            tell(
+                ended=name,
+                outcome=_first_failure(_outcome(module.FUNCTIONS[name], bench)),
+                took_s=time.monotonic() - began,
+            )
         tell(begins="end")
 
 
@@ -64,12 +68,12 @@ def _outcome(check: Callable[[Any], Facts], bench: Any) -> Outcome:
         return "fails", f"{type(error).__name__}: {error}", {}
 
 
-def _agreed(mine: Outcome) -> Outcome:
+def _first_failure(own: Outcome) -> Outcome:
     """Collective over the job, if there is one: returns the outcome of the first rank that failed, else of rank 0."""
     if not dist.is_initialized():
-        return mine
-    found: list[Outcome] = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+        return own
+    found: list[Outcome] = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
     for rank, (status, said, facts) in enumerate(found):
         if status == "fails":
             return status, f"rank {rank}: {said}" if len(found) > 1 else said, facts

@@ -232,7 +232,6 @@ def last_words(log: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a session and its child processes."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

@@ -143,7 +143,6 @@ def _has_request(pipe: Connection[Any, Any]) -> bool:
 
 
 def _processor_s() -> float:
-    """Returns the processor time of this process and its children, seconds."""
     own = psutil.Process()
     times = [each.cpu_times() for each in (own, *own.children(recursive=True))]
     return float(sum(each.user + each.system for each in times))

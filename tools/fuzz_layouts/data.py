@@ -87,7 +87,7 @@ def _row(rng: Random, make: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _question(rng: Random, *, short: bool) -> str:
-    """Begins with any of many tokens."""
+    """Returns a prompt that starts with any of many tokens."""
     first, second = rng.randrange(10 if short else 100), rng.randrange(10 if short else 100)
     return rng.choice(("{}+{}>", "<{}-{}>", "={}+{}?", "?{}", "_{}_{}", "{}")).format(first, second)
 

@@ -316,7 +316,7 @@ class LlmEngine(RolloutEngine):
         stopped: list[Rollout] = []
         try:
             rollouts = self._replica.call(
-                lambda: self._lead(prompts, sampling),
+                lambda: self._sample_on_leader(prompts, sampling),
                 check=self._runtime.check,
                 told_to_stop=self.told_to_stop,
                 stopped=stopped,
@@ -335,7 +335,9 @@ class LlmEngine(RolloutEngine):
         }
         return rollouts
 
-    def _lead(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> Generator[None, None, list[Rollout]]:
+    def _sample_on_leader(
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig
+    ) -> Generator[None, None, list[Rollout]]:
         """Sends every sample as a request on the first rank, limited in number where logits are returned."""
         if self._verdict is None:
             self._verdict = yield from self._requests.probe(prompts[0])

@@ -47,14 +47,14 @@ def check_started(model: Any, spec: EngineSpec, tp_rank: int, *, graphs: bool) -
         UserError: The model stores other tensors in FP8, or moves its tensors under CUDA graphs.
     """
     found = sum(tensor.numel() for _, tensor in model.named_parameters() if tensor.dtype == DTYPES[DTYPE])
-    expected = _elements(spec, tp_rank)
+    expected = _num_fp8_elements(spec, tp_rank)
     if found != expected:
         raise UserError(
             f"rollout.quantization={spec.config.quantization}: TensorRT-LLM started with {found} elements in FP8 on "
             f"rank {tp_rank} of its replica, but a weight sync sends {expected}: it quantises other matrices than mrl. "
             "Leave rollout.quantization out, or use rollout.name=native."
         )
-    if graphs and any(_moves(module) for module in model.modules()):
+    if graphs and any(_reallocates(module) for module in model.modules()):
         raise UserError(
             "rollout.quantization=fp8 with CUDA graphs: on this GPU TensorRT-LLM repacks FP8 weights after each weight "
             "sync, and this version moves them to another address, which captured graphs do not see. Set "
@@ -62,7 +62,7 @@ def check_started(model: Any, spec: EngineSpec, tp_rank: int, *, graphs: bool) -
         )
 
 
-def _elements(spec: EngineSpec, tp_rank: int) -> int:
+def _num_fp8_elements(spec: EngineSpec, tp_rank: int) -> int:
     """Returns the number of FP8 elements of this rank's shards; the native engine's layout shards them the same way."""
     config = spec.config
     layout = native_layout(
@@ -76,8 +76,8 @@ def _elements(spec: EngineSpec, tp_rank: int) -> int:
     return sum(prod(each.shape) for each in stored.values() if each.dtype == DTYPE)
 
 
-def _moves(module: Any) -> bool:
-    """Returns whether a weight sync reallocates tensors of a module; versions that do not record them in a mapping."""
+def _reallocates(module: Any) -> bool:
+    """Returns whether a weight sync reallocates tensors of a module; newer versions keep the addresses."""
     kept = getattr(module, "rebuild_tensor_metadata", None) or {}
     return any(not isinstance(each, Mapping) for each in kept.values())
 

@@ -62,7 +62,7 @@ def arguments(
     check_min_p(config, features, max(config.min_p, config.val_kwargs.min_p))
     if config.quantization is not None:
         check_features(features)
-    graphs = not (config.enforce_eager or _loses_graphs(config, features))
+    graphs = not (config.enforce_eager or _must_disable_graphs(config, features))
     experts: dict[str, Any] = {}
     if arch.moe is not None:
         cut = config.moe_tensor_parallel_size or config.tensor_model_parallel_size // config.expert_parallel_size
@@ -93,14 +93,14 @@ def arguments(
     return merged(derived, given_by(config), features.version)
 
 
-def _loses_graphs(config: RolloutConfig, features: Features) -> bool:
+def _must_disable_graphs(config: RolloutConfig, features: Features) -> bool:
     """Returns whether CUDA graphs are requested, but the version is not known to keep them while its engine sleeps."""
     return not config.enforce_eager and config.free_cache_engine and not features.graphs_sleep
 
 
 def _notes(config: RolloutConfig, features: Features) -> tuple[str, ...]:
     """Returns messages about settings that the installed version cannot follow."""
-    if not _loses_graphs(config, features):
+    if not _must_disable_graphs(config, features):
         return ()
     return (
         f"no CUDA graphs: TensorRT-LLM {features.version} is not known to keep them while its engine sleeps (its own "
@@ -296,7 +296,6 @@ def _describe(error: BaseException) -> str:
 
 
 def _start_variables(communicator: Any) -> Mapping[str, str]:
-    """Returns the environment variables for the start."""
     return START_SETTINGS if communicator is not None else {**START_SETTINGS, "TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
 
 

@@ -90,13 +90,15 @@ def judge(responses: Sequence[ProbeResponse]) -> Scores:
         return Scores.UNKNOWN
     if any(response.logits_TV is None for response in responses):
         return Scores.UNVERIFIED
-    near = [each for each in DISTRIBUTIONS if all(apart(response, each) <= TOLERANCE for response in responses)]
+    near = [
+        each for each in DISTRIBUTIONS if all(largest_difference(response, each) <= TOLERANCE for response in responses)
+    ]
     if len(near) > 1:  # a very flat or very confident model, for which the distributions do not differ
         return Scores.UNVERIFIED
     return near[0] if near else Scores.UNKNOWN
 
 
-def apart(response: ProbeResponse, scores: Scores) -> float:
+def largest_difference(response: ProbeResponse, scores: Scores) -> float:
     """Returns the largest difference between a response's log-probabilities and a distribution, nats; else inf."""
     if response.logits_TV is None or response.reported is None:
         return math.inf

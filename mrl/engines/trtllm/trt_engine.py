@@ -192,7 +192,6 @@ class BuiltEngine(RolloutEngine):
         return rollouts
 
     def _run(self, batch: Sequence[BatchRow], sampling: SamplingConfig, by_logits: bool) -> list[Rollout]:
-        """Samples one batch and returns its rollouts."""
         seeds = [stream_key(sampling.seed, sample.prompt.uid, sample.index) for sample in batch]
         prompts = [sample.prompt.prompt_ids for sample in batch]
         output, tokens_BT = self._call(prompts, sampling, seeds, by_logits)

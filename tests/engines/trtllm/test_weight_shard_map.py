@@ -97,7 +97,7 @@ def test_a_replica_is_sent_what_its_ranks_read_and_samples_like_the_native_engin
                 half = len(all_of) // rollout.get("expert_parallel_size", 1)
                 assert experts == set(all_of[rank * half :][:half] if half < len(all_of) else all_of)
     for results in ranks:
-        assert "self_attn.o_proj.weight' holds values that are not finite" in results["reads_more"][0]
+        assert "self_attn.o_proj.weight' contains values that are not finite" in results["reads_more"][0]
 
 
 def test_an_expert_of_the_rank_that_does_not_come_shows(standin, tmp_path):

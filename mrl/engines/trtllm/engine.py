@@ -29,11 +29,10 @@ from mrl.engines._prompt_checks import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.trtllm import fp8, logprob_probe
 from mrl.engines.trtllm.llm_runtime import SETTINGS, LlmRuntime, check_min_p, refusal
-from mrl.engines.trtllm.logits import requests_at_a_time
 from mrl.engines.trtllm.logprob_probe import ProbeResult
 from mrl.engines.trtllm.mpi_env import start_beside
 from mrl.engines.trtllm.replica import Replica
-from mrl.engines.trtllm.requests import Requests
+from mrl.engines.trtllm.requests import Requests, requests_at_a_time
 from mrl.engines.trtllm.sampling import arguments, experts_of, logits_of, logprobs_of, to_rollout
 from mrl.engines.trtllm.weight_shard_map import WeightShardMap
 from mrl.resharding.checksum import MODULUS

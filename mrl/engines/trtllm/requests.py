@@ -1,4 +1,4 @@
-"""Requests to the LLM API with a time limit, and the probe of the log-probabilities."""
+"""Requests to the LLM API with a time limit, the probe of the log-probabilities, and host memory of returned logits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+
+from psutil import virtual_memory
 
 from mrl.algorithms.functional.sampling import stream_key
 from mrl.engines.base import EngineSpec, SamplingConfig
@@ -19,6 +21,15 @@ from mrl.types import Prompt
 
 POLL_S = 0.005
 """Interval between checks for a completed request, seconds."""
+
+HOST_PART = 0.25
+"""Fraction of the host's free memory for the logits of all its ranks; offloaded optimizer state may need the rest."""
+
+ITEM_BYTES = 4
+"""Bytes per logit, at most fp32."""
+
+EXTRA_STEPS = 1
+"""Extra decoding steps of the overlap scheduler."""
 
 
 class Requests:
@@ -107,3 +118,30 @@ class Requests:
             logits = logits_of(output, self._spec.arch.vocab_size)
             responses.append(ProbeResponse(probe, list(output.token_ids), logprobs_of(output), logits))
         return responses
+
+
+def requests_at_a_time(sampling: SamplingConfig, vocab_size: int, *, most: int, ranks: int) -> int:
+    """Returns how many requests may have buffered logits at the same time.
+
+    Every rank of a replica allocates a pinned buffer for each request, as long as its longest response
+    (`_torch/pyexecutor/llm_request.py: LogitsStorage`).
+
+    Args:
+        sampling: Settings of the requests.
+        vocab_size: Number of logits per token.
+        most: Upper limit, `rollout.max_num_seqs`.
+        ranks: Number of ranks that share the host.
+
+    Raises:
+        UserError: The logits of a single request do not fit.
+    """
+    row_bytes = (sampling.max_tokens + EXTRA_STEPS) * vocab_size * ITEM_BYTES
+    own_bytes = int(virtual_memory().available * HOST_PART) // ranks
+    if row_bytes > own_bytes:
+        raise UserError(
+            f"the logits of one response take {row_bytes} bytes of host memory, but each of the host's {ranks} ranks "
+            f"may use only {own_bytes}. Shorten rollout.response_length, or avoid logits: set "
+            "rollout.top_k=-1 top_p=1 and min_p=0, or train on the actor's own log-probabilities: "
+            "algorithm.rollout_correction.bypass_mode=false, no rollout_is or rollout_rs."
+        )
+    return min(most, own_bytes // row_bytes)

@@ -197,7 +197,8 @@ def test_without_tensorrt_llm_it_says_what_is_missing(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(("--checks", "refitt"), "unknown check 'refitt'"), (("--engines", "vllm"), "unknown engine 'vllm'")]
+    ("words", "said"),
+    [(("--checks", "refitt"), "unknown check 'refitt'"), (("--engines", "vllm"), "unknown engine 'vllm'")],
 )
 def test_unknown_names_are_refused(words, said, tmp_path, capsys):
     assert accept("--output_dir", tmp_path / "out", *words) == 2

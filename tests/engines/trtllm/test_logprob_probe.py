@@ -8,8 +8,8 @@ import torch
 
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm import logprob_probe
-from mrl.engines.trtllm.logits import HOST_PART
 from mrl.engines.trtllm.logprob_probe import CUT, HOT, ProbeResponse, Scores
+from mrl.engines.trtllm.requests import HOST_PART
 from mrl.engines.trtllm.scoring import score
 from mrl.errors import UserError
 from tests.engines.trtllm import tiny
@@ -87,14 +87,14 @@ def test_each_line_samples_and_scores_as_the_contract_says(flavour, tmp_path, we
 def test_logits_take_no_more_of_the_hosts_memory_than_their_part(standin, tmp_path, weights, expected):
     row = 4 * tiny.ARCH.vocab_size * (SAMPLING.max_tokens + 1)
     free = 2 * row / HOST_PART
-    standin.setattr("mrl.engines.trtllm.logits.virtual_memory", lambda: SimpleNamespace(available=free))
+    standin.setattr("mrl.engines.trtllm.requests.virtual_memory", lambda: SimpleNamespace(available=free))
     standin.setattr("mrl.engines.trtllm.logprob_probe.PROBE_TOKENS", 2)
     found, _ = sampled(tmp_path, weights, "truncated")
     from tensorrt_llm._torch.pyexecutor import llm_request
 
     assert_same(found, expected["truncated"])
     assert 0 < llm_request.pinned_peak <= 2 * row
-    standin.setattr("mrl.engines.trtllm.logits.virtual_memory", lambda: SimpleNamespace(available=row))
+    standin.setattr("mrl.engines.trtllm.requests.virtual_memory", lambda: SimpleNamespace(available=row))
     with pytest.raises(UserError, match="logits of one response take .* of host memory"):
         sampled(tmp_path, weights, "truncated")
 

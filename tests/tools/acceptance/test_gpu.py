@@ -125,7 +125,7 @@ def test_without_a_gpu_it_ends_with_one_line(tmp_path, capsys):
 
 def test_unknown_checks_are_refused(tmp_path, capsys):
     assert accept("--device", "cpu", "--output_dir", tmp_path / "out", "--checks", "partiy") == 2
-    assert "no check 'partiy'" in capsys.readouterr().err
+    assert "unknown check 'partiy'" in capsys.readouterr().err
 
 
 def test_every_check_has_its_function():

@@ -142,7 +142,7 @@ class Encoder:
                 said = self._tokenizer.encode(text)
             except UserError as error:
                 raise UserError(f"{prompt.source}: response {text!r}: {error}") from error
-            # The prompt may be nothing but the bos token, which the response's encoding then repeats.
+            # A text rendered by a chat template may start with the bos token; drop it if the prompt is just that token.
             if index == 0 and [self._tokenizer.bos_id] == said[:1] == list(prompt.prompt_ids):
                 said = said[1:]
             if is_trained and (not said or said[-1] not in self._tokenizer.eos_ids):

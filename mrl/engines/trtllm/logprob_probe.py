@@ -117,7 +117,7 @@ def is_trained_on(sampling: SamplingConfig, config: RolloutConfig) -> bool:
 def is_exact(scores: Scores, sampling: SamplingConfig) -> bool:
     """Returns whether the engine's log-probabilities are those of the policy under these sampling settings."""
     plain = not is_truncated(sampling)
-    if sampling.greedy:  # the engine gets top_k=1, which mrl does not count as truncation
+    if sampling.greedy:  # the engine samples with top_k=1, but log-probabilities are over all tokens
         return plain and (scores is Scores.TEMPERED or (scores is Scores.RAW and sampling.temperature == 1.0))
     if plain and sampling.temperature == 1.0:
         return scores is not Scores.UNKNOWN  # without temperature and truncation all distributions are equal

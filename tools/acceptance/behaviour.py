@@ -23,12 +23,12 @@ def pause(bench: Bench) -> Facts:
             raise NotHereError("only the LLM API's event loop has a hang detector, since 1.2")
         for _ in range(NUM_PAUSES):
             bench.refit()
-            bench.answers()  # wakes and sleeps
+            bench.greedy_responses()  # wakes and sleeps
         with inspection.paused(job.sampler.engine):
             time.sleep(2 * PATIENCE_S)
-        bench.answers()
+        bench.greedy_responses()
         time.sleep(2 * PATIENCE_S)  # as while the actor trains
-        bench.answers()
+        bench.greedy_responses()
     return {"held and idle, s": 2 * PATIENCE_S, "refits": NUM_PAUSES}
 
 

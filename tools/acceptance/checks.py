@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from acceptance import answers, behaviour, fp8
+from acceptance import behaviour, comparisons, fp8
 from acceptance.fixture import Bench, opened
 from acceptance.result import CheckError, Facts, NotHereError
 from mrl.checkpoint.formats.hf import HfSource
@@ -62,7 +62,7 @@ def device(bench: Bench) -> Facts:
 
 def refit(bench: Bench) -> Facts:
     """Syncs the same weights, others, and the first again."""
-    first, facts = answers.come_back(bench)
+    first, facts = comparisons.check_weight_syncs(bench)
     _keep(bench, first)
     return facts
 
@@ -172,13 +172,14 @@ def _allowed(device: torch.device) -> int:
 def logprobs(bench: Bench) -> Facts:
     """Scores samples under the session's settings by the actor."""
     bench.refit()
-    rollouts = answers.sampled(bench)
-    apart = (answers.scores(bench, rollouts) - answers.told(rollouts)).abs()
-    facts, mean = answers.difference(bench, apart), float(apart.mean())
-    if not mean <= answers.MEAN_NATS:
+    rollouts = comparisons.sample(bench)
+    apart = (comparisons.actor_logprobs(bench, rollouts) - comparisons.engine_logprobs(rollouts)).abs()
+    facts, mean = comparisons.difference_facts(bench, apart), float(apart.mean())
+    if not mean <= comparisons.MEAN_NATS:
         raise CheckError(
             f"engine and actor differ by {mean:.3g} nats on average over {apart.numel()} tokens (largest "
-            f"{float(apart.max()):.3g}); expected a mean of at most {answers.MEAN_NATS:g}; {facts.get('probe', '')}",
+            f"{float(apart.max()):.3g}); expected a mean of at most {comparisons.MEAN_NATS:g}; "
+            f"{facts.get('probe', '')}",
             facts,
         )
     return facts
@@ -187,20 +188,22 @@ def logprobs(bench: Bench) -> Facts:
 def experts(bench: Bench) -> Facts:
     """Scores samples with the experts that the engine returned, and with those of the previous token for comparison."""
     bench.refit()
-    rollouts = answers.sampled(bench)
-    told = answers.told(rollouts)
-    apart = (answers.scores(bench, rollouts) - told).abs()
+    rollouts = comparisons.sample(bench)
+    reported = comparisons.engine_logprobs(rollouts)
+    apart = (comparisons.actor_logprobs(bench, rollouts) - reported).abs()
     for number, each in enumerate(rollouts):
         if each.routed_experts is None:
             raise CheckError(f"the engine returned no experts for sample {number}")
         each.routed_experts[1:-1] = each.routed_experts[:-2].clone()
-    elsewhere = float((answers.scores(bench, rollouts) - told).abs().mean())
-    facts = answers.difference(bench, apart) | {"mean difference by experts of another token, nats": elsewhere}
+    elsewhere = float((comparisons.actor_logprobs(bench, rollouts) - reported).abs().mean())
+    facts = comparisons.difference_facts(bench, apart) | {
+        "mean difference by experts of another token, nats": elsewhere
+    }
     mean = float(apart.mean())
-    if not (mean <= answers.MEAN_NATS and mean < elsewhere):
+    if not (mean <= comparisons.MEAN_NATS and mean < elsewhere):
         raise CheckError(
             f"with the returned experts engine and actor differ by {mean:.3g} nats on average, expected at most "
-            f"{answers.MEAN_NATS:g}; with those of the previous token by {elsewhere:.3g}",
+            f"{comparisons.MEAN_NATS:g}; with those of the previous token by {elsewhere:.3g}",
             facts,
         )
     return facts
@@ -224,15 +227,15 @@ def graphs(bench: Bench) -> Facts:
     if not file.is_file():
         raise NotHereError("no responses without graphs to compare with: 'refit' did not run, or failed")
     bench.refit()
-    first = bench.answers()
+    first = bench.greedy_responses()
     with bench.other_weights():
         bench.refit()
-        bench.answers()  # captures graphs if that has not happened yet
+        bench.greedy_responses()  # captures graphs if that has not happened yet
     bench.job.sampler.rest()
     bench.refit()
     eager = [replace(one, **kept) for one, kept in zip(first, json.loads(file.read_text()), strict=True)]
     facts: Facts = {}
-    for what, other in (("without graphs", eager), ("after two refits", bench.answers())):
+    for what, other in (("without graphs", eager), ("after two refits", bench.greedy_responses())):
         moved = weight_sync_check.compare(first, other)
         facts[what] = str(moved)
         if not moved.within(bench.tolerance):

@@ -56,7 +56,7 @@ class Bench:
         with together(), self.job.sampler.awake() as engine:
             return engine.generate(prompts, sampling)
 
-    def answers(self) -> list[Rollout]:
+    def greedy_responses(self) -> list[Rollout]:
         """Returns greedy responses to the prompts of the weight-sync self-test."""
         return weight_sync_check.answers(self.generate, self.job.arch, self.job.config.rollout)
 

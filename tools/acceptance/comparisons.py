@@ -30,21 +30,21 @@ BINS = (0.0, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, math.inf)
 """Edges of the histogram, nats."""
 
 
-def come_back(bench: Bench) -> tuple[list[Rollout], Facts]:
+def check_weight_syncs(bench: Bench) -> tuple[list[Rollout], Facts]:
     """Samples greedily under the same weights, other weights, and the first again; returns the first responses.
 
     Raises:
         CheckError: The responses change with the same weights, stay with others, or do not return.
     """
     bench.refit()
-    first = bench.answers()
+    first = bench.greedy_responses()
     bench.refit()
-    same = weight_sync_check.compare(first, bench.answers())
+    same = weight_sync_check.compare(first, bench.greedy_responses())
     with bench.other_weights():
         bench.refit()
-        other = weight_sync_check.compare(first, bench.answers())
+        other = weight_sync_check.compare(first, bench.greedy_responses())
     bench.refit()
-    back = weight_sync_check.compare(first, bench.answers())
+    back = weight_sync_check.compare(first, bench.greedy_responses())
     facts: Facts = {"same weights": str(same), "other weights": str(other), "first weights again": str(back)}
     if not same.within(bench.tolerance):
         raise CheckError(f"a second sync of the same weights changed the responses: {same}", facts)
@@ -55,14 +55,14 @@ def come_back(bench: Bench) -> tuple[list[Rollout], Facts]:
     return first, facts | {"tolerance, nats": bench.tolerance}
 
 
-def sampled(bench: Bench) -> list[Rollout]:
+def sample(bench: Bench) -> list[Rollout]:
     """Returns samples under the session's settings, broadcast from rank 0, since the ranks score the same sequences."""
     prompts = bench.job.state.source.next(NUM_PROMPTS)
     found: list[Rollout] = from_first_rank(bench.generate(prompts, bench.job.sampler.training))
     return found
 
 
-def scores(bench: Bench, rollouts: Sequence[Rollout]) -> Tensor:
+def actor_logprobs(bench: Bench, rollouts: Sequence[Rollout]) -> Tensor:
     """Returns the actor's log-probabilities of all sampled tokens, with the engine's experts where it returned them."""
     job, batch = bench.job, batch_of(rollouts)
     routed = [each.routed_experts for each in rollouts if each.routed_experts is not None]
@@ -73,12 +73,12 @@ def scores(bench: Bench, rollouts: Sequence[Rollout]) -> Tensor:
     return found
 
 
-def told(rollouts: Sequence[Rollout]) -> Tensor:
+def engine_logprobs(rollouts: Sequence[Rollout]) -> Tensor:
     """Returns the engine's log-probabilities of all sampled tokens."""
     return torch.tensor([x for each in rollouts for x in each.rollout_logprobs])
 
 
-def difference(bench: Bench, apart: Tensor) -> Facts:
+def difference_facts(bench: Bench, apart: Tensor) -> Facts:
     """Returns statistics of the differences between two programs' log-probabilities, and the probe's result."""
     counts = [int(((apart >= low) & (apart < high)).sum()) for low, high in itertools.pairwise(BINS)]
     edges = [f"{low:g} to {high:g}" for low, high in itertools.pairwise(BINS)]
@@ -105,7 +105,7 @@ def batch_of(rollouts: Sequence[Rollout]) -> RolloutBatch:
         prompt_lens_B=lens[:, 0],
         response_lens_B=lens[:, 1],
         response_mask_R=torch.ones(int(lens[:, 1].sum()), dtype=torch.bool),
-        rollout_logprobs_R=told(rollouts),
+        rollout_logprobs_R=engine_logprobs(rollouts),
         group_id_B=torch.tensor([each.prompt.uid for each in rollouts]),
         rewards_B=torch.zeros(len(rollouts)),
         support_R=Support.join(supports) if supports else None,

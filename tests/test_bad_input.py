@@ -167,7 +167,7 @@ OVERRIDES = [
     ("no data at all", ["data.train_files=[]"], "data.train_files"),
     ("unknown task", ["data.train_files=[]", "data.task=additon"], "there is no 'additon'"),
     ("task takes no such argument", ["data.train_files=[]", "data.task=addition", "data.task_kwargs={a: 1}"], "'a'"),
-    ("no such column", ["data.prompt_key=question"], "there is no column 'question'"),
+    ("no such column", ["data.prompt_key=question"], "no column 'question'"),
     ("unknown algorithm", ["algorithm.name=gprs"], "there is no 'gprs'"),
     ("one sample in a group", ["rollout.n=1"], "rollout.n=1"),
     ("value without effect", ["algorithm.kl_coef=0.5"], "would have no effect"),
@@ -214,7 +214,7 @@ def test_what_a_command_cannot_know_does_not_end_it(case):
 
 
 ROWS_REFUSED = [
-    ("empty file", "", "holds no rows"),
+    ("empty file", "", "contains no rows"),
     ("not JSON", '{"prompt": "<1+1>"\n', "train.jsonl:1: not JSON"),
     ("not an object", "[1, 2]\n", "train.jsonl:1: holds list"),
     ("answer is a list", '{"prompt": "<1+1>", "answer": [2]}\n', "expected a string or a number"),

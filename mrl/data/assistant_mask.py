@@ -1,7 +1,7 @@
-"""Where the assistant speaks in a conversation, in tokens.
+"""Token spans of the assistant's turns in a rendered conversation.
 
-Owns the search by rendering: the whole conversation gives the ids, and its beginnings say where each turn lies in them.
-It knows no row and no config; what is trained of the turns is `sft_examples.py`'s.
+The complete conversation is rendered for its token ids, and each prefix of it is rendered for the boundaries of the
+turns. Which turns are trained is decided in `sft_examples.py`.
 """
 
 from __future__ import annotations
@@ -16,65 +16,65 @@ from mrl.errors import UserError
 Message = Mapping[str, Any]
 
 ANY_TURN = "mrl-any-turn"
-"""Content of an assistant's message that is looked for in a rendering, to see what the template writes around it."""
+"""Placeholder content of an assistant message, rendered to see what the template writes around a message."""
 
 ADVICE = (
-    "Give a template that renders what was said before in the same way whatever comes after "
-    "(data.chat_template=FILE), or set data.train_on_turns=last."
+    "Give a template that renders a message the same way regardless of later messages (data.chat_template=FILE), or "
+    "set data.train_on_turns=last."
 )
 
 _END_ADVICE = (
-    "If the template's token is to end a response, add its id to eos_token_id in generation_config.json of the model "
-    "folder; else give a template that writes an end token after each turn (data.chat_template=FILE)."
+    "If the template's token ends a response, add its id to eos_token_id in generation_config.json of the model "
+    "folder. Otherwise give a template that writes an end token after each turn (data.chat_template=FILE)."
 )
 
 _SHOWN_TOKENS = 4
 
 
-class Conversation(NamedTuple):
-    """A rendered conversation.
+class RenderedConversation(NamedTuple):
+    """Token ids of a conversation, with the assistant's turns.
 
     Attributes:
-        ids: Of all of it, as the chat template renders it once.
-        turns: Token span [first, end) of each requested turn of the assistant, in order: what a model would sample
-            there, up to and with the first end token.
+        ids: Token ids of the complete rendering.
+        turns: Token span [first, end) of each requested assistant turn, in order. A span contains what the model would
+            sample, up to and including the first end token.
     """
 
     ids: list[int]
     turns: list[tuple[int, int]]
 
 
-def rendered(
+def render_with_turns(
     messages: Sequence[Message], tokenizer: Tokenizer, *, first: int = 0, tools: Sequence[Mapping[str, Any]] = ()
-) -> Conversation:
-    """Renders a conversation, and finds the assistant's turns in it.
+) -> RenderedConversation:
+    """Renders a conversation, and finds the token spans of the assistant's turns.
 
-    A turn begins where the conversation before it, rendered up to where the assistant begins to answer, ends; and it
-    ends where the conversation with it ends, so both must be beginnings of the whole. A token that stands for
-    characters on both sides of such a place belongs to the turn, as in transformers' `return_assistant_tokens_mask`.
+    A turn starts at the end of the previous messages rendered with a generation prompt, and ends at the end of the
+    messages including it. Both renderings must be prefixes of the complete rendering. A token that crosses such a
+    boundary belongs to the turn, as in transformers' `return_assistant_tokens_mask`.
 
     Args:
-        messages: Up to and with one of the assistant's, and not beginning with one.
-        tokenizer: Has the chat template.
-        first: Index of the first message whose turn is wanted.
-        tools: Schemas that the template offers.
+        messages: Chat messages; the last is the assistant's, the first is not.
+        tokenizer: Tokenizer with a chat template.
+        first: Index of the first message whose turn is returned.
+        tools: Function schemas that the template includes.
 
     Raises:
-        UserError: There is no chat template, or it refuses the messages, is not append-only, or writes no end token in
-            a turn.
+        UserError: There is no chat template, or the template rejects the messages, is not append-only, or writes a turn
+            without an end token.
     """
-    rendered_text = tokenizer.render_chat(messages, begins_answer=False, tools=tools)
-    whole = rendered_text.text
-    ids, places = tokenizer.encode_with_places(rendered_text)
-    begins, ends = [begin for begin, _ in places], [end for _, end in places]
+    rendering = tokenizer.render_chat(messages, begins_answer=False, tools=tools)
+    text = rendering.text
+    ids, offsets = tokenizer.encode_with_offsets(rendering)
+    begins, ends = [begin for begin, _ in offsets], [end for _, end in offsets]
     turns = []
     for index in range(first, len(messages)):
         if messages[index]["role"] != "assistant":
             continue
-        start = _length(messages[:index], tokenizer, tools, whole, begins_answer=True)
-        stop = len(whole)
+        start = _prefix_length(messages[:index], tokenizer, tools, text, begins_answer=True)
+        stop = len(text)
         if index + 1 < len(messages):
-            stop = _length(messages[: index + 1], tokenizer, tools, whole, begins_answer=False)
+            stop = _prefix_length(messages[: index + 1], tokenizer, tools, text, begins_answer=False)
         token, end = bisect_right(ends, start), bisect_left(begins, stop)
         over = next((place for place in range(token, end) if ids[place] in tokenizer.eos_ids), None)
         if over is None:
@@ -84,26 +84,26 @@ def rendered(
                 f"{_END_ADVICE}"
             )
         turns.append((token, over + 1))
-    return Conversation(ids, turns)
+    return RenderedConversation(ids, turns)
 
 
 def end_token_warning(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> str | None:
-    """Returns a warning where the chat template ends the assistant's turns without an end token; None: it does not.
+    """Returns a warning if the chat template ends assistant turns without an end token, else None.
 
     Args:
-        tokenizer: Has the chat template.
-        tools: Schemas that the template offers.
+        tokenizer: Tokenizer with a chat template.
+        tools: Function schemas that the template includes.
     """
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANY_TURN}]
     try:
         text = tokenizer.render_chat(turn, begins_answer=False, tools=tools).text
-    except UserError:  # a template that refuses this conversation is judged by those of the data
+    except UserError:  # a template that rejects this conversation is checked on the data's conversations
         return None
     _, found, after = text.rpartition(ANY_TURN)
     if not found or any(token in tokenizer.eos_ids for token in tokenizer.encode(after)):
         return None
     return (
-        f"{_no_end_token(tokenizer, after)} Samples that end their turn as the template does go on until "
+        f"{_no_end_token(tokenizer, after)} Samples that end their turn like the template continue until "
         f"rollout.response_length. {_END_ADVICE}"
     )
 
@@ -111,27 +111,27 @@ def end_token_warning(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] =
 def _no_end_token(tokenizer: Tokenizer, written: str) -> str:
     ends = ", ".join(f"{tokenizer.decode([token])!r} ({token})" for token in tokenizer.eos_ids)
     return (
-        f"the chat template of '{tokenizer.name}' ends an assistant's turn with {written!r}, which holds no end token "
-        f"of the model ({ends})."
+        f"the chat template of '{tokenizer.name}' ends an assistant's turn with {written!r}, which contains none of "
+        f"the model's end tokens ({ends})."
     )
 
 
-def _length(
+def _prefix_length(
     messages: Sequence[Message],
     tokenizer: Tokenizer,
     tools: Sequence[Mapping[str, Any]],
-    whole: str,
+    text: str,
     *,
     begins_answer: bool,
 ) -> int:
-    """Characters of a beginning of the conversation."""
+    """Returns the length, in characters, of a rendered prefix of the conversation."""
     part = tokenizer.render_chat(messages, begins_answer=begins_answer, tools=tools).text
-    if not whole.startswith(part):
-        at = next((index for index, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), len(whole))
+    if not text.startswith(part):
+        at = next((index for index, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), len(text))
         near = slice(max(0, at - 20), at + 20)
         raise UserError(
             f"the chat template of '{tokenizer.name}' is not append-only: it renders the first {len(messages)} "
-            f"messages as ...{part[near]!r}, but as ...{whole[near]!r} with those after them, so that what the "
-            f"assistant said cannot be told apart. {ADVICE}"
+            f"messages as ...{part[near]!r}, but as ...{text[near]!r} when more messages follow, so the assistant's "
+            f"tokens cannot be identified. {ADVICE}"
         )
     return len(part)

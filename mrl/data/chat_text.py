@@ -1,7 +1,8 @@
-"""The text of a rendered conversation, with the places where special tokens are only quoted.
+"""Rendered conversations in which special tokens written by users are encoded as ordinary characters.
 
-A chat template writes a conversation as one text, in which a user who writes `<|im_end|>` would end the turn. Owns how
-such quotes are found again after rendering: each is replaced by a number before it, and put back after it.
+A chat template writes a conversation as one text, in which a user who writes `<|im_end|>` would end the turn.
+`SpecialTokenEscaper` replaces each such token by a number before rendering, and restores it afterwards together with
+its position.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TRUSTED_ROLES = frozenset({"assistant", "system", "developer"})
-"""Roles whose messages may hold special tokens: those of the model and of the author of the run."""
+"""Roles whose messages may contain special tokens: those of the model and of the author of the run."""
 
 _BITS = 20
 _INDEX_DIGITS = 9
@@ -20,31 +21,31 @@ _INDEX_DIGITS = 9
 
 @dataclass(frozen=True)
 class ChatText:
-    """A text to encode.
+    """Text to encode, with the spans in which special tokens are ordinary characters.
 
     Attributes:
         text: The characters.
-        quoted: Spans [first, end) of `text`, in order, in which special tokens are ordinary text.
+        quoted: Spans [first, end) of `text`, ascending, in which special tokens are ordinary characters.
     """
 
     text: str
     quoted: tuple[tuple[int, int], ...] = ()
 
     def after(self, start: int) -> ChatText:
-        """Returns the text from index `start` on."""
+        """Returns the text from character `start` on."""
         return ChatText(self.text[start:], tuple((a - start, b - start) for a, b in self.quoted if a >= start))
 
     def joined(self, other: ChatText) -> ChatText:
-        """Returns this text with another one after it."""
+        """Returns the concatenation of this text and another."""
         size = len(self.text)
         return ChatText(self.text + other.text, (*self.quoted, *((a + size, b + size) for a, b in other.quoted)))
 
 
-class Quotes:
-    """Special tokens that messages quote, while a template renders them.
+class SpecialTokenEscaper:
+    """Escapes the special tokens of untrusted messages while a chat template renders them.
 
     Attributes:
-        messages: The messages, with a number in place of each quoted token where their role is not trusted.
+        messages: The messages to render, with a number in place of each special token of an untrusted message.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class Quotes:
         trusted: Collection[str],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Finds the quoted tokens.
+        """Replaces the special tokens of untrusted messages by numbers.
 
         Args:
-            messages: A conversation.
-            special: Matches special tokens; None: nothing is quoted.
-            trusted: Roles whose messages may hold special tokens.
-            tools: Schemas that are rendered with the messages.
+            messages: Chat messages of a conversation.
+            special: Pattern of special tokens; None: nothing is replaced.
+            trusted: Roles whose messages may contain special tokens.
+            tools: Function schemas that are rendered with the messages.
         """
         self._special, self._mark = special, ""
         self._found: list[str] = []
@@ -68,8 +69,8 @@ class Quotes:
         untrusted = [message for message in self.messages if message.get("role") not in trusted]
         if special is None or special.search("\n".join(_texts(untrusted))) is None:
             return
-        # Digits pass through a template's filters (upper, trim, tojson) unchanged. No end of "2" and zeros and ones is
-        # its beginning, so that digits before a mark do not shift where it is found.
+        # Digits pass through a template's filters (upper, trim, tojson) unchanged. No suffix of "2" followed by zeros
+        # and ones is also its prefix, so digits before a mark cannot shift the match.
         number, texts = 0, "\n".join(_texts([*self.messages, *tools]))
         while (mark := f"2{number:0{_BITS}b}") in texts:
             number += 1
@@ -78,8 +79,8 @@ class Quotes:
             self._marked(message) if message.get("role") not in trusted else message for message in self.messages
         ]
 
-    def restored(self, rendered: str) -> ChatText:
-        """Returns a rendering of `messages` with the tokens in their places again."""
+    def restore(self, rendered: str) -> ChatText:
+        """Returns a rendering of `messages` with the special tokens restored and marked as ordinary characters."""
         if not self._found:
             return ChatText(rendered)
         parts: list[str] = []
@@ -104,7 +105,7 @@ class Quotes:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yields the texts and numbers that a template may write of a value, as texts."""
+    """Yields every string and number that a template may render from a value, as text."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield str(key)

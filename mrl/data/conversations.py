@@ -1,7 +1,4 @@
-"""Conversations in the columns of a row: chat messages, and whole conversations, which have their prompt inside.
-
-Owns what they look like, and where the prompt of a whole one ends. It knows no token.
-"""
+"""Chat messages in the columns of a row, and conversations and preference pairs from which the prompt is derived."""
 
 from __future__ import annotations
 
@@ -14,34 +11,36 @@ from mrl.errors import UserError
 Messages = list[dict[str, Any]]
 
 ASSISTANT = "assistant"
-"""Role of what the model says."""
+"""Role of the model's messages."""
 
 
-def checked(value: Any, source: str, what: str) -> Messages:
-    """Chat messages, without the keys that they leave empty, as rows of parquet do.
+def parse_messages(value: Any, source: str, what: str) -> Messages:
+    """Checks that a value is a list of chat messages and returns it without null keys, which parquet rows have.
 
     Args:
-        value: Of a column.
-        source: Where the row comes from, for messages.
-        what: What holds it, for messages: "column 'prompt'".
+        value: Value of a column.
+        source: File and line of the row, for error messages.
+        what: Name of the value in error messages, such as "column 'prompt'".
 
     Raises:
-        UserError: It is no list of messages.
+        UserError: The value is not a list of messages.
     """
-    wrong = f"{source}: {what} holds {described(value)}, expected a string or a list of chat messages"
+    wrong = f"{source}: {what} holds {describe_value(value)}, expected a string or a list of chat messages"
     if not isinstance(value, list) or not value:
         raise UserError(f"{wrong}, such as [{{'role': 'user', 'content': '...'}}].")
     for message in value:
         if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in ("role", "content")):
-            raise UserError(f"{wrong}; the message {described(message)} lacks a 'role' or 'content' that is a string.")
+            raise UserError(
+                f"{wrong}; the message {describe_value(message)} lacks a 'role' or 'content' that is a string."
+            )
     return [{name: part for name, part in message.items() if part is not None} for message in value]
 
 
 def last_answer(messages: Messages, source: str, what: str) -> int:
-    """Index of the assistant's last message.
+    """Returns the index of the assistant's last message.
 
     Raises:
-        UserError: It says nothing.
+        UserError: There is no assistant message.
     """
     for index in reversed(range(len(messages))):
         if messages[index]["role"] == ASSISTANT:
@@ -50,58 +49,58 @@ def last_answer(messages: Messages, source: str, what: str) -> int:
     raise UserError(f"{source}: {what} has no message of the role '{ASSISTANT}' to imitate; it has {roles}.")
 
 
-def whole(row: Row, source: str, data: DataConfig) -> tuple[Messages, Messages] | None:
-    """The conversation of a row that has no prompt of its own, cut before the assistant's last message.
+def split_conversation(row: Row, source: str, data: DataConfig) -> tuple[Messages, Messages] | None:
+    """Splits the conversation of a row without a prompt column before the assistant's last message.
 
     Returns:
-        The messages before it, at least one, and that message; None: the row holds no conversation.
+        The messages before it, at least one, and that message in a list; None where the row has no conversation.
 
     Raises:
-        UserError: The conversation cannot be used: it names the row.
+        UserError: The conversation cannot be used; the message names the row.
     """
     key = data.messages_key
     if key not in row or (data.prompt_key if data.task is None else "prompt") in row:
         return None
     what = f"column '{key}'"
-    messages = checked(row[key], source, what)
+    messages = parse_messages(row[key], source, what)
     last = last_answer(messages, source, what)
     if messages[0]["role"] == ASSISTANT:
-        raise UserError(f"{source}: {what} begins with the assistant, whom nothing asked. Put a message before that.")
+        raise UserError(f"{source}: {what} begins with an assistant message. Put a user message before it.")
     return messages[:last], [messages[last]]
 
 
-def pair_start(row: Row, source: str, data: DataConfig) -> Messages | None:
-    """What both conversations of a pair begin with alike, in a row that has no prompt of its own.
+def pair_prompt(row: Row, source: str, data: DataConfig) -> Messages | None:
+    """Returns the messages that both conversations of a preference pair start with, for a row without a prompt column.
 
     Returns:
-        These messages, at least one; None: the row holds no pair, or its prompt in a column.
+        At least one message; None where the row has no pair, or has a prompt column.
 
     Raises:
-        UserError: The pair cannot be used: it names the row.
+        UserError: The pair cannot be used; the message names the row.
     """
     keys = data.chosen_key, data.rejected_key
     if not all(key in row for key in keys) or data.prompt_key in row or data.messages_key in row:
         return None
     if not all(isinstance(row[key], list) for key in keys):
         raise UserError(
-            f"{source}: there is no column '{data.prompt_key}' (data.prompt_key), and without a prompt the columns "
-            f"'{keys[0]}' and '{keys[1]}' must hold whole conversations, lists of chat messages. Columns: "
+            f"{source}: no column '{data.prompt_key}' (data.prompt_key), and without a prompt the columns "
+            f"'{keys[0]}' and '{keys[1]}' must be complete conversations (lists of chat messages). Columns: "
             f"{', '.join(row)}."
         )
-    chosen, rejected = (checked(row[key], source, f"column '{key}'") for key in keys)
+    chosen, rejected = (parse_messages(row[key], source, f"column '{key}'") for key in keys)
     count = next((i for i, both in enumerate(zip(chosen, rejected, strict=False)) if both[0] != both[1]), None)
     what = f"{source}: columns '{keys[0]}' and '{keys[1]}'"
     if count is None:
         raise UserError(f"{what}: one conversation is the beginning of the other, so neither is preferred.")
     if count == 0 or any(messages[count]["role"] != ASSISTANT for messages in (chosen, rejected)):
         raise UserError(
-            f"{what} differ first in message {count}, which must be one of the role '{ASSISTANT}' after at least one "
-            "other: what comes before it is the prompt of both."
+            f"{what} first differ in message {count}. The messages before it are the common prompt: there must be at "
+            f"least one, and the message itself must have the role '{ASSISTANT}'."
         )
     return chosen[:count]
 
 
-def described(value: Any) -> str:
-    """A value of a row for a message: its type, and what it is, cut where it is long."""
+def describe_value(value: Any) -> str:
+    """Returns the type and the value as text for error messages, cut to 60 characters."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -1,7 +1,6 @@
-"""Which sequences go together: microbatches under a token budget, and bins of equal cost.
+"""Partitions of sequences by length: microbatches under a token budget, and bins of equal cost.
 
-Owns these partitions and nothing else: it sees lengths, never tokens. They are deterministic, so that every rank
-computes the same answer from the same lengths.
+All functions are deterministic, so that every rank computes the same partition from the same lengths.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from collections.abc import Sequence
 
 
 def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
-    """Splits items over bins so that the largest bin is small: longest processing time first.
+    """Splits items over bins so that the largest bin is small (longest processing time first).
 
     Args:
         costs: Cost of each item, at least 0.
-        num_bins: Bins, at least 1.
+        num_bins: Number of bins, at least 1.
 
     Returns:
         Indices of each bin, ascending; every index once. No bin is empty where there are as many items as bins.
@@ -46,18 +45,19 @@ def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
 def balance_families(
     families: Sequence[Sequence[int]], prompt_lens: Sequence[int], response_lens: Sequence[int], num_bins: int
 ) -> list[list[int]]:
-    """Splits samples over bins so that the largest bin is small, where a bin's samples of a prompt share its tokens.
+    """Splits samples over bins so that the largest bin is small, where samples of a prompt in one bin share its tokens.
 
-    Families stay whole unless parts of them make a smaller largest bin: with more bins than prompts, or few prompts.
+    The samples of a prompt stay in one bin unless splitting them makes the largest bin smaller, as with more bins than
+    prompts or with few prompts.
 
     Args:
-        families: Samples of each prompt.
-        prompt_lens: Of each sample.
-        response_lens: Of each sample.
-        num_bins: Bins, at least 1.
+        families: Sample indices of each prompt.
+        prompt_lens: Prompt length of each sample, tokens.
+        response_lens: Response length of each sample, tokens.
+        num_bins: Number of bins, at least 1.
 
     Returns:
-        Samples of each bin, ascending; every sample once.
+        Sample indices of each bin, ascending; every sample once.
     """
     if num_bins == 1:
         return [sorted(item for family in families for item in family)]
@@ -65,7 +65,7 @@ def balance_families(
     found: list[tuple[int, list[list[int]]]] = []
     parts = 1
     while True:
-        pieces = [piece for family in families for piece in _cut(family, parts)]
+        pieces = [piece for family in families for piece in _split_family(family, parts)]
         costs = [prompt_lens[piece[0]] + sum(response_lens[item] for item in piece) for piece in pieces]
         chosen = balance(costs, num_bins)
         loads = [sum(costs[index] for index in members) for members in chosen]
@@ -75,8 +75,8 @@ def balance_families(
         parts = min(2 * parts, most)
 
 
-def _cut(family: Sequence[int], parts: int) -> list[Sequence[int]]:
-    """A family in so many parts, or as many as it has samples, of almost equal size."""
+def _split_family(family: Sequence[int], parts: int) -> list[Sequence[int]]:
+    """Splits the samples of a prompt into up to `parts` pieces of almost equal size."""
     parts = min(parts, len(family))
     ends = [len(family) * part // parts for part in range(parts + 1)]
     return [family[start:end] for start, end in itertools.pairwise(ends)]
@@ -85,16 +85,16 @@ def _cut(family: Sequence[int], parts: int) -> list[Sequence[int]]:
 def pack_microbatches(
     lens: Sequence[int], max_tokens: int, *, at_least: int = 1, multiple_of: int = 1
 ) -> list[list[int]]:
-    """Packs sequences into few microbatches of at most `max_tokens`; of equal size where that needs no more of them.
+    """Packs sequences into few microbatches of at most `max_tokens`, of equal size where that needs no more of them.
 
-    A sequence that is longer than the budget by itself gets a microbatch of its own: the budget is a wish for memory,
-    and refusing a sampled sequence in the middle of a run would lose more than trying it.
+    A sequence longer than the budget gets its own microbatch: the budget limits memory softly, and refusing a sampled
+    sequence in the middle of a run loses more than trying it.
 
     Args:
-        lens: Tokens of each sequence, at least 1.
-        max_tokens: Budget of a microbatch, tokens.
-        at_least: Fewest microbatches (so that data-parallel ranks can agree on a count).
-        multiple_of: The count is a multiple of this (an interleaved pipeline needs one).
+        lens: Length of each sequence, at least 1 token.
+        max_tokens: Token budget of a microbatch.
+        at_least: Minimum number of microbatches, on which data-parallel ranks agree.
+        multiple_of: Divisor of the number of microbatches (the interleaved pipeline schedule needs one).
 
     Returns:
         Indices of each microbatch, ascending, in the order of their first sequence. Microbatches are empty, and last,
@@ -114,12 +114,14 @@ def pack_microbatches(
     tight = _best_fit(lens, fitting, max_tokens)
     count = max(len(tight) + len(alone), at_least)
     count = -(-count // multiple_of) * multiple_of
-    packed = alone + (_even(lens, fitting, count - len(alone), max_tokens) or _divide(tight, count - len(alone)))
+    packed = alone + (
+        _balanced_within_budget(lens, fitting, count - len(alone), max_tokens) or _divide(tight, count - len(alone))
+    )
     return sorted(packed, key=lambda members: members[0] if members else len(lens))
 
 
 def _best_fit(lens: Sequence[int], fitting: list[int], max_tokens: int) -> list[list[int]]:
-    """Few bins: the longest first, each into the fullest bin that holds it.
+    """Packs into few bins: the longest first, each into the fullest bin with room for it.
 
     Source: Johnson 1974, "Fast algorithms for bin packing": at most 11/9 of the fewest bins, and 4.
     """
@@ -135,8 +137,10 @@ def _best_fit(lens: Sequence[int], fitting: list[int], max_tokens: int) -> list[
     return [sorted(members) for members in bins]
 
 
-def _even(lens: Sequence[int], fitting: list[int], count: int, max_tokens: int) -> list[list[int]] | None:
-    """`count` balanced bins, or None where one of them is over the budget."""
+def _balanced_within_budget(
+    lens: Sequence[int], fitting: list[int], count: int, max_tokens: int
+) -> list[list[int]] | None:
+    """Returns `count` balanced bins, or None if one of them exceeds the budget."""
     if count < 1:
         return None
     bins = [[fitting[item] for item in members] for members in balance([lens[index] for index in fitting], count)]
@@ -145,7 +149,7 @@ def _even(lens: Sequence[int], fitting: list[int], count: int, max_tokens: int) 
 
 
 def _divide(bins: list[list[int]], count: int) -> list[list[int]]:
-    """`count` bins from fewer, by halving those with the most sequences."""
+    """Returns `count` bins by repeatedly halving the bin with the most sequences."""
     bins = list(bins)
     while len(bins) < count:
         most = max(range(len(bins)), key=lambda index: (len(bins[index]), -index), default=0)

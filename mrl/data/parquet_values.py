@@ -1,7 +1,7 @@
-"""Values of parquet columns: which rows to check at the start, and 32-bit floats as the numbers that were written.
+"""Values of parquet columns: which rows to check at startup, and decimal values of 32-bit floats.
 
-All rows of a parquet file have the same columns and types, so that a row is unusable mostly for what it lacks. Rows
-that lack the same parts are alike: one of each kind is checked.
+All rows of a parquet file have the same columns and types, so a row is mostly unusable because of missing values. One
+row for each combination of missing values is checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def columns_with_gaps(file: Any, group: int) -> list[str]:
     """Returns the top-level columns of a row group that may hold nulls, empty lists or floats that are not finite.
 
     Args:
-        file: A `pyarrow.parquet.ParquetFile`; its statistics tell which columns have no nulls.
+        file: Open `pyarrow.parquet.ParquetFile`; its statistics say which columns have no nulls.
         group: Index of the row group.
     """
     import pyarrow
@@ -31,16 +31,16 @@ def columns_with_gaps(file: Any, group: int) -> list[str]:
         has_nulls = statistics is None or not statistics.has_null_count or statistics.null_count > 0
         if has_nulls or column.physical_type in ("FLOAT", "DOUBLE"):
             found[column.path_in_schema.partition(".")[0]] = None
-    names = file.schema_arrow.names  # a name with a dot in it is cut short above
+    names = file.schema_arrow.names  # the loop above cuts a name at its first dot
     known = [name for name in names if name in found or any(name.startswith(f"{part}.") for part in found)]
     return [name for name in known if not pyarrow.types.is_null(file.schema_arrow.field(name).type)]
 
 
 def kinds_of_gaps(table: Any) -> Iterator[tuple[int, bytes]]:
-    """Yields the first row of each kind of a table, and the kind: which parts of the row are missing.
+    """Yields (row index, combination) for the first row of each combination of missing values in a table.
 
     Args:
-        table: A `pyarrow.Table` with at least one column.
+        table: `pyarrow.Table` with at least one column.
     """
     flags = [gap for column in table.columns for gap in _gaps(column.combine_chunks())]
     kinds, first = np.unique(np.stack(flags, axis=1), axis=0, return_index=True)
@@ -49,7 +49,7 @@ def kinds_of_gaps(table: Any) -> Iterator[tuple[int, bytes]]:
 
 
 def _gaps(array: Any) -> list[Any]:
-    """Returns flags [num_rows] of an array: null, empty or not finite, and those of the parts of its values."""
+    """Returns boolean flags [num_rows] for null, empty and non-finite values of an array and of its nested values."""
     import pyarrow
     import pyarrow.compute as pc
 
@@ -71,7 +71,7 @@ def _gaps(array: Any) -> list[Any]:
 
 
 def float_reader(kind: Any) -> Convert | None:
-    """Returns what turns a value of this type into the numbers that were written; None: they are so already.
+    """Returns a function that converts floats of this type to their shortest decimal; None where none is needed.
 
     A 32-bit 0.1 is 0.10000000149011612 as a Python float. The shortest decimal that rounds to it is 0.1.
 
@@ -86,14 +86,14 @@ def float_reader(kind: Any) -> Convert | None:
     if pyarrow.types.is_struct(kind):
         inner = {kind.field(place).name: float_reader(kind.field(place).type) for place in range(kind.num_fields)}
         readers = {name: reader for name, reader in inner.items() if reader is not None}
-        return _of_struct(readers) if readers else None
+        return _struct_reader(readers) if readers else None
     if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind):
         reader = float_reader(kind.value_type)
-        return None if reader is None else _of_list(reader)
+        return None if reader is None else _list_reader(reader)
     return None
 
 
-def _of_struct(readers: dict[str, Convert]) -> Convert:
+def _struct_reader(readers: dict[str, Convert]) -> Convert:
     def read(value: dict[str, Any] | None) -> dict[str, Any] | None:
         if value is None:
             return None
@@ -102,5 +102,5 @@ def _of_struct(readers: dict[str, Convert]) -> Convert:
     return read
 
 
-def _of_list(reader: Convert) -> Convert:
+def _list_reader(reader: Convert) -> Convert:
     return lambda values: None if values is None else [reader(value) for value in values]

@@ -1,8 +1,9 @@
-"""The prompt stream of a run: from rows to token ids, in an order that a resume repeats exactly.
+"""The prompt stream of a run: turns rows into prompts of token ids, in an order that a resume repeats exactly.
 
-Owns how a row becomes a `Prompt`, the stateful training source and the held-out prompts. The stream is endless:
-position p is row `shuffle(p mod N)` of epoch `p div N`, and p is the prompt's uid. The whole state is therefore one
-number, and nothing is tokenised before its turn. Every rank runs the same source and sees the same prompts.
+`PromptEncoder` turns one row into a `Prompt`, `PromptSource` is the training stream, and `load_validation` reads the
+held-out prompts. The stream is endless: position p is row `shuffle(p mod N)` of epoch `p div N`, and p is the prompt's
+uid. Its state is one number, and a row is tokenised only when the stream reaches it. Every rank runs the same source
+and sees the same prompts.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 
 from mrl.config.config import DataConfig
 from mrl.config.did_you_mean import did_you_mean
-from mrl.data.conversations import Messages, checked, described, pair_start, whole
-from mrl.data.row_sources import Row, Rows, TaskRows, open_files
+from mrl.data.conversations import Messages, describe_value, pair_prompt, parse_messages, split_conversation
+from mrl.data.row_sources import Row, RowSource, TaskRows, open_files
 from mrl.data.shuffle import Shuffle
 from mrl.data.synthetic_tasks import make_task
 from mrl.data.tokenizer import Tokenizer
@@ -24,50 +25,57 @@ from mrl.errors import UserError
 from mrl.types import Prompt
 
 DATA_SOURCE = "data_source"
-"""Column of verl's data with the name of the data set that a row belongs to."""
+"""Column of verl's data files that names the data set of a row."""
 
 VERL_ANSWER = "reward_model.ground_truth"
-"""Where verl's data have the answer; one that is no text or number is read as JSON."""
+"""Column of verl's data files that has the answer; a value that is neither text nor a number is encoded as JSON."""
 
 Tools = Sequence[Mapping[str, Any]]
-"""Schemas of what the model may call."""
+"""JSON schemas of the functions that the model may call."""
 
 VALIDATION_UID = 1 << 48
-"""uid of the first held-out prompt; the training stream stays below."""
+"""uid of the first held-out prompt; uids of training prompts are smaller."""
 
 
 class PromptEncoder:
-    """Turns a row into a `Prompt`, as `DataConfig` says."""
+    """Converter from data rows to prompts, configured by `DataConfig`."""
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, prompt_length: int, tools: Tools = ()) -> None:
-        """Args: prompt_length: Longest prompt, tokens (`rollout.prompt_length`). tools: Offered by the template."""
+        """Creates the converter.
+
+        Args:
+            data: Column names, system prompt, and the treatment of long prompts.
+            tokenizer: Encodes the prompts.
+            prompt_length: Longest prompt, tokens (`rollout.prompt_length`).
+            tools: Function schemas that the chat template includes in the prompt.
+        """
         self._tools = tools
         self._data = data
         self._tokenizer = tokenizer
         self._prompt_length = prompt_length
-        # A task's rows have these columns whatever the files of a config are called.
+        # Rows of a task always have these columns; the config's keys name columns of files.
         self._prompt_key = data.prompt_key if data.task is None else "prompt"
         self._answer_key = data.answer_key if data.task is None else "answer"
 
     def check(self, row: Row, source: str) -> None:
-        """Raises UserError where the row lacks a column or has one of the wrong type; the tokenizer is not asked."""
-        self._question(row, source)
+        """Raises UserError where a row lacks a column or a column has the wrong type. Does not tokenise."""
+        self._prompt_content(row, source)
         self._answer(row, source)
         self._data_source(row, source)
 
     def encode(self, row: Row, source: str, uid: int, data_source: str) -> Prompt | None:
-        """The prompt of a row; None where it is too long and `data.overlong_prompts` says "drop".
+        """Returns the prompt of a row; None where it is too long and `data.overlong_prompts` is "drop".
 
         Args:
-            row: Its columns.
-            source: Where it comes from, for messages.
-            uid: Its place in the stream.
-            data_source: Name of its data set where the row does not say it.
+            row: Values by column name.
+            source: File and line of the row, for error messages.
+            uid: Position of the row in the stream.
+            data_source: Data set name for rows that have none.
 
         Raises:
-            UserError: The row cannot be used: it names the row, and what to do.
+            UserError: The row cannot be used; the message names the row and the remedy.
         """
-        question = self._question(row, source)
+        question = self._prompt_content(row, source)
         answer = self._answer(row, source)
         named = self._data_source(row, source)
         try:
@@ -91,27 +99,27 @@ class PromptEncoder:
             ids = ids[-self._prompt_length :]
             text = self._tokenizer.decode(ids)
         used = {
-            self._asked(row, source)[1],
+            self._prompt_value(row, source)[1],
             self._prompt_key.partition(".")[0],
             self._answer_column(row).partition(".")[0],
         }
         extra = {name: value for name, value in row.items() if name not in used}
         return Prompt(uid, tuple(ids), text, answer, extra, source, named or data_source, question, row)
 
-    def _question(self, row: Row, source: str) -> str | Messages:
-        """The prompt as a string to encode as it stands, or as messages for the chat template."""
+    def _prompt_content(self, row: Row, source: str) -> str | Messages:
+        """Returns the prompt as a string to encode unchanged, or as messages for the chat template."""
         data = self._data
-        value, key = self._asked(row, source)
+        value, key = self._prompt_value(row, source)
         if isinstance(value, str):
             if data.apply_chat_template == "always":
                 return self._with_system([{"role": "user", "content": value}])
             if data.system_prompt is not None:
                 raise UserError(
-                    f"{source}: data.system_prompt is set, but the prompt is a plain string, which gets none. Set "
-                    "data.apply_chat_template=always, or data.system_prompt=null."
+                    f"{source}: data.system_prompt is set, but the prompt is a plain string and gets no system prompt. "
+                    "Set data.apply_chat_template=always, or data.system_prompt=null."
                 )
             return value
-        messages = checked(value, source, f"column '{key}'")
+        messages = parse_messages(value, source, f"column '{key}'")
         if data.apply_chat_template == "never":
             raise UserError(
                 f"{source}: column '{key}' holds chat messages, which need the chat template, but "
@@ -119,12 +127,12 @@ class PromptEncoder:
             )
         return self._with_system(messages)
 
-    def _asked(self, row: Row, source: str) -> tuple[Any, str]:
-        """What the row asks, and the column that has it."""
-        conversation = whole(row, source, self._data)
+    def _prompt_value(self, row: Row, source: str) -> tuple[Any, str]:
+        """Returns the prompt of a row (a string or messages) and the column that it comes from."""
+        conversation = split_conversation(row, source, self._data)
         if conversation is not None:
             return conversation[0], self._data.messages_key
-        start = None if self._data.task is not None else pair_start(row, source, self._data)
+        start = None if self._data.task is not None else pair_prompt(row, source, self._data)
         if start is not None:
             return start, self._data.chosen_key
         return _column(row, self._prompt_key, source, "data.prompt_key"), self._prompt_key
@@ -135,14 +143,15 @@ class PromptEncoder:
         return [{"role": "system", "content": self._data.system_prompt}, *messages]
 
     def _answer(self, row: Row, source: str) -> str | None:
-        """The answer as a string. Numbers are accepted; a whole number in a float column (49.0) reads "49".
+        """Returns the answer as a string; None where the row has none.
 
-        Of a whole conversation without such a column it is the assistant's last message; of a pair there is none.
+        Numbers are accepted; an integer in a float column (49.0) becomes "49". Without an answer column, the answer of
+        a conversation (`data.messages_key`) is its last assistant message, and a preference pair has no answer.
         """
         if not self._answer_key:
             return None
         key = self._answer_column(row)
-        if key == "answer" not in row and (conversation := whole(row, source, self._data)) is not None:
+        if key == "answer" not in row and (conversation := split_conversation(row, source, self._data)) is not None:
             said: str = conversation[1][0]["content"]
             return said
         keys = self._data.chosen_key, self._data.rejected_key
@@ -160,11 +169,11 @@ class PromptEncoder:
         if key == VERL_ANSWER:
             return json.dumps(value, ensure_ascii=False, default=str)
         raise UserError(
-            f"{source}: column '{key}' holds {described(value)}, expected a string or a number (data.answer_key)."
+            f"{source}: column '{key}' holds {describe_value(value)}, expected a string or a number (data.answer_key)."
         )
 
     def _answer_column(self, row: Row) -> str:
-        """Returns `data.answer_key`; where it is "answer" and the row has verl's column instead, that."""
+        """Returns the answer's column: `data.answer_key`; verl's where that is "answer" and the row lacks it."""
         if self._answer_key != "answer" or "answer" in row:
             return self._answer_key
         model = row.get("reward_model", {})
@@ -174,7 +183,7 @@ class PromptEncoder:
         return VERL_ANSWER if model is None and not has_other else self._answer_key
 
     def _data_source(self, row: Row, source: str) -> str | None:
-        """The data set that the row itself names."""
+        """Returns the data set name that the row states, if any."""
         key = self._data.source_key or DATA_SOURCE
         if self._data.source_key is None and row.get(key) is None:
             return None
@@ -182,16 +191,23 @@ class PromptEncoder:
         if isinstance(value, str) and value.isprintable() and value.strip():
             return value
         raise UserError(
-            f"{source}: column '{key}' holds {described(value)}, expected the name of a data set, such as "
+            f"{source}: column '{key}' holds {describe_value(value)}, expected the name of a data set, such as "
             "'openai/gsm8k' (data.source_key)."
         )
 
 
 class PromptSource:
-    """The training stream. `next` moves the frontier; `state_dict` is the frontier."""
+    """The endless stream of training prompts. Its state (`state_dict`) is the number of rows used so far."""
 
-    def __init__(self, rows: Rows, encoder: PromptEncoder, *, seed: int, shuffle: bool) -> None:
-        """Args: seed: With the epoch, the key of its order (`run.seed`). shuffle: False: rows in file order."""
+    def __init__(self, rows: RowSource, encoder: PromptEncoder, *, seed: int, shuffle: bool) -> None:
+        """Creates the stream at position 0.
+
+        Args:
+            rows: RowSource of one epoch, at least one.
+            encoder: Turns rows into prompts.
+            seed: Seed of the shuffled order, together with the epoch (`run.seed`).
+            shuffle: True to permute the rows; False keeps the order of the files.
+        """
         self._rows = rows
         self._encoder = encoder
         self._seed = seed
@@ -201,24 +217,27 @@ class PromptSource:
 
     @property
     def position(self) -> int:
-        """Rows used so far, dropped ones included; the next prompt has this uid or a larger one."""
+        """Number of rows used so far, including dropped ones. The next prompt's uid is at least this."""
         return self._position
 
     @property
     def num_rows(self) -> int:
-        """Rows of an epoch."""
+        """Number of rows in an epoch."""
         return len(self._rows)
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far."""
+        """Number of passes over the data so far, fractional."""
         return self._position / len(self._rows)
 
     def next(self, num_prompts: int) -> list[Prompt]:
-        """The next prompts of the stream; where it fails the frontier has not moved.
+        """Returns the next prompts and advances the position. The position stays unchanged if this raises.
+
+        Args:
+            num_prompts: Number of prompts; rows that are dropped as too long do not count.
 
         Raises:
-            UserError: A row cannot be used, or a whole epoch was dropped as too long.
+            UserError: A row cannot be used, or all rows of an epoch were dropped as too long.
         """
         prompts: list[Prompt] = []
         position, dropped = self._position, 0
@@ -241,7 +260,7 @@ class PromptSource:
         return prompts
 
     def at(self, uid: int) -> Prompt:
-        """The prompt that `next` gave with this uid; the frontier stays where it is.
+        """Returns the prompt that `next` returned with this uid, without moving the position.
 
         Raises:
             UserError: The row cannot be used.
@@ -249,14 +268,18 @@ class PromptSource:
         index, rows = self._row_at(uid), self._rows
         prompt = self._encoder.encode(rows.row(index), rows.source(index), uid, rows.data_source(index))
         if prompt is None:
-            raise UserError(f"{rows.source(index)} is too long for a prompt, and was none before: its data changed.")
+            raise UserError(f"{rows.source(index)} is too long now, but was a prompt before: the data changed.")
         return prompt
 
     def peek(self, num_prompts: int) -> list[Prompt]:
-        """The next prompts, at most an epoch of them, and the frontier stays where it is.
+        """Returns the next prompts, at most one epoch of them, without moving the position.
+
+        Args:
+            num_prompts: Number of prompts.
 
         Raises:
-            UserError: As `next`. If rows at the beginning of the data are bad as well, it names the first of these.
+            UserError: Same as `next`; if one of the first rows of the data is bad too, the message names that row
+                instead.
         """
         position = self._position
         try:
@@ -268,7 +291,10 @@ class PromptSource:
             self._position = position
 
     def first(self, num_rows: int) -> list[Prompt]:
-        """Returns the prompts of the first rows of the data, in the order of the file, without those too long.
+        """Returns the prompts of the first rows in file order, without those that are too long.
+
+        Args:
+            num_rows: Number of rows to read.
 
         Raises:
             UserError: A row cannot be used.
@@ -281,7 +307,7 @@ class PromptSource:
         return [prompt for prompt in found if prompt is not None]
 
     def state_dict(self) -> dict[str, Any]:
-        """The frontier, and what makes it meaningful: JSON-able."""
+        """Returns the position together with the hash, order and seed that it refers to, as JSON values."""
         return {
             "position": self._position,
             "num_rows": len(self._rows),
@@ -291,10 +317,11 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at a frontier.
+        """Restores the position from `state_dict`.
 
         Raises:
-            UserError: The data, their order or the seed are not those of the state: prompts would be lost or repeated.
+            UserError: The data, their order or the seed differ from the saved ones, so prompts would be lost or
+                repeated.
         """
         own = self.state_dict()
         if state["fingerprint"] != own["fingerprint"]:
@@ -323,17 +350,17 @@ class PromptSource:
 def load_training(
     data: DataConfig, tokenizer: Tokenizer, *, prompt_length: int, seed: int, tools: Tools = ()
 ) -> PromptSource:
-    """The training stream that the config names.
+    """Returns the training stream of a config.
 
     Args:
-        data: A task or files.
+        data: Names a task or files.
         tokenizer: Encodes the prompts.
         prompt_length: Longest prompt, tokens (`rollout.prompt_length`).
-        seed: Orders the epochs (`run.seed`).
-        tools: Schemas of what the chat template offers to the model.
+        seed: Seed of the order of each epoch (`run.seed`).
+        tools: Function schemas that the chat template includes in the prompt.
 
     Raises:
-        UserError: Nothing is named, or both a task and files are; or the data cannot be used.
+        UserError: The config names no data, or both a task and files; or the data cannot be used.
     """
     encoder = PromptEncoder(data, tokenizer, prompt_length, tools)
     if data.task is None and not data.train_files:
@@ -350,7 +377,7 @@ def load_training(
 
 
 def load_validation(data: DataConfig, tokenizer: Tokenizer, *, prompt_length: int, tools: Tools = ()) -> list[Prompt]:
-    """All held-out prompts in order, uids from `VALIDATION_UID`; empty where the config names none.
+    """Returns all held-out prompts in order, with uids from `VALIDATION_UID`; empty where the config names none.
 
     Raises:
         UserError: The data cannot be used, or every prompt is too long.
@@ -372,7 +399,7 @@ def load_validation(data: DataConfig, tokenizer: Tokenizer, *, prompt_length: in
     return prompts
 
 
-def _rows(data: DataConfig, encoder: PromptEncoder, side: str) -> Rows:
+def _rows(data: DataConfig, encoder: PromptEncoder, side: str) -> RowSource:
     if data.task is None:
         return open_files(data.train_files if side == "train" else data.val_files, f"data.{side}_files", encoder.check)
     task = make_task(data.task, data.task_kwargs)
@@ -383,20 +410,20 @@ def _rows(data: DataConfig, encoder: PromptEncoder, side: str) -> Rows:
 
 
 def _column(row: Row, key: str, source: str, config_key: str) -> Any:
-    """A column by its name, or a part of nested columns by "outer.inner"."""
+    """Returns the value of a column, or of a part of a nested column named "outer.inner"."""
     if key in row:
         return row[key]
     value: Any = row
-    for place, part in enumerate(key.split(".")):
-        if place and value is None:
+    for depth, part in enumerate(key.split(".")):
+        if depth and value is None:
             raise UserError(
-                f"{source}: column '{key.rpartition('.')[0]}' is null, so that the row has no '{key}' ({config_key}). "
+                f"{source}: column '{key.rpartition('.')[0]}' is null, so the row has no '{key}' ({config_key}). "
                 "Remove the row or fill it in."
             )
         if not isinstance(value, dict) or part not in value:
             hint = did_you_mean(key, row)
             if not hint and config_key == "data.answer_key":
                 hint = " If the data has no answers, set it to ''."
-            raise UserError(f"{source}: there is no column '{key}' ({config_key}). Columns: {', '.join(row)}.{hint}")
+            raise UserError(f"{source}: no column '{key}' ({config_key}). Columns: {', '.join(row)}.{hint}")
         value = value[part]
     return value

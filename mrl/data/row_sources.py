@@ -1,8 +1,8 @@
-"""Rows by index: JSONL files, parquet files, a task, or several of these one after the other.
+"""Data rows by index from JSONL files, parquet files, synthetic tasks, or several of them concatenated.
 
-Owns random access to data without holding it: JSONL keeps the offset of each line, parquet keeps recently used row
-groups within a budget. Every JSONL line is parsed when the file is opened, and of parquet one row of each kind
-(`parquet_values.py`), so that a bad row is found before a run starts. It knows no tokens.
+Data stay on disk: a JSONL file keeps the offset of each line in memory, a parquet file a cache of recently used row
+groups. Opening a JSONL file parses every line; opening a parquet file checks one row of each kind
+(`parquet_values.py`). Bad rows are therefore found before a run starts.
 """
 
 from __future__ import annotations
@@ -24,47 +24,49 @@ from mrl.data.synthetic_tasks import Task
 from mrl.errors import UserError, first_line
 
 PARQUET_CACHE_BYTES = 1 << 30
-"""Decoded parquet row groups that one file keeps, at least one; a file below this size is decoded once."""
+"""Size of the cache of decoded row groups per file. The last used row group is always kept, so a smaller file is
+decoded once.
+"""
 
 Row = dict[str, Any]
 Check = Callable[[Row, str], None]
-"""Raises UserError for a row, given with its source, that cannot be used."""
+"""Function of a row and its source that raises UserError where the row cannot be used."""
 
 
-class Rows(ABC):
-    """An immutable list of rows.
+class RowSource(ABC):
+    """Immutable list of data rows.
 
     Attributes:
-        fingerprint: Hash of the content; equal for equal rows in equal order, wherever the files lie.
+        fingerprint: Hash of the content; equal for equal rows in equal order, regardless of the files' location.
     """
 
     fingerprint: str
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of rows."""
+        """Returns the number of rows."""
 
     @abstractmethod
     def row(self, index: int) -> Row:
-        """The columns of a row."""
+        """Returns the values of a row by column name."""
 
     @abstractmethod
     def source(self, index: int) -> str:
-        """Where a row comes from, for messages: "train.jsonl:17"."""
+        """Returns the origin of a row for messages, such as "train.jsonl:17"."""
 
     @abstractmethod
     def data_source(self, index: int) -> str:
-        """Name of the data set of a row that does not name its own: the file without its ending, or the task."""
+        """Returns the default data set name of a row: the file name without its suffix, or the task's name."""
 
 
-class JsonlRows(Rows):
-    """One JSON object per line; blank lines are skipped."""
+class JsonlRows(RowSource):
+    """Rows of a file with one JSON object per line; blank lines are skipped."""
 
     def __init__(self, path: str, check: Check) -> None:
         """Reads the file once and checks every row.
 
         Raises:
-            UserError: The file is missing, a line is not a JSON object, or `check` refuses it.
+            UserError: The file is missing, a line is not a JSON object, or `check` rejects it.
         """
         self._path = path
         self._offsets = array("q")
@@ -85,31 +87,30 @@ class JsonlRows(Rows):
         self.fingerprint = content.hexdigest()
 
     def __len__(self) -> int:
-        """See `Rows`."""
         return len(self._offsets)
 
     def row(self, index: int) -> Row:
-        """See `Rows.row`."""
+        """Parses the line of a row."""
         self._file.seek(self._offsets[index])
         return _parse(self._file.readline(), self.source(index))
 
     def source(self, index: int) -> str:
-        """See `Rows.source`; lines count from 1."""
+        """Returns "path:line", counted from 1."""
         return f"{self._path}:{self._lines[index]}"
 
     def data_source(self, index: int) -> str:
-        """See `Rows.data_source`."""
+        """Returns the file name without its suffix."""
         return Path(self._path).stem
 
 
-class ParquetRows(Rows):
-    """A parquet file; nested columns become dicts and lists."""
+class ParquetRows(RowSource):
+    """Rows of a parquet file; nested columns become dicts and lists."""
 
     def __init__(self, path: str, check: Check, cache_bytes: int = PARQUET_CACHE_BYTES) -> None:
-        """Hashes the file, reads its footer, and checks the first row and one of each kind of rows that lack something.
+        """Hashes the file, and checks the first row and one row of each combination of missing values.
 
         Raises:
-            UserError: The file is missing or not parquet, or `check` refuses a row.
+            UserError: The file is missing or not parquet, or `check` rejects a row.
         """
         import pyarrow
         import pyarrow.parquet
@@ -125,7 +126,7 @@ class ParquetRows(Rows):
             self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
         except self._refusals as error:
             raise UserError(
-                f"data: '{path}' is not a readable parquet file: {_reason(error)}. It may be cut short or of another "
+                f"data: '{path}' is not a readable parquet file: {_reason(error)}. It may be truncated or in another "
                 "format; copy or download it again."
             ) from error
         metadata = self._file.metadata
@@ -138,15 +139,14 @@ class ParquetRows(Rows):
         self._float_readers = {name: reader for name, reader in readers.items() if reader is not None}
         if len(self):
             check(self.row(0), self.source(0))
-        for index in self._unlike_rows():
+        for index in self._distinct_gap_rows():
             check(self.row(index), self.source(index))
 
     def __len__(self) -> int:
-        """See `Rows`."""
         return self._starts[-1]
 
     def row(self, index: int) -> Row:
-        """See `Rows.row`."""
+        """Returns a row, from the cached row group if possible."""
         group = bisect_right(self._starts, index) - 1
         try:
             table = self._cache.pop(group, None)
@@ -163,8 +163,8 @@ class ParquetRows(Rows):
             ) from error
         return {**row, **{name: reader(row[name]) for name, reader in self._float_readers.items()}}
 
-    def _unlike_rows(self) -> Iterator[int]:
-        """Yields the index of the first row of each kind: rows of a kind lack the same parts."""
+    def _distinct_gap_rows(self) -> Iterator[int]:
+        """Yields the index of the first row of each combination of missing values."""
         seen: set[tuple[str, ...]] = set()
         for group, start in enumerate(self._starts[:-1]):
             names = columns_with_gaps(self._file, group)
@@ -183,19 +183,26 @@ class ParquetRows(Rows):
                     yield start + row
 
     def source(self, index: int) -> str:
-        """See `Rows.source`; rows count from 0, as pandas and pyarrow count them."""
+        """Returns "path:row", counted from 0 as in pandas and pyarrow."""
         return f"{self._path}:{index}"
 
     def data_source(self, index: int) -> str:
-        """See `Rows.data_source`."""
+        """Returns the file name without its suffix."""
         return Path(self._path).stem
 
 
-class TaskRows(Rows):
-    """One side of a task."""
+class TaskRows(RowSource):
+    """Training or held-out rows of a synthetic task."""
 
     def __init__(self, task: Task, name: str, kwargs: Mapping[str, Any], side: str) -> None:
-        """Args: side: "train" or "val"; name and kwargs: What made the task, for the fingerprint."""
+        """Selects the rows and computes their fingerprint.
+
+        Args:
+            task: Generator of the rows.
+            name: Name or path of the task in the config.
+            kwargs: Arguments of the task.
+            side: "train" or "val".
+        """
         self._size = task.num_train if side == "train" else task.num_val
         self._make = task.train_row if side == "train" else task.val_row
         self._name, self._side = label(name), side
@@ -203,27 +210,26 @@ class TaskRows(Rows):
         self.fingerprint = blake2b(described.encode(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
-        """See `Rows`."""
         return self._size
 
     def row(self, index: int) -> Row:
-        """See `Rows.row`."""
+        """Generates a row."""
         return self._make(index)
 
     def source(self, index: int) -> str:
-        """See `Rows.source`."""
+        """Returns "task side:index"."""
         return f"{self._name} {self._side}:{index}"
 
     def data_source(self, index: int) -> str:
-        """See `Rows.data_source`: the task, of a path its last part."""
+        """Returns the task's name; of a path its last component."""
         return self._name.replace(":", ".").rpartition(".")[2]
 
 
-class ChainedRows(Rows):
-    """The rows of several lists, one after the other."""
+class ChainedRows(RowSource):
+    """Concatenation of several row sources."""
 
-    def __init__(self, parts: Sequence[Rows]) -> None:
-        """Args: parts: In order."""
+    def __init__(self, parts: Sequence[RowSource]) -> None:
+        """Concatenates the sources in the given order."""
         self._parts = list(parts)
         self._starts = [0]
         for part in parts:
@@ -231,48 +237,48 @@ class ChainedRows(Rows):
         self.fingerprint = "+".join(part.fingerprint for part in parts)
 
     def __len__(self) -> int:
-        """See `Rows`."""
         return self._starts[-1]
 
-    def _find(self, index: int) -> tuple[Rows, int]:
+    def _find(self, index: int) -> tuple[RowSource, int]:
         part = bisect_right(self._starts, index) - 1
         return self._parts[part], index - self._starts[part]
 
     def row(self, index: int) -> Row:
-        """See `Rows.row`."""
+        """Returns a row of the source that contains the index."""
         part, inner = self._find(index)
         return part.row(inner)
 
     def source(self, index: int) -> str:
-        """See `Rows.source`."""
+        """Returns the row's origin as its own source reports it."""
         part, inner = self._find(index)
         return part.source(inner)
 
     def data_source(self, index: int) -> str:
-        """See `Rows.data_source`."""
+        """Returns the data set name as the row's own source reports it."""
         part, inner = self._find(index)
         return part.data_source(inner)
 
 
-def open_files(files: Sequence[str], key: str, check: Check) -> Rows:
-    """The rows of JSONL (.jsonl, .json) and parquet (.parquet) files.
+def open_files(files: Sequence[str], key: str, check: Check) -> RowSource:
+    """Opens JSONL (.jsonl, .json) and parquet (.parquet) files as one row source.
 
     Args:
         files: Paths, in order.
-        key: Config key that names them, for messages.
-        check: Called with every JSONL row, and with one row of each kind of a parquet file.
+        key: Config key of the paths, for error messages.
+        check: Validator that is called with every JSONL row, and with one parquet row of each combination of missing
+            values.
 
     Raises:
-        UserError: A file is missing, of another kind, unreadable or without rows.
+        UserError: A file is missing, unreadable, of an unknown type, or without rows.
     """
-    parts: list[Rows] = []
+    parts: list[RowSource] = []
     for name in files:
         suffix = Path(name).suffix
         if suffix not in (".jsonl", ".json", ".parquet"):
             raise UserError(f"{key}: '{name}' ends in '{suffix}', expected .jsonl or .parquet.")
         part = ParquetRows(name, check) if suffix == ".parquet" else JsonlRows(name, check)
         if len(part) == 0:
-            raise UserError(f"{key}: '{name}' holds no rows.")
+            raise UserError(f"{key}: '{name}' contains no rows.")
         parts.append(part)
     return parts[0] if len(parts) == 1 else ChainedRows(parts)
 
@@ -290,7 +296,7 @@ def _reason(error: Exception) -> str:
 
 
 EXCERPT_CHARS = 60
-"""Characters of a bad line that a message shows."""
+"""Characters of a bad line that an error message quotes."""
 
 _BEGINNINGS = {
     b"\xff\xfe": "text in UTF-16",
@@ -301,11 +307,11 @@ _BEGINNINGS = {
     b"PAR1": "a parquet file",
     b"\x28\xb5\x2f\xfd": "compressed by zstd",
 }
-"""First bytes of files of other kinds."""
+"""Magic bytes of other file types."""
 
 
 def _check_text(file: Any, path: str) -> None:
-    """Refuses a file that begins as no UTF-8 text does; a byte order mark of UTF-8 is passed over."""
+    """Raises UserError if a file starts with the magic bytes of another type; the UTF-8 byte order mark is allowed."""
     first = file.read(4)
     file.seek(0)
     for beginning, what in _BEGINNINGS.items():
@@ -317,7 +323,7 @@ def _check_text(file: Any, path: str) -> None:
 
 
 def _excerpt(line: bytes, error: ValueError) -> str:
-    """Returns the part of a line in which its error is, quoted."""
+    """Returns the quoted part of a line around its JSON error."""
     text = line.strip().decode("utf-8", "replace")
     place = error.pos if isinstance(error, json.JSONDecodeError) else 0
     begin, end = max(0, place - EXCERPT_CHARS // 2), place + EXCERPT_CHARS // 2
@@ -341,7 +347,7 @@ def _parse(line: bytes, source: str) -> Row:
             f"line.{array}"
         ) from error
     except RecursionError as error:
-        raise UserError(f"{source}: its lists and objects are too deep in each other.") from error
+        raise UserError(f"{source}: its lists and objects are nested too deeply.") from error
     if not isinstance(row, dict):
-        raise UserError(f"{source}: holds {type(row).__name__}, expected one JSON object per line.")
+        raise UserError(f"{source}: the line is a JSON {type(row).__name__}, expected one JSON object per line.")
     return row

@@ -1,7 +1,7 @@
-"""The order of an epoch: a permutation that is computed one element at a time.
+"""The shuffled order of an epoch: a permutation that is computed one element at a time.
 
-Owns `Shuffle`. It keeps no state and no table, uses no random generator of a library (whose streams may change between
-versions), and so gives the same order on every rank, on every machine and after every resume.
+It stores no table and uses no library's random generator (whose streams may change between versions), so the order is
+the same on every rank and machine and after every resume.
 """
 
 from __future__ import annotations
@@ -13,16 +13,21 @@ _MASK_64 = (1 << 64) - 1
 
 
 class Shuffle:
-    """A bijection of 0 .. size-1 onto itself, chosen by a key.
+    """Keyed permutation of 0 .. size-1.
 
-    A Feistel network over the smallest even number of bits that holds `size`; an image outside the range is mapped
+    A Feistel network over the smallest even number of bits that represents `size`; an image outside the range is mapped
     again until it falls inside (cycle walking, fewer than four times on average).
 
     Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", section 4 and 5.
     """
 
     def __init__(self, size: int, *key: int) -> None:
-        """Args: size: At least 1. key: Any integers, such as (seed, epoch)."""
+        """Derives the round keys.
+
+        Args:
+            size: Number of elements, at least 1.
+            key: Any integers, such as (seed, epoch).
+        """
         if size < 1:
             raise ValueError(f"size is {size}, expected at least 1")
         self.size = size
@@ -31,7 +36,7 @@ class Shuffle:
         self._keys = [int.from_bytes(digest[8 * index : 8 * index + 8], "little") for index in range(_ROUNDS)]
 
     def __call__(self, index: int) -> int:
-        """Where `index` goes; raises IndexError outside 0 .. size-1."""
+        """Returns the image of `index`; raises IndexError outside 0 .. size-1."""
         if not 0 <= index < self.size:
             raise IndexError(f"index {index} is outside 0 .. {self.size - 1}")
         mask = (1 << self._half) - 1
@@ -45,7 +50,7 @@ class Shuffle:
 
 
 def _mix(value: int) -> int:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): every output bit depends on every input bit."""
+    """Applies the finaliser of splitmix64 (Steele, Lea, Flood 2014): every output bit depends on every input bit."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK_64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK_64
     return value ^ (value >> 31)

@@ -1,7 +1,7 @@
-"""Prompts that are made, not read: generators with a held-out split.
+"""Synthetic tasks: generators of prompts with a held-out split.
 
-Owns `Task` and the tasks by name. A task makes each row from its index alone, so nothing is stored and a resume needs
-no more than the index. Another task is a class of the same shape, named by `data.task=FILE:Class`.
+A task computes each row from its index alone, so nothing is stored and a resume needs only the index. Users add a task
+by subclassing `Task` and naming it as `data.task=FILE:Class`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 from mrl.config import registry, user_code
 from mrl.errors import UserError
 
-_Asked = TypeVar("_Asked")
+_Question = TypeVar("_Question")
 
 
 class Task(ABC):
-    """A generator of rows.
+    """Base class of row generators.
 
     Attributes:
-        num_train: Rows of an epoch.
-        num_val: Held-out rows; no training row asks the same.
+        num_train: Number of training rows in an epoch.
+        num_val: Number of held-out rows; no training row has the same question.
     """
 
     num_train: int
@@ -31,18 +31,18 @@ class Task(ABC):
 
     @abstractmethod
     def train_row(self, index: int) -> dict[str, Any]:
-        """Training row 0 .. num_train-1: "prompt" (string or chat messages), "answer", and any other columns."""
+        """Returns training row 0 .. num_train-1: "prompt" (string or chat messages), "answer" and other columns."""
 
     @abstractmethod
     def val_row(self, index: int) -> dict[str, Any]:
-        """Held-out row 0 .. num_val-1, of the same form."""
+        """Returns held-out row 0 .. num_val-1, with the same columns."""
 
 
 class Addition(Task):
-    """Sums: "<12+7+30>" asks, "49" answers. Training rows have a pair too: "49" is better than what is too high.
+    """Sums: the prompt "<12+7+30>" has the answer "49". Training rows also have a right and a wrong response.
 
-    Every sum belongs to one side by a hash of its sorted terms: a held-out sum never appears in training, in no order
-    of its terms. Training rows may repeat; held-out rows are all different.
+    A hash of the sorted terms assigns every sum to one side, so a held-out sum never appears in training, in any order
+    of its terms. Training rows may repeat; held-out rows are distinct.
     """
 
     def __init__(
@@ -58,19 +58,19 @@ class Addition(Task):
         wrong_by: int = 1,
         seed: int = 0,
     ) -> None:
-        """Makes the generator.
+        """Creates the generator.
 
         Args:
-            min_terms: Fewest terms of a sum, at least 1.
-            max_terms: Most terms, at most 16; each number of terms is equally likely.
-            max_value: Terms are 0 .. max_value, each equally likely.
-            num_train: Rows of an epoch.
-            num_val: Held-out rows.
-            held_out_frac: Part of all sums that is kept from training, [0.01, 0.9].
-            wrong_frac: Part of the training rows whose "response" is too high, [0, 1]: supervised steps on
-                `data.response_key=response` then end in a policy that reinforcement learning can improve.
-            wrong_by: How much too high these are, and the worse response of each row's pair, at least 1.
-            seed: Chooses the rows and the split.
+            min_terms: Minimum number of terms of a sum, at least 1.
+            max_terms: Maximum number of terms, at most 16; each number of terms is equally likely.
+            max_value: Largest term; terms are uniform in 0 .. max_value.
+            num_train: Training rows in an epoch.
+            num_val: Number of held-out rows.
+            held_out_frac: Fraction of all sums that is excluded from training, [0.01, 0.9].
+            wrong_frac: Fraction of the training rows whose "response" is too high, [0, 1]. Supervised steps on
+                `data.response_key=response` then give a policy that reinforcement learning can improve.
+            wrong_by: Error of these responses and of the rejected response of each pair, at least 1.
+            seed: Random seed of the rows and the split.
 
         Raises:
             UserError: A value is out of range, or there are too few held-out sums.
@@ -83,11 +83,11 @@ class Addition(Task):
             ("num_val", num_val, 0, 10**5),
             ("wrong_by", wrong_by, 1, 10**9),
         ):
-            _check_whole(name, value, low, high)
+            _check_int(name, value, low, high)
         if min_terms > max_terms:
             raise UserError(f"data.task_kwargs.min_terms={min_terms} is above max_terms={max_terms}.")
-        _check_part("held_out_frac", held_out_frac, 0.01, 0.9)
-        _check_part("wrong_frac", wrong_frac, 0, 1)
+        _check_number("held_out_frac", held_out_frac, 0.01, 0.9)
+        _check_number("wrong_frac", wrong_frac, 0, 1)
         possible = sum((max_value + 1) ** count for count in range(min_terms, max_terms + 1))
         if possible < num_val:
             raise UserError(
@@ -102,12 +102,12 @@ class Addition(Task):
         self._wrong_frac = wrong_frac
         self._wrong_by = wrong_by
         self._seed = seed
-        self._val = _different(
+        self._val = _held_out(
             "sums", num_val, held_out_frac, lambda index: self._draw("val", index, 0), self._is_held_out
         )
 
     def train_row(self, index: int) -> dict[str, Any]:
-        """See `Task.train_row`."""
+        """Returns a sum that is not held out, with a preference pair; some rows have a "response" that is too high."""
         attempt = 0
         while self._is_held_out(terms := self._draw("train", index, attempt)):
             attempt += 1
@@ -118,7 +118,7 @@ class Addition(Task):
         return row
 
     def val_row(self, index: int) -> dict[str, Any]:
-        """See `Task.val_row`."""
+        """Returns a held-out sum."""
         return _sum_row(self._val[index])
 
     def _draw(self, side: str, index: int, attempt: int) -> tuple[int, ...]:
@@ -136,41 +136,41 @@ class Addition(Task):
 
 
 def _number(*key: object) -> int:
-    """A number below 2**512 that looks random and depends on the key alone."""
+    """Returns a pseudo-random number below 2**512 that depends on the key alone."""
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=64).digest(), "little")
 
 
-def _different(
-    what: str, count: int, frac: float, draw: Callable[[int], _Asked], is_held_out: Callable[[_Asked], bool]
-) -> list[_Asked]:
-    """The first `count` different held-out questions of a stream, `frac` of which are held out.
+def _held_out(
+    what: str, count: int, frac: float, draw: Callable[[int], _Question], is_held_out: Callable[[_Question], bool]
+) -> list[_Question]:
+    """Returns the first `count` distinct held-out questions of a stream, of which the fraction `frac` is held out.
 
     Raises:
-        UserError: There are fewer.
+        UserError: Too few were found.
     """
-    found: dict[_Asked, None] = {}
+    found: dict[_Question, None] = {}
     tries = int(20 * (count + 100) / frac)
     for index in range(tries):
         if len(found) == count:
             break
-        asked = draw(index)
-        if is_held_out(asked):
-            found[asked] = None
+        question = draw(index)
+        if is_held_out(question):
+            found[question] = None
     if len(found) < count:
         raise UserError(
             f"data.task_kwargs.num_val is {count}, but only {len(found)} different held-out {what} were found in "
-            f"{tries} draws. Lower num_val, or raise held_out_frac or what makes more questions different."
+            f"{tries} draws. Lower num_val, raise held_out_frac, or allow more distinct questions."
         )
     return list(found)
 
 
-def _check_whole(name: str, value: object, low: int, high: int) -> None:
-    """Config values come untyped: 2.5 or "3" is a user's mistake."""
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    """Raises UserError unless the value is an int in the range; config values come untyped (2.5 or "3")."""
     if type(value) is not int or not low <= value <= high:
-        raise UserError(f"data.task_kwargs.{name} is {value!r}, expected a whole number from {low} to {high}.")
+        raise UserError(f"data.task_kwargs.{name} is {value!r}, expected an integer from {low} to {high}.")
 
 
-def _check_part(name: str, value: object, low: float, high: float) -> None:
+def _check_number(name: str, value: object, low: float, high: float) -> None:
     if not (type(value) is int or type(value) is float) or not low <= value <= high:
         raise UserError(f"data.task_kwargs.{name} is {value!r}, expected a number from {low} to {high}.")
 
@@ -181,10 +181,10 @@ def _sum_row(terms: tuple[int, ...]) -> dict[str, Any]:
 
 
 class Guessing(Task):
-    """Games for the environment `guess`: "<1-15>" asks for a number, which the game's seed chooses.
+    """Games for the environment `guess`: the prompt is "<1-15>", and the game's seed chooses the number to guess.
 
-    "response" is a game with some number, as messages: guess by guess with what the environment answers. Some halve
-    what is left, as they should, the others guess anything.
+    "response" is a game as messages: guesses and the environment's replies. A fraction of them plays binary search, the
+    others guess at random.
     """
 
     def __init__(
@@ -198,16 +198,16 @@ class Guessing(Task):
         right_frac: float = 0.2,
         seed: int = 0,
     ) -> None:
-        """Makes the generator.
+        """Creates the generator.
 
         Args:
-            low: Smallest number.
-            high: Largest number, above it.
-            num_guesses: Of a game, at least 1.
-            num_train: Rows of an epoch.
-            num_val: Held-out rows; all rows ask the same, their games differ.
-            right_frac: Part of the training rows whose "response" plays well, [0, 1].
-            seed: Chooses the games of the responses.
+            low: Smallest possible number.
+            high: Largest possible number, above `low`.
+            num_guesses: Guesses per game, at least 1.
+            num_train: Training rows in an epoch.
+            num_val: Number of held-out rows; all rows have the same prompt, but different games.
+            right_frac: Fraction of the training rows whose "response" plays binary search, [0, 1].
+            seed: Random seed of the games in the responses.
 
         Raises:
             UserError: A value is out of range.
@@ -219,18 +219,18 @@ class Guessing(Task):
             ("num_train", num_train, 1, 2**40),
             ("num_val", num_val, 0, 10**5),
         ):
-            _check_whole(name, value, least, most)
-        _check_part("right_frac", right_frac, 0, 1)
+            _check_int(name, value, least, most)
+        _check_number("right_frac", right_frac, 0, 1)
         self.num_train, self.num_val = num_train, num_val
         self._range, self._num_guesses = (low, high), num_guesses
         self._right_frac, self._seed = right_frac, seed
 
     def train_row(self, index: int) -> dict[str, Any]:
-        """See `Task.train_row`."""
+        """Returns the prompt with a complete game as "response"."""
         return {**self.val_row(index), "response": self._game(index)}
 
     def val_row(self, index: int) -> dict[str, Any]:
-        """See `Task.val_row`."""
+        """Returns the prompt; "answer" is None, since only the environment knows the number."""
         low, high = self._range
         return {"prompt": f"<{low}-{high}>", "answer": None}
 
@@ -253,12 +253,10 @@ class Guessing(Task):
 
 
 class Calculating(Task):
-    """Sums and products for the environment `calculator`: "<3*7+8>" asks, "29" answers.
+    """Sums and products for the environment `calculator`: the prompt "<3*7+8>" has the answer "29".
 
-    Every question belongs to one side by a hash: a held-out question never appears in training.
-
-    "response" is messages: either a call of the calculator, in Hermes' words, with what it answers and the same again,
-    or a number at random.
+    A hash assigns every question to one side, so a held-out question never appears in training. "response" is messages:
+    either a calculator call in the Hermes format with its result and the final answer, or a random number.
     """
 
     def __init__(
@@ -271,15 +269,15 @@ class Calculating(Task):
         calls_frac: float = 0.3,
         seed: int = 0,
     ) -> None:
-        """Makes the generator.
+        """Creates the generator.
 
         Args:
-            num_terms: Digits of a question, [2, 16].
-            num_train: Rows of an epoch.
-            num_val: Held-out rows, all different.
-            held_out_frac: Part of all questions that is kept from training, [0.01, 0.9].
-            calls_frac: Part of the training rows whose "response" calls the calculator, [0, 1].
-            seed: Chooses the questions and the split.
+            num_terms: Number of digits in a question, [2, 16].
+            num_train: Training rows in an epoch.
+            num_val: Number of held-out rows, all distinct.
+            held_out_frac: Fraction of all questions that is excluded from training, [0.01, 0.9].
+            calls_frac: Fraction of the training rows whose "response" calls the calculator, [0, 1].
+            seed: Random seed of the questions and the split.
 
         Raises:
             UserError: A value is out of range, or there are too few held-out questions.
@@ -289,18 +287,18 @@ class Calculating(Task):
             ("num_train", num_train, 1, 2**40),
             ("num_val", num_val, 0, 10**5),
         ):
-            _check_whole(name, value, least, most)
-        _check_part("held_out_frac", held_out_frac, 0.01, 0.9)
-        _check_part("calls_frac", calls_frac, 0, 1)
+            _check_int(name, value, least, most)
+        _check_number("held_out_frac", held_out_frac, 0.01, 0.9)
+        _check_number("calls_frac", calls_frac, 0, 1)
         self.num_train, self.num_val = num_train, num_val
         self._num_terms, self._calls_frac, self._seed = num_terms, calls_frac, seed
         self._held_out_frac = held_out_frac
-        self._val = _different(
+        self._val = _held_out(
             "questions", num_val, held_out_frac, lambda index: self._question("val", index, 0), self._is_held_out
         )
 
     def train_row(self, index: int) -> dict[str, Any]:
-        """See `Task.train_row`."""
+        """Returns a question that is not held out, with a "response" that calls the calculator or answers at random."""
         attempt = 0
         while self._is_held_out(drawn := self._question("train", index, attempt)):
             attempt += 1
@@ -315,7 +313,7 @@ class Calculating(Task):
         return {"prompt": f"<{question}>", "answer": answer, "response": response}
 
     def val_row(self, index: int) -> dict[str, Any]:
-        """See `Task.val_row`."""
+        """Returns a held-out question."""
         question, answer = self._val[index]
         return {"prompt": f"<{question}>", "answer": answer}
 
@@ -323,7 +321,6 @@ class Calculating(Task):
         return _number(self._seed, "split", drawn[0]) < self._held_out_frac * 2**512
 
     def _question(self, side: str, index: int, attempt: int) -> tuple[str, str]:
-        """A question and its answer."""
         rest = _number(self._seed, "question", side, index, attempt)
         rest, first = divmod(rest, 9)
         products, text = [first + 1], str(first + 1)
@@ -342,10 +339,10 @@ TASKS: Mapping[str, type[Task]] = {"addition": Addition, "guessing": Guessing, "
 
 
 def make_task(name: str, kwargs: Mapping[str, Any]) -> Task:
-    """The task of a name in `TASKS` or of a path "package.module:Class".
+    """Creates the task named in `TASKS` or by a path "package.module:Class".
 
     Raises:
-        UserError: There is no such task, or it does not take these arguments.
+        UserError: There is no such task, or it does not accept these arguments.
     """
     if name in TASKS:
         factory = TASKS[name]
@@ -357,10 +354,10 @@ def make_task(name: str, kwargs: Mapping[str, Any]) -> Task:
             )
         if missing := ", ".join(sorted(getattr(factory, "__abstractmethods__", ()))):
             raise UserError(
-                f"data.task: '{name}' does not define {missing}, as a subclass of mrl.data.synthetic_tasks.Task must."
+                f"data.task: '{name}' does not define {missing}, which mrl.data.synthetic_tasks.Task requires."
             )
     else:
-        raise UserError(f"data.task: there is no '{name}'. Known: {', '.join(TASKS)}, or a path {user_code.FORMS}.")
+        raise UserError(f"data.task: unknown '{name}'. Known: {', '.join(TASKS)}, or a path {user_code.FORMS}.")
     parameters = inspect.signature(factory)
     try:
         parameters.bind(**kwargs)

@@ -1,7 +1,7 @@
-"""Text to token ids and back: a Hugging Face tokenizer from a local folder, or a character tokenizer.
+"""Tokenizers: a Hugging Face tokenizer from a local folder, or one token per character.
 
-Owns `Tokenizer`, which end-of-sequence ids a model has, and the tokenizer files of an export. It never runs code from a
-model folder and never looks outside the given folders.
+Also decides which end-of-sequence ids a model has, and writes the tokenizer files of an export. Loading never runs code
+from a model folder and never reads outside the given folders.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from mrl.config.config import DataConfig, ModelConfig
 from mrl.config.did_you_mean import did_you_mean_path
 from mrl.config.paths import CHAR_PREFIX
-from mrl.data.chat_text import TRUSTED_ROLES, ChatText, Quotes
+from mrl.data.chat_text import TRUSTED_ROLES, ChatText, SpecialTokenEscaper
 from mrl.errors import UserError, first_line
 from mrl.models.hf_config import TOKENIZER_FILES, read_json
 
@@ -26,16 +26,16 @@ _DECODING = ("decode", "_decode")
 
 
 class Tokenizer(ABC):
-    """What mrl asks of a tokenizer.
+    """Tokenizer interface of the package.
 
     Attributes:
-        name: Folder or spec it came from, for messages.
-        bos_id: Beginning-of-sequence token that starts a prompt; None: prompts start without one.
-        eos_ids: Tokens that end a response; the first one ends a supervised response.
-        special_ids: Tokens that are no text, the end tokens among them.
-        pad_id: A token that may stand where nothing is read.
-        vocab_size: One more than the largest id that `encode` can give.
-        has_chat_template: Whether `apply_chat_template` works.
+        name: Folder or spec that it was loaded from, for messages.
+        bos_id: Beginning-of-sequence token that starts a prompt; None where prompts start without one.
+        eos_ids: Tokens that end a response; supervised responses end with the first one.
+        special_ids: Ids of special tokens, including the end tokens.
+        pad_id: Token id for padding positions, which are never read.
+        vocab_size: Largest id that `encode` can return, plus 1.
+        has_chat_template: True if `apply_chat_template` works.
     """
 
     name: str
@@ -51,42 +51,42 @@ class Tokenizer(ABC):
         """Returns the token ids of a text.
 
         Args:
-            text: Special tokens that are written out in it become their ids, except where it only quotes them.
-            prompt: Start with the beginning-of-sequence token where the tokenizer puts one before a text, once: a text
-                that begins with it (a chat template may have written it) gets no second one.
+            text: Special tokens written out in it become their ids, except inside `ChatText.quoted` spans.
+            prompt: True to prepend the beginning-of-sequence token if this tokenizer uses one. It is not added
+                twice: a text that starts with it (from a chat template) stays unchanged.
 
         Raises:
-            UserError: The text holds what the tokenizer cannot encode.
+            UserError: The text contains characters that the tokenizer cannot encode.
         """
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens written out."""
+        """Returns the text of token ids, including special tokens."""
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the bytes of the text that a token stands for; a part of a character has bytes that are no UTF-8."""
+        """Returns the bytes of a token's text; for a token with part of a character they are not valid UTF-8."""
         return self.decode([token]).encode("utf-8", "replace")
 
     @property
     @abstractmethod
     def vocabulary(self) -> dict[str, int]:
-        """The id of every token by its text."""
+        """Token ids by token text."""
 
     def quoted(self, text: str) -> ChatText:
-        """Returns a text from outside, such as an environment's, whose special tokens are only quoted."""
+        """Marks all special tokens in an untrusted text (such as an environment's) as ordinary characters."""
         return ChatText(text)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """Returns the token ids of a conversation, up to where the assistant begins to answer.
+        """Returns the token ids of a conversation, ending with the generation prompt of the assistant.
 
         Args:
-            messages: At least one.
-            tools: Schemas of what the assistant may call.
+            messages: At least one chat message with "role" and "content".
+            tools: JSON schemas of the functions that the assistant may call.
 
         Raises:
-            UserError: There is no chat template, or it refuses the messages.
+            UserError: The tokenizer has no chat template, or the template rejects the messages.
         """
         return self.encode(self.render_chat(messages, begins_answer=True, tools=tools))
 
@@ -99,36 +99,37 @@ class Tokenizer(ABC):
         tools: Sequence[Mapping[str, Any]] = (),
         trusted: Collection[str] = TRUSTED_ROLES,
     ) -> ChatText:
-        """Returns the text that the chat template makes of a conversation; `apply_chat_template` encodes it.
+        """Returns a conversation as text rendered by the chat template; `apply_chat_template` encodes this text.
 
         Args:
-            messages: At least one.
-            begins_answer: End where the assistant begins to answer.
-            tools: Schemas of what the assistant may call.
-            trusted: Roles whose messages may hold special tokens; in other messages they are only quoted.
+            messages: At least one chat message with "role" and "content".
+            begins_answer: True to append the generation prompt of the assistant.
+            tools: JSON schemas of the functions that the assistant may call.
+            trusted: Roles whose messages may contain special tokens; in other messages they are encoded as ordinary
+                characters.
 
         Raises:
-            UserError: There is no chat template, or it refuses the messages.
+            UserError: The tokenizer has no chat template, or the template rejects the messages.
         """
 
     @abstractmethod
-    def encode_with_places(self, text: str | ChatText) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the token ids of a text, and the characters [first, end) of it that each stands for.
+    def encode_with_offsets(self, text: str | ChatText) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the token ids of a text, and the character span [first, end) of each token.
 
         Raises:
-            UserError: The text holds what the tokenizer cannot encode, or it cannot tell the places.
+            UserError: The text cannot be encoded, or the tokenizer does not report offsets.
         """
 
     @abstractmethod
     def _write_files(self, folder: Path) -> None:
-        """Writes the files from which transformers' AutoTokenizer loads a tokenizer with the same ids."""
+        """Writes files from which transformers' AutoTokenizer loads a tokenizer with the same ids."""
 
     def save(self, folder: str | Path) -> None:
-        """Writes the tokenizer, and its end tokens where transformers' `generate` and engines look for them.
+        """Writes the tokenizer files, and the end tokens where `generate` and inference engines read them.
 
         Args:
-            folder: Made where it is not there; in its generation_config.json, and config.json if there is one, the end
-                tokens become `eos_ids`.
+            folder: Target folder, created if missing. `eos_token_id` in its generation_config.json (and in config.json
+                if present) is set to `eos_ids`.
         """
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
@@ -144,10 +145,14 @@ class Tokenizer(ABC):
 
 
 class CharTokenizer(Tokenizer):
-    """One token per character; the last character of the spec ends a sequence."""
+    """Tokenizer with one token per character; the last character of the spec is the end token."""
 
     def __init__(self, characters: str) -> None:
-        """Args: characters: Each once, at least two; the id of a character is its position."""
+        """Creates the tokenizer.
+
+        Args:
+            characters: At least two different characters; a character's id is its position.
+        """
         if len(characters) < 2:
             raise UserError(
                 f"model.tokenizer: '{CHAR_PREFIX}{characters}' has {len(characters)} characters, expected two or more: "
@@ -169,7 +174,7 @@ class CharTokenizer(Tokenizer):
         self._ids = {character: index for index, character in enumerate(characters)}
 
     def encode(self, text: str | ChatText, *, prompt: bool = False) -> list[int]:
-        """See `Tokenizer.encode`; a prompt starts with nothing special."""
+        """Implements `Tokenizer.encode`; there is no beginning-of-sequence token."""
         text = text.text if isinstance(text, ChatText) else text
         try:
             return [self._ids[character] for character in text]
@@ -181,12 +186,12 @@ class CharTokenizer(Tokenizer):
             ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer.decode`; an id without a character becomes U+FFFD."""
+        """Implements `Tokenizer.decode`; an id without a character becomes U+FFFD."""
         return "".join(self._characters[index] if 0 <= index < self.vocab_size else "\ufffd" for index in ids)
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """See `Tokenizer.vocabulary`."""
+        """Token ids by character."""
         return dict(self._ids)
 
     def render_chat(
@@ -197,19 +202,19 @@ class CharTokenizer(Tokenizer):
         tools: Sequence[Mapping[str, Any]] = (),
         trusted: Collection[str] = TRUSTED_ROLES,
     ) -> ChatText:
-        """Always refused."""
+        """Raises UserError: there is no chat template."""
         raise UserError(
             f"the character tokenizer '{self.name}' has no chat template. Use prompts that are strings, with "
             "data.apply_chat_template=auto or never, or a Hugging Face tokenizer."
         )
 
-    def encode_with_places(self, text: str | ChatText) -> tuple[list[int], list[tuple[int, int]]]:
-        """See `Tokenizer.encode_with_places`."""
+    def encode_with_offsets(self, text: str | ChatText) -> tuple[list[int], list[tuple[int, int]]]:
+        """Implements `Tokenizer.encode_with_offsets`."""
         ids = self.encode(text)
-        return ids, [(place, place + 1) for place in range(len(ids))]
+        return ids, [(index, index + 1) for index in range(len(ids))]
 
     def _write_files(self, folder: Path) -> None:
-        """See `Tokenizer`: a word-level model over single characters, which refuses unknown ones as this does."""
+        """Writes a word-level tokenizer over single characters, which rejects unknown characters like this class."""
         from tokenizers import Regex, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as FastTokenizer
 
@@ -230,7 +235,7 @@ class CharTokenizer(Tokenizer):
 
 
 class HFTokenizer(Tokenizer):
-    """A tokenizer from a local Hugging Face folder."""
+    """Tokenizer from a local Hugging Face folder."""
 
     def __init__(
         self,
@@ -243,13 +248,14 @@ class HFTokenizer(Tokenizer):
         """Loads the tokenizer.
 
         Args:
-            folder: Holds tokenizer.json, or what a slow tokenizer needs.
-            model_folder: Its config.json and generation_config.json name end tokens too.
-            chat_template: Jinja text that replaces the tokenizer's own.
-            split_special_tokens: As in `DataConfig`.
+            folder: Folder with tokenizer.json or the files of a slow tokenizer.
+            model_folder: Folder whose config.json and generation_config.json may name more end tokens; None: `folder`.
+            chat_template: Jinja template that reoffsets the tokenizer's own.
+            split_special_tokens: `data.split_special_tokens`: whether special tokens in untrusted messages are encoded
+                as characters.
 
         Raises:
-            UserError: The folder holds no tokenizer that loads without its own code, or no end token is named.
+            UserError: The folder has no tokenizer that loads without custom code, or no end token is named.
         """
         from transformers import AutoTokenizer
 
@@ -257,12 +263,12 @@ class HFTokenizer(Tokenizer):
             self._tokenizer = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False, use_fast=True
             )
-        except Exception as error:  # transformers raises many kinds for one thing, an unusable folder
+        except Exception as error:  # transformers raises many types for an unusable folder
             raise UserError(
                 f"model.tokenizer: no tokenizer could be loaded from '{folder}': {first_line(error)}. "
                 "Expected tokenizer.json and tokenizer_config.json of a tokenizer that needs no code of its own."
             ) from error
-        self._quick = _quick(self._tokenizer)
+        self._rust_tokenizer = _rust_tokenizer(self._tokenizer)
         self.name = str(folder)
         self._folder = folder
         self._chat_template = chat_template
@@ -286,7 +292,7 @@ class HFTokenizer(Tokenizer):
         self.bos_id = int(bos_id) if starts_with_bos else None
 
     def _end_ids(self, model_folder: Path) -> tuple[int, ...]:
-        """End tokens by the tokenizer, generation_config.json and config.json, in this order, each once."""
+        """Returns the end tokens of the tokenizer, generation_config.json and config.json, without repeats."""
         named: list[int] = []
         if self._tokenizer.eos_token_id is not None:
             named.append(int(self._tokenizer.eos_token_id))
@@ -301,19 +307,19 @@ class HFTokenizer(Tokenizer):
         return tuple(dict.fromkeys(named))
 
     def encode(self, text: str | ChatText, *, prompt: bool = False) -> list[int]:
-        """See `Tokenizer.encode`."""
+        """Implements `Tokenizer.encode`."""
         given = text if isinstance(text, ChatText) else ChatText(text)
         if given.quoted and self._tokenizer.is_fast:
-            ids = self.encode_with_places(given)[0]
+            ids = self.encode_with_offsets(given)[0]
         elif given.quoted:
-            ids = [token for part in _parts(given) for token in self._ids(*part)]
+            ids = [token for part in _literal_parts(given) for token in self._ids(*part)]
         else:
             ids = self._ids(given.text)
         lacks_bos = prompt and self.bos_id is not None and ids[:1] != [self.bos_id]
         return [self.bos_id, *ids] if lacks_bos and self.bos_id is not None else ids
 
     def quoted(self, text: str) -> ChatText:
-        """See `Tokenizer.quoted`."""
+        """Implements `Tokenizer.quoted`."""
         return ChatText(text, tuple(match.span() for match in self._special.finditer(text)) if self._special else ())
 
     def _ids(self, text: str, split_special_tokens: bool = False) -> list[int]:
@@ -321,25 +327,20 @@ class HFTokenizer(Tokenizer):
         return ids
 
     def _encoded(self, text: str, **options: Any) -> Any:
-        """Returns what the tokenizer makes of a text.
-
-        Raises:
-            UserError: The tokenizer cannot encode it.
-        """
         try:
             return self._tokenizer(text, add_special_tokens=False, **options)
         except Exception as error:  # the tokenizers library raises bare Exception
             raise UserError(f"the tokenizer '{self.name}' cannot encode {text[:60]!r}: {first_line(error)}.") from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer.decode`."""
-        if self._quick is not None:
-            return str(self._quick.decode(list(ids), skip_special_tokens=False))
+        """Implements `Tokenizer.decode`."""
+        if self._rust_tokenizer is not None:
+            return str(self._rust_tokenizer.decode(list(ids), skip_special_tokens=False))
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """See `Tokenizer.token_bytes`; byte-level vocabularies and those with byte fallback name each byte."""
+        """Implements `Tokenizer.token_bytes` for byte-level vocabularies and those with byte fallback."""
         text = self.decode([token])
         name = str(self._tokenizer.convert_ids_to_tokens(token))
         if "\ufffd" not in text:
@@ -353,7 +354,7 @@ class HFTokenizer(Tokenizer):
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """See `Tokenizer.vocabulary`."""
+        """Token ids by token text."""
         return dict(self._tokenizer.get_vocab())
 
     def render_chat(
@@ -364,35 +365,35 @@ class HFTokenizer(Tokenizer):
         tools: Sequence[Mapping[str, Any]] = (),
         trusted: Collection[str] = TRUSTED_ROLES,
     ) -> ChatText:
-        """See `Tokenizer.render_chat`."""
+        """Implements `Tokenizer.render_chat`."""
         if not self.has_chat_template:
             raise UserError(
                 f"the tokenizer '{self.name}' has no chat template. Give one with data.chat_template=FILE, or use "
                 "prompts that are strings with data.apply_chat_template=auto or never."
             )
-        quotes = Quotes(messages, self._special, trusted, tools)
+        escaper = SpecialTokenEscaper(messages, self._special, trusted, tools)
         try:
             text: str = self._tokenizer.apply_chat_template(
-                quotes.messages,
+                escaper.messages,
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=begins_answer,
             )
-        except Exception as error:  # a template is a program of the user's, and may raise anything
+        except Exception as error:  # the template is user code and may raise anything
             raise UserError(f"the chat template of '{self.name}' failed: {first_line(error)}.") from error
-        return quotes.restored(text)
+        return escaper.restore(text)
 
-    def encode_with_places(self, text: str | ChatText) -> tuple[list[int], list[tuple[int, int]]]:
-        """See `Tokenizer.encode_with_places`."""
+    def encode_with_offsets(self, text: str | ChatText) -> tuple[list[int], list[tuple[int, int]]]:
+        """Implements `Tokenizer.encode_with_offsets`."""
         if not self._tokenizer.is_fast:
             raise UserError(
-                f"the tokenizer '{self.name}' has no tokenizer.json and cannot tell which characters a token stands "
-                "for, which conversations need. Save it as a fast tokenizer."
+                f"the tokenizer '{self.name}' has no tokenizer.json and cannot report character offsets, which "
+                "training on conversations needs. Save it as a fast tokenizer."
             )
         given = text if isinstance(text, ChatText) else ChatText(text)
         found = self._encoded(given.text, return_offsets_mapping=True)
         ids: list[int] = []
-        places: list[tuple[int, int]] = []
+        offsets: list[tuple[int, int]] = []
         quoted = iter(given.quoted)
         span = next(quoted, None)
         for token, (first, end) in zip(found["input_ids"], found["offset_mapping"], strict=True):
@@ -400,15 +401,15 @@ class HFTokenizer(Tokenizer):
                 span = next(quoted, None)
             if span is None or end <= span[0] or token not in self.special_ids:
                 ids.append(token)
-                places.append((int(first), int(end)))
+                offsets.append((int(first), int(end)))
                 continue
             spelled = self._encoded(given.text[first:end], return_offsets_mapping=True, split_special_tokens=True)
             ids += spelled["input_ids"]
-            places += [(int(first + a), int(first + b)) for a, b in spelled["offset_mapping"]]
-        return ids, places
+            offsets += [(int(first + a), int(first + b)) for a, b in spelled["offset_mapping"]]
+        return ids, offsets
 
     def _write_files(self, folder: Path) -> None:
-        """See `Tokenizer`: the files as they are, and the chat template in use."""
+        """Copies the tokenizer files and writes the chat template in use."""
         for name in TOKENIZER_FILES:
             if (self._folder / name).is_file():
                 shutil.copyfile(self._folder / name, folder / name)
@@ -416,8 +417,8 @@ class HFTokenizer(Tokenizer):
             (folder / "chat_template.jinja").write_text(self._chat_template, encoding="utf-8")
 
 
-def _parts(text: ChatText) -> Iterator[tuple[str, bool]]:
-    """Yields the parts of a text in order, each with whether its special tokens are only quoted."""
+def _literal_parts(text: ChatText) -> Iterator[tuple[str, bool]]:
+    """Yields consecutive parts of a text, each with whether its special tokens are ordinary characters."""
     done = 0
     for first, end in text.quoted:
         yield text.text[done:first], False
@@ -426,8 +427,8 @@ def _parts(text: ChatText) -> Iterator[tuple[str, bool]]:
     yield text.text[done:], False
 
 
-def _quick(tokenizer: Any) -> Any | None:
-    """The object behind a fast tokenizer whose class adds nothing to how it decodes; checks of ids take most time."""
+def _rust_tokenizer(tokenizer: Any) -> Any | None:
+    """Returns the Rust tokenizer if the class does not override decoding, else None; it skips slow checks of ids."""
     from transformers import PreTrainedTokenizerFast
 
     own = any(getattr(type(tokenizer), name) is not getattr(PreTrainedTokenizerFast, name) for name in _DECODING)
@@ -435,7 +436,7 @@ def _quick(tokenizer: Any) -> Any | None:
 
 
 def _end_ids_in(file: Path) -> list[int]:
-    """What config.json or generation_config.json names as `eos_token_id`: a token, several, or none."""
+    """Returns `eos_token_id` of config.json or generation_config.json as a list (empty, one or several ids)."""
     value = read_json(file).get("eos_token_id")
     found = [item for item in (value if isinstance(value, list) else [value]) if item is not None]
     if not all(type(item) is int and 0 <= item < _MOST_IDS for item in found):
@@ -444,16 +445,16 @@ def _end_ids_in(file: Path) -> list[int]:
 
 
 def load_tokenizer(model: ModelConfig, data: DataConfig, vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer that the config names.
+    """Returns the tokenizer of a config.
 
     Args:
         model: `tokenizer` is a folder or "char:<characters>"; null means `path`.
         data: `chat_template` and `apply_chat_template`.
-        vocab_size: The model's vocabulary; None skips the check against it.
+        vocab_size: Vocabulary size of the model to check the ids against; None skips the check.
 
     Raises:
-        UserError: Nothing is named, a folder or file is missing, a chat template is needed and missing, or the
-            tokenizer has ids that the model has no embedding for.
+        UserError: No tokenizer is named, a folder or file is missing, a required chat template is missing, or the
+            tokenizer has ids outside the model's embedding.
     """
     tokenizer = _char(model.tokenizer, data) if _is_char(model.tokenizer) else _hugging_face(model, data)
     if data.apply_chat_template == "always" and not tokenizer.has_chat_template:
@@ -488,17 +489,18 @@ def _hugging_face(model: ModelConfig, data: DataConfig) -> HFTokenizer:
     key = "model.tokenizer" if model.tokenizer else "model.path"
     if spec is None:
         raise UserError(
-            "model.tokenizer is null and so is model.path: there is no tokenizer. Set model.tokenizer to a folder with "
+            "model.tokenizer and model.path are both null: there is no tokenizer. Set model.tokenizer to a folder with "
             f"a Hugging Face tokenizer or to '{CHAR_PREFIX}<characters>'."
         )
     folder = Path(spec)
     if not folder.is_dir():
         raise UserError(
-            f"{key}: '{spec}' is not a folder, nor a name as on the hub.{did_you_mean_path(spec)} Give a local folder."
+            f"{key}: '{spec}' is not a folder, and names on the hub are not downloaded.{did_you_mean_path(spec)} Give "
+            "a local folder."
         )
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise UserError(
-            f"{key}: '{spec}' holds no tokenizer (tokenizer.json, tokenizer_config.json or tokenizer.model). "
+            f"{key}: '{spec}' contains no tokenizer (tokenizer.json, tokenizer_config.json or tokenizer.model). "
             "Copy the model's tokenizer files there, or set model.tokenizer to the folder that has them."
         )
     template = None

@@ -1,8 +1,8 @@
 """Charts of the report, drawn by bokeh in the reader's browser: lines and stacked bars, with hover and zoom.
 
-Owns what a chart holds: which points are kept of a long run, the smoothed line, the scale, what is shown of values that
-are not finite. It knows no metric; `report.py` says what is drawn. A chart is a figure of HTML with bokeh's JSON in an
-attribute, which `html.py` draws when it is scrolled to. Names are written as HTML text: bokeh would read some as TeX.
+A chart is an HTML figure with bokeh's JSON in an attribute; `html.py` draws it when it is scrolled into view. This
+module selects the points of long runs, smooths, scales, and marks values that are not finite. Names are written as HTML
+text, because bokeh would interpret some as TeX.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MOST_POINTS = 1000
 MOST_BARS = 80
 SMOOTH_FROM = 30
 FLAT = 1e-3
-"""Values that differ by less than this part of their size make a flat line, not a magnified one."""
+"""Relative range below which a line is drawn flat, not magnified."""
 COLOURS = ("#4a84e4", "#e07f2c", "#27a375", "#bd5bae", "#a3852f", "#7773dc", "#d6575c", "#4d9db4")
-"""Readable on a light and on a dark page, as are the two below."""
+"""Readable on a light and on a dark page, like `TEXT` and `BAD`."""
 TEXT, BAD = "#7f8a9a", "#d9453b"
 
 Point = tuple[float, float]
@@ -35,12 +35,12 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """A named line.
+    """A named line of a chart.
 
     Attributes:
-        name: In the legend.
+        name: Text in the legend.
         points: (x, y) in ascending x; a y that is not finite is drawn as a tick at the bottom.
-        dots: Draw each point, and no smoothed line.
+        dots: True to draw each point and no smoothed line.
     """
 
     name: str
@@ -49,7 +49,14 @@ class Series:
 
 
 def line_chart(title: str, series: Sequence[Series], *, x_label: str = "step", include: Sequence[float] = ()) -> str:
-    """A figure with one or more lines; "" where no series has a point. `include`: values that the scale must hold."""
+    """Returns a figure with one or more lines; "" where no series has a point.
+
+    Args:
+        title: Caption of the figure.
+        series: Lines to draw.
+        x_label: Label of the x axis.
+        include: Values that the y axis must contain.
+    """
     series = [line for line in series if line.points]
     if not series:
         return ""
@@ -67,7 +74,14 @@ def line_chart(title: str, series: Sequence[Series], *, x_label: str = "step", i
 def stacked_bars(
     title: str, xs: Sequence[float], layers: Sequence[tuple[str, Sequence[float]]], *, y_label: str
 ) -> str:
-    """A figure with one bar per x, the layers on top of each other; neighbours are averaged into at most 80 bars."""
+    """Returns a figure with one stacked bar per x; neighbours are averaged into at most 80 bars.
+
+    Args:
+        title: Caption of the figure.
+        xs: Positions of the bars, ascending.
+        layers: (name, height at each x) of each layer, from bottom to top.
+        y_label: Unit of the heights.
+    """
     if not xs or not layers:
         return ""
     size = math.ceil(len(xs) / MOST_BARS)
@@ -92,12 +106,12 @@ def stacked_bars(
 
 
 def colour(index: int) -> str:
-    """CSS colour of the index-th series."""
+    """Returns the CSS colour of the index-th series."""
     return COLOURS[index % len(COLOURS)]
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """Centred moving mean over a twentieth of the points, so that it does not lag; finite points only."""
+    """Returns a centred moving mean over a twentieth of the finite points; being centred, it does not lag."""
     finite = [(x, y) for x, y in points if math.isfinite(y)]
     sums = [0.0, *itertools.accumulate(y for _, y in finite)]
     half = max(1, len(finite) // 40)
@@ -109,7 +123,7 @@ def smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def _plot(x_label: str, xs: tuple[float, float], ys: tuple[float, float]) -> Any:
-    """An empty plot with its scales; one of a single x is widened."""
+    """Creates an empty plot with its scales; the x axis of a single point is widened."""
     margin = 0.02 * (xs[1] - xs[0]) or 0.5
     plot = figure(
         height=HEIGHT, sizing_mode="stretch_width", tools="box_zoom,xpan,reset,save", active_drag="box_zoom",
@@ -127,7 +141,7 @@ def _plot(x_label: str, xs: tuple[float, float], ys: tuple[float, float]) -> Any
 
 
 def _draw(plot: Any, line: Series, index: int, x_label: str, bottom: float) -> None:
-    """A line, faint below a smoothed one where it is long; a value that is not finite breaks it and is marked."""
+    """Draws a line, faint under a smoothed one where it is long, with marks at values that are not finite."""
     smoothed = not line.dots and len(line.points) >= SMOOTH_FROM
     kept = list(line.points) if line.dots else _thin(line.points)
     values = [y if math.isfinite(y) else math.nan for _, y in kept]
@@ -155,7 +169,7 @@ def _hover(plot: Any, renderers: list[Any], tooltips: list[tuple[str, str]], mod
 
 
 def _thin(points: Sequence[Point]) -> list[Point]:
-    """About MOST_POINTS points at most: the lowest and the highest of each run of neighbours; no spike is lost."""
+    """Reduces a line to about MOST_POINTS points: minimum and maximum of each interval, so that no spike is lost."""
     if len(points) <= MOST_POINTS:
         return list(points)
     size = math.ceil(2 * len(points) / MOST_POINTS)
@@ -169,7 +183,7 @@ def _thin(points: Sequence[Point]) -> list[Point]:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """The values with a margin; down to 0 where they are all positive and 0 is near."""
+    """Returns the y range of the values with a margin; it starts at 0 where all are positive and 0 is near."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if low == high == 0:
         return 0.0, 1.0

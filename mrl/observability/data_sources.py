@@ -1,16 +1,16 @@
-"""Metrics of each data set: those of training, and the held-out ones with verl's names and numbers.
+"""Metrics per data set (`Prompt.data_source`) of training samples, and of held-out samples under verl's names.
 
-Owns what is told by `Prompt.data_source`. Held out, every prompt has n samples, and for each variable of a sample (its
-reward, and the numbers that a reward function says besides, see `rewards/base.py`) verl reports
+Every held-out prompt has n samples. For each variable of a sample (its reward, and other numbers that a reward function
+returns, see `rewards/base.py`) verl reports
 
-- `mean@n`, `std@n`: mean and population deviation over the samples of a prompt;
-- `best@k/mean`, `worst@k/mean`, and with /std their deviations, for k = 2, 4, 8 ... and n: the best and the worst of k
-  samples drawn with replacement, over 1000 draws;
-- `maj@k/mean`, `maj@k/std` where the reward function says "pred": the value of the first of k drawn samples that says
-  what most of them say;
+- `mean@n`, `std@n`: mean and population standard deviation over the samples of a prompt;
+- `best@k/mean`, `worst@k/mean`, and with /std their standard deviations, for k = 2, 4, 8 ... and n: the best and the
+  worst of k samples drawn with replacement, over 1000 draws;
+- `maj@k/mean`, `maj@k/std` where the reward function returns "pred": the variable's value for the most frequent "pred"
+  among the k drawn samples;
 
-each averaged over the prompts. They are `val-core/<data set>/<variable>/...` for `mean`, `best` and `maj` of the
-largest k and the variable "acc", or "reward" where no function says "acc"; all others are `val-aux/...`.
+each averaged over the prompts. `mean`, `best` and `maj` of the largest k are reported as `val-core/<data
+set>/<variable>/...` for the variable "acc" (or "reward" where no function returns "acc"); all others as `val-aux/...`.
 
 Source: verl, verl/trainer/ppo/metric_utils.py (process_validation_metrics) and ray_trainer.py (_val_metrics_update).
 """
@@ -29,7 +29,7 @@ from mrl.types import SampleTable
 
 NUM_DRAWS = 1000
 DRAW_SEED = 42
-"""Of verl's bootstrap: every prompt and variable is resampled with the same draws."""
+"""Seed of verl's bootstrap; every prompt and variable is resampled with the same draws."""
 
 CORE = ("mean", "maj", "best")
 VOTE = "pred"
@@ -39,11 +39,11 @@ Values = NDArray[np.float64]
 
 
 def training_metrics(table: SampleTable, names: Mapping[int, str]) -> dict[str, float]:
-    """`train/<data set>/{reward/mean,accuracy,response_length/mean,frac}` of one step.
+    """Returns `train/<data set>/{reward/mean,accuracy,response_length/mean,frac}` of one step.
 
     Args:
         table: One row per sample.
-        names: uid of each prompt -> its data set.
+        names: Data set name of each prompt by uid.
     """
     sources = [names[int(uid)] for uid in table["uid"].tolist()]
     metrics: dict[str, float] = {}
@@ -61,13 +61,13 @@ def training_metrics(table: SampleTable, names: Mapping[int, str]) -> dict[str, 
 def held_out_metrics(
     table: SampleTable, names: Mapping[int, str], facts: Mapping[tuple[int, int], Facts]
 ) -> dict[str, float]:
-    """Held-out results by data set, as the module says.
+    """Returns held-out results per data set, under the names in the module docstring.
 
     Args:
         table: One row per sample.
-        names: uid of each prompt -> its data set.
-        facts: (uid, sample index) -> what the reward functions said of the sample, where they said anything. A prompt
-            with a sample of which a variable is not known (its function failed) is left out of that variable.
+        names: Data set name of each prompt by uid.
+        facts: Extra values that the reward functions returned, by (uid, sample index). A prompt is left out of a
+            variable if any of its samples lacks it (its function failed).
     """
     prompts: dict[str, dict[int, list[Facts]]] = {}
     parts = [name for name in table.columns if name.startswith("reward/")]
@@ -91,14 +91,18 @@ def held_out_metrics(
 
 
 def headlines(names: Iterable[str]) -> dict[str, str]:
-    """Data set -> its `val-core/.../mean@n` among the names of metrics; {} where there are less than two."""
+    """Returns the `val-core/.../mean@n` metric of each data set; {} for fewer than two data sets.
+
+    Args:
+        names: Names of metrics.
+    """
     matches = [re.fullmatch(r"val-core/(.+)/[^/]+/mean@\d+", name) for name in names]
     found = {match[1]: match[0] for match in matches if match}
     return found if len(found) > 1 else {}
 
 
 def _variables(prompts: Sequence[Sequence[Facts]]) -> dict[str, dict[str, float]]:
-    """{variable: {"mean@n": ...}} over prompts, each the facts of its samples."""
+    """Returns {variable: {"mean@n": ...}}, averaged over prompts given as lists of their samples' values."""
     results: dict[str, dict[str, list[float]]] = {}
     for samples in prompts:
         voted = [sample.get(VOTE) for sample in samples]
@@ -115,7 +119,7 @@ def _variables(prompts: Sequence[Sequence[Facts]]) -> dict[str, dict[str, float]
 
 
 def _prompt_statistics(values_N: Values, votes: Sequence[int] | None) -> dict[str, float]:
-    """One prompt's numbers for one variable; equal votes are equal numbers."""
+    """Returns one prompt's statistics of one variable; samples with equal "pred" have equal numbers in `votes`."""
     size = len(values_N)
     found = {f"mean@{size}": float(values_N.mean())}
     if size == 1:

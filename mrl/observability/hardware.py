@@ -1,8 +1,7 @@
-"""Figures of accelerators and clusters: what predictions are made from.
+"""Accelerator and cluster specifications, from which `mrl plan` predicts and MFU is computed.
 
-Owns the table `HARDWARE` and the reading of a user's own figures. Sizes and rates are the vendors' peak figures, not
-measurements; the parts of them that are reached, and what takes memory without being a tensor, are assumptions. A
-cluster's own figures belong in a YAML file of the user's.
+Sizes and rates are the vendors' peak figures, not measurements. The achievable fractions of them and the memory
+overheads are assumptions. Users describe their own cluster in a YAML file.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from mrl.errors import UserError
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of node.
+    """Specification of one kind of node.
 
     Attributes:
         gpus_per_node: GPUs that share the fast links.
-        memory_bytes: Of one GPU.
+        memory_bytes: Memory of one GPU.
         bf16_flops: Dense bf16 rate of one GPU, FLOP/s.
-        memory_bytes_per_s: Of one GPU's memory.
-        intra_node_bytes_per_s: Into one GPU from the others of its node.
-        inter_node_bytes_per_s: Into one GPU from other nodes.
+        memory_bytes_per_s: Memory bandwidth of one GPU.
+        intra_node_bytes_per_s: Bandwidth into one GPU from the others of its node.
+        inter_node_bytes_per_s: Bandwidth into one GPU from other nodes.
         device_names: `torch.cuda.get_device_name()` of these GPUs.
-        context_bytes: Assumed: of a GPU, for its context and the libraries' workspaces.
-        communicator_bytes: Assumed: of a GPU, for each process group of several ranks that it is in.
-        engine_context_bytes: Assumed: of a GPU, for what TensorRT-LLM keeps there whether its engine sleeps or not:
-            kernels, workspaces, communicators of its own. Users speak of 1 to 3 GiB; it was not measured here.
-        memory_frac: Assumed: part of a GPU's memory that the allocator can fill before it fragments, (0, 1].
-        train_flops_frac: Assumed: part of `bf16_flops` that forward and backward passes reach, (0, 1].
-        prefill_flops_frac: Assumed: part of `bf16_flops` that reading prompts reaches, (0, 1].
-        decode_frac: Assumed: part of `memory_bytes_per_s` and `bf16_flops` that decoding reaches, (0, 1].
+        context_bytes: Assumed memory per GPU for the CUDA context and library workspaces.
+        communicator_bytes: Assumed memory per GPU and process group of more than one rank.
+        engine_context_bytes: Assumed memory per GPU that TensorRT-LLM uses even while its engine sleeps: kernels,
+            workspaces, its own communicators. Users report 1 to 3 GiB; it was not measured here.
+        memory_frac: Assumed fraction of a GPU's memory that the allocator can fill before it fragments, (0, 1].
+        train_flops_frac: Assumed fraction of `bf16_flops` reached by forward and backward passes, (0, 1].
+        prefill_flops_frac: Assumed fraction of `bf16_flops` reached by prefill, (0, 1].
+        decode_frac: Assumed fraction of `memory_bytes_per_s` and `bf16_flops` reached by decoding, (0, 1].
     """
 
     gpus_per_node: int
@@ -54,7 +53,7 @@ class Hardware:
 
 
 MAX_FIGURE = 1e24
-"""Above any rate or size of a machine."""
+"""Upper bound of any plausible rate or size, to catch typing errors."""
 
 HARDWARE = {
     "a100": Hardware(8, 80 * 10**9, 312e12, 2.039e12, 300e9, 25e9, ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB")),
@@ -66,20 +65,21 @@ HARDWARE = {
     "h200": Hardware(8, 141 * 10**9, 989.4e12, 4.8e12, 450e9, 50e9, ("NVIDIA H200",)),
     "b200": Hardware(8, 180 * 10**9, 2250e12, 8.0e12, 900e9, 50e9, ("NVIDIA B200",)),
 }
-"""By name; links are one direction: half of what the vendor calls NVLink's or PCIe's bandwidth, and one InfiniBand port
-for each GPU (200 Gb/s beside A100, 400 Gb/s beside the others)."""
+"""Specifications by name. Link rates are one direction (half of the vendor's NVLink or PCIe figure), with one
+InfiniBand port per GPU (200 Gb/s for A100, 400 Gb/s for the others).
+"""
 
 
 def peak_bf16_flops(device_name: str) -> float | None:
-    """Dense bf16 rate of a device, by `torch.cuda.get_device_name()`; None where the table has none."""
+    """Returns the dense bf16 rate of a device by `torch.cuda.get_device_name()`, FLOP/s; None for unknown devices."""
     return next((found.bf16_flops for found in HARDWARE.values() if device_name in found.device_names), None)
 
 
 def load_hardware(name: str) -> Hardware:
-    """A row of the table, or a YAML file with `base` (a row) and the figures that differ.
+    """Returns a named specification, or reads a YAML file with `base` (a name) and the fields that differ.
 
     Raises:
-        UserError: No such row or file, or the file has a key or value that is none.
+        UserError: The name or file does not exist, or the file has an unknown key or an invalid value.
     """
     if name in HARDWARE:
         return HARDWARE[name]
@@ -101,5 +101,5 @@ def load_hardware(name: str) -> Hardware:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MAX_FIGURE:
             raise UserError(f"--hardware {name}: {key} is {value!r}; expected a number above 0.")
         if key.endswith("_frac") and value > 1:
-            raise UserError(f"--hardware {name}: {key} is {value!r}; expected a part, (0, 1].")
+            raise UserError(f"--hardware {name}: {key} is {value!r}; expected a fraction in (0, 1].")
     return replace(base, **figures_given)

@@ -1,6 +1,6 @@
-"""The shell of the report: style, scripts and small pieces of HTML. Nothing is loaded from outside.
+"""HTML of the report: style, scripts and building blocks. The page loads nothing from outside.
 
-Owns how the page looks. All text passes through `markup`: model output is never markup.
+All text passes through `markup`, so model output is never interpreted as HTML.
 """
 
 from __future__ import annotations
@@ -87,11 +87,16 @@ function draw(chart) {
 for (const chart of document.querySelectorAll('[data-chart]')) watch.observe(chart);
 addEventListener('beforeprint', () => document.querySelectorAll('[data-chart]').forEach(draw));
 """
-"""A chart is drawn when it comes near the window: a page of a hundred is usable at once."""
+"""Script that draws a chart when it scrolls near the window, so that a page with a hundred charts opens at once."""
 
 
 def page(title: str, body: str) -> str:
-    """A whole document; `body` is HTML. The browser runs no script in it but bokeh's and ours, and loads nothing."""
+    """Returns a complete document. Its content security policy allows only bokeh's and our script, and no requests.
+
+    Args:
+        title: Title of the page, plain text.
+        body: HTML of the page.
+    """
     scripts = (Resources(mode="inline", components=["bokeh"]).js_raw[0], SCRIPT)
     allowed = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {allowed}"
@@ -105,13 +110,13 @@ def page(title: str, body: str) -> str:
 
 
 def header(title: str, lead: str, cards: Sequence[str]) -> str:
-    """The top of the page: title, one line below, headline numbers."""
+    """Returns the top of the page: title, a line below it, and the headline numbers."""
     words = f'<h1>{markup(title)}</h1><p class="lead">{markup(lead)}</p>'
     return f'<header>{words}<div class="cards">{"".join(cards)}</div></header>\n'
 
 
 def section(title: str, body: str, hint: str = "") -> str:
-    """A heading with what belongs to it; "" where there is no body."""
+    """Returns a heading with its content; "" where the content is empty."""
     if not body:
         return ""
     note = f'<p class="hint">{markup(hint)}</p>' if hint else ""
@@ -119,31 +124,36 @@ def section(title: str, body: str, hint: str = "") -> str:
 
 
 def grid(figures: Sequence[str], columns: int = 2) -> str:
-    """Figures side by side; "" where all are empty."""
+    """Returns figures in columns; "" where all are empty."""
     body = "".join(figures)
     return f'<div class="grid{columns}">{body}</div>' if body else ""
 
 
 def card(name: str, value: str, more: str = "", before: str = "") -> str:
-    """A headline number, with what it was before and a line below."""
+    """Returns a headline number, with its earlier value and a line below."""
     start = f"<small>{markup(before)} → </small>" if before else ""
     below = f"<em>{markup(more)}</em>" if more else ""
     return f'<div class="card"><span>{markup(name)}</span><b>{start}{markup(value)}</b>{below}</div>'
 
 
 def turns_cell(turns: Sequence[tuple[str, str]], more: str = "") -> str:
-    """A table cell of an episode, turn by turn: (who, text) in order, and what stands behind them."""
+    """Returns a table cell of an episode, turn by turn.
+
+    Args:
+        turns: ("policy" or "environment", text) in order.
+        more: Text after the last turn.
+    """
     lines = "".join(f'<p class="{"seen" if by == "environment" else "said"}">{markup(text)}</p>' for by, text in turns)
     return f'<td class="text">{lines}{markup(more)}</td>'
 
 
 def cell(text: str, kind: str = "") -> str:
-    """A table cell; kinds: "num", "text" (verbatim, monospaced), "when" (a time)."""
+    """Returns a table cell; kinds: "num", "text" (verbatim, monospaced), "when" (a time)."""
     return f'<td class="{kind}">{markup(text)}</td>' if kind else f"<td>{markup(text)}</td>"
 
 
 def table(heads: Sequence[str], rows: Sequence[str]) -> str:
-    """A table of rows of cells; a head that begins with ">" is right-aligned; "" where there is no row."""
+    """Returns a table of rows of cells; "" without rows. A head that starts with ">" is right-aligned."""
     if not rows:
         return ""
     names = "".join(

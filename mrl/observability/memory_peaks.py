@@ -1,8 +1,7 @@
-"""How much memory each phase of a step took at its peak: the measured side of `mrl plan`.
+"""Peak memory of each phase of a step, measured for this process and its device; compare with `mrl plan`.
 
-Owns the reading of this process and of its device; `timers.py` says when a phase begins and ends. On CUDA the peak is
-what torch's allocator handed out; engines that allocate past it are seen in what the device as a whole has in use. On a
-CPU it is the largest resident set, which Linux keeps for us; where it does not, there are no peaks.
+On CUDA the peak is that of torch's allocator; memory that an engine allocates elsewhere appears in the memory in use on
+the device. On a CPU it is the peak resident set from Linux's /proc; without that there are no peaks.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ ALLOCATED, RESERVED = "perf/max_memory_allocated_gb", "perf/max_memory_reserved_
 GIB = 1024**3
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = b"5"
-"""Written to `CLEAR`, it makes VmHWM what is resident now (Linux, proc(5))."""
+"""Written to `CLEAR`, it resets VmHWM to the current resident set (Linux, proc(5))."""
 
 
 class MemoryLedger:
-    """Peaks of the phases of one step, and on CUDA those of the whole run."""
+    """Peak memory of the phases of one step, and on CUDA also of the complete run."""
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
-        """Reads `device`."""
+        """Selects the device to measure."""
         self._device = torch.device(device)
         self._keeps_peaks = self._device.type == "cuda" or _reset_peak()
         self._peaks: dict[str, int] = {}
@@ -34,11 +33,11 @@ class MemoryLedger:
         self._highest = {ALLOCATED: 0, RESERVED: 0}
 
     def forget(self) -> None:
-        """A new step begins."""
+        """Clears the peaks at the start of a step."""
         self._peaks, self._in_use = {}, {}
 
     def begin(self) -> None:
-        """A phase begins: its peak counts from here."""
+        """Resets the peak counters at the start of a phase."""
         if self._device.type == "cuda":
             self._raise_highest()
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -47,7 +46,7 @@ class MemoryLedger:
             _reset_peak()
 
     def end(self, phase: str) -> None:
-        """It ends; of a phase that ran before in this step the larger peak counts."""
+        """Records the peak at the end of a phase; for a phase that repeats in a step, the largest one."""
         if self._keeps_peaks:
             self._peaks[phase] = max(self._peak(), self._peaks.get(phase, 0))
         if self._device.type == "cuda":
@@ -56,11 +55,11 @@ class MemoryLedger:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Bytes at the peak of each phase of the step so far."""
+        """Peak of each phase of the step so far, bytes."""
         return dict(self._peaks)
 
     def metrics(self) -> dict[str, float]:
-        """In GiB (2^30 bytes; the GB in the names is verl's); `mrl/docs/metrics.md` says what each means."""
+        """Returns the peaks in GiB (2^30 bytes; the names say GB as in verl); see `mrl/docs/metrics.md`."""
         found: dict[str, float] = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss}
         found |= {PEAK.replace("<phase>", phase): peak for phase, peak in self._peaks.items()}
         found |= {IN_USE.replace("<phase>", phase): used for phase, used in self._in_use.items()}
@@ -71,7 +70,7 @@ class MemoryLedger:
 
     def _peak(self) -> int:
         if self._device.type == "cuda":
-            # both peaks, as if they came at once: the engine's memory stays alike while a phase samples
+            # The sum assumes that both peaks coincide: the engine's memory is almost constant while it samples.
             return int(torch.cuda.max_memory_allocated(self._device)) + cuda_memory.peak_bytes()
         with STATUS.open("rb", buffering=0) as status:
             _, _, after = (status.read() or b"").partition(b"VmHWM:")
@@ -83,7 +82,7 @@ class MemoryLedger:
 
 
 def _reset_peak() -> bool:
-    """Whether Linux let us."""
+    """Resets the peak resident set; returns whether Linux allowed it."""
     try:
         with CLEAR.open("wb", buffering=0) as clear:
             clear.write(RESET_PEAK)

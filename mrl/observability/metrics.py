@@ -1,8 +1,7 @@
-"""Turns the facts of a step into metrics with the names of verl's dashboards.
+"""Metrics of a step, computed from its sample table and timings under the names of verl's dashboards.
 
-Owns the names and formulas of everything that the loop reports besides what the loss itself returns: rewards, lengths,
-groups, evaluation, throughput and model-FLOPs utilisation; memory is `memory_peaks.py`'s. All functions are pure; what
-they return is written by `run_log.py`.
+Covers rewards, lengths, groups, evaluation, throughput and model FLOPs utilisation; the loss returns its own metrics,
+and `memory_peaks.py` measures memory. All functions are pure.
 
 A sample is correct (`val/accuracy`) when the first function of `reward.functions` gives it more than 0.5.
 """
@@ -21,28 +20,30 @@ from mrl.observability.hardware import peak_bf16_flops
 from mrl.types import EPISODE_ENDS, Rollout, SampleTable
 
 WALL_CLOCK_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/")
+"""Prefixes of metrics that depend on the clock or the machine."""
 CORRECT_ABOVE = 0.5
+"""Reward of the first function above which a sample counts as correct."""
 
 
 def is_wall_clock(name: str) -> bool:
-    """Whether a metric differs between two identical runs: times, rates, memory (`timing_s/`, `perf/`, `..._s`)."""
+    """Returns whether a metric differs between identical runs: times, rates, memory (`timing_s/`, `perf/`, `..._s`)."""
     return name.startswith(WALL_CLOCK_PREFIXES) or name.endswith("_s")
 
 
 def outcome_metrics(table: SampleTable, *, rewards_N: Tensor, advantages_N: Tensor) -> dict[str, float]:
-    """Rewards, lengths and groups of one step, over the samples of all ranks.
+    """Returns rewards, lengths and group statistics of one step, over the samples of all ranks.
 
     Args:
-        table: One row per sample that has a score, at least one; the same on every rank, so that every rank computes
-            the same numbers.
-        rewards_N: Reward after shaping (overlong penalty).
+        table: One row per scored sample, at least one; equal on every rank, so that every rank computes the same
+            numbers.
+        rewards_N: Reward of each sample after shaping (overlong penalty).
         advantages_N: Outcome advantage of each sample.
 
     Returns:
-        `critic/{score,rewards,advantages}/{mean,max,min}` (score: as the reward functions gave it), `prompt_length/*`,
-        `response_length/*` with `clip_ratio` (part of the responses that were cut), `reward/<function>/mean` over the
-        samples that the function scored, `rollout/token_checksum` (the same for two runs that sampled the same
-        responses, at whatever layout), `group_metrics` of the scores, and under truncation `kept_metrics`.
+        `critic/{score,rewards,advantages}/{mean,max,min}` (score: unshaped reward), `prompt_length/*`,
+        `response_length/*` with `clip_ratio` (fraction of truncated responses), `reward/<function>/mean` over the
+        samples that the function scored, `rollout/token_checksum` (equal for two runs that sampled the same responses,
+        in any parallel layout), `group_metrics` of the scores, and with a sampling mask `kept_metrics`.
     """
     columns = {
         "critic/score": table["reward"],
@@ -64,11 +65,11 @@ def outcome_metrics(table: SampleTable, *, rewards_N: Tensor, advantages_N: Tens
 
 
 def kept_metrics(table: SampleTable) -> dict[str, float]:
-    """What truncation kept, over all sampled tokens.
+    """Returns statistics of the sampling mask (`top_p`, `top_k`, `min_p`) over all sampled tokens.
 
     Returns:
-        `rollout/kept_mass/{mean,min}` (the probability that the kept tokens had before the others were dropped) and
-        `rollout/kept_ids/{mean,max}` (how many they are; 4 bytes each travel with a sample).
+        `rollout/kept_mass/{mean,min}` (probability of the kept token ids before renormalisation) and
+        `rollout/kept_ids/{mean,max}` (number of kept token ids per position, 4 bytes each in a sample).
     """
     tokens = table["sampled_len"].sum()
     return {
@@ -80,13 +81,13 @@ def kept_metrics(table: SampleTable) -> dict[str, float]:
 
 
 def scoring_metrics(table: SampleTable) -> dict[str, float]:
-    """How many samples failed, have no score, or were scored before.
+    """Returns how many samples failed, have no score, or were scored from a cache.
 
     Args:
-        table: One row per sample, with a score or without.
+        table: One row per sample, scored or not.
 
     Returns:
-        `reward/failed_frac`; `reward/num_missing`, samples that count nowhere else; `perf/reward/num_cached`.
+        `reward/failed_frac`, `reward/num_missing` (samples that no other metric counts) and `perf/reward/num_cached`.
     """
     return {
         "reward/failed_frac": table["failed"].mean().item(),
@@ -96,11 +97,15 @@ def scoring_metrics(table: SampleTable) -> dict[str, float]:
 
 
 def group_metrics(rewards_N: Tensor, group_id_N: Tensor) -> dict[str, float]:
-    """How much the groups can teach: a group whose rewards are all equal has no advantage.
+    """Returns the learning signal of the groups; a group whose rewards are all equal has no advantage.
+
+    Args:
+        rewards_N: Reward of each sample.
+        group_id_N: Prompt uid of each sample.
 
     Returns:
-        `group/zero_variance_frac` (groups with equal rewards), `group/reward_std/mean` (population deviation) and
-        `group/best/mean` (mean of each group's best reward).
+        `group/zero_variance_frac` (fraction of groups with equal rewards), `group/reward_std/mean` (population standard
+        deviation) and `group/best/mean` (mean of each group's best reward).
     """
     groups = _groups(rewards_N, group_id_N)
     stds = torch.stack([group.std(correction=0) for group in groups])
@@ -114,7 +119,7 @@ def group_metrics(rewards_N: Tensor, group_id_N: Tensor) -> dict[str, float]:
 
 
 def is_correct(rollout: Rollout) -> bool:
-    """Whether the first reward function gave more than 0.5; a sample whose scoring failed is not correct."""
+    """Returns whether the first reward function gave more than 0.5; False for a sample whose scoring failed."""
     if rollout.reward_error is not None:
         return False
     first = next(iter(rollout.reward_parts.values()), rollout.reward)
@@ -122,16 +127,16 @@ def is_correct(rollout: Rollout) -> bool:
 
 
 def evaluation_metrics(table: SampleTable) -> dict[str, float]:
-    """Held-out results, over the samples of all ranks.
+    """Returns held-out results over the samples of all ranks.
 
     Args:
-        table: One row per sample, at least one with a score; the others count in `val/num_missing` only.
+        table: One row per sample, at least one of them scored; unscored ones only count in `val/num_missing`.
 
     Returns:
         `val/accuracy`, `val/reward/{mean,max,min}`, `val/response_length/{mean,max,min,clip_ratio}`, `val/num_prompts`,
-        `val/num_missing`; with n samples per prompt (n > 1, the same for all) also `val/{accuracy,reward}/best@n` (mean
-        over prompts of the best sample that has a score: for accuracy, pass@n) and `.../mean@n`; of episodes also
-        `episode_metrics` below `val/`.
+        `val/num_missing`. With n > 1 samples for every prompt also `val/{accuracy,reward}/best@n` (mean over prompts of
+        the best scored sample; for accuracy this is pass@n) and `.../mean@n`. For episodes also `episode_metrics`
+        prefixed with `val/`.
     """
     sizes = set(torch.unique(table["uid"], return_counts=True)[1].tolist())
     metrics = {"val/num_missing": scoring_metrics(table)["reward/num_missing"]}
@@ -152,12 +157,15 @@ def evaluation_metrics(table: SampleTable) -> dict[str, float]:
 
 
 def episode_metrics(table: SampleTable) -> dict[str, float]:
-    """What episodes were like, over the samples of all ranks; {} where samples are single answers.
+    """Returns statistics of multi-turn episodes over the samples of all ranks; {} where samples are single answers.
+
+    Args:
+        table: One row per sample.
 
     Returns:
-        `num_turns/{mean,max,min}` (the policy's), `tool_calls/{mean,max,min}`, `tool_calls/unread_frac` (of all that
-        were meant as calls, those that could not be read or were too many), `episode/sampled_frac` (of the response
-        tokens) and `episode/<why it ended>_frac` for each of `EPISODE_ENDS`.
+        `num_turns/{mean,max,min}` (turns of the policy), `tool_calls/{mean,max,min}`, `tool_calls/unread_frac`
+        (fraction of attempted calls that could not be parsed or exceeded the limit), `episode/sampled_frac` (fraction
+        of response tokens that the policy sampled) and `episode/<reason>_frac` for each of `EPISODE_ENDS`.
     """
     end_N = table["end"]
     if not len(table) or (end_N < 0).any():
@@ -172,7 +180,12 @@ def episode_metrics(table: SampleTable) -> dict[str, float]:
 
 
 def evaluation_names(num_samples: int, *, episodes: bool = False) -> list[str]:
-    """Names that `evaluation_metrics` gives where each held-out prompt has so many samples, maybe episodes."""
+    """Returns the names of the metrics of `evaluation_metrics`.
+
+    Args:
+        num_samples: Samples per held-out prompt.
+        episodes: True if samples are multi-turn episodes.
+    """
     rows_NC = torch.zeros(num_samples, len(SampleTable.FACTS))
     rows_NC[:, SampleTable.FACTS.index("sample_index")] = torch.arange(num_samples)
     rows_NC[:, SampleTable.FACTS.index("end")] = 0 if episodes else -1
@@ -180,42 +193,42 @@ def evaluation_names(num_samples: int, *, episodes: bool = False) -> list[str]:
 
 
 def check_is_given(best_metric: str, names: Iterable[str]) -> None:
-    """Raises UserError where `checkpoint.best_metric` is none of the names that an evaluation gives."""
+    """Raises UserError where `checkpoint.best_metric` is not among the metrics of an evaluation."""
     given = sorted(names)
     if best_metric not in given:
         raise UserError(
-            f"checkpoint.best_metric={best_metric} is none that an evaluation of this run gives, so that "
-            f"checkpoint.keep_best could keep nothing.{did_you_mean(best_metric, given)} It gives: {', '.join(given)}."
+            f"checkpoint.best_metric={best_metric} is not a metric of this run's evaluations, so "
+            f"checkpoint.keep_best would keep nothing.{did_you_mean(best_metric, given)} Known: {', '.join(given)}."
         )
 
 
 def combine(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One step's metrics from those of its optimizer steps: means, and extremes of names that end in max or min."""
+    """Combines the metrics of a step's optimizer steps: extremes of names that end in max or min, else means."""
     names = dict.fromkeys(name for one in stats for name in one)
     values = {name: [one[name] for one in stats if name in one] for name in names}
     return {name: _reduced(name, found) for name, found in values.items()}
 
 
 def progress_metrics(*, global_step: int, epoch: float) -> dict[str, float]:
-    """`training/global_step` (reinforcement learning steps done) and `training/epoch` (passes over the prompts)."""
+    """Returns `training/global_step` (RL steps done) and `training/epoch` (passes over the prompts)."""
     return {"training/global_step": float(global_step), "training/epoch": float(epoch)}
 
 
 def throughput_metrics(
     timings: Mapping[str, float], *, num_tokens: int, num_response_tokens: int, world_size: int
 ) -> dict[str, float]:
-    """Rates of one step.
+    """Returns the rates of one step.
 
     Args:
         timings: `Timers.metrics()` of the step.
         num_tokens: Prompt and response tokens of all samples, over all ranks.
-        num_response_tokens: Response tokens alone.
-        world_size: Ranks.
+        num_response_tokens: Response tokens of all samples, over all ranks.
+        world_size: Number of ranks.
 
     Returns:
-        `perf/total_num_tokens`, `perf/time_per_step` (s), `perf/throughput` (tokens per second and rank, over the whole
-        step, as in verl), and where "gen" and "update_actor" were timed `perf/gen_tokens_per_s` (response tokens, all
-        ranks), `timing_per_token_ms/gen` and `timing_per_token_ms/update_actor`.
+        `perf/total_num_tokens`, `perf/time_per_step` (s) and `perf/throughput` (tokens per second and rank over the
+        complete step, as in verl). Where "gen" and "update_actor" were timed, also `perf/gen_tokens_per_s` (response
+        tokens, all ranks), `timing_per_token_ms/gen` and `timing_per_token_ms/update_actor`.
     """
     metrics = {"perf/total_num_tokens": float(num_tokens)}
     step_s = timings.get("timing_s/step", 0.0)
@@ -233,13 +246,13 @@ def throughput_metrics(
 
 
 def forward_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
-    """Floating-point operations of one forward pass over sequences, without padding, recompute or sampling.
+    """Returns the FLOPs of one forward pass over sequences, without padding, recompute or sampling.
 
-    A multiply-add counts 2. Per token: 2 x the weights that it is multiplied with (q, k, v and output projections,
-    gate, up and down, and the output layer; the embedding is a look-up); with a mixture of experts those of the router,
-    of the experts that it goes to, and of the shared one with its gate. Per sequence of T tokens and layer: causal
+    A multiply-add counts 2. Per token: 2 x the weights it is multiplied with (q, k, v and output projections, gate, up
+    and down projections, and the output layer; the embedding is a look-up). With MoE these are the weights of the
+    router, of the selected experts, and of the shared expert with its gate. Per sequence of T tokens and layer: causal
     attention has T (T + 1) / 2 pairs, each 2 x 2 x heads x head_dim (scores and values). Norms, softmax and activations
-    are left out.
+    are not counted.
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473, appendix), with only the causal half counted and a gated MLP.
     """
@@ -262,18 +275,17 @@ def forward_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
 def mfu_metrics(
     arch: ArchSpec, seq_lens: Sequence[int], *, update_s: float, num_passes: int, world_size: int, device_name: str
 ) -> dict[str, float]:
-    """`perf/mfu/actor`: model FLOPs of the update over what the devices could have done in its time; {} where unknown.
+    """Returns `perf/mfu/actor`, the model FLOPs of the update over the peak of the devices; {} for unknown devices.
+
+    Forward and backward together count 3 x `forward_flops`. Recomputed activations are not counted (MFU, not HFU).
 
     Args:
-        arch: The actor.
-        seq_lens: Tokens of every sequence of the step, over all ranks.
-        update_s: Seconds of the update.
-        num_passes: Times that each sequence was trained on (`actor.ppo_epochs`).
-        world_size: Devices.
-        device_name: `torch.cuda.get_device_name()`; bf16 rates only, so pass "" for an fp32 actor or a CPU.
-
-    Returns:
-        Forward and backward count 3 x `forward_flops`; recomputed activations count nothing (so MFU, not HFU).
+        arch: Architecture of the actor.
+        seq_lens: Length of every sequence of the step, tokens, over all ranks.
+        update_s: Duration of the update, seconds.
+        num_passes: Number of times each sequence was trained on (`actor.ppo_epochs`).
+        world_size: Number of devices.
+        device_name: `torch.cuda.get_device_name()`. Pass "" for an fp32 actor or a CPU: the peaks are those of bf16.
     """
     peak = peak_bf16_flops(device_name)
     if peak is None or update_s <= 0:
@@ -282,7 +294,7 @@ def mfu_metrics(
 
 
 def spread(name: str, values_N: Tensor) -> dict[str, float]:
-    """`<name>/{mean,max,min}`."""
+    """Returns `<name>/{mean,max,min}` of a tensor."""
     values_N = values_N.double()
     return {
         f"{name}/mean": values_N.mean().item(),
@@ -292,7 +304,7 @@ def spread(name: str, values_N: Tensor) -> dict[str, float]:
 
 
 def _groups(values_N: Tensor, group_id_N: Tensor) -> list[Tensor]:
-    """Values of each group, fp64, groups in ascending order of their id."""
+    """Returns the fp64 values of each group, in ascending order of the group id."""
     order = torch.argsort(group_id_N, stable=True)
     _, counts = torch.unique_consecutive(group_id_N[order], return_counts=True)
     return list(values_N.double()[order].tensor_split(counts.cumsum(0)[:-1]))

@@ -1,7 +1,4 @@
-"""How old the weights were that sampled what a step trains on, and what stayed in flight; names as verl's.
-
-Pure functions of a step's table.
-"""
+"""Staleness of the samples that a step trains, under verl's metric names; all functions are pure."""
 
 from __future__ import annotations
 
@@ -15,19 +12,19 @@ from mrl.types import SampleTable
 
 
 def staleness_metrics(table: SampleTable, age_of: Callable[[int], int], *, num_carried: int) -> dict[str, float]:
-    """Ages in steps, over the samples of a step.
+    """Returns the staleness of the samples of a step, counted in steps.
 
     Args:
-        table: Of the step.
-        age_of: Steps between the weights of a policy version and those that the step trains.
-        num_carried: Groups in flight after the step has taken its own that have samples.
+        table: Samples of the step.
+        age_of: Function from a policy version to the number of steps between it and the weights being trained.
+        num_carried: Groups with samples that remain in the rollout buffer after the step took its own.
 
     Returns:
-        `training/off_policy/trajectory_{staleness,staleness_worst,spans}/{mean,max,min}` (age of the newest and of the
-        oldest token of a response, and how many versions sampled it), `rollout/num_carried_groups`, and of the longer
-        and the shorter half of the responses the mean age of their oldest token,
-        `training/off_policy/{long,short}_response_staleness`: the first is larger where long answers come later. Of
-        responses of one length each half has the same part of every age.
+        `training/off_policy/trajectory_{staleness,staleness_worst,spans}/{mean,max,min}` (age of a response's newest
+        and oldest token, and the number of versions that sampled it), `rollout/num_carried_groups`, and
+        `training/off_policy/{long,short}_response_staleness`: the mean age of the oldest token over the longer and the
+        shorter half of the responses. The first is larger where long responses arrive later. Responses of equal length
+        are spread evenly over both halves.
     """
     versions = {int(v) for name in ("version", "oldest_version") for v in table[name].tolist()}
     ages = {version: age_of(version) for version in versions}
@@ -48,7 +45,7 @@ def staleness_metrics(table: SampleTable, age_of: Callable[[int], int], *, num_c
 
 
 def mean_by_length(lens_N: Tensor, values_N: Tensor) -> Tensor:
-    """The values by length, shortest first, fp64; samples of one length all have its mean, in whatever order they came.
+    """Sorts values by length, shortest first, fp64; samples of equal length all get the mean of their values.
 
     Args:
         lens_N: Lengths.
@@ -63,19 +60,19 @@ def mean_by_length(lens_N: Tensor, values_N: Tensor) -> Tensor:
 def acceptance_metrics(
     *, accepted: Sequence[int], begun: Sequence[int], carried: Sequence[int], quarters: Sequence[float | None]
 ) -> dict[str, float]:
-    """Whether what steps take is shorter than what is begun; each of the first three is (samples, their tokens).
+    """Returns whether trained samples are shorter than started ones; the first three arguments are (samples, tokens).
 
     Args:
-        accepted: Taken by a step since the run began.
-        begun: These, those that were thrown away, and those in flight after the step.
-        carried: In flight after the step.
-        quarters: Of the last steps' samples, by quarters of their length, shortest first: the part of them that was
-            taken by the step for which they began; None: there were none.
+        accepted: Samples trained since the run started.
+        begun: The former, the discarded ones, and those in the rollout buffer after the step.
+        carried: Samples in the rollout buffer after the step.
+        quarters: Fraction of samples that were trained by the step that requested them, for each quarter of the last
+            steps' samples by length, shortest first; None for a quarter without samples.
 
     Returns:
         `rollout/num_{accepted,begun}_samples`, `rollout/{accepted,begun}_mean_length` (tokens, over the run),
-        `rollout/carried_mean_length` and `rollout/accepted_at_once/quarter_{1,2,3,4}`. A sample that is not whole
-        counts with the tokens that it has: so the length of what was begun is a lower bound.
+        `rollout/carried_mean_length` and `rollout/accepted_at_once/quarter_{1,2,3,4}`. An unfinished sample counts with
+        its tokens so far, so the mean length of started samples is a lower bound.
     """
     metrics = {"rollout/num_accepted_samples": float(accepted[0]), "rollout/num_begun_samples": float(begun[0])}
     lengths = {

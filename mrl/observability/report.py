@@ -1,7 +1,6 @@
-"""`mrl report RUN`: one self-contained page about a run, finished or not.
+"""`mrl report RUN`: writes a self-contained HTML page about a run, finished or not, from its run folder.
 
-Owns what the page says: which metrics are headlines, which charts stand together, what is compared. It reads only the
-run folder. Drawing is in `charts.py`, the look in `html.py`.
+This module selects headlines, charts and tables; `charts.py` draws and `html.py` formats.
 """
 
 from __future__ import annotations
@@ -33,33 +32,37 @@ from mrl.observability.report_charts import ACCURACY, AGES, EPISODES, LEARNING, 
 from mrl.observability.text_format import clock, short
 
 EDGE_STEPS = 5
-"""Headline rewards are means over this many first and last steps."""
+"""Number of first and last steps over which the headline rewards are averaged."""
 
 FEWEST_DRAWN = 3
-"""Points of a metric that stands in no chart of its own: fewer are written, not drawn."""
+"""Minimum number of points for a chart in "All other metrics"; fewer are written in a table."""
 
 ROUNDING = 1e-6
-"""Two lines that are closer everywhere are drawn as one."""
+"""Largest difference at which two lines count as equal and only one is drawn."""
 
 OVERLAP = 1.02
-"""Phases that are longer than their steps by more ran beside each other."""
+"""Ratio of the phases' time to the steps' time above which some phases must have run concurrently."""
 
-_BESIDE = " Ranks that sample and ranks that train worked at once: together their phases are longer than the steps."
+_OVERLAP_HINT = (
+    " Sampling and training ranks worked concurrently, so their phases add up to more than the time of the steps."
+)
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes report.html into a run folder and returns its path; a half-written last line of a file is left out.
+    """Writes report.html into a run folder and returns its path; an incomplete last line of a log file is ignored.
 
     Raises:
-        UserError: The folder does not exist or holds no metrics, a file is damaged, or the page cannot be written.
+        UserError: The folder does not exist or contains no metrics, a file is damaged, or the page cannot be written.
     """
     run = RunDir(Path(run_dir))
     if not run.root.is_dir():
         hint = did_you_mean_path(run_dir)
         raise UserError(f"'{run_dir}' is not a folder.{hint} Give a run folder, the run.output_dir of a training run.")
-    history = History(run)
+    history = RunHistory(run)
     if not history.steps and not history.warm_start:
-        raise UserError(f"'{run_dir}' holds no metrics ({run.metrics.name} is missing or empty): nothing was trained.")
+        raise UserError(
+            f"'{run_dir}' contains no metrics ({run.metrics.name} is missing or empty): no step was finished."
+        )
     config = _config(run)
     facts = _facts(run)
     name = run.root.resolve().name
@@ -69,31 +72,31 @@ def write_report(run_dir: Path) -> Path:
             section("Learning", _drawings(history.steps, LEARNING)),
             section("By data set", _drawings(history.steps, by_data_set(history.steps))),
             section("Episodes", _drawings(history.steps, EPISODES), "Conversations with environments."),
-            section("Before and after", _samples(_sample_rows(run)), "The same held-out prompts."),
+            section("Samples before and after", _samples(_sample_rows(run)), "Responses to the same held-out prompts."),
             section("Policy", _drawings(history.steps, POLICY)),
             section(
-                "Engine against actor",
+                "Engine and actor mismatch",
                 _drawings(history.steps, MISMATCH),
-                "Probabilities of the sampled tokens: captured while sampling, and recomputed by the actor.",
+                "Probabilities of the sampled tokens, as the engine sampled them and as the actor recomputes them.",
             ),
             section(
-                "Ages",
+                "Staleness",
                 _drawings(history.steps, AGES),
-                "Steps between the weights that sampled a token and those that it trains.",
+                "Steps between the weights that sampled a token and the weights that it trains.",
             ),
             section("Warm start", _warm_start(history), "Supervised steps before reinforcement learning."),
             section(
-                "Where the time went",
+                "Time",
                 _timing(history) + _drawings(history.times, SPEED),
-                "Step 0 is what comes before the first step: evaluation and checkpoint. Start-up is not counted."
-                f"{_BESIDE if _overlaps(history) else ''}",
+                "Step 0 is the evaluation and checkpoint before the first step. Start-up is not counted."
+                f"{_OVERLAP_HINT if _overlaps(history) else ''}",
             ),
-            section("Refit", _refit(history), "The actor's weights copied into the engine."),
+            section("Weight sync", _refit(history), "Copies of the actor's weights into the engine."),
             section("Settings that differ from the defaults", _differences(config)),
             section("Starts", _starts(facts)),
             section("Settings changed on resume", _changes(facts)),
             section("Notes", _notes(read_rows(run.notes, by_step=False))),
-            _rest(history),
+            _other_metrics(history),
         )
     )
     try:
@@ -104,11 +107,11 @@ def write_report(run_dir: Path) -> Path:
 
 
 def report_at_end(run_dir: Path, *, announces: bool) -> None:
-    """Writes the report of a finished run; a report that cannot be written is a warning, since all steps are committed.
+    """Writes the report of a finished run; only warns on failure, since all steps are already in checkpoints.
 
     Args:
         run_dir: Run folder.
-        announces: Print where the report is, or why there is none.
+        announces: True to print the path of the report, or the reason for its absence.
     """
     try:
         words = f"report {write_report(run_dir)}"
@@ -118,8 +121,8 @@ def report_at_end(run_dir: Path, *, announces: bool) -> None:
         Console().print(Text(words), soft_wrap=True)
 
 
-class History:
-    """All metrics of a run by step: {metric: [(step, value)]} for training, its times, and the warm start."""
+class RunHistory:
+    """All metrics of a run: {metric: [(step, value)]} for training, its timings, and the warm start."""
 
     def __init__(self, run: RunDir) -> None:
         """Reads metrics.jsonl and timings.jsonl."""
@@ -131,7 +134,7 @@ class History:
 
     @property
     def last_step(self) -> int:
-        """Reinforcement learning steps recorded."""
+        """Last RL step with metrics."""
         return int(max((points[-1][0] for points in self.steps.values()), default=0))
 
 
@@ -149,7 +152,7 @@ def _columns(rows: Sequence[Row], phase: str) -> dict[str, list[Point]]:
 
 
 def _config(run: RunDir) -> Config | None:
-    """The run's config; None where config.yaml is missing or of another version of mrl."""
+    """Returns the run's config; None where config.yaml is missing or from another version of mrl."""
     try:
         return config_module.load(run.config)
     except UserError:
@@ -157,7 +160,7 @@ def _config(run: RunDir) -> Config | None:
 
 
 def _facts(run: RunDir) -> dict[str, Any]:
-    """Returns run.json; {} where it is missing or damaged: the report shows the rest."""
+    """Returns run.json; {} where it is missing or damaged, so that the report still shows the rest."""
     try:
         return read_facts(run)
     except UserError:
@@ -165,7 +168,7 @@ def _facts(run: RunDir) -> dict[str, Any]:
 
 
 def _headline(
-    name: str, history: History, config: Config | None, facts: Mapping[str, Any], kept_steps: Sequence[int]
+    name: str, history: RunHistory, config: Config | None, facts: Mapping[str, Any], kept_steps: Sequence[int]
 ) -> str:
     cards = []
     accuracy = history.steps.get(ACCURACY, [])
@@ -173,7 +176,7 @@ def _headline(
         best = max(accuracy, key=lambda point: (point[1], point[0]))
         more = f"best {best[1]:.3f} after step {best[0]:.0f}"
         if best[0] not in kept_steps:
-            more += ", of which no checkpoint is kept (checkpoint.interval, checkpoint.keep_best)"
+            more += ", whose checkpoint was not kept (checkpoint.interval, checkpoint.keep_best)"
         before = f"{accuracy[0][1]:.3f}" if len(accuracy) > 1 else ""
         cards.append(card("Held-out accuracy", f"{accuracy[-1][1]:.3f}", more, before))
     reward = [y for _, y in history.steps.get("critic/score/mean", []) if math.isfinite(y)]
@@ -186,17 +189,17 @@ def _headline(
     cards.append(card("Steps", str(history.last_step), more))
     seconds = [sum(y for _, y in times.get("timing_s/step", [])) for times in (history.times, history.warm_start_times)]
     if any(seconds):
-        parts = f"of these warm start {clock(seconds[1])}" if seconds[1] else "sum over the steps"
+        parts = f"including {clock(seconds[1])} of warm start" if seconds[1] else "sum over the steps"
         cards.append(card("Time", clock(sum(seconds)), parts))
     throughput = history.times.get("perf/throughput", [])
     if throughput:
         middle = sorted(y for _, y in throughput)[len(throughput) // 2]
         cards.append(card("Throughput", short(middle), "tokens per second and rank, median"))
-    return header(name, _lead(config, facts), cards)
+    return header(name, _subtitle(config, facts), cards)
 
 
-def _lead(config: Config | None, facts: Mapping[str, Any]) -> str:
-    """What was trained, how and on what, in one line."""
+def _subtitle(config: Config | None, facts: Mapping[str, Any]) -> str:
+    """Returns one line with algorithm, model, data, layout and devices of the run."""
     words = []
     if config:
         words = [config.algorithm.name, f"model {config.model.path or config.model.preset}"]
@@ -225,7 +228,7 @@ def _drawings(columns: Mapping[str, list[Point]], drawings: Sequence[Drawing]) -
         found = [
             Series(legend, columns[name], dots=name.startswith("val/")) for legend, name in lines if name in columns
         ]
-        if len(found) == 2 and _alike(found[0].points, found[1].points):
+        if len(found) == 2 and _equal_lines(found[0].points, found[1].points):
             found.pop()
         unit_interval = (0.0, 1.0) if any(name == ACCURACY for _, name in lines) else ()
         figures.append(line_chart(title, found, include=unit_interval))
@@ -233,7 +236,7 @@ def _drawings(columns: Mapping[str, list[Point]], drawings: Sequence[Drawing]) -
 
 
 def by_data_set(columns: Mapping[str, list[Point]]) -> tuple[Drawing, ...]:
-    """Held-out results and rewards with a line for each data set; none where there is only one."""
+    """Returns charts of held-out results and rewards with a line per data set; none for a single data set."""
     held_out = headlines(columns)
     if not held_out:
         return ()
@@ -244,35 +247,35 @@ def by_data_set(columns: Mapping[str, list[Point]]) -> tuple[Drawing, ...]:
     )
 
 
-def _alike(one: Sequence[Point], other: Sequence[Point]) -> bool:
-    """Whether two lines differ by rounding only, and one of them is enough."""
+def _equal_lines(one: Sequence[Point], other: Sequence[Point]) -> bool:
+    """Returns whether two lines differ only by rounding."""
     return len(one) == len(other) and all(abs(a[1] - b[1]) <= ROUNDING for a, b in zip(one, other, strict=True))
 
 
-def _warm_start(history: History) -> str:
-    """Every metric of the warm start that moves, each once."""
+def _warm_start(history: RunHistory) -> str:
+    """Draws every warm-start metric that changes; lines equal to an earlier one are omitted."""
     kept: dict[str, list[Point]] = {}
     for name, points in history.warm_start.items():
         moves = len({y for _, y in points}) > 1
-        if moves and not any(_alike(points, other) for other in kept.values()):
+        if moves and not any(_equal_lines(points, other) for other in kept.values()):
             kept[name.removeprefix("warm_start/")] = points
     return grid([line_chart(name, [Series(name, points)], x_label="warm-start step") for name, points in kept.items()])
 
 
-def _timing(history: History) -> str:
-    """Seconds per phase: shares of the whole run, warm start included, then stacked over the steps."""
+def _timing(history: RunHistory) -> str:
+    """Draws the seconds per phase stacked over the steps, and their shares of the run including the warm start."""
     times = history.times
     phases = {
         name.removeprefix("timing_s/"): dict(points)
         for name, points in times.items()
         if name.startswith("timing_s/") and name.count("/") == 1 and name != "timing_s/step"
     }
-    whole = dict(times.get("timing_s/step", []))
-    order = sorted(phases, key=lambda name: -sum(phases[name].values())) if whole else []
-    xs = sorted(whole)
+    step_s = dict(times.get("timing_s/step", []))
+    order = sorted(phases, key=lambda name: -sum(phases[name].values())) if step_s else []
+    xs = sorted(step_s)
     layers = [(name, [phases[name].get(x, 0.0) for x in xs]) for name in order]
-    other = [max(0.0, whole[x] - sum(values[i] for _, values in layers)) for i, x in enumerate(xs)]
-    if sum(other) > 0.005 * sum(whole.values()):
+    other = [max(0.0, step_s[x] - sum(values[i] for _, values in layers)) for i, x in enumerate(xs)]
+    if sum(other) > 0.005 * sum(step_s.values()):
         layers.append(("other", other))
     warm_start = [y for _, y in history.warm_start_times.get("timing_s/step", [])]
     rows = [*layers, *([("warm start", warm_start)] if warm_start else [])]
@@ -280,18 +283,18 @@ def _timing(history: History) -> str:
     return grid([*bars, _shares(rows)]) if rows else ""
 
 
-def _overlaps(history: History) -> bool:
-    """Whether the phases of the steps take longer than the steps: some ran beside others."""
-    whole, parts = dict(history.times.get("timing_s/step", [])), dict[float, float]()
+def _overlaps(history: RunHistory) -> bool:
+    """Returns whether the phases take longer than the steps, so that some ran concurrently."""
+    step_s, parts = dict(history.times.get("timing_s/step", [])), dict[float, float]()
     for name, points in history.times.items():
         if name.startswith("timing_s/") and name.count("/") == 1 and name != "timing_s/step":
             for step, seconds in points:
                 parts[step] = parts.get(step, 0.0) + seconds
-    return sum(parts[step] for step in parts if step in whole) > OVERLAP * sum(whole.values()) > 0
+    return sum(parts[step] for step in parts if step in step_s) > OVERLAP * sum(step_s.values()) > 0
 
 
 def _shares(rows: Sequence[tuple[str, Sequence[float]]]) -> str:
-    """A bar of shares above a table: name and seconds of each step."""
+    """Returns a bar of shares above a table with the seconds of each phase."""
     total = sum(sum(values) for _, values in rows) or 1.0
     lines, bar = [], []
     for index, (name, values) in enumerate(rows):
@@ -306,8 +309,8 @@ def _shares(rows: Sequence[tuple[str, Sequence[float]]]) -> str:
     return table(heads, lines).replace("<table>", f'<div class="share">{"".join(bar)}</div><table>', 1)
 
 
-def _refit(history: History) -> str:
-    """Every `refit/...` metric: first, median and last value, and the rate over the steps."""
+def _refit(history: RunHistory) -> str:
+    """Returns first, median and last value of every `refit/...` metric, with charts of the transfer rates."""
     columns = {name: points for name, points in (history.steps | history.times).items() if name.startswith("refit/")}
     rows = []
     for name, points in sorted(columns.items()):
@@ -323,7 +326,7 @@ def _sample_rows(run: RunDir) -> list[Row]:
     """Returns the rows of samples.jsonl.
 
     Raises:
-        UserError: A row's turns are not what `run_log.sample_rows` writes.
+        UserError: A row's turns do not have the format of `run_log.sample_rows`.
     """
     rows = read_rows(run.samples)
     for number_, row in enumerate(rows, 1):
@@ -339,7 +342,7 @@ def _sample_rows(run: RunDir) -> list[Row]:
 
 
 def _samples(rows: Sequence[Row]) -> str:
-    """Held-out responses of the first and the last evaluation, side by side; training samples where there is none."""
+    """Returns a table of the first and last evaluation's responses; training samples where there is no evaluation."""
     held_out = [row for row in rows if row.get("phase") == "val"]
     rows = held_out or list(rows)
     steps = sorted({row["step"] for row in rows})
@@ -348,10 +351,12 @@ def _samples(rows: Sequence[Row]) -> str:
     first, last = ({_identity(row): row for row in rows if row["step"] == step} for step in (steps[0], steps[-1]))
     heads = ["prompt", "expected", f"after step {steps[-1]}", ">reward"]
     if not held_out or len(steps) == 1:
-        return table(heads, [_prompt(row) + _answered(row) for row in last.values()])
+        return table(heads, [_prompt(row) + _response_and_reward(row) for row in last.values()])
     heads[2:2] = [f"after step {steps[0]}", ">reward"]
     both = [(first[key], last[key]) for key in first if key in last]
-    return table(heads, [_prompt(before) + _answered(before) + _answered(after) for before, after in both])
+    return table(
+        heads, [_prompt(before) + _response_and_reward(before) + _response_and_reward(after) for before, after in both]
+    )
 
 
 def _identity(row: Row) -> tuple[Any, ...]:
@@ -363,24 +368,24 @@ def _prompt(row: Row) -> str:
     return cell(str(row.get("prompt", "")), "text") + cell("" if answer is None else str(answer), "text")
 
 
-def _answered(row: Row) -> str:
+def _response_and_reward(row: Row) -> str:
     reward = number(row.get("reward"))
     cut = " ⋯ (cut at the length limit)" if row.get("finish_reason") == "length" else ""
     tone = "good" if reward is not None and reward > 0 else "poor"
     value = "" if reward is None else short(reward)
-    turns = [(str(turn["by"]), _said(turn)) for turn in row.get("turns") or ()]
+    turns = [(str(turn["by"]), _turn_text(turn)) for turn in row.get("turns") or ()]
     said = turns_cell(turns, cut) if turns else cell(str(row.get("response", "")) + cut, "text")
     return said + cell(value, f"num {tone}")
 
 
-def _said(turn: Row) -> str:
-    """A turn's text, and what the environment gave for it."""
+def _turn_text(turn: Row) -> str:
+    """Returns a turn's text, and the reward that the environment gave for it."""
     reward = number(turn.get("reward"))
     return f"{turn['text']}  [{short(reward)}]" if reward else str(turn["text"])
 
 
 def _defaults(algorithm: str) -> dict[str, Any]:
-    """What a run of this algorithm has where its config says nothing; code of a user's own is not run for a report."""
+    """Returns the default config of a run of this algorithm; does not import user code for algorithms outside mrl."""
     own = flat(asdict(Config()))
     if algorithm not in registry.names("algorithms"):
         return own
@@ -391,10 +396,10 @@ def _defaults(algorithm: str) -> dict[str, Any]:
 def _differences(config: Config | None) -> str:
     if config is None:
         return ""
-    mine, default = flat(asdict(config)), _defaults(config.algorithm.name)
-    keys = [key for key in mine if mine[key] != default.get(key)]
+    values, default = flat(asdict(config)), _defaults(config.algorithm.name)
+    keys = [key for key in values if values[key] != default.get(key)]
     rows = [
-        cell(key, "text") + cell(_value(mine[key]), "text") + cell(_value(default.get(key)), "text") for key in keys
+        cell(key, "text") + cell(_value(values[key]), "text") + cell(_value(default.get(key)), "text") for key in keys
     ]
     return table(("key", "this run", "default"), rows)
 
@@ -411,17 +416,17 @@ def _starts(facts: Mapping[str, Any]) -> str:
         where = f"{start.get('world_size', '?')} x {start.get('device', '?')}, {start.get('num_cores', '?')} cores"
         words = ("from the beginning" if resumed is None else f"from step {resumed}", where)
         rows.append(_when(start) + "".join(cell(word) for word in (*words, versions)))
-    return table(("time", "began", "ranks", "versions"), rows)
+    return table(("time", "started", "ranks", "versions"), rows)
 
 
 def _changes(facts: Mapping[str, Any]) -> str:
-    """What a resume changed of what the run computes."""
+    """Returns a table of the settings that resumes changed."""
     rows = []
     for start in facts.get("starts", []):
         for change in start.get("changes", []):
             step = cell(f"from step {start.get('resume_step')}")
             rows.append(_when(start) + step + cell(change, "text"))
-    return table(("time", "began", "setting: before -> now"), rows)
+    return table(("time", "started", "setting: before -> now"), rows)
 
 
 def _notes(rows: Sequence[Row]) -> str:
@@ -432,8 +437,8 @@ def _when(row: Mapping[str, Any]) -> str:
     return cell(str(row.get("time", ""))[:19].replace("T", " "), "when")
 
 
-def _rest(history: History) -> str:
-    """Every metric that no chart above shows, small, folded away; what does not move is a row of a table."""
+def _other_metrics(history: RunHistory) -> str:
+    """Returns collapsed small charts of every metric not shown above; constant ones become rows of a table."""
     drawn = (LEARNING, by_data_set(history.steps), POLICY, MISMATCH, AGES, SPEED)
     shown = {name for part in drawn for _, lines in part for _, name in lines}
     hidden = ("refit/", "timing_s/", "training/global_step")
@@ -442,25 +447,25 @@ def _rest(history: History) -> str:
         for name, points in sorted((history.steps | history.times).items())
         if name not in shown and not name.startswith(hidden) and points
     }
-    still = {name: points for name, points in columns.items() if _is_still(points)}
+    constant = {name: points for name, points in columns.items() if _is_constant(points)}
     body = grid(
         [
             line_chart(name, [Series(name, points, dots=name.startswith("val/"))])
             for name, points in columns.items()
-            if name not in still
+            if name not in constant
         ],
         3,
     )
-    if still:
-        rows = [cell(name) + cell(", ".join(_values(points))) for name, points in still.items()]
+    if constant:
+        rows = [cell(name) + cell(", ".join(_values(points))) for name, points in constant.items()]
         body += table(("metric", "value"), rows)
     return f"<details><summary>All other metrics ({len(columns)})</summary>{body}</details>" if body else ""
 
 
 def _values(points: Sequence[Point]) -> list[str]:
-    """In order, each once."""
+    """Returns the distinct values in order, formatted."""
     return list(dict.fromkeys(f"{y:.4g}" for _, y in points))
 
 
-def _is_still(points: Sequence[Point]) -> bool:
+def _is_constant(points: Sequence[Point]) -> bool:
     return len(points) < FEWEST_DRAWN or len(_values(points)) == 1

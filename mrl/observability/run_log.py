@@ -1,7 +1,4 @@
-"""The one object that the loop talks to about what it sees.
-
-Owns `RunLog` and the shape of sample rows. It computes no metric (`metrics.py`) and knows no format (`loggers/`).
-"""
+"""Distributes metrics, samples and notes to all loggers, and defines the rows of samples.jsonl."""
 
 from __future__ import annotations
 
@@ -19,20 +16,20 @@ from mrl.types import Rollout
 
 
 class RunLog:
-    """Spreads metrics, samples and notes over the loggers. On every rank but 0 all methods do nothing."""
+    """Front end of all loggers. On ranks other than 0 all methods do nothing."""
 
     def __init__(self, config: Config, run: RunDir, resume_step: int | None, *, rank: int = 0) -> None:
-        """Opens every logger in `observability/loggers` that the config wants.
+        """Opens every logger in `observability/loggers` that the config enables.
 
         Args:
-            config: Resolved.
-            run: Its `start` was called (rank 0).
-            resume_step: Reinforcement learning steps in the checkpoint that the run goes on from: later lines are cut
-                off. None: a run from nothing; lines of a run that never reached a checkpoint are cut off.
+            config: Configuration with all defaults filled in.
+            run: Run folder whose `start` was called (rank 0).
+            resume_step: RL steps in the checkpoint that the run resumes from; later lines are deleted. None: a new run,
+                which deletes lines of a run that never reached a checkpoint.
             rank: Global rank of this process.
 
         Raises:
-            UserError: A wanted logger cannot work.
+            UserError: An enabled logger cannot work.
         """
         self._loggers: list[Logger] = []
         if rank == 0:
@@ -47,28 +44,28 @@ class RunLog:
                 raise
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of reinforcement learning step `step` (1 is the first). Further calls for a step add to its line."""
+        """Logs metrics of RL step `step` (from 1). Further calls for a step add to its line."""
         for logger in self._loggers:
             logger.record("train", step, metrics)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Held-out metrics after `step` steps (0: before the first); they join the line of that step."""
+        """Logs held-out metrics after `step` steps (0: before the first); they join the line of that step."""
         for logger in self._loggers:
             logger.record("val", step, metrics)
 
     def warm_start(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of supervised step `step` (1 is the first); `actor/...` becomes `warm_start/...`."""
+        """Logs metrics of supervised step `step` (from 1); `actor/...` becomes `warm_start/...`."""
         renamed = {name.replace("actor/", "warm_start/", 1): value for name, value in metrics.items()}
         for logger in self._loggers:
             logger.record("warm_start", step, renamed)
 
     def warm_start_resumed(self, step: int) -> None:
-        """The warm start goes on after supervised step `step`: what came later is cut off."""
+        """Deletes metrics after supervised step `step`, from which the warm start resumes."""
         for logger in self._loggers:
             logger.warm_start_resumed(step)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Sample generations of `step`, from `sample_rows`; their "phase" says from where."""
+        """Logs sampled responses of `step`, given as `sample_rows`."""
         phases: tuple[Phase, ...] = ("train", "val")
         for phase in phases:
             chosen = [{key: row[key] for key in row if key != "phase"} for row in rows if row["phase"] == phase]
@@ -76,22 +73,22 @@ class RunLog:
                 logger.samples(phase, step, chosen)
 
     def note(self, text: str) -> None:
-        """Something that happened, in one line (resumed from ..., checkpoint written ...)."""
+        """Logs an event in one line (resumed from ..., checkpoint written ...)."""
         for logger in self._loggers:
             logger.note(text)
 
     def phase(self, where: str) -> None:
-        """What runs now; give it to `Timers(on_phase=...)`."""
+        """Shows the current activity; the callback for `Timers(on_phase=...)`."""
         for logger in self._loggers:
             logger.phase(where)
 
     def sync(self) -> None:
-        """What was logged so far is on the disk."""
+        """Flushes everything logged so far to disk."""
         for logger in self._loggers:
             logger.sync()
 
     def close(self) -> None:
-        """Writes out and closes every logger, also after one that cannot."""
+        """Closes every logger, even if closing one of them fails."""
         with ExitStack() as stack:
             for logger in self._loggers:
                 stack.callback(logger.close)
@@ -107,12 +104,13 @@ class RunLog:
 
 
 def sample_rows(rollouts: Sequence[Rollout], *, phase: str, num_samples: int) -> list[dict[str, Any]]:
-    """The first `num_samples` rollouts as rows of samples.jsonl.
+    """Returns the first `num_samples` rollouts as rows of samples.jsonl.
 
     Args:
-        rollouts: Scored; evaluations in the order of the held-out prompts, so that all show the same ones.
+        rollouts: Scored rollouts; those of evaluations in the order of the held-out prompts, so that every evaluation
+            shows the same prompts.
         phase: "train" or "val".
-        num_samples: `observe.num_samples`.
+        num_samples: Value of `observe.num_samples`.
     """
     return [
         {
@@ -127,14 +125,14 @@ def sample_rows(rollouts: Sequence[Rollout], *, phase: str, num_samples: int) ->
             "reward_error": rollout.reward_error,
             "finish_reason": rollout.finish_reason,
             "response_length": len(rollout.response_ids),
-            **_of_episode(rollout),
+            **_episode_columns(rollout),
         }
         for rollout in rollouts[:num_samples]
     ]
 
 
-def _of_episode(rollout: Rollout) -> dict[str, Any]:
-    """Why an episode ended, what its environment says, and its segments: who said what, and what it was worth."""
+def _episode_columns(rollout: Rollout) -> dict[str, Any]:
+    """Returns an episode's end reason, its environment's facts, and author, text, tokens and reward of each turn."""
     episode = rollout.episode
     if episode is None:
         return {}

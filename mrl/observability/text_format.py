@@ -1,4 +1,4 @@
-"""How numbers, durations and model output are written for people, on the terminal and on the page."""
+"""Formats numbers, durations and model output for the terminal and the HTML report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEXT_WIDTH = 240
 
 
 def short(value: float) -> str:
-    """Three significant digits: 0.812, 12.3k, 3.2e-05."""
+    """Formats a number with three significant digits: 0.812, 12.3k, 3.2e-05."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -22,7 +22,7 @@ def short(value: float) -> str:
 
 
 def clock(seconds: float | None) -> str:
-    """1:02:03 or 2:03; "?" for None."""
+    """Formats a duration as 1:02:03 or 2:03; "?" for None."""
     if seconds is None:
         return "?"
     minutes, rest = divmod(round(seconds), 60)
@@ -31,17 +31,17 @@ def clock(seconds: float | None) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """1 rank, 4 ranks."""
+    """Formats a count with its noun: 1 rank, 4 ranks."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def visible(text: str, most: int = TEXT_WIDTH) -> str:
-    """Text on one line: line ends and other control characters as escapes, the middle of a long one left out."""
+    """Formats text on one line: control characters become escapes, and the middle of a long text is omitted."""
     line = "".join(map(escaped, text))
     half = most // 2
     return line if len(line) <= most else f"{line[:half]} … {line[-half:]}"
 
 
 def markup(text: str) -> str:
-    """Text for HTML and its attributes: nothing in it is markup; controls but line ends and tabs become escapes."""
+    """Escapes text for HTML and its attributes; control characters other than line ends and tabs become escapes."""
     return html.escape(printable(text), quote=True)

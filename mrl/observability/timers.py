@@ -1,7 +1,6 @@
-"""Times the phases of a step, and knows which phase runs now.
+"""Wall-clock timers of the phases of a step, and the name of the current phase for error messages and the watchdog.
 
-Owns `Timers`, which keep the ledger of memory too. Every rank has one; only rank 0's figures are logged. Error messages
-and the watchdog ask `where`.
+Every rank has its own `Timers`; only those of rank 0 are logged.
 """
 
 from __future__ import annotations
@@ -19,19 +18,20 @@ class Timers:
     """Wall-clock seconds of named phases, summed over one step.
 
     Names follow verl: gen, update_weights, reward, old_log_prob, ref, values, adv, update_critic, update_actor,
-    testing, save_checkpoint. Phases nest: the inner one is part of the outer one and is recorded as "outer/inner", so
-    that the phases without a slash add up.
+    testing, save_checkpoint. A nested phase is recorded as "outer/inner" and is also part of the outer one, so the
+    phases without a slash add up.
 
     Attributes:
-        ledger: Memory of the outermost phases.
+        ledger: Peak memory of the outermost phases.
     """
 
     def __init__(self, device: str | torch.device = "cpu", on_phase: Callable[[str], None] | None = None) -> None:
-        """Times on `device`: a CUDA device is synchronised where a phase begins and ends.
+        """Creates the timers.
 
         Args:
-            device: Where the work of the phases runs.
-            on_phase: Called with `where` whenever a phase begins (`RunLog.phase` shows it on the console).
+            device: Device that runs the work; a CUDA device is synchronised at the start and end of each phase.
+            on_phase: Callback that receives `where` at the start of each phase (`RunLog.phase` shows it on the
+                console).
         """
         self.ledger = MemoryLedger(device)
         self._synchronize = torch.device(device).type == "cuda"
@@ -44,7 +44,7 @@ class Timers:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """One step: forgets the phases of the step before; its own time is `timing_s/step`."""
+        """Times one step as `timing_s/step` and clears the phases of the previous step."""
         self._seconds = {}
         self.ledger.forget()
         self._step = step
@@ -57,7 +57,7 @@ class Timers:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times what runs inside; repeats in a step add up. After an error `where` names the phase that failed."""
+        """Times the enclosed code; repeats in a step add up. After an error `where` names the phase that failed."""
         self._stack.append(name)
         self._failed = None
         path = "/".join(self._stack)
@@ -79,12 +79,12 @@ class Timers:
             self._stack.pop()
 
     def heard(self, timings: Mapping[str, float]) -> None:
-        """Takes over, from another rank's `metrics`, the phases that this one has not run in this step."""
+        """Adds phases that this rank did not run in this step, from another rank's `metrics`."""
         for name, value in timings.items():
             self._seconds.setdefault(name.removeprefix("timing_s/"), value)
 
     def metrics(self) -> dict[str, float]:
-        """`timing_s/<phase>` of the step so far; `timing_s/step` is the time up to now while the step runs."""
+        """Returns `timing_s/<phase>` of the step so far; during a step `timing_s/step` is the time until now."""
         seconds = dict(self._seconds)
         if self._step_began is not None:
             seconds["step"] = time.perf_counter() - self._step_began
@@ -92,12 +92,12 @@ class Timers:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step was begun."""
+        """True if a step was started."""
         return self._step is not None
 
     @property
     def where(self) -> str:
-        """What runs now, for people: "step 12, update_actor/forward"; the failed phase after an error."""
+        """Current activity as text: "step 12, update_actor/forward"; after an error the phase that failed."""
         phase = self._failed or "/".join(self._stack)
         if self._step is None:
             return phase or "the start"

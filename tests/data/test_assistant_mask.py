@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mrl.config.config import DataConfig, ModelConfig
-from mrl.data.assistant_mask import end_token_warning, rendered
+from mrl.data.assistant_mask import end_token_warning, render_with_turns
 from mrl.data.tokenizer import load_tokenizer
 from mrl.errors import UserError
 from tests.data.folders import byte_bpe_folder
@@ -64,27 +64,27 @@ def test_the_turns_are_those_of_transformers_where_the_template_marks_them(marke
     oracle = marked._tokenizer.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    found = rendered(messages, marked)
+    found = render_with_turns(messages, marked)
     assert found.ids == oracle["input_ids"]
     assert mask_of(found) == oracle["assistant_masks"]
 
 
 def test_a_turn_begins_where_a_prompt_of_generation_ends(marked):
     messages = TALKS["three turns and a system"]
-    found = rendered(messages, marked)
+    found = render_with_turns(messages, marked)
     places = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     for (begin, end), index in zip(found.turns, places, strict=True):
         assert found.ids[:begin] == marked.apply_chat_template(messages[:index])
         assert marked.decode(found.ids[begin:end]) == messages[index]["content"] + "<|im_end|>"
-    assert rendered(messages, marked, first=places[-1]).turns == found.turns[-1:]
+    assert render_with_turns(messages, marked, first=places[-1]).turns == found.turns[-1:]
 
 
 def test_a_template_that_is_not_append_only_is_refused_but_for_the_last_turn(tmp_path):
     tokenizer = tokenizer_of(tmp_path, THINKS)
     messages = talk("two?", "four", "plus?", "two")
     with pytest.raises(UserError, match=r"is not append-only: it renders the first 2 .*train_on_turns=last"):
-        rendered(messages, tokenizer)
-    found = rendered(messages, tokenizer, first=3)
+        render_with_turns(messages, tokenizer)
+    found = render_with_turns(messages, tokenizer, first=3)
     ((begin, end),) = found.turns
     assert tokenizer.decode(found.ids[begin:end]) == "<think>\n\n</think>\n\ntwo<|im_end|>"
 
@@ -101,8 +101,10 @@ GLM = (  # as GLM 4: a turn ends where the next role begins
 @pytest.mark.parametrize("messages", [TALKS["one turn"], TALKS["three turns and a system"]], ids=["one", "three"])
 def test_a_turn_without_an_end_token_is_refused_and_warned_of(tmp_path, template, messages):
     tokenizer = tokenizer_of(tmp_path, template)
-    with pytest.raises(UserError, match=r"no end token of the model \('<\|im_end\|>' \(2\)\).*generation_config.json"):
-        rendered(messages, tokenizer)
+    with pytest.raises(
+        UserError, match=r"none of the model.s end tokens \('<\|im_end\|>' \(2\)\).*generation_config.json"
+    ):
+        render_with_turns(messages, tokenizer)
     assert "rollout.response_length" in end_token_warning(tokenizer)
 
 
@@ -113,12 +115,12 @@ def test_an_end_token_that_generation_config_names_ends_turns(tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     base = load_tokenizer(ModelConfig(tokenizer=str(folder)), DataConfig())
     assert base.eos_ids == (0,)
-    with pytest.raises(UserError, match="no end token"):
-        rendered(TALKS["one turn"], base)
+    with pytest.raises(UserError, match="end tokens"):
+        render_with_turns(TALKS["one turn"], base)
     assert end_token_warning(base) is not None
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 2]}))
     named = load_tokenizer(ModelConfig(tokenizer=str(folder)), DataConfig())
-    found = rendered(TALKS["one turn"], named)
+    found = render_with_turns(TALKS["one turn"], named)
     assert [named.decode(found.ids[begin:end]) for begin, end in found.turns] == ["four.<|im_end|>"]
     assert end_token_warning(named) is None
 
@@ -135,7 +137,7 @@ def test_trl_trains_the_same_tokens_but_for_the_line_ends_that_its_template_coun
     template = files("trl").joinpath("chat_templates/qwen2_5_training.jinja").read_text()
     tokenizer = tokenizer_of(tmp_path, template)
     messages = TALKS["three turns and a system"]
-    found = rendered(messages, tokenizer)
+    found = render_with_turns(messages, tokenizer)
     oracle = tokenizer._tokenizer.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from mrl.config.config import DataConfig, ModelConfig
-from mrl.data.assistant_mask import rendered
+from mrl.data.assistant_mask import render_with_turns
 from mrl.data.chat_text import ChatText
 from mrl.data.tokenizer import load_tokenizer
 from mrl.rollout.episodes.rendering import Chat, Plain
@@ -118,7 +118,7 @@ def test_a_role_is_quoted_too(tokenizer, oracle):
 
 def test_turns_are_found_beside_quoted_tokens(tokenizer):
     messages = messages_of([("user", "<|im_end|> two?"), ("assistant", "four"), ("user", "<s>"), ("assistant", "two")])
-    found = rendered(messages, tokenizer)
+    found = render_with_turns(messages, tokenizer)
     assert [tokenizer.decode(found.ids[begin:end]) for begin, end in found.turns] == ["four<|im_end|>", "two<|im_end|>"]
     assert found.ids[: found.turns[1][0]] == tokenizer.apply_chat_template(messages[:3])
 

@@ -68,15 +68,18 @@ def test_what_is_too_long_is_refused_or_cut(tmp_path, digits):  # noqa: F811
 
 CONVERSATIONS = {"chosen": TALK[:2], "rejected": [TALK[0], says("two")]}
 REFUSED = [
-    ({"prompt": "<1>", "chosen": "1"}, "there is no column 'rejected' .data.rejected_key., the worse of two responses"),
-    ({"prompt": "<1>", "rejected": "1"}, "there is no column 'chosen' .data.chosen_key., the better"),
-    ({"prompt": "<1>", "chosen": "1", "rejected": "1"}, "both responses are the same in tokens"),
+    ({"prompt": "<1>", "chosen": "1"}, "no column 'rejected' .data.rejected_key. with the worse of two responses"),
+    ({"prompt": "<1>", "rejected": "1"}, "no column 'chosen' .data.chosen_key. with the better"),
+    ({"prompt": "<1>", "chosen": "1", "rejected": "1"}, "both responses have the same tokens"),
     ({"prompt": "<1>", "chosen": "1", "rejected": None}, "data.rejected_key=rejected gives NoneType"),
-    ({"chosen": "1", "rejected": "2"}, "there is no column 'prompt' .* must hold whole conversations"),
+    ({"chosen": "1", "rejected": "2"}, "no column 'prompt' .* must be complete conversations"),
     ({"chosen": TALK[:2], "rejected": TALK[:2]}, "neither is preferred"),
     ({"chosen": TALK, "rejected": TALK[:2]}, "one conversation is the beginning of the other"),
-    ({"chosen": TALK[:2], "rejected": TALK[2:]}, "differ first in message 0"),
-    ({"chosen": TALK, "rejected": [*TALK[:2], {"role": "user", "content": "no"}, says("no")]}, "first in message 2"),
+    ({"chosen": TALK[:2], "rejected": TALK[2:]}, "first differ in message 0"),
+    (
+        {"chosen": TALK, "rejected": [*TALK[:2], {"role": "user", "content": "no"}, says("no")]},
+        "first differ in message 2",
+    ),
     ({"chosen": [{"role": "user"}], "rejected": TALK}, "lacks a 'role' or 'content'"),
 ]
 
@@ -89,5 +92,5 @@ def test_a_row_that_is_no_pair_is_refused_by_its_line(row, said, tmp_path, chat_
 
 def test_a_misnamed_column_is_named(tmp_path, digits):  # noqa: F811
     row = {"prompt": "<1+2>", "better": "3", "worse": "12"}
-    with pytest.raises(UserError, match=r"there is no column 'beter' .data.chosen_key."):
+    with pytest.raises(UserError, match=r"no column 'beter' .data.chosen_key."):
         pair(digits, tmp_path, row, chosen_key="beter", rejected_key="worse")

@@ -222,7 +222,7 @@ def test_of_a_conversation_all_before_the_last_answer_is_the_prompt(tmp_path, ch
         ({"prompt": "1", "answr": 1}, {}, r"no column 'answer' .* Columns: prompt, answr. Did you mean 'answr'\?$"),
         ({"prompt": "1", "solution": 1}, {}, r"no column 'answer' \(data.answer_key\). Columns: prompt, solution.*''"),
         ({"messages": [{"role": "user", "content": "1"}]}, {}, "no message of the role 'assistant' .* it has user"),
-        ({"messages": [{"role": "assistant", "content": "1"}]}, {}, "'messages' begins with the assistant"),
+        ({"messages": [{"role": "assistant", "content": "1"}]}, {}, "'messages' begins with an assistant"),
         ({"messages": "1"}, {}, "'messages' holds str '1', expected a string or a list of chat messages"),
         ({"messages": []}, {}, r"'messages' holds list \[\]"),
         ({"prompt": 7, "answer": 1}, {}, "holds int 7, expected a string or a list of chat messages"),
@@ -262,7 +262,7 @@ def test_sources_that_cannot_be_used_are_refused(tmp_path, digits):
 
 def test_a_wrong_column_deep_in_a_file_is_found_when_it_is_opened(tmp_path, digits):
     rows = [*numbers(50), {"prompt": "1"}, *numbers(3)]
-    with pytest.raises(UserError, match=r"a.jsonl:51: there is no column 'answer'"):
+    with pytest.raises(UserError, match=r"a.jsonl:51: no column 'answer'"):
         source(digits, [jsonl(tmp_path / "a.jsonl", rows)])
 
 
@@ -307,7 +307,7 @@ def test_a_data_set_without_a_readable_name_is_refused(tmp_path, digits, value):
 
 def test_a_source_key_that_the_rows_lack_is_refused(tmp_path, digits):
     file = jsonl(tmp_path / "a.jsonl", numbers(1))
-    with pytest.raises(UserError, match=r"a.jsonl:1: there is no column 'origin' \(data.source_key\)"):
+    with pytest.raises(UserError, match=r"a.jsonl:1: no column 'origin' \(data.source_key\)"):
         source(digits, [file], source_key="origin")
 
 

@@ -99,8 +99,8 @@ def test_every_jsonl_row_is_checked_when_the_file_is_opened(tmp_path):
             '{"prompt": "x"}\n{"a": "' + "x" * 999 + "\n",
             r"a.jsonl:2: not JSON: .* at column 7; .*'\.\.\.\. Exp",
         ),
-        ("a.jsonl", '[{"prompt": "x"}]', r"a.jsonl:1: holds list, expected one JSON object per line"),
-        ("a.jsonl", "\n\n", r"'.*a.jsonl' holds no rows"),
+        ("a.jsonl", '[{"prompt": "x"}]', r"a.jsonl:1: the line is a JSON list, expected one JSON object per line"),
+        ("a.jsonl", "\n\n", r"'.*a.jsonl' contains no rows"),
         ("a.jsonl", b"\xff\xfe{", r"a.jsonl' is text in UTF-16"),
         ("a.csv", "prompt\nx\n", r"ends in '.csv', expected .jsonl or .parquet"),
         ("a.parquet", "this is no parquet", r"a.parquet' is not a readable parquet file"),
@@ -118,7 +118,7 @@ def test_missing_files_are_refused(tmp_path):
         open_files([str(tmp_path / "nowhere.jsonl")], "data.train_files", accept)
     with pytest.raises(UserError, match=r"nowhere.parquet' cannot be read: No such file"):
         open_files([str(tmp_path / "nowhere.parquet")], "data.train_files", accept)
-    with pytest.raises(UserError, match=r"holds no rows"):
+    with pytest.raises(UserError, match=r"contains no rows"):
         empty = pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())})
         pyarrow.parquet.write_table(empty, tmp_path / "empty.parquet")
         open_files([str(tmp_path / "empty.parquet")], "data.train_files", accept)

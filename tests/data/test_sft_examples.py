@@ -164,7 +164,5 @@ def test_a_conversation_cut_on_the_left_keeps_its_last_answer(tmp_path, chat_tok
 def test_a_conversation_with_nothing_left_to_imitate_is_refused(tmp_path, chat_tokenizer):
     row = {"prompt": TALK[:1], "completion": [{"role": "user", "content": "plus plus plus"}, *TALK[1:2]]}
     options = {"answer_key": "", "response_key": "completion", "overlong_responses": "truncate_right"}
-    with pytest.raises(
-        UserError, match=r"one.jsonl:1: nothing of what the assistant says is left to imitate in the 26"
-    ):
+    with pytest.raises(UserError, match=r"one.jsonl:1: no assistant token is left to train on within the 26"):
         example(chat_tokenizer, tmp_path, row, {"prompt_length": 24, "response_length": 2}, **options)

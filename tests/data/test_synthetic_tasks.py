@@ -97,7 +97,7 @@ def test_a_task_of_the_users_own_is_found_by_its_path():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("adition", "there is no 'adition'. Known: addition"),
+        ("adition", "unknown 'adition'. Known: addition"),
         ("nowhere.tasks:Echo", "does not import"),
         ("builtins:dict", "expected a subclass of mrl.data.synthetic_tasks.Task"),
         ("mrl.data.synthetic_tasks:Task", "'mrl.data.synthetic_tasks:Task' does not define train_row, val_row"),

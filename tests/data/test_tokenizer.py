@@ -140,11 +140,11 @@ def test_unusable_tokenizers_are_refused(spec, message):
 
 
 def test_folders_without_a_usable_tokenizer_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"model.tokenizer is null and so is model.path"):
+    with pytest.raises(UserError, match=r"model.tokenizer and model.path are both null"):
         load_tokenizer(ModelConfig(), DataConfig())
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(UserError, match=r"model.path: '.*empty' holds no tokenizer"):
+    with pytest.raises(UserError, match=r"model.path: '.*empty' contains no tokenizer"):
         load_tokenizer(ModelConfig(path=str(empty)), DataConfig())
     (empty / "tokenizer.json").write_text("{broken")
     with pytest.raises(UserError, match=r"no tokenizer could be loaded"):

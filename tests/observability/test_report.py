@@ -109,11 +109,11 @@ def test_a_run_that_ended_in_its_warm_start_says_where_the_time_went(tmp_path):
 
 
 def test_the_best_step_without_a_checkpoint_is_told(whole):
-    assert "of which no checkpoint is kept" in Page(write_report(whole.root)).words
+    assert "whose checkpoint was not kept" in Page(write_report(whole.root)).words
     commit = whole.checkpoints / "step-00000006" / "commit.json"
     commit.parent.mkdir(parents=True)
     commit.write_bytes(Commit(6, None, {"state.json": File(0, "0" * 64)}).encode())
-    assert "no checkpoint is kept" not in Page(write_report(whole.root)).words
+    assert "checkpoint was not kept" not in Page(write_report(whole.root)).words
 
 
 def test_settings_changed_on_resume_have_a_heading(tmp_path):
@@ -193,10 +193,10 @@ def test_a_run_in_its_warm_start_has_a_report(tmp_path):
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"is not a folder\. Give a run folder"):
         write_report(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="holds no metrics"):
+    with pytest.raises(UserError, match="contains no metrics"):
         write_report(tmp_path)
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "ph')
-    with pytest.raises(UserError, match="holds no metrics"):
+    with pytest.raises(UserError, match="contains no metrics"):
         write_report(tmp_path)
     (tmp_path / "metrics.jsonl").write_bytes(b"rubbish\n")
     with pytest.raises(UserError, match="line 1 is not a JSON object"):
@@ -223,7 +223,7 @@ def test_one_data_set_needs_no_section(tmp_path):
 
 def test_ages_and_the_distance_to_what_sampled_are_drawn_where_they_are_logged(tmp_path, whole):
     write_report(whole.root)
-    assert not [name for name in Page(whole.report).figures() if "token" in name and "age" in name]
+    assert not [name for name in Page(whole.report).figures() if "token" in name and "taleness" in name]
     ages = {
         "training/off_policy/trajectory_staleness_worst/max": 2.0,
         "training/off_policy/trajectory_staleness_worst/mean": 1.5,
@@ -246,9 +246,9 @@ def test_ages_and_the_distance_to_what_sampled_are_drawn_where_they_are_logged(t
             log.step(step, metrics_of(step) | ages)
     write_report(run.root)
     page = Page(run.report)
-    titles = ("Age of the samples, steps", "Oldest token by length, mean age, steps",
-              "Versions that sampled a response", "Groups", "KL of the actor to what sampled, nats",
-              "Taken by the step for which they began, fraction of the samples by length",
+    titles = ("Staleness of the samples, steps", "Mean staleness of the oldest token by response length, steps",
+              "Policy versions per response", "Groups", "KL(engine, actor), nats",
+              "Samples trained by the step that requested them, fraction by length",
               "Mean length over the run, tokens")  # fmt: skip
     assert [title for title in titles if title not in page.figures()] == []
     assert "oldest token, max" in page.words and not [name for name in page.figures() if name in ages]
@@ -259,7 +259,7 @@ def test_phases_that_ran_beside_each_other_are_told(gen_s, tmp_path):
     with logging(tmp_path / "run", num_steps=2) as (run, log):
         log.step(1, metrics_of(1) | {"timing_s/gen": gen_s})
     write_report(run.root)
-    assert ("worked at once" in Page(run.report).words) == (gen_s == 0.3)
+    assert ("worked concurrently" in Page(run.report).words) == (gen_s == 0.3)
 
 
 def test_episodes_are_told_turn_by_turn_and_what_was_observed_stands_apart(tmp_path):
@@ -275,8 +275,8 @@ def test_episodes_are_told_turn_by_turn_and_what_was_observed_stands_apart(tmp_p
             log.step(step, metrics_of(step) | told)
     write_report(run.root)
     page = Page(run.report)
-    assert {"Turns of the policy", "Why episodes ended, fraction"} <= set(page.figures())
-    assert "Tool calls of an episode" not in page.figures()
+    assert {"Policy turns per episode", "End reasons of episodes, fraction"} <= set(page.figures())
+    assert "Tool calls per episode" not in page.figures()
     assert [attrs["class"] for tag, attrs in page.tags if tag == "p" and attrs.get("class") in ("said", "seen")] == [
         "said", "seen", "said",
     ]  # fmt: skip

@@ -1,1 +1,1 @@
-"""Acceptance tests of GPUs, TensorRT-LLM and vLLM (`tools/accept_*.py`): checks, processes, and the report."""
+"""Acceptance checks of `tools/accept_*.py` for a GPU, TensorRT-LLM and vLLM, and the page with their results."""

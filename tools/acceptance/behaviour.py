@@ -1,4 +1,4 @@
-"""Checks of an engine's behavior: long pauses, end tokens, seeds."""
+"""Checks of an engine's behaviour: long pauses, end tokens, seeds."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from acceptance.result import CheckError, Facts, NotHereError
 from mrl.engines.trtllm import inspection
 
 PATIENCE_S, NUM_PAUSES = 2.0, 4
-"""Time limit of the hang detector during the check, s, and number of weight syncs in a row."""
+"""Timeout of the hang detector during the check, seconds; number of consecutive weight syncs."""
 
 END_TOKENS, NUM_SAMPLES = 16, 4
 
 
 def pause(bench: Bench) -> Facts:
-    """Checks pauses in a row, and a pause and an idle time longer than the hang detector's limit."""
+    """Pauses several times in a row, then pauses and idles longer than the hang detector's timeout."""
     job = bench.job
     with inspection.impatient(job.sampler.engine, PATIENCE_S) as watched:
         if not watched:
-            raise NotHereError("only the LLM API's event loop has a hang detector, from 1.2 on")
+            raise NotHereError("only the LLM API's event loop has a hang detector, since 1.2")
         for _ in range(NUM_PAUSES):
             bench.refit()
-            bench.answers()  # wakes and sleeps
+            bench.greedy_responses()  # wakes and sleeps
         with inspection.paused(job.sampler.engine):
             time.sleep(2 * PATIENCE_S)
-        bench.answers()
+        bench.greedy_responses()
         time.sleep(2 * PATIENCE_S)  # as while the actor trains
-        bench.answers()
+        bench.greedy_responses()
     return {"held and idle, s": 2 * PATIENCE_S, "refits": NUM_PAUSES}
 
 
 def ends(bench: Bench) -> Facts:
-    """Checks that an end token stays in its response and that nothing follows it."""
+    """Checks that an end token that is certain to be sampled ends its response and stays part of it."""
     job = bench.job
     bench.refit()
     (prompt,) = job.state.source.next(1)
@@ -58,7 +58,7 @@ def ends(bench: Bench) -> Facts:
 
 
 def seeds(bench: Bench) -> Facts:
-    """Reports whether a sample depends only on its own seed, and checks that the samples of a prompt differ."""
+    """Records whether a sample depends on its own seed only (mrl does not need it); fails if all are equal."""
     bench.refit()
     (prompt,) = bench.job.state.source.next(1)
     setting = replace(bench.job.sampler.training, n=NUM_SAMPLES, stop=())

@@ -1,6 +1,6 @@
-"""Checks of a rollout engine in a started job: each returns its facts, or raises CheckError.
+"""Checks of an engine in a started job; each returns its facts or raises CheckError.
 
-All checks are collective over the job's ranks, and depend on the engine only through `engines/trtllm/inspection.py`.
+They are collective over the job's ranks, and do not depend on the engine except through `engines/trtllm/inspection.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from acceptance import answers, behaviour, fp8
+from acceptance import behaviour, comparisons, fp8
 from acceptance.fixture import Bench, opened
 from acceptance.result import CheckError, Facts, NotHereError
 from mrl.checkpoint.formats.hf import HfSource
@@ -32,14 +32,14 @@ from mrl.types import Rollout
 __all__ = ["FUNCTIONS", "opened"]
 GIB = 1 << 30
 FREED = 0.9
-"""Smallest share of the weights' bytes that sleeping must free; allocators round."""
+"""Fraction of the weights' bytes that sleeping must free; allocators round."""
 
 ALLOWED = 0.9
-"""Share of the free memory that the trainer must be able to allocate while the engine sleeps."""
+"""Fraction of the free memory that the trainer must be able to allocate while the engine sleeps."""
 
 
 def device(bench: Bench) -> Facts:
-    """Checks the device of the engine and that of this process."""
+    """Checks the device of the engine and the current device of this process."""
     job = bench.job
     facts: Facts = {"rank's device": str(job.device), "process": os.getpid()}
     if job.device.type == "cuda":
@@ -49,31 +49,29 @@ def device(bench: Bench) -> Facts:
         dist.all_gather_object(uuids, own_uuid)
         facts |= {"name": launch.device_name(job.device), "current": current, "uuids of ranks": uuids}
         if current != job.device.index:
-            raise CheckError(
-                f"the engine's start left cuda:{current} as the current device, the rank's is {job.device}"
-            )
+            raise CheckError(f"the engine's start left cuda:{current} as the current device instead of {job.device}")
         if len(set(uuids)) != len(uuids):
             raise CheckError(f"ranks share a GPU: {uuids}")
     if inspection.is_llm(job.sampler.engine):
         facts["features"] = inspection.features(job.sampler.engine)
         facts["parameters on"] = found = inspection.devices(job.sampler.engine)
         if found and found != [str(job.device)]:
-            raise CheckError(f"the engine's parameters are on {found}, the rank's device is {job.device}")
+            raise CheckError(f"the engine's parameters are on {found} instead of {job.device}")
     return facts
 
 
 def refit(bench: Bench) -> Facts:
-    """Checks the responses after syncing the same weights, others, and the first ones again."""
-    first, facts = answers.come_back(bench)
+    """Syncs the same weights, others, and the first again."""
+    first, facts = comparisons.check_weight_syncs(bench)
     _keep(bench, first)
     return facts
 
 
 def qkv(bench: Bench) -> Facts:
-    """Compares the fused QKV matrix of the first and the last layer with the model's files."""
+    """Compares the first and the last layer's fused matrix with the model's files."""
     job = bench.job
     if not inspection.is_llm(job.sampler.engine):
-        raise NotHereError("only the LLM API's model can be read; 'refit' and 'logprobs' cover the others")
+        raise NotHereError("only the LLM API's model can be inspected; 'refit' and 'logprobs' cover it")
     bench.refit()
     rollout, grid = job.config.rollout, job.groups.grid
     dtype = rollout.dtype or job.config.model.dtype
@@ -105,7 +103,7 @@ def _same(what: str, found: Tensor | None, expected: Tensor) -> Facts:
 
 
 def sleep(bench: Bench) -> Facts:
-    """Checks memory and responses after sleep and waking, and after an update's offloading and a weight sync."""
+    """Compares memory and responses: awake, after sleeping alone, and after an update with a weight sync."""
     job = bench.job
     bench.refit()
     job.policy.offload()
@@ -144,11 +142,11 @@ def sleep(bench: Bench) -> Facts:
     if not moved.within(bench.tolerance):
         raise CheckError(f"the responses changed after sleeping and waking: {moved}", facts)
     if not rested.within(bench.tolerance):
-        raise CheckError(f"the responses changed after the rest during an update and a weight sync: {rested}", facts)
+        raise CheckError(f"the responses changed after a release and a weight sync: {rested}", facts)
     if job.device.type == "cuda" and allowed < ALLOWED * freed:
         raise CheckError(
-            f"the trainer could allocate {allowed / GIB:.3f} GiB while the engine slept, which freed {freed / GIB:.3f} "
-            "GiB; is torch's allocator capped?",
+            f"the trainer could allocate only {allowed / GIB:.3f} GiB while the engine slept, although it freed "
+            f"{freed / GIB:.3f} GiB; is torch's allocator capped?",
             facts,
         )
     if job.device.type == "cuda" and freed < (FREED * weights if inspection.is_llm(job.sampler.engine) else 1):
@@ -157,7 +155,7 @@ def sleep(bench: Bench) -> Facts:
 
 
 def _allowed(device: torch.device) -> int:
-    """Allocates nearly all free memory with torch and frees it; returns the bytes, 0 if torch refuses or on a CPU."""
+    """Returns the bytes that torch can allocate out of nearly all free memory; 0 if it fails, or on a CPU."""
     if device.type != "cuda":
         return 0
     free, _ = torch.cuda.mem_get_info(device)
@@ -172,69 +170,72 @@ def _allowed(device: torch.device) -> int:
 
 
 def logprobs(bench: Bench) -> Facts:
-    """Compares the engine's log-probabilities of its samples with the actor's."""
+    """Scores samples under the session's settings by the actor."""
     bench.refit()
-    rollouts = answers.sampled(bench)
-    apart = (answers.actor_logprobs(bench, rollouts) - answers.engine_logprobs(rollouts)).abs()
-    facts, mean = answers.difference(bench, apart), float(apart.mean())
-    if not mean <= answers.MEAN_NATS:
+    rollouts = comparisons.sample(bench)
+    apart = (comparisons.actor_logprobs(bench, rollouts) - comparisons.engine_logprobs(rollouts)).abs()
+    facts, mean = comparisons.difference_facts(bench, apart), float(apart.mean())
+    if not mean <= comparisons.MEAN_NATS:
         raise CheckError(
-            f"engine and actor differ by {mean:.3g} nats on average over {apart.numel()} tokens, by at most "
-            f"{float(apart.max()):.3g}; expected a mean of at most {answers.MEAN_NATS:g}; {facts.get('probe', '')}",
+            f"engine and actor differ by {mean:.3g} nats on average over {apart.numel()} tokens (largest "
+            f"{float(apart.max()):.3g}); expected a mean of at most {comparisons.MEAN_NATS:g}; "
+            f"{facts.get('probe', '')}",
             facts,
         )
     return facts
 
 
 def experts(bench: Bench) -> Facts:
-    """Compares log-probabilities by the engine's routing record, and by a wrong one, that of the previous token."""
+    """Scores samples with the experts that the engine returned, and with those of the previous token for comparison."""
     bench.refit()
-    rollouts = answers.sampled(bench)
-    engine = answers.engine_logprobs(rollouts)
-    apart = (answers.actor_logprobs(bench, rollouts) - engine).abs()
+    rollouts = comparisons.sample(bench)
+    reported = comparisons.engine_logprobs(rollouts)
+    apart = (comparisons.actor_logprobs(bench, rollouts) - reported).abs()
     for number, each in enumerate(rollouts):
         if each.routed_experts is None:
-            raise CheckError(f"the engine returned no routing record for sample {number}")
+            raise CheckError(f"the engine returned no experts for sample {number}")
         each.routed_experts[1:-1] = each.routed_experts[:-2].clone()
-    elsewhere = float((answers.actor_logprobs(bench, rollouts) - engine).abs().mean())
-    facts = answers.difference(bench, apart) | {"mean difference by experts of another token, nats": elsewhere}
+    elsewhere = float((comparisons.actor_logprobs(bench, rollouts) - reported).abs().mean())
+    facts = comparisons.difference_facts(bench, apart) | {
+        "mean difference by experts of another token, nats": elsewhere
+    }
     mean = float(apart.mean())
-    if not (mean <= answers.MEAN_NATS and mean < elsewhere):
+    if not (mean <= comparisons.MEAN_NATS and mean < elsewhere):
         raise CheckError(
-            f"with the engine's routing record, engine and actor differ by {mean:.3g} nats on average, expected at "
-            f"most {answers.MEAN_NATS:g}; with that of the previous token by {elsewhere:.3g}",
+            f"with the returned experts engine and actor differ by {mean:.3g} nats on average, expected at most "
+            f"{comparisons.MEAN_NATS:g}; with those of the previous token by {elsewhere:.3g}",
             facts,
         )
     return facts
 
 
 def contract(bench: Bench) -> Facts:
-    """Repeats `logprobs` with a temperature and top_p, where log-probabilities of the raw logits would differ."""
+    """Scores samples under temperature and truncation, where raw log-probabilities would differ."""
     rollout = bench.job.config.rollout
     asked: Facts = {"temperature": rollout.temperature, "top_p": rollout.top_p}
     try:
         return asked | logprobs(bench)
     except UserError as error:
-        raise NotHereError(f"refused, as expected if the engine returns nothing exact: {error}") from error
+        raise NotHereError(f"rejected, since exact log-probabilities are not available: {error}") from error
 
 
 def graphs(bench: Bench) -> Facts:
-    """Compares responses with CUDA graphs, also after weight syncs, with those without."""
+    """Compares responses with CUDA graphs with those without, also after weight syncs."""
     if bench.job.device.type != "cuda" and not inspection.is_llm(bench.job.sampler.engine):
         raise NotHereError("a CPU has no CUDA graphs")
     file = bench.folder / "answers.json"
     if not file.is_file():
-        raise NotHereError("there are no responses without graphs: 'refit' did not run, or failed")
+        raise NotHereError("no responses without graphs to compare with: 'refit' did not run, or failed")
     bench.refit()
-    first = bench.answers()
+    first = bench.greedy_responses()
     with bench.other_weights():
         bench.refit()
-        bench.answers()  # captures graphs, if not done yet
+        bench.greedy_responses()  # captures graphs if that has not happened yet
     bench.job.sampler.rest()
     bench.refit()
     eager = [replace(one, **kept) for one, kept in zip(first, json.loads(file.read_text()), strict=True)]
     facts: Facts = {}
-    for what, other in (("without graphs", eager), ("after two refits", bench.answers())):
+    for what, other in (("without graphs", eager), ("after two refits", bench.greedy_responses())):
         moved = weight_sync_check.compare(first, other)
         facts[what] = str(moved)
         if not moved.within(bench.tolerance):
@@ -243,7 +244,7 @@ def graphs(bench: Bench) -> Facts:
 
 
 def graphs_asleep(bench: Bench) -> Facts:
-    """Repeats `graphs` with sleep in between, if the engine keeps its graphs then."""
+    """Does the same with a sleeping engine, if its graphs survive sleep."""
     engine = bench.job.sampler.engine
     if (without := inspection.without_graphs(engine)) is not None:
         raise NotHereError(without)
@@ -268,7 +269,7 @@ FUNCTIONS: dict[str, Callable[[Bench], Facts]] = {
 
 
 def _keep(bench: Bench, rollouts: Sequence[Rollout]) -> None:
-    """Writes the responses of rank 0's replica to a file, for another session."""
+    """Saves the responses of rank 0's replica for another session."""
     if bench.job.groups.rank == 0:
         kept = [{key: asdict(each)[key] for key in ("response_ids", "rollout_logprobs")} for each in rollouts]
         (bench.folder / "answers.json").write_text(json.dumps(kept))

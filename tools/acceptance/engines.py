@@ -1,7 +1,7 @@
-"""Acceptance test of rollout engines: the same checks for each, with the native engine as a control.
+"""Acceptance run of rollout engines: the same checks on each engine, with mrl's own as a control.
 
-Contains the model, the order, and the sessions of an engine. `trtllm.py` and `vllm.py` know the engines and their
-requirements; the checks are in `checks.py`.
+Selects the model, the order, and the sessions of an engine. `trtllm.py` and `vllm.py` define the engines and their
+preparation; the checks are in `checks.py`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from mrl.config.config import Config
 from mrl.models.hf_config import arch_from_folder
 
 CONTROL = "native"
-"""The native engine: a check that fails with it too is not caused by the other engine."""
+"""mrl's own engine; a check that also fails with it does not blame the other engine."""
 
 
 @dataclass(kw_only=True)
 class EngineAcceptance(Sessions):
-    """Acceptance test of engines and its results.
+    """Acceptance run of rollout engines; see `Sessions` for more fields.
 
     Attributes:
-        module: Module of the checks, see `Sessions`.
-        engines: Engines to test, out of `all_engines`.
-        all_engines: Names of all engines.
-        settings: Session -> its overrides.
+        module: Module of the checks.
+        engines: Engines to check, out of `all_engines`.
+        all_engines: Names of all known engines.
+        settings: Config overrides of each session.
         model_dir: Hugging Face folder; None: a random model.
-        num_ranks: Ranks of the job, one replica.
-        launcher: Command prefix that starts the ranks.
+        num_ranks: Number of ranks in the job, which form one replica.
+        launcher: Words in front of each session's command.
     """
 
     module: str = "acceptance.checks"
@@ -44,22 +44,22 @@ class EngineAcceptance(Sessions):
     launcher: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Checks the names and creates the folders.
+        """Checks the names of engines and checks, and creates the folders.
 
         Raises:
-            UserError: Unknown engine or check, or the folder contains an earlier run.
+            UserError: A name is unknown, or the folder already has a run.
         """
         check_names("engine", self.engines, self.all_engines)
         super().__post_init__()
         sizes = [f"rollout.tensor_model_parallel_size={self.num_ranks}"] if self.num_ranks > 1 else []
-        self.overrides = [*sizes, *self.overrides]  # a session's own come after them
+        self.overrides = [*sizes, *self.overrides]  # a session's own overrides are appended and win
         self.versions: dict[str, str] = {}
 
     def run(self) -> list[Result]:
-        """Runs all checks on each engine; returns the results in the order of the report.
+        """Runs all checks on each engine and returns the results in the order of the page.
 
         Raises:
-            UserError: An engine is not installed, or the config or the model folder is invalid.
+            UserError: The engine's package is not installed, or the config or the model folder is invalid.
         """
         self.versions = self.installed()
         (self.folder / "config.yaml").write_text(CONFIG, encoding="utf-8")
@@ -73,22 +73,22 @@ class EngineAcceptance(Sessions):
         self.results.sort(key=lambda result: (self.engines.index(result.engine), order.index(result.check)))
         return self.results
 
-    # overridden by subclasses
+    # overridden by engines
 
     @abstractmethod
     def installed(self) -> dict[str, str]:
-        """Returns the versions of the packages.
+        """Returns the versions of relevant packages.
 
         Raises:
             UserError: The engine's package is not installed.
         """
 
     def prepared(self, engine: str, own: list[str]) -> list[str] | None:
-        """Prepares an engine and returns its overrides; None if that failed."""
+        """Prepares an engine and returns its overrides; None if that failed and results were recorded."""
         return own
 
     def without(self, engine: str, session: str) -> str:
-        """Returns why an engine does not have a session; "" if it has."""
+        """Returns why an engine does not have a session; "" if it does."""
         return ""
 
     def overrides_of(self, session: str, own: Sequence[str]) -> list[str]:
@@ -111,7 +111,7 @@ class EngineAcceptance(Sessions):
                 self.session(engine, session, wanted, self.overrides_of(session, own), launcher=self.launcher)
 
     def _model(self, config: Config) -> list[str]:
-        """Returns overrides that name the folder of weights; writes random ones if none is given."""
+        """Returns overrides that select a folder with weights; writes a random model if none was given."""
         if self.model_dir is None:
             return write_random(config, self.folder / "model")
         arch_from_folder(self.model_dir)

@@ -1,4 +1,4 @@
-"""The started job that checks use: weight syncs, responses, and temporary changes of weights."""
+"""Fixture of an acceptance run's checks: a training job whose engine can be synced, woken and sampled."""
 
 from __future__ import annotations
 
@@ -25,14 +25,19 @@ from mrl.types import Prompt, Rollout
 
 
 class Bench:
-    """Job whose actor has the model of `model.path`.
+    """A job whose actor has the weights of `model.path`.
 
     Attributes:
-        folder: Folder for the engine's results, shared by its sessions.
+        folder: Output folder of the engine, shared by its sessions.
     """
 
     def __init__(self, job: Job, folder: Path) -> None:
-        """Loads the initial weights into a started job."""
+        """Loads the initial weights.
+
+        Args:
+            job: Started job without weights.
+            folder: Existing output folder.
+        """
         self.job, self.folder = job, folder
         job.weights.load_initial()
 
@@ -42,33 +47,33 @@ class Bench:
         return weight_sync_check.tolerance_of(self.job.device)
 
     def refit(self) -> None:
-        """Syncs the actor's weights into the engine, even if it has them."""
+        """Syncs the actor's weights into the engine, even if the engine already has them."""
         self.job.state.policy_version += 1
         self.job.refit_if_stale()
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        """Wakes the engine and generates."""
+        """Samples with the engine awake."""
         with together(), self.job.sampler.awake() as engine:
             return engine.generate(prompts, sampling)
 
-    def answers(self) -> list[Rollout]:
-        """Returns the responses to the prompts of the weight-sync self-test."""
+    def greedy_responses(self) -> list[Rollout]:
+        """Returns greedy responses to the prompts of the weight-sync self-test."""
         return weight_sync_check.answers(self.generate, self.job.arch, self.job.config.rollout)
 
     @contextmanager
     def other_weights(self) -> Iterator[None]:
-        """Gives the actor random weights during the body."""
+        """Gives the actor random weights inside the block."""
         job = self.job
-        with self._kept():
+        with self._restored():
             random_init(job.arch, job.policy.layout(), job.policy.named_tensors(), seed=job.config.run.seed + 1)
             yield
 
     @contextmanager
     def rounded_weights(self) -> Iterator[None]:
-        """Rounds the actor's weights as `rollout.quantization` does, during the body."""
+        """Rounds the actor's weights as `rollout.quantization` does inside the block."""
         job = self.job
         layout, grids = job.policy.layout(), grids_of(job.arch, job.config.rollout.quantization)
-        with self._kept() as tensors:
+        with self._restored() as tensors:
             quantizer = Quantizer(layout, tensors, grids, job.device)
             quantizer.measure()
             for name, stored in layout.items():
@@ -79,8 +84,8 @@ class Bench:
             yield
 
     @contextmanager
-    def _kept(self) -> Iterator[dict[str, Tensor]]:
-        """Yields the actor's tensors and restores their values afterwards."""
+    def _restored(self) -> Iterator[dict[str, Tensor]]:
+        """Restores the actor's tensors when the block ends."""
         tensors = self.job.policy.named_tensors()
         kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         try:
@@ -101,6 +106,6 @@ class Bench:
 
 @contextmanager
 def opened(spec: Spec) -> Iterator[Bench]:
-    """Collective over the job: starts the job of a session."""
+    """Collective over the job: creates the fixture of a session."""
     with open_job(prepare(load(spec.config, spec.overrides)), log=False) as job:
         yield Bench(job, Path(spec.folder))

@@ -1,35 +1,35 @@
-"""Check of `rollout.quantization=fp8`: the engine computes with the values that FP8 weights and scales represent."""
+"""Check of `rollout.quantization=fp8`: the engine must compute with the weights that values and scales represent."""
 
 from __future__ import annotations
 
-from acceptance import answers
+from acceptance import comparisons
 from acceptance.fixture import Bench
 from acceptance.result import CheckError, Facts
 
 AS_MUCH = 2.0
-"""Allowed factor: TensorRT-LLM also rounds activations to FP8, with as many bits as the weights, which changes
-log-probabilities about as much as rounding the weights; a misplaced scale changes them far more.
+"""Allowed difference, in multiples of the effect of rounding the weights. TensorRT-LLM also rounds activations to FP8,
+which has about the same effect; a misplaced scale has a far larger one.
 """
 
 
 def fp8(bench: Bench) -> Facts:
-    """Syncs weights in FP8 and compares log-probabilities with the actor's, with rounded and own weights."""
-    _, facts = answers.come_back(bench)
-    rollouts = answers.sampled(bench)
-    engine, own = answers.engine_logprobs(rollouts), answers.actor_logprobs(bench, rollouts)
+    """Syncs weights in FP8, and scores samples by the actor with the dequantised weights and with its own."""
+    _, facts = comparisons.check_weight_syncs(bench)
+    rollouts = comparisons.sample(bench)
+    engine, own = comparisons.engine_logprobs(rollouts), comparisons.actor_logprobs(bench, rollouts)
     with bench.rounded_weights():
-        meant = answers.actor_logprobs(bench, rollouts)
+        meant = comparisons.actor_logprobs(bench, rollouts)
     weights = float((own - meant).abs().mean())
-    facts |= answers.difference(bench, (engine - meant).abs()) | {
+    facts |= comparisons.difference_facts(bench, (engine - meant).abs()) | {
         "mean difference that rounding the weights makes, nats": weights,
         "mean difference from the actor's own weights, nats": float((engine - own).abs().mean()),
         "mean weight that corrects a token": float((own - engine).exp().mean()),
     }
     mean = float((engine - meant).abs().mean())
-    if not mean <= answers.MEAN_NATS + AS_MUCH * weights:
+    if not mean <= comparisons.MEAN_NATS + AS_MUCH * weights:
         raise CheckError(
-            f"engine and actor differ by {mean:.3g} nats on average under the weights that FP8 stands for; rounding "
-            f"the weights alone makes a difference of {weights:.3g}. Check that the engine finds the scales.",
+            f"engine and actor differ by {mean:.3g} nats on average under the dequantised FP8 weights; rounding the "
+            f"weights alone makes a difference of {weights:.3g}. Are the scales in the right place?",
             facts,
         )
     return facts

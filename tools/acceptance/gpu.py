@@ -1,7 +1,7 @@
-"""Acceptance test of a GPU: each check in its own process, on one rank or, with several GPUs, on two.
+"""Acceptance run of a GPU: each check in its own process, on one rank or, with several GPUs, on two.
 
-Selects the checks that can run, those that run concurrently, and their models. The checks are in `gpu_checks.py` and
-`gpu_commands.py`, the processes in `sessions.py`, the report in `page.py`.
+Selects the checks that can run, which of them run concurrently, and their models. The checks are in `gpu_checks.py` and
+`gpu_commands.py`, the processes in `sessions.py`, and the page in `page.py`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ LARGE = (
     "rollout.response_length=1024",
     "actor.max_tokens_per_microbatch=8192",  # plain Megatron-Core stores the attention scores of all layers
 )
-"""Overrides of the MoE and the large model, before the user's."""
+"""Overrides for models other than that of `CONFIG`; the user's overrides also apply to them."""
 
 
 def chains(names: Sequence[str]) -> list[list[str]]:
-    """Returns chains of checks that may run concurrently; within a chain each check reads the results of the first."""
+    """Returns chains of checks that may run concurrently; each check of a chain reads the findings of the first."""
     found: dict[str, list[str]] = {}
     for name in [name for name in names if not CHECKS[name].alone]:
         first = CHECKS[name].after
@@ -54,14 +54,14 @@ def chains(names: Sequence[str]) -> list[list[str]]:
 
 @dataclass(kw_only=True)
 class GpuAcceptance(Sessions):
-    """Acceptance test of a GPU and its results.
+    """Acceptance run of a GPU; see `Sessions` for more fields.
 
     Attributes:
-        known: All checks.
-        module: Module of the checks, see `Sessions`.
-        checks: Checks to run, keys of `gpu_table.CHECKS`.
+        known: All checks by name.
+        module: Module of the checks.
+        checks: Names of the checks to run.
         device: "cuda", "cpu" or "auto".
-        lanes: Number of concurrent checks, among those that measure neither time nor memory.
+        lanes: Number of checks that run concurrently, out of those that measure neither time nor memory.
     """
 
     known: Mapping[str, Check] = field(default_factory=lambda: CHECKS)
@@ -71,17 +71,17 @@ class GpuAcceptance(Sessions):
     lanes: int = 1
 
     def __post_init__(self) -> None:
-        """Selects the device, checks the names and creates the folders.
+        """Chooses the device and creates the folders.
 
         Raises:
-            UserError: No such device or check, or the folder contains an earlier run.
+            UserError: The device does not exist, a check is unknown, or the folder already has a run.
         """
         try:
             self.device = launch.choose_device(self.device)
         except UserError as error:
             raise UserError(
-                f"--device={self.device}, but torch sees no CUDA device. Use --device cpu to run the checks on this "
-                "machine's CPU, as far as possible."
+                f"--device={self.device}, but torch sees no CUDA device. Use --device cpu to run the checks that apply "
+                "to this machine's CPU."
             ) from error
         super().__post_init__()
         self.given = tuple(self.overrides)
@@ -89,12 +89,12 @@ class GpuAcceptance(Sessions):
 
     @property
     def name(self) -> str:
-        """Subject in the report: the device."""
+        """Name of the device, as the subject of the results."""
         return self.device
 
     @property
     def versions(self) -> dict[str, str]:
-        """Versions of the installed packages."""
+        """Versions of relevant packages."""
         found = {"mrl": __version__}
         for name in SHOWN:
             with suppress(metadata.PackageNotFoundError):
@@ -102,7 +102,7 @@ class GpuAcceptance(Sessions):
         return found | {"CUDA of torch": str(torch.version.cuda), "python": platform.python_version()}
 
     def run(self) -> list[Result]:
-        """Runs the checks that measure neither time nor memory, `lanes` at a time, then the others one by one.
+        """Runs all checks that measure neither time nor memory, `lanes` at a time, then the others one by one.
 
         Returns:
             Results in the order of the report.
@@ -132,7 +132,7 @@ class GpuAcceptance(Sessions):
         return self.results
 
     def _in_lanes(self, chained: Sequence[Sequence[str]], models: Mapping[str, list[str]]) -> None:
-        """Runs chains of checks concurrently; an interrupt ends all of them."""
+        """Runs chains of checks concurrently; an interrupt by the user ends all of them."""
         with ThreadPoolExecutor(self.lanes) as pool:
             running = [pool.submit(self._chain, names, models) for names in chained]
             try:
@@ -162,11 +162,10 @@ class GpuAcceptance(Sessions):
         )
 
     def _ranks(self) -> int:
-        """Returns the largest possible number of ranks."""
         return torch.cuda.device_count() if self.device == "cuda" else max(check.num_ranks for check in CHECKS.values())
 
     def _model(self, model: str) -> list[str]:
-        """Returns the overrides of a model; writes its weights to a folder if transformers will read them."""
+        """Returns the overrides of a model; writes a folder with weights where transformers must read them."""
         sizes = {"dense": (), "experts": EXPERTS, "large": LARGE}[model]
         own = [*sizes, *self.given]
         if model == "large":

@@ -1,6 +1,7 @@
-"""Checks of a GPU in a started job: the actor against transformers and Megatron-Core, memory, links between GPUs.
+"""Checks of a GPU in a started job: the actor compared with transformers and Megatron-Core, memory, links between GPUs.
 
-Checks that compare engine and actor are in `checks.py`; checks that start commands are in `gpu_commands.py`.
+Comparisons of engine and actor are those of TensorRT-LLM in `checks.py`; checks that run commands are in
+`gpu_commands.py`.
 """
 
 from __future__ import annotations
@@ -42,30 +43,28 @@ from mrl.trainer.learning_rate import learning_rate
 from mrl.types import RolloutBatch
 
 EXACT = 1e-4
-"""Tolerance in fp32, where sums are in another order: nats, and relative for loss and gradient."""
+"""Tolerance in nats, and relative for loss and gradient: fp32 sums in another order."""
 
 OF_PEER = 2.0
-"""Factor in bfloat16: the actor may differ from fp32 this many times as much as transformers' own bfloat16, since its
+"""Tolerance in bfloat16, as a multiple of the distance of transformers' own bfloat16 from fp32, because the actor's
 kernels round at other places.
 """
 
 GRADIENT = 0.02
-"""Relative tolerance of the gradient norm in bfloat16: 8 bits in each factor, averaged over the norm; more than
-transformers' own bfloat16 error.
-"""
+"""Additional relative tolerance of the gradient norm in bfloat16: 8 bits in each factor, averaged over the norm."""
 
 CYCLES = 5
 LOST = 0.02
-"""Largest growth of memory from the second to the last cycle; allocators round."""
+"""Fraction of the memory reserved after the second cycle that may be lost by the last one; allocators round."""
 
 FREED = 0.98
-"""Smallest share of the actor's bytes, by shape, that offloading must free."""
+"""Fraction of the actor's bytes, computed from shapes, that offloading must free."""
 
 HOST_MORE = 1.1
-"""Largest host memory of offloading over the bytes that it stores."""
+"""Allowed host memory of offloading, relative to the bytes that it stores."""
 
 SLOWEST = 0.8
-"""Smallest share of plain Megatron-Core's tokens per second."""
+"""Minimum speed relative to plain Megatron-Core."""
 
 LINK_BYTES = 256 << 20
 NUM_SEQUENCES = 12
@@ -75,7 +74,7 @@ SAMPLES = 4
 
 @contextmanager
 def opened(spec: Spec) -> Iterator[Bench | gpu_commands.Commands]:
-    """Yields the fixture of a session's checks: a started job (collective), or `Commands`."""
+    """Creates the fixture of a session's checks: a job (collective), or a runner of commands."""
     if all(CHECKS[name].session == COMMANDS for name in spec.checks):
         yield gpu_commands.Commands(spec)
     else:
@@ -85,10 +84,7 @@ def opened(spec: Spec) -> Iterator[Bench | gpu_commands.Commands]:
 
 
 def for_this_machine(spec: Spec) -> Spec:
-    """Returns the spec with Megatron's local layers if TransformerEngine is unusable: MoE runs must select them.
-
-    A user's own choice is kept.
-    """
+    """Selects Megatron's local layers for a MoE session without TransformerEngine, unless the user chose layers."""
     config = load(spec.config, spec.overrides)
     unusable = transformer_engine.why_unusable(launch.choose_device(config.run.device))
     if config.actor.transformer_impl != "auto" or unusable is None:
@@ -100,23 +96,26 @@ def for_this_machine(spec: Spec) -> Spec:
 
 
 def parity(bench: Bench) -> Facts:
-    """Compares log-probabilities, loss and gradient norm with transformers in fp32, relative to its bfloat16 error."""
+    """Compares log-probabilities, loss and gradient norm with transformers in fp32.
+
+    In bfloat16 the actor may be about as far from fp32 as transformers' own bfloat16 is.
+    """
     job = bench.job
     return _against_transformers(bench, random_batch(job.arch.vocab_size, NUM_SEQUENCES, job.config.rollout.longest))
 
 
 def parity_local(bench: Bench) -> Facts:
-    """Repeats `parity` with Megatron's local layers, if `parity` had TransformerEngine's."""
+    """Compares Megatron's local layers with transformers, if `parity` used TransformerEngine's."""
     if (why := transformer_engine.why_unusable(bench.job.device.type)) is not None:
-        raise NotHereError(f"'parity' has Megatron's local layers already: {why}")
+        raise NotHereError(f"'parity' already uses Megatron's local layers: {why}")
     return parity(bench)
 
 
 def shared(bench: Bench) -> Facts:
-    """Repeats `parity` with a shared prompt prefix, and compares time and log-probabilities with those without."""
+    """Compares samples with shared prompts computed once with transformers, and with separately computed prompts."""
     job = bench.job
     if not job.policy.shares:
-        raise NotHereError("TransformerEngine's attention does not support a shared prompt prefix here")
+        raise NotHereError("TransformerEngine's attention does not support shared tokens here")
     longest = job.config.rollout.longest
     batch = samples_of_prompts(job.arch.vocab_size, NUM_SEQUENCES, prompt=4 * longest // 5, answer=longest // 5)
     facts = _against_transformers(bench, batch)
@@ -126,19 +125,20 @@ def shared(bench: Bench) -> Facts:
     alone, _ = job.policy.score(batch)
     alone_s = best_time(lambda: job.policy.score(batch), job.device, 3)
     job.policy.shares = True
-    facts |= {"time of each alone, over that of all": alone_s / once_s, "apart, nats": _apart(once, alone)}
+    facts |= {"time of each alone, over that of all": alone_s / once_s, "apart, nats": _mean_difference(once, alone)}
     own = facts.get(f"transformers' {job.config.model.dtype}, log-probabilities")
     bound = OF_PEER * (own if isinstance(own, float) else 0.0) + EXACT
-    if _apart(once, alone) > bound:
+    if _mean_difference(once, alone) > bound:
         raise CheckError(
-            f"with a shared prompt samples differ by {_apart(once, alone):.3g} nats, expected at most {bound:.3g}",
+            f"scores with shared and separate prompts differ by {_mean_difference(once, alone):.3g}; "
+            f"at most {bound:.3g} allowed",
             facts,
         )
     return facts
 
 
 def _against_transformers(bench: Bench, batch: RolloutBatch) -> Facts:
-    """Compares the actor with transformers on these sequences, see `parity`."""
+    """Compares the actor with transformers on these sequences; see `parity`."""
     job = bench.job
     own = batch if job.groups.coords.dp == 0 else batch.select([])
     scored, _ = job.policy.score(own)
@@ -152,7 +152,7 @@ def _against_transformers(bench: Bench, batch: RolloutBatch) -> Facts:
     bounds = {"log-probabilities": EXACT, "loss": EXACT, "gradient": EXACT}
     if low != torch.float32:
         near, near_loss, near_norm = by_transformers(folder, low, batch, job.device)
-        peer = _apart(near, exact), abs(near_loss / loss - 1), abs(near_norm / norm - 1)
+        peer = _mean_difference(near, exact), abs(near_loss / loss - 1), abs(near_norm / norm - 1)
         facts |= {
             f"transformers' {job.config.model.dtype}, {name}": each for name, each in zip(bounds, peer, strict=True)
         }
@@ -162,7 +162,7 @@ def _against_transformers(bench: Bench, batch: RolloutBatch) -> Facts:
             "gradient": OF_PEER * peer[2] + GRADIENT,
         }
     found = {
-        "log-probabilities": _apart(scored, exact) if own is batch else 0.0,
+        "log-probabilities": _mean_difference(scored, exact) if own is batch else 0.0,
         "loss": abs(metrics["actor/nll"] / loss - 1),
         "gradient": abs(metrics["actor/grad_norm"] / norm - 1),
     }
@@ -179,13 +179,13 @@ def _layers(bench: Bench) -> str:
     return "TransformerEngine's" if bench.job.policy.uses_te else "Megatron's local ones"
 
 
-def _apart(found: Tensor, expected: Tensor) -> float:
-    """Returns the mean difference, nats."""
+def _mean_difference(found: Tensor, expected: Tensor) -> float:
+    """Returns the mean absolute difference, nats."""
     return float((found - expected).abs().mean())
 
 
 def random_batch(vocabulary: int, num: int, longest: int, *, ragged: bool = True) -> RolloutBatch:
-    """Returns sequences of random tokens, all trained with equal weight per token."""
+    """Returns sequences of random tokens, all trained with the same weight."""
     generator = torch.Generator().manual_seed(0)
     lens = torch.full((num,), longest)
     if ragged:
@@ -208,7 +208,7 @@ def random_batch(vocabulary: int, num: int, longest: int, *, ragged: bool = True
 
 
 def samples_of_prompts(vocabulary: int, num: int, *, prompt: int, answer: int) -> RolloutBatch:
-    """Returns random sequences of which each `SAMPLES` share a prompt, with equal weight per response token."""
+    """Returns random sequences of which each `SAMPLES` share a prompt; each response token has the same weight."""
     batch = random_batch(vocabulary, num, prompt + answer, ragged=False)
     tokens_BT = batch.tokens_P.view(num, -1)
     tokens_BT[:, :prompt] = tokens_BT[::SAMPLES, :prompt].repeat_interleave(SAMPLES, 0)[:num]
@@ -229,7 +229,7 @@ def samples_of_prompts(vocabulary: int, num: int, *, prompt: int, answer: int) -
 def by_transformers(
     folder: str, dtype: torch.dtype, batch: RolloutBatch, device: torch.device
 ) -> tuple[Tensor, float, float]:
-    """Returns the log-probabilities [R] on the CPU, loss and gradient norm of transformers, sequence by sequence."""
+    """Computes log-probabilities [R] on the CPU, loss and gradient norm by transformers, sequence by sequence."""
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
@@ -255,13 +255,13 @@ def by_transformers(
 
 
 def update(bench: Bench) -> Facts:
-    """Compares tokens per second with plain Megatron-Core on the same batch, and reports the MFU."""
+    """Compares tokens per second with plain Megatron-Core on the same batch; records MFU."""
     job, config = bench.job, bench.job.config
     num, length = config.train.batch_size, config.rollout.longest
     batch = random_batch(job.arch.vocab_size, num, length, ragged=False)
     algorithm = build(AlgorithmConfig(name="sft"), config.rollout)
     job.policy.start_optimizer(learning_rate(config))
-    actor_s = best_time(lambda: job.policy.update(batch, algorithm), job.device, 3)
+    own_s = best_time(lambda: job.policy.update(batch, algorithm), job.device, 3)
     job.policy.offload()
     te, dtype = job.policy.uses_te, DTYPES[config.model.dtype]
     plain = PlainMegatron(job.arch, dtype=dtype, device=job.device, te=te)
@@ -269,22 +269,22 @@ def update(bench: Bench) -> Facts:
     if job.device.type == "cuda":
         torch.cuda.empty_cache()
         rows = fitting_rows(job.arch, length, rows, torch.cuda.mem_get_info(job.device)[0], te=te)
-    baseline_s = best_time(lambda: plain.update(tokens_BT, rows), job.device, 3)
+    plain_s = best_time(lambda: plain.update(tokens_BT, rows), job.device, 3)
     lens = [length] * num
-    rate = 3 * forward_flops(job.arch, lens) / actor_s
+    rate = 3 * forward_flops(job.arch, lens) / own_s
     facts: Facts = {
         "layers": _layers(bench),
         "tokens of a microbatch": config.actor.max_tokens_per_microbatch,
         "tokens of a microbatch of plain Megatron-Core": rows * length,
-        "tokens/s": num * length / actor_s,
-        "tokens/s of plain Megatron-Core": num * length / baseline_s,
-        "ratio": baseline_s / actor_s,
+        "tokens/s": num * length / own_s,
+        "tokens/s of plain Megatron-Core": num * length / plain_s,
+        "ratio": plain_s / own_s,
         "of the product's rate measured here": rate / matrix_rate(dtype, job.device),
     }
     name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else ""
-    facts |= mfu_metrics(job.arch, lens, update_s=actor_s, num_passes=1, world_size=1, device_name=name)
-    if baseline_s / actor_s < SLOWEST:
-        raise CheckError(f"an update has {baseline_s / actor_s:.2f} of plain Megatron-Core's tokens per second", facts)
+    facts |= mfu_metrics(job.arch, lens, update_s=own_s, num_passes=1, world_size=1, device_name=name)
+    if plain_s / own_s < SLOWEST:
+        raise CheckError(f"an update reaches {plain_s / own_s:.2f} of plain Megatron-Core's tokens per second", facts)
     return facts
 
 
@@ -292,7 +292,7 @@ def update(bench: Bench) -> Facts:
 
 
 def offload(bench: Bench) -> Facts:
-    """Checks the bytes of device and host after offloading, twice, and that the weights are restored."""
+    """Measures device and host memory over two offloads, and checks that the weights are the same afterwards."""
     job, policy = bench.job, bench.job.policy
     policy.start_optimizer(learning_rate(job.config))
     batch = random_batch(job.arch.vocab_size, 2, job.config.rollout.longest)
@@ -317,7 +317,7 @@ def offload(bench: Bench) -> Facts:
         "back, s": back_s,
     }
     if sums != again:
-        raise CheckError(f"the weights that came back add up to {again:016x}, those that left to {sums:016x}", facts)
+        raise CheckError(f"the restored weights have checksum {again:016x}, the offloaded ones {sums:016x}", facts)
     if job.device.type == "cpu":
         return facts | {"memory": "a CPU: nothing to measure"}
     facts |= {"GiB freed": freed / GIB, "GiB of the host": grown / GIB, "GiB of the host, the second time": twice / GIB}
@@ -325,7 +325,7 @@ def offload(bench: Bench) -> Facts:
         raise CheckError(f"offloading freed {freed / GIB:.3f} GiB of {held / GIB:.3f}", facts)
     if max(grown, twice) > HOST_MORE * kept:
         raise CheckError(
-            f"offloading took {max(grown, twice) / GIB:.3f} GiB of host memory for {kept / GIB:.3f} GiB", facts
+            f"offloading {kept / GIB:.3f} GiB used {max(grown, twice) / GIB:.3f} GiB of host memory", facts
         )
     return facts
 
@@ -342,11 +342,11 @@ def _sum(bench: Bench) -> int:
 
 
 def cycles(bench: Bench) -> Facts:
-    """Checks memory and responses over cycles of weight sync, sampling, sleep and an update that changes nothing."""
+    """Checks memory and responses over cycles of weight sync, sampling, sleep and an update with learning rate 0."""
     job, engine = bench.job, bench.job.sampler.engine
     batch = random_batch(job.arch.vocab_size, NUM_SEQUENCES, job.config.rollout.longest)
     algorithm = build(AlgorithmConfig(name="sft"), job.config.rollout)
-    job.policy.start_optimizer(LearningRate(0.0, 0.0, "constant", 0, CYCLES))  # the weights stay
+    job.policy.start_optimizer(LearningRate(0.0, 0.0, "constant", 0, CYCLES))  # the weights do not change
     first: list[Any] = []
     asleep, awake, caches, captured = [], [], [], []
     for _ in range(CYCLES):
@@ -360,11 +360,11 @@ def cycles(bench: Bench) -> Facts:
         captured.append(int(engine.stats().get("captured_graphs", 0)))
         engine.sleep()
         job.sampler.rest()
-        job.policy.update(batch, algorithm)  # its allocations must not end up where the KV cache was
+        job.policy.update(batch, algorithm)  # its allocations must not stay in the memory of the cache
         asleep.append(bench.used())
         moved = weight_sync_check.compare(first, found)
         if not moved.within(bench.tolerance):
-            raise CheckError(f"the actor's weights stayed, but the engine's answers moved: {moved}")
+            raise CheckError(f"the engine's responses changed although the actor's weights did not: {moved}")
     facts: Facts = {"answers": str(moved), "GiB of the cache": max(caches) / GIB, "graphs captured": captured}
     if any(captured[1:]):
         raise CheckError(f"CUDA graphs were captured again after the engine slept: {captured}", facts)
@@ -375,9 +375,9 @@ def cycles(bench: Bench) -> Facts:
         "GiB in use asleep": [round(each / GIB, 3) for each in asleep],
     }
     if asleep[-1] > asleep[1] * (1 + LOST):
-        raise CheckError(f"asleep it uses {asleep[-1] / GIB:.3f} GiB, after two cycles {asleep[1] / GIB:.3f}", facts)
+        raise CheckError(f"asleep {asleep[-1] / GIB:.3f} GiB are in use, after two cycles {asleep[1] / GIB:.3f}", facts)
     if awake[-1] > awake[1] * (1 + LOST):
-        raise CheckError(f"awake it uses {awake[-1] / GIB:.3f} GiB, after two cycles {awake[1] / GIB:.3f}", facts)
+        raise CheckError(f"awake {awake[-1] / GIB:.3f} GiB are in use, after two cycles {awake[1] / GIB:.3f}", facts)
     return facts
 
 
@@ -385,7 +385,7 @@ def cycles(bench: Bench) -> Facts:
 
 
 def links(device: torch.device) -> Facts:
-    """Collective over the job: checks an all-reduce and a message on the device's backend, and their speed."""
+    """Collective over the job: checks a sum and a message of known values over the device's backend; times them."""
     rank, size = dist.get_rank(), dist.get_world_size()
     ones = torch.full((LINK_BYTES // 4,), float(rank + 1), device=device)
     dist.all_reduce(ones)
@@ -417,7 +417,7 @@ def links(device: torch.device) -> Facts:
 
 
 def _experts(bench: Bench) -> Facts:
-    """Repeats `parity` for an MoE model, whose grouped GEMM is TransformerEngine's."""
+    """Compares a MoE model with transformers; uses TransformerEngine's grouped GEMMs."""
     if bench.job.arch.moe is None:
         raise NotHereError("the given model has no experts")
     return parity(bench)

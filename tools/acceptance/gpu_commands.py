@@ -1,4 +1,4 @@
-"""Checks of a GPU that start mrl's own commands: the machine, checkpoint and resume, the quickstart, the benchmarks."""
+"""Checks of a GPU that run mrl's own commands: device, attention, checkpoint and resume, quickstart, benchmarks."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ from mrl.models.kernels.sdpa import attend
 from mrl.observability.hardware import HARDWARE
 
 REACHED = 0.4
-"""Smallest share of the vendor's figures for a copy and a product; healthy GPUs reach 0.6 to 0.9."""
+"""Fraction of the vendor's figures that a copy and a GEMM must reach; healthy GPUs reach 0.6 to 0.9."""
 
 RERUN = 1e-3
-"""Largest relative difference of a metric on a GPU, whose kernels do not fix the order of sums; 0 on a CPU."""
+"""Largest relative difference of a metric between two runs on a GPU, whose kernels sum in varying order; 0 on a CPU."""
 
 LEARNED = 0.8
-"""Smallest validation accuracy; README reports 0.94 to 0.98."""
+"""Minimum held-out accuracy; README reports 0.94 to 0.98."""
 
 SLOWEST_ROLLOUT = 0.9
-"""Smallest share of transformers' speed."""
+"""Minimum speed relative to transformers."""
 
 SLOWEST_REFIT = 0.1
-"""Smallest share of a copy's speed; on CPUs it is 0.18 to 0.47."""
+"""Minimum speed of a weight sync relative to a copy; 0.18 to 0.47 on CPUs."""
 
 
 ATTENTION_LENGTH, ATTENTION_HEADS = {"cpu": 64, "cuda": 4096}, 16
 NEW_SHAPES, NEW_SHAPE_S = 3, 0.25
-"""Number of new shapes, and largest extra time of one, s; a cuDNN plan takes about 0.5 s for each direction."""
+"""Number of new shapes, and allowed extra seconds of a new one; a cuDNN plan takes about 0.5 s per direction."""
 
 
 class Commands:
-    """Fixture of checks that start commands.
+    """Fixture of checks that run commands.
 
     Attributes:
         config: Config of the session.
-        words: Config file and overrides for `mrl train`, without `run.output_dir`.
-        folder: Folder for the results.
+        words: Arguments of `mrl train`, without `run.output_dir`: config file and overrides.
+        folder: Output folder.
         tools: Folder of the repository's tools.
         num_ranks: Number of ranks of the check.
         device: "cuda" or "cpu".
@@ -71,7 +71,7 @@ class Commands:
         self.device = launch.choose_device(self.config.run.device)
 
     def run(self, name: str, *words: str) -> list[str]:
-        """Runs Python with these arguments; returns the printed lines, which are also in `folder`/`name`.log.
+        """Runs Python with these arguments; returns the lines of its output, which also go to `folder`/`name`.log.
 
         Raises:
             CheckError: The command failed.
@@ -81,11 +81,11 @@ class Commands:
             done = subprocess.run([sys.executable, *words], stdout=output, stderr=subprocess.STDOUT, check=False)
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         if done.returncode != 0:
-            raise CheckError(f"{name} ended with status {done.returncode}: {last_words(log)} (all of it in {log})")
+            raise CheckError(f"{name} ended with status {done.returncode}: {last_words(log)} (full output in {log})")
         return lines
 
     def train(self, run: RunDir, *words: str) -> dict[str, float]:
-        """Runs `mrl train` in a run folder and returns the last value of each metric.
+        """Runs `mrl train` in a run folder; returns the last value of each metric.
 
         Raises:
             CheckError: The command failed.
@@ -94,7 +94,7 @@ class Commands:
         return last_metrics(run.metrics)
 
     def bench(self, tool: str, *words: str) -> Facts:
-        """Runs a benchmark, with the check's number of ranks, and returns its JSON line."""
+        """Runs a benchmark on the check's number of ranks; returns its JSON result."""
         ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.num_ranks)]
         launcher = ranks if tool == "bench_refit" else []
         name = f"{tool}-{self.num_ranks}"
@@ -104,7 +104,7 @@ class Commands:
 
 
 def last_metrics(file: Path) -> dict[str, float]:
-    """Returns the last value of each metric in a run's file."""
+    """Returns the last value of each metric in a run's log file."""
     found: dict[str, float] = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         found |= {name: value for name, value in json.loads(line).items() if isinstance(value, (int, float))}
@@ -112,7 +112,7 @@ def last_metrics(file: Path) -> dict[str, float]:
 
 
 def device(bench: Commands) -> Facts:
-    """Checks versions, rates and devices."""
+    """Checks copy and GEMM rates against the vendor's figures, and that installed packages can be imported."""
     own = torch.device(bench.device)
     unusable = transformer_engine.why_unusable(bench.device)
     facts: Facts = {"device": device_name(bench.device), "TransformerEngine": unusable or "it can be used"}
@@ -132,20 +132,20 @@ def device(bench: Commands) -> Facts:
         for (name, rate), peak in zip(rates.items(), peaks, strict=True):
             facts[f"{name}, of the vendor's"] = rate / peak
             if rate < REACHED * peak:
-                raise CheckError(f"{name} is {rate:.4g}, the vendor's figure {peak:.4g}", facts)
+                raise CheckError(f"{name} is {rate:.4g}, but the vendor's figure is {peak:.4g}", facts)
     if unusable is not None and importlib.util.find_spec(transformer_engine.NAME) is not None:
         raise CheckError(f"TransformerEngine cannot be used: {unusable}", facts)
     return facts
 
 
 def attention(bench: Commands) -> Facts:
-    """Checks torch's attention as actor and engine call it: cost of a new shape, memory below that of all scores."""
+    """Checks the cost of a new shape in torch's attention as used by actor and engine, and that scores are not kept."""
     device = torch.device(bench.device)
     launch.choose_attention()
     length = ATTENTION_LENGTH[device.type]
     facts: Facts = {}
     for name, make in ATTENTIONS.items():
-        make(device, length)()  # loads libraries
+        make(device, length)()  # warm-up that loads libraries
         new, again = [], []
         for number in range(1, NEW_SHAPES + 1):
             call = make(device, length - 8 * number - number % 2)
@@ -164,12 +164,12 @@ def attention(bench: Commands) -> Facts:
         peak = torch.cuda.max_memory_allocated(device) - before
         found["bytes at the peak, of those of all scores"] = peak / scores
         if peak > scores:
-            raise CheckError(f"{name}: {peak / 2**20:.0f} MiB at the peak, all scores take {scores / 2**20:.0f}", facts)
+            raise CheckError(f"{name}: peak of {peak / 2**20:.0f} MiB; all scores take {scores / 2**20:.0f}", facts)
     return facts
 
 
 def _causal(dtype: torch.dtype, *, masked: bool) -> Callable[[torch.device, int], Callable[[], object]]:
-    """Returns a maker of forward and backward passes with grouped queries, as in the actor's local layers."""
+    """Returns a factory of forward and backward passes of grouped-query attention, as in the actor's local layers."""
 
     def make(device: torch.device, length: int) -> Callable[[], object]:
         heads = (ATTENTION_HEADS, ATTENTION_HEADS // 4, ATTENTION_HEADS // 4)
@@ -181,7 +181,7 @@ def _causal(dtype: torch.dtype, *, masked: bool) -> Callable[[torch.device, int]
 
 
 def _decoding(device: torch.device, length: int) -> Callable[[], object]:
-    """Returns a decode step's attention over `length` slots, as in the native engine."""
+    """Returns a decode step's attention over `length` cached tokens, as in the native engine."""
     rows = 8
     cache = KVCache(
         num_layers=1, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=device, budget_bytes=1 << 30
@@ -221,12 +221,12 @@ def commit(bench: Commands) -> Facts:
     apart = difference(first, again)
     facts["largest relative difference"] = apart[1]
     if apart[1] > (0.0 if bench.device == "cpu" else RERUN):
-        raise CheckError(f"{apart[0]} was {first.get(apart[0])}, after the resume it is {again.get(apart[0])}", facts)
+        raise CheckError(f"{apart[0]} was {first.get(apart[0])}, but {again.get(apart[0])} after the resume", facts)
     return facts
 
 
 def difference(first: Mapping[str, float], again: Mapping[str, float]) -> tuple[str, float]:
-    """Returns the metric with the largest relative difference, and it; infinity if only one side has the metric."""
+    """Returns the metric with the largest relative difference, and that difference; inf if only one side has it."""
     apart = dict.fromkeys(first.keys() ^ again.keys(), math.inf)
     for name in first.keys() & again.keys():
         one, other = first[name], again[name]
@@ -240,7 +240,7 @@ def _size(folder: Path) -> int:
 
 
 def quickstart(bench: Commands) -> Facts:
-    """Runs `configs/quickstart.yaml` and checks its accuracy."""
+    """Runs `configs/quickstart.yaml` unchanged."""
     config = bench.tools.parent / "configs" / "quickstart.yaml"
     found = bench.train(RunDir(bench.folder / "quickstart"), str(config))
     facts: Facts = {"val/accuracy": found["val/accuracy"]}
@@ -250,22 +250,22 @@ def quickstart(bench: Commands) -> Facts:
 
 
 def rollout(bench: Commands) -> Facts:
-    """Compares the native engine with transformers and the lower bound, with and without CUDA graphs."""
+    """Compares the engine's speed with transformers and the memory-bandwidth limit, with and without CUDA graphs."""
     case = ("small", "float32") if bench.device == "cpu" else ("large", "bfloat16")
     engines = ("native",) if bench.device == "cpu" else ("native", "native_eager")
     words = ("--model", case[0], "--dtype", case[1], "--repeats", "3", "--engines", *engines)
     facts = bench.bench("bench_rollout", *words)
     if not float(str(facts["ratio"])) >= SLOWEST_ROLLOUT:
-        raise CheckError(f"the engine has {facts['ratio']} of the speed of transformers' generate", facts)
+        raise CheckError(f"the engine reaches {facts['ratio']} of the speed of transformers' generate", facts)
     return facts
 
 
 def transport(bench: Commands) -> Facts:
-    """Compares a weight sync with a copy; on two ranks every tensor is sharded on one side only."""
+    """Compares a weight sync with a copy; on two ranks every tensor is sharded on one side and full on the other."""
     layout = ("--tp", "1") if bench.num_ranks == 1 else ("--tp", "2", "--rollout-tp", "1")
     facts = bench.bench("bench_refit", *layout, "--repeats", "5")
     if not float(str(facts["ratio_transport"])) >= SLOWEST_REFIT:
-        raise CheckError(f"a weight sync has {facts['ratio_transport']} of the speed of a copy", facts)
+        raise CheckError(f"a weight sync reaches {facts['ratio_transport']} of the speed of a copy", facts)
     return facts
 
 

@@ -1,4 +1,4 @@
-"""The small model of an acceptance test: its config, and a folder with random weights."""
+"""The small model of an acceptance run: its config, and a folder with random weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from mrl.resharding.init import random_init
 from mrl.trainer.resolve import load_model_facts
 
 SPREAD = 4.0
-"""Factor of the random weight matrices over a usual initialization, whose distribution over tokens would be nearly flat
-and hide errors.
+"""Factor on random matrices. Without it the output would be almost uniform, and a wrong distribution would look right.
 """
 
 CONFIG = """
@@ -44,11 +43,11 @@ rollout:
 reward: {functions: [{name: exact_match}]}
 observe: {console: plain, tensorboard: false, report: false}
 """
-"""Config of the test, with a small model whose heads have 128 dimensions, as many kernels require."""
+"""Config of a model small enough for minutes, with the head size of 128 that real kernels expect."""
 
 
 def write_random(config: Config, folder: Path) -> list[str]:
-    """Writes the config's model with random weights as a Hugging Face folder; returns the overrides that name it."""
+    """Writes the config's model with random weights as a Hugging Face folder; returns the overrides that select it."""
     arch, tokenizer = load_model_facts(config)
     layout = hf_layout(arch, config.model.dtype)
     tensors = allocate(layout)
@@ -65,5 +64,5 @@ def write_random(config: Config, folder: Path) -> list[str]:
 
 
 def from_folder(folder: Path) -> list[str]:
-    """Returns the overrides that name a Hugging Face folder."""
+    """Returns the overrides that select a Hugging Face folder."""
     return [f"model.path={folder.resolve()}", "model.preset=null", "~model.overrides", "model.tokenizer=null"]

@@ -1,4 +1,4 @@
-"""The report of an acceptance test as Markdown and JSON: results, their meaning and remedies."""
+"""Page of an acceptance run: results, consequences of failures and remedies, as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 
 from acceptance.result import Check, Result
 
-LATE = "it exceeded its time limit or hangs; the question is not answered"
-MORE_TIME = "see in the log how far it got; allow more time with --timeout-s, or --start-timeout-s for a start"
+LATE = "the check exceeded its time limit or hangs; its question is not answered"
+MORE_TIME = "see the log for its progress; raise --timeout-s, or --start-timeout-s for a start"
 
 
 @dataclass(frozen=True)
 class Page:
-    """Description of a report.
+    """Description of a page.
 
     Attributes:
-        title: Title line.
-        file: File name without suffix.
-        checks: All checks that it may list.
-        names: Engine -> its name in the report.
+        title: Heading of the page.
+        file: File name without its suffix.
+        checks: All checks that may appear on it.
+        names: Display names of the engines or other subjects.
     """
 
     title: str
@@ -39,18 +39,15 @@ def write_page(
     command: str,
     took_s: float,
 ) -> Path:
-    """Writes the report as Markdown, and as JSON with the same name.
+    """Writes the page, and a JSON file of the same name; returns the path of the page.
 
     Args:
-        page: Description of the report.
-        folder: Existing folder for the files.
+        page: Description of the page.
+        folder: Existing output folder.
         results: Results of the checks.
-        versions: Versions of the packages.
-        command: Command line of the test.
-        took_s: Duration of the test, s.
-
-    Returns:
-        Path of the Markdown file.
+        versions: Versions of installed packages.
+        command: Command line of the tool.
+        took_s: Duration of the run, seconds.
     """
     content = {
         "command": command,
@@ -67,7 +64,7 @@ def write_page(
 
 
 def verdict(results: Sequence[Result]) -> str:
-    """Returns a summary per engine, in one line."""
+    """Returns a summary with one clause per engine."""
     found = []
     for engine in dict.fromkeys(result.engine for result in results):
         own = [result for result in results if result.engine == engine]
@@ -75,9 +72,9 @@ def verdict(results: Sequence[Result]) -> str:
         if counts["fails"]:
             word = "does not work here"
         elif counts["works"]:
-            word = "works here as far as was asked"
+            word = "works here in all checks that ran"
         else:
-            word = "was not looked at"
+            word = "was not checked"
         found.append(f"{engine} {word}: {counts['works']} work, {counts['fails']} fail, {counts['skipped']} skipped")
     return "; ".join(found)
 
@@ -101,19 +98,19 @@ def _head(
 def _findings(page: Page, results: Sequence[Result]) -> Iterator[str]:
     failing = [result for result in results if result.status == "fails"]
     if failing:
-        yield from ("", "## What fails")
+        yield from ("", "## Failures")
     for result in failing:
         check = page.checks[result.check]
         yield from ("", f"### {result.engine}: {result.check}", "")
-        yield f"- what failed: {result.said}"
-        yield f"- what it means: {LATE if result.late else check.means}"
-        yield f"- what to do: {MORE_TIME if result.late else check.remedy}"
+        yield f"- failure: {result.said}"
+        yield f"- consequence: {LATE if result.late else check.means}"
+        yield f"- remedy: {MORE_TIME if result.late else check.remedy}"
         yield f"- log: {result.log}"
     skipped = [result for result in results if result.status == "skipped"]
     if skipped:
-        yield from ("", "## What was not looked at", "")
+        yield from ("", "## Skipped", "")
         yield from (f"- {result.engine}: {result.check}: {result.said}" for result in skipped)
-    yield from ("", "## Figures")
+    yield from ("", "## Measurements")
     for result in results:
         if result.facts:
             yield from ("", f"### {result.engine}: {result.check}", "")

@@ -1,4 +1,4 @@
-"""Data classes of an acceptance test: a check, the spec of a session, the result of a check."""
+"""Data types of an acceptance run: a check, the specification of a session, and the result of a check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Facts = dict[str, object]
 
 
 class CheckError(Exception):
-    """Raised by a check that failed, with the facts it had found."""
+    """Failure of a check, with the facts found before it."""
 
     def __init__(self, said: str, facts: Facts | None = None) -> None:
         super().__init__(said)
@@ -19,18 +19,18 @@ class CheckError(Exception):
 
 
 class NotHereError(Exception):
-    """Raised by a check that cannot run on this machine, with the reason."""
+    """Reason a check cannot run on this machine."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Check of an acceptance test, a line of the report.
+    """One row of the page.
 
     Attributes:
-        session: Session in which it runs.
-        asks: Question that it answers.
-        means: Meaning of a failure.
-        remedy: What to do after a failure.
+        session: Session that runs the check.
+        asks: Question that the check answers.
+        means: Consequence of a failure.
+        remedy: Advice after a failure.
     """
 
     session: str
@@ -41,15 +41,15 @@ class Check:
 
 @dataclass(frozen=True)
 class Spec:
-    """Work of a session, the content of the file on its command line.
+    """Specification of a session, the JSON file on its command line.
 
     Attributes:
         config: Path of the run's config.
-        overrides: Overrides of the session.
+        overrides: Config overrides of the session.
         checks: Names of the checks, in order.
-        lines: File to which a JSON line per event is appended.
-        folder: Folder for the engine's results.
-        module: Module with the checks' `FUNCTIONS`, and `opened`, which yields their fixture.
+        lines: Path of the log to which each event appends a line.
+        folder: Output folder of the engine.
+        module: Module with the checks' `FUNCTIONS`, and `opened`, which creates their fixture.
         tools: Folder of the repository's tools.
     """
 
@@ -67,14 +67,14 @@ class Result:
     """Result of a check.
 
     Attributes:
-        engine: Engine, or another subject.
+        engine: Engine or other subject of the check.
         check: Name of the check.
         status: "works", "fails" or "skipped".
-        said: Error message or reason; "" if it works.
-        facts: Measurements and findings.
-        took_s: Duration of the check, s.
-        log: Path of the log.
-        late: True if it was ended at its time limit, so that its question is not answered.
+        said: Message; of a failure, its reason.
+        facts: Measured values and findings.
+        took_s: Duration of the check alone, seconds.
+        log: Path of the log with details.
+        late: True if it was stopped at its time limit, so that its question is not answered.
     """
 
     engine: str

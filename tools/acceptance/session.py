@@ -1,7 +1,6 @@
-"""Program of a rank that runs the checks of one session: `python -m acceptance.session SPEC`.
+"""Program of a rank in one session (`python -m acceptance.session SPEC`): starts the engine and runs its checks.
 
-A JSON line is written before and after each check, from which `sessions.py` knows the check that hangs or crashed the
-process.
+It writes a line before and after each check, by which `sessions.py` knows which check hangs or ended the process.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ log = logging.getLogger(__name__)
 
 
 Outcome = tuple[str, str, Facts]
-"""(status, message, facts)."""
+"""Status, message, facts."""
 
 
 def main(file: str) -> None:
-    """Runs the session; called on every rank of the job."""
+    """Runs the session; called by every rank of the job."""
     logging.basicConfig(level=logging.INFO)
     spec = Spec(**json.loads(Path(file).read_text(encoding="utf-8")))
     is_first = launch.environment().rank == 0
@@ -47,7 +46,11 @@ def main(file: str) -> None:
         for name in spec.checks:
             began = time.monotonic()
             tell(begins=name)
-            tell(ended=name, outcome=_agreed(_outcome(module.FUNCTIONS[name], bench)), took_s=time.monotonic() - began)
+            tell(
+                ended=name,
+                outcome=_first_failure(_outcome(module.FUNCTIONS[name], bench)),
+                took_s=time.monotonic() - began,
+            )
         tell(begins="end")
 
 
@@ -65,8 +68,8 @@ def _outcome(check: Callable[[Any], Facts], bench: Any) -> Outcome:
         return "fails", f"{type(error).__name__}: {error}", {}
 
 
-def _agreed(own: Outcome) -> Outcome:
-    """Collective over the job, if there is one: returns the result of the first failed rank, else that of rank 0."""
+def _first_failure(own: Outcome) -> Outcome:
+    """Collective over the job, if there is one: returns the outcome of the first rank that failed, else of rank 0."""
     if not dist.is_initialized():
         return own
     found: list[Outcome] = [own] * dist.get_world_size()

@@ -1,7 +1,7 @@
-"""Sessions of an acceptance test: checks in their own processes, so that a crash or hang does not stop other checks.
+"""Sessions of an acceptance run: checks in separate processes, so that a crash or hang does not affect the others.
 
-Contains the processes, their time limits and the results; `trtllm.py`, `vllm.py` and `gpu.py` start sessions.
-`session.py` is the program of a session's process.
+Manages the processes, their time limits and the results; `trtllm.py`, `vllm.py` and `gpu.py` start sessions, and
+`session.py` is the program in a session's process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mrl.config.config import Config, load
 from mrl.errors import UserError
 
 END_S = 10.0
-"""Time from SIGTERM to SIGKILL, s."""
+"""Time between SIGTERM and SIGKILL, seconds."""
 
 BEAT_S = 0.2
 TAIL_LINES = 15
@@ -31,18 +31,18 @@ MOST_CHARS = 300
 
 @dataclass(kw_only=True)
 class Sessions:
-    """Acceptance test and its results.
+    """Base class of acceptance runs.
 
     Attributes:
-        folder: Folder for all output.
+        folder: Output folder.
         tools: Folder of the repository's tools.
         known: All checks by name.
-        module: Module with their `FUNCTIONS`, for `session.py`.
-        checks: Checks to run, keys of `known`.
-        overrides: Overrides of the config, for all sessions.
-        start_timeout_s: Longest start of a session, s.
-        timeout_s: Longest check, s.
-        tell: Callback for lines of progress.
+        module: Module with the checks' `FUNCTIONS`, for `session.py`.
+        checks: Names of the checks to run.
+        overrides: Config overrides of all sessions.
+        start_timeout_s: Time limit for the start of a session, seconds.
+        timeout_s: Time limit of a check, seconds.
+        tell: Callback for progress lines.
     """
 
     folder: Path
@@ -56,10 +56,10 @@ class Sessions:
     tell: Callable[[str], None] = field(default=lambda line: None)
 
     def __post_init__(self) -> None:
-        """Checks the names and creates the folders.
+        """Creates the folders.
 
         Raises:
-            UserError: Unknown check, or the folder contains an earlier run.
+            UserError: A check is unknown, or the folder already has a run.
         """
         check_names("check", self.checks, self.known)
         if (self.folder / "config.yaml").exists():
@@ -70,16 +70,16 @@ class Sessions:
         self._stop = threading.Event()
 
     def stop(self) -> None:
-        """Ends the sessions of all threads and starts no others; running checks get no result."""
+        """Ends the running sessions of all threads and starts no others; their unfinished checks get no result."""
         self._stop.set()
 
     @property
     def stopped(self) -> bool:
-        """True once `stop` was called."""
+        """True after `stop` was called."""
         return self._stop.is_set()
 
     def load(self, more: Sequence[str]) -> Config:
-        """Loads the config with additional overrides."""
+        """Returns the run's config with more overrides."""
         return load(self.folder / "config.yaml", [*self.overrides, *more])
 
     # sessions
@@ -94,15 +94,15 @@ class Sessions:
         launcher: Sequence[str] = (),
         unstarted: Status = "skipped",
     ) -> None:
-        """Runs the checks of a session; after a crash or timeout it continues with the next check in a new process.
+        """Runs the checks of a session, restarting its process after a check that ended it.
 
         Args:
-            engine: Subject of the checks; its folder exists.
-            session: Name of the session, for the log.
-            wanted: Names of checks; may include "start" and "end".
-            overrides: Overrides of the session's config.
-            launcher: Command prefix.
-            unstarted: Status of the checks, other than "start", of a session that did not start.
+            engine: Subject of the checks, whose output folder exists.
+            session: Name of the session, used for the log.
+            wanted: Names of the checks, possibly including "start" and "end".
+            overrides: Config overrides of the session.
+            launcher: Words in front of the command.
+            unstarted: Status of the checks if the session does not start; "start" itself fails.
         """
         left = [name for name in wanted if name not in ("start", "end")]
         for number in range(len(left) + 1):
@@ -141,7 +141,7 @@ class Sessions:
     def _watch(
         self, words: Sequence[str], log: Path, lines: Path, engine: str, wanted: Sequence[str]
     ) -> tuple[str, str, bool]:
-        """Waits for a session's process; returns its last check, the error or "", and whether it timed out."""
+        """Waits for a session; returns its last check, why it ended there ("" if it completed), and if it timed out."""
         at, seen, since = "start", 0, time.monotonic()
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -168,20 +168,20 @@ class Sessions:
                 if self.stopped:
                     return at, "stopped", False
                 if time.monotonic() - since > limit:
-                    return at, f"no answer in {limit:g} s; the last of its log: {last_words(log)}", True
+                    return at, f"no result in {limit:g} s; last log message: {last_words(log)}", True
                 time.sleep(BEAT_S)
         finally:
             _end(process)
 
     def command(self, words: Sequence[str], log: Path) -> str:
-        """Runs a command to its end; returns the error, "" for success."""
+        """Runs a command to its end; returns why it failed, "" on success."""
         try:
             with log.open("wb") as output:
                 done = subprocess.run(
                     words, stdout=output, stderr=subprocess.STDOUT, timeout=self.start_timeout_s, check=False
                 )
         except subprocess.TimeoutExpired:
-            return f"no end in {self.start_timeout_s:g} s; the last of its log: {last_words(log)}"
+            return f"still running after {self.start_timeout_s:g} s; last log message: {last_words(log)}"
         return "" if done.returncode == 0 else f"exit status {done.returncode}: {last_words(log)}"
 
     # results
@@ -191,7 +191,7 @@ class Sessions:
         return any((result.engine, result.check) == (engine, check) for result in self.results)
 
     def add(self, result: Result) -> None:
-        """Adds a result and reports it."""
+        """Stores a result and reports it as progress."""
         self.results.append(result)
         self.tell(f"{result.engine}: {result.check} {result.status}" + (f": {result.said}" if result.said else ""))
 
@@ -204,14 +204,14 @@ class Sessions:
         log: Path | None = None,
         others: Status | None = None,
     ) -> None:
-        """Gives each check the same status; those after the first one `others`, if given."""
+        """Adds the same status and reason for several checks; `others`, if given, is the status after the first one."""
         for number, check in enumerate(checks):
             word = others if others and number else status
             self.add(Result(engine, check, word, why, {}, log="" if log is None else str(log)))
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment of a session's ranks, with the tools folder on PYTHONPATH."""
+    """Returns the environment of a session's ranks, in which this package can be imported."""
     paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(Path(__file__).parents[1])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -220,11 +220,11 @@ def check_names(what: str, asked: Sequence[str], known: Sequence[str] | Mapping[
     """Raises UserError for an unknown name."""
     unknown = [name for name in asked if name not in known]
     if unknown:
-        raise UserError(f"there is no {what} '{unknown[0]}'; known: {', '.join(known)}.")
+        raise UserError(f"unknown {what} '{unknown[0]}'; known: {', '.join(known)}.")
 
 
 def last_words(log: Path) -> str:
-    """Returns the last line of a log with an error, or the last line."""
+    """Returns the last error line of a log, or else its last line; INFO lines of libraries are skipped."""
     text = log.read_text(encoding="utf-8", errors="replace")
     lines = [line.strip() for line in text.splitlines() if not line.startswith("INFO:")]
     errors = [line for line in lines[-TAIL_LINES:] if "Error" in line or "error" in line]
@@ -232,7 +232,6 @@ def last_words(log: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a session and its child processes."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

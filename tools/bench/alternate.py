@@ -1,7 +1,7 @@
-"""Benchmarks variants that alternate call by call, each in its own process.
+"""Timing of several programs in alternation, each in its own process.
 
-Changes that a variant makes to its process (threads, environment, random state) do not affect the others. All get the
-same number of threads, and waiting processes use no CPU time.
+Separate processes keep threads, environment variables and random state apart. All get the same number of threads, and
+those that wait use no processor time.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from mrl.distributed import launch
 
 Action = Callable[[], object]
 Maker = Callable[[], AbstractContextManager[Action]]
-"""Picklable factory, called inside the process, of the function to measure, such as a `partial`."""
+"""Picklable context manager factory that creates the timed action inside the process, such as a `partial`."""
 
 PATIENCE_S = 30.0
-"""Longest wait for a process to exit, s."""
+"""Time limit for a process to exit, seconds."""
 
 
 @dataclass
 class Turns:
-    """Times of a variant, one value per call.
+    """Times of one program, one value per call.
 
     Attributes:
-        wall_s: Wall-clock times, s.
-        processor_s: CPU times of all its threads and processes, s.
+        wall_s: Wall-clock times, seconds.
+        processor_s: Processor times of all its threads and processes, seconds.
     """
 
     wall_s: list[float] = field(default_factory=list)
@@ -45,32 +45,32 @@ class Turns:
 
     @property
     def median_s(self) -> float:
-        """Median wall-clock time, s."""
+        """Median wall-clock time, seconds."""
         return statistics.median(self.wall_s)
 
     @property
     def cores(self) -> float:
-        """Mean number of CPU cores in use."""
+        """Average number of busy processors."""
         return sum(self.processor_s) / sum(self.wall_s)
 
 
 def take_turns(makers: Mapping[str, Maker], repeats: int, device: torch.device, num_threads: int) -> dict[str, Turns]:
-    """Measures `repeats` calls of each variant, alternating, after an untimed first call of each.
+    """Times `repeats` calls of each program in alternation, after one warm-up call of each.
 
     Args:
-        makers: Name -> factory.
+        makers: Factory of each program's action, by name.
         repeats: Number of rounds.
-        device: Device to synchronize with.
-        num_threads: Threads of each process.
+        device: Device that is synchronised for timing.
+        num_threads: Threads of each program.
 
     Raises:
-        RuntimeError: A variant failed; the message contains its traceback.
+        RuntimeError: A program failed; its traceback is included.
     """
     contenders: dict[str, _Contender] = {}
     found = {name: Turns() for name in makers}
     try:
         with launch.changed_variables(OMP_NUM_THREADS=str(num_threads)):
-            for name, maker in makers.items():  # one at a time: they would share the cores
+            for name, maker in makers.items():  # one at a time, since they share the cores
                 contenders[name] = _Contender(name, maker, device, num_threads)
                 contenders[name].call()
         for _ in range(repeats):
@@ -85,7 +85,7 @@ def take_turns(makers: Mapping[str, Maker], repeats: int, device: torch.device, 
 
 
 class _Contender:
-    """Process of a variant, seen from the parent."""
+    """Process of one program, as seen by the parent."""
 
     def __init__(self, name: str, maker: Maker, device: torch.device, num_threads: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -96,13 +96,13 @@ class _Contender:
         other.close()
 
     def call(self) -> Sequence[float]:
-        """Runs a call; returns wall-clock and CPU seconds."""
+        """Runs the action once; returns wall-clock and processor seconds."""
         try:
             self._pipe.send(None)
             times, failure = self._pipe.recv()
         except (EOFError, OSError) as error:
             self._process.join(PATIENCE_S)
-            raise RuntimeError(f"'{self._name}' exited with status {self._process.exitcode}") from error
+            raise RuntimeError(f"'{self._name}' exited unexpectedly with status {self._process.exitcode}") from error
         if failure:
             raise RuntimeError(f"'{self._name}' failed:\n{failure}")
         found: Sequence[float] = times
@@ -118,13 +118,13 @@ class _Contender:
 
 
 def _serve(pipe: Connection[Any, Any], maker: Maker, device: torch.device, num_threads: int) -> None:
-    """Runs in the variant's process: one call per message, until the pipe is closed."""
+    """Runs the action once per message until the pipe is closed; the body of the process."""
     sys.stdout.flush()
-    os.dup2(2, 1)  # stdout is for the parent's results
+    os.dup2(2, 1)  # stdout is reserved for the parent's results
     try:
         torch.set_num_threads(num_threads)
         with maker() as action:
-            while _asked(pipe):
+            while _has_request(pipe):
                 before = _processor_s()
                 wall = seconds(action, device)
                 pipe.send(((wall, _processor_s() - before), None))
@@ -134,7 +134,7 @@ def _serve(pipe: Connection[Any, Any], maker: Maker, device: torch.device, num_t
         pipe.close()
 
 
-def _asked(pipe: Connection[Any, Any]) -> bool:
+def _has_request(pipe: Connection[Any, Any]) -> bool:
     try:
         pipe.recv()
     except EOFError:
@@ -143,7 +143,6 @@ def _asked(pipe: Connection[Any, Any]) -> bool:
 
 
 def _processor_s() -> float:
-    """Returns the CPU time of this process and its children, s."""
     own = psutil.Process()
     times = [each.cpu_times() for each in (own, *own.children(recursive=True))]
     return float(sum(each.user + each.system for each in times))

@@ -1,4 +1,7 @@
-"""Measuring for all benchmarks: timers, memory bandwidth, matrix rate, device name, and git revision."""
+"""Helpers shared by all benchmarks of `tools/`: timing, spread of times, device name, revision, and `--device`.
+
+Also measures the limits of the device, memory bandwidth and GEMM rate, in the same run as the benchmark.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,16 @@ from mrl.distributed import launch
 from mrl.errors import UserError
 
 READ_BYTES = 512 * 2**20
-"""Bytes read on a CPU, or copied on a GPU; more than a GPU's caches."""
+"""Bytes that are read on a CPU, or copied on a GPU; larger than a GPU's caches."""
 
 MATRIX_WIDTH = {"cpu": 1024, "cuda": 8192}
-"""Width of the square product whose rate is measured; a smaller one does not fill the device."""
+"""Width of the square GEMM by device; smaller ones do not fill the device."""
 
 SHORT_S = 1e-3
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Adds `--device {cpu,cuda,auto}`; the value `device` is "cpu" or "cuda", and auto is CUDA if there is a GPU."""
+    """Adds the option `--device {cpu,cuda,auto}`, which resolves to "cpu" or "cuda"; auto prefers CUDA."""
     parser.add_argument(
         "--device", type=_chosen, default="auto", metavar="{cpu,cuda,auto}", help="default: CUDA if there is a GPU"
     )
@@ -43,17 +46,17 @@ def _chosen(word: str) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for the device; does nothing on a CPU."""
+    """Waits for the device to finish its work; no-op on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 Seconds = Callable[[], float]
-"""Clock: wall-clock time, or the CPU time of a thread or a process."""
+"""Clock function: wall time, or processor time of a thread or a process."""
 
 
 def seconds(action: Callable[[], object], device: torch.device, clock: Seconds = time.perf_counter) -> float:
-    """Returns the duration of the action, including its work on the device."""
+    """Returns the duration of an action, including its work on the device."""
     synchronize(device)
     began = clock()
     action()
@@ -64,22 +67,22 @@ def seconds(action: Callable[[], object], device: torch.device, clock: Seconds =
 def best_time(
     action: Callable[[], object], device: torch.device, repeats: int = 5, clock: Seconds = time.perf_counter
 ) -> float:
-    """Returns the shortest of `repeats` calls after an untimed first one, s."""
+    """Returns the shortest duration of `repeats` calls after a warm-up call, seconds."""
     return min([seconds(action, device, clock) for _ in range(repeats + 1)][1:])
 
 
 class PartTimes:
-    """CPU time of this thread by part.
+    """Processor time of this thread by part.
 
     Attributes:
-        seconds: Part -> accumulated time, s.
+        seconds: Time of each part so far, seconds.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function so that its time counts for the part."""
+        """Wraps a function so that its time is added to a part."""
 
         def call(*given: Any, **named: Any) -> Any:
             began = time.thread_time()
@@ -92,7 +95,7 @@ class PartTimes:
 
 
 def memory_bandwidth(device: torch.device) -> float:
-    """Returns bytes per second: on a CPU for reading 512 MB, on a GPU for copying them, both directions counted."""
+    """Measures bytes per second: reading 512 MB on a CPU, copying them on a GPU (read and write counted)."""
     buffer = torch.ones(READ_BYTES // 4, device=device)
     if device.type == "cpu":
         return READ_BYTES / best_time(lambda: buffer.sum(), device)
@@ -101,20 +104,20 @@ def memory_bandwidth(device: torch.device) -> float:
 
 
 def matrix_rate(dtype: torch.dtype, device: torch.device, clock: Seconds = time.perf_counter) -> float:
-    """Returns the FLOP per second of a square product."""
+    """Measures the FLOP per second of a square GEMM."""
     width = MATRIX_WIDTH[device.type]
     a = torch.randn(width, width, device=device).to(dtype)
     return 2 * width**3 / best_time(lambda: a @ a, device, clock=clock)
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
-    """Returns median, minimum and maximum, s."""
+    """Returns median, shortest and longest time, seconds."""
     found = {"median": statistics.median(times), "min": min(times), "max": max(times)}
     return {name: round(seconds, 4 if seconds >= SHORT_S else 7) for name, seconds in found.items()}
 
 
 def device_name(device: str = "cpu") -> str:
-    """Returns the name of the GPU, or of the processor and the instruction set that torch uses."""
+    """Returns the GPU's name, or the processor's with the instruction set that torch uses."""
     if device == "cuda":
         return launch.device_name(torch.device(device))
     info = Path("/proc/cpuinfo")
@@ -124,7 +127,7 @@ def device_name(device: str = "cpu") -> str:
 
 
 def commit() -> str:
-    """Returns the git revision, with "-dirty" if files differ; "unknown" outside a repository or without git."""
+    """Returns the measured git revision, with "-dirty" for local changes; "unknown" without git or a repository."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)

@@ -1,6 +1,6 @@
-"""Megatron-Core's own GPT model, wrapper and optimizer, without mrl: the baseline of a benchmark.
+"""Megatron-Core's own GPT model, wrapper and optimizer without mrl code, as a baseline for benchmarks.
 
-Built like Megatron's examples: batches [B, T] of sequences of one length, a mean cross-entropy over all tokens, one
+It follows Megatron's examples: batches [B, T] of sequences of equal length, mean cross-entropy over all tokens, one
 process.
 """
 
@@ -23,17 +23,17 @@ from torch import Tensor
 from mrl.models.base import ArchSpec
 
 ROOM = 0.8
-"""Share of the free memory that a microbatch may take, by calculation."""
+"""Fraction of the free memory that a microbatch may use, by estimate."""
 
 
 class PlainMegatron:
     """Dense model with random weights, of the same shape as an actor."""
 
     def __init__(self, arch: ArchSpec, *, dtype: torch.dtype, device: torch.device, te: bool) -> None:
-        """Collective over the job, of one rank; Megatron's process groups exist.
+        """Collective over a job of one rank: builds the model; Megatron's process groups must exist.
 
         Args:
-            arch: Structure of the model.
+            arch: Architecture of the model.
             dtype: Dtype of parameters and activations.
             device: Device of the model.
             te: True for TransformerEngine's layers, False for Megatron's local ones.
@@ -84,7 +84,7 @@ class PlainMegatron:
         """Runs one optimizer step.
 
         Args:
-            tokens_BT: Batch of token ids.
+            tokens_BT: Token ids of the batch.
             rows: Sequences per microbatch.
         """
         tokens_BT = tokens_BT.to(self._device)
@@ -103,17 +103,17 @@ class PlainMegatron:
 
 
 def fitting_rows(arch: ArchSpec, length: int, wanted: int, free_bytes: int, *, te: bool) -> int:
-    """Returns the number of sequences that fit into a microbatch.
+    """Returns the number of sequences that fit in a microbatch.
 
-    The local layers store the scores of all layers, in the model's dtype and in fp32 (6 bytes each). The rest follows
-    Korthikanti et al., 2022 (arXiv:2205.05198), section 4.1, for a gated MLP, and three copies of the logits.
+    Local layers keep the attention scores of all layers, in the model's dtype and in fp32 (6 bytes each). The rest
+    follows Korthikanti et al., 2022 (arXiv:2205.05198), section 4.1, for a gated MLP, and three copies of the logits.
 
     Args:
-        arch: Structure of the model.
+        arch: Architecture of the model.
         length: Tokens per sequence.
-        wanted: Largest number of sequences.
+        wanted: Maximum number of sequences.
         free_bytes: Free memory of the device, with model and optimizer loaded.
-        te: True for TransformerEngine's layers, which store no scores.
+        te: True for TransformerEngine's layers, which do not keep scores.
     """
     scores = 0 if te else 6 * arch.num_heads * length
     layer = 17 * arch.hidden_size + 8 * arch.intermediate_size + scores

@@ -1,6 +1,7 @@
-"""Lower bound for the time of a GRPO step on a device: its matrix products at the rate of a square product.
+"""Lower bound of a GRPO step's time on a device: its matrix products at the rate of a square GEMM.
 
-Counts the products in a step of mrl and of TRL. `tools/bench_step.py` and `tools/profile_step.py` measure the step.
+Counts the products of a step of mrl and of TRL. `tools/bench_step.py` and `tools/profile_step.py` measure the step
+itself.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import torch
 
 @dataclass(frozen=True)
 class Shape:
-    """Model and batch.
+    """Sizes of a model and a batch.
 
     Attributes:
-        num_layers: Layers; the model is a qwen2 with two KV heads and an untied output matrix.
+        num_layers: Layers of the model, a qwen2 with two KV heads and untied embeddings.
         hidden: Hidden size; the MLP is 2.75 times as wide.
         heads: Attention heads.
         vocabulary: Vocabulary size.
         prompts: Prompts per iteration.
         samples: Responses per prompt.
-        prompt_len: Tokens per prompt.
-        response_len: Tokens per response.
+        prompt_len: Length of every prompt, tokens.
+        response_len: Length of every response, tokens.
     """
 
     num_layers: int
@@ -39,15 +40,15 @@ class Shape:
 
 
 def now() -> float:
-    """Returns CPU seconds if torch has one thread, so that other load does not count, else wall-clock seconds."""
+    """Returns seconds of the wall clock, or of processor time if only one thread computes."""
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def products(shape: Shape) -> dict[str, float]:
-    """Returns the FLOP of the matrix products, including attention's, in a step of mrl and of TRL.
+    """Returns the FLOP of a step's matrix products in mrl and in TRL, including attention.
 
-    A product has two FLOP per weight and row, and twice as many again in the backward pass. mrl computes a prompt once
-    for all its samples, in rollouts and in updates, TRL for each sample. The last token is not an input, except in
+    A product has two FLOP per weight and token, and twice as many again in the backward pass. mrl computes a prompt
+    once for all its samples, in rollouts and in updates; TRL once per sample. The last token is not fed, except in
     TRL's updates.
     """
     hidden, prompts, samples = shape.hidden, shape.prompts, shape.prompts * shape.samples
@@ -57,7 +58,7 @@ def products(shape: Shape) -> dict[str, float]:
     head = hidden * shape.vocabulary
 
     def forward(tokens: int, pairs: int, scored: int) -> float:
-        """Returns the FLOP for tokens, query-key pairs, and tokens with logits."""
+        """Returns the FLOP of `tokens` inputs, query-key `pairs`, and `scored` output distributions."""
         return float(shape.num_layers * (2 * layer * tokens + 4 * hidden * pairs) + 2 * head * scored)
 
     def pairs(first: int, last: int) -> int:
@@ -76,12 +77,12 @@ def products(shape: Shape) -> dict[str, float]:
 
 
 def limits(shape: Shape, medians_s: Mapping[str, float], rate: float) -> dict[str, Any]:
-    """Returns each program's time over its lower bound, and the largest possible ratio of TRL's time to mrl's.
+    """Returns each program's time relative to its lower bound, and TRL's time relative to mrl's bound.
 
     Args:
         shape: Model and batch.
-        medians_s: Step time of each program, or of mrl alone, s.
-        rate: FLOP per second.
+        medians_s: Median time of a step of "mrl", and optionally of "trl", seconds.
+        rate: GEMM rate, FLOP per second.
     """
     floors = {name: flop / rate for name, flop in products(shape).items()}
     at_most = {"ratio_at_most": round(medians_s["trl"] / floors["mrl"], 2)} if "trl" in medians_s else {}

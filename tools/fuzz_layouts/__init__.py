@@ -1,1 +1,1 @@
-"""Layout fuzzing (`tools/campaign.py`): random configs and data, run as one process and at a random layout."""
+"""Fuzzing of `tools/campaign.py`: random configs and data, run in one process and in a random layout, compared."""

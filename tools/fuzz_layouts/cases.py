@@ -1,9 +1,10 @@
-"""Cases of layout fuzzing, drawn from a seed: a config, and a parallel layout that must not change the results.
+"""Test cases drawn from a seed: a config that determines the result, and a parallel layout that must not change it.
 
-Most cases are runs that mrl accepts; refused ones are cases too. `data.py` draws the data, `runner.py` runs a case.
+Most cases are runs that mrl accepts; refused configs are valid cases too. `data.py` draws the data of a case, and
+`runner.py` runs it.
 
-Weights and optimizer states are fp32, and a gradient that is only rounding error moves no weight (`actor.adam_eps`), so
-that a remaining difference between two layouts is a bug.
+Weights and moments are fp32, and `actor.adam_eps` keeps gradients that are pure rounding from moving weights. A
+remaining difference between two layouts is a bug.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from fuzz_layouts.data import Rows, draw_data
 
 Settings = dict[str, Any]
-"""Dotted key of the config -> value."""
+"""Config values by dotted key."""
 
 HEADS, LAYERS, EXPERTS = 4, 4, 4
 DENSE = ("qwen2_tiny", "qwen3_tiny", "llama_tiny")
@@ -35,7 +36,12 @@ QUIET: Settings = {
 
 @dataclass(frozen=True)
 class Start:
-    """One `mrl train`: the number of ranks, and overrides of the case's settings."""
+    """One start of `mrl train`.
+
+    Attributes:
+        ranks: Number of ranks.
+        settings: Config values that are added to those of the case.
+    """
 
     ranks: int
     settings: Settings
@@ -43,15 +49,15 @@ class Start:
 
 @dataclass(frozen=True)
 class Case:
-    """One case.
+    """One test case.
 
     Attributes:
-        seed: Seed that draws the same case again.
-        settings: Config without the layout.
+        seed: Seed that reproduces the case.
+        settings: Config values that determine the result.
         starts: Layout of each start of the run; the second start resumes the first.
-        changes: Overrides of `settings` for each start, at any layout.
-        rows: File name -> rows of data.
-        folders: Folder name -> model and tokenizer to write there.
+        changes: Config values of each start that override `settings` in any layout.
+        rows: Contents of data files by name.
+        folders: Settings of model and tokenizer folders by name.
     """
 
     seed: int
@@ -63,7 +69,7 @@ class Case:
 
 
 def draw(seed: int) -> Case:
-    """Draws the case of a seed; paths in its settings start with "./", the case's own folder."""
+    """Returns the case of a seed; paths in its settings start with "./", the case's own folder."""
     rng = Random(seed)
     mixture = rng.random() < 0.3
     data = draw_data(rng)
@@ -213,7 +219,7 @@ def _experts(rng: Random, settings: Settings) -> Settings:
 
 
 def _changed(rng: Random, settings: Settings) -> Settings:
-    """Draws changes of the settings for a resumed run."""
+    """Draws settings that a resume changes."""
     found: Settings = {}
     if rng.random() < 0.3:
         found["actor.lr"] = 5e-4
@@ -223,7 +229,7 @@ def _changed(rng: Random, settings: Settings) -> Settings:
 
 
 def _layout(rng: Random, settings: Settings, length: int, mixture: bool) -> Start:
-    """Draws the number of ranks, the parallel layout, and other settings that must not change the results."""
+    """Draws ranks, parallel sizes, and all other settings that must not change the result."""
     ranks = rng.choice(RANKS)
     sizes = [(tp, pp, cp) for tp in (1, 2, 4) for pp in (1, 2) for cp in (1, 2, 4) if ranks % (tp * pp * cp) == 0]
     tp, pp, cp = rng.choice(sizes)

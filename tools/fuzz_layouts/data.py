@@ -1,6 +1,6 @@
-"""Data of a case: a task, files of strings, or files of chats.
+"""Data of a test case: a synthetic task, files of strings, or files of chat messages.
 
-Prompts start with different tokens, have different lengths and repeat; some are too long if the config handles that.
+Prompts differ from their first token, have different lengths and repeat; some are too long if the config handles that.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 Rows = list[dict[str, Any]]
 
 CHARACTERS = "0123456789<>+-=?|ausS_#"
-"""Characters of the tokenizer; the last one is the end token."""
+"""Vocabulary of every tokenizer; the last character ends a response."""
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'][0] }}{{ message['content'] }}|{% endfor %}a"
 TEMPLATE_FILE = "template.jinja"
 LONGEST = 14
-"""Longest prompt, tokens."""
+"""Length of the longest prompt, tokens."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """Drawn data.
+    """Data of a test case.
 
     Attributes:
-        settings: Config keys of the sections data and rollout.
-        rows: File name -> rows.
-        held_out: True if there are validation prompts.
-        is_chat: True if prompts are messages, so that the tokenizer needs a template.
-        characters: Characters of the tokenizer.
+        settings: Config values of the sections data and rollout.
+        rows: Contents of data files by name.
+        held_out: True if there are held-out prompts.
+        is_chat: True if prompts are messages, so that the tokenizer needs a chat template.
+        characters: Vocabulary of the tokenizer.
     """
 
     settings: dict[str, Any]
@@ -71,7 +71,7 @@ def draw_data(rng: Random) -> Data:
 
 
 def write_rows(file: Path, rows: Rows) -> None:
-    """Writes JSONL or parquet, by the file's suffix."""
+    """Writes rows as JSONL or parquet, by the file's suffix."""
     if file.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
@@ -87,7 +87,7 @@ def _row(rng: Random, make: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _question(rng: Random, *, short: bool) -> str:
-    """Returns a prompt that may start with many different tokens."""
+    """Returns a prompt that starts with any of many tokens."""
     first, second = rng.randrange(10 if short else 100), rng.randrange(10 if short else 100)
     return rng.choice(("{}+{}>", "<{}-{}>", "={}+{}?", "?{}", "_{}_{}", "{}")).format(first, second)
 

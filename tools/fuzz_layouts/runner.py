@@ -1,7 +1,7 @@
-"""Runs a case on this machine, once as one process and once at its layouts.
+"""Runs a case on this machine: once in one process, once in its layouts.
 
-Writes the case's files and the configs of its starts, and reports how each `mrl train` ended. The ranks are forked from
-one server with all imports done (`distributed/local_ranks.py`), so that a start is cheap.
+Writes the files and configs of a case, and classifies how each `mrl train` ended. Ranks are forked from a server that
+has imported everything (`distributed/local_ranks.py`), which makes starts cheap.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ ALONE, SPREAD = "alone", "spread"
 
 @dataclass(frozen=True)
 class Ended:
-    """Outcome of a side's starts.
+    """Ending of a run.
 
     Attributes:
-        how: "done"; "refused": an error message for the user; "failed": anything else, including a hang.
-        start: Index of the start that ended so; the last one for "done".
+        how: "done"; "refused": a user error; "failed": anything else, including a rank that does not end.
+        start: Index of the start that ended this way; for "done" the last one.
         message: Message of the first rank that reported one.
         rows: Lines of metrics.jsonl.
     """
@@ -63,18 +63,18 @@ def write_files(case: Case, folder: Path) -> None:
 
 
 def starts_of(case: Case, side: str) -> list[Start]:
-    """Returns the starts of a side; as one process they have no settings."""
+    """Returns the starts of a side; the one-process side has no settings of its own."""
     return case.starts if side == SPREAD else [Start(1, {}) for _ in case.starts]
 
 
 def run_side(case: Case, folder: Path, side: str, *, time_limit_s: float) -> Ended:
-    """Runs `mrl train` for each start of the case, on new ranks.
+    """Runs all starts of a case, each on new ranks.
 
     Args:
         case: Case whose files are written.
         folder: Folder of the case.
         side: ALONE or SPREAD.
-        time_limit_s: Longest start, s; a longer one has failed.
+        time_limit_s: Time limit of a start, seconds; a slower start has failed.
     """
     metrics = RunDir(folder / side).metrics
     ended = Ended("done", 0, "", [])
@@ -122,7 +122,7 @@ def _write_model(folder: Path, model: Settings, seed: int) -> None:
 
 
 def _yaml(values: Settings, folder: Path) -> str:
-    """Returns the settings as a config file, with "./" at the start of a path replaced by the folder."""
+    """Returns the settings as YAML, with "./" in front of paths replaced by the folder."""
 
     def placed(value: Any) -> Any:
         if isinstance(value, list):

@@ -1,6 +1,6 @@
-"""TensorRT-LLM as the rollout engine, the one folder that imports it: its LLM API in the ranks' own processes.
+"""TensorRT-LLM's LLM API as the rollout engine, in the ranks' own processes. No other folder imports TensorRT-LLM.
 
-`ENGINE` is found on first use, so that `FIELDS` can be read without torch and without TensorRT-LLM.
+`ENGINE` is resolved on first use, so that `FIELDS` can be read without torch and without TensorRT-LLM.
 """
 
 from __future__ import annotations

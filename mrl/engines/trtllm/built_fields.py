@@ -1,7 +1,7 @@
-"""What built engines (`rollout.name=trtllm_engine`) do with each field of `rollout`, and what they refuse.
+"""Treatment of each field of `rollout` by built engines (`rollout.name=trtllm_engine`), and rejected values.
 
-Whether `rollout.engine_dir` holds engines of the run's model and sizes is `trainer/validation/engine.py`'s business,
-which tells each size that does not fit; here such fields only say so. It imports no torch.
+`trainer/validation/engine.py` compares `rollout.engine_dir` with the run's model and sizes and reports each mismatch;
+the fields here only mention it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from mrl.engines.trtllm import routing
 from mrl.engines.trtllm.fields import CALIBRATED, NOT_ON_POLICY
 
 OTHER = "does not fit the run"
-"""In the message about a folder of engines of other sizes."""
+"""Message about a folder of engines of other sizes."""
 
 SAME = Refusal("where it is not the engine's", OTHER)
 FITS = Refusal("above the engine's", OTHER)
@@ -20,17 +20,17 @@ FIELDS: Fields = {
     **WHOLE_RESPONSES,
     **no_drafts("they are built without drafts", "Use rollout.name=native, or leave it out."),
     "engine_dir": Use(
-        "folder of the engines, which must fit the run",
+        "folder of the engines, which must match the run",
         refuses=(Refusal("where it is null", "needs rollout.engine_dir"),),
     ),
-    "n": Use("each sample is a row of its own"),
+    "n": Use("each sample is a separate row"),
     "temperature": passed("SamplingConfig.temperature"),
     "top_k": passed("SamplingConfig.top_k", does="-1 becomes 0"),
     "top_p": passed("SamplingConfig.top_p"),
     "min_p": passed("SamplingConfig.min_p"),
     "do_sample": Use("false: `SamplingConfig.top_k=1`"),
     "ignore_eos": Use("true: no `SamplingConfig.stop_words_list`"),
-    "stop": Use("a response is cut behind it when it has ended"),
+    "stop": Use("a finished response is cut after it"),
     "prompt_length": Use("`max_input_len` of the build", refuses=(FITS,)),
     "response_length": passed("SamplingConfig.max_new_tokens"),
     "max_model_len": Use("`max_seq_len` of the build; null: `prompt_length + response_length`", refuses=(FITS,)),
@@ -40,10 +40,10 @@ FIELDS: Fields = {
         lambda r: r.quantization is not None,
         "Leave it out, or use rollout.name=trtllm.",
     ),
-    "tensor_model_parallel_size": Use("ranks of a stage, started by mpirun or srun with MPI", refuses=(SAME,)),
+    "tensor_model_parallel_size": Use("ranks per stage, started by mpirun or srun with MPI", refuses=(SAME,)),
     "pipeline_model_parallel_size": Use("stages of a replica", refuses=(SAME,)),
-    "expert_parallel_size": Use("ranks over which a layer's experts are spread", refuses=(SAME,)),
-    "moe_tensor_parallel_size": Use("must be what `expert_parallel_size` leaves of the replica"),
+    "expert_parallel_size": Use("ranks over which a layer's experts are distributed", refuses=(SAME,)),
+    "moe_tensor_parallel_size": Use("must be the replica's ranks divided by `expert_parallel_size`"),
     "max_num_seqs": Use("rows of a batch", refuses=(FITS,)),
     "max_num_batched_tokens": Use("prompt tokens of a batch", refuses=(FITS,)),
     "enable_chunked_prefill": Use(
@@ -68,11 +68,11 @@ FIELDS: Fields = {
         )
     ),
     "gpu_memory_utilization": Use(
-        "of the memory that is free once the engine is loaded: as many rows go through it together as their keys, "
-        "values and logits fit in"
+        "fraction of the memory that is free once the engine is loaded; it limits the rows of a batch by their keys, "
+        "values and logits"
     ),
     "free_cache_engine": Use(
-        "true: the KV cache leaves the device between rollouts; weights and TensorRT's activation memory stay"
+        "true: the KV cache is freed between rollouts; weights and TensorRT's activation memory stay on the device"
     ),
     "enforce_eager": Use(
         refuses=(
@@ -86,15 +86,15 @@ FIELDS: Fields = {
     ),
     "true_on_policy": NOT_ON_POLICY,
     "enable_rollout_routing_replay": refused(
-        "TensorRT-LLM's ModelRunner does not tell which experts it chose",
+        "TensorRT-LLM's ModelRunner does not return the chosen experts",
         lambda r: r.enable_rollout_routing_replay,
         f"{routing.INSTEAD}.",
     ),
     "multi_turn.enable": refused(
-        "a later turn is a longer prompt than `rollout.prompt_length`, for which they are built",
+        "the prompt of a later turn is longer than `rollout.prompt_length`, for which they are built",
         lambda r: r.multi_turn.enable,
         "Use rollout.name=trtllm or native.",
     ),
     "engine_kwargs": refused("nothing would read it"),
-    "checkpoint_engine.canary": Use("null: yes; refits twice at start and compares answers"),
+    "checkpoint_engine.canary": Use("null: true; syncs the weights twice at start and compares the responses"),
 }

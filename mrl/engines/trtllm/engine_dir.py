@@ -1,8 +1,8 @@
 """A folder of built TensorRT-LLM engines: config.json and a rank{N}.engine for each rank.
 
-Owns what mrl reads of its config.json, {version, pretrained_config, build_config}, and the comparison with the model
-and the sizes of a run, so that an engine of something else is refused before any rank starts. It imports no torch and
-no TensorRT-LLM. The file is what TensorRT-LLM's `builder.py: Engine.save` writes, which was read, not run.
+Reads config.json ({version, pretrained_config, build_config}) and compares it with the model and the sizes of a run, so
+that a wrong engine is rejected before any rank starts. Imports no torch and no TensorRT-LLM. The format is that of
+TensorRT-LLM's `builder.py: Engine.save`, taken from its source and not from a built engine.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from mrl.models.base import ArchSpec
 from mrl.models.hf_config import read_json
 
 _UNCOMPARED = ("mrl", "logits_dtype", "mapping", "quantization", "dtype", "use_parallel_embedding")
-"""Keys of `to_json` that are no structure of the model."""
+"""Keys of `to_json` that do not describe the model's structure."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run asks of its engines.
+    """Requirements of a run on its engines.
 
     Attributes:
-        arch: The model.
-        tp_size: Ranks that share a layer.
+        arch: Architecture of the model.
+        tp_size: Tensor-parallel size.
         pp_size: Pipeline stages.
-        moe_ep_size: Parts in which the ranks of a stage spread the experts.
-        dtype: Of the weights.
-        batch_size: Sequences in one call.
+        moe_ep_size: Expert-parallel size.
+        dtype: Weight dtype.
+        batch_size: Sequences per call.
         input_len: Longest prompt, tokens.
         seq_len: Longest prompt and response, tokens.
-        num_tokens: Prompt tokens in one call.
+        num_tokens: Prompt tokens per call.
     """
 
     arch: ArchSpec
@@ -48,7 +48,7 @@ class Wanted:
     num_tokens: int
 
     def commands(self) -> str:
-        """The command lines that make engines of this kind."""
+        """Returns the command lines that build such engines."""
         sizes = [("tp_size", self.tp_size), ("pp_size", self.pp_size), ("moe_ep_size", self.moe_ep_size)]
         flags = "".join(f" --{name} {size}" for name, size in sizes if size > 1)
         return (
@@ -62,18 +62,18 @@ class Wanted:
 
 @dataclass(frozen=True)
 class EngineFolder:
-    """What config.json says.
+    """Contents of config.json.
 
     Attributes:
-        path: The folder.
-        version: Of the TensorRT-LLM that built the engines; an engine runs on that version only.
-        config: Model, ranks, dtype.
-        max_batch_size: Sequences in one call.
-        max_input_len: Prompt tokens of a sequence.
-        max_seq_len: Prompt and response tokens of a sequence.
-        max_num_tokens: Tokens in one forward.
-        is_refittable: Built with `use_refit`.
-        kv_cache_type: "continuous", "paged" or "disabled"; "": TensorRT-LLM's choice, which is paged.
+        path: Folder of the engines.
+        version: TensorRT-LLM version that built the engines; they run on that version only.
+        config: Model, parallel sizes and dtype.
+        max_batch_size: Sequences per call.
+        max_input_len: Prompt tokens per sequence.
+        max_seq_len: Prompt and response tokens per sequence.
+        max_num_tokens: Tokens per forward pass.
+        is_refittable: True if built with `use_refit`.
+        kv_cache_type: "continuous", "paged" or "disabled"; "" for TensorRT-LLM's default, which is paged.
     """
 
     path: Path
@@ -88,19 +88,20 @@ class EngineFolder:
 
 
 def read_engine_folder(path: str | Path) -> EngineFolder:
-    """config.json of a folder of engines.
+    """Reads config.json of a folder of engines.
 
     Raises:
-        UserError: It is missing, no engine's, of a model that mrl does not build, or an engine file is missing.
+        UserError: It is missing, does not belong to an engine, describes a model that mrl does not support, or an
+            engine file is missing.
     """
     folder = Path(path)
     if not (folder / CONFIG).is_file():
-        raise UserError(f"'{folder}' has no {CONFIG}: it is no folder of built engines.")
+        raise UserError(f"'{folder}' has no {CONFIG}: it is not a folder of built engines.")
     found = read_json(folder / CONFIG)
     pretrained, build = found.get("pretrained_config"), found.get("build_config")
     if not isinstance(pretrained, dict) or not isinstance(build, dict):
         raise UserError(
-            f"'{folder / CONFIG}' lacks pretrained_config or build_config: it belongs to no built engine. Give the "
+            f"'{folder / CONFIG}' lacks pretrained_config or build_config: it is not from a built engine. Give the "
             "output_dir of tools/build_trtllm_engine.py."
         )
     try:
@@ -110,11 +111,11 @@ def read_engine_folder(path: str | Path) -> EngineFolder:
     limits = {name: build.get(name) for name in ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens")}
     for name, value in limits.items():
         if type(value) is not int:
-            raise UserError(f"'{folder / CONFIG}': build_config.{name} is {value!r}; expected a whole number.")
+            raise UserError(f"'{folder / CONFIG}': build_config.{name} is {value!r}; expected an integer.")
     files = [folder / f"rank{rank}.engine" for rank in range(config.mapping.world_size)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise UserError(f"'{folder}' lacks {', '.join(missing[:3])}; {CONFIG} says {len(files)} ranks.")
+        raise UserError(f"'{folder}' lacks {', '.join(missing[:3])}; {CONFIG} has {len(files)} ranks.")
     numbers: dict[str, Any] = limits
     return EngineFolder(
         folder,
@@ -127,7 +128,7 @@ def read_engine_folder(path: str | Path) -> EngineFolder:
 
 
 def mismatches(folder: EngineFolder, wanted: Wanted) -> Iterator[str]:
-    """What of the engines does not fit the run, each as "max_seq_len is 32 in the engines, 48 in the run"."""
+    """Yields each mismatch of engines and run, such as "max_seq_len is 32 in the engines, 48 in the run"."""
     mapping = folder.config.mapping
     for name, built, asked in (
         ("tp_size", mapping.tp_size, wanted.tp_size),
@@ -146,13 +147,13 @@ def mismatches(folder: EngineFolder, wanted: Wanted) -> Iterator[str]:
         if built < asked:
             yield f"{name} is {built} in the engines, {asked} in the run"
     if folder.config.fp8:
-        yield "the engines are quantised to FP8, and a refit brings no scales"
+        yield "the engines are quantised to FP8, but a weight sync sends no scales"
     if not folder.is_refittable:
-        yield "the engines were built without use_refit, so that their weights cannot be replaced"
+        yield "the engines were built without use_refit, so their weights cannot be replaced"
     if folder.kv_cache_type != "continuous":
         yield (
-            f"kv_cache_type is {folder.kv_cache_type or 'paged'} in the engines; TensorRT-LLM's Python runtime itself "
-            "warns of any but continuous"
+            f"kv_cache_type is {folder.kv_cache_type or 'paged'} in the engines; TensorRT-LLM's Python runtime "
+            "supports only continuous"
         )
     try:
         built_model, model = to_json(folder.config), to_json(replace(folder.config, arch=wanted.arch))
@@ -164,6 +165,6 @@ def mismatches(folder: EngineFolder, wanted: Wanted) -> Iterator[str]:
             yield f"{key} is {built_model[key]!r} in the engines, {model[key]!r} in the model"
     if wanted.arch.num_layers % wanted.pp_size:
         yield (
-            f"pp_size {wanted.pp_size} does not divide the model's {wanted.arch.num_layers} layers, as TensorRT-LLM's "
-            "Python runtime needs"
+            f"pp_size {wanted.pp_size} does not divide the model's {wanted.arch.num_layers} layers, which "
+            "TensorRT-LLM's Python runtime requires"
         )

@@ -1,8 +1,7 @@
-"""What the installed TensorRT-LLM can do, found by looking for each feature and not by its version.
+"""Detection of the installed TensorRT-LLM's features by inspection instead of by version.
 
-Owns the differences between the 1.2 and the 1.3 line that the LLM API's engine meets: how an engine is made to sleep,
-which tags its memory has, which samplers there are and what they hear, whether log-probabilities can be asked for as
-they were sampled, and whether FP8 weights can be replaced.
+Covers the differences between the 1.2 and 1.3 lines that the LLM API's engine depends on: the sleep mechanism, memory
+tags, samplers and the settings they support, processed log-probabilities, and replaceable FP8 weights.
 """
 
 from __future__ import annotations
@@ -24,22 +23,23 @@ LINEAR = "tensorrt_llm._torch.modules.linear"
 
 @dataclass(frozen=True)
 class Features:
-    """Of the installed package.
+    """Features of the installed package.
 
     Attributes:
-        version: As it calls itself; for messages.
-        sleep: Arguments of `LLM` that make its memory releasable; empty: there is no such feature.
-        weight_tags: Memory that holds weights and all that is no KV cache, in the order of waking.
-        cache_tag: Memory of the KV cache.
-        discarded_tags: Those of `weight_tags` whose contents are lost when they sleep: parameters of the model.
-        graphs_sleep: CUDA graphs are known to survive sleep: 1.3's own test of sleep samples with them, over all tags,
-            and 1.2's says that they are unsupported.
-        processed_logprobs: Arguments of `SamplingParams` that ask for log-probabilities of what is sampled from.
-        cpp_sampler: There is a TRTLLMSampler: it hears each request's seed and `min_p`, and gives the sampled token's
-            log-probability under the temperature.
-        torch_min_p: TorchSampler hears `min_p`; whether it hears a request's seed cannot be seen.
-        routed_experts: A completion can tell which experts its tokens went to.
-        fp8_in_parts: Weights and scales of FP8 blocks can be loaded after the start, some at a time.
+        version: Version string, for messages.
+        sleep: Arguments of `LLM` that make its memory releasable; empty where unsupported.
+        weight_tags: Memory tags of weights and everything except the KV cache, in the order of waking.
+        cache_tag: Memory tag of the KV cache.
+        discarded_tags: Tags among `weight_tags` whose contents are lost in sleep: the model's parameters.
+        graphs_sleep: True if CUDA graphs are known to survive sleep. 1.3's own sleep test samples with them over all
+            tags; 1.2's test says that they are unsupported.
+        processed_logprobs: Arguments of `SamplingParams` that request log-probabilities after temperature and
+            truncation.
+        cpp_sampler: True if TRTLLMSampler exists. It supports per-request seeds and `min_p`, and returns the sampled
+            token's log-probability after temperature.
+        torch_min_p: True if TorchSampler supports `min_p`. Support of per-request seeds cannot be detected.
+        routed_experts: True if a completion can return the experts of its tokens.
+        fp8_in_parts: True if block-wise FP8 weights and scales can be loaded after the start, a few at a time.
     """
 
     version: str
@@ -56,7 +56,7 @@ class Features:
 
 
 def find() -> Features:
-    """Looks at the installed package.
+    """Inspects the installed package.
 
     Raises:
         UserError: TensorRT-LLM is not installed, or cannot be imported.
@@ -67,7 +67,7 @@ def find() -> Features:
         from tensorrt_llm.llmapi import llm_args
     except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
         raise UserError(
-            f"rollout.name=trtllm needs TensorRT-LLM 1.2 or 1.3, which does not import ({first_line(error)}). Start in "
+            f"rollout.name=trtllm needs TensorRT-LLM 1.2 or 1.3, whose import failed ({first_line(error)}). Start in "
             "NVIDIA's container (nvcr.io/nvidia/tensorrt-llm/release), or use rollout.name=native."
         ) from error
     samplers = importlib.import_module(SAMPLERS)
@@ -77,7 +77,7 @@ def find() -> Features:
     cache = tags.pop("KV_CACHE")
     sleep: dict[str, Any] = {}
     parameters: list[Any] = []
-    if "sleep_config" in known:  # what is not named waits in host memory
+    if "sleep_config" in known:  # tags without a mode are offloaded to host memory
         parameters = [tag for name, tag in tags.items() if name.startswith("MODEL_WEIGHTS")]
         sleep = {"sleep_config": llm_args.SleepConfig(restore_modes=dict.fromkeys([cache, *parameters], "NONE"))}
     elif "enable_sleep" in known:
@@ -91,14 +91,14 @@ def find() -> Features:
         graphs_sleep="sleep_config" in known,
         processed_logprobs=_processed_logprobs(),
         cpp_sampler=hasattr(samplers, "TRTLLMSampler"),
-        torch_min_p="min_p" in _heard_by_torch(samplers),
-        routed_experts="enable_return_routed_experts" in known and _tells_experts(),
-        fp8_in_parts=_fp8_in_parts(),
+        torch_min_p="min_p" in _torch_sampler_fields(samplers),
+        routed_experts="enable_return_routed_experts" in known and _returns_experts(),
+        fp8_in_parts=_loads_fp8_in_parts(),
     )
 
 
-def _heard_by_torch(samplers: Any) -> set[str]:
-    """What TorchSampler reads of a request's setting."""
+def _torch_sampler_fields(samplers: Any) -> set[str]:
+    """Returns the names of the request settings that TorchSampler reads."""
     homes = [samplers]
     with suppress(ImportError):  # a module of its own where the samplers are a package
         homes.append(importlib.import_module(f"{SAMPLERS}.sampler_common"))
@@ -106,14 +106,14 @@ def _heard_by_torch(samplers: Any) -> set[str]:
     return set() if found is None else {field.name for field in dataclasses.fields(found)}
 
 
-def _tells_experts() -> bool:
+def _returns_experts() -> bool:
     from tensorrt_llm import sampling_params
 
     return hasattr(sampling_params.SamplingParams(), "return_routed_experts")
 
 
-def _fp8_in_parts() -> bool:
-    """Whether the linear layers' own loader of FP8 blocks takes a part of what it fuses."""
+def _loads_fp8_in_parts() -> bool:
+    """Returns whether the linear layers' loader of block-wise FP8 accepts some of the tensors that it fuses."""
     try:
         method = importlib.import_module(LINEAR).FP8BlockScalesLinearMethod
     except (ImportError, AttributeError):
@@ -122,7 +122,7 @@ def _fp8_in_parts() -> bool:
 
 
 def _processed_logprobs() -> dict[str, Any]:
-    """The argument of `SamplingParams` by whose value's name its meaning is recognised; the probe proves it."""
+    """Returns the `SamplingParams` argument for processed log-probabilities, recognised by its enum's names."""
     from tensorrt_llm import sampling_params
 
     modes = getattr(sampling_params, "LogprobMode", None)

@@ -1,7 +1,6 @@
-"""FP8 weights in the LLM API's engine: whether it started with them, and what a refit gives beside weights and scales.
+"""FP8 weights in the LLM API's engine: checks of the started model, and extra scales for a weight sync.
 
-Owns what is asked of the installed package and of the started model. The rules that need neither are in
-`fp8_support.py`.
+Rules that need neither the package nor the model are in `fp8_support.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from mrl.resharding.trtllm_reads import activation_scale_of
 
 
 def check_features(features: Features) -> None:
-    """Raises UserError where the installed version cannot be given FP8 weights after its start."""
+    """Raises UserError where the installed version cannot load FP8 weights after its start."""
     if not features.fp8_in_parts:
         raise UserError(
             f"rollout.quantization=fp8: TensorRT-LLM {features.version} loads FP8 weights at its start only "
@@ -33,38 +32,38 @@ def check_features(features: Features) -> None:
 
 
 def check_started(model: Any, spec: EngineSpec, tp_rank: int, *, graphs: bool) -> None:
-    """Returns where the started model holds in FP8 what a refit will bring so, and can be refitted as often as asked.
+    """Checks that the started model stores the expected tensors in FP8 and supports repeated weight syncs.
 
-    A tensor that came in FP8 for one that is not would be cast without its scales, and nothing would say so
+    TensorRT-LLM would silently cast an FP8 tensor without its scales if it stores that tensor in another dtype
     (`_torch/modules/linear.py: copy_weight`).
 
     Args:
-        model: TensorRT-LLM's, with dummy weights.
-        spec: The replica's.
-        tp_rank: Of this rank.
-        graphs: The engine captures CUDA graphs.
+        model: TensorRT-LLM's model with dummy weights.
+        spec: Specification of the replica.
+        tp_rank: Tensor-parallel rank of this process.
+        graphs: True if the engine captures CUDA graphs.
 
     Raises:
-        UserError: It does not.
+        UserError: The model stores other tensors in FP8, or moves its tensors under CUDA graphs.
     """
     found = sum(tensor.numel() for _, tensor in model.named_parameters() if tensor.dtype == DTYPES[DTYPE])
-    expected = _elements(spec, tp_rank)
+    expected = _num_fp8_elements(spec, tp_rank)
     if found != expected:
         raise UserError(
             f"rollout.quantization={spec.config.quantization}: TensorRT-LLM started with {found} elements in FP8 on "
-            f"rank {tp_rank} of its replica, and a refit brings {expected}: it quantises other matrices than mrl does. "
+            f"rank {tp_rank} of its replica, but a weight sync sends {expected}: it quantises other matrices than mrl. "
             "Leave rollout.quantization out, or use rollout.name=native."
         )
-    if graphs and any(_moves(module) for module in model.modules()):
+    if graphs and any(_reallocates(module) for module in model.modules()):
         raise UserError(
-            "rollout.quantization=fp8 with CUDA graphs: on this GPU TensorRT-LLM stores FP8 weights in another form "
-            "after each refit, and this version does so at another address, which the graphs would not see. Set "
+            "rollout.quantization=fp8 with CUDA graphs: on this GPU TensorRT-LLM repacks FP8 weights after each weight "
+            "sync, and this version moves them to another address, which captured graphs do not see. Set "
             "rollout.enforce_eager=true, or install a newer 1.3."
         )
 
 
-def _elements(spec: EngineSpec, tp_rank: int) -> int:
-    """Of the matrices that this rank holds a part of, where they are quantised; the native engine cuts them alike."""
+def _num_fp8_elements(spec: EngineSpec, tp_rank: int) -> int:
+    """Returns the number of FP8 elements of this rank's shards; the native engine's layout shards them the same way."""
     config = spec.config
     layout = native_layout(
         spec.arch,
@@ -77,17 +76,17 @@ def _elements(spec: EngineSpec, tp_rank: int) -> int:
     return sum(prod(each.shape) for each in stored.values() if each.dtype == DTYPE)
 
 
-def _moves(module: Any) -> bool:
-    """Whether a refit makes tensors of a module anew; a version that keeps their addresses notes them in a mapping."""
+def _reallocates(module: Any) -> bool:
+    """Returns whether a weight sync reallocates tensors of a module; newer versions keep the addresses."""
     kept = getattr(module, "rebuild_tensor_metadata", None) or {}
     return any(not isinstance(each, Mapping) for each in kept.values())
 
 
 def unit_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The activation scale 1 for each of these that is an attention's output matrix in FP8.
+    """Returns an activation scale of 1 for each FP8 attention output matrix among the tensors.
 
-    TensorRT-LLM multiplies with it where attention's output is in FP8, as with a KV cache in FP8, and calls 1 its
-    default; a start with dummy weights of some 1.3 leaves a random number there.
+    TensorRT-LLM uses this scale where attention's output is FP8, for example with an FP8 KV cache, and defaults to 1;
+    but a start with dummy weights leaves a random number there in some 1.3 versions.
     """
     return {
         scale: torch.ones((), device=tensor.device)

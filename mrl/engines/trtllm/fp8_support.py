@@ -1,9 +1,9 @@
-"""`rollout.quantization=fp8` on the LLM API: which models and replicas it can hold.
+"""Checks whether `rollout.quantization=fp8` works with a model and replica on the LLM API. Imports no torch.
 
-Owns the rules that follow from TensorRT-LLM's loaders. They cut the scales of a
-matrix by rank as evenly as the matrix, put those of q, k and v, and of gate and up, one below the other, and count in
-whole blocks (1.3: `_torch/modules/linear.py`, `_torch/modules/fused_moe/quantization.py`); key/value heads that several
-ranks hold are copied with their scales by one family's loader (`_torch/models/checkpoints/hf/`). It imports no torch.
+The rules follow from TensorRT-LLM's loaders. They split the scales of a matrix across ranks like the matrix,
+concatenate those of q, k and v and of gate and up, and need complete blocks (1.3: `_torch/modules/linear.py`,
+`_torch/modules/fused_moe/quantization.py`). Only one family's loader copies key/value heads that several ranks share
+together with their scales (`_torch/models/checkpoints/hf/`).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from mrl.models.base import ArchSpec
 ENGINE = "trtllm"
 
 COPIES_SCALES = ("qwen3_moe",)
-"""Families whose loader copies the scales of key/value heads to the ranks that share them; others copy weights only."""
+"""Families whose loader copies the scales of key/value heads to the ranks that share them; others copy only weights."""
 
 LOSES_SCALES = ("phi3",)
-"""Families whose loader hands the fused matrices on without scales of blocks (`_torch/models/modeling_phi3.py`)."""
+"""Families whose loader drops the block scales of fused matrices (`_torch/models/modeling_phi3.py`)."""
 
 
 def refusals(config: Config, arch: ArchSpec) -> Iterator[str]:
-    """A message for each rule of FP8 blocks that a run on the LLM API breaks."""
+    """Yields a message for each rule of block-wise FP8 that a run on the LLM API breaks."""
     rollout, tp = config.rollout, config.rollout.tensor_model_parallel_size
     if (rollout.name, rollout.quantization) != (ENGINE, QUANTIZATION):
         return
     asked = f"rollout.quantization={QUANTIZATION} with rollout.name={ENGINE}"
     if arch.family in LOSES_SCALES:
         yield (
-            f"{asked}: TensorRT-LLM's loader of {arch.family} cuts the matrices that its files have in one, and leaves "
-            "their scales out. Leave rollout.quantization out, or use rollout.name=native."
+            f"{asked}: TensorRT-LLM's loader of {arch.family} splits fused matrices without their scales. Leave "
+            "rollout.quantization out, or use rollout.name=native."
         )
     dtype = rollout.dtype or config.model.dtype
     if dtype != DTYPE:
@@ -43,8 +43,8 @@ def refusals(config: Config, arch: ArchSpec) -> Iterator[str]:
         )
     if broken := broken_sizes(rollout, arch):
         yield (
-            f"{asked}: each rank's part of a matrix must be whole blocks of {SIDE} x {SIDE}, since TensorRT-LLM cuts "
-            f"and fuses their scales by the block; {broken}. Choose another "
+            f"{asked}: each rank's shard of a matrix must consist of complete {SIDE} x {SIDE} blocks, since "
+            f"TensorRT-LLM splits and fuses scales by block; {broken}. Choose another "
             "rollout.tensor_model_parallel_size where that helps, leave rollout.quantization out, or use "
             "rollout.name=native."
         )

@@ -1,7 +1,7 @@
-"""What is inside the started engines, for `tools/acceptance/`: stored tensors, devices, and what the probe found.
+"""Internals of started engines for `tools/acceptance/`: stored tensors, devices and the probe's result.
 
-Nothing here is used in a run. `python -m mrl.engines.trtllm.inspection` prints what is installed as JSON, in a process
-of its own, since importing TensorRT-LLM starts MPI.
+`python -m mrl.engines.trtllm.inspection` prints the installed versions as JSON, in a separate process because importing
+TensorRT-LLM starts MPI.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from torch import Tensor
 from mrl import __version__
 from mrl.engines.base import RolloutEngine
 from mrl.engines.trtllm.engine import LlmEngine
-from mrl.engines.trtllm.logprob_probe import Verdict
+from mrl.engines.trtllm.logprob_probe import ProbeResult
 from mrl.errors import first_line
 
 NO_IMPORT = "does not import"
-"""How the version of a package begins that has none."""
+"""Prefix of the version text of a package that cannot be imported."""
 
 
 def fused_qkv(engine: RolloutEngine, layer: int) -> Tensor | None:
-    """[q; k; v] of a layer as TensorRT-LLM's module stores it on this rank; None: it has no tensor of that name.
+    """Returns the fused [q; k; v] weight of a layer on this rank; None where the model has no tensor of that name.
 
-    The name, `...layers.N.self_attn.qkv_proj.weight`, is that of its PyTorch models; it was not seen running.
+    The name, `...layers.N.self_attn.qkv_proj.weight`, is that of TensorRT-LLM's PyTorch models; it was not checked in a
+    running engine.
     """
     suffix = f"layers.{layer}.self_attn.qkv_proj.weight"
     found = [tensor for name, tensor in _model(engine).named_parameters() if name.endswith(suffix)]
@@ -39,35 +40,40 @@ def fused_qkv(engine: RolloutEngine, layer: int) -> Tensor | None:
 
 
 def devices(engine: RolloutEngine) -> list[str]:
-    """Where the model's parameters are."""
+    """Returns the devices of the model's parameters."""
     return sorted({str(tensor.device) for _, tensor in _model(engine).named_parameters()})
 
 
 def is_llm(engine: RolloutEngine) -> bool:
-    """Whether the LLM API runs it, whose model can be looked into."""
+    """Returns whether the engine uses the LLM API, whose model can be inspected."""
     return isinstance(engine, LlmEngine)
 
 
 def without_graphs(engine: RolloutEngine) -> str | None:
-    """Why the LLM API captured no CUDA graphs that were asked for; None: it has them, or is another engine."""
-    return next(iter(engine._host.notes), None) if isinstance(engine, LlmEngine) else None
+    """Returns why the LLM API captured no CUDA graphs although requested; None if it did or for other engines."""
+    return next(iter(engine._runtime.notes), None) if isinstance(engine, LlmEngine) else None
 
 
-def verdict(engine: RolloutEngine) -> Verdict | None:
-    """What the probe found out about log-probabilities; None: nobody asked on this rank."""
-    found: Verdict | None = getattr(engine, "_verdict", None)
+def verdict(engine: RolloutEngine) -> ProbeResult | None:
+    """Returns the probe's result about log-probabilities; None where this rank has not probed."""
+    found: ProbeResult | None = getattr(engine, "_verdict", None)
     return found
 
 
 def features(engine: RolloutEngine) -> str:
-    """What mrl found the installed package to have."""
-    return str(engine._host.features) if isinstance(engine, LlmEngine) else ""
+    """Returns the detected features of the installed package."""
+    return str(engine._runtime.features) if isinstance(engine, LlmEngine) else ""
 
 
 @contextmanager
 def impatient(engine: RolloutEngine, patience_s: float) -> Iterator[bool]:
-    """Inside, the engine's hang detector fires after `patience_s` instead of its own time; False: there is none."""
-    detector = getattr(engine._host.executor, "hang_detector", None) if isinstance(engine, LlmEngine) else None
+    """Shortens the timeout of the engine's hang detector inside the block; yields whether there is one.
+
+    Args:
+        engine: Started engine.
+        patience_s: Timeout of the hang detector, seconds.
+    """
+    detector = getattr(engine._runtime.executor, "hang_detector", None) if isinstance(engine, LlmEngine) else None
     if detector is None:
         yield False
         return
@@ -80,19 +86,19 @@ def impatient(engine: RolloutEngine, patience_s: float) -> Iterator[bool]:
 
 @contextmanager
 def paused(engine: RolloutEngine) -> Iterator[None]:
-    """Collective over the replica: inside, the event loop of the LLM API waits; another engine has none."""
-    with engine._host.paused() if isinstance(engine, LlmEngine) else nullcontext():
+    """Collective over the replica: pauses the event loop of the LLM API inside the block; no-op for other engines."""
+    with engine._runtime.paused() if isinstance(engine, LlmEngine) else nullcontext():
         yield
 
 
 def _model(engine: RolloutEngine) -> Any:
     if not isinstance(engine, LlmEngine):
         raise TypeError(f"{type(engine).__name__} has no PyTorch model")
-    return engine._host.executor.model_engine.model
+    return engine._runtime.executor.model_engine.model
 
 
 def installed() -> dict[str, str]:
-    """Versions of what an acceptance run depends on."""
+    """Returns the versions of packages that an acceptance run depends on."""
     found = {"mrl": __version__}
     for name in ("tensorrt_llm", "tensorrt"):
         try:
@@ -113,4 +119,4 @@ def installed() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print("\n" + json.dumps(installed()))  # noqa: T201 -- it is what the command is for
+    print("\n" + json.dumps(installed()))  # noqa: T201 -- output of the command

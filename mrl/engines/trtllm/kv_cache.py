@@ -1,7 +1,4 @@
-"""How large TensorRT-LLM makes the KV cache that `rollout` asks for, in bytes of a token and at most.
-
-Owns what the fields of `KvCacheConfig` mean for memory; `mrl plan` asks. It imports no torch and no TensorRT-LLM.
-"""
+"""Size of TensorRT-LLM's KV cache under a `rollout` config, for `mrl plan`. Imports no torch and no TensorRT-LLM."""
 
 from __future__ import annotations
 
@@ -14,20 +11,20 @@ from mrl.engines.trtllm.engine_kwargs import given_by
 SECTION = "kv_cache_config"
 AUTO = "auto"
 ITEM_BYTES = {"fp8": 1.0, "nvfp4": 0.5 + 1 / 16}
-"""Of an element; each 16 of NVFP4 share a scale in FP8 (`KVCacheManager.calculate_scaling_factor_size_bytes`)."""
+"""Bytes per element; 16 elements of NVFP4 share an FP8 scale (`KVCacheManager.calculate_scaling_factor_size_bytes`)."""
 TOKENS_PER_BLOCK = 32
-"""Of its paged cache, where nothing else is asked for."""
+"""Default block size of the paged cache."""
 
 
 @dataclass(frozen=True)
 class KvCache:
-    """A cache of whole blocks.
+    """Paged KV cache of complete blocks.
 
     Attributes:
-        item_bytes: Of one element of a key or a value.
-        block_tokens: Tokens of a block.
-        max_tokens: That it holds at most; None: as many as its memory holds.
-        max_bytes: That it takes at most; None: what `rollout.gpu_memory_utilization` says.
+        item_bytes: Bytes per element of a key or a value.
+        block_tokens: Page size, tokens.
+        max_tokens: Configured capacity in tokens; None: limited only by memory.
+        max_bytes: Configured capacity in bytes; None: limited by `rollout.gpu_memory_utilization`.
     """
 
     item_bytes: float
@@ -36,11 +33,16 @@ class KvCache:
     max_bytes: int | None
 
     def row_bytes(self, elements: int, num_tokens: int) -> int:
-        """A sequence of so many tokens, with `elements` of keys and values for each."""
+        """Returns the bytes of a sequence's keys and values.
+
+        Args:
+            elements: Key and value elements per token.
+            num_tokens: Length of the sequence.
+        """
         return int(math.ceil(num_tokens / self.block_tokens) * self.block_tokens * elements * self.item_bytes)
 
     def bounded(self, num_bytes: int, elements: int) -> int:
-        """What it takes of so many bytes that it may have."""
+        """Returns the bytes that the cache uses of `num_bytes` available ones, given `elements` per token."""
         bounds = [num_bytes]
         if self.max_tokens is not None:
             bounds.append(self.row_bytes(elements, self.max_tokens))
@@ -50,7 +52,12 @@ class KvCache:
 
 
 def kv_cache(rollout: RolloutConfig, itemsize: int) -> KvCache:
-    """The cache of `rollout.name=trtllm`, whose other elements have so many bytes."""
+    """Returns the cache of `rollout.name=trtllm`.
+
+    Args:
+        rollout: Config section.
+        itemsize: Bytes per element of the model's dtype.
+    """
     given = given_by(rollout).get(SECTION) or {}
     return KvCache(
         item_bytes=ITEM_BYTES.get(given.get("dtype", AUTO), float(itemsize)),

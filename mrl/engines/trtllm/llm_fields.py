@@ -1,9 +1,9 @@
-"""The arguments of TensorRT-LLM's `LLM`: which of them `rollout.engine_kwargs.trtllm` may set, and why not the others.
+"""Arguments of TensorRT-LLM's `LLM`: which ones `rollout.engine_kwargs.trtllm` may set, and why not the others.
 
-Owns the classes of the fields of 1.2.1's `TorchLlmArgs` and of the four classes inside it that mrl sets fields of
-(`llmapi/llm_args.py`): free, derived (another key decides it, or mrl itself does) or refused (what mrl counts on would
-not hold, or nothing would change). What the installed version has is asked when the engine starts (`engine_kwargs.py`).
-It imports nothing.
+Classifies the fields of 1.2.1's `TorchLlmArgs`, and of the four nested classes in which mrl sets fields
+(`llmapi/llm_args.py`), as free, derived (determined by another key or by mrl) or refused (it would break an assumption
+of mrl, or have no effect). Fields of the installed version are checked when the engine starts (`engine_kwargs.py`).
+Imports nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 VERSION = "1.2"
-"""Line of releases whose fields these are."""
+"""Release line that has these fields."""
 
 SECTIONS = {
     "kv_cache_config": "KvCacheConfig",
@@ -20,19 +20,20 @@ SECTIONS = {
     "cuda_graph_config": "CudaGraphConfig",
     "moe_config": "MoeConfig",
 }
-"""Field -> the class of its value, whose fields are here too, as section.field; the rest of it stays mrl's."""
+"""Nested config class of a field. Its own fields are listed as section.field; those not listed are reserved for mrl."""
 
 MAPPING = "mapping"
-"""Kind of a free field that takes keys which only TensorRT-LLM knows."""
+"""Type of a free field whose keys only TensorRT-LLM validates."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What becomes of a field.
+class FieldRule:
+    """Rule for one argument.
 
     Attributes:
-        why: Of what is not free, and what to set instead.
-        takes: Of a free field: the annotation of its value, or MAPPING.
+        kind: "free", "derived" or "refused".
+        why: Reason a field is not free, and what to set instead.
+        takes: Type annotation of a free field's value, or MAPPING.
     """
 
     kind: Literal["free", "derived", "refused"]
@@ -61,17 +62,17 @@ FREE: Rows = {
     "Literal['FIRST_COME_FIRST_SERVED', 'EQUAL_PROGRESS']": "scheduler_config.context_chunking_policy",
     MAPPING: "speculative_config torch_compile_config",
 }
-"""What a value is -> the fields that take one.
+"""Free fields by type annotation, separated by spaces.
 
-Texts are those of 1.2 or 1.3: of `get_attention_backend`, which takes TRTLLM's for any other and has a star attention
-too, which is no full one; of `_VALID_KV_CACHE_DTYPES`; of `MoeConfig.backend`.
+The literals are those of 1.2 or 1.3: of `get_attention_backend`, which falls back to TRTLLM for any other value and
+also has star attention, which is not full attention; of `_VALID_KV_CACHE_DTYPES`; of `MoeConfig.backend`.
 """
 
 AT_LEAST_ONE = (
     "kv_cache_config.tokens_per_block", "kv_cache_config.max_tokens", "moe_config.max_num_tokens",
     "garbage_collection_gen0_threshold",
 )  # fmt: skip
-"""Numbers that 0 is none of; no number is below 0."""
+"""Numeric fields that must be at least 1; all other numbers must be at least 0."""
 
 DERIVED: Rows = {
     "set model.path": "model",
@@ -82,7 +83,7 @@ DERIVED: Rows = {
     "set rollout.pipeline_model_parallel_size, which must be 1": "pipeline_parallel_size pp_partition",
     "set rollout.expert_parallel_size": "moe_expert_parallel_size",
     "set rollout.moe_tensor_parallel_size": "moe_tensor_parallel_size",
-    "it is the number of devices that a rank sees, all of its host": "gpus_per_node",
+    "it is the number of devices visible to a rank, which are all of its host": "gpus_per_node",
     "set rollout.dtype": "dtype",
     "set rollout.max_num_seqs": "max_batch_size",
     "set rollout.max_num_batched_tokens": "max_num_tokens",
@@ -92,33 +93,33 @@ DERIVED: Rows = {
     "set rollout.gpu_memory_utilization": "kv_cache_config.free_gpu_memory_fraction",
     "set rollout.free_cache_engine": "enable_sleep sleep_config",
     "set rollout.enable_rollout_routing_replay": "enable_return_routed_experts",
-    "it is `dummy`: the first refit fills the weights, by the mapper of names that this format makes too":
+    "it is `dummy`: the first weight sync fills the weights, through the name mapper of this format":
         "load_format checkpoint_loader checkpoint_format",
-    "it follows from the sampling settings and from what the installed samplers hear": "sampler_type "
+    "it follows from the sampling settings and the features of the installed samplers": "sampler_type "
     "disable_overlap_scheduler",
-    "it is NCCL, since with TensorRT-LLM's own kernels several engines at a time do not compute the same":
+    "it is NCCL, since TensorRT-LLM's own kernels give wrong results with several engines at a time":
         "allreduce_strategy",
-    "the executor is in the ranks' own processes": "backend mpi_session _mpi_session executor_cls orchestrator_type "
+    "the executor runs in the ranks' own processes": "backend mpi_session _mpi_session executor_cls orchestrator_type "
     "ray_worker_extension_cls ray_placement_config",
     "set it in the environment of the job": "env_overrides",
 }  # fmt: skip
-"""What decides -> the fields."""
+"""Derived fields by what determines them."""
 
-_TEXT = "it would have no effect: mrl asks for token ids, not for text"
+_TEXT = "it would have no effect: mrl requests token ids, not text"
 _METRICS = "it would have no effect: nothing reads TensorRT-LLM's own statistics; mrl's are perf/rollout/*"
 
 REFUSED: Rows = {
     "every rank of a replica answers the same requests; raise the number of replicas instead": "enable_attention_dp "
     "enable_lm_head_tp_in_adp attention_dp_config",
-    "a replica has no context parallelism, and its experts are cut as rollout.expert_parallel_size says":
+    "a replica has no context parallelism, and rollout.expert_parallel_size shards its experts":
         "context_parallel_size cp_config moe_cluster_parallel_size",
-    "a refit brings each expert to the ranks that have it at the start": "moe_config.load_balancer",
+    "a weight sync sends each expert to the ranks that have it at the start": "moe_config.load_balancer",
     "the actor computes with full attention, and its log-probabilities would be those of another model":
         "sparse_attention_config kv_cache_config.max_attention_window kv_cache_config.sink_token_length",
     "the actor has no LoRA": "enable_lora lora_config peft_cache_config",
-    "the engine's weights are what a refit brings, of rollout.dtype": "force_dynamic_quantization",
-    "it would change what is sampled, and training would not know": "batched_logits_processor max_beam_width",
-    "it would have no effect: no request asks for it": "guided_decoding_backend gather_generation_logits "
+    "a weight sync sends weights of rollout.dtype": "force_dynamic_quantization",
+    "it would change the sampling distribution unknown to training": "batched_logits_processor max_beam_width",
+    "it would have no effect: no request uses it": "guided_decoding_backend gather_generation_logits "
     "stream_interval",
     "prefill and decoding share the ranks": "cache_transceiver_config kv_connector_config",
     "memory of the cache must leave the device between rollouts": "kv_cache_config.use_uvm",
@@ -133,22 +134,22 @@ REFUSED: Rows = {
     "scheduler_config.dynamic_batch_config",
     "it would have no effect: no weights are in NVFP4": "nvfp4_gemm_config moe_config.use_low_precision_moe_combine",
 }  # fmt: skip
-"""Why not -> the fields."""
+"""Refused fields by reason."""
 
 
-def _table() -> dict[str, Verdict]:
-    free = {name: Verdict("free", takes=takes) for takes, names in FREE.items() for name in names.split()}
-    derived = {name: Verdict("derived", why) for why, names in DERIVED.items() for name in names.split()}
-    refused = {name: Verdict("refused", why) for why, names in REFUSED.items() for name in names.split()}
+def _table() -> dict[str, FieldRule]:
+    free = {name: FieldRule("free", takes=takes) for takes, names in FREE.items() for name in names.split()}
+    derived = {name: FieldRule("derived", why) for why, names in DERIVED.items() for name in names.split()}
+    refused = {name: FieldRule("refused", why) for why, names in REFUSED.items() for name in names.split()}
     return free | derived | refused
 
 
 TABLE = _table()
-"""Field, or section.field -> what becomes of it."""
+"""Rules by field, or by section.field."""
 
 
 def markdown() -> str:
-    """The table of the documentation."""
+    """Returns the table for the documentation."""
     free = [f"| {_names(names)} | {_words(takes)} |" for takes, names in FREE.items()]
     others = [f"| {_names(names)} | {why} |" for rows in (DERIVED, REFUSED) for why, names in rows.items()]
     heads = ("| Passed on | Takes |", "| Refused | Because |")
@@ -164,4 +165,4 @@ def _words(takes: str) -> str:
 
 
 if __name__ == "__main__":
-    print(markdown())  # noqa: T201 -- it is what the command is for
+    print(markdown())  # noqa: T201 -- output of the command

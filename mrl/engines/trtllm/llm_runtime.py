@@ -1,11 +1,11 @@
-"""The LLM API's engine inside this process: started, found and watched.
+"""Starts the LLM API inside this process, locates its executor, and monitors its event loop.
 
-Owns the arguments of `LLM`, the environment around its start, and where its executor is. There is no worker process:
-every rank of a replica makes the same `LLM`, whose executor (`PyExecutor`, with the model) lives in the rank itself. A
-rank alone gets it from TensorRT-LLM's own branch for TLLM_WORKER_USE_SINGLE_PROCESS. In a job that MPI started each
-rank makes the worker itself, through the private argument `executor_cls`, after TensorRT-LLM was given the communicator
-of the replica as its world; the parts of this were read in the sources of the 1.2 line (`executor/worker.py`,
-`_utils.set_mpi_comm`, `llmapi/mpi_session.py`), and nobody has run them together.
+There is no worker process: every rank of a replica creates the same `LLM`, whose executor (`PyExecutor`, with the
+model) runs in the rank's process. A single rank gets this from TensorRT-LLM's own branch for
+TLLM_WORKER_USE_SINGLE_PROCESS. In a job started by MPI each rank creates the worker itself through the private argument
+`executor_cls`, after the replica's communicator was set as TensorRT-LLM's world. The parts of this were read in the
+sources of the 1.2 line (`executor/worker.py`, `_utils.set_mpi_comm`, `llmapi/mpi_session.py`) and have not been run
+together.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ from mrl.engines.trtllm.engine_kwargs import given_by, merged
 from mrl.engines.trtllm.features import Features
 from mrl.engines.trtllm.features import find as find_features
 from mrl.engines.trtllm.fp8 import check_features
-from mrl.engines.trtllm.mpi_env import adopt, communicator_of, hidden
-from mrl.engines.trtllm.process_state import kept
+from mrl.engines.trtllm.mpi_env import adopt, communicator_of, hidden_variables
+from mrl.engines.trtllm.process_state import process_state_restored
 from mrl.engines.trtllm.replica import BEAT_S, Replica
 from mrl.engines.trtllm.routing import engine_arguments
 from mrl.errors import UserError, first_line
 from mrl.models.base import ArchSpec
 
 SETTINGS = {"TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1"}
-"""While it loads weights: one stream and less memory, as verl and NeMo-RL do it."""
+"""Environment while loading weights: one stream and less memory, as in verl and NeMo-RL."""
 
 START_SETTINGS = {**SETTINGS, "TRTLLM_NO_USAGE_STATS": "1"}
-"""At its start too: no word to NVIDIA about the job, which 1.3 sends from every rank (`tensorrt_llm/usage`)."""
+"""Environment at the start: additionally no usage statistics, which 1.3 sends to NVIDIA from every rank
+(`tensorrt_llm/usage`).
+"""
 
 CPP_SAMPLER = "TRTLLMSampler"
 
@@ -47,20 +49,20 @@ CPP_SAMPLER = "TRTLLMSampler"
 def arguments(
     config: RolloutConfig, arch: ArchSpec, dtype: torch.dtype, features: Features, *, trains_on_logprobs: bool
 ) -> dict[str, Any]:
-    """Keyword arguments of `LLM`, but `model` and those of the executor.
+    """Returns the keyword arguments of `LLM`, except `model` and those of the executor.
 
     Raises:
         UserError: The installed version lacks a feature or an argument that the config needs.
     """
     if config.free_cache_engine and not features.sleep:
         raise UserError(
-            f"TensorRT-LLM {features.version} has neither enable_sleep nor sleep_config, so that nothing can free its "
-            "memory while training. Set rollout.free_cache_engine=false, or install 1.2 or 1.3."
+            f"TensorRT-LLM {features.version} has neither enable_sleep nor sleep_config, so its memory cannot be freed "
+            "while training. Set rollout.free_cache_engine=false, or install 1.2 or 1.3."
         )
     check_min_p(config, features, max(config.min_p, config.val_kwargs.min_p))
     if config.quantization is not None:
         check_features(features)
-    graphs = not (config.enforce_eager or _loses_graphs(config, features))
+    graphs = not (config.enforce_eager or _must_disable_graphs(config, features))
     experts: dict[str, Any] = {}
     if arch.moe is not None:
         cut = config.moe_tensor_parallel_size or config.tensor_model_parallel_size // config.expert_parallel_size
@@ -71,7 +73,7 @@ def arguments(
         "dtype": str(dtype).removeprefix("torch."),
         "max_batch_size": config.max_num_seqs,
         "max_num_tokens": config.max_num_batched_tokens,
-        "max_input_len": config.longest,  # a request that is paused comes again with what it has sampled
+        "max_input_len": config.longest,  # a paused request is resubmitted with the tokens it has sampled
         "max_seq_len": config.longest,
         "kv_cache_config": {
             "enable_block_reuse": config.enable_prefix_caching,
@@ -80,10 +82,10 @@ def arguments(
         "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
         "cuda_graph_config": {"enable_padding": True, "max_batch_size": config.max_num_seqs} if graphs else None,
         "enable_chunked_prefill": config.enable_chunked_prefill,
-        "allreduce_strategy": "NCCL",  # its own kernels break convergence with several engines, says its source
+        "allreduce_strategy": "NCCL",  # its own kernels break convergence with several engines, per its source
         "sampler_type": sampler_of(config, features),
-        "disable_overlap_scheduler": _goes_by_logits(config, features, trains_on_logprobs=trains_on_logprobs),
-        "load_format": "dummy",  # a refit fills it
+        "disable_overlap_scheduler": _needs_logits(config, features, trains_on_logprobs=trains_on_logprobs),
+        "load_format": "dummy",  # the first weight sync fills the weights
         **experts,
         **(features.sleep if config.free_cache_engine else {}),
         **engine_arguments(config, features),
@@ -91,46 +93,47 @@ def arguments(
     return merged(derived, given_by(config), features.version)
 
 
-def _loses_graphs(config: RolloutConfig, features: Features) -> bool:
-    """Whether CUDA graphs are wanted, and the installed version is not known to keep them while its engine sleeps."""
+def _must_disable_graphs(config: RolloutConfig, features: Features) -> bool:
+    """Returns whether CUDA graphs are requested, but the version is not known to keep them while its engine sleeps."""
     return not config.enforce_eager and config.free_cache_engine and not features.graphs_sleep
 
 
 def _notes(config: RolloutConfig, features: Features) -> tuple[str, ...]:
-    """What the installed version does otherwise than the config has it."""
-    if not _loses_graphs(config, features):
+    """Returns messages about settings that the installed version cannot follow."""
+    if not _must_disable_graphs(config, features):
         return ()
     return (
         f"no CUDA graphs: TensorRT-LLM {features.version} is not known to keep them while its engine sleeps (its own "
-        "test of enable_sleep leaves them out). rollout.free_cache_engine=false has them; rollout.enforce_eager=true "
-        "asks for none",
+        "test of enable_sleep disables them). Set rollout.free_cache_engine=false to use them, or "
+        "rollout.enforce_eager=true to silence this message",
     )
 
 
 def sampler_of(config: RolloutConfig, features: Features) -> str:
-    """The sampler whose log-probabilities need no correction, as far as there is one; the probe has the last word.
+    """Returns the sampler whose log-probabilities most likely need no correction; the probe verifies it.
 
-    1.2's TorchSampler gives the log-probability of the most likely token only, and hears neither seed nor `min_p`.
+    1.2's TorchSampler returns only the most likely token's log-probability, and ignores seed and `min_p`.
     """
-    hears_all = features.torch_min_p or not (config.min_p > 0.0 or config.val_kwargs.min_p > 0.0)
-    return "TorchSampler" if not features.cpp_sampler or (features.processed_logprobs and hears_all) else CPP_SAMPLER
+    supports_min_p = features.torch_min_p or not (config.min_p > 0.0 or config.val_kwargs.min_p > 0.0)
+    return (
+        "TorchSampler" if not features.cpp_sampler or (features.processed_logprobs and supports_min_p) else CPP_SAMPLER
+    )
 
 
 def check_min_p(config: RolloutConfig, features: Features, min_p: float) -> None:
-    """Raises UserError where the sampler would leave `min_p` out."""
+    """Raises UserError where the sampler would ignore `min_p`."""
     if min_p > 0.0 and sampler_of(config, features) != CPP_SAMPLER and not features.torch_min_p:
         raise UserError(
-            f"rollout.min_p={min_p}: the TorchSampler of TensorRT-LLM {features.version} does not know it. Set it to "
+            f"rollout.min_p={min_p}: the TorchSampler of TensorRT-LLM {features.version} ignores it. Set it to "
             "0, also in rollout.val_kwargs, or use rollout.name=native."
         )
 
 
-def _goes_by_logits(config: RolloutConfig, features: Features, *, trains_on_logprobs: bool) -> bool:
-    """Whether training rollouts will be told from logits, as far as is known before the probe.
+def _needs_logits(config: RolloutConfig, features: Features, *, trains_on_logprobs: bool) -> bool:
+    """Returns whether training rollouts will need logits, as far as known before the probe.
 
-    What truncation keeps is, and log-probabilities that are trained on where the engine's own are others.
-
-    The overlap scheduler runs one step too many where a response ends early, and leaves logits out with it.
+    Kept token ids need them, and so do trained log-probabilities that the engine does not report exactly. The overlap
+    scheduler must then be off: it runs one step too many where a response ends early, and returns no logits for it.
     """
     if truncates(config.top_k, config.top_p, config.min_p):
         return True
@@ -139,15 +142,15 @@ def _goes_by_logits(config: RolloutConfig, features: Features, *, trains_on_logp
     return trains_on_logprobs and (not features.processed_logprobs or not config.do_sample)
 
 
-class Host:
+class LlmRuntime:
     """A started engine.
 
     Attributes:
         llm: TensorRT-LLM's `LLM`.
         executor: Its `PyExecutor`, in this process.
-        features: Of the installed package.
-        notes: What it does otherwise than the config has it.
-        graphs: It captures CUDA graphs.
+        features: Features of the installed package.
+        notes: Messages about settings that the installed version cannot follow.
+        graphs: True if it captures CUDA graphs.
     """
 
     def __init__(
@@ -162,25 +165,27 @@ class Host:
         timeout_s: float,
         trains_on_logprobs: bool,
     ) -> None:
-        """Collective over the ranks that sample: starts this rank's part.
+        """Collective over the ranks that sample: starts this rank's part of the engine.
 
         Args:
-            config: `rollout` section.
-            arch: The model.
-            model_folder: With config.json.
-            replica: The ranks that share the engine.
-            device: Of this rank.
-            dtype: Of the weights.
-            timeout_s: Longest wait for the engine to pause, s.
-            trains_on_logprobs: Whether the loss reads them.
+            config: Config section `rollout`.
+            arch: Architecture of the model.
+            model_folder: Folder with config.json.
+            replica: Ranks that share the engine.
+            device: Device of this rank.
+            dtype: Weight dtype.
+            timeout_s: Longest wait for the engine to pause, seconds.
+            trains_on_logprobs: True if the loss uses the log-probabilities.
 
         Raises:
-            UserError: TensorRT-LLM is not installed, it or MPI cannot start in this job, or it would take another
-                rank's device.
+            UserError: TensorRT-LLM or MPI cannot start in this job, or it would use another rank's device.
         """
         launcher = launch.environment().launcher
         communicator = communicator_of(replica, config.name)
-        with launch.scrubbed_variables(hide=hidden(launcher), given=_given(communicator)), kept(device):
+        with (
+            launch.scrubbed_variables(hide=hidden_variables(launcher), given=_start_variables(communicator)),
+            process_state_restored(device),
+        ):
             self.features = find_features()
             from tensorrt_llm import LLM
 
@@ -188,7 +193,7 @@ class Host:
             chosen = arguments(config, arch, dtype, self.features, trains_on_logprobs=trains_on_logprobs)
             self.graphs = chosen["cuda_graph_config"] is not None
             if communicator is not None:
-                chosen |= _in_mpi(communicator)
+                chosen |= _mpi_arguments(communicator)
             try:
                 self.llm = LLM(str(model_folder), **chosen)
             except Exception as error:
@@ -200,40 +205,39 @@ class Host:
             found = type(self.llm._executor).__name__
             self.llm.shutdown()
             raise RuntimeError(
-                f"TensorRT-LLM {self.features.version} put its executor into another process ({found}), where its "
+                f"TensorRT-LLM {self.features.version} started its executor in another process ({found}), where its "
                 "weights cannot be replaced"
             )
         self.notes = _notes(config, self.features)
         self._replica, self._timeout_s = replica, timeout_s
         self._death: BaseException | None = None
         self._hook = threading.excepthook
-        threading.excepthook = self._hear
+        threading.excepthook = self._record_death
 
     def check(self) -> None:
-        """Returns while the engine's event loop runs.
+        """Raises if the engine's event loop has ended.
 
         Raises:
-            RuntimeError: It has ended; the message has the cause where the loop raised one.
+            RuntimeError: It has ended; the message has the cause if the loop raised one.
         """
         thread = getattr(self.executor, "worker_thread", None)
         ended = bool(getattr(self.executor, "is_shutdown", False)) or (thread is not None and not thread.is_alive())
         if ended or self._death is not None:
-            cause = "its log has the cause" if self._death is None else _described(self._death)
+            cause = "see its log for the cause" if self._death is None else _describe(self._death)
             raise RuntimeError(f"TensorRT-LLM's event loop has ended: {cause}")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Collective over the replica: inside, all requests have ended and the event loop waits (`control_action`).
+        """Collective over the replica: pauses the event loop in the block, after all requests ended (`control_action`).
 
-        It begins when every rank has left its last pause: the first rank starts it for all, and one that is still
-        leaving would miss that it did.
-
-        TensorRT-LLM's hang detector does not look meanwhile: it would end a loop that 1.2 lets wait for 300 s.
+        The pause begins when every rank has left the previous one: the first rank starts it for all, and a rank that is
+        still leaving would miss it. TensorRT-LLM's hang detector is off inside, since it would kill a loop that 1.2
+        pauses for 300 s.
 
         Raises:
-            RuntimeError: The event loop has ended, or does not come to rest; TensorRT-LLM alone would wait for ever.
+            RuntimeError: The event loop has ended, or does not pause in time; TensorRT-LLM alone would wait forever.
         """
-        self._replica.meet(self.check)
+        self._replica.barrier(self.check)
         action = self.executor.control_action()
         failures: list[BaseException] = []
         entered = threading.Event()
@@ -255,49 +259,48 @@ class Host:
                     f"TensorRT-LLM's event loop did not pause in {self._timeout_s:g} s (run.collective_timeout_s)"
                 )
         if failures:
-            raise RuntimeError(f"TensorRT-LLM did not pause: {_described(failures[0])}") from failures[0]
+            raise RuntimeError(f"TensorRT-LLM did not pause: {_describe(failures[0])}") from failures[0]
         detector = getattr(self.executor, "hang_detector", None)
         try:
-            # It is left before the loop goes on, whose own checkpoints would race with the end of the pause.
+            # Ends before the loop continues, whose own hang checkpoints would race with the end of the pause.
             with nullcontext() if detector is None else detector.pause():
                 yield
         finally:
             action.__exit__(None, None, None)
 
     def close(self, *, wait_s: float) -> None:
-        """Ends the engine, in about `wait_s` seconds at most; nothing the second time.
+        """Shuts down the engine in about `wait_s` seconds at most; repeated calls do nothing.
 
-        An engine that does not end, since its loop waits for a rank that died, is left to the end of the process.
+        An engine that does not end because its loop waits for a dead rank is left to the end of the process.
         """
-        if threading.excepthook == self._hear:
+        if threading.excepthook == self._record_death:
             threading.excepthook = self._hook
         executor = self.llm._executor
         ending = threading.Thread(target=self.llm.shutdown, daemon=True)
         ending.start()
         ending.join(wait_s)
-        if ending.is_alive():  # at exit TensorRT-LLM would try again, and wait
+        if ending.is_alive():  # at exit TensorRT-LLM would try again and block
             for at_exit in (getattr(executor, "shutdown", None), getattr(type(self.llm), "_shutdown_wrapper", None)):
                 if at_exit is not None:
                     atexit.unregister(at_exit)
 
-    def _hear(self, args: threading.ExceptHookArgs) -> None:
-        """Keeps what ended the event loop."""
+    def _record_death(self, args: threading.ExceptHookArgs) -> None:
+        """Records the exception that ended the event loop."""
         if args.thread is not None and args.thread is getattr(self.executor, "worker_thread", None):
             self._death = args.exc_value
         self._hook(args)
 
 
-def _described(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _given(communicator: Any) -> Mapping[str, str]:
-    """Variables for the start."""
+def _start_variables(communicator: Any) -> Mapping[str, str]:
     return START_SETTINGS if communicator is not None else {**START_SETTINGS, "TLLM_WORKER_USE_SINGLE_PROCESS": "1"}
 
 
 def _check_device(device: torch.device, replica: Replica) -> None:
-    """Returns where TensorRT-LLM will take this rank's device, and its replica's ranks lie as it reckons."""
+    """Checks that TensorRT-LLM will select this rank's device, and that its assumptions about hosts hold."""
     if device.type == "cuda":
         from tensorrt_llm import _utils
 
@@ -308,63 +311,64 @@ def _check_device(device: torch.device, replica: Replica) -> None:
 
 
 def check_hosts(first_rank: int, size: int, num_devices: int, ranks_of_host: int) -> None:
-    """TensorRT-LLM takes `num_devices` for the ranks of each host, in their order, and reckons with whole hosts.
+    """Checks that a replica's ranks are placed on hosts as TensorRT-LLM assumes.
 
-    What was read: `gpus_per_node` is the number of devices that a rank sees; ranks are on host rank // gpus_per_node of
-    the replica (`mapping.py`), and of several hosts each has equally many (`llmapi/llm_args.py: world_size_per_node`).
-    The PyTorch models load their weights on the device of the rank among those of its host (`_utils.local_mpi_rank`).
+    From its sources: `gpus_per_node` is the number of devices that a rank sees; ranks are on host rank // gpus_per_node
+    of the replica (`mapping.py`), and each of several hosts has equally many (`llmapi/llm_args.py:
+    world_size_per_node`). The PyTorch models load their weights on the device of the rank's index within its host
+    (`_utils.local_mpi_rank`).
 
     Args:
-        first_rank: Of the replica, MPI's number.
-        size: Ranks of the replica.
-        num_devices: That this rank sees.
-        ranks_of_host: Ranks on this rank's host, of all replicas.
+        first_rank: MPI rank of the replica's first rank.
+        size: Number of ranks in the replica.
+        num_devices: Number of devices that this rank sees.
+        ranks_of_host: Number of ranks on this rank's host, over all replicas.
 
     Raises:
-        UserError: The ranks do not lie so.
+        UserError: The ranks are placed differently.
     """
     what = f"rollout.tensor_model_parallel_size={size}"
     if ranks_of_host > num_devices:
         raise UserError(
-            f"{what}: this rank sees {num_devices} device(s), and {ranks_of_host} ranks are on its host; "
-            "TensorRT-LLM wants each rank of a replica to see the devices of all. Let ranks see all devices of their "
-            "host (no --gpus-per-task)."
+            f"{what}: this rank sees {num_devices} device(s), but {ranks_of_host} ranks are on its host; TensorRT-LLM "
+            "needs each rank of a replica to see the devices of all. Make all devices of the host visible to its ranks "
+            "(no --gpus-per-task)."
         )
     last_rank = first_rank + size - 1
     inside = first_rank // num_devices == last_rank // num_devices
     if not inside and (first_rank % num_devices or size % num_devices):
         raise UserError(
-            f"{what}: ranks {first_rank} to {last_rank} are a replica, on hosts of {num_devices} devices. "
-            "TensorRT-LLM wants a replica inside one host, or one of whole hosts: set a size that divides the devices "
+            f"{what}: ranks {first_rank} to {last_rank} form a replica, on hosts of {num_devices} devices. "
+            "TensorRT-LLM needs a replica inside one host, or on complete hosts: set a size that divides the devices "
             "of a host, or a multiple of them."
         )
 
 
 def check_choice(device: torch.device, mpi_rank: int, num_devices: int) -> None:
-    """TensorRT-LLM takes the device of its MPI rank, modulo those that it sees (`executor/base_worker.py`).
+    """Checks that TensorRT-LLM selects this rank's device: MPI rank modulo visible ones (`executor/base_worker.py`).
 
     Raises:
-        UserError: That is not `device`.
+        UserError: It would select another device.
     """
     chosen = mpi_rank % num_devices
     if chosen != device.index:
         raise UserError(
-            f"TensorRT-LLM would take cuda:{chosen} (MPI rank {mpi_rank}, {num_devices} devices), but this rank's is "
-            f"{device}. Let each rank see its own device only: CUDA_VISIBLE_DEVICES of one device for each, or "
+            f"TensorRT-LLM would use cuda:{chosen} (MPI rank {mpi_rank}, {num_devices} devices), but this rank's is "
+            f"{device}. Make only its own device visible to each rank: one device in CUDA_VISIBLE_DEVICES, or "
             "srun --gpus-per-task=1."
         )
 
 
-def _in_mpi(communicator: Any) -> dict[str, Any]:
-    """Gives TensorRT-LLM the replica as its world; the arguments by which `LLM` makes its worker in this process."""
+def _mpi_arguments(communicator: Any) -> dict[str, Any]:
+    """Sets the replica as TensorRT-LLM's world; returns the arguments of `LLM` that create the worker in process."""
     from tensorrt_llm.executor.executor import GenerationExecutor
     from tensorrt_llm.executor.worker import GenerationExecutorWorker
     from tensorrt_llm.llmapi import mpi_session
 
     own = adopt(communicator)
 
-    class Session(mpi_session.MpiSession):
-        """Every rank runs the program itself, so a task for all of them is one for this one."""
+    class InlineMpiSession(mpi_session.MpiSession):
+        """MPI session whose ranks all run this program, so a task for all of them runs here."""
 
         def submit(self, task: Any, *args: Any, **kwargs: Any) -> list[Any]:
             raise RuntimeError("TensorRT-LLM wanted to start a worker; the ranks are the workers")
@@ -373,22 +377,22 @@ def _in_mpi(communicator: Any) -> dict[str, Any]:
             return [task(*args, **kwargs)]
 
         def shutdown(self, wait: bool = True) -> None:
-            """There is nothing to end."""
+            """Does nothing: there are no worker processes."""
 
         def abort(self) -> None:
             own.Abort(1)
 
     class InProcess(GenerationExecutor):
-        """Makes the worker in place of a proxy that would start processes."""
+        """Creates the worker directly instead of a proxy that starts processes."""
 
         @staticmethod
         def create(*engine: Any, **given: Any) -> GenerationExecutorWorker:
             wanted = inspect.signature(GenerationExecutorWorker.__init__).parameters
             return GenerationExecutorWorker(*engine, **{name: value for name, value in given.items() if name in wanted})
 
-    return {"executor_cls": InProcess, "_mpi_session": Session()}
+    return {"executor_cls": InProcess, "_mpi_session": InlineMpiSession()}
 
 
 def refusal(error: Exception) -> str:
-    """An error of TensorRT-LLM in one line."""
+    """Returns an error of TensorRT-LLM in one line."""
     return f"{type(error).__name__}: {first_line(error)}"

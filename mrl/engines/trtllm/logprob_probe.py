@@ -1,8 +1,8 @@
-"""Which distribution the engine's log-probabilities score, found out by asking it, and what follows for a setting.
+"""Probe of the distribution that the engine's log-probabilities score, and its consequences for sampling settings.
 
-Owns the probe and the decision: log-probabilities are taken as they are where they are exact, computed from returned
-logits where they are not, and a setting is refused where neither is possible. Nothing here assumes what a version of
-TensorRT-LLM does: 1.2's two samplers score different distributions, and 1.3 can be asked for either.
+Log-probabilities are used unchanged where they are exact, computed from returned logits where they are not, and a
+setting is rejected where neither is possible. Nothing is assumed about a version of TensorRT-LLM: 1.2's two samplers
+score different distributions, and 1.3 can return either.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from mrl.engines.trtllm.scoring import Scored, is_truncated, score, scored
 from mrl.errors import UserError
 
 TOLERANCE = 0.02
-"""Nats: logits that come back in bfloat16 differ from those that were scored by at most 2^-8 of their size."""
+"""Tolerance in nats: logits returned in bfloat16 differ from the scored ones by a relative 2^-8 at most."""
 
 EDGE = 0.1
-"""A sampled token this far below what truncation keeps, in logits, was not truncated at all."""
+"""Distance in logits below the truncation threshold at which a sampled token proves that truncation was not applied."""
 
 PROBE_TOKENS = 16
 
 CUT = SamplingConfig(n=1, max_tokens=PROBE_TOKENS, temperature=0.5, top_p=0.7, ignore_eos=True)
-"""Far from temperature 1 and cut, so that the distributions differ by more than `TOLERANCE` on some token."""
+"""Probe settings far from temperature 1 and truncated, so that the distributions differ by more than `TOLERANCE`."""
 
 HOT = SamplingConfig(n=1, max_tokens=PROBE_TOKENS, temperature=2.0, ignore_eos=True)
-"""Samples that are often not the most likely token: is their own log-probability there?"""
+"""Probe settings that often sample an unlikely token, to check that its own log-probability is returned."""
 
 
 class Scores(Enum):
-    """What a reported log-probability is the log-softmax of."""
+    """Distribution whose log-softmax the engine reports."""
 
     RAW = "logits"
     TEMPERED = "logits / temperature"
@@ -51,16 +51,16 @@ DISTRIBUTIONS: dict[Scores, Callable[[SamplingConfig], SamplingConfig]] = {
     Scores.TEMPERED: lambda under: replace(under, top_k=-1, top_p=1.0, min_p=0.0),
     Scores.PROCESSED: lambda under: under,
 }
-"""What a setting's samples are scored under."""
+"""Sampling settings that describe each distribution, given those of the request."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the probe found.
+class ProbeResult:
+    """Result of the probe.
 
     Attributes:
-        scores: Of the engine's log-probabilities.
-        has_logits: The engine returns the logits of each token, also where a response ends early.
+        scores: Distribution of the engine's log-probabilities.
+        has_logits: True if the engine returns the logits of each token, also where a response ends early.
     """
 
     scores: Scores
@@ -68,14 +68,14 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProbeResponse:
     """One response to a probe.
 
     Attributes:
-        under: What it was asked for.
-        tokens: Sampled.
-        reported: The engine's log-probabilities, one for each token; None: it gave none for a sampled token.
-        logits_TV: What it returned, true vocabulary; None: nothing.
+        under: Sampling settings of the request.
+        tokens: Sampled token ids.
+        reported: The engine's log-probability of each token; None where one is missing.
+        logits_TV: Returned logits without vocabulary padding; None where there are none.
     """
 
     under: SamplingConfig
@@ -84,54 +84,56 @@ class Answer:
     logits_TV: Tensor | None
 
 
-def judge(answers: Sequence[Answer]) -> Scores:
-    """Compares an engine's log-probabilities with those of each distribution, computed from its logits."""
-    if any(answer.reported is None for answer in answers):
+def judge(responses: Sequence[ProbeResponse]) -> Scores:
+    """Returns the distribution that matches the engine's log-probabilities, computed from its logits."""
+    if any(response.reported is None for response in responses):
         return Scores.UNKNOWN
-    if any(answer.logits_TV is None for answer in answers):
+    if any(response.logits_TV is None for response in responses):
         return Scores.UNVERIFIED
-    near = [each for each in DISTRIBUTIONS if all(apart(answer, each) <= TOLERANCE for answer in answers)]
-    if len(near) > 1:  # the model is so flat, or so sure, that they do not differ here
+    near = [
+        each for each in DISTRIBUTIONS if all(largest_difference(response, each) <= TOLERANCE for response in responses)
+    ]
+    if len(near) > 1:  # a very flat or very confident model, for which the distributions do not differ
         return Scores.UNVERIFIED
     return near[0] if near else Scores.UNKNOWN
 
 
-def apart(answer: Answer, scores: Scores) -> float:
-    """Largest difference of an answer's log-probabilities from those of a distribution, nats; infinite without them."""
-    if answer.logits_TV is None or answer.reported is None:
+def largest_difference(response: ProbeResponse, scores: Scores) -> float:
+    """Returns the largest difference between a response's log-probabilities and a distribution, nats; else inf."""
+    if response.logits_TV is None or response.reported is None:
         return math.inf
-    ids = torch.tensor(answer.tokens, dtype=torch.int64, device=answer.logits_TV.device)
-    found = torch.tensor(answer.reported, dtype=torch.float32, device=answer.logits_TV.device)
-    expected = score(answer.logits_TV, ids, DISTRIBUTIONS[scores](answer.under))
+    ids = torch.tensor(response.tokens, dtype=torch.int64, device=response.logits_TV.device)
+    found = torch.tensor(response.reported, dtype=torch.float32, device=response.logits_TV.device)
+    expected = score(response.logits_TV, ids, DISTRIBUTIONS[scores](response.under))
     return float((expected - found).abs().max())
 
 
 def is_trained_on(sampling: SamplingConfig, config: RolloutConfig) -> bool:
-    """Whether samples of this setting are the run's, and no evaluation's: whose log-probabilities nothing reads."""
+    """Returns whether samples of these settings are trained on; nothing reads the log-probabilities of evaluations."""
     own = (config.temperature, config.top_k, config.top_p, config.min_p, not config.do_sample)
     return own == (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.greedy)
 
 
 def is_exact(scores: Scores, sampling: SamplingConfig) -> bool:
-    """Whether the engine's log-probabilities are those of the sampling contract."""
+    """Returns whether the engine's log-probabilities are those of the policy under these sampling settings."""
     plain = not is_truncated(sampling)
-    if sampling.greedy:  # the engine is told top_k=1, which the contract does not score
+    if sampling.greedy:  # the engine samples with top_k=1, but log-probabilities are over all tokens
         return plain and (scores is Scores.TEMPERED or (scores is Scores.RAW and sampling.temperature == 1.0))
     if plain and sampling.temperature == 1.0:
-        return scores is not Scores.UNKNOWN  # without temperature and truncation all of them are the same
+        return scores is not Scores.UNKNOWN  # without temperature and truncation all distributions are equal
     return scores is Scores.PROCESSED or (plain and scores is Scores.TEMPERED)
 
 
-def needs_logits(verdict: Verdict, sampling: SamplingConfig, *, trained: bool) -> bool:
-    """Whether log-probabilities, or what was kept, must be computed from logits under this setting.
+def needs_logits(verdict: ProbeResult, sampling: SamplingConfig, *, trained: bool) -> bool:
+    """Returns whether log-probabilities or kept token ids must be computed from logits under these settings.
 
     Args:
-        verdict: Of the probe.
-        sampling: The setting.
-        trained: Whether anything reads the log-probabilities; otherwise those of the engine do.
+        verdict: Result of the probe.
+        sampling: Sampling settings of the request.
+        trained: True if the log-probabilities are used; if not, those of the engine are good enough.
 
     Raises:
-        UserError: They must, and the engine returns none.
+        UserError: Logits are needed, but the engine returns none.
     """
     if not sampling.with_support and (not trained or is_exact(verdict.scores, sampling)):
         return False
@@ -139,30 +141,30 @@ def needs_logits(verdict: Verdict, sampling: SamplingConfig, *, trained: bool) -
         return True
     if sampling.with_support:
         raise UserError(
-            f"TensorRT-LLM does not tell which tokens top_k={sampling.top_k} top_p={sampling.top_p} "
-            f"min_p={sampling.min_p} kept, and returns no logits to tell them by: the actor could not score the "
+            f"TensorRT-LLM does not report which tokens top_k={sampling.top_k} top_p={sampling.top_p} "
+            f"min_p={sampling.min_p} kept, and returns no logits to compute them from: the actor could not score the "
             "samples over the same tokens. Set rollout.top_k=-1, top_p=1 and min_p=0 (evaluations may truncate: "
             "rollout.val_kwargs), or use rollout.name=native or vllm."
         )
     raise UserError(
         f"TensorRT-LLM's log-probabilities score {verdict.scores.value}, and it returns no logits to correct them. "
         f"With temperature={sampling.temperature} top_k={sampling.top_k} top_p={sampling.top_p} min_p={sampling.min_p} "
-        "they would not be those of the policy that sampled. Set temperature=1, top_k=-1, top_p=1 and min_p=0, or "
+        "they would not be those of the sampling policy. Set temperature=1, top_k=-1, top_p=1 and min_p=0, or "
         "train on the actor's own log-probabilities: algorithm.rollout_correction.bypass_mode=false, no rollout_is or "
         "rollout_rs."
     )
 
 
 def corrected(logits_TV: Tensor, tokens: list[int], sampling: SamplingConfig) -> Scored:
-    """Log-probabilities under the contract, and what it keeps.
+    """Returns log-probabilities and kept token ids computed from logits.
 
     Args:
-        logits_TV: Of the sampled tokens, true vocabulary.
-        tokens: Sampled.
-        sampling: What they were sampled under.
+        logits_TV: Logits of the sampled tokens, without vocabulary padding.
+        tokens: Sampled token ids.
+        sampling: Sampling settings of the request.
 
     Raises:
-        RuntimeError: A token lies outside of what truncation keeps: the engine did not sample as it was told.
+        RuntimeError: A token lies outside the truncation, so the engine did not apply the settings.
     """
     ids = torch.tensor(tokens, dtype=torch.int64, device=logits_TV.device)
     tempered = logits_TV.float() / sampling.temperature
@@ -172,7 +174,7 @@ def corrected(logits_TV: Tensor, tokens: list[int], sampling: SamplingConfig) ->
         outside = (own_T < threshold_T - EDGE).nonzero().flatten().tolist()
         if outside:
             raise RuntimeError(
-                f"response token {outside[0]} ({tokens[outside[0]]}) is none that top_k={sampling.top_k} "
-                f"top_p={sampling.top_p} min_p={sampling.min_p} keep: TensorRT-LLM did not sample as it was told"
+                f"response token {outside[0]} ({tokens[outside[0]]}) is outside top_k={sampling.top_k} "
+                f"top_p={sampling.top_p} min_p={sampling.min_p}: TensorRT-LLM did not apply the sampling settings"
             )
     return scored(logits_TV, ids, sampling)

@@ -1,7 +1,4 @@
-"""What TensorRT-LLM sees of the job around it: which of the launcher's variables, and which of MPI's ranks.
-
-Owns both, for the LLM API and for built engines.
-"""
+"""The part of the job that TensorRT-LLM sees: environment variables of the launcher, and MPI ranks."""
 
 from __future__ import annotations
 
@@ -16,61 +13,62 @@ from mrl.errors import UserError, first_line
 
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""Of torchrun: TensorRT-LLM must not take them for its own."""
+"""Variables of torchrun that TensorRT-LLM must not interpret as its own."""
 
 MPI_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "MPI_", "UCX_", "I_MPI_", "HYDRA_", "MPICH_", "MV2_")
-"""Of an MPI that started torchrun and not its ranks: MPI_Init in a rank would take a place that is not its own."""
+"""Variables of an MPI that started torchrun instead of the ranks; MPI_Init in a rank would join as the wrong process.
+"""
 
 OWN_PREFIXES = ("TLLM_SPAWN_PROXY_PROCESS", "TLLM_DISABLE_MPI", "tllm_mpi_size")
-"""Of TensorRT-LLM: they make it start Ray or look for workers."""
+"""Variables of TensorRT-LLM that make it start Ray or search for workers."""
 
 
-BESIDE = {"DISABLE_TORCH_DEVICE_SET": "1", "TRTLLM_NO_USAGE_STATS": "1"}
-"""For its import without an engine: the device stays, and nothing is sent."""
+IMPORT_SETTINGS = {"DISABLE_TORCH_DEVICE_SET": "1", "TRTLLM_NO_USAGE_STATS": "1"}
+"""Environment for importing TensorRT-LLM without an engine: keep the current device, send no usage statistics."""
 
 
-def hidden(launcher: str) -> tuple[str, ...]:
-    """Prefixes of variables that TensorRT-LLM must not see."""
+def hidden_variables(launcher: str) -> tuple[str, ...]:
+    """Returns the prefixes of environment variables to hide from TensorRT-LLM."""
     started_by_mpi = launcher in ("mpirun", "mpi", "srun")
     return (*LAUNCHER_PREFIXES, *LAUNCHER_NAMES, *OWN_PREFIXES, *(() if started_by_mpi else MPI_PREFIXES))
 
 
 def is_over_mpi(environment: Environment) -> bool:
-    """Whether MPI started the ranks."""
+    """Returns whether MPI started the ranks."""
     alone = environment.launcher == "srun" and mpi.is_alone()
     return environment.launcher not in ("none", "torchrun") and not alone
 
 
 def start_beside() -> None:
-    """Collective over the job: imports TensorRT-LLM on a rank that holds no engine, where MPI started the ranks.
+    """Collective over the job: imports TensorRT-LLM on a rank without an engine, where MPI started the ranks.
 
-    Its import splits the whole world of MPI by host (`_utils.local_comm`), and would wait for this rank.
+    The import splits MPI's world communicator by host (`_utils.local_comm`), which is collective over all ranks.
 
     Raises:
-        UserError: It does not import.
+        UserError: The import fails.
     """
     environment = launch.environment()
     if not is_over_mpi(environment):
         return
-    with launch.scrubbed_variables(hide=hidden(environment.launcher), given=BESIDE):
+    with launch.scrubbed_variables(hide=hidden_variables(environment.launcher), given=IMPORT_SETTINGS):
         try:
             importlib.import_module("tensorrt_llm._utils")
         except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
             raise UserError(
-                f"TensorRT-LLM does not import on a rank that only trains ({first_line(error)}): over MPI its import "
-                "takes part of all ranks. Start every rank in the same container."
+                f"TensorRT-LLM cannot be imported on a training-only rank ({first_line(error)}): over MPI its import "
+                "is collective over all ranks. Start every rank in the same container."
             ) from error
 
 
 def communicator_of(replica: Replica, name: str) -> Any:
-    """Collective over the replica: MPI's communicator of it; None where MPI did not start the ranks.
+    """Collective over the replica: returns its MPI communicator; None where MPI did not start the ranks.
 
     Args:
-        replica: Of this rank.
-        name: `rollout.name`.
+        replica: Replica of this rank.
+        name: Value of `rollout.name`.
 
     Raises:
-        UserError: The replica needs MPI and there is none, or it allows no threads.
+        UserError: The replica needs MPI and MPI did not start the ranks, or MPI does not support threads.
     """
     environment = launch.environment()
     if not is_over_mpi(environment):
@@ -79,26 +77,26 @@ def communicator_of(replica: Replica, name: str) -> Any:
         return None
     ranks = range(replica.first_rank, replica.first_rank + replica.size)
     communicator = mpi.among(ranks, environment)
-    mpi.check_threads()  # TensorRT-LLM talks in a thread of its own
+    mpi.check_threads()  # TensorRT-LLM communicates in a separate thread
     return communicator
 
 
 def adopt(communicator: Any) -> Any:
-    """Makes the replica the whole world of TensorRT-LLM, on its Python side and on its C++ side.
+    """Sets the replica as TensorRT-LLM's world communicator, in Python and in C++.
 
-    Python's is what its own exchanges and the memory of the custom all-reduce are split from (`_utils.mpi_comm`), C++'s
-    is what NCCL's ranks are numbered by.
+    Python's communicator is used by its own exchanges and the custom all-reduce (`_utils.mpi_comm`), the C++ one for
+    the rank numbers of NCCL.
 
     Args:
-        communicator: MPI's, of the replica's ranks in their order.
+        communicator: MPI communicator of the replica's ranks, in order.
 
     Returns:
-        It, as TensorRT-LLM wraps communicators.
+        The communicator in TensorRT-LLM's wrapper class.
     """
     from tensorrt_llm import _utils
     from tensorrt_llm.llmapi.mpi_session import set_mpi_session_cpp
 
-    own = type(_utils.mpi_comm())(communicator)  # mpi4py's wrapper for large objects, where that is what it uses
+    own = type(_utils.mpi_comm())(communicator)  # some versions use mpi4py's wrapper for large objects
     _utils.set_mpi_comm(own)
     set_mpi_session_cpp(own)
     return own

@@ -1,7 +1,6 @@
-"""Which fields the installed TensorRT-LLM has and which texts one takes, read from its file: nothing is imported.
+"""Fields and accepted values of the installed TensorRT-LLM, parsed from its source file without importing it.
 
-Owns where the fields stand. Importing the package speaks with all ranks of an MPI job, so that what is asked before a
-job starts is asked of its source.
+Importing the package communicates with all ranks of an MPI job, which is not possible before a job starts.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ CLASS = "TorchLlmArgs"
 
 
 def is_installed() -> bool:
-    """Whether the engine's start will say what the installed version knows."""
+    """Returns whether TensorRT-LLM is installed, so that the engine's start checks against it."""
     return importlib.util.find_spec(PACKAGE) is not None
 
 
 def texts_of(path: str) -> tuple[str, ...]:
-    """The texts that `field` or `section.field` of the installed `LLM` takes; () where its file spells out none."""
+    """Returns the strings that `field` or `section.field` of the installed `LLM` accepts; () if they are not listed."""
     classes = _installed_classes()
     section, _, field = path.rpartition(".")
     node = _annotation(classes, SECTIONS.get(section, CLASS), field)
@@ -32,7 +31,7 @@ def texts_of(path: str) -> tuple[str, ...]:
 
 
 def lacks(field: str) -> bool:
-    """Whether the file of the installed version spells out the fields of `LLM`, and this is none of them."""
+    """Returns whether the installed version's file lists the fields of `LLM` and this field is not among them."""
     classes = _installed_classes()
     spelled = any(isinstance(item, ast.AnnAssign) for item in classes[CLASS].body) if CLASS in classes else False
     return spelled and _annotation(classes, CLASS, field) is None
@@ -53,7 +52,7 @@ def _classes(file: Path) -> dict[str, ast.ClassDef]:
 
 
 def _annotation(classes: dict[str, ast.ClassDef], name: str, field: str) -> ast.expr | None:
-    """Of the class itself, else of its bases in the same file."""
+    """Returns the annotation of a field in a class, or in its bases in the same file."""
     if name not in classes:
         return None
     for node in classes[name].body:
@@ -64,7 +63,7 @@ def _annotation(classes: dict[str, ast.ClassDef], name: str, field: str) -> ast.
 
 
 def _texts(classes: dict[str, ast.ClassDef], annotation: ast.expr) -> list[str]:
-    """Of every `Literal` in it, and the members of every enumeration."""
+    """Returns the strings of every `Literal` in an annotation, and of the members of every enumeration."""
     found: list[str] = []
     for node in ast.walk(annotation):
         if isinstance(node, ast.Subscript) and ast.unparse(node.value).rpartition(".")[2] == "Literal":

@@ -1,9 +1,9 @@
-"""What TensorRT-LLM's start changes in the process that it shares with the trainer, and that is put back.
+"""Restores process state that TensorRT-LLM changes when it starts inside the trainer's process.
 
-Owns the list. Elsewhere TensorRT-LLM has a process of its own, so it binds the cores of the thread that starts it,
-chooses the device, draws from Python's random numbers to estimate the size of its cache, and ends by capping torch's
-allocator at what is free beside that cache (`_torch/pyexecutor/_util.py: _adjust_torch_mem_fraction`): a trainer would
-run out of memory while the engine sleeps.
+TensorRT-LLM expects a process of its own. Its start binds the calling thread to CPU cores, selects a device, draws from
+Python's random numbers to estimate the size of its cache, and caps torch's allocator at the memory that is free next to
+that cache (`_torch/pyexecutor/_util.py: _adjust_torch_mem_fraction`). With that cap the trainer would run out of memory
+while the engine sleeps.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 
 
 @contextmanager
-def kept(device: torch.device) -> Iterator[None]:
-    """After the block, this thread's cores, `device`, Python's random numbers and the allocator's cap are as before."""
+def process_state_restored(device: torch.device) -> Iterator[None]:
+    """Restores CPU affinity, current device, Python's random state and the allocator's cap when the block ends."""
     cores, numbers = os.sched_getaffinity(0), random.getstate()
     on_gpu = device.type == "cuda"
     fraction = torch.cuda.get_per_process_memory_fraction(device) if on_gpu else 1.0

@@ -1,11 +1,11 @@
-"""The weights of a built engine, replaced in place by `tensorrt.Refitter` from this rank's own memory.
+"""Weight replacement of a built engine in place by `tensorrt.Refitter`, from buffers in this rank's memory.
 
-Owns the buffers that a refit fills, by the names of a TensorRT-LLM checkpoint, and the account of names: each weight
-that the engine has gets exactly one buffer, and each tensor of the checkpoint goes to one weight of the engine;
-anything else is refused when the engine is loaded. Buffers exist from `begin` to `commit` only, so that a refit needs a
-second copy of the rank's weights and generation does not.
+The buffers are named like the tensors of a TensorRT-LLM checkpoint. Each weight of the engine is made of exactly one
+buffer, and each tensor of the checkpoint goes to one weight; any other mapping is rejected when the engine is loaded.
+Buffers exist only from `begin` to `commit`: a weight sync needs a second copy of the rank's weights, generation does
+not.
 
-What a weight of an engine is made of is `resharding/trtllm.py`'s.
+`resharding/trtllm.py` defines which tensors form a weight of an engine.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from mrl.resharding.weight_slice import WeightSlice
 
 
 class EngineWeights:
-    """The weights of one rank's engine.
+    """Weights of one rank's engine.
 
     Args:
-        engine: `tensorrt.ICudaEngine`.
-        layout: What the rank's checkpoint file holds.
-        device: Where buffers are.
-        where: The engine in words, for messages.
+        engine: Loaded `tensorrt.ICudaEngine`.
+        layout: Tensors of the rank's checkpoint file.
+        device: Device of the buffers.
+        where: Name of the engine in messages.
 
     Attributes:
-        layout: What a refit brings: without the head where the engine shares the tied embedding.
+        layout: Tensors that a weight sync sends; without the output layer where the engine shares the tied embedding.
 
     Raises:
-        UserError: The engine cannot be refitted, or its weights are not those of the layout.
+        UserError: The engine is not refittable, or its weights do not match the layout.
     """
 
     def __init__(self, engine: Any, layout: Layout, device: torch.device, where: str) -> None:
@@ -64,7 +64,7 @@ class EngineWeights:
         self._checksum = 0
 
     def begin(self) -> None:
-        """Allocates the buffers, uninitialised."""
+        """Allocates uninitialised buffers."""
         self._fused = {
             name: torch.empty(self._shape(name), dtype=self._dtype(name), device=self._device) for name in self._parts
         }
@@ -82,29 +82,29 @@ class EngineWeights:
         for item in bucket:
             buffer = self._buffers.get(item.name)
             if buffer is None:
-                raise RuntimeError(f"'{item.name}' is not a tensor of {self._where}, or no update was begun")
+                raise RuntimeError(f"'{item.name}' is not a tensor of {self._where}, or begin_update was not called")
             item.write_to(buffer)
 
     def checksum(self) -> int:
-        """Sum over the bit patterns of all buffers; after `commit` what it was before."""
+        """Returns the sum over the bit patterns of all buffers; after `commit`, the last value before it."""
         if self._buffers:
             self._checksum = sum(bit_sum(buffer) for buffer in self._buffers.values()) % MODULUS
         return self._checksum
 
     def commit(self) -> None:
-        """Makes the buffers the engine's weights and lets go of them.
+        """Copies the buffers into the engine's weights and frees them.
 
         The engine must not be generating. After an error its weights are undefined.
 
         Raises:
-            RuntimeError: TensorRT refuses a weight, misses one, or the refit fails; the weight is named.
+            RuntimeError: TensorRT rejects a weight, misses one, or the refit fails; the weight is named.
         """
         import tensorrt
 
         self._synchronize()  # copies run on PyTorch's stream, the refitter on its own
         on_device = self._device.type == "cuda"
         location = tensorrt.TensorLocation.DEVICE if on_device else tensorrt.TensorLocation.HOST
-        held = []  # TensorRT reads through these pointers until the refit is over
+        held = []  # TensorRT reads through these pointers until the refit is finished
         for name, buffer in self._fused.items():
             weights = tensorrt.Weights(self._kinds[buffer.dtype], buffer.data_ptr(), buffer.numel())
             held.append(weights)
@@ -114,17 +114,17 @@ class EngineWeights:
         missing = [str(name) for name in self._refitter.get_missing_weights()]
         if missing:
             raise RuntimeError(
-                f"a refit of {self._where} lacks {len(missing)} weights that TensorRT combined with others, first "
-                f"'{missing[0]}'"
+                f"the refit of {self._where} lacks {len(missing)} weights that TensorRT combined with others; the "
+                f"first is '{missing[0]}'"
             )
         if not self._refitter.refit_cuda_engine():
-            raise RuntimeError(f"TensorRT could not refit {self._where}; its log says why")
+            raise RuntimeError(f"TensorRT could not refit {self._where}; see its log for the reason")
         self._synchronize()
         del held
         self.discard()
 
     def discard(self) -> None:
-        """Lets go of the buffers."""
+        """Frees the buffers."""
         self._fused, self._buffers = {}, {}
 
     def _synchronize(self) -> None:
@@ -139,7 +139,7 @@ class EngineWeights:
         return DTYPES[self.layout[self._parts[name][0]].dtype]
 
     def _check_prototypes(self) -> None:
-        """Compares dtype and size of every weight with what the engine was built with."""
+        """Compares dtype and size of every weight with those the engine was built with."""
         for name in self._parts:
             prototype = self._refitter.get_weights_prototype(name)
             kind, count = self._kinds[self._dtype(name)], volume(whole(self._shape(name)))
@@ -151,7 +151,7 @@ class EngineWeights:
 
 
 def _account(names: Sequence[str], layout: Layout, where: str) -> tuple[Layout, dict[str, tuple[str, ...]]]:
-    """(what a refit brings, weight of the engine -> the tensors of the checkpoint that it is made of, in its order).
+    """Returns the layout that a weight sync sends, and for each weight of the engine its checkpoint tensors in order.
 
     Raises:
         UserError: Names are missing on either side.
@@ -163,7 +163,7 @@ def _account(names: Sequence[str], layout: Layout, where: str) -> tuple[Layout, 
     for what, which in (("has weights that the model lacks", extra), ("lacks weights of the model", missing)):
         if which:
             raise UserError(
-                f"{where} {what}: {len(which)}, first '{which[0]}'. Was it built for another model or number of ranks, "
-                "or with plugins that change its layers?"
+                f"{where} {what}: {len(which)}; the first is '{which[0]}'. Was it built for another model or number of "
+                "ranks, or with plugins that change its layers?"
             )
     return {name: stored for name, stored in layout.items() if name in used}, parts

@@ -1,7 +1,7 @@
-"""The ranks of one replica while its first rank leads a call: they learn its result, or who failed and why.
+"""Calls led by the first rank of a replica, whose result or failure reaches all of its ranks.
 
-Owns the beat: every rank of the replica meets the others several times a second, so that a rank whose part of the
-engine died ends the call on all of them, and none waits longer than the process group allows.
+The ranks exchange their status several times a second, so that a failed part of the engine ends the call on all ranks,
+and no rank waits longer than the process group's timeout.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mrl.errors import UserError
 T = TypeVar("T")
 
 BEAT_S = 0.1
-"""Between two meetings of the ranks."""
+"""Interval between status exchanges, seconds."""
 
 
 @dataclass(frozen=True)
-class _Word:
-    """What a rank says in a meeting."""
+class _RankStatus:
+    """Status of a rank in an exchange."""
 
     failure: str | None = None
     is_user_error: bool = False
@@ -33,15 +33,19 @@ class _Word:
 
 
 class Replica:
-    """The ranks that hold one engine together.
+    """Ranks that share one engine.
 
     Attributes:
-        size: Ranks of the replica.
-        rank: Position in it; 0 leads.
+        size: Number of ranks.
+        rank: Position of this rank in the replica; rank 0 leads.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Args: group: The ranks; None: this one alone."""
+        """Reads size and rank from the process group.
+
+        Args:
+            group: Process group of the replica; None: this rank alone.
+        """
         self._group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -59,57 +63,57 @@ class Replica:
         told_to_stop: Callable[[], bool],
         stopped: T,
     ) -> T:
-        """Collective over the replica: what the leader's `work` returns, on every rank.
+        """Collective over the replica: runs `work` on the leader and returns its result on every rank.
 
         Args:
-            work: Runs on the leader alone; it yields at least every `BEAT_S`.
-            check: Raises where this rank's part of the engine has died; asked in every beat.
-            told_to_stop: Whether this rank was told to stop.
-            stopped: Returned where any rank was.
+            work: Generator function that runs on the leader only and yields at least every `BEAT_S`.
+            check: Function that raises where this rank's part of the engine died; called in every exchange.
+            told_to_stop: Function that returns whether this rank received a stop request.
+            stopped: Return value where any rank received a stop request.
 
         Raises:
-            RuntimeError: On every rank, where the work or a rank's part of the engine failed.
-            UserError: The same, where that was a mistake of the user.
+            RuntimeError: The work or a rank's part of the engine failed; raised on every rank.
+            UserError: Same, where the cause is a user error.
         """
         running = work() if self.rank == 0 else None
         while True:
-            mine, error = self._say(running, check, told_to_stop)
-            words = self._meet(mine)
-            if running is not None and any(word.stop or word.failure is not None for word in words):
+            own, error = self._advance(running, check, told_to_stop)
+            statuses = self._gather(own)
+            if running is not None and any(status.stop or status.failure is not None for status in statuses):
                 running.close()
-            self._raise_failure(words, error)
-            if any(word.stop for word in words):
+            self._raise_failure(statuses, error)
+            if any(status.stop for status in statuses):
                 return stopped
-            if words[0].ended:
-                result: T = words[0].result
+            if statuses[0].ended:
+                result: T = statuses[0].result
                 return result
 
-    def meet(self, check: Callable[[], None]) -> None:
-        """Collective over the replica: returns when every rank has come here and its `check` did not raise.
+    def barrier(self, check: Callable[[], None]) -> None:
+        """Collective over the replica: waits until every rank has arrived and its `check` passed.
 
         Raises:
-            RuntimeError: On every rank, where any rank's part of the engine has died.
+            RuntimeError: A rank's part of the engine died; raised on every rank.
         """
         try:
             check()
-            mine, error = _Word(), None
+            own, error = _RankStatus(), None
         except RuntimeError as dead:
-            mine, error = _Word(failure=str(dead)), dead
-        self._raise_failure(self._meet(mine), error)
+            own, error = _RankStatus(failure=str(dead)), dead
+        self._raise_failure(self._gather(own), error)
 
-    def _raise_failure(self, words: list[_Word], error: Exception | None) -> None:
-        """Raises the first rank's failure, if there is one; `error` is this rank's own."""
-        for rank, word in enumerate(words):
-            if word.failure is not None:
-                if word.is_user_error:
-                    raise UserError(word.failure) from error
+    def _raise_failure(self, statuses: list[_RankStatus], error: Exception | None) -> None:
+        """Raises the first rank's failure, if any, chained to this rank's own `error`."""
+        for rank, status in enumerate(statuses):
+            if status.failure is not None:
+                if status.is_user_error:
+                    raise UserError(status.failure) from error
                 raise RuntimeError(
-                    f"rank {self.first_rank + rank}'s part of the engine failed: {word.failure}"
+                    f"rank {self.first_rank + rank}'s part of the engine failed: {status.failure}"
                 ) from error
 
-    def _say(
+    def _advance(
         self, running: Generator[None, None, Any] | None, check: Callable[[], None], told_to_stop: Callable[[], bool]
-    ) -> tuple[_Word, Exception | None]:
+    ) -> tuple[_RankStatus, Exception | None]:
         try:
             if running is None:
                 time.sleep(BEAT_S / 2)
@@ -117,16 +121,16 @@ class Replica:
                 next(running)
             check()
         except StopIteration as end:
-            return _Word(ended=True, result=end.value), None
+            return _RankStatus(ended=True, result=end.value), None
         except UserError as error:
-            return _Word(failure=str(error), is_user_error=True), error
-        except Exception as error:  # noqa: BLE001 -- whatever it is, the other ranks must learn of it
-            return _Word(failure=f"{type(error).__name__}: {error}"), error
-        return _Word(stop=told_to_stop()), None
+            return _RankStatus(failure=str(error), is_user_error=True), error
+        except Exception as error:  # noqa: BLE001 -- every error must reach the other ranks
+            return _RankStatus(failure=f"{type(error).__name__}: {error}"), error
+        return _RankStatus(stop=told_to_stop()), None
 
-    def _meet(self, mine: _Word) -> list[_Word]:
+    def _gather(self, own: _RankStatus) -> list[_RankStatus]:
         if self._group is None or self.size == 1:
-            return [mine]
-        words: list[_Word] = [mine] * self.size
-        dist.all_gather_object(words, mine, group=self._group)
-        return words
+            return [own]
+        statuses: list[_RankStatus] = [own] * self.size
+        dist.all_gather_object(statuses, own, group=self._group)
+        return statuses

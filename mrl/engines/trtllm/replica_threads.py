@@ -1,8 +1,8 @@
-"""Work that all ranks of a replica do at the same time, inside calls that cannot be interrupted.
+"""Concurrent, uninterruptible engine calls on all ranks of a replica.
 
-Owns the beat: each rank's work runs in a thread of its own while the ranks meet several times a second, so that a rank
-that fails ends the call on all of them with its cause. Those that it leaves waiting inside TensorRT-LLM cannot be
-called back; their threads end with the process.
+Each rank runs its call in a thread while the ranks exchange their status several times a second, so that a failure on
+one rank raises on all of them with its cause. Threads of other ranks that wait inside TensorRT-LLM cannot be cancelled;
+they end with the process.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from mrl.errors import UserError
 T = TypeVar("T")
 
 BEAT_S = 0.1
-"""Longest time between two meetings of the ranks."""
+"""Interval between status exchanges, seconds."""
 
 
-def side_by_side(work: Callable[[], T], group: dist.ProcessGroup | None, device: torch.device) -> T:
-    """Collective over `group`: this rank's result, once every rank has one.
+def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None, device: torch.device) -> T:
+    """Collective over `group`: returns this rank's result once every rank has one.
 
     Args:
-        work: Of this rank.
-        group: Ranks of the replica; None: this rank alone, which works in this thread.
-        device: Of this rank.
+        work: Call to run on this rank.
+        group: Ranks of the replica; None: a single rank, which runs the call in this thread.
+        device: Device of this rank.
 
     Raises:
-        RuntimeError: On every rank, where any rank's work failed; the message names the rank and the cause.
-        UserError: The same, where that was a mistake of the user.
+        RuntimeError: The call failed on some rank; raised on every rank with the failed rank and the cause.
+        UserError: Same, where the cause is a user error.
     """
     if group is None or dist.get_world_size(group) == 1:
         return work()
@@ -44,27 +44,27 @@ def side_by_side(work: Callable[[], T], group: dist.ProcessGroup | None, device:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             results.append(work())
-        except Exception as error:  # noqa: BLE001 -- whatever it is, the other ranks must learn of it
+        except Exception as error:  # noqa: BLE001 -- every error must reach the other ranks
             errors.append(error)
 
     worker = Thread(target=run, daemon=True)
     worker.start()
     while True:
         worker.join(BEAT_S)
-        mine = (bool(results), [(isinstance(error, UserError), describe(error)) for error in errors])
-        words = [mine] * dist.get_world_size(group)
-        dist.all_gather_object(words, mine, group=group)
+        own = (bool(results), [(isinstance(error, UserError), describe(error)) for error in errors])
+        statuses = [own] * dist.get_world_size(group)
+        dist.all_gather_object(statuses, own, group=group)
         cause = errors[0] if errors else None
-        for position, (_, failures) in enumerate(words):
-            for is_user_error, described in failures:
+        for position, (_, failures) in enumerate(statuses):
+            for is_user_error, message in failures:
                 if is_user_error:
-                    raise UserError(described) from cause
+                    raise UserError(message) from cause
                 rank = dist.get_global_rank(group, position)
-                raise RuntimeError(f"rank {rank}'s engine failed: {described}") from cause
-        if all(done for done, _ in words):
+                raise RuntimeError(f"rank {rank}'s engine failed: {message}") from cause
+        if all(done for done, _ in statuses):
             return results[0]
 
 
 def describe(error: Exception) -> str:
-    """An error in words: a mistake of the user as it is, another one with its type."""
+    """Returns an error as text: a user error unchanged, others with their type."""
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

@@ -1,7 +1,4 @@
-"""Requests to the LLM API and what comes of them, a wait at a time, and the probe of the log-probabilities.
-
-Owns the waiting: no answer is waited for longer than the run allows, and a request that fails takes the others back.
-"""
+"""Requests to the LLM API with a time limit, the probe of the log-probabilities, and host memory of returned logits."""
 
 from __future__ import annotations
 
@@ -11,86 +8,140 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from psutil import virtual_memory
+
 from mrl.algorithms.functional.sampling import stream_key
 from mrl.engines.base import EngineSpec, SamplingConfig
 from mrl.engines.trtllm import logprob_probe
-from mrl.engines.trtllm.llm_runtime import Host, refusal
-from mrl.engines.trtllm.logprob_probe import Answer, Verdict
+from mrl.engines.trtllm.llm_runtime import LlmRuntime, refusal
+from mrl.engines.trtllm.logprob_probe import ProbeResponse, ProbeResult
 from mrl.engines.trtllm.sampling import arguments, logits_of, logprobs_of
 from mrl.errors import UserError
 from mrl.types import Prompt
 
 POLL_S = 0.005
-"""Between two looks for an answer."""
+"""Interval between checks for a completed request, seconds."""
+
+HOST_PART = 0.25
+"""Fraction of the host's free memory for the logits of all its ranks; offloaded optimizer state may need the rest."""
+
+ITEM_BYTES = 4
+"""Bytes per logit, at most fp32."""
+
+EXTRA_STEPS = 1
+"""Extra decoding steps of the overlap scheduler."""
 
 
 class Requests:
-    """The first rank's talk with a started engine.
+    """Request client on the first rank of a replica.
 
     Args:
-        host: The engine.
-        spec: The replica's.
+        runtime: Started engine.
+        spec: Specification of the replica.
     """
 
-    def __init__(self, host: Host, spec: EngineSpec) -> None:
-        self._host, self._spec = host, spec
+    def __init__(self, runtime: LlmRuntime, spec: EngineSpec) -> None:
+        self._runtime, self._spec = runtime, spec
 
-    def ask(self, prompts: Sequence[Prompt], asked: Sequence[dict[str, Any]]) -> list[Any]:
-        """Requests that are on their way, in the order of the prompts."""
+    def submit(self, prompts: Sequence[Prompt], asked: Sequence[dict[str, Any]]) -> list[Any]:
+        """Submits one request per prompt and returns them in the order of the prompts.
+
+        Args:
+            prompts: Prompts of the requests.
+            asked: Arguments of `SamplingParams` for each request.
+        """
         from tensorrt_llm import SamplingParams
 
         return [
-            self._host.llm.generate_async({"prompt_token_ids": list(prompt.prompt_ids)}, SamplingParams(**arguments))
+            self._runtime.llm.generate_async({"prompt_token_ids": list(prompt.prompt_ids)}, SamplingParams(**arguments))
             for prompt, arguments in zip(prompts, asked, strict=True)
         ]
 
-    def next(self, requests: list[Any], what: str) -> Generator[None, None, Any]:
-        """The completion of the first of the requests, which is taken off the list; no wait is longer than the run's.
+    def next_completion(self, requests: list[Any], what: str) -> Generator[None, None, Any]:
+        """Waits for the first request, removes it from the list, and returns its completion; yields while waiting.
+
+        Args:
+            requests: Pending requests.
+            what: Name of the request in error messages.
 
         Raises:
-            RuntimeError: TensorRT-LLM gave an error, or no answer in time; the other requests are taken back.
+            RuntimeError: TensorRT-LLM reported an error or did not answer within the run's timeout; the others are
+                aborted.
         """
         request, began = requests.pop(0), time.monotonic()
         try:
-            while request.queue.empty():  # `result` would wait for ever: some versions do not pass its timeout on
+            while request.queue.empty():  # `result` would block forever: some versions ignore its timeout
                 if time.monotonic() - began > self._spec.timeout_s:
                     raise RuntimeError(
-                        f"{what}: TensorRT-LLM gave no answer in {self._spec.timeout_s:g} s (run.collective_timeout_s)"
+                        f"{what}: TensorRT-LLM did not respond in {self._spec.timeout_s:g} s (run.collective_timeout_s)"
                     )
                 time.sleep(POLL_S)
                 yield
             return request.result(timeout=self._spec.timeout_s).outputs[0]
         except BaseException as error:
             for each in (request, *requests):
-                with suppress(Exception):  # the first failure is the one to tell
+                with suppress(Exception):  # the first failure is the one to report
                     each.abort()
             if isinstance(error, UserError | RuntimeError | GeneratorExit):
                 raise
             raise RuntimeError(f"{what}: TensorRT-LLM failed: {refusal(error)}") from error  # type: ignore[arg-type]
 
-    def probe(self, prompt: Prompt) -> Generator[None, None, Verdict]:
-        """Samples with log-probabilities and logits and compares them; then ends a response early."""
+    def probe(self, prompt: Prompt) -> Generator[None, None, ProbeResult]:
+        """Samples with log-probabilities and logits to compare them; checks that early-ended responses have logits too.
+
+        Args:
+            prompt: Prompt to sample from.
+        """
         most = min(logprob_probe.PROBE_TOKENS, self._spec.config.response_length)
         greedy = replace(logprob_probe.HOT, greedy=True, temperature=1.0)
         probes = [replace(each, max_tokens=most) for each in (logprob_probe.HOT, logprob_probe.CUT, greedy)]
-        hot, cut, straight = yield from self._answers(prompt, probes)
+        hot, cut, straight = yield from self._responses(prompt, probes)
         tokens = straight.tokens
         end = next((index for index in range(1, len(tokens)) if tokens[index] not in tokens[:index]), 0)
         early = replace(greedy, max_tokens=most, ignore_eos=False, stop_token_ids=(tokens[end],))
-        (ended,) = yield from self._answers(prompt, [early])
-        has_logits = all(answer.logits_TV is not None for answer in (hot, cut, ended))
-        return Verdict(logprob_probe.judge([hot, cut]), has_logits)
+        (ended,) = yield from self._responses(prompt, [early])
+        has_logits = all(response.logits_TV is not None for response in (hot, cut, ended))
+        return ProbeResult(logprob_probe.judge([hot, cut]), has_logits)
 
-    def _answers(self, prompt: Prompt, probes: Sequence[SamplingConfig]) -> Generator[None, None, list[Answer]]:
-        """One response to each probe, with all that can be had."""
-        features = self._host.features
+    def _responses(
+        self, prompt: Prompt, probes: Sequence[SamplingConfig]
+    ) -> Generator[None, None, list[ProbeResponse]]:
+        """Returns one response per probe, with log-probabilities and logits where available."""
+        features = self._runtime.features
         asked = [arguments(probe, stream_key(0, prompt.uid, 0), features, with_logits=True) for probe in probes]
-        requests = self.ask(
+        requests = self.submit(
             [prompt] * len(probes), [each | {"logprobs": 1, **features.processed_logprobs} for each in asked]
         )
-        answers = []
+        responses = []
         for probe in probes:
-            output = yield from self.next(requests, "the probe of the log-probabilities")
+            output = yield from self.next_completion(requests, "the probe of the log-probabilities")
             logits = logits_of(output, self._spec.arch.vocab_size)
-            answers.append(Answer(probe, list(output.token_ids), logprobs_of(output), logits))
-        return answers
+            responses.append(ProbeResponse(probe, list(output.token_ids), logprobs_of(output), logits))
+        return responses
+
+
+def requests_at_a_time(sampling: SamplingConfig, vocab_size: int, *, most: int, ranks: int) -> int:
+    """Returns how many requests may have buffered logits at the same time.
+
+    Every rank of a replica allocates a pinned buffer for each request, as long as its longest response
+    (`_torch/pyexecutor/llm_request.py: LogitsStorage`).
+
+    Args:
+        sampling: Settings of the requests.
+        vocab_size: Number of logits per token.
+        most: Upper limit, `rollout.max_num_seqs`.
+        ranks: Number of ranks that share the host.
+
+    Raises:
+        UserError: The logits of a single request do not fit.
+    """
+    row_bytes = (sampling.max_tokens + EXTRA_STEPS) * vocab_size * ITEM_BYTES
+    own_bytes = int(virtual_memory().available * HOST_PART) // ranks
+    if row_bytes > own_bytes:
+        raise UserError(
+            f"the logits of one response take {row_bytes} bytes of host memory, but each of the host's {ranks} ranks "
+            f"may use only {own_bytes}. Shorten rollout.response_length, or avoid logits: set "
+            "rollout.top_k=-1 top_p=1 and min_p=0, or train on the actor's own log-probabilities: "
+            "algorithm.rollout_correction.bypass_mode=false, no rollout_is or rollout_rs."
+        )
+    return min(most, own_bytes // row_bytes)

@@ -1,9 +1,9 @@
-"""Which experts TensorRT-LLM's LLM API sent each token to: how that is asked, and what does not go together with it.
+"""Router replay with the LLM API: arguments that return each token's experts, and settings that conflict with it.
 
-Owns the arguments of `LLM` and of a request; `sampling.py` makes what comes back a part of a rollout. It was read in
-`_torch/route_capture.py` of the main branch (September 2026, pull request 18397), which keeps what the
-router chose before a load balancer renumbers it. `TorchLlmArgs`, `SamplingParams` and `CompletionOutput` of 1.2.1 have
-no such field. Where it is missing, `actor.router_replay=recompute` replays the actor's own choice.
+The feature was read in `_torch/route_capture.py` of the main branch (September 2026, pull request 18397), which records
+the router's choice before a load balancer renumbers experts. `TorchLlmArgs`, `SamplingParams` and `CompletionOutput` of
+1.2.1 do not have it. Without it, `actor.router_replay=recompute` replays the actor's own choice. `sampling.py` converts
+the result.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from mrl.errors import UserError
 ENGINE_ARGUMENT = "enable_return_routed_experts"
 REQUEST_ARGUMENT = "return_routed_experts"
 SEPARATED = ("CUTLASS", "DEEPGEMM")
-"""`moe_config.backend` whose kernels are given the experts; the first is taken where none is set. The others choose
-inside a kernel, where nothing sees it."""
+"""Values of `moe_config.backend` whose kernels receive the experts as input; the first is the default. Other backends
+choose experts inside a kernel, where they cannot be recorded.
+"""
 NO_EVICT = "GUARANTEED_NO_EVICT"
-"""`scheduler_config.capacity_scheduler_policy` under which no request is paused. One that is paused reads its tokens
-again, and the positions of those that follow are counted on as if it had not."""
+"""`scheduler_config.capacity_scheduler_policy` that never pauses a request. A paused request recomputes its tokens, and
+the positions of the recorded experts would be wrong.
+"""
 INSTEAD = (
     "Set it to false, and actor.router_replay=recompute with algorithm.rollout_correction.bypass_mode=false, which "
     "replays the actor's own choice with any engine; or use rollout.name=native"
@@ -32,18 +34,18 @@ INSTEAD = (
 
 
 def is_unknown() -> bool:
-    """Whether the installed version is known not to tell; 1.2 where none is installed."""
+    """Returns whether the installed version is known to lack the feature; True where TensorRT-LLM is not installed."""
     return not is_installed() or lacks(ENGINE_ARGUMENT)
 
 
 def refusals(rollout: RolloutConfig) -> Iterator[str]:
-    """A message for each argument in `rollout.engine_kwargs.trtllm` under which the experts cannot be told."""
+    """Yields a message for each argument in `rollout.engine_kwargs.trtllm` that prevents recording experts."""
     if not rollout.enable_rollout_routing_replay:
         return
     given = given_by(rollout)
     said = "rollout.enable_rollout_routing_replay=true"
     if given.get("speculative_config"):
-        yield f"{said} with {KEY}.speculative_config: TensorRT-LLM tells no experts of tokens that were drafted."
+        yield f"{said} with {KEY}.speculative_config: TensorRT-LLM does not return the experts of drafted tokens."
     for section, name, known in (
         ("moe_config", "backend", SEPARATED),
         ("scheduler_config", "capacity_scheduler_policy", (NO_EVICT,)),
@@ -51,22 +53,26 @@ def refusals(rollout: RolloutConfig) -> Iterator[str]:
         inside = given.get(section)
         value = inside.get(name) if isinstance(inside, dict) else None
         if value is not None and value not in known:
-            why = "it chooses experts inside a kernel" if section == "moe_config" else "a paused request loses count"
+            why = (
+                "it chooses experts inside a kernel"
+                if section == "moe_config"
+                else "a paused request records experts at wrong positions"
+            )
             yield f"{said} with {KEY}.{section}.{name}={value}: {why}. Set it to {' or '.join(known)}, or leave it out."
 
 
 def engine_arguments(config: RolloutConfig, features: Features) -> dict[str, Any]:
-    """Arguments of `LLM`; {} where nothing is to be told.
+    """Returns the arguments of `LLM` that enable recording; {} where it is not requested.
 
     Raises:
-        UserError: The installed version cannot tell.
+        UserError: The installed version does not support it.
     """
     if not config.enable_rollout_routing_replay:
         return {}
     if not features.routed_experts:
         raise UserError(
-            f"rollout.enable_rollout_routing_replay=true: TensorRT-LLM {features.version} does not tell which experts "
-            f"it chose: its LLM has no {ENGINE_ARGUMENT}. {INSTEAD}."
+            f"rollout.enable_rollout_routing_replay=true: TensorRT-LLM {features.version} does not return the chosen "
+            f"experts: its LLM has no {ENGINE_ARGUMENT}. {INSTEAD}."
         )
     return {
         ENGINE_ARGUMENT: True,

@@ -1,18 +1,17 @@
-"""One rank's built engine under TensorRT-LLM's Python runtime.
+"""One rank's built engine under TensorRT-LLM's Python runtime (`tensorrt_llm.runtime.ModelRunner`).
 
-Owns loading it by `tensorrt_llm.runtime.ModelRunner`, one batch through it, and letting go of its KV cache. What is
-asked of it and what comes of the answers is the business of `trt_engine.py`.
+Loads the engine, runs one batch, and frees the KV cache; `trt_engine.py` prepares the input and interprets the output.
 
-The runtime was read in NVIDIA's sources (`runtime/model_runner.py` and `runtime/generation.py` of the 1.x line), not
-run. What follows from them here:
+The following properties were read in NVIDIA's sources (`runtime/model_runner.py` and `runtime/generation.py` of the 1.x
+line) and not verified by a run:
 
-- With `return_dict` and a pipeline, `generate` sends the logits to MPI rank 0, whoever waits for them; with tensor
-  parallelism too it never returns. So `return_dict` is off under a pipeline: the first stage returns tokens, the last
-  one a dictionary of logits.
-- An end token is not counted as part of the response, a stop word is: end tokens are given as stop words, and `end_id`
-  is an id that no vocabulary has.
-- The decoder and its log-probabilities are on the last stage; `GenerationSession.log_probs` keeps them.
-- The logits that are returned are copied before the decoder changes them.
+- With `return_dict` and a pipeline, `generate` sends the logits to MPI rank 0; with tensor parallelism as well it never
+  returns. So `return_dict` is off under a pipeline: the first stage returns tokens, the last one a dictionary of
+  logits.
+- An end token is not part of the response, a stop word is. So end tokens are passed as stop words, and `end_id` is an
+  invalid token id.
+- The decoder runs on the last stage; `GenerationSession.log_probs` has its log-probabilities.
+- The returned logits are copied before the decoder modifies them.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ from torch import Tensor
 from mrl.distributed import launch
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm.engine_dir import EngineFolder
-from mrl.engines.trtllm.mpi_env import adopt, communicator_of, hidden
+from mrl.engines.trtllm.mpi_env import adopt, communicator_of, hidden_variables
 from mrl.engines.trtllm.replica import Replica
 from mrl.errors import UserError, first_line
 
 FIRST_VERSION, END_VERSION = (1, 2), (1, 3)
-"""Of TensorRT-LLM: 1.3 took ModelRunner, trtllm-build and the rest of the TensorRT backend out."""
+"""Supported TensorRT-LLM versions; 1.3 removed ModelRunner, trtllm-build and the rest of the TensorRT backend."""
 
 NO_TOKEN = -42
-"""`end_id` and `pad_id`; NeMo-Aligner runs this runtime with the same."""
+"""Invalid token id used as `end_id` and `pad_id`, as NeMo-Aligner does with this runtime."""
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What one call brought on this rank; rows as they were asked, steps from the first new token on.
+class BatchOutput:
+    """Output of one call on this rank; rows in the order of the prompts, steps from the first new token.
 
     Attributes:
-        tokens_BT: `NO_TOKEN` behind a row's last; on the first pipeline stage, else None.
-        decoder_logprobs_BT: What the runtime's decoder says of the tokens; on the last stage, else None.
-        logits: Of each step that ran, [B, padded vocabulary]; on the last stage where they were asked for, else None.
+        tokens_BT: Sampled tokens, padded with `NO_TOKEN`; None on all but the first pipeline stage.
+        decoder_logprobs_BT: The decoder's log-probabilities of the tokens; None on all but the last stage.
+        logits: Logits of each step, [B, padded vocabulary]; None on all but the last stage, or where not requested.
     """
 
     tokens_BT: Tensor | None
@@ -56,19 +55,18 @@ class Answers:
 
 
 class Runner:
-    """An engine that is loaded and ready.
+    """A loaded engine.
 
     Args:
-        folder: The engines.
-        replica: The ranks of the engine, in TensorRT-LLM's order: pipeline stage x tp_size + tensor-parallel rank.
-        device: Of this rank.
+        folder: Folder of the engines.
+        replica: Ranks of the engine, in TensorRT-LLM's order: pipeline stage x tp_size + tensor-parallel rank.
+        device: Device of this rank.
 
     Attributes:
-        engine: `tensorrt.ICudaEngine`.
+        engine: Loaded `tensorrt.ICudaEngine`.
 
     Raises:
-        UserError: There is no TensorRT-LLM of a fitting version, its version is not the engines', or the ranks of a
-            replica cannot talk over MPI.
+        UserError: TensorRT-LLM is missing, too new, or not the version of the engines; or the ranks have no MPI.
     """
 
     def __init__(self, folder: EngineFolder, *, replica: Replica, device: torch.device) -> None:
@@ -78,8 +76,8 @@ class Runner:
         self.is_first_stage, self.is_last_stage = pp_rank == 0, pp_rank == self._mapping.pp_size - 1
         session = communicator_of(replica, "trtllm_engine")
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        given = {"DISABLE_TORCH_DEVICE_SET": "1"}  # read at import; else it picks a device by its rank
-        with launch.scrubbed_variables(hide=hidden(launch.environment().launcher), given=given):
+        given = {"DISABLE_TORCH_DEVICE_SET": "1"}  # read at import; otherwise it selects a device by rank
+        with launch.scrubbed_variables(hide=hidden_variables(launch.environment().launcher), given=given):
             check_version(folder)
             from tensorrt_llm.runtime import ModelRunner
 
@@ -95,14 +93,14 @@ class Runner:
         seeds: Sequence[int],
         *,
         with_logits: bool,
-    ) -> Answers:
-        """Collective over the replica: one batch.
+    ) -> BatchOutput:
+        """Collective over the replica: samples one batch.
 
         Args:
-            prompts: Token ids.
-            sampling: Distribution, end tokens and length; `n`, `stop` and `seed` are the caller's business.
-            seeds: Of each row, int64.
-            with_logits: Return the logits of every step; they take 4 bytes x rows x steps x padded vocabulary.
+            prompts: Token ids of each row.
+            sampling: Distribution, end tokens and length; `n`, `stop` and `seed` are not used.
+            seeds: Random seed of each row, int64.
+            with_logits: True to return the logits of every step, 4 bytes x rows x steps x padded vocabulary.
         """
         from tensorrt_llm.runtime import SamplingConfig as RuntimeSampling
 
@@ -128,16 +126,16 @@ class Runner:
         tokens, logprobs, logits = None, None, None
         if self.is_first_stage:
             ids = found["output_ids"] if isinstance(found, dict) else found
-            tokens = _after(ids[:, 0], starts, sampling.max_tokens)
+            tokens = _new_columns(ids[:, 0], starts, sampling.max_tokens)
         if self.is_last_stage:
-            logprobs = _after(self._runner.session.log_probs[:, 0], starts, sampling.max_tokens)
-            logits = _steps(found) if with_logits else None
-        return Answers(tokens, logprobs, logits)
+            logprobs = _new_columns(self._runner.session.log_probs[:, 0], starts, sampling.max_tokens)
+            logits = _step_logits(found) if with_logits else None
+        return BatchOutput(tokens, logprobs, logits)
 
     def release_cache(self) -> None:
-        """Frees the KV cache, the logits and the decoder's state of the last call; the next call allocates them anew.
+        """Frees the KV cache, logits and decoder state of the last call; the next call allocates them again.
 
-        TensorRT's own memory for activations and the engine's weights stay as long as the engine is loaded.
+        TensorRT's activation memory and the engine's weights remain while the engine is loaded.
         """
         session = self._runner.session
         session.buffer, session.buffer_allocated = None, False
@@ -155,7 +153,7 @@ class Runner:
 
 
 def check_version(folder: EngineFolder) -> None:
-    """Imports TensorRT-LLM.
+    """Imports TensorRT-LLM and checks its version.
 
     Raises:
         UserError: It is missing, has no TensorRT backend, or is not the version that built the engines.
@@ -179,30 +177,30 @@ def check_version(folder: EngineFolder) -> None:
     if folder.version and folder.version != version:
         raise UserError(
             f"rollout.engine_dir: the engines in '{folder.path}' were built by TensorRT-LLM {folder.version}, this is "
-            f"{version}; an engine runs on the version that built it. Build them again by tools/build_trtllm_engine.py."
+            f"{version}; engines only run on the version that built them. Rebuild with tools/build_trtllm_engine.py."
         )
 
 
 def _stop_words(sampling: SamplingConfig, rows: int) -> Any:
-    """End tokens as words of one token: [rows, 2, words] int32, ids and where each word ends; None without any."""
+    """Returns end tokens as one-token stop words, int32 [rows, 2, words] of ids and end offsets; None without any."""
     if sampling.ignore_eos or not sampling.stop_token_ids:
         return None
     ids = list(sampling.stop_token_ids)
     return np.array([[ids, range(1, len(ids) + 1)]] * rows, dtype=np.int32)
 
 
-def _after(rows_BL: Tensor, starts: Sequence[int], count: int) -> Tensor:
-    """`count` columns of each row from its own start on, on the CPU."""
+def _new_columns(rows_BL: Tensor, starts: Sequence[int], count: int) -> Tensor:
+    """Returns `count` columns of each row from its own start, on the CPU."""
     return torch.stack([row[start : start + count] for row, start in zip(rows_BL.cpu(), starts, strict=True)])
 
 
-def _steps(found: Any) -> list[Tensor]:
-    """The logits of each step, [B, padded vocabulary]: with `return_dict` [B, beams, steps, V], else a list.
+def _step_logits(found: Any) -> list[Tensor]:
+    """Returns the logits of each step, [B, padded vocabulary], from a tensor [B, beams, steps, V] or a list.
 
     Raises:
         RuntimeError: There are none.
     """
     logits = found.get("generation_logits") if isinstance(found, dict) else None
     if logits is None or len(logits) == 0:
-        raise RuntimeError("TensorRT-LLM returned no logits though they were asked for")
+        raise RuntimeError("TensorRT-LLM returned no logits although they were requested")
     return list(logits[:, 0].unbind(1)) if isinstance(logits, Tensor) else list(logits)

@@ -1,7 +1,7 @@
-"""Between the sampling contract and the LLM API: `SamplingConfig` -> `SamplingParams`, results -> `Rollout`.
+"""Conversion between mrl and the LLM API: `SamplingConfig` to `SamplingParams`, and completions to `Rollout`.
 
-Owns that translation and every check of what comes back: the end token stays part of a response, each token has its own
-log-probability, and a request that ended for another reason than its end or its length is an error.
+Checks every completion: each token needs its own log-probability, the end token stays in the response, and any finish
+reason other than an end token or the length limit is an error.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from mrl.resharding.dtypes import choice_dtype
 from mrl.types import FinishReason, Prompt, Rollout
 
 NO_TOKEN = -1
-"""`end_id` that no token has, so that end tokens are found by `stop_token_ids` and stay part of the response, as verl
-runs it with 1.2.0rc6."""
+"""Invalid token id used as `end_id`, so that end tokens come from `stop_token_ids` and stay in the response; verl does
+the same with 1.2.0rc6.
+"""
 
 
 def arguments(
     sampling: SamplingConfig, key: int, features: Features, *, with_logits: bool, routed: bool = False
 ) -> dict[str, Any]:
-    """Arguments of `SamplingParams` for one sample.
+    """Returns the arguments of `SamplingParams` for one sample.
 
     Args:
-        sampling: The contract.
-        key: Of the sample's random numbers, `stream_key`; TensorRT-LLM draws its own numbers from it.
-        features: Of the installed package.
-        with_logits: Ask for the logits of each token instead of its log-probability.
-        routed: Ask for the experts that tokens go to.
+        sampling: Sampling settings of the run.
+        key: Seed of the sample's random numbers, from `stream_key`.
+        features: Features of the installed package.
+        with_logits: True to request logits instead of log-probabilities.
+        routed: True to request the experts of each token.
     """
     ends = () if sampling.ignore_eos else sampling.stop_token_ids
     asked: dict[str, Any] = {"return_generation_logits": True} if with_logits else {"logprobs": 1}
@@ -47,7 +48,7 @@ def arguments(
         asked["min_p"] = sampling.min_p
     return {
         "end_id": NO_TOKEN,
-        "pad_id": 0,  # requests are never padded with it: TensorRT-LLM packs them
+        "pad_id": 0,  # unused: TensorRT-LLM packs requests without padding
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_k": 1 if sampling.greedy else max(0, sampling.top_k),
@@ -61,7 +62,7 @@ def arguments(
 
 
 def logprobs_of(output: Any) -> list[float] | None:
-    """Log-probability of each token of a completion, looked up by the token's id; None: one of them is not there."""
+    """Returns the log-probability of each token of a completion, by token id; None where one is missing."""
     found: list[float] = []
     reported = list(output.logprobs or [])
     if len(reported) != len(output.token_ids):
@@ -76,7 +77,7 @@ def logprobs_of(output: Any) -> list[float] | None:
 
 
 def logits_of(output: Any, vocab_size: int) -> Tensor | None:
-    """Logits of each token of a completion over the true vocabulary, [tokens, V]; None: there are none, or too few."""
+    """Returns the logits of each token of a completion, [tokens, V]; None where they are missing or too few."""
     logits: Tensor | None = output.generation_logits
     if logits is None:
         return None
@@ -88,41 +89,41 @@ def logits_of(output: Any, vocab_size: int) -> Tensor | None:
 
 
 def experts_of(output: Any, num_tokens: int, arch: ArchSpec) -> Tensor:
-    """The experts of a completion as `Rollout.routed_experts` has them.
+    """Returns the experts of a completion in the format of `Rollout.routed_experts`.
 
     Args:
-        output: The completion; its rows are of the prompt's tokens and then the response's. The overlap scheduler may
-            run the last token too, and a version leaves out the row of the last one that was read; a token whose
-            prefix came from a cache that has forgotten its experts has -1.
-        num_tokens: Of prompt and response, as far as mrl keeps it.
-        arch: A mixture of experts.
+        output: Completion with one row per prompt and response token. The overlap scheduler may add a row for the last
+            token, and some versions omit the row of the last processed one. Tokens whose cached prefix lost its experts
+            have -1.
+        num_tokens: Prompt and response tokens that mrl keeps.
+        arch: Architecture of the MoE model.
 
     Raises:
-        RuntimeError: They are of another model, or tokens are missing.
+        RuntimeError: The experts have the wrong shape or range, or rows are missing.
     """
     moe, found = arch.moe, output.routed_experts
     if moe is None or found is None:
-        raise RuntimeError("TensorRT-LLM did not tell which experts it chose")
+        raise RuntimeError("TensorRT-LLM did not return the chosen experts")
     wanted = (arch.num_layers, moe.top_k)
     if found.dim() != 3 or tuple(found.shape[1:]) != wanted:
         raise RuntimeError(
-            f"TensorRT-LLM told experts {list(found.shape)}, expected [tokens, {wanted[0]}, {wanted[1]}]"
+            f"TensorRT-LLM returned experts {list(found.shape)}, expected [tokens, {wanted[0]}, {wanted[1]}]"
         )
     if found.size(0) < num_tokens - 2:
-        raise RuntimeError(f"TensorRT-LLM told the experts of {found.size(0)} of {num_tokens - 1} tokens")
+        raise RuntimeError(f"TensorRT-LLM returned the experts of {found.size(0)} of {num_tokens - 1} tokens")
     known = found[: num_tokens - 1]
     if known.numel() and not (int(known.min()) >= -1 and int(known.max()) < moe.num_experts):
-        raise RuntimeError(f"TensorRT-LLM told expert {int(known.max())} of {moe.num_experts}")
+        raise RuntimeError(f"TensorRT-LLM returned expert {int(known.max())} of {moe.num_experts}")
     routed = torch.full((num_tokens, *wanted), -1, dtype=choice_dtype(moe.num_experts))
     routed[: known.size(0)] = known.to(routed.dtype)
     return routed
 
 
 def finish_reason(output: Any, sampling: SamplingConfig) -> FinishReason:
-    """Why a completion ended, by its tokens; what the engine says must fit.
+    """Returns why a completion ended, from its tokens; the engine's own reason must agree.
 
     Raises:
-        RuntimeError: It ended for another reason, or its end token is missing.
+        RuntimeError: The completion ended for another reason, or its end token is missing.
     """
     tokens = output.token_ids
     ends = () if sampling.ignore_eos else sampling.stop_token_ids
@@ -134,7 +135,7 @@ def finish_reason(output: Any, sampling: SamplingConfig) -> FinishReason:
         return "stop"
     if output.finish_reason == "stop":
         raise RuntimeError(
-            f"TensorRT-LLM says that the response ended, but its last token {tokens[-1]} is no end token"
+            f"TensorRT-LLM reports the finish reason 'stop', but the last token {tokens[-1]} is not an end token"
         )
     if len(tokens) != sampling.max_tokens:
         raise RuntimeError(f"TensorRT-LLM cut the response at {len(tokens)} of {sampling.max_tokens} tokens")
@@ -150,7 +151,7 @@ def to_rollout(
     version: int,
     decode: Callable[[Sequence[int]], str],
 ) -> Rollout:
-    """One finished request as mrl knows it; a stop string cuts it, and stays part of it."""
+    """Returns a completion as a rollout, cut after its first stop string."""
     reason = finish_reason(output, sampling)
     tokens = list(output.token_ids)
     cut = shortest_with(tokens, () if sampling.ignore_eos else sampling.stop, decode)

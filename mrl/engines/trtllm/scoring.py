@@ -1,7 +1,6 @@
-"""Log-probabilities of sampled tokens under the sampling contract, and what truncation kept, from returned logits.
+"""Log-probabilities of sampled tokens and their kept token ids, computed from the logits that the engine returns.
 
-Owns that formula; truncation is that of `algorithms/functional/sampling.py`. When it is needed, `logprob_probe.py`
-says.
+Truncation is defined in `algorithms/functional/sampling.py`; `logprob_probe.py` decides when logits are needed.
 """
 
 from __future__ import annotations
@@ -18,22 +17,24 @@ from mrl.engines.base import SamplingConfig
 from mrl.errors import UserError
 
 RAW = 1e-3
-"""Relative: two passes of one prompt, whose logits differ by kernels at most; a doubled temperature halves them."""
+"""Relative tolerance between logits of two passes of one prompt, which differ only by kernels; doubling the temperature
+would halve them.
+"""
 
 
 def is_truncated(sampling: SamplingConfig) -> bool:
-    """Whether the contract drops tokens."""
+    """Returns whether the sampling settings drop tokens."""
     return truncates(sampling.top_k, sampling.top_p, sampling.min_p)
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Of N sampled tokens.
+    """Scores of N sampled tokens.
 
     Attributes:
-        logprobs_N: Under the contract, nats, fp32.
-        kept_NV: What truncation keeps, bool.
-        log_mass_N: Log of its probability before the cut, nats.
+        logprobs_N: Log-probabilities under the sampling settings, nats, fp32.
+        kept_NV: Mask of the kept token ids, bool.
+        log_mass_N: Log of the kept ids' probability before renormalisation, nats.
     """
 
     logprobs_N: Tensor
@@ -42,12 +43,12 @@ class Scored:
 
 
 def scored(logits_NV: Tensor, tokens_N: Tensor, sampling: SamplingConfig) -> Scored:
-    """Log-probabilities and what they are normalised over.
+    """Computes log-probabilities, and the kept token ids over which they are normalised.
 
-    The sampled token counts as kept: at the edge of a truncation roundings may differ.
+    The sampled token always counts as kept, since rounding may differ at the edge of a truncation.
 
     Args:
-        logits_NV: Before temperature, true vocabulary only.
+        logits_NV: Logits before temperature, without vocabulary padding.
         tokens_N: Sampled tokens, int64.
         sampling: Temperature and truncation.
     """
@@ -64,14 +65,14 @@ def scored(logits_NV: Tensor, tokens_N: Tensor, sampling: SamplingConfig) -> Sco
 
 
 def score(logits_NV: Tensor, tokens_N: Tensor, sampling: SamplingConfig) -> Tensor:
-    """The log-probabilities of `scored`, fp32 [N]."""
+    """Returns the log-probabilities of `scored`, fp32 [N]."""
     return scored(logits_NV, tokens_N, sampling).logprobs_N
 
 
 def kept_steps(
     logits: Sequence[Tensor], tokens_BT: Tensor, lens: Sequence[int], vocab_size: int, sampling: SamplingConfig
 ) -> list[Kept]:
-    """What truncation keeps of each row's first tokens; arguments as of `score_steps`."""
+    """Returns the kept token ids of each row's first tokens; see `score_steps` for the arguments."""
     found = [Kept() for _ in lens]
     for step, rows in _running(lens):
         place = rows.to(logits[step].device)
@@ -83,13 +84,13 @@ def kept_steps(
 def score_steps(
     logits: Sequence[Tensor], tokens_BT: Tensor, lens: Sequence[int], vocab_size: int, sampling: SamplingConfig
 ) -> Tensor:
-    """`score` of each row's first tokens, fp32 [B, T] on the CPU; zero behind them.
+    """Returns the log-probabilities of each row's first tokens, fp32 [B, T] on the CPU; zero after them.
 
     Args:
-        logits: Of each step, [B, padded vocabulary].
+        logits: Logits of each step, [B, padded vocabulary].
         tokens_BT: Sampled tokens, int64.
-        lens: Tokens of each row that are scored.
-        vocab_size: Columns that are tokens.
+        lens: Number of tokens to score in each row.
+        vocab_size: Size of the vocabulary without padding.
         sampling: Temperature and truncation.
     """
     found_BT = torch.zeros(tokens_BT.shape)
@@ -100,7 +101,7 @@ def score_steps(
 
 
 def _running(lens: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Steps, with the rows that take a token there."""
+    """Yields each step with the rows that sample a token in it."""
     for step in range(max(lens)):
         yield step, torch.tensor([row for row, length in enumerate(lens) if length > step])
 
@@ -108,12 +109,16 @@ def _running(lens: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
 def check_raw(logits: Tensor, hotter: Tensor) -> None:
     """Compares the first logits of one prompt at two temperatures.
 
+    Args:
+        logits: Logits at one temperature.
+        hotter: Logits at twice that temperature.
+
     Raises:
-        UserError: They differ: the engine returns something else than its model's logits.
+        UserError: They differ, so the engine does not return its model's raw logits.
     """
     largest = float(logits.float().abs().max())
     if float((logits.float() - hotter.float()).abs().max()) > RAW * largest:
         raise UserError(
-            "TensorRT-LLM's logits change with the temperature: they are not the model's, and the log-probabilities of "
-            "sampled tokens cannot be computed from them. Choose rollout.name=trtllm or native."
+            "TensorRT-LLM's logits change with the temperature: they are not the model's raw logits, so the "
+            "log-probabilities of sampled tokens cannot be computed from them. Use rollout.name=trtllm or native."
         )

@@ -1,8 +1,8 @@
-"""Hugging Face tensors as TensorRT-LLM's loader wants them, out of the regions that a refit brings.
+"""Staging of a weight sync: assembles Hugging Face tensors for TensorRT-LLM's loader from received regions.
 
-Owns the staging: a tensor's buffer is allocated at its first region, and the tensor is complete when each of its
-elements that this rank reads has come once. The buffer is that of the whole tensor; what the rank does not read holds
-not-a-number, so that a module that does read it shows. Complete tensors wait until they make up a bucket.
+A tensor's full-size buffer is allocated at its first region. The tensor is complete when every element that this rank
+reads has arrived once. Elements that this rank does not read are NaN, so that a module that reads them anyway is
+detected.
 """
 
 from __future__ import annotations
@@ -20,20 +20,26 @@ from mrl.resharding.trtllm_reads import cut_dim, placed
 from mrl.resharding.weight_slice import WeightSlice
 
 NAN_BYTE = 0xFF
-"""All bits of an element set are not-a-number in every dtype of weights."""
+"""Byte that fills an element with NaN in every weight dtype."""
 
 
 class Assembler:
-    """Buffers of one refit.
+    """Staging buffers of one weight sync.
 
     Attributes:
-        ready: Complete tensors that were not taken yet, in the order in which they were completed.
-        ready_bytes: Of these.
-        peak_bytes: The most bytes of buffers at a time.
+        ready: Complete tensors not yet taken, in the order of completion.
+        ready_bytes: Size of `ready`, bytes.
+        peak_bytes: Peak size of all buffers, bytes.
     """
 
     def __init__(self, layout: Layout, full: Layout, device: torch.device) -> None:
-        """Args: layout: What this rank reads. full: The same tensors, whole. device: Of the buffers."""
+        """Creates an empty staging area.
+
+        Args:
+            layout: Parts of tensors that this rank reads.
+            full: Full shapes of the same tensors.
+            device: Device of the buffers.
+        """
         self._layout, self._full = layout, full
         self._device = device
         self._open: dict[str, tuple[Tensor, int]] = {}
@@ -43,10 +49,10 @@ class Assembler:
         self.ready_bytes, self.peak_bytes = 0, 0
 
     def add(self, items: Sequence[WeightSlice]) -> None:
-        """Copies regions into place.
+        """Copies regions into their buffers.
 
         Raises:
-            RuntimeError: A region does not fit, or a tensor got more elements than it has; the message names it.
+            RuntimeError: A region does not fit, or a tensor received more elements than it has; the message names it.
         """
         for item in items:
             stored = self._layout.get(item.name)
@@ -79,16 +85,16 @@ class Assembler:
 
     @property
     def has_all(self) -> bool:
-        """Whether every tensor is complete."""
+        """True if every tensor is complete."""
         return self._num_complete == len(self._layout)
 
     @property
     def lacking(self) -> list[str]:
-        """Tensors of which elements have not come yet."""
+        """Names of tensors with missing elements."""
         return [name for name in self._layout if name not in self._begun or name in self._open]
 
     def bit_sum(self, name: str, tensor: Tensor) -> int:
-        """Of what this rank reads of a whole tensor (`resharding/checksum.py`)."""
+        """Returns the checksum of the part of a tensor that this rank reads (`resharding/checksum.py`)."""
         return sum(bit_sum(tensor[slices(piece.src)]) for piece in self._layout[name].pieces)
 
     def _allocate(self, name: str) -> Tensor:
@@ -99,7 +105,7 @@ class Assembler:
         return buffer
 
     def take(self) -> dict[str, Tensor]:
-        """The complete tensors; from here on they are the caller's."""
+        """Returns the complete tensors and gives up their ownership."""
         taken, self.ready = self.ready, {}
         self._bytes -= self.ready_bytes
         self.ready_bytes = 0

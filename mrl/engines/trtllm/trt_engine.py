@@ -1,13 +1,13 @@
-"""The engine behind `rollout.name=trtllm_engine`: engines built by tools/build_trtllm_engine.py, refitted in place.
+"""The engine of `rollout.name=trtllm_engine`: engines built by tools/build_trtllm_engine.py, refitted in place.
 
-Owns the engine's life on one rank and the way from prompts to rollouts: samples are rows of static batches, as many as
-`rollout.max_num_seqs`, `rollout.max_num_batched_tokens` and the memory allow; a batch ends when its longest row does.
-The parts: `runner` (TensorRT-LLM's runtime), `refitter` (weights), `scoring` (what its log-probabilities mean).
+Samples are rows of static batches, limited by `rollout.max_num_seqs`, `rollout.max_num_batched_tokens` and memory; a
+batch ends with its longest row. `runner` wraps TensorRT-LLM's runtime, `refitter` replaces weights, and `scoring`
+computes log-probabilities.
 
-Ranks of a replica are TensorRT-LLM's: tensor-parallel rank first, then pipeline stage. Tokens are known on the first
-stage and log-probabilities on the last; both are told to the whole replica.
+Ranks of a replica are in TensorRT-LLM's order: pipeline stage x tp_size + tensor-parallel rank. Tokens are known on the
+first stage and log-probabilities on the last; both are broadcast to the replica.
 
-Tested behind a stand-in for TensorRT-LLM; nothing of this has been run with TensorRT-LLM itself.
+Tested with a fake TensorRT-LLM only; it has not been run with the real package.
 """
 
 from __future__ import annotations
@@ -29,14 +29,23 @@ from mrl.engines._kv_budget import kv_budget
 from mrl.engines._prompt_checks import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.trtllm.engine_dir import read_engine_folder
-from mrl.engines.trtllm.logprob_probe import CUT, TOLERANCE, Answer, Scores, Verdict, is_trained_on, judge, needs_logits
+from mrl.engines.trtllm.logprob_probe import (
+    CUT,
+    TOLERANCE,
+    ProbeResponse,
+    ProbeResult,
+    Scores,
+    is_trained_on,
+    judge,
+    needs_logits,
+)
 from mrl.engines.trtllm.mpi_env import start_beside
 from mrl.engines.trtllm.refitter import EngineWeights
 from mrl.engines.trtllm.replica import Replica
-from mrl.engines.trtllm.replica_threads import side_by_side
-from mrl.engines.trtllm.runner import Answers, Runner
+from mrl.engines.trtllm.replica_threads import run_on_all_ranks
+from mrl.engines.trtllm.runner import BatchOutput, Runner
 from mrl.engines.trtllm.scoring import check_raw, kept_steps, score_steps
-from mrl.engines.trtllm.trt_rollouts import Sample, end_rows, to_rollouts
+from mrl.engines.trtllm.trt_rollouts import BatchRow, end_rows, to_rollouts
 from mrl.errors import UserError
 from mrl.resharding.layout import Layout
 from mrl.resharding.trtllm import trtllm_layout
@@ -44,20 +53,20 @@ from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Prompt, Rollout
 
 PROMPTS = ((1,), (1, 2))
-"""Of the probe: of different lengths, so that it sees too where the decoder puts a row's log-probabilities."""
+"""Prompts of the probe, of different lengths to verify the offsets of each row's log-probabilities."""
 
 
 class BuiltEngine(RolloutEngine):
-    """One rank of a replica, in TensorRT-LLM's order of ranks."""
+    """One rank of a replica of built engines."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Collective over the ranks that sample.
+        """Collective over the ranks that sample: loads the engine of this rank.
 
         Args:
-            spec: Its dtype is the engines', as preflight made sure.
+            spec: Specification of the replica; validation has checked that its dtype is the engines'.
 
         Raises:
-            UserError: There is no TensorRT-LLM that can run the engines, or they are not those of the model.
+            UserError: TensorRT-LLM cannot run the engines, or they do not belong to the model.
         """
         super().__init__(spec)
         config, device = spec.config, spec.device
@@ -68,8 +77,8 @@ class BuiltEngine(RolloutEngine):
         mapping, name = folder.config.mapping, spec.dtype_name
         if (mapping.world_size, folder.config.dtype) != (replica.size, name):
             raise UserError(
-                f"rollout.engine_dir: the engines in '{folder.path}' are {mapping.world_size} ranks of "
-                f"{folder.config.dtype}, the replica is {replica.size} of {name}."
+                f"rollout.engine_dir: the engines in '{folder.path}' have {mapping.world_size} ranks and dtype "
+                f"{folder.config.dtype}, but the replica has {replica.size} ranks and dtype {name}."
             )
         self._mapping = mapping
         with self._together():
@@ -78,100 +87,100 @@ class BuiltEngine(RolloutEngine):
             where = f"'{folder.path}/rank{replica.rank}.engine'"
             self._weights = EngineWeights(self._runner.engine, layout, device, where)
         self._budget = kv_budget(device, config.gpu_memory_utilization, spec.tp_group)
-        self._verdict: Verdict | None = None
+        self._verdict: ProbeResult | None = None
         self._greedy_is_exact = False
         self._asleep = False
-        self._whole = False
+        self._has_weights = False
         self._stats: dict[str, float] = {}
 
     @classmethod
     def start_beside(cls) -> None:
-        """Imports TensorRT-LLM where that takes all ranks."""
+        """Imports TensorRT-LLM on a rank without an engine, where the import is collective over all ranks."""
         start_beside()
 
     # weights ----------------------------------------------------------------------------------------------------------
 
     def layout(self) -> Layout:
-        """The rank's tensors by TensorRT-LLM's names, in Hugging Face coordinates."""
+        """Returns the rank's tensors by TensorRT-LLM's names, in Hugging Face coordinates."""
         return self._weights.layout
 
     def begin_update(self) -> None:
-        """From here until `finish_update` the engine refuses to generate. It keeps no prefixes."""
-        self._whole = False
+        """Starts a weight update; until `finish_update` the engine refuses to generate. There is no prefix cache."""
+        self._has_weights = False
         self._weights.begin()
 
     def update_weights(self, bucket: Sequence[WeightSlice]) -> None:
-        """Copies a bucket into the refit's buffers.
+        """Copies a bucket into the buffers of the refit.
 
         Raises:
-            RuntimeError: No update was begun, or a slice does not fit.
+            RuntimeError: No update was started, or a slice does not fit.
         """
         self._weights.write(bucket)
 
     def checksum(self) -> int:
-        """Order-free 64-bit sum over the bit patterns of all buffers of the refit."""
+        """Returns an order-independent 64-bit sum over the bit patterns of all buffers of the refit."""
         return self._weights.checksum()
 
     def finish_update(self, policy_version: int) -> None:
-        """Refits the engine in place and opens it under the new version.
+        """Refits the engine in place and allows generation with `policy_version`.
 
         Raises:
-            RuntimeError: TensorRT refuses the weights.
+            RuntimeError: TensorRT rejects the weights.
         """
         self._weights.commit()
         self.policy_version = policy_version
-        self._whole = True
+        self._has_weights = True
 
     # memory -----------------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
         """Frees the KV cache until `wake`.
 
-        A built engine's weights and TensorRT's memory for activations cannot leave the device while it is loaded, and
-        loading it anew in every step would read it from disk only to replace its weights.
+        Weights and TensorRT's activation memory cannot leave the device while the engine is loaded, and reloading it in
+        every step would read weights from disk only to replace them.
         """
         self._runner.release_cache()
         self._asleep = True
 
     def wake(self) -> None:
-        """Lets the next `generate` allocate the KV cache."""
+        """Allows the next `generate` to allocate the KV cache."""
         self._asleep = False
 
     def close(self) -> None:
         """Unloads the engine; it cannot be used again."""
-        self._whole = False
+        self._has_weights = False
         self._weights.discard()
         self._runner.close()
 
     def stats(self) -> dict[str, float]:
-        """Of the last `generate`: batches, prefill and decode tokens, generate_s, and whether it went by_logits."""
+        """Returns batches, prefill_tokens, decode_tokens, generate_s and by_logits (0 or 1) of the last `generate`."""
         return dict(self._stats)
 
     # generation -------------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        """Collective over the replica: `sampling.n` rollouts of each prompt, ordered by prompt, then sample index.
+        """Collective over the replica: samples `sampling.n` rollouts per prompt, ordered by prompt, then sample index.
 
         Raises:
-            RuntimeError: The engine sleeps, its weights are not whole, or a rank's runtime failed.
-            UserError: A prompt does not fit, or memory holds not even one.
+            RuntimeError: The engine sleeps, a weight update is incomplete, or a rank's runtime failed.
+            UserError: A prompt does not fit, or there is not enough memory for a single row.
         """
         if self._asleep:
-            raise RuntimeError("the engine sleeps: call wake before generate")
-        if not self._whole:
-            raise RuntimeError("the engine's weights are not whole: no update was finished since the last begin_update")
+            raise RuntimeError("the engine sleeps: call wake() before generate()")
+        if not self._has_weights:
+            raise RuntimeError("weight update incomplete: call finish_update() before generate()")
         if not prompts:
             return []
         check_prompts(prompts, self.spec, sampling, longest=self.spec.config.prompt_length, in_parts=False)
         began = time.perf_counter()
-        by_logits = self._goes_by_logits(sampling)
-        samples = [Sample(prompt, index) for prompt in prompts for index in range(sampling.n)]
+        by_logits = self._needs_logits(sampling)
+        samples = [BatchRow(prompt, index) for prompt in prompts for index in range(sampling.n)]
         rollouts: list[Rollout] = []
         num_batches = 0
         for batch in self._batches(samples, sampling.max_tokens, by_logits):
             rollouts += self._run(batch, sampling, by_logits)
             num_batches += 1
-            if self._told_to_stop():
+            if self._stop_requested():
                 break
         self._stats = {
             "batches": float(num_batches),
@@ -182,55 +191,54 @@ class BuiltEngine(RolloutEngine):
         }
         return rollouts
 
-    def _run(self, batch: Sequence[Sample], sampling: SamplingConfig, by_logits: bool) -> list[Rollout]:
-        """The rollouts of one batch."""
+    def _run(self, batch: Sequence[BatchRow], sampling: SamplingConfig, by_logits: bool) -> list[Rollout]:
         seeds = [stream_key(sampling.seed, sample.prompt.uid, sample.index) for sample in batch]
         prompts = [sample.prompt.prompt_ids for sample in batch]
-        answers, tokens_BT = self._call(prompts, sampling, seeds, by_logits)
+        output, tokens_BT = self._call(prompts, sampling, seeds, by_logits)
         ends = end_rows(batch, tokens_BT.tolist(), sampling, self.spec.arch.vocab_size, self.spec.decode)
         lens = [end for end, _ in ends]
-        logprobs_BT = self._share(self._logprobs(answers, tokens_BT, lens, sampling), -1)
+        logprobs_BT = self._share(self._logprobs(output, tokens_BT, lens, sampling), -1)
         rollouts = to_rollouts(batch, tokens_BT.tolist(), logprobs_BT.tolist(), ends, self.policy_version)
         if sampling.with_support:
-            told = self._share(self._kept(answers, tokens_BT, lens, sampling), -1)
-            for rollout, state in zip(rollouts, told, strict=True):
+            shared = self._share(self._kept(output, tokens_BT, lens, sampling), -1)
+            for rollout, state in zip(rollouts, shared, strict=True):
                 Kept.of(state).give(rollout)
         return rollouts
 
     def _call(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, seeds: Sequence[int], with_logits: bool
-    ) -> tuple[Answers, Tensor]:
-        """Collective over the replica: one batch; and what the first stage sampled, int64 [B, T]."""
-        answers = side_by_side(
+    ) -> tuple[BatchOutput, Tensor]:
+        """Collective over the replica: runs one batch; returns this rank's output and the tokens, int64 [B, T]."""
+        output = run_on_all_ranks(
             lambda: self._runner.generate(prompts, sampling, seeds, with_logits=with_logits),
             self.spec.tp_group,
             self.spec.device,
         )
-        tokens_BT: Tensor = self._share(None if answers.tokens_BT is None else answers.tokens_BT.long(), 0)
-        return answers, tokens_BT
+        tokens_BT: Tensor = self._share(None if output.tokens_BT is None else output.tokens_BT.long(), 0)
+        return output, tokens_BT
 
     def _logprobs(
-        self, answers: Answers, tokens_BT: Tensor, lens: Sequence[int], sampling: SamplingConfig
+        self, output: BatchOutput, tokens_BT: Tensor, lens: Sequence[int], sampling: SamplingConfig
     ) -> Tensor | None:
-        """On the last stage: fp32 [B, T]."""
-        if answers.logits is None:
-            return answers.decoder_logprobs_BT
-        return score_steps(answers.logits, tokens_BT, lens, self.spec.arch.vocab_size, sampling)
+        """Returns the log-probabilities, fp32 [B, T]; None on all but the last stage."""
+        if output.logits is None:
+            return output.decoder_logprobs_BT
+        return score_steps(output.logits, tokens_BT, lens, self.spec.arch.vocab_size, sampling)
 
     def _kept(
-        self, answers: Answers, tokens_BT: Tensor, lens: Sequence[int], sampling: SamplingConfig
+        self, output: BatchOutput, tokens_BT: Tensor, lens: Sequence[int], sampling: SamplingConfig
     ) -> list[tuple[bytes, list[int], list[float]]] | None:
-        """On the last stage: what truncation kept of each row, `Kept.state`."""
-        if answers.logits is None:
+        """Returns the kept token ids of each row as `Kept.state`; None on all but the last stage."""
+        if output.logits is None:
             return None
-        found = kept_steps(answers.logits, tokens_BT, lens, self.spec.arch.vocab_size, sampling)
+        found = kept_steps(output.logits, tokens_BT, lens, self.spec.arch.vocab_size, sampling)
         return [kept.state for kept in found]
 
-    def _batches(self, samples: Sequence[Sample], max_tokens: int, by_logits: bool) -> Iterator[Sequence[Sample]]:
-        """Rows that go through the runtime together.
+    def _batches(self, samples: Sequence[BatchRow], max_tokens: int, by_logits: bool) -> Iterator[Sequence[BatchRow]]:
+        """Yields samples that run in one batch.
 
         Raises:
-            UserError: Memory holds not even one row.
+            UserError: There is not enough memory for a single row.
         """
         config, first = self.spec.config, 0
         while first < len(samples):
@@ -251,32 +259,32 @@ class BuiltEngine(RolloutEngine):
             first = stop
 
     def _row_bytes(self, length: int, num_logits: int) -> int:
-        """Bytes of one row: keys and values of this rank's layers; logits, twice while they are stacked."""
+        """Returns the bytes of one row: this rank's keys and values, and its logits twice, since they are stacked."""
         arch, mapping = self.spec.arch, self._mapping
         heads = max(1, arch.num_kv_heads // mapping.tp_size)
         cache = 2 * (arch.num_layers // mapping.pp_size) * heads * arch.head_dim * length * self.spec.dtype.itemsize
         return cache + 2 * 4 * num_logits * arch.vocab_size
 
-    # what the decoder's log-probabilities mean ------------------------------------------------------------------------
+    # probe of the decoder's log-probabilities -------------------------------------------------------------------------
 
-    def _goes_by_logits(self, sampling: SamplingConfig) -> bool:
-        """Collective over the replica: whether log-probabilities are computed from the logits of every step.
+    def _needs_logits(self, sampling: SamplingConfig) -> bool:
+        """Collective over the replica: returns whether log-probabilities must be computed from every step's logits.
 
         Raises:
-            UserError: They cannot be exact under this setting.
+            UserError: They cannot be exact under these settings.
         """
         trained = self.spec.trains_on_logprobs and is_trained_on(sampling, self.spec.config)
         if not (trained or sampling.with_support):
             return False
-        if self._verdict is None or self._verdict.scores is Scores.UNKNOWN:  # other weights may tell more
+        if self._verdict is None or self._verdict.scores is Scores.UNKNOWN:  # may be recognised with other weights
             self._verdict, self._greedy_is_exact = self._probe(sampling.seed)
         return needs_logits(self._verdict, sampling, trained=trained) or (sampling.greedy and not self._greedy_is_exact)
 
-    def _probe(self, seed: int) -> tuple[Verdict, bool]:
-        """Collective over the replica: what the decoder scores when it samples, and whether it does so when greedy.
+    def _probe(self, seed: int) -> tuple[ProbeResult, bool]:
+        """Collective over the replica: returns the probe's result, and whether greedy log-probabilities are exact.
 
         Raises:
-            UserError: The logits are not the model's.
+            UserError: The returned logits are not the model's raw logits.
         """
         prompts = PROMPTS[: self.spec.config.max_num_seqs]
         max_tokens = min(CUT.max_tokens, self.spec.max_len - max(map(len, prompts)))
@@ -285,36 +293,36 @@ class BuiltEngine(RolloutEngine):
         seeds = list(range(len(prompts)))
         first, tokens_BT = self._call(prompts, sampled, seeds, True)
         second, greedy_BT = self._call(prompts, greedy, seeds, True)
-        found: tuple[Verdict, bool] | None = None
+        found: tuple[ProbeResult, bool] | None = None
         with self._together():
-            theirs, greedy_theirs = first.decoder_logprobs_BT, second.decoder_logprobs_BT
-            if first.logits and second.logits and theirs is not None and greedy_theirs is not None:
+            reported, greedy_reported = first.decoder_logprobs_BT, second.decoder_logprobs_BT
+            if first.logits and second.logits and reported is not None and greedy_reported is not None:
                 check_raw(first.logits[0], second.logits[0])
                 logits_BTV = torch.stack(first.logits, 1)[:, :, : self.spec.arch.vocab_size].cpu()
                 rows = [
-                    Answer(sampled, tokens.tolist(), reported.tolist(), logits_TV)
-                    for reported, logits_TV, tokens in zip(theirs, logits_BTV, tokens_BT, strict=True)
+                    ProbeResponse(sampled, tokens.tolist(), logprobs.tolist(), logits_TV)
+                    for logprobs, logits_TV, tokens in zip(reported, logits_BTV, tokens_BT, strict=True)
                 ]
                 lens = [max_tokens] * len(prompts)
-                ours = score_steps(second.logits, greedy_BT, lens, self.spec.arch.vocab_size, greedy)
-                is_exact = float((greedy_theirs - ours).abs().max()) <= TOLERANCE
-                found = (Verdict(judge(rows), has_logits=True), is_exact)
-        told: tuple[Verdict, bool] = self._share(found, -1)
-        return told
+                expected = score_steps(second.logits, greedy_BT, lens, self.spec.arch.vocab_size, greedy)
+                is_exact = float((greedy_reported - expected).abs().max()) <= TOLERANCE
+                found = (ProbeResult(judge(rows), has_logits=True), is_exact)
+        shared: tuple[ProbeResult, bool] = self._share(found, -1)
+        return shared
 
     # the replica ------------------------------------------------------------------------------------------------------
 
     def _together(self) -> AbstractContextManager[None]:
         return nullcontext() if self.spec.tp_group is None else together(self.spec.tp_group)
 
-    def _told_to_stop(self) -> bool:
-        """Collective over the replica: whether any of its ranks was told to stop."""
+    def _stop_requested(self) -> bool:
+        """Collective over the replica: returns whether any rank received a stop request."""
         if self.spec.tp_group is None:
             return self.told_to_stop()
         return any_rank(self.told_to_stop(), self.spec.tp_group)
 
     def _share(self, value: Any, stage: int) -> Any:
-        """Collective over the replica: the value of the first rank of a pipeline stage, 0 or -1."""
+        """Collective over the replica: broadcasts the value of the first rank of a pipeline stage, 0 or -1."""
         if self.spec.tp_group is None:
             return value
         position = 0 if stage == 0 else self._mapping.world_size - self._mapping.tp_size

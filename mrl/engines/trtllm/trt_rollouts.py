@@ -1,7 +1,7 @@
-"""A row of the built engine's runtime as mrl knows it: where its response ends and why, and the `Rollout` of it.
+"""Conversion of the built engine's output rows to rollouts.
 
-Owns the checks of what came back: the runtime must have ended each row by an end token or at its length, with tokens of
-the vocabulary and finite log-probabilities.
+Checks that the runtime ended each row by an end token or at its length, with tokens of the vocabulary and finite
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -17,33 +17,40 @@ from mrl.errors import UserError
 from mrl.types import FinishReason, Prompt, Rollout
 
 End = tuple[int, FinishReason]
-"""Tokens of the response, and why it ended."""
+"""Length of the response in tokens, and its finish reason."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One row: a prompt and which of its samples."""
+class BatchRow:
+    """A row of a batch: a prompt and a sample index."""
 
     prompt: Prompt
     index: int
 
     @property
     def where(self) -> str:
-        """In words."""
+        """Name of the sample in error messages."""
         return f"response {self.index} to prompt {self.prompt.source or self.prompt.uid}"
 
 
 def end_rows(
-    samples: Sequence[Sample],
+    samples: Sequence[BatchRow],
     rows: Sequence[Sequence[int]],
     sampling: SamplingConfig,
     vocab_size: int,
     decode: Callable[[Sequence[int]], str],
 ) -> list[End]:
-    """The end of each row; a stop string cuts it, and stays part of it: the runtime went on behind it.
+    """Returns the length and finish reason of each row, cut after its first stop string (the runtime ignores those).
+
+    Args:
+        samples: BatchRow of each row.
+        rows: Sampled tokens of each row.
+        sampling: End tokens, stop strings and length.
+        vocab_size: Number of valid token ids.
+        decode: Converts tokens to text.
 
     Raises:
-        RuntimeError: The runtime ended a row without an end token, or sampled what is no token; the prompt is named.
+        RuntimeError: The runtime ended a row without an end token, or sampled an invalid token; the prompt is named.
     """
     stops = () if sampling.ignore_eos else sampling.stop_token_ids
     strings = () if sampling.ignore_eos else tuple(text for text in sampling.stop if text)
@@ -63,13 +70,13 @@ def end_rows(
 
 
 def to_rollouts(
-    samples: Sequence[Sample],
+    samples: Sequence[BatchRow],
     rows: Sequence[Sequence[int]],
     logprobs: Sequence[Sequence[float]],
     ends: Sequence[End],
     policy_version: int,
 ) -> list[Rollout]:
-    """The rows' rollouts.
+    """Converts rows to rollouts.
 
     Raises:
         UserError: A token's log-probability is not finite; the prompt is named.
@@ -79,7 +86,7 @@ def to_rollouts(
         if not all(map(math.isfinite, scores[:end])):
             raise UserError(
                 f"log-probabilities of {sample.where} are not finite; the weights are broken. Look at "
-                "actor/grad_norm in metrics.jsonl: lower actor.lr, or go on from an earlier checkpoint."
+                "actor/grad_norm in metrics.jsonl: lower actor.lr, or resume from an earlier checkpoint."
             )
         rollouts.append(
             Rollout(

@@ -1,8 +1,8 @@
-"""Which part of each Hugging Face tensor the modules of this rank read, asked of the modules themselves.
+"""The part of each Hugging Face tensor that the modules of this rank read, as reported by the modules themselves.
 
-Owns the comparison: what `resharding/trtllm_reads.py` expects holds where the module that reads a tensor says the same
-(its rank, how many share it, along which dimension, which experts it has); a tensor whose module does not is sent
-whole. And the proof after each refit: what was not sent is not-a-number, and none of it may be in the weights.
+The expected shards of `resharding/trtllm_reads.py` are used where the module that reads the tensor reports the same
+rank, shard count, dimension and experts; other tensors are sent complete. After each weight sync a check verifies that
+no element that was not sent (NaN) reached the weights.
 """
 
 from __future__ import annotations
@@ -25,25 +25,32 @@ from mrl.resharding.trtllm import TrtllmMapping
 from mrl.resharding.trtllm_reads import cut_dim, read_layout, reader_of
 
 FILLED = ("weight", "bias", "w3_w1_weight", "w2_weight")
-"""Parameters of a module that reads tensors which a refit fills (`UnquantizedLinearMethod`, `FusedMoEMethodBase`)."""
+"""Parameters that a weight sync fills in modules that read tensors (`UnquantizedLinearMethod`, `FusedMoEMethodBase`).
+"""
 
 FP8_NAN = 0x7F
-"""Bits of float8_e4m3fn's not-a-number, without its sign."""
+"""Bits of NaN in float8_e4m3fn, without the sign."""
 
 MODES = ("column", "row")
-"""`TensorParallelMode` of a module whose tensors are cut along dimension 0, and along 1."""
+"""`TensorParallelMode` of modules whose tensors are split along dimension 0 and 1."""
 
 
-class Parts:
-    """Of one rank.
+class WeightShardMap:
+    """Tensor parts that one rank reads.
 
     Attributes:
-        layout: What it reads: name -> a part, or the whole where its module does not say which part.
-        notes: Says so, where there are such modules.
+        layout: Part of each tensor by name; the complete tensor where its module does not report a part.
+        notes: Message about modules that do not report a part.
     """
 
     def __init__(self, model: Any, spec: EngineSpec, rank: int) -> None:
-        """Args: model: TensorRT-LLM's. spec: Of the replica. rank: In it."""
+        """Compares the expected parts with the model's modules.
+
+        Args:
+            model: TensorRT-LLM's model.
+            spec: Specification of the replica.
+            rank: Position of this rank in the replica.
+        """
         config = spec.config
         size, spread = config.tensor_model_parallel_size, config.expert_parallel_size
         self._full = hf_layout(spec.arch, spec.dtype_name)
@@ -77,51 +84,51 @@ class Parts:
         self.notes: tuple[str, ...] = ()
         if silent:
             self.notes = (
-                f"{len(silent)} tensors go whole to each rank of a replica in a refit, since TensorRT-LLM's modules do "
-                f"not say which part of them they read; the first is '{silent[0]}'",
+                f"{len(silent)} tensors are sent complete to each rank of a replica in a weight sync, since "
+                f"TensorRT-LLM's modules do not report which part they read; the first is '{silent[0]}'",
             )
 
     def _quantise(self, grids: Grids) -> None:
-        """Makes of what is quantised FP8, with the whole table of its scales, of which a module reads its part."""
+        """Converts quantised tensors in the layouts to FP8, and adds their complete scale tables."""
         self._full, self.layout = in_fp8(self._full, grids), in_fp8(self.layout, grids)
         tables = scale_tables({name: self._full[name] for name in self.layout}, grids)
         self._full, self.layout = {**self._full, **tables}, {**self.layout, **tables}
 
     def assembler(self) -> Assembler:
-        """Staging of one refit."""
+        """Returns the staging area of a new weight sync."""
         return Assembler(self.layout, self._full, self._device)
 
-    def not_brought(self) -> list[torch.Tensor]:
-        """Parameters that no refit fills: all but the weights of the modules that read tensors."""
+    def never_synced(self) -> list[torch.Tensor]:
+        """Returns the parameters that no weight sync fills."""
         readers = {reader_of(name).path for name in self._full}
         filled = {f"{path}.{leaf}" for path in readers for leaf in FILLED}
         filled |= {f"{path}.backend.{leaf}" for path in readers for leaf in FILLED}
         return [weight for name, weight in self._model.named_parameters() if name not in filled]
 
     def check_staging(self, weights: int, device_bytes: int) -> None:
-        """Returns where a model that is loaded in one call fits beside the weights.
+        """Checks that the complete model fits next to its weights, for versions that load it in one call.
 
         Args:
-            weights: Bytes of the engine's own on this rank.
-            device_bytes: Of its device.
+            weights: Size of the engine's weights on this rank, bytes.
+            device_bytes: Memory of the device, bytes.
 
         Raises:
-            UserError: It does not, so that no refit could ever pass.
+            UserError: It does not fit, so that no weight sync could succeed.
         """
         staged = sum(num_bytes(self._full[name]) for name in self.layout)
         if weights + staged > device_bytes:
             raise UserError(
                 f"the installed TensorRT-LLM loads this model in one call only (its load_weights has no "
-                f"allow_partial_loading): a refit stages {staged / 1e9:.1f} GB of whole tensors beside "
-                f"{weights / 1e9:.1f} GB of weights, and the GPU has {device_bytes / 1e9:.1f} GB. Spread experts "
+                f"allow_partial_loading): a weight sync stages {staged / 1e9:.1f} GB of complete tensors next to "
+                f"{weights / 1e9:.1f} GB of weights, but the GPU has {device_bytes / 1e9:.1f} GB. Spread experts "
                 "(rollout.expert_parallel_size), or use rollout.name=native."
             )
 
     def check(self) -> None:
-        """Returns where every weight that was read of a part is a number; one pass over the weights.
+        """Checks that every weight of a module that reads parts is finite, in one pass over the weights.
 
         Raises:
-            RuntimeError: A module has read what this rank did not get; the message names it.
+            RuntimeError: A module read elements that this rank did not receive; the message names it.
         """
         named = list(self._weights())
         if not named:
@@ -131,12 +138,12 @@ class Parts:
             return
         wrong = next(name for (name, _), total in zip(named, sums.tolist(), strict=True) if total - total != 0.0)
         raise RuntimeError(
-            f"'{wrong}' holds values that are not finite: the actor's weights do, or this version of TensorRT-LLM "
-            "reads more of a tensor than the part of its rank"
+            f"'{wrong}' contains values that are not finite: either the actor's weights do, or this version of "
+            "TensorRT-LLM reads more of a tensor than its rank's part"
         )
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters of the modules that read parts."""
+        """Yields the parameters of the modules that read parts."""
         for path, module in self._read.items():
             for name, weight in module.named_parameters():
                 if weight.is_floating_point():
@@ -144,7 +151,7 @@ class Parts:
 
 
 def _sum(weight: torch.Tensor) -> torch.Tensor:
-    """Not-a-number where an element is; FP8, which has no sums, is asked by its bits."""
+    """Returns NaN if an element is NaN; FP8 has no sums and is checked by its bits."""
     if weight.dtype != DTYPES[FP8]:
         return weight.sum(dtype=torch.float32)
     largest = (weight.view(torch.uint8) & FP8_NAN).max().float()
@@ -159,7 +166,7 @@ def _has_experts(module: Any, expert: int, *, wanted: bool) -> bool:
 def _is_cut(
     module: Any, part: StoredTensor, full: StoredTensor, size: int, rank: int, *, has_mode: bool = False
 ) -> bool:
-    """Whether a module cuts a tensor for rank `rank` of `size`; a linear module says along which dimension."""
+    """Returns whether a module splits a tensor for `rank` of `size` ranks (linear modules: in the same dimension)."""
     dim = cut_dim(part, full)
     if dim is None:
         return True

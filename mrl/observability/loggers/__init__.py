@@ -1,1 +1,1 @@
-"""Where metrics go: one file per place."""
+"""Destinations of metrics, one module each."""

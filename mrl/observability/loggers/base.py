@@ -1,9 +1,9 @@
-"""The interface of a logger. A logger is a file in this folder that defines `LOGGER`, a function of an `Opening`.
+"""Interface of a logger. To add one, put a module into this folder that defines `LOGGER`, a function of an `Opening`.
 
-Owns `Logger` and `Opening`. `LOGGER` returns the logger, or None where the config does not want it, and raises
-UserError where it is wanted and cannot work. Loggers exist on rank 0 only. A logger that needs a package which mrl does
-not install defines `check(config)` too: it raises UserError where the logger is wanted and the package is missing, and
-is asked before a run begins.
+`LOGGER` returns a `Logger`, or None where the config does not enable it, and raises UserError where it is enabled but
+cannot work. Loggers exist on rank 0 only. A logger that needs a package which mrl does not install also defines
+`check(config)`, which raises UserError if the logger is enabled and the package is missing; it is called before a run
+starts.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.config.config import Config
 
 Phase = Literal["warm_start", "train", "val"]
-"""warm_start counts its own steps; train and val share the steps of reinforcement learning."""
+"""Phase of a run. "warm_start" counts its own steps; "train" and "val" share the RL steps."""
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What a logger is made from.
+    """Arguments of a logger's constructor.
 
     Attributes:
-        config: Resolved.
-        run: The run folder, started.
-        resume_step: Reinforcement learning steps that were done before; None: a run from nothing.
+        config: Configuration of the run, with all defaults filled in.
+        run: Run folder, already created.
+        resume_step: RL steps in the checkpoint that the run resumes from; None for a new run.
     """
 
     config: Config
@@ -37,32 +37,44 @@ class Opening:
 
 
 def installed(package: str) -> bool:
-    """Whether a package can be imported; a folder of its name (such as the one that wandb writes) is none."""
+    """Returns whether a package can be imported; a plain folder of that name (wandb writes one) does not count."""
     found = find_spec(package)
     return found is not None and found.origin is not None
 
 
 class Logger(ABC):
-    """One place that metrics go to."""
+    """One destination of metrics, samples and notes."""
 
     @abstractmethod
     def record(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
-        """Values of a step. A step may come several times, with further names."""
+        """Writes the metrics of a step. Called several times for a step if metrics become available later.
+
+        Args:
+            phase: Phase that the step belongs to.
+            step: Step of that phase, counted from 1; 0 is before the first step.
+            metrics: Metric values by name (`mrl/docs/metrics.md`).
+        """
 
     def warm_start_resumed(self, step: int) -> None:  # noqa: B027 - optional
-        """The warm start goes on after its step `step`."""
+        """Discards warm-start metrics after `step`, from which the warm start resumes."""
 
     def samples(self, phase: Phase, step: int, rows: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027 - optional
-        """Sample generations, see `run_log.sample_rows`."""
+        """Writes sampled responses.
+
+        Args:
+            phase: "train" or "val".
+            step: RL step of the samples.
+            rows: Samples as returned by `run_log.sample_rows`.
+        """
 
     def note(self, text: str) -> None:  # noqa: B027 - optional
-        """Something that happened, in words."""
+        """Writes a one-line message about an event, such as a resume."""
 
     def phase(self, where: str) -> None:  # noqa: B027 - optional
-        """What runs now, `Timers.where`."""
+        """Shows the current activity, the text of `Timers.where`."""
 
     def sync(self) -> None:  # noqa: B027 - optional
-        """A commit is about to be made: what was recorded so far has to be on the disk."""
+        """Flushes everything recorded so far to disk; called before a checkpoint is committed."""
 
     def close(self) -> None:  # noqa: B027 - optional
-        """Everything is written; called once."""
+        """Flushes and releases all resources; called once."""

@@ -1,8 +1,8 @@
-"""The terminal: progress, the numbers people watch, and sample generations at evaluations.
+"""Terminal output: progress, the main metrics, and sampled responses at evaluations.
 
-Owns what is shown while a run runs. `observe.console` "rich" draws a live panel and falls back to "plain" (one line per
-step) where the output is no terminal or its encoding lacks the characters. Model output is shown with every control
-character made visible, so that a response cannot steer the terminal.
+`observe.console` "rich" draws a live panel and falls back to "plain" (one line per step) where the output is not a
+terminal or its encoding lacks the characters. Control characters in model output are shown as escapes, so that a
+response cannot send commands to the terminal.
 """
 
 from __future__ import annotations
@@ -37,40 +37,39 @@ WATCHED: tuple[tuple[str, str], ...] = (
     ("entropy", "actor/entropy"),
     ("grad norm", "actor/grad_norm"),
     ("clip frac", "actor/pg_clipfrac"),
-    ("flat groups", "group/zero_variance_frac"),
-    ("preferred", "rewards/accuracies"),
+    ("zero-var groups", "group/zero_variance_frac"),
+    ("pref accuracy", "rewards/accuracies"),
     ("tokens/s/rank", "perf/throughput"),
     ("step s", "perf/time_per_step"),
     ("loss", "warm_start/loss"),
     ("nll", "actor/nll"),
-    ("to teachers", "distillation/abs_loss"),
+    ("distill loss", "distillation/abs_loss"),
 )
-"""(word in the panel, metric); a metric that a run does not have is not shown. `mrl/docs/metrics.md` explains them."""
+"""(label in the panel, metric); metrics that a run does not have are omitted. `mrl/docs/metrics.md` explains them."""
 
 PLAIN: tuple[tuple[tuple[str, str], ...], ...] = (
     (("reward", "critic/score/mean"), ("length", "response_length/mean")),
-    (("preferred", "rewards/accuracies"), ("margin", "rewards/margins")),
+    (("pref accuracy", "rewards/accuracies"), ("margin", "rewards/margins")),
     (("entropy", "actor/entropy"), ("kl", "actor/kl_loss"), ("grad", "actor/grad_norm")),
-    (("loss", "warm_start/loss"), ("nll", "actor/nll"), ("to teachers", "distillation/abs_loss")),
+    (("loss", "warm_start/loss"), ("nll", "actor/nll"), ("distill loss", "distillation/abs_loss")),
     (("tokens/s/rank", "perf/throughput"), ("step s", "perf/time_per_step")),
 )
-"""Groups of (word, metric) on a plain line: what changes with learning, what warns, how fast it goes."""
+"""Groups of (label, metric) on a plain line: learning progress, warning signs, speed."""
 
 TITLES = {"warm_start": "warm start", "train": "training", "val": "training"}
 BLOCKS = "▁▂▃▄▅▆▇█"
 CELL_WIDTH = 38
 VALUE_WIDTH = 8
-WORD_WIDTH = max(len(word) for word, _ in WATCHED)
+LABEL_WIDTH = max(len(label) for label, _ in WATCHED)
 SPARK_WIDTH = 16
 PACE_STEPS = 20
 PLAIN_WARM_START_LINES = 10
 
 
-class Shown:
-    """What the terminal knows of the run: latest values, their history, and the pace."""
+class ConsoleState:
+    """Latest metrics, their history, and the pace of the run."""
 
     def __init__(self, opening: Opening) -> None:
-        """Nothing was shown yet."""
         train = opening.config.train
         self.totals = {"warm_start": train.warm_start.num_steps, "train": train.num_steps or 0}
         self.phase: Phase = "train"
@@ -80,7 +79,7 @@ class Shown:
         self._ends: deque[float] = deque([time.monotonic()], maxlen=PACE_STEPS + 1)
 
     def record(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> bool:
-        """Takes in a step's values; True where the step is new."""
+        """Stores the metrics of a step; returns whether the step is new."""
         kind: Phase = "warm_start" if phase == "warm_start" else "train"
         if kind != self.phase:
             self.phase, self.step = kind, 0
@@ -98,74 +97,73 @@ class Shown:
 
     @property
     def total(self) -> int:
-        """Steps of the phase that runs."""
+        """Number of steps of the current phase."""
         return self.totals["warm_start" if self.phase == "warm_start" else "train"]
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the last step of this phase at the pace of the last steps; None before there is one."""
+        """Estimated seconds to the end of this phase, from the pace of the last steps; None before the first step."""
         if len(self._ends) < 2:
             return None
         return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) * max(0, self.total - self.step)
 
     def watched(self) -> Iterator[tuple[str, str, float]]:
-        """(word, metric, value) of the watched metrics that are there."""
+        """Yields (label, metric, value) of the watched metrics that have a value."""
         for word, name in WATCHED:
             if name in self.latest:
                 yield word, name, self.latest[name]
 
 
-class Plain(Logger):
-    """One line per step."""
+class PlainConsole(Logger):
+    """Logger that prints one line per step."""
 
     def __init__(self, opening: Opening, console: Console) -> None:
-        """Writes to `console`."""
         self._console = console
-        self._shown = Shown(opening)
+        self._state = ConsoleState(opening)
 
     def record(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints a step once, when its first values come; an evaluation each time."""
-        shown = self._shown
-        before = shown.latest.get("val/accuracy")
-        fresh = shown.record(phase, step, metrics)
+        """Prints a step when its first metrics arrive, and every evaluation."""
+        state = self._state
+        before = state.latest.get("val/accuracy")
+        fresh = state.record(phase, step, metrics)
         if phase == "val":
-            self._line(f"evaluation after step {step}: {evaluation_words(metrics, before)}")
-        elif fresh and (phase == "train" or self._due(step)):
+            self._line(f"evaluation after step {step}: {evaluation_summary(metrics, before)}")
+        elif fresh and (phase == "train" or self._prints_warm_start(step)):
             groups = (
                 "  ".join(f"{word} {short(metrics[name])}" for word, name in group if name in metrics)
                 for group in PLAIN
             )
-            eta = f"left {clock(shown.eta_s)}" if shown.eta_s is not None else ""
-            width = len(str(shown.total))
-            head = f"{TITLES[phase]} {step:{width}d}/{shown.total}"
+            eta = f"left {clock(state.eta_s)}" if state.eta_s is not None else ""
+            width = len(str(state.total))
+            head = f"{TITLES[phase]} {step:{width}d}/{state.total}"
             self._line(" | ".join(part for part in (head, *groups, eta) if part))
 
     def samples(self, phase: Phase, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Evaluation samples, one per line."""
+        """Prints evaluation samples, one per line."""
         for row in rows if phase == "val" else ():
             answer = "" if row["answer"] is None else f"  answer {visible(row['answer'])}"
             prompt, response = visible(row["prompt"]), visible(row["response"])
             self._line(f"  {prompt} -> {response}{answer}  reward {_reward(row)}")
 
     def note(self, text: str) -> None:
-        """As it is."""
+        """Prints the message."""
         self._line(visible(text))
 
-    def _due(self, step: int) -> bool:
-        every = max(1, self._shown.total // PLAIN_WARM_START_LINES)
-        return step == 1 or step % every == 0 or step == self._shown.total
+    def _prints_warm_start(self, step: int) -> bool:
+        every = max(1, self._state.total // PLAIN_WARM_START_LINES)
+        return step == 1 or step % every == 0 or step == self._state.total
 
     def _line(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
 
 
-class Rich(Logger):
-    """A live panel at the bottom; evaluations and notes scroll above it."""
+class RichConsole(Logger):
+    """Logger that draws a live panel at the bottom; evaluations and notes scroll above it."""
 
     def __init__(self, opening: Opening, console: Console) -> None:
         """Starts drawing on `console`."""
         self._console = console
-        self._shown = Shown(opening)
+        self._state = ConsoleState(opening)
         self._title = str(opening.run.root)
         self._where = ""
         self._lock = threading.Lock()
@@ -173,49 +171,49 @@ class Rich(Logger):
         self._live.start()
 
     def record(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
-        """Updates the panel; an evaluation also stays above it."""
+        """Updates the panel; an evaluation is also printed above it."""
         with self._lock:
-            before = self._shown.latest.get("val/accuracy")
-            self._shown.record(phase, step, metrics)
+            before = self._state.latest.get("val/accuracy")
+            self._state.record(phase, step, metrics)
         if phase == "val":
-            line = Text.assemble((f"after step {step}", "bold"), f"   {evaluation_words(metrics, before)}")
+            line = Text.assemble((f"after step {step}", "bold"), f"   {evaluation_summary(metrics, before)}")
             self._console.print(line)
 
     def samples(self, phase: Phase, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A table of evaluation samples."""
+        """Prints a table of evaluation samples."""
         if phase == "val":
             self._console.print(sample_table(rows))
 
     def note(self, text: str) -> None:
-        """Above the panel."""
+        """Prints the message above the panel."""
         self._console.print(Text(visible(text), style="dim"))
 
     def phase(self, where: str) -> None:
-        """Shown in the panel's corner."""
+        """Shows the current activity in the panel's corner."""
         self._where = where
 
     def close(self) -> None:
-        """The panel stays as it is."""
+        """Stops updating the panel and leaves it on the screen."""
         self._where = ""
         self._live.stop()
 
     def _panel(self) -> RenderableType:
         width = self._console.width - 4
         columns = max(1, min(3, width // CELL_WIDTH))
-        blocks = max(1, min(SPARK_WIDTH, width // columns - WORD_WIDTH - VALUE_WIDTH - 3))
+        blocks = max(1, min(SPARK_WIDTH, width // columns - LABEL_WIDTH - VALUE_WIDTH - 3))
         with self._lock:
-            shown = self._shown
+            state = self._state
             head = Table.grid(padding=(0, 2), expand=True)
             head.add_column()
             head.add_column(ratio=1)
             head.add_column(justify="right")
-            share = f"{shown.step}/{shown.total}  {100 * shown.step / max(1, shown.total):.0f}%"
-            left = f"  {clock(shown.eta_s)} left" if shown.eta_s is not None else ""
-            bar = ProgressBar(total=max(1, shown.total), completed=shown.step, complete_style="cyan")
-            head.add_row(Text(TITLES[shown.phase], style="bold"), bar, Text(share + left))
+            share = f"{state.step}/{state.total}  {100 * state.step / max(1, state.total):.0f}%"
+            left = f"  {clock(state.eta_s)} left" if state.eta_s is not None else ""
+            bar = ProgressBar(total=max(1, state.total), completed=state.step, complete_style="cyan")
+            head.add_row(Text(TITLES[state.phase], style="bold"), bar, Text(share + left))
             cells = [
-                (Text(word, "dim"), Text(short(value), "bold"), Text(spark(shown.history[name], blocks), "cyan"))
-                for word, name, value in shown.watched()
+                (Text(word, "dim"), Text(short(value), "bold"), Text(spark(state.history[name], blocks), "cyan"))
+                for word, name, value in state.watched()
             ]
         body = Table.grid(padding=(0, 1), expand=True)
         for _ in range(columns):
@@ -236,20 +234,20 @@ class Rich(Logger):
 
 
 def open_console(opening: Opening) -> Logger | None:
-    """The logger that `observe.console` and standard output call for."""
+    """Returns the logger for `observe.console` and the kind of standard output."""
     wanted = opening.config.observe.console
     if wanted == "off":
         return None
     console = Console(file=sys.stdout, highlight=False)
     drawable = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
-    return Rich(opening, console) if wanted == "rich" and drawable else Plain(opening, console)
+    return RichConsole(opening, console) if wanted == "rich" and drawable else PlainConsole(opening, console)
 
 
 LOGGER = open_console
 
 
-def evaluation_words(metrics: Mapping[str, float], before: float | None) -> str:
-    """Accuracy with its change since the last evaluation, reward and response length; each of several data sets."""
+def evaluation_summary(metrics: Mapping[str, float], before: float | None) -> str:
+    """Formats accuracy with its change since the last evaluation, reward, length, and each data set's result."""
     words = []
     if "val/accuracy" in metrics:
         change = "" if before is None else f" ({metrics['val/accuracy'] - before:+.3f})"
@@ -262,7 +260,7 @@ def evaluation_words(metrics: Mapping[str, float], before: float | None) -> str:
 
 
 def sample_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Prompt, response, answer and reward ("none" without a score); positive rewards green."""
+    """Returns a table of prompt, response, answer and reward ("none" without a score); positive rewards are green."""
     table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False)
     for name in ("prompt", "response", "answer"):
         table.add_column(name, overflow="fold", ratio=None)
@@ -279,7 +277,7 @@ def _reward(row: Mapping[str, Any]) -> str:
 
 
 def spark(values: Sequence[float], most: int) -> str:
-    """The whole history as at most `most` blocks, each the mean of its share; "" below two finite values."""
+    """Draws a history as at most `most` blocks, each the mean of its part; "" for fewer than two finite values."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2:
         return ""

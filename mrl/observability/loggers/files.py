@@ -1,7 +1,7 @@
-"""The run folder's own record: metrics.jsonl, timings.jsonl, samples.jsonl, notes.jsonl. Always there.
+"""The run folder's own logs: metrics.jsonl, timings.jsonl, samples.jsonl and notes.jsonl. They are always written.
 
-Owns which metric goes to which file. metrics.jsonl holds only what two identical runs share; whatever depends on the
-clock or the machine (`metrics.is_wall_clock`) goes to timings.jsonl under the same step.
+metrics.jsonl contains only metrics that are equal in two identical runs. Metrics that depend on the clock or the
+machine (`metrics.is_wall_clock`) go to timings.jsonl under the same step.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from mrl.observability.metrics import is_wall_clock
 
 
 class Files(Logger):
-    """Writes the JSON lines of a run folder."""
+    """Logger that writes the JSON lines files of a run folder."""
 
     def __init__(self, opening: Opening) -> None:
-        """Cuts the files back to the resumed step and opens them."""
+        """Opens the files and deletes lines after the resumed step."""
         run, resume_step = opening.run, opening.resume_step
 
         def keep(row: Row) -> bool:
@@ -38,7 +38,7 @@ class Files(Logger):
         self._notes = os.open(run.notes, os.O_WRONLY | os.O_CREAT, 0o644)
 
     def record(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
-        """Evaluations join the line of their step."""
+        """Appends the metrics of a step; evaluations join the line of their step."""
         phase = "train" if phase == "val" else phase
         steady = {name: value for name, value in metrics.items() if not is_wall_clock(name)}
         if steady:
@@ -47,7 +47,7 @@ class Files(Logger):
             self._timings.put(phase, step, {name: metrics[name] for name in metrics if name not in steady})
 
     def warm_start_resumed(self, step: int) -> None:
-        """Later lines go."""
+        """Deletes the lines of later warm-start steps."""
         self._metrics.close()
         self._timings.close()
         for path in (self._run.metrics, self._run.timings):
@@ -55,18 +55,18 @@ class Files(Logger):
         self._metrics, self._timings = StepFile(self._run.metrics), StepFile(self._run.timings)
 
     def samples(self, phase: Phase, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """One line per sample; what is already there for this step (a resumed run evaluates again) stays."""
+        """Appends one line per sample; skips a step that already has samples (a resumed run evaluates again)."""
         if (phase, step) not in self._written:
             content = b"".join(encode({"step": step, "phase": phase, **row}) for row in rows)
             append(self._samples, content, self._run.samples)
 
     def note(self, text: str) -> None:
-        """With the time of day."""
+        """Appends the message with the time of day."""
         row = encode({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "text": text})
         append(self._notes, row, self._run.notes)
 
     def sync(self) -> None:
-        """A commit must not outlive the lines of its steps."""
+        """Flushes to disk, so that a checkpoint never outlives the metrics of its steps."""
         self._metrics.sync()
         self._timings.sync()
         os.fsync(self._samples)

@@ -1,7 +1,7 @@
-"""TensorBoard event files in the run folder: all metrics, samples as text.
+"""TensorBoard event files in the run folder: all metrics, and samples as text.
 
-Owns the event files. Warm start and reinforcement learning count their own steps, so each is a TensorBoard run of its
-own (tensorboard/warm_start, tensorboard/train). On resume `purge_step` hides what lies beyond the resumed step.
+Warm start and RL count their own steps, so each is a separate TensorBoard run (tensorboard/warm_start,
+tensorboard/train). On resume `purge_step` hides events after the resumed step.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Logger):
-    """Wanted with `observe.tensorboard`."""
+    """Logger enabled by `observe.tensorboard`."""
 
     def __init__(self, opening: Opening) -> None:
-        """Opens no file before the first value."""
+        """Stores the arguments; event files are created with the first value."""
         self._opening = opening
         self._files: dict[str, EventFile] = {}
 
     def record(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
-        """One scalar per metric, all in one event: each costs a checksum in Python."""
+        """Adds one scalar per metric, all in one event because each event costs a checksum in Python."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._file(phase).add(step, [Summary(value=values)])
 
     def samples(self, phase: Phase, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Prompt, response and reward as indented text, so that nothing in them is markup."""
+        """Adds prompt, response and reward as indented text, which Markdown renders literally."""
         from torch.utils.tensorboard.summary import text
 
         blocks = [f"reward {row['reward']}\n{row['prompt']}{row['response']}" for row in rows]
@@ -62,17 +62,17 @@ class TensorBoard(Logger):
 
 
 class EventFile:
-    """Events, written when they are added: torch's SummaryWriter has a thread, which dies of a full disk in public."""
+    """Event file without a thread: the thread of torch's SummaryWriter prints a traceback when the disk is full."""
 
     def __init__(self, folder: Path, purge_step: int) -> None:
-        """Opens a new file in a folder; events from `purge_step` on in older ones are hidden."""
+        """Creates a new file in a folder; events of older files from step `purge_step` on are hidden."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise UserError(
-                f"'{error.filename}' cannot be made: there is a file where TensorBoard's folder belongs. Move the "
+                f"'{error.filename}' cannot be created: a file is in the place of TensorBoard's folder. Move the "
                 "file away, or set observe.tensorboard=false."
             ) from error
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
@@ -84,10 +84,10 @@ class EventFile:
         )
 
     def add(self, step: int, summaries: Sequence[Any]) -> None:
-        """Adds a summary protobuf each.
+        """Writes one event for each summary protobuf.
 
         Raises:
-            OSError: The disk does not take them; it names the file.
+            OSError: The disk is full or not writable; the message names the file.
         """
         from tensorboard.compat.proto.event_pb2 import Event
 
@@ -107,20 +107,16 @@ class EventFile:
 
 
 def check(config: Config) -> None:
-    """Refuses event files without the package that writes them.
-
-    Raises:
-        UserError: With what to install.
-    """
+    """Raises UserError if TensorBoard is enabled and its package is not installed."""
     if config.observe.tensorboard and not installed("tensorboard"):
         raise UserError(
-            "observe.tensorboard is true, and the package 'tensorboard' is not installed. "
+            "observe.tensorboard is true, but the package 'tensorboard' is not installed. "
             "Run `pip install tensorboard`, or set observe.tensorboard=false."
         )
 
 
 def open_tensorboard(opening: Opening) -> TensorBoard | None:
-    """The logger where `observe.tensorboard` is set."""
+    """Returns the logger if `observe.tensorboard` is set, else None."""
     if not opening.config.observe.tensorboard:
         return None
     check(opening.config)

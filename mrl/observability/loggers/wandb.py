@@ -1,7 +1,7 @@
-"""Weights & Biases, where `observe.wandb_project` names a project and the extra `wandb` is installed.
+"""Weights & Biases logger, enabled by `observe.wandb_project`; needs the extra `wandb`.
 
-Owns the W&B run. Its x axes are our steps (`training/global_step`, `warm_start/step`), so a resumed run goes on under
-the same id; W&B keeps what lies beyond the resumed step and draws both.
+The x axes are the steps of the run (`training/global_step`, `warm_start/step`), and a resumed run continues under the
+same id. W&B keeps what was logged after the resumed step and draws both curves.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mrl.observability.loggers.base import Logger, Opening, Phase, installed
 
 
 class WandB(Logger):
-    """Wanted with `observe.wandb_project`."""
+    """Logger enabled by `observe.wandb_project`."""
 
     def __init__(self, opening: Opening, wandb: Any) -> None:
-        """Starts the W&B run, or takes up the one that this run folder had."""
+        """Starts a W&B run, or continues the one whose id is in the run folder."""
         self._wandb = wandb
         marker = opening.run.root / "wandb_id"
         resumed = opening.resume_step is not None and marker.is_file()
@@ -36,7 +36,7 @@ class WandB(Logger):
             )
         except wandb.Error as error:
             raise UserError(
-                f"observe.wandb_project is '{opening.config.observe.wandb_project}', and W&B did not start: {error} "
+                f"observe.wandb_project is '{opening.config.observe.wandb_project}', but W&B did not start: {error} "
                 "Run `wandb login`, set WANDB_MODE=offline, or set observe.wandb_project=null."
             ) from error
         marker.write_text(run_id)
@@ -46,37 +46,33 @@ class WandB(Logger):
         self._run.define_metric("warm_start/*", step_metric="warm_start/step")
 
     def record(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
-        """All metrics of a step."""
+        """Logs all metrics of a step."""
         axis = "warm_start/step" if phase == "warm_start" else "training/global_step"
         self._run.log({**metrics, axis: step})
 
     def samples(self, phase: Phase, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A table per call."""
+        """Logs a table of the samples."""
         columns = ["prompt", "response", "answer", "reward", "finish_reason"]
         table = self._wandb.Table(columns=columns, data=[[row[name] for name in columns] for row in rows])
         self._run.log({f"samples/{phase}": table, "training/global_step": step})
 
     def close(self) -> None:
-        """Waits for the upload."""
+        """Finishes the run and waits for the upload."""
         self._run.finish()
 
 
 def check(config: Config) -> None:
-    """Refuses a project without the package that sends to it.
-
-    Raises:
-        UserError: With what to install.
-    """
+    """Raises UserError if a project is set and the package `wandb` is not installed."""
     project = config.observe.wandb_project
     if project is not None and not installed("wandb"):
         raise UserError(
-            f"observe.wandb_project is '{project}', and the package 'wandb' is not installed. "
+            f"observe.wandb_project is '{project}', but the package 'wandb' is not installed. "
             "Run `pip install wandb`, or set observe.wandb_project=null."
         )
 
 
 def open_wandb(opening: Opening) -> WandB | None:
-    """The logger where `observe.wandb_project` is set."""
+    """Returns the logger if `observe.wandb_project` is set, else None."""
     if opening.config.observe.wandb_project is None:
         return None
     check(opening.config)

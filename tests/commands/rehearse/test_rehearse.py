@@ -151,7 +151,7 @@ MISTAKES = {
         SMALL,
         ["~data", "data.train_files={rows}", "train.eval_interval=0"],
         None,
-        "there is no column 'answer'",
+        "no column 'answer'",
     ),
     "tokenizer": (SMALL, ["model.tokenizer=nowhere"], None, "model.tokenizer: 'nowhere' is not a folder"),
     "tokenizer's characters": (SMALL, ["model.tokenizer=char:0123456789#"], None, "does not know '<'"),

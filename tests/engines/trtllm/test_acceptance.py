@@ -74,7 +74,7 @@ def test_a_whole_run_on_the_stand_in(on_path, tmp_path, capsys):
     assert facts["contract"]["probe"] == "scores logits / temperature; logits are returned"
     assert 0 < facts["logprobs"]["mean difference, nats"] < 1e-5 < facts["logprobs"]["tokens"]
     page = (tmp_path / "llm" / "acceptance.md").read_text()
-    assert "**trtllm works here as far as was asked: 12 work, 0 fail, 1 skipped**" in page
+    assert "**trtllm works here in all checks that ran: 12 work, 0 fail, 1 skipped**" in page
     assert "trtllm: graphs works" in capsys.readouterr().out
 
 
@@ -161,7 +161,7 @@ def test_a_check_that_hangs_or_dies_takes_no_other_with_it(on_path, tmp_path):
     assert states == {
         "start": works,
         "device": works,
-        "refit": ("fails", "no answer in 5 s; the last of its log: nothing"),
+        "refit": ("fails", "no result in 5 s; last log message: nothing"),
         "qkv": ("fails", "the process ended with status 1: RuntimeError: device-side assert"),
         "sleep": ("fails", "rank 1: 0 GiB freed"),
         "pause": works,
@@ -197,7 +197,8 @@ def test_without_tensorrt_llm_it_says_what_is_missing(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(("--checks", "refitt"), "no check 'refitt'"), (("--engines", "vllm"), "no engine 'vllm'")]
+    ("words", "said"),
+    [(("--checks", "refitt"), "unknown check 'refitt'"), (("--engines", "vllm"), "unknown engine 'vllm'")],
 )
 def test_unknown_names_are_refused(words, said, tmp_path, capsys):
     assert accept("--output_dir", tmp_path / "out", *words) == 2
@@ -276,8 +277,8 @@ CAUGHT = {
     "native": {},
     "trtllm_engine": {},
     "Deaf": {"logprobs": "engine and actor differ by"},
-    "Twice": {"refit": "syncing the same weights again changed the responses"},
-    "Stuck": {"refit": "syncing other weights did not change the responses"},
+    "Twice": {"refit": "a second sync of the same weights changed the responses"},
+    "Stuck": {"refit": "a sync of other weights did not change the responses"},
     "Forgets": {"sleep": "the responses changed after sleeping and waking"},
     "Hot": {"logprobs": "engine and actor differ by"},
     "Endless": {"ends": "with the end token"},
@@ -337,7 +338,7 @@ def test_each_check_catches_what_it_is_for(standin, tmp_path):
     (said,) = run_ranks(1, looked_at, str(tmp_path), [*TINY, *model, *own], str(engines))
     for name in ("native", "trtllm_engine"):
         assert said[name] == dict.fromkeys(ASKED, "")
-    assert said["native", FP8] == "" and "under the weights that FP8 stands for" in said["Mixed", FP8]
+    assert said["native", FP8] == "" and "under the dequantised FP8 weights" in said["Mixed", FP8]
     for name, expected in CAUGHT.items():
         for check, words in expected.items():
             assert words in said[name][check], (name, check, said[name])

@@ -73,7 +73,7 @@ def test_weights_given_back_before_an_update_wait_for_a_refit_where_they_are_dis
         assert engine.policy_version == (-1 if discards else 1)
         engine.wake()
         if discards:
-            with pytest.raises(RuntimeError, match="are not whole: no refit has filled them"):
+            with pytest.raises(RuntimeError, match="weight update incomplete: call begin_update"):
                 engine.generate(PROMPTS, SAMPLING)
         else:
             assert_same(engine.generate(PROMPTS, SAMPLING), expected)
@@ -108,7 +108,7 @@ def test_one_request_for_all_tensors_where_parts_cannot_be_loaded(standin, tmp_p
     standin.setenv(FAULTS, "whole_only")
     with tiny.engine(tmp_path) as engine:
         tiny.refit(engine, weights)
-        assert engine._host.executor.model_engine.model.buckets == [list(weights)]
+        assert engine._runtime.executor.model_engine.model.buckets == [list(weights)]
         assert len(engine.generate(PROMPTS, SAMPLING)) == 9
 
 
@@ -117,12 +117,12 @@ def test_a_refit_that_fails_names_bucket_and_tensor_and_the_engine_stays_shut(fl
         tiny.refit(engine, weights)
         name = list(weights)[-1]
         monkeypatch.setenv(FAULTS, f"reload={name}")
-        with pytest.raises(RuntimeError, match=f"bucket 1 of the refit, .*shape mismatch in {name}"):
+        with pytest.raises(RuntimeError, match=f"bucket 1 of the weight sync, .*shape mismatch in {name}"):
             tiny.refit(engine, weights, version=1)
         monkeypatch.delenv(FAULTS)
-        with pytest.raises(RuntimeError, match="are not whole: TensorRT-LLM refused bucket 1"):
+        with pytest.raises(RuntimeError, match="weight update incomplete: TensorRT-LLM rejected bucket 1"):
             engine.generate(PROMPTS, SAMPLING)
-        with pytest.raises(RuntimeError, match="refused bucket 1"):  # TensorRT-LLM has no way back
+        with pytest.raises(RuntimeError, match="rejected bucket 1"):  # TensorRT-LLM has no way back
             tiny.refit(engine, weights, version=1)
         assert engine.policy_version == 0
 
@@ -130,9 +130,9 @@ def test_a_refit_that_fails_names_bucket_and_tensor_and_the_engine_stays_shut(fl
 def test_a_refit_that_ends_early_leaves_a_shut_engine(standin, tmp_path, weights):
     with tiny.engine(tmp_path) as engine:
         some = dict(list(weights.items())[:-2])
-        with pytest.raises(RuntimeError, match=f"2 tensors did not come, the first of them '{list(weights)[-2]}'"):
+        with pytest.raises(RuntimeError, match=f"2 tensors were not received; the first is '{list(weights)[-2]}'"):
             tiny.refit(engine, some)
-        with pytest.raises(RuntimeError, match="are not whole: 2 tensors did not come"):
+        with pytest.raises(RuntimeError, match="weight update incomplete: 2 tensors were not received"):
             engine.generate(PROMPTS, SAMPLING)
 
 
@@ -154,7 +154,7 @@ def test_regions_are_held_against_the_model(standin, tmp_path, weights):
             engine.update_weights([item])
 
 
-@pytest.mark.parametrize("faults, message", [("die=2", "illegal memory access"), ("silent", "no answer in 1 s")])
+@pytest.mark.parametrize("faults, message", [("die=2", "illegal memory access"), ("silent", "did not respond in 1 s")])
 def test_an_engine_that_dies_or_hangs_ends_the_call_with_its_cause(standin, tmp_path, weights, faults, message):
     standin.setattr("threading.excepthook", lambda args: None)
     with tiny.engine(tmp_path, timeout_s=1.0) as engine:
@@ -213,5 +213,5 @@ def test_an_executor_in_another_process_is_refused(standin, tmp_path):
             pass
 
     standin.setattr(GenerationExecutor, "create", staticmethod(lambda *args, **kwargs: Proxy()))
-    with pytest.raises(RuntimeError, match=r"into another process \(Proxy\)"), tiny.engine(tmp_path):
+    with pytest.raises(RuntimeError, match=r"in another process \(Proxy\)"), tiny.engine(tmp_path):
         pass

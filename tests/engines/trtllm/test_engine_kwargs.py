@@ -63,26 +63,26 @@ MISTAKES = {
     "ranks": ("{tensor_parallel_size: 2}", r"refused: set rollout\.tensor_model_parallel_size"),
     "length": ("{max_seq_len: 4096}", r"refused: set rollout\.max_model_len"),
     "model": ("{model: other}", r"refused: set model\.path"),
-    "weights": ("{load_format: auto}", "it is `dummy`: the first refit fills the weights"),
+    "weights": ("{load_format: auto}", "it is `dummy`: the first weight sync fills the weights"),
     "sleep": ("{sleep_config: {}}", r"set rollout\.free_cache_engine"),
     "memory": ("{kv_cache_config: {free_gpu_memory_fraction: 0.9}}", r"set rollout\.gpu_memory_utilization"),
     "prefixes": ("{kv_cache_config: {enable_block_reuse: false}}", r"set rollout\.enable_prefix_caching"),
     "window": ("{kv_cache_config: {max_attention_window: [64]}}", "full attention"),
-    "type": ("{enable_autotuner: 3}", r"enable_autotuner=3 came, expected true or false"),
+    "type": ("{enable_autotuner: 3}", r"enable_autotuner=3: expected true or false"),
     "attention": ("{attn_backend: flashinfr}", "one of TRTLLM, FLASHINFER, VANILLA. Did you mean 'FLASHINFER'"),
     "other attention": ("{attn_backend: FLASHINFER_STAR_ATTENTION}", "expected one of TRTLLM, FLASHINFER, VANILLA"),
-    "number for a text": ("{attn_backend: 3}", "attn_backend=3 came, expected one of TRTLLM"),
+    "number for a text": ("{attn_backend: 3}", "attn_backend=3: expected one of TRTLLM"),
     "dtype of the cache": ("{kv_cache_config: {dtype: bfloat16}}", "expected one of auto, fp8, nvfp4"),
     "experts": ("{moe_config: {backend: CUTLAS}}", "expected one of AUTO, CUTLASS, .* Did you mean 'CUTLASS'"),
-    "no block": ("{kv_cache_config: {tokens_per_block: 0}}", "tokens_per_block=0 came, expected at least 1"),
-    "below zero": ("{batch_wait_timeout_iters: -1}", "batch_wait_timeout_iters=-1 came, expected at least 0"),
+    "no block": ("{kv_cache_config: {tokens_per_block: 0}}", "tokens_per_block=0: expected at least 1"),
+    "below zero": ("{batch_wait_timeout_iters: -1}", "batch_wait_timeout_iters=-1: expected at least 0"),
     "empty graph": ("{cuda_graph_config: {batch_sizes: [8, 0]}}", "expected numbers of at least 1"),
     "policy": ("{scheduler_config: {capacity_scheduler_policy: ALL}}", "expected one of MAX_UTILIZATION, GUARANTEED"),
-    "section": ("{kv_cache_config: fp8}", "kv_cache_config=fp8 came, expected a mapping of .*dtype"),
-    "graphs": ("{cuda_graph_config: null}", r"rollout\.enforce_eager says whether"),
-    "two sizes": ("{cuda_graph_config: {batch_sizes: [1], max_batch_size: 2}}", "takes one of them"),
-    "drafter": ("{speculative_config: {decoding_type: Eagle}}", "expected NGram or AUTO: .* none of another drafter"),
-    "no drafter": ("{speculative_config: {max_draft_len: 3}}", "decoding_type=null came"),
+    "section": ("{kv_cache_config: fp8}", "kv_cache_config=fp8: expected a mapping of .*dtype"),
+    "graphs": ("{cuda_graph_config: null}", r"rollout\.enforce_eager turns CUDA graphs on or off"),
+    "two sizes": ("{cuda_graph_config: {batch_sizes: [1], max_batch_size: 2}}", "set either"),
+    "drafter": ("{speculative_config: {decoding_type: Eagle}}", "expected NGram or AUTO.* none for other drafters"),
+    "no drafter": ("{speculative_config: {max_draft_len: 3}}", "decoding_type=null: expected"),
     "text": ("text", "came, expected a mapping"),
 }  # fmt: skip
 
@@ -112,7 +112,7 @@ def test_an_argument_reaches_llm_beside_what_mrl_derives(flavour, tmp_path, name
     given = tiny.rollout(free_cache_engine=False, engine_kwargs={"trtllm": {name: value}})
     assert list(refusals(given)) == []
     with tiny.engine(tmp_path, free_cache_engine=False, engine_kwargs={"trtllm": {name: value}}) as engine:
-        assert holds(engine._host.llm.args)
+        assert holds(engine._runtime.llm.args)
 
 
 def start(**kwargs):

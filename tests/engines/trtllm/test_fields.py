@@ -21,7 +21,7 @@ def args(**settings):
 
     def of(folder, arch=tiny.ARCH):
         with tiny.engine(folder, arch, **settings) as engine:
-            return engine._host.llm.args
+            return engine._runtime.llm.args
 
     return of
 
@@ -158,7 +158,7 @@ def test_the_bucket_size_cuts_what_reload_gets(standin, tmp_path):
         bucket = CheckpointEngineConfig(update_weights_bucket_megabytes=megabytes)
         with tiny.engine(tmp_path, arch, checkpoint_engine=bucket) as engine:
             tiny.refit(engine, tensors)
-            counts.append(len(engine._host.executor.model_engine.model.buckets))
+            counts.append(len(engine._runtime.executor.model_engine.model.buckets))
     total = sum(tensor.nbytes for tensor in tensors.values())
     assert 1 < counts[0] <= -(-total >> 20) and counts[1] == 1
 

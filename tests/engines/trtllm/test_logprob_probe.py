@@ -8,8 +8,8 @@ import torch
 
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm import logprob_probe
-from mrl.engines.trtllm.logits import HOST_PART
-from mrl.engines.trtllm.logprob_probe import CUT, HOT, Answer, Scores
+from mrl.engines.trtllm.logprob_probe import CUT, HOT, ProbeResponse, Scores
+from mrl.engines.trtllm.requests import HOST_PART
 from mrl.engines.trtllm.scoring import score
 from mrl.errors import UserError
 from tests.engines.trtllm import tiny
@@ -81,21 +81,21 @@ def test_each_line_samples_and_scores_as_the_contract_says(flavour, tmp_path, we
     assert {rollout.finish_reason for rollout in expected[name]} >= {"stop"}, "no response ends early"
     assert_same(found, expected[name])
     assert engine._verdict.scores is (Scores.TEMPERED if flavour == "1.2" else Scores.PROCESSED)
-    assert engine._host.llm.args.sampler_type == ("TRTLLMSampler" if flavour == "1.2" else "TorchSampler")
+    assert engine._runtime.llm.args.sampler_type == ("TRTLLMSampler" if flavour == "1.2" else "TorchSampler")
 
 
 def test_logits_take_no_more_of_the_hosts_memory_than_their_part(standin, tmp_path, weights, expected):
     row = 4 * tiny.ARCH.vocab_size * (SAMPLING.max_tokens + 1)
     free = 2 * row / HOST_PART
-    standin.setattr("mrl.engines.trtllm.logits.virtual_memory", lambda: SimpleNamespace(available=free))
+    standin.setattr("mrl.engines.trtllm.requests.virtual_memory", lambda: SimpleNamespace(available=free))
     standin.setattr("mrl.engines.trtllm.logprob_probe.PROBE_TOKENS", 2)
     found, _ = sampled(tmp_path, weights, "truncated")
     from tensorrt_llm._torch.pyexecutor import llm_request
 
     assert_same(found, expected["truncated"])
     assert 0 < llm_request.pinned_peak <= 2 * row
-    standin.setattr("mrl.engines.trtllm.logits.virtual_memory", lambda: SimpleNamespace(available=row))
-    with pytest.raises(UserError, match="logits of one response take .* of this host's memory"):
+    standin.setattr("mrl.engines.trtllm.requests.virtual_memory", lambda: SimpleNamespace(available=row))
+    with pytest.raises(UserError, match="logits of one response take .* of host memory"):
         sampled(tmp_path, weights, "truncated")
 
 
@@ -103,8 +103,8 @@ def test_an_evaluation_asks_for_no_logits(flavour, tmp_path, weights, expected):
     with tiny.engine(tmp_path) as engine:
         tiny.refit(engine, weights)
         asked = []
-        ask = engine._requests.ask
-        engine._requests.ask = lambda prompts, given: asked.extend(given) or ask(prompts, given)
+        ask = engine._requests.submit
+        engine._requests.submit = lambda prompts, given: asked.extend(given) or ask(prompts, given)
         engine.generate(PROMPTS, SAMPLING)
         asked.clear()
         for name in ("truncated", "greedy"):
@@ -118,7 +118,7 @@ def test_a_sampler_without_min_p_is_refused_where_it_is_asked_for(monkeypatch, t
     monkeypatch.setenv(FAULTS, "no_min_p")
     monkeypatch.syspath_prepend(str(STANDIN))
     forget()
-    refusal = "rollout.min_p.*TorchSampler of TensorRT-LLM 1.3.* does not know it"
+    refusal = "rollout.min_p.*TorchSampler of TensorRT-LLM 1.3.* ignores it"
     with pytest.raises(UserError, match=refusal):
         sampled(tmp_path, weights, "min_p")
     with tiny.engine(tmp_path) as engine:
@@ -153,7 +153,7 @@ def test_a_token_that_truncation_drops_is_an_error(standin, tmp_path, weights):
     standin.setenv(FAULTS, "min_p_ignored")
     with tiny.engine(tmp_path, min_p=0.5) as engine:
         tiny.refit(engine, weights)
-        with pytest.raises(RuntimeError, match=r"prompt 0, sample \d: response token \d .*min_p=0.5 keep"):
+        with pytest.raises(RuntimeError, match=r"prompt 0, sample \d: response token \d .*is outside .*min_p=0.5"):
             engine.generate(PROMPTS, replace(SAMPLING, min_p=0.5))
 
 
@@ -169,7 +169,9 @@ def test_the_probe_decides_only_where_the_distributions_differ(scale, expected):
         found = []
         for under in (HOT, CUT):
             tempered = score(logits, torch.tensor(TOKENS), replace(under, top_p=1.0)).tolist()
-            found.append(replace(Answer(under, TOKENS, [value + change for value in tempered], logits), **missing))
+            found.append(
+                replace(ProbeResponse(under, TOKENS, [value + change for value in tempered], logits), **missing)
+            )
         return found
 
     assert logprob_probe.judge(answers()) is expected
@@ -179,7 +181,7 @@ def test_the_probe_decides_only_where_the_distributions_differ(scale, expected):
 
 
 def test_a_temperature_alone_does_not_tell_what_is_cut():
-    hot = Answer(HOT, TOKENS, score(LOGITS, torch.tensor(TOKENS), HOT).tolist(), LOGITS)
+    hot = ProbeResponse(HOT, TOKENS, score(LOGITS, torch.tensor(TOKENS), HOT).tolist(), LOGITS)
     assert logprob_probe.judge([hot]) is Scores.UNVERIFIED
 
 

@@ -27,11 +27,11 @@ def test_a_pause_may_be_longer_than_the_hang_detectors_patience(flavour, monkeyp
         tiny.fill(engine, weights)
         engine.finish_update(1)
         engine.wake()
-        assert not engine._host.executor.hang_detector.detected()
+        assert not engine._runtime.executor.hang_detector.detected()
         assert_same(engine.generate(PROMPTS, SAMPLING), tiny.native(weights).generate(PROMPTS, SAMPLING))
         time.sleep(2 * HANG_S)  # it watches the loop again, which waits for requests
-        assert not engine._host.executor.hang_detector.detected()
-        assert engine._host.executor.hang_detector.active
+        assert not engine._runtime.executor.hang_detector.detected()
+        assert engine._runtime.executor.hang_detector.active
 
 
 def refits_and_wakes(folder):

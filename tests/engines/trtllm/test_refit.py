@@ -44,7 +44,7 @@ def refits(folder, arch, grid, megabytes):
             for version in range(2):
                 random_init(arch, layout, sources, version)
                 refit(version)
-            model = engine._host.executor.model_engine.model
+            model = engine._runtime.executor.model_engine.model
             expected = allocate(hf_layout(arch, "float32"))
             random_init(arch, hf_layout(arch, "float32"), expected, 1)
             assert sorted(model.tensors) == sorted(expected)
@@ -103,6 +103,6 @@ def _failure(call):
 def test_a_refit_that_fails_on_one_rank_names_the_bucket_on_all_and_shuts_every_engine(tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
     for refit, sample in run_ranks(2, breaks, str(tmp_path), small("qwen2_tiny"), Grid(2, 2), name):
-        assert "rank 1 failed: " in refit and "TensorRT-LLM refused bucket 1 of the refit, 'model." in refit
+        assert "rank 1 failed: " in refit and "TensorRT-LLM rejected bucket 1 of the weight sync, 'model." in refit
         assert f"shape mismatch in {name}" in refit
-        assert "the engine's weights are not whole" in sample
+        assert "weight update incomplete" in sample

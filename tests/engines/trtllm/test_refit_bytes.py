@@ -133,7 +133,7 @@ def refits_llm_api(cases):
                 expected = {}
                 for file in (root / "again").glob("*.safetensors"):
                     expected |= load_file(file)
-                given = engine._host.executor.model_engine.model.tensors
+                given = engine._runtime.executor.model_engine.model.tensors
                 differ[name] = equal(given, expected), len(given)
         return differ
     finally:

@@ -56,7 +56,7 @@ def test_a_shared_head_is_not_brought(standin):
     assert HEAD not in held.layout and len(held.layout) == len(layout) - 1
     engine, layout = engine_of(ARCHS["qwen2"])
     del engine.weights[HEAD]
-    with pytest.raises(UserError, match=f"the engine lacks weights of the model: 1, first '{HEAD}'"):
+    with pytest.raises(UserError, match=f"the engine lacks weights of the model: 1; the first is '{HEAD}'"):
         EngineWeights(engine, layout, CPU, "the engine")
 
 
@@ -67,11 +67,11 @@ def test_other_weights_than_the_models_are_named(standin):
     engine, layout = engine_of(ARCHS["qwen2"])
     missing = {k: v for k, v in engine.weights.items() if k != NORM}
     engine.weights, whole_engine = missing, engine.weights
-    with pytest.raises(UserError, match=f"lacks weights of the model: 1, first '{NORM}'"):
+    with pytest.raises(UserError, match=f"lacks weights of the model: 1; the first is '{NORM}'"):
         EngineWeights(engine, layout, CPU, "the engine")
     engine.weights = whole_engine | {"transformer.layers.0.lora.weight": torch.zeros(2)}
     with pytest.raises(
-        UserError, match="has weights that the model lacks: 1, first 'transformer.layers.0.lora.weight'"
+        UserError, match="has weights that the model lacks: 1; the first is 'transformer.layers.0.lora.weight'"
     ):
         EngineWeights(engine, layout, CPU, "the engine")
     engine.weights = whole_engine | {NORM: whole_engine[NORM].bfloat16()}
@@ -97,7 +97,7 @@ def test_what_tensorrt_refuses_is_an_error_that_names_it(standin, monkeypatch):
             refit(held, tensors)
     with monkeypatch.context() as patched:
         patched.setattr(tensorrt.Refitter, "get_missing_weights", lambda self: [NORM])
-        with pytest.raises(RuntimeError, match=f"lacks 1 weights .*, first '{NORM}'"):
+        with pytest.raises(RuntimeError, match=f"lacks 1 weights .*; the first is '{NORM}'"):
             refit(held, tensors)
     with monkeypatch.context() as patched:
         patched.setattr(tensorrt.Refitter, "refit_cuda_engine", lambda self: False)
@@ -112,7 +112,7 @@ def test_a_slice_that_does_not_fit_is_refused(standin):
     engine, layout = engine_of(ARCHS["qwen2"])
     held = EngineWeights(engine, layout, CPU, "the engine")
     item = WeightSlice(NORM, ((0, 16),), torch.zeros(16))
-    with pytest.raises(RuntimeError, match="no update was begun"):
+    with pytest.raises(RuntimeError, match="begin_update was not called"):
         held.write([item])
     held.begin()
     held.write([item])

@@ -10,11 +10,11 @@ BUILT = ("rollout.name=trtllm_engine", "rollout.enable_prefix_caching=false", "r
 
 MISTAKES = {
     "engine folder": (("rollout.engine_dir=engines",), "only rollout.name=trtllm_engine has a folder of engines"),
-    "routing": (("rollout.enable_rollout_routing_replay=true",), "which experts it chose"),
+    "routing": (("rollout.enable_rollout_routing_replay=true",), "return the chosen experts"),
     "penalty": (("rollout.repetition_penalty=1.1",), "would not be those that sampled"),
     "log-probabilities": (("rollout.calculate_log_probs=false",), "are pi_old"),
-    "FP8 of whole matrices": (("rollout.quantization=fp8_per_tensor",), "Without them its second refit fails"),
-    "FP8 of narrow matrices": (("rollout.quantization=fp8",), "must be whole blocks of 128 x 128"),
+    "FP8 of whole matrices": (("rollout.quantization=fp8_per_tensor",), "Without them its second weight sync fails"),
+    "FP8 of narrow matrices": (("rollout.quantization=fp8",), "must consist of complete 128 x 128"),
     "FP8 and float32": (("rollout.quantization=fp8", "rollout.dtype=float32"), "multiplies FP8 weights with bfloat16"),
     "unknown argument": ((f"{ARGUMENTS}.attn_backnd=TRTLLM",), "Did you mean 'attn_backend'"),
     "ranks": ((f"{ARGUMENTS}.tensor_parallel_size=2",), "set rollout.tensor_model_parallel_size"),
@@ -23,7 +23,7 @@ MISTAKES = {
     "type": ((f"{ARGUMENTS}.kv_cache_config.tokens_per_block=many",), "expected a whole number"),
     "attention": ((f"{ARGUMENTS}.attn_backend=flashinfer",), "Did you mean 'FLASHINFER'"),
     "dtype of the cache": ((f"{ARGUMENTS}.kv_cache_config.dtype=int8",), "expected one of auto, fp8, nvfp4"),
-    "drafter": ((f"{ARGUMENTS}.speculative_config.decoding_type=Eagle",), "none of another drafter"),
+    "drafter": ((f"{ARGUMENTS}.speculative_config.decoding_type=Eagle",), "none for other drafters"),
     "experts": ((f"{ARGUMENTS}.moe_config.backend=TRITON",), "the model has no experts"),
     "graphs": (("rollout.enforce_eager=true", f"{ARGUMENTS}.cuda_graph_config.batch_sizes=[1]"), "Set it to false"),
     "other engine": (("rollout.engine_kwargs.vllm.block_size=16",), "with rollout.name=trtllm: nothing would read it"),
@@ -31,7 +31,7 @@ MISTAKES = {
     "idle arguments": (("rollout.name=native", f"{ARGUMENTS}.attn_backend=TRTLLM"), "nothing would read it"),
     "no engines": (BUILT, "needs rollout.engine_dir"),
     "prefix cache": ((*BUILT, "rollout.enable_prefix_caching=true"), "no prefix cache"),
-    "FP8 of a built engine": ((*BUILT, "rollout.quantization=fp8"), "activation scales of a calibration"),
+    "FP8 of a built engine": ((*BUILT, "rollout.quantization=fp8"), "activation scales from a calibration"),
     "captured graphs": ((*BUILT, "rollout.enforce_eager=false"), "captures no CUDA graphs"),
 }  # fmt: skip
 
@@ -56,7 +56,7 @@ def case(tmp_path, capfd, monkeypatch):
 
 def test_a_replica_of_several_ranks_is_refused_by_all_that_know_that_mpi_does_not_start_it(case, monkeypatch):
     told = case.refused(*TWO, "--via", "torchrun", "--gpus-per-node", "2", command="launch")
-    assert "2 ranks in a replica needs ranks that MPI started" in told and "Use launch/mpirun.sh" in told
+    assert "2 ranks per replica needs ranks started by MPI" in told and "Use launch/mpirun.sh" in told
     for name, value in (OF_TORCHRUN | {"MASTER_PORT": 29500}).items():
         monkeypatch.setenv(name, str(value))
     assert case.refused(*TWO) == case.refused(*TWO, "--dry-run") == told

@@ -97,7 +97,9 @@ def test_what_is_not_told_is_left_to_the_actor(telling, tmp_path, weights, sampl
     assert torch.equal(found.routed_experts, wanted)
 
 
-@pytest.mark.parametrize("fault, said", [("no_routes", "did not tell"), ("short_routes=3", "told the experts of ")])
+@pytest.mark.parametrize(
+    "fault, said", [("no_routes", "did not return the chosen experts"), ("short_routes=3", "returned the experts of ")]
+)
 def test_samples_without_them_end_the_run(telling, tmp_path, weights, fault, said):
     telling.setenv(FAULTS, fault)
     with pytest.raises(RuntimeError, match=said):
@@ -106,7 +108,7 @@ def test_samples_without_them_end_the_run(telling, tmp_path, weights, fault, sai
 
 def test_a_version_without_it_is_refused_with_what_does_the_same(standin, tmp_path):
     with (
-        pytest.raises(UserError, match=r"does not tell which experts.*actor.router_replay=recompute"),
+        pytest.raises(UserError, match=r"does not return the chosen experts.*actor.router_replay=recompute"),
         tiny.engine(tmp_path, ARCH, **RECORD),
     ):
         pass
@@ -128,10 +130,10 @@ def test_arguments_under_which_nothing_can_be_told_are_refused(telling):
     assert rules(engine_kwargs={"trtllm": free}) == []
     for given, said in (
         ({"moe_config": {"backend": "TRTLLM"}}, "inside a kernel. Set it to CUTLASS or DEEPGEMM"),
-        ({"scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"}}, "a paused request loses count"),
+        ({"scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"}}, "a paused request records experts"),
         (
             {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 2}},
-            "no experts of tokens that were drafted",
+            "does not return the experts of drafted tokens",
         ),
     ):
         (told,) = rules(engine_kwargs={"trtllm": given})

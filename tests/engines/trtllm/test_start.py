@@ -28,7 +28,7 @@ def torchrun(monkeypatch):
 
 def test_a_replica_of_several_ranks_under_torchrun_is_refused_before_anything_starts(torchrun, tmp_path):
     overrides = (f"run.output_dir={tmp_path}/run", "rollout.name=trtllm", "rollout.tensor_model_parallel_size=2")
-    with pytest.raises(UserError, match="needs ranks that MPI started.*launch/mpirun.sh"):
+    with pytest.raises(UserError, match="needs ranks started by MPI.*launch/mpirun.sh"):
         prepare(load(str(ROOT / "configs" / "quickstart.yaml"), overrides))
     assert not (tmp_path / "run").exists()
 
@@ -51,7 +51,7 @@ def test_one_process_keeps_what_it_sees(monkeypatch):
 def test_the_device_that_tensorrt_llm_takes_must_be_the_ranks():
     check_choice(torch.device("cuda:0"), 0, 1)
     check_choice(torch.device("cuda:3"), 11, 8)  # second host, eight ranks on each
-    with pytest.raises(UserError, match=r"would take cuda:0 \(MPI rank 0, 8 devices\), but this rank's is cuda:3"):
+    with pytest.raises(UserError, match=r"would use cuda:0 \(MPI rank 0, 8 devices\), but this rank's is cuda:3"):
         check_choice(torch.device("cuda:3"), 0, 8)
 
 
@@ -63,7 +63,7 @@ def test_a_replica_is_inside_a_host_or_of_whole_hosts():
     with pytest.raises(UserError, match="sees 1 device.*2 ranks are on its host.*no --gpus-per-task"):
         check_hosts(2, 2, 1, 2)
     for first, size in ((6, 4), (4, 8), (0, 12)):
-        with pytest.raises(UserError, match=f"ranks {first} to {first + size - 1} are a replica, on hosts of 8 dev"):
+        with pytest.raises(UserError, match=f"ranks {first} to {first + size - 1} form a replica, on hosts of 8 dev"):
             check_hosts(first, size, 8, 8)
 
 

@@ -154,7 +154,7 @@ def test_logits_that_are_not_the_models_are_refused_unless_only_metrics_read_the
 
 def test_it_generates_only_awake_and_whole(made):
     engine = made(refitted=False)
-    with pytest.raises(RuntimeError, match="not whole"):
+    with pytest.raises(RuntimeError, match="weight update incomplete"):
         engine.generate(PROMPTS, PLAIN)
     fill(engine)
     engine.generate(PROMPTS, PLAIN)
@@ -167,7 +167,7 @@ def test_it_generates_only_awake_and_whole(made):
     engine.wake()
     engine.generate(PROMPTS, PLAIN)
     engine.begin_update()
-    with pytest.raises(RuntimeError, match="not whole"):
+    with pytest.raises(RuntimeError, match="weight update incomplete"):
         engine.generate(PROMPTS, PLAIN)
 
 

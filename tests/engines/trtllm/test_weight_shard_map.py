@@ -60,7 +60,7 @@ def refitted(folder, arch, rollout):
             found = engine.generate(tiny.PROMPTS, tiny.SAMPLING)
         except RuntimeError as error:
             found = str(error)
-        given = [name for bucket in engine._host.executor.model_engine.model.buckets for name in bucket]
+        given = [name for bucket in engine._runtime.executor.model_engine.model.buckets for name in bucket]
         return found, given, refit.plan.bytes_local + refit.plan.bytes_moved, engine.notes[1:]
 
 
@@ -89,7 +89,7 @@ def test_a_replica_is_sent_what_its_ranks_read_and_samples_like_the_native_engin
             experts = {expert for each in given if (expert := reader_of(each).expert) is not None}
             assert len(notes) == (name == "no_parts")
             if name == "no_parts":
-                assert "tensors go whole to each rank of a replica" in notes[0]
+                assert "tensors are sent complete to each rank of a replica" in notes[0]
                 assert sorted(given) == sorted(hf_layout(arch, "float32")) and sent == 2 * num_bytes(arch)
             else:
                 assert num_bytes(arch) <= sent < 1.4 * num_bytes(arch)  # twice: norms, routers, the one kv head
@@ -97,7 +97,7 @@ def test_a_replica_is_sent_what_its_ranks_read_and_samples_like_the_native_engin
                 half = len(all_of) // rollout.get("expert_parallel_size", 1)
                 assert experts == set(all_of[rank * half :][:half] if half < len(all_of) else all_of)
     for results in ranks:
-        assert "self_attn.o_proj.weight' holds values that are not finite" in results["reads_more"][0]
+        assert "self_attn.o_proj.weight' contains values that are not finite" in results["reads_more"][0]
 
 
 def test_an_expert_of_the_rank_that_does_not_come_shows(standin, tmp_path):
@@ -105,7 +105,7 @@ def test_an_expert_of_the_rank_that_does_not_come_shows(standin, tmp_path):
         from tensorrt_llm.faults import StandInError
 
         tiny.refit(engine, tiny.weights(MOE))
-        executor = engine._host.executor
+        executor = engine._runtime.executor
         model, loader = executor.model_engine.model, executor.model_engine.model_loader
         lost = next(name for name in engine.layout() if reader_of(name).expert == 3)
         with executor.control_action():
@@ -119,6 +119,6 @@ def test_an_expert_of_the_rank_that_does_not_come_shows(standin, tmp_path):
 def test_a_model_that_cannot_be_staged_is_refused(standin, tmp_path):
     with tiny.engine(tmp_path, MOE) as engine:
         staged = num_bytes(MOE)
-        engine._parts.check_staging(staged, 2 * staged)
-        with pytest.raises(UserError, match="loads this model in one call only.* a refit stages 0.0 GB"):
-            engine._parts.check_staging(staged, 2 * staged - 1)
+        engine._shards.check_staging(staged, 2 * staged)
+        with pytest.raises(UserError, match="loads this model in one call only.* a weight sync stages 0.0 GB"):
+            engine._shards.check_staging(staged, 2 * staged - 1)

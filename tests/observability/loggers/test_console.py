@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.observability.loggers.base import Opening
-from mrl.observability.loggers.console import Plain, Rich, Shown, spark
+from mrl.observability.loggers.console import ConsoleState, PlainConsole, RichConsole, spark
 from tests.observability.folders import config, logging, metrics_of, row, run_steps
 
 
@@ -63,7 +63,7 @@ def test_off_is_silent(tmp_path, capsys):
 HOSTILE = "\x1b[2J\x1b]0;title\x07 [bold]no markup[/bold]\r\n\u202e"
 
 
-@pytest.mark.parametrize("kind", [Plain, Rich])
+@pytest.mark.parametrize("kind", [PlainConsole, RichConsole])
 def test_a_response_cannot_steer_the_terminal(tmp_path, kind):
     screen = io.StringIO()
     logger = kind(opening(tmp_path), Console(file=screen, width=200, highlight=False, color_system=None))
@@ -78,7 +78,9 @@ def test_a_response_cannot_steer_the_terminal(tmp_path, kind):
 @pytest.mark.parametrize("width", [60, 80, 150])
 def test_the_panel_fits_and_shows_what_people_watch(tmp_path, width):
     screen = io.StringIO()
-    logger = Rich(opening(tmp_path, num_steps=8), Console(file=screen, width=width, highlight=False, color_system=None))
+    logger = RichConsole(
+        opening(tmp_path, num_steps=8), Console(file=screen, width=width, highlight=False, color_system=None)
+    )
     for step in range(1, 5):
         logger.record("train", step, metrics_of(step))
     logger.phase("step 5, gen")
@@ -92,7 +94,7 @@ def test_the_panel_fits_and_shows_what_people_watch(tmp_path, width):
 
 
 def test_an_evaluation_before_a_step_does_not_hide_it_and_tells_the_change(tmp_path):
-    shown = Shown(opening(tmp_path, warm_start=3))
+    shown = ConsoleState(opening(tmp_path, warm_start=3))
     assert shown.record("warm_start", 3, {"warm_start/loss": 1.0})
     assert not shown.record("val", 0, {"val/accuracy": 0.2})
     assert (shown.phase, shown.step, shown.latest) == ("train", 0, {"val/accuracy": 0.2})

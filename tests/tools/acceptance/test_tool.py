@@ -26,10 +26,10 @@ def test_what_was_asked_before_ctrl_c_is_on_the_page(answered, tmp_path, capsys)
     results = [Result("vllm", "start", "works", "", {}, 1.0, "start.log")] if answered else []
     assert tool.run("accept_vllm", PAGE, [], lambda: Interrupted(tmp_path, results)) == 130
     told = capsys.readouterr()
-    assert ("vllm works here as far as was asked: 1 work, 0 fail" in told.out) is answered
+    assert ("vllm works here in all checks that ran: 1 work, 0 fail" in told.out) is answered
     assert told.err == (
-        "accept_vllm: interrupted; the page has what was asked before.\n"
+        "accept_vllm: interrupted; the page has the results so far.\n"
         if answered
-        else "accept_vllm: interrupted before the first answer; there is no page.\n"
+        else "accept_vllm: interrupted before the first result; no page was written.\n"
     )
     assert bool(list(tmp_path.glob("*.md"))) is answered

@@ -102,9 +102,9 @@ def test_folders_that_hold_no_engines_are_refused(engines, checked, tmp_path):
     assert "has no config.json" in refusal(checked, f"rollout.engine_dir={tmp_path}")
     folder = engines(mapping=TrtllmMapping(2))
     (tmp_path / "rank1.engine").unlink()
-    assert "lacks rank1.engine; config.json says 2 ranks" in refusal(checked, f"rollout.engine_dir={folder}")
+    assert "lacks rank1.engine; config.json has 2 ranks" in refusal(checked, f"rollout.engine_dir={folder}")
     (tmp_path / "config.json").write_text("{}")
-    assert "belongs to no built engine" in refusal(checked, f"rollout.engine_dir={folder}")
+    assert "is not from a built engine" in refusal(checked, f"rollout.engine_dir={folder}")
 
 
 def test_settings_that_a_built_engine_cannot_keep_are_refused(engines, checked):

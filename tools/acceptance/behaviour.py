@@ -45,8 +45,8 @@ def ends(bench: Bench) -> Facts:
         stop=(),
         max_tokens=min(END_TOKENS, job.sampler.training.max_tokens),
     )
-    (uncut,) = bench.generate([prompt], straight)
-    tokens = uncut.response_ids
+    (whole,) = bench.generate([prompt], straight)
+    tokens = whole.response_ids
     at = next((index for index in range(1, len(tokens)) if tokens[index] not in tokens[:index]), 0)
     (cut,) = bench.generate([prompt], replace(straight, ignore_eos=False, stop_token_ids=(tokens[at],)))
     facts: Facts = {"tokens": len(tokens), "the end token is the one at": at, "it ended after": len(cut.response_ids)}

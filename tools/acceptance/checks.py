@@ -44,9 +44,9 @@ def device(bench: Bench) -> Facts:
     facts: Facts = {"rank's device": str(job.device), "process": os.getpid()}
     if job.device.type == "cuda":
         current = torch.cuda.current_device()
-        own_uuid = str(torch.cuda.get_device_properties(job.device).uuid)
+        mine = str(torch.cuda.get_device_properties(job.device).uuid)
         uuids = [""] * dist.get_world_size()
-        dist.all_gather_object(uuids, own_uuid)
+        dist.all_gather_object(uuids, mine)
         facts |= {"name": launch.device_name(job.device), "current": current, "uuids of ranks": uuids}
         if current != job.device.index:
             raise CheckError(f"the engine's start left cuda:{current} as the current device instead of {job.device}")
@@ -160,11 +160,11 @@ def _allowed(device: torch.device) -> int:
         return 0
     free, _ = torch.cuda.mem_get_info(device)
     try:
-        block = torch.empty(int(ALLOWED * free), dtype=torch.uint8, device=device)
+        held = torch.empty(int(ALLOWED * free), dtype=torch.uint8, device=device)
     except torch.cuda.OutOfMemoryError:
         return 0
-    size = block.numel()
-    del block
+    size = held.numel()
+    del held
     torch.cuda.empty_cache()
     return size
 

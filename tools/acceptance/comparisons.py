@@ -1,12 +1,6 @@
-<<<<<<< HEAD:tools/acceptance/answers.py
-"""Comparisons shared by checks: responses under different weights, and log-probabilities of engine and actor.
-
-All functions are collective over the job's ranks.
-=======
 """Comparisons of an engine's responses with its own under other weights, and with the actor's scores.
 
 All are collective over the job's ranks.
->>>>>>> w-p8:tools/acceptance/comparisons.py
 """
 
 from __future__ import annotations
@@ -28,35 +22,19 @@ from mrl.types import Rollout, RolloutBatch, Support
 
 NUM_PROMPTS = 8
 MEAN_NATS = 0.05
-<<<<<<< HEAD:tools/acceptance/answers.py
-"""Largest mean difference of log-probabilities between two bfloat16 programs: 8 bits allow 2^-8 of a log-probability of
--12. A distribution at another temperature differs by more.
-=======
 """Allowed mean difference between the log-probabilities of two programs computing in bfloat16, whose logits have 8
 bits: 2^-8 of a log-probability of -12. Another temperature makes a larger difference.
->>>>>>> w-p8:tools/acceptance/comparisons.py
 """
 
 BINS = (0.0, 1e-4, 1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, math.inf)
 """Edges of the histogram, nats."""
 
 
-<<<<<<< HEAD:tools/acceptance/answers.py
-def come_back(bench: Bench) -> tuple[list[Rollout], Facts]:
-    """Collective over the job: compares greedy responses for the same weights, others, and the first ones again.
-
-    Returns:
-        The first responses, and facts.
-
-    Raises:
-        CheckError: Responses changed with the same weights, did not change with others, or are not restored.
-=======
 def check_weight_syncs(bench: Bench) -> tuple[list[Rollout], Facts]:
     """Samples greedily under the same weights, other weights, and the first again; returns the first responses.
 
     Raises:
         CheckError: The responses change with the same weights, stay with others, or do not return.
->>>>>>> w-p8:tools/acceptance/comparisons.py
     """
     bench.refit()
     first = bench.greedy_responses()
@@ -69,18 +47,6 @@ def check_weight_syncs(bench: Bench) -> tuple[list[Rollout], Facts]:
     back = weight_sync_check.compare(first, bench.greedy_responses())
     facts: Facts = {"same weights": str(same), "other weights": str(other), "first weights again": str(back)}
     if not same.within(bench.tolerance):
-<<<<<<< HEAD:tools/acceptance/answers.py
-        raise CheckError(f"syncing the same weights again changed the responses: {same}", facts)
-    if other.within(bench.tolerance):
-        raise CheckError(f"syncing other weights did not change the responses: {other}", facts)
-    if not back.within(bench.tolerance):
-        raise CheckError(f"syncing the first weights again did not restore the responses: {back}", facts)
-    return first, facts | {"tolerance, nats": bench.tolerance}
-
-
-def sampled(bench: Bench) -> list[Rollout]:
-    """Collective over the job: returns samples under the session's sampling parameters, equal on all ranks."""
-=======
         raise CheckError(f"a second sync of the same weights changed the responses: {same}", facts)
     if other.within(bench.tolerance):
         raise CheckError(f"a sync of other weights did not change the responses: {other}", facts)
@@ -91,18 +57,13 @@ def sampled(bench: Bench) -> list[Rollout]:
 
 def sample(bench: Bench) -> list[Rollout]:
     """Returns samples under the session's settings, broadcast from rank 0, since the ranks score the same sequences."""
->>>>>>> w-p8:tools/acceptance/comparisons.py
     prompts = bench.job.state.source.next(NUM_PROMPTS)
     found: list[Rollout] = from_first_rank(bench.generate(prompts, bench.job.sampler.training))
     return found
 
 
 def actor_logprobs(bench: Bench, rollouts: Sequence[Rollout]) -> Tensor:
-<<<<<<< HEAD:tools/acceptance/answers.py
-    """Returns the actor's log-probabilities of all sampled tokens, with the engine's routing record if there is one."""
-=======
     """Returns the actor's log-probabilities of all sampled tokens, with the engine's experts where it returned them."""
->>>>>>> w-p8:tools/acceptance/comparisons.py
     job, batch = bench.job, batch_of(rollouts)
     routed = [each.routed_experts for each in rollouts if each.routed_experts is not None]
     if routed:
@@ -117,13 +78,8 @@ def engine_logprobs(rollouts: Sequence[Rollout]) -> Tensor:
     return torch.tensor([x for each in rollouts for x in each.rollout_logprobs])
 
 
-<<<<<<< HEAD:tools/acceptance/answers.py
-def difference(bench: Bench, apart: Tensor) -> Facts:
-    """Returns facts about differences of log-probabilities: count, mean, maximum, histogram, the probe's result."""
-=======
 def difference_facts(bench: Bench, apart: Tensor) -> Facts:
     """Returns statistics of the differences between two programs' log-probabilities, and the probe's result."""
->>>>>>> w-p8:tools/acceptance/comparisons.py
     counts = [int(((apart >= low) & (apart < high)).sum()) for low, high in itertools.pairwise(BINS)]
     edges = [f"{low:g} to {high:g}" for low, high in itertools.pairwise(BINS)]
     facts: Facts = {
@@ -140,11 +96,7 @@ def difference_facts(bench: Bench, apart: Tensor) -> Facts:
 
 
 def batch_of(rollouts: Sequence[Rollout]) -> RolloutBatch:
-<<<<<<< HEAD:tools/acceptance/answers.py
-    """Returns the rollouts as a batch for the actor."""
-=======
     """Packs rollouts into a batch for the actor."""
->>>>>>> w-p8:tools/acceptance/comparisons.py
     tokens = [token for each in rollouts for token in (*each.prompt.prompt_ids, *each.response_ids)]
     lens = torch.tensor([(len(each.prompt.prompt_ids), len(each.response_ids)) for each in rollouts])
     supports = [each.support for each in rollouts if each.support is not None]

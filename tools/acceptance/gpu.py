@@ -38,7 +38,7 @@ LARGE = (
     "train.batch_size=32",
     "rollout.prompt_length=1024",
     "rollout.response_length=1024",
-    "actor.max_tokens_per_microbatch=8192",  # plain Megatron-Core stores the attention scores of all layers
+    "actor.max_tokens_per_microbatch=8192",  # plain Megatron-Core keeps the scores of a microbatch in all layers
 )
 """Overrides for models other than that of `CONFIG`; the user's overrides also apply to them."""
 
@@ -105,26 +105,26 @@ class GpuAcceptance(Sessions):
         """Runs all checks that measure neither time nor memory, `lanes` at a time, then the others one by one.
 
         Returns:
-            Results in the order of the report.
+            Results in the order of the page.
 
         Raises:
             UserError: The config is invalid.
         """
         (self.folder / "config.yaml").write_text(CONFIG, encoding="utf-8")
         (self.folder / self.name).mkdir()
-        possible = []
+        asked = []
         for name in [name for name in CHECKS if name in self.checks]:
-            if CHECKS[name].num_ranks > (available := self._ranks()):
-                needed = f"it needs {CHECKS[name].num_ranks} GPUs, there is {available}"
+            if CHECKS[name].num_ranks > (there := self._ranks()):
+                needed = f"it needs {CHECKS[name].num_ranks} GPUs, there is {there}"
                 self.give_up(self.name, [name], "skipped", needed)
             else:
-                possible.append(name)
+                asked.append(name)
         models: dict[str, list[str]] = {
-            model: self._model(model) for model in dict.fromkeys(CHECKS[name].model for name in possible)
+            model: self._model(model) for model in dict.fromkeys(CHECKS[name].model for name in asked)
         }
         try:
-            self._in_lanes(chains(possible), models)
-            for name in possible:
+            self._in_lanes(chains(asked), models)
+            for name in asked:
                 if CHECKS[name].alone:
                     self._check(name, models)
         finally:

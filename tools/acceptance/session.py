@@ -31,10 +31,10 @@ def main(file: str) -> None:
     """Runs the session; called by every rank of the job."""
     logging.basicConfig(level=logging.INFO)
     spec = Spec(**json.loads(Path(file).read_text(encoding="utf-8")))
-    is_first = launch.environment().rank == 0
+    speaks = launch.environment().rank == 0
 
     def tell(**line: object) -> None:
-        if is_first:
+        if speaks:
             with open(spec.lines, "a", encoding="utf-8") as lines:
                 lines.write(json.dumps(line) + "\n")
 

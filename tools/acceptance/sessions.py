@@ -63,7 +63,7 @@ class Sessions:
         """
         check_names("check", self.checks, self.known)
         if (self.folder / "config.yaml").exists():
-            raise UserError(f"'{self.folder}' has an acceptance run already. Choose another --output_dir.")
+            raise UserError(f"'{self.folder}' has an acceptance run already. Name another --output_dir.")
         self.folder = self.folder.resolve()
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         self.results: list[Result] = []
@@ -227,8 +227,8 @@ def last_words(log: Path) -> str:
     """Returns the last error line of a log, or else its last line; INFO lines of libraries are skipped."""
     text = log.read_text(encoding="utf-8", errors="replace")
     lines = [line.strip() for line in text.splitlines() if not line.startswith("INFO:")]
-    errors = [line for line in lines[-TAIL_LINES:] if "Error" in line or "error" in line]
-    return (errors or [line for line in lines if line] or ["nothing"])[-1][:MOST_CHARS]
+    told = [line for line in lines[-TAIL_LINES:] if "Error" in line or "error" in line]
+    return (told or [line for line in lines if line] or ["nothing"])[-1][:MOST_CHARS]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -29,10 +29,9 @@ def add_options(parser: argparse.ArgumentParser, *, folder: str, start_timeout_s
         timeout_s: Default of --timeout-s, seconds.
     """
     parser.add_argument("--output_dir", type=Path, default=Path(folder), help="default: %(default)s")
-    start_help = "limit of an engine's start; default: %(default)s"
-    parser.add_argument("--start-timeout-s", type=float, default=start_timeout_s, help=start_help)
-    parser.add_argument("--timeout-s", type=float, default=timeout_s, help="limit of each check; default: %(default)s")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config, as in mrl train")
+    parser.add_argument("--start-timeout-s", type=float, default=start_timeout_s, help="default: %(default)s")
+    parser.add_argument("--timeout-s", type=float, default=timeout_s, help="of each check; default: %(default)s")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config, as with mrl train")
 
 
 def add_engines(
@@ -51,7 +50,7 @@ def add_engines(
     parser.add_argument("--checks", nargs="+", default=list(checks), metavar="CHECK", help="default: %(default)s")
     parser.add_argument("--num_ranks", type=int, default=1, help="GPUs, as one replica; default: %(default)s")
     shown = launcher.format(ranks="NUM_RANKS")
-    parser.add_argument("--launcher", help=f'command that starts the ranks; default for several: "{shown}"')
+    parser.add_argument("--launcher", help=f'words that start the ranks; default with several: "{shown}"')
 
 
 def of_engines(kind: Callable[..., Run], given: argparse.Namespace, launcher: str, file: str) -> Run:

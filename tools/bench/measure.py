@@ -32,7 +32,7 @@ SHORT_S = 1e-3
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Adds the option `--device {cpu,cuda,auto}`, which resolves to "cpu" or "cuda"; auto prefers CUDA."""
     parser.add_argument(
-        "--device", type=_chosen, default="auto", metavar="{cpu,cuda,auto}", help="default: CUDA if there is a GPU"
+        "--device", type=_chosen, default="auto", metavar="{cpu,cuda,auto}", help="default: CUDA where there is one"
     )
 
 

@@ -102,7 +102,12 @@ def test_the_wheel_holds_every_module_and_imports(tmp_path):
     subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("mrl-*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("mrl/")}
-    others = {PACKAGE / "py.typed", PACKAGE / "mkdocs.yml", *(PACKAGE / "models" / "kernels").glob("*.[ch]"), *(PACKAGE / "resharding").glob("*.c")}
+    others = {
+        PACKAGE / "py.typed",
+        PACKAGE / "mkdocs.yml",
+        *(PACKAGE / "models" / "kernels").glob("*.[ch]"),
+        *(PACKAGE / "resharding").glob("*.c"),
+    }
     others |= set((PACKAGE / "docs").iterdir())
     scripts = {f"mrl/launch/{path.name}" for path in (ROOT / "launch").iterdir()}
     assert held == {path.relative_to(ROOT).as_posix() for path in [*modules(), *others]} | scripts

@@ -1,7 +1,6 @@
-"""Conversations by rounds: generate, ask, append, generate again; with any engine that generates.
+"""Multi-turn generation in rounds (generate, submit, append the replies, generate again), with any engine.
 
-Owns which conversations go into the next call of `generate`. An engine that keeps prefixes reads only what is new; the
-others read the whole conversation again in each round.
+An engine with a prefix cache prefills only the new tokens of a round, the others the complete episode.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ from mrl.engines._multiturn_sample import Conversation
 from mrl.types import Prompt, Rollout
 
 Again = Callable[[Sequence[Prompt], int], list[Rollout]]
-"""Prompts, and the most tokens of a response -> one sample of each."""
+"""Generates one sample of each prompt, with at most so many response tokens."""
 
 
 def converse(
     first: Sequence[Rollout], again: Again, talk: Talk, *, num_samples: int, seed: int, limit: int, max_len: int
 ) -> list[Rollout]:
-    """Rollouts of whole conversations, see `RolloutEngine.converse`.
+    """Returns the rollouts of complete episodes, see `RolloutEngine.converse`.
 
     Args:
-        first: Of the first turns, `num_samples` of each prompt in order.
-        again: Samples a later turn of each of the conversations that it is given.
-        talk: Answers.
-        num_samples: Of a prompt.
-        seed: Of all random numbers.
-        limit: Response tokens of a conversation, observed ones included.
-        max_len: Tokens of the longest sequence that the engine takes.
+        first: Rollouts of the first turns, `num_samples` per prompt, in order.
+        again: Samples a later turn of each given episode.
+        talk: Multi-turn client.
+        num_samples: Samples per prompt.
+        seed: Seed of the run.
+        limit: Most response tokens of an episode, environment tokens included.
+        max_len: Longest sequence of the engine, tokens.
     """
     running = [Conversation(at // num_samples, one.prompt, one.sample_index) for at, one in enumerate(first)]
     every = list(running)
@@ -47,15 +46,16 @@ def converse(
         for members in _calls(running, limit, max_len):
             found = again([one.asked(seed) for one in members], limit - len(members[0].ids))
             if len(found) < len(members):
-                return []  # told to stop: nothing of it is used
+                return []  # an abort was requested: the partial episodes are discarded
             sampled += found
     return [one.ended(version) for one in every]
 
 
 def _calls(running: list[Conversation], limit: int, max_len: int) -> Iterator[list[Conversation]]:
-    """Consecutive parts in which each fits with the most room that any needs; `running` is put in their order.
+    """Yields the batches of a round; sorts `running` into their order.
 
-    A turn that is sampled beyond its own room is cut, so that the parts change nothing.
+    All sequences of a batch get the room of the one that needs the most, and must fit into `max_len` with it. A turn
+    that exceeds its own room is cut afterwards, so the batching does not change the samples.
     """
     running.sort(key=lambda one: (len(one.ids), one.key))
     part: list[Conversation] = []

@@ -294,9 +294,9 @@ def test_it_refuses_what_cannot_go_on(folder, engine):
         go_on(replace(SAMPLING, with_support=True, **CUT))
     with pytest.raises(UserError, match="vocabulary"):
         go_on(response_ids=(1, 99))
-    with pytest.raises(UserError, match="max_num_batched_tokens=4, and is read in one pass"):
+    with pytest.raises(UserError, match="max_num_batched_tokens=4, and chunked prefill is off"):
         go_on(of=make_engine(folder, enable_chunked_prefill=False, max_num_batched_tokens=4))
-    with pytest.raises(UserError, match=r"65 tokens; the engine takes 64\. Raise rollout\.prompt_length"):
+    with pytest.raises(UserError, match=r"65 tokens; the engine's limit is 64\. Raise rollout\.prompt_length"):
         engine.stream(Parts([[Work(make_prompts([65])[0], (0,))]]), SAMPLING)
     engine.sleep()
     with pytest.raises(RuntimeError, match="sleeps"):

@@ -12,24 +12,17 @@ from __future__ import annotations
 
 import os.path
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Optional
 
 import yaml
 from omegaconf._utils import get_omega_conf_dumper
 
-from mrl.config.controllers import EntropyCtrlConfig, KlCtrlConfig
 from mrl.config.did_you_mean import did_you_mean_path
-from mrl.config.distillation import DistillationConfig
-from mrl.config.dpo import DpoConfig
-from mrl.config.multi_turn import AgentConfig, MultiTurnConfig
 from mrl.config.paths import FilePath, TokenizerPath
-from mrl.config.policy_losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig, SapoConfig, VespoConfig
-from mrl.config.reward_model import RewardModelConfig
-from mrl.config.rollout_correction import RolloutCorrectionConfig
-from mrl.config.speculative import SpeculativeConfig
 from mrl.config.values import Values
+from mrl.config.verl_keys.verl_presets import PRESETS
 from mrl.config.yaml_file import read_yaml
 from mrl.errors import UserError, shown
 
@@ -274,6 +267,72 @@ class ReferenceConfig:
     """Steps between copies of the actor into the reference; 0: never."""
 
 
+SAMPLED = ("k1", "k2", "k3", "abs")
+"""Loss modes of the sampled token alone: the teacher gives its log-probability, and nothing else of it is kept."""
+
+TOP_K = "forward_kl_topk"
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """One teacher."""
+
+    key: Optional[str] = None
+    """Prompts with this in the column `distillation.teacher_key` are this teacher's; null where it is the only one."""
+    model_path: Optional[FilePath] = None
+    """Hugging Face folder with the student's tokenizer; or its name on the hub. null: a preset."""
+    preset: Optional[str] = None
+    """As `model.preset`, with the student's vocabulary: a shape with random weights, to plan and rehearse."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """As `model.overrides`."""
+
+
+@dataclass(frozen=True)
+class DistillationLossConfig:
+    """How the student is drawn to the teacher; on the student's own samples, at `rollout.temperature`."""
+
+    loss_mode: Literal["k1", "k2", "k3", "abs", "forward_kl_topk", "reverse_kl", "forward_kl", "jsd"] = "k3"
+    """k1, k2, k3, abs: estimates at the sampled token (`algorithm.kl_estimator`); forward_kl_topk: over the teacher's
+    `topk` tokens; reverse_kl, forward_kl, jsd: exact, over the whole vocabulary."""
+    topk: int = 32
+    """Tokens of forward_kl_topk."""
+    beta: float = 0.5
+    """Of jsd, (0, 1): the teacher's weight in the mixture; near 0 as forward_kl, near 1 as reverse_kl."""
+    use_task_rewards: bool = True
+    """Add it to the algorithm's loss; false: it is all that is minimised."""
+    distillation_loss_coef: float = 1.0
+    """Its factor beside the algorithm's loss."""
+    loss_max_clamp: Optional[float] = None
+    """A token's loss is kept between minus this and this; beyond it has no gradient. null: not."""
+    log_prob_min_clamp: Optional[float] = None
+    """Log-probabilities of forward_kl_topk are raised to this, nats; null: not."""
+    use_policy_gradient: bool = False
+    """The negative of a token's loss is its advantage in a clipped surrogate, in place of a loss with a gradient of its
+    own; of k1, k2, k3 and abs."""
+    clip_ratio_low: float = 0.2
+    """As `algorithm.clip_low`, of that surrogate; its `dual_clip` is 3."""
+    clip_ratio_high: float = 0.2
+    """As `algorithm.clip_high`, of that surrogate."""
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the sampled token's log-probability is all that is asked of a teacher."""
+        return self.loss_mode in SAMPLED
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """On-policy distillation (verl's names): teachers score what the student samples."""
+
+    enabled: bool = False
+    """Whether there are teachers."""
+    teacher_models: list[TeacherConfig] = field(default_factory=list)
+    """The teachers; of the student's layers, or of others of its kind."""
+    teacher_key: str = "data_source"
+    """Column of the data row whose value names the teacher, where there are several."""
+    distillation_loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
+
+
 @dataclass(frozen=True)
 class ValConfig:
     """Sampling for evaluation (verl's `val_kwargs`); what it does not name is as in training: length, ends."""
@@ -306,6 +365,61 @@ class CheckpointEngineConfig:
     canary: Optional[bool] = None
     """Refit twice at start and compare what fixed prompts give; null: with TensorRT-LLM's engines and
     vLLM."""
+
+
+@dataclass(frozen=True)
+class MultiTurnConfig:
+    """Conversations with an environment in place of single answers."""
+
+    enable: bool = False
+    """true: each sample is an episode with `rollout.agent.environment`; `response_length` holds for all its tokens."""
+    max_assistant_turns: Optional[int] = None
+    """The policy's turns; the environment still answers the last one with its reward. null: as many as there is room
+    for."""
+    max_user_turns: Optional[int] = None
+    """Answers of the environment that the policy is shown; null: as many as there is room for."""
+    max_parallel_calls: int = 1
+    """Tool calls of one turn that are made; the policy is told of those that are not."""
+    max_tool_response_length: int = 256
+    """Characters of a tool's answer that the policy is shown."""
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
+    """What is kept of a longer one, as in verl: left: its beginning; right: its end; middle: half of either."""
+    format: str = "hermes"
+    """How the policy writes a tool call: hermes, llama3_json or qwen3_coder, as vLLM names them."""
+    tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"] = "strict"
+    """Whether the chat template must append for a run to start: strict: to the letter; ignore_strippable: but for white
+    space; disable: it need not. Tokens that were sampled are trained as they are either way."""
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """The environment of `rollout.multi_turn.enable`."""
+
+    environment: Optional[FilePath] = None
+    """Name of a file in `mrl/environments/`, or a path to a class of your own."""
+    environment_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of its constructor."""
+    num_workers: int = 8
+    """Processes of each engine replica in which environments answer at the same time."""
+    time_limit_s: float = 30.0
+    """For one answer, s; then the sample fails and the worker is replaced."""
+    memory_limit_mb: int = 2048
+    """For one worker and all that it starts, MiB; 0: none."""
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Tokens that are drafted from what was said before and verified in one forward: the same tokens, sooner."""
+
+    method: Optional[Literal["ngram"]] = None
+    """ngram: the end of a sequence is looked for earlier in it, and in other samples of its prompt; what followed there
+    is drafted. null: one token at a time."""
+    num_speculative_tokens: int = 8
+    """Most tokens that are drafted for a sequence at a time."""
+    prompt_lookup_max: int = 5
+    """Longest end of a sequence that is looked for, tokens; the longest that is found counts."""
+    prompt_lookup_min: int = 2
+    """Shortest."""
 
 
 @dataclass(frozen=True)
@@ -424,6 +538,166 @@ class OverlongConfig:
 
 
 @dataclass(frozen=True)
+class KlCtrlConfig:
+    """The coefficient of a KL in the reward (verl's `kl_ctrl`)."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: `kl_coef` is where it begins; after each step it moves towards `target_kl`."""
+    target_kl: float = 0.1
+    """Mean over the responses of their mean KL per token, nats, above 0."""
+    horizon: int = 10000
+    """Responses in which the coefficient changes by a fifth at most."""
+
+
+@dataclass(frozen=True)
+class EntropyCtrlConfig:
+    """The coefficient of the entropy bonus (TRL's `use_adaptive_entropy`)."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: `entropy_coef` is where it begins; it moves after each optimizer step, and there is no bonus while the
+    entropy is above its target."""
+    target_entropy: float = 0.2
+    """Mean over the trained tokens, nats, above 0."""
+    delta: float = 0.005
+    """What an optimizer step adds or takes away, above 0."""
+    min_coef: float = 0.0
+    """Lower bound of the coefficient."""
+    max_coef: float = 1.0
+    """Upper bound, not below the lower one."""
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """Correction of samples that another policy drew than the one that trains; names and meanings are verl's."""
+
+    preset: Optional[str] = None
+    """Name of one of verl's (`mrl/config/verl_keys/verl_presets.py`), which sets the fields below; of these only
+    thresholds may be set beside it. null: none; but decoupled_token_is where `train.mode=async` samples ahead of the
+    updates and no field of the section is set."""
+    bypass_mode: Optional[bool] = None
+    """Denominator of the clipped ratio: true: the log-probabilities captured while sampling; false ("decoupled"): the
+    actor's own at the rollout weights, from the update or a pass before it. null: true, or the preset's."""
+    loss_type: Optional[Literal["ppo_clip", "reinforce"]] = None
+    """With `bypass_mode`: ppo_clip: the algorithm's loss, whose ratio is the weight; reinforce: -w A log pi with the
+    weight w of `rollout_is`. null: ppo_clip, or the preset's."""
+    rollout_is: Optional[Literal["token", "sequence"]] = None
+    """Multiply the loss by exp(l) of each token, or of the sum of l over the response; l is the actor's minus the
+    sampler's log-probability, the actor's at the rollout weights, in bypass mode as it is. null: no weights."""
+    rollout_is_threshold: Optional[str] = None
+    """2.0: weights above are cut to it; 0.5_5.0 (IcePop): weights outside are 0. null: 2.0, or the preset's."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean: over the step's batch, in bypass mode over the minibatch."""
+    rollout_rs: Optional[str] = None
+    """Train only where all of a comma list hold: token_, seq_sum_, seq_mean_ (geometric) or seq_max_ with k1 (-l), k2
+    (l^2/2) or k3 (e^l - 1 - l); or binary_kl (KPop), the larger KL of the sampled token against all others."""
+    rollout_rs_threshold: Optional[str] = None
+    """Bound of each, comma separated, or one for all. k1: 0.5_2.0 bounds e^-l, one number f means 1/f to f; others: the
+    largest that is kept. null: the preset's."""
+    rollout_rs_denominator: Literal["all", "kept"] = "all"
+    """Tokens that the loss and the metrics are a mean over: with those that `rollout_rs` rejects, so that what is kept
+    weighs the same however much is rejected; or without."""
+    off_policy_mask_threshold: Optional[float] = None
+    """OPSM (arXiv 2512.02556): no policy loss for a response with a negative advantage where the mean of the sampler's
+    minus the actor's log-probability is above this; null: off."""
+
+    @property
+    def takes_sampled(self) -> bool:
+        """Whether the log-probabilities captured while sampling enter the loss."""
+        acting = self.acting
+        corrects = acting.rollout_is or acting.rollout_rs or acting.off_policy_mask_threshold is not None
+        return bool(acting.bypass_mode or corrects)
+
+    @property
+    def acting(self) -> RolloutCorrectionConfig:
+        """With the preset's fields, and what is left open, filled in; a name that is no preset counts as null."""
+        given: dict[str, Any] = {
+            item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None
+        }
+        filled: dict[str, Any] = (
+            {"bypass_mode": True, "loss_type": "ppo_clip"} | PRESETS.get(self.preset or "", {}) | given
+        )
+        if filled.get("rollout_is"):
+            filled = {"rollout_is_threshold": "2.0"} | filled
+        return RolloutCorrectionConfig(**filled)
+
+
+@dataclass(frozen=True)
+class SapoConfig:
+    """Of `algorithm.policy_loss=sapo` (verl's names)."""
+
+    tau_pos: float = 1.0
+    """How fast the gate closes where the advantage is above 0."""
+    tau_neg: float = 1.05
+    """How fast it closes elsewhere."""
+
+
+@dataclass(frozen=True)
+class VespoConfig:
+    """Of `algorithm.policy_loss=vespo` (TRL's `vespo_*`): the kernel w^k exp(lambda (1 - w))."""
+
+    k_pos: float = 2.0
+    """k where the advantage is at least 0."""
+    lambda_pos: float = 3.0
+    """lambda where the advantage is at least 0."""
+    k_neg: float = 3.0
+    """k where the advantage is below 0."""
+    lambda_neg: float = 2.0
+    """lambda where the advantage is below 0."""
+
+
+@dataclass(frozen=True)
+class DppoConfig:
+    """Of `algorithm.policy_loss=dppo_tv` and `dppo_kl`, which bound the divergence by `clip_low` and `clip_high`."""
+
+    ratio_cap: float = 20.0
+    """Bound of the ratio as a weight (verl's `clip_ratio_c`)."""
+
+
+@dataclass(frozen=True)
+class ClipCovConfig:
+    """Of `algorithm.policy_loss=clip_cov` (verl's names): which tokens are dropped."""
+
+    clip_cov_ratio: float = 2e-4
+    """Part of the minibatch's trained tokens, at least one, drawn where the covariance is between the bounds."""
+    clip_cov_lb: float = 1.0
+    """Lower bound of the covariance with the advantage."""
+    clip_cov_ub: float = 5.0
+    """Upper bound, above the lower one."""
+
+
+@dataclass(frozen=True)
+class KlCovConfig:
+    """Of `algorithm.policy_loss=kl_cov` (verl's names): which tokens are held back, and how much."""
+
+    kl_cov_ratio: float = 2e-4
+    """Part of the minibatch's trained tokens, at least one, with the largest covariance with the advantage."""
+    ppo_kl_coef: float = 0.1
+    """Factor of |log ratio| at these."""
+
+
+@dataclass(frozen=True)
+class DroConfig:
+    """Of `algorithm.policy_loss=dro` (verl's name)."""
+
+    dro_beta: float = 1.0
+    """Factor of half the squared log ratio, which holds the policy near the one that sampled; verl has no default."""
+
+
+@dataclass(frozen=True)
+class DpoConfig:
+    """Of `algorithm.name=dpo`, with TRL's names."""
+
+    loss_type: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero"] = "sigmoid"
+    """Loss of a pair. sigmoid_norm and ipo divide each response's log ratio by its length."""
+    beta: float = 0.1
+    """How strongly the policy is held to the reference, above 0; of ipo it is the paper's tau."""
+    label_smoothing: float = 0.0
+    """Part of the pairs whose labels are taken to be the wrong way round, [0, 0.5); of robust."""
+    sft_loss_weight: float = 0.0
+    """Factor of the mean negative log-likelihood of the chosen responses' tokens, which is added to the loss."""
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """Advantages and loss. null means "what the named algorithm defines" (`mrl/algorithms/<name>.py`)."""
 
@@ -524,6 +798,20 @@ class RewardFunctionConfig:
     batch: Optional[Literal["group", "replica"]] = None
     """Samples that a function of lists (TRL's, verl's batch functions) is called with: those of one prompt, or all that
     a replica has sampled; null: group."""
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """A reward model: what its head gives at the last token of prompt and response, in the actor's layout."""
+
+    path: Optional[FilePath] = None
+    """Hugging Face folder of a sequence classifier with one label (`score.weight`), of any family of the actor's kind;
+    or its name on the hub. null: none."""
+    weight: float = 1.0
+    """Factor of its score in the reward; 0: measured as `reward/model/mean`, and not part of it."""
+    retokenize: Optional[bool] = None
+    """It reads the text anew, by its own tokenizer and chat template; false: the actor's token ids; null: these where
+    both tokenizers have the same vocabulary."""
 
 
 @dataclass(frozen=True)

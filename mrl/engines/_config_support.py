@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from mrl.config.config import RolloutConfig
-from mrl.config.speculative import SpeculativeConfig
+from mrl.config.config import RolloutConfig, SpeculativeConfig
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mrl.config.speculative import SpeculativeConfig
+from mrl.config.config import SpeculativeConfig
 from mrl.engines.native.cpu_ops import Compiled
 from mrl.engines.native.decode_cost_model import Costs
 from mrl.engines.native.decode_state import Rows

@@ -80,9 +80,9 @@ def load(name: str) -> Any:
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except SystemExit as error:
-        raise UserError(f"'{name}' cannot be imported: it raises SystemExit: {error}.") from error
+        raise UserError(f"'{name}' does not import: it raises SystemExit: {error}.") from error
     except Exception as error:  # a user's module may raise anything
-        raise UserError(f"'{name}' cannot be imported: {_import_error(error, place)}") from error
+        raise UserError(f"'{name}' does not import: {_import_error(error, place)}") from error
     if not hasattr(module, target):
         known = [each for each in vars(module) if not each.startswith("_")]
         raise UserError(f"'{name}': '{place}' has no '{target}'.{did_you_mean(target, known)}")

@@ -59,7 +59,7 @@ def test_yaml_holds_differences_only(file):
 
 def test_every_field_has_its_line_of_documentation():
     bare = []
-    for section in (node for node in tree_of(PACKAGE / "config.py").body if isinstance(node, ast.ClassDef)):
+    for section in (node for node in tree_of(PACKAGE / "config" / "config.py").body if isinstance(node, ast.ClassDef)):
         hints = get_type_hints(getattr(schema, section.name))
         for this, following in zip(section.body, [*section.body[1:], None], strict=True):
             if not isinstance(this, ast.AnnAssign) or is_dataclass(hints[this.target.id]):
@@ -148,23 +148,23 @@ def test_thousands_are_numbers(tmp_path):
         ("{}", ["reward.functions[0].wieght=1"], "Did you mean 'reward.functions[0].weight'?"),
         ("reward:\n  functions: [{weight: q}]\n", [], "'reward.functions[0].weight' in '"),
         ("train:\n  num_steps: many\n", [], "'train.num_steps' in '"),
-        ("{}", ["train.batch_size=1.5"], "override 'train.batch_size=1.5': 1.5 came, expected a whole number."),
-        ("{}", ["run.resume=maybe"], "'maybe' came, expected one of auto, never, must."),
+        ("{}", ["train.batch_size=1.5"], "override 'train.batch_size=1.5': got 1.5, expected a whole number."),
+        ("{}", ["run.resume=maybe"], "got 'maybe', expected one of auto, never, must."),
         ("{}", ["algorithm.policy_loss=geo_mean"], "or null. 'geo_mean' is verl's name for gmpo."),
-        ("{}", ["train.batch_size="], "'train.batch_size' in override 'train.batch_size=': null came"),
+        ("{}", ["train.batch_size="], "'train.batch_size' in override 'train.batch_size=': got null"),
         ("{}", ["train.num_steps"], "is not section.key=value"),
         ("{}", ["train.num_steps=["], "override 'train.num_steps=['"),
-        ("{}", ["data.train_files=3"], "3 came, expected a list such as [a, b], or one text."),
+        ("{}", ["data.train_files=3"], "got 3, expected a list such as [a, b], or one text."),
         ("{}", ["data.train_files=[a,[b]]"], "expected a list such as [a, b], or one text."),
-        ("data:\n  train_files: {a: b}\n", [], "{'a': 'b'} came, expected a list"),
-        ("{}", ["actor.lr=abc"], "'actor.lr' in override 'actor.lr=abc': 'abc' came, expected a number."),
-        ("{}", ["train.minibatch_size=x"], "'x' came, expected a whole number, or null."),
-        ("{}", ["reward.functions=3"], "3 came, expected a list of sections with keys name, weight, kwargs, batch."),
+        ("data:\n  train_files: {a: b}\n", [], "got {'a': 'b'}, expected a list"),
+        ("{}", ["actor.lr=abc"], "'actor.lr' in override 'actor.lr=abc': got 'abc', expected a number."),
+        ("{}", ["train.minibatch_size=x"], "got 'x', expected a whole number, or null."),
+        ("{}", ["reward.functions=3"], "got 3, expected a list of sections with keys name, weight, kwargs, batch."),
         ("{}", ["reward.functions[1].weight=2"], "'reward.functions' has 1 entries, counted from 0."),
         ("{}", ["data.task_kwargs=3"], "expected a mapping such as {key: value}."),
-        ("{}", ["train={}"], "override 'train={}' sets nothing. Set its keys, or take it back with '~train'."),
+        ("{}", ["train={}"], "override 'train={}' sets nothing. Set its keys, or reset it with '~train'."),
         ("{}", ["~trian"], "'trian' is unknown. Did you mean 'train'?"),
-        ("{}", ["~data.task_kwargs.a"], "there is no 'data.task_kwargs.a' to take back"),
+        ("{}", ["~data.task_kwargs.a"], "there is no 'data.task_kwargs.a' to reset"),
         ("{}", ["~reward.functions[0].weight"], "is part of a list"),
         ("{}", ["~train.num_steps=3"], "write '~train.num_steps' or 'train.num_steps=3'"),
         ("{}", ["~"], "is not section.key=value"),

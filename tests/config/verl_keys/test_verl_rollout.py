@@ -13,7 +13,7 @@ from mrl.config.verl_keys.verl_rollout import ABSENT, FIELDS, MAPS, NEEDLESS
 from mrl.errors import UserError
 from tests.source import ROOT
 
-VERL = json.loads((ROOT / "tests" / "peers" / "verl_rollout-0.9.1.json").read_text())
+VERL = json.loads((ROOT / "tests" / "config" / "verl_keys" / "verl_rollout-0.9.1.json").read_text())
 """Field -> default, of `verl.workers.config.RolloutConfig` 0.9.1 with its nested dataclasses opened."""
 
 IN_YAML_ONLY = {"engine_kwargs.vllm", "engine_kwargs.sglang", "engine_kwargs.trtllm", "mtp"}

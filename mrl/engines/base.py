@@ -7,7 +7,7 @@ engine never imports Megatron and does not read the training data.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,12 @@ class RolloutEngine(ABC):
     """Callback after each forward. Other ranks that wait for this one take it as a sign of progress; an engine that
     does not call it must finish a call within `run.collective_timeout_s`."""
 
+    _asleep: Collection[str] | bool = False
+    """Whether `generate` needs a `wake` first, or the names of the parts that are asleep; set by the engine."""
+
+    _weights_complete: bool = False
+    """Whether `finish_update` ran since the last `begin_update` or `release`; set by the engine."""
+
     def __init__(self, spec: EngineSpec) -> None:
         """Collective over the job: creates this rank's part of an engine replica, without weights."""
         self.spec = spec
@@ -172,7 +178,6 @@ class RolloutEngine(ABC):
     def finish_update(self, policy_version: int) -> None:
         """Ends the weight update and allows `generate`, with rollouts labelled `policy_version`."""
 
-    @abstractmethod
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         """Collective over the replica: returns `sampling.n` rollouts per prompt, ordered by prompt, then sample index.
 
@@ -183,6 +188,25 @@ class RolloutEngine(ABC):
             RuntimeError: The engine is asleep, or a weight update is open.
             UserError: A prompt does not fit.
         """
+        self._check_ready()
+        return self._generate(prompts, sampling) if prompts else []
+
+    def _generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+        """Implements `generate` for at least one prompt; the engine is awake and its weights are complete.
+
+        An engine defines this method, or overrides `generate` with its own checks.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines neither _generate nor generate")
+
+    def _check_ready(self) -> None:
+        if self._asleep:
+            raise RuntimeError("the engine is asleep: call wake() before generate()")
+        if not self._weights_complete:
+            raise RuntimeError("weight update incomplete: call finish_update() before generate()")
+
+    def _check_updating(self) -> None:
+        if self._weights_complete:
+            raise RuntimeError("update_weights() outside a weight update: call begin_update() first")
 
     def converse(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: Talk) -> list[Rollout]:
         """Collective over the replica: runs `sampling.n` multi-turn episodes per prompt, ordered as in `generate`.

@@ -180,9 +180,7 @@ class Rows:
         return found
 
     def routed(self, row: int) -> Tensor:
-        """Returns the experts of a row's sampled tokens [count, L, K] on the CPU; -1 for the last one, which was not
-        fed.
-        """
+        """Returns the experts of a row's sampled tokens [count, L, K] on the CPU; -1 for the last, which is not fed."""
         found: Tensor = self._routed_STLK[row, : int(self.counts_S[row])].to("cpu", copy=True)
         found[-1] = -1
         return found

@@ -79,7 +79,6 @@ class VllmEngine(RolloutEngine):
             self._host.close()
             raise
         self._asleep: set[str] = set()
-        self._whole = False
         self._probed = False
         self._num_requests = 0
         self._stats: dict[str, float] = {}
@@ -94,20 +93,19 @@ class VllmEngine(RolloutEngine):
         """Wakes the weights where they sleep; cached prefixes are dropped.
 
         Raises:
-            RuntimeError: vLLM keeps its cached prefixes, which requests still use.
+            RuntimeError: vLLM keeps its cached prefixes, because requests still use them.
         """
-        self._whole = False
+        self._weights_complete = False
         self._wake("weights")
         self._drop_prefixes()
 
     def update_weights(self, bucket: Sequence[WeightSlice]) -> None:
-        """Copies a bucket into vLLM's parameters.
+        """Copies a bucket of slices into vLLM's parameters.
 
         Raises:
-            RuntimeError: No update was begun, or a slice does not fit what is stored.
+            RuntimeError: No update is open, or a slice does not fit its parameter.
         """
-        if self._whole:
-            raise RuntimeError("update_weights outside an update: call begin_update first")
+        self._check_updating()
         for item in bucket:
             self._storage.write(item)
 
@@ -120,7 +118,7 @@ class VllmEngine(RolloutEngine):
         self._storage.pack()
         self._drop_prefixes()
         self.policy_version = policy_version
-        self._whole = True
+        self._weights_complete = True
 
     def _drop_prefixes(self) -> None:
         """Raises RuntimeError where vLLM refuses: its old keys and values would be read with the new weights."""
@@ -151,7 +149,7 @@ class VllmEngine(RolloutEngine):
 
     def close(self) -> None:
         """Ends vLLM; the engine cannot be used again, and the trainer's process groups stay."""
-        self._whole = False
+        self._weights_complete = False
         self._storage.forget()
         self._host.close()
 
@@ -161,19 +159,7 @@ class VllmEngine(RolloutEngine):
 
     # generation -------------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        """Collective over the replica: `sampling.n` rollouts of each prompt, ordered by prompt, then sample index.
-
-        Raises:
-            RuntimeError: The engine sleeps, its weights are not whole, or vLLM scores another distribution.
-            UserError: A prompt does not fit, or vLLM cannot sample so.
-        """
-        if self._asleep:
-            raise RuntimeError("the engine sleeps: call wake before generate")
-        if not self._whole:
-            raise RuntimeError("the engine's weights are not whole: no update was finished since the last begin_update")
-        if not prompts:
-            return []
+    def _generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         check_prompts(prompts, self.spec, sampling)
         with same_numbers(self.spec.device):
             if not self._probed:

@@ -158,4 +158,4 @@ def test_a_refit_is_whole_or_leaves_the_engine_shut(family, grid, folders):
             assert_scored(model, rollouts, SETTINGS[name])
         assert len(said) > 4 * grid.world_size
         for why, refit, generate in said:
-            assert why in refit and "weights are not whole" in generate
+            assert why in refit and "weight update incomplete" in generate

@@ -198,8 +198,7 @@ class Decoder:
         wanted_N: Tensor | None = None,
         routed_PLK: Tensor | None = None,
     ) -> Tensor:
-        """Collective over the replica: computes hidden states after the final norm, [P, H] or those of `wanted_N` [N,
-        H].
+        """Collective over the replica: computes hidden states after the final norm, [P, H], or [N, H] of `wanted_N`.
 
         Args:
             tokens_P: Token ids, int64.

@@ -1,10 +1,10 @@
-"""rollout.name=vllm: vLLM on the training ranks themselves, refitted into its own parameters.
+"""rollout.name=vllm: vLLM on the training ranks themselves; weight sync writes into its own parameters.
 
-Owns the engine's life: weights that are replaced in place, sleep and wake, and one request for each sample, stepped
-here so that a stop is heard between two forwards. Every slice of a refit lands in the storage that vLLM computes with;
-what a CPU's kernels want packed (experts) is packed into the same storage when the refit is whole.
+One request per sample; the engine steps vLLM here, so that an abort takes effect between two forwards. Every slice of a
+weight sync is written to the storage that vLLM computes with; the packed experts of CPU kernels are packed into the
+same storage in `finish_update`.
 
-On a CPU the tests run the real vLLM. On GPUs the same code was not run.
+On a CPU the tests run the real vLLM. The same code has not been run on GPUs.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Prompt, Rollout
 
 PARTS = ("weights", "kv_cache")
-"""vLLM's names of what sleeps."""
+"""vLLM's sleep tags."""
 
 
 class VllmEngine(RolloutEngine):
-    """One rank of a replica."""
+    """One rank of a vLLM replica."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Collective over the ranks that sample: starts vLLM in this process, with weights that mean nothing.
+        """Collective over the ranks that generate: starts vLLM in this process with dummy weights.
 
         Args:
-            spec: The replica's.
+            spec: Constructor argument of the engine.
 
         Raises:
-            UserError: vLLM is not there, is another than mrl knows, or cannot hold this model on these ranks.
+            UserError: vLLM is missing, has an unsupported version, or cannot run this model on these ranks.
         """
         super().__init__(spec)
         config, arch = spec.config, spec.arch
@@ -62,7 +62,7 @@ class VllmEngine(RolloutEngine):
             if size > 1 and not torch.cpu._is_avx512_supported():
                 raise UserError(
                     f"rollout.tensor_model_parallel_size={size} with rollout.name=vllm on a CPU without AVX-512: the "
-                    "ranks of vLLM 0.32 give each other wrong numbers there. Set it to 1, or use rollout.name=native."
+                    "ranks of vLLM 0.32 exchange wrong numbers there. Set it to 1, or use rollout.name=native."
                 )
         elif config.quantization is not None:
             check_gpu(torch.cuda.get_device_capability(spec.device))
@@ -86,11 +86,11 @@ class VllmEngine(RolloutEngine):
     # weights ----------------------------------------------------------------------------------------------------------
 
     def layout(self) -> Layout:
-        """The fused and cut tensors of vLLM, in Hugging Face coordinates."""
+        """Returns vLLM's fused and sharded tensors, as slices of Hugging Face tensors."""
         return self._layout
 
     def begin_update(self) -> None:
-        """Wakes the weights where they sleep; cached prefixes are dropped.
+        """Wakes the weights if they are asleep, and drops cached prefixes.
 
         Raises:
             RuntimeError: vLLM keeps its cached prefixes, because requests still use them.
@@ -110,18 +110,18 @@ class VllmEngine(RolloutEngine):
             self._storage.write(item)
 
     def checksum(self) -> int:
-        """Order-free 64-bit sum over the bit patterns of all stored elements, before `finish_update` packs any."""
+        """Returns the sum modulo 2**64 over the bit patterns of all stored elements; valid before `finish_update`."""
         return self._storage.checksum()
 
     def finish_update(self, policy_version: int) -> None:
-        """Packs what vLLM's kernels want packed; the engine generates again, under the new version."""
+        """Packs the weights of packed kernels, and allows `generate` with `policy_version`."""
         self._storage.pack()
         self._drop_prefixes()
         self.policy_version = policy_version
         self._weights_complete = True
 
     def _drop_prefixes(self) -> None:
-        """Raises RuntimeError where vLLM refuses: its old keys and values would be read with the new weights."""
+        """Drops cached prefixes, which belong to the old weights; raises RuntimeError if vLLM refuses."""
         if not self._host.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not drop its cached prefixes: requests still use them")
         self._host.engine.reset_encoder_cache()
@@ -129,16 +129,16 @@ class VllmEngine(RolloutEngine):
     # memory -----------------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Takes KV cache and weights off a GPU until `wake`, the weights into pinned memory of the host.
+        """Moves KV cache and weights off a GPU until `wake`, the weights into pinned host memory.
 
-        Nothing on a CPU, or where `rollout.free_cache_engine` is false.
+        Does nothing on a CPU, or with `rollout.free_cache_engine=false`.
         """
         if self.spec.device.type == "cuda" and self.spec.config.free_cache_engine and not self._asleep:
             self._host.llm.sleep(level=1)
             self._asleep = set(PARTS)
 
     def wake(self) -> None:
-        """Brings back what sleeps."""
+        """Wakes everything that is asleep."""
         self._wake(*PARTS)
 
     def _wake(self, *parts: str) -> None:
@@ -148,13 +148,13 @@ class VllmEngine(RolloutEngine):
             self._asleep -= set(asleep)
 
     def close(self) -> None:
-        """Ends vLLM; the engine cannot be used again, and the trainer's process groups stay."""
+        """Shuts vLLM down; the engine cannot be used again, and the trainer's process groups stay."""
         self._weights_complete = False
         self._storage.forget()
         self._host.close()
 
     def stats(self) -> dict[str, float]:
-        """Of the last `generate`: prefill_tokens (of prompts, each counted once a sample), decode_tokens and _steps."""
+        """Returns statistics of the last `generate`: prefill_tokens (per sample), decode_tokens, decode_steps."""
         return dict(self._stats)
 
     # generation -------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class VllmEngine(RolloutEngine):
         return rollouts
 
     def _add(self, prompts: Sequence[Prompt], asked: Sequence[dict[str, Any]], *, whole: bool) -> dict[str, str]:
-        """New requests, their names -> vLLM's own names; `whole`: they answer once, when they have ended."""
+        """Adds requests; returns their names -> vLLM's names. `whole`: each request reports once, at its end."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -221,7 +221,6 @@ class VllmEngine(RolloutEngine):
         return names
 
     def _experts(self, name: str, num_tokens: int) -> Tensor | None:
-        """Of a request that has just ended; None where they are not asked for."""
         return None if self._host.experts is None else self._host.experts.of(name, num_tokens)
 
     def _rollout(
@@ -248,10 +247,10 @@ class VllmEngine(RolloutEngine):
         return rollout
 
     def _probe(self, prompt: Prompt) -> None:
-        """Raises RuntimeError where vLLM's log-probabilities are not of what it samples from."""
+        """Checks once that vLLM's log-probabilities belong to the distribution that it samples from."""
         found: list[Tensor] = []
         for setting in (logprob_probe.PLAIN, logprob_probe.CUT):
-            self._drop_prefixes()  # both read the prompt in one way
+            self._drop_prefixes()  # both prefill the prompt in the same way
             (name,) = self._add([prompt], [{**arguments(setting, prompt, 0), "logprobs": -1}], whole=True)
             outputs = []
             while self._host.engine.has_unfinished_requests():

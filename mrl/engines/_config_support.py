@@ -84,9 +84,7 @@ EVERYWHERE: Fields = {
     "val_kwargs.top_k": Use("as `top_k`, in evaluations"),
     "val_kwargs.top_p": Use("as `top_p`, in evaluations"),
     "val_kwargs.min_p": Use("as `min_p`, in evaluations"),
-    "multi_turn.enable": Use(
-        "true: multi-turn episodes, in rounds: one engine call for a turn of all running episodes"
-    ),
+    "multi_turn.enable": Use("true: multi-turn episodes, in rounds: one engine call per turn of all running episodes"),
     "multi_turn.max_assistant_turns": Use("an episode ends there"),
     "multi_turn.max_user_turns": Use("an episode ends after the turn that follows the last reply"),
     "multi_turn.max_parallel_calls": Use("further tool calls of a turn are not executed"),
@@ -135,7 +133,7 @@ WHOLE_RESPONSES: Fields = {
 }
 """Uses for engines that cannot pause between two tokens."""
 
-ANOTHERS = Refusal("of another engine", "this engine does not read it")
+ANOTHERS = Refusal("of another engine", "nothing would read it")
 """Refusal of arguments of another engine in `engine_kwargs`."""
 
 

@@ -24,13 +24,11 @@ FIELDS: Fields = {
     "over_age": Use("what happens to a prompt that would exceed the staleness bound"),
     "mask_offpolicy": Use("true: only the tokens that a response's newest weights sampled are trained"),
     "pipeline_model_parallel_size": refused(
-        "only prebuilt TensorRT-LLM engines support pipeline parallelism",
+        "only built TensorRT-LLM engines support pipeline parallelism",
         lambda r: r.pipeline_model_parallel_size != 1,
         "Raise rollout.tensor_model_parallel_size instead, or use rollout.name=trtllm_engine.",
     ),
-    "expert_parallel_size": Use(
-        "ranks over which experts are distributed; the rest of the replica shards each of them"
-    ),
+    "expert_parallel_size": Use("ranks over which experts are distributed; the rest of the replica shards each"),
     "moe_tensor_parallel_size": Use("must be replica size / `expert_parallel_size`"),
     "max_num_seqs": Use("rows that decode at a time, if the KV cache has room for them"),
     "max_num_batched_tokens": Use("prompt tokens per forward; also limits the decoding rows"),
@@ -43,7 +41,7 @@ FIELDS: Fields = {
     "enforce_eager": Use("true: no CUDA graphs; on a CPU only PyTorch's operators, nothing is compiled"),
     "true_on_policy": Use("true: uses the functions of the actor, each row in a fixed order, on a CPU"),
     "enable_rollout_routing_replay": Use("true: the experts of each token are recorded"),
-    "engine_kwargs": refused("this engine does not read it"),
+    "engine_kwargs": refused("nothing would read it"),
     "multi_turn.enable": Use("true: multi-turn episodes; one that waits for a reply does not block others"),
     "speculative.method": Use(
         "`ngram`: drafts from earlier tokens of the prompt's samples, on a CPU with compiled operations; tokens and "

@@ -86,7 +86,7 @@ FIELDS: Fields = {
     ),
     "tensor_model_parallel_size": passed("tensor_parallel_size", does="with any launcher"),
     "pipeline_model_parallel_size": refused(
-        "only prebuilt TensorRT-LLM engines support pipeline parallelism",
+        "only built TensorRT-LLM engines support pipeline parallelism",
         lambda r: r.pipeline_model_parallel_size != 1,
         "Raise rollout.tensor_model_parallel_size instead, or use rollout.name=trtllm_engine.",
     ),
@@ -95,7 +95,7 @@ FIELDS: Fields = {
         refuses=(
             Refusal(
                 "between 1 and the replica size",
-                "vLLM either shards every expert over the ranks of a replica or distributes unsharded experts over them",
+                "vLLM either shards every expert over the ranks of a replica or distributes complete experts over them",
                 lambda r: r.expert_parallel_size not in (1, r.tensor_model_parallel_size),
                 "Set it to 1, or to rollout.tensor_model_parallel_size.",
             ),

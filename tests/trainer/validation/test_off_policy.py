@@ -32,7 +32,7 @@ RULES = [
         "rollout.over_sample_rate=0.5 with rollout.enable_rollout_routing_replay: a response that goes on",
     ),
     ([ASYNC, "train.max_off_policy_steps=2", *REPLAY], "or take train.max_off_policy_steps=1"),
-    ([OVER, "rollout.name=vllm"], "with rollout.name=vllm: it samples whole responses: nothing would stop early"),
+    ([OVER, "rollout.name=vllm"], "with rollout.name=vllm: the engine cannot pause and resume responses"),
     (["rollout.over_sample_rate=16.5"], "rollout.over_sample_rate=16.5 is out of range; expected [0, 16]"),
     ([MORE, "train.max_off_policy_steps=3"], "more prompts than a batch could reach that age in the same step"),
     (["train.max_off_policy_steps=-1"], "train.max_off_policy_steps=-1 is out of range; expected [0, 1024]"),

@@ -29,10 +29,10 @@ from tests.source import ROOT
 VERL = json.loads((ROOT / "tests" / "config" / "verl_keys" / "verl-0.9.1.json").read_text())
 """Key -> default, of the trainer config of verl 0.9.1 with each of its four actors (`_generated_ppo_*.yaml`)."""
 
-LINES = json.loads((ROOT / "tests" / "commands" / "from_verl" / "verl_lines.json").read_text())
+LINES = json.loads((ROOT / "tests" / "config" / "verl_keys" / "verl_lines.json").read_text())
 """Words of the command lines that verl's examples/grpo_trainer start."""
 
-VLLM_LINES = json.loads((ROOT / "tests" / "commands" / "from_verl" / "verl_vllm_lines.json").read_text())
+VLLM_LINES = json.loads((ROOT / "tests" / "config" / "verl_keys" / "verl_vllm_lines.json").read_text())
 """The same of other examples, which tell vLLM more: their words from verl.trainer.main_ppo on."""
 
 STAND_IN = (

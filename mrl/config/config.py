@@ -185,8 +185,8 @@ class ActorConfig:
     logprob_chunk_tokens: int = 1024
     """Rows of logits that are converted to fp32 at a time."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
-    """How tokens are sent to their experts. allgather pads the microbatches of all ranks to the longest and needs PP of
-    1; flex is DeepEP or HybridEP (`moe_flex_dispatcher_backend` in `megatron.transformer`), on GPUs."""
+    """MoE token dispatcher. allgather pads the microbatches of all ranks to the longest and needs PP of 1; flex is
+    DeepEP or HybridEP (`moe_flex_dispatcher_backend` in `megatron.transformer`), on GPUs."""
     moe_router_dtype: Optional[Literal["fp32", "fp64"]] = "fp32"
     """Data type of the router's logits and probabilities; null: `model.dtype`."""
     moe_router_load_balancing_type: Literal["none", "aux_loss"] = "none"
@@ -329,7 +329,7 @@ class DistillationLossConfig:
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """On-policy distillation (verl's names): teachers score the samples of the student."""
+    """Teachers that score the samples of the student (on-policy distillation, verl's names)."""
 
     enabled: bool = False
     """Load the teachers and add their loss."""
@@ -391,7 +391,8 @@ class MultiTurnConfig:
     max_tool_response_length: int = 256
     """Characters of a tool's response that the policy sees; longer ones are truncated."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    """What remains of a longer tool response, as in verl: left: its beginning; right: its end; middle: half of each."""
+    """Part of a longer tool response that remains, as in verl: left: its beginning; right: its end; middle: half of
+    each."""
     format: str = "hermes"
     """Syntax of a tool call: hermes, llama3_json or qwen3_coder (vLLM's names)."""
     tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"] = "strict"
@@ -483,7 +484,7 @@ class RolloutConfig:
     """Prompts started beyond `train.batch_size`, as a fraction of it; at most 1 if `train.max_off_policy_steps` is set.
     Sampling stops once a batch is complete; partial rollouts resume first in the next step, with the new weights."""
     over_age: Literal["wait", "drop"] = "wait"
-    """With `over_sample_rate`: what happens to a prompt that would exceed `train.max_off_policy_steps`. wait: the step
+    """Treatment of a prompt that would exceed `train.max_off_policy_steps`, with `over_sample_rate`. wait: the step
     waits for it; drop: its samples are dropped and it starts again, once."""
     mask_offpolicy: bool = False
     """Train only the tokens of a response that its newest weights sampled; needs `over_sample_rate`, or
@@ -590,8 +591,8 @@ class RolloutCorrectionConfig:
     """Denominator of the clipped ratio: true: the log-probabilities captured while sampling; false ("decoupled"): the
     actor's at the rollout weights, from the update or from a forward before it. null: true, or the preset's."""
     loss_type: Optional[Literal["ppo_clip", "reinforce"]] = None
-    """With `bypass_mode`: ppo_clip: the algorithm's loss, whose ratio is the weight; reinforce: -w A log pi with the
-    weight w of `rollout_is`. null: ppo_clip, or the preset's."""
+    """Policy loss with `bypass_mode`: ppo_clip: the algorithm's loss, whose ratio is the weight; reinforce: -w A log pi
+    with the weight w of `rollout_is`. null: ppo_clip, or the preset's."""
     rollout_is: Optional[Literal["token", "sequence"]] = None
     """Importance weight that multiplies the loss: exp(l) per token, or exp of the sum of l over the response. l: the
     actor's minus the engine's log-probability; the actor's is taken at the rollout weights, with `bypass_mode` at the
@@ -743,7 +744,7 @@ class AlgorithmConfig:
     loss_aggregation: Optional[
         Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
     ] = None
-    """How per-token losses become one number; token and sequence counts are global over the minibatch."""
+    """Aggregation of per-token losses to one number; token and sequence counts are global over the minibatch."""
     policy_loss: Optional[
         Literal[
             "vanilla",
@@ -774,7 +775,7 @@ class AlgorithmConfig:
     dual_clip: Optional[float] = None
     """Lower bound c > 1 of the loss for negative advantages (arXiv 1912.09729); 0: off."""
     kl_in: Literal["none", "loss", "reward"] = "none"
-    """Where the KL to the reference is added."""
+    """Place where the KL to the reference is added."""
     kl_coef: float = 0.001
     """Coefficient of the KL."""
     kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
@@ -887,7 +888,7 @@ class DataConfig:
     """Assistant turns that supervised steps train on; all other tokens are masked. last also works with chat templates
     that render earlier turns differently once the conversation continues."""
     overlong_responses: Literal["error", "truncate_right"] = "error"
-    """What happens to supervised responses longer than `rollout.response_length`, and to conversations longer than
+    """Treatment of supervised responses longer than `rollout.response_length`, and of conversations longer than
     `rollout.prompt_length` + `rollout.response_length`."""
     source_key: Optional[str] = None
     """Column with the name of a row's data set; null: "data_source" if the row has it, else the task, or the file's
@@ -906,12 +907,12 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle in every epoch, seeded by `run.seed`."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
-    """What happens to prompts longer than `rollout.prompt_length`."""
+    """Treatment of prompts longer than `rollout.prompt_length`."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are written, and which are kept."""
+    """Schedule, number and format of checkpoints."""
 
     interval: int = 0
     """Steps between checkpoints; 0: only after the last step."""

@@ -26,7 +26,7 @@ def names(folder: str) -> list[str]:
 
 @cache
 def _names(folder: str) -> tuple[str, ...]:
-    """Cached: reading a checkpoint of a large model looks its family up thousands of times."""
+    """Returns the names, cached: reading a checkpoint of a large model looks its family up thousands of times."""
     package = importlib.import_module(f"mrl.{folder}")
     others = {"base", *getattr(package, "NOT_PLUGINS", ())}
     found = (module.name for module in pkgutil.iter_modules(package.__path__))

@@ -19,15 +19,15 @@ class Poll:
     """Returns whether any rank of the replica requested an abort; the same answer on all of its ranks.
 
     Args:
-        told: Returns whether an abort was requested on this rank.
+        abort_requested: Returns whether an abort was requested on this rank.
         group: Ranks of the replica; None: a replica of one rank.
         sampled: Progress callback, called at each poll.
     """
 
     def __init__(
-        self, told: Callable[[], bool], group: dist.ProcessGroup | None, sampled: Callable[[], object]
+        self, abort_requested: Callable[[], bool], group: dist.ProcessGroup | None, sampled: Callable[[], object]
     ) -> None:
-        self._told, self._sampled = told, sampled
+        self._abort_requested, self._sampled = abort_requested, sampled
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self._num_calls = 0
 
@@ -35,8 +35,8 @@ class Poll:
         """Collective over the replica at every `STEPS`-th call: returns whether an abort was requested on any rank."""
         self._sampled()
         if self._group is None:
-            return self._told()
+            return self._abort_requested()
         self._num_calls += 1
         if self._num_calls % STEPS:
             return False
-        return any_rank(self._told(), self._group)
+        return any_rank(self._abort_requested(), self._group)

@@ -118,7 +118,7 @@ class RolloutEngine(ABC):
 
     @classmethod
     def start_beside(cls) -> None:
-        """Collective over the job: runs on ranks without an engine while the other ranks start theirs.
+        """Collective over the job: runs on ranks without an engine while the other ranks start an engine.
 
         An engine overrides it if its start needs these ranks too, for example to split a communicator.
 

@@ -93,7 +93,7 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     f"{ACTOR}kl_loss_coef": ("algorithm.kl_coef", 0.001, ""),
     f"{ACTOR}kl_loss_type": ("algorithm.kl_estimator", "low_var_kl", "`kl` is `k1`, `mse` `k2`, `low_var_kl` `k3`"),
     f"{ACTOR}checkpoint.save_contents": (
-        "checkpoint.export_hf", ["model", "optimizer", "extra"], "true with `hf_model`; checkpoints are always complete"),
+        "checkpoint.export_hf", ["model", "optimizer", "extra"], "true with `hf_model`; a checkpoint is always full"),
     f"{ACTOR}checkpoint.async_save": ("checkpoint.async_save", False, ""),
     f"{ACTOR}ulysses_sequence_parallel_size": ("parallel.context_parallel_size", 1, "FSDP's"),
     **{f"{MEGATRON}{name}": (f"parallel.{name}", default, "") for name, default in _SAME_PARALLEL.items()},

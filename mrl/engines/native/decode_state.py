@@ -28,7 +28,7 @@ class Record:
 
     Attributes:
         num_layers: L.
-        top_k: K.
+        top_k: Experts per token, K.
         dtype: Integer type of an expert's index.
     """
 

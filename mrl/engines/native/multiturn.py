@@ -39,7 +39,7 @@ LOW = 3 / 4
 """Fraction of that goal at which episodes resume, so that several are prefilled together."""
 
 PARKING = 4
-"""If memory is short, the number of parked rows is a multiple of the running rows divided by this, so that small
+"""Divisor: if memory is short, the number of parked rows is a multiple of running rows / `PARKING`, so that small
 changes of the free memory seldom change it."""
 
 

@@ -20,7 +20,7 @@ from mrl.engines.native.parked_slots import Move, Parking
 from mrl.types import Begun, Prompt
 
 Alike = tuple[list[int], list[int]]
-"""For each row another row with the same prompt, and the number of leading slots that both share."""
+"""Row with the same prompt for each row, and the number of leading slots that both share."""
 
 
 @dataclass

@@ -167,7 +167,7 @@ class Speculation:
         Args:
             first_B: Next token of each row.
             fed_B: Drafted tokens of each row that were fed; None: none.
-            accepted_B: Accepted ones of these.
+            accepted_B: Fed tokens of each row that were accepted.
         """
         if self._found is None:
             return

@@ -21,7 +21,7 @@ class Supports:
     """Kept token ids of every running request.
 
     Attributes:
-        listens: Whether to record; costs a copy of the logits and a pass over them at each step.
+        listens: Recording switch; recording costs a copy of the logits and a pass over them at each step.
     """
 
     def __init__(self, version: str) -> None:

@@ -140,10 +140,13 @@ class RolloutEngine(ABC):
     does not call it must finish a call within `run.collective_timeout_s`."""
 
     _asleep: Collection[str] | bool = False
-    """Whether `generate` needs a `wake` first, or the names of the parts that are asleep; set by the engine."""
+    """True, or names of the parts that are asleep, if `generate` needs a `wake` first; set by the engine."""
 
-    _weights_complete: bool = False
-    """Whether `finish_update` ran since the last `begin_update` or `release`; set by the engine."""
+    _broken: str = ""
+    """Reason why weight updates cannot finish any more; "": they can. Set by the engine."""
+
+    _has_weights: bool = False
+    """True between `finish_update` and the next `begin_update` or `release`; set by the engine."""
 
     def __init__(self, spec: EngineSpec) -> None:
         """Collective over the job: creates this rank's part of an engine replica, without weights."""
@@ -200,12 +203,13 @@ class RolloutEngine(ABC):
 
     def _check_ready(self) -> None:
         if self._asleep:
-            raise RuntimeError("the engine is asleep: call wake() before generate()")
-        if not self._weights_complete:
-            raise RuntimeError("weight update incomplete: call finish_update() before generate()")
+            raise RuntimeError("the engine sleeps: call wake() before generate()")
+        if not self._has_weights:
+            why = self._broken or "call begin_update(), update_weights() and finish_update() before generate()"
+            raise RuntimeError(f"weight update incomplete: {why}")
 
     def _check_updating(self) -> None:
-        if self._weights_complete:
+        if self._has_weights:
             raise RuntimeError("update_weights() outside a weight update: call begin_update() first")
 
     def converse(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: Talk) -> list[Rollout]:

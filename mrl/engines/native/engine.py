@@ -142,7 +142,7 @@ class NativeEngine(RolloutEngine):
 
     def begin_update(self) -> None:
         """Starts a weight update; `generate` raises until `finish_update`. No prefix is cached between calls."""
-        self._weights_complete = False
+        self._has_weights = False
         for memory in (self._stored, self._copies):
             memory.take(memory.num_bytes)
 
@@ -167,7 +167,7 @@ class NativeEngine(RolloutEngine):
         """Ends the weight update and allows `generate` with `policy_version`."""
         self._model.refresh()
         self.policy_version = policy_version
-        self._weights_complete = True
+        self._has_weights = True
 
     # memory -----------------------------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class NativeEngine(RolloutEngine):
     def release(self) -> None:
         """Frees the memory of stored weights and their copies; the tensors stay, and must not be read."""
         self._drop_cache()
-        self._weights_complete = False
+        self._has_weights = False
         self.policy_version = -1
         self._model.forget()
         for memory in (self._stored, self._copies):

@@ -95,7 +95,7 @@ class VllmEngine(RolloutEngine):
         Raises:
             RuntimeError: vLLM keeps its cached prefixes, because requests still use them.
         """
-        self._weights_complete = False
+        self._has_weights = False
         self._wake("weights")
         self._drop_prefixes()
 
@@ -118,7 +118,7 @@ class VllmEngine(RolloutEngine):
         self._storage.pack()
         self._drop_prefixes()
         self.policy_version = policy_version
-        self._weights_complete = True
+        self._has_weights = True
 
     def _drop_prefixes(self) -> None:
         """Drops cached prefixes, which belong to the old weights; raises RuntimeError if vLLM refuses."""
@@ -149,7 +149,7 @@ class VllmEngine(RolloutEngine):
 
     def close(self) -> None:
         """Shuts vLLM down; the engine cannot be used again, and the trainer's process groups stay."""
-        self._weights_complete = False
+        self._has_weights = False
         self._storage.forget()
         self._host.close()
 

@@ -275,7 +275,7 @@ def test_it_refuses_to_generate_asleep_or_without_whole_weights(qwen):
     assert engine.stats()["kv_cache_bytes"] > 0
     engine.sleep()
     assert engine._cache.allocated_bytes == 0
-    with pytest.raises(RuntimeError, match="asleep"):
+    with pytest.raises(RuntimeError, match="sleeps"):
         engine.generate(prompts, greedy)
     engine.wake()
     assert tokens(engine.generate(prompts, greedy)) == before

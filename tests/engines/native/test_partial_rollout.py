@@ -299,7 +299,7 @@ def test_it_refuses_what_cannot_go_on(folder, engine):
     with pytest.raises(UserError, match=r"65 tokens; the engine's limit is 64\. Raise rollout\.prompt_length"):
         engine.stream(Parts([[Work(make_prompts([65])[0], (0,))]]), SAMPLING)
     engine.sleep()
-    with pytest.raises(RuntimeError, match="asleep"):
+    with pytest.raises(RuntimeError, match="sleeps"):
         go_on()
     engine.wake()
     go_on()

@@ -89,7 +89,7 @@ def slept(folder):
         to_sleep(engine)
         assert pages.gone == pages.all
         assert not any(torch.equal(value, stored[name]) for name, value in pages.model.named_parameters())
-        with pytest.raises(RuntimeError, match="the engine is asleep"):
+        with pytest.raises(RuntimeError, match="the engine sleeps"):
             engine.generate(prompts, SAMPLED)
         engine.wake()
         assert not pages.gone
@@ -102,7 +102,7 @@ def slept(folder):
             assert torch.equal(value, stored[name]) and value.data_ptr() == addresses[name], name
         refit(engine, folder, arch)
         assert pages.gone == pages.of("kv_cache")
-        with pytest.raises(RuntimeError, match="the engine is asleep"):
+        with pytest.raises(RuntimeError, match="the engine sleeps"):
             engine.generate(prompts, SAMPLED)
         engine.wake()
         assert engine.generate(prompts, SAMPLED) == before

@@ -15,7 +15,7 @@ STEPS = 16
 """Forwards between two all-reduces of the replica."""
 
 
-class Poll:
+class AbortCheck:
     """Returns whether any rank of the replica requested an abort; the same answer on all of its ranks.
 
     Args:

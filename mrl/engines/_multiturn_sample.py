@@ -18,7 +18,7 @@ LATER_UID = 1 << 62
 
 
 @dataclass
-class Conversation:
+class MultiTurnSample:
     """Tokens of one episode so far; `place` is the index of its prompt in the call."""
 
     place: int
@@ -38,13 +38,13 @@ class Conversation:
         """Identifies the episode in a call."""
         return self.place, self.sample_index
 
-    def asked(self, seed: int) -> Prompt:
+    def as_prompt(self, seed: int) -> Prompt:
         """Returns the episode so far as the prompt of its next turn."""
         uid = LATER_UID + stream_key(seed, self.prompt.uid, self.sample_index) % LATER_UID
         uid = LATER_UID + stream_key(uid, len(self.ids), 0) % LATER_UID
         return replace(self.prompt, uid=uid, prompt_ids=(*self.prompt.prompt_ids, *self.ids))
 
-    def took(self, rollout: Rollout, room: int) -> Stopped:
+    def append_turn(self, rollout: Rollout, room: int) -> Stopped:
         """Appends the first `room` tokens that a turn sampled."""
         ids = rollout.response_ids[:room]
         self.finish_reason = rollout.finish_reason if len(ids) == len(rollout.response_ids) else "length"
@@ -59,7 +59,7 @@ class Conversation:
             self.log_kept_mass += rollout.log_kept_mass[: len(ids)]
         return Stopped(self.place, self.sample_index, tuple(ids), self.finish_reason)
 
-    def heard(self, ids: Sequence[int]) -> None:
+    def append_reply(self, ids: Sequence[int]) -> None:
         """Appends a reply of the environment."""
         self.ids += ids
         self.logprobs += [0.0] * len(ids)
@@ -68,7 +68,7 @@ class Conversation:
             self.supports.append(Support.of_observed(len(ids)))
             self.log_kept_mass += [0.0] * len(ids)
 
-    def ended(self, version: int) -> Rollout:
+    def to_rollout(self, version: int) -> Rollout:
         """Returns the complete episode."""
         return Rollout(
             self.prompt,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mrl.config.verl_keys.loss_names import VALUES
-from mrl.config.verl_keys.translated_keys import ROOT, Verdict, verdict
+from mrl.config.verl_keys.translated_keys import ROOT, KeyVerdict, verdict
 from mrl.config.verl_keys.verl_rollout import section_of
 
 TRL = {
@@ -108,7 +108,7 @@ def elsewhere(key: str) -> str:
     return ""
 
 
-def _of_verl(key: str) -> Verdict:
+def _of_verl(key: str) -> KeyVerdict:
     """Returns the verdict on a verl key, or on a key of mrl's `rollout` by its name in verl's rollout section."""
     section, _, name = key.partition(".")
     if section != "rollout" or not name:

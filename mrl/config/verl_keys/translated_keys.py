@@ -351,7 +351,7 @@ OFF: tuple[Any, ...] = (None, False, 0, -1, "", "null", "disabled", [], {})
 
 
 @dataclass(frozen=True)
-class Verdict:
+class KeyVerdict:
     """Verdict on a key.
 
     Attributes:
@@ -365,23 +365,23 @@ class Verdict:
     text: str = ""
 
 
-def verdict(key: str) -> Verdict:
+def verdict(key: str) -> KeyVerdict:
     """Returns the verdict on a dotted key of verl's trainer config."""
     key = verl_distillation.of_any_teacher(key)
     if key in MAPS:
         to, _, text = MAPS[key]
-        return Verdict("maps", to, text)
+        return KeyVerdict("maps", to, text)
     pattern = _first(MOOT, key)
     if pattern is not None:
-        return Verdict("moot", "", MOOT[pattern])
+        return KeyVerdict("moot", "", MOOT[pattern])
     for prefix, section in PASSED.items():
         if key.startswith(prefix):
-            return Verdict("maps", section, "Megatron's own, by its name there")
+            return KeyVerdict("maps", section, "Megatron's own, by its name there")
     for prefix in ENGINE_ARGUMENTS.values():
         if key.startswith(prefix):
-            return Verdict("maps", *MAPS[prefix.removesuffix(".")][::2])
+            return KeyVerdict("maps", *MAPS[prefix.removesuffix(".")][::2])
     pattern = _first(MISSING, key)
-    return Verdict("unknown") if pattern is None else Verdict("missing", "", MISSING[pattern])
+    return KeyVerdict("unknown") if pattern is None else KeyVerdict("missing", "", MISSING[pattern])
 
 
 def not_read(key: str) -> tuple[bool, str]:

@@ -19,7 +19,7 @@ from mrl.models.kernels.sdpa import attend
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PrefillChunk:
     """Prompt positions `start` .. `stop` - 1 of the sequence in cache row `row`, in one prefill forward."""
 
     row: int
@@ -42,7 +42,7 @@ class PrefillAttention:
             equal extent together.
     """
 
-    def __init__(self, cache: KVCache, chunks: Sequence[Chunk], compiled: Library | None = None) -> None:
+    def __init__(self, cache: KVCache, chunks: Sequence[PrefillChunk], compiled: Library | None = None) -> None:
         device = cache.keys[0].device
         self._cache, self._compiled = cache, compiled
         self.positions_P = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks]).to(device)

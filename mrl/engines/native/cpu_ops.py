@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mrl.engines.native.attention import Chunk, PrefillAttention
+from mrl.engines.native.attention import PrefillAttention, PrefillChunk
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.ngram_history import History
 from mrl.engines.native.packed_linear import Linear
@@ -115,7 +115,7 @@ class RowByRow(Compiled):
         super().__init__(compiled)
         self._wide = wide
 
-    def prefill_attention(self, cache: KVCache, chunks: Sequence[Chunk]) -> PrefillAttention:
+    def prefill_attention(self, cache: KVCache, chunks: Sequence[PrefillChunk]) -> PrefillAttention:
         """Returns attention that computes each token as if it were decoded, see `Operations`."""
         return PrefillAttention(cache, chunks, self._library)
 

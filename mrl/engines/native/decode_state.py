@@ -49,7 +49,7 @@ def record_of(arch: ArchSpec, config: RolloutConfig) -> Record | None:
     return Record(arch.num_layers, arch.moe.top_k, choice_dtype(arch.moe.num_experts))
 
 
-class Rows:
+class DecodeState:
     """Decode state of all cache rows.
 
     Attributes:

@@ -18,7 +18,7 @@ from mrl.algorithms.functional.sampling import truncates
 from mrl.engines.base import EngineSpec, SamplingConfig
 from mrl.engines.native.cpu_ops import Compiled
 from mrl.engines.native.decode_cost_model import ASSUMED, Costs, costs, of
-from mrl.engines.native.decode_state import Rows
+from mrl.engines.native.decode_state import DecodeState
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.model import Decoder
 from mrl.engines.native.ngram_history import History
@@ -57,7 +57,7 @@ class Drafting:
             return None
         return Drafting(spec, model, cache, operations)
 
-    def call(self, sampling: SamplingConfig, num_rows: int, rows: Rows, *, measured: bool) -> Speculation:
+    def call(self, sampling: SamplingConfig, num_rows: int, rows: DecodeState, *, measured: bool) -> Speculation:
         """Returns the speculation state of one call.
 
         Args:
@@ -92,7 +92,7 @@ class Drafting:
             self._costs[what] = costs(what, step, model.own_attention, self._most)
         return self._costs[what]
 
-    def _forward(self, rows: Rows, drafted: Drafted) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, rows: DecodeState, drafted: Drafted) -> tuple[Tensor, Tensor | None]:
         """Returns logits [P, V] after each token, and the routing record [P, L, K] or None."""
         tokens_P, firsts_B = torch.from_numpy(drafted.tokens_P), torch.from_numpy(drafted.firsts_B)
         positions_P = rows.positions_S[torch.from_numpy(drafted.rows_P)] + torch.from_numpy(drafted.offsets_P)

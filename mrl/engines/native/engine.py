@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.engines._abort_check import Poll
+from mrl.engines._abort_check import AbortCheck
 from mrl.engines._kv_budget import kv_budget
 from mrl.engines._multiturn_base import Talk
 from mrl.engines._prompt_checks import check_prompts
@@ -27,18 +27,18 @@ from mrl.engines._work_queue import Feed
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.native.cpu_ops import operations
 from mrl.engines.native.cuda_graphs import DecodeGraphs
-from mrl.engines.native.decode_state import Rows, record_of
+from mrl.engines.native.decode_state import DecodeState, record_of
 from mrl.engines.native.drafting import NOT_HERE, Drafting
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.generation import Generation
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.memory_range import MemoryRange, tensors_in_range
 from mrl.engines.native.model import Decoder
-from mrl.engines.native.multiturn import Session, pool_rows
+from mrl.engines.native.multiturn import MultiTurnGeneration, pool_rows
 from mrl.engines.native.ngram_history import History
 from mrl.engines.native.packed_linear import compute_dtype
-from mrl.engines.native.parked_slots import Parking
-from mrl.engines.native.partial_rollout import Stream
+from mrl.engines.native.parked_slots import PausedSequences
+from mrl.engines.native.partial_rollout import StreamingGeneration
 from mrl.engines.native.scheduler import Scheduler
 from mrl.engines.native.stopping import Stopping
 from mrl.errors import UserError
@@ -106,7 +106,7 @@ class NativeEngine(RolloutEngine):
         self._drafting = Drafting.found(spec, self._model, self._cache)
         if config.speculative.method is not None and self._drafting is None:
             self.notes += (NOT_HERE,)
-        self._rows: Rows | None = None
+        self._rows: DecodeState | None = None
         self._graphs: DecodeGraphs | None = None
         if device.type == "cuda" and self._model.is_capturable and not config.enforce_eager:
             self._graphs = DecodeGraphs(self._decode_eagerly)
@@ -242,7 +242,7 @@ class NativeEngine(RolloutEngine):
             check_prompts(prompts, self.spec, replace(sampling, max_tokens=room), longest=longest - room)
 
         try:
-            kind = partial(Stream, feed, check)
+            kind = partial(StreamingGeneration, feed, check)
             stream = self._generation(kind, (), sampling, num_rows, min(limit, num_rows))
             begun = stream.until_stopped(self.policy_version)
         except (RuntimeError, UserError):
@@ -261,7 +261,7 @@ class NativeEngine(RolloutEngine):
             wanted = pool_rows(limit, len(prompts), sampling.n, self._cache.fitting(longest))
         num_rows = self._reserve(wanted, longest, sampling.max_tokens, limit)
         try:
-            kind = Generation if talk is None else partial(Session, talk)
+            kind = Generation if talk is None else partial(MultiTurnGeneration, talk)
             running, measured = min(limit, num_rows), talk is None
             generation = self._generation(kind, prompts, sampling, num_rows, running, measured=measured)
             rollouts = generation.run(self.policy_version)
@@ -300,11 +300,11 @@ class NativeEngine(RolloutEngine):
                 running,
                 room=sampling.max_tokens,
                 share_prefill=config.enable_prefix_caching,
-                parking=Parking(num_rows),
+                parking=PausedSequences(num_rows),
             ),
             stopping=Stopping(sampling, self.spec.decode, self.spec.device),
             max_prefill_tokens=config.max_num_batched_tokens,
-            abandoned=Poll(self.told_to_stop, self.spec.tp_group, self.sampled),
+            abandoned=AbortCheck(self.told_to_stop, self.spec.tp_group, self.sampled),
             speculation=None if drafts is None else drafts.call(sampling, running, rows, measured=measured),
         )
 
@@ -326,7 +326,7 @@ class NativeEngine(RolloutEngine):
         before = (0, 0) if self._rows is None else self._rows.shape
         if self._rows is None or self._cache.num_rows > before[0] or max_tokens > before[1]:
             self._rows = None  # frees its memory before the new allocation
-            self._rows = Rows(self._cache.num_rows, max(max_tokens, before[1]), self.spec.device, record)
+            self._rows = DecodeState(self._cache.num_rows, max(max_tokens, before[1]), self.spec.device, record)
         self._rows.wake()
         if self._graphs is not None:
             read = tuple(tensor.data_ptr() for tensor in self._model.reads)
@@ -336,7 +336,7 @@ class NativeEngine(RolloutEngine):
         return num_rows
 
     @property
-    def _reserved(self) -> Rows:
+    def _reserved(self) -> DecodeState:
         if self._rows is None:
             raise RuntimeError("no rows are reserved")
         return self._rows

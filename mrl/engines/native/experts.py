@@ -42,7 +42,7 @@ MAX_ASSIGNMENTS = 1 << 14
 """Assignments computed at a time; bounds the peak memory."""
 
 
-class Experts:
+class MoeLayer:
     """Computes this rank's share of the layer's experts, including the shared expert.
 
     Args:

@@ -50,7 +50,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
-class Form:
+class GemmKernel:
     """A GEMM kernel with its weight layout.
 
     Attributes:
@@ -99,13 +99,13 @@ def _turned(weight_OI: Tensor, earlier: Tensor | None) -> Tensor:
     return weight_OI.t().contiguous() if earlier is None else earlier.copy_(weight_OI.t())
 
 
-PACKED = Form("packed", _reordered, _inner_product, least=2, multiple=1, copies=True)
+PACKED = GemmKernel("packed", _reordered, _inner_product, least=2, multiple=1, copies=True)
 """oneDNN's inner product with a weight in oneDNN's own layout, so that no product reorders it."""
 
-PLAIN = Form("plain", lambda weight_OI, _: weight_OI, F.linear, least=16, multiple=16, copies=False)
+PLAIN = GemmKernel("plain", lambda weight_OI, _: weight_OI, F.linear, least=16, multiple=16, copies=False)
 """Weight as stored; padded to 16 rows to avoid kernels for few rows."""
 
-TRANSPOSED = Form("transposed", _turned, _transposed, least=16, multiple=16, copies=True, in_place=True)
+TRANSPOSED = GemmKernel("transposed", _turned, _transposed, least=16, multiple=16, copies=True, in_place=True)
 """Weight transposed to [I, O]."""
 
 FORMS = {form.name: form for form in (PACKED, PLAIN, TRANSPOSED)}
@@ -115,7 +115,7 @@ ROW_BY_ROW = "row_by_row"
 
 
 @cache
-def row_by_row(outputs: int, dtype: torch.dtype) -> Form:
+def row_by_row(outputs: int, dtype: torch.dtype) -> GemmKernel:
     """Returns the compiled kernel, which the actor can use too: each element is one sum in a fixed order.
 
     Raises:
@@ -126,15 +126,15 @@ def row_by_row(outputs: int, dtype: torch.dtype) -> Form:
     def product(x_PI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
         return compiled.product(x_PI, packed, bias_O, outputs)
 
-    return Form(ROW_BY_ROW, compiled.pack, product, least=1, multiple=1, copies=True, in_place=True)
+    return GemmKernel(ROW_BY_ROW, compiled.pack, product, least=1, multiple=1, copies=True, in_place=True)
 
 
-def candidates(outputs: int, dtype: torch.dtype, *, compiled: bool) -> dict[str, Form]:
+def candidates(outputs: int, dtype: torch.dtype, *, compiled: bool) -> dict[str, GemmKernel]:
     """Returns the kernels for so many outputs, by name; `compiled` adds the compiled one."""
     return {**FORMS, ROW_BY_ROW: row_by_row(outputs, dtype)} if compiled else FORMS
 
 
-def form_of(shape: tuple[int, ...], dtype: torch.dtype, *, compiled: bool = False) -> Form:
+def form_of(shape: tuple[int, ...], dtype: torch.dtype, *, compiled: bool = False) -> GemmKernel:
     """Returns the kernel for weights of this shape [O, I] and dtype, on this machine and in this job."""
     outputs, inputs = shape
     if outputs * inputs < SMALLEST:
@@ -155,7 +155,7 @@ def _chosen(outputs: int, inputs: int, dtype: torch.dtype, compiled: bool) -> st
     return found if found in known else PACKED.name
 
 
-def fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> Form:
+def fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> GemmKernel:
     """Measures the kernels and returns the fastest valid one."""
     generator = torch.Generator().manual_seed(0)
     weight_OI = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator).to(dtype)
@@ -173,7 +173,7 @@ def fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> Fo
     return next((form for form in (*faster, *ranked) if rows_stand_alone(form, weight_OI)), PACKED)
 
 
-def rows_stand_alone(form: Form, weight_OI: Tensor) -> bool:
+def rows_stand_alone(form: GemmKernel, weight_OI: Tensor) -> bool:
     """Returns whether the bits of a row were independent of the other rows in a trial."""
     generator = torch.Generator().manual_seed(1)
     x_PI = torch.empty(max(TRIED_ROWS) + 3, weight_OI.size(1)).uniform_(-1.0, 1.0, generator=generator)

@@ -21,12 +21,12 @@ from mrl.algorithms.functional.sampling import stream_key
 from mrl.engines._kept_tokens import add_step
 from mrl.engines._multiturn_base import Key
 from mrl.engines.base import SamplingConfig
-from mrl.engines.native.decode_state import Rows
+from mrl.engines.native.decode_state import DecodeState
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.model import Decoder
-from mrl.engines.native.parked_slots import Move
+from mrl.engines.native.parked_slots import RowCopy
 from mrl.engines.native.sampler import Sampler
-from mrl.engines.native.scheduler import Group, Sample, Scheduler, prefill_chunks
+from mrl.engines.native.scheduler import PromptGroup, RunningSample, Scheduler, prefill_chunks
 from mrl.engines.native.speculation import Drafted, Speculation
 from mrl.engines.native.stopping import Stopping
 from mrl.errors import UserError
@@ -57,7 +57,7 @@ class Generation:
         *,
         model: Decoder,
         cache: KVCache,
-        rows: Rows,
+        rows: DecodeState,
         decode_step: Callable[[int, int], Tensor],
         scheduler: Scheduler,
         sampling: SamplingConfig,
@@ -119,11 +119,11 @@ class Generation:
     def _done(self) -> bool:
         return self._scheduler.done
 
-    def _admit(self) -> list[Group]:
+    def _admit(self) -> list[PromptGroup]:
         """Returns the prompts to prefill next, into the rows after the running ones."""
         return self._scheduler.admit()
 
-    def _prefill(self, groups: Sequence[Group]) -> None:
+    def _prefill(self, groups: Sequence[PromptGroup]) -> None:
         """Fills the cache with the prompts and stores the hidden state after the last token of each."""
         first_row = len(self._scheduler.running)
         starts = [group.cached for group in groups]
@@ -159,7 +159,7 @@ class Generation:
             ended = self._take(index, self._model.logits(hidden_BH))
             rows = self._retire([rows[i] for i in ended], policy_version)
 
-    def _place(self, rows: Sequence[int], samples: Sequence[Sample]) -> Tensor:
+    def _place(self, rows: Sequence[int], samples: Sequence[RunningSample]) -> Tensor:
         """Initializes the rows of new samples; returns their index."""
         if self._speculation is not None:
             for row, sample in zip(rows, samples, strict=True):
@@ -171,7 +171,7 @@ class Generation:
             [sample.group.room for sample in samples],
         )
 
-    def _family(self, sample: Sample) -> int:
+    def _family(self, sample: RunningSample) -> int:
         """Returns the key of the samples whose tokens are searched for this one's drafts."""
         return sample.group.prompt.uid
 
@@ -284,7 +284,7 @@ class Generation:
             self._finished[self._scheduler.running[row].key] = rollout
         return {}
 
-    def _move(self, move: Move) -> None:
+    def _move(self, move: RowCopy) -> None:
         self._cache.copy_row(move.source, move.target, move.length)
         self._rows.move(move.source, move.target)
         if self._speculation is not None:
@@ -296,7 +296,9 @@ class Generation:
         said = self._rows.sampled(rows)
         return [self._rollout(*each, policy_version) for each in zip(rows, running, said, strict=True)]
 
-    def _rollout(self, row: int, sample: Sample, said: tuple[list[int], list[float]], policy_version: int) -> Rollout:
+    def _rollout(
+        self, row: int, sample: RunningSample, said: tuple[list[int], list[float]], policy_version: int
+    ) -> Rollout:
         response, logprobs = said
         rollout = Rollout(
             prompt=sample.group.prompt,

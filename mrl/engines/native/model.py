@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.distributed.collectives import sum_in_rank_order
-from mrl.engines.native.experts import NAMES, Experts
+from mrl.engines.native.experts import NAMES, MoeLayer
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.packed_linear import Linear, compute_dtype
@@ -36,7 +36,7 @@ class _Layer:
     head_norms: HeadNorms | None
     o: Linear
     post_norm: Tensor
-    mlp: Mlp | Experts
+    mlp: Mlp | MoeLayer
 
 
 class Mlp:
@@ -106,14 +106,14 @@ class Decoder:
             cos=cos,
             sin=sin,
         )
-        self._experts: list[Experts] = []
+        self._experts: list[MoeLayer] = []
         if arch.moe is not None:
             held = expert_shard(self._tp_size, tp_rank, ep_size).experts(arch.moe)
             for i in range(arch.num_layers):
                 prefix = f"layers.{i}."
                 inside = {name: weights[prefix + name] for name in NAMES if prefix + name in weights}
                 scaled = {name: scales[prefix + name] for name in NAMES if prefix + name in scales}
-                self._experts.append(Experts(arch.moe, inside, held, self.dtype, scaled, operations))
+                self._experts.append(MoeLayer(arch.moe, inside, held, self.dtype, scaled, operations))
         self.is_capturable = all(experts.is_capturable for experts in self._experts)
         self._linears = {
             name: Linear(
@@ -173,7 +173,7 @@ class Decoder:
             for i in range(self._arch.num_layers)
         ]
 
-    def _parts(self) -> list[Linear | Experts]:
+    def _parts(self) -> list[Linear | MoeLayer]:
         return [*self._linears.values(), *self._experts]
 
     def forget(self) -> None:

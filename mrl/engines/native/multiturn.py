@@ -23,10 +23,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrl.engines._multiturn_base import Key, Talk, check_answer
-from mrl.engines._multiturn_sample import Conversation
+from mrl.engines._multiturn_sample import MultiTurnSample
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.generation import Generation
-from mrl.engines.native.scheduler import Group, Sample
+from mrl.engines.native.scheduler import PromptGroup, RunningSample
 from mrl.types import Rollout
 
 LIVE = 3
@@ -46,14 +46,14 @@ changes of the free memory seldom change it."""
 def pool_rows(limit: int, num_prompts: int, num_samples: int, fitting: int) -> int:
     """Returns the number of cache rows for episodes of which `limit` may run, if `fitting` rows fit into memory."""
     most = min(num_prompts * num_samples, LIVE * limit + num_samples - 1)  # the samples of a prompt start together
-    asked = most + (most > 1)  # one spare row for swapping rows
-    if fitting >= asked or fitting < limit:
-        return asked
+    wanted = most + (most > 1)  # one spare row for swapping rows
+    if fitting >= wanted or fitting < limit:
+        return wanted
     step = -(-limit // PARKING)
     return limit + (fitting - limit) // step * step
 
 
-class Session(Generation):
+class MultiTurnGeneration(Generation):
     """Multi-turn episodes of one call, in the order that the module docstring describes.
 
     Args:
@@ -66,7 +66,7 @@ class Session(Generation):
         super().__init__(sampling=sampling, **parts)
         self._talk = talk
         self._limit, self._seed = sampling.max_tokens, sampling.seed
-        self._conversations: dict[Key, Conversation] = {}
+        self._conversations: dict[Key, MultiTurnSample] = {}
         self._queue: list[Key] = []
         self._version = -1
         self.stats |= {"reread_tokens": 0.0, "waited_s": 0.0}
@@ -81,14 +81,14 @@ class Session(Generation):
     def _done(self) -> bool:
         return self._scheduler.done and not self._queue
 
-    def _family(self, sample: Sample) -> int:
+    def _family(self, sample: RunningSample) -> int:
         return sample.group.index  # a later turn has a prompt uid of its own
 
     def _decode(self) -> list[int]:
         self._talk.hear()
         return super()._decode()
 
-    def _admit(self) -> list[Group]:
+    def _admit(self) -> list[PromptGroup]:
         """Returns new prompts and resumed episodes, with their cached slots moved into their rows."""
         scheduler = self._scheduler
         under_way = len(scheduler.running) + scheduler.num_due
@@ -100,9 +100,9 @@ class Session(Generation):
             self.stats["reread_tokens"] += self._conversations[key].num_seen - group.cached
         return [*resumed.values(), *admitted]
 
-    def _resumed(self, num_others: int) -> dict[Key, Group]:
+    def _resumed(self, num_others: int) -> dict[Key, PromptGroup]:
         """Takes from the head of the queue the episodes that resume, given `num_others` that run or start."""
-        found: dict[Key, Group] = {}
+        found: dict[Key, PromptGroup] = {}
         while self._queue:
             running = num_others + len(found)
             goal = min(self._scheduler.num_rows, math.ceil(SHARE * (running + len(self._queue))))
@@ -111,7 +111,7 @@ class Session(Generation):
             found |= self._answered(goal - running)
         return found
 
-    def _answered(self, most: int) -> dict[Key, Group]:
+    def _answered(self, most: int) -> dict[Key, PromptGroup]:
         """Waits for the replies to the first `most` of the queue; returns those that continue, finishes the others."""
         keys, self._queue = self._queue[:most], self._queue[most:]
         began = time.perf_counter()
@@ -121,11 +121,13 @@ class Session(Generation):
         for key, answer in zip(keys, answers, strict=True):
             one = self._conversations[key]
             if answer is None:
-                self._finished[key] = one.ended(self._version)
+                self._finished[key] = one.to_rollout(self._version)
                 self._scheduler.parking.forget(key)
                 continue
-            one.heard(check_answer(answer, len(one.ids), self._limit))
-            found[key] = Group(one.place, one.asked(self._seed), deque([0]), self._limit - len(one.ids), answered=key)
+            one.append_reply(check_answer(answer, len(one.ids), self._limit))
+            found[key] = PromptGroup(
+                one.place, one.as_prompt(self._seed), deque([0]), self._limit - len(one.ids), answered=key
+            )
         return found
 
     def _end(self, rollouts: Mapping[int, Rollout]) -> dict[int, Key]:
@@ -134,9 +136,9 @@ class Session(Generation):
         waiting = {}
         for row in sorted(rollouts, key=lambda row: samples[row].key):
             sample, key = samples[row], samples[row].key
-            begun = Conversation(sample.group.index, sample.group.prompt, sample.sample_index)
+            begun = MultiTurnSample(sample.group.index, sample.group.prompt, sample.sample_index)
             one = self._conversations.setdefault(key, begun)
-            stopped = one.took(rollouts[row], sample.group.room)
+            stopped = one.append_turn(rollouts[row], sample.group.room)
             self._talk.ask(stopped)
             self._queue.append(key)
             if stopped.finish_reason != "length":

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.engines.native.fp8_scales import Scales
-from mrl.engines.native.gemm_autotune import ROW_BY_ROW, Form, form_of, row_by_row
+from mrl.engines.native.gemm_autotune import ROW_BY_ROW, GemmKernel, form_of, row_by_row
 from mrl.models.kernels.library import Packed
 
 
@@ -53,7 +53,7 @@ class Linear:
         self._stored = (weight, bias)
         self._scales = scales
         self._dtype = dtype
-        self._form: Form | None = None
+        self._form: GemmKernel | None = None
         if exact:
             self._form = row_by_row(weight.size(0), dtype)
         elif packs(weight.device):

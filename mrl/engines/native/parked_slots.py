@@ -13,7 +13,7 @@ from mrl.engines._multiturn_base import Key
 
 
 @dataclass(frozen=True)
-class Move:
+class RowCopy:
     """Copy of the first `length` slots of row `source` to row `target`."""
 
     source: int
@@ -22,14 +22,14 @@ class Move:
 
 
 @dataclass
-class Place:
+class ParkedSlots:
     """First `length` slots of a row, which belong to a paused sequence."""
 
     row: int
     length: int
 
 
-class Parking:
+class PausedSequences:
     """Rows of the paused sequences, all after the running ones.
 
     Args:
@@ -38,9 +38,9 @@ class Parking:
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        self._places: dict[Key, Place] = {}
+        self._places: dict[Key, ParkedSlots] = {}
 
-    def park(self, key: Key, row: int, length: int, num_running: int) -> list[Move]:
+    def park(self, key: Key, row: int, length: int, num_running: int) -> list[RowCopy]:
         """Keeps the slots of a running sequence in a free row; returns [] if none is free and they are dropped.
 
         Args:
@@ -53,14 +53,14 @@ class Parking:
         free = next((each for each in reversed(range(num_running, self.num_rows)) if each not in held), None)
         if free is None:
             return []
-        self._places[key] = Place(free, length)
-        return [Move(row, free, length)]
+        self._places[key] = ParkedSlots(free, length)
+        return [RowCopy(row, free, length)]
 
     def forget(self, key: Key) -> None:
         """Frees the row of a finished sequence."""
         self._places.pop(key, None)
 
-    def leave(self, keys: Sequence[Key], first: int, needed: int) -> tuple[list[Move], list[int]]:
+    def leave(self, keys: Sequence[Key], first: int, needed: int) -> tuple[list[RowCopy], list[int]]:
         """Moves paused sequences into the rows in which they resume, and others out of rows that are needed.
 
         Args:
@@ -86,9 +86,9 @@ class Parking:
         free = (row for row in reversed(range(needed, self.num_rows)) if row not in held)
         return {key: next(free) for key in keys if self._places[key].row < needed}
 
-    def _sorted_out(self, goals: dict[Key, int], keys: Sequence[Key], first: int) -> list[Move]:
+    def _sorted_out(self, goals: dict[Key, int], keys: Sequence[Key], first: int) -> list[RowCopy]:
         """Orders the moves so that none overwrites a row that is still to be read."""
-        moves: list[Move] = []
+        moves: list[RowCopy] = []
         while goals:
             held = {place.row for place in self._places.values()}
             key = next((each for each in goals if goals[each] not in held), None)
@@ -103,8 +103,8 @@ class Parking:
             del goals[victim], self._places[victim]
         return moves
 
-    def _moved(self, key: Key, row: int) -> Move:
+    def _moved(self, key: Key, row: int) -> RowCopy:
         place = self._places[key]
-        move = Move(place.row, row, place.length)
+        move = RowCopy(place.row, row, place.length)
         place.row = row
         return move

@@ -23,7 +23,7 @@ from mrl.engines._multiturn_base import Key
 from mrl.engines._work_queue import Feed, Work
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.generation import Generation
-from mrl.engines.native.scheduler import Sample
+from mrl.engines.native.scheduler import RunningSample
 from mrl.types import Begun, Prompt, Rollout
 
 PULSE = 8
@@ -32,7 +32,7 @@ PULSES = 8
 """Fewest polls during the longest response; with a single one, no response would ever stop partially."""
 
 
-class Stream(Generation):
+class StreamingGeneration(Generation):
     """Streaming generation of one call.
 
     Args:
@@ -95,7 +95,7 @@ class Stream(Generation):
             )
         return samples
 
-    def _place(self, rows: Sequence[int], samples: Sequence[Sample]) -> Tensor:
+    def _place(self, rows: Sequence[int], samples: Sequence[RunningSample]) -> Tensor:
         index = super()._place(rows, samples)
         for row, sample in zip(rows, samples, strict=True):
             begun = sample.group.begun
@@ -113,7 +113,9 @@ class Stream(Generation):
         self._newly_finished += rollouts.values()
         return {}
 
-    def _rollout(self, row: int, sample: Sample, said: tuple[list[int], list[float]], policy_version: int) -> Rollout:
+    def _rollout(
+        self, row: int, sample: RunningSample, said: tuple[list[int], list[float]], policy_version: int
+    ) -> Rollout:
         rollout, begun = super()._rollout(row, sample, said, policy_version), sample.group.begun
         if begun is not None:
             rollout.prompt = begun.prompt

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mrl.engines._kept_tokens import Kept
 from mrl.engines._multiturn_base import Key
-from mrl.engines.native.attention import Chunk
-from mrl.engines.native.parked_slots import Move, Parking
+from mrl.engines.native.attention import PrefillChunk
+from mrl.engines.native.parked_slots import PausedSequences, RowCopy
 from mrl.types import Begun, Prompt
 
 Alike = tuple[list[int], list[int]]
@@ -24,7 +24,7 @@ Alike = tuple[list[int], list[int]]
 
 
 @dataclass
-class Group:
+class PromptGroup:
     """A prompt and the samples that share its prefill.
 
     Attributes:
@@ -62,7 +62,7 @@ class Group:
 
 
 @dataclass
-class Sample:
+class RunningSample:
     """A running response.
 
     Attributes:
@@ -73,7 +73,7 @@ class Sample:
         kept: Kept token ids.
     """
 
-    group: Group
+    group: PromptGroup
     sample_index: int
     started: int
     ahead: int = 0
@@ -109,13 +109,13 @@ class Scheduler:
         *,
         room: int,
         share_prefill: bool,
-        parking: Parking | None = None,
+        parking: PausedSequences | None = None,
     ) -> None:
         self.num_rows = num_rows
-        self.parking = parking or Parking(num_rows)
-        self.running: list[Sample] = []
-        self._waiting: deque[Group] = deque()
-        self._started: list[Group] = []
+        self.parking = parking or PausedSequences(num_rows)
+        self.running: list[RunningSample] = []
+        self._waiting: deque[PromptGroup] = deque()
+        self._started: list[PromptGroup] = []
         self._room, self._share_prefill = room, share_prefill
         self._num_prompts = 0
         self._alike: Alike | None = None
@@ -125,7 +125,7 @@ class Scheduler:
     def wait(self, prompt: Prompt, samples: Sequence[int], begun: Begun | None = None) -> None:
         """Queues samples of a prompt, or the partial rollout `begun`, after all that wait."""
         for part in [samples] if self._share_prefill else [[sample] for sample in samples]:
-            self._waiting.append(Group(self._num_prompts, prompt, deque(part), self._room, begun=begun))
+            self._waiting.append(PromptGroup(self._num_prompts, prompt, deque(part), self._room, begun=begun))
         self._num_prompts += 1
 
     @property
@@ -148,13 +148,13 @@ class Scheduler:
         """Partial rollouts that wait to resume."""
         return [group.begun for group in self._waiting if group.begun is not None]
 
-    def admit(self, most: int | None = None) -> list[Group]:
+    def admit(self, most: int | None = None) -> list[PromptGroup]:
         """Takes waiting prompts that fit, to be prefilled into the rows after the running ones.
 
         Args:
             most: Stop after so many samples; None: no limit.
         """
-        admitted: list[Group] = []
+        admitted: list[PromptGroup] = []
         free = self.num_rows - len(self.running) - self.num_due
         room = free if most is None else most
         while self._waiting and free > 0 and room > 0:
@@ -164,7 +164,7 @@ class Scheduler:
             admitted.append(group)
         return admitted
 
-    def resume(self, groups: Sequence[Group], admitted: Sequence[Group]) -> list[Move]:
+    def resume(self, groups: Sequence[PromptGroup], admitted: Sequence[PromptGroup]) -> list[RowCopy]:
         """Prepares the rows in which samples will start; sets `cached` of resumed groups to the slots that are left.
 
         Args:
@@ -180,7 +180,7 @@ class Scheduler:
             group.cached = length
         return moves
 
-    def start(self, groups: Sequence[Group], step: int) -> tuple[list[int], list[Move]]:
+    def start(self, groups: Sequence[PromptGroup], step: int) -> tuple[list[int], list[RowCopy]]:
         """Starts samples of prefilled prompts, and of earlier prompts with samples left, in all free rows.
 
         Args:
@@ -196,20 +196,20 @@ class Scheduler:
         for group in groups:
             home[id(group)] = len(self.running)
             rows.append(len(self.running))
-            self.running.append(Sample(group, group.pending.popleft(), step))
+            self.running.append(RunningSample(group, group.pending.popleft(), step))
         self._started = [group for group in (*self._started, *groups) if group.pending]
         for group in self._started:
             while group.pending and len(self.running) < self.num_rows:
                 target = len(self.running)
-                moves.append(Move(home[id(group)], target, group.prompt_len))
+                moves.append(RowCopy(home[id(group)], target, group.prompt_len))
                 rows.append(target)
-                self.running.append(Sample(group, group.pending.popleft(), step))
+                self.running.append(RunningSample(group, group.pending.popleft(), step))
         self._started = [group for group in self._started if group.pending]
         return rows, moves
 
     def retire(
         self, rows: Iterable[int], step: int, waiting: Mapping[int, Key] | None = None
-    ) -> tuple[list[int], list[Move]]:
+    ) -> tuple[list[int], list[RowCopy]]:
         """Ends the samples in the given rows; `waiting` maps rows to pause to their keys.
 
         A prompt with samples left keeps the row and starts the next one there; otherwise the last running row moves in.
@@ -220,21 +220,21 @@ class Scheduler:
         """
         self._alike = None
         begun: set[int] = set()
-        moves: list[Move] = []
+        moves: list[RowCopy] = []
         for row in sorted(rows, reverse=True):
             group = self.running[row].group
             if waiting and row in waiting:
                 length = self.running[row].num_cached(step)
                 moves += self.parking.park(waiting[row], row, length, len(self.running))
             if group.pending:
-                self.running[row] = Sample(group, group.pending.popleft(), step)
+                self.running[row] = RunningSample(group, group.pending.popleft(), step)
                 begun.add(row)
                 continue
             last = len(self.running) - 1
             moved = self.running.pop()
             if row != last:
                 self.running[row] = moved
-                moves.append(Move(last, row, moved.num_cached(step)))
+                moves.append(RowCopy(last, row, moved.num_cached(step)))
                 if last in begun:
                     begun.remove(last)
                     begun.add(row)
@@ -258,7 +258,7 @@ class Scheduler:
 
 def prefill_chunks(
     prompt_lens: Sequence[int], first_row: int, max_tokens: int, *, starts: Sequence[int] = ()
-) -> Iterable[list[Chunk]]:
+) -> Iterable[list[PrefillChunk]]:
     """Distributes prompts over forwards of at most `max_tokens` tokens; prompt i goes to row `first_row + i`.
 
     Prompts of similar length share a forward. A prompt longer than a forward is cut every `max_tokens` tokens,
@@ -267,7 +267,7 @@ def prefill_chunks(
     """
     starts = starts or [0] * len(prompt_lens)
     order = sorted(range(len(prompt_lens)), key=lambda i: prompt_lens[i] - starts[i])
-    batch: list[Chunk] = []
+    batch: list[PrefillChunk] = []
     room = max_tokens
     for i in order:
         start = starts[i]
@@ -276,7 +276,7 @@ def prefill_chunks(
             batch, room = [], max_tokens
         while start < prompt_lens[i]:
             stop = min(prompt_lens[i], start + room)
-            batch.append(Chunk(first_row + i, start, stop))
+            batch.append(PrefillChunk(first_row + i, start, stop))
             room -= stop - start
             start = stop
             if room == 0:

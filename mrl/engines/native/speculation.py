@@ -20,7 +20,7 @@ from torch import Tensor
 from mrl.config.config import SpeculativeConfig
 from mrl.engines.native.cpu_ops import Compiled
 from mrl.engines.native.decode_cost_model import Costs
-from mrl.engines.native.decode_state import Rows
+from mrl.engines.native.decode_state import DecodeState
 from mrl.engines.native.ngram_history import History, Ints
 
 PRIOR = 0.5
@@ -102,7 +102,7 @@ class Speculation:
         self._tries = np.full(self._lookup.stop, PRIOR_TRIES)
         self._found: tuple[Ints, Ints, Ints] | None = None
 
-    def draft(self, rows: Rows, batch: int) -> Drafted | None:
+    def draft(self, rows: DecodeState, batch: int) -> Drafted | None:
         """Returns the tokens to feed for the first `batch` rows; None: only the newest tokens."""
         limits_B = rows.rooms_S[:batch] - rows.counts_S[:batch] - 1  # one more is drawn after the last
         drafts_BK = self._drafts_SK[:batch]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mrl.engines.base import SamplingConfig
-from mrl.engines.native.decode_state import Rows
+from mrl.engines.native.decode_state import DecodeState
 from mrl.types import FinishReason
 
 TAIL_TOKENS = 8
@@ -49,8 +49,8 @@ class Stopping:
             done = done | torch.isin(tokens_P, self._stop_ids)
         return done
 
-    def hits_string(self, rows: Rows, row: int, more: int = 0) -> bool:
-        """Returns whether the newest token of a row completed a stop string; for `more` see `Rows.response`."""
+    def hits_string(self, rows: DecodeState, row: int, more: int = 0) -> bool:
+        """Returns whether the newest token of a row completed a stop string; for `more` see `DecodeState.response`."""
         if not self._strings:
             return False
         tail = self._decode(rows.response(row, -self._tail, more))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.algorithms.functional.sampling import draw, uniforms
-from mrl.engines.native.attention import Chunk, DecodeAttention, PrefillAttention
+from mrl.engines.native.attention import DecodeAttention, PrefillAttention, PrefillChunk
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.packed_linear import Linear
 
@@ -91,7 +91,7 @@ class Operations:
         """Returns the output [P, H] of a dense layer's gated MLP."""
         return down(self.gate(gate_up(x_PH)))
 
-    def prefill_attention(self, cache: KVCache, chunks: Sequence[Chunk]) -> PrefillAttention:
+    def prefill_attention(self, cache: KVCache, chunks: Sequence[PrefillChunk]) -> PrefillAttention:
         """Returns the attention of prompt chunks, sorted by `extent`."""
         return PrefillAttention(cache, chunks)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.engines._abort_check import Poll
+from mrl.engines._abort_check import AbortCheck
 from mrl.engines._fp8_support import config_keys
 from mrl.engines._kept_tokens import Kept
 from mrl.engines._kv_budget import kv_budget
@@ -25,8 +25,8 @@ from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.vllm import logprob_probe
 from mrl.engines.vllm.fields import refusals_on_a_cpu
 from mrl.engines.vllm.fp8_support import check_gpu, left_out
-from mrl.engines.vllm.llm_runtime import Host
-from mrl.engines.vllm.parameter_views import Storage
+from mrl.engines.vllm.llm_runtime import VllmRuntime
+from mrl.engines.vllm.parameter_views import ParameterViews
 from mrl.engines.vllm.process_state import same_numbers
 from mrl.engines.vllm.sampling import arguments, ends_in_text, to_rollout
 from mrl.errors import UserError
@@ -72,11 +72,11 @@ class VllmEngine(RolloutEngine):
         later = sum(map(num_bytes, self._layout.values()))
         budget = kv_budget(spec.device, config.gpu_memory_utilization, spec.tp_group, later_bytes=later)
         folder = spec.model_folder(config_keys(config, left_out=left_out(arch)))
-        self._host = Host(spec, folder, budget=budget)
+        self._runtime = VllmRuntime(spec, folder, budget=budget)
         try:
-            self._storage = Storage(self._host.model(), self._layout, self._host.version)
+            self._storage = ParameterViews(self._runtime.model(), self._layout, self._runtime.version)
         except UserError:
-            self._host.close()
+            self._runtime.close()
             raise
         self._asleep: set[str] = set()
         self._probed = False
@@ -122,9 +122,9 @@ class VllmEngine(RolloutEngine):
 
     def _drop_prefixes(self) -> None:
         """Drops cached prefixes, which belong to the old weights; raises RuntimeError if vLLM refuses."""
-        if not self._host.llm.reset_prefix_cache():
+        if not self._runtime.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not drop its cached prefixes: requests still use them")
-        self._host.engine.reset_encoder_cache()
+        self._runtime.engine.reset_encoder_cache()
 
     # memory -----------------------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class VllmEngine(RolloutEngine):
         Does nothing on a CPU, or with `rollout.free_cache_engine=false`.
         """
         if self.spec.device.type == "cuda" and self.spec.config.free_cache_engine and not self._asleep:
-            self._host.llm.sleep(level=1)
+            self._runtime.llm.sleep(level=1)
             self._asleep = set(PARTS)
 
     def wake(self) -> None:
@@ -144,14 +144,14 @@ class VllmEngine(RolloutEngine):
     def _wake(self, *parts: str) -> None:
         asleep = [part for part in parts if part in self._asleep]
         if asleep:
-            self._host.llm.wake_up(tags=asleep)
+            self._runtime.llm.wake_up(tags=asleep)
             self._asleep -= set(asleep)
 
     def close(self) -> None:
         """Shuts vLLM down; the engine cannot be used again, and the trainer's process groups stay."""
         self._has_weights = False
         self._storage.forget()
-        self._host.close()
+        self._runtime.close()
 
     def stats(self) -> dict[str, float]:
         """Returns statistics of the last `generate`: prefill_tokens (per sample), decode_tokens, decode_steps."""
@@ -165,19 +165,19 @@ class VllmEngine(RolloutEngine):
             if not self._probed:
                 self._probe(prompts[0])
                 self._probed = True
-            self._host.supports.start(listens=sampling.with_support and self.spec.leads_replica)
+            self._runtime.supports.start(listens=sampling.with_support and self.spec.leads_replica)
             try:
                 return self._sample(prompts, sampling)
             finally:
-                self._host.supports.start(listens=False)
+                self._runtime.supports.start(listens=False)
 
     def _sample(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         samples = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
         asked = [arguments(sampling, prompt, index) for prompt, index in samples]
         watched = bool(sampling.stop) and not sampling.ignore_eos
         requests = self._add([prompt for prompt, _ in samples], asked, whole=not watched)
-        poll = Poll(self.told_to_stop, self.spec.tp_group, self.sampled)
-        engine, ended, steps = self._host.engine, dict[str, tuple[Any, int | None, Tensor | None, Kept | None]](), 0
+        poll = AbortCheck(self.told_to_stop, self.spec.tp_group, self.sampled)
+        engine, ended, steps = self._runtime.engine, dict[str, tuple[Any, int | None, Tensor | None, Kept | None]](), 0
         numbers = dict(zip(requests, samples, strict=True))
         while engine.has_unfinished_requests():
             if poll():
@@ -190,7 +190,7 @@ class VllmEngine(RolloutEngine):
                 if name not in ended and (cut is not None or output.finished):
                     tokens = len(numbers[name][0].prompt_ids) + len(answer.token_ids[:cut])
                     own = requests[name]
-                    ended[name] = (answer, cut, self._experts(own, tokens), self._host.supports.pop(own))
+                    ended[name] = (answer, cut, self._experts(own, tokens), self._runtime.supports.pop(own))
                     if not output.finished:
                         engine.abort_request([name])
         rollouts = [
@@ -215,13 +215,13 @@ class VllmEngine(RolloutEngine):
         for prompt, given in zip(prompts, asked, strict=True):
             name = str(self._num_requests)
             self._num_requests += 1
-            names[name] = self._host.engine.add_request(
+            names[name] = self._runtime.engine.add_request(
                 name, {"prompt_token_ids": list(prompt.prompt_ids)}, SamplingParams(**given, output_kind=kind)
             )
         return names
 
     def _experts(self, name: str, num_tokens: int) -> Tensor | None:
-        return None if self._host.experts is None else self._host.experts.of(name, num_tokens)
+        return None if self._runtime.experts is None else self._runtime.experts.of(name, num_tokens)
 
     def _rollout(
         self,
@@ -253,8 +253,8 @@ class VllmEngine(RolloutEngine):
             self._drop_prefixes()  # both prefill the prompt in the same way
             (name,) = self._add([prompt], [{**arguments(setting, prompt, 0), "logprobs": -1}], whole=True)
             outputs = []
-            while self._host.engine.has_unfinished_requests():
-                outputs += self._host.engine.step()
+            while self._runtime.engine.has_unfinished_requests():
+                outputs += self._runtime.engine.step()
             (answer,) = (output.outputs[0] for output in outputs if output.request_id == name)
             found.append(logprob_probe.row(answer.logprobs[0], self.spec.arch.vocab_size))
         logprob_probe.check(*found)

@@ -17,7 +17,7 @@ from mrl.engines.vllm.patches import place
 from mrl.errors import UserError
 
 
-class Supports:
+class KeptTokensRecorder:
     """Kept token ids of every running request.
 
     Attributes:

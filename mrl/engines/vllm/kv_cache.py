@@ -18,7 +18,7 @@ large."""
 
 
 @dataclass(frozen=True)
-class KVCache:
+class KVCacheSize:
     """KV cache of one rank.
 
     Attributes:
@@ -55,7 +55,7 @@ def block_tokens(rollout: RolloutConfig) -> int:
     return max(ROUND, given) if isinstance(given, int) else ROUND
 
 
-def kv_cache(rollout: RolloutConfig, arch: ArchSpec, engine_bytes: int) -> KVCache:
+def kv_cache(rollout: RolloutConfig, arch: ArchSpec, engine_bytes: int) -> KVCacheSize:
     """Returns the wanted cache sizes of a run.
 
     Args:
@@ -67,4 +67,4 @@ def kv_cache(rollout: RolloutConfig, arch: ArchSpec, engine_bytes: int) -> KVCac
     block = block_tokens(rollout)
     tokens = (-(-rollout.longest // block) + 1) * block  # vLLM reserves one block
     each = tokens * 2 * arch.num_layers * heads * arch.head_dim * item_bytes(rollout, engine_bytes)
-    return KVCache(each, each * rollout.max_num_seqs)
+    return KVCacheSize(each, each * rollout.max_num_seqs)

@@ -23,11 +23,11 @@ from mrl.engines.base import EngineSpec
 from mrl.engines.vllm import patches
 from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.engines.vllm.engine_kwargs import KEY, given_by, merged
-from mrl.engines.vllm.kept_tokens import Supports
+from mrl.engines.vllm.kept_tokens import KeptTokensRecorder
 from mrl.engines.vllm.kv_cache import kv_cache
 from mrl.engines.vllm.package_signature import ADVICE, broken_requirements, installed
 from mrl.engines.vllm.process_state import kept
-from mrl.engines.vllm.routing import CAPTURER, Experts
+from mrl.engines.vllm.routing import CAPTURER, RoutingRecorder
 from mrl.errors import UserError, first_line, to_install
 
 PLAIN_KERNEL = "triton"
@@ -114,7 +114,7 @@ def _kernels(spec: EngineSpec) -> dict[str, str]:
     return {**({"moe_backend": PLAIN_KERNEL} if moe else {}), **({"linear_backend": PLAIN_KERNEL} if fp8 else {})}
 
 
-class Host:
+class VllmRuntime:
     """A started vLLM engine.
 
     Attributes:
@@ -155,7 +155,7 @@ class Host:
                 patches.ranks_sleep(self.version)
                 patches.memory_stays(self.version)
                 patches.kernels_of_vllm(self.version)
-            self.supports = Supports(self.version)
+            self.supports = KeptTokensRecorder(self.version)
             self.experts = self._experts(spec)
             from vllm import LLM
 
@@ -173,10 +173,10 @@ class Host:
                 ) from error
         self._core = self.llm.llm_engine.engine_core
 
-    def _experts(self, spec: EngineSpec) -> Experts | None:
+    def _experts(self, spec: EngineSpec) -> RoutingRecorder | None:
         """Returns the routing recorder or None; registers it and the sampling recorder before vLLM starts."""
         moe = spec.arch.moe if spec.config.enable_rollout_routing_replay else None
-        found = None if moe is None else Experts(spec.arch, moe, self.version)
+        found = None if moe is None else RoutingRecorder(spec.arch, moe, self.version)
         if found is not None:
             for name in ("RoutedExpertsCapturer", "bind_routed_experts_capturer"):
                 patches.place(CAPTURER, name, self.version)

@@ -19,14 +19,14 @@ from mrl.resharding.layout import Layout
 from mrl.resharding.weight_slice import WeightSlice
 
 PLAIN_KERNELS = ("TRITON", "CPU", "TritonFp8BlockScaledMMKernel")
-"""vLLM's kernels that read weights as weight sync writes them: for experts, the second after `Storage.pack`; for FP8
-matrices."""
+"""vLLM's kernels that read weights in the layout that weight sync writes: two for experts (CPU after
+`ParameterViews.pack`), one for FP8 matrices."""
 
 ROUTED = ".routed_experts."
 """Part of the names of experts in some versions."""
 
 
-class Storage:
+class ParameterViews:
     """Parameters of this rank's part of the model, by the layout's names.
 
     Args:

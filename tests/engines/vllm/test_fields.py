@@ -14,7 +14,7 @@ from mrl.engines.base import SamplingConfig
 from mrl.engines.vllm import engine_kwargs, logprob_probe, package_signature
 from mrl.engines.vllm.engine_fields import DERIVED, FREE, IDLE, NAMES, REFUSED, markdown
 from mrl.engines.vllm.fields import FIELDS
-from mrl.engines.vllm.parameter_views import Storage
+from mrl.engines.vllm.parameter_views import ParameterViews
 from mrl.engines.vllm.process_state import ALWAYS, OWN, kept
 from mrl.engines.vllm.sampling import arguments
 from mrl.errors import UserError
@@ -235,9 +235,9 @@ def test_a_kernel_that_keeps_experts_otherwise_is_refused():
     layer = torch.nn.Module()
     layer.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name="FLASHINFER_CUTLASS"))
     with pytest.raises(UserError, match="with FLASHINFER_CUTLASS, which reorders them"):
-        Storage(layer, {}, "0.32.0")
+        ParameterViews(layer, {}, "0.32.0")
     layer.quant_method.unquantized_backend.name = "TRITON"
-    Storage(layer, {}, "0.32.0")
+    ParameterViews(layer, {}, "0.32.0")
 
 
 class DeepGemm:
@@ -256,13 +256,13 @@ def test_a_kernel_that_keeps_fp8_otherwise_is_refused(method, said):
     layer = torch.nn.Module()
     layer.quant_method = SimpleNamespace(**method)
     with pytest.raises(UserError, match=said):
-        Storage(layer, {}, "0.32.0")
+        ParameterViews(layer, {}, "0.32.0")
 
 
 def test_a_tensor_of_another_dtype_is_refused():
     model = torch.nn.Linear(4, 3, bias=False)
     with pytest.raises(UserError, match="stores 'weight' in float32, mrl expects bfloat16"):
-        Storage(model, {"weight": StoredTensor((3, 4), "bfloat16", ())}, "0.32.0")
+        ParameterViews(model, {"weight": StoredTensor((3, 4), "bfloat16", ())}, "0.32.0")
 
 
 def test_what_a_start_changes_is_put_back(monkeypatch):

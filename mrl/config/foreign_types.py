@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 PLAIN = {"bool": bool, "int": int, "float": (int, float), "str": str}
-WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}
+WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a string"}
 SEQUENCES = ("list", "List", "tuple", "Tuple")
 
 Names = Callable[[str], Collection[str]]

@@ -26,7 +26,7 @@ from mrl.config.yaml_file import MAX_DEPTH, UNREADABLE, check_events, reason
 from mrl.errors import UserError
 
 REFERENCE = re.compile(r"\$\{.*\}")
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 LARGEST_WHOLE = 1 << 64
 
@@ -149,7 +149,7 @@ def expected(kind: Any) -> str:
     if origin is list and is_dataclass(inside[0]):
         return f"a list of sections with keys {', '.join(item.name for item in fields(inside[0]))}"
     if origin is list:
-        return "a list such as [a, b], or one text"
+        return "a list such as [a, b], or one string"
     return WORDS[kind]
 
 
@@ -208,7 +208,7 @@ def _meant(value: Any, kind: Any) -> Any:
     if kind != list[str] or (isinstance(value, str) and REFERENCE.fullmatch(value)):
         return value
     if isinstance(value, list) and any(isinstance(item, (list, dict)) for item in value):
-        raise ValidationError("a list in a list of texts")  # OmegaConf would accept it
+        raise ValidationError("a list in a list of strings")  # OmegaConf would accept it
     return [value] if isinstance(value, str) else value
 
 

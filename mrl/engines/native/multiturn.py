@@ -66,7 +66,7 @@ class MultiTurnGeneration(Generation):
         super().__init__(sampling=sampling, **parts)
         self._talk = talk
         self._limit, self._seed = sampling.max_tokens, sampling.seed
-        self._conversations: dict[Key, MultiTurnSample] = {}
+        self._samples: dict[Key, MultiTurnSample] = {}
         self._queue: list[Key] = []
         self._version = -1
         self.stats |= {"reread_tokens": 0.0, "waited_s": 0.0}
@@ -91,16 +91,16 @@ class MultiTurnGeneration(Generation):
     def _admit(self) -> list[PromptGroup]:
         """Returns new prompts and resumed episodes, with their cached slots moved into their rows."""
         scheduler = self._scheduler
-        under_way = len(scheduler.running) + scheduler.num_due
-        admitted = scheduler.admit(LIVE * scheduler.num_rows - under_way - len(self._queue))
-        resumed = self._resumed(under_way + sum(len(group.pending) for group in admitted))
+        num_active = len(scheduler.running) + scheduler.num_due
+        admitted = scheduler.admit(LIVE * scheduler.num_rows - num_active - len(self._queue))
+        resumed = self._take_resumable(num_active + sum(len(group.pending) for group in admitted))
         for move in scheduler.resume(list(resumed.values()), admitted):
             self._move(move)
         for key, group in resumed.items():
-            self.stats["reread_tokens"] += self._conversations[key].num_seen - group.cached
+            self.stats["reread_tokens"] += self._samples[key].num_seen - group.cached
         return [*resumed.values(), *admitted]
 
-    def _resumed(self, num_others: int) -> dict[Key, PromptGroup]:
+    def _take_resumable(self, num_others: int) -> dict[Key, PromptGroup]:
         """Takes from the head of the queue the episodes that resume, given `num_others` that run or start."""
         found: dict[Key, PromptGroup] = {}
         while self._queue:
@@ -108,10 +108,10 @@ class MultiTurnGeneration(Generation):
             goal = min(self._scheduler.num_rows, math.ceil(SHARE * (running + len(self._queue))))
             if running > LOW * goal:
                 break
-            found |= self._answered(goal - running)
+            found |= self._wait_for_replies(goal - running)
         return found
 
-    def _answered(self, most: int) -> dict[Key, PromptGroup]:
+    def _wait_for_replies(self, most: int) -> dict[Key, PromptGroup]:
         """Waits for the replies to the first `most` of the queue; returns those that continue, finishes the others."""
         keys, self._queue = self._queue[:most], self._queue[most:]
         began = time.perf_counter()
@@ -119,7 +119,7 @@ class MultiTurnGeneration(Generation):
         self.stats["waited_s"] += time.perf_counter() - began
         found = {}
         for key, answer in zip(keys, answers, strict=True):
-            one = self._conversations[key]
+            one = self._samples[key]
             if answer is None:
                 self._finished[key] = one.to_rollout(self._version)
                 self._scheduler.parking.forget(key)
@@ -137,7 +137,7 @@ class MultiTurnGeneration(Generation):
         for row in sorted(rollouts, key=lambda row: samples[row].key):
             sample, key = samples[row], samples[row].key
             begun = MultiTurnSample(sample.group.index, sample.group.prompt, sample.sample_index)
-            one = self._conversations.setdefault(key, begun)
+            one = self._samples.setdefault(key, begun)
             stopped = one.append_turn(rollouts[row], sample.group.room)
             self._talk.ask(stopped)
             self._queue.append(key)

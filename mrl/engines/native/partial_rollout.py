@@ -59,22 +59,22 @@ class StreamingGeneration(Generation):
         replicas poll with it.
         """
         abandoned = False
-        while (work := self._pulse()) is not None:
+        while (work := self._poll()) is not None:
             if not abandoned:
-                self._wait(work)
+                self._enqueue(work)
                 abandoned = self._advance(policy_version, self._pulse_steps)
         running = self._rollouts(range(len(self._scheduler.running)), policy_version)
         left = [_begun(found) for found in running]
         return sorted([*self._unrecorded(left), *self._scheduler.not_resumed], key=_place_of)
 
-    def _pulse(self) -> Sequence[Work] | None:
+    def _poll(self) -> Sequence[Work] | None:
         finished, self._newly_finished = sorted(self._newly_finished, key=_place_of), []
         began = time.perf_counter()
         work = self._feed.pulse(finished, self._scheduler.num_waiting)
         self.stats["waited_s"] += time.perf_counter() - began
         return work
 
-    def _wait(self, work: Sequence[Work]) -> None:
+    def _enqueue(self, work: Sequence[Work]) -> None:
         """Queues the work, partial rollouts before new samples."""
         self._check([one.prompt for one in work], self._sampling.max_tokens)
         for begun in self._unrecorded([each for one in work for each in one.begun]):

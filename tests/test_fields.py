@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from mrl.config.config import Config, RewardFunctionConfig
-from mrl.config.distillation import TeacherConfig
+from mrl.config.config import Config, RewardFunctionConfig, TeacherConfig
 from mrl.config.keys import dotted_keys
 from tests.data.fields import COLUMNS, TALKS, WARM, write
 from tests.distilled import ROWS as DISTILLATION

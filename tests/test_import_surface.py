@@ -84,8 +84,8 @@ def test_a_mapping_is_a_config_and_a_mistake_is_one_sentence():
     assert (made.train.num_steps, made.run.seed) == (3, 7)
     for wrong, words in (
         ({"train": {"num_step": 3}}, "'train.num_step' is unknown. Did you mean 'train.num_steps'"),
-        ({"train": {"num_steps": "three"}}, "'three' came, expected a whole number"),
-        (3, "3 is no config"),
+        ({"train": {"num_steps": "three"}}, "got 'three', expected a whole number"),
+        (3, "3 is not a config"),
         ("nowhere.yaml", "does not exist"),
     ):
         with pytest.raises(mrl.UserError, match=words):

@@ -35,7 +35,7 @@ from bench.measure import commit, device_name, spread
 
 from mrl.config.config import load
 from mrl.distributed.local_ranks import free_port
-from mrl.engines.native.decode_state import Rows
+from mrl.engines.native.decode_state import DecodeState
 from mrl.train import one_step
 from mrl.trainer.resolve import prepare
 from mrl.trainer.startup import open_job
@@ -145,16 +145,16 @@ def overlap(steps: int, response_len: int) -> dict[str, Any]:
 
 
 def lengths_by_key(short: int, factor: int, slow: float) -> None:
-    """Patches this process's engine to end responses at lengths that depend on the seed of their random numbers."""
-    begin = Rows.begin
+    """Ends responses in this process's engine at lengths that follow from the keys of their random numbers."""
+    begin = DecodeState.begin
 
-    def begin_with_length(
-        self: Rows, rows: Sequence[int], prompt_lens: Sequence[int], keys: Sequence[int], rooms: Sequence[int]
+    def begun(
+        self: DecodeState, rows: Sequence[int], prompt_lens: Sequence[int], keys: Sequence[int], rooms: Sequence[int]
     ) -> Any:
         chosen = [short * factor if key % 1000 < 1000 * slow else short for key in keys]
         return begin(self, rows, prompt_lens, keys, [min(pair) for pair in zip(chosen, rooms, strict=True)])
 
-    Rows.begin = begin_with_length  # type: ignore[method-assign]
+    DecodeState.begin = begun  # type: ignore[method-assign]
 
 
 def run_of_tail(config: dict[str, Any], trace: tuple[int, int, float], pipe: Connection) -> None:

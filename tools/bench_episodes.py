@@ -39,8 +39,7 @@ from bench.alternate import Action, take_turns
 from bench.measure import add_device, commit, device_name, spread
 from torch import Tensor
 
-from mrl.config.config import RolloutConfig
-from mrl.config.multi_turn import AgentConfig, MultiTurnConfig
+from mrl.config.config import AgentConfig, MultiTurnConfig, RolloutConfig
 from mrl.data.tokenizer import CharTokenizer
 from mrl.distributed import launch
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig

@@ -44,8 +44,7 @@ import torch
 from bench.measure import commit, device_name
 from safetensors.torch import load_file
 
-from mrl.config.config import RolloutConfig
-from mrl.config.speculative import SpeculativeConfig
+from mrl.config.config import RolloutConfig, SpeculativeConfig
 from mrl.distributed import launch
 from mrl.engines.base import EngineSpec, SamplingConfig
 from mrl.engines.native.engine import NativeEngine

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mrl.algorithms.functional.rollout_correction import Rejection, Weighing
+from mrl.config.config import RolloutCorrectionConfig
 from mrl.config.did_you_mean import did_you_mean
-from mrl.config.rollout_correction import RolloutCorrectionConfig
 from mrl.config.verl_keys.verl_presets import PRESETS
 from mrl.errors import UserError
 

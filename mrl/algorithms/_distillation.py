@@ -18,7 +18,7 @@ from mrl.algorithms.base import LARGEST, Algorithm, required
 from mrl.algorithms.functional.importance import at_least_fp32
 from mrl.algorithms.functional.kl import Estimator, kl_penalty
 from mrl.algorithms.functional.losses import clipped_surrogate
-from mrl.config.distillation import DistillationLossConfig
+from mrl.config.config import DistillationLossConfig
 from mrl.types import RolloutBatch
 
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]

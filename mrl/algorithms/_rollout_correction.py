@@ -24,7 +24,7 @@ from mrl.algorithms.functional.rollout_correction import (
     statistic,
 )
 from mrl.algorithms.functional.sequence_losses import Sequences
-from mrl.config.rollout_correction import RolloutCorrectionConfig
+from mrl.config.config import RolloutCorrectionConfig
 from mrl.types import RolloutBatch
 
 

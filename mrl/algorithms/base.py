@@ -23,8 +23,7 @@ from mrl.algorithms._kl_control import KlControl
 from mrl.algorithms._policy_loss import LOSSES, READ
 from mrl.algorithms.functional import advantages as advantage_maths
 from mrl.algorithms.functional.aggregation import token_weights
-from mrl.config.config import AlgorithmConfig, LearnsFrom, RolloutConfig
-from mrl.config.dpo import DpoConfig
+from mrl.config.config import AlgorithmConfig, DpoConfig, LearnsFrom, RolloutConfig
 from mrl.config.registry import find
 from mrl.errors import UserError
 from mrl.types import RolloutBatch

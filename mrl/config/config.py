@@ -1,67 +1,60 @@
-"""Every knob of mrl: sections, fields, defaults, and how a YAML file with overrides becomes a `Config`.
+"""Every setting of mrl with its default, and `load`, which reads a YAML file with overrides into a `Config`.
 
-Owns the schema and the only default of each field; YAML files hold differences. It imports no torch, and it knows no
-range and no rule between fields: those live in `trainer/validation/`, which refuses them before any process group
-exists.
+Defaults are defined only here; YAML files contain the differences. Ranges and rules between fields are in
+`trainer/validation/`, which checks them before any process group exists. Imports no torch.
 
-A string under a field is its one line of documentation (unit and range). `None` in `algorithm` means "what the named
-algorithm defines"; the resolved value is written into the run folder.
+The string under a field is its documentation (unit and range); `mrl/docs/config.md` is generated from it. `None` in
+`algorithm` means the default of the named algorithm; the run folder contains the resolved value.
 """
 
 from __future__ import annotations
 
 import os.path
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Optional
 
 import yaml
 from omegaconf._utils import get_omega_conf_dumper
 
-from mrl.config.controllers import EntropyCtrlConfig, KlCtrlConfig
 from mrl.config.did_you_mean import did_you_mean_path
-from mrl.config.distillation import DistillationConfig
-from mrl.config.dpo import DpoConfig
-from mrl.config.multi_turn import AgentConfig, MultiTurnConfig
 from mrl.config.paths import FilePath, TokenizerPath
-from mrl.config.policy_losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig, SapoConfig, VespoConfig
-from mrl.config.reward_model import RewardModelConfig
-from mrl.config.rollout_correction import RolloutCorrectionConfig
-from mrl.config.speculative import SpeculativeConfig
 from mrl.config.values import Values
+from mrl.config.verl_keys.verl_presets import PRESETS
 from mrl.config.yaml_file import read_yaml
 from mrl.errors import UserError, shown
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The run folder and the process."""
+    """Run folder, device and time limits of the process."""
 
     output_dir: FilePath = "runs/default"
-    """Run folder; everything that a run writes is in it."""
+    """Run folder; contains every file that a run writes."""
     seed: int = 0
-    """Seeds initial weights, data order and sampling."""
+    """Seed of initial weights, data order and sampling."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """auto: continue from the run folder's last checkpoint if there is one; never: refuse a folder that has one;
+    """auto: continue from the last checkpoint of the run folder if there is one; never: refuse a folder that has one;
     must: refuse to start without one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where there is a device, else CPU with gloo."""
+    """auto: CUDA if there is a device, else CPU with gloo."""
     num_threads: int = 0
     """CPU threads per rank; 0: cores divided by the ranks of this host."""
     collective_timeout_s: float = 600.0
-    """A rank that waits longer in one collective ends the job, s, unless who it waits for samples on; the message names
-    the ranks that it waits for."""
+    """Longest wait of a rank in one collective, s; more only while the ranks that it waits for are generating. Then the
+    job ends with an error that names these ranks."""
     heartbeat_timeout_s: float = 45.0
-    """A rank that gives no sign of life for so long ends the job, s: its process or its host is gone, or stopped."""
+    """Longest time without a heartbeat of a rank, s. Then the job ends: the rank's process or host died or is
+    stopped."""
     max_time_s: float = 0.0
-    """Stop in order before a step that would not fit into so many seconds of this process' life; 0: no limit. SLURM's
-    time limit is kept without this."""
+    """Run time of this process, s: stop with a checkpoint before a step that would exceed it; 0: no limit. SLURM's time
+    limit is respected without this setting."""
     stop_timeout_s: float = 90.0
-    """From SIGUSR1 to the end of the process, s. launch/slurm.sbatch has it sent 120 s before SLURM's time limit; where
-    a checkpoint takes longer, raise both."""
+    """Time from SIGUSR1 to the end of the process, s. launch/slurm.sbatch requests the signal 120 s before SLURM's time
+    limit; if a checkpoint takes longer, raise both."""
     term_timeout_s: float = 25.0
-    """From SIGTERM to the end of the process, s. SLURM (KillWait) and most launchers kill after 30 s; raise it where
+    """Time from SIGTERM to the end of the process, s. SLURM (KillWait) and most launchers kill after 30 s; raise it if
     preemption has a longer GraceTime."""
 
 
@@ -81,25 +74,25 @@ class WarmStartConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The loop."""
+    """Training loop: steps, batch size, synchronous or asynchronous mode."""
 
     num_steps: Optional[int] = None
-    """Reinforcement learning steps (rollout, update); null: as many as `num_epochs` gives, and 100 without that."""
+    """Reinforcement learning steps (rollout, update); null: derived from `num_epochs`, or 100 if that is null too."""
     num_epochs: Optional[float] = None
-    """Passes over the training rows. The run ends when less than a batch of them is left, or with `num_steps`."""
+    """Passes over the training rows. The run ends when less than a batch of rows is left, or after `num_steps`."""
     batch_size: int = 32
     """Prompts per step; each is sampled `rollout.n` times."""
     minibatch_size: Optional[int] = None
     """Prompts per optimizer step; null: `batch_size`. Must divide it."""
     critic_warmup: int = 0
-    """First steps, in which the critic is trained and the actor is not (VAPO's value pretraining; verl's key of this
-    name has one step fewer)."""
+    """First steps, which train only the critic (value pretraining of VAPO; verl's key of this name counts one step
+    fewer)."""
     mode: Literal["sync", "async"] = "sync"
-    """sync: the weights that a step trains have sampled for it. async: older ones have, while the updates of the steps
-    before it ran, and runs stay as repeatable."""
+    """sync: a step trains on samples of the current weights. async: sampling runs concurrently with the updates, so
+    samples come from older weights; runs are as reproducible as with sync."""
     max_off_policy_steps: Optional[int] = None
-    """Steps by which weights that sampled a token may be older than those it trains; 0 with async: the run of sync.
-    null: 1 with async, and any number with `rollout.over_sample_rate`."""
+    """Staleness bound: most steps between the weights that sampled a token and those that train on it; 0 with async
+    gives the run of sync. null: 1 with async, and no bound with `rollout.over_sample_rate`."""
     eval_interval: int = 0
     """Steps between evaluations on the held-out prompts; 0: only before the first and after the last step."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -107,50 +100,50 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What is trained."""
+    """Model to train."""
 
     path: Optional[FilePath] = None
-    """Hugging Face folder: config.json, safetensors, tokenizer; or its name on the hub. null: a preset."""
+    """Hugging Face folder (config.json, safetensors, tokenizer) or hub name; null: `preset`."""
     preset: Optional[str] = None
-    """Name in `mrl/models/presets.py`; random initial weights."""
+    """Name in `mrl/models/presets.py`; initial weights are random."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """config.json keys that replace the preset's (hidden_size, num_hidden_layers, ...); presets only."""
     tokenizer: Optional[TokenizerPath] = None
-    """Folder with a Hugging Face tokenizer, or "char:<characters>"; null: the model folder's."""
+    """Folder with a Hugging Face tokenizer, or "char:<characters>"; null: the tokenizer of the model folder."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations of actor and reference; the optimizer keeps fp32 master weights."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Layout of the actor and the reference (Megatron's names); the data-parallel size is what the ranks leave."""
+    """Parallel layout of actor and reference (Megatron's names); the data-parallel size follows from the world size."""
 
     tensor_model_parallel_size: int = 1
-    """TP; ranks that share each layer."""
+    """TP: ranks that share each layer."""
     pipeline_model_parallel_size: int = 1
-    """PP; stages."""
+    """PP: pipeline stages."""
     virtual_pipeline_model_parallel_size: Optional[int] = None
     """Model chunks per stage (interleaved schedule); needs PP above 1."""
     sequence_parallel: bool = False
     """Shard activations outside attention and MLP along the sequence over TP; needs TP above 1."""
     context_parallel_size: int = 1
-    """CP; ranks that share the tokens of each microbatch."""
+    """CP: ranks that share the tokens of each microbatch."""
     expert_model_parallel_size: int = 1
-    """EP; ranks over which a layer's experts are spread."""
+    """EP: ranks over which the experts of a layer are distributed."""
     expert_tensor_parallel_size: Optional[int] = None
-    """ETP; ranks that share each expert; null: TP. Differs from TP only with EP above 1."""
+    """ETP: ranks that share each expert; null: TP. Can differ from TP only with EP above 1."""
     num_layers_in_first_pipeline_stage: Optional[int] = None
-    """Layers of the first stage; null: as many as the others."""
+    """Layers of the first stage; null: the same as the other stages."""
     num_layers_in_last_pipeline_stage: Optional[int] = None
-    """Layers of the last stage; null: as many as the others."""
+    """Layers of the last stage; null: the same as the other stages."""
 
 
 @dataclass(frozen=True)
 class ActorConfig:
-    """Optimizer and training forward/backward."""
+    """Optimizer, and forward and backward of the training model."""
 
     ppo_epochs: int = 1
-    """Times that each step's samples are trained on (verl's name)."""
+    """Passes over the samples of each step (verl's name)."""
     lr: float = 1e-6
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -160,240 +153,374 @@ class ActorConfig:
     lr_warmup_steps: int = 0
     """Optimizer steps of linear warm-up from 0."""
     weight_decay: float = 0.0
-    """Decoupled (AdamW); not on norms and biases."""
+    """Decoupled weight decay (AdamW); not applied to norms and biases."""
     adam_beta1: float = 0.9
-    """First moment decay."""
+    """Decay rate of the first moment."""
     adam_beta2: float = 0.95
-    """Second moment decay."""
+    """Decay rate of the second moment."""
     adam_eps: float = 1e-8
-    """Adam epsilon."""
+    """Epsilon of Adam's denominator."""
     clip_grad: float = 1.0
-    """Global gradient norm is clipped to this; 0: not."""
+    """Maximum of the global gradient norm; 0: no clipping."""
     max_tokens_per_microbatch: int = 16384
-    """Sequences are packed into microbatches of at most this many tokens."""
+    """Most tokens of a microbatch; sequences are packed up to it."""
     use_prefix_grouper: bool = True
-    """Compute tokens that sequences of a microbatch begin with alike once, as prompts of several samples are (verl's
-    name); false: each sequence by itself, with the same losses and gradients."""
+    """Compute a shared prompt prefix once per microbatch instead of once per sample, with the same losses and gradients
+    (verl's name)."""
     transformer_impl: Literal["auto", "te", "local"] = "auto"
-    """TransformerEngine's layers or Megatron's local ones; auto: the first where they can be, on GPUs in bfloat16. The
-    log says which."""
+    """te: TransformerEngine's layers; local: Megatron's own; auto: TransformerEngine if it supports the run (GPUs,
+    bfloat16). The log names the choice."""
     use_distributed_optimizer: bool = True
-    """Shard optimizer state over data-parallel ranks."""
+    """Shard the optimizer state over data-parallel ranks."""
     overlap_grad_reduce: Optional[bool] = None
-    """Reduce gradients while the backward runs; null: where TransformerEngine is in use."""
+    """Reduce gradients during the backward pass; null: only with TransformerEngine."""
     param_offload: bool = False
-    """Keep the actor's weights in host memory while the engine generates."""
+    """Keep the actor's weights in host memory during generation."""
     grad_offload: bool = False
-    """Free the gradient buffers but for updates; they are not copied."""
+    """Free the gradient buffers between updates; they are not copied."""
     optimizer_offload: bool = False
-    """Keep master weights and moments in host memory but for updates and checkpoints."""
+    """Keep master weights and moments in host memory except during updates and checkpoints."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recompute: core attention only, or whole layers."""
+    """Activation recompute: selective: core attention only; full: complete layers."""
     logprob_chunk_tokens: int = 1024
-    """Rows of logits that exist in fp32 at a time."""
+    """Rows of logits that are converted to fp32 at a time."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
-    """How tokens reach their experts; allgather pads all ranks' microbatches to the longest, and needs PP of 1; flex
-    is DeepEP or HybridEP (`moe_flex_dispatcher_backend` in `megatron.transformer`), on GPUs."""
+    """MoE token dispatcher. allgather pads the microbatches of all ranks to the longest and needs PP of 1; flex is
+    DeepEP or HybridEP (`moe_flex_dispatcher_backend` in `megatron.transformer`), on GPUs."""
     moe_router_dtype: Optional[Literal["fp32", "fp64"]] = "fp32"
-    """Of the router's logits and probabilities; null: `model.dtype`."""
+    """Data type of the router's logits and probabilities; null: `model.dtype`."""
     moe_router_load_balancing_type: Literal["none", "aux_loss"] = "none"
-    """aux_loss: also minimise the unevenness of the experts' load, microbatch by microbatch."""
+    """aux_loss: also minimise the load imbalance between experts, per microbatch."""
     moe_aux_loss_coeff: float = 0.0
-    """Weight of that loss, of which each layer has one."""
+    """Coefficient of the load balancing loss of each layer."""
     moe_z_loss_coeff: float = 0.0
-    """Weight of the mean square of each layer's log-sum-exp of the router's logits; 0: off."""
+    """Coefficient of the z-loss of each layer: mean square of the log-sum-exp of the router's logits; 0: off."""
     router_replay: Literal["none", "recompute", "rollout"] = "none"
-    """Updates send a token to experts chosen before, weighted by the actor's router as it is. rollout ("R3"): to those
-    that the engine chose; recompute ("R2"): to those that the actor chose when it scored the samples at the rollout
-    weights, which `algorithm.rollout_correction.bypass_mode=false` does, with any engine."""
+    """Router replay: updates send tokens to recorded experts, weighted by the actor's current router. rollout ("R3"):
+    those of the engine; recompute ("R2"): those of the actor when it scored the samples at the rollout weights, with
+    any engine. recompute needs `algorithm.rollout_correction.bypass_mode=false`."""
 
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The critic, where the algorithm has one (ppo, vapo); its layout, microbatches and recompute are the actor's."""
+    """Critic of ppo and vapo; its parallel layout, microbatches and recompute are the actor's."""
 
     path: Optional[FilePath] = None
-    """Hugging Face folder, of any family, with the actor's vocabulary; its value head is `score.weight` where it has
-    one, else 0. null: the actor's weights when the training begins, and a head of 0."""
+    """Hugging Face folder of any family with the actor's vocabulary. The value head is its `score.weight`, else zeros.
+    null: the actor's initial weights and a value head of zeros."""
     ppo_epochs: Optional[int] = None
-    """Times that it is trained on each step's samples; null: `actor.ppo_epochs`."""
+    """Passes over the samples of each step; null: `actor.ppo_epochs`."""
     cliprange_value: float = 0.5
-    """A value's error counts as that of the value kept this near to the one before the updates, if larger; 0: not."""
+    """Value clipping: the loss is the larger one of the value and of the value clipped to within this distance of the
+    value before the updates; 0: off."""
     loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
         "token_mean"
     )
-    """As `algorithm.loss_aggregation`."""
+    """See `algorithm.loss_aggregation`."""
     lr: float = 1e-5
     """Peak learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of the schedule."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after warm-up, over all of its optimizer steps."""
+    """Shape after warm-up, over all optimizer steps of the critic."""
     lr_warmup_steps: int = 0
     """Optimizer steps of linear warm-up from 0."""
     weight_decay: float = 0.0
-    """As the actor's, like the next four."""
+    """Decoupled weight decay (AdamW); not applied to norms and biases."""
     adam_beta1: float = 0.9
-    """First moment decay."""
+    """Decay rate of the first moment."""
     adam_beta2: float = 0.95
-    """Second moment decay."""
+    """Decay rate of the second moment."""
     adam_eps: float = 1e-8
-    """Adam epsilon."""
+    """Epsilon of Adam's denominator."""
     clip_grad: float = 1.0
-    """Global gradient norm is clipped to this; 0: not."""
+    """Maximum of the global gradient norm; 0: no clipping."""
     param_offload: bool = False
-    """Keep its weights in host memory but for its own phases."""
+    """Keep the critic's weights in host memory outside its own phases."""
     grad_offload: bool = False
-    """Free its gradient buffers but for its updates; they are not copied."""
+    """Free the gradient buffers between updates; they are not copied."""
     optimizer_offload: bool = False
-    """Keep its master weights and moments in host memory but for its updates and checkpoints."""
+    """Keep master weights and moments in host memory except during updates and checkpoints."""
 
 
 @dataclass(frozen=True)
 class MegatronConfig:
-    """Fields of Megatron's own configuration, passed on as they are; what is not named is as mrl has it."""
+    """Fields of Megatron's configuration classes, passed through unchanged; mrl sets those that are not named here."""
 
     transformer: dict[str, Any] = field(default_factory=dict)
-    """Of `TransformerConfig`: attention_backend, recompute_modules, moe_permute_fusion, ... by Megatron's names."""
+    """Fields of `TransformerConfig` by Megatron's names: attention_backend, recompute_modules, moe_permute_fusion,
+    ..."""
     ddp: dict[str, Any] = field(default_factory=dict)
-    """Of `DistributedDataParallelConfig`: overlap_param_gather, bucket_size, ..."""
+    """Fields of `DistributedDataParallelConfig`: overlap_param_gather, bucket_size, ..."""
     optimizer: dict[str, Any] = field(default_factory=dict)
-    """Of `OptimizerConfig`."""
+    """Fields of `OptimizerConfig`."""
     unchecked: bool = False
-    """Let through what mrl refuses because it changes the model or needs what mrl lacks; a warning says so. What
-    follows from other keys stays refused."""
+    """Accept fields that change the model or need code that mrl lacks, with a warning instead of an error. Fields that
+    other keys of the config set stay refused."""
 
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """The frozen policy of the KL term; it costs nothing while `algorithm.kl_in` is "none"."""
+    """Frozen policy of the KL term; created only if `algorithm.kl_in` is not "none"."""
 
     path: Optional[FilePath] = None
-    """Hugging Face folder; null: the actor's weights when the KL starts, at first or in a resume that turns it on."""
+    """Hugging Face folder; null: the actor's weights when the KL starts (at the start, or in the resume that enables
+    it)."""
     update_interval: int = 0
     """Steps between copies of the actor into the reference; 0: never."""
 
 
+SAMPLED = ("k1", "k2", "k3", "abs")
+"""Values of `distillation.distillation_loss.loss_mode` that need only the teacher's log-probability of the sampled
+token."""
+
+TOP_K = "forward_kl_topk"
+"""Value of `distillation.distillation_loss.loss_mode` that needs the teacher's `topk` most likely tokens."""
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """One teacher of `distillation.teacher_models`."""
+
+    key: Optional[str] = None
+    """Value of the column `distillation.teacher_key` in the rows that this teacher scores; null for a single
+    teacher."""
+    model_path: Optional[FilePath] = None
+    """Hugging Face folder or hub name, with the student's tokenizer; null: `preset`."""
+    preset: Optional[str] = None
+    """Name in `mrl/models/presets.py`, with the student's vocabulary. Random weights, for planning and rehearsals."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """config.json keys that replace the preset's, see `model.overrides`."""
+
+
+@dataclass(frozen=True)
+class DistillationLossConfig:
+    """Distillation loss, computed on the student's samples at `rollout.temperature`."""
+
+    loss_mode: Literal["k1", "k2", "k3", "abs", "forward_kl_topk", "reverse_kl", "forward_kl", "jsd"] = "k3"
+    """k1, k2, k3, abs: KL estimators at the sampled token (`algorithm.kl_estimator`); forward_kl_topk: over the
+    teacher's `topk` tokens; reverse_kl, forward_kl, jsd: exact, over the complete vocabulary."""
+    topk: int = 32
+    """Teacher tokens per position that forward_kl_topk uses."""
+    beta: float = 0.5
+    """Weight of the teacher in the average distribution of jsd, (0, 1); towards 0 it becomes forward_kl, towards 1
+    reverse_kl."""
+    use_task_rewards: bool = True
+    """Add the distillation loss to the algorithm's loss; false: minimise the distillation loss alone."""
+    distillation_loss_coef: float = 1.0
+    """Factor of the distillation loss where it is added to the algorithm's loss."""
+    loss_max_clamp: Optional[float] = None
+    """A token's loss is clamped to plus or minus this value, outside of which it has no gradient; null: off."""
+    log_prob_min_clamp: Optional[float] = None
+    """Lower clamp of the log-probabilities in forward_kl_topk, nats; null: off."""
+    use_policy_gradient: bool = False
+    """Use the negative of a token's loss as its advantage in a clipped surrogate, instead of differentiating the loss;
+    with k1, k2, k3 and abs."""
+    clip_ratio_low: float = 0.2
+    """Lower clip of that surrogate, see `algorithm.clip_low`; its `dual_clip` is 3."""
+    clip_ratio_high: float = 0.2
+    """Upper clip of that surrogate, see `algorithm.clip_high`."""
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the loss needs only the teacher's log-probability of the sampled token."""
+        return self.loss_mode in SAMPLED
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """Teachers that score the samples of the student (on-policy distillation, verl's names)."""
+
+    enabled: bool = False
+    """Load the teachers and add their loss."""
+    teacher_models: list[TeacherConfig] = field(default_factory=list)
+    """Teachers; their layers may differ from the student's if the actor supports the family."""
+    teacher_key: str = "data_source"
+    """Column of the data row that selects the teacher, if there are several."""
+    distillation_loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
+
+
 @dataclass(frozen=True)
 class ValConfig:
-    """Sampling for evaluation (verl's `val_kwargs`); what it does not name is as in training: length, ends."""
+    """Sampling for evaluation (verl's `val_kwargs`); settings that are not listed here are those of training."""
 
     n: int = 1
     """Samples per held-out prompt."""
     do_sample: bool = False
-    """False: greedy."""
+    """false: greedy."""
     temperature: float = 1.0
-    """Used when `do_sample`; 0: greedy too."""
+    """Used with `do_sample`; 0: greedy too."""
     top_k: int = -1
-    """-1: all."""
+    """Number of most likely tokens to sample from; -1: all."""
     top_p: float = 1.0
     """Nucleus mass, (0, 1]."""
     min_p: float = 0.0
-    """As `rollout.min_p`, [0, 1)."""
+    """Smallest probability as a fraction of the largest, [0, 1); see `rollout.min_p`."""
 
     @property
     def greedy(self) -> bool:
-        """Whether each answer is the most likely one."""
+        """Whether evaluation takes the most likely token."""
         return not self.do_sample or self.temperature == 0
 
 
 @dataclass(frozen=True)
 class CheckpointEngineConfig:
-    """A refit: its transport and its check."""
+    """Weight sync from the actor into the engine (verl's section name)."""
 
     update_weights_bucket_megabytes: int = 2048
-    """Largest staging buffer of a refit, MiB; a larger tensor is split. A rank keeps two to send, two to receive."""
+    """Largest staging buffer of a weight sync, MiB; larger tensors are split. A rank allocates two to send and two to
+    receive."""
     canary: Optional[bool] = None
-    """Refit twice at start and compare what fixed prompts give; null: with TensorRT-LLM's engines and
-    vLLM."""
+    """Weight-sync self-test: sync twice at the start and compare the responses to fixed prompts; null: only with
+    TensorRT-LLM and vLLM."""
+
+
+@dataclass(frozen=True)
+class MultiTurnConfig:
+    """Multi-turn episodes with an environment, instead of single responses (verl's names and defaults)."""
+
+    enable: bool = False
+    """true: each sample is an episode with `rollout.agent.environment`; `response_length` limits all of its tokens."""
+    max_assistant_turns: Optional[int] = None
+    """Most turns of the policy; the environment still returns the reward of the last one. null: limited only by
+    `response_length`."""
+    max_user_turns: Optional[int] = None
+    """Most replies of the environment in the policy's context; null: limited only by `response_length`."""
+    max_parallel_calls: int = 1
+    """Most tool calls per turn; further calls are not executed, and the policy gets a message about them."""
+    max_tool_response_length: int = 256
+    """Characters of a tool's response that the policy sees; longer ones are truncated."""
+    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
+    """Part of a longer tool response that remains, as in verl: left: its beginning; right: its end; middle: half of
+    each."""
+    format: str = "hermes"
+    """Syntax of a tool call: hermes, llama3_json or qwen3_coder (vLLM's names)."""
+    tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"] = "strict"
+    """Check at the start that the chat template only appends when an episode grows: strict: exactly; ignore_strippable:
+    except for white space; disable: no check. Sampled tokens are trained unchanged in any case."""
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Environment of multi-turn episodes, and its worker processes."""
+
+    environment: Optional[FilePath] = None
+    """Name of a file in `mrl/environments/`, or a path to your own class."""
+    environment_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the environment's constructor."""
+    num_workers: int = 8
+    """Worker processes per engine replica; environments run in them concurrently."""
+    time_limit_s: float = 30.0
+    """Longest time of one reply, s; then the sample fails and the worker is replaced."""
+    memory_limit_mb: int = 2048
+    """Memory of a worker and its child processes, MiB; 0: no limit."""
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Speculative decoding without a draft model (names of vLLM's `speculative_config`); the tokens stay the same."""
+
+    method: Optional[Literal["ngram"]] = None
+    """ngram: search the last tokens of a sequence earlier in it, and in other samples of its prompt, and draft what
+    followed there. null: off."""
+    num_speculative_tokens: int = 8
+    """Most tokens drafted per sequence and forward."""
+    prompt_lookup_max: int = 5
+    """Longest n-gram to search, tokens; longer matches win."""
+    prompt_lookup_min: int = 2
+    """Shortest n-gram to search, tokens."""
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """The engine and the sampling distribution (verl's names)."""
+    """Rollout engine and sampling distribution (verl's names)."""
 
     name: FilePath = "native"
     """Folder in `mrl/engines`, or 'package.module:Class', or 'path/to/file.py:Class'."""
     engine_dir: Optional[FilePath] = None
-    """Folder of the engines that `trtllm_engine` runs, from tools/build_trtllm_engine.py."""
+    """Folder of prebuilt engines for `trtllm_engine`, from tools/build_trtllm_engine.py."""
     n: int = 8
-    """Samples per prompt (the group)."""
+    """Samples per prompt (group size)."""
     temperature: float = 1.0
-    """Above 0; applied once, by sampler and scorer alike. Evaluations have `val_kwargs`, also for the next three."""
+    """Sampling temperature, above 0; training log-probabilities use it too. Evaluations use `val_kwargs` for this and
+    the next three fields."""
     top_k: int = -1
-    """-1: all."""
+    """Number of most likely tokens to sample from; -1: all."""
     top_p: float = 1.0
     """Nucleus mass, (0, 1]."""
     min_p: float = 0.0
-    """Drop tokens below this fraction of the most likely one's probability, [0, 1)."""
+    """Drop tokens whose probability is below this fraction of the largest, [0, 1)."""
     do_sample: bool = True
-    """False: greedy."""
+    """false: greedy."""
     ignore_eos: bool = False
-    """Sample up to `response_length` whatever comes (benchmarks), in evaluations too."""
+    """Ignore end tokens and generate `response_length` tokens (benchmarks), in evaluations too."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end a response when they appear in it, in evaluations too; they stay part of it."""
+    """Strings that end a response, in evaluations too; they are part of the response."""
     repetition_penalty: float = 1.0
-    """Must be 1: a penalty would not be modelled in the training log-probabilities."""
+    """Must be 1: training log-probabilities do not model a penalty."""
     prompt_length: int = 512
     """Longest prompt, tokens."""
     response_length: int = 512
     """Longest response, tokens."""
     max_model_len: Optional[int] = None
-    """Prompt and response; null: their sum."""
+    """Longest sequence, prompt and response, tokens; null: `prompt_length` + `response_length`."""
     dtype: Optional[Literal["float32", "bfloat16"]] = None
-    """Engine weights and KV cache; null: `model.dtype`."""
+    """Data type of the engine's weights and KV cache; null: `model.dtype`."""
     quantization: Optional[Literal["fp8", "fp8_per_tensor"]] = None
-    """The engine's linear layers in float8_e4m3fn, quantised in each refit; fp8: with a scale for each 128 x 128 block,
-    as verl's; fp8_per_tensor: with one for each matrix, on the native engine. Wants a weight that corrects it:
+    """Quantize the engine's linear layers to float8_e4m3fn in each weight sync. fp8: one scale per 128 x 128 block, as
+    in verl; fp8_per_tensor: one scale per matrix, native engine only. Use it with an importance weight:
     `algorithm.rollout_correction.preset=decoupled_token_is`."""
     tensor_model_parallel_size: int = 1
-    """Ranks per replica; the replicas split the prompts."""
+    """Ranks per replica; the replicas share the prompts."""
     num_ranks: int = 0
-    """Ranks that only sample, the last ones of the job; the others only train, and `parallel` is their layout. 0: all
-    ranks do both, in turns. Ranks of their own keep weights and KV cache whatever `free_cache_engine` says."""
+    """Ranks that only generate, the last ones of the job; the others only train, with the layout `parallel`. 0: all
+    ranks do both, alternating. Ranks that only generate keep weights and KV cache in memory, whatever
+    `free_cache_engine` is."""
     nnodes: int = 0
-    """The same in nodes of `n_gpus_per_node` ranks; 0: see `num_ranks`."""
+    """The same as `num_ranks`, in nodes of `n_gpus_per_node` ranks; 0: use `num_ranks`."""
     n_gpus_per_node: int = 8
-    """Ranks on a node of `nnodes`."""
+    """Ranks per node of `nnodes`."""
     over_sample_rate: float = 0.0
-    """Prompts begun beyond `train.batch_size`, as a part of it; at most 1 where `train.max_off_policy_steps` is set.
-    Sampling stops once a batch is whole; what is not whole goes on in the next step, first, under the new weights."""
+    """Prompts started beyond `train.batch_size`, as a fraction of it; at most 1 if `train.max_off_policy_steps` is set.
+    Sampling stops once a batch is complete; partial rollouts resume first in the next step, with the new weights."""
     over_age: Literal["wait", "drop"] = "wait"
-    """What happens to a prompt that would become older than `train.max_off_policy_steps`, with `over_sample_rate`: its
-    step waits for it, or its samples are dropped and it begins again, once."""
+    """Treatment of a prompt that would exceed `train.max_off_policy_steps`, with `over_sample_rate`. wait: the step
+    waits for it; drop: its samples are dropped and it starts again, once."""
     mask_offpolicy: bool = False
-    """Do not train the tokens of a response that older weights sampled than its last ones; with `over_sample_rate`, or
+    """Train only the tokens of a response that its newest weights sampled; needs `over_sample_rate`, or
     `train.max_off_policy_steps` above 1."""
     pipeline_model_parallel_size: int = 1
-    """Pipeline stages of a replica; above 1 with `trtllm_engine` only."""
+    """Pipeline stages of a replica; above 1 only with `trtllm_engine`."""
     expert_parallel_size: int = 1
-    """EP inside a replica: its ranks hold different experts; the rest of the replica cuts each of them."""
+    """EP inside a replica: ranks with different experts. Each expert is sharded over the remaining factor of the
+    replica."""
     moe_tensor_parallel_size: Optional[int] = None
-    """Ranks of a replica that share each expert; null: what `expert_parallel_size` leaves of the replica."""
+    """Ranks of a replica that share each expert; null: replica size / `expert_parallel_size`."""
     max_num_seqs: int = 256
-    """Sequences decoded at a time by a replica."""
+    """Sequences that a replica decodes at a time."""
     max_num_batched_tokens: int = 8192
-    """Tokens in one forward of the engine."""
+    """Most tokens in one forward of the engine."""
     enable_chunked_prefill: bool = True
-    """Split a prompt where a forward is full; false: none, and those above `max_num_batched_tokens` are refused."""
+    """Split a prompt that does not fit into a forward; false: prompts longer than `max_num_batched_tokens` are
+    refused."""
     enable_prefix_caching: bool = True
-    """Prefill a prompt once for its n samples; False: once per sample."""
+    """Prefill a prompt once for its n samples; false: once per sample."""
     gpu_memory_utilization: float = 0.5
-    """Part of the memory free at start that the KV cache may take, (0, 1); on a CPU, of free RAM."""
+    """Fraction of the memory free at the start for the KV cache, (0, 1); on a CPU, of the free RAM."""
     free_cache_engine: bool = True
-    """Free the KV cache between samplings, and the engine's weights while training."""
+    """Free the KV cache between generation phases, and the engine's weights during training."""
     enforce_eager: bool = False
-    """No CUDA graphs; on a CPU the native engine compiles nothing."""
+    """Do not use CUDA graphs; on a CPU the native engine compiles nothing."""
     true_on_policy: bool = False
-    """Engine and actor compute by the same functions in the same order: the actor's log-probability of a sampled token
-    is the engine's in every bit, and each step checks it before its update. On a CPU, `name=native`, dense models."""
+    """Engine and actor use the same functions in the same order, so that their log-probabilities are bitwise equal;
+    each step checks it before its update. CPU only, with `name=native` and dense models."""
     calculate_log_probs: bool = True
-    """Must be true: sampling-time log-probabilities are pi_old."""
+    """Must be true: log-probabilities captured while sampling are pi_old."""
     enable_rollout_routing_replay: bool = False
-    """Keep the experts that the engine chose for each token and layer, for `actor.router_replay=rollout`."""
+    """Record the engine's expert choices per token and layer, for `actor.router_replay=rollout`."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the engine by its own names, `{trtllm: {attn_backend: FLASHINFER, kv_cache_config: {dtype: fp8}}}`
-    or `{vllm: {kv_cache_dtype: fp8}}`. Those that other keys decide are refused."""
+    or `{vllm: {kv_cache_dtype: fp8}}`. Arguments that other keys set are refused."""
     val_kwargs: ValConfig = field(default_factory=ValConfig)
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
@@ -402,18 +529,18 @@ class RolloutConfig:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence, prompt and response."""
+        """Longest sequence (prompt and response), tokens."""
         return self.max_model_len or self.prompt_length + self.response_length
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens that an engine reads at most before it samples: of an episode's later turns all before it."""
+        """Longest prompt of one engine call, tokens; in multi-turn episodes it contains all earlier turns."""
         return self.longest if self.multi_turn.enable else self.prompt_length
 
 
 @dataclass(frozen=True)
 class OverlongConfig:
-    """DAPO's treatment of long responses (arXiv 2503.14476, section 3.4)."""
+    """Overlong responses in DAPO (arXiv 2503.14476, section 3.4)."""
 
     buffer_length: int = 0
     """Tokens before `rollout.response_length` over which the penalty grows linearly; 0: no penalty."""
@@ -424,34 +551,200 @@ class OverlongConfig:
 
 
 @dataclass(frozen=True)
+class KlCtrlConfig:
+    """Coefficient of a KL in the reward (verl's `kl_ctrl`)."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: starts at `kl_coef` and moves towards `target_kl` after each step."""
+    target_kl: float = 0.1
+    """Target of the mean over responses of their mean KL per token, nats, above 0."""
+    horizon: int = 10000
+    """Responses within which the coefficient changes by at most 20 %."""
+
+
+@dataclass(frozen=True)
+class EntropyCtrlConfig:
+    """Coefficient of the entropy bonus (TRL's `use_adaptive_entropy`)."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive: starts at `entropy_coef` and moves after each optimizer step; no bonus while the entropy is above its
+    target."""
+    target_entropy: float = 0.2
+    """Target of the mean entropy over trained tokens, nats, above 0."""
+    delta: float = 0.005
+    """Change of the coefficient per optimizer step, above 0."""
+    min_coef: float = 0.0
+    """Lower bound of the coefficient."""
+    max_coef: float = 1.0
+    """Upper bound of the coefficient, at least `min_coef`."""
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """Correction of samples that another policy drew than the one being trained (verl's names and meanings)."""
+
+    preset: Optional[str] = None
+    """Name of a preset of verl (`mrl/config/verl_keys/verl_presets.py`), which sets the fields below; only thresholds
+    may be set in addition. null: none, except decoupled_token_is if `train.mode=async` samples from older weights and
+    no field of the section is set."""
+    bypass_mode: Optional[bool] = None
+    """Denominator of the clipped ratio: true: the log-probabilities captured while sampling; false ("decoupled"): the
+    actor's at the rollout weights, from the update or from a forward before it. null: true, or the preset's."""
+    loss_type: Optional[Literal["ppo_clip", "reinforce"]] = None
+    """Policy loss with `bypass_mode`: ppo_clip: the algorithm's loss, whose ratio is the weight; reinforce: -w A log pi
+    with the weight w of `rollout_is`. null: ppo_clip, or the preset's."""
+    rollout_is: Optional[Literal["token", "sequence"]] = None
+    """Importance weight that multiplies the loss: exp(l) per token, or exp of the sum of l over the response. l: the
+    actor's minus the engine's log-probability; the actor's is taken at the rollout weights, with `bypass_mode` at the
+    current weights. null: no weights."""
+    rollout_is_threshold: Optional[str] = None
+    """2.0: weights above are clamped to it; 0.5_5.0 (IcePop): weights outside become 0. null: 2.0, or the preset's."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean over the step's batch, with `bypass_mode` over the minibatch."""
+    rollout_rs: Optional[str] = None
+    """Rejection: train only where all criteria of a comma-separated list hold: token_, seq_sum_, seq_mean_ (geometric)
+    or seq_max_ with k1 (-l), k2 (l^2/2) or k3 (e^l - 1 - l); or binary_kl (KPop), the larger KL of the sampled token
+    against all others."""
+    rollout_rs_threshold: Optional[str] = None
+    """Bound of each criterion, comma-separated, or one for all. k1: 0.5_2.0 bounds e^-l, a single number f means 1/f to
+    f; others: largest accepted value. null: the preset's."""
+    rollout_rs_denominator: Literal["all", "kept"] = "all"
+    """Tokens in the denominator of the loss and the metrics: all: including those that `rollout_rs` rejects, so that an
+    accepted token's weight does not depend on the number of rejected ones; kept: without them."""
+    off_policy_mask_threshold: Optional[float] = None
+    """OPSM (arXiv 2512.02556): no policy loss for a response with a negative advantage if the mean of the engine's
+    minus the actor's log-probability is above this value; null: off."""
+
+    @property
+    def takes_sampled(self) -> bool:
+        """Whether the log-probabilities captured while sampling enter the loss."""
+        acting = self.acting
+        corrects = acting.rollout_is or acting.rollout_rs or acting.off_policy_mask_threshold is not None
+        return bool(acting.bypass_mode or corrects)
+
+    @property
+    def acting(self) -> RolloutCorrectionConfig:
+        """Copy in which the preset's values and the defaults replace null; an unknown preset counts as null."""
+        given: dict[str, Any] = {
+            item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None
+        }
+        filled: dict[str, Any] = (
+            {"bypass_mode": True, "loss_type": "ppo_clip"} | PRESETS.get(self.preset or "", {}) | given
+        )
+        if filled.get("rollout_is"):
+            filled = {"rollout_is_threshold": "2.0"} | filled
+        return RolloutCorrectionConfig(**filled)
+
+
+@dataclass(frozen=True)
+class SapoConfig:
+    """Settings of `algorithm.policy_loss=sapo` (verl's names)."""
+
+    tau_pos: float = 1.0
+    """Temperature of the gate for advantages above 0; larger values close it faster."""
+    tau_neg: float = 1.05
+    """Temperature of the gate for other advantages."""
+
+
+@dataclass(frozen=True)
+class VespoConfig:
+    """Settings of `algorithm.policy_loss=vespo` (TRL's `vespo_*`): the kernel w^k exp(lambda (1 - w))."""
+
+    k_pos: float = 2.0
+    """Exponent k for advantages of at least 0."""
+    lambda_pos: float = 3.0
+    """Decay lambda for advantages of at least 0."""
+    k_neg: float = 3.0
+    """Exponent k for advantages below 0."""
+    lambda_neg: float = 2.0
+    """Decay lambda for advantages below 0."""
+
+
+@dataclass(frozen=True)
+class DppoConfig:
+    """Settings of `algorithm.policy_loss=dppo_tv` and `dppo_kl`; `clip_low` and `clip_high` bound the divergence."""
+
+    ratio_cap: float = 20.0
+    """Upper clamp of the ratio that weights the loss (verl's `clip_ratio_c`)."""
+
+
+@dataclass(frozen=True)
+class ClipCovConfig:
+    """Settings of `algorithm.policy_loss=clip_cov` (verl's names): which tokens are dropped."""
+
+    clip_cov_ratio: float = 2e-4
+    """Fraction of the minibatch's trained tokens to drop, at least one token; drawn among those whose covariance is
+    within the bounds."""
+    clip_cov_lb: float = 1.0
+    """Lower bound of the covariance between log-probability and advantage."""
+    clip_cov_ub: float = 5.0
+    """Upper bound of the covariance, above the lower one."""
+
+
+@dataclass(frozen=True)
+class KlCovConfig:
+    """Settings of `algorithm.policy_loss=kl_cov` (verl's names): which tokens get a KL penalty."""
+
+    kl_cov_ratio: float = 2e-4
+    """Fraction of the minibatch's trained tokens, at least one token, with the largest covariance with the
+    advantage."""
+    ppo_kl_coef: float = 0.1
+    """Factor of |log ratio| at these tokens."""
+
+
+@dataclass(frozen=True)
+class DroConfig:
+    """Settings of `algorithm.policy_loss=dro` (verl's name)."""
+
+    dro_beta: float = 1.0
+    """Factor of half the squared log ratio, which keeps the policy near the one that sampled; verl has no default."""
+
+
+@dataclass(frozen=True)
+class DpoConfig:
+    """Settings of `algorithm.name=dpo` (TRL's names)."""
+
+    loss_type: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero"] = "sigmoid"
+    """Loss of a pair; sigmoid_norm and ipo divide each response's log ratio by its length."""
+    beta: float = 0.1
+    """Strength of the KL constraint to the reference, above 0; with ipo the paper's tau."""
+    label_smoothing: float = 0.0
+    """Assumed fraction of pairs with swapped labels, [0, 0.5); with robust."""
+    sft_loss_weight: float = 0.0
+    """Factor of the mean negative log-likelihood of the chosen responses' tokens, which is added to the loss."""
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
-    """Advantages and loss. null means "what the named algorithm defines" (`mrl/algorithms/<name>.py`)."""
+    """Advantages and loss. null: the default of the named algorithm (`mrl/algorithms/<name>.py`)."""
 
     name: FilePath = "grpo"
     """File in `mrl/algorithms`, or 'package.module:Class', or 'path/to/file.py:Class'."""
     advantage_std: Optional[Literal["unbiased", "population", "none"]] = None
-    """Divisor of group-relative advantages: sample (n-1) or population (n) deviation, or none."""
+    """Divisor of group-relative advantages: standard deviation with n-1 (unbiased) or n (population), or none."""
     advantage_eps: Optional[float] = None
-    """Added to the deviation (ppo, vapo: to the variance), above 0."""
+    """Added to the standard deviation (ppo, vapo: to the variance), above 0."""
     advantage_std_over: Literal["group", "batch"] = "group"
-    """Whose deviation: that of the prompt's rewards, or of all rewards of the step (TRL's `scale_rewards=batch`)."""
+    """Rewards whose standard deviation is used: those of the prompt, or all of the step (TRL's
+    `scale_rewards=batch`)."""
     credit: Literal["episode", "turn"] = "episode"
-    """Which rewards a turn of an episode answers for: episode: all; turn: all but those that the environment gave for
-    the turns before it, and it is compared with the same turn of the prompt's other samples."""
+    """Rewards that count for a turn of an episode: episode: all; turn: all except those that the environment gave to
+    earlier turns. With turn, the baseline is the same turn of the prompt's other samples."""
     gamma: Optional[float] = None
-    """Discount of the reward of later tokens, (0, 1]; with a critic."""
+    """Discount of later rewards, (0, 1]; with a critic."""
     lam: Optional[float] = None
     """Lambda of generalised advantage estimation, [0, 1]; with a critic."""
     value_lam: Optional[float] = None
-    """Lambda of the returns that the critic learns (VAPO's decoupled GAE), [0, 1]; null: `lam`."""
+    """Lambda of the critic's return targets (VAPO's decoupled GAE), [0, 1]; null: `lam`."""
     lam_length_alpha: Optional[float] = None
-    """Advantages of a response of l tokens have lambda 1 - 1 / (alpha l) in place of `lam` (VAPO); 0: off."""
+    """VAPO's length-adaptive lambda 1 - 1 / (alpha l) for a response of l tokens, instead of `lam`; 0: off."""
     singleton_group: Optional[Literal["error", "zero", "reward"]] = None
-    """Advantage of a group with one sample: refuse, 0, or its raw reward; of several of which one has a score: 0."""
+    """Advantage of a group with a single sample: error, 0, or its raw reward. It is 0 if only one of several samples
+    has a score."""
     loss_aggregation: Optional[
         Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
     ] = None
-    """How per-token losses become one number; all counts are global over the minibatch."""
+    """Aggregation of per-token losses to one number; token and sequence counts are global over the minibatch."""
     policy_loss: Optional[
         Literal[
             "vanilla",
@@ -469,38 +762,41 @@ class AlgorithmConfig:
             "dro",
         ]
     ] = None
-    """Which loss the advantages go into, see [objectives](objectives.md). One that is not the algorithm's own brings
-    its own clip and aggregation where these are null."""
+    """Policy loss, see [objectives](objectives.md). If it is not the algorithm's default, null in clip and aggregation
+    fields means the default of the loss."""
     loss_norm_length: Optional[int] = None
     """Divisor of seq_mean_token_sum_norm, tokens; null: `rollout.response_length`."""
     clip_low: Optional[float] = None
-    """Ratio is kept >= 1 - clip_low, (0, 1]; gmpo: its logarithm >= -clip_low; dppo: bound of the divergence."""
+    """The ratio is clipped to >= 1 - clip_low, (0, 1]; gmpo: its logarithm to >= -clip_low; dppo: bound of the
+    divergence."""
     clip_high: Optional[float] = None
-    """Ratio is kept <= 1 + clip_high, above 0; gmpo: its logarithm <= clip_high; dppo: bound of the divergence."""
+    """The ratio is clipped to <= 1 + clip_high, above 0; gmpo: its logarithm to <= clip_high; dppo: bound of the
+    divergence."""
     dual_clip: Optional[float] = None
     """Lower bound c > 1 of the loss for negative advantages (arXiv 1912.09729); 0: off."""
     kl_in: Literal["none", "loss", "reward"] = "none"
-    """Where the KL to the reference goes."""
+    """Place where the KL to the reference is added."""
     kl_coef: float = 0.001
-    """Factor of the KL."""
+    """Coefficient of the KL."""
     kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
     kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+"] = "k3"
-    """http://joschu.net/blog/kl-approx.html; with +: that value with the gradient of k2, in the loss only."""
+    """Estimator of http://joschu.net/blog/kl-approx.html; with +: that value with the gradient of k2, in the loss
+    only."""
     kl_unbiased: bool = False
     """Multiply the KL in the loss by the ratio pi / pi_old, which corrects it for samples of an older policy."""
     entropy_coef: float = 0.0
-    """Factor of the entropy bonus, subtracted from the loss."""
+    """Coefficient of the entropy bonus, which is subtracted from the loss."""
     entropy_ctrl: EntropyCtrlConfig = field(default_factory=EntropyCtrlConfig)
     positive_example_nll_weight: float = 0.0
     """Factor of the mean negative log-likelihood of the correct samples' tokens, which is added to the loss."""
     top_entropy_quantile: float = 1.0
-    """Part of the minibatch's trained tokens, those with the highest entropy, that the policy loss acts on, (0, 1]; it
-    is divided by the count of all (TRL's name)."""
+    """Fraction of the minibatch's trained tokens, those with the highest entropy, that the policy loss uses, (0, 1];
+    the divisor stays the count of all trained tokens (TRL's name)."""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     dynamic_sampling: Optional[bool] = None
-    """Drop groups whose rewards are all equal and sample more prompts until the batch is full."""
+    """Drop groups whose rewards are all equal, and sample more prompts until the batch is full."""
     max_sampling_rounds: int = 10
-    """Rounds after which dynamic sampling goes on with what it has."""
+    """Rounds after which dynamic sampling continues with an incomplete batch."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     sapo: SapoConfig = field(default_factory=SapoConfig)
     vespo: VespoConfig = field(default_factory=VespoConfig)
@@ -513,119 +809,135 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class RewardFunctionConfig:
-    """One term of the reward."""
+    """One reward function and its weight."""
 
     name: FilePath = "exact_match"
     """File in `mrl/rewards`, or 'package.module:function', or 'path/to/file.py:function'."""
     weight: float = 1.0
-    """Factor in the sum; 0: measured as `reward/<name>/mean`, and not part of it."""
+    """Factor in the sum; 0: only logged as `reward/<name>/mean`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the function."""
     batch: Optional[Literal["group", "replica"]] = None
-    """Samples that a function of lists (TRL's, verl's batch functions) is called with: those of one prompt, or all that
-    a replica has sampled; null: group."""
+    """Samples per call of a batch function (TRL's, verl's): group: those of one prompt; replica: all that a replica
+    sampled; null: group."""
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """Reward model: score of its head at the last token of prompt and response, in the actor's parallel layout."""
+
+    path: Optional[FilePath] = None
+    """Hugging Face folder or hub name of a sequence classifier with one label (`score.weight`), of a family that the
+    actor supports; null: no reward model."""
+    weight: float = 1.0
+    """Factor of its score in the reward; 0: only logged as `reward/model/mean`."""
+    retokenize: Optional[bool] = None
+    """true: decode the text and tokenize it with the reward model's tokenizer and chat template; false: use the actor's
+    token ids; null: false if both tokenizers have the same vocabulary."""
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """How a response becomes a number: the weighted sum of the functions and of the reward model's score."""
+    """Reward of a response: weighted sum of the reward functions and the reward model's score."""
 
     functions: list[RewardFunctionConfig] = field(default_factory=lambda: [RewardFunctionConfig()])
-    """The terms; a list in YAML replaces this one, and may be empty where there is a reward model."""
+    """Reward functions; a list in YAML replaces the default, and may be empty with a reward model."""
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     time_limit_s: float = 10.0
-    """A sample that takes longer counts as failed, s; a call with several may take as many times as long, and judges
-    have a `limit_s` of their own."""
+    """Longest time to score a sample, s; then scoring has failed. A call with several samples has a multiple of it;
+    judges have their own `limit_s`."""
     num_workers: int = 1
-    """Worker processes per replica for functions that need one."""
+    """Worker processes per replica, for functions that need one."""
     memory_limit_mb: int = 8192
-    """A worker, with all that its functions start, may take this much, MiB; 0: as much as there is."""
+    """Memory of a worker and its child processes, MiB; 0: no limit."""
     cache_mb: int = 64
-    """Scores of workers and judges kept in the run folder, MiB per replica: no sample is scored twice; 0: none."""
+    """Size of the score cache in the run folder, MiB per replica: workers and judges score no sample twice; 0: off."""
     error_value: Optional[float] = None
-    """Reward of a sample whose function failed; null: it has none, so it is neither trained nor in any mean."""
+    """Reward of a sample whose scoring failed; null: no reward, so it is left out of training and of all means."""
     max_failed_frac: float = 0.5
-    """The job stops when more than this part of a step's samples failed, [0, 1]."""
+    """Fraction of a step's samples with failed scoring above which the job stops, [0, 1]."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Prompts."""
+    """Prompts and ground truth."""
 
     task: Optional[FilePath] = None
-    """Generator in `mrl/data/synthetic_tasks.py` ("addition"), or a path as for rewards; null: files."""
+    """Generator in `mrl/data/synthetic_tasks.py` ("addition"), or a path to your own code; null: read files."""
     task_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the generator."""
     train_files: list[FilePath] = field(default_factory=list)
-    """JSONL or parquet."""
+    """Training prompts, JSONL or parquet."""
     val_files: list[FilePath] = field(default_factory=list)
     """Held-out prompts; empty: no evaluation."""
     prompt_key: str = "prompt"
-    """Column: a string, or a list of chat messages."""
+    """Column with the prompt: a string, or a list of chat messages."""
     answer_key: str = "answer"
-    """Column with the ground truth; rows without "answer" that have verl's "reward_model.ground_truth" give that."""
+    """Column with the ground truth. Rows without "answer" may have verl's "reward_model.ground_truth" instead."""
     response_key: Optional[str] = None
-    """Column with the response that supervised steps imitate, a text or chat messages; null: the answer."""
+    """Column with the target response of supervised steps, a text or chat messages; null: the answer."""
     chosen_key: str = "chosen"
-    """Column with the better of two responses, a text or chat messages; of `algorithm.name=dpo`. Rows without
-    `prompt_key` have whole conversations here and in `rejected_key`, whose prompt is what they begin with alike."""
+    """Column with the preferred response of `algorithm.name=dpo`, a text or chat messages. In rows without
+    `prompt_key`, this and `rejected_key` contain complete conversations, whose common beginning is the prompt."""
     rejected_key: str = "rejected"
-    """Column with the worse one."""
+    """Column with the rejected response."""
     messages_key: str = "messages"
-    """Column with a whole conversation, in rows without `prompt_key`: the prompt is what comes before the assistant's
-    last turn, and supervised steps imitate the assistant."""
+    """Column with a complete conversation, in rows without `prompt_key`: everything before the assistant's last turn is
+    the prompt, and supervised steps train on the assistant's turns."""
     train_on_turns: Literal["all", "last"] = "all"
-    """Which of the assistant's turns supervised steps imitate; everything else is masked. last: also with chat
-    templates that render a turn otherwise once the conversation goes on."""
+    """Assistant turns that supervised steps train on; all other tokens are masked. last also works with chat templates
+    that render earlier turns differently once the conversation continues."""
     overlong_responses: Literal["error", "truncate_right"] = "error"
-    """What happens to responses of supervised steps longer than `rollout.response_length`, and to conversations longer
-    than that and `rollout.prompt_length`."""
+    """Treatment of supervised responses longer than `rollout.response_length`, and of conversations longer than
+    `rollout.prompt_length` + `rollout.response_length`."""
     source_key: Optional[str] = None
-    """Column that names a row's data set; null: "data_source" where a row has it, else the task, or the file's stem."""
+    """Column with the name of a row's data set; null: "data_source" if the row has it, else the task, or the file's
+    stem."""
     system_prompt: Optional[str] = None
-    """Put before chat messages that have none."""
+    """System message for conversations that have none."""
     chat_template: Optional[FilePath] = None
     """File with a Jinja chat template; null: the tokenizer's."""
     apply_chat_template: Literal["auto", "always", "never"] = "auto"
-    """auto: to chat messages, not to strings."""
+    """auto: apply it to chat messages, not to strings."""
     split_special_tokens: bool = True
-    """Special tokens such as `<|im_end|>` that messages of users, tools and environments quote stay ordinary text, as
-    with the tokenizers' switch of this name: only the model and the template begin and end a turn. false: they
-    become control tokens, as TRL, verl and vLLM do it. Prompts that are strings are always read with their tokens."""
+    """true: special tokens such as `<|im_end|>` inside messages of users, tools and environments are tokenized as
+    ordinary text (the tokenizers' argument of this name), so only the model and the template begin and end a turn.
+    false: they become control tokens, as in TRL, verl and vLLM. Prompts that are strings always keep their special
+    tokens."""
     shuffle: bool = True
-    """A new order in every epoch, from `run.seed`."""
+    """Shuffle in every epoch, seeded by `run.seed`."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
-    """What happens to prompts longer than `rollout.prompt_length`."""
+    """Treatment of prompts longer than `rollout.prompt_length`."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Commit points."""
+    """Schedule, number and format of checkpoints."""
 
     interval: int = 0
     """Steps between checkpoints; 0: only after the last step."""
     keep_last: int = 2
     """Newest checkpoints kept, at least 1."""
     keep_best: int = 0
-    """Also keep this many with the best `best_metric`."""
+    """Checkpoints with the best `best_metric` that are kept in addition."""
     best_metric: str = "val/accuracy"
     """Metric that ranks checkpoints, larger is better."""
     export_hf: bool = False
-    """Also write each checkpoint as a Hugging Face folder."""
+    """Also export each checkpoint as a Hugging Face folder."""
     async_save: bool = False
-    """Write a checkpoint from copies in host memory while training goes on; it counts once it is whole."""
+    """Write a checkpoint from copies in host memory while training continues; it becomes valid once it is complete."""
 
 
 @dataclass(frozen=True)
 class ObserveConfig:
-    """What a run shows."""
+    """Console output, loggers and report."""
 
     console: Literal["rich", "plain", "off"] = "rich"
-    """Progress on the terminal; rich falls back to plain where there is no terminal."""
+    """Progress on the terminal; rich falls back to plain if there is no terminal."""
     num_samples: int = 4
-    """Sample generations kept in samples.jsonl and shown per evaluation."""
+    """Samples per evaluation that are printed and written to samples.jsonl."""
     tensorboard: bool = True
-    """Event files in the run folder."""
+    """Write TensorBoard event files into the run folder."""
     wandb_project: Optional[str] = None
     """Weights & Biases project; null: off."""
     report: bool = True
@@ -634,7 +946,7 @@ class ObserveConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run."""
+    """Complete configuration of a run."""
 
     run: RunConfig = field(default_factory=RunConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -654,24 +966,24 @@ class Config:
 
 
 LearnsFrom = Literal["samples", "responses", "pairs"]
-"""What an algorithm learns from: samples of the engine, responses in the data, or pairs of a better and a worse one."""
+"""Training data of an algorithm: samples of the engine, responses in the data, or (chosen, rejected) pairs."""
 
 OWN_CODE = ("rollout.name", "algorithm.name", "reward.functions[*].name", "data.task")
-"""Fields that may name code of a user's own."""
+"""Fields that may name user code outside mrl."""
 
 
 def load(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] = ()) -> Config:
-    """The config of a YAML file, or of nested dicts, and overrides in their order, every field typed and known.
+    """Returns the config of a YAML file, or of nested dicts, with overrides applied in order.
 
-    - `section.key=value` sets a field; `reward.functions[0].weight=2` reaches into a list.
-    - A list is replaced whole (`data.val_files=[a.jsonl,b.jsonl]`); `data.val_files=a.jsonl` is a list of one.
+    - `section.key=value` sets a field; `reward.functions[0].weight=2` sets a field of a list entry.
+    - A list is replaced (`data.val_files=[a.jsonl,b.jsonl]`); `data.val_files=a.jsonl` is a list of one.
     - A mapping is merged (`data.task_kwargs={max_value: 9}`); `data.task_kwargs={}` empties it.
-    - `~section.key` takes back what was set, a whole section too; `~data.task_kwargs.max_value` removes an item.
-    - A path to code of one's own is looked for in the file's folder, then in the working folder, and becomes absolute.
+    - `~section.key` resets a field or a section to its default; `~data.task_kwargs.max_value` removes an entry.
+    - A path to user code is searched in the config's folder, then in the working folder, and becomes absolute.
 
     Raises:
-        UserError: The file is missing or not YAML, a key is unknown (the nearest is named), or a type is wrong; a file
-            of code does not exist.
+        UserError: The file is missing or not YAML, a key is unknown (the message suggests the nearest), a value has the
+            wrong type, or a file of user code does not exist.
     """
     values = Values(Config)
     folders = [Path()]
@@ -681,7 +993,7 @@ def load(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] 
         where, raw = f"in '{source}'", _read(source)
         folders.insert(0, Path(source).parent)
     else:
-        raise UserError(f"{shown(source)} is no config. Give the path of a YAML file, or a dict of sections.")
+        raise UserError(f"{shown(source)} is not a config. Pass the path of a YAML file, or a dict of sections.")
     values.update(raw, where)
     for item in [overrides] if isinstance(overrides, str) else overrides:
         values.override(item)
@@ -691,8 +1003,8 @@ def load(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] 
 
 
 def to_yaml(config: Config) -> str:
-    """Every field of the config as YAML; `load` reads it back to an equal config."""
-    dumper = get_omega_conf_dumper()  # OmegaConf.to_yaml first makes nodes of all fields, in four times as long
+    """Returns every field of the config as YAML; `load` reads it back to an equal config."""
+    dumper = get_omega_conf_dumper()  # four times faster than OmegaConf.to_yaml, which first creates nodes
     text = yaml.dump(asdict(config), Dumper=dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
     return str(text)
 
@@ -700,7 +1012,7 @@ def to_yaml(config: Config) -> str:
 def _read(path: str | Path) -> Any:
     if not os.path.isfile(path):
         raise UserError(
-            f"config file '{path}' does not exist.{did_you_mean_path(path)} Give the path of a YAML file such as "
+            f"config file '{path}' does not exist.{did_you_mean_path(path)} Pass the path of a YAML file such as "
             "configs/quickstart.yaml."
         )
     return read_yaml(Path(path), "config file")

@@ -1,7 +1,4 @@
-"""Which known name somebody may have meant who wrote an unknown one.
-
-Owns how like two names must be, and the question of messages.
-"""
+"""Suggestions for misspelled names and paths in error messages."""
 
 from __future__ import annotations
 
@@ -11,27 +8,27 @@ from collections.abc import Iterable
 from pathlib import Path
 
 NEAR = 0.6
-"""Similarity (difflib's ratio) from which on a name may have been meant."""
+"""Similarity (difflib's ratio, 0 to 1) above which a name is suggested."""
 
 
 def nearest(name: str, known: Iterable[str], near: float = NEAR) -> str | None:
-    """The known name most like `name`, capitals or not; None where none is like it by at least `near`, 0 to 1."""
+    """Returns the known name most similar to `name`, ignoring case; None: no similarity reaches `near`."""
     by_lower = {each.lower(): each for each in known}
     found = difflib.get_close_matches(name.lower(), list(by_lower), 1, cutoff=near)
     return by_lower[found[0]] if found else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The question behind a sentence, with a space before it: " Did you mean 'train'?"; "" where nothing is like it."""
+    """Returns the end of an error message, " Did you mean 'train'?"; "" if no known name is similar."""
     found = nearest(name, known)
     return f" Did you mean '{found}'?" if found else ""
 
 
 def did_you_mean_path(path: str | Path) -> str:
-    """Returns the question behind a sentence about a path that does not exist, with a space before it.
+    """Returns the end of an error message about a missing path, " Did you mean 'data/train.jsonl'?".
 
-    Each part of the path that does not exist is replaced by the entry of its folder that is most like it:
-    " Did you mean 'data/train.jsonl'?"; "" where nothing is like a part, or the path exists.
+    Each missing part of the path is replaced by the most similar entry of its folder; "" if a part has no similar
+    entry, or the path exists.
     """
     found = Path()
     for part in Path(path).parts:

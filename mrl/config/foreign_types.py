@@ -1,7 +1,7 @@
-"""Annotations of another package's fields, as text: which values of YAML they take, and how to say so.
+"""Type annotations of Megatron's, vLLM's and TensorRT-LLM's fields, as text: which YAML values they accept.
 
-Owns the reading of `bool`, numbers, texts, `Literal`, `Optional`, `Union`, `|`, lists and tuples. What only Python code
-could give, a function or an object, is taken by none, except by a name that the caller knows.
+Supports `bool`, numbers, strings, `Literal`, `Optional`, `Union`, `|`, lists and tuples. A type that only Python code
+can construct, such as a function, accepts nothing unless `Names` lists its values.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 PLAIN = {"bool": bool, "int": int, "float": (int, float), "str": str}
-WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}
+WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a string"}
 SEQUENCES = ("list", "List", "tuple", "Tuple")
 
 Names = Callable[[str], Collection[str]]
-"""A type that is none of these -> the texts that stand for its values."""
+"""Returns the texts that stand for the values of a type which is none of the supported ones."""
 
 
 def _nothing(_: str) -> Collection[str]:
@@ -23,29 +23,29 @@ def _nothing(_: str) -> Collection[str]:
 
 
 def fits(kind: str, value: object, names: Names = _nothing) -> bool:
-    """Whether a field with this annotation takes the value as YAML gives it.
+    """Returns whether a field with this annotation accepts a YAML value.
 
     Args:
-        kind: The annotation, for example `Optional[Literal['ring', 'tree']]`.
-        value: Of YAML: a text, a number, a boolean, null, a list or a mapping.
-        names: See `Names`.
+        kind: Annotation as text, for example `Optional[Literal['ring', 'tree']]`.
+        value: String, number, boolean, null, list or mapping.
+        names: Texts of further types, see `Names`.
     """
     return any(_fits(node, value, names) for node in _choices(kind))
 
 
 def expected(kind: str, names: Names = _nothing) -> str:
-    """What a field with this annotation takes, in words; "" where nothing that YAML can say. Arguments as of `fits`."""
+    """Returns a description of the values that an annotation accepts; "" if YAML cannot express any."""
     words = [word for node in _choices(kind) if (word := _words(node, names))]
     return "" if words == ["null"] else " or ".join(words)
 
 
 def choices(kind: str) -> list[str]:
-    """The members of a union, as text; the annotation itself where it is none."""
+    """Returns the members of a union as text; a list of the annotation itself if it is no union."""
     return [ast.unparse(node) for node in _choices(kind)]
 
 
 def literals(kind: str) -> list[str]:
-    """Every text that the annotation spells out."""
+    """Returns every string that the annotation lists in a `Literal`."""
     found = (node for node in _choices(kind) if isinstance(node, ast.Subscript) and _name(node) == "Literal")
     return [value for node in found for value in _values(node) if isinstance(value, str)]
 
@@ -55,7 +55,7 @@ def _choices(kind: str) -> Iterator[ast.expr]:
 
 
 def _opened(node: ast.expr) -> Iterator[ast.expr]:
-    """The members of unions, and None for what is optional."""
+    """Yields the members of unions, and the constant None for an optional type."""
     if isinstance(node, ast.Subscript) and _name(node) in ("Optional", "Union"):
         for member in _inside(node):
             yield from _opened(member)

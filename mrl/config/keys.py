@@ -1,7 +1,7 @@
-"""Dotted keys of a schema of dataclasses: list them, and open nested values into them.
+"""Dotted keys of a schema of dataclasses: lists them, and flattens nested values into them.
 
-Owns names: a key that does not exist is refused, and the nearest one is named. Types of values are checked by
-`config.load`, ranges and rules between them by `trainer/validation/`.
+Unknown keys are refused with a suggestion. Value types are checked by `config.load`, ranges and rules between keys by
+`trainer/validation/`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from mrl.config.verl_keys.foreign_names import elsewhere
 from mrl.errors import UserError
 
 NEAR = 0.75
-"""As `nearest.NEAR`, of keys: there are hundreds, and one of another section is often half like it."""
+"""Similarity threshold for keys, higher than `did_you_mean.NEAR`: hundreds of keys are half similar to each other."""
 
 
 def dotted_keys(schema: type, prefix: str = "") -> dict[str, Any]:
-    """Every dotted key of the schema, in order, with its type; sections are opened, lists of sections are not."""
+    """Returns every dotted key of the schema with its type, in order; sections are expanded, lists of sections not."""
     keys: dict[str, Any] = {}
     for name, kind in _members(schema).items():
         if is_dataclass(kind):
@@ -32,24 +32,24 @@ def dotted_keys(schema: type, prefix: str = "") -> dict[str, Any]:
 
 
 def nested(key: str, value: Any) -> Any:
-    """The value under a dotted key, as nested dicts: `a.b[0].c` -> {"a": {"b": {0: {"c": value}}}}."""
+    """Returns a value as nested dicts under a dotted key: `a.b[0].c` -> {"a": {"b": {0: {"c": value}}}}."""
     for part in reversed(re.findall(r"[^.\[\]]+", key)):
         value = {int(part) if part.isdecimal() else part: value}
     return value
 
 
 def is_key(key: str, schema: type) -> bool:
-    """Whether a dotted key names a field or a section of the schema; what is inside a list or a mapping is neither."""
+    """Returns whether a dotted key names a field or section of the schema, not an entry of a list or mapping."""
     return any(known == key or known.startswith(f"{key}.") for known in dotted_keys(schema))
 
 
 def leaves(raw: Any, schema: type) -> list[tuple[str, Any, Any]]:
-    """The dotted key, value and type of every field that `raw`, nested dicts and lists, sets; sections are opened.
+    """Returns the dotted key, value and type of every field that `raw` (nested dicts and lists) sets.
 
-    A list of sections comes first as a list of empty ones, then field by field.
+    A list of sections yields the list with empty sections first, then its fields.
 
     Raises:
-        UserError: A key is unknown; the message names the nearest one. Or a section is not a mapping.
+        UserError: A key is unknown (the message suggests the nearest one), or a section is not a mapping.
     """
     return list(_walk(raw, schema, "", schema))
 
@@ -69,8 +69,8 @@ def _walk(raw: Any, kind: Any, path: str, schema: type) -> Iterator[tuple[str, A
 def _section(raw: Any, known: dict[str, Any], path: str, schema: type) -> Iterator[tuple[str, Any, Any]]:
     if not isinstance(raw, dict):
         name = f"config key '{path}'" if path else "the config file"
-        came = "is empty" if raw is None else f"is {raw!r}"
-        raise UserError(f"{name} {came}, expected a section with keys: {', '.join(known)}.")
+        found = "is empty" if raw is None else f"is {raw!r}"
+        raise UserError(f"{name} {found}, expected a section with keys: {', '.join(known)}.")
     for key, value in raw.items():
         full = f"{path}.{key}" if path else str(key)
         if key not in known:
@@ -83,7 +83,7 @@ def _section(raw: Any, known: dict[str, Any], path: str, schema: type) -> Iterat
 
 
 def _foreign(key: str, value: Any) -> str:
-    """What the key, or the first one below it, is called here, where another trainer has it; "" where none has."""
+    """Returns the message for a key (or the first one below it) of another trainer; "" if no trainer has it."""
     while isinstance(value, dict) and value:
         inner, value = next(iter(value.items()))
         key = f"{key}.{inner}"
@@ -91,7 +91,7 @@ def _foreign(key: str, value: Any) -> str:
 
 
 def _nearest(key: str, path: str, siblings: list[str], schema: type) -> str | None:
-    """The known key most like `path.key`: in its own section, else the same name elsewhere, else a similar one."""
+    """Returns the known key most similar to `path.key`, preferring its own section, then the same name elsewhere."""
     prefix = f"{path}." if path else ""
     if near := nearest(key, siblings, NEAR):
         return f"{prefix}{near}"

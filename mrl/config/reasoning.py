@@ -1,6 +1,6 @@
-"""Reasoning tags of each model family, and the functions that find the reasoning in a response.
+"""Reasoning tags of each model family, and functions that find the reasoning in a response.
 
-Rewards that compare or run an answer never read the reasoning, and a tool call inside it is not made. `regex` and
+Rewards that compare or run an answer never see the reasoning, and a tool call inside it is not executed. `regex` and
 `length` see the complete response, since a format reward asks for the tags. Imports no torch.
 """
 

@@ -1,7 +1,7 @@
-"""Finds a plugin by name: the folder is the registry, and a path to code outside mrl works too (`user_code.py`).
+"""Finds a plugin by name: the folder is the registry. A path to user code works too (`user_code.py`).
 
-Owns the lookup only. A family, algorithm, reward, engine or logger is added by adding one file to its folder; the file
-defines the attribute that the folder's `base` names (for example `ALGORITHM`, `REWARD`).
+To add a model family, algorithm, reward, engine or logger, add one file to its folder; the file defines the attribute
+that the folder's `base` names (for example `ALGORITHM`, `REWARD`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from mrl.errors import UserError
 def names(folder: str) -> list[str]:
     """Returns the plugins in `mrl/<folder>`, sorted.
 
-    `base`, private modules and those that the folder's `__init__.py` lists in `NOT_PLUGINS` are left out.
+    Excludes `base`, private modules and those in `NOT_PLUGINS` of the folder's `__init__.py`.
     """
     return list(_names(folder))
 
 
 @cache
 def _names(folder: str) -> tuple[str, ...]:
-    """Read once: a checkpoint of a large model asks for its family thousands of times."""
+    """Returns the names, cached: reading a checkpoint of a large model looks its family up thousands of times."""
     package = importlib.import_module(f"mrl.{folder}")
     others = {"base", *getattr(package, "NOT_PLUGINS", ())}
     found = (module.name for module in pkgutil.iter_modules(package.__path__))
@@ -37,10 +37,10 @@ _REQUIRED = object()
 
 
 def find(folder: str, name: str, attribute: str, default: Any = _REQUIRED) -> Any:
-    """The attribute of plugin `name` in `mrl/<folder>`, or what a path to code of a user's own names.
+    """Returns the attribute of plugin `name` in `mrl/<folder>`, or the object that a path to user code names.
 
     Raises:
-        UserError: There is no such plugin, or the path does not import; the nearest name is offered.
+        UserError: There is no such plugin (the message suggests the nearest name), or the path cannot be imported.
     """
     if user_code.is_own(name):
         try:
@@ -55,5 +55,5 @@ def find(folder: str, name: str, attribute: str, default: Any = _REQUIRED) -> An
         )
     module = importlib.import_module(f"mrl.{folder}.{name}")
     if not hasattr(module, attribute) and default is _REQUIRED:
-        raise UserError(f"{folder}: '{name}' is no plugin: mrl/{folder}/{name}.py defines no {attribute}.")
+        raise UserError(f"{folder}: '{name}' is not a plugin: mrl/{folder}/{name}.py defines no {attribute}.")
     return getattr(module, attribute, default)

@@ -1,8 +1,8 @@
-"""Code of a user's own: what a path such as `rewards.py:score` or `package.module:Class` means, and how it is imported.
+"""User code: the meaning of paths such as `rewards.py:score` or `package.module:Class`, and their import.
 
-Owns both. A path is looked for when a config is loaded, in the config's folder and then in the working folder, and
-becomes absolute there: ranks, worker processes and a resumed run find the same file wherever they are started. What
-such a path has to name is known to whoever asks for it, through `registry.py`.
+Loading a config makes such a path absolute; it is searched in the config's folder, then in the working folder. So
+ranks, worker processes and a resumed run find the same file, wherever they are started. Callers check the type of the
+object that a path names (`registry.py`).
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from mrl.config.did_you_mean import did_you_mean, did_you_mean_path
 from mrl.errors import UserError, first_line
 
 FORMS = "'package.module:object' or 'path/to/file.py:object'"
-"""How code of a user's own is named, for messages."""
+"""Accepted forms of a path to user code, for messages."""
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is a path to code of a user's own, and not the name of something in mrl."""
+    """Returns whether a name is a path to user code, and not the name of something in mrl."""
     return "." in name or ":" in name
 
 
 def located(name: str, folders: Sequence[Path]) -> str:
-    """A path with its file written out: `rewards.py:score` -> `/home/me/rewards.py:score`.
+    """Returns a path with its file made absolute: `rewards.py:score` -> `/home/me/rewards.py:score`.
 
-    A module that lies in one of the folders becomes its file; one that is installed, or on PYTHONPATH, stays as it is.
+    A module in one of the folders becomes its file; an installed one, or one on PYTHONPATH, stays unchanged.
 
     Args:
-        name: Of something in mrl, which stays as it is, or a path.
-        folders: Where files and modules are looked for, in this order.
+        name: Path to user code; the name of something in mrl is returned unchanged.
+        folders: Folders to search, in this order.
 
     Raises:
-        UserError: The file that the path names does not exist, or the path names no object in it.
+        UserError: The file does not exist, or the path names no object in it.
     """
     if not is_own(name):
         return name
     place, target = _parts(name)
     if place.endswith(".py"):
         wanted = Path(place)
-        candidates = [folder / wanted for folder in folders]  # an absolute one stays what it is
+        candidates = [folder / wanted for folder in folders]  # an absolute path stays absolute
         looked = dict.fromkeys(str(folder.resolve()) for folder in folders)
         missing = f"'{name}': there is no file '{wanted}' in {' or '.join(looked)}."
         missing += next(filter(None, map(did_you_mean_path, candidates)), "")
@@ -65,13 +65,13 @@ def located(name: str, folders: Sequence[Path]) -> str:
 
 
 def label(name: str) -> str:
-    """The path without the folder of its file: `/home/me/rewards.py:score` -> `rewards:score`."""
+    """Returns the path without the folder of its file: `/home/me/rewards.py:score` -> `rewards:score`."""
     place, colon, target = name.rpartition(":")
     return f"{Path(place).stem}:{target}" if colon and place.endswith(".py") else name
 
 
 def load(name: str) -> Any:
-    """What a path names, its module imported.
+    """Imports the module of a path and returns the object that the path names.
 
     Raises:
         UserError: The module cannot be imported, or has no such object.
@@ -80,9 +80,9 @@ def load(name: str) -> Any:
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except SystemExit as error:
-        raise UserError(f"'{name}' does not import: it ends Python, SystemExit: {error}.") from error
+        raise UserError(f"'{name}' does not import: it raises SystemExit: {error}.") from error
     except Exception as error:  # a user's module may raise anything
-        raise UserError(f"'{name}' does not import: {_told(error, place)}") from error
+        raise UserError(f"'{name}' does not import: {_import_error(error, place)}") from error
     if not hasattr(module, target):
         known = [each for each in vars(module) if not each.startswith("_")]
         raise UserError(f"'{name}': '{place}' has no '{target}'.{did_you_mean(target, known)}")
@@ -90,27 +90,27 @@ def load(name: str) -> Any:
 
 
 def _did_you_mean_module(name: str) -> str:
-    """Returns the question behind a sentence about a top-level module that is not found, from the working folder."""
+    """Returns a suggestion for a missing top-level module, from the modules in the working folder."""
     here = [path.stem for path in Path.cwd().glob("*.py")]
     here += [path.parent.name for path in Path.cwd().glob("*/__init__.py")]
     return did_you_mean(name, here)
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """File or module, and the object in it."""
+    """Splits a path into file or module, and the name of the object."""
     if name.endswith(".py"):
-        raise UserError(f"'{name}' names a file, and nothing in it: write '{name}:object'.")
+        raise UserError(f"'{name}' names a file but no object in it: write '{name}:object'.")
     place, _, target = name.rpartition(":" if ":" in name else ".")
     named = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
     if not named or not target:
-        raise UserError(f"'{name}' is no path to code: write {FORMS}.")
+        raise UserError(f"'{name}' is not a path to code: write {FORMS}.")
     return place, target
 
 
 def _from_file(file: Path) -> ModuleType:
-    """The module of a file; what it imports is found beside it and in the working folder, after all that is installed.
+    """Imports a file, as a part of its package if its folder has an `__init__.py`.
 
-    A file in a package (a folder with `__init__.py`) is imported as a part of it.
+    Its folder and the working folder are appended to `sys.path`, after everything that is installed.
     """
     if not file.is_file():
         raise ImportError(f"there is no file '{file}'")
@@ -130,7 +130,7 @@ def _from_file(file: Path) -> ModuleType:
 
 
 def _finds(name: str, file: Path) -> bool:
-    """Whether a top-level module of this name is this file, and not another of the same name."""
+    """Returns whether importing this top-level name gives this file, and not another module of the same name."""
     if name in sys.modules:
         return getattr(sys.modules[name], "__file__", None) == str(file)
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
@@ -138,7 +138,7 @@ def _finds(name: str, file: Path) -> bool:
 
 
 def _alone(file: Path) -> ModuleType:
-    """The module of a file whose name another module has, under a name that no other file has."""
+    """Imports a file under a unique name, because another module already has its name."""
     name = f"{file.stem}_{blake2b(str(file).encode(), digest_size=6).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
@@ -146,7 +146,7 @@ def _alone(file: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"'{file}' is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles look their module up
+    sys.modules[name] = module  # dataclasses and pickle look their module up
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -155,8 +155,8 @@ def _alone(file: Path) -> ModuleType:
     return module
 
 
-def _told(error: Exception, place: str) -> str:
-    """What was wrong, and in which line of the user's code."""
+def _import_error(error: Exception, place: str) -> str:
+    """Returns the error with the line of the user's code that raised it."""
     said = first_line(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {first_line(error)}"
     if isinstance(error, ModuleNotFoundError) and error.name and place.partition(".")[0] == error.name:
         hint = _did_you_mean_module(error.name)

@@ -1,7 +1,7 @@
-"""Values for the fields of a schema: taken from files and overrides, typed, a mistake told in one line.
+"""Field values of a schema, set from files and overrides, type-checked, with one-line error messages.
 
-Owns `Values` and what a field may be written as. Which keys exist is known to `keys.py`; the schema and its defaults
-are in `config.py`; ranges and rules between fields in `trainer/validation/`.
+`keys.py` knows which keys exist; `config.py` has the schema and its defaults; ranges and rules between fields are in
+`trainer/validation/`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mrl.config.yaml_file import MAX_DEPTH, UNREADABLE, check_events, reason
 from mrl.errors import UserError
 
 REFERENCE = re.compile(r"\$\{.*\}")
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 LARGEST_WHOLE = 1 << 64
 
@@ -35,9 +35,9 @@ MAX_SHOWN = 200
 
 
 class Values:
-    """Every field of a schema of dataclasses, first at its default.
+    """Values of every field of a schema of dataclasses, initially its defaults.
 
-    Each method raises UserError for an unknown key, with the nearest one, and for a value of another type.
+    Each method raises UserError for an unknown key (suggesting the nearest one) and for a value of the wrong type.
     """
 
     def __init__(self, schema: type) -> None:
@@ -46,19 +46,19 @@ class Values:
         self._paths = path_keys(schema)
 
     def update(self, raw: Any, where: str) -> None:
-        """Sets what nested dicts and lists give; `where` says in messages where they come from."""
+        """Sets the values in nested dicts and lists; `where` describes their origin in messages."""
         with explained(where):
             found = leaves(raw, self._schema)
         for key, value, kind in found:
             self._set(key, value, kind, where)
 
     def override(self, item: str) -> None:
-        """`key=value` sets, as do Hydra's `+key=value` and `++key=value`; `~key` takes back. See `config.load`."""
+        """Applies an override: `key=value`, `+key=value` or `++key=value` sets, `~key` resets; see `config.load`."""
         key, equals, text = re.sub(r"^\+\+?(?=\w)", "", item).partition("=")
         where = f"in override '{_cut(item)}'"
         if item[:1] == "~" and len(item) > 1:
             if equals:
-                raise UserError(f"override '{_cut(item)}' takes back and sets at once; write '{key}' or '{item[1:]}'.")
+                raise UserError(f"override '{_cut(item)}' both resets and sets; write '{key}' or '{item[1:]}'.")
             self._take_back(key[1:], where)
             return
         if not (key and equals):
@@ -69,7 +69,7 @@ class Values:
             value = OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[index, call-overload]
             found = leaves(nested(key, value), self._schema)
         if not found:
-            raise UserError(f"override '{_cut(item)}' sets nothing. Set its keys, or take it back with '~{key}'.")
+            raise UserError(f"override '{_cut(item)}' sets nothing. Set its keys, or reset it with '~{key}'.")
         for leaf, inner, kind in found:
             if value == {} and _is_mapping(kind):
                 self._set(key, value, kind, where, merge=False)
@@ -77,7 +77,7 @@ class Values:
                 self._set(leaf, inner, kind, where)
 
     def locate(self, keys: Sequence[str], folders: Sequence[Path]) -> None:
-        """Writes paths to code of a user's own out in full (`own_code.located`); `[*]` stands for each of a list."""
+        """Makes paths to user code absolute (`user_code.located`); `[*]` in a key means each entry of a list."""
         for key in keys:
             above, _, rest = key.partition("[*]")
             entries = range(len(OmegaConf.select(self._node, above))) if rest else ()
@@ -88,12 +88,12 @@ class Values:
                     OmegaConf.update(self._node, each, located(name, folders))
 
     def made(self, where: str) -> Any:
-        """The schema's dataclass, references between keys (`${run.seed}`) resolved."""
+        """Returns an instance of the schema with references between keys (`${run.seed}`) resolved."""
         with explained(where):
             return OmegaConf.to_object(self._node)
 
     def _take_back(self, key: str, where: str) -> None:
-        """The default of a field or section; an item of a mapping is removed."""
+        """Resets a field or section to its default; removes an entry of a mapping."""
         if is_key(key, self._schema):
             default = OmegaConf.select(_at_defaults(self._schema), key)
             OmegaConf.update(self._node, key, default, merge=False)
@@ -102,11 +102,11 @@ class Values:
         ((leaf, _, kind),) = leaves(nested(key, {}), self._schema) or [(key, None, None)]  # refuses an unknown key
         above, _, last = key.rpartition(".")
         if not _is_mapping(kind) or key == leaf or "[" in last:
-            raise UserError(f"'{key}' {where} is part of a list. Set it, or set or take back the whole list.")
+            raise UserError(f"'{key}' {where} is part of a list. Set it, or set or reset the complete list.")
         mapping = OmegaConf.select(self._node, above)
         if not OmegaConf.is_dict(mapping) or last not in mapping:
             has = ", ".join(map(str, mapping)) if OmegaConf.is_dict(mapping) else ""
-            raise UserError(f"there is no '{key}' to take back, {where}; '{above}' has {has or 'nothing in it'}.")
+            raise UserError(f"there is no '{key}' to reset, {where}; '{above}' contains {has or 'nothing'}.")
         del mapping[last]
 
     def _set(self, key: str, value: Any, kind: Any, where: str, *, merge: bool = True) -> None:
@@ -120,13 +120,13 @@ class Values:
         except UserError as error:
             raise UserError(f"config key '{key}' {where}: {error}.") from error
         except UNREADABLE as error:
-            came = "null" if value is None else _cut(repr(value))
+            got = "null" if value is None else _cut(repr(value))
             hint = called(key, value)
-            raise UserError(f"config key '{key}' {where}: {came} came, expected {expected(kind)}.{hint}") from error
+            raise UserError(f"config key '{key}' {where}: got {got}, expected {expected(kind)}.{hint}") from error
         self._open(key)
 
     def _open(self, key: str) -> None:
-        """Makes the nodes writable that a change of this key made."""
+        """Makes the nodes writable that setting this key created."""
         node = self._node
         for part in re.findall(r"[^.\[\]]+", key):
             node = node._get_node(int(part) if OmegaConf.is_list(node) else part)
@@ -138,7 +138,7 @@ class Values:
 
 
 def expected(kind: Any) -> str:
-    """What a field of this type takes, in words: "a whole number, or null"."""
+    """Returns a description of the values that a type accepts, such as "a whole number, or null"."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin is Union:
         return f"{expected(inside[0])}, or null"
@@ -149,13 +149,13 @@ def expected(kind: Any) -> str:
     if origin is list and is_dataclass(inside[0]):
         return f"a list of sections with keys {', '.join(item.name for item in fields(inside[0]))}"
     if origin is list:
-        return "a list such as [a, b], or one text"
+        return "a list such as [a, b], or one string"
     return WORDS[kind]
 
 
 @contextmanager
 def explained(where: str) -> Iterator[None]:
-    """Turns what YAML and OmegaConf raise into one line that names the key."""
+    """Converts exceptions of YAML and OmegaConf into a one-line UserError that names the key."""
     try:
         yield
     except UserError:
@@ -172,7 +172,7 @@ def _cut(text: str) -> str:
 
 
 def _with_paths(value: Any, mark: IsPath | None) -> Any:
-    """The value of a field that is a path, or a list of them, written out."""
+    """Returns a path value, or a list of them, expanded."""
     if mark is None:
         return value
     if isinstance(value, list):
@@ -181,15 +181,17 @@ def _with_paths(value: Any, mark: IsPath | None) -> Any:
 
 
 def _check_texts(value: Any, depth: int = 0) -> None:
-    """Refuses what a run could not write down again: texts that no file can hold, and what is too deep."""
+    """Refuses values that cannot be written to the run folder's config: unencodable strings, and too deep nesting."""
     if depth > MAX_DEPTH:
-        raise UserError(f"lists and mappings are more than {MAX_DEPTH} deep in each other")
+        raise UserError(f"lists and mappings are nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, str):
         bad = next((character for character in value if character == "\0" or "\ud800" <= character <= "\udfff"), None)
         if bad is not None:
-            raise UserError(f"{_cut(repr(value))} came, with the character {bad!r}, which no file or path can hold")
+            raise UserError(
+                f"got {_cut(repr(value))}, with the character {bad!r}, which files and paths cannot contain"
+            )
     if isinstance(value, int) and abs(value) >= LARGEST_WHOLE:
-        raise UserError("a whole number of more than 64 bits came, which no field takes")
+        raise UserError("got a whole number of more than 64 bits")
     inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
     for inner in inside:
         _check_texts(inner, depth + 1)
@@ -200,31 +202,31 @@ def _is_mapping(kind: Any) -> bool:
 
 
 def _meant(value: Any, kind: Any) -> Any:
-    """The value with what YAML makes of it put right: one text for a list of texts, `off` for a choice of words."""
+    """Converts a value that YAML parsed differently than meant: one string for a list, `off` (false) for a choice."""
     if value is False and get_origin(kind) is Literal and "off" in get_args(kind):
         return "off"
     if kind != list[str] or (isinstance(value, str) and REFERENCE.fullmatch(value)):
         return value
     if isinstance(value, list) and any(isinstance(item, (list, dict)) for item in value):
-        raise ValidationError("a list in a list of texts")  # which OmegaConf would take
+        raise ValidationError("a list in a list of strings")  # OmegaConf would accept it
     return [value] if isinstance(value, str) else value
 
 
 def _at_defaults(schema: type) -> Any:
-    """A writable node of a schema at its defaults."""
+    """Returns a writable OmegaConf node of a schema with its defaults."""
     return pickle.loads(_defaults(schema))
 
 
 @cache
 def _defaults(schema: type) -> bytes:
-    """Pickled: a copy is made in a fifth of the time that `deepcopy` takes."""
+    """Returns the pickled node, because unpickling takes a fifth of the time of `deepcopy`."""
     node = OmegaConf.structured(schema)
     _make_writable(node)
     return pickle.dumps(node)
 
 
 def _make_writable(node: Any) -> None:
-    """Frozen dataclasses make read-only nodes; changing them needs writable ones."""
+    """Makes nodes of frozen dataclasses, which are read-only, writable."""
     OmegaConf.set_readonly(node, False)
     for key in range(len(node)) if OmegaConf.is_list(node) else node:
         child = node._get_node(key)

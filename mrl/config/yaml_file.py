@@ -1,7 +1,4 @@
-"""YAML as a user wrote it: read into nested dicts and lists, or refused in a line.
-
-Owns reading and what goes wrong in it. What the values mean is known to whoever reads.
-"""
+"""Reads YAML files into nested dicts and lists, with one-line error messages."""
 
 from __future__ import annotations
 
@@ -17,31 +14,31 @@ from omegaconf.errors import OmegaConfBaseException
 from mrl.errors import UserError
 
 UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, OSError, RecursionError)
-"""What PyYAML and OmegaConf raise at a text or a value: some of it by accident, deep inside them."""
+"""Exceptions that PyYAML and OmegaConf raise for unreadable values, some of them unintentionally."""
 
 MAX_BYTES = 10 << 20
 MAX_DEPTH = 40
-"""Mappings and lists inside each other; a config needs six."""
+"""Nesting depth of mappings and lists; a config needs six."""
 JOINED = re.compile(r"(?=.*\d_)(?![-+]?\d{1,3}(_\d{3})+(\.\d*)?$)[-+]?[\d.][\d_]*(?:(?<!\.)\.[\d_]*)?(?<!\.)")
-"""Digits joined by underscores, and not by thousands; with two points it is a text."""
+"""Digits joined by underscores that do not group thousands; with two decimal points YAML reads a string."""
 MAX_SHOWN = 300
 """Characters of another library's message that are quoted."""
 
 
 def read_yaml(file: Path, what: str) -> Any:
-    """The content of a YAML file as nested dicts and lists, references between keys not resolved.
+    """Returns the content of a YAML file as nested dicts and lists; references between keys are not resolved.
 
     Args:
-        file: To be read.
-        what: It is, for messages: "config file".
+        file: Path of the file.
+        what: Description of the file for messages, such as "config file".
 
     Raises:
-        UserError: It is not there, or not readable YAML.
+        UserError: The file is missing or not valid YAML.
     """
     content = b""
     try:
         if os.path.getsize(file) > MAX_BYTES:
-            raise UserError(f"{what} '{file}' has more than {MAX_BYTES} bytes: it is another file.")
+            raise UserError(f"{what} '{file}' has more than {MAX_BYTES} bytes: it cannot be a {what}.")
         content = file.read_bytes()
         content.decode("utf-8")
         check_events(content)
@@ -59,7 +56,7 @@ def read_yaml(file: Path, what: str) -> Any:
 
 
 def _tab_before(error: Exception, content: bytes) -> str | None:
-    """Returns what is wrong where a tab in the indentation is the cause of an error, and None where it is not."""
+    """Returns an explanation if a tab in the indentation caused the error, else None."""
     mark = getattr(error, "problem_mark", None)
     lines = content.decode("utf-8").splitlines()
     if mark is None or mark.line >= len(lines) or not re.match(r" *\t", lines[mark.line]):
@@ -68,11 +65,11 @@ def _tab_before(error: Exception, content: bytes) -> str | None:
 
 
 def check_events(text: str | bytes) -> None:
-    """Refuses what YAML would read as something else, or not at all.
+    """Refuses YAML that would be misread or that crashes the parser.
 
     Raises:
-        RecursionError: libyaml, which calls itself for each depth, would overrun its stack.
-        UserError: Numbers joined by an underscore, such as the bounds 0.5_2, are read as the one number 0.52.
+        RecursionError: The nesting is so deep that libyaml would overflow its stack.
+        UserError: Numbers joined by an underscore, such as the bounds 0.5_2, would be read as the one number 0.52.
     """
     depth = 0
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
@@ -84,8 +81,8 @@ def check_events(text: str | bytes) -> None:
 
 
 def reason(error: Exception) -> str:
-    """What one of UNREADABLE says, in a line."""
+    """Returns the message of one of UNREADABLE as one line."""
     if isinstance(error, RecursionError):
-        return "its lists and mappings are too deep in each other"
+        return "its lists and mappings are nested too deep"
     said = " ".join(str(error).split()).partition(" full_key:")[0].rstrip(".")
     return f"{said[:MAX_SHOWN]}..." if len(said) > MAX_SHOWN else said

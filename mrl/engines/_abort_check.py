@@ -1,6 +1,6 @@
-"""Whether a generation is to be abandoned, asked between its forwards.
+"""Polling for an abort request between the forwards of a generation.
 
-Owns the agreement of a replica's ranks: they decode together, so all of them leave after the same step.
+The ranks of a replica decode together, so they must agree and all return after the same step.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ import torch.distributed as dist
 from mrl.distributed.collectives import any_rank
 
 STEPS = 16
-"""Forwards between two questions to the other ranks of the replica."""
+"""Forwards between two all-reduces of the replica."""
 
 
-class Poll:
-    """Collective over the replica: each call answers the same on all its ranks.
+class AbortCheck:
+    """Returns whether any rank of the replica requested an abort; the same answer on all of its ranks.
 
     Args:
-        told: Whether this rank was told to stop.
-        group: Ranks of the replica; None: this rank alone.
-        sampled: Called each time: a forward was made.
+        abort_requested: Returns whether an abort was requested on this rank.
+        group: Ranks of the replica; None: a replica of one rank.
+        sampled: Progress callback, called at each poll.
     """
 
     def __init__(
-        self, told: Callable[[], bool], group: dist.ProcessGroup | None, sampled: Callable[[], object]
+        self, abort_requested: Callable[[], bool], group: dist.ProcessGroup | None, sampled: Callable[[], object]
     ) -> None:
-        self._told, self._sampled = told, sampled
+        self._abort_requested, self._sampled = abort_requested, sampled
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self._num_calls = 0
 
     def __call__(self) -> bool:
-        """Asks this rank at each call, the others at every `STEPS`th; true once any was told."""
+        """Collective over the replica at every `STEPS`-th call: returns whether an abort was requested on any rank."""
         self._sampled()
         if self._group is None:
-            return self._told()
+            return self._abort_requested()
         self._num_calls += 1
         if self._num_calls % STEPS:
             return False
-        return any_rank(self._told(), self._group)
+        return any_rank(self._abort_requested(), self._group)

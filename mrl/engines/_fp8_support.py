@@ -1,7 +1,6 @@
-"""`rollout.quantization=fp8` where an engine of others makes its linear layers in FP8 by the word of config.json.
+"""`rollout.quantization=fp8` in vLLM and TensorRT-LLM, which read it from config.json of the model folder.
 
-Owns that word, and the sizes that must be whole blocks where an engine cuts and fuses scales by the block. It imports
-no torch.
+Also checks that the sizes which these engines cut or fuse are multiples of a quantization block. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from mrl.models.base import ArchSpec
 
 QUANTIZATION, DTYPE = "fp8", "bfloat16"
 SIDE = 128
-"""Rows and columns of a block."""
+"""Rows and columns of a quantization block."""
 
 
 def config_keys(rollout: RolloutConfig, *, left_out: Sequence[str] = ()) -> dict[str, Any]:
-    """Keys of config.json by which linear layers are made in FP8; {} where they are not quantised.
+    """Returns the keys of config.json that make the engine quantize linear layers to FP8; {} without quantization.
 
-    They are those of DeepSeek's checkpoints, of TensorRT-LLM's own tests of FP8 refits and of verl.
+    DeepSeek's checkpoints, TensorRT-LLM's FP8 refit tests and verl use the same keys.
 
     Args:
-        rollout: The section.
-        left_out: Modules that stay as they are, where the engine would quantise them.
+        rollout: `rollout` section.
+        left_out: Names of modules that stay in bfloat16.
     """
     if rollout.quantization is None:
         return {}
@@ -38,12 +37,12 @@ def config_keys(rollout: RolloutConfig, *, left_out: Sequence[str] = ()) -> dict
 
 
 def broken_sizes(rollout: RolloutConfig, arch: ArchSpec) -> str:
-    """Of a rank's parts those that are no whole blocks, in words; "" where all are."""
+    """Returns the per-rank sizes that are no multiple of the quantization block, as text; "" if there are none."""
     return "; ".join(f"{what} = {size}" for what, size in _sizes(rollout, arch) if size % SIDE)
 
 
 def _sizes(rollout: RolloutConfig, arch: ArchSpec) -> Iterator[tuple[str, int]]:
-    """What is cut or fused: how it comes about, and a rank's elements."""
+    """Yields (description, elements per rank) of each dimension that is sharded or fused."""
     tp, key = rollout.tensor_model_parallel_size, "rollout.tensor_model_parallel_size"
     yield "hidden_size", arch.hidden_size
     heads, kv_heads = arch.num_heads * arch.head_dim, max(arch.num_kv_heads, tp) * arch.head_dim

@@ -1,7 +1,4 @@
-"""How many bytes the KV cache may take.
-
-Owns the reading of free memory; nothing is allocated here.
-"""
+"""Size of the KV cache, from the free memory. Allocates nothing."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from mrl.distributed.launch import environment
 def kv_budget(
     device: torch.device, utilization: float, tp_group: dist.ProcessGroup | None, *, later_bytes: int = 0
 ) -> int:
-    """Collective over the replica: bytes for the KV cache, the same on each of its ranks.
+    """Collective over the replica: returns the bytes for the KV cache of each rank, the minimum over the replica.
 
     Args:
-        device: On CUDA its free memory counts; on a CPU the host's, shared equally by the ranks of the host.
-        utilization: Part of the free memory, (0, 1).
-        tp_group: Ranks of the replica; None: this rank alone.
-        later_bytes: What this rank will take before it generates; not free.
+        device: CUDA: the device's free memory counts. CPU: the host's, divided equally among the ranks of the host.
+        utilization: Fraction of the free memory, (0, 1).
+        tp_group: Ranks of the replica; None: a replica of one rank.
+        later_bytes: Bytes that this rank will allocate before it generates; subtracted from the free memory.
     """
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]

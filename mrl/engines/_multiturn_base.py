@@ -1,7 +1,4 @@
-"""What an engine asks when a sequence stops, and how it is answered.
-
-Owns `Talk`, the other side of a conversation as an engine sees it: token ids alone. Who answers is above the engines.
-"""
+"""Multi-turn client: the interface between an engine and the environments, in token ids only."""
 
 from __future__ import annotations
 
@@ -12,17 +9,17 @@ from dataclasses import dataclass
 from mrl.types import FinishReason
 
 Key = tuple[int, int]
-"""Place of the prompt in the call, and sample index."""
+"""Index of the prompt in the call, and sample index."""
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """A sequence that stopped sampling.
+    """A sequence that ended its turn.
 
     Attributes:
-        place: Of its prompt in the call.
-        sample_index: Which of its samples.
-        ids: Sampled since it began or was last answered, the end token included.
+        place: Index of its prompt in the call.
+        sample_index: Index of the sample, 0 .. n-1.
+        ids: Token ids sampled in this turn, the end token included.
         finish_reason: Why it stopped; "length": there is no room for another token.
     """
 
@@ -33,40 +30,43 @@ class Stopped:
 
     @property
     def key(self) -> Key:
-        """Names the sequence."""
+        """Identifies the sequence in a call."""
         return self.place, self.sample_index
 
 
 class Talk(ABC):
-    """Answers sequences that stopped. All ranks of a replica ask and hear the same, in the same order."""
+    """Answers sequences that ended their turn. All ranks of a replica make the same calls in the same order."""
 
     @abstractmethod
     def ask(self, stopped: Stopped) -> None:
-        """Hands a sequence over and returns at once."""
+        """Submits a sequence and returns at once."""
 
-    def hear(self) -> None:  # noqa: B027 -- one that has nobody to hear need not
-        """Takes in what has come, and returns at once; called between decode steps, and changes nothing of them."""
+    def hear(self) -> None:  # noqa: B027 -- optional: clients without background work have nothing to poll
+        """Polls for replies and returns at once. Engines call it between decode steps; it does not affect sampling."""
 
     @abstractmethod
     def answers(self, keys: Sequence[Key]) -> list[Sequence[int] | None]:
-        """Collective over the replica: waits for the answers to these, each asked before.
+        """Collective over the replica: waits for the replies to these sequences, each submitted before.
 
         Returns:
-            For each the ids to append, after which it samples on, at least one; None: the conversation is over.
+            Token ids to append to each sequence, at least one; None: the episode is over.
         """
 
 
 def check_answer(ids: Sequence[int], length: int, limit: int) -> Sequence[int]:
-    """The ids as they are.
+    """Returns the token ids of a reply unchanged.
 
     Args:
-        ids: Of an answer.
+        ids: Token ids of the reply.
         length: Response tokens before it.
-        limit: Response tokens at most.
+        limit: Most response tokens of an episode.
 
     Raises:
-        RuntimeError: There are none, or no room for a token after them.
+        RuntimeError: The reply is empty, or leaves no room for another token.
     """
     if not ids or length + len(ids) >= limit:
-        raise RuntimeError(f"an answer of {len(ids)} tokens after {length} came, where {limit} is the most")
+        raise RuntimeError(
+            f"the environment replied with {len(ids)} tokens after {length} response tokens: at least 1 token and less "
+            f"than {limit} in total are allowed"
+        )
     return ids

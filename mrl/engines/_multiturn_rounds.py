@@ -1,7 +1,6 @@
-"""Conversations by rounds: generate, ask, append, generate again; with any engine that generates.
+"""Multi-turn generation in rounds (generate, submit, append the replies, generate again), with any engine.
 
-Owns which conversations go into the next call of `generate`. An engine that keeps prefixes reads only what is new; the
-others read the whole conversation again in each round.
+An engine with a prefix cache prefills only the new tokens of a round, the others the complete episode.
 """
 
 from __future__ import annotations
@@ -9,56 +8,57 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from mrl.engines._multiturn_base import Talk, check_answer
-from mrl.engines._multiturn_sample import Conversation
+from mrl.engines._multiturn_sample import MultiTurnSample
 from mrl.types import Prompt, Rollout
 
 Again = Callable[[Sequence[Prompt], int], list[Rollout]]
-"""Prompts, and the most tokens of a response -> one sample of each."""
+"""Generates one sample of each prompt, with at most so many response tokens."""
 
 
 def converse(
     first: Sequence[Rollout], again: Again, talk: Talk, *, num_samples: int, seed: int, limit: int, max_len: int
 ) -> list[Rollout]:
-    """Rollouts of whole conversations, see `RolloutEngine.converse`.
+    """Returns the rollouts of complete episodes, see `RolloutEngine.converse`.
 
     Args:
-        first: Of the first turns, `num_samples` of each prompt in order.
-        again: Samples a later turn of each of the conversations that it is given.
-        talk: Answers.
-        num_samples: Of a prompt.
-        seed: Of all random numbers.
-        limit: Response tokens of a conversation, observed ones included.
-        max_len: Tokens of the longest sequence that the engine takes.
+        first: Rollouts of the first turns, `num_samples` per prompt, in order.
+        again: Samples a later turn of each given episode.
+        talk: Multi-turn client.
+        num_samples: Samples per prompt.
+        seed: Seed of the run.
+        limit: Most response tokens of an episode, environment tokens included.
+        max_len: Longest sequence of the engine, tokens.
     """
-    running = [Conversation(at // num_samples, one.prompt, one.sample_index) for at, one in enumerate(first)]
+    running = [MultiTurnSample(at // num_samples, one.prompt, one.sample_index) for at, one in enumerate(first)]
     every = list(running)
     version = first[0].policy_version if first else 0
     sampled = list(first)
     while running:
         for one, rollout in zip(running, sampled, strict=True):
-            talk.ask(one.took(rollout, limit - len(one.ids)))
+            talk.ask(one.append_turn(rollout, limit - len(one.ids)))
         answers = talk.answers([one.key for one in running])
         going = []
         for one, answer in zip(running, answers, strict=True):
             if answer is not None:
-                one.heard(check_answer(answer, len(one.ids), limit))
+                one.append_reply(check_answer(answer, len(one.ids), limit))
                 going.append(one)
         running, sampled = going, []
         for members in _calls(running, limit, max_len):
-            found = again([one.asked(seed) for one in members], limit - len(members[0].ids))
+            found = again([one.as_prompt(seed) for one in members], limit - len(members[0].ids))
             if len(found) < len(members):
-                return []  # told to stop: nothing of it is used
+                return []  # an abort was requested: the partial episodes are discarded
             sampled += found
-    return [one.ended(version) for one in every]
+    return [one.to_rollout(version) for one in every]
 
 
-def _calls(running: list[Conversation], limit: int, max_len: int) -> Iterator[list[Conversation]]:
-    """Consecutive parts in which each fits with the most room that any needs; `running` is put in their order.
+def _calls(running: list[MultiTurnSample], limit: int, max_len: int) -> Iterator[list[MultiTurnSample]]:
+    """Yields the batches of a round; sorts `running` into their order.
 
-    A turn that is sampled beyond its own room is cut, so that the parts change nothing.
+    All sequences of a batch get the room of the one that needs the most, and must fit into `max_len` with it. A turn
+    that exceeds its own room is cut afterwards, so the batching does not change the samples.
     """
     running.sort(key=lambda one: (len(one.ids), one.key))
-    part: list[Conversation] = []
+    part: list[MultiTurnSample] = []
     for one in running:
         room = limit - len(part[0].ids) if part else 0
         if part and len(one.prompt.prompt_ids) + len(one.ids) + room > max_len:

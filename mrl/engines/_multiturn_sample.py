@@ -1,7 +1,7 @@
-"""One sample of a conversation, as an engine keeps it between turns.
+"""State of one episode between the turns.
 
-Owns what of it is the prompt of its next turn, and that nothing of that depends on who else is in the batch: each turn
-has random numbers of its own, by its sample and its place in it.
+Each turn has its own random numbers, from the sample and the turn's position in it, so they do not depend on the rest
+of the batch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from mrl.engines._multiturn_base import Key, Stopped
 from mrl.types import FinishReason, Prompt, Rollout, Support
 
 LATER_UID = 1 << 62
-"""Above the uids of all prompts: random numbers of a later turn are those of a prompt of its own."""
+"""Smallest uid of a later turn, above the uids of all prompts: a later turn is sampled as a prompt with its own uid."""
 
 
 @dataclass
-class Conversation:
-    """One sample so far; `place` is that of its prompt in the call."""
+class MultiTurnSample:
+    """Tokens of one episode so far; `place` is the index of its prompt in the call."""
 
     place: int
     prompt: Prompt
@@ -31,21 +31,21 @@ class Conversation:
     log_kept_mass: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "stop"
     num_seen: int = 0
-    """Tokens that the model had read when the last turn ended: all but the newest."""
+    """Tokens in the KV cache when the last turn ended: all but the newest."""
 
     @property
     def key(self) -> Key:
-        """Names it."""
+        """Identifies the episode in a call."""
         return self.place, self.sample_index
 
-    def asked(self, seed: int) -> Prompt:
-        """The conversation so far as the prompt of its next turn."""
+    def as_prompt(self, seed: int) -> Prompt:
+        """Returns the episode so far as the prompt of its next turn."""
         uid = LATER_UID + stream_key(seed, self.prompt.uid, self.sample_index) % LATER_UID
         uid = LATER_UID + stream_key(uid, len(self.ids), 0) % LATER_UID
         return replace(self.prompt, uid=uid, prompt_ids=(*self.prompt.prompt_ids, *self.ids))
 
-    def took(self, rollout: Rollout, room: int) -> Stopped:
-        """Takes in what was sampled, as much as there is room for."""
+    def append_turn(self, rollout: Rollout, room: int) -> Stopped:
+        """Appends the first `room` tokens that a turn sampled."""
         ids = rollout.response_ids[:room]
         self.finish_reason = rollout.finish_reason if len(ids) == len(rollout.response_ids) else "length"
         if len(ids) == room and rollout.finish_reason == "length":
@@ -59,8 +59,8 @@ class Conversation:
             self.log_kept_mass += rollout.log_kept_mass[: len(ids)]
         return Stopped(self.place, self.sample_index, tuple(ids), self.finish_reason)
 
-    def heard(self, ids: Sequence[int]) -> None:
-        """Takes in what was answered."""
+    def append_reply(self, ids: Sequence[int]) -> None:
+        """Appends a reply of the environment."""
         self.ids += ids
         self.logprobs += [0.0] * len(ids)
         self.mask += [False] * len(ids)
@@ -68,8 +68,8 @@ class Conversation:
             self.supports.append(Support.of_observed(len(ids)))
             self.log_kept_mass += [0.0] * len(ids)
 
-    def ended(self, version: int) -> Rollout:
-        """The whole of it."""
+    def to_rollout(self, version: int) -> Rollout:
+        """Returns the complete episode."""
         return Rollout(
             self.prompt,
             self.sample_index,

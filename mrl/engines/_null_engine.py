@@ -1,7 +1,4 @@
-"""What a rank has in the engine's place where nothing is sampled, or other ranks do.
-
-Owns `NoEngine`, which takes part in refits as one that stores nothing.
-"""
+"""Placeholder engine for ranks that generate nothing."""
 
 from __future__ import annotations
 
@@ -14,46 +11,46 @@ from mrl.types import Prompt, Rollout
 
 
 class NoEngine(RolloutEngine):
-    """Stores nothing; `policy_version` is that of the engines of the other ranks."""
+    """Stores no weights and generates nothing; takes part in weight sync so that its `policy_version` stays current."""
 
     def layout(self) -> Layout:
-        """Nothing."""
+        """Returns no tensors."""
         return {}
 
     def begin_update(self) -> None:
-        """See the base."""
+        """Resets the version."""
         self.policy_version = -1
 
     def update_weights(self, bucket: Sequence[WeightSlice]) -> None:
-        """Takes nothing.
+        """Checks that the bucket is empty.
 
         Raises:
-            RuntimeError: There is something.
+            RuntimeError: The bucket contains a slice.
         """
         if bucket:
-            raise RuntimeError(f"'{bucket[0].name}' was sent to a rank that holds no engine")
+            raise RuntimeError(f"'{bucket[0].name}' was sent to a rank without an engine")
 
     def checksum(self) -> int:
-        """Of nothing."""
+        """Returns 0."""
         return 0
 
     def finish_update(self, policy_version: int) -> None:
-        """See the base."""
+        """Sets the version."""
         self.policy_version = policy_version
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        """Other ranks do."""
+        """Returns no rollouts."""
         return []
 
     def sleep(self) -> None:
-        """Nothing to free."""
+        """Does nothing."""
 
     def wake(self) -> None:
-        """Nothing to make ready."""
+        """Does nothing."""
 
     def stats(self) -> dict[str, float]:
-        """None."""
+        """Returns no statistics."""
         return {}
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Does nothing."""

@@ -1,6 +1,6 @@
-"""Stop strings where the engine itself knows only tokens: it goes on, and the response is cut behind the string.
+"""Stop strings for engines that know only stop tokens: they generate past the string, and the response is cut after it.
 
-Owns that cut. The tokens up to it are those that would have been sampled with the string known.
+The tokens up to the cut are the same as with an engine that knows the string.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 
 def shortest_with(tokens: Sequence[int], strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int | None:
-    """How many of the tokens decode to a text that has one of the strings; None: all of them do not."""
+    """Returns the number of leading tokens whose text contains one of the strings; None: the complete text has none."""
 
     def has(count: int) -> bool:
         text = decode(tokens[:count])

@@ -1,7 +1,4 @@
-"""What an engine samples while it samples: work that comes in parts, and the word to stop before all is done.
-
-Owns `Feed`, the other side of a streaming call as an engine sees it. Who decides is above the engines.
-"""
+"""Work queue of `RolloutEngine.stream`, as an engine sees it. The rollout folder implements it."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from mrl.types import Begun, Prompt, Rollout
 
 @dataclass(frozen=True)
 class Work:
-    """Samples of one prompt that a replica is to take up.
+    """Samples of one prompt that a replica must start or resume.
 
     Attributes:
-        prompt: What is asked.
-        new: Indices of the samples that begin.
-        begun: Samples that go on where they stopped.
+        prompt: Prompt of the samples.
+        new: Indices of the samples to start.
+        begun: Partial rollouts to resume.
     """
 
     prompt: Prompt
@@ -28,32 +25,34 @@ class Work:
 
     @property
     def num_samples(self) -> int:
-        """Sequences that it makes run."""
+        """Sequences that it adds to the running ones."""
         return len(self.new) + len(self.begun)
 
 
 class Feed(ABC):
-    """Hands out work and takes what is whole, at logical times.
+    """Hands out work and receives finished responses, at logical times.
 
-    A replica calls `pulse` at the start, then once in a number of decode steps, and when it has nothing left to run. So
-    what happens at which pulse follows from config and seed alone, never from the clock.
+    A replica polls at the start, then once in a fixed number of decode steps, and when no sequence is left to run. What
+    happens at which poll therefore follows from config and seed alone, never from the clock.
 
     Attributes:
-        most: Samples that a replica may have at a time, for which an engine makes room; the same in all calls of a run,
-            so that the room can stay as it is.
+        most: Most samples that a replica runs or queues at a time; constant in a run, so that an engine can allocate
+            once.
     """
 
     most: int
 
     @abstractmethod
     def pulse(self, finished: Sequence[Rollout], num_waiting: int) -> Sequence[Work] | None:
-        """Collective over all replicas: each calls it equally often, with the same arguments on all ranks of a replica.
+        """Collective over all replicas: exchanges finished responses for new work.
+
+        Every replica calls it equally often; all ranks of a replica pass the same arguments. A replica with an abort
+        request samples nothing more and polls on with the others until None comes.
 
         Args:
-            finished: Responses that became whole since the last pulse, of this replica.
-            num_waiting: Samples that were handed to this replica and for which it has had no room yet.
+            finished: Responses of this replica that finished since the last poll.
+            num_waiting: Samples handed to this replica that have not started for lack of room.
 
         Returns:
-            What this replica is to sample besides; None: it stops now, and gives back what is begun. A replica of which
-            a rank was told to stop samples no more and asks on, with the others, until None comes.
+            Further work for this replica; None: stop now and return the partial rollouts.
         """

@@ -1,13 +1,13 @@
-"""The interface of a rollout engine.
+"""Interface of a rollout engine: `RolloutEngine`, `EngineSpec` (constructor argument) and `SamplingConfig`.
 
-Owns `RolloutEngine`, `EngineSpec` and `SamplingConfig`. An engine is one object per rank; the ranks of
-a replica call each method together, with the same arguments. Engines know no Megatron and no prompt source.
+Each rank creates one engine object. The ranks of a replica call every method together, with the same arguments. An
+engine never imports Megatron and does not read the training data.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,26 +27,26 @@ from mrl.types import Begun, Prompt, Rollout
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """The one distribution that the engine samples from and scores with (the sampling contract).
+    """Sampling distribution of one call; `rollout_logprobs` are log-probabilities under this same distribution.
 
-    logits / temperature -> keep top_k, then top_p, then min_p -> log-softmax over what is kept of the true vocabulary.
-    `rollout_logprobs` are this log-softmax at the sampled token. Greedy takes the largest logit and scores it under the
-    same distribution.
+    logits / temperature -> top_k, then top_p, then min_p -> log-softmax over the kept tokens of the true vocabulary
+    (without padding rows). `rollout_logprobs` are this log-softmax at the sampled token. Greedy decoding takes the
+    largest logit and scores it under the same distribution.
 
     Attributes:
         n: Samples per prompt.
         max_tokens: Longest response, tokens.
-        temperature: Above 0.
-        top_k: -1: all.
-        top_p: (0, 1].
-        min_p: [0, 1).
-        greedy: Take the most likely token.
-        ignore_eos: Sample on to `max_tokens`.
-        stop_token_ids: Tokens that end a response; they stay part of it.
-        stop: Strings that end a response when they appear in its text.
-        seed: With (prompt uid, sample index, position) the whole key of each random number.
-        with_support: Rollouts tell which tokens were kept (`Rollout.support` and `log_kept_mass`), on the first rank of
-            the replica at least.
+        temperature: Divisor of the logits, above 0.
+        top_k: Number of largest logits that are kept; -1: no limit.
+        top_p: Nucleus mass, (0, 1].
+        min_p: Smallest kept probability as a fraction of the largest, [0, 1).
+        greedy: Take the most likely token instead of sampling.
+        ignore_eos: Ignore end tokens and generate `max_tokens` tokens.
+        stop_token_ids: Token ids that end a response; the end token is the response's last token.
+        stop: Strings that end a response when its text contains them.
+        seed: Seed of the run. A random number depends only on (seed, prompt uid, sample index, position).
+        with_support: Return the token ids that top_k, top_p and min_p kept (`Rollout.support` and `log_kept_mass`), at
+            least on the first rank of the replica.
     """
 
     n: int
@@ -65,20 +65,19 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What every engine is built from.
+    """Constructor argument of every engine.
 
     Attributes:
         config: `rollout` section.
-        arch: The model.
-        tp_group: Ranks of the replica, in the order of their shards; None: this rank alone.
-        device: Where weights and cache are.
-        dtype: Of the stored weights.
-        decode: Token ids -> text, for stop strings.
-        model_folder: Collective over the ranks that sample: a Hugging Face folder with the model's config.json, with
-            these further keys, and tokenizer, which every rank can read; it is written when it is called, for the
-            versions of transformers in mrl's range.
+        arch: Sizes and family of the model.
+        tp_group: Ranks of the replica, in the order of their shards; None: a replica of one rank.
+        device: Device of the weights and the KV cache.
+        dtype: Data type of the stored weights.
+        decode: Converts token ids to text; needed for stop strings.
+        model_folder: Writes a Hugging Face folder (config.json of the model plus the given keys, tokenizer) that every
+            rank can read, and returns its path. Collective over the ranks that run an engine.
         timeout_s: Longest wait for another rank or process, s.
-        trains_on_logprobs: Whether the loss reads `rollout_logprobs`; False where only metrics do.
+        trains_on_logprobs: Whether the loss uses `rollout_logprobs`; False: only metrics do.
     """
 
     config: RolloutConfig
@@ -93,110 +92,148 @@ class EngineSpec:
 
     @property
     def dtype_name(self) -> str:
-        """As layouts and checkpoints spell it."""
+        """Data type as layouts and checkpoints spell it, for example "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def leads_replica(self) -> bool:
-        """Whether this rank is the first of its replica, whose rollouts are used."""
+        """Whether this rank is the first of its replica; only its rollouts are used."""
         return self.tp_group is None or dist.get_rank(self.tp_group) == 0
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest sequence."""
+        """Longest sequence (prompt and response), tokens."""
         return self.config.longest
 
 
 class RolloutEngine(ABC):
-    """Generates responses with weights that are replaced in place."""
+    """Generates responses with weights that weight sync overwrites in place.
+
+    Call order: `begin_update`, `update_weights` for each bucket, `finish_update`, then `generate`. `sleep` and `wake`
+    free and restore the KV cache between generation phases.
+    """
 
     policy_version: int
-    """Optimizer steps in the weights now held; -1 before the first refit."""
+    """Optimizer steps in the current weights; -1: no weights were loaded yet."""
 
     @classmethod
     def start_beside(cls) -> None:
-        """Collective over the job, on ranks that hold no engine while others start theirs: their part in that, if any.
+        """Collective over the job: runs on ranks without an engine while the other ranks start an engine.
+
+        An engine overrides it if its start needs these ranks too, for example to split a communicator.
 
         Raises:
-            UserError: It cannot be done here.
+            UserError: The engine cannot start in this environment.
         """
         return
 
     notes: tuple[str, ...] = ()
-    """What the installed engine cannot do as the config has it, and does otherwise; told at the start."""
+    """Deviations of the installed engine version from the config, logged at the start."""
 
     told_to_stop: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether this rank was told to stop. `generate` asks it now and then, for the replica: if any of its ranks was
-    told, it returns at once with what has ended. An engine that does not ask delays the stop."""
+    """Returns whether an abort was requested on this rank. `generate` polls it between forwards and agrees with the
+    other ranks of the replica; if any rank returns True, all return the finished responses at once. An engine that does
+    not poll delays the stop."""
 
     sampled: Callable[[], object] = staticmethod(lambda: None)
-    """To be called after each forward of a sampling that is longer than a moment: ranks that wait for this one take it
-    as a sign that it works. An engine that does not call it must sample within `run.collective_timeout_s`."""
+    """Callback after each forward. Other ranks that wait for this one take it as a sign of progress; an engine that
+    does not call it must finish a call within `run.collective_timeout_s`."""
+
+    _asleep: Collection[str] | bool = False
+    """True, or names of the parts that are asleep, if `generate` needs a `wake` first; set by the engine."""
+
+    _broken: str = ""
+    """Reason why weight updates cannot finish any more; "": they can. Set by the engine."""
+
+    _has_weights: bool = False
+    """True between `finish_update` and the next `begin_update` or `release`; set by the engine."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Collective over the job: this rank's part of its replica's engine; it holds no weights yet."""
+        """Collective over the job: creates this rank's part of an engine replica, without weights."""
         self.spec = spec
         self.policy_version = -1
 
     @abstractmethod
     def layout(self) -> Layout:
-        """What this rank stores, in Hugging Face coordinates."""
+        """Returns which elements of which Hugging Face tensors this rank stores, and where."""
 
     @abstractmethod
     def begin_update(self) -> None:
-        """From here until `finish_update` the engine refuses to generate; cached prefixes are dropped."""
+        """Starts a weight update and drops cached prefixes. `generate` raises until `finish_update`."""
 
     @abstractmethod
     def update_weights(self, bucket: Sequence[WeightSlice]) -> None:
-        """Copies a bucket into place. Addresses do not change; the bucket's buffers may be reused on return.
+        """Copies a bucket of slices into the engine's weights.
 
-        What is written with `WeightSlice.write_to` is added up in the same pass; then `checksum` is asked less often.
+        Weight addresses do not change. The caller may reuse the bucket's buffers on return. `WeightSlice.write_to` also
+        accumulates the checksum of the written elements; the trainer then calls `checksum` less often.
         """
 
     @abstractmethod
     def checksum(self) -> int:
-        """Order-free 64-bit sum over the bit patterns of all stored elements.
+        """Returns the sum modulo 2**64 over the bit patterns of all stored elements; their order does not matter.
 
-        Asked for in the first refit, in the first after a failure or a release, and in each one in which a slice was
-        not written with `WeightSlice.write_to`.
+        The trainer calls it in the first weight sync, in the first after a failure or a `release`, and whenever a slice
+        was copied without `WeightSlice.write_to`.
         """
 
     @abstractmethod
     def finish_update(self, policy_version: int) -> None:
-        """Declares the weights whole: the engine generates again, under the new version."""
+        """Ends the weight update and allows `generate`, with rollouts labelled `policy_version`."""
 
-    @abstractmethod
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        """Collective over the replica: `sampling.n` rollouts of each prompt, ordered by prompt, then sample index.
+        """Collective over the replica: returns `sampling.n` rollouts per prompt, ordered by prompt, then sample index.
 
-        The same prompts on every rank of the replica give the same rollouts on every rank.
+        All ranks of the replica pass the same prompts and receive the same rollouts. After an abort request the list is
+        shorter.
 
         Raises:
-            RuntimeError: The engine sleeps, or a refit was begun and not finished.
+            RuntimeError: The engine is asleep, or a weight update is open.
             UserError: A prompt does not fit.
         """
+        self._check_ready()
+        return self._generate(prompts, sampling) if prompts else []
+
+    def _generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+        """Implements `generate` for at least one prompt; the engine is awake and its weights are complete.
+
+        An engine defines this method, or overrides `generate` with its own checks.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines neither _generate nor generate")
+
+    def _check_ready(self) -> None:
+        if self._asleep:
+            raise RuntimeError("the engine sleeps: call wake() before generate()")
+        if not self._has_weights:
+            why = self._broken or "call begin_update(), update_weights() and finish_update() before generate()"
+            raise RuntimeError(f"weight update incomplete: {why}")
+
+    def _check_updating(self) -> None:
+        if self._has_weights:
+            raise RuntimeError("update_weights() outside a weight update: call begin_update() first")
 
     def converse(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: Talk) -> list[Rollout]:
-        """Collective over the replica: `sampling.n` conversations of each prompt, ordered as `generate` orders them.
+        """Collective over the replica: runs `sampling.n` multi-turn episodes per prompt, ordered as in `generate`.
 
-        A sequence that stops is handed to `talk` and samples on after its answer. Here by rounds of `generate`, each of
-        which waits for all answers to the last; an engine that can take answers in while others sample overrides it.
-        Which tokens are sampled does not depend on that.
+        A sequence that stops is submitted to `talk`, and sampling continues after the reply. This implementation calls
+        `generate` once per round and waits for all replies of a round. An engine that can append replies while other
+        sequences decode overrides it. Both sample the same tokens.
 
         Args:
-            prompts: The same on every rank of the replica.
-            sampling: Of each turn; `max_tokens` holds for all response tokens of a conversation, observed ones too.
-            talk: Answers.
+            prompts: First turn of each episode, the same on every rank of the replica.
+            sampling: Distribution of each turn; `max_tokens` limits all response tokens of an episode, environment
+                tokens included.
+            talk: Multi-turn client that answers stopped sequences.
 
         Returns:
-            With `sampled_mask`; where the engine was told to stop, fewer.
+            Rollouts with `sampled_mask`; fewer after an abort request.
 
         Raises:
-            RuntimeError: As `generate`, or an answer does not fit.
+            RuntimeError: See `generate`; or a reply does not fit.
         """
         first = self.generate(prompts, sampling)
         if len(first) < len(prompts) * sampling.n:
-            return []  # told to stop
+            return []  # an abort was requested
         return _multiturn_rounds.converse(
             first,
             lambda later, room: self.generate(later, replace(sampling, n=1, max_tokens=room)),
@@ -208,30 +245,30 @@ class RolloutEngine(ABC):
         )
 
     def stream(self, feed: Feed, sampling: SamplingConfig) -> list[Begun]:
-        """Collective over all replicas: samples what `feed` hands out, until it says stop.
+        """Collective over all replicas: generates the work that `feed` hands out until `feed` returns None.
 
-        Here by calls of `generate`, between which the feed is asked: nothing is ever left unfinished. An engine that
-        can stop and go on between any two tokens overrides it. Which tokens are sampled does not depend on that.
+        This implementation finishes each batch with `generate` before it polls `feed` again, so no response stays
+        partial. An engine that can pause between two tokens overrides it. Both sample the same tokens.
 
         Args:
-            feed: Hands out work, and takes what is whole.
-            sampling: As of `generate`; `n` samples of a prompt make it whole.
+            feed: Work queue that hands out prompts and receives finished responses.
+            sampling: See `generate`.
 
         Returns:
-            Responses that are not whole, on every rank of the replica, in the order of (prompt uid, sample index).
-            Where a rank was told to stop, those that there are then.
+            Partial rollouts, the same on every rank of the replica, ordered by (prompt uid, sample index). After an
+                abort request, those that were running.
 
         Raises:
-            RuntimeError: As `generate`; or a begun sample is to go on and the engine samples only whole responses.
-            UserError: As `generate`.
+            RuntimeError: See `generate`; or the work contains partial rollouts and the engine cannot resume them.
+            UserError: See `generate`.
         """
         finished: list[Rollout] = []
         while (work := feed.pulse(finished, 0)) is not None:
             begun = sum(len(one.begun) for one in work)
             if begun:
                 raise RuntimeError(
-                    f"{begun} samples are to go on where they stopped, and rollout.name={self.spec.config.name} "
-                    "samples whole responses only; an engine that can stop and go on left them: use that one"
+                    f"rollout.name={self.spec.config.name} cannot resume partial rollouts ({begun} pending). Use the "
+                    "engine that sampled them, such as rollout.name=native."
                 )
             asked = {(one.prompt.uid, sample) for one in work for sample in one.new}
             prompts = {one.prompt.uid: one.prompt for one in work if one.new}
@@ -241,22 +278,22 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def sleep(self) -> None:
-        """Frees the KV cache until `wake`; weights stay."""
+        """Frees the KV cache until `wake`; the weights stay."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Makes the KV cache ready."""
+        """Allocates the KV cache again."""
 
-    def release(self) -> None:  # noqa: B027 -- an engine may keep them
-        """Gives the weights' memory back until the next `begin_update`, where the engine can; else they stay.
+    def release(self) -> None:  # noqa: B027 -- optional: an engine may keep its weights
+        """Frees the memory of the weights until the next `begin_update`, if the engine can; otherwise keeps them.
 
-        An engine without weights has `policy_version` -1 and refuses to generate.
+        Without weights, `policy_version` is -1 and `generate` raises.
         """
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
-        """Counts and seconds of the last `generate` (prefill_tokens, decode_steps, prefill_s, decode_s ...)."""
+        """Returns counts and seconds of the last `generate`, such as prefill_tokens, decode_steps and decode_s."""
 
     @abstractmethod
     def close(self) -> None:
-        """Releases everything."""
+        """Frees all memory and ends all processes of the engine."""

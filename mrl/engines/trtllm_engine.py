@@ -1,6 +1,6 @@
-"""`rollout.name=trtllm_engine`: built TensorRT engines; see `trtllm/trt_engine.py`.
+"""`rollout.name=trtllm_engine`: TensorRT engines built ahead of time; see `trtllm/trt_engine.py`.
 
-`ENGINE` is resolved on first use, so that `FIELDS` can be read without torch and without TensorRT-LLM.
+`ENGINE` is imported on first use, so that `FIELDS` can be read without torch and TensorRT-LLM.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor
 from mrl.algorithms.functional.divergences import Divergence, Kind, OutputLayer, linear_divergence
 from mrl.algorithms.functional.logprobs import VocabShard
 from mrl.algorithms.functional.topk_distillation import linear_logprobs_of, top_forward_kl, top_tokens
-from mrl.config.distillation import TOP_K, DistillationLossConfig
+from mrl.config.config import TOP_K, DistillationLossConfig
 
 
 @dataclass(frozen=True)

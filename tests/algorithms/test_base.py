@@ -8,9 +8,8 @@ import torch
 
 from mrl.algorithms._policy_loss import LOSSES, READ
 from mrl.algorithms.base import Algorithm, Outcomes, build, required, resolve
-from mrl.config.config import AlgorithmConfig, KlCtrlConfig, OverlongConfig, RolloutConfig
+from mrl.config.config import AlgorithmConfig, KlCtrlConfig, OverlongConfig, RolloutConfig, RolloutCorrectionConfig
 from mrl.config.registry import names
-from mrl.config.rollout_correction import RolloutCorrectionConfig
 from mrl.errors import UserError
 from tests.algorithms.ragged import advantages_of, alone, make_batch
 

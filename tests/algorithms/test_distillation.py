@@ -7,9 +7,7 @@ import torch
 
 from mrl.algorithms._distillation import Distillation
 from mrl.algorithms.base import build
-from mrl.config.config import AlgorithmConfig, RolloutConfig
-from mrl.config.distillation import DistillationLossConfig
-from mrl.config.rollout_correction import RolloutCorrectionConfig
+from mrl.config.config import AlgorithmConfig, DistillationLossConfig, RolloutConfig, RolloutCorrectionConfig
 from tests.megatron.actors import make_batch
 
 EXACT = 1e-12  # float64

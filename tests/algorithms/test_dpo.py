@@ -11,8 +11,7 @@ import torch
 from mrl.algorithms.base import Algorithm, build, resolve
 from mrl.algorithms.dpo import pair_rows
 from mrl.algorithms.functional.preferences import LOSSES
-from mrl.config.config import AlgorithmConfig, RolloutConfig
-from mrl.config.dpo import DpoConfig
+from mrl.config.config import AlgorithmConfig, DpoConfig, RolloutConfig
 from mrl.errors import UserError
 from mrl.types import RolloutBatch
 from tests.algorithms.ragged import alone, make_batch, on_ranks

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms.base import build
-from mrl.config.config import AlgorithmConfig, OverlongConfig, RolloutConfig
-from mrl.config.rollout_correction import RolloutCorrectionConfig
+from mrl.config.config import AlgorithmConfig, OverlongConfig, RolloutConfig, RolloutCorrectionConfig
 from mrl.types import RolloutBatch
 from tests.algorithms.ragged import VOCAB, advantages_of, alone, make_batch
 

@@ -9,8 +9,14 @@ from torch import Tensor
 
 from mrl.algorithms._policy_loss import LOSSES
 from mrl.algorithms.base import SumReduce, build
-from mrl.config.config import AlgorithmConfig, ClipCovConfig, KlCovConfig, OverlongConfig, RolloutConfig
-from mrl.config.rollout_correction import RolloutCorrectionConfig
+from mrl.config.config import (
+    AlgorithmConfig,
+    ClipCovConfig,
+    KlCovConfig,
+    OverlongConfig,
+    RolloutConfig,
+    RolloutCorrectionConfig,
+)
 from mrl.types import RolloutBatch
 from tests.algorithms.ragged import advantages_of, alone, make_batch, on_ranks
 

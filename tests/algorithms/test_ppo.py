@@ -6,8 +6,7 @@ import torch
 from mrl.algorithms._critic import ValueObjective
 from mrl.algorithms.base import build
 from mrl.algorithms.functional.gae import gae
-from mrl.config.config import AlgorithmConfig, CriticConfig, OverlongConfig, RolloutConfig
-from mrl.config.rollout_correction import RolloutCorrectionConfig
+from mrl.config.config import AlgorithmConfig, CriticConfig, OverlongConfig, RolloutConfig, RolloutCorrectionConfig
 from mrl.types import RolloutBatch
 from tests.algorithms.ragged import alone
 

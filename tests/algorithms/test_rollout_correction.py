@@ -24,8 +24,7 @@ from mrl.algorithms.functional.train_infer_mismatch import (
     off_policy_metrics,
     off_policy_sums,
 )
-from mrl.config.config import AlgorithmConfig, RolloutConfig
-from mrl.config.rollout_correction import RolloutCorrectionConfig
+from mrl.config.config import AlgorithmConfig, RolloutConfig, RolloutCorrectionConfig
 from mrl.config.verl_keys.verl_presets import PRESETS
 from mrl.errors import UserError
 from mrl.types import RolloutBatch

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from mrl.algorithms._entropy_control import EntropyControl
 from mrl.algorithms.base import build
-from mrl.config.config import AlgorithmConfig, EntropyCtrlConfig, RolloutConfig
-from mrl.config.rollout_correction import RolloutCorrectionConfig
+from mrl.config.config import AlgorithmConfig, EntropyCtrlConfig, RolloutConfig, RolloutCorrectionConfig
 from mrl.types import RolloutBatch
 from tests.algorithms.ragged import alone, outcomes_of
 

@@ -32,7 +32,7 @@ def test_a_type_of_the_callers_is_taken_by_its_names():
 
 
 def test_what_is_expected_is_said_in_words():
-    assert expected("Optional[Union[int, List[str]]]") == "a whole number or a list of a text or null"
+    assert expected("Optional[Union[int, List[str]]]") == "a whole number or a list of a string or null"
     assert expected("Literal['a', 'b'] | bool") == "one of a, b or true or false"
     assert expected("Colour", {"Colour": ["red", "green"]}.get) == "one of red, green"
     assert expected("Optional[Callable]") == ""

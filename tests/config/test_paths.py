@@ -88,12 +88,12 @@ def test_home_and_variables_are_written_out(file, text, meant):
 
 
 WRONG = (
-    ("$NOWHERE/a", r"names the variable \$NOWHERE, which is not set"),
-    ("~nobody-of-this-name/a", "names a home folder that is not there"),
-    ("a/~/b", "has '~' in its middle"),
-    ("a" * 300, "more than a file system takes"),
-    ("a/" * 3000, "more than a file system takes"),
-    ("' '", "a path is empty"),
+    ("$NOWHERE/a", r"uses the variable \$NOWHERE, which is not set"),
+    ("~nobody-of-this-name/a", "names a home folder that does not exist"),
+    ("a/~/b", "has a '~' in the middle"),
+    ("a" * 300, "more than a file system allows"),
+    ("a/" * 3000, "more than a file system allows"),
+    ("' '", "the path is empty"),
 )
 
 

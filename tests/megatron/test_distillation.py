@@ -14,8 +14,8 @@ import transformers
 
 from mrl.algorithms._distillation import DUAL_CLIP, Distillation
 from mrl.algorithms.functional.logprobs import VocabShard
-from mrl.config.distillation import SAMPLED as SAMPLED_MODES
-from mrl.config.distillation import DistillationLossConfig
+from mrl.config.config import SAMPLED as SAMPLED_MODES
+from mrl.config.config import DistillationLossConfig
 from mrl.megatron.distillation_targets import Compared, Comparison
 from mrl.megatron.teacher import Guest, Lodger
 from mrl.models.hf_config import family_of

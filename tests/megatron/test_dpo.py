@@ -6,8 +6,7 @@ import torch
 from mrl.algorithms.base import build
 from mrl.algorithms.functional.learning_rate import LearningRate
 from mrl.algorithms.functional.logprobs import Distribution
-from mrl.config.config import AlgorithmConfig, RolloutConfig
-from mrl.config.dpo import DpoConfig
+from mrl.config.config import AlgorithmConfig, DpoConfig, RolloutConfig
 from mrl.distributed.collectives import sum_over
 from mrl.parallel_layout import Grid
 from tests.megatron.actors import ARCHS, full_weights, make_batch, make_policy

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from mrl.algorithms.base import build
 from mrl.checkpoint.formats.hf import load_from_hf
-from mrl.config.config import AlgorithmConfig, RolloutConfig
-from mrl.config.rollout_correction import RolloutCorrectionConfig
+from mrl.config.config import AlgorithmConfig, RolloutConfig, RolloutCorrectionConfig
 from mrl.megatron.router import Router
 from mrl.models.hf_config import arch_from_folder
 from mrl.parallel_layout import Grid

@@ -11,8 +11,7 @@ import torch
 
 from mrl.algorithms.base import build
 from mrl.algorithms.functional.learning_rate import LearningRate
-from mrl.config.config import AlgorithmConfig, KlCtrlConfig, RolloutConfig
-from mrl.config.rollout_correction import RolloutCorrectionConfig
+from mrl.config.config import AlgorithmConfig, KlCtrlConfig, RolloutConfig, RolloutCorrectionConfig
 from mrl.distributed.collectives import sum_over
 from mrl.parallel_layout import Grid
 from mrl.types import RolloutBatch

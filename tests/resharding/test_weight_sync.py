@@ -123,7 +123,7 @@ def test_ranks_that_train_send_and_those_that_sample_receive(name, size, grid):
 
 
 def test_a_rank_without_an_engine_takes_nothing():
-    with pytest.raises(RuntimeError, match="'w' was sent to a rank that holds no engine"):
+    with pytest.raises(RuntimeError, match="'w' was sent to a rank without an engine"):
         NoEngine(spec_of(RolloutConfig(), ARCHS[NAME])).update_weights([WeightSlice("w", ((0, 1),), torch.zeros(1))])
 
 

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mrl.config.config import Config, RolloutConfig, TrainConfig
-from mrl.config.multi_turn import MultiTurnConfig
+from mrl.config.config import Config, MultiTurnConfig, RolloutConfig, TrainConfig
 from mrl.rollout.async_schedule import Schedule, max_off_policy_steps
 
 

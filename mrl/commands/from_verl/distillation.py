@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mrl.commands.from_verl.verl_run import VerlRun
-from mrl.config.distillation import TOP_K
+from mrl.config.config import TOP_K
 from mrl.config.verl_keys.verl_distillation import TEACHERS
 from mrl.trainer.validation.distillation import TASK
 

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from mrl.checkpoint.formats.hub import local_folder
 from mrl.commands.rehearse.engine import NATIVE
-from mrl.config.config import Config, DataConfig, RewardFunctionConfig
+from mrl.config.config import Config, DataConfig, RewardFunctionConfig, RewardModelConfig
 from mrl.config.paths import CHAR_PREFIX
-from mrl.config.reward_model import RewardModelConfig
 from mrl.errors import UserError
 from mrl.models.presets import PRESETS
 

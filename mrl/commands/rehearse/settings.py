@@ -14,10 +14,12 @@ from typing import Any, Literal
 
 from mrl.commands.rehearse.engine import RehearsalEngine
 from mrl.config.config import (
+    TOP_K,
     CheckpointEngineConfig,
     Config,
     CriticConfig,
     DataConfig,
+    DistillationConfig,
     LearnsFrom,
     ModelConfig,
     ParallelConfig,
@@ -26,7 +28,6 @@ from mrl.config.config import (
     RolloutConfig,
     TrainConfig,
 )
-from mrl.config.distillation import TOP_K, DistillationConfig
 from mrl.errors import UserError
 from mrl.models._keys import DECODER_KEYS
 from mrl.models.base import ArchSpec

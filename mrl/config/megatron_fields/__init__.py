@@ -1,7 +1,7 @@
-"""What of Megatron's own configuration may be passed through, and what mrl makes of each field.
+"""Fields of Megatron's configuration that the section `megatron` may pass through.
 
-Fields, types and defaults are read from the installed Megatron's files without importing it (`installed.py`), what a
-field may be set to is said by `values.py`, what mrl makes of it by `table.py`, and what is on by itself where
-TransformerEngine is in use by `defaults.py`. Rules that need the rest of the config are in
-`trainer/validation/megatron.py`; the values reach Megatron in `megatron/`.
+`installed.py` reads fields, types and defaults from the installed Megatron's files without importing it, `values.py`
+checks value types, `table.py` classifies each field, and `defaults.py` lists what is enabled automatically with
+TransformerEngine. Rules that need the rest of the config are in `trainer/validation/megatron.py`; `megatron/` applies
+the values.
 """

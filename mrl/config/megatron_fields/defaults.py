@@ -1,6 +1,6 @@
-"""What mrl turns on by itself where TransformerEngine is in use: fusions, and communication behind computation.
+"""Megatron fields that mrl enables automatically with TransformerEngine: fusions and communication overlap.
 
-The one place with such defaults. Whatever the config says of a field wins.
+All such defaults are here. The config overrides each of them.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from typing import Any
 from mrl.config.config import ActorConfig, MegatronConfig
 
 FUSIONS = ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
-"""Of every layer: the rotary embedding, SwiGLU, and weight gradients that are added to the buffer by their own GEMM."""
+"""Fusions in every layer: rotary embedding, SwiGLU, and weight gradients that their GEMM adds to the gradient
+buffer."""
 EXPERT_FUSIONS = ("moe_permute_fusion",)
-"""Of a mixture of experts: tokens are sorted by expert in one kernel."""
+"""Fusions of MoE layers: one kernel sorts tokens by expert."""
 INSTEAD = {"use_te_activation_func": "bias_activation_fusion"}
-"""A given field -> the default that Megatron does not take with it."""
+"""Field set in the config -> default that Megatron does not accept together with it."""
 
 
 def transformer_defaults(given: Mapping[str, Any], *, te: bool, moe: bool) -> dict[str, Any]:
-    """Fields of `megatron.transformer` that are on, without those that are given.
+    """Returns the fields of `megatron.transformer` to enable, without those that the config sets.
 
     Args:
-        given: `megatron.transformer`.
+        given: `megatron.transformer` of the config.
         te: Whether TransformerEngine is in use.
-        moe: Whether the model has experts.
+        moe: Whether the model is an MoE.
     """
     names = (*FUSIONS, *(EXPERT_FUSIONS if moe else ())) if te else ()
     out = {default for name, default in INSTEAD.items() if given.get(name)}
@@ -32,11 +33,11 @@ def transformer_defaults(given: Mapping[str, Any], *, te: bool, moe: bool) -> di
 
 
 def overlaps_gradients(actor: ActorConfig, *, te: bool) -> bool:
-    """Whether gradients are reduced while the backward runs."""
+    """Returns whether gradients are reduced during the backward pass."""
     return te if actor.overlap_grad_reduce is None else actor.overlap_grad_reduce
 
 
 def ddp_defaults(actor: ActorConfig, megatron: MegatronConfig, *, te: bool) -> dict[str, Any]:
-    """Fields of `megatron.ddp` that are on, without those that are given: weights gathered while the forward runs."""
+    """Returns the fields of `megatron.ddp` to enable, without those that the config sets: `overlap_param_gather`."""
     gathers = te and actor.use_distributed_optimizer and overlaps_gradients(actor, te=te)
     return {"overlap_param_gather": True} if gathers and "overlap_param_gather" not in megatron.ddp else {}

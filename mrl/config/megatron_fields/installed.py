@@ -1,6 +1,6 @@
-"""The fields of the installed Megatron's configuration classes, read from its files: nothing of it is imported.
+"""Fields of the installed Megatron's configuration classes, parsed from its source files without importing them.
 
-Owns where each class lies and how its fields are read. What a field means to mrl is in `table.py`.
+`table.py` says what mrl does with each field.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ CLASSES = {
     "ddp": (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
     "optimizer": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
 }
-"""Section of `megatron` -> the class that it fills, its bases first."""
+"""Section of `megatron` -> (file, class) pairs that it fills, base classes first."""
 
 ENUMS = "transformer/enums.py"
 
 
 class Unreadable:
-    """Stands for a default that is no literal."""
+    """Type of `UNREADABLE`, a default that is not a literal."""
 
 
 UNREADABLE = Unreadable()
@@ -39,11 +39,12 @@ UNREADABLE = Unreadable()
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a class.
+    """A field of a configuration class.
 
     Attributes:
-        kind: Its annotation, as Python text.
-        default: Of the class: members of an enum and torch's types by their name; UNREADABLE where it is computed.
+        name: Megatron's name.
+        kind: Annotation as Python text.
+        default: Default value; enum members and torch dtypes by their name; UNREADABLE if it is computed.
     """
 
     name: str
@@ -53,10 +54,10 @@ class Field:
 
 @functools.cache
 def fields_of(section: str) -> dict[str, Field]:
-    """Every field of the class that a section of `megatron` fills, by name.
+    """Returns every field of the class that a section of `megatron` fills, by name.
 
     Raises:
-        UserError: Megatron is not installed, or its files are not those of a version that mrl runs with.
+        UserError: Megatron is not installed, or its files do not match a version that mrl supports.
     """
     found: dict[str, Field] = {}
     for file, name in CLASSES[section]:
@@ -66,7 +67,7 @@ def fields_of(section: str) -> dict[str, Field]:
 
 @functools.cache
 def enum_members(name: str) -> tuple[str, ...]:
-    """Names of the members of one of Megatron's enums; () where there is no such enum."""
+    """Returns the member names of one of Megatron's enums; () if there is no such enum."""
     for node in _tree(ENUMS).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             targets = [item.targets[0] for item in node.body if isinstance(item, ast.Assign)]
@@ -75,7 +76,7 @@ def enum_members(name: str) -> tuple[str, ...]:
 
 
 def version() -> str:
-    """Of the installed Megatron; "" where there is none."""
+    """Returns the version of the installed Megatron; "" if there is none."""
     try:
         return importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
@@ -91,7 +92,7 @@ def _fields(node: ast.ClassDef) -> list[Field]:
 
 
 def _default(value: ast.expr | None) -> Any:
-    """What a field without a value has; `field(default=..)` too."""
+    """Returns the default of a field, also in the form `field(default=...)`."""
     if isinstance(value, ast.Call):
         given = {item.arg: item.value for item in value.keywords}
         factory = given.get("default_factory")
@@ -111,8 +112,8 @@ def _class(file: str, name: str) -> ast.ClassDef:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return node
     raise UserError(
-        f"the installed megatron-core {version()} has no {name} in {file}: mrl does not run with this version. Install "
-        "the one that setup.py asks for."
+        f"the installed megatron-core {version()} has no {name} in {file}: mrl does not support this version. Install "
+        "the one that setup.py requires."
     )
 
 
@@ -128,7 +129,7 @@ def _tree(file: str) -> ast.Module:
 @functools.cache
 def _folder() -> Path:
     try:
-        spec = importlib.util.find_spec(PACKAGE)  # imports the namespace above it, which is empty
+        spec = importlib.util.find_spec(PACKAGE)  # imports only the parent namespace, which is empty
     except ModuleNotFoundError:
         spec = None
     places = list(spec.submodule_search_locations or ()) if spec else []

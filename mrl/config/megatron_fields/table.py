@@ -1,11 +1,11 @@
-"""What mrl makes of each field of Megatron's configuration (megatron-core 0.16.1): four classes, each field in one.
+"""Classification of each field of Megatron's configuration (megatron-core 0.16.1).
 
-    DERIVED   follows from another key of the config, or from what mrl is: refused, and the other key named MODEL
-    would make another model than the one that the engine samples from: refused, but for mrl's own value GUARDED   needs
-    something: refused where that is not there (`trainer/validation/megatron.py`), or as long as mrl lacks it FREE
-    Megatron's own business: passed on
+- DERIVED: follows from another key, or from mrl's design; refused, and the message names the key.
+- MODEL: changes the model, so that the engine would sample from another one; refused except for mrl's own value.
+- GUARDED: has a precondition (`trainer/validation/megatron.py`), or needs code that mrl lacks.
+- FREE: passed through.
 
-A test holds the table against the installed version. Owns the classes and their reasons.
+A test compares the table with the installed version.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mrl.config.megatron_fields.values import DTYPES, names_dtype
 
 Kind = Literal["derived", "model", "guarded", "free"]
 Rows = dict[str, dict[str, str]]
-"""Section -> names, separated by spaces -> what is said of them."""
+"""Section -> field names, separated by spaces -> reason or rule."""
 
 DERIVED: Rows = {
     "transformer": {
@@ -32,7 +32,7 @@ DERIVED: Rows = {
         "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels layernorm_epsilon "
         "qk_layernorm add_qkv_bias num_moe_experts moe_router_topk moe_ffn_hidden_size moe_router_pre_softmax "
         "moe_shared_expert_intermediate_size moe_shared_expert_gate activation_func use_fused_weighted_squared_relu": (
-            "the model has it from model.path, or model.preset and model.overrides"
+            "it comes from model.path, or model.preset and model.overrides"
         ),
         "fp16 bf16 params_dtype pipeline_dtype enable_autocast autocast_dtype": "set model.dtype",
         "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_dtype "
@@ -40,28 +40,28 @@ DERIVED: Rows = {
         "moe_enable_deepep": "set actor.moe_token_dispatcher_type=flex; its moe_flex_dispatcher_backend is deepep",
         "moe_enable_routing_replay": "set actor.router_replay",
         "transformer_impl": "set actor.{name}",
-        "moe_grouped_gemm": "experts are grouped where TransformerEngine's layers are in use",
+        "moe_grouped_gemm": "experts are grouped with TransformerEngine's layers",
         "use_cpu_initialization": "set run.device",
         "perform_initialization init_method output_layer_init_method embedding_init_method init_method_std "
         "embedding_init_method_std init_model_with_meta_device": (
-            "weights are read from model.path, or drawn by mrl for model.preset"
+            "weights are read from model.path, or initialized by mrl for model.preset"
         ),
         "timers barrier_with_L1_time": "mrl has its own timers: timing_s/* in the metrics",
-        "config_logger_dir": "the run folder's config.yaml holds the config",
-        "moe_per_layer_logging": "actor/moe_* in the metrics are over all layers",
+        "config_logger_dir": "the run folder's config.yaml contains the config",
+        "moe_per_layer_logging": "the metrics actor/moe_* are over all layers",
         "finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func "
-        "_cpu_offloading_context": "a function of the program, which mrl sets where it is wanted",
-        "calculate_per_token_loss": "losses are sums over tokens: algorithm.loss_aggregation says how they are divided",
+        "_cpu_offloading_context": "it is a function, which mrl sets itself",
+        "calculate_per_token_loss": "losses are sums over tokens: algorithm.loss_aggregation sets their divisor",
         "cross_entropy_loss_fusion cross_entropy_fusion_impl": (
-            "log-probabilities are made by mrl: actor.logprob_chunk_tokens"
+            "mrl computes log-probabilities itself: actor.logprob_chunk_tokens"
         ),
         "variable_seq_lengths max_seqlen_per_dp_cp_rank hybrid_context_parallel": (
-            "sequences are packed by mrl: actor.max_tokens_per_microbatch"
+            "mrl packs sequences: actor.max_tokens_per_microbatch"
         ),
         "overlap_p2p_comm batch_p2p_comm": "follows from parallel.virtual_pipeline_model_parallel_size",
         "hetereogenous_dist_checkpoint": "a checkpoint of mrl loads at any layout",
         "log_max_attention_logit test_mode async_tensor_model_parallel_allreduce persist_layer_norm "
-        "memory_efficient_layer_norm masked_softmax_fusion": "it would have no effect: no layer that mrl uses reads it",
+        "memory_efficient_layer_norm masked_softmax_fusion": "it would have no effect: mrl's layers do not read it",
     },
     "ddp": {
         "overlap_grad_reduce use_distributed_optimizer": "set actor.{name}",
@@ -80,13 +80,13 @@ DERIVED: Rows = {
         "timers barrier_with_L1_time": "mrl has its own timers: timing_s/* in the metrics",
     },
 }
-"""What decides such a field; {name} is its own."""
+"""Reason for each derived field; {name} is the field's name."""
 
 MODEL: Rows = {
     "transformer": {
         "mtp_num_layers mtp_loss_scaling_factor": "multi-token prediction",
         "softmax_scale softmax_type attention_softmax_in_fp32 apply_query_key_layer_scaling": "the softmax",
-        "hidden_dropout attention_dropout": "dropout, which the engine has not",
+        "hidden_dropout attention_dropout": "dropout, which the engine lacks",
         "fp32_residual_connection apply_residual_connection_post_layernorm": "the residual",
         "layernorm_zero_centered_gamma normalization qk_l2_norm": "the norms",
         "add_bias_linear gated_linear_unit glu_linear_offset activation_func_clamp_value": "the MLP",
@@ -94,20 +94,20 @@ MODEL: Rows = {
         "window_size window_attn_skip_freq attention_output_gate multi_latent_attention "
         "experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk "
         "dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss linear_attention_freq linear_conv_kernel_dim "
-        "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads": "another attention",
-        "moe_layer_freq moe_latent_size heterogeneous_block_specs": "which layers there are",
+        "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads": "the attention",
+        "moe_layer_freq moe_latent_size heterogeneous_block_specs": "the layer types",
         "moe_router_topk_limited_devices moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor "
         "moe_router_score_function moe_router_enable_expert_bias moe_router_bias_update_rate "
         "moe_router_force_load_balancing moe_input_jitter_eps moe_token_dropping moe_expert_capacity_factor "
-        "moe_pad_expert_input_to_capacity moe_token_drop_policy moe_apply_probs_on_input": "another routing",
+        "moe_pad_expert_input_to_capacity moe_token_drop_policy moe_apply_probs_on_input": "the routing",
         "is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path": (
-            "Mamba layers"
+            "the Mamba layers"
         ),
     },
     "ddp": {},
     "optimizer": {},
 }
-"""What such a field would change of the model."""
+"""Part of the model that each field would change."""
 
 OWN: dict[tuple[str, str], Any] = {
     ("transformer", "hidden_dropout"): 0.0,
@@ -122,22 +122,24 @@ OWN: dict[tuple[str, str], Any] = {
     ("optimizer", "decoupled_weight_decay"): True,
     ("optimizer", "optimizer_offload_fraction"): 1.0,
 }
-"""mrl's value where it is not Megatron's default, of fields that may be named."""
+"""mrl's value of fields that may be set, where it differs from Megatron's default."""
 
 _ONE_LENGTH = "it needs microbatches of one length; mrl packs sequences to different ones"
-_SCHEDULE = "it needs another pipeline schedule than the one that mrl drives"
+_SCHEDULE = "it needs a pipeline schedule that mrl does not use"
 _FP8 = (
-    "in 8 bits and fewer the log-probabilities of the actor would no longer be those of the engine's "
-    "weights, refit and checkpoint read whole bfloat16 or float32 tensors, and packed lengths are no multiples of 16"
+    "with 8 bits or fewer the actor's log-probabilities would not match the engine's weights, weight sync and "
+    "checkpoints read unquantized bfloat16 or float32 tensors, and packed lengths are not multiples of 16"
 )
-_FSDP = "Megatron-FSDP cuts every parameter over ranks, and refit, checkpoint and offloading read whole ones"
-_INFERENCE = "it is of Megatron's inference; mrl samples with an engine (rollout.name)"
+_FSDP = (
+    "Megatron-FSDP shards every parameter over ranks, but weight sync, checkpoints and offloading read unsharded ones"
+)
+_INFERENCE = "it belongs to Megatron's inference; mrl samples with an engine (rollout.name)"
 _CALLED = "it needs a call after each step that mrl does not make"
 
 LACKING: Rows = {
     "transformer": {
-        "pipeline_model_parallel_comm_backend": "process groups are made by mrl, for gloo and NCCL",
-        "hierarchical_context_parallel_sizes": "process groups are made by mrl, of one level",
+        "pipeline_model_parallel_comm_backend": "mrl creates the process groups, for gloo and NCCL",
+        "hierarchical_context_parallel_sizes": "mrl creates the process groups, without a hierarchy",
         "num_microbatches_with_partial_activation_checkpoints overlap_moe_expert_parallel_comm delay_wgrad_compute "
         "ep_overlap_early_attn_memory_release": _SCHEDULE,
         "tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs "
@@ -147,7 +149,7 @@ LACKING: Rows = {
         "cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps": _ONE_LENGTH,
         "use_ring_exchange_p2p": "it needs a torch that was built with ring exchange",
         "defer_embedding_wgrad_compute wgrad_deferral_limit": (
-            "the output layer is not called as a module: mrl makes log-probabilities from its weight"
+            "the output layer is not called as a module: mrl computes log-probabilities from its weight"
         ),
         "qk_clip qk_clip_alpha qk_clip_threshold": _CALLED,
         "fp8 fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len "
@@ -156,15 +158,15 @@ LACKING: Rows = {
         "use_kitchen_attention kitchen_attention_backend fp4 fp4_recipe fp4_param fp4_quantizer_factory quant_recipe "
         "moe_router_padding_for_quantization moe_router_padding_for_fp8 activation_func_fp8_input_store "
         "disable_parameter_transpose_cache": _FP8,
-        "moe_use_legacy_grouped_gemm": "refit and checkpoint know TransformerEngine's grouped experts, not these",
+        "moe_use_legacy_grouped_gemm": "weight sync and checkpoints support only TransformerEngine's grouped experts",
         "flash_decode use_inference_optimized_layers inference_fuse_tp_communication inference_rng_tracker "
         "inference_sampling_seed mlp_chunks_for_prefill symmetric_ar_type": _INFERENCE,
-        "batch_invariant_mode": "its kernels are for GPUs, and no engine shares them; on a CPU: rollout.true_on_policy",
-        "fused_single_qkv_rope": "Megatron has it for sequences that are not packed",
+        "batch_invariant_mode": "its kernels need GPUs, and no engine has them; on a CPU: rollout.true_on_policy",
+        "fused_single_qkv_rope": "Megatron supports it only for unpacked sequences",
         "moe_layer_recompute": "Megatron replaced it: recompute_granularity=selective, recompute_modules=[moe]",
     },
     "ddp": {
-        "num_distributed_optimizer_instances": "process groups are made by mrl, and optimizer shards span all of dp",
+        "num_distributed_optimizer_instances": "mrl creates the process groups, and optimizer shards span all dp ranks",
         "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache": _FP8,
         "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy suggested_communication_unit_size "
         "preserve_fp32_weights fsdp_double_buffer outer_dp_sharding_strategy fsdp_manual_registration": _FSDP,
@@ -174,15 +176,15 @@ LACKING: Rows = {
         "decoupled_lr decoupled_min_lr": "mrl sets one learning rate for all parameters",
         "optimizer sgd_momentum muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode "
         "muon_fp32_matmul_prec muon_num_ns_steps muon_tp_mode muon_extra_scale_factor": (
-            "a checkpoint holds Adam's moments: the optimizer is adam"
+            "checkpoints contain Adam's moments: the optimizer is adam"
         ),
         "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag": _FP8,
         "overlap_param_gather_with_optimizer_step": _SCHEDULE,
-        "use_torch_optimizer_for_cpu_offload": "it would have no effect: torch's AdamW steps on the host anyway",
-        "pin_cpu_params": "it would have no effect: Megatron reads it nowhere",
+        "use_torch_optimizer_for_cpu_offload": "it would have no effect: torch's AdamW runs on the host anyway",
+        "pin_cpu_params": "it would have no effect: Megatron never reads it",
     },
 }
-"""Guarded, and what mrl lacks for it."""
+"""Guarded fields that mrl never allows -> what mrl lacks for them."""
 
 ASKED: Rows = {
     "transformer": {
@@ -224,7 +226,7 @@ ASKED: Rows = {
         "apply_wd_to_qk_layernorm": "qk_norm",
     },
 }
-"""Guarded, and the rule of `trainer/validation/megatron.py` that says when it is allowed."""
+"""Guarded fields -> rule of `trainer/validation/megatron.py` that decides whether the value is allowed."""
 
 FREE: dict[str, str] = {
     "transformer": "deterministic_mode disable_bf16_reduced_precision_matmul bias_activation_fusion "
@@ -243,21 +245,21 @@ TE_ONLY: dict[str, str] = {
     "optimizer": "use_precision_aware_optimizer store_param_remainders main_grads_dtype main_params_dtype "
     "exp_avg_dtype exp_avg_sq_dtype",
 }
-"""What only TransformerEngine, on GPUs, does; a run without it is refused, and a rehearsal leaves it out."""
+"""Fields that need TransformerEngine on GPUs; a run without it is refused, and a rehearsal drops them."""
 
 
 def te_only(section: str, name: str) -> bool:
-    """Whether only TransformerEngine has it."""
+    """Returns whether a field needs TransformerEngine."""
     return name in TE_ONLY[section].split()
 
 
 def own_value(section: str, name: str) -> Any:
-    """What a field that may be named has where it is not: mrl's own value, else Megatron's."""
+    """Returns the value of a field that the config does not set: mrl's, else Megatron's default."""
     return OWN.get((section, name), fields_of(section)[name].default)
 
 
 def is_own(section: str, name: str, value: Any) -> bool:
-    """Whether a field at this value is as if it were not named."""
+    """Returns whether setting a field to this value changes nothing."""
     own = own_value(section, name)
     if isinstance(value, str) and names_dtype(fields_of(section)[name].kind):
         value = DTYPES.get(value, value)
@@ -266,12 +268,12 @@ def is_own(section: str, name: str, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What mrl makes of a field.
+    """Classification of a field.
 
     Attributes:
-        kind: Its class.
-        why: Why it is refused; "" where a rule says it, or where nothing is refused.
-        rule: Of a guarded field that may be allowed: who says when.
+        kind: "derived", "model", "guarded" or "free".
+        why: Reason for the refusal; "" if a rule supplies it, or if the field is free.
+        rule: Name of the rule that decides about a guarded field; "" if it is always refused.
     """
 
     kind: Kind
@@ -280,7 +282,7 @@ class Verdict:
 
 
 def verdicts() -> Iterator[tuple[str, str, Verdict]]:
-    """Every row of the table: section, field, verdict; a field that stands twice comes twice."""
+    """Yields every row of the table as (section, field, verdict); a field in two classes appears twice."""
     for section in DERIVED:
         for name, why in _opened(DERIVED[section]):
             yield section, name, Verdict("derived", why.format(name=name))

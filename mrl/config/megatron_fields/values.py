@@ -1,7 +1,7 @@
-"""What a field of Megatron's may be set to, by its annotation.
+"""Value types of Megatron's fields, from their annotations.
 
-Owns the names that stand for values which are no text: members of Megatron's enums, and torch's types. How annotations
-are read is in `config/foreign_types.py`; the values themselves are made in `megatron/config_passthrough.py`.
+Adds the names of enum members and torch dtypes to `config/foreign_types.py`; `megatron/config_passthrough.py`
+constructs the values.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ DTYPES = {
     "float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "uint8": "uint8",
     "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8",
 }  # fmt: skip
-"""How a torch.dtype may be written, torch's names and Megatron's -> torch's."""
+"""Accepted spelling of a torch.dtype (torch's or Megatron's name) -> torch's name."""
 
 DTYPE = "torch.dtype"
 
 
 def fits(kind: str, value: object) -> bool:
-    """Whether a field with this annotation takes the value as YAML gives it."""
+    """Returns whether a field with this annotation accepts a YAML value."""
     return foreign_types.fits(kind, value, _names)
 
 
 def expected(kind: str) -> str:
-    """What a field with this annotation takes, in words; "" where nothing that YAML can say."""
+    """Returns a description of the values that an annotation accepts; "" if YAML cannot express any."""
     return foreign_types.expected(kind, _names)
 
 
 def names_dtype(kind: str) -> bool:
-    """Whether the value is a torch.dtype's name."""
+    """Returns whether the value is the name of a torch.dtype."""
     return DTYPE in foreign_types.choices(kind)
 
 
 def enum_of(kind: str) -> str | None:
-    """The enum whose members the values are, if it is one."""
+    """Returns the name of the enum that the annotation names; None if it names none."""
     return next((name for name in foreign_types.choices(kind) if enum_members(name)), None)
 
 

@@ -1,1 +1,1 @@
-"""What other trainers call what mrl has: verl's keys, TRL's, Megatron's."""
+"""Keys of verl, TRL and Megatron, and their counterparts in mrl."""

@@ -1,4 +1,4 @@
-"""The tables of `mrl/docs/verl.md`, printed by `python -m mrl.config.verl_keys.docs_page`."""
+"""Prints the tables of `mrl/docs/verl.md`: `python -m mrl.config.verl_keys.docs_page`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from mrl.config.verl_keys.translated_keys import MAPS, MISSING, MOOT, PASSED, RO
 
 _ROLLOUT = """### Every field of its rollout section
 
-verl's RolloutConfig, by the names under `actor_rollout_ref.rollout`. A field without a name of mrl's is refused in a
-config of mrl, with this reason; `from-verl` leaves it out, and lists those that are marked where they are set."""
+verl's RolloutConfig, by the names under `actor_rollout_ref.rollout`. A field without an mrl key is refused in an mrl
+config, with this reason; `from-verl` drops it, and lists those that are marked if they are set."""
 
 
 def tables() -> str:
-    """What becomes of every key, as Markdown."""
+    """Returns the tables of all verl keys, as Markdown."""
     maps = [f"| `{key}` | `{to}` | {text} |" for key, (to, _, text) in MAPS.items() if not key.startswith(ROLLOUT)]
     maps += [f"| `{prefix}*` | `{to}` | Megatron's own, by its name there |" for prefix, to in PASSED.items()]
     parts = [("| verl | mrl | |", "|---|---|---|", *maps)]
-    for title, patterns in (("needs no counterpart, because", MOOT), ("has none: it is listed, because", MISSING)):
+    for title, patterns in (("needs no counterpart, because", MOOT), ("has none, is listed, because", MISSING)):
         rows = [f"| `{pattern}` | {why} |" for pattern, why in patterns.items() if not pattern.startswith(ROLLOUT)]
         parts.append((f"| verl | {title} |", "|---|---|", *rows))
     acts = [f"| `{name}` | `{to}` | {text} |" for name, (to, _, text) in verl_rollout.MAPS.items()]

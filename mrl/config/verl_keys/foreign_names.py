@@ -1,14 +1,11 @@
-"""What other trainers call what mrl has: verl's keys, fields of TRL's configs, arguments of Megatron.
-
-Owns the sentences that an unknown key, or another trainer's value, is answered with.
-"""
+"""Names of other trainers (verl, TRL, Megatron) for mrl's keys, for error messages."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mrl.config.verl_keys.loss_names import VALUES
-from mrl.config.verl_keys.translated_keys import ROOT, Verdict, verdict
+from mrl.config.verl_keys.translated_keys import ROOT, KeyVerdict, verdict
 from mrl.config.verl_keys.verl_rollout import section_of
 
 TRL = {
@@ -81,7 +78,7 @@ MEGATRON = {
 
 
 def called(key: str, value: Any) -> str:
-    """What another trainer's value of a field is here; "" where it is none."""
+    """Returns a hint about another trainer's value of a field, " 'x' is y."; "" if no trainer has this value."""
     found = VALUES.get((key, value)) if isinstance(value, str) else None
     return f" '{value}' {found}." if found else ""
 
@@ -90,11 +87,11 @@ BEFORE = {
     "algorithm.proximal": "algorithm.rollout_correction.bypass_mode (recompute: false)",
     "algorithm.tis_clip": "algorithm.rollout_correction.rollout_is_threshold, with rollout_is=token",
 }
-"""Key of an earlier mrl -> what has its meaning."""
+"""Key of an earlier mrl version -> its replacement."""
 
 
 def elsewhere(key: str) -> str:
-    """What a key of another trainer, or of an earlier mrl, is called here, or why it is not; "" for no such key."""
+    """Returns the mrl key for a key of another trainer or of an earlier mrl, or why there is none; "" if unknown."""
     if key in BEFORE:
         return f"'{key}' is {BEFORE[key]}."
     found = _of_verl(key)
@@ -111,8 +108,8 @@ def elsewhere(key: str) -> str:
     return ""
 
 
-def _of_verl(key: str) -> Verdict:
-    """The verdict on a key of verl's, or on one of mrl's `rollout` by the name that a field has in verl's section."""
+def _of_verl(key: str) -> KeyVerdict:
+    """Returns the verdict on a verl key, or on a key of mrl's `rollout` by its name in verl's rollout section."""
     section, _, name = key.partition(".")
     if section != "rollout" or not name:
         return verdict(key)

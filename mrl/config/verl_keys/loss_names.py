@@ -1,4 +1,4 @@
-"""What verl and TRL call the objectives, as data: policy losses and advantages."""
+"""Names of policy losses and advantages in verl and TRL."""
 
 from __future__ import annotations
 
@@ -52,4 +52,4 @@ VALUES = {
     **{("algorithm.policy_loss", theirs): f"is verl's name for {own}"
        for theirs, own in VERL_LOSSES.items() if theirs != own},
 }  # fmt: skip
-"""Field and another word for a value of it -> what it is here."""
+"""(key, other name of a value) -> its meaning in mrl."""

@@ -1,12 +1,10 @@
-"""What becomes of each key of verl's trainer config (verl 0.9.1, `verl/trainer/config/`), as data.
+"""Verdict on each key of verl's trainer config (verl 0.9.1, `verl/trainer/config/`).
 
-A key maps to one of mrl's, needs no counterpart, or has none. Owns that verdict, its reason and verl's default of the
-keys that map, those of the rollout section with `verl_rollout.py`, of the critic with `verl_critic.py`,
-of distillation with `verl_distillation.py`, of rewards with `verl_reward.py`, of asynchronous training with
-`verl_async.py`.
-`commands/from_verl/translate.py` translates values, `mrl/docs/verl.md` is written from here.
+A key maps to one of mrl's, needs no counterpart, or has none. This file has the verdicts, their reasons and verl's
+defaults of the keys that map; the other `verl_*.py` files have those of single sections.
+`commands/from_verl/translate.py` translates values, and `mrl/docs/verl.md` is generated from here.
 
-Patterns: `*` stands for any text, dots too. The first that fits counts, in the order MAPS, MOOT, MISSING.
+Patterns: `*` matches any text, including dots. The first match wins, in the order MAPS, MOOT, MISSING.
 """
 
 from __future__ import annotations
@@ -28,13 +26,13 @@ PRECISION = {
     "use_precision_aware_optimizer": False, "main_grads_dtype": "fp32", "exp_avg_dtype": "fp32",
     "exp_avg_sq_dtype": "fp32",
 }  # fmt: skip
-"""Of `optim`, Megatron's fields by their names, with verl's defaults."""
+"""Fields of `optim` that are Megatron's, with verl's defaults."""
 FSDP = f"{ACTOR}fsdp_config."
 ROLLOUT = f"{ROOT}rollout."
 CORRECTION = "algorithm.rollout_correction"
 
 DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
-"""Its words for a dtype that mrl has -> mrl's."""
+"""verl's name of a dtype -> mrl's."""
 
 _SAME_PARALLEL = {
     "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
@@ -47,24 +45,24 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     "data.val_files": ("data.val_files", "~/data/rlhf/gsm8k/test.parquet", ""),
     "data.prompt_key": ("data.prompt_key", "prompt", ""),
     "data.reward_fn_key": ("data.source_key", "data_source", ""),
-    "data.train_batch_size": ("train.batch_size", 1024, "prompts, as there"),
+    "data.train_batch_size": ("train.batch_size", 1024, "prompts, as in verl"),
     "data.max_prompt_length": ("rollout.prompt_length", 512, ""),
     "data.max_response_length": ("rollout.response_length", 512, ""),
     "data.shuffle": ("data.shuffle", True, ""),
     "data.seed": ("run.seed", None, ""),
     "data.filter_overlong_prompts": ("data.overlong_prompts", False, "`True` is `drop`"),
-    "data.truncation": ("data.overlong_prompts", "error", "`left` is `truncate_left`; the others are not there"),
+    "data.truncation": ("data.overlong_prompts", "error", "`left` is `truncate_left`; other values are not supported"),
     f"{ROOT}model.path": ("model.path", "~/models/deepseek-llm-7b-chat", "a folder, or a cached hub name"),
     f"{ROOT}model.tokenizer_path": ("model.tokenizer", None, ""),
     f"{ROOT}model.enable_gradient_checkpointing": ("actor.recompute", True, "FSDP's: `True` is `full`"),
-    f"{ACTOR}ppo_mini_batch_size": ("train.minibatch_size", 256, "prompts, as there"),
+    f"{ACTOR}ppo_mini_batch_size": ("train.minibatch_size", 256, "prompts, as in verl"),
     f"{ACTOR}ppo_epochs": ("actor.ppo_epochs", 1, ""),
     f"{ACTOR}ppo_max_token_len_per_gpu": ("actor.max_tokens_per_microbatch", 16384, "microbatches are always dynamic"),
     f"{ACTOR}ppo_micro_batch_size_per_gpu": (
         "actor.max_tokens_per_microbatch", None, "without `use_dynamic_bsz`: times prompt and response length"),
-    f"{ACTOR}use_dynamic_bsz": ("actor.max_tokens_per_microbatch", False, "says which of the two counts"),
+    f"{ACTOR}use_dynamic_bsz": ("actor.max_tokens_per_microbatch", False, "selects one of the two"),
     f"{ACTOR}use_prefix_grouper": (
-        "actor.use_prefix_grouper", False, "speed only: true here where nothing is set, with any layout"),
+        "actor.use_prefix_grouper", False, "speed only; default true, with any layout"),
     f"{ACTOR}optim.lr": ("actor.lr", 1e-6, ""),
     f"{ACTOR}optim.weight_decay": ("actor.weight_decay", 0.01, ""),
     f"{ACTOR}optim.betas": ("actor.adam_beta1", [0.9, 0.999], "and `actor.adam_beta2`"),
@@ -80,9 +78,9 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     f"{ACTOR}clip_ratio_low": ("algorithm.clip_low", 0.2, ""),
     f"{ACTOR}clip_ratio_high": ("algorithm.clip_high", 0.2, ""),
     f"{ACTOR}clip_ratio_c": (
-        "algorithm.dual_clip", 3.0, "off by default here; of `dppo_*` it is `algorithm.dppo.ratio_cap`"),
+        "algorithm.dual_clip", 3.0, "off by default in mrl; with `dppo_*` it is `algorithm.dppo.ratio_cap`"),
     f"{ACTOR}loss_agg_mode": ("algorithm.loss_aggregation", "token-mean", "with `_` for `-`"),
-    f"{ACTOR}loss_scale_factor": ("algorithm.loss_norm_length", None, "of `seq-mean-token-sum-norm`"),
+    f"{ACTOR}loss_scale_factor": ("algorithm.loss_norm_length", None, "with `seq-mean-token-sum-norm`"),
     f"{ACTOR}policy_loss.loss_mode": (
         "algorithm.policy_loss", "vanilla", "`geo_mean` is `gmpo`"),
     **{f"{ACTOR}tau_{sign}": (f"algorithm.sapo.tau_{sign}", default, "") for sign, default in (
@@ -95,24 +93,24 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     f"{ACTOR}kl_loss_coef": ("algorithm.kl_coef", 0.001, ""),
     f"{ACTOR}kl_loss_type": ("algorithm.kl_estimator", "low_var_kl", "`kl` is `k1`, `mse` `k2`, `low_var_kl` `k3`"),
     f"{ACTOR}checkpoint.save_contents": (
-        "checkpoint.export_hf", ["model", "optimizer", "extra"], "`hf_model` in it; a checkpoint is always whole"),
+        "checkpoint.export_hf", ["model", "optimizer", "extra"], "true with `hf_model`; a checkpoint is always full"),
     f"{ACTOR}checkpoint.async_save": ("checkpoint.async_save", False, ""),
     f"{ACTOR}ulysses_sequence_parallel_size": ("parallel.context_parallel_size", 1, "FSDP's"),
     **{f"{MEGATRON}{name}": (f"parallel.{name}", default, "") for name, default in _SAME_PARALLEL.items()},
     f"{MEGATRON}use_distributed_optimizer": ("actor.use_distributed_optimizer", True, ""),
     f"{MEGATRON}param_offload": ("actor.param_offload", False, ""),
-    f"{MEGATRON}grad_offload": ("actor.grad_offload", False, "of verl before 0.8"),
+    f"{MEGATRON}grad_offload": ("actor.grad_offload", False, "in verl before 0.8"),
     f"{MEGATRON}optimizer_offload": ("actor.optimizer_offload", False, ""),
     f"{MEGATRON}dtype": ("model.dtype", "bfloat16", ""),
     f"{MEGATRON}router_replay.mode": ("actor.router_replay", "disabled", "`R2` is `recompute`, `R3` `rollout`"),
     f"{FSDP}param_offload": ("actor.param_offload", False, ""),
     f"{FSDP}optimizer_offload": ("actor.optimizer_offload", False, ""),
     f"{OVERRIDE}recompute_granularity": (
-        "actor.recompute", None, "with another method, number or modules than there: all in `megatron.transformer`"),
-    f"{OVERRIDE}recompute_method": ("megatron.transformer", None, "where `actor.recompute` does not say it"),
-    f"{OVERRIDE}recompute_num_layers": ("megatron.transformer", None, "where `actor.recompute` does not say it"),
+        "actor.recompute", None, "with a method, number or modules that it lacks: all in `megatron.transformer`"),
+    f"{OVERRIDE}recompute_method": ("megatron.transformer", None, "if `actor.recompute` cannot express it"),
+    f"{OVERRIDE}recompute_num_layers": ("megatron.transformer", None, "if `actor.recompute` cannot express it"),
     f"{OVERRIDE}recompute_modules": (
-        "megatron.transformer", ["core_attn"], "where `actor.recompute` does not say it"),
+        "megatron.transformer", ["core_attn"], "if `actor.recompute` cannot express it"),
     f"{OVERRIDE}attention_backend": ("megatron.transformer", "flash", "`auto` unless set"),
     f"{DDP}.overlap_grad_reduce": ("actor.overlap_grad_reduce", None, ""),
     DDP: ("megatron.ddp", {}, "each field by its name"),
@@ -135,122 +133,122 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     **verl_distillation.MAPS,
     **verl_async.MAPS,
     "trainer.critic_warmup": (
-        "train.critic_warmup", 0, "less 1: there the actor is trained in the step of that number"),
+        "train.critic_warmup", 0, "minus 1: in verl the step of that number trains the actor already"),
     "algorithm.norm_adv_by_std_in_grpo": ("algorithm.advantage_std", True, "`False` is `none`"),
     "algorithm.use_kl_in_reward": ("algorithm.kl_in", False, "`True` is `reward`"),
-    "algorithm.kl_penalty": ("algorithm.kl_estimator", "kl", "of the KL in the reward"),
-    **{f"algorithm.kl_ctrl.{name}": (f"algorithm.kl_ctrl.{name}", default, "of the KL in the reward")
+    "algorithm.kl_penalty": ("algorithm.kl_estimator", "kl", "for the KL in the reward"),
+    **{f"algorithm.kl_ctrl.{name}": (f"algorithm.kl_ctrl.{name}", default, "for the KL in the reward")
        for name, default in (("type", "fixed"), ("target_kl", 0.1), ("horizon", 10000))},
-    "algorithm.kl_ctrl.kl_coef": ("algorithm.kl_coef", 0.001, "of the KL in the reward"),
+    "algorithm.kl_ctrl.kl_coef": ("algorithm.kl_coef", 0.001, "for the KL in the reward"),
     "algorithm.filter_groups.enable": ("algorithm.dynamic_sampling", False, ""),
     "algorithm.filter_groups.metric": (
         "algorithm.dynamic_sampling", "reward",
-        "`acc` and `score` are what mrl compares: the reward before the overlong penalty and the KL"),
-    "algorithm.filter_groups.max_num_gen_batches": ("algorithm.max_sampling_rounds", 0, "0: the default here"),
+        "mrl compares `acc` and `score`: the reward before the overlong penalty and the KL"),
+    "algorithm.filter_groups.max_num_gen_batches": ("algorithm.max_sampling_rounds", 0, "0: mrl's default"),
     **{f"{CORRECTION}.{name}": (f"{CORRECTION}.{name}", default, text) for name, default, text in (
-        ("bypass_mode", False, "here true where nothing is set and nothing is sampled ahead"),
+        ("bypass_mode", False, "default true in mrl, unless samples come from older weights"),
         ("loss_type", "ppo_clip", ""),
-        ("rollout_is", None, "not with `bypass_mode` and `ppo_clip`, where it does nothing there"),
+        ("rollout_is", None, "not with `bypass_mode` and `ppo_clip`, where verl ignores it"),
         ("rollout_is_threshold", 2.0, ""),
         ("rollout_is_batch_normalize", False, "over all ranks and microbatches"),
         ("rollout_rs", None, ""),
         ("rollout_rs_threshold", None, ""))},
     **verl_reward.MAPS,
-    "trainer.total_epochs": ("train.num_epochs", 30, "batches go on over the end of a pass"),
+    "trainer.total_epochs": ("train.num_epochs", 30, "a batch may span two passes"),
     "trainer.total_training_steps": ("train.num_steps", None, "the run ends with the first of the two"),
-    "trainer.save_freq": ("checkpoint.interval", -1, "the last step is always kept"),
+    "trainer.save_freq": ("checkpoint.interval", -1, "the last step is always saved"),
     "trainer.test_freq": ("train.eval_interval", -1, "held-out prompts are also scored before the first step"),
-    "trainer.max_actor_ckpt_to_keep": ("checkpoint.keep_last", None, "null keeps all there, the newest 2 here"),
+    "trainer.max_actor_ckpt_to_keep": ("checkpoint.keep_last", None, "null: all in verl, the newest 2 in mrl"),
     "trainer.default_local_dir": (
         "run.output_dir", "checkpoints/${trainer.project_name}/${trainer.experiment_name}", ""),
     "trainer.project_name": ("observe.wandb_project", "verl_examples", "with `wandb` in the logger; names the folder"),
     "trainer.experiment_name": ("run.output_dir", "gsm8k", "part of the default folder"),
-    "trainer.logger": ("observe.wandb_project", ["console", "wandb"], "W&B only where it is named; `tensorboard`"),
-    "trainer.log_val_generations": ("observe.num_samples", 0, "0: the default here"),
+    "trainer.logger": ("observe.wandb_project", ["console", "wandb"], "W&B only if it is listed; also `tensorboard`"),
+    "trainer.log_val_generations": ("observe.num_samples", 0, "0: mrl's default"),
     "trainer.resume_mode": ("run.resume", "auto", "`disable` is `never`, which refuses a folder with a checkpoint"),
     "trainer.device": ("run.device", "cuda", "`cuda` is `auto`"),
 }  # fmt: skip
-"""verl's key -> mrl's, verl's default, and how values differ."""
+"""verl's key -> (mrl's key, verl's default, how values differ)."""
 
 PASSED = {OVERRIDE: "megatron.transformer", f"{DDP}.": "megatron.ddp", f"{OPTIMIZER}.": "megatron.optimizer"}
-"""What Megatron's own fields stand under -> the section that takes them by the same names."""
+"""Prefix of Megatron's own fields -> section of mrl with the same names."""
 ENGINE_ARGUMENTS = {engine: f"{ROLLOUT}engine_kwargs.{engine}." for engine in ("trtllm", "vllm")}
-"""What an engine's own arguments stand under, of those that mrl has too."""
+"""Engine -> prefix of its own arguments."""
 
 MOOT: dict[str, str] = {
     "*_target_": "the class that verl builds",
     f"{ROOT}hybrid_engine": "actor and engine share the ranks unless `rollout.nnodes` gives the engine its own",
-    f"{ROOT}nccl_timeout": "`run.collective_timeout_s` has a default of its own",
+    f"{ROOT}nccl_timeout": "`run.collective_timeout_s` has its own default",
     "critic.*": "the critic has the actor's layout, precision, minibatches and microbatches",
     f"{ROOT}ref.*": "the reference has the actor's layout and microbatches",
     f"{ACTOR}clip_ratio": "verl reads `clip_ratio_low` and `clip_ratio_high`",
     f"{ACTOR}rollout_n": "`rollout.n`",
-    f"{ACTOR}strategy": "the actor is Megatron-Core; what FSDP spreads over all GPUs is split by `parallel`",
-    "model_engine": "the actor is Megatron-Core; what FSDP spreads over all GPUs is split by `parallel`",
+    f"{ACTOR}strategy": "the actor is Megatron-Core; `parallel` sets how the model is sharded",
+    "model_engine": "the actor is Megatron-Core; `parallel` sets how the model is sharded",
     f"{ACTOR}ppo_micro_batch_size": "deprecated in verl",
-    f"{ACTOR}optim.total_training_steps": "known from the run's length",
+    f"{ACTOR}optim.total_training_steps": "it follows from the run's length",
     f"{ACTOR}optim.zero_indexed_step": "the schedule counts the steps itself",
     f"{ACTOR}calculate_entropy": "the entropy is always reported",
-    f"{ACTOR}calculate_sum_pi_squared": "a figure of verl's for other estimators",
+    f"{ACTOR}calculate_sum_pi_squared": "only other estimators of verl use it",
     f"{ACTOR}use_torch_compile": "speed only; operators are fused by hand",
-    f"{ACTOR}*use_fused_kernels": "speed only; logits are made in chunks, `actor.logprob_chunk_tokens`",
+    f"{ACTOR}*use_fused_kernels": "speed only; logits are computed in chunks, `actor.logprob_chunk_tokens`",
     f"{ACTOR}use_remove_padding": "sequences are always packed",
-    f"{ACTOR}entropy_*": "logits are made in chunks, `actor.logprob_chunk_tokens`",
-    f"{ACTOR}*data_loader_seed": "`run.seed` orders everything",
-    f"{ACTOR}*seed": "`run.seed` orders everything",
+    f"{ACTOR}entropy_*": "logits are computed in chunks, `actor.logprob_chunk_tokens`",
+    f"{ACTOR}*data_loader_seed": "`run.seed` seeds everything",
+    f"{ACTOR}*seed": "`run.seed` seeds everything",
     f"{ACTOR}*profiler.*": "no profiler; `timing_s/*` is always measured",
-    f"{ACTOR}checkpoint.*": "a checkpoint is always whole",
+    f"{ACTOR}checkpoint.*": "a checkpoint is always complete",
     f"{ACTOR}*pad_to_length*": "sequences are packed without padding",
-    f"{ACTOR}*full_determinism": "equal runs give equal numbers",
+    f"{ACTOR}*full_determinism": "runs are always deterministic",
     f"{MEGATRON}dist_ckpt*": "a checkpoint loads at any layout",
     f"{MEGATRON}distrib_optim*": "a checkpoint loads at any layout",
     f"{MEGATRON}*dist_checkpointing*": "weights come from the Hugging Face folder",
-    f"{MEGATRON}*mbridge*": "weights are read by mrl itself",
-    f"{MEGATRON}entropy_from*": "logits are made in chunks, `actor.logprob_chunk_tokens`",
+    f"{MEGATRON}*mbridge*": "mrl reads the weights itself",
+    f"{MEGATRON}entropy_from*": "logits are computed in chunks, `actor.logprob_chunk_tokens`",
     f"{MEGATRON}use_remove_padding": "sequences are always packed",
     f"{MEGATRON}pad_bshd*": "sequences are always packed",
-    f"{MEGATRON}forward_only": "known from the part",
-    f"{OVERRIDE}moe_enable_deepep": "of the flex dispatcher: `actor.moe_token_dispatcher_type` says it",
+    f"{MEGATRON}forward_only": "it follows from the role",
+    f"{OVERRIDE}moe_enable_deepep": "set `actor.moe_token_dispatcher_type=flex`",
     f"{ACTOR}*.offload_policy": "`actor.param_offload`",
     **dict.fromkeys(
         [f"{FSDP}*", f"{ACTOR}veomni.*", f"{ACTOR}torchtitan.*", f"{ACTOR}fsdp_config"],
-        "of an actor that is not Megatron-Core: nothing to set"),
-    f"{ACTOR}shuffle": "minibatches are cut in the order of the prompts",
-    f"{ROOT}model.use_shm": "files are read where they lie",
+        "only for an actor that is not Megatron-Core"),
+    f"{ACTOR}shuffle": "minibatches follow the order of the prompts",
+    f"{ROOT}model.use_shm": "files are read in place",
     f"{ROOT}model.use_remove_padding": "sequences are always packed",
     f"{ROOT}model.use_liger": "speed only",
     f"{ROOT}model.*fused_kernel*": "speed only",
-    f"{ROOT}model.*lora_alpha": "of LoRA, which is not there",
-    f"{ROOT}model.target_modules": "of LoRA, which is not there",
-    f"{ROOT}model.exclude_modules": "of LoRA, which is not there",
-    f"{ROOT}model.tiled_mlp.num_shards": "of tiled MLPs, which are not there",
+    f"{ROOT}model.*lora_alpha": "no LoRA",
+    f"{ROOT}model.target_modules": "no LoRA",
+    f"{ROOT}model.exclude_modules": "no LoRA",
+    f"{ROOT}model.tiled_mlp.num_shards": "no tiled MLPs",
     f"{ROOT}model.enable_activation_offload": "`actor.recompute` saves the memory",
     **{f"{ROLLOUT}{name}": why for name, why in verl_rollout.NEEDLESS.items()},
     f"{ROLLOUT}profiler.tool_config.*": verl_rollout.NEEDLESS["profiler.tool_config"],
     f"{ROLLOUT}engine_kwargs.sglang.*": verl_rollout.NEEDLESS["engine_kwargs.sglang"],
-    "data.tokenizer": "the model's; `model.tokenizer` is another",
-    "data.use_shm": "files are read where they lie",
-    "data.gen_batch_size": "dynamic sampling asks for what is missing",
+    "data.tokenizer": "the model's is used; `model.tokenizer` sets another",
+    "data.use_shm": "files are read in place",
+    "data.gen_batch_size": "dynamic sampling draws as many prompts as are missing",
     "data.val_batch_size": "held-out prompts are sampled all at once",
-    "data.return_*": "messages and ids always go together",
-    "data.dataloader_num_workers": "a prompt is read when its turn comes",
-    "data.filter_overlong_prompts_workers": "a prompt is read when its turn comes",
-    "data.validation_shuffle": "the order of held-out prompts changes nothing",
-    "data.*_path": "of conversations with tools, which are not there",
+    "data.return_*": "messages and token ids are always available",
+    "data.dataloader_num_workers": "prompts are read on demand",
+    "data.filter_overlong_prompts_workers": "prompts are read on demand",
+    "data.validation_shuffle": "the order of held-out prompts has no effect",
+    "data.*_path": "tools come from an environment, `rollout.agent.environment`",
     **dict.fromkeys(["data.image_*", "data.video_key", "data.audio_key", "data.mm_*"], "no images"),
     **verl_reward.MOOT,
     "algorithm.filter_groups.max_inflight_gen_batches": "batches are sampled one after the other",
-    "algorithm.pf_ppo.*": "of PF-PPO, which is not there",
+    "algorithm.pf_ppo.*": "no PF-PPO",
     "algorithm.rollout_correction.loss_type": "the clipped surrogate",
     **verl_distillation.MOOT,
-    "transfer_queue.*.*": "of verl's transfer queue",
+    "transfer_queue.*.*": "only for verl's transfer queue",
     "trainer.balance_batch": "sequences are always balanced by tokens",
     "trainer.nnodes": "hosts of `mrl launch` or NNODES",
     "trainer.n_gpus_per_node": "ranks of a host, NPROC_PER_NODE",
-    "trainer.*_data_dir": "`samples.jsonl` in the run folder keeps some samples",
-    "trainer.esi_redundant_time": "SLURM's time limit is kept by itself, `run.max_time_s` is another",
-    "trainer.max_critic_ckpt_to_keep": "a checkpoint holds both models",
-    "trainer.del_local_ckpt_after_load": "`checkpoint.keep_last` bounds what is kept",
+    "trainer.*_data_dir": "`samples.jsonl` in the run folder contains some samples",
+    "trainer.esi_redundant_time": "SLURM's time limit is respected automatically; see also `run.max_time_s`",
+    "trainer.max_critic_ckpt_to_keep": "a checkpoint contains both models",
+    "trainer.del_local_ckpt_after_load": "`checkpoint.keep_last` limits the number of checkpoints",
     "trainer.ray_*": "no Ray",
     "trainer.use_v1": "one loop",
     "trainer.use_legacy_worker_impl": "one loop",
@@ -261,48 +259,48 @@ MOOT: dict[str, str] = {
     "skip.*.action": "for verl's developers",
     "ray_kwargs.*": "no Ray",
 }  # fmt: skip
-"""Pattern -> why no value of it needs a counterpart."""
+"""Pattern -> why no value needs a counterpart."""
 
 MISSING: dict[str, str] = {
-    f"{ACTOR}policy_loss.*": "of a loss that is not there",
+    f"{ACTOR}policy_loss.*": "mrl does not have this loss",
     f"{ACTOR}freeze_vision_tower": "no images",
     f"{ACTOR}*qat.*": "no quantized training",
     f"{ACTOR}optim.*": "the optimizer is AdamW with decoupled weight decay and fp32 states",
     f"{MEGATRON}use_megatron_fsdp": "no FSDP",
     f"{MEGATRON}*dynamic_context_parallel": "the context-parallel size is fixed",
     f"{MEGATRON}max_seqlen_per_dp_cp_rank": "the context-parallel size is fixed",
-    f"{MEGATRON}router_replay.*": "what is replayed travels with the samples, not in files",
+    f"{MEGATRON}router_replay.*": "routing records are sent with the samples, not stored in files",
     f"{MEGATRON}override_mcore_model_config*": "the model's structure comes from its config.json",
     f"{ROOT}model.*lora*": "no LoRA",
     f"{ROOT}model.mtp.*": "no multi-token prediction",
-    f"{ROOT}model.custom_chat_template": "a text there; write it into a file and set `data.chat_template`",
-    f"{ROOT}model.hf_config_path": "config.json lies in the model's folder",
+    f"{ROOT}model.custom_chat_template": "write the template into a file and set `data.chat_template`",
+    f"{ROOT}model.hf_config_path": "config.json must be in the model's folder",
     f"{ROOT}model.trust_remote_code": "no code of a model folder is run",
     f"{ROOT}model.external_lib": "no code of a model folder is run",
     f"{ROOT}model.override_config*": "the model's structure comes from its config.json",
     f"{ROOT}model.tiled_mlp.enabled": "`actor.recompute` saves the memory",
     **{f"{ROLLOUT}{name}": why for name, why in verl_rollout.ABSENT.items()},
-    f"{ROLLOUT}multi_turn.interaction_config_path": "an interaction of verl's is an environment of yours here, "
+    f"{ROLLOUT}multi_turn.interaction_config_path": "write the interaction as an environment, "
     "`rollout.agent.environment`",
     "data.train_max_samples": "cut the file",
     "data.val_max_samples": "cut the file",
     "data.trust_remote_code": "no code of a tokenizer folder is run",
-    "data.custom_cls.*": "rows come from files, or from a class of yours by `data.task`",
-    "data.datagen.*": "rows come from files, or from a class of yours by `data.task`",
+    "data.custom_cls.*": "rows come from files, or from your own class, `data.task`",
+    "data.datagen.*": "rows come from files, or from your own class, `data.task`",
     "data.sampler.*": "the order is `data.shuffle` and `run.seed`",
-    "data.apply_chat_template_kwargs*": "set what it needs in a template of your own, `data.chat_template`",
+    "data.apply_chat_template_kwargs*": "set the variables in your own template, `data.chat_template`",
     **verl_reward.MISSING,
     "algorithm.use_pf_ppo": "no PF-PPO",
-    "transfer_queue.*": "samples go between ranks directly",
+    "transfer_queue.*": "ranks exchange samples directly",
     "trainer.val_before_train": "held-out prompts are always scored before the first step",
     "trainer.val_only": "`mrl evaluate` scores without training",
-    "trainer.resume_from_path": "a run goes on in its own folder: set `run.output_dir`",
+    "trainer.resume_from_path": "a run resumes in its own folder: set `run.output_dir`",
     "trainer.checkpoint_callback_class": "no callbacks",
     "trainer.default_hdfs_dir": "a run folder is on a file system",
     **verl_async.MISSING,
     "skip.*": "for verl's developers",
 }
-"""Pattern -> why there is no counterpart; harmless while it is off or at one of `HARMLESS`."""
+"""Pattern -> why there is no counterpart; harmless if the key is off or at a value of `HARMLESS`."""
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
     f"{ACTOR}optim.min_lr_factor": (0.0,),
@@ -313,19 +311,20 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     f"{ACTOR}optim.weight_decay_incr_style": ("constant",),
     "trainer.val_before_train": (True,),
 }
-"""Values that mean what mrl does; of these keys an off one does not."""
+"""Values with the meaning that mrl has anyway; for these keys, a value of `OFF` is not harmless by itself."""
 
 WITH_ITS_SWITCH: tuple[str, ...] = (
     f"{ACTOR}policy_loss.*_*", f"{ACTOR}*qat.*", f"{ACTOR}optim.muon_*", f"{ACTOR}optim.lr_*",
     f"{ACTOR}optim.num_cycles", f"{ACTOR}optim.decay_type", f"{ROOT}model.lora.*", f"{ROOT}model.mtp.*",
     "transfer_queue.*",
 )  # fmt: skip
-"""Of MISSING: keys that say how, not whether; without their switch they do nothing."""
+"""Keys of MISSING that only modify a feature; without its switch they have no effect."""
 
 SWITCHES: tuple[str, ...] = (
     "*.enable", "*.enabled", "*.loss_mode", "*.lora_rank", "*.lora.rank", "*.lora_adapter_path", "*.enable_train",
     "*.enable_rollout",
 )  # fmt: skip
+"""Keys that enable a feature."""
 
 UNREAD: dict[str, tuple[bool, str]] = {
     "algorithm.kl_ctrl.kl_coef": (
@@ -345,18 +344,19 @@ UNREAD: dict[str, tuple[bool, str]] = {
     "*reward_model.*": (False, "read with its `enable` only"),
     "*": (False, "nothing reads it with the other settings"),
 }  # fmt: skip
-"""Pattern -> whether it is listed as lost, and why the value of a key that maps has no effect."""
+"""Pattern -> (whether the key is listed as lost, why its value has no effect), for keys that map."""
 
 OFF: tuple[Any, ...] = (None, False, 0, -1, "", "null", "disabled", [], {})
+"""Values that mean "off"."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What becomes of a key.
+class KeyVerdict:
+    """Verdict on a key.
 
     Attributes:
-        kind: "maps", "moot" (it needs no counterpart), "missing" (it has none), or "unknown".
-        to: mrl's key, where it maps.
+        kind: "maps", "moot" (needs no counterpart), "missing" (has none), or "unknown".
+        to: mrl's key, if it maps.
         text: How values differ, or why there is no counterpart.
     """
 
@@ -365,32 +365,32 @@ class Verdict:
     text: str = ""
 
 
-def verdict(key: str) -> Verdict:
-    """What becomes of a dotted key of verl's trainer config."""
+def verdict(key: str) -> KeyVerdict:
+    """Returns the verdict on a dotted key of verl's trainer config."""
     key = verl_distillation.of_any_teacher(key)
     if key in MAPS:
         to, _, text = MAPS[key]
-        return Verdict("maps", to, text)
+        return KeyVerdict("maps", to, text)
     pattern = _first(MOOT, key)
     if pattern is not None:
-        return Verdict("moot", "", MOOT[pattern])
+        return KeyVerdict("moot", "", MOOT[pattern])
     for prefix, section in PASSED.items():
         if key.startswith(prefix):
-            return Verdict("maps", section, "Megatron's own, by its name there")
+            return KeyVerdict("maps", section, "Megatron's own, by its name there")
     for prefix in ENGINE_ARGUMENTS.values():
         if key.startswith(prefix):
-            return Verdict("maps", *MAPS[prefix.removesuffix(".")][::2])
+            return KeyVerdict("maps", *MAPS[prefix.removesuffix(".")][::2])
     pattern = _first(MISSING, key)
-    return Verdict("unknown") if pattern is None else Verdict("missing", "", MISSING[pattern])
+    return KeyVerdict("unknown") if pattern is None else KeyVerdict("missing", "", MISSING[pattern])
 
 
 def not_read(key: str) -> tuple[bool, str]:
-    """Returns whether a key that maps, and that nothing reads, is listed as lost, and why nothing reads it."""
+    """Returns whether a mapped key without effect is listed as lost, and why it has no effect."""
     return UNREAD[_first(UNREAD, key) or "*"]
 
 
 def is_harmless(key: str, value: Any) -> bool:
-    """Whether a value of a key without a counterpart asks for nothing that is not there."""
+    """Returns whether a value of a key without a counterpart loses nothing."""
     meant = [values for pattern, values in HARMLESS.items() if fnmatchcase(key, pattern)]
     if value is None or meant:
         return value is None or any(value in values for values in meant)

@@ -1,4 +1,4 @@
-"""What becomes of each key of verl's `critic` section, as data: those that map; all others need no counterpart."""
+"""Keys of verl's `critic` section that map to mrl's; all others need no counterpart."""
 
 from __future__ import annotations
 
@@ -26,4 +26,4 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     "fsdp.param_offload": ("critic.param_offload", False, ""),
     "fsdp.optimizer_offload": ("critic.optimizer_offload", False, ""),
 }
-"""Key below `critic.` -> mrl's key, verl's default, how values differ."""
+"""Key below `critic.` -> (mrl's key, verl's default, how values differ)."""

@@ -1,4 +1,4 @@
-"""What becomes of each key of verl's `distillation` section, as data."""
+"""Verdicts on the keys of verl's `distillation` section."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 TEACHERS = "distillation.teacher_models."
-"""Then a name of the user's; `teacher_model` is verl's own."""
+"""Prefix of a teacher's keys, followed by a name of the user's choice; verl's default is `teacher_model`."""
 
 _LOSS = "distillation.distillation_loss."
 
@@ -29,9 +29,9 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     f"{_LOSS}clip_ratio_low": (f"{_LOSS}clip_ratio_low", 0.2, ""),
     f"{_LOSS}clip_ratio_high": (f"{_LOSS}clip_ratio_high", 0.2, ""),
 }  # fmt: skip
-"""Key -> mrl's key, verl's default, how values differ."""
+"""Key -> (mrl's key, verl's default, how values differ)."""
 
-_RANKS = "teachers are on the student's ranks, in its layout, and take turns with it"
+_RANKS = "teachers run on the student's ranks, in its layout, alternating with it"
 
 MOOT: dict[str, str] = {
     "distillation.n_gpus_per_node": _RANKS,
@@ -42,9 +42,9 @@ MOOT: dict[str, str] = {
     f"{_LOSS}policy_loss_mode": "the clipped surrogate, which is verl's only one too",
     f"{_LOSS}*chunked_topk*": "always in chunks of `actor.logprob_chunk_tokens`",
 }
-"""Pattern -> why there needs to be no counterpart."""
+"""Pattern -> why it needs no counterpart."""
 
 
 def of_any_teacher(key: str) -> str:
-    """A key of a teacher by any name as one of `teacher_model`, any other as it is."""
+    """Returns a key of any teacher as that of `teacher_model`; other keys unchanged."""
     return re.sub(rf"^({re.escape(TEACHERS)})[^.]+\.", r"\1teacher_model.", key)

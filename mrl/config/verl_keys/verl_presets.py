@@ -1,6 +1,6 @@
-"""The presets of verl's rollout correction, by their names: what each of them sets.
+"""Presets of verl's rollout correction, as values of `algorithm.rollout_correction`.
 
-Owns the class methods of `RolloutCorrectionConfig` (verl 0.9.1, verl/trainer/config/algorithm.py) as fields.
+They are the class methods of `RolloutCorrectionConfig` (verl 0.9.1, verl/trainer/config/algorithm.py).
 """
 
 from __future__ import annotations
@@ -39,4 +39,4 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bypass_pg_geo_rs_token_tis": REINFORCE | TOKEN | GEO,
     "disabled": DECOUPLED,
 }
-"""Name -> fields of `algorithm.rollout_correction` with their values; the others stay as they are."""
+"""Preset -> fields of `algorithm.rollout_correction` that it sets."""

@@ -1,4 +1,4 @@
-"""Keys of earlier versions of verl, as data: the names that their meaning has in verl 0.9.1."""
+"""Keys of earlier verl versions, and their names in verl 0.9.1."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ RENAMED: dict[str, str] = {
 
 TOKEN_LEVEL = f"{_ACTOR}use_token_level_loss"
 REJECTION = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-"""`rollout_rs` of verl 0.7 -> of 0.9.1, where a threshold has both bounds."""
+"""`rollout_rs` of verl 0.7 -> that of 0.9.1, where a threshold has both bounds."""
 _CORRECTION = "algorithm.rollout_correction.rollout_rs"
 AGGREGATION = f"{_ACTOR}loss_agg_mode"
 
 
 def with_current_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings by the names of verl 0.9.1; a key that is given by both names keeps the newer one."""
+    """Returns the settings by the names of verl 0.9.1; if both names are set, the newer one wins."""
     found: dict[str, Any] = {}
     for key, value in given.items():
         if key == TOKEN_LEVEL and isinstance(value, bool):

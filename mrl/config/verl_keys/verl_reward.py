@@ -1,11 +1,11 @@
-"""What becomes of verl's keys of rewards: `custom_reward_function`, `reward_model`, and `reward` with both in it."""
+"""Verdicts on verl's reward keys: `custom_reward_function`, `reward_model`, and `reward`, which contains both."""
 
 from __future__ import annotations
 
 from typing import Any
 
 _MANAGER = "`batch` becomes `batch: replica` of the function; `naive`, `dapo` and `prime` score as mrl does"
-_MODEL = "a classifier with one label, in the place of functions"
+_MODEL = "a classifier with one label, instead of functions"
 
 MAPS: dict[str, tuple[str, Any, str]] = {
     **{f"{prefix}custom_reward_function.{name}": ("reward.functions", value, text) for prefix, name, value, text in (
@@ -30,7 +30,7 @@ MAPS: dict[str, tuple[str, Any, str]] = {
         ("enable", "algorithm.overlong.buffer_length"), ("len", "algorithm.overlong.buffer_length"),
         ("penalty_factor", "algorithm.overlong.penalty"))},
 }  # fmt: skip
-"""Key -> mrl's key, verl's default, how values differ."""
+"""Key -> (mrl's key, verl's default, how values differ)."""
 
 MANAGERS: dict[str, str] = {
     "naive": "every response is scored by itself, as mrl does",
@@ -39,16 +39,16 @@ MANAGERS: dict[str, str] = {
     "batch": "the function is called once for all responses of a replica: `batch: replica` in `reward.functions`",
     "prime": "verl scores responses in several processes; mrl does so too, `reward.num_workers`",
 }
-"""verl's reward managers that mrl has a counterpart of -> what it is."""
+"""verl's reward manager -> its counterpart in mrl."""
 
-_PLACE = "the reward model is scored on the actor's ranks, in its layout"
+_PLACE = "the reward model runs on the actor's ranks, in its layout"
 
 MOOT: dict[str, str] = {
-    "reward.num_workers": "processes of one replica here, 1 unless `reward.num_workers` says more",
-    "reward_model.num_workers": "processes of one replica here, 1 unless `reward.num_workers` says more",
-    "reward.reward_manager.source": "it says where the manager of that name is",
+    "reward.num_workers": "set mrl's `reward.num_workers`, worker processes per replica",
+    "reward_model.num_workers": "set mrl's `reward.num_workers`, worker processes per replica",
+    "reward.reward_manager.source": "it names the place of the manager",
     "reward.reward_manager.module.name": "it names a class in the file of the manager",
-    "reward_model.launch_reward_fn_async": "functions run in processes of their own",
+    "reward_model.launch_reward_fn_async": "functions run in worker processes",
     "*reward_kwargs.max_resp_len": "`rollout.response_length`",
     **dict.fromkeys(
         [f"{prefix}.{name}" for prefix in ("reward.reward_model", "reward_model") for name in (
@@ -59,21 +59,21 @@ MOOT: dict[str, str] = {
             "strategy", "model.fsdp_config.*", "model.use_*", "megatron.*", "ulysses_sequence_parallel_size",
             "use_dynamic_bsz", "forward_max_token_len_per_gpu", "micro_batch_size*", "load_weight")],
         _PLACE),
-    "*sandbox_fusion.max_concurrent": "of verl's sandbox service",
-    "*sandbox_fusion.memory_limit_mb": "of verl's sandbox service",
+    "*sandbox_fusion.max_concurrent": "only for verl's sandbox service",
+    "*sandbox_fusion.memory_limit_mb": "only for verl's sandbox service",
 }  # fmt: skip
-"""Pattern -> why no value of it needs a counterpart."""
+"""Pattern -> why no value needs a counterpart."""
 
 MISSING: dict[str, str] = {
-    "reward.reward_manager.module.path": "mrl runs no reward manager: write what it computes as a function of "
+    "reward.reward_manager.module.path": "mrl runs no reward manager: write its computation as a function of "
     "`reward.functions`",
-    "reward.reward_manager.*": "of a reward manager that mrl does not have",
+    "reward.reward_manager.*": "mrl does not have this reward manager",
     "reward_model.model.external_lib": "no code of a model folder is run",
     "reward_model.model.trust_remote_code": "no code of a model folder is run",
-    "reward_model.max_length": "a longer sample has no score; nothing is cut off",
-    "reward.reward_model.*": "of verl's reward server",
-    "reward_model.*": "of verl's reward workers",
-    "*sandbox_fusion.url": "no sandbox service; a function of yours may call one",
+    "reward_model.max_length": "a longer sample has no score; it is not truncated",
+    "reward.reward_model.*": "only for verl's reward server",
+    "reward_model.*": "only for verl's reward workers",
+    "*sandbox_fusion.url": "no sandbox service; your own function may call one",
     "reward.reward_kwargs*": "set them as `kwargs` of the function in `reward.functions`",
 }
 """Pattern -> why there is no counterpart."""

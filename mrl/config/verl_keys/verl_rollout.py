@@ -1,8 +1,7 @@
-"""What becomes of every field of verl's RolloutConfig (`verl.workers.config.RolloutConfig` of 0.9.1), as data.
+"""Verdicts on every field of verl's RolloutConfig (`verl.workers.config.RolloutConfig` of 0.9.1).
 
-A field acts under a name of mrl's, or is refused with the reason and what mrl has in its place. Fields of nested
-sections are written with a dot. Owns these verdicts; `translated_keys.py` has the rest of verl's trainer config. It
-imports nothing of mrl.
+A field has a key of mrl, or is refused with the reason and mrl's alternative. Fields of nested sections are written
+with a dot; `translated_keys.py` has the rest of verl's trainer config. Imports nothing of mrl.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ MAPS: Mapping[str, tuple[str, Any, str]] = {
     "name": (
         "rollout.name",
         "???",
-        "`vllm`, `trtllm`; `sglang` and `hf` are `native`, mrl's own",
+        "`vllm`, `trtllm`; `sglang` and `hf` become `native`",
     ),
     **{name: (f"rollout.{name}", default, "") for name, default in _SAME.items()},
     "gpu_memory_utilization": (
         "rollout.gpu_memory_utilization",
         0.5,
-        "of what is free when the engine starts, less its weights; there of all of the GPU, weights included",
+        "fraction of the free memory at start, less the weights; in verl of the entire GPU, including weights",
     ),
     "multi_turn.enable": (
         "rollout.multi_turn.enable",
@@ -38,7 +37,7 @@ MAPS: Mapping[str, tuple[str, Any, str]] = {
     "multi_turn.max_assistant_turns": (
         "rollout.multi_turn.max_assistant_turns",
         None,
-        "the environment still hears the last turn, and rewards it",
+        "the environment still rewards the last turn",
     ),
     **{
         f"multi_turn.{name}": (f"rollout.multi_turn.{name}", default, "")
@@ -54,76 +53,75 @@ MAPS: Mapping[str, tuple[str, Any, str]] = {
     "multi_turn.tool_config_path": (
         "rollout.agent.environment_kwargs",
         None,
-        "of the environment `verl_tools`, which runs verl's tools",
+        "argument of the environment `verl_tools`, which runs verl's tools",
     ),
-    "agent.num_workers": ("rollout.agent.num_workers", 8, "of each replica: processes in which environments answer"),
+    "agent.num_workers": ("rollout.agent.num_workers", 8, "worker processes per replica"),
     "quantization": (
         "rollout.quantization",
         None,
-        "`fp8`: blocks of 128 x 128, as there; what `vllm` refuses is listed",
+        "`fp8`: blocks of 128 x 128, as in verl; values that `vllm` refuses are listed",
     ),
     "prompt_length": ("rollout.prompt_length", "${oc.select:data.max_prompt_length,512}", ""),
     "response_length": ("rollout.response_length", "${oc.select:data.max_response_length,512}", ""),
-    "dtype": ("rollout.dtype", "bfloat16", "here `model.dtype`, unless set"),
-    "expert_parallel_size": ("rollout.expert_parallel_size", 1, "within a replica's ranks; with `vllm` all of them"),
-    "repetition_penalty": ("rollout.repetition_penalty", 1.0, "must be 1: training would not know of a penalty"),
+    "dtype": ("rollout.dtype", "bfloat16", "default `model.dtype`"),
+    "expert_parallel_size": ("rollout.expert_parallel_size", 1, "within a replica; with `vllm` 1 or the replica size"),
+    "repetition_penalty": ("rollout.repetition_penalty", 1.0, "must be 1: training does not model a penalty"),
     "calculate_log_probs": ("rollout.calculate_log_probs", True, "must be true: they are captured while sampling"),
-    "engine_kwargs": ("rollout.engine_kwargs", {}, "of `trtllm` and `vllm`"),
-    "engine_kwargs.trtllm": ("rollout.engine_kwargs", {}, "each by its name; what other keys decide is left out"),
+    "engine_kwargs": ("rollout.engine_kwargs", {}, "for `trtllm` and `vllm`"),
+    "engine_kwargs.trtllm": ("rollout.engine_kwargs", {}, "each by its name, except those that other keys set"),
     "engine_kwargs.vllm": (
         "rollout.engine_kwargs",
         {},
-        "each by its name; what a key of `rollout` says becomes that key",
+        "each by its name; arguments with a key of `rollout` become that key",
     ),
     "cudagraph_capture_sizes": (
         "rollout.engine_kwargs",
         None,
-        "of `vllm`, in its `compilation_config`; other engines choose them",
+        "with `vllm`, in its `compilation_config`; other engines choose the sizes",
     ),
     "nnodes": (
         "rollout.nnodes",
         0,
-        "beside `trainer.nnodes`, whose ranks then only train; `train.mode` says whether both work at once",
+        "in addition to `trainer.nnodes`, whose ranks then only train; `train.mode=async` runs both concurrently",
     ),
-    "n_gpus_per_node": ("rollout.n_gpus_per_node", "${oc.select:trainer.n_gpus_per_node,8}", "of `rollout.nnodes`"),
+    "n_gpus_per_node": ("rollout.n_gpus_per_node", "${oc.select:trainer.n_gpus_per_node,8}", "for `rollout.nnodes`"),
     "over_sample_rate": (
         "rollout.over_sample_rate",
         0.0,
-        "nothing of verl 0.9.1 reads it; as its comment has it, what is not whole in time is dropped: "
-        "`rollout.over_age=drop`, and here a batch is begun so much larger",
+        "verl 0.9.1 never reads it; by its comment, late prompts are dropped: `rollout.over_age=drop`",
     ),
-    "moe_tensor_parallel_size": ("rollout.moe_tensor_parallel_size", 1, "1 there is null here: what EP leaves"),
+    "moe_tensor_parallel_size": ("rollout.moe_tensor_parallel_size", 1, "1 becomes null: replica size / EP"),
 }
-"""Field -> mrl's key, the default of verl's trainer config, and how values differ."""
+"""Field -> (mrl's key, default of verl's trainer config, how values differ)."""
 
-_ONE_MODE = "the engine is in the ranks, without servers; `train.mode` says whether it samples beside the updates"
-_REPLICAS = "replicas are the ranks that tensor and pipeline parallelism, `rollout.*_model_parallel_size`, leave"
+_ONE_MODE = "the engine runs in the ranks, without servers; `train.mode=async` samples concurrently with updates"
+_REPLICAS = "the number of replicas follows from `rollout.*_model_parallel_size`"
 _MICROBATCH = "log-probabilities are computed in the actor's microbatches, `actor.max_tokens_per_microbatch`"
-_TOOLS = "of conversations with tools, which need an environment here: `rollout.agent.environment`"
-_AGENT = "no agent loop of verl's: what a policy talks with is an environment, `rollout.agent.environment`"
-_SAMPLES = "`samples.jsonl` in the run folder keeps some samples, `observe.num_samples`"
-_SERVER = "no HTTP server: the engine is in the job's ranks, `run.collective_timeout_s` bounds each wait"
+_TOOLS = "tools come from an environment, `rollout.agent.environment`"
+_AGENT = "no agent loop: the policy interacts with an environment, `rollout.agent.environment`"
+_SAMPLES = "`samples.jsonl` in the run folder contains some samples, `observe.num_samples`"
+_SERVER = "no HTTP server: the engine runs in the job's ranks, `run.collective_timeout_s` limits each wait"
 _METRICS = "no Prometheus: metrics are in the run folder, TensorBoard and Weights & Biases"
-_TRANSPORT = "a refit has one transport, the job's process groups"
+_TRANSPORT = "weight sync uses the job's process groups"
 _PROFILER = "no profiler; `timing_s/*` is always measured"
 _SPLIT = "prefill and decoding share the ranks"
-_DRAFTS = "of drafts by multi-token prediction, which are not there"
+_DRAFTS = "no multi-token prediction"
 
 NEEDLESS: Mapping[str, str] = {
     "mode": _ONE_MODE,
-    "full_determinism": "equal runs give equal numbers",
+    "full_determinism": "runs are always deterministic",
     "seed": "`run.seed`; tokens do not depend on the batch",
-    "standalone_gpu_memory_utilization": "`rollout.gpu_memory_utilization`, on GPUs of its own too",
+    "standalone_gpu_memory_utilization": "`rollout.gpu_memory_utilization`, on dedicated GPUs too",
     "data_parallel_size": _REPLICAS,
-    "logprobs_mode": "of the distribution that was sampled from, always",
+    "logprobs_mode": "log-probabilities are always those of the sampling distribution",
     "scheduling_policy": "the longest expected response starts first",
     "log_prob_micro_batch_size": _MICROBATCH,
     "log_prob_micro_batch_size_per_gpu": _MICROBATCH,
     "log_prob_use_dynamic_bsz": "microbatches are always filled by tokens, up to `actor.max_tokens_per_microbatch`",
     "log_prob_max_token_len_per_gpu": _MICROBATCH,
     "disable_log_stats": "`perf/rollout/*` is always written",
-    "multi_stage_wake_up": "weights and KV cache wake in the order that a refit needs",
-    "engine_kwargs.sglang": "arguments of an engine that is not there",
+    "multi_stage_wake_up": "weights and KV cache wake in the order that weight sync needs",
+    "engine_kwargs.sglang": "mrl does not have this engine",
     "agent.default_agent_loop": _AGENT,
     "agent.agent_loop_config_path": _AGENT,
     "agent.custom_async_server.path": _AGENT,
@@ -160,16 +158,16 @@ NEEDLESS: Mapping[str, str] = {
     "profiler.finish_hook_cmd": _PROFILER,
     "profiler.finish_hook_all_ranks": _PROFILER,
     "profiler.finish_hook_ranks": _PROFILER,
-    "load_format": "as `dummy`: every engine starts without the model's weights, and a refit fills it before the first "
-    "sample; other loaders would read files that it overwrites",
-    "layered_summon": "weights are copied piece by piece",
-    "layer_name_map": "tensors go by the tables of `mrl/models`",
-    "sglang_engine_mode": "of an engine that is not there",
+    "load_format": "like `dummy`: every engine starts without the model's weights, and weight sync fills them before "
+    "the first sample",
+    "layered_summon": "weights are always copied in buckets",
+    "layer_name_map": "tensor names are defined in `mrl/models`",
+    "sglang_engine_mode": "mrl does not have this engine",
     "limit_images": "no images",
-    "skip_tokenizer_init": "the engine needs no tokenizer of its own",
+    "skip_tokenizer_init": "the engine needs no tokenizer",
     "moe_load_balance_metrics_interval": "`actor/moe/*` is written at every step",
-    "enable_sleep_mode": "memory can always be freed; whether it is says `rollout.free_cache_engine`",
-    "mtp": "part of the model's own setting",
+    "enable_sleep_mode": "memory can always be freed; set `rollout.free_cache_engine`",
+    "mtp": "see the model's `mtp`",
     "mtp.detach_encoder": _DRAFTS,
     "mtp.mtp_loss_scaling_factor": _DRAFTS,
     "mtp.speculative_algorithm": _DRAFTS,
@@ -178,7 +176,7 @@ NEEDLESS: Mapping[str, str] = {
     "mtp.speculative_num_draft_tokens": _DRAFTS,
     "mtp.method": _DRAFTS,
     "mtp.num_speculative_tokens": _DRAFTS,
-    "qat": "part of the actor's own setting",
+    "qat": "see the actor's `qat`",
     "disaggregation.prefill_replicas": _SPLIT,
     "disaggregation.decode_replicas": _SPLIT,
     "disaggregation.decode_tensor_model_parallel_size": _SPLIT,
@@ -186,24 +184,24 @@ NEEDLESS: Mapping[str, str] = {
     "disaggregation.bootstrap_port": _SPLIT,
     "disaggregation.ib_device": _SPLIT,
     "disaggregation.mooncake_protocol": _SPLIT,
-    "router_config_path": "no HTTP router: `mrl/rollout/prompt_assignment.py` spreads the prompts",
+    "router_config_path": "no HTTP router: `mrl/rollout/prompt_assignment.py` distributes the prompts",
 }
-"""Field -> why no value of it needs a counterpart, and what acts in its place."""
+"""Field -> why no value needs a counterpart, and mrl's alternative."""
 
 ABSENT: Mapping[str, str] = {
-    "custom": "nothing reads it; an engine of your own goes by its path in `rollout.name`",
-    "checkpoint_manager_class": "checkpoints are the trainer's own, section `checkpoint`",
-    "quantization_config_file": "what is quantised follows from `rollout.quantization`",
+    "custom": "verl never reads it; set `rollout.name` to the path of your own engine",
+    "checkpoint_manager_class": "the trainer writes checkpoints itself, section `checkpoint`",
+    "quantization_config_file": "`rollout.quantization` sets what is quantized",
     "mtp.enable": "no multi-token prediction",
     "mtp.enable_train": "no multi-token prediction",
     "mtp.enable_rollout": "no multi-token prediction",
     "disaggregation.enabled": _SPLIT,
 }
-"""Field -> why there is no counterpart; harmless while it is off."""
+"""Field -> why there is no counterpart; harmless if it is off."""
 
 FIELDS = (*MAPS, *NEEDLESS, *ABSENT)
 
 
 def section_of(name: str) -> str:
-    """The first field of a nested section, which answers for all of it; "" where there is none of the name."""
+    """Returns the first field of a nested section, whose verdict applies to the section; "" if there is none."""
     return next((field for field in (*ABSENT, *NEEDLESS) if field.startswith(f"{name}.")), "")

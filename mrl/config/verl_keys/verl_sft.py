@@ -1,6 +1,6 @@
-"""Keys of verl's SFT trainers (`fsdp_sft_trainer`, `sft_trainer`) and their counterparts, as data.
+"""Verdicts on the keys of verl's SFT trainers (`fsdp_sft_trainer`, `sft_trainer`).
 
-Most keys are those of its RL trainer by another name: RENAMED. The rest act, need no counterpart, or have none.
+Most keys are those of its RL trainer with another name: RENAMED. The rest map, need no counterpart, or have none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SECTIONS: dict[str, str] = {
     "model.": _MODEL, "optim.": f"{_ACTOR}optim.", "checkpoint.": f"{_ACTOR}checkpoint.",
     "trainer.checkpoint.": f"{_ACTOR}checkpoint.",
 }  # fmt: skip
-"""Section -> the RL trainer's; that of `engine.` depends on the engine."""
+"""Section of the SFT config -> section of the RL config; that of `engine.` depends on the engine."""
 
 DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 256,
@@ -63,26 +63,26 @@ MOOT: dict[str, str] = {
     "data.pad_mode": "sequences are always packed",
     "data.micro_batch_size": "deprecated in verl",
     "data.balance_dp_token": "sequences are always balanced by tokens",
-    "data.num_workers": "a row is read when its turn comes",
+    "data.num_workers": "rows are read on demand",
     "data.use_shm": "files are read in place",
     "data.multiturn.enable": "a row with `data.messages_key` and without `data.prompt_key` is a conversation",
-    "data.ignore_input_ids_mismatch": "a conversation is rendered as one text, and its turns are found in it",
+    "data.ignore_input_ids_mismatch": "a conversation is rendered as one text, and turns are located in it",
     "engine": "the actor is Megatron-Core",
     "optim": "the actor is Megatron-Core",
-    "model": "the model's folder says what it is",
+    "model": "the model's folder describes it",
     "engine.strategy": "the actor is Megatron-Core",
     "model.strategy": "the actor is Megatron-Core",
-    "model.fsdp_config.*": "of an actor that is not Megatron-Core",
+    "model.fsdp_config.*": "only for an actor that is not Megatron-Core",
     "trainer.profile_interval": "no profiler; `timing_s/*` is always measured",
     "profiler.*": "no profiler; `timing_s/*` is always measured",
 }
-"""Pattern -> why no value of it needs a counterpart."""
+"""Pattern -> why no value needs a counterpart."""
 
 MISSING: dict[str, str] = {
     "data.tools_key": "tools of a conversation come from an environment, `rollout.agent.environment`",
     "data.multiturn.tools_key": "tools of a conversation come from an environment, `rollout.agent.environment`",
-    "data.*enable_thinking*": "set what it needs in a template of your own, `data.chat_template`",
-    "data.chat_template": "a text there; write it into a file and set `data.chat_template`",
-    "data.custom_cls.*": "rows come from files, or from a class of yours by `data.task`",
+    "data.*enable_thinking*": "set the variable in your own template, `data.chat_template`",
+    "data.chat_template": "write the template into a file and set `data.chat_template`",
+    "data.custom_cls.*": "rows come from files, or from your own class, `data.task`",
 }
-"""Pattern -> why there is no counterpart; harmless while it is null."""
+"""Pattern -> why there is no counterpart; harmless if it is null."""

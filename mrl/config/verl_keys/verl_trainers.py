@@ -1,6 +1,6 @@
-"""verl's programs, as data: which are translated, and what mrl has in place of the others.
+"""verl's programs: which ones are translated, and mrl's alternatives to the others.
 
-Owns the names. A program is named by its module (`verl.trainer.main_ppo`) or by its file.
+A program is named by its module (`verl.trainer.main_ppo`) or by its file.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ PROGRAM = re.compile(
     r"(?:[\w./~${}-]*[./])?(?:main_(?!process\b)\w+|\w+_main_ppo|fully_async_main|(?:fsdp_|megatron_)?sft_trainer(?:_ray)?)"
     r"(?:\.py)?|verl\.trainer\.main"
 )
-"""A word of a command line that names one of verl's programs, or a copy of one."""
+"""Word of a command line that names one of verl's programs, or a copy of one."""
 
 MENTIONED = r"main_|_main\b|sft_trainer|verl\.trainer"
-"""Pattern that a shell text which starts one of them contains; an extended regular expression, as bash has it."""
+"""Extended regular expression (bash) that matches shell text which starts such a program."""
 
 RL = (
     "*main_ppo", "*main_ppo_sync", "*main_ppo_split", "*main_ppo_*", "*main_dapo", "*main_entropy", "*fully_async_main",
@@ -26,44 +26,44 @@ SFT = ("*sft_trainer", "*sft_trainer_ray")
 """Patterns of programs with the keys of verl's SFT config."""
 
 VERLS_OWN = ("verl.", "recipe.", "main_ppo", "main_dapo", "main_entropy", "main_ppo_split", "fully_async_main")
-"""Beginnings of the names of verl's own programs."""
+"""Prefixes of the names of verl's own programs."""
 
 _ONLINE_DPO = "mrl has DPO on pairs in the data, `algorithm.name=dpo`, and no preference loss on its own samples"
 
 REFUSED: dict[str, str] = {
     "*vla.main_*": "it trains policies of robots on images; mrl trains language models on text",
     "*.main_sac": "soft actor-critic needs a replay buffer; mrl has GRPO, PPO and others, `algorithm.name`",
-    "*spo_main_ppo": "SPO keeps a value of each prompt; mrl's baselines are the group's mean, `algorithm.name=rloo`, "
+    "*spo_main_ppo": "SPO tracks a value per prompt; mrl's baselines are the group's mean, `algorithm.name=rloo`, "
     "or a critic, `algorithm.name=ppo`",
     "*gvpo_main_ppo": "mrl has no GVPO loss; choose one of `algorithm.policy_loss`",
     "*main_prime": "PRIME trains an implicit process reward model online; mrl has a fixed reward model, "
     "`reward.model.path`, with `algorithm.name=rloo`",
     "*main_spin": f"SPIN trains on preferences. {_ONLINE_DPO}",
     "*main_sppo": f"SPPO trains on preferences. {_ONLINE_DPO}",
-    "*main_gkd": "on-policy distillation is section `distillation` of a config here (docs/distillation.md)",
+    "*main_gkd": "in mrl, on-policy distillation is section `distillation` of a config (docs/distillation.md)",
     "*main_flowrl": "mrl has no FlowRL loss; choose one of `algorithm.policy_loss`",
     "*main_dance*": "it trains image and video generators; mrl trains language models",
     "*main_atropos*": "its samples come from an Atropos server; mrl samples itself, `rollout.agent.environment`",
-    "*main_rep_exp": "its exploration bonus has no counterpart; a reward of your own goes to `reward.functions`",
+    "*main_rep_exp": "its exploration bonus has no counterpart; add your own reward to `reward.functions`",
     "*main_dynamo": "it samples through NVIDIA Dynamo; mrl's engines are `native`, `vllm` and `trtllm`",
     "*main_generation*": "it trains nothing; `mrl evaluate` samples and scores held-out prompts",
     "*main_eval": "it trains nothing; `mrl evaluate` samples and scores held-out prompts",
-    "verl.trainer.main": "it is EasyR1's, which has keys of its own (worker.*); give the keys of verl's main_ppo",
+    "verl.trainer.main": "it is EasyR1's, which has its own keys (worker.*); use the keys of verl's main_ppo",
 }
-"""Pattern -> why it is not translated, and what mrl has."""
+"""Pattern -> why a program is not translated, and mrl's alternative."""
 
-UNKNOWN = "mrl does not know what it trains; give the command line of a verl.trainer.main_ppo with its settings"
+UNKNOWN = "mrl does not know what it trains; pass the command line of a verl.trainer.main_ppo with its settings"
 
 
 def program(word: str) -> str:
-    """Returns the module that a word of a command line names, "" for another word."""
+    """Returns the module that a word of a command line names; "" for any other word."""
     if not PROGRAM.fullmatch(word):
         return ""
     return word.removesuffix(".py").strip("./").replace("/", ".")
 
 
 def kind(name: str) -> str:
-    """Returns "rl" or "sft" for a program whose settings are translated, "" for another."""
+    """Returns "rl" or "sft" for a program whose settings are translated; "" for others."""
     if any(fnmatchcase(name, pattern) for pattern in REFUSED):
         return ""
     return next(
@@ -72,7 +72,7 @@ def kind(name: str) -> str:
 
 
 def why_not(name: str) -> str:
-    """Returns why a program is not translated, and what mrl has in its place."""
+    """Returns why a program is not translated, and mrl's alternative."""
     return next((why for pattern, why in REFUSED.items() if fnmatchcase(name, pattern)), UNKNOWN)
 
 
@@ -89,11 +89,11 @@ _generated_ppo_trainer _generated_ppo_megatron_trainer legacy_ppo_trainer legacy
 sft_trainer sft_trainer_engine
 """
 CONFIGS = frozenset(_CONFIGS.split())
-"""Main config files of verl's own, whose values are verl's defaults."""
+"""Names of verl's main config files, whose values are verl's defaults."""
 
 _GROUPS = """
 actor algorithm critic data distillation engine model model_engine npu_profile optim profiler ref reward reward_manager
 reward_model rollout transfer_queue legacy_reward_impl
 """
 GROUPS = frozenset(_GROUPS.split())
-"""Folders of its other config files."""
+"""Folders of verl's other config files."""

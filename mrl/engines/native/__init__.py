@@ -1,6 +1,6 @@
-"""The embedded engine, plain PyTorch on the training ranks themselves; see `engine.py`.
+"""The native engine, plain PyTorch on the training ranks themselves; see `engine.py`.
 
-`ENGINE` is found on first use, so that `FIELDS` can be read without torch.
+`ENGINE` is imported on first use, so that `FIELDS` can be read without torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Attention over the KV cache: one object per forward, called once per layer.
-
-Owns how new keys and values enter the cache and how queries read it, for prefill chunks and for decoding.
+"""Attention over the KV cache, for prefill chunks and for decoding: one object per forward, called once per layer.
 
 Shapes: P packed tokens, B decoding sequences (rows 0 .. B-1 of the cache), N heads, K KV heads, G = N / K, T slots, D.
 """
@@ -21,7 +19,7 @@ from mrl.models.kernels.sdpa import attend
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PrefillChunk:
     """Prompt positions `start` .. `stop` - 1 of the sequence in cache row `row`, in one prefill forward."""
 
     row: int
@@ -30,7 +28,7 @@ class Chunk:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Chunks with equal extents are computed together."""
+        """Position range; chunks with equal ranges are computed together."""
         return self.start, self.stop
 
 
@@ -38,12 +36,13 @@ class PrefillAttention:
     """Causal attention of prompt chunks; the packed tokens are those of `chunks` in order.
 
     Args:
-        cache: Holds everything before each chunk.
-        chunks: Sorted by `extent`.
-        compiled: Computes each token as if it was decoded; None: PyTorch's operators, chunks of one extent together.
+        cache: KV cache with the keys and values before each chunk.
+        chunks: Prompt chunks, sorted by `extent`.
+        compiled: Compiled kernels that compute each token as if it were decoded; None: PyTorch operators, chunks of
+            equal extent together.
     """
 
-    def __init__(self, cache: KVCache, chunks: Sequence[Chunk], compiled: Library | None = None) -> None:
+    def __init__(self, cache: KVCache, chunks: Sequence[PrefillChunk], compiled: Library | None = None) -> None:
         device = cache.keys[0].device
         self._cache, self._compiled = cache, compiled
         self.positions_P = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks]).to(device)
@@ -58,7 +57,7 @@ class PrefillAttention:
             self._parts.append((start, stop, rows, mask))
 
     def __call__(self, layer: int, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor) -> Tensor:
-        """Attention output [P, N, D]."""
+        """Stores keys and values in the cache and returns the attention output [P, N, D]."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         keys[self._rows_P, :, self.positions_P] = k_PKD
         values[self._rows_P, :, self.positions_P] = v_PKD
@@ -81,9 +80,9 @@ class DecodeAttention:
     """Attention of one new token in each of the first B rows, over the first `length` slots.
 
     Args:
-        cache: Holds everything before the new tokens.
+        cache: KV cache with the keys and values before the new tokens.
         positions_B: Position of each row's new token, int64, below `length`.
-        length: Slots that are read; those behind a row's own position are masked.
+        length: Slots to read; slots after a row's own position are masked.
         num_heads: N.
     """
 
@@ -100,7 +99,7 @@ class DecodeAttention:
         self._mask = mask_BKGT.flatten(0, 1) if self._on_cpu else mask_BKGT
 
     def __call__(self, layer: int, q_BND: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> Tensor:
-        """Attention output [B, N, D]."""
+        """Stores keys and values in the cache and returns the attention output [B, N, D]."""
         batch, heads, dim = q_BND.shape
         kv_heads = k_BKD.size(1)
         keys, values = self._cache.keys[layer], self._cache.values[layer]
@@ -110,7 +109,7 @@ class DecodeAttention:
         q_BKGD = q_BND.reshape(batch, kv_heads, -1, dim)
         if not self._on_cpu:
             return F.scaled_dot_product_attention(q_BKGD, keys, values, attn_mask=self._mask).flatten(1, 2)
-        # torch's CPU attention is slow for a single query; two batched matrix products over views are not
+        # torch's CPU attention is slow for a single query; two batched matrix products over views are faster
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)
         scores = torch.baddbmm(self._mask, q_BKGD.flatten(0, 1), keys.transpose(1, 2), alpha=dim**-0.5)
         return torch.bmm(scores.softmax(-1), values).view(batch, heads, dim)

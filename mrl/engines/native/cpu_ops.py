@@ -1,7 +1,6 @@
-"""The operations between matrix products, from `mrl/models/kernels`: one pass over memory each.
+"""Compiled CPU versions of `torch_ops.Operations` (from `mrl/models/kernels`): one pass over memory each.
 
-Owns which operations an engine takes. With `rollout.true_on_policy` they are `RowByRow`, by which the actor computes
-too (`megatron/on_policy_layers.py`).
+With `rollout.true_on_policy` the engine uses `RowByRow`, which the actor uses too (`megatron/on_policy_layers.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mrl.engines.native.attention import Chunk, PrefillAttention
+from mrl.engines.native.attention import PrefillAttention, PrefillChunk
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.ngram_history import History
 from mrl.engines.native.packed_linear import Linear
@@ -24,7 +23,7 @@ PLAIN = "plain"
 
 
 class Compiled(Operations):
-    """For activations of one dtype on a CPU; what it is given is contiguous where that is not said otherwise."""
+    """Compiled operations for activations of one dtype; arguments are contiguous unless stated otherwise."""
 
     are_compiled = True
 
@@ -32,11 +31,11 @@ class Compiled(Operations):
         self._library = compiled
 
     def norm(self, x_PH: Tensor, weight_H: Tensor, eps: float, delta_PH: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See `Operations`; the delta is added in place."""
+        """Adds the delta in place, see `Operations`."""
         return x_PH, self._library.norm(x_PH, weight_H, eps, delta_PH)
 
     def rotation(self, heads: Heads, positions_P: Tensor) -> Rotation:
-        """See `Operations`; queries and keys are turned in place."""
+        """Returns a function that rotates queries and keys in place, see `Operations`."""
         positions_P = positions_P.contiguous()
 
         def rotate(qkv: Tensor, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,29 +44,29 @@ class Compiled(Operations):
         return rotate
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """See `Operations`."""
+        """Returns silu(gate) x up, see `Operations`."""
         return self._library.gate(gate_up)
 
     def mlp(self, x_PH: Tensor, gate_up: Linear, down: Linear) -> Tensor:
-        """See `Operations`; of many rows in one call, where both products are compiled ones."""
+        """Computes the MLP in one call if both products are compiled, see `Operations`."""
         if gate_up.row_by_row is None or down.row_by_row is None:
             return super().mlp(x_PH, gate_up, down)
         return self._library.mlp(x_PH, gate_up.row_by_row, down.row_by_row, down.num_inputs)
 
     def decode_attention(self, cache: KVCache, positions_B: Tensor, length: int, num_heads: int) -> Attention:
-        """See `Operations`; each row's own slots are read."""
+        """Returns attention that reads only each row's own slots, see `Operations`."""
         del length
         return self.verify_attention(cache, positions_B, None, num_heads)
 
     def verify_attention(
         self, cache: KVCache, positions_P: Tensor, firsts_B: Tensor | None, num_heads: int
     ) -> Attention:
-        """Of several new tokens in each of the first B rows: each with the bits that it would have alone.
+        """Returns attention of several new tokens in each of the first B rows, each bitwise equal to decoding it alone.
 
         Args:
-            cache: Holds everything before the new tokens.
-            positions_P: Position of each, one after the other in a row.
-            firsts_B: Index of each row's first token, and P at the end, int64; None: one token a row.
+            cache: KV cache with the keys and values before the new tokens.
+            positions_P: Position of each token, consecutive within a row.
+            firsts_B: Index of each row's first token, and P at the end, int64; None: one token per row.
             num_heads: N.
         """
         del num_heads
@@ -82,64 +81,64 @@ class Compiled(Operations):
     def sample(
         self, logits_NV: Tensor, keys_N: Tensor, counts_N: Tensor, temperature: float, *, greedy: bool
     ) -> tuple[Tensor, Tensor]:
-        """See `Operations`; logits stay as they are."""
+        """Samples without changing the logits, see `Operations`."""
         return self._library.sample(logits_NV, keys_N, counts_N, temperature, greedy=greedy)
 
     def draft(
         self, history: History, slots_B: Tensor, limits_B: Tensor, lookup: range, drafts_BK: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What each row's sequence may say next.
+        """Drafts tokens for each row from the n-gram history.
 
         Args:
-            history: What was said.
-            slots_B: The sequence of each row, int64.
-            limits_B: Tokens to draft at most, int64.
-            lookup: Lengths of its end that are looked for; the longest that is found counts.
-            drafts_BK: Receives the drafted tokens, int64.
+            history: Token history of the call.
+            slots_B: Sequence of each row in the history, int64.
+            limits_B: Most tokens to draft, int64.
+            lookup: Lengths of the n-gram to search; the longest match wins.
+            drafts_BK: Output: drafted tokens, int64.
 
         Returns:
-            Of each row how many were drafted, and the length that was found, 0: none; int64.
+            Number of drafted tokens and length of the matched n-gram (0: none) per row, int64.
         """
         said = (history.tokens_HW, history.lengths_H, history.begins_H, history.next_H)
         return self._library.draft(*said, slots_B, limits_B, lookup, drafts_BK)
 
 
 class RowByRow(Compiled):
-    """Compiled ones by which the actor computes the same bits: also where prompts are read, and where tokens drop.
+    """Compiled operations that the actor shares bit for bit, also for prefill and truncated sampling.
 
     Args:
-        compiled: For the dtype of activations.
-        wide: For fp32.
+        compiled: Kernels for the dtype of activations.
+        wide: Kernels for fp32.
     """
 
     def __init__(self, compiled: Library, wide: Library) -> None:
         super().__init__(compiled)
         self._wide = wide
 
-    def prefill_attention(self, cache: KVCache, chunks: Sequence[Chunk]) -> PrefillAttention:
-        """See `Operations`; each token is computed as if it was decoded."""
+    def prefill_attention(self, cache: KVCache, chunks: Sequence[PrefillChunk]) -> PrefillAttention:
+        """Returns attention that computes each token as if it were decoded, see `Operations`."""
         return PrefillAttention(cache, chunks, self._library)
 
     def sample_kept(self, kept_NV: Tensor, keys_N: Tensor, counts_N: Tensor, *, greedy: bool) -> tuple[Tensor, Tensor]:
-        """See `Operations`."""
+        """Samples from truncated logits, see `Operations`."""
         return self._wide.sample(kept_NV, keys_N, counts_N, 1.0, greedy=greedy)
 
 
 def operations(
     dtype: torch.dtype, device: torch.device, *, eager: bool, exact: bool = False
 ) -> tuple[Operations, str | None]:
-    """The fastest operations that this job has, and why they are not compiled ones where that is no choice.
+    """Returns the fastest operations that every rank of the job supports, and the reason if they are not compiled.
 
-    All engines of a job have the same: forms differ in the last bits, and tokens do not depend on where they are drawn.
+    All engines of a job use the same ones: kernels differ in the last bits, and a token must not depend on the rank.
 
     Args:
-        dtype: Of activations.
-        device: Where they are.
-        eager: PyTorch's operators are wanted.
-        exact: Those by which the actor computes too.
+        dtype: Dtype of activations.
+        device: Device of activations.
+        eager: Use PyTorch operators (`rollout.enforce_eager`).
+        exact: Use the operations that the actor shares (`rollout.true_on_policy`).
 
     Raises:
-        UserError: Another rank has compiled ones and here they cannot be, or only they will do.
+        UserError: Another rank compiles but this one cannot, or `exact` is set and this rank cannot compile.
     """
     if exact:
         library.check_alike(dtype)
@@ -151,8 +150,7 @@ def operations(
         return Operations(), problem or "another rank of this job cannot compile"
     if found is None:
         raise UserError(
-            f"another rank compiles what the native engine does between products; this one cannot: {problem}. Tokens "
-            f"would depend on the rank: install a C compiler ({', '.join(build.COMPILERS)}) there, or set "
-            "rollout.enforce_eager=true."
+            f"another rank compiles kernels of the native engine, but this one cannot: {problem}. Tokens would depend "
+            f"on the rank: install a C compiler ({', '.join(build.COMPILERS)}) here, or set rollout.enforce_eager=true."
         )
     return Compiled(found), None

@@ -1,11 +1,12 @@
-"""What a decode step costs by the number of its rows: measured once on a machine, and tokens are drafted by it.
+"""Duration of a decode step as a function of its number of rows; decides how many tokens are drafted.
 
-Owns the measurement. What is drafted does not change what is sampled, but when a response is whole. Where that decides
-which responses a run takes (`engine.stream`), or what is given up in the cache and read again (`engine.converse`), and
-where there is no place to keep what was measured, costs are `ASSUMED`: such a run depends on config and seed alone.
-Else they are kept in the user's cache folder by processor, PyTorch, the model and its part on a rank, and are those of
-the first engine of a job that asked, so that all ranks of a replica draft alike. One thread computes, and its processor
-time counts.
+Drafting does not change tokens, only when a response finishes. Where that decides which responses a run uses
+(`engine.stream`) or which cached keys are evicted (`engine.converse`), the costs are `ASSUMED`, so that such a run
+depends only on config and seed. So are they if there is no cache folder.
+
+Otherwise they are measured once and stored in the user's cache folder, by processor, PyTorch, model and shard. All
+ranks use the measurement of the first engine that asked, so that a replica drafts alike. It is made with one thread, in
+processor time.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ import torch
 from mrl.models.kernels import machine
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Of the steps that are measured."""
+"""Numbers of rows of the measured steps."""
 
 ROUNDS = 3
 PATIENCE_S = 2.0
-"""Processor time after which larger steps are not measured: beyond the last two the cost grows as between them."""
+"""Processor time after which larger steps are not measured, s; they are extrapolated from the last two."""
 
 TOKENS, SLOTS = 8, 512
-"""Attention is measured of so many tokens over so many slots each."""
+"""Tokens, and slots per token, of the attention measurement."""
 
 Curve = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """In any unit.
+    """Cost of a decode step, in any unit of time.
 
     Attributes:
-        steps: Of the products and draws of a step of 0, 1, 2 ... rows.
-        slot: Of attention for each slot that a row reads, all layers together.
-        drafts: What Python does for a step with drafts besides.
+        steps: Cost of the matrix products and sampling of a step of 0, 1, 2 ... rows.
+        slot: Cost of attention per slot that a row reads, all layers together.
+        drafts: Additional cost of a step with drafts (Python overhead).
     """
 
     steps: Curve
@@ -51,21 +52,21 @@ class Costs:
 
 
 ASSUMED: dict[str, Any] = {"steps": [[1, 17], [17, 33]], "slot": 5e-4, "drafts": 0.0}
-"""In units of the work for a row: reading the weights takes as long as computing 16 rows, attention over 2,000 slots as
-long as one. About what 8 layers x 512 take on one thread with AVX-512 in fp32."""
+"""Costs in units of the work for one row: reading the weights takes as long as computing 16 rows, attention over 2,000
+slots as long as one. About right for 8 layers of 512 in fp32, on one thread with AVX-512."""
 
 DRAFTS_NS = 250_000
-"""Python's work for a step with drafts, on one machine; it matters beside steps of a millisecond alone."""
+"""Python overhead of a step with drafts on one machine, ns; significant only for steps of about a millisecond."""
 
 
 def costs(what: str, step: Callable[[int], object], attend: Callable[[int, int], object], most: int) -> Costs:
-    """Those of a model on this machine.
+    """Returns the costs of a model on this machine, measured or from the cache folder.
 
     Args:
-        what: Names the work: the model, its part on this rank, what is drawn from.
-        step: Products and draws of so many rows.
-        attend: Attention of so many tokens over so many slots, in all layers.
-        most: Rows of a step.
+        what: Description of the work for the cache: model, shard, kind of sampling.
+        step: Runs the products and sampling of so many rows.
+        attend: Runs the attention of so many tokens over so many slots, in all layers.
+        most: Largest number of rows of a step.
     """
     name = f"steps/{machine.key(machine.processor(), torch.__version__, what)}"
     place, own = machine.place(name), json.dumps(ASSUMED)
@@ -78,13 +79,13 @@ def costs(what: str, step: Callable[[int], object], attend: Callable[[int, int],
     return of(json.loads(agreed), most)
 
 
-def of(told: Mapping[str, Any], most: int) -> Costs:
-    """From what is kept, or `ASSUMED`."""
-    return Costs(curve(told["steps"], most), told["slot"], told["drafts"])
+def of(stored: Mapping[str, Any], most: int) -> Costs:
+    """Returns the costs of a stored measurement, or of `ASSUMED`."""
+    return Costs(curve(stored["steps"], most), stored["slot"], stored["drafts"])
 
 
 def measured(step: Callable[[int], object], attend: Callable[[int, int], object]) -> dict[str, Any]:
-    """Rows and nanoseconds of at least two steps; nanoseconds of a slot."""
+    """Measures at least two steps, as [rows, nanoseconds], and the attention, as nanoseconds per slot."""
     steps: list[list[int]] = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -101,7 +102,7 @@ def measured(step: Callable[[int], object], attend: Callable[[int, int], object]
 
 
 def _best(work: Callable[..., object], *given: int) -> int:
-    """Nanoseconds of this thread's processor; the first round warms up."""
+    """Returns the shortest processor time of this thread, ns; the first round warms up."""
     times = []
     for _ in range(1 + ROUNDS):
         start = time.thread_time_ns()
@@ -111,7 +112,7 @@ def _best(work: Callable[..., object], *given: int) -> int:
 
 
 def curve(points: list[list[int]], most: int) -> Curve:
-    """Through the points, by straight lines; it never falls: one that is above a later one was disturbed."""
+    """Interpolates linearly between the points; a time above a later one is treated as noise and lowered."""
     rows, times = np.array(points, dtype=np.float64).T
     times = np.minimum.accumulate(times[::-1])[::-1]
     slope = (times[-1] - times[-2]) / (rows[-1] - rows[-2])

@@ -1,7 +1,6 @@
-"""What the device knows of each running sequence: its newest token, where it stands, and what it has sampled.
+"""Decode state of each running sequence on the device: newest token, position, and sampled tokens.
 
-Owns the per-row tensors of decoding. Their addresses stay the same, also while their memory is given back, so that a
-captured graph can read them.
+Addresses of the tensors stay the same, even while their memory is released, so that captured graphs can read them.
 
 Shapes: S rows, T longest response, L layers, K experts of a token.
 """
@@ -20,17 +19,17 @@ from mrl.models.base import ArchSpec
 from mrl.resharding.dtypes import choice_dtype
 
 ADVANCING = slice(1, 3)
-"""Positions and counts, of the state of all rows."""
+"""Indices of positions and counts in the combined state tensor."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What is kept of each token's way through a mixture of experts.
+    """Format of the routing record: the experts that were chosen per token and layer.
 
     Attributes:
         num_layers: L.
-        top_k: K.
-        dtype: Of an expert's index.
+        top_k: Experts per token, K.
+        dtype: Integer type of an expert's index.
     """
 
     num_layers: int
@@ -39,33 +38,33 @@ class Record:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token."""
+        """Bytes per token."""
         return self.num_layers * self.top_k * self.dtype.itemsize
 
 
 def record_of(arch: ArchSpec, config: RolloutConfig) -> Record | None:
-    """What the config asks to keep; None: nothing."""
+    """Returns the routing record that the config asks for; None: no recording."""
     if not config.enable_rollout_routing_replay or arch.moe is None:
         return None
     return Record(arch.num_layers, arch.moe.top_k, choice_dtype(arch.moe.num_experts))
 
 
-class Rows:
-    """State of the cache's rows.
+class DecodeState:
+    """Decode state of all cache rows.
 
     Attributes:
         tokens_S: Newest token, not yet in the cache.
-        positions_S: Its position in its sequence.
+        positions_S: Position of the newest token in its sequence.
         counts_S: Response tokens so far.
         keys_S: Random stream, from `stream_key`.
-        rooms_S: Response tokens at most.
+        rooms_S: Most response tokens.
         response_ST: Sampled tokens.
-        logprobs_ST: Their log-probabilities, fp32.
-        routed_SLK: Receives the experts of each row's newest token; None where they are not recorded.
+        logprobs_ST: Log-probabilities of the sampled tokens, fp32.
+        routed_SLK: Output of the forward: experts of each row's newest token; None without a routing record.
     """
 
     def __init__(self, num_rows: int, max_tokens: int, device: torch.device, record: Record | None = None) -> None:
-        """Allocates; `record`: of experts, where they are recorded."""
+        """Allocates the state; `record` is the format of the routing record."""
         self.shape = (num_rows, max_tokens)
         wanted = [
             ((5, num_rows), torch.int64),
@@ -89,23 +88,23 @@ class Rows:
         torch.arange(self.shape[0], out=self._index_S)
 
     def wake(self) -> None:
-        """Takes the memory that `sleep` gave back; all rows are empty then."""
+        """Allocates the memory again that `sleep` released; all rows are then empty."""
         if self._range.take(self._range.num_bytes):
             self._number()
 
     def sleep(self) -> None:
-        """Gives the memory back; the rows must not be used until `wake`."""
+        """Releases the memory; the rows must not be used until `wake`."""
         self._range.release()
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Address and shape of the rows, on which captured graphs depend."""
+        """Address and shape of the state, on which captured graphs depend."""
         return self._state_5S.data_ptr(), *self.shape
 
     def begin(
         self, rows: Sequence[int], prompt_lens: Sequence[int], keys: Sequence[int], rooms: Sequence[int]
     ) -> Tensor:
-        """Rows in which a response begins; returns them as an index. `positions_S` is the last prompt token's."""
+        """Resets rows in which a response starts and returns their index; `positions_S` is the last prompt token's."""
         device = self.tokens_S.device
         index = torch.tensor(rows, device=device)
         self.positions_S[index] = torch.tensor(prompt_lens, device=device) - 1
@@ -115,14 +114,14 @@ class Rows:
         return index
 
     def restore(self, row: int, response: Sequence[int], logprobs: Sequence[float]) -> None:
-        """What was sampled before, of a row that begins after it."""
+        """Sets the tokens that a resumed response has already."""
         count, device = len(response), self.tokens_S.device
         self.response_ST[row, :count] = torch.tensor(response, device=device)
         self.logprobs_ST[row, :count] = torch.tensor(logprobs, dtype=torch.float32, device=device)
         self.counts_S[row] = count
 
     def take(self, index: Tensor | slice, tokens: Tensor, logprobs: Tensor) -> None:
-        """The next token of each of the given rows."""
+        """Appends the next token of each of the given rows."""
         counts = self.counts_S[index]
         rows = self._index_S[index]
         self.response_ST[rows, counts] = tokens
@@ -136,14 +135,14 @@ class Rows:
     def put(
         self, rows_P: Tensor, offsets_P: Tensor, tokens_P: Tensor, logprobs_P: Tensor, routed_PLK: Tensor | None
     ) -> None:
-        """Tokens that may be the next ones of their rows; `take_several` says how many are.
+        """Stores candidate next tokens of rows; `take_several` accepts a number of them.
 
         Args:
-            rows_P: Of each token.
-            offsets_P: Its place among those of its row.
-            tokens_P: What was drawn.
-            logprobs_P: Their log-probabilities.
-            routed_PLK: Experts of the tokens that they were drawn after, where they are recorded.
+            rows_P: Row of each token.
+            offsets_P: Index of each token among those of its row.
+            tokens_P: Sampled tokens.
+            logprobs_P: Log-probabilities of the sampled tokens.
+            routed_PLK: Experts of the preceding tokens; None without a routing record.
         """
         counts_P = self.counts_S[rows_P] + offsets_P
         self.response_ST[rows_P, counts_P] = tokens_P
@@ -152,19 +151,19 @@ class Rows:
             self._routed_STLK[rows_P, counts_P - 1] = routed_PLK
 
     def take_several(self, taken_B: Tensor) -> None:
-        """Of the tokens that were `put`, so many are the next ones of the first rows."""
+        """Accepts the first `taken_B` tokens that were `put` into each of the first rows."""
         batch = taken_B.numel()
         self.counts_S[:batch] += taken_B
         self.positions_S[:batch] += taken_B
         self.tokens_S[:batch] = self.response_ST[self._index_S[:batch], self.counts_S[:batch] - 1]
 
     def keep_routed(self, batch: int) -> None:
-        """Files the experts of the newest tokens of the first `batch` rows, before the next tokens are taken."""
+        """Records the experts of the newest tokens of the first `batch` rows, before the next tokens are taken."""
         if self.routed_SLK is not None:
             self._routed_STLK[self._index_S[:batch], self.counts_S[:batch] - 1] = self.routed_SLK[:batch]
 
     def move(self, source: int, target: int) -> None:
-        """Row `target` becomes row `source`."""
+        """Copies the state of row `source` to row `target`."""
         if self.routed_SLK is not None:
             self._routed_STLK[target] = self._routed_STLK[source]
         self._state_5S[:, target] = self._state_5S[:, source]
@@ -172,22 +171,22 @@ class Rows:
         self.logprobs_ST[target] = self.logprobs_ST[source]
 
     def response(self, row: int, start: int = 0, more: int = 0) -> list[int]:
-        """Sampled tokens of a row, from the `start`-th on; the last ones where `start` is negative.
+        """Returns the sampled tokens of a row from index `start` on; a negative `start` counts from the end.
 
-        With `more` as if so many of those that were `put` had been taken.
+        `more` also returns so many of the tokens that were `put` but not yet accepted.
         """
         count = int(self.counts_S[row]) + more
         found: list[int] = self.response_ST[row, max(0, count + start if start < 0 else start) : count].tolist()
         return found
 
     def routed(self, row: int) -> Tensor:
-        """Experts of a row's sampled tokens [count, L, K], on the CPU; -1 for the last one, which went nowhere."""
+        """Returns the experts of a row's sampled tokens [count, L, K] on the CPU; -1 for the last, which is not fed."""
         found: Tensor = self._routed_STLK[row, : int(self.counts_S[row])].to("cpu", copy=True)
         found[-1] = -1
         return found
 
     def sampled(self, rows: Sequence[int]) -> list[tuple[list[int], list[float]]]:
-        """Sampled tokens of each of these rows, and their log-probabilities."""
+        """Returns the sampled tokens and their log-probabilities of each of these rows."""
         if not rows:
             return []
         index = torch.tensor(rows, device=self.tokens_S.device)

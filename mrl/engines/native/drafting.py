@@ -1,9 +1,9 @@
-"""Drafts in one engine: what of it is the same for all calls, and the forward that verifies them.
+"""Speculative decoding of one engine: the parts that all calls share, and the forward that verifies drafts.
 
-Owns what a step is said to cost, and the step with drafts. Only compiled operations and packed products draft: of these
-it is known that the bits of a token do not depend on how many others are in the step.
+Only compiled operations and packed products draft: with these the bits of a token do not depend on how many others are
+in the step.
 
-Shapes: P tokens that are fed, V vocabulary, L layers, K experts of a token.
+Shapes: P fed tokens, V vocabulary, L layers, K experts of a token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mrl.algorithms.functional.sampling import truncates
 from mrl.engines.base import EngineSpec, SamplingConfig
 from mrl.engines.native.cpu_ops import Compiled
 from mrl.engines.native.decode_cost_model import ASSUMED, Costs, costs, of
-from mrl.engines.native.decode_state import Rows
+from mrl.engines.native.decode_state import DecodeState
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.model import Decoder
 from mrl.engines.native.ngram_history import History
@@ -27,19 +27,19 @@ from mrl.engines.native.sampler import Sampler
 from mrl.engines.native.speculation import Drafted, Speculation
 
 NOT_HERE = (
-    "rollout.speculative drafts nothing here: only for compiled operations and packed products, on a CPU, is it known "
-    "that tokens stay the same"
+    "rollout.speculative has no effect: only compiled operations and packed products on a CPU guarantee that tokens "
+    "stay the same"
 )
 
 
 class Drafting:
-    """Of one engine.
+    """Speculative decoding of one engine.
 
     Args:
-        spec: The engine's.
-        model: Its forward.
-        cache: Its keys and values.
-        operations: Between products.
+        spec: Constructor argument of the engine.
+        model: Decoder of the engine.
+        cache: KV cache of the engine.
+        operations: Compiled operations of the engine.
     """
 
     def __init__(self, spec: EngineSpec, model: Decoder, cache: KVCache, operations: Compiled) -> None:
@@ -51,20 +51,20 @@ class Drafting:
 
     @staticmethod
     def found(spec: EngineSpec, model: Decoder, cache: KVCache) -> Drafting | None:
-        """None where nothing is to be drafted, or cannot be without a change of bits."""
+        """Returns the object, or None if speculation is off or would change bits."""
         operations = model.operations
         if spec.config.speculative.method is None or not packs(spec.device) or not isinstance(operations, Compiled):
             return None
         return Drafting(spec, model, cache, operations)
 
-    def call(self, sampling: SamplingConfig, num_rows: int, rows: Rows, *, measured: bool) -> Speculation:
-        """Of one call.
+    def call(self, sampling: SamplingConfig, num_rows: int, rows: DecodeState, *, measured: bool) -> Speculation:
+        """Returns the speculation state of one call.
 
         Args:
-            sampling: What tokens are drawn from.
+            sampling: Sampling distribution of the call.
             num_rows: Sequences that run at a time.
-            rows: Their state.
-            measured: Whether costs may be those of this machine; else they are `ASSUMED`.
+            rows: Decode state of the sequences.
+            measured: Use costs measured on this machine; False: `ASSUMED`.
         """
         history = History(num_rows, self._cache.num_rows, self._cache.row_len)
         found = self._measured(sampling) if measured else of(ASSUMED, self._most)
@@ -73,11 +73,11 @@ class Drafting:
 
     @property
     def _most(self) -> int:
-        """Tokens of a step."""
+        """Most tokens of a step."""
         return max(self._spec.config.max_num_batched_tokens, self._spec.config.max_num_seqs)
 
     def _measured(self, sampling: SamplingConfig) -> Costs:
-        """Measured once, with the weights of now, whose values do not matter."""
+        """Returns the measured costs; uses the current weights, whose values do not affect time."""
         config, model = self._spec.config, self._model
         cut = truncates(sampling.top_k, sampling.top_p, sampling.min_p)
         parts = (config.tensor_model_parallel_size, config.expert_parallel_size)
@@ -92,8 +92,8 @@ class Drafting:
             self._costs[what] = costs(what, step, model.own_attention, self._most)
         return self._costs[what]
 
-    def _forward(self, rows: Rows, drafted: Drafted) -> tuple[Tensor, Tensor | None]:
-        """Logits [P, V] after each token, and the experts [P, L, K] that it went to, where they are recorded."""
+    def _forward(self, rows: DecodeState, drafted: Drafted) -> tuple[Tensor, Tensor | None]:
+        """Returns logits [P, V] after each token, and the routing record [P, L, K] or None."""
         tokens_P, firsts_B = torch.from_numpy(drafted.tokens_P), torch.from_numpy(drafted.firsts_B)
         positions_P = rows.positions_S[torch.from_numpy(drafted.rows_P)] + torch.from_numpy(drafted.offsets_P)
         routed_PLK = None

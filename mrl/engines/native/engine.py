@@ -1,12 +1,12 @@
-"""The embedded engine: generates on the training ranks themselves, in plain PyTorch.
+"""Native engine: generates on the training ranks themselves, in plain PyTorch.
 
-Owns the engine's life: weights that are replaced in place, and the KV cache that sleeps and wakes. The parts are one
-noun each: `generation` (the loop), `sessions` (conversations in it), `streaming` (work as it comes), `scheduler` (who
-runs where), `parking` (who waits where), `rows` (device state), `kv_cache`, `memory`, `model`, `attention`, `sampler`,
-`stopping`, `cuda_graphs`; `drafting`, `speculation`, `history` and `costs` (tokens that are guessed and verified).
+This module manages weights and memory. Generation: `generation` (the loop), `multiturn` (episodes), `partial_rollout`
+(streaming), `scheduler`, `parked_slots` (paused sequences), `decode_state`, `kv_cache`, `model`, `attention`,
+`sampler`, `stopping`, `cuda_graphs`. Speculative decoding: `drafting`, `speculation`, `ngram_history`,
+`decode_cost_model`.
 
-On CPU it is tested against transformers. On CUDA the same code runs, decoding through CUDA graphs unless
-`rollout.enforce_eager`; that path has not been run on real hardware.
+On a CPU it is tested against transformers. On CUDA the same code runs, with CUDA graphs for decoding unless
+`rollout.enforce_eager`; that path has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.engines._abort_check import Poll
+from mrl.engines._abort_check import AbortCheck
 from mrl.engines._kv_budget import kv_budget
 from mrl.engines._multiturn_base import Talk
 from mrl.engines._prompt_checks import check_prompts
@@ -27,18 +27,18 @@ from mrl.engines._work_queue import Feed
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.native.cpu_ops import operations
 from mrl.engines.native.cuda_graphs import DecodeGraphs
-from mrl.engines.native.decode_state import Rows, record_of
+from mrl.engines.native.decode_state import DecodeState, record_of
 from mrl.engines.native.drafting import NOT_HERE, Drafting
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.generation import Generation
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.memory_range import MemoryRange, tensors_in_range
 from mrl.engines.native.model import Decoder
-from mrl.engines.native.multiturn import Session, pool_rows
+from mrl.engines.native.multiturn import MultiTurnGeneration, pool_rows
 from mrl.engines.native.ngram_history import History
 from mrl.engines.native.packed_linear import compute_dtype
-from mrl.engines.native.parked_slots import Parking
-from mrl.engines.native.partial_rollout import Stream
+from mrl.engines.native.parked_slots import PausedSequences
+from mrl.engines.native.partial_rollout import StreamingGeneration
 from mrl.engines.native.scheduler import Scheduler
 from mrl.engines.native.stopping import Stopping
 from mrl.errors import UserError
@@ -54,13 +54,14 @@ Loop = TypeVar("Loop", bound=Generation)
 
 
 class NativeEngine(RolloutEngine):
-    """One rank of a replica; activations and cache have `linear.compute_dtype` of `spec.dtype`."""
+    """One rank of a native engine; activations and cache have `packed_linear.compute_dtype` of `spec.dtype`."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Collective over the job.
+        """Collective over the job: creates this rank's part of an engine replica, without weights.
 
         Args:
-            spec: Its dtype is torch.float32 or torch.bfloat16; with `rollout.quantization` of what is not quantised.
+            spec: `spec.dtype` is torch.float32 or torch.bfloat16; with `rollout.quantization` the dtype of the
+                unquantized tensors.
 
         Raises:
             UserError: The ranks of the replica cannot share the model.
@@ -79,7 +80,7 @@ class NativeEngine(RolloutEngine):
         dtype, exact = compute_dtype(spec.dtype, device, exact=config.true_on_policy), config.true_on_policy
         between, problem = operations(dtype, device, eager=config.enforce_eager, exact=exact)
         if problem is not None:
-            self.notes = (f"the native engine computes by PyTorch's operators, slower than compiled ones: {problem}",)
+            self.notes = (f"the native engine uses PyTorch's operators, slower than compiled ones: {problem}",)
         self._model = Decoder(
             arch,
             {name: self._weights[name] for name in own},
@@ -91,7 +92,7 @@ class NativeEngine(RolloutEngine):
             exact=exact,
         )
         later_bytes = self._model.later_bytes(config.max_num_batched_tokens)
-        if device.type == "cpu":  # a CPU gives zeros their memory when they are written
+        if device.type == "cpu":  # on a CPU, pages of zeros are allocated when they are first written
             later_bytes += sum(weight.nbytes for weight in self._weights.values())
         self._cache = KVCache(
             num_layers=arch.num_layers,
@@ -105,15 +106,13 @@ class NativeEngine(RolloutEngine):
         self._drafting = Drafting.found(spec, self._model, self._cache)
         if config.speculative.method is not None and self._drafting is None:
             self.notes += (NOT_HERE,)
-        self._rows: Rows | None = None
+        self._rows: DecodeState | None = None
         self._graphs: DecodeGraphs | None = None
         if device.type == "cuda" and self._model.is_capturable and not config.enforce_eager:
             self._graphs = DecodeGraphs(self._decode_eagerly)
         if self._stored.problem is not None:
             self.notes += (f"the native engine captures CUDA graphs in every step: {self._stored.problem}",)
         self._captured_before = 0
-        self._asleep = False
-        self._whole = False
         self._stats: dict[str, float] = {}
 
     def _scales(self, own: Layout, grids: Grids) -> dict[str, Scales]:
@@ -128,7 +127,7 @@ class NativeEngine(RolloutEngine):
         }
 
     def _place_copies(self) -> MemoryRange:
-        """Gives copies of weights in another dtype, such as of FP8, a place that stays; returns its memory."""
+        """Allocates copies of weights in another dtype (such as of FP8) at fixed addresses; returns their memory."""
         copied = self._model.copied
         memory, copies = tensors_in_range([each.copy for each in copied if each.copy], self.spec.device)
         for linear, copy in zip(copied, copies, strict=True):
@@ -138,23 +137,22 @@ class NativeEngine(RolloutEngine):
     # weights ----------------------------------------------------------------------------------------------------------
 
     def layout(self) -> Layout:
-        """What this rank stores, in Hugging Face coordinates."""
+        """Returns which elements of which Hugging Face tensors this rank stores, and where."""
         return self._layout
 
     def begin_update(self) -> None:
-        """From here until `finish_update` the engine refuses to generate. No prefix outlives a `generate`."""
-        self._whole = False
+        """Starts a weight update; `generate` raises until `finish_update`. No prefix is cached between calls."""
+        self._has_weights = False
         for memory in (self._stored, self._copies):
             memory.take(memory.num_bytes)
 
     def update_weights(self, bucket: Sequence[WeightSlice]) -> None:
-        """Copies a bucket into place.
+        """Copies a bucket of slices into the stored tensors.
 
         Raises:
-            RuntimeError: No update was begun, or a slice does not fit what is stored.
+            RuntimeError: No update is open, or a slice does not fit its tensor.
         """
-        if self._whole:
-            raise RuntimeError("update_weights outside an update: call begin_update first")
+        self._check_updating()
         for item in bucket:
             stored = self._weights.get(item.name)
             if stored is None:
@@ -162,37 +160,37 @@ class NativeEngine(RolloutEngine):
             item.write_to(stored)
 
     def checksum(self) -> int:
-        """Order-free 64-bit sum over the bit patterns of all stored elements."""
+        """Returns the sum modulo 2**64 over the bit patterns of all stored elements."""
         return sum(bit_sum(tensor) for tensor in self._weights.values()) % MODULUS
 
     def finish_update(self, policy_version: int) -> None:
-        """Declares the weights whole under the new version."""
+        """Ends the weight update and allows `generate` with `policy_version`."""
         self._model.refresh()
         self.policy_version = policy_version
-        self._whole = True
+        self._has_weights = True
 
     # memory -----------------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Frees the KV cache until `wake`; weights stay."""
+        """Frees the KV cache until `wake`; the weights stay."""
         self._drop_cache()
         self._asleep = True
 
     def wake(self) -> None:
-        """Lets the next `generate` allocate the KV cache, in the shape that its prompts need."""
+        """Allows `generate`, which allocates the KV cache in the shape that its prompts need."""
         self._asleep = False
 
     def release(self) -> None:
-        """Gives back the memory of stored weights and their copies; the tensors stay, and must not be read."""
+        """Frees the memory of stored weights and their copies; the tensors stay, and must not be read."""
         self._drop_cache()
-        self._whole = False
+        self._has_weights = False
         self.policy_version = -1
         self._model.forget()
         for memory in (self._stored, self._copies):
             memory.release()
 
     def close(self) -> None:
-        """Releases everything; the engine cannot be used again."""
+        """Frees all memory; the engine cannot be used again."""
         self._graphs = None
         self.sleep()
         self.release()
@@ -200,44 +198,39 @@ class NativeEngine(RolloutEngine):
         self._model.release()
 
     def stats(self) -> dict[str, float]:
-        """Returns figures of the last `generate`.
+        """Returns statistics of the last `generate`.
 
-        prefill and decode tokens and seconds, decode_steps, max_running, kv_cache_bytes, captured_graphs.
+        prefill_tokens, prefill_s, decode_tokens, decode_steps, decode_s, max_running, kv_cache_bytes, captured_graphs.
         """
         return dict(self._stats)
 
     def _drop_cache(self) -> None:
-        """Gives back the memory of the cache and the rows; captured graphs stay, and find both where they were."""
+        """Frees the memory of cache and decode state; captured graphs stay valid, since addresses do not change."""
         if self._rows is not None:
             self._rows.sleep()
         self._cache.free()
 
     # generation -------------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        """Collective over the replica: `sampling.n` rollouts of each prompt, ordered by prompt, then sample index.
-
-        Raises:
-            RuntimeError: The engine sleeps, its weights are not whole, or the model gives no distribution for a prompt.
-            UserError: A prompt does not fit.
-        """
+    def _generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         return self._run(prompts, sampling, None)
 
     def converse(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: Talk) -> list[Rollout]:
-        """See `RolloutEngine.converse`; here a sequence that waits holds up no other (`sessions`).
+        """Implements `RolloutEngine.converse`; other sequences decode while one waits for a reply (`multiturn`).
 
         Raises:
-            RuntimeError: As `generate`, or an answer does not fit.
-            UserError: As `generate`.
+            RuntimeError: See `generate`; or a reply does not fit.
+            UserError: See `generate`.
         """
-        return self._run(prompts, sampling, talk)
+        self._check_ready()
+        return self._run(prompts, sampling, talk) if prompts else []
 
     def stream(self, feed: Feed, sampling: SamplingConfig) -> list[Begun]:
-        """See `RolloutEngine.stream`; here it may stop and go on between any two tokens (`streaming`).
+        """Implements `RolloutEngine.stream`; can pause and resume between any two tokens (`partial_rollout`).
 
         Raises:
-            RuntimeError: As `generate`; or a begun sample cannot go on, or one cannot stop: experts are recorded.
-            UserError: As `generate`.
+            RuntimeError: See `generate`; or a partial rollout is invalid, or needs a routing record.
+            UserError: See `generate`.
         """
         self._check_ready()
         config = self.spec.config
@@ -249,25 +242,16 @@ class NativeEngine(RolloutEngine):
             check_prompts(prompts, self.spec, replace(sampling, max_tokens=room), longest=longest - room)
 
         try:
-            kind = partial(Stream, feed, check)
+            kind = partial(StreamingGeneration, feed, check)
             stream = self._generation(kind, (), sampling, num_rows, min(limit, num_rows))
             begun = stream.until_stopped(self.policy_version)
         except (RuntimeError, UserError):
             self._drop_cache()
             raise
-        self._stats = self._figures(stream)
+        self._stats = self._statistics(stream)
         return begun
 
-    def _check_ready(self) -> None:
-        if self._asleep:
-            raise RuntimeError("the engine sleeps: call wake before generate")
-        if not self._whole:
-            raise RuntimeError("the engine's weights are not whole: no update was finished since the last begin_update")
-
     def _run(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: Talk | None) -> list[Rollout]:
-        self._check_ready()
-        if not prompts:
-            return []
         check_prompts(prompts, self.spec, sampling)
         config = self.spec.config
         limit = min(config.max_num_seqs, config.max_num_batched_tokens, len(prompts) * sampling.n)
@@ -277,17 +261,17 @@ class NativeEngine(RolloutEngine):
             wanted = pool_rows(limit, len(prompts), sampling.n, self._cache.fitting(longest))
         num_rows = self._reserve(wanted, longest, sampling.max_tokens, limit)
         try:
-            kind = Generation if talk is None else partial(Session, talk)
+            kind = Generation if talk is None else partial(MultiTurnGeneration, talk)
             running, measured = min(limit, num_rows), talk is None
             generation = self._generation(kind, prompts, sampling, num_rows, running, measured=measured)
             rollouts = generation.run(self.policy_version)
         except (RuntimeError, UserError):
-            self._drop_cache()  # what is not a number must not outlive the call in masked slots
+            self._drop_cache()  # NaNs must not stay in masked slots for the next call
             raise
-        self._stats = self._figures(generation)
+        self._stats = self._statistics(generation)
         return rollouts
 
-    def _figures(self, generation: Generation) -> dict[str, float]:
+    def _statistics(self, generation: Generation) -> dict[str, float]:
         captured = 0 if self._graphs is None else self._graphs.num_captures - self._captured_before
         more = {"kv_cache_bytes": self._cache.allocated_bytes, "captured_graphs": captured}
         return generation.stats | {name: float(value) for name, value in more.items()}
@@ -302,7 +286,7 @@ class NativeEngine(RolloutEngine):
         *,
         measured: bool = False,
     ) -> Loop:
-        """Makes the loop of a call: `running` of its `num_rows` rows decode; `measured`: see `Drafting.call`."""
+        """Creates the loop of a call, in which `running` of `num_rows` rows decode; `measured`: see `Drafting.call`."""
         config, drafts, rows = self.spec.config, self._drafting, self._reserved
         return kind(
             sampling=replace(sampling, with_support=sampling.with_support and self.spec.leads_replica),
@@ -316,33 +300,33 @@ class NativeEngine(RolloutEngine):
                 running,
                 room=sampling.max_tokens,
                 share_prefill=config.enable_prefix_caching,
-                parking=Parking(num_rows),
+                parking=PausedSequences(num_rows),
             ),
             stopping=Stopping(sampling, self.spec.decode, self.spec.device),
             max_prefill_tokens=config.max_num_batched_tokens,
-            abandoned=Poll(self.told_to_stop, self.spec.tp_group, self.sampled),
+            abandoned=AbortCheck(self.told_to_stop, self.spec.tp_group, self.sampled),
             speculation=None if drafts is None else drafts.call(sampling, running, rows, measured=measured),
         )
 
     def _reserve(self, wanted_rows: int, row_len: int, max_tokens: int, limit: int) -> int:
-        """Takes cache and row state for a call, in the shape of earlier calls where that holds this one.
+        """Allocates cache and decode state for a call, in the shape of earlier calls if that is large enough.
 
         Args:
-            wanted_rows: Sequences that could have a row.
-            row_len: Tokens of the longest one.
-            max_tokens: Tokens of the longest response.
-            limit: Rows that decode.
+            wanted_rows: Most sequences that can have a row.
+            row_len: Longest sequence, tokens.
+            max_tokens: Longest response, tokens.
+            limit: Most rows that decode at a time.
 
         Returns:
-            Rows that the call may use.
+            Number of rows that the call may use.
         """
         record = record_of(self.spec.arch, self.spec.config)
         token_bytes = (record.token_bytes if record else 0) + (History.token_bytes() if self._drafting else 0)
         num_rows = self._cache.reserve(wanted_rows, row_len, row_len * token_bytes)
         before = (0, 0) if self._rows is None else self._rows.shape
         if self._rows is None or self._cache.num_rows > before[0] or max_tokens > before[1]:
-            self._rows = None  # its memory goes first
-            self._rows = Rows(self._cache.num_rows, max(max_tokens, before[1]), self.spec.device, record)
+            self._rows = None  # frees its memory before the new allocation
+            self._rows = DecodeState(self._cache.num_rows, max(max_tokens, before[1]), self.spec.device, record)
         self._rows.wake()
         if self._graphs is not None:
             read = tuple(tensor.data_ptr() for tensor in self._model.reads)
@@ -352,13 +336,13 @@ class NativeEngine(RolloutEngine):
         return num_rows
 
     @property
-    def _reserved(self) -> Rows:
+    def _reserved(self) -> DecodeState:
         if self._rows is None:
             raise RuntimeError("no rows are reserved")
         return self._rows
 
     def _decode_eagerly(self, batch: int, length: int) -> Tensor:
-        """Logits after the newest token of the first `batch` rows; attention reads `length` slots."""
+        """Returns logits after the newest token of the first `batch` rows; attention reads `length` slots."""
         rows = self._reserved
         positions_B, tokens_B = rows.positions_S[:batch], rows.tokens_S[:batch]
         routed_BLK = None if rows.routed_SLK is None else rows.routed_SLK[:batch]

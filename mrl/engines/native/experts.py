@@ -1,14 +1,13 @@
-"""The mixture of experts that takes the place of a layer's MLP, on one rank of a replica.
+"""Mixture-of-experts layer on one rank of a replica: routing, and the products of this rank's experts or their shards.
 
-Owns the routing of tokens and the products with the experts that this rank holds, or with its parts of them. Every rank
-of the replica has all tokens and chooses the same experts for them; what a rank returns is its share of the sum.
+Every rank of the replica has all tokens and computes the same routing; it returns its share of the sum.
 
-A token's result does not depend on the other tokens: each expert is one product over its tokens, through
-`packed_linear.py`, and a token's experts are added in the order of its choice. With few tokens only the chosen experts'
-weights are read. On a GPU that has them, experts stored in bfloat16 are grouped products instead: nothing comes to the
-host, so that decoding can be captured. That path is compared with the other on a CPU and has not been run on a GPU.
+A token's result does not depend on the other tokens: each expert is one product over its tokens (`packed_linear.py`),
+and a token's experts are added in routing order. With few tokens only the weights of the chosen experts are read. On a
+GPU with grouped products, bfloat16 experts use these instead: nothing is copied to the host, so decoding can be
+captured. CPU tests compare the two paths; the grouped one has not been run on a GPU.
 
-Shapes: P tokens, K experts of a token, E experts, A = P x K assignments, I width of an expert's part, H hidden.
+Shapes: P tokens, K experts of a token, E experts, A = P x K assignments, I inner width of an expert's shard, H hidden.
 """
 
 from __future__ import annotations
@@ -26,36 +25,36 @@ from mrl.engines.native.torch_ops import Operations
 from mrl.models.base import MoeSpec
 
 Activation = Callable[[Tensor], Tensor]
-"""silu(gate) x up of [gate; up] columns."""
+"""Computes silu(gate) x up of [gate; up] columns."""
 
 _SHARED = ("shared_gate_up", "shared_down", "shared_gate")
 _STACKS = ("experts_gate_up", "experts_down")
 NAMES = ("router", *_STACKS, *_SHARED)
-"""A layer's stored tensors that belong here (`resharding/native.py`)."""
+"""Stored tensors of an MoE layer (`resharding/native.py`)."""
 
 GROUPED_FROM, GROUPED_BELOW = (9, 0), (12, 0)
-"""Compute capabilities whose grouped products are one kernel in torch."""
+"""Range of compute capabilities for which torch has one kernel for grouped products."""
 
 GROUPED_MULTIPLE = 8
-"""Grouped products want rows of a multiple of 16 bytes."""
+"""Elements; grouped products need rows of a multiple of 16 bytes."""
 
 MAX_ASSIGNMENTS = 1 << 14
-"""Assignments that are computed at a time: bounds what is held besides weights and hidden states."""
+"""Assignments computed at a time; bounds the peak memory."""
 
 
-class Experts:
-    """x -> this rank's share of the layer's experts, the shared expert's included.
+class MoeLayer:
+    """Computes this rank's share of the layer's experts, including the shared expert.
 
     Args:
-        moe: Of the model.
-        weights: The layer's stored tensors, by `NAMES`; updates in place are seen after `refresh`.
+        moe: MoE sizes of the model.
+        weights: Stored tensors of the layer, by `NAMES`; `refresh` follows an update.
         held: Experts of this rank.
-        dtype: Of the products; routing is float32.
-        scales: Of those weights that are stored in FP8, by `NAMES`.
-        operations: Between products; None: PyTorch's.
+        dtype: Dtype of the products; routing is float32.
+        scales: Scales of the weights stored in FP8, by `NAMES`.
+        operations: Elementwise operations; None: PyTorch's.
 
     Attributes:
-        is_capturable: Whether a call can be part of a CUDA graph.
+        is_capturable: Whether a call can be captured in a CUDA graph.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Experts:
 
     @property
     def linears(self) -> list[Linear]:
-        """Products that are no grouped ones."""
+        """Ungrouped products."""
         return [self._router, *self._gate_up, *self._down, *self._shared.values()]
 
     @property
@@ -101,26 +100,26 @@ class Experts:
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes that `refresh` takes beside the stored weights."""
+        """Bytes that `refresh` allocates in addition to the stored weights."""
         return sum(linear.copy_bytes for linear in self.linears)
 
     def workspace_bytes(self, num_tokens: int) -> int:
-        """About what a call on so many tokens takes at its peak."""
+        """Returns the approximate peak memory of a call on so many tokens, bytes."""
         _, hidden, inner = self._stacks[1].shape
         return work_bytes(num_tokens * self._moe.top_k, hidden, inner)
 
     def refresh(self) -> None:
-        """Takes in the stored values."""
+        """Updates copies of the stored weights."""
         for linear in self.linears:
             linear.refresh()
 
     def forget(self) -> None:
-        """Lets go of the copies that `refresh` made."""
+        """Frees the copies that `refresh` made."""
         for linear in self.linears:
             linear.forget()
 
     def __call__(self, x_PH: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's share [P, H], to be summed over the replica, and the chosen experts [P, K], int64."""
+        """Returns this rank's share [P, H], to be summed over the replica, and the chosen experts [P, K], int64."""
         shares_PK, chosen_PK = self.route(x_PH)
         step = max(1, MAX_ASSIGNMENTS // self._moe.top_k)
         parts = zip(*(torch.split(x, step) for x in (x_PH, shares_PK, chosen_PK)), strict=True)
@@ -128,7 +127,7 @@ class Experts:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), chosen_PK
 
     def route(self, x_PH: Tensor) -> tuple[Tensor, Tensor]:
-        """(weight of each chosen expert, fp32 [P, K]; the chosen experts, most likely first, int64 [P, K])."""
+        """Returns weights (fp32 [P, K]) and indices (int64 [P, K]) of each token's experts, most likely first."""
         probs_PE: Tensor = self._router(x_PH.float()).softmax(-1)
         shares_PK, chosen_PK = probs_PE.topk(self._moe.top_k, -1)
         if self._moe.norm_topk_prob:
@@ -148,13 +147,13 @@ class Experts:
 
 
 def _linears(stack: Tensor, scales: Scales | None, make: Callable[..., Linear]) -> list[Linear]:
-    """One of each expert."""
+    """Creates one product per expert."""
     parts = [None] * len(stack) if scales is None else scales.of_rows(len(stack))
     return [make(weight, None, scales=part) for weight, part in zip(stack, parts, strict=True)]
 
 
 def work_bytes(num_assignments: int, hidden: int, inner: int) -> int:
-    """About what the experts take at their peak: inputs, both projections and outputs of a piece of the assignments.
+    """Returns the approximate peak memory of inputs, both projections and outputs of a part of the assignments, bytes.
 
     Args:
         num_assignments: Tokens x experts of a token.
@@ -165,14 +164,14 @@ def work_bytes(num_assignments: int, hidden: int, inner: int) -> int:
 
 
 def has_grouped_products(capability: tuple[int, int]) -> bool:
-    """Whether torch has one kernel for the products of all experts, on a device of this compute capability."""
+    """Returns whether torch has one kernel for all experts' products on a device of this compute capability."""
     return hasattr(F, "grouped_mm") and GROUPED_FROM <= capability < GROUPED_BELOW  # from torch 2.10 on
 
 
 def one_by_one(
     x_PH: Tensor, chosen_PK: Tensor, held: range, gate_up: list[Linear], down: list[Linear], activate: Activation
 ) -> Tensor:
-    """The chosen experts' outputs [A, H], zero where another rank holds the expert: a product for each one present."""
+    """Returns the chosen experts' outputs [A, H], zero for experts of other ranks, with one product per expert."""
     order_A = chosen_PK.flatten().sort(stable=True).indices
     counts = torch.bincount(chosen_PK.flatten(), minlength=held.stop)[: held.stop].tolist()
     first = sum(counts[: held.start])
@@ -190,7 +189,7 @@ def one_by_one(
 
 
 def grouped(x_PH: Tensor, chosen_PK: Tensor, held: range, gate_up_EJH: Tensor, down_EHI: Tensor) -> Tensor:
-    """As `one_by_one`, in two grouped products of fixed shape; the experts of other ranks sort behind ours."""
+    """Does the same as `one_by_one` in two grouped products of fixed shape; other ranks' experts are sorted last."""
     ours_A = chosen_PK.flatten() - held.start
     ours_A = torch.where((ours_A < 0) | (ours_A >= len(held)), len(held), ours_A)
     order_A = ours_A.sort(stable=True).indices
@@ -204,5 +203,5 @@ def grouped(x_PH: Tensor, chosen_PK: Tensor, held: range, gate_up_EJH: Tensor, d
 
 
 def _sigmoid(x_P1: Tensor) -> Tensor:
-    """Of each row alone: torch's own rounds otherwise at the end of a column than inside it."""
+    """Computes each row alone: torch's own sigmoid rounds differently at the end of a column than inside it."""
     return torch.cat([x_P1, torch.zeros_like(x_P1)], 1).softmax(1)[:, :1]

@@ -1,14 +1,15 @@
-"""The forms in which a CPU can multiply few rows by a weight, and which of them a product takes: the fastest measured.
+"""GEMM autotuning for products with few rows on a CPU: selects the fastest kernel per weight shape.
 
-Owns the measurement. Each form's product of one shape is timed once on a machine, in milliseconds, and the name of the
-fastest is kept in the user's cache folder by processor, PyTorch, compiled functions, dtype and shape. One thread
-multiplies, and its processor time counts: neither other programs nor the run's threads turn the choice. Forms differ in
-the last bits, so the choice must stand still: what is kept holds for every later run; all engines of a job take what
-the first of them took, and keep that; a form that is not `PACKED` must win by `MARGIN`, so that noise decides nothing;
-without a place to keep the choice it is `PACKED`. No form is taken where the bits of a row depend on the rows beside
-it, which is tried first: oneDNN's do in bfloat16 on processors with AMX, whatever the size of the matrix. Where nothing
-can be compiled and none will do, it is `PACKED` all the same. Small matrices are not measured: the compiled form has
-them where there is one, whose packing takes less than oneDNN's.
+Each kernel's product of a shape is timed once per machine (milliseconds), on one thread in processor time, so that
+other programs do not influence the choice. The name of the fastest is stored in the user's cache folder by processor,
+PyTorch, compiled functions, dtype and shape.
+
+Kernels differ in the last bits, so the choice must be stable: a stored choice applies to every later run; all engines
+of a job use the choice of the first; a kernel other than `PACKED` must win by `MARGIN`; without a cache folder the
+choice is `PACKED`. A kernel is rejected if the bits of a row depend on the other rows, which is tested first (oneDNN's
+do in bfloat16 on processors with AMX). If every kernel fails the test and nothing can be compiled, the choice is
+`PACKED` nevertheless. Small matrices are not measured: they use the compiled kernel if there is one, since it packs
+faster than oneDNN.
 
 Shapes: P rows, I inputs, O outputs.
 """
@@ -27,39 +28,39 @@ from torch import Tensor
 from mrl.models.kernels import library, machine
 
 ROWS_HINT = 64
-"""Rows that the inner product's order is chosen for; any value from 8 up gives the same order."""
+"""Row count for which oneDNN chooses its weight layout; any value from 8 up gives the same layout."""
 
 SMALLEST = 2**18
-"""Elements of a weight whose forms are measured; no difference is felt in products of a smaller one."""
+"""Smallest weight that is measured, elements; below it the kernels take about the same time."""
 
 LARGEST = 2**21
-"""Elements of a weight in a measurement; a larger one is measured by its first rows."""
+"""Largest weight in a measurement, elements; of a larger one the first rows are measured."""
 
 ROWS = (8, 32)
-"""Of the measured products."""
+"""Rows of the measured products."""
 
 MARGIN = 0.9
-"""A form must take at most this part of `PACKED`'s time: the difference is felt, and does not turn in another run."""
+"""Fraction of `PACKED`'s time below which another kernel is chosen; measurement noise cannot reverse such a
+difference."""
 
 TRIED_ROWS = (1, 2, 3, 5, 8, 13, 16, 17, 31, 33, 65, 129, 257)
-"""Numbers of rows for which a row must have the same bits."""
+"""Row counts for which a row must have the same bits."""
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
-class Form:
-    """One way to multiply.
+class GemmKernel:
+    """A GEMM kernel with its weight layout.
 
     Attributes:
-        name: In the cache folder.
-        pack: (weight [O, I], what an earlier call made or None) -> the weight as `product` takes it.
-        product: (x [P, I], packed, bias [O]) -> [P, O].
-        least: Fewest rows: below it another kernel adds long sums in another order. x is padded.
-        multiple: Of which the rows are; x is padded.
+        name: Name in the cache folder.
+        pack: Converts (weight [O, I], earlier result or None) to the layout that `product` reads.
+        product: Computes [P, O] from (x [P, I], packed weight, bias [O]).
+        least: Fewest rows; with fewer, another kernel would add in another order. x is padded.
+        multiple: Divisor of the number of rows; x is padded.
         copies: Whether `pack` makes a copy.
-        in_place: Whether that takes the place of what it made earlier of a weight of this shape. Memory that is new
-            each time costs more than the packing.
+        in_place: Whether `pack` reuses the memory of its earlier result; allocating costs more than packing.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Form:
     in_place: bool = False
 
     def __call__(self, x_PI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
-        """The product [P, O], contiguous."""
+        """Returns the product [P, O], contiguous."""
         num = x_PI.size(0)
         rows = max(self.least, -(-num // self.multiple) * self.multiple)
         if rows != num:
@@ -89,7 +90,7 @@ def _transposed(x_PI: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tenso
 
 
 def _reordered(weight_OI: Tensor, earlier: Tensor | None) -> Tensor:
-    del earlier  # oneDNN takes memory of its own
+    del earlier  # oneDNN allocates itself
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, ROWS_HINT)
     return packed
 
@@ -98,24 +99,24 @@ def _turned(weight_OI: Tensor, earlier: Tensor | None) -> Tensor:
     return weight_OI.t().contiguous() if earlier is None else earlier.copy_(weight_OI.t())
 
 
-PACKED = Form("packed", _reordered, _inner_product, least=2, multiple=1, copies=True)
-"""oneDNN's inner product over a weight in an order of its own choice, so that no product reorders it."""
+PACKED = GemmKernel("packed", _reordered, _inner_product, least=2, multiple=1, copies=True)
+"""oneDNN's inner product with a weight in oneDNN's own layout, so that no product reorders it."""
 
-PLAIN = Form("plain", lambda weight_OI, _: weight_OI, F.linear, least=16, multiple=16, copies=False)
-"""The weight as it is stored; kernels for few rows are not met."""
+PLAIN = GemmKernel("plain", lambda weight_OI, _: weight_OI, F.linear, least=16, multiple=16, copies=False)
+"""Weight as stored; padded to 16 rows to avoid kernels for few rows."""
 
-TRANSPOSED = Form("transposed", _turned, _transposed, least=16, multiple=16, copies=True, in_place=True)
-"""The weight [I, O]."""
+TRANSPOSED = GemmKernel("transposed", _turned, _transposed, least=16, multiple=16, copies=True, in_place=True)
+"""Weight transposed to [I, O]."""
 
 FORMS = {form.name: form for form in (PACKED, PLAIN, TRANSPOSED)}
-"""Those that need no compiler, by name."""
+"""Kernels that need no compiler, by name."""
 
 ROW_BY_ROW = "row_by_row"
 
 
 @cache
-def row_by_row(outputs: int, dtype: torch.dtype) -> Form:
-    """The compiled form, by which the actor can compute too: each element is one sum in one order, whatever the rows.
+def row_by_row(outputs: int, dtype: torch.dtype) -> GemmKernel:
+    """Returns the compiled kernel, which the actor can use too: each element is one sum in a fixed order.
 
     Raises:
         UserError: Nothing can be compiled here.
@@ -125,16 +126,16 @@ def row_by_row(outputs: int, dtype: torch.dtype) -> Form:
     def product(x_PI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
         return compiled.product(x_PI, packed, bias_O, outputs)
 
-    return Form(ROW_BY_ROW, compiled.pack, product, least=1, multiple=1, copies=True, in_place=True)
+    return GemmKernel(ROW_BY_ROW, compiled.pack, product, least=1, multiple=1, copies=True, in_place=True)
 
 
-def candidates(outputs: int, dtype: torch.dtype, *, compiled: bool) -> dict[str, Form]:
-    """The forms of a product with so many outputs, by name; `compiled`: what the job compiles is among them."""
+def candidates(outputs: int, dtype: torch.dtype, *, compiled: bool) -> dict[str, GemmKernel]:
+    """Returns the kernels for so many outputs, by name; `compiled` adds the compiled one."""
     return {**FORMS, ROW_BY_ROW: row_by_row(outputs, dtype)} if compiled else FORMS
 
 
-def form_of(shape: tuple[int, ...], dtype: torch.dtype, *, compiled: bool = False) -> Form:
-    """The form of products with weights of this shape [O, I] and dtype, on this machine and in this job."""
+def form_of(shape: tuple[int, ...], dtype: torch.dtype, *, compiled: bool = False) -> GemmKernel:
+    """Returns the kernel for weights of this shape [O, I] and dtype, on this machine and in this job."""
     outputs, inputs = shape
     if outputs * inputs < SMALLEST:
         return row_by_row(outputs, dtype) if compiled else PACKED
@@ -154,8 +155,8 @@ def _chosen(outputs: int, inputs: int, dtype: torch.dtype, compiled: bool) -> st
     return found if found in known else PACKED.name
 
 
-def fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> Form:
-    """Measures the forms, which takes milliseconds."""
+def fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> GemmKernel:
+    """Measures the kernels and returns the fastest valid one."""
     generator = torch.Generator().manual_seed(0)
     weight_OI = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator).to(dtype)
     forms = candidates(shape[0], dtype, compiled=compiled).values()
@@ -167,13 +168,13 @@ def fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> Fo
         for form in forms:
             part[form] += best[form] / best[PACKED] / len(ROWS)
     ranked = sorted(part, key=lambda form: part[form])
-    felt = [form for form in ranked if form is PACKED or part[form] < MARGIN]
-    # where none of these will do: the fastest of the rest
-    return next((form for form in (*felt, *ranked) if rows_stand_alone(form, weight_OI)), PACKED)
+    faster = [form for form in ranked if form is PACKED or part[form] < MARGIN]
+    # the others follow in case that none of these computes rows independently
+    return next((form for form in (*faster, *ranked) if rows_stand_alone(form, weight_OI)), PACKED)
 
 
-def rows_stand_alone(form: Form, weight_OI: Tensor) -> bool:
-    """Whether the bits of a row are the same whatever rows are beside it, as far as a trial can tell."""
+def rows_stand_alone(form: GemmKernel, weight_OI: Tensor) -> bool:
+    """Returns whether the bits of a row were independent of the other rows in a trial."""
     generator = torch.Generator().manual_seed(1)
     x_PI = torch.empty(max(TRIED_ROWS) + 3, weight_OI.size(1)).uniform_(-1.0, 1.0, generator=generator)
     x_PI = x_PI.to(weight_OI.dtype)
@@ -181,10 +182,10 @@ def rows_stand_alone(form: Form, weight_OI: Tensor) -> bool:
     threads = torch.get_num_threads()
     try:
         for num_threads in {1, threads, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1}:
-            torch.set_num_threads(num_threads)  # with more of them a library cuts the work otherwise
-            whole = form(x_PI, packed, None)
+            torch.set_num_threads(num_threads)  # libraries split the work by the number of threads
+            expected = form(x_PI, packed, None)
             for num in TRIED_ROWS:
-                if not torch.equal(form(x_PI[3 : 3 + num], packed, None), whole[3 : 3 + num]):
+                if not torch.equal(form(x_PI[3 : 3 + num], packed, None), expected[3 : 3 + num]):
                     return False
     finally:
         torch.set_num_threads(threads)

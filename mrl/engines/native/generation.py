@@ -1,7 +1,6 @@
-"""The loop of one `generate`: prefill, begin, decode, retire, until nothing is left.
+"""Generation loop of one call: prefill, sample first tokens, decode, retire finished rows, until nothing is left.
 
-Owns the order of these steps and what is counted on the way. Every rank of a replica runs it on the same logits and so
-takes the same decisions; nothing is sent but what the model sends.
+Every rank of a replica runs it on the same logits and so makes the same decisions; only the model communicates.
 
 Shapes: B running rows, H hidden, V vocabulary.
 """
@@ -22,35 +21,35 @@ from mrl.algorithms.functional.sampling import stream_key
 from mrl.engines._kept_tokens import add_step
 from mrl.engines._multiturn_base import Key
 from mrl.engines.base import SamplingConfig
-from mrl.engines.native.decode_state import Rows
+from mrl.engines.native.decode_state import DecodeState
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.model import Decoder
-from mrl.engines.native.parked_slots import Move
+from mrl.engines.native.parked_slots import RowCopy
 from mrl.engines.native.sampler import Sampler
-from mrl.engines.native.scheduler import Group, Sample, Scheduler, prefill_chunks
+from mrl.engines.native.scheduler import PromptGroup, RunningSample, Scheduler, prefill_chunks
 from mrl.engines.native.speculation import Drafted, Speculation
 from mrl.engines.native.stopping import Stopping
 from mrl.errors import UserError
 from mrl.types import Rollout
 
 BROKEN = 2
-"""Status of a row whose logits are no distribution: the log-probability of its token is not a number, or -inf."""
+"""Status of a row whose logits are not a distribution: the log-probability of its token is NaN or -inf."""
 
 
 class Generation:
-    """One call's work.
+    """Generation loop of one call.
 
     Args:
-        model: Forward and logits.
-        cache: With as many rows as the scheduler fills.
-        rows: State of these rows.
-        decode_step: (batch, length) -> logits [B, V] after the newest tokens of the first rows.
-        scheduler: Who runs where.
-        sampling: The distribution and the keys of its random numbers.
-        stopping: When a response ends.
-        max_prefill_tokens: Prompt tokens in one forward.
-        abandoned: Whether the call is to end now; asked between forwards.
-        speculation: Drafts tokens; None: a step has one token for each row.
+        model: Decoder that computes hidden states and logits.
+        cache: KV cache with as many rows as the scheduler fills.
+        rows: Decode state of these rows.
+        decode_step: Computes logits [B, V] after the newest tokens of the first rows from (batch, length).
+        scheduler: Assigns sequences to rows.
+        sampling: Sampling distribution and seed.
+        stopping: Stop condition of responses.
+        max_prefill_tokens: Most prompt tokens in one forward.
+        abandoned: Returns whether an abort was requested; polled between forwards.
+        speculation: Drafts tokens; None: a step samples one token per row.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Generation:
         *,
         model: Decoder,
         cache: KVCache,
-        rows: Rows,
+        rows: DecodeState,
         decode_step: Callable[[int, int], Tensor],
         scheduler: Scheduler,
         sampling: SamplingConfig,
@@ -86,12 +85,12 @@ class Generation:
             self.stats |= {"drafted_tokens": 0.0, "accepted_tokens": 0.0}
 
     def run(self, policy_version: int) -> list[Rollout]:
-        """All rollouts, ordered by prompt, then sample index; if it was abandoned those that had ended."""
+        """Returns all rollouts, ordered by prompt, then sample index; after an abort request the finished ones."""
         self._advance(policy_version, math.inf)
         return [self._finished[key] for key in sorted(self._finished)]
 
     def _advance(self, policy_version: int, num_steps: float) -> bool:
-        """Samples until all is done, or so many decode steps were made; returns whether it was abandoned."""
+        """Samples until all is done or `num_steps` decode steps were made; returns whether an abort was requested."""
         scheduler, stats = self._scheduler, self.stats
         last = self._num_steps + num_steps
         abandoned = self._abandoned()
@@ -102,7 +101,7 @@ class Generation:
                 self._prefill(groups)
             rows, moves = scheduler.start(groups, self._num_steps)
             for (source, length), copies in groupby(moves, key=lambda move: (move.source, move.length)):
-                first, *more = (move.target for move in copies)  # one after the other, as they start
+                first, *more = (move.target for move in copies)  # consecutive rows, since samples start in order
                 self._cache.copy_row(source, first, length, 1 + len(more))
             self._begin(rows, policy_version)
             prefilled = time.perf_counter()
@@ -120,12 +119,12 @@ class Generation:
     def _done(self) -> bool:
         return self._scheduler.done
 
-    def _admit(self) -> list[Group]:
-        """What is to be read next, for the rows after the running ones."""
+    def _admit(self) -> list[PromptGroup]:
+        """Returns the prompts to prefill next, into the rows after the running ones."""
         return self._scheduler.admit()
 
-    def _prefill(self, groups: Sequence[Group]) -> None:
-        """Fills the cache with the prompts and keeps the state after the last token of each."""
+    def _prefill(self, groups: Sequence[PromptGroup]) -> None:
+        """Fills the cache with the prompts and stores the hidden state after the last token of each."""
         first_row = len(self._scheduler.running)
         starts = [group.cached for group in groups]
         for chunks in self._chunks([group.prompt_len for group in groups], first_row, starts=starts):
@@ -152,7 +151,7 @@ class Generation:
                 group.hidden_H = hidden_H
 
     def _begin(self, rows: Sequence[int], policy_version: int) -> None:
-        """Draws the first token of the samples that begin in the given rows; rows that end with it begin anew."""
+        """Samples the first token of new samples in the given rows; a row that ends with it takes the next sample."""
         while rows:
             samples = [self._scheduler.running[row] for row in rows]
             index = self._place(rows, samples)
@@ -160,8 +159,8 @@ class Generation:
             ended = self._take(index, self._model.logits(hidden_BH))
             rows = self._retire([rows[i] for i in ended], policy_version)
 
-    def _place(self, rows: Sequence[int], samples: Sequence[Sample]) -> Tensor:
-        """Makes the rows those of samples that begin in them; returns them as an index."""
+    def _place(self, rows: Sequence[int], samples: Sequence[RunningSample]) -> Tensor:
+        """Initializes the rows of new samples; returns their index."""
         if self._speculation is not None:
             for row, sample in zip(rows, samples, strict=True):
                 self._speculation.history.begin(row, self._family(sample), sample.key[1], *sample.group.whole)
@@ -172,14 +171,14 @@ class Generation:
             [sample.group.room for sample in samples],
         )
 
-    def _family(self, sample: Sample) -> int:
-        """Names the samples from which this one's tokens are drafted."""
+    def _family(self, sample: RunningSample) -> int:
+        """Returns the key of the samples whose tokens are searched for this one's drafts."""
         return sample.group.prompt.uid
 
     def _decode(self) -> list[int]:
-        """One token for every running row, or more where they were drafted; returns the rows that ended with it."""
+        """Samples one token for every running row, or more with drafts; returns the rows that ended."""
         batch = len(self._scheduler.running)
-        if self._model.operations.are_compiled:  # their attention reads what is alike once
+        if self._model.operations.are_compiled:  # their attention reads shared prompt slots once
             self._cache.tell_alike(self._scheduler.alike())
         if self._speculation is not None:
             drafted = self._speculation.draft(self._rows, batch)
@@ -198,7 +197,7 @@ class Generation:
         self.stats["decode_tokens"] += num_tokens
 
     def _verify(self, speculation: Speculation, drafted: Drafted) -> list[int]:
-        """Every running row's next token, and what was drafted behind it as far as it is what is drawn there."""
+        """Samples every running row's next token, and accepts its drafts up to the first that differs."""
         rows, running = self._rows, self._scheduler.running
         logits_PV, routed_PLK = speculation.forward(drafted)
         rows_P, offsets_P = torch.from_numpy(drafted.rows_P), torch.from_numpy(drafted.offsets_P)
@@ -234,17 +233,17 @@ class Generation:
         return ended
 
     def _take(self, index: Tensor | slice, logits_BV: Tensor) -> list[int]:
-        """Samples the next token of the given rows; returns which of them ended.
+        """Samples the next token of the given rows; returns the indices of those that ended.
 
         Raises:
-            RuntimeError: Logits of a row are no distribution; the prompt is named.
+            UserError: Logits of a row are not finite; the message names the prompt.
         """
         rows = self._rows
         tokens_B, logprobs_B, kept = self._sampler.sample(logits_BV, rows.keys_S[index], rows.counts_S[index])
         rows.take(index, tokens_B, logprobs_B)
-        # one number a row comes to the host, for which it waits once: 0 goes on, 1 ended, 2: not a distribution
+        # one transfer to the host per step; 0: continues, 1: ended, 2: logits are not a distribution
         ended_B = self._stopping.ended(rows.tokens_S[index], rows.counts_S[index], rows.rooms_S[index])
-        status = torch.where(logprobs_B > -math.inf, ended_B, BROKEN).tolist()  # false where it is not a number
+        status = torch.where(logprobs_B > -math.inf, ended_B, BROKEN).tolist()  # false for NaN
         where = list(range(len(status))) if isinstance(index, slice) else index.tolist()
         if BROKEN in status:
             self._refuse([where[i] for i, value in enumerate(status) if value == BROKEN])
@@ -263,12 +262,12 @@ class Generation:
         raise UserError(
             f"the logits are not finite for prompt {prompt.source or prompt.uid}, sample {sample.sample_index}, "
             f"response token {int(self._rows.counts_S[rows[0]]) - 1} ({len(rows)} of the running sequences); "
-            "the weights are broken. Look at actor/grad_norm in metrics.jsonl: lower actor.lr, or go on from an "
-            "earlier checkpoint; without a step, look at the files of model.path."
+            "the weights are broken. Check actor/grad_norm in metrics.jsonl: lower actor.lr, or resume from an earlier "
+            "checkpoint; if no step was trained, check the files of model.path."
         )
 
     def _retire(self, ended: Iterable[int], policy_version: int) -> list[int]:
-        """Turns ended rows into rollouts and closes the gaps; returns rows in which a sample begins."""
+        """Converts ended rows to rollouts and closes the gaps; returns the rows in which a sample starts."""
         samples = {row: self._scheduler.running[row] for row in ended}
         waiting = self._end(dict(zip(samples, self._rollouts(list(samples), policy_version), strict=True)))
         if self._speculation is not None:
@@ -280,24 +279,26 @@ class Generation:
         return begun
 
     def _end(self, rollouts: Mapping[int, Rollout]) -> dict[int, Key]:
-        """Takes what ended in each of these rows; returns the rows whose sequences go on later."""
+        """Stores the rollouts of ended rows; returns the rows whose sequences continue later."""
         for row, rollout in rollouts.items():
             self._finished[self._scheduler.running[row].key] = rollout
         return {}
 
-    def _move(self, move: Move) -> None:
+    def _move(self, move: RowCopy) -> None:
         self._cache.copy_row(move.source, move.target, move.length)
         self._rows.move(move.source, move.target)
         if self._speculation is not None:
             self._speculation.history.move(move.source, move.target)
 
     def _rollouts(self, rows: Sequence[int], policy_version: int) -> list[Rollout]:
-        """What the samples in these rows have."""
+        """Returns the current tokens of the samples in these rows as rollouts."""
         running = [self._scheduler.running[row] for row in rows]
         said = self._rows.sampled(rows)
         return [self._rollout(*each, policy_version) for each in zip(rows, running, said, strict=True)]
 
-    def _rollout(self, row: int, sample: Sample, said: tuple[list[int], list[float]], policy_version: int) -> Rollout:
+    def _rollout(
+        self, row: int, sample: RunningSample, said: tuple[list[int], list[float]], policy_version: int
+    ) -> Rollout:
         response, logprobs = said
         rollout = Rollout(
             prompt=sample.group.prompt,

@@ -1,9 +1,8 @@
-"""The memory of keys and values: one row of contiguous slots for each running sequence.
+"""KV cache: one row of contiguous slots per running sequence.
 
-Owns the pool, its bound and its shape. Row r of every layer belongs to the sequence that decodes in row r; running
-sequences fill the first rows, so that a decode step reads views and gathers nothing. Keys are stored rotated. A shape
-grows and does not shrink while the budget has room, and its addresses stay while the pool is released: captured CUDA
-graphs read it in the next step too.
+Row r of every layer belongs to the sequence that decodes in row r; running sequences fill the first rows, so that a
+decode step reads views and gathers nothing. Keys are stored rotated. While the budget allows it the shape only grows,
+and its addresses stay the same while the memory is released: captured CUDA graphs read it in the next step too.
 
 Shapes: S rows, K KV heads of this rank, T slots of a row, D head dim.
 """
@@ -17,7 +16,7 @@ from mrl.engines.native.memory_range import MemoryRange
 from mrl.errors import UserError
 
 SLOT_MULTIPLE = 16
-"""Rows are rounded up to this many slots."""
+"""Slots per row are rounded up to a multiple of this."""
 
 
 class KVCache:
@@ -26,16 +25,17 @@ class KVCache:
     Attributes:
         num_rows: S; at least what the last `reserve` returned.
         row_len: T; at least what the last `reserve` asked for.
-        keys: Keys of each layer [S, K, T, D]; empty while the pool is released.
-        values: Values of each layer [S, K, T, D]; empty while the pool is released.
+        keys: Keys of each layer [S, K, T, D]; empty while the memory is released.
+        values: Values of each layer [S, K, T, D]; empty while the memory is released.
+        alike: Arguments of the last `tell_alike` as tensors.
 
     Args:
-        num_layers: Layers.
+        num_layers: Number of layers.
         num_kv_heads: KV heads of this rank.
         head_dim: D.
-        dtype: Of the stored values.
-        device: Where the pool is.
-        budget_bytes: The pool never takes more.
+        dtype: Dtype of keys and values.
+        device: Device of the cache.
+        budget_bytes: Most bytes of the cache.
     """
 
     def __init__(
@@ -60,25 +60,25 @@ class KVCache:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.alike: tuple[Tensor, Tensor] | None = None
-        self._told: tuple[list[int], list[int]] | None = None
+        self._shared: tuple[list[int], list[int]] | None = None
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token in all layers of this rank."""
+        """Bytes of the keys and values of one token in all layers of this rank."""
         layers, heads, dim = self._shape
         return 2 * layers * heads * dim * self._dtype.itemsize
 
     def fitting(self, row_len: int, other_row_bytes: int = 0) -> int:
-        """Rows for which the budget has room."""
+        """Returns the number of rows that fit into the budget."""
         return self.budget_bytes // (_slots(row_len) * self.token_bytes + other_row_bytes)
 
     def reserve(self, wanted_rows: int, row_len: int, other_row_bytes: int = 0) -> int:
-        """Makes room for as many of `wanted_rows` rows as the budget allows; returns how many.
+        """Allocates as many of `wanted_rows` rows as the budget allows; returns their number.
 
         Args:
             wanted_rows: Sequences that could run at a time.
-            row_len: Tokens of the longest sequence.
-            other_row_bytes: What else each row takes; counts against the budget.
+            row_len: Longest sequence, tokens.
+            other_row_bytes: Bytes of each row outside the cache; they count against the budget.
 
         Raises:
             UserError: Not even one row fits.
@@ -104,10 +104,10 @@ class KVCache:
         return rows
 
     def _take(self, *shape: int) -> Tensor:
-        """Returns the pool; memory that it did not hold before is zero."""
+        """Returns the memory; newly allocated parts are zero."""
         needed = torch.Size(shape).numel() * self._dtype.itemsize
         if self._range is None or needed > self._range.num_bytes:
-            # addresses cost nothing on a GPU: with those of the whole budget the pool grows in place
+            # address space costs nothing on a GPU: with that of the full budget the cache grows in place
             most = self.budget_bytes if self._device.type == "cuda" else 0
             self._range = None
             self._range = MemoryRange(max(needed, most), self._device)
@@ -115,7 +115,7 @@ class KVCache:
         return self._range.tensor(0, shape, self._dtype)
 
     def free(self) -> None:
-        """Gives the memory back; `reserve` takes it again, at the same addresses and in the same shape."""
+        """Releases the memory; `reserve` allocates it again, at the same addresses and in the same shape."""
         self._rows = torch.empty(0)
         self.keys, self.values = [], []
         if self._range is not None:
@@ -123,21 +123,21 @@ class KVCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the pool now."""
+        """Bytes currently allocated."""
         return 0 if self._range is None else self._range.held_bytes
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Address and shape of the pool, on which captured graphs depend; it must not be released."""
+        """Address and shape of the cache, on which captured graphs depend; valid while memory is allocated."""
         return self._rows.data_ptr(), *self._rows.shape
 
-    def tell_alike(self, told: tuple[list[int], list[int]]) -> None:
-        """For each row another one, and how many first slots of both hold the same, until this is told again."""
-        if told is not self._told:
-            self._told, self.alike = told, (torch.tensor(told[0]), torch.tensor(told[1]))
+    def tell_alike(self, shared: tuple[list[int], list[int]]) -> None:
+        """Sets, for each row, another row and the number of leading slots that both share, until the next call."""
+        if shared is not self._shared:
+            self._shared, self.alike = shared, (torch.tensor(shared[0]), torch.tensor(shared[1]))
 
     def copy_row(self, source: int, target: int, length: int, num_targets: int = 1) -> None:
-        """Copies the first `length` slots of a row to another one, or to several from `target` on, in all layers."""
+        """Copies the first `length` slots of a row to `num_targets` rows from `target` on, in all layers."""
         last = target + num_targets
         self._rows[:, :, target:last, :, :length] = self._rows[:, :, source : source + 1, :, :length]
 

@@ -1,9 +1,9 @@
-"""Memory that can be given back and taken again at the same addresses.
+"""Memory that can be released and allocated again at the same addresses.
 
-A captured CUDA graph holds addresses. Where they stay, it outlives an engine that sleeps. On CUDA the driver separates
-addresses from memory (cuMemAddressReserve, cuMemCreate, cuMemMap), as sleep modes of vLLM and SGLang use it; where it
-does not, memory comes from torch and its address may change, which `addresses` of the model shows. On a CPU the system
-drops the pages of a mapping. Tests run the CPU's way and the order of driver calls; no GPU has run this.
+A captured CUDA graph contains addresses; if they stay, it remains valid while the engine sleeps. On CUDA the driver
+separates addresses from memory (cuMemAddressReserve, cuMemCreate, cuMemMap), as in the sleep modes of vLLM and SGLang;
+if that fails, memory comes from torch and its address may change. On a CPU the operating system drops the pages of a
+mapping. Tests cover the CPU and the order of driver calls; not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from torch import Tensor
 from mrl.models.kernels.cuda_memory import AddressRange
 
 ALIGNED = 256
-"""Bytes; a tensor in a range starts at a multiple of it."""
+"""Alignment of tensors in a range, bytes."""
 
 HUGE_FROM = 1 << 22
-"""Bytes from which a mapping of the host asks for huge pages, as numpy does."""
+"""Size from which a host mapping requests huge pages, bytes (as in numpy)."""
 
 
 class MemoryRange:
-    """Addresses of one device, with memory behind the first of them or none.
+    """Address range on one device, of which a leading part or nothing is backed by memory.
 
     Tensors of the range must not be read or written while it is released.
 
     Attributes:
         num_bytes: Size of the range.
-        held_bytes: Bytes of memory behind the first addresses; 0: released.
-        problem: Why addresses may change; None: they stay.
+        held_bytes: Bytes backed by memory, from the first address on; 0: released.
+        problem: Reason why addresses may change; None: they stay.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Reserves addresses; takes no memory.
+        """Reserves addresses without memory.
 
         Args:
             num_bytes: Size of the range.
-            device: CPU or CUDA.
+            device: CPU or CUDA device.
         """
         self.num_bytes, self.held_bytes = num_bytes, 0
         self.problem: str | None = None
@@ -57,10 +57,10 @@ class MemoryRange:
             self._pages = _TorchPages(device)
 
     def take(self, num_bytes: int) -> bool:
-        """Holds memory behind the first `num_bytes`. Where fewer were held, all of it is new and zero.
+        """Backs the first `num_bytes` with memory; if fewer were backed, all of it is new and zero.
 
         Returns:
-            Whether memory was taken, and zeroed; False where enough was held, whose content stays.
+            Whether memory was allocated and zeroed; False: enough was backed already, and its content is unchanged.
         """
         if num_bytes <= self.held_bytes:
             return False
@@ -70,23 +70,23 @@ class MemoryRange:
         return True
 
     def release(self) -> None:
-        """Gives all memory back to the system, also where tensors of the range exist."""
+        """Returns all memory to the system, even if tensors of the range exist."""
         if self.held_bytes:
             self._pages.unmap()
         self.held_bytes = 0
 
     def tensor(self, first: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Returns the tensor whose data start at byte `first`; its memory must be held."""
+        """Returns the tensor that starts at byte `first`, which must be backed by memory."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if first + num_bytes > self.held_bytes:
-            raise ValueError(f"bytes up to {first + num_bytes} of a range that holds {self.held_bytes}")
+            raise ValueError(f"a tensor up to byte {first + num_bytes} exceeds the {self.held_bytes} allocated bytes")
         return self._pages.bytes[first : first + num_bytes].view(dtype).view(shape)
 
 
 def tensors_in_range(
     wanted: Iterable[tuple[Sequence[int], torch.dtype]], device: torch.device
 ) -> tuple[MemoryRange, list[Tensor]]:
-    """Returns a new range, held, and zeros of these shapes and dtypes in it, one after the other."""
+    """Creates a range and consecutive zero tensors of these shapes and dtypes in it."""
     given = [(torch.Size(shape), dtype) for shape, dtype in wanted]
     sizes = [-(-shape.numel() * dtype.itemsize // ALIGNED) * ALIGNED for shape, dtype in given]
     firsts = [0, *accumulate(sizes)]
@@ -98,17 +98,17 @@ def tensors_in_range(
 
 class _Pages(Protocol):
     bytes: Tensor
-    """uint8, from the first address on; at least as long as what is mapped."""
+    """uint8, from the first address on; at least as long as the mapped part."""
 
     def map(self, num_bytes: int) -> None:
-        """Puts zeroed memory behind the first bytes; nothing is mapped before."""
+        """Maps zeroed memory behind the first bytes; nothing may be mapped before."""
 
     def unmap(self) -> None:
-        """Takes it away."""
+        """Unmaps the memory."""
 
 
 class _HostPages:
-    """A mapping of the host's memory, whose pages of zeros come when they are written."""
+    """Anonymous mapping of host memory, whose pages are allocated on the first write."""
 
     def __init__(self, num_bytes: int) -> None:
         self._mapping = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -125,7 +125,7 @@ class _HostPages:
 
 
 class _TorchPages:
-    """Memory of torch's allocator: a storage that is emptied and filled, perhaps at another address."""
+    """Memory of torch's allocator: a storage that is resized, perhaps at another address."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -133,7 +133,7 @@ class _TorchPages:
 
     def map(self, num_bytes: int) -> None:
         storage = self.bytes.untyped_storage()
-        storage.resize_(num_bytes)  # tensors of before look into the same storage
+        storage.resize_(num_bytes)  # existing tensors keep the storage
         self.bytes = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (num_bytes,), (1,))
         self.bytes.zero_()
 
@@ -146,14 +146,14 @@ class _TorchPages:
 
 
 class _DevicePages:
-    """Addresses that the CUDA driver keeps for the process, and memory that it maps there."""
+    """Addresses reserved by the CUDA driver, and memory that it maps there."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        torch.cuda.synchronize(device)  # from here on the process has a CUDA context
+        torch.cuda.synchronize(device)  # creates the CUDA context
         self._device = device
         with torch.cuda.device(device):
             self._range = AddressRange(num_bytes, torch.cuda.current_device())
-        self._range.map(1)  # torch asks the driver whose addresses these are
+        self._range.map(1)  # torch queries the driver for the device of these addresses
         self.bytes: Tensor = torch.as_tensor(self._range, device=device)
         self._range.unmap()
 
@@ -161,10 +161,10 @@ class _DevicePages:
         try:
             self._range.map(num_bytes)
         except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()  # torch keeps memory that it does not use
+            torch.cuda.empty_cache()  # torch caches unused memory
             self._range.map(num_bytes)
         self.bytes[:num_bytes].zero_()
 
     def unmap(self) -> None:
-        torch.cuda.synchronize(self._device)  # nothing may use it any more
+        torch.cuda.synchronize(self._device)  # kernels may still use the memory
         self._range.unmap()

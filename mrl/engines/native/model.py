@@ -1,8 +1,8 @@
-"""The decoder's forward pass on one rank of a replica, for inference.
+"""Forward pass of the decoder on one rank of a replica, for inference.
 
-Owns the computation from token ids to logits with fused weights; how attention reads the cache is an argument. It
-branches on the fields of `ArchSpec`, never on a family. It computes with the engine's stored tensors, through
-`packed_linear.py`; `refresh` follows each update of them.
+Computes logits from token ids with fused weights; the attention over the cache is an argument. Branches on fields of
+`ArchSpec`, never on a model family. Reads the engine's stored tensors through `packed_linear.py`; `refresh` must follow
+each update of them.
 
 Shapes: P packed tokens, N heads and K KV heads of this rank, D head dim, H hidden, V vocabulary.
 """
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.distributed.collectives import sum_in_rank_order
-from mrl.engines.native.experts import NAMES, Experts
+from mrl.engines.native.experts import NAMES, MoeLayer
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.packed_linear import Linear, compute_dtype
@@ -36,11 +36,11 @@ class _Layer:
     head_norms: HeadNorms | None
     o: Linear
     post_norm: Tensor
-    mlp: Mlp | Experts
+    mlp: Mlp | MoeLayer
 
 
 class Mlp:
-    """The gated MLP of a dense layer; what it returns is this rank's share of the sum."""
+    """Gated MLP of a dense layer; returns this rank's share of the sum."""
 
     def __init__(self, gate_up: Linear, down: Linear, operations: Operations) -> None:
         self._gate_up = gate_up
@@ -48,26 +48,26 @@ class Mlp:
         self._operations = operations
 
     def __call__(self, x_PH: Tensor) -> tuple[Tensor, None]:
-        """[P, H], and nothing: no experts were chosen."""
+        """Returns the output [P, H], and None for the routing record."""
         return self._operations.mlp(x_PH, self._gate_up, self._down), None
 
 
 class Decoder:
-    """A pre-norm decoder with rotary positions, grouped queries and a gated MLP, or experts in its place.
+    """Pre-norm decoder with rotary positions, grouped-query attention and a gated MLP or MoE.
 
     Args:
-        arch: The model.
-        weights: This rank's stored tensors by the names of `resharding/native.py`.
-        tp_group: Ranks of the replica; None: this rank alone.
-        max_positions: Rotary angles are prepared for positions below this.
-        ep_size: Parts in which the replica's ranks spread the experts.
-        scales: Of the weights that are stored in FP8, by their names.
-        operations: Between products; None: PyTorch's.
-        exact: Products and sums over ranks are those by which the actor computes too; `operations` are of that kind.
+        arch: Sizes and family of the model.
+        weights: Stored tensors of this rank, by the names of `resharding/native.py`.
+        tp_group: Ranks of the replica; None: a replica of one rank.
+        max_positions: Positions for which rotary tables are computed.
+        ep_size: Expert-parallel size of the replica.
+        scales: Scales of the weights stored in FP8, by weight name.
+        operations: Elementwise operations; None: PyTorch's.
+        exact: Use the products and sums over ranks that the actor shares; `operations` must be of that kind.
 
     Attributes:
-        dtype: Of activations, keys and values.
-        operations: Between products.
+        dtype: Dtype of activations, keys and values.
+        operations: Elementwise operations.
         num_heads: Query heads of this rank.
         num_kv_heads: Key/value heads of this rank.
         is_capturable: Whether decoding can be captured in CUDA graphs.
@@ -106,14 +106,14 @@ class Decoder:
             cos=cos,
             sin=sin,
         )
-        self._experts: list[Experts] = []
+        self._experts: list[MoeLayer] = []
         if arch.moe is not None:
             held = expert_shard(self._tp_size, tp_rank, ep_size).experts(arch.moe)
             for i in range(arch.num_layers):
                 prefix = f"layers.{i}."
                 inside = {name: weights[prefix + name] for name in NAMES if prefix + name in weights}
                 scaled = {name: scales[prefix + name] for name in NAMES if prefix + name in scales}
-                self._experts.append(Experts(arch.moe, inside, held, self.dtype, scaled, operations))
+                self._experts.append(MoeLayer(arch.moe, inside, held, self.dtype, scaled, operations))
         self.is_capturable = all(experts.is_capturable for experts in self._experts)
         self._linears = {
             name: Linear(
@@ -135,7 +135,7 @@ class Decoder:
 
     @property
     def reads(self) -> list[Tensor]:
-        """Tensors that a forward reads, without its arguments and the cache; complete after `refresh`."""
+        """Tensors that a forward reads, except its arguments and the cache; complete after `refresh`."""
         norms = [x for each in self._layers for x in (each.input_norm, each.post_norm, *(each.head_norms or ()))]
         parts = [tensor for part in self._parts() for tensor in part.reads]
         return [self._embed_table, self._final_norm, self._heads.cos, self._heads.sin, *norms, *parts]
@@ -147,12 +147,12 @@ class Decoder:
         return [linear for linear in linears if linear.copy is not None]
 
     def later_bytes(self, num_tokens: int) -> int:
-        """Bytes that are taken after the stored weights: copies of them, and the experts' work on so many tokens."""
+        """Returns the bytes allocated after the stored weights: copies, and the experts' workspace for `num_tokens`."""
         copies = sum(part.copy_bytes for part in self._parts())
         return copies + max((part.workspace_bytes(num_tokens) for part in self._experts), default=0)
 
     def refresh(self) -> None:
-        """Takes in the stored weights after an update."""
+        """Updates everything derived from the stored weights; follows each weight update."""
         for part in self._parts():
             part.refresh()
         vectors = {name: weight.to(self.dtype) for name, weight in self._weights.items() if weight.dim() == 1}
@@ -173,16 +173,16 @@ class Decoder:
             for i in range(self._arch.num_layers)
         ]
 
-    def _parts(self) -> list[Linear | Experts]:
+    def _parts(self) -> list[Linear | MoeLayer]:
         return [*self._linears.values(), *self._experts]
 
     def forget(self) -> None:
-        """Lets go of what `refresh` made of the stored weights; `refresh` comes before the next use."""
+        """Frees everything that `refresh` derived; `refresh` must precede the next use."""
         for part in self._parts():
             part.forget()
 
     def release(self) -> None:
-        """Lets go of every weight; the model cannot be used again."""
+        """Drops every weight; the model cannot be used again."""
         self._linears.clear()
         self._experts.clear()
         self._layers.clear()
@@ -198,15 +198,15 @@ class Decoder:
         wanted_N: Tensor | None = None,
         routed_PLK: Tensor | None = None,
     ) -> Tensor:
-        """Collective over the replica: hidden states after the final norm [P, H], or [N, H] of the wanted tokens.
+        """Collective over the replica: computes hidden states after the final norm, [P, H], or [N, H] of `wanted_N`.
 
         Args:
             tokens_P: Token ids, int64.
             positions_P: Position of each token in its sequence, int64.
-            attention: What each layer's queries, keys and values go to.
-            wanted_N: Tokens whose state is returned; the others stop at the last layer's attention, where nothing is
-                recorded of them. None: all.
-            routed_PLK: Receives the experts that each layer chooses for each token.
+            attention: Attention of each layer over the cache.
+            wanted_N: Indices of tokens whose state is returned; the others skip the last layer's MLP unless its routing
+                is recorded. None: all.
+            routed_PLK: Output: experts of each token and layer; None: not recorded.
         """
         norm, eps = self.operations.norm, self._arch.rms_norm_eps
         rotate = self.operations.rotation(self._heads, positions_P)
@@ -227,7 +227,7 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """Collective over the replica: logits of the true vocabulary [N, V], the same bits on every rank."""
+        """Collective over the replica: computes logits of the true vocabulary [N, V], bitwise equal on every rank."""
         local = self._head(hidden_NH)
         if self._tp_group is not None:
             parts = [torch.empty_like(local) for _ in range(self._tp_size)]
@@ -236,7 +236,7 @@ class Decoder:
         return local[:, : self._arch.vocab_size]
 
     def own_work(self, num_rows: int) -> Tensor:
-        """What this rank does in a decode step of so many rows, without attention and other ranks; to measure it."""
+        """Runs this rank's part of a decode step of `num_rows` rows without attention and communication, for timing."""
         group, self._tp_group = self._tp_group, None
         try:
             tokens_P = torch.arange(num_rows, device=self._embed_table.device) % self._embed_table.size(0)
@@ -246,7 +246,7 @@ class Decoder:
             self._tp_group = group
 
     def own_attention(self, num_tokens: int, num_slots: int) -> None:
-        """What attention does in a decode step of so many rows, over so many slots of each; to measure it."""
+        """Runs the attention of a decode step of `num_tokens` rows over `num_slots` slots each, for timing."""
         dim, device = self._arch.head_dim, self._embed_table.device
         cache = KVCache(
             num_layers=1,
@@ -274,7 +274,7 @@ class Decoder:
         return self._sum(found.masked_fill_(elsewhere[:, None], 0))
 
     def _sum(self, partial: Tensor) -> Tensor:
-        """Collective over the replica: the sum of the ranks' partial results, maybe in place."""
+        """Collective over the replica: returns the sum of the ranks' partial results, possibly in place."""
         if self._tp_group is None:
             return partial
         if self._exact:

@@ -1,19 +1,17 @@
-"""Conversations in one loop: a sequence waits for its environment while the others decode.
+"""Multi-turn episodes in one generation loop: a sequence waits for its environment while others decode.
 
-Owns who goes on and when. A sequence whose turn ended leaves the batch at once and waits in a queue; its keys and
-values stay in the cache, unless running sequences need the rows, and then they are computed again. Answers are taken at
-a logical time, never when they come, so that what shares a batch, and with it every bit of a run, follows from config
-and seed alone:
+A sequence whose turn ended leaves the batch at once and joins a queue. Its keys and values stay in the cache unless
+running sequences need the row; then they are recomputed. Replies are used at logical times, never on arrival, so that
+the batches, and with them every bit of a run, follow from config and seed:
 
-- Decisions are made where a turn has just ended, and where nothing runs.
-- The queue is in the order of the decode steps at which turns ended, then of the prompt's place and the sample.
-- Prompts that wait begin first, in all free rows, as long as at most `LIVE` conversations for each row are under way.
-- The first of the queue go on once the running ones are at most `LOW` of their goal: `SHARE` of the conversations under
-  way, and no more than there are rows. As many go on as are missing to the goal. Where an answer of these is not there
-  yet, the engine waits for it.
+- Decisions are made when a turn ends, and when nothing runs.
+- The queue is ordered by the decode step at which a turn ended, then by prompt and sample index.
+- Waiting prompts start first, in all free rows, while at most `LIVE` episodes per row are active.
+- The head of the queue resumes once the running episodes are at most `LOW` of their goal: `SHARE` of the active
+  episodes, but no more than there are rows. As many resume as are missing to the goal. If a reply has not arrived, the
+  engine waits for it.
 
-So the head of the queue has waited for about half as many decode steps as a turn has, or more, before its answer is
-needed.
+So the head of the queue has waited for at least about half a turn's decode steps before its reply is needed.
 """
 
 from __future__ import annotations
@@ -25,56 +23,56 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrl.engines._multiturn_base import Key, Talk, check_answer
-from mrl.engines._multiturn_sample import Conversation
+from mrl.engines._multiturn_sample import MultiTurnSample
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.generation import Generation
-from mrl.engines.native.scheduler import Group, Sample
+from mrl.engines.native.scheduler import PromptGroup, RunningSample
 from mrl.types import Rollout
 
 LIVE = 3
-"""Conversations under way for each row that decodes, while there are prompts that have not begun."""
+"""Most active episodes per decoding row while prompts are waiting to start."""
 
 SHARE = 2 / 3
-"""Of the conversations under way that run."""
+"""Fraction of the active episodes that should run."""
 
 LOW = 3 / 4
-"""Of that goal, at which the queue is asked: those that go on together are read together."""
+"""Fraction of that goal at which episodes resume, so that several are prefilled together."""
 
 PARKING = 4
-"""Where memory is short, rows to wait in come by this part of those that run: a little more or less of free memory
-seldom changes their number."""
+"""Divisor: if memory is short, the number of parked rows is a multiple of running rows / `PARKING`, so that small
+changes of the free memory seldom change it."""
 
 
 def pool_rows(limit: int, num_prompts: int, num_samples: int, fitting: int) -> int:
-    """Rows of the cache for conversations of which `limit` may run at a time, where memory has room for `fitting`."""
-    most = min(num_prompts * num_samples, LIVE * limit + num_samples - 1)  # the samples of a prompt begin together
-    asked = most + (most > 1)  # one is free to move others through
-    if fitting >= asked or fitting < limit:
-        return asked
+    """Returns the number of cache rows for episodes of which `limit` may run, if `fitting` rows fit into memory."""
+    most = min(num_prompts * num_samples, LIVE * limit + num_samples - 1)  # the samples of a prompt start together
+    wanted = most + (most > 1)  # one spare row for swapping rows
+    if fitting >= wanted or fitting < limit:
+        return wanted
     step = -(-limit // PARKING)
     return limit + (fitting - limit) // step * step
 
 
-class Session(Generation):
-    """One call's conversations; the module says in which order.
+class MultiTurnGeneration(Generation):
+    """Multi-turn episodes of one call, in the order that the module docstring describes.
 
     Args:
-        talk: Answers.
-        sampling: Of each turn; its length is that of a conversation.
-        parts: The others of `Generation`; the scheduler with a parking.
+        talk: Multi-turn client.
+        sampling: Distribution of each turn; `max_tokens` limits the episode.
+        parts: Further arguments of `Generation`.
     """
 
     def __init__(self, talk: Talk, sampling: SamplingConfig, **parts: Any) -> None:
         super().__init__(sampling=sampling, **parts)
         self._talk = talk
         self._limit, self._seed = sampling.max_tokens, sampling.seed
-        self._conversations: dict[Key, Conversation] = {}
+        self._samples: dict[Key, MultiTurnSample] = {}
         self._queue: list[Key] = []
         self._version = -1
         self.stats |= {"reread_tokens": 0.0, "waited_s": 0.0}
 
     def run(self, policy_version: int) -> list[Rollout]:
-        """All conversations, ordered by prompt, then sample index; none if it was abandoned."""
+        """Returns all episodes, ordered by prompt, then sample index; none after an abort request."""
         self._version = policy_version
         found = super().run(policy_version)
         return found if self._done else []
@@ -83,62 +81,64 @@ class Session(Generation):
     def _done(self) -> bool:
         return self._scheduler.done and not self._queue
 
-    def _family(self, sample: Sample) -> int:
-        return sample.group.index  # a later turn is a prompt of its own
+    def _family(self, sample: RunningSample) -> int:
+        return sample.group.index  # a later turn has a prompt uid of its own
 
     def _decode(self) -> list[int]:
         self._talk.hear()
         return super()._decode()
 
-    def _admit(self) -> list[Group]:
-        """Prompts that begin and conversations that go on, with what these have in the cache in their rows."""
+    def _admit(self) -> list[PromptGroup]:
+        """Returns new prompts and resumed episodes, with their cached slots moved into their rows."""
         scheduler = self._scheduler
-        under_way = len(scheduler.running) + scheduler.num_due
-        admitted = scheduler.admit(LIVE * scheduler.num_rows - under_way - len(self._queue))
-        resumed = self._resumed(under_way + sum(len(group.pending) for group in admitted))
+        num_active = len(scheduler.running) + scheduler.num_due
+        admitted = scheduler.admit(LIVE * scheduler.num_rows - num_active - len(self._queue))
+        resumed = self._take_resumable(num_active + sum(len(group.pending) for group in admitted))
         for move in scheduler.resume(list(resumed.values()), admitted):
             self._move(move)
         for key, group in resumed.items():
-            self.stats["reread_tokens"] += self._conversations[key].num_seen - group.cached
+            self.stats["reread_tokens"] += self._samples[key].num_seen - group.cached
         return [*resumed.values(), *admitted]
 
-    def _resumed(self, num_others: int) -> dict[Key, Group]:
-        """From the head of the queue those that go on beside so many others that run or begin."""
-        found: dict[Key, Group] = {}
+    def _take_resumable(self, num_others: int) -> dict[Key, PromptGroup]:
+        """Takes from the head of the queue the episodes that resume, given `num_others` that run or start."""
+        found: dict[Key, PromptGroup] = {}
         while self._queue:
             running = num_others + len(found)
             goal = min(self._scheduler.num_rows, math.ceil(SHARE * (running + len(self._queue))))
             if running > LOW * goal:
                 break
-            found |= self._answered(goal - running)
+            found |= self._wait_for_replies(goal - running)
         return found
 
-    def _answered(self, most: int) -> dict[Key, Group]:
-        """Waits for the answers to the first of the queue: those that go on; the others are over."""
+    def _wait_for_replies(self, most: int) -> dict[Key, PromptGroup]:
+        """Waits for the replies to the first `most` of the queue; returns those that continue, finishes the others."""
         keys, self._queue = self._queue[:most], self._queue[most:]
         began = time.perf_counter()
         answers = self._talk.answers(keys)
         self.stats["waited_s"] += time.perf_counter() - began
         found = {}
         for key, answer in zip(keys, answers, strict=True):
-            one = self._conversations[key]
+            one = self._samples[key]
             if answer is None:
-                self._finished[key] = one.ended(self._version)
+                self._finished[key] = one.to_rollout(self._version)
                 self._scheduler.parking.forget(key)
                 continue
-            one.heard(check_answer(answer, len(one.ids), self._limit))
-            found[key] = Group(one.place, one.asked(self._seed), deque([0]), self._limit - len(one.ids), answered=key)
+            one.append_reply(check_answer(answer, len(one.ids), self._limit))
+            found[key] = PromptGroup(
+                one.place, one.as_prompt(self._seed), deque([0]), self._limit - len(one.ids), answered=key
+            )
         return found
 
     def _end(self, rollouts: Mapping[int, Rollout]) -> dict[int, Key]:
-        """Hands turns that ended over; their sequences wait, but for those that have no room for another turn."""
+        """Submits the turns that ended; returns the rows of sequences that may have another turn."""
         samples = {row: self._scheduler.running[row] for row in rollouts}
         waiting = {}
         for row in sorted(rollouts, key=lambda row: samples[row].key):
             sample, key = samples[row], samples[row].key
-            begun = Conversation(sample.group.index, sample.group.prompt, sample.sample_index)
-            one = self._conversations.setdefault(key, begun)
-            stopped = one.took(rollouts[row], sample.group.room)
+            begun = MultiTurnSample(sample.group.index, sample.group.prompt, sample.sample_index)
+            one = self._samples.setdefault(key, begun)
+            stopped = one.append_turn(rollouts[row], sample.group.room)
             self._talk.ask(stopped)
             self._queue.append(key)
             if stopped.finish_reason != "length":

@@ -1,9 +1,9 @@
-"""What the sequences of a call have said, from which tokens are drafted: those that run, and the last that ended.
+"""Token history for n-gram drafting: sequences of a call that run, and the last ones that ended.
 
-Owns where each sequence lies and which ones are a family, the samples of one prompt. What is drafted from it may change
-the speed of a call, never its tokens.
+The samples of one prompt are a family and draft from each other. The history affects the speed of a call, never its
+tokens.
 
-Shapes: H sequences, W tokens of the longest, S rows of the cache.
+Shapes: H sequences, W longest sequence, S rows of the cache.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 SEQUENCES_PER_ROW = 4
-"""Sequences that are kept for each row that decodes: the one that runs there, and others that have ended."""
+"""Sequences stored per decoding row: the running one, and ended ones."""
 
 Ints = npt.NDArray[np.int64]
 
 
 class History:
-    """Of one call.
+    """Token history of one call.
 
     Args:
         num_running: Sequences that run at a time.
@@ -32,8 +32,9 @@ class History:
     Attributes:
         tokens_HW: Prompt and response, int32.
         lengths_H: Tokens so far.
-        begins_H: Where the prompt of the family ends: what its members say from there on is their own.
-        next_H: The next member of the family, in a circle.
+        begins_H: Length of the prompt that the family shares; drafts are also searched in the other members from there
+            on.
+        next_H: Next member of the family (a circular list).
     """
 
     def __init__(self, num_running: int, num_rows: int, width: int) -> None:
@@ -51,18 +52,18 @@ class History:
 
     @staticmethod
     def token_bytes() -> int:
-        """Of each token that a row of the cache has room for."""
+        """Returns the bytes per token that a cache row has room for."""
         return SEQUENCES_PER_ROW * torch.int32.itemsize
 
     def begin(self, row: int, family: int, member: int, ids: Sequence[int], begins: int) -> None:
-        """A sequence begins or goes on in a row; what had ended as the same member of the family is forgotten.
+        """Adds a sequence that starts or resumes in a row, and removes an ended one of the same family and member.
 
         Args:
-            row: Of the cache.
-            family: Names it.
-            member: Names the sequence in it.
-            ids: All of it so far.
-            begins: Tokens of its prompt; the family's is the shortest of its members'.
+            row: Row of the cache.
+            family: Key of the family.
+            member: Key of the sequence in the family.
+            ids: All tokens of the sequence so far.
+            begins: Prompt length; that of the family is the shortest of its members'.
         """
         before = self._ended.get((family, member))
         if before is not None:
@@ -79,7 +80,7 @@ class History:
         self.begins_H[slot] = min([begins, *(int(self.begins_H[each]) for each in self._families[family][:-1])])
 
     def _forget(self, slot: int) -> None:
-        """Takes an ended sequence out of its family."""
+        """Removes an ended sequence from its family."""
         name = self._names.pop(slot)
         del self._ended[name]
         self._families[name[0]].remove(slot)
@@ -87,7 +88,7 @@ class History:
         self._free.append(slot)
 
     def _link(self, family: int) -> None:
-        """Makes a circle of its members."""
+        """Links the members of a family in a circle."""
         members = self._families[family]
         if members:
             self._next[members] = [*members[1:], *members[:1]]
@@ -95,7 +96,7 @@ class History:
             del self._families[family]
 
     def end(self, row: int) -> None:
-        """The sequence of a row has ended; it is kept until its place is needed."""
+        """Marks the sequence of a row as ended; it is stored until its place is needed."""
         slot = int(self._slots_S[row])
         name = self._names[slot]
         if name in self._ended:
@@ -103,21 +104,21 @@ class History:
         self._ended[name] = slot
 
     def move(self, source: int, target: int) -> None:
-        """Row `target` becomes row `source`."""
+        """Moves the sequence of row `source` to row `target`."""
         self._slots_S[target] = self._slots_S[source]
 
     def slots(self, batch: int) -> Tensor:
-        """The sequences of the first rows."""
+        """Returns the sequence indices of the first rows."""
         return torch.from_numpy(self._slots_S[:batch])
 
     def add(self, rows: Ints, offsets: Ints | int, tokens: Ints, counts: Ints | int) -> None:
-        """Tokens that came.
+        """Appends sampled tokens.
 
         Args:
-            rows: Of each token.
-            offsets: Its place among those that came in its row.
-            tokens: What came.
-            counts: Of each token how many came in its row.
+            rows: Row of each token.
+            offsets: Index of each token among those appended to its row.
+            tokens: Token ids.
+            counts: Number of tokens appended to the row of each token.
         """
         slots = self._slots_S[rows]
         lengths = self._lengths[slots]

@@ -1,11 +1,11 @@
-"""Work that comes in parts, in one loop: a feed hands samples out between decode steps, and may say stop there.
+"""Streaming generation: a work queue hands out samples between decode steps and may stop the call.
 
-Owns when the feed is asked, and what becomes of samples that are not whole. It is asked at the start, then once in
-`pulse_steps`, and at once when nothing runs and nothing waits: at logical times, so that what shares a batch
-follows from what was handed out, never from the clock.
+The queue is polled at the start, then every `pulse_steps` decode steps, and at once when nothing runs or waits: at
+logical times, so that the batches follow from the work, never from the clock.
 
-A sample that goes on is read again, prompt and response, under the weights of now, and draws its next token with the
-random number of its place: with the same weights it becomes what it would have become. What it had stays as it was.
+A partial rollout is prefilled again, prompt and response, with the current weights, and samples its next token with the
+random number of that position: with the same weights it becomes what it would have become uninterrupted. Its earlier
+tokens stay as they are.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from mrl.engines._multiturn_base import Key
 from mrl.engines._work_queue import Feed, Work
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.generation import Generation
-from mrl.engines.native.scheduler import Sample
+from mrl.engines.native.scheduler import RunningSample
 from mrl.types import Begun, Prompt, Rollout
 
 PULSE = 8
-"""Decode steps between two questions to the feed, at most."""
+"""Most decode steps between two polls."""
 PULSES = 8
-"""Questions while the longest response is sampled, at least: with one, no response would ever stop unfinished."""
+"""Fewest polls during the longest response; with a single one, no response would ever stop partially."""
 
 
-class Stream(Generation):
-    """One call's work, as it comes.
+class StreamingGeneration(Generation):
+    """Streaming generation of one call.
 
     Args:
-        feed: Hands it out.
-        check: (prompts, tokens to come) -> raises where one does not fit.
-        sampling: As of `Generation`.
-        parts: The others of `Generation`; the scheduler has nothing to do yet.
+        feed: Work queue.
+        check: Raises if one of the prompts does not fit with so many further tokens.
+        sampling: Sampling distribution, see `Generation`.
+        parts: Further arguments of `Generation`.
     """
 
     def __init__(
@@ -49,33 +49,33 @@ class Stream(Generation):
         self._feed = feed
         self._check = check
         self._pulse_steps = pulse_steps(sampling.max_tokens)
-        self._whole: list[Rollout] = []
+        self._newly_finished: list[Rollout] = []
         self.stats |= {"reread_tokens": 0.0, "waited_s": 0.0}
 
     def until_stopped(self, policy_version: int) -> list[Begun]:
-        """Samples until the feed says stop; what is not whole then, ordered by (prompt uid, sample index).
+        """Samples until the queue stops the call; returns the partial rollouts, ordered by (prompt uid, sample index).
 
-        Where the call was abandoned, between two tokens too, it samples no more, and asks the feed until that says
-        stop, since the other replicas ask with it.
+        After an abort request it samples no more, but polls the queue until that stops the call, since the other
+        replicas poll with it.
         """
         abandoned = False
-        while (work := self._pulse()) is not None:
+        while (work := self._poll()) is not None:
             if not abandoned:
-                self._wait(work)
+                self._enqueue(work)
                 abandoned = self._advance(policy_version, self._pulse_steps)
         running = self._rollouts(range(len(self._scheduler.running)), policy_version)
         left = [_begun(found) for found in running]
         return sorted([*self._unrecorded(left), *self._scheduler.not_resumed], key=_place_of)
 
-    def _pulse(self) -> Sequence[Work] | None:
-        finished, self._whole = sorted(self._whole, key=_place_of), []
+    def _poll(self) -> Sequence[Work] | None:
+        finished, self._newly_finished = sorted(self._newly_finished, key=_place_of), []
         began = time.perf_counter()
         work = self._feed.pulse(finished, self._scheduler.num_waiting)
         self.stats["waited_s"] += time.perf_counter() - began
         return work
 
-    def _wait(self, work: Sequence[Work]) -> None:
-        """Puts it behind what waits; what is begun before what is new."""
+    def _enqueue(self, work: Sequence[Work]) -> None:
+        """Queues the work, partial rollouts before new samples."""
         self._check([one.prompt for one in work], self._sampling.max_tokens)
         for begun in self._unrecorded([each for one in work for each in one.begun]):
             check_begun(begun, self._sampling)
@@ -89,13 +89,13 @@ class Stream(Generation):
     def _unrecorded(self, samples: Sequence[Begun]) -> Sequence[Begun]:
         if samples and self._rows.routed_SLK is not None:
             raise RuntimeError(
-                f"{len(samples)} samples are to stop and go on, and experts are recorded: those of tokens that are "
-                "read again under other weights are not. Set rollout.enable_rollout_routing_replay=false, or let each "
-                "response become whole"
+                f"{len(samples)} partial rollouts cannot have a routing record: their tokens are prefilled again with "
+                "other weights. Set rollout.enable_rollout_routing_replay=false, or finish each response before a "
+                "weight update"
             )
         return samples
 
-    def _place(self, rows: Sequence[int], samples: Sequence[Sample]) -> Tensor:
+    def _place(self, rows: Sequence[int], samples: Sequence[RunningSample]) -> Tensor:
         index = super()._place(rows, samples)
         for row, sample in zip(rows, samples, strict=True):
             begun = sample.group.begun
@@ -110,10 +110,12 @@ class Stream(Generation):
         return index
 
     def _end(self, rollouts: Mapping[int, Rollout]) -> dict[int, Key]:
-        self._whole += rollouts.values()
+        self._newly_finished += rollouts.values()
         return {}
 
-    def _rollout(self, row: int, sample: Sample, said: tuple[list[int], list[float]], policy_version: int) -> Rollout:
+    def _rollout(
+        self, row: int, sample: RunningSample, said: tuple[list[int], list[float]], policy_version: int
+    ) -> Rollout:
         rollout, begun = super()._rollout(row, sample, said, policy_version), sample.group.begun
         if begun is not None:
             rollout.prompt = begun.prompt
@@ -124,7 +126,7 @@ class Stream(Generation):
 
 
 def _begun(found: Rollout) -> Begun:
-    """What a running sample has."""
+    """Converts a running sample to a partial rollout."""
     return Begun(
         found.prompt,
         found.sample_index,
@@ -137,38 +139,37 @@ def _begun(found: Rollout) -> Begun:
 
 
 def pulse_steps(max_tokens: int) -> int:
-    """Decode steps between two questions to the feed, where a response has at most so many tokens."""
+    """Returns the decode steps between two polls for responses of at most `max_tokens` tokens."""
     return max(1, min(PULSE, max_tokens // PULSES))
 
 
 def merged(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The same runs, those of equal versions one after the other as one."""
+    """Merges consecutive runs of the same policy version."""
     parts = groupby(runs, key=lambda run: run[0])
     return tuple((version, sum(count for _, count in part)) for version, part in parts)
 
 
 def check_begun(begun: Begun, sampling: SamplingConfig) -> None:
-    """Returns where the sample can go on.
+    """Checks that a partial rollout can be resumed.
 
     Raises:
-        RuntimeError: It has no token or no room for another, its parts do not belong together, or what was kept is
-            asked for and not known of it.
+        RuntimeError: It has no token or no room for another, its parts differ in length, or kept token ids are
+            requested but missing.
     """
     count = len(begun.response_ids)
-    name = f"sample {begun.sample_index} of prompt {begun.prompt.source or begun.prompt.uid}, which was begun,"
+    name = f"partial rollout {begun.sample_index} of prompt {begun.prompt.source or begun.prompt.uid}"
     if not 0 < count < sampling.max_tokens:
-        raise RuntimeError(f"{name} has {count} tokens; it can go on from 1 to {sampling.max_tokens - 1}")
+        raise RuntimeError(f"{name} has {count} tokens; 1 to {sampling.max_tokens - 1} are allowed")
     scored, versioned = len(begun.rollout_logprobs), sum(tokens for _, tokens in begun.version_runs)
     if (scored, versioned) != (count, count):
         raise RuntimeError(
-            f"{name} has {count} tokens, log-probabilities of {scored}, and versions of {versioned}; all must be equal"
+            f"{name} has {count} tokens, log-probabilities of {scored}, and versions of {versioned}; they must be equal"
         )
     if sampling.with_support:
         kept = 0 if begun.support is None else begun.support.counts_R.numel()
         if (kept, len(begun.log_kept_mass)) != (count, count):
             raise RuntimeError(
-                f"{name} has {count} tokens, and what truncation kept is known of {kept} of them; it cannot go on "
-                "where that is asked for"
+                f"{name} has kept token ids for {kept} of its {count} tokens; the sampling mask needs all of them"
             )
 
 

@@ -1,7 +1,7 @@
-"""From logits to tokens and their log-probabilities, under the sampling contract.
+"""Samples tokens from logits and returns their log-probabilities, as `SamplingConfig` defines it.
 
-Owns the order of its steps; the maths is in `algorithms/functional/sampling.py`, that of the whole softmax in
-`operations`. Each row is computed alone.
+The truncation is in `algorithms/functional/sampling.py`, sampling without truncation in `Operations.sample`. Each row
+is computed alone.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mrl.engines.native.torch_ops import Operations
 
 
 class Sampler:
-    """Draws and scores with one softmax.
+    """Samples and scores tokens with one softmax.
 
     Args:
-        sampling: The distribution.
-        operations: Draw.
+        sampling: Sampling distribution.
+        operations: Operations that draw the tokens.
     """
 
     def __init__(self, sampling: SamplingConfig, operations: Operations) -> None:
@@ -30,16 +30,17 @@ class Sampler:
     def sample(
         self, logits_NV: Tensor, keys_N: Tensor, counts_N: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-        """The next token of each row.
+        """Samples the next token of each row.
 
         Args:
-            logits_NV: True vocabulary, any dtype; fp32 logits are overwritten.
+            logits_NV: Logits of the true vocabulary, any dtype; fp32 logits are overwritten.
             keys_N: Random stream of each row, from `stream_key`.
-            counts_N: Response tokens that the row has already.
+            counts_N: Response tokens of each row so far.
 
         Returns:
-            tokens_N int64 and logprobs_N fp32; a log-probability is not finite where the logits had no distribution.
-            With `with_support` also what was kept, bool [N, V], and the log of its probability before the cut [N].
+            tokens_N int64 and logprobs_N fp32; a log-probability is not finite if the logits are not a distribution.
+                With `with_support` also the mask of kept tokens, bool [N, V], and the log of their probability mass
+                before truncation [N].
         """
         sampling = self._sampling
         if not (sampling.with_support or truncates(sampling.top_k, sampling.top_p, sampling.min_p)):

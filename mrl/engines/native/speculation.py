@@ -1,10 +1,10 @@
-"""Which tokens are drafted, and how many: those of which so many come true that the longer step pays.
+"""Speculative decoding: chooses how many tokens to draft, so that the expected gain exceeds the cost of a longer step.
 
-Owns that decision. It depends on tokens, on counts of drafts that came true, and on costs that stand still (`costs`):
-all ranks of a replica make the same one, and a run that takes the first responses takes the same ones again. A draft
-that is not fed is compared with what is drawn all the same, so that acceptance is known where nothing is fed.
+The decision depends on tokens, on counts of accepted drafts, and on constant costs (`decode_cost_model`): all ranks of
+a replica decide alike, and a run that uses the first finished responses is reproducible. Drafts that are not fed are
+compared with the sampled token too, so that the acceptance rate is known without feeding any.
 
-Shapes: B rows that decode, K drafted tokens of a row at most, P tokens that are fed.
+Shapes: B decoding rows, K most drafted tokens of a row, P fed tokens.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mrl.config.speculative import SpeculativeConfig
+from mrl.config.config import SpeculativeConfig
 from mrl.engines.native.cpu_ops import Compiled
 from mrl.engines.native.decode_cost_model import Costs
-from mrl.engines.native.decode_state import Rows
+from mrl.engines.native.decode_state import DecodeState
 from mrl.engines.native.ngram_history import History, Ints
 
 PRIOR = 0.5
-"""Acceptance rate that is assumed before a draft was compared."""
+"""Acceptance rate assumed before a draft was compared."""
 
 PRIOR_TRIES = 8
-"""Drafted tokens that the assumed rate counts as. In a text that does not repeat, one row compares a few tokens in a
-hundred: a prior that counts as 64 would go on paying for longer steps to its end."""
+"""Drafted tokens that the assumed rate counts as. In a text without repetition, a row compares a few tokens in a
+hundred: a prior that counts as 64 would pay for longer steps until its end."""
 
 WINDOW = 64
-"""Drafted tokens over which the acceptance rate is averaged, later ones with more weight."""
+"""Drafted tokens over which the acceptance rate is averaged, recent ones with more weight."""
 
 MARGIN = 1.05
-"""A step with drafts must bring so many times as many tokens for its cost as one without, by what is expected."""
+"""Minimum ratio of expected tokens per cost, of a step with drafts to a step without."""
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a step feeds: of each row its newest token, then what may follow.
+    """Tokens that a step feeds: each row's newest token, followed by its drafts.
 
     Attributes:
-        rows_P: The row of each token.
+        rows_P: Row of each token.
         offsets_P: 0 for the newest token, then 1, 2 ...
         firsts_B: Index of each row's newest token, and P at the end.
-        tokens_P: The tokens.
+        tokens_P: Token ids.
     """
 
     rows_P: Ints
@@ -59,28 +59,28 @@ class Drafted:
         return self.tokens_P.size - self.firsts_B.size + 1
 
     def right(self, drawn_P: Ints) -> npt.NDArray[np.bool_]:
-        """After which tokens the next one of the row is what was drawn there."""
+        """Returns after which tokens the row's next draft equals the sampled token, bool."""
         right = np.zeros(self.tokens_P.size, dtype=bool)
         right[:-1] = (drawn_P[:-1] == self.tokens_P[1:]) & (self.offsets_P[1:] > 0)
         return right
 
     def leading(self, holds_P: npt.NDArray[np.bool_]) -> Ints:
-        """How many of each row's tokens it holds for, up to the first one for which it does not."""
+        """Returns the number of each row's leading tokens for which `holds_P` is True."""
         places = np.where(holds_P, self.tokens_P.size, self.offsets_P)
         found: Ints = np.minimum.reduceat(places, self.firsts_B[:-1])
         return found
 
 
 class Speculation:
-    """Of one call.
+    """Speculative decoding of one call.
 
     Args:
-        config: What may be drafted.
-        operations: Find drafts.
-        history: What was said.
-        costs: Of a step; it has no more tokens than these tell of.
-        num_rows: Rows that decode at most.
-        forward: What is fed -> logits [P, V] after each token, and the experts of each, where they are recorded.
+        config: `rollout.speculative` section.
+        operations: Compiled operations that search the drafts.
+        history: Token history of the call.
+        costs: Costs of a step; their largest step limits the fed tokens.
+        num_rows: Most rows that decode.
+        forward: Computes logits [P, V] after each fed token, and their routing record or None.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class Speculation:
         self._tries = np.full(self._lookup.stop, PRIOR_TRIES)
         self._found: tuple[Ints, Ints, Ints] | None = None
 
-    def draft(self, rows: Rows, batch: int) -> Drafted | None:
-        """What to feed for the first `batch` rows; None: no draft, the newest tokens alone."""
+    def draft(self, rows: DecodeState, batch: int) -> Drafted | None:
+        """Returns the tokens to feed for the first `batch` rows; None: only the newest tokens."""
         limits_B = rows.rooms_S[:batch] - rows.counts_S[:batch] - 1  # one more is drawn after the last
         drafts_BK = self._drafts_SK[:batch]
         counts, matched = self._operations.draft(
@@ -126,7 +126,7 @@ class Speculation:
         return Drafted(rows_P, offsets_P, firsts_B, tokens_P)
 
     def _chosen(self, counts_B: Ints, matched_B: Ints, lengths_B: Ints) -> Ints | None:
-        """Drafted tokens of each row, the likeliest of all as long as they pay; None: none does."""
+        """Returns the drafted tokens of each row, most likely first over all rows, as long as they pay; else None."""
         batch, most, steps = counts_B.size, self._drafts_SK.size(1), self._costs.steps
         there_KB = np.arange(most)[:, None] < counts_B
         places = np.flatnonzero(there_KB)
@@ -148,12 +148,12 @@ class Speculation:
         return np.bincount(rows[: best + 1], minlength=batch)
 
     def took(self, drafted: Drafted, drawn_P: Ints, taken_B: Ints) -> None:
-        """What became of a step.
+        """Records the outcome of a step with drafts.
 
         Args:
-            drafted: What was fed.
-            drawn_P: What was drawn after each token.
-            taken_B: Of each row how many of these came, up to its end.
+            drafted: Tokens that were fed.
+            drawn_P: Token sampled after each of them.
+            taken_B: Tokens of each row that were accepted.
         """
         used_P = drafted.offsets_P < taken_B[drafted.rows_P]
         rows = drafted.rows_P[used_P]
@@ -162,12 +162,12 @@ class Speculation:
         self.learn(drawn_P[drafted.firsts_B[:-1]], fed_B, drafted.leading(drafted.right(drawn_P)))
 
     def learn(self, first_B: Ints, fed_B: Ints | None = None, accepted_B: Ints | None = None) -> None:
-        """What came after the last `draft`.
+        """Updates the acceptance rates after the last `draft`.
 
         Args:
-            first_B: The next token of each row.
+            first_B: Next token of each row.
             fed_B: Drafted tokens of each row that were fed; None: none.
-            accepted_B: Of these, how many came, one after the other.
+            accepted_B: Fed tokens of each row that were accepted.
         """
         if self._found is None:
             return

@@ -1,9 +1,9 @@
-"""What a forward does between its products, in PyTorch's operators: on any device, and where nothing can be compiled.
+"""Operations between the matrix products of a forward, with PyTorch's operators; `cpu_ops` has compiled versions.
 
-Owns the operations that `compiled` replaces on a CPU. Each computes every row alone.
+Each operation computes every row alone.
 
-Shapes: P packed tokens, B decoding rows, H hidden, N heads and K KV heads of this rank, D head dim, I inner columns,
-V vocabulary.
+Shapes: P packed tokens, B decoding rows, H hidden, N heads and K KV heads of this rank, D head dim, I inner columns, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.algorithms.functional.sampling import draw, uniforms
-from mrl.engines.native.attention import Chunk, DecodeAttention, PrefillAttention
+from mrl.engines.native.attention import DecodeAttention, PrefillAttention, PrefillChunk
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.packed_linear import Linear
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q_PND, k_PKD, v_PKD) -> [P, N, D]; stores the keys and values in the cache."""
+"""Computes attention [P, N, D] from (layer, q_PND, k_PKD, v_PKD), and stores keys and values in the cache."""
 
 HeadNorms = tuple[Tensor, Tensor]
 """Weights [D] of the norms of queries and of keys."""
 
 Rotation = Callable[[Tensor, HeadNorms | None], tuple[Tensor, Tensor, Tensor]]
-"""(qkv [P, N + 2K, D], norms) -> queries and keys, normed where the model does and rotated; values."""
+"""Computes rotated queries and keys (normalized first if the model does), and values, from (qkv [P, N + 2K, D],
+norms)."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Of this rank, and what turns them.
+    """Attention heads of this rank, and rotary tables.
 
     Attributes:
         num_heads: N.
         num_kv_heads: K.
-        eps: Of the norms of queries and keys.
-        cos: [positions, D], in the dtype of activations.
-        sin: The same; the first half is negated.
+        eps: Epsilon of the norms of queries and keys.
+        cos: Rotary table [positions, D], in the dtype of activations.
+        sin: Rotary table [positions, D]; the first half is negated.
     """
 
     num_heads: int
@@ -51,7 +52,7 @@ class Heads:
 
 
 class Operations:
-    """In PyTorch's operators.
+    """Operations in PyTorch.
 
     Attributes:
         are_compiled: Whether the job compiles them, and so may compile products.
@@ -60,13 +61,13 @@ class Operations:
     are_compiled: ClassVar[bool] = False
 
     def norm(self, x_PH: Tensor, weight_H: Tensor, eps: float, delta_PH: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(x + delta, which may be x itself, and its root-mean-square norm); x without a delta."""
+        """Returns x + delta (may be x itself; x without a delta) and its root-mean-square norm."""
         if delta_PH is not None:
             x_PH = x_PH + delta_PH
         return x_PH, F.rms_norm(x_PH, (x_PH.size(-1),), weight_H, eps)
 
     def rotation(self, heads: Heads, positions_P: Tensor) -> Rotation:
-        """Of the queries and keys of one forward, all layers alike."""
+        """Returns a function that rotates queries and keys of one forward, the same for all layers."""
         cos, sin = heads.cos[positions_P][:, None], heads.sin[positions_P][:, None]
         count = heads.num_heads
         half = heads.cos.size(1) // 2
@@ -82,33 +83,33 @@ class Operations:
         return rotate
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) x up [P, I] of [gate; up] columns [P, 2I]."""
+        """Returns silu(gate) x up [P, I] of [gate; up] columns [P, 2I]."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
     def mlp(self, x_PH: Tensor, gate_up: Linear, down: Linear) -> Tensor:
-        """The gated MLP of a dense layer [P, H]."""
+        """Returns the output [P, H] of a dense layer's gated MLP."""
         return down(self.gate(gate_up(x_PH)))
 
-    def prefill_attention(self, cache: KVCache, chunks: Sequence[Chunk]) -> PrefillAttention:
-        """Of prompt chunks, sorted by `extent`."""
+    def prefill_attention(self, cache: KVCache, chunks: Sequence[PrefillChunk]) -> PrefillAttention:
+        """Returns the attention of prompt chunks, sorted by `extent`."""
         return PrefillAttention(cache, chunks)
 
     def decode_attention(self, cache: KVCache, positions_B: Tensor, length: int, num_heads: int) -> Attention:
-        """Of one new token in each of the first B rows, whose longest has `length` slots."""
+        """Returns the attention of one new token in each of the first B rows; the longest has `length` slots."""
         return DecodeAttention(cache, positions_B, length, num_heads)
 
     def sample(
         self, logits_NV: Tensor, keys_N: Tensor, counts_N: Tensor, temperature: float, *, greedy: bool
     ) -> tuple[Tensor, Tensor]:
-        """The next token of each row, int64, and its log-probability, fp32, of softmax(logits / temperature).
+        """Samples from softmax(logits / temperature); returns each row's token, int64, and its log-probability, fp32.
 
         Args:
-            logits_NV: Any dtype; fp32 logits are overwritten.
+            logits_NV: Logits of any dtype; fp32 logits are overwritten.
             keys_N: Random stream of each row.
-            counts_N: Response tokens that the row has already.
-            temperature: Above 0.
-            greedy: The most likely token.
+            counts_N: Response tokens of each row so far.
+            temperature: Divisor of the logits, above 0.
+            greedy: Take the most likely token.
         """
         logits = logits_NV.float()
         if temperature != 1.0:
@@ -116,7 +117,7 @@ class Operations:
         return self.sample_kept(logits, keys_N, counts_N, greedy=greedy)
 
     def sample_kept(self, kept_NV: Tensor, keys_N: Tensor, counts_N: Tensor, *, greedy: bool) -> tuple[Tensor, Tensor]:
-        """As `sample`, of fp32 logits over the temperature, of which those that were dropped are -inf."""
+        """Does the same as `sample` with fp32 logits already divided by the temperature; dropped tokens are -inf."""
         probs_NV = kept_NV.softmax(1)
         tokens_N = probs_NV.argmax(1) if greedy else draw(probs_NV, uniforms(keys_N, counts_N))
         return tokens_N, probs_NV.gather(1, tokens_N[:, None]).squeeze(1).log()

@@ -1,6 +1,6 @@
-"""vLLM as the rollout engine, the one folder that imports it: in the ranks' own processes, refitted in place.
+"""vLLM in the training ranks' own processes; the only folder that imports vLLM.
 
-`ENGINE` is found on first use, so that `FIELDS` can be read without torch and without vLLM.
+`ENGINE` is imported on first use, so that `FIELDS` can be read without torch and vLLM.
 """
 
 from __future__ import annotations

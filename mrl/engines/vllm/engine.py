@@ -1,10 +1,10 @@
-"""rollout.name=vllm: vLLM on the training ranks themselves, refitted into its own parameters.
+"""rollout.name=vllm: vLLM on the training ranks themselves; weight sync writes into its own parameters.
 
-Owns the engine's life: weights that are replaced in place, sleep and wake, and one request for each sample, stepped
-here so that a stop is heard between two forwards. Every slice of a refit lands in the storage that vLLM computes with;
-what a CPU's kernels want packed (experts) is packed into the same storage when the refit is whole.
+One request per sample; the engine steps vLLM here, so that an abort takes effect between two forwards. Every slice of a
+weight sync is written to the storage that vLLM computes with; the packed experts of CPU kernels are packed into the
+same storage in `finish_update`.
 
-On a CPU the tests run the real vLLM. On GPUs the same code was not run.
+On a CPU the tests run the real vLLM. The same code has not been run on GPUs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.engines._abort_check import Poll
+from mrl.engines._abort_check import AbortCheck
 from mrl.engines._fp8_support import config_keys
 from mrl.engines._kept_tokens import Kept
 from mrl.engines._kv_budget import kv_budget
@@ -25,8 +25,8 @@ from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.vllm import logprob_probe
 from mrl.engines.vllm.fields import refusals_on_a_cpu
 from mrl.engines.vllm.fp8_support import check_gpu, left_out
-from mrl.engines.vllm.llm_runtime import Host
-from mrl.engines.vllm.parameter_views import Storage
+from mrl.engines.vllm.llm_runtime import VllmRuntime
+from mrl.engines.vllm.parameter_views import ParameterViews
 from mrl.engines.vllm.process_state import same_numbers
 from mrl.engines.vllm.sampling import arguments, ends_in_text, to_rollout
 from mrl.errors import UserError
@@ -37,20 +37,20 @@ from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Prompt, Rollout
 
 PARTS = ("weights", "kv_cache")
-"""vLLM's names of what sleeps."""
+"""vLLM's sleep tags."""
 
 
 class VllmEngine(RolloutEngine):
-    """One rank of a replica."""
+    """One rank of a vLLM replica."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Collective over the ranks that sample: starts vLLM in this process, with weights that mean nothing.
+        """Collective over the ranks that generate: starts vLLM in this process with dummy weights.
 
         Args:
-            spec: The replica's.
+            spec: Constructor argument of the engine.
 
         Raises:
-            UserError: vLLM is not there, is another than mrl knows, or cannot hold this model on these ranks.
+            UserError: vLLM is missing, has an unsupported version, or cannot run this model on these ranks.
         """
         super().__init__(spec)
         config, arch = spec.config, spec.arch
@@ -62,7 +62,7 @@ class VllmEngine(RolloutEngine):
             if size > 1 and not torch.cpu._is_avx512_supported():
                 raise UserError(
                     f"rollout.tensor_model_parallel_size={size} with rollout.name=vllm on a CPU without AVX-512: the "
-                    "ranks of vLLM 0.32 give each other wrong numbers there. Set it to 1, or use rollout.name=native."
+                    "ranks of vLLM 0.32 exchange wrong numbers there. Set it to 1, or use rollout.name=native."
                 )
         elif config.quantization is not None:
             check_gpu(torch.cuda.get_device_capability(spec.device))
@@ -72,14 +72,13 @@ class VllmEngine(RolloutEngine):
         later = sum(map(num_bytes, self._layout.values()))
         budget = kv_budget(spec.device, config.gpu_memory_utilization, spec.tp_group, later_bytes=later)
         folder = spec.model_folder(config_keys(config, left_out=left_out(arch)))
-        self._host = Host(spec, folder, budget=budget)
+        self._runtime = VllmRuntime(spec, folder, budget=budget)
         try:
-            self._storage = Storage(self._host.model(), self._layout, self._host.version)
+            self._storage = ParameterViews(self._runtime.model(), self._layout, self._runtime.version)
         except UserError:
-            self._host.close()
+            self._runtime.close()
             raise
         self._asleep: set[str] = set()
-        self._whole = False
         self._probed = False
         self._num_requests = 0
         self._stats: dict[str, float] = {}
@@ -87,111 +86,98 @@ class VllmEngine(RolloutEngine):
     # weights ----------------------------------------------------------------------------------------------------------
 
     def layout(self) -> Layout:
-        """The fused and cut tensors of vLLM, in Hugging Face coordinates."""
+        """Returns vLLM's fused and sharded tensors, as slices of Hugging Face tensors."""
         return self._layout
 
     def begin_update(self) -> None:
-        """Wakes the weights where they sleep; cached prefixes are dropped.
+        """Wakes the weights if they are asleep, and drops cached prefixes.
 
         Raises:
-            RuntimeError: vLLM keeps its cached prefixes, which requests still use.
+            RuntimeError: vLLM keeps its cached prefixes, because requests still use them.
         """
-        self._whole = False
+        self._has_weights = False
         self._wake("weights")
         self._drop_prefixes()
 
     def update_weights(self, bucket: Sequence[WeightSlice]) -> None:
-        """Copies a bucket into vLLM's parameters.
+        """Copies a bucket of slices into vLLM's parameters.
 
         Raises:
-            RuntimeError: No update was begun, or a slice does not fit what is stored.
+            RuntimeError: No update is open, or a slice does not fit its parameter.
         """
-        if self._whole:
-            raise RuntimeError("update_weights outside an update: call begin_update first")
+        self._check_updating()
         for item in bucket:
             self._storage.write(item)
 
     def checksum(self) -> int:
-        """Order-free 64-bit sum over the bit patterns of all stored elements, before `finish_update` packs any."""
+        """Returns the sum modulo 2**64 over the bit patterns of all stored elements; valid before `finish_update`."""
         return self._storage.checksum()
 
     def finish_update(self, policy_version: int) -> None:
-        """Packs what vLLM's kernels want packed; the engine generates again, under the new version."""
+        """Packs the weights of packed kernels, and allows `generate` with `policy_version`."""
         self._storage.pack()
         self._drop_prefixes()
         self.policy_version = policy_version
-        self._whole = True
+        self._has_weights = True
 
     def _drop_prefixes(self) -> None:
-        """Raises RuntimeError where vLLM refuses: its old keys and values would be read with the new weights."""
-        if not self._host.llm.reset_prefix_cache():
+        """Drops cached prefixes, which belong to the old weights; raises RuntimeError if vLLM refuses."""
+        if not self._runtime.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not drop its cached prefixes: requests still use them")
-        self._host.engine.reset_encoder_cache()
+        self._runtime.engine.reset_encoder_cache()
 
     # memory -----------------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Takes KV cache and weights off a GPU until `wake`, the weights into pinned memory of the host.
+        """Moves KV cache and weights off a GPU until `wake`, the weights into pinned host memory.
 
-        Nothing on a CPU, or where `rollout.free_cache_engine` is false.
+        Does nothing on a CPU, or with `rollout.free_cache_engine=false`.
         """
         if self.spec.device.type == "cuda" and self.spec.config.free_cache_engine and not self._asleep:
-            self._host.llm.sleep(level=1)
+            self._runtime.llm.sleep(level=1)
             self._asleep = set(PARTS)
 
     def wake(self) -> None:
-        """Brings back what sleeps."""
+        """Wakes everything that is asleep."""
         self._wake(*PARTS)
 
     def _wake(self, *parts: str) -> None:
         asleep = [part for part in parts if part in self._asleep]
         if asleep:
-            self._host.llm.wake_up(tags=asleep)
+            self._runtime.llm.wake_up(tags=asleep)
             self._asleep -= set(asleep)
 
     def close(self) -> None:
-        """Ends vLLM; the engine cannot be used again, and the trainer's process groups stay."""
-        self._whole = False
+        """Shuts vLLM down; the engine cannot be used again, and the trainer's process groups stay."""
+        self._has_weights = False
         self._storage.forget()
-        self._host.close()
+        self._runtime.close()
 
     def stats(self) -> dict[str, float]:
-        """Of the last `generate`: prefill_tokens (of prompts, each counted once a sample), decode_tokens and _steps."""
+        """Returns statistics of the last `generate`: prefill_tokens (per sample), decode_tokens, decode_steps."""
         return dict(self._stats)
 
     # generation -------------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        """Collective over the replica: `sampling.n` rollouts of each prompt, ordered by prompt, then sample index.
-
-        Raises:
-            RuntimeError: The engine sleeps, its weights are not whole, or vLLM scores another distribution.
-            UserError: A prompt does not fit, or vLLM cannot sample so.
-        """
-        if self._asleep:
-            raise RuntimeError("the engine sleeps: call wake before generate")
-        if not self._whole:
-            raise RuntimeError("the engine's weights are not whole: no update was finished since the last begin_update")
-        if not prompts:
-            return []
+    def _generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         check_prompts(prompts, self.spec, sampling)
         with same_numbers(self.spec.device):
             if not self._probed:
                 self._probe(prompts[0])
                 self._probed = True
-            self._host.supports.start(listens=sampling.with_support and self.spec.leads_replica)
+            self._runtime.supports.start(listens=sampling.with_support and self.spec.leads_replica)
             try:
                 return self._sample(prompts, sampling)
             finally:
-                self._host.supports.start(listens=False)
+                self._runtime.supports.start(listens=False)
 
     def _sample(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         samples = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
         asked = [arguments(sampling, prompt, index) for prompt, index in samples]
         watched = bool(sampling.stop) and not sampling.ignore_eos
         requests = self._add([prompt for prompt, _ in samples], asked, whole=not watched)
-        poll = Poll(self.told_to_stop, self.spec.tp_group, self.sampled)
-        engine, ended, steps = self._host.engine, dict[str, tuple[Any, int | None, Tensor | None, Kept | None]](), 0
+        poll = AbortCheck(self.told_to_stop, self.spec.tp_group, self.sampled)
+        engine, ended, steps = self._runtime.engine, dict[str, tuple[Any, int | None, Tensor | None, Kept | None]](), 0
         numbers = dict(zip(requests, samples, strict=True))
         while engine.has_unfinished_requests():
             if poll():
@@ -204,7 +190,7 @@ class VllmEngine(RolloutEngine):
                 if name not in ended and (cut is not None or output.finished):
                     tokens = len(numbers[name][0].prompt_ids) + len(answer.token_ids[:cut])
                     own = requests[name]
-                    ended[name] = (answer, cut, self._experts(own, tokens), self._host.supports.pop(own))
+                    ended[name] = (answer, cut, self._experts(own, tokens), self._runtime.supports.pop(own))
                     if not output.finished:
                         engine.abort_request([name])
         rollouts = [
@@ -220,7 +206,7 @@ class VllmEngine(RolloutEngine):
         return rollouts
 
     def _add(self, prompts: Sequence[Prompt], asked: Sequence[dict[str, Any]], *, whole: bool) -> dict[str, str]:
-        """New requests, their names -> vLLM's own names; `whole`: they answer once, when they have ended."""
+        """Adds requests; returns their names -> vLLM's names. `whole`: each request reports once, at its end."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -229,14 +215,13 @@ class VllmEngine(RolloutEngine):
         for prompt, given in zip(prompts, asked, strict=True):
             name = str(self._num_requests)
             self._num_requests += 1
-            names[name] = self._host.engine.add_request(
+            names[name] = self._runtime.engine.add_request(
                 name, {"prompt_token_ids": list(prompt.prompt_ids)}, SamplingParams(**given, output_kind=kind)
             )
         return names
 
     def _experts(self, name: str, num_tokens: int) -> Tensor | None:
-        """Of a request that has just ended; None where they are not asked for."""
-        return None if self._host.experts is None else self._host.experts.of(name, num_tokens)
+        return None if self._runtime.experts is None else self._runtime.experts.of(name, num_tokens)
 
     def _rollout(
         self,
@@ -262,14 +247,14 @@ class VllmEngine(RolloutEngine):
         return rollout
 
     def _probe(self, prompt: Prompt) -> None:
-        """Raises RuntimeError where vLLM's log-probabilities are not of what it samples from."""
+        """Checks once that vLLM's log-probabilities belong to the distribution that it samples from."""
         found: list[Tensor] = []
         for setting in (logprob_probe.PLAIN, logprob_probe.CUT):
-            self._drop_prefixes()  # both read the prompt in one way
+            self._drop_prefixes()  # both prefill the prompt in the same way
             (name,) = self._add([prompt], [{**arguments(setting, prompt, 0), "logprobs": -1}], whole=True)
             outputs = []
-            while self._host.engine.has_unfinished_requests():
-                outputs += self._host.engine.step()
+            while self._runtime.engine.has_unfinished_requests():
+                outputs += self._runtime.engine.step()
             (answer,) = (output.outputs[0] for output in outputs if output.request_id == name)
             found.append(logprob_probe.row(answer.logprobs[0], self.spec.arch.vocab_size))
         logprob_probe.check(*found)

@@ -1,8 +1,8 @@
-"""The arguments of vLLM's engine: which of them `rollout.engine_kwargs.vllm` may set, and why not the others.
+"""Classification of vLLM's engine arguments for `rollout.engine_kwargs.vllm`: passed on, or refused and why.
 
-Owns the classes of the fields of `EngineArgs` of vLLM 0.32: handed on (`FREE`), made by mrl or at odds with it
-(`DERIVED`), or without an effect here (`IDLE`). So a mistake is found where vLLM is not installed; where it is, its own
-fields count.
+The fields of `EngineArgs` of vLLM 0.32 are passed on (`FREE`), set by mrl or in conflict with it (`DERIVED`), or
+without effect here (`IDLE`). So a mistake is found even where vLLM is not installed; where it is, its own fields count
+too.
 """
 
 from __future__ import annotations
@@ -11,22 +11,19 @@ from collections.abc import Iterable
 
 VERSION = "0.32"
 INSTALL = f"mrl was written for vLLM {VERSION}. Install that version, or use rollout.name=native."
-"""What to do where vLLM's inside is not as it was read."""
+"""Advice if vLLM's internals differ from those of `VERSION`."""
 
 MODEL = "engine and actor would not be the same model"
-DRAWS = "the sampling contract says what is drawn from"
-HOST = "a refit writes into weights on the device"
-KERNEL = "some kernels keep experts in an order of their own, in which a refit would scramble them; mrl takes triton"
-SEVERAL = "one engine is one replica of rollout.tensor_model_parallel_size ranks; replicas are made by the job"
-TEXT = "mrl gives and takes token ids"
+DRAWS = "it would change the sampling distribution"
+HOST = "weight sync writes into weights on the device"
+KERNEL = "some kernels reorder experts, which weight sync would scramble; mrl sets triton"
+SEVERAL = "one engine is one replica of rollout.tensor_model_parallel_size ranks; the job creates the replicas"
+TEXT = "mrl exchanges token ids with the engine"
 QUANTIZED = "set rollout.quantization"
-SAMPLING = "the keys of rollout say how it samples"
-DRAFTS = (
-    "on a CPU vLLM 0.32 accepts and scores drafted tokens at a temperature that nobody wrote; on GPUs nothing of "
-    "it was tried"
-)
-OUTLIVES = "what it keeps elsewhere of keys and values would be read with the weights of a later refit"
-LOADED = "the weights come from the actor at every refit"
+SAMPLING = "the keys of rollout set the sampling"
+DRAFTS = "on a CPU vLLM 0.32 accepts and scores drafted tokens at a wrong temperature; it was not tried on GPUs"
+OUTLIVES = "keys and values that it stores elsewhere would be used with newer weights"
+LOADED = "the weights come from the actor in every weight sync"
 
 KEYS = {
     "tensor_parallel_size": "rollout.tensor_model_parallel_size",
@@ -44,7 +41,7 @@ KEYS = {
     "distributed_timeout_seconds": "run.collective_timeout_s",
     "cpu_distributed_timeout_seconds": "run.collective_timeout_s",
 }
-"""Arguments that a key of mrl says."""
+"""Arguments that a key of mrl sets."""
 
 DERIVED = {
     **{name: f"set {key}" for name, key in KEYS.items()},
@@ -77,7 +74,7 @@ DERIVED = {
     "watermark_config": DRAWS,
     "logits_processors": DRAWS,
     "enable_trace_replay": DRAWS,
-    "distributed_executor_backend": "the engine lives in the training ranks",
+    "distributed_executor_backend": "the engine runs in the training ranks",
     "pipeline_parallel_size": SEVERAL,
     "data_parallel_size": SEVERAL,
     "data_parallel_rank": SEVERAL,
@@ -85,15 +82,15 @@ DERIVED = {
     "decode_context_parallel_size": SEVERAL,
     "nnodes": SEVERAL,
     "node_rank": SEVERAL,
-    "enable_eplb": "a refit would not follow experts that move",
-    "kv_cache_memory_bytes": "it follows from rollout.gpu_memory_utilization, and what the longest sequences need",
-    "logprobs_mode": "the sampling contract wants the log-probabilities of what is sampled from",
-    "max_logprobs": "mrl asks for the sampled token's",
+    "enable_eplb": "weight sync would not follow experts that move",
+    "kv_cache_memory_bytes": "it follows from rollout.gpu_memory_utilization and the longest sequences",
+    "logprobs_mode": "mrl needs log-probabilities of the distribution that is sampled from",
+    "max_logprobs": "mrl requests that of the sampled token only",
     "return_sampling_mask": "nothing reads it",
     "generation_config": SAMPLING,
     "override_generation_config": SAMPLING,
-    "async_scheduling": "the ranks of a replica schedule alike, without a message",
-    "seed": "run.seed gives each sample its own",
+    "async_scheduling": "the ranks of a replica must schedule alike without communication",
+    "seed": "each sample has its own, from run.seed",
     "speculative_config": DRAFTS,
     "spec_method": DRAFTS,
     "spec_model": DRAFTS,
@@ -103,11 +100,11 @@ DERIVED = {
     "kv_offloading_backend": OUTLIVES,
     "ec_transfer_config": OUTLIVES,
     "device_ids": "each rank's engine is on the rank's device",
-    "worker_cls": "mrl reads the inside of vLLM's own",
-    "worker_extension_cls": "mrl reads the inside of vLLM's own",
-    "disable_log_stats": "the run's metrics tell of the engine",
+    "worker_cls": "mrl uses internals of vLLM's default",
+    "worker_extension_cls": "mrl uses internals of vLLM's default",
+    "disable_log_stats": "the run's metrics include those of the engine",
 }
-"""Arguments that are mrl's -> what to set instead, or why."""
+"""Arguments that mrl sets -> key to set instead, or the reason."""
 
 FREE = {
     "attention": "attention_backend attention_config disable_cascade_attn",
@@ -120,20 +117,20 @@ FREE = {
     "between the ranks of a replica": "disable_custom_all_reduce",
     "memory while the engine sleeps": "sleep_mode_offload_cudagraph enable_nccl_comm_suspend enable_cumem_allocator",
     "random numbers": "use_fp64_gumbel",
-    "looking into it": "enable_layerwise_nvtx_tracing fail_on_environ_validation",
+    "debugging": "enable_layerwise_nvtx_tracing fail_on_environ_validation",
 }
-"""What they are about -> arguments that are handed on."""
+"""Subject -> arguments that are passed on."""
 
 IDLE = {
     LOADED: "download_dir safetensors_load_strategy "
     "safetensors_prefetch_block_size safetensors_prefetch_num_threads ignore_patterns model_loader_extra_config "
     "pt_load_map_location use_tqdm_on_load max_parallel_loading_workers enable_ep_weight_filter "
     "weight_transfer_config sleep_preserve_parameter_names allow_deprecated_quantization",
-    "mrl writes the model's config.json, and gives and takes token ids": "config_format hf_token revision "
+    "mrl writes the model's config.json, and exchanges token ids with the engine": "config_format hf_token revision "
     "code_revision tokenizer_revision renderer_num_workers tokens_only",
-    "the engine generates, and with the actor's model": "runner convert pooler_config disable_sliding_window "
+    "the engine generates with the actor's model": "runner convert pooler_config disable_sliding_window "
     "diffusion_config",
-    "it is read for models that mrl does not have: of images, with states, with windows or sparse attention":
+    "it is only for models that mrl does not support: multimodal, state-space, sliding-window or sparse attention":
         "allowed_local_media_path allowed_media_domains default_mm_loras disable_chunked_mm_input ec_manager_config "
         "enable_mm_embeds enable_mm_processor_stats enable_tower_connector_lora interleave_mm_strings "
         "io_processor_plugin language_model_only limit_mm_per_prompt media_io_kwargs mm_device_do_normalize "
@@ -157,34 +154,34 @@ IDLE = {
         "dbo_prefill_token_threshold dcp_comm_backend dcp_kv_cache_interleave_size dcp_q_replicate "
         "disable_nccl_for_dp_synchronization dp_sync_interval elastic_ep_max_dp_size enable_dbo enable_elastic_ep "
         "ubatch_size",
-    "a refit brings each expert to the rank that has it when experts are spread in their order":
+    "weight sync assumes that experts are distributed in order":
         "expert_placement_strategy eplb_config",
-    "the launcher has started the ranks, and they have met": "master_addr master_port numa_bind numa_bind_cpus "
+    "the launcher starts and connects the ranks": "master_addr master_port numa_bind numa_bind_cpus "
     "numa_bind_nodes ray_workers_use_nsight",
     "there is no server": "served_model_name max_num_queued_reqs max_num_queued_tokens kv_events_config "
     "enable_fault_tolerance fault_tolerance_config shutdown_timeout",
-    "no request asks for it": "structured_outputs_config reasoning_config reasoning_parser reasoning_parser_plugin "
+    "no request uses it": "structured_outputs_config reasoning_config reasoning_parser reasoning_parser_plugin "
     "enable_prompt_embeds scheduling_policy profiler_config",
-    "a stop string would be found late": "stream_interval",
+    "stop strings would be found late": "stream_interval",
     DERIVED["worker_cls"]: "scheduler_cls",
-    "vLLM's newer runner alone has it": "enable_batch_sharded_sampling",
+    "only vLLM's newer runner supports it": "enable_batch_sharded_sampling",
     "set VLLM_LOGGING_LEVEL in the environment of the job": "log_config_file log_level logging_config "
     "enable_logging_iteration_details",
     DERIVED["disable_log_stats"]: "aggregate_engine_logging collect_detailed_traces cudagraph_metrics "
     "custom_histogram_buckets enable_mfu_metrics kv_cache_metrics kv_cache_metrics_sample otlp_traces_endpoint "
     "per_request_spec_decode_metrics show_hidden_metrics_for_version",
 }  # fmt: skip
-"""Why not -> arguments that would have no effect here, or another one than where vLLM stands alone."""
+"""Reason -> arguments that have no effect here, or another effect than in a standalone vLLM."""
 
 REFUSED = DERIVED | {name: why for why, names in IDLE.items() for name in names.split()}
-"""Argument -> why it is refused."""
+"""Argument -> reason for the refusal."""
 
 NAMES = REFUSED.keys() | {name for names in FREE.values() for name in names.split()}
-"""Of all arguments."""
+"""Names of all arguments."""
 
 
 def markdown() -> str:
-    """The tables of the documentation: what is handed on, and what is refused, by its reason."""
+    """Returns the tables of the documentation: passed-on arguments by subject, refused ones by reason."""
     reasons: dict[str, list[str]] = {}
     for name, why in REFUSED.items():
         reasons.setdefault(why, []).append(name)
@@ -200,4 +197,4 @@ def _ticked(names: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    print(markdown())  # noqa: T201 -- it is what the command is for
+    print(markdown())  # noqa: T201 -- the output of this command

@@ -1,7 +1,7 @@
-"""What `rollout.engine_kwargs.vllm` hands on to vLLM's `LLM`, and what it must not.
+"""`rollout.engine_kwargs.vllm`: which arguments are passed on to vLLM's `LLM`, and their merging with mrl's.
 
-Owns the rules of that section and its merging with the arguments that mrl makes; the names are in `engine_fields.py`.
-Values are vLLM's business: it refuses them when the engine starts. It imports vLLM in `merged` alone, and no torch.
+The argument names are in `engine_fields.py`. Values are checked by vLLM when the engine starts. Imports vLLM only in
+`merged`, and never torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ EXAMPLE = "{attention_backend: FLASH_ATTN}"
 
 
 def given_by(rollout: RolloutConfig) -> dict[str, Any]:
-    """What is to be handed on; {} where nothing is."""
+    """Returns the arguments to pass on; {} if there are none."""
     found = rollout.engine_kwargs.get(ENGINE)
     return dict(found) if isinstance(found, Mapping) else {}
 
 
 def refusals(rollout: RolloutConfig) -> Iterator[str]:
-    """A message for each argument that is not handed on."""
+    """Yields a message for each argument that is not passed on."""
     for name in map(str, given_by(rollout)):
         if name in REFUSED:
             yield f"{KEY}.{name} is refused: {REFUSED[name]}."
@@ -37,17 +37,17 @@ def refusals(rollout: RolloutConfig) -> Iterator[str]:
 
 
 def _are_all(version: str | None) -> bool:
-    """Whether `NAMES` are all its arguments; where none is installed, they are those of the version that is wanted."""
+    """Returns whether `NAMES` lists all arguments of this version; None (not installed) counts as `VERSION`."""
     return version is None or is_tried(version)
 
 
 def merged(derived: Mapping[str, Any], given: Mapping[str, Any], version: str) -> dict[str, Any]:
-    """The arguments of `LLM`: what mrl makes of `rollout`, and what is handed on beside it.
+    """Returns the arguments of `LLM`: those that mrl derives from `rollout`, and those passed on.
 
     Args:
-        derived: mrl's.
-        given: `rollout.engine_kwargs.vllm`, which `refusals` has let through.
-        version: Of the installed vLLM, for messages.
+        derived: Arguments that mrl sets.
+        given: `rollout.engine_kwargs.vllm`, already checked by `refusals`.
+        version: Version of the installed vLLM, for messages.
 
     Raises:
         UserError: The installed version has no such argument.

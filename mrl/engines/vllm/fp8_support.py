@@ -1,8 +1,8 @@
-"""`rollout.quantization=fp8` on vLLM: which models and replicas it can hold, and which modules stay as they are.
+"""`rollout.quantization=fp8` on vLLM: which models and replicas it supports, and which modules stay unquantized.
 
-Owns the rules that follow from vLLM's `Fp8LinearMethod` and `Fp8MoEMethod`. They cut the scales of a matrix by rank as
-evenly as the matrix, and put those of q, k and v, and of gate and up, one below the other, in whole blocks
-(`validate_fp8_block_shape`; experts that are no whole blocks get finer ones). Read in vLLM 0.32. It imports no torch.
+The rules follow from `Fp8LinearMethod` and `Fp8MoEMethod` of vLLM 0.32. They shard the scales of a matrix over ranks
+like the matrix, and stack those of q, k and v, and of gate and up, in complete blocks (`validate_fp8_block_shape`;
+experts whose sizes are not multiples of a block get smaller ones). Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 
 LEAST_CAPABILITY = (8, 9)
-"""Of a GPU whose kernels multiply float8_e4m3fn (Ada, Hopper); on older ones vLLM would pack the weights."""
+"""Lowest compute capability with kernels for float8_e4m3fn (Ada, Hopper); on older GPUs vLLM packs the weights."""
 
 
 def refusals(config: Config, arch: ArchSpec) -> Iterator[str]:
-    """A message for each rule of FP8 blocks that a run on vLLM breaks."""
+    """Yields a message for each FP8 rule that a run on vLLM breaks."""
     rollout = config.rollout
     if (rollout.name, rollout.quantization) != (NAME, QUANTIZATION):
         return
@@ -31,28 +31,28 @@ def refusals(config: Config, arch: ArchSpec) -> Iterator[str]:
         yield f"{asked} and {key}={dtype}: vLLM multiplies FP8 weights with {DTYPE} only. Set rollout.dtype={DTYPE}."
     if broken := broken_sizes(rollout, arch):
         yield (
-            f"{asked}: each rank's part of a matrix must be whole blocks of {SIDE} x {SIDE}, since vLLM cuts and fuses "
-            f"their scales by the block; {broken}. Choose another rollout.tensor_model_parallel_size where that helps, "
-            "leave rollout.quantization out, or use rollout.name=native."
+            f"{asked}: the sizes of each rank's shard must be multiples of {SIDE}, since vLLM shards and fuses scales "
+            f"by blocks of {SIDE} x {SIDE}; {broken}. Change rollout.tensor_model_parallel_size if that helps, remove "
+            "rollout.quantization, or use rollout.name=native."
         )
 
 
 def check_gpu(capability: tuple[int, int]) -> None:
-    """Raises UserError for a GPU on which vLLM would pack FP8 weights for other kernels (Marlin)."""
+    """Raises UserError on a GPU on which vLLM would pack FP8 weights for other kernels (Marlin)."""
     if capability < LEAST_CAPABILITY:
         raise UserError(
             f"rollout.quantization={QUANTIZATION} with rollout.name={NAME} on a GPU of compute capability "
             f"{'.'.join(map(str, capability))}: vLLM's plain kernels for FP8 need "
-            f"{'.'.join(map(str, LEAST_CAPABILITY))}. Leave rollout.quantization out."
+            f"{'.'.join(map(str, LEAST_CAPABILITY))}. Remove rollout.quantization."
         )
 
 
 def left_out(arch: ArchSpec) -> list[str]:
-    """Modules that vLLM would quantise, and the actor does not: the routers."""
+    """Returns the modules that vLLM would quantize but the actor does not: the routers."""
     if arch.moe is None:
         return []
     return [f"model.layers.{layer}.{place}.gate" for layer in range(arch.num_layers) for place in ROUTED]
 
 
 ROUTED = ("mlp", "block_sparse_moe")
-"""Where a layer has its experts, by the families' names."""
+"""Names of a layer's MoE module in the model families."""

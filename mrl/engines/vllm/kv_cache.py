@@ -1,6 +1,6 @@
-"""How large vLLM's KV cache is made: what the longest sequences take, within what the run allows.
+"""Size of vLLM's KV cache: enough for `max_num_seqs` sequences of full length, within the budget of the run.
 
-Owns that rule, for the engine's start and for `commands/plan/`. It imports no torch and no vLLM.
+Used by the engine's start and by `commands/plan/`. Imports no torch and no vLLM.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 
 ROUND = 128
-"""Tokens to which a sequence's part is rounded up, where no block is larger; vLLM's own are at most as large."""
+"""Tokens to which a sequence is rounded up, unless `block_size` is larger; vLLM's default blocks are at most this
+large."""
 
 
 @dataclass(frozen=True)
-class KVCache:
-    """The cache of one rank.
+class KVCacheSize:
+    """KV cache of one rank.
 
     Attributes:
-        sequence_bytes: Of one sequence of full length.
-        wanted_bytes: Of `rollout.max_num_seqs` of them.
+        sequence_bytes: Bytes of one sequence of full length.
+        wanted_bytes: Bytes of `rollout.max_num_seqs` such sequences.
     """
 
     sequence_bytes: int
     wanted_bytes: int
 
     def within(self, budget: int, rollout: RolloutConfig) -> int:
-        """Bytes that it is made with, of `budget` that the run allows.
+        """Returns the size to allocate, bytes, at most `budget`.
 
         Raises:
-            UserError: Not one sequence fits.
+            UserError: Not even one sequence fits.
         """
         if self.sequence_bytes > budget:
             raise UserError(
@@ -44,26 +45,26 @@ class KVCache:
 
 
 def item_bytes(rollout: RolloutConfig, engine_bytes: int) -> int:
-    """Of one element: `kv_cache_dtype` of vLLM's own arguments goes before the engine's dtype."""
+    """Returns the bytes of one element; vLLM's own argument `kv_cache_dtype` overrides the engine's dtype."""
     return 1 if str(given_by(rollout).get("kv_cache_dtype", "")).startswith("fp8") else engine_bytes
 
 
 def block_tokens(rollout: RolloutConfig) -> int:
-    """To which a sequence's part is rounded up: `block_size` of vLLM's own arguments may be larger than `ROUND`."""
+    """Returns the tokens to which a sequence is rounded up; vLLM's own argument `block_size` may exceed `ROUND`."""
     given = given_by(rollout).get("block_size")
     return max(ROUND, given) if isinstance(given, int) else ROUND
 
 
-def kv_cache(rollout: RolloutConfig, arch: ArchSpec, engine_bytes: int) -> KVCache:
-    """The cache that a run wants.
+def kv_cache(rollout: RolloutConfig, arch: ArchSpec, engine_bytes: int) -> KVCacheSize:
+    """Returns the wanted cache sizes of a run.
 
     Args:
-        rollout: The section.
-        arch: The model.
-        engine_bytes: Of an element of the engine's dtype.
+        rollout: `rollout` section.
+        arch: Sizes of the model.
+        engine_bytes: Bytes of an element of the engine's dtype.
     """
     heads = max(1, arch.num_kv_heads // rollout.tensor_model_parallel_size)
     block = block_tokens(rollout)
-    tokens = (-(-rollout.longest // block) + 1) * block  # vLLM keeps one for itself
+    tokens = (-(-rollout.longest // block) + 1) * block  # vLLM reserves one block
     each = tokens * 2 * arch.num_layers * heads * arch.head_dim * item_bytes(rollout, engine_bytes)
-    return KVCache(each, each * rollout.max_num_seqs)
+    return KVCacheSize(each, each * rollout.max_num_seqs)

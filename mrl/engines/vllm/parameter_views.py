@@ -1,7 +1,6 @@
-"""vLLM's own parameters as the engine's layout sees them: where a refit writes.
+"""Views of vLLM's own parameters under the names of `resharding/vllm.py`, into which weight sync writes.
 
-Owns the way from a name of `resharding/vllm.py` to the storage that vLLM computes with, and the packing of experts on a
-CPU, whose kernel reads them in an order of its own (vLLM's `reload_weights` leaves that out).
+Also packs experts on a CPU, whose kernel reads them in its own order (vLLM's `reload_weights` does not do that).
 """
 
 from __future__ import annotations
@@ -20,22 +19,23 @@ from mrl.resharding.layout import Layout
 from mrl.resharding.weight_slice import WeightSlice
 
 PLAIN_KERNELS = ("TRITON", "CPU", "TritonFp8BlockScaledMMKernel")
-"""vLLM's kernels that read what a refit writes: for experts, the second after `Storage.pack`; for matrices in FP8."""
+"""vLLM's kernels that read weights in the layout that weight sync writes: two for experts (CPU after
+`ParameterViews.pack`), one for FP8 matrices."""
 
 ROUTED = ".routed_experts."
 """Part of the names of experts in some versions."""
 
 
-class Storage:
+class ParameterViews:
     """Parameters of this rank's part of the model, by the layout's names.
 
     Args:
-        model: vLLM's.
-        layout: What it must store.
-        version: Of vLLM, for messages.
+        model: vLLM's model.
+        layout: Expected tensors.
+        version: Version of vLLM, for messages.
 
     Raises:
-        UserError: vLLM stores something else.
+        UserError: vLLM's parameters differ from the layout.
     """
 
     def __init__(self, model: torch.nn.Module, layout: Layout, version: str) -> None:
@@ -43,8 +43,8 @@ class Storage:
         missing, strange = layout.keys() - found.keys(), found.keys() - layout.keys()
         if missing or strange:
             raise UserError(
-                f"vLLM {version} stores other weights than mrl knows of: it lacks {_some(missing)} and has "
-                f"{_some(strange)} besides. {INSTALL}"
+                f"vLLM {version} stores other weights than mrl expects: it lacks {_some(missing)} and additionally has "
+                f"{_some(strange)}. {INSTALL}"
             )
         self._tensors: dict[str, Tensor] = {}
         for name, stored in layout.items():
@@ -54,9 +54,9 @@ class Storage:
                 tensor = tensor.view(-1, tensor.size(-1)) if tensor.is_contiguous() else tensor
             if tuple(tensor.shape) != wanted:
                 raise UserError(
-                    f"vLLM {version} stores '{name}' as {list(found[name].shape)}, mrl expects {list(wanted)}. Where "
-                    "these are experts, vLLM's kernel for CPUs pads the width of a rank's part to a multiple of 32: "
-                    "choose rollout.tensor_model_parallel_size so that it is one, or use rollout.name=native."
+                    f"vLLM {version} stores '{name}' as {list(found[name].shape)}, mrl expects {list(wanted)}. If "
+                    "these are experts, vLLM's CPU kernel pads the width of a rank's shard to a multiple of 32: choose "
+                    "rollout.tensor_model_parallel_size so that it is one, or use rollout.name=native."
                 )
             if tensor.dtype != DTYPES[stored.dtype]:
                 raise UserError(
@@ -68,7 +68,7 @@ class Storage:
         self._packed = list(_packed_experts(model))
 
     def write(self, item: WeightSlice) -> None:
-        """Copies a slice into place.
+        """Copies a slice into its parameter.
 
         Raises:
             RuntimeError: There is no such tensor, or the slice does not fit it.
@@ -79,25 +79,25 @@ class Storage:
         item.write_to(stored)
 
     def checksum(self) -> int:
-        """Sum over the bits of all that is stored."""
+        """Returns the sum over the bits of all parameters."""
         return sum(bit_sum(tensor) for tensor in self._tensors.values()) % MODULUS
 
     def pack(self) -> None:
-        """Puts experts into the order that a CPU's kernel reads, in the same storage; nothing on a GPU."""
+        """Reorders experts for a CPU's kernel, in the same storage; does nothing on a GPU."""
         for weight, isa in self._packed:
             from vllm import _custom_ops
 
-            for experts in torch.split(weight, torch.get_num_threads()):  # few enough to stay in the processor's cache
+            for experts in torch.split(weight, torch.get_num_threads()):  # few enough for the processor's cache
                 experts.copy_(_custom_ops.cpu_prepack_moe_weight(experts, isa))
 
     def forget(self) -> None:
-        """Lets go of the parameters."""
+        """Drops the references to the parameters."""
         self._tensors.clear()
         self._packed.clear()
 
 
 def _check_kernels(model: torch.nn.Module, version: str) -> None:
-    """Raises UserError where a kernel keeps weights in an order that a refit does not write."""
+    """Raises UserError if a kernel uses another weight order than weight sync writes."""
     layer: Any
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -107,13 +107,12 @@ def _check_kernels(model: torch.nn.Module, version: str) -> None:
         if kernel is not None and kernel not in PLAIN_KERNELS:
             raise UserError(
                 f"vLLM {version} multiplies {'experts' if experts is not None else 'matrices in FP8'} with {kernel}, "
-                "which keeps them in an order of its own, where mrl writes them for "
-                f"{' or '.join(PLAIN_KERNELS)}. {INSTALL}"
+                f"which reorders them; mrl supports {' or '.join(PLAIN_KERNELS)}. {INSTALL}"
             )
 
 
 def _packed_experts(model: torch.nn.Module) -> Iterator[tuple[Tensor, str]]:
-    """Each matrix of experts that vLLM packed when it loaded, with the kernel's order."""
+    """Yields each expert matrix that vLLM packed when it loaded, with the kernel's instruction set."""
     layer: Any
     for layer in model.modules():
         kernel: Any = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)

@@ -1,19 +1,18 @@
-"""What mrl replaces inside vLLM, piece by piece, each held against the installed version before it is used.
+"""Replacements of vLLM functions, each checked against the installed version before use.
 
-Owns the replacements and nothing else of vLLM's internals. Each was read and tried in vLLM 0.32; a version that lacks
-the place is refused by its name.
+Each was tested with vLLM 0.32; a version that lacks the replaced function is refused by its name.
 
-- `plain_linears`: on a CPU vLLM packs every matrix after loading and drops it; a matrix that stays can be refitted.
-- `ranks_of_the_trainer`: vLLM's end would destroy torch.distributed, which is the trainer's.
-- `rewound_numbers`: a token that is sampled behind a part of a prompt is thrown away, and its random numbers are taken
-  back in a way that only GPUs know; on a CPU vLLM ends there.
-- `world_of_the_replica`: it takes all ranks of the job for its own, and some may only train; and each group would open
+- `plain_linears`: on a CPU vLLM packs every matrix after loading and drops the original, which weight sync needs.
+- `ranks_of_the_trainer`: vLLM's shutdown would destroy torch.distributed, which the trainer uses.
+- `rewound_numbers`: a token sampled after an incomplete prompt is discarded and its random numbers are rewound in a way
+  that only works on GPUs; on a CPU vLLM crashes there.
+- `world_of_the_replica`: vLLM would use all ranks of the job, but some may only train; and each group would open
   sockets and shared memory for Python objects, which nothing here sends.
-- `told_of_the_cache`: what is bound to the model must be there before its graphs are captured.
-- `ranks_sleep`: ranks on CPUs would talk through files in shared memory, which have the same names in every job of a
-  host and outlive it; and a rank that waits there turns in circles, on the core that the others need.
-- `memory_stays`: on a CPU vLLM would move the trainer's memory to one NUMA node, and bind it there for good.
-- `kernels_of_vllm`: what stands in for Triton's kernels is looked for in each module of the process, at each start.
+- `told_of_the_cache`: hooks on the model must exist before its graphs are captured.
+- `ranks_sleep`: ranks on CPUs would communicate through shared memory files, which have the same names in every job of
+  a host and outlive it; and a waiting rank spins on the core that the others need.
+- `memory_stays`: on a CPU vLLM would move the trainer's memory to one NUMA node and bind it there.
+- `kernels_of_vllm`: replacements of Triton kernels are searched in each module of the process, at each start.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from mrl.errors import UserError
 
 
 def place(module: str, name: str, version: str) -> Any:
-    """What `name` is in a module of vLLM; "Class.attribute" works too.
+    """Returns `name` (or "Class.attribute") of a module of vLLM.
 
     Raises:
-        UserError: The installed version has no such thing.
+        UserError: The installed version does not have it.
     """
     try:
         found: Any = importlib.import_module(module)
@@ -49,18 +48,18 @@ def place(module: str, name: str, version: str) -> Any:
 
 
 def plain_linears(version: str) -> None:
-    """Matrices stay torch tensors, and are multiplied by torch: slower than packed, see `tools/bench_rollout.py`."""
+    """Keeps matrices as torch tensors, multiplied by torch: slower than packed ones, see `tools/bench_rollout.py`."""
     place("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", version)
     from vllm.model_executor.layers import utils
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)
 
-    utils.dispatch_cpu_unquantized_gemm = dispatch  # each layer looks it up when it is loaded
+    utils.dispatch_cpu_unquantized_gemm = dispatch  # looked up when a layer is loaded
 
 
 def ranks_of_the_trainer(version: str) -> None:
-    """The engine's end destroys vLLM's process groups, and leaves the default one."""
+    """Makes the engine's shutdown destroy only vLLM's process groups, not the default one."""
     place("vllm.v1.engine.core", "cleanup_dist_env_and_memory", version)
     state = place("vllm.distributed", "parallel_state", version)
     for name in ("destroy_model_parallel", "_WORLD", "init_model_parallel_group"):
@@ -77,7 +76,7 @@ def ranks_of_the_trainer(version: str) -> None:
 
 
 class _Distributed:
-    """`torch.distributed` for `parallel_state`: the job is the replica, and only who is in a group makes it."""
+    """Replacement of `torch.distributed` in `parallel_state`: the world is the replica."""
 
     def __init__(self, size: int, name: str) -> None:
         self._size, self._name, self._count = size, name, 0
@@ -94,7 +93,7 @@ class _Distributed:
 
 
 class _Torch:
-    """`torch` for `parallel_state`."""
+    """Replacement of `torch` in `parallel_state`."""
 
     def __init__(self, size: int, name: str) -> None:
         self.distributed = _Distributed(size, name)
@@ -104,14 +103,14 @@ class _Torch:
 
 
 def world_of_the_replica(version: str, ranks: Sequence[int], name: str) -> None:
-    """Groups are made of the replica's ranks, by their numbers in the job, and by nobody else; they have no queues.
+    """Makes vLLM create its groups from the replica's ranks only, without message queues.
 
-    What vLLM still sends of Python's goes through torch.distributed, data only.
+    Python objects that vLLM still sends go through torch.distributed, data only.
 
     Args:
-        version: Of the installed vLLM.
-        ranks: Of the job, in the order of the replica.
-        name: Of this start of the replica alone, the same on all its ranks.
+        version: Version of the installed vLLM.
+        ranks: Global ranks of the replica, in its order.
+        name: Unique name of this start of the replica, the same on all its ranks.
     """
     for part in ("torch.distributed", "init_world_group", "init_model_parallel_group"):
         place("vllm.distributed.parallel_state", part, version)
@@ -132,7 +131,7 @@ def world_of_the_replica(version: str, ranks: Sequence[int], name: str) -> None:
 
 
 def ranks_sleep(version: str) -> None:
-    """Ranks of a replica on CPUs talk over torch.distributed, where one that waits leaves its core to the others."""
+    """Makes the ranks of a replica on CPUs communicate over torch.distributed, where waiting does not use a core."""
     module, name = "vllm.distributed.device_communicators.cpu_communicator", "_all_group_ranks_share_shm_group_name"
     place(module, f"CpuCommunicator.{name}", version)
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -141,7 +140,7 @@ def ranks_sleep(version: str) -> None:
 
 
 def memory_stays(version: str) -> None:
-    """Where the process takes its memory from is for whoever started it to say."""
+    """Disables vLLM's NUMA binding of the process."""
     importlib.import_module("vllm._custom_ops")  # loads the library
     place("vllm.v1.worker.cpu_worker", "torch.ops._C.init_cpu_memory_env", version)
     operations: Any = torch.ops._C
@@ -149,7 +148,7 @@ def memory_stays(version: str) -> None:
 
 
 class _Modules:
-    """`sys.modules`, as far as the search for kernels reads it: all by name, but only vLLM's to look through."""
+    """Replacement of `sys.modules` for the kernel search: lookup by name finds all modules, iteration only vLLM's."""
 
     def __getitem__(self, name: str) -> ModuleType:
         return sys.modules[name]
@@ -159,7 +158,7 @@ class _Modules:
 
 
 def kernels_of_vllm(version: str) -> None:
-    """No attribute of other packages is touched, of which some warn, and a start on a CPU takes a second less."""
+    """Restricts the kernel search to vLLM's modules: other packages do not warn, and a start on a CPU is 1 s faster."""
     place("vllm.triton_utils.dispatcher", "_rebind_kernels", version)
     place("vllm.triton_utils.dispatcher", "sys.modules", version)
     from vllm.triton_utils import dispatcher
@@ -168,28 +167,27 @@ def kernels_of_vllm(version: str) -> None:
 
 
 def rewound_numbers(version: str) -> None:
-    """On a CPU too a token that is thrown away takes no random numbers of its sample."""
+    """Makes a discarded token take no random numbers of its sample, on a CPU too."""
     module = "vllm.v1.worker.gpu_model_runner"
     runner = place(module, "GPUModelRunner", version)
     for name in ("_sample", "_bookkeeping_sync"):
         place(module, f"GPUModelRunner.{name}", version)
     sampled, booked = _own(runner, "_sample"), _own(runner, "_bookkeeping_sync")
 
-    def thrown_away(self: Any) -> dict[int, torch.Generator]:
-        """Row -> its generator."""
+    def discarded(self: Any) -> dict[int, torch.Generator]:
         batch = self.input_batch
         rows = map(int, self.discard_request_mask.np[: batch.num_reqs].nonzero()[0])
         return {row: batch.generators[row] for row in rows if row in batch.generators}
 
     def sample(self: Any, *given: Any) -> Any:
-        before = [(generator, generator.get_state()) for generator in thrown_away(self).values()]
+        before = [(generator, generator.get_state()) for generator in discarded(self).values()]
         found = sampled(self, *given)
         for generator, state in before:
             generator.set_state(state)
         return found
 
     def bookkeeping(self: Any, *given: Any) -> Any:
-        batch, rewound = self.input_batch, thrown_away(self)
+        batch, rewound = self.input_batch, discarded(self)
         for row in rewound:
             del batch.generators[row]
         try:
@@ -201,9 +199,9 @@ def rewound_numbers(version: str) -> None:
 
 
 def told_of_the_cache(version: str, listeners: Sequence[Callable[[Any, Any], None]]) -> None:
-    """Calls each listener with each model runner and its `KVCacheConfig` as soon as it has its cache.
+    """Calls each listener with each model runner and its `KVCacheConfig` as soon as the runner has its cache.
 
-    The model is loaded by then, and no graph was captured.
+    At that time the model is loaded, and no graph is captured.
     """
     runner = place("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", version)
     place("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.initialize_kv_cache", version)
@@ -212,14 +210,14 @@ def told_of_the_cache(version: str, listeners: Sequence[Callable[[Any, Any], Non
 
     def initialize(self: Any, cache: Any, is_profiling: bool = False, **given: Any) -> None:
         original(self, cache, is_profiling, **given)
-        for told in () if is_profiling else listeners:
-            told(self, cache)
+        for listener in () if is_profiling else listeners:
+            listener(self, cache)
 
     runner.initialize_kv_cache = initialize
 
 
 def _own(kind: Any, name: str) -> Any:
-    """The method of a class or function of a module, vLLM's own also after it was replaced."""
+    """Returns vLLM's original method or function, even if it was replaced before."""
     originals: dict[str, Any] = kind.__dict__.get("_mrl_originals") or {}
     originals.setdefault(name, getattr(kind, name))
     kind._mrl_originals = originals

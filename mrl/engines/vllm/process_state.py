@@ -1,10 +1,9 @@
-"""What vLLM's start changes in the process that it shares with the trainer, and that is put back.
+"""Restores the process state that vLLM's start changes and that the trainer shares.
 
-Owns the list. vLLM seeds every random number generator and draws from them at each step, sets variables of the
-environment and the precision of products in float32, has all loggers write to the terminal, and on a CPU binds the
-cores of the threads and makes `torch.set_num_threads` do nothing. Its stand-ins for `torch.cuda.Stream` and pinned
-memory in a CPU build stay: nothing there uses the real ones. Also what its start has others say that is no user's
-business.
+vLLM seeds every random number generator and draws from them at each step, sets environment variables and the precision
+of float32 products, makes all loggers write to the terminal, and on a CPU binds the cores of the threads and disables
+`torch.set_num_threads`. Its replacements of `torch.cuda.Stream` and pinned memory in a CPU build stay: nothing there
+uses the real ones. Also silences log messages of other packages during the start.
 """
 
 from __future__ import annotations
@@ -21,25 +20,26 @@ import torch
 from mrl.distributed import launch
 
 ALWAYS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-"""vLLM's core is in this process, and its model in the runner that was tried; a newer one is the default on GPUs."""
+"""Variables for vLLM's core in this process, and for the model runner that was tested (a newer one is the default on
+GPUs)."""
 
 OWN = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-"""Variables that vLLM reads now and then, so that they stay: no word to others about the job, cores left alone, and its
-log only where something failed. What the user has set goes before."""
+"""Variables that stay set, because vLLM reads them later too: no usage reports, no core binding, and only errors in its
+log. The user's values take precedence."""
 
 ABSENT_TRITON = {
     "torch._library.triton": "Triton not available",
     "vllm.triton_utils.importing": "doesn't include CPU backend",
 }
-"""Logger -> what it says of Triton."""
+"""Logger -> message about Triton to suppress."""
 
 
 def quieten() -> None:
-    """On a CPU nobody is told that Triton is not there, or knows no CPU: it is not used."""
+    """Suppresses messages that Triton is missing on a CPU, where it is not used."""
     for logger in ABSENT_TRITON:
         logging.getLogger(logger).addFilter(_is_news)
 
@@ -50,18 +50,18 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def kept(device: torch.device, *, place: int = 0, size: int = 1) -> Iterator[None]:
-    """After the block, random numbers, cores, threads, the device, TF32, the log and the environment are as before.
+    """Restores random numbers, cores, threads, device, TF32, log and environment after the block.
 
     Args:
-        device: Of this rank.
-        place: Of it in its replica, which is the whole job for vLLM.
+        device: Device of this rank.
+        place: Rank in the replica, which is the world for vLLM.
         size: Ranks of the replica.
     """
     launch.give_variables(ALWAYS, unless_set=OWN)
     if device.type == "cpu":
         quieten()
     here = launch.environment()
-    local = device.index if device.type == "cuda" else here.local_rank  # vLLM takes the device of that number
+    local = device.index if device.type == "cuda" else here.local_rank  # vLLM uses LOCAL_RANK as the device index
     given = {"RANK": place, "WORLD_SIZE": size, "LOCAL_RANK": local}
     precision = torch.get_float32_matmul_precision()
     cores, set_threads, threads = os.sched_getaffinity(0), torch.set_num_threads, torch.get_num_threads()
@@ -85,7 +85,7 @@ def kept(device: torch.device, *, place: int = 0, size: int = 1) -> Iterator[Non
 
 @contextmanager
 def same_numbers(device: torch.device) -> Iterator[None]:
-    """After the block, the random number generators stand where they stood."""
+    """Restores the state of all random number generators after the block."""
     python = random.getstate()
     array = np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -1,10 +1,9 @@
-"""Which experts vLLM sent each token to, for `rollout.enable_rollout_routing_replay`.
+"""Routing record of vLLM: the experts of each token, for `rollout.enable_rollout_routing_replay`.
 
-Owns what is read of each step. vLLM's `enable_return_routed_experts` is for its newer model runner alone; the hooks
-under it (`RoutedExpertsCapturer`, on each layer's router) are not, and work in every runner and inside CUDA graphs. The
-choice of a token is kept where the KV cache has the token: in the same block, at the same place. So a prefix that comes
-from the cache has its experts too, parts of a prompt and paused requests need no care, and what a refit drops is never
-read again. Read in vLLM 0.32.
+vLLM's `enable_return_routed_experts` exists only in its newer model runner; the hooks that it uses
+(`RoutedExpertsCapturer`, on each layer's router) work in every runner and inside CUDA graphs. A token's experts are
+stored at the block and slot of its KV cache entry. So a cached prefix has its experts too, chunked prompts and
+preempted requests need no special case, and dropped cache entries are never read again. For vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -24,30 +23,30 @@ from mrl.resharding.dtypes import choice_dtype
 CAPTURER = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
 
 
-class Experts:
-    """The experts of every token whose keys and values are in the cache."""
+class RoutingRecorder:
+    """Experts of every token in the KV cache."""
 
     def __init__(self, arch: ArchSpec, moe: MoeSpec, version: str) -> None:
-        """Keeps nothing until `attach`.
+        """Creates a recorder without storage; `attach` allocates it.
 
         Args:
-            arch: The model.
-            moe: Its experts.
-            version: Of vLLM, for messages.
+            arch: Sizes of the model.
+            moe: MoE sizes of the model.
+            version: Version of vLLM, for messages.
         """
         self._shape = (arch.num_layers, moe.top_k)
         self._num_experts = moe.num_experts
         self._version = version
 
     def attach(self, runner: Any, cache: Any) -> None:
-        """Listens to the routers of a model runner from here on; before its graphs are captured.
+        """Hooks into the routers of a model runner; must precede the capture of its graphs.
 
         Args:
-            runner: vLLM's, with its model loaded.
-            cache: Its `KVCacheConfig`.
+            runner: vLLM's model runner, with its model loaded.
+            cache: vLLM's `KVCacheConfig`.
 
         Raises:
-            UserError: A router cannot be listened to, or the model is another than mrl's.
+            UserError: A router has no hook, or the model differs from mrl's.
         """
         from vllm.model_executor.layers.fused_moe import routed_experts_capturer as vllm
 
@@ -55,7 +54,7 @@ class Experts:
             raise self._refusal(f"it has {len(cache.kv_cache_groups)} kinds of KV cache")
         self._capturer = vllm.RoutedExpertsCapturer(runner.max_num_tokens, runner.vllm_config)
         if self._capturer.shape_per_token != self._shape:
-            raise self._refusal(f"it would tell {self._capturer.shape_per_token} a token, expected {self._shape}")
+            raise self._refusal(f"it records {self._capturer.shape_per_token} per token, expected {self._shape}")
         try:
             vllm.bind_routed_experts_capturer(runner.get_model(), self._capturer)
         except ValueError as error:
@@ -63,7 +62,7 @@ class Experts:
         num_slots = cache.num_blocks * cache.kv_cache_groups[0].kv_cache_spec.block_size
         self._kept = torch.full((num_slots, *self._shape), -1, dtype=choice_dtype(self._num_experts))
         self._batch = runner.input_batch
-        bookkeeping = runner._bookkeeping_sync  # after each forward, while the batch is as it was
+        bookkeeping = runner._bookkeeping_sync  # called after each forward, before the batch changes
 
         def keep(scheduled: Any, *rest: Any) -> Any:
             self._batch = runner.input_batch
@@ -74,13 +73,13 @@ class Experts:
 
     def _refusal(self, why: str) -> UserError:
         return UserError(
-            f"rollout.enable_rollout_routing_replay=true: vLLM {self._version} cannot tell its experts: {why}. Set it "
-            "to false, and actor.router_replay=recompute with algorithm.rollout_correction.bypass_mode=false. "
+            f"rollout.enable_rollout_routing_replay=true: vLLM {self._version} cannot report its experts: {why}. Set "
+            "it to false, and actor.router_replay=recompute with algorithm.rollout_correction.bypass_mode=false. "
             f"{INSTALL}"
         )
 
     def _keep(self, num_scheduled: dict[str, int]) -> None:
-        """Of the step that was computed last, whose requests lie in the batch's order."""
+        """Stores the experts of the last step, whose requests are in the batch's order."""
         batch = self._batch
         counts = np.array([num_scheduled[name] for name in batch.req_ids])
         rows = np.repeat(np.arange(len(counts)), counts)
@@ -91,29 +90,29 @@ class Experts:
         self._kept[torch.from_numpy(self._slots(rows, positions))] = found.to(self._kept.dtype)
 
     def _slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Places in the cache of tokens of the batch."""
+        """Returns the cache slots of tokens of the batch."""
         blocks = self._batch.block_table[0]
         table, size = blocks.get_numpy_array(), blocks.block_size
         slots: NDArray[np.int64] = table[rows, positions // size].astype(np.int64) * size + positions % size
         return slots
 
     def of(self, name: str, num_tokens: int) -> Tensor:
-        """The experts of a request that took part in the last step, as `Rollout.routed_experts` has them.
+        """Returns the experts of a request that took part in the last step, see `Rollout.routed_experts`.
 
         Args:
-            name: vLLM's own of the request.
-            num_tokens: Of its prompt and response, as far as mrl keeps it.
+            name: vLLM's internal name of the request.
+            num_tokens: Tokens of its prompt and (cut) response.
 
         Raises:
-            RuntimeError: A token has none, or one that the model does not have.
+            RuntimeError: A token has no experts, or invalid ones.
         """
         row = self._batch.req_id_to_index.get(name)
         if row is None:
-            raise RuntimeError(f"vLLM {self._version} has dropped the request whose experts are asked for")
-        positions = np.arange(num_tokens - 1)  # the last was sampled, and is not read
+            raise RuntimeError(f"vLLM {self._version} dropped request {name} before its experts were read")
+        positions = np.arange(num_tokens - 1)  # the last token was sampled and never fed
         known = self._kept[torch.from_numpy(self._slots(np.full_like(positions, row), positions))]
         if known.numel() and not 0 <= int(known.min()) <= int(known.max()) < self._num_experts:
             raise RuntimeError(
-                f"vLLM {self._version} told experts {int(known.min())} to {int(known.max())} of {self._num_experts}"
+                f"vLLM {self._version} reported experts {int(known.min())} to {int(known.max())} of {self._num_experts}"
             )
         return torch.cat([known, known.new_full((1, *self._shape), -1)])

@@ -1,7 +1,6 @@
-"""Between the sampling contract and vLLM: `SamplingConfig` -> `SamplingParams`, results -> `Rollout`.
+"""Converts `SamplingConfig` to vLLM's `SamplingParams`, and its outputs to `Rollout`, with checks.
 
-Owns that translation and the checks of what comes back. Log-probabilities are vLLM's `processed_logprobs`: of the
-distribution that it samples from.
+Log-probabilities are vLLM's `processed_logprobs`: of the distribution that it samples from.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from mrl.types import FinishReason, Prompt, Rollout
 
 
 def arguments(sampling: SamplingConfig, prompt: Prompt, sample_index: int) -> dict[str, Any]:
-    """Arguments of `SamplingParams` for one sample; its seed is its own, wherever it is in a batch."""
+    """Returns the arguments of `SamplingParams` for one sample, whose seed does not depend on the batch."""
     return {
         "max_tokens": sampling.max_tokens,
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
@@ -26,35 +25,35 @@ def arguments(sampling: SamplingConfig, prompt: Prompt, sample_index: int) -> di
         "min_p": sampling.min_p if not sampling.greedy else 0.0,
         "seed": stream_key(sampling.seed, prompt.uid, sample_index),
         "stop_token_ids": [] if sampling.ignore_eos else list(sampling.stop_token_ids),
-        "ignore_eos": True,  # which tokens end a response is the contract's, not the model folder's
-        "logprobs": 0,  # the sampled token's
+        "ignore_eos": True,  # end tokens come from SamplingConfig, not from the model folder
+        "logprobs": 0,  # only that of the sampled token
         "detokenize": False,
     }
 
 
 def logprobs_of(output: Any) -> list[float]:
-    """Log-probability of each token of a response.
+    """Returns the log-probability of each token of a response.
 
     Raises:
-        RuntimeError: One is missing, or no number.
+        RuntimeError: One is missing or not finite.
     """
     found = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs or (), strict=True)]
     for position, value in enumerate(found):
         if not math.isfinite(value):
-            raise RuntimeError(f"vLLM gave token {position} of the response the log-probability {value}")
+            raise RuntimeError(f"vLLM returned log-probability {value} for response token {position}")
     return found
 
 
 def ends_in_text(tokens: Sequence[int], sampling: SamplingConfig, decode: Callable[[Sequence[int]], str]) -> int | None:
-    """Tokens up to the end of a stop string; None: there is none."""
+    """Returns the number of tokens up to the end of a stop string; None if there is none."""
     return shortest_with(tokens, () if sampling.ignore_eos else sampling.stop, decode)
 
 
 def finish_reason(tokens: Sequence[int], said: str | None, sampling: SamplingConfig) -> FinishReason:
-    """Why a response ended, by its tokens; what the engine says must fit.
+    """Returns the finish reason, from the tokens; vLLM's own must be consistent with it.
 
     Raises:
-        RuntimeError: It ended for another reason, or its end token is missing.
+        RuntimeError: vLLM stopped for another reason, or the end token is missing.
     """
     if not tokens:
         raise RuntimeError("vLLM returned a response without tokens")
@@ -62,8 +61,8 @@ def finish_reason(tokens: Sequence[int], said: str | None, sampling: SamplingCon
         return "stop"
     if said != "length" or len(tokens) != sampling.max_tokens:
         raise RuntimeError(
-            f"vLLM ended the response for the reason '{said}' at {len(tokens)} of {sampling.max_tokens} tokens, and "
-            f"its last token {tokens[-1]} is no end token"
+            f"vLLM ended the response for the reason '{said}' at {len(tokens)} of {sampling.max_tokens} tokens, but "
+            f"its last token {tokens[-1]} is not an end token"
         )
     return "length"
 
@@ -71,7 +70,7 @@ def finish_reason(tokens: Sequence[int], said: str | None, sampling: SamplingCon
 def to_rollout(
     prompt: Prompt, sample_index: int, output: Any, cut: int | None, sampling: SamplingConfig, version: int
 ) -> Rollout:
-    """One finished sample as mrl knows it; `cut` tokens of it where a stop string ended it."""
+    """Converts a finished sample to a rollout; `cut` is its length if a stop string ended it."""
     tokens, logprobs = list(output.token_ids), logprobs_of(output)
     reason: FinishReason = "stop" if cut is not None else finish_reason(tokens, output.finish_reason, sampling)
     return Rollout(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mrl.config.multi_turn import MultiTurnConfig
+from mrl.config.config import MultiTurnConfig
 from mrl.environments.base import Action, Observation
 from mrl.errors import UserError
 from mrl.rollout.episodes.ledger import Ledger

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING
 
-from mrl.config.config import AlgorithmConfig, Config
-from mrl.config.distillation import TOP_K, DistillationConfig, DistillationLossConfig
+from mrl.config.config import TOP_K, AlgorithmConfig, Config, DistillationConfig, DistillationLossConfig
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import Grid

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mrl.config.config import Config
-from mrl.config.rollout_correction import RolloutCorrectionConfig
+from mrl.config.config import Config, RolloutCorrectionConfig
 from mrl.rollout.async_schedule import Schedule
 
 AHEAD = "decoupled_token_is"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from mrl.config.config import Config
-from mrl.config.reward_model import RewardModelConfig
+from mrl.config.config import Config, RewardModelConfig
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec, critic_of
 from mrl.models.hf_config import arch_from_folder, read_config

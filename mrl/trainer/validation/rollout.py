@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mrl.config import registry, user_code
-from mrl.config.config import Config, RolloutConfig
+from mrl.config.config import Config, RolloutConfig, SpeculativeConfig
 from mrl.config.did_you_mean import did_you_mean
-from mrl.config.speculative import SpeculativeConfig
 from mrl.engines import _config_support
 from mrl.engines.trtllm import engine_kwargs as trtllm_passed
 from mrl.engines.trtllm import routing

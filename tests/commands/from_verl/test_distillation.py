@@ -31,7 +31,7 @@ def test_a_distillation_is_translated_with_its_teachers():
         "distillation_loss": {"use_task_rewards": False, "loss_max_clamp": 10.0},
     }  # fmt: skip
     assert [one for one in found.missing if section in one] == []
-    assert sum("take turns with it" in one for one in found.moot) == 2
+    assert sum("alternating with it" in one for one in found.moot) == 2
     one = {key: value for key, value in given.items() if "other" not in key} | {
         f"{section}distillation_loss.loss_mode": "forward_kl_topk",
         f"{section}distillation_loss.use_policy_gradient": True,

@@ -20,8 +20,8 @@ IN_YAML_ONLY = {"engine_kwargs.vllm", "engine_kwargs.sglang", "engine_kwargs.trt
 """Of verl's config files, beside its dataclass."""
 
 NAMED = {
-    "mode": ("async", "`train.mode` says whether it samples beside the updates"),
-    "data_parallel_size": (2, "replicas are the ranks that"),
+    "mode": ("async", "`train.mode=async` samples concurrently"),
+    "data_parallel_size": (2, "the number of replicas follows from"),
     "log_prob_micro_batch_size": (4, "`actor.max_tokens_per_microbatch`"),
     "log_prob_micro_batch_size_per_gpu": (4, "`actor.max_tokens_per_microbatch`"),
     "log_prob_use_dynamic_bsz": ("true", "`actor.max_tokens_per_microbatch`"),
@@ -31,7 +31,7 @@ NAMED = {
     "server": ("null", "no HTTP server"),
     "server.timeout": (60, "no HTTP server"),
     "enable_sleep_mode": ("false", "`rollout.free_cache_engine`"),
-    "load_format": ("auto", "a refit fills it before the first sample"),
+    "load_format": ("auto", "weight sync fills them before the first sample"),
     "quantization_config_file": ("fp8.json", "`rollout.quantization`"),
 }
 

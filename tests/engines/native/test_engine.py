@@ -268,7 +268,7 @@ def test_it_refuses_to_generate_asleep_or_without_whole_weights(qwen):
     prompts, greedy = make_prompts([4]), SamplingConfig(n=1, max_tokens=4, greedy=True)
     bare = NativeEngine(spec_of(RolloutConfig(prompt_length=8, response_length=8), arch_from_folder(qwen)))
     assert bare.policy_version == -1
-    with pytest.raises(RuntimeError, match="not whole"):
+    with pytest.raises(RuntimeError, match="weight update incomplete"):
         bare.generate(prompts, greedy)
     engine = make_engine(qwen)
     before = tokens(engine.generate(prompts, greedy))
@@ -280,7 +280,7 @@ def test_it_refuses_to_generate_asleep_or_without_whole_weights(qwen):
     engine.wake()
     assert tokens(engine.generate(prompts, greedy)) == before
     engine.begin_update()
-    with pytest.raises(RuntimeError, match="not whole"):
+    with pytest.raises(RuntimeError, match="weight update incomplete"):
         engine.generate(prompts, greedy)
     engine.finish_update(7)
     rollouts = engine.generate(prompts, greedy)
@@ -297,7 +297,7 @@ def test_released_weights_take_nothing_and_the_next_update_brings_them_back(qwen
     engine.release()
     assert engine._stored.held_bytes == engine._copies.held_bytes == engine._cache.allocated_bytes == 0
     assert engine.policy_version == -1
-    with pytest.raises(RuntimeError, match="not whole"):
+    with pytest.raises(RuntimeError, match="weight update incomplete"):
         engine.generate(prompts, greedy)
     engine.begin_update()
     engine.update_weights([WeightSlice(name, whole(value.shape), value) for name, value in kept.items()])

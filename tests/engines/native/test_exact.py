@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mrl.config.speculative import SpeculativeConfig
+from mrl.config.config import SpeculativeConfig
 from mrl.engines.base import SamplingConfig
 from tests.engines.native.streams import NARROW, PROMPTS, disturbed, exact, key_of
 from tests.engines.native.test_converse import conversations

@@ -9,8 +9,8 @@ import torch
 
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.engines.native.multiturn import LIVE, pool_rows
-from mrl.engines.native.parked_slots import Parking
-from mrl.engines.native.scheduler import Group, Scheduler
+from mrl.engines.native.parked_slots import PausedSequences
+from mrl.engines.native.scheduler import PromptGroup, Scheduler
 from mrl.types import Prompt
 from tests.engines.native.test_converse import ENDS, LENGTHS, Scripted
 from tests.engines.native.test_engine import LOGPROB_ATOL
@@ -163,7 +163,7 @@ def test_a_sequence_finds_in_its_row_what_it_left(num_rows, spare, seed):
     """Against a model of the cache: `held` says whose tokens each row's slots have."""
     rng = random.Random(seed)
     prompts = [Prompt(uid=i, prompt_ids=tuple(range(n)), text="") for i, n in enumerate([3, 1, 7, 4, 2])]
-    parking = Parking(num_rows + spare)
+    parking = PausedSequences(num_rows + spare)
     scheduler = Scheduler(prompts, 3, num_rows, room=9, share_prefill=True, parking=parking)
     held, queue, turns, step, lost = {}, [], {}, 0, 0
 
@@ -181,7 +181,8 @@ def test_a_sequence_finds_in_its_row_what_it_left(num_rows, spare, seed):
             keys.remove(key)
             parking.forget(key)
         groups = [
-            Group(0, Prompt(0, tuple(range(len(turns[key]) + 3)), ""), deque([0]), 9, answered=key) for key in keys
+            PromptGroup(0, Prompt(0, tuple(range(len(turns[key]) + 3)), ""), deque([0]), 9, answered=key)
+            for key in keys
         ]
         move(scheduler.resume(groups, admitted))
         for i, group in enumerate([*groups, *admitted]):

@@ -284,19 +284,19 @@ def test_it_refuses_what_cannot_go_on(folder, engine):
         of.stream(Parts([[Work(prompt, (), (begun,))]]), sampling)
 
     go_on()
-    with pytest.raises(RuntimeError, match="sample 1 of prompt 10, which was begun, has 0 tokens; .* from 1 to 13"):
+    with pytest.raises(RuntimeError, match="partial rollout 1 of prompt 10 has 0 tokens; 1 to 13 are allowed"):
         go_on(response_ids=(), rollout_logprobs=(), version_runs=())
     with pytest.raises(RuntimeError, match="log-probabilities of 1, and versions of 2"):
         go_on(rollout_logprobs=(-1.0,))
     with pytest.raises(RuntimeError, match="log-probabilities of 2, and versions of 3"):
         go_on(version_runs=((0, 2), (1, 1)))
-    with pytest.raises(RuntimeError, match="known of 0 of them"):
+    with pytest.raises(RuntimeError, match="kept token ids for 0 of its"):
         go_on(replace(SAMPLING, with_support=True, **CUT))
     with pytest.raises(UserError, match="vocabulary"):
         go_on(response_ids=(1, 99))
-    with pytest.raises(UserError, match="max_num_batched_tokens=4, and is read in one pass"):
+    with pytest.raises(UserError, match="max_num_batched_tokens=4, and chunked prefill is off"):
         go_on(of=make_engine(folder, enable_chunked_prefill=False, max_num_batched_tokens=4))
-    with pytest.raises(UserError, match=r"65 tokens; the engine takes 64\. Raise rollout\.prompt_length"):
+    with pytest.raises(UserError, match=r"65 tokens; the engine's limit is 64\. Raise rollout\.prompt_length"):
         engine.stream(Parts([[Work(make_prompts([65])[0], (0,))]]), SAMPLING)
     engine.sleep()
     with pytest.raises(RuntimeError, match="sleeps"):
@@ -326,5 +326,5 @@ def test_an_engine_that_only_generates_streams_whole_responses(engine):
     assert_same(feed.whole, undisturbed(engine))
     assert set(feed.waiting) == {0}
     begun = engine.stream(Parts([work_of(ALL)], 2), SAMPLING)
-    with pytest.raises(RuntimeError, match=rf"{len(begun)} samples are to go on.*rollout\.name=native"):
+    with pytest.raises(RuntimeError, match=rf"partial rollouts \({len(begun)} pending\).*rollout\.name=native"):
         RolloutEngine.stream(engine, Parts([work_of([], begun)]), SAMPLING)

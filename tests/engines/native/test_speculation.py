@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mrl.config.speculative import SpeculativeConfig
+from mrl.config.config import SpeculativeConfig
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native import drafting, partial_rollout
 from mrl.engines.native.decode_cost_model import ASSUMED, Costs, of

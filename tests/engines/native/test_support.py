@@ -96,7 +96,7 @@ def test_the_support_is_what_the_contract_keeps(cut, greedy):
 def test_a_token_that_was_not_kept_is_no_sample_of_that_distribution():
     record = Kept()
     add_step(torch.tensor([[True, False, True]]), torch.tensor([-0.1]), [record])
-    with pytest.raises(RuntimeError, match=r"response token 0 \(1\) is none of those that were kept"):
+    with pytest.raises(RuntimeError, match=r"response token 0 \(1\) is not among the kept token ids"):
         record.give(Rollout(Prompt(0, (1,), ""), 0, [1], [-0.5], "stop", 0))
-    with pytest.raises(RuntimeError, match="known of 1 tokens, and 2 came"):
+    with pytest.raises(RuntimeError, match="exist for 1 of 2 response tokens"):
         record.give(Rollout(Prompt(0, (1,), ""), 0, [0, 2], [-0.5, -0.5], "stop", 0))

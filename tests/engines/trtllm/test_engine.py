@@ -180,7 +180,11 @@ def test_told_to_stop_it_takes_its_requests_back(standin, tmp_path, weights):
 def test_prompts_that_do_not_fit_are_named(standin, tmp_path, weights):
     with tiny.engine(tmp_path) as engine:
         tiny.refit(engine, weights)
-        for ids, message in (((), "no tokens"), ((1,) * 9, "has 9 tokens; the engine takes 8"), ((999,), "vocabulary")):
+        for ids, message in (
+            ((), "no tokens"),
+            ((1,) * 9, "has 9 tokens; the engine's limit is 8"),
+            ((999,), "vocabulary"),
+        ):
             with pytest.raises(UserError, match=f"prompt 7 .*{message}"):
                 engine.generate([Prompt(uid=7, prompt_ids=ids, text="")], SAMPLING)
 

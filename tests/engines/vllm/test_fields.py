@@ -14,7 +14,7 @@ from mrl.engines.base import SamplingConfig
 from mrl.engines.vllm import engine_kwargs, logprob_probe, package_signature
 from mrl.engines.vllm.engine_fields import DERIVED, FREE, IDLE, NAMES, REFUSED, markdown
 from mrl.engines.vllm.fields import FIELDS
-from mrl.engines.vllm.parameter_views import Storage
+from mrl.engines.vllm.parameter_views import ParameterViews
 from mrl.engines.vllm.process_state import ALWAYS, OWN, kept
 from mrl.engines.vllm.sampling import arguments
 from mrl.errors import UserError
@@ -39,8 +39,8 @@ def test_the_page_has_the_table():
     [
         ({"vllm": {"dtype": "float16"}}, "rollout.engine_kwargs.vllm.dtype is refused: set rollout.dtype"),
         ({"vllm": {"speculative_config": {"method": "ngram"}}}, "scores drafted tokens"),
-        ({"vllm": {"moe_backend": "flashinfer_cutlass"}}, "in which a refit would scramble them"),
-        ({"vllm": {"logits_processors": []}}, "the sampling contract says what is drawn from"),
+        ({"vllm": {"moe_backend": "flashinfer_cutlass"}}, "which weight sync would scramble"),
+        ({"vllm": {"logits_processors": []}}, "it would change the sampling distribution"),
         ({"vllm": 3}, "expected a mapping such as {attention_backend: FLASH_ATTN}"),
         ({"trtllm": {"attn_backend": "TRTLLM"}}, "is refused with rollout.name=vllm: nothing would read it"),
         ({"sglang": {"x": 1}}, "only the engines trtllm and vllm take arguments"),
@@ -154,7 +154,7 @@ def test_the_probe_leaves_open_which_of_equal_tokens_at_the_edge_are_kept():
         differ += not torch.equal(cut.isfinite(), expected.isfinite())
         if expected[expected.isfinite()].unique().numel() > 1:
             without = cut.index_fill(0, cut.argmax(), -torch.inf).log_softmax(0)
-            with pytest.raises(RuntimeError, match="not those of what it samples from"):
+            with pytest.raises(RuntimeError, match="do not belong to the distribution"):
                 logprob_probe.check(plain, without)
     assert differ > 10
 
@@ -163,7 +163,7 @@ def test_the_probe_believes_the_contract_only():
     plain = torch.randn(500, generator=torch.Generator().manual_seed(0)).mul(2).log_softmax(0)
     logprob_probe.check(plain, logprob_probe.expected(plain))
     for other in (plain, (plain / logprob_probe.CUT.temperature).log_softmax(0), plain.roll(1)):
-        with pytest.raises(RuntimeError, match="not those of what it samples from"):
+        with pytest.raises(RuntimeError, match="do not belong to the distribution"):
             logprob_probe.check(plain, other)
 
 
@@ -221,7 +221,7 @@ def test_a_build_for_other_devices_is_refused():
     from mrl.engines.vllm.llm_runtime import check_build
 
     check_build(torch.device("cpu"), "0.32.0")
-    with pytest.raises(UserError, match=r"a build for device 'cpu', and the run's is 'cuda'. .*\.\[vllm\]"):
+    with pytest.raises(UserError, match=r"a build for device 'cpu', but the run uses 'cuda'. .*\.\[vllm\]"):
         check_build(torch.device("cuda:0"), "0.32.0")
 
 
@@ -234,10 +234,10 @@ def test_what_mrl_makes_is_refused_of_a_user():
 def test_a_kernel_that_keeps_experts_otherwise_is_refused():
     layer = torch.nn.Module()
     layer.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name="FLASHINFER_CUTLASS"))
-    with pytest.raises(UserError, match="with FLASHINFER_CUTLASS, which keeps them in an order of its own"):
-        Storage(layer, {}, "0.32.0")
+    with pytest.raises(UserError, match="with FLASHINFER_CUTLASS, which reorders them"):
+        ParameterViews(layer, {}, "0.32.0")
     layer.quant_method.unquantized_backend.name = "TRITON"
-    Storage(layer, {}, "0.32.0")
+    ParameterViews(layer, {}, "0.32.0")
 
 
 class DeepGemm:
@@ -256,13 +256,13 @@ def test_a_kernel_that_keeps_fp8_otherwise_is_refused(method, said):
     layer = torch.nn.Module()
     layer.quant_method = SimpleNamespace(**method)
     with pytest.raises(UserError, match=said):
-        Storage(layer, {}, "0.32.0")
+        ParameterViews(layer, {}, "0.32.0")
 
 
 def test_a_tensor_of_another_dtype_is_refused():
     model = torch.nn.Linear(4, 3, bias=False)
     with pytest.raises(UserError, match="stores 'weight' in float32, mrl expects bfloat16"):
-        Storage(model, {"weight": StoredTensor((3, 4), "bfloat16", ())}, "0.32.0")
+        ParameterViews(model, {"weight": StoredTensor((3, 4), "bfloat16", ())}, "0.32.0")
 
 
 def test_what_a_start_changes_is_put_back(monkeypatch):

@@ -99,13 +99,13 @@ def refitted(plain, stored, grid):
     made = llm_runtime.arguments
     llm_runtime.arguments = lambda *args: {**made(*args), "load_format": "auto"}
     with engine_of(stored, arch, group) as engine:
-        expected = {name: value.data.clone() for name, value in engine._host.model().named_parameters()}
+        expected = {name: value.data.clone() for name, value in engine._runtime.model().named_parameters()}
     llm_runtime.arguments = made
     layout = megatron_layout(arch, grid, dist.get_rank(), dtype="bfloat16", te=False)
     sources = allocate(layout)
     load_from_hf(plain, arch, layout, sources)
     with engine_of(stored, arch, group) as engine:
-        model = engine._host.model()
+        model = engine._runtime.model()
         addresses = {name: value.data_ptr() for name, value in model.named_parameters()}
         refit = Refit(layout, sources, engine, CheckpointEngineConfig(1), grids_of(arch, "fp8"))
         for version in range(2):

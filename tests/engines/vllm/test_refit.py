@@ -36,7 +36,7 @@ def loaded_by_vllm(folder, tp_group):
     llm_runtime.arguments = lambda *args: {**original(*args), "load_format": "auto"}
     try:
         with tiny.engine(folder, tp_group=tp_group) as engine:
-            return {name: value.data.clone() for name, value in engine._host.model().named_parameters()}
+            return {name: value.data.clone() for name, value in engine._runtime.model().named_parameters()}
     finally:
         llm_runtime.arguments = original
 
@@ -55,7 +55,7 @@ class Side:
         of_refit.MIB = mib
 
     def assert_holds(self, expected, addresses):
-        for name, value in self.engine._host.model().named_parameters():
+        for name, value in self.engine._runtime.model().named_parameters():
             assert torch.equal(value, expected[name]), name
             assert value.data_ptr() == addresses[name], name
 
@@ -116,7 +116,7 @@ def refits(folder, grid):
     replica = dist.get_rank() // grid.rollout_tp
     with tiny.engine(folder, tp_group=group) as engine:
         side = Side(folder, grid, engine)
-        addresses = {name: value.data_ptr() for name, value in engine._host.model().named_parameters()}
+        addresses = {name: value.data_ptr() for name, value in engine._runtime.model().named_parameters()}
         for version in range(2):
             cost = side.refit(version)
         side.assert_holds(expected, addresses)
@@ -158,4 +158,4 @@ def test_a_refit_is_whole_or_leaves_the_engine_shut(family, grid, folders):
             assert_scored(model, rollouts, SETTINGS[name])
         assert len(said) > 4 * grid.world_size
         for why, refit, generate in said:
-            assert why in refit and "weights are not whole" in generate
+            assert why in refit and "weight update incomplete" in generate

@@ -97,4 +97,4 @@ def without(folder):
 def test_they_are_told_where_they_are_asked_for_and_of_mrls_model(folders):
     for bare, said in run_ranks(2, without, folders("qwen3_moe")):
         assert all(rollout.routed_experts is None for rollout in bare)
-        assert "it would tell (2, 2) a token, expected (2, 3)" in said
+        assert "it records (2, 2) per token, expected (2, 3)" in said

@@ -33,9 +33,9 @@ class Pages:
         from vllm.device_allocator import AllocationData, cumem
         from vllm.v1.worker.gpu_worker import Worker
 
-        worker = engine._host.engine.model_executor.driver_worker.worker
+        worker = engine._runtime.engine.model_executor.driver_worker.worker
         self.gone = set()
-        self.model = engine._host.model()
+        self.model = engine._runtime.model()
         cumem.cumem_available, cumem.libcudart = True, SimpleNamespace(cudaMemcpy=ctypes.memmove)
         cumem.python_unmap_and_release, cumem.python_create_and_map = self.unmap, self.map
         device_allocator.get_mem_allocator_instance = cumem.CuMemAllocator.get_instance
@@ -107,7 +107,7 @@ def slept(folder):
         engine.wake()
         assert engine.generate(prompts, SAMPLED) == before
 
-        cache = engine._host.engine.vllm_config.cache_config
+        cache = engine._runtime.engine.vllm_config.cache_config
         pages.worker.init_snapshot = full = SimpleNamespace(free_memory=GIB, total_memory=80 * GIB, device_="cuda")
         assert pages.worker_class.determine_available_memory(pages.worker) == cache.kv_cache_memory_bytes
         assert cache.gpu_memory_utilization == SMALLEST

@@ -124,7 +124,8 @@ def talked(words, form):
         told = _Script(job.tokenizer, form)
         seen, uids = {}, []
         asked, run, ask, answers = (
-            _multiturn_sample.Conversation.asked, episodes.Episodes.run, episodes._Talk.ask, episodes._Talk.answers,
+            _multiturn_sample.MultiTurnSample.as_prompt,
+            episodes.Episodes.run, episodes._Talk.ask, episodes._Talk.answers,
         )  # fmt: skip
 
         def later(one, seed):
@@ -151,7 +152,7 @@ def talked(words, form):
             return found
 
         patched = [
-            (_multiturn_sample.Conversation, "asked", later), (episodes.Episodes, "run", begun),
+            (_multiturn_sample.MultiTurnSample, "as_prompt", later), (episodes.Episodes, "run", begun),
             (episodes._Talk, "ask", stopped), (episodes._Talk, "answers", answered),
             (cpu_ops.Compiled, "sample", torch_ops.Operations.sample),
             (torch_ops, "uniforms", lambda keys, counts: (keys, counts)),

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrl.config.config import RolloutConfig
-from mrl.config.multi_turn import AgentConfig, MultiTurnConfig
+from mrl.config.config import AgentConfig, MultiTurnConfig, RolloutConfig
 from mrl.data.tokenizer import CharTokenizer
 from mrl.engines._multiturn_base import Stopped
 from mrl.engines.base import SamplingConfig

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import trl
 
-from mrl.config.config import RolloutConfig
-from mrl.config.multi_turn import AgentConfig, MultiTurnConfig
+from mrl.config.config import AgentConfig, MultiTurnConfig, RolloutConfig
 from mrl.data.tokenizer import CharTokenizer
 from mrl.errors import UserError
 from mrl.rollout.episodes.episodes import check_environment

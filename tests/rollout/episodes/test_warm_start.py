@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from mrl.config.config import DataConfig, RolloutConfig
-from mrl.config.multi_turn import AgentConfig, MultiTurnConfig
+from mrl.config.config import AgentConfig, DataConfig, MultiTurnConfig, RolloutConfig
 from mrl.data.prompts import load_training
 from mrl.data.sft_examples import Encoder
 from mrl.data.synthetic_tasks import Calculating, Guessing

@@ -2,8 +2,7 @@
 
 import pytest
 
-from mrl.config.config import load
-from mrl.config.distillation import DistillationConfig, TeacherConfig
+from mrl.config.config import DistillationConfig, TeacherConfig, load
 from mrl.errors import UserError
 from mrl.trainer.resolve import resolve
 from mrl.trainer.validation.distillation import teacher_of

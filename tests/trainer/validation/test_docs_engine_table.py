@@ -266,17 +266,17 @@ def test_the_cases_meet_every_refusal(tmp_path):
 
 SHARED = (
     "rollout",
-    *(f"trainer/{path.name}" for path in (PACKAGE / "trainer").glob("*.py")),
-    "trainer/validation/parallel.py",
-    "trainer/validation/roles.py",
     "resharding",
     "config/config.py",
     "parallel_layout.py",
     "engines/base.py",
     "engines/_prompt_checks.py",
+    *(f"trainer/{path.name}" for path in (PACKAGE / "trainer").glob("*.py")),
+    "trainer/validation/parallel.py",
+    "trainer/validation/roles.py",
     "train.py",
 )
-"""Of mrl, what reads fields for every engine."""
+"""Files and folders of the package that read fields for every engine."""
 
 
 def attributes(*places: str) -> set[str]:

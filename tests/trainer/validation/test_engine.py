@@ -118,4 +118,4 @@ def test_settings_that_a_built_engine_cannot_keep_are_refused(engines, checked):
 
 def test_a_folder_that_nothing_reads_is_refused(engines, checked):
     said = refusal(checked, f"rollout.engine_dir={engines()}", settings=())
-    assert "is refused with rollout.name=native: only rollout.name=trtllm_engine has a folder of engines" in said
+    assert "is refused with rollout.name=native: only rollout.name=trtllm_engine reads prebuilt engines" in said

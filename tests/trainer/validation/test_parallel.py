@@ -35,7 +35,7 @@ RULES = [
     ([f"{ROLLOUT_TP}=2", "rollout.num_ranks=1"], 3, "does not divide the 1 rank(s) of this job that sample"),
     (["rollout.num_ranks=1", "rollout.nnodes=1"], 16, "both set the number of ranks that only sample"),
     (["rollout.n_gpus_per_node=4"], 1, "would have no effect because rollout.nnodes is 0"),
-    (["rollout.pipeline_model_parallel_size=2"], 2, "only built TensorRT-LLM engines have a pipeline"),
+    (["rollout.pipeline_model_parallel_size=2"], 2, "only built TensorRT-LLM engines support pipeline parallelism"),
 ]  # fmt: skip
 
 

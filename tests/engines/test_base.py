@@ -1,0 +1,57 @@
+"""The checks of `RolloutEngine.generate`, and engines that override it."""
+
+import pytest
+
+from mrl.config.config import RolloutConfig
+from mrl.engines._null_engine import NoEngine
+from mrl.engines.base import RolloutEngine, SamplingConfig
+from mrl.types import Prompt
+from tests.engines.specs import spec_of
+from tests.resharding.archs import small
+
+PROMPTS = [Prompt(uid=0, prompt_ids=(1, 2), text="")]
+SAMPLING = SamplingConfig(n=1, max_tokens=1)
+
+
+class Echo(NoEngine):
+    """Returns the prompts as its rollouts."""
+
+    generate = RolloutEngine.generate
+
+    def _generate(self, prompts, sampling):
+        return list(prompts)
+
+
+class Own(NoEngine):
+    """Overrides `generate`, without checks."""
+
+    def generate(self, prompts, sampling):
+        return list(prompts)
+
+
+def engine_of(kind):
+    return kind(spec_of(RolloutConfig(), small("qwen2_tiny")))
+
+
+def test_generate_needs_complete_weights_and_a_waking_engine():
+    engine = engine_of(Echo)
+    with pytest.raises(RuntimeError, match="weight update incomplete"):
+        engine.generate(PROMPTS, SAMPLING)
+    engine._has_weights = True
+    assert engine.generate(PROMPTS, SAMPLING) == PROMPTS
+    assert engine.generate([], SAMPLING) == []
+    for asleep in (True, {"weights"}):
+        engine._asleep = asleep
+        with pytest.raises(RuntimeError, match="sleeps"):
+            engine.generate(PROMPTS, SAMPLING)
+
+
+def test_an_engine_may_override_generate():
+    assert engine_of(Own).generate(PROMPTS, SAMPLING) == PROMPTS
+
+
+def test_an_engine_without_a_generation_says_so():
+    engine = engine_of(type("Neither", (NoEngine,), {"generate": RolloutEngine.generate}))
+    engine._has_weights = True
+    with pytest.raises(NotImplementedError, match="Neither"):
+        engine.generate(PROMPTS, SAMPLING)

@@ -1,14 +1,11 @@
-"""Microbatches through Megatron's own pipeline schedules.
+"""Packing of batches into microbatches, and their forward and backward passes through Megatron's pipeline schedules.
 
-Owns how sequences become packed microbatches, and what goes into and comes out of `forward_backward_func`. It knows no
-optimizer and no algorithm: the loss is a function of one microbatch.
+All tokens of a sequence except the last are inputs of the model: the last is scored but predicts nothing.
 
-All tokens of a sequence but the last are inputs of the model: the last is scored and predicts nothing.
-
-Shapes: as in `mrl/types.py`, and I packed inputs: the sequences' tokens without the last of each.
+Shapes: as in `mrl/types.py`, and I packed inputs: the sequences' tokens without the last of each; D computed rows.
 
 Losses arrive normalised by global counts, so nothing here or in Megatron may scale them: `calculate_per_token_loss` is
-on and the reported number of tokens is 0, which Megatron takes as "do not divide".
+on and the reported number of tokens is 0, which Megatron interprets as "do not divide".
 """
 
 from __future__ import annotations
@@ -39,23 +36,22 @@ from mrl.megatron.te_attention import pack_for_te, pack_shared_for_te
 from mrl.types import RolloutBatch
 
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-"""(*what the last stage gives for each response token, microbatch) -> loss sum, detached metrics."""
+"""(*scores of the last stage for each response token, microbatch) -> (loss sum, detached metrics)."""
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One forward pass.
+    """The sequences of one forward pass, packed.
 
     Attributes:
-        rows: Sequences of the batch that are in it, maybe none.
-        batch: Those sequences, on the device.
-        tokens: Their inputs and the filling behind them, [1, rows], or this rank's part of them; what sequences begin
-            with alike is there once.
-        positions: Position of each of these in its sequence, [1, rows].
-        packed: Where the sequences lie.
-        targets: What is scored.
-        row_I: Where each input of the sequences is computed, among the rows of all context-parallel ranks, those of
-            one after those of the other; on the CPU.
+        rows: Indices of the sequences in the batch; may be empty.
+        batch: The selected sequences, on the device.
+        tokens: Input tokens and padding [1, rows], or this rank's part of them; shared prefixes occur once.
+        positions: Position of each of these tokens in its sequence, [1, rows].
+        packed: Packing of the sequences for attention.
+        targets: Tokens to score.
+        row_I: Row in which each packed input is computed, among the concatenated rows of all context-parallel ranks; on
+            the CPU.
     """
 
     rows: list[int]
@@ -69,13 +65,13 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class _Laid:
-    """The rows of a microbatch that are computed, before any are given to other ranks.
+    """The rows computed for a microbatch, before context parallelism splits them over ranks.
 
     Attributes:
-        count: Rows.
-        lens: Packed inputs of each sequence, filling included.
-        prefixes: Which of these are computed.
-        row_I: Row of each of the sequences' inputs.
+        count: Number of rows, D.
+        lens: Packed inputs of each sequence, padding included.
+        prefixes: Sharing of inputs: which of them are computed.
+        row_I: Row in which each packed input is computed.
         positions: Position of each row in its sequence.
     """
 
@@ -87,12 +83,12 @@ class _Laid:
 
 
 class Schedule:
-    """Cuts batches into microbatches and runs them through the chunks of this rank.
+    """Splits batches into microbatches and runs them through the model chunks of this rank.
 
     Attributes:
-        shares: Compute the tokens that sequences begin with alike once; may be changed between batches.
-        replay: Route the tokens of batches that have `routed_experts_P` as it says.
-        comparison: With `teacher_B` and `teacher_states_R` of a batch; None: its distributions are not compared.
+        shares: Whether a prefix shared by several sequences is computed once; may be changed between batches.
+        replay: Whether tokens are routed to the experts in the batch's `routed_experts_P`.
+        comparison: Teachers' output weights for batches with `teacher_B` and `teacher_states_R`; None: no comparison.
     """
 
     def __init__(
@@ -110,20 +106,21 @@ class Schedule:
         replay: bool = False,
         compiled: bool = False,
     ) -> None:
-        """Holds the chunks, wrapped for data parallelism or not.
+        """Stores the chunks and settings.
 
         Args:
-            chunks: Of this rank, by virtual stage.
-            groups: Who sits where.
-            device: Of the chunks.
-            max_tokens: Budget of a microbatch.
+            chunks: Model chunks of this rank by virtual stage, wrapped for data parallelism or not.
+            groups: Process groups of the layout.
+            device: Device of the chunks.
+            max_tokens: Token budget of a microbatch.
             te: Whether attention is TransformerEngine's.
-            shares: Compute the tokens that sequences begin with alike once; False: each sequence by itself.
-            num_experts: Experts of a layer; 0: the model is dense.
-            layers: Of this rank's pipeline stage; those that `routed_experts_P` is of.
-            even: Fill microbatches until all data-parallel ranks' are of the same length.
-            replay: Route the tokens of batches that have `routed_experts_P` as it says; may be changed between batches.
-            compiled: Whether attention is compiled.
+            shares: Whether a prefix shared by several sequences is computed once.
+            num_experts: Experts per layer; 0 for a dense model.
+            layers: Layer indices of this rank's pipeline stage, to which `routed_experts_P` refers.
+            even: Whether microbatches are padded to the same length on all data-parallel ranks.
+            replay: Whether tokens are routed to the experts in the batch's `routed_experts_P`; may be changed between
+                batches.
+            compiled: Whether attention uses the compiled CPU kernels.
         """
         self._chunks, self._groups, self._device = list(chunks), groups, device
         self._max_tokens, self._te, self.shares = max_tokens, te, shares
@@ -134,21 +131,21 @@ class Schedule:
     def microbatches(
         self, batch: RolloutBatch, distribution: Distribution | None, *, whole_groups: bool = False
     ) -> list[Microbatch]:
-        """Collective over data-parallel: the batch, packed; every rank gets the same number of microbatches.
+        """Collective over data-parallel: packs the batch into microbatches, the same number on every rank.
 
         Args:
-            batch: This data-parallel index's sequences, maybe none.
-            distribution: What is scored; None: the final hidden states are wanted.
-            whole_groups: Sequences of one `group_id_B` share a microbatch, however long they are.
+            batch: Sequences of this data-parallel index; may be empty.
+            distribution: Distribution under which tokens are scored; None: the final hidden states are returned.
+            whole_groups: Whether sequences with one `group_id_B` share a microbatch, even beyond the token budget.
         """
         grid = self._groups.grid
         config: Any = self._chunks[0].config
-        # what the interleaved schedule asks for
+        # the interleaved schedule needs a multiple of this
         multiple: int = config.microbatch_group_size_per_vp_stage if grid.vpp > 1 else 1
         families = self._groups_of(batch) if whole_groups else self._families(batch)
         lens = [length for _, length in families]
         packed = pack_microbatches(lens, self._max_tokens, multiple_of=multiple) or [[]]
-        while True:  # more microbatches than a rank needs may pack into still more: until all agree
+        while True:  # a higher minimum may pack into still more microbatches: repeat until all ranks agree
             extremes = torch.tensor([len(packed), -len(packed)])
             reduce(extremes, self._groups.dp, dist.ReduceOp.MAX)
             if extremes[0] == -extremes[1]:
@@ -167,17 +164,17 @@ class Schedule:
     def run(
         self, microbatches: list[Microbatch], loss: Loss, *, backward: bool, choices: Choices | None = None
     ) -> list[dict[str, Tensor]]:
-        """Collective over the actor's replica: forward, and backward where asked for.
+        """Collective over the actor's replica: runs the forward pass, and the backward pass if requested.
 
         Args:
-            microbatches: Of this data-parallel index.
-            loss: Of one of them.
-            backward: Whether gradients are wanted.
-            choices: Keeps the experts that the tokens go to; of a mixture of experts.
+            microbatches: Microbatches of this data-parallel index.
+            loss: Loss of a microbatch.
+            backward: Whether gradients are computed.
+            choices: Recorder of the experts that tokens are routed to, for MoE models.
 
         Returns:
-            On the last pipeline stage what `loss` reported for each microbatch, with the "scores" that it was given
-            (detached, [n, R]); [] on the others.
+            On the last pipeline stage, for each microbatch the metrics of `loss` and its "scores" (detached, [n, R]);
+            [] on other stages.
         """
         iterators = [iter(enumerate(microbatches)) for _ in self._chunks]
         several = len(self._chunks) > 1
@@ -185,7 +182,7 @@ class Schedule:
         def forward(data: Iterator[tuple[int, Microbatch]], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
             index, micro = next(data)
             packed, kept = micro.packed, None
-            if packed.routing is not None:  # on the device no longer than the microbatch's activations
+            if packed.routing is not None:  # moved late, so that it is on the device only during this microbatch
                 if choices is not None:
                     kept = choices.room(micro.tokens.size(1), self._device)
                 packed = replace(packed, routing=replace(packed.routing.to(self._device), chosen_nLK=kept))
@@ -217,13 +214,13 @@ class Schedule:
     @staticmethod
     def _report(scored: tuple[Tensor, ...], index: int, micro: Microbatch, loss: Loss) -> tuple[Any, ...]:
         value, metrics = loss(*scored, micro.batch)
-        # the schedule may scale the loss in place: what is reported shares no memory with it
+        # the schedule may scale the loss in place, so the report must not share its memory
         report = {name: metric.detach().clone() for name, metric in metrics.items()}
         report["scores"] = torch.stack([scores_R.detach() for scores_R in scored])
         return value, torch.zeros((), dtype=torch.int, device=value.device), (index, report)
 
     def _families(self, batch: RolloutBatch) -> list[tuple[list[int], int]]:
-        """Sequences with the same prompt, as many as fit a microbatch, and the inputs of each such family."""
+        """Returns groups of sequences with the same prompt that fit a microbatch, each with its number of inputs."""
         prompt_lens, response_lens = batch.prompt_lens_B.tolist(), batch.response_lens_B.tolist()
         if not self.shares:
             return [([row], sum(lens) - 1) for row, lens in enumerate(zip(prompt_lens, response_lens, strict=True))]
@@ -246,7 +243,7 @@ class Schedule:
         return list(zip(members, lengths, strict=True))
 
     def _groups_of(self, batch: RolloutBatch) -> list[tuple[list[int], int]]:
-        """Sequences with the same group, and the inputs of each such group."""
+        """Returns the sequences of each `group_id_B`, with their number of inputs."""
         groups: dict[int, list[int]] = {}
         for row, group in enumerate(batch.group_id_B.tolist()):
             groups.setdefault(group, []).append(row)
@@ -334,7 +331,7 @@ class Schedule:
 
     @staticmethod
     def _laid(lens: list[int], prefixes: Prefixes, unit: int, at_least: int) -> _Laid:
-        """Distinct inputs, then filling up to a multiple of `unit`, which is a sequence of its own."""
+        """Lays out the distinct inputs, then padding up to a multiple of `unit`, which is a sequence of its own."""
         distinct_P, origin_D = prefixes
         filling = max(-origin_D.numel() % unit, at_least - origin_D.numel(), 0 if lens else unit)
         count, end = origin_D.numel() + filling, sum(lens)
@@ -348,7 +345,7 @@ class Schedule:
 
     @staticmethod
     def _laid_by_sequence(lens: list[int], unit: int) -> _Laid:
-        """All inputs, each sequence filled up to a multiple of `unit`, as TransformerEngine cuts them."""
+        """Lays out all inputs, with each sequence padded to a multiple of `unit`, as TransformerEngine splits them."""
         padded = [-(-length // unit) * unit for length in lens] or [unit]
         starts = torch.tensor([0, *padded]).cumsum(0)
         row_I = starts[: len(lens)].repeat_interleave(torch.tensor(lens, dtype=torch.int64)) + _positions(lens)
@@ -356,7 +353,7 @@ class Schedule:
 
 
 def _positions(lens: list[int]) -> Tensor:
-    """Position of each packed token in its sequence."""
+    """Returns the position of each packed token in its sequence."""
     lens_B = torch.tensor(lens, dtype=torch.int64)
     return torch.arange(sum(lens)) - (lens_B.cumsum(0) - lens_B).repeat_interleave(lens_B)
 

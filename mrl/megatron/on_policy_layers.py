@@ -114,7 +114,7 @@ class Head:
         """This rank's columns, padding included, in the dtype of the weight."""
         return self._compiled.product(hidden_CH, self._packed, None, self._num_rows)
 
-    def whole(self, logits_CV: Tensor) -> Tensor:
+    def full_logits(self, logits_CV: Tensor) -> Tensor:
         """Collective over tensor-parallel: the columns of all ranks, without padding."""
         size = dist.get_world_size(self._group)
         if size > 1:
@@ -123,9 +123,9 @@ class Head:
             logits_CV = torch.cat(parts, 1)
         return logits_CV[:, : self._vocab_size]
 
-    def logprobs(self, whole_CV: Tensor, targets_C: Tensor, temperature: float) -> Tensor:
+    def logprobs(self, logits_CV: Tensor, targets_C: Tensor, temperature: float) -> Tensor:
         """Of the targets, fp32 [C]: log softmax(logits / temperature)."""
-        return required(whole_CV.dtype).score(whole_CV, targets_C, temperature)
+        return required(logits_CV.dtype).score(logits_CV, targets_C, temperature)
 
 
 def exact_layer(layer: ModuleSpec, tables: Tables, *, qk_norm: bool) -> ModuleSpec:

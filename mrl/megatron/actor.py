@@ -307,8 +307,7 @@ class Policy(Trainable):
         return found | self._differences(batch, logprobs_R) if self._exact else found
 
     def _differences(self, batch: RolloutBatch, logprobs_R: Tensor) -> dict[str, float]:
-        """Collective over data-parallel: counts the trained tokens whose log-probabilities differ; also the largest
-        difference."""
+        """Collective over data-parallel: counts trained tokens with other log-probabilities; also the largest gap."""
         diff_R = (logprobs_R - batch.rollout_logprobs_R)[batch.response_mask_R].abs().double()
         count = (~(diff_R == 0.0)).sum()  # counts NaN as different
         largest = torch.cat([diff_R.nan_to_num(nan=torch.inf), diff_R.new_zeros(1)]).max()

@@ -112,7 +112,9 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
     ) -> None:
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
         # with fusion the output layer would require Apex's kernel; it is not called as a module anyway
-        outer_config = replace(config, gradient_accumulation_fusion=False) if config.gradient_accumulation_fusion else config
+        outer_config = (
+            replace(config, gradient_accumulation_fusion=False) if config.gradient_accumulation_fusion else config
+        )
         super().__init__(
             outer_config,
             _block_spec(config, arch.moe, te=te, vp_stage=vp_stage, balance=balance, tables=tables, compiled=compiled),
@@ -339,14 +341,14 @@ def _own_fields(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        embedding_init_method=_leave,
+        init_method=_keep_uninitialised,
+        output_layer_init_method=_keep_uninitialised,
+        embedding_init_method=_keep_uninitialised,
         variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,  # a packed microbatch has its own length
         # with two stages and batched sends an interleaved schedule swaps two messages without an error
         batch_p2p_comm=not interleaved,
         overlap_p2p_comm=interleaved,
-        batch_p2p_sync=False,  # torch's queue of sends needs no wait for the device
+        batch_p2p_sync=False,  # torch orders the sends: no device synchronisation is needed
         deallocate_pipeline_outputs=True,
         # otherwise the schedule divides the loss, in place, by the number of microbatches
         calculate_per_token_loss=True,
@@ -356,7 +358,7 @@ def _own_fields(
 
 
 def named_tensors(chunks: list[ScoringModel]) -> dict[str, Tensor]:
-    """Every parameter of this rank: "chunk{v}.{name inside GPTModel}" -> the live tensor."""
+    """Returns every parameter of this rank: "chunk{v}.{name inside GPTModel}" -> the live tensor."""
     return {
         f"chunk{index}.{name}": parameter.data
         for index, chunk in enumerate(chunks)
@@ -364,12 +366,12 @@ def named_tensors(chunks: list[ScoringModel]) -> dict[str, Tensor]:
     }
 
 
-def _leave(tensor: Tensor) -> Tensor:
+def _keep_uninitialised(tensor: Tensor) -> Tensor:
     return tensor
 
 
 def _accumulating(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    """The layer spec, its layers built with `gradient_accumulation_fusion` where the config has it."""
+    """Returns the layer spec, its layers built with `gradient_accumulation_fusion` if the config has it."""
     if not config.gradient_accumulation_fusion:
         return layer
     kind: Any = layer.module
@@ -392,9 +394,9 @@ def _block_spec(
     tables: Tables | None,
     compiled: bool,
 ) -> Any:
-    """Layers of one chunk: TransformerEngine's, whose attention also takes shared tokens, or Megatron's local ones.
+    """Returns the layer spec of one chunk: TransformerEngine's with shared-prefix attention, or Megatron's local one.
 
-    The local spec gets our attention, and our norm everywhere, the final one included; on a CPU compiled ones.
+    The local spec gets mrl's attention and norms, the final norm included; on a CPU the compiled ones.
     """
     experts = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
     layer: ModuleSpec

@@ -86,10 +86,13 @@ def _refused(megatron):
         ),
         (
             {"transformer": {"recompute_granularity": "full"}},
-            ("recompute_method must be", "Given were megatron.transformer.recompute_granularity: add what"),
+            ("recompute_method must be", "The config sets megatron.transformer.recompute_granularity: change or"),
         ),
-        ({"transformer": {"apply_rope_fusion": True}}, ("nothing else has megatron.transformer.apply_rope_fusion",)),
-        ({"ddp": {"nccl_ub": True}}, ("nothing else has megatron.ddp.nccl_ub",)),
+        (
+            {"transformer": {"apply_rope_fusion": True}},
+            ("megatron.transformer.apply_rope_fusion needs TransformerEngine",),
+        ),
+        ({"ddp": {"nccl_ub": True}}, ("megatron.ddp.nccl_ub needs TransformerEngine",)),
     ],
 )
 def test_a_refusal_of_megatrons_own_names_the_keys(megatron, said):

@@ -32,7 +32,7 @@ from mrl.errors import UserError
 from mrl.megatron.distillation_targets import Comparison
 from mrl.megatron.forward_backward import Loss, Microbatch
 from mrl.megatron.offload import pinned_like
-from mrl.megatron.routing_record import Choices
+from mrl.megatron.routing_record import RoutingRecorder
 from mrl.megatron.trainable import Reports, Trainable, in_batch_order
 from mrl.models.base import ArchSpec
 from mrl.resharding.dtypes import choice_dtype
@@ -66,12 +66,12 @@ class Policy(Trainable):
         """
         super().__init__(config, arch, groups, device)
         rollout = config.rollout
-        self._sampled = sampled_distribution(config)
-        self._whole = Distribution(1.0, config.actor.logprob_chunk_tokens)
+        self._sampling_distribution = sampled_distribution(config)
+        self._full_distribution = Distribution(1.0, config.actor.logprob_chunk_tokens)
         self._truncated = truncates(rollout.top_k, rollout.top_p, rollout.min_p)
         self._reference: dict[str, Tensor] = {}
         self._reference_is_actor = False
-        self._aside: dict[str, Tensor] = {}
+        self._saved_weights: dict[str, Tensor] = {}
         distilled = config.distillation
         self._distillation = Distillation(distilled.distillation_loss) if distilled.enabled else None
         self.comparison: Comparison | None = None
@@ -84,7 +84,7 @@ class Policy(Trainable):
         They are allocated at the first call.
         """
         if not self._reference:
-            self._reference = self.weight_set()
+            self._reference = self.empty_weights()
         return self._reference
 
     def take_reference(self) -> None:
@@ -121,7 +121,7 @@ class Policy(Trainable):
         self._reference_is_actor = False
         super().weights_changed()
 
-    def weight_set(self) -> dict[str, Tensor]:
+    def empty_weights(self) -> dict[str, Tensor]:
         """Allocates a set of weights for these modules in host memory, named as in `layout`; NaN until filled."""
         make = pinned_like if self.device.type == "cuda" else torch.empty_like
         return {name: make(tensor).fill_(torch.nan) for name, tensor in self.named_tensors().items()}
@@ -131,11 +131,11 @@ class Policy(Trainable):
         """Runs the body with the reference's weights, see `using_weights`."""
         if not self._reference:
             raise RuntimeError("there is no reference: fill reference_tensors() first")
-        with self.holding(self._reference):
+        with self.using_weights(self._reference):
             yield
 
     @contextmanager
-    def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    def using_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """Runs the body with another set of weights; the actor's weights are restored unchanged, also after an error.
 
         Routing is not replayed inside: this model's router chooses the experts.
@@ -143,25 +143,25 @@ class Policy(Trainable):
         Args:
             weights: Tensors from `empty_weights`, filled.
         """
-        replay, self._schedule.replay = self._schedule.replay, False
+        replay, self._forward_backward.replay = self._forward_backward.replay, False
         try:
-            with self._held(weights):
+            with self._swap_weights(weights):
                 yield
         finally:
-            self._schedule.replay = replay
+            self._forward_backward.replay = replay
 
     @contextmanager
-    def _held(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    def _swap_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         live = self.named_tensors()
         if self.device.type == "cuda":
-            if not self._aside:
-                self._aside = {name: pinned_like(tensor) for name, tensor in live.items()}
-            _copy(live, self._aside)
+            if not self._saved_weights:
+                self._saved_weights = {name: pinned_like(tensor) for name, tensor in live.items()}
+            _copy(live, self._saved_weights)
             _copy(weights, live)
             try:
                 yield
             finally:
-                _copy(self._aside, live)
+                _copy(self._saved_weights, live)
             return
         parameters = [dict(chunk.named_parameters()) for chunk in self.chunks]
         for index, found in enumerate(parameters):
@@ -192,8 +192,8 @@ class Policy(Trainable):
             RuntimeError: Sampling was truncated, and the batch has no `support_R`.
         """
         if not supervised:
-            self._check(batch)
-        scored = self._scored(batch, self._whole if supervised else self._sampled, 2)
+            self._check_support(batch)
+        scored = self._score(batch, self._full_distribution if supervised else self._sampling_distribution, 2)
         return scored[0], scored[1]
 
     def proximal(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
@@ -205,10 +205,12 @@ class Policy(Trainable):
             return self.score(batch)
         layers = stage_layers(self._arch, self._groups.grid)[self._groups.coords.pp]
         moe = self._arch.moe
-        choices = Choices(self._groups, num_layers=len(layers), top_k=moe.top_k, dtype=choice_dtype(moe.num_experts))
+        choices = RoutingRecorder(
+            self._groups, num_layers=len(layers), top_k=moe.top_k, dtype=choice_dtype(moe.num_experts)
+        )
         batch.routed_experts_P = None
-        self._check(batch)
-        scored = self._scored(batch, self._sampled, 2, choices)
+        self._check_support(batch)
+        scored = self._score(batch, self._sampling_distribution, 2, choices)
         return scored[0], scored[1]
 
     def own_scores(self, algorithm: Algorithm) -> list[str]:
@@ -242,10 +244,10 @@ class Policy(Trainable):
         Raises:
             UserError: The gradient is not finite.
         """
-        if self._schedule.replay and not algorithm.supervised:
+        if self._forward_backward.replay and not algorithm.supervised:
             required(minibatch.routed_experts_P, "routed_experts_P")
         if not algorithm.supervised:
-            self._check(minibatch)
+            self._check_support(minibatch)
 
         own = [name for name in self.own_scores(algorithm) if compare and getattr(minibatch, name) is None]
 
@@ -255,14 +257,14 @@ class Policy(Trainable):
                 setattr(minibatch, name, logprobs_R)
             return self._mismatch(minibatch, logprobs_R)
 
-        distribution, loss = self._sampled, algorithm.checked_loss
+        distribution, loss = self._sampling_distribution, algorithm.checked_loss
         if algorithm.supervised:
-            distribution = self._whole
+            distribution = self._full_distribution
         elif self._distillation is not None:
             loss = self._distillation.beside(algorithm)
-            self._schedule.comparison = self.comparison.on(self.device) if self.comparison else None
+            self._forward_backward.comparison = self.comparison.on(self.device) if self.comparison else None
         if own:
-            loss = _with_own(loss, own)
+            loss = _with_own_logprobs(loss, own)
         try:
             metrics = self._step(
                 minibatch,
@@ -272,11 +274,11 @@ class Policy(Trainable):
                 whole_groups=algorithm.learns_from == "pairs",
             )
         finally:
-            self._schedule.comparison = None
+            self._forward_backward.comparison = None
             self._reference_is_actor = False
         return algorithm.told(metrics)
 
-    def _refuse(self, metrics: dict[str, float]) -> None:
+    def _check_metrics(self, metrics: dict[str, float]) -> None:
         if metrics.get(DIFFERENCE, 0.0):
             error = UserError(
                 f"rollout.true_on_policy=true, but the actor's log-probabilities of {metrics[DIFFERING]:.0f} "
@@ -288,7 +290,7 @@ class Policy(Trainable):
             error.everywhere = True
             raise error
 
-    def _check(self, batch: RolloutBatch) -> None:
+    def _check_support(self, batch: RolloutBatch) -> None:
         if self._truncated and self._is_last_stage and batch.support_R is None:
             raise RuntimeError(
                 "rollout.top_k, top_p or min_p truncates sampling, but the batch has no support_R (the kept tokens)"
@@ -304,9 +306,9 @@ class Policy(Trainable):
         reduce(most, self._groups.dp, dist.ReduceOp.MAX)
         sums, more = added[: sums.numel()], added[sums.numel() :]
         found = mismatch_metrics(sums, most[0]) | off_policy_metrics(more, most[1:], float(sums[0]))
-        return found | self._differences(batch, logprobs_R) if self._exact else found
+        return found | self._count_differences(batch, logprobs_R) if self._exact else found
 
-    def _differences(self, batch: RolloutBatch, logprobs_R: Tensor) -> dict[str, float]:
+    def _count_differences(self, batch: RolloutBatch, logprobs_R: Tensor) -> dict[str, float]:
         """Collective over data-parallel: counts trained tokens with other log-probabilities; also the largest gap."""
         diff_R = (logprobs_R - batch.rollout_logprobs_R)[batch.response_mask_R].abs().double()
         count = (~(diff_R == 0.0)).sum()  # counts NaN as different
@@ -316,7 +318,7 @@ class Policy(Trainable):
         return {DIFFERENCE: float(largest), DIFFERING: float(count)}
 
 
-def _with_own(loss: Loss, names: Sequence[str]) -> Loss:
+def _with_own_logprobs(loss: Loss, names: Sequence[str]) -> Loss:
     """Wraps a loss: fields `names` of the microbatch are set to the log-probabilities of its own forward pass."""
 
     def found(logprobs_R: Tensor, *rest: Any) -> tuple[Tensor, dict[str, Tensor]]:

@@ -19,9 +19,9 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from mrl.data.shared_prefix import Prefixes
-from mrl.megatron.attention_segments import Runs, own_runs
+from mrl.megatron.attention_segments import AttentionSegments, rank_segments
 from mrl.megatron.router import Routing
-from mrl.megatron.row_gather import Copies, copies
+from mrl.megatron.row_gather import RowGather, copies
 from mrl.models.kernels.sdpa import attend
 from mrl.models.kernels.training import Angles, Families
 
@@ -76,7 +76,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
     groups: list[QueryGroup] = field(default_factory=list)
     query_slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     row_to_slot: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    keys: Copies | None = None
+    keys: RowGather | None = None
     row_to_first: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     routing: Routing | None = None
@@ -106,7 +106,7 @@ def pack(
         dtype: Dtype of queries and keys.
     """
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    runs = own_runs(size, rank, lens, prefixes)
+    runs = rank_segments(size, rank, lens, prefixes)
     count = prefixes.origin_D.numel()
     packed = PackedSequences(qkv_format="sbhd", max_seqlen_q=max(lens), max_seqlen_kv=max(lens), group=group)
     query_parts, key_parts = [], []
@@ -146,11 +146,11 @@ def pack(
 def pack_compiled(lens: Sequence[int], prefixes: Prefixes, group: dist.ProcessGroup | None = None) -> PackedSequences:
     """Builds the plan for compiled attention; arguments as for `pack`."""
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    seen, longest = families(own_runs(size, rank, lens, prefixes)), max(lens)
+    seen, longest = families(rank_segments(size, rank, lens, prefixes)), max(lens)
     return PackedSequences(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, group=group, families=seen)
 
 
-def families(runs: Runs) -> Families:
+def families(runs: AttentionSegments) -> Families:
     """Groups the segments by the first row of their sequence: sequences that share tokens start with the same row."""
     root_N = runs.row_P[runs.first_N]
     order = root_N.argsort(stable=True)
@@ -160,7 +160,7 @@ def families(runs: Runs) -> Families:
     return Families(runs.row_P, first_R, begin_R, end_R, bound_F, runs.offset, int((end_R - first_R).max()))
 
 
-def _group_by_length(runs: Runs, *, extends: bool) -> list[tuple[Tensor, bool]]:
+def _group_by_length(runs: AttentionSegments, *, extends: bool) -> list[tuple[Tensor, bool]]:
     """Groups segments of similar length, longest first; returns each group and whether it has complete sequences.
 
     A group is small or has little padding. A causal kernel computes half of the scores, one with a mask all of them, so

@@ -20,7 +20,7 @@ from mrl.megatron.context_parallel import own_rows
 
 
 @dataclass(frozen=True)
-class Runs:
+class AttentionSegments:
     """The segments of one rank.
 
     Attributes:
@@ -37,13 +37,13 @@ class Runs:
     end_N: Tensor
     offset: int
 
-    def in_order_of_rows(self) -> Runs:
+    def sorted_by_row(self) -> AttentionSegments:
         """Sorts the segments so that their queries, concatenated, are this rank's rows in order."""
         order = self.row_P[self.begin_N].argsort()
-        return Runs(self.row_P, self.first_N[order], self.begin_N[order], self.end_N[order], self.offset)
+        return AttentionSegments(self.row_P, self.first_N[order], self.begin_N[order], self.end_N[order], self.offset)
 
 
-def own_runs(size: int, rank: int, lens: Sequence[int], prefixes: Prefixes) -> Runs:
+def rank_segments(size: int, rank: int, lens: Sequence[int], prefixes: Prefixes) -> AttentionSegments:
     """Returns the segments of rank `rank` of `size`; each of its rows is in exactly one.
 
     Args:
@@ -68,4 +68,4 @@ def own_runs(size: int, rank: int, lens: Sequence[int], prefixes: Prefixes) -> R
     begins[1:] &= ~(own[:-1] & same_sequence)
     stops[:-1] &= ~(own[1:] & same_sequence)
     begin_N = begins.nonzero().squeeze(1)
-    return Runs(row_P, first_P[begin_N], begin_N, stops.nonzero().squeeze(1) + 1, offset)
+    return AttentionSegments(row_P, first_P[begin_N], begin_N, stops.nonzero().squeeze(1) + 1, offset)

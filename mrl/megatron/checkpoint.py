@@ -41,7 +41,7 @@ from mrl.checkpoint.run_dir.manifest import File
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron.optimizer import optimizer_tensors
-from mrl.megatron.optimizer_state import take_up, to_load, to_save
+from mrl.megatron.optimizer_state import restore, to_load, to_save
 from mrl.megatron.trainable import Trainable
 from mrl.models.hf_config import family_of
 from mrl.resharding.dist_checkpoint import EXTRA_STATE
@@ -328,7 +328,7 @@ def _load(folder: Path, policy: Trainable, saved: list[str]) -> None:
             raise RuntimeError(f"checkpoint '{folder}': Megatron did not load {', '.join(wrong)}")
     if policy.optimizer is not None:
         policy.num_updates = int(loaded["num_updates"])
-        take_up(policy.optimizer, loaded["moments"], policy.num_updates)
+        restore(policy.optimizer, loaded["moments"], policy.num_updates)
 
 
 def _reason(error: BaseException) -> str:
@@ -348,8 +348,8 @@ def refuse_code(file: Path) -> list[str]:
     for key, stored in found.items():
         if not isinstance(stored, TensorStorageMetadata) and EXTRA_STATE not in key:
             raise UserError(
-                f"'{file}': '{key}' is a pickled object ({type(stored).__name__}), expected a tensor. mrl did not write "
-                "this file and does not load it."
+                f"'{file}': '{key}' is a pickled object ({type(stored).__name__}), expected a tensor. mrl did not "
+                "write this file and does not load it."
             )
     return list(found)
 

@@ -44,8 +44,8 @@ def explain_errors(section: str, given: Iterable[str]) -> Iterator[None]:
         if not names or out_of_memory(error) or not _raised_in_megatron(error):
             raise
         refusal = UserError(
-            f"Megatron rejects this configuration: {first_line(error).rstrip('.')}. The config sets {', '.join(names)}: "
-            "change or remove the fields that Megatron names, or add those that it asks for."
+            f"Megatron rejects this configuration: {first_line(error).rstrip('.')}. The config sets "
+            f"{', '.join(names)}: change or remove the fields that Megatron names, or add those that it asks for."
         )
         refusal.everywhere = True
         raise refusal from error

@@ -17,7 +17,7 @@ from mrl.megatron.trainable import Trainable
 from mrl.resharding.megatron import OUTPUT
 from mrl.types import RolloutBatch
 
-_NOTHING = Distribution(1.0, 1)
+_NO_DISTRIBUTION = Distribution(1.0, 1)
 """Unused distribution: a value belongs to a state, no token is scored."""
 
 
@@ -47,7 +47,7 @@ class Critic(Trainable):
         Args:
             batch: Sequences of this data-parallel index, the same on its tp and pp ranks; may be empty.
         """
-        return self._scored(batch, _NOTHING, 1)[0]
+        return self._score(batch, _NO_DISTRIBUTION, 1)[0]
 
     def update(self, minibatch: RolloutBatch, loss: Loss) -> dict[str, float]:
         """Collective over the job: takes one optimizer step on a minibatch.
@@ -63,4 +63,4 @@ class Critic(Trainable):
         Raises:
             UserError: The gradient is not finite.
         """
-        return self._step(minibatch, _NOTHING, loss)
+        return self._step(minibatch, _NO_DISTRIBUTION, loss)

@@ -17,11 +17,11 @@ from torch import Tensor
 from mrl.config.config import Config
 from mrl.config.megatron_fields.defaults import ddp_defaults, overlaps_gradients
 from mrl.distributed import shared_memory
-from mrl.megatron.config_passthrough import check_te, given_to, objects
+from mrl.megatron.config_passthrough import check_te, explain_errors, megatron_values
 from mrl.megatron.model import ScoringModel
 
 
-class Replicas:
+class DataParallelChunks:
     """This rank's chunks, wrapped in Megatron's DistributedDataParallel.
 
     Attributes:
@@ -40,7 +40,7 @@ class Replicas:
         Raises:
             UserError: Megatron rejects the fields of `megatron.ddp`.
         """
-        self._partial = False
+        self._sharded = False
         self.chunks: list[Any] = list(chunks)
         if not trained:
             return
@@ -52,8 +52,8 @@ class Replicas:
             "overlap_grad_reduce": overlaps_gradients(config.actor, te=te),
             **ddp_defaults(config.actor, config.megatron, te=te),
         }
-        with given_to("ddp", given):
-            self._settings = DistributedDataParallelConfig(**{**own, **objects("ddp", given)})
+        with explain_errors("ddp", given):
+            self._settings = DistributedDataParallelConfig(**{**own, **megatron_values("ddp", given)})
             wrapper = _SingleRankDDP if not te and _is_single_rank(self._settings) else DistributedDataParallel
             self.chunks = [wrapper(chunk.config, self._settings, chunk) for chunk in chunks]
         self._set_functions(chunks[0].config)
@@ -67,16 +67,16 @@ class Replicas:
         if self._settings.overlap_param_gather and self._settings.align_param_gather:
             config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in self.chunks])
 
-    def updated(self) -> None:
+    def mark_updated(self) -> None:
         """Records that the weights are sharded; must be called after an optimizer step."""
-        self._partial = bool(self._settings.overlap_param_gather)
+        self._sharded = bool(self._settings.overlap_param_gather)
 
     def gather(self) -> None:
         """Collective over data-parallel after an update: gathers the full weights on every rank."""
-        if self._partial:
+        if self._sharded:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
-            self._partial = False
+            self._sharded = False
 
     def zero_gradients(self) -> None:
         """Zeroes the gradient buffers, before every update."""

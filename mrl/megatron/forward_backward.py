@@ -30,8 +30,8 @@ from mrl.megatron.context_parallel import context_targets, own_rows, own_rows_by
 from mrl.megatron.distillation_targets import Compared, Comparison
 from mrl.megatron.model import Targets
 from mrl.megatron.pipeline_comm import messages
-from mrl.megatron.router import routing_of
-from mrl.megatron.routing_record import Choices
+from mrl.megatron.router import packed_routing
+from mrl.megatron.routing_record import RoutingRecorder
 from mrl.megatron.te_attention import pack_for_te, pack_shared_for_te
 from mrl.types import RolloutBatch
 
@@ -82,7 +82,7 @@ class _Laid:
     positions: Tensor
 
 
-class Schedule:
+class ForwardBackward:
     """Splits batches into microbatches and runs them through the model chunks of this rank.
 
     Attributes:
@@ -102,7 +102,7 @@ class Schedule:
         shares: bool = True,
         num_experts: int = 0,
         layers: Sequence[int] = (),
-        even: bool = False,
+        equal_lengths: bool = False,
         replay: bool = False,
         compiled: bool = False,
     ) -> None:
@@ -117,7 +117,7 @@ class Schedule:
             shares: Whether a prefix shared by several sequences is computed once.
             num_experts: Experts per layer; 0 for a dense model.
             layers: Layer indices of this rank's pipeline stage, to which `routed_experts_P` refers.
-            even: Whether microbatches are padded to the same length on all data-parallel ranks.
+            equal_lengths: Whether microbatches are padded to the same length on all data-parallel ranks.
             replay: Whether tokens are routed to the experts in the batch's `routed_experts_P`; may be changed between
                 batches.
             compiled: Whether attention uses the compiled CPU kernels.
@@ -125,7 +125,7 @@ class Schedule:
         self._chunks, self._groups, self._device = list(chunks), groups, device
         self._max_tokens, self._te, self.shares = max_tokens, te, shares
         self._num_experts, self._layers = num_experts, layers
-        self._even, self.replay, self._compiled = even, replay, compiled
+        self._equal_lengths, self.replay, self._compiled = equal_lengths, replay, compiled
         self.comparison: Comparison | None = None
 
     def microbatches(
@@ -153,7 +153,7 @@ class Schedule:
             packed = pack_microbatches(lens, self._max_tokens, at_least=int(extremes[0]), multiple_of=multiple)
         rows = [[row for item in items for row in families[item][0]] for items in packed]
         made = [self._microbatch(batch, each, distribution) for each in rows]
-        if not self._even:
+        if not self._equal_lengths:
             return made
         longest = torch.tensor([micro.tokens.size(1) for micro in made])
         reduce(longest, self._groups.dp, dist.ReduceOp.MAX)
@@ -162,7 +162,7 @@ class Schedule:
         ]
 
     def run(
-        self, microbatches: list[Microbatch], loss: Loss, *, backward: bool, choices: Choices | None = None
+        self, microbatches: list[Microbatch], loss: Loss, *, backward: bool, choices: RoutingRecorder | None = None
     ) -> list[dict[str, Tensor]]:
         """Collective over the actor's replica: runs the forward pass, and the backward pass if requested.
 
@@ -184,7 +184,7 @@ class Schedule:
             packed, kept = micro.packed, None
             if packed.routing is not None:  # moved late, so that it is on the device only during this microbatch
                 if choices is not None:
-                    kept = choices.room(micro.tokens.size(1), self._device)
+                    kept = choices.allocate(micro.tokens.size(1), self._device)
                 packed = replace(packed, routing=replace(packed.routing.to(self._device), chosen_nLK=kept))
             output = chunk(
                 input_ids=micro.tokens,
@@ -194,7 +194,7 @@ class Schedule:
                 packed_seq_params=packed,
             )
             if choices is not None and kept is not None:
-                choices.keep(index, kept)
+                choices.record(index, kept)
             return output, lambda scored: self._report(scored, index, micro, loss)
 
         lengths = [micro.tokens.size(1) for micro in microbatches]
@@ -279,7 +279,7 @@ class Schedule:
         if self._num_experts:
             chosen = part.routed_experts_P if self.replay else None
             chosen = None if chosen is None else chosen[is_input_P]
-            routing = routing_of(laid.row_I, laid.count, chosen, self._layers, num_experts=self._num_experts)
+            routing = packed_routing(laid.row_I, laid.count, chosen, self._layers, num_experts=self._num_experts)
         packed = self._packed(laid, plain=plain)
         scores, row_I, support, compared = None, laid.row_I, part.support_R, self._compared(part)
         if grid.cp > 1:

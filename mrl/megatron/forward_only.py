@@ -15,7 +15,7 @@ from mrl.megatron.actor import sampled_distribution
 from mrl.megatron.trainable import Trainable
 from mrl.types import RolloutBatch
 
-_NOTHING = Distribution(1.0, 1)
+_NO_DISTRIBUTION = Distribution(1.0, 1)
 """Unused distribution: a value belongs to a state, no token is scored."""
 
 
@@ -28,8 +28,8 @@ class Frozen(Trainable):
 
     def logprobs(self, batch: RolloutBatch, config: Config) -> Tensor:
         """Collective over the job: returns the log-probability of every response token, see `Actor.score`."""
-        return self._scored(batch, sampled_distribution(config), 2)[0]
+        return self._score(batch, sampled_distribution(config), 2)[0]
 
     def values(self, batch: RolloutBatch) -> Tensor:
         """Collective over the job: returns the value head's output before every response token, fp32 [R] on the CPU."""
-        return self._scored(batch, _NOTHING, 1)[0]
+        return self._score(batch, _NO_DISTRIBUTION, 1)[0]

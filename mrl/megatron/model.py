@@ -35,15 +35,15 @@ from mrl.algorithms.functional.logprobs import OPERATORS, Distribution, Rows, Vo
 from mrl.config.config import ActorConfig, MegatronConfig, ParallelConfig
 from mrl.config.megatron_fields.defaults import transformer_defaults
 from mrl.megatron.attention import CoreAttention, PackedSequences
-from mrl.megatron.config_passthrough import check_te, given_to, objects
+from mrl.megatron.config_passthrough import check_te, explain_errors, megatron_values
 from mrl.megatron.context_parallel import ContextTargets
-from mrl.megatron.cpu.layers import Norm, adds_gradient, compiled_layer, compiles
+from mrl.megatron.cpu.layers import CompiledNorm, adds_gradient, compiled_layer, compiles
 from mrl.megatron.distillation_targets import Compared
 from mrl.megatron.moe import load_balance, moe_config, with_router
 from mrl.megatron.norm import RMSNorm
-from mrl.megatron.on_policy_layers import Head, Tables, angles_of, exact_layer
+from mrl.megatron.on_policy_layers import ExactHead, Tables, engine_rotary_tables, exact_layer
 from mrl.megatron.router import LoadBalance
-from mrl.megatron.te_attention import sharing
+from mrl.megatron.te_attention import with_shared_tokens
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.models.kernels.library import check_alike
 from mrl.models.kernels.training import Angles, training
@@ -172,12 +172,12 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
             # one row of angles per packed token; Megatron would slice them per sequence in every layer
             hidden, angles, *rest = prepared
             if self.compiled:
-                packed.angles = self._turns(angles, kwargs["position_ids"].view(-1))
+                packed.angles = self._rotary_angles(angles, kwargs["position_ids"].view(-1))
                 return (hidden, None, *rest)
             return (hidden, angles.index_select(0, kwargs["position_ids"].view(-1)), *rest)
         return prepared
 
-    def _turns(self, angles: Tensor, positions: Tensor) -> Angles:
+    def _rotary_angles(self, angles: Tensor, positions: Tensor) -> Angles:
         """Returns cosine and sine of each row's rotary angles; Megatron's tensor has the first half twice."""
         halves = angles.view(angles.size(0), -1)[:, : angles.size(-1) // 2]
         dtype = self.config.params_dtype
@@ -216,7 +216,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
             shard=shard,
             distribution=labels.distribution,
             support=labels.support,
-            head=Head(weight, self.arch.vocab_size, self.pg_collection.tp) if self._is_exact else None,
+            head=ExactHead(weight, self.arch.vocab_size, self.pg_collection.tp) if self._is_exact else None,
             of_rows=self._of_rows,
             # into Megatron's buffer, if nothing else contributes to this weight's gradient
             adds_gradient=adds_gradient(weight) if only_use else None,
@@ -265,12 +265,12 @@ def build_chunks(
     tables = None
     if exact_positions:
         check_alike(dtype)
-        tables = angles_of(arch, exact_positions, dtype)
+        tables = engine_rotary_tables(arch, exact_positions, dtype)
     compiled = False
     if not (te or exact_positions) and device is not None and device.type == "cpu":
         compiled = compiles(dtype)
     options: dict[str, Any] = {"balance": balance, "tables": tables, "compiled": compiled}
-    with given_to("transformer", given):
+    with explain_errors("transformer", given):
         return [
             ScoringModel(config, arch, te=te, vp_stage=stage if virtual else None, **options) for stage in range(stages)
         ]
@@ -300,8 +300,8 @@ def transformer_config(
     """
     fields = _own_fields(arch, parallel, actor, dtype=dtype, te=te)
     fields |= transformer_defaults(given or {}, te=te, moe=arch.moe is not None)
-    with given_to("transformer", given or ()):
-        return TransformerConfig(**{**fields, **objects("transformer", given or {})})
+    with explain_errors("transformer", given or ()):
+        return TransformerConfig(**{**fields, **megatron_values("transformer", given or {})})
 
 
 def _own_fields(
@@ -403,17 +403,17 @@ def _block_spec(
     if te:
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **experts)
         attention = layer.submodules.self_attention.submodules
-        attention.core_attention = sharing(attention.core_attention)
+        attention.core_attention = with_shared_tokens(attention.core_attention)
         return _accumulating(with_router(layer, moe, balance), config)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm", **experts)
     layer = with_router(layer, moe, balance)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     if tables is not None:
         layer = exact_layer(layer, tables, qk_norm=config.qk_layernorm)
-        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)
+        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=CompiledNorm)
     if compiled:
         layer = compiled_layer(layer, qk_norm=config.qk_layernorm, moe=moe is not None)
-        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)
+        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=CompiledNorm)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mrl.distributed.collectives import sum_in_rank_order
 from mrl.megatron.attention import CoreAttention, PackedSequences
-from mrl.megatron.cpu.layers import GatedMlp, replace_modules
+from mrl.megatron.cpu.layers import CompiledMlp, replace_modules
 from mrl.models.base import ArchSpec
 from mrl.models.kernels.library import required
 from mrl.models.kernels.rotary import rotary_tables
@@ -34,7 +34,7 @@ Tables = tuple[Tensor, Tensor]
 """(cos, sin) from `rotary_tables`."""
 
 
-class Column(ColumnParallelLinear):  # type: ignore[misc]  # megatron.core has no types
+class ExactColumnParallel(ColumnParallelLinear):  # type: ignore[misc]  # megatron.core has no types
     """Megatron's column-parallel linear layer with the engine's product."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
@@ -48,7 +48,7 @@ class Column(ColumnParallelLinear):  # type: ignore[misc]  # megatron.core has n
         return product
 
 
-class Row(RowParallelLinear):  # type: ignore[misc]
+class ExactRowParallel(RowParallelLinear):  # type: ignore[misc]
     """Megatron's row-parallel linear layer with the engine's product; partial products are summed in rank order."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
@@ -57,13 +57,13 @@ class Row(RowParallelLinear):  # type: ignore[misc]
         return _RankSum.apply(partial, self.tp_group, self.sequence_parallel), None  # type: ignore[no-untyped-call]
 
 
-class ExactMlp(GatedMlp):
+class ExactMlp(CompiledMlp):
     """Gated MLP with the linear layers of this file."""
 
-    linear = Column, Row
+    linear = ExactColumnParallel, ExactRowParallel
 
 
-class Attention(CoreAttention):
+class ExactAttention(CoreAttention):
     """Attention by the engine's functions: rotates queries and keys, then attends over all earlier slots."""
 
     def __init__(self, *args: Any, tables: Tables, **options: Any) -> None:
@@ -72,10 +72,10 @@ class Attention(CoreAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
         """Computes attention, see `PackedAttention.forward`; queries and keys are not rotated yet."""
-        attended: Tensor = _Attended.apply(query, key, value, plan, self)  # type: ignore[no-untyped-call]
+        attended: Tensor = _EngineAttention.apply(query, key, value, plan, self)  # type: ignore[no-untyped-call]
         return attended
 
-    def turned(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
+    def engine_attention(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
         """Computes attention with the engine's functions, without gradient: [P, 1, N * D]."""
         compiled, heads = required(query.dtype), query.size(2)
         qkv = torch.cat([query, key, value], 2).squeeze(1)
@@ -88,7 +88,7 @@ class Attention(CoreAttention):
         keys, values = (x.transpose(0, 1).index_select(1, row_S).transpose(0, 1) for x in kv)
         return compiled.attend_at(q_PND, plan.row_to_first, positions_P, keys, values).flatten(1)[:, None]
 
-    def ordinary(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
+    def torch_attention(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
         """Computes attention with PyTorch's operators, with gradient."""
         positions_P = plan.positions
         cos, sin = (table[positions_P][:, None, None] for table in self._tables)
@@ -96,7 +96,7 @@ class Attention(CoreAttention):
         return super().attend(query, key, value, plan)
 
 
-class Head:
+class ExactHead:
     """Output layer: logits and log-probabilities with this rank's part of the output weight.
 
     Args:
@@ -130,11 +130,11 @@ class Head:
 
 def exact_layer(layer: ModuleSpec, tables: Tables, *, qk_norm: bool) -> ModuleSpec:
     """Replaces modules in Megatron's local layer spec of a dense model by those of this file."""
-    attention = ModuleSpec(module=Attention, params={"tables": tables})
-    return replace_modules(layer, (Column, Row), attention, ExactMlp, qk_norm=qk_norm)
+    attention = ModuleSpec(module=ExactAttention, params={"tables": tables})
+    return replace_modules(layer, (ExactColumnParallel, ExactRowParallel), attention, ExactMlp, qk_norm=qk_norm)
 
 
-def angles_of(arch: ArchSpec, num_positions: int, dtype: torch.dtype) -> Tables:
+def engine_rotary_tables(arch: ArchSpec, num_positions: int, dtype: torch.dtype) -> Tables:
     """Returns the engine's rotary tables."""
     return rotary_tables(arch, num_positions, dtype, torch.device("cpu"))
 
@@ -177,18 +177,18 @@ class _RankSum(torch.autograd.Function):
         return grad, None, None
 
 
-class _Attended(torch.autograd.Function):
+class _EngineAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences, attention: Attention
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences, attention: ExactAttention
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.plan, ctx.attention = plan, attention
-        return attention.turned(query, key, value, plan)
+        return attention.engine_attention(query, key, value, plan)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-            found = torch.autograd.grad(ctx.attention.ordinary(*inputs, ctx.plan), inputs, grads[0])
+            found = torch.autograd.grad(ctx.attention.torch_attention(*inputs, ctx.plan), inputs, grads[0])
         return *found, None, None

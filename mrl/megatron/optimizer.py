@@ -16,7 +16,7 @@ from torch import Tensor
 from mrl.config.config import ActorConfig
 from mrl.config.megatron_fields.table import own_value
 from mrl.megatron.adam import adam_of, counts_by_parameter
-from mrl.megatron.config_passthrough import given_to, objects
+from mrl.megatron.config_passthrough import explain_errors, megatron_values
 
 
 def build_optimizer(
@@ -49,8 +49,8 @@ def build_optimizer(
         "use_distributed_optimizer": actor.use_distributed_optimizer,
         "optimizer_offload_fraction": own_value("optimizer", "optimizer_offload_fraction"),
     }
-    with given_to("optimizer", given or ()):
-        config = OptimizerConfig(**{**own, **objects("optimizer", given or {})})
+    with explain_errors("optimizer", given or ()):
+        config = OptimizerConfig(**{**own, **megatron_values("optimizer", given or {})})
         optimizer = get_megatron_optimizer(config, chunks)
     on_cpu = next(chunks[0].parameters()).device.type == "cpu"
     for part in optimizer.chained_optimizers:

@@ -44,7 +44,7 @@ class Pipeline(P2PCommunicator):  # type: ignore[misc]  # megatron.core has no t
         chunks = config.virtual_pipeline_model_parallel_size or 1
         table = get_schedule_table(len(shapes), chunks, config.microbatch_group_size_per_vp_stage or len(shapes))
         every = [shapes[microbatch] for microbatch, _ in table]
-        # interleaved: the first stage gets the last stage's outputs of all chunks but the last; gradients go back likewise
+        # interleaved: the last stage sends outputs of all chunks but the last to the first stage, gradients vice versa
         wrapped_around = [shapes[microbatch] for microbatch, chunk in table if chunk < chunks - 1]
         self._forward = iter(wrapped_around if group.rank() == 0 else every)
         self._backward = iter(wrapped_around if group.rank() == group.size() - 1 else every)

@@ -50,7 +50,7 @@ class Routing:
         return Routing(self.copies_D.to(device), self.layers, experts)
 
 
-def routing_of(
+def packed_routing(
     row_I: Tensor, count: int, routed_experts_I: Tensor | None, layers: Sequence[int], *, num_experts: int
 ) -> Routing:
     """Builds the routing of packed sequences, on the CPU.
@@ -164,7 +164,7 @@ class LoadBalance:
         weighted: Tensor = MoEAuxLossAutoScaler.apply(probs_nE, self._aux_coeff * aux + self._z_coeff * z)
         return weighted
 
-    def compare(self, given_nK: Tensor, own_nK: Tensor, copies_n: Tensor) -> None:
+    def count_replayed(self, given_nK: Tensor, own_nK: Tensor, copies_n: Tensor) -> None:
         """Counts the replayed experts of one layer, and those that its router would not have chosen.
 
         Args:
@@ -205,7 +205,7 @@ class LoadBalance:
         return metrics
 
 
-class _Choice:
+class _ExpertSelection:
     """Expert selection with replay, for the `router_replay` hook of Megatron's top-k, which calls `get_replay_topk`.
 
     Megatron's own `RouterReplay` stores one microbatch's experts per layer, in lists that its user must fill in the
@@ -250,7 +250,7 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
         self.balance = balance
         self.scale_to_one = scale_to_one
         self.routing_plan: Routing | None = None
-        self.router_replay = _Choice()
+        self.router_replay = _ExpertSelection()
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns weights and mask of the chosen experts, [n, E] each, like Megatron's."""
@@ -259,7 +259,7 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
             raise RuntimeError("a router has no Routing: its layer was called without PackedSequences.routing")
         layer, replayed, choice = self.layer_number - 1, plan.experts_DLK, self.router_replay
         if replayed is not None:
-            replayed = self._own(replayed[:, plan.layers.index(layer)]).long()
+            replayed = self._local_rows(replayed[:, plan.layers.index(layer)]).long()
         choice.given_nK = replayed
         probs, chosen = super().routing(logits)
         if plan.chosen_nLK is not None:
@@ -267,14 +267,14 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
         if self.scale_to_one:
             probs = probs / probs.sum(-1, keepdim=True)
         if self.training and torch.is_grad_enabled():  # with recomputation, only the second forward has gradients
-            copies = self._own(plan.copies_D)
+            copies = self._local_rows(plan.copies_D)
             if replayed is not None:
-                self.balance.compare(replayed, choice.own_nK, copies)
+                self.balance.count_replayed(replayed, choice.own_nK, copies)
             logits_nE = logits.view(-1, logits.size(-1))
             probs = self.balance.attach(probs, chosen, logits_nE, copies, layer=layer, group=self.tp_cp_group)
         return probs, chosen
 
-    def _own(self, rows: Tensor) -> Tensor:
+    def _local_rows(self, rows: Tensor) -> Tensor:
         """Selects this rank's rows: under sequence parallelism one of equally long parts."""
         if not self.config.sequence_parallel:
             return rows

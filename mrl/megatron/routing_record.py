@@ -21,7 +21,7 @@ from mrl.distributed.groups import ProcessGroups
 from mrl.types import RolloutBatch
 
 
-class Choices:
+class RoutingRecorder:
     """Recorder of the experts chosen in one pass over a batch."""
 
     def __init__(self, groups: ProcessGroups, *, num_layers: int, top_k: int, dtype: torch.dtype) -> None:
@@ -36,7 +36,7 @@ class Choices:
         self._groups, self._shape, self._dtype = groups, (num_layers, top_k), dtype
         self._parts: dict[int, Tensor] = {}
 
-    def room(self, num_rows: int, device: torch.device) -> Tensor:
+    def allocate(self, num_rows: int, device: torch.device) -> Tensor:
         """Allocates the buffer [n, L, K], filled with -1, that the routers of a chunk write to.
 
         Args:
@@ -45,13 +45,13 @@ class Choices:
         """
         return torch.full((num_rows // self._groups.tp.size(), *self._shape), -1, dtype=self._dtype, device=device)
 
-    def keep(self, index: int, chosen_nLK: Tensor) -> None:
+    def record(self, index: int, chosen_nLK: Tensor) -> None:
         """Records a chunk's choices for microbatch `index`: those of its layers, -1 for the stage's other chunks."""
         on_cpu = chosen_nLK.cpu()
         before = self._parts.get(index)
         self._parts[index] = on_cpu if before is None else torch.maximum(before, on_cpu)
 
-    def in_order(self, batch: RolloutBatch, microbatches: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
+    def in_batch_order(self, batch: RolloutBatch, microbatches: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
         """Collective over tensor- and context-parallel: returns the choices for each token of the batch.
 
         Args:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Copies:
+class RowGather:
     """Indices of a gather of rows D into copies S.
 
     Attributes:
@@ -34,7 +34,7 @@ class Copies:
         return copied
 
 
-def copies(row_S: Tensor, num_rows: int, device: torch.device) -> Copies:
+def copies(row_S: Tensor, num_rows: int, device: torch.device) -> RowGather:
     """Builds the indices; a row without a copy gets gradient zero.
 
     Args:
@@ -44,12 +44,12 @@ def copies(row_S: Tensor, num_rows: int, device: torch.device) -> Copies:
     """
     counts_D = torch.bincount(row_S, minlength=num_rows)
     order_S = row_S.argsort(stable=True)
-    return Copies(row_S.to(device), order_S.to(device), (counts_D.cumsum(0) - counts_D).to(device))
+    return RowGather(row_S.to(device), order_S.to(device), (counts_D.cumsum(0) - counts_D).to(device))
 
 
 class _Copied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, which: Copies) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, which: RowGather) -> Tensor:
         ctx.which = which
         return rows.index_select(0, which.row_S)
 

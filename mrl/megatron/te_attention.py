@@ -25,8 +25,8 @@ from torch import Tensor
 
 from mrl.data.shared_prefix import Prefixes
 from mrl.megatron.attention import PackedSequences
-from mrl.megatron.attention_segments import own_runs
-from mrl.megatron.row_gather import Copies, copies
+from mrl.megatron.attention_segments import rank_segments
+from mrl.megatron.row_gather import RowGather, copies
 from mrl.models.transformer_engine import LENGTH_UNIT
 from mrl.types import ranges
 
@@ -48,7 +48,7 @@ class SharedSequences(PackedSequences):
     """
 
     runs: PackedSeqParams | None = None
-    keys: Copies | None = None
+    keys: RowGather | None = None
     group: dist.ProcessGroup | None = None
 
 
@@ -80,7 +80,7 @@ def pack_shared_for_te(
         group: Ranks that share the microbatch; the number of distinct tokens is a multiple of twice their number.
     """
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    found = own_runs(size, rank, lens, prefixes).in_order_of_rows()
+    found = rank_segments(size, rank, lens, prefixes).sorted_by_row()
     ends, most = [], []
     for counts_N in (found.end_N - found.begin_N, found.end_N - found.first_N):
         ends.append(torch.cat([counts_N.new_zeros(1), counts_N.cumsum(0)]).to(device, torch.int32))
@@ -141,7 +141,7 @@ def with_shared_tokens(kind: type) -> type:
     return TESharedAttention
 
 
-def _copied(rows: Tensor, keys: Copies, group: dist.ProcessGroup | None) -> Tensor:
+def _copied(rows: Tensor, keys: RowGather, group: dist.ProcessGroup | None) -> Tensor:
     """Collective over the group: gathers keys or values [n, 1, K, D] and copies them for each segment [S, K, D]."""
     if group is not None:
         rows = gather_from_sequence_parallel_region(rows.contiguous(), group=group)

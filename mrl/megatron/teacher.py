@@ -56,7 +56,7 @@ class Lodger(Teacher):
             arch: Architecture of student and teacher.
         """
         self.model, self.arch = policy, arch
-        self._policy, self._tensors = policy, policy.weight_set()
+        self._policy, self._tensors = policy, policy.empty_weights()
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Implements `Teacher.tensors`."""
@@ -64,12 +64,12 @@ class Lodger(Teacher):
 
     def logprobs(self, batch: RolloutBatch) -> Tensor:
         """Implements `Teacher.logprobs`."""
-        with self._policy.holding(self._tensors):
+        with self._policy.using_weights(self._tensors):
             return self._policy.score(batch)[0]
 
     def states(self, batch: RolloutBatch) -> Tensor:
         """Implements `Teacher.states`."""
-        with self._policy.holding(self._tensors):
+        with self._policy.using_weights(self._tensors):
             return self._policy.states(batch)
 
 

@@ -20,13 +20,13 @@ from mrl.distributed.collectives import from_rank, reduce
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron.config_passthrough import check_te
-from mrl.megatron.ddp import Replicas
-from mrl.megatron.forward_backward import Loss, Microbatch, Schedule
+from mrl.megatron.ddp import DataParallelChunks
+from mrl.megatron.forward_backward import ForwardBackward, Loss, Microbatch
 from mrl.megatron.model import build_chunks, named_tensors
 from mrl.megatron.moe import load_balance
 from mrl.megatron.offload import PARTS, Offload, Part
 from mrl.megatron.optimizer import build_optimizer, optimizer_tensors, reload_masters
-from mrl.megatron.routing_record import Choices
+from mrl.megatron.routing_record import RoutingRecorder
 from mrl.models.base import ArchSpec
 from mrl.models.transformer_engine import shares, why_local
 from mrl.resharding.layout import Layout
@@ -37,7 +37,7 @@ Reports = list[dict[str, Tensor]]
 """Metrics that the loss reported for each microbatch, with its "scores" [n, R]; on the last pipeline stage."""
 
 
-Beside = Callable[[list[Microbatch], Reports], dict[str, float]]
+ExtraMetrics = Callable[[list[Microbatch], Reports], dict[str, float]]
 """(microbatches, reports) -> metrics that need the scores of the full minibatch."""
 
 
@@ -92,11 +92,11 @@ class Trainable:
         )
         for chunk in self.chunks:
             chunk.to(device)
-        self._replicas = Replicas(self.chunks, config, te=self._te, trained=self.trained)
+        self._data_parallel = DataParallelChunks(self.chunks, config, te=self._te, trained=self.trained)
         if self.samples and not config.actor.param_offload:  # shared memory cannot be freed for offloading
-            self._replicas.share()
-        self._schedule = Schedule(
-            self._replicas.chunks,
+            self._data_parallel.share()
+        self._forward_backward = ForwardBackward(
+            self._data_parallel.chunks,
             groups,
             device,
             max_tokens=config.actor.max_tokens_per_microbatch,
@@ -104,7 +104,7 @@ class Trainable:
             shares=config.actor.use_prefix_grouper and (not self._te or shares(config, arch)),
             num_experts=arch.moe.num_experts if arch.moe else 0,
             layers=stage_layers(arch, groups.grid)[groups.coords.pp],
-            even=groups.grid.ep > 1 and config.actor.moe_token_dispatcher_type == "allgather",
+            equal_lengths=groups.grid.ep > 1 and config.actor.moe_token_dispatcher_type == "allgather",
             replay=config.actor.router_replay != "none",
             compiled=self.chunks[0].compiled,
         )
@@ -128,12 +128,12 @@ class Trainable:
     @property
     def shares(self) -> bool:
         """Whether tokens that sequences begin with alike are computed once; may be set between batches."""
-        return self._schedule.shares
+        return self._forward_backward.shares
 
     @shares.setter
     def shares(self, once: bool) -> None:
         """True if a prompt shared by several sequences is computed once; may be set between batches."""
-        self._schedule.shares = once
+        self._forward_backward.shares = once
 
     # memory
 
@@ -145,7 +145,7 @@ class Trainable:
         Args:
             keep: Parts that stay on the device.
         """
-        self._replicas.gather()
+        self._data_parallel.gather()
         self._offload.release(self._tensors_of, keep=keep)
 
     def bring(self, *parts: Part) -> None:
@@ -155,14 +155,14 @@ class Trainable:
         """
         self._offload.bring(*parts)
         if "weights" in parts:
-            self._replicas.gather()
+            self._data_parallel.gather()
 
     def _tensors_of(self, part: Part) -> Iterator[Tensor]:
         if part == "weights":
             for chunk in self.chunks:
                 yield from chunk.parameters()
         elif part == "gradients":
-            yield from self._replicas.gradients()
+            yield from self._data_parallel.gradients()
         elif self.optimizer is not None:
             yield from optimizer_tensors(self.optimizer)
 
@@ -195,7 +195,7 @@ class Trainable:
         bf16 = self._dtype == torch.bfloat16
         check_te("optimizer", self._megatron.optimizer, te=self._te)
         self.optimizer = build_optimizer(
-            self._replicas.chunks, self._config, bf16=bf16, dtype=self._dtype, given=self._megatron.optimizer
+            self._data_parallel.chunks, self._config, bf16=bf16, dtype=self._dtype, given=self._megatron.optimizer
         )
         self._learning_rate = learning_rate
         self.num_updates = 0
@@ -204,8 +204,8 @@ class Trainable:
         """Replaces the learning-rate schedule; the optimizer's state is kept."""
         self._learning_rate = learning_rate
 
-    def _scored(
-        self, batch: RolloutBatch, distribution: Distribution, count: int, choices: Choices | None = None
+    def _score(
+        self, batch: RolloutBatch, distribution: Distribution, count: int, choices: RoutingRecorder | None = None
     ) -> Tensor:
         """Collective over the job: returns `count` scores of every response token, without gradient.
 
@@ -219,15 +219,17 @@ class Trainable:
             Scores [count, R], fp32 on the CPU, in the batch's order, the same on all ranks of the index.
         """
         self.bring("weights")
-        microbatches = self._schedule.microbatches(batch, distribution)
+        microbatches = self._forward_backward.microbatches(batch, distribution)
         with torch.no_grad():
-            reports = self._schedule.run(microbatches, _no_loss, backward=False, choices=choices)
+            reports = self._forward_backward.run(microbatches, _no_loss, backward=False, choices=choices)
         if choices is not None:
-            batch.routed_experts_P = choices.in_order(batch, [(micro.rows, micro.row_I) for micro in microbatches])
+            batch.routed_experts_P = choices.in_batch_order(
+                batch, [(micro.rows, micro.row_I) for micro in microbatches]
+            )
         scored = torch.zeros(count, batch.response_mask_R.numel())
         if self._is_last_stage:
             scored = in_batch_order(batch, microbatches, reports, count)
-        self._from_last_stage(scored)
+        self._broadcast_from_last_stage(scored)
         return scored
 
     def states(self, batch: RolloutBatch) -> Tensor:
@@ -240,9 +242,9 @@ class Trainable:
             [R, H] in the model's dtype on the CPU, in the batch's order; [R, 0] except on the last pipeline stage.
         """
         self.bring("weights")
-        microbatches = self._schedule.microbatches(batch, None)
+        microbatches = self._forward_backward.microbatches(batch, None)
         with torch.no_grad():
-            reports = self._schedule.run(microbatches, _no_loss, backward=False)
+            reports = self._forward_backward.run(microbatches, _no_loss, backward=False)
         if not self._is_last_stage:
             return torch.zeros(batch.response_mask_R.numel(), 0, dtype=self._dtype)
         return in_batch_order(batch, microbatches, reports, self._arch.hidden_size).T.contiguous()
@@ -252,7 +254,7 @@ class Trainable:
         minibatch: RolloutBatch,
         distribution: Distribution,
         loss: Loss,
-        beside: Beside | None = None,
+        beside: ExtraMetrics | None = None,
         *,
         whole_groups: bool = False,
     ) -> dict[str, float]:
@@ -279,19 +281,19 @@ class Trainable:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
             group["weight_decay"] = self._config.weight_decay * group.get("wd_mult", 1.0)
-        self._replicas.zero_gradients()
-        microbatches = self._schedule.microbatches(minibatch, distribution, whole_groups=whole_groups)
+        self._data_parallel.zero_gradients()
+        microbatches = self._forward_backward.microbatches(minibatch, distribution, whole_groups=whole_groups)
         if self._balance is not None:
             self._balance.start([micro.packed.routing for micro in microbatches], self._groups.dp_cp)
-        reports = self._schedule.run(microbatches, loss, backward=True)
-        metrics = self._reduced(microbatches, reports, beside)
-        self._refuse(metrics)
+        reports = self._forward_backward.run(microbatches, loss, backward=True)
+        metrics = self._reduce_metrics(microbatches, reports, beside)
+        self._check_metrics(metrics)
         if self._balance is not None:
             balance = self._balance.metrics().items()
             metrics |= {name.replace("actor/", f"{self.section}/"): value for name, value in balance}
         _, grad_norm, _ = self.optimizer.step()
         self.optimizer.zero_grad()  # frees fp32 copies of gradients, if the buffer has another dtype
-        self._replicas.updated()
+        self._data_parallel.mark_updated()
         self.num_updates += 1
         if not torch.isfinite(torch.tensor(float(grad_norm))):
             error = UserError(
@@ -303,21 +305,25 @@ class Trainable:
             raise error
         return metrics | {f"{self.section}/grad_norm": float(grad_norm), f"{self.section}/lr": rate}
 
-    def _refuse(self, metrics: dict[str, float]) -> None:
+    def _check_metrics(self, metrics: dict[str, float]) -> None:
         """Raises, on all ranks, if the metrics of a step forbid its update; called before the update."""
 
-    def _reduced(self, microbatches: list[Microbatch], reports: Reports, beside: Beside | None) -> dict[str, float]:
+    def _reduce_metrics(
+        self, microbatches: list[Microbatch], reports: Reports, beside: ExtraMetrics | None
+    ) -> dict[str, float]:
         """Collective over the model's replicas: sums the reports over microbatches and data-parallel ranks."""
         found: dict[str, float] | None = None
         if self._is_last_stage:
             names = [name for name in reports[0] if name != "scores"]
-            found = self._over_dp({name: torch.stack([report[name].double() for report in reports]) for name in names})
+            found = self._reduce_over_dp(
+                {name: torch.stack([report[name].double() for report in reports]) for name in names}
+            )
             if beside is not None:
                 found |= beside(microbatches, reports)
-        told: dict[str, float] = from_rank(self._last_stage_rank, found, self._groups.pp)
-        return told
+        metrics: dict[str, float] = from_rank(self._last_stage_rank, found, self._groups.pp)
+        return metrics
 
-    def _over_dp(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+    def _reduce_over_dp(self, values: Mapping[str, Tensor]) -> dict[str, float]:
         """Collective over data-parallel: sums each name's values; names that end in max or min are reduced by that."""
         found: dict[str, float] = {}
         for ending, pick, operation in (
@@ -340,7 +346,7 @@ class Trainable:
     def _is_last_stage(self) -> bool:
         return self._groups.rank == self._last_stage_rank
 
-    def _from_last_stage(self, tensor: Tensor) -> None:
+    def _broadcast_from_last_stage(self, tensor: Tensor) -> None:
         """Collective over the pipeline: copies the last stage's values to every stage, in place."""
         if self._groups.grid.pp > 1:
             dist.broadcast(tensor, src=self._last_stage_rank, group=self._groups.pp)

@@ -112,7 +112,7 @@ def in_any_company(grid, dtype, seeds):
     @settings(max_examples=15, deadline=None, derandomize=True, database=None)
     @given(rows=st.permutations(range(12)), num=st.integers(1, 12), most=st.integers(40, 400))
     def company(rows, num, most):
-        policy._schedule._max_tokens = most
+        policy._forward_backward._max_tokens = most
         part = batch.select(rows[:num])
         scored = policy.score(part)[0].split(part.response_lens_B.tolist())
         assert all(torch.equal(scored[i], whole[row]) for i, row in enumerate(rows[:num]))

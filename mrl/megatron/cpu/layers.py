@@ -39,15 +39,21 @@ def compiles(dtype: torch.dtype) -> bool:
         return False
     if found is None:
         raise UserError(
-            f"another rank uses compiled kernels for the actor, but this one cannot: {problem}. Replicated weights would "
-            f"diverge: install a C compiler ({', '.join(build.COMPILERS)}) here."
+            f"another rank uses compiled kernels for the actor, but this one cannot: {problem}. Replicated weights "
+            f"would diverge: install a C compiler ({', '.join(build.COMPILERS)}) here."
         )
     return True
 
 
 def compiled_layer(layer: ModuleSpec, *, qk_norm: bool, moe: bool) -> ModuleSpec:
     """Replaces modules in Megatron's local layer spec by those of this file; experts stay Megatron's."""
-    return replace_modules(layer, (Column, Row), Attention, None if moe else GatedMlp, qk_norm=qk_norm)
+    return replace_modules(
+        layer,
+        (CompiledColumnParallel, CompiledRowParallel),
+        CompiledAttention,
+        None if moe else CompiledMlp,
+        qk_norm=qk_norm,
+    )
 
 
 def replace_modules(
@@ -63,18 +69,18 @@ def replace_modules(
         qk_norm: Whether queries and keys are normalised.
     """
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    parts.input_layernorm = parts.pre_mlp_layernorm = CompiledNorm
     attention = parts.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = linear
     attention.core_attention = core
     if qk_norm:
-        attention.q_layernorm = attention.k_layernorm = Norm
+        attention.q_layernorm = attention.k_layernorm = CompiledNorm
     if mlp is not None:
         parts.mlp = mlp
     return layer
 
 
-class Norm(RMSNorm):
+class CompiledNorm(RMSNorm):
     """RMSNorm with compiled kernels."""
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
@@ -86,24 +92,24 @@ class Norm(RMSNorm):
         return self._compiled.norm(x, self.weight, self.eps)
 
 
-class Column(ColumnParallelLinear):  # type: ignore[misc]  # megatron.core has no types
+class CompiledColumnParallel(ColumnParallelLinear):  # type: ignore[misc]  # megatron.core has no types
     """Megatron's column-parallel linear layer with this file's product."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
         return _product(super()._forward_impl, input, weight, options)
 
 
-class Row(RowParallelLinear):  # type: ignore[misc]
+class CompiledRowParallel(RowParallelLinear):  # type: ignore[misc]
     """Megatron's row-parallel linear layer with this file's product."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
         return _product(super()._forward_impl, input, weight, options)
 
 
-class GatedMlp(MLP):  # type: ignore[misc]
+class CompiledMlp(MLP):  # type: ignore[misc]
     """Gated MLP: down(silu(gate x) * up x)."""
 
-    linear: ClassVar[tuple[type, type]] = Column, Row
+    linear: ClassVar[tuple[type, type]] = CompiledColumnParallel, CompiledRowParallel
 
     def __init__(self, config: Any, **options: Any) -> None:
         layers = MLPSubmodules(linear_fc1=self.linear[0], linear_fc2=self.linear[1])
@@ -117,7 +123,7 @@ class GatedMlp(MLP):  # type: ignore[misc]
         return output, bias
 
 
-class Attention(PackedAttention):
+class CompiledAttention(PackedAttention):
     """Attention with compiled kernels, which also rotate queries and keys."""
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:

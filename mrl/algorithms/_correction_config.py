@@ -32,11 +32,11 @@ class CorrectionSpec:
     """The parsed section.
 
     Attributes:
-        decoupled: Whether the log-ratio is that of the proximal policy to the sampler; else that of the current policy.
-        reinforce: Whether the loss is -w A log pi.
+        decoupled: True if the log-ratio is that of the proximal policy to the sampler; else that of the current policy.
+        reinforce: True if the loss is -w A log pi.
         weighing: Settings of the importance weights; None: no weights.
         rejections: Tests that a token must pass.
-        kept_only: Whether the loss is averaged over the accepted tokens only.
+        kept_only: True if the loss is averaged over the accepted tokens only.
         off_policy: Threshold of the off-policy sequence mask; None: no mask.
     """
 

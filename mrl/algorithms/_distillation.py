@@ -35,7 +35,7 @@ class Distillation:
         """Stores the config, which `trainer/validation/distillation.py` has checked."""
         self._config = config
 
-    def beside(self, task: Algorithm) -> Loss:
+    def training_loss(self, task: Algorithm) -> Loss:
         """Returns the training loss: the divergence, plus the algorithm's loss if `use_task_rewards` is true.
 
         Args:
@@ -58,7 +58,7 @@ class Distillation:
             # a loss that is only measured needs no gradient
             task_inputs = (logprobs_R.detach(), entropy_R.detach()) if distill_only else (logprobs_R, entropy_R)
             total, metrics = task.checked_loss(*task_inputs, microbatch)
-            corrected = NO_CORRECTION if correction is None else correction.of(microbatch, logprobs_R)
+            corrected = NO_CORRECTION if correction is None else correction.for_microbatch(microbatch, logprobs_R)
             weights_R = corrected.weights_R if correction is not None and correction.spec.decoupled else None
             divergence, more = self._divergence_loss(logprobs_R, token_scores, microbatch, corrected.kept_R, weights_R)
             total = divergence if distill_only else total + self._config.distillation_loss_coef * divergence

@@ -177,7 +177,7 @@ class PolicyGradient(Algorithm):
         if microbatch.entropic_R is not None:
             policy_loss_R = torch.where(microbatch.entropic_R, policy_loss_R, 0.0)
         metrics = _surrogate_metrics(surrogate, entropy_R, microbatch)
-        corrected = self.correction.of(microbatch, logprobs_R)
+        corrected = self.correction.for_microbatch(microbatch, logprobs_R)
         metrics |= corrected.tally
         if corrected.weights_R is not None:
             policy_loss_R = policy_loss_R * corrected.weights_R
@@ -210,9 +210,9 @@ class PolicyGradient(Algorithm):
         metrics["actor/loss"] = loss.detach().double()
         return loss, metrics
 
-    def told(self, metrics: dict[str, float]) -> dict[str, float]:
+    def finalize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Returns the metrics with those of the rollout correction."""
-        return self.correction.told(metrics)
+        return self.correction.finalize_metrics(metrics)
 
     def _kl_charge_R(self, batch: RolloutBatch, reduce: SumReduce) -> Tensor:
         """Collective over data-parallel: returns each token's KL penalty, then adapts the coefficient."""

@@ -96,7 +96,7 @@ class Correction:
             return None
         return batch.response_mask_R & self._kept_R(batch, required(self.actor_R(batch), "proximal_logprobs_R"), {})
 
-    def of(self, microbatch: RolloutBatch, logprobs_R: Tensor) -> Corrected:
+    def for_microbatch(self, microbatch: RolloutBatch, logprobs_R: Tensor) -> Corrected:
         """Returns the correction of a microbatch's loss.
 
         Args:
@@ -122,7 +122,7 @@ class Correction:
             policy_R = off_policy_kept(logprobs_R.detach(), sampler_R, advantages_R, sequences, self.spec.off_policy)
         return Corrected(weights_R, policy_R, kept_R, tally)
 
-    def told(self, metrics: dict[str, float]) -> dict[str, float]:
+    def finalize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Returns the reduced metrics of a minibatch, with tallies replaced by verl's metrics."""
         return correction_metrics.summarize(metrics, self.spec.weighing, self.spec.rejections)
 

@@ -222,7 +222,7 @@ class Algorithm(ABC):
             "See `loss` in mrl/algorithms/base.py."
         )
 
-    def told(self, metrics: dict[str, float]) -> dict[str, float]:
+    def finalize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Returns the metrics of a minibatch to log, from the metrics of `loss` reduced over microbatches and ranks."""
         return metrics
 

@@ -30,7 +30,8 @@ from mrl.distributed.collectives import reduce
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron.distillation_targets import Comparison
-from mrl.megatron.forward_backward import Loss, Microbatch
+from mrl.megatron.forward_backward import Loss
+from mrl.megatron.microbatch import Microbatch
 from mrl.megatron.offload import pinned_like
 from mrl.megatron.routing_record import RoutingRecorder
 from mrl.megatron.trainable import Reports, Trainable, in_batch_order
@@ -182,7 +183,7 @@ class Policy(Trainable):
         Args:
             batch: Sequences of this data-parallel index, the same on its tp and pp ranks; may be empty. If sampling was
                 truncated, tokens are scored over those that the engine kept, `support_R`.
-            supervised: Whether the batch comes from a data set: scored under the model's own distribution (temperature
+            supervised: True if the batch comes from a data set: scored under the model's own distribution (temperature
                 1, full vocabulary), as in `update`.
 
         Returns:
@@ -234,7 +235,7 @@ class Policy(Trainable):
             minibatch: Part of this data-parallel index, with `weights_R` set; may be empty.
             algorithm: Algorithm whose `loss` is minimised. Supervised algorithms see the model's own distribution
                 (temperature 1, full vocabulary), others the sampling distribution, see `score`.
-            compare: Whether this is the first update of the step. It then also reports metrics of the mismatch between
+            compare: True if this is the first update of the step. It then also reports metrics of the mismatch between
                 sampler and actor, and fields of `own_scores` that are None are set on ranks of the last pipeline stage.
 
         Returns:
@@ -249,11 +250,11 @@ class Policy(Trainable):
         if not algorithm.supervised:
             self._check_support(minibatch)
 
-        own = [name for name in self.own_scores(algorithm) if compare and getattr(minibatch, name) is None]
+        missing = [name for name in self.own_scores(algorithm) if compare and getattr(minibatch, name) is None]
 
-        def before(microbatches: list[Microbatch], reports: Reports) -> dict[str, float]:
+        def first_update_metrics(microbatches: list[Microbatch], reports: Reports) -> dict[str, float]:
             logprobs_R = in_batch_order(minibatch, microbatches, reports, 2)[0]
-            for name in own:
+            for name in missing:
                 setattr(minibatch, name, logprobs_R)
             return self._mismatch(minibatch, logprobs_R)
 
@@ -261,22 +262,22 @@ class Policy(Trainable):
         if algorithm.supervised:
             distribution = self._full_distribution
         elif self._distillation is not None:
-            loss = self._distillation.beside(algorithm)
+            loss = self._distillation.training_loss(algorithm)
             self._forward_backward.comparison = self.comparison.on(self.device) if self.comparison else None
-        if own:
-            loss = _with_own_logprobs(loss, own)
+        if missing:
+            loss = _with_own_logprobs(loss, missing)
         try:
             metrics = self._step(
                 minibatch,
                 distribution,
                 loss,
-                before if compare else None,
-                whole_groups=algorithm.learns_from == "pairs",
+                first_update_metrics if compare else None,
+                keep_groups_together=algorithm.learns_from == "pairs",
             )
         finally:
             self._forward_backward.comparison = None
             self._reference_is_actor = False
-        return algorithm.told(metrics)
+        return algorithm.finalize_metrics(metrics)
 
     def _check_metrics(self, metrics: dict[str, float]) -> None:
         if metrics.get(DIFFERENCE, 0.0):

@@ -44,7 +44,7 @@ class QueryGroup:
         keys: Keys of the longest segment.
         unseen: Additive mask, 0 where a query sees a key, else -inf, [B or 1, Q, T]; None: the segments are complete
             sequences with a causal mask.
-        at_once: Whether all scores are computed at once; `unseen` is then [B or 1, T, Q].
+        at_once: True if all scores are computed at once; `unseen` is then [B or 1, T, Q].
     """
 
     size: int
@@ -112,9 +112,9 @@ def pack(
     query_parts, key_parts = [], []
     row_to_slot, row_to_first, positions = torch.empty(3, count // size, dtype=torch.int64)
     offset = key_offset = 0
-    for members, is_whole in _group_by_length(runs, extends=size == 1):
+    for members, is_complete in _group_by_length(runs, extends=size == 1):
         first, begin, end = (tokens[members][:, None] for tokens in (runs.first_N, runs.begin_N, runs.end_N))
-        start = first if is_whole else begin
+        start = first if is_complete else begin
         width, longest = int((end - start).max()), int((end - first).max())
         column, key_column = torch.arange(width)[None], torch.arange(longest)[None]
         rows_BQ = runs.row_P[torch.minimum(start + column, end - 1)] - runs.offset
@@ -125,7 +125,7 @@ def pack(
         positions[rows_BQ[own]] = (start + column - first)[own]
         at_once = longest <= LONGEST_AT_ONCE and device.type == "cpu" and dtype == torch.float32
         unseen = None
-        if not is_whole:
+        if not is_complete:
             before = start - first
             before = before[:1] if bool((before == before[0]).all()) else before  # all segments share one mask
             sees = key_column[:, None] <= (before + column)[..., None]
@@ -167,25 +167,25 @@ def _group_by_length(runs: AttentionSegments, *, extends: bool) -> list[tuple[Te
     with `extends` a long segment of more than half of its sequence is computed with the queries before it.
     """
     queries_N, keys_N = runs.end_N - runs.begin_N, runs.end_N - runs.first_N
-    whole_N = queries_N == keys_N
+    complete_N = queries_N == keys_N
     if extends:
-        whole_N |= (keys_N > LONGEST_AT_ONCE) & (2 * queries_N > keys_N)
+        complete_N |= (keys_N > LONGEST_AT_ONCE) & (2 * queries_N > keys_N)
     groups: list[tuple[list[int], bool]] = []
     used_scores, widest_query = 0, 0
-    queries, keys, whole = queries_N.tolist(), keys_N.tolist(), whole_N.tolist()
-    for run in sorted(range(len(keys)), key=lambda index: (whole[index], -keys[index], -queries[index], index)):
-        width = keys[run] if whole[run] else queries[run]
+    queries, keys, complete = queries_N.tolist(), keys_N.tolist(), complete_N.tolist()
+    for run in sorted(range(len(keys)), key=lambda index: (complete[index], -keys[index], -queries[index], index)):
+        width = keys[run] if complete[run] else queries[run]
         cost = keys[run] * width
-        if groups and groups[-1][1] == whole[run]:
+        if groups and groups[-1][1] == complete[run]:
             members, longest = groups[-1][0], keys[groups[-1][0][0]]
             slots, most = (len(members) + 1) * longest, max(widest_query, width)
             if slots <= SMALL_GROUP_TOKENS or used_scores + cost >= (1 - MAX_PADDING) * slots * most:
                 members.append(run)
                 used_scores, widest_query = used_scores + cost, most
                 continue
-        groups.append(([run], whole[run]))
+        groups.append(([run], complete[run]))
         used_scores, widest_query = cost, width
-    return [(torch.tensor(members), is_whole) for members, is_whole in groups]
+    return [(torch.tensor(members), is_complete) for members, is_complete in groups]
 
 
 class _ToSlots(torch.autograd.Function):

@@ -90,7 +90,7 @@ class Saver:
 
         Args:
             folder: Folder to create; it is a checkpoint once `finish` of the result has returned.
-            beside: Whether a thread writes copies in host memory while the caller continues; otherwise everything is
+            beside: True if a thread writes copies in host memory while the caller continues; otherwise everything is
                 written before the return.
 
         Raises:

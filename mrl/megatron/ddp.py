@@ -34,8 +34,8 @@ class DataParallelChunks:
         Args:
             chunks: Chunks by virtual stage.
             config: Config of the model.
-            te: Whether the layers are TransformerEngine's.
-            trained: Whether the model is trained; if not, there are no gradients and nothing is wrapped.
+            te: True if the layers are TransformerEngine's.
+            trained: True if the model is trained; if not, there are no gradients and nothing is wrapped.
 
         Raises:
             UserError: Megatron rejects the fields of `megatron.ddp`.

@@ -27,7 +27,7 @@ class Frozen(Trainable):
     trained: ClassVar[bool] = False
 
     def logprobs(self, batch: RolloutBatch, config: Config) -> Tensor:
-        """Collective over the job: returns the log-probability of every response token, see `Actor.score`."""
+        """Collective over the job: returns the log-probability of every response token, see `Policy.score`."""
         return self._score(batch, sampled_distribution(config), 2)[0]
 
     def values(self, batch: RolloutBatch) -> Tensor:

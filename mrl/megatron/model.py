@@ -245,7 +245,7 @@ def build_chunks(
         parallel: Parallel sizes, the same as for `mrl.megatron.parallel_state.initialize`.
         actor: Section with activation recompute and routing settings.
         dtype: Dtype of parameters and activations.
-        te: Whether the layers are TransformerEngine's instead of Megatron's local ones.
+        te: True if the layers are TransformerEngine's instead of Megatron's local ones.
         balance: Load balancing that an MoE model's routers report to; None: a new one.
         megatron: Section with fields that are passed to Megatron.
         exact_positions: Maximum sequence length for computing with the native engine's functions
@@ -292,7 +292,7 @@ def transformer_config(
         parallel: Parallel sizes.
         actor: Section with activation recompute and routing settings.
         dtype: Dtype of parameters and activations.
-        te: Whether the layers are TransformerEngine's.
+        te: True if the layers are TransformerEngine's.
         given: Fields of `megatron.transformer`.
 
     Raises:

@@ -19,7 +19,7 @@ def moe_config(arch: ArchSpec, parallel: ParallelConfig, actor: ActorConfig, *, 
         arch: Architecture of the model, dense or MoE.
         parallel: Sizes of the expert groups.
         actor: Section with the dispatcher and the router's dtype. Balancing losses are not Megatron's, see `router.py`.
-        te: Whether a rank's experts are TransformerEngine's grouped module instead of one module each.
+        te: True if a rank's experts are TransformerEngine's grouped module instead of one module each.
     """
     if arch.moe is None:
         return {"moe_token_dispatcher_type": "alltoall"}  # the only one that allows microbatches of different lengths

@@ -27,7 +27,7 @@ def build_optimizer(
     Args:
         chunks: Chunks wrapped for data parallelism.
         actor: Section with learning rate, weight decay, betas and clipping.
-        bf16: Whether parameters are bfloat16.
+        bf16: True if parameters are bfloat16.
         dtype: Dtype of the parameters.
         given: Fields of `megatron.optimizer`, passed to Megatron.
 

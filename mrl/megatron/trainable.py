@@ -21,7 +21,8 @@ from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron.config_passthrough import check_te
 from mrl.megatron.ddp import DataParallelChunks
-from mrl.megatron.forward_backward import ForwardBackward, Loss, Microbatch
+from mrl.megatron.forward_backward import ForwardBackward, Loss
+from mrl.megatron.microbatch import Microbatch
 from mrl.megatron.model import build_chunks, named_tensors
 from mrl.megatron.moe import load_balance
 from mrl.megatron.offload import PARTS, Offload, Part
@@ -127,12 +128,11 @@ class Trainable:
 
     @property
     def shares(self) -> bool:
-        """Whether tokens that sequences begin with alike are computed once; may be set between batches."""
+        """True if a prompt shared by several sequences is computed once; may be set between batches."""
         return self._forward_backward.shares
 
     @shares.setter
     def shares(self, once: bool) -> None:
-        """True if a prompt shared by several sequences is computed once; may be set between batches."""
         self._forward_backward.shares = once
 
     # memory
@@ -254,9 +254,9 @@ class Trainable:
         minibatch: RolloutBatch,
         distribution: Distribution,
         loss: Loss,
-        beside: ExtraMetrics | None = None,
+        extra_metrics: ExtraMetrics | None = None,
         *,
-        whole_groups: bool = False,
+        keep_groups_together: bool = False,
     ) -> dict[str, float]:
         """Collective over the job: takes one optimizer step.
 
@@ -264,8 +264,8 @@ class Trainable:
             minibatch: Part of this data-parallel index, with token weights set; may be empty.
             distribution: Distribution under which tokens are scored.
             loss: Loss to minimise.
-            beside: Function called on the last pipeline stage for metrics that need the scores of the full minibatch.
-            whole_groups: Whether all sequences of a group must be in one microbatch.
+            extra_metrics: Function called on the last pipeline stage for metrics of all the minibatch's scores.
+            keep_groups_together: True if all sequences of a group must be in one microbatch.
 
         Returns:
             The loss's metrics over the global minibatch, grad_norm (before clipping), lr, and for MoE models
@@ -282,11 +282,13 @@ class Trainable:
             group["lr"] = rate
             group["weight_decay"] = self._config.weight_decay * group.get("wd_mult", 1.0)
         self._data_parallel.zero_gradients()
-        microbatches = self._forward_backward.microbatches(minibatch, distribution, whole_groups=whole_groups)
+        microbatches = self._forward_backward.microbatches(
+            minibatch, distribution, keep_groups_together=keep_groups_together
+        )
         if self._balance is not None:
             self._balance.start([micro.packed.routing for micro in microbatches], self._groups.dp_cp)
         reports = self._forward_backward.run(microbatches, loss, backward=True)
-        metrics = self._reduce_metrics(microbatches, reports, beside)
+        metrics = self._reduce_metrics(microbatches, reports, extra_metrics)
         self._check_metrics(metrics)
         if self._balance is not None:
             balance = self._balance.metrics().items()
@@ -309,7 +311,7 @@ class Trainable:
         """Raises, on all ranks, if the metrics of a step forbid its update; called before the update."""
 
     def _reduce_metrics(
-        self, microbatches: list[Microbatch], reports: Reports, beside: ExtraMetrics | None
+        self, microbatches: list[Microbatch], reports: Reports, extra_metrics: ExtraMetrics | None
     ) -> dict[str, float]:
         """Collective over the model's replicas: sums the reports over microbatches and data-parallel ranks."""
         found: dict[str, float] | None = None
@@ -318,8 +320,8 @@ class Trainable:
             found = self._reduce_over_dp(
                 {name: torch.stack([report[name].double() for report in reports]) for name in names}
             )
-            if beside is not None:
-                found |= beside(microbatches, reports)
+            if extra_metrics is not None:
+                found |= extra_metrics(microbatches, reports)
         metrics: dict[str, float] = from_rank(self._last_stage_rank, found, self._groups.pp)
         return metrics
 

@@ -82,7 +82,7 @@ def _run(section: RolloutCorrectionConfig, **algorithm: object) -> tuple[float, 
     logprobs_R = new_R.clone().requires_grad_()
     loss, metrics = made.loss(logprobs_R, torch.zeros_like(new_R), batch)
     (grad_R,) = torch.autograd.grad(loss, logprobs_R)
-    return loss.item(), made.told({name: value.item() for name, value in metrics.items()}), grad_R
+    return loss.item(), made.finalize_metrics({name: value.item() for name, value in metrics.items()}), grad_R
 
 
 def _flat(rows: list[list[float]]) -> Tensor:
@@ -100,7 +100,7 @@ def test_decoupled_weights_and_masks_equal_verls(name: str) -> None:
     batch, _ = _golden()
     correction = Correction(_section(want["config"], bypass_mode=False))
     correction.measure(batch, alone)
-    got = correction.of(batch, torch.zeros(sum(LENS)))
+    got = correction.for_microbatch(batch, torch.zeros(sum(LENS)))
     if want["weights"] is None:
         assert got.weights_R is None
     else:
@@ -169,7 +169,7 @@ KEPT = {
 def test_each_golden_rejection_keeps_what_verl_keeps(test: str, bounds: str) -> None:
     batch, _ = _golden()
     correction = Correction(_section({"rollout_rs": test, "rollout_rs_threshold": bounds}, bypass_mode=False))
-    kept_R = correction.of(batch, torch.zeros(sum(LENS))).kept_R
+    kept_R = correction.for_microbatch(batch, torch.zeros(sum(LENS))).kept_R
     assert kept_R is not None
     assert kept_R.tolist() == _flat(KEPT[test, bounds]).bool().tolist()
 

@@ -209,7 +209,7 @@ def whiten(
         reduce: Elementwise sum over the data-parallel ranks; called twice.
         std: Kind of sigma; "none": only the mean is subtracted.
         eps: Number added to sigma.
-        under_root: Whether `eps` is added to the variance instead: sqrt(sigma^2 + eps), as in verl's `masked_whiten`.
+        under_root: True if `eps` is added to the variance instead: sqrt(sigma^2 + eps), as in verl's `masked_whiten`.
 
     Source: REINFORCE++, arXiv 2501.03262, section 3.
     """

@@ -128,7 +128,7 @@ def sapo(
         advantages_R: Advantage of each token.
         tau_pos: Temperature tau for A > 0.
         tau_neg: Temperature tau for A <= 0; larger than `tau_pos` in the paper, as these gradients spread over the
-            whole vocabulary.
+            full vocabulary.
 
     Source: arXiv 2511.20347. verl and TRL have the same; verl always aggregates by seq-mean-token-mean.
     """

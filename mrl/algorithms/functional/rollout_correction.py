@@ -33,7 +33,7 @@ class Weighing:
         upper: Largest weight.
         lower: Smallest weight: weights outside [lower, upper] become 0 (IcePop). None: larger weights are cut to
             `upper`.
-        normalize: Whether weights are divided by their mean over the batch.
+        normalize: True if weights are divided by their mean over the batch.
     """
 
     level: Literal["token", "sequence"]

@@ -66,7 +66,7 @@ def replace_modules(
         linear: Classes of the column-parallel and the row-parallel linear layer around attention.
         core: Core attention.
         mlp: Class of the MLP; None: unchanged.
-        qk_norm: Whether queries and keys are normalised.
+        qk_norm: True if queries and keys are normalised.
     """
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = CompiledNorm

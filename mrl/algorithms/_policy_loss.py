@@ -38,7 +38,7 @@ class PolicyLoss:
     """A policy loss.
 
     Attributes:
-        function: Formula, in `algorithms/functional/losses.py`, `sequence_losses.py` or `clip_cov.py`.
+        function: Formula, in `losses`, `sequence_losses` or `clip_cov` of `algorithms/functional/`.
         reads: Config keys below `algorithm` that become arguments of `function`, named by their last part.
         defaults: Values for null config fields if this loss replaces the algorithm's own.
         fixed: Arguments of `function` that are not configurable.

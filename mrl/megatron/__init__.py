@@ -1,4 +1,4 @@
-"""The Megatron-Core side: actor, critic, optimizer, pipeline schedule, router replay, offloading.
+"""Everything that imports Megatron-Core: actor, critic, optimizer, pipeline schedule, router replay, offloading.
 
 This is the only folder that imports megatron.core. Importing it first patches megatron-core for this machine
 (`megatron/cpu/import_patches.py`), which is impossible once megatron is imported.

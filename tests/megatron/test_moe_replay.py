@@ -131,7 +131,7 @@ def test_a_shared_token_is_routed_as_the_sequence_that_knows_it():
 
 @pytest.mark.parametrize(
     ("chosen", "said"),
-    [([[[0, 4]]], "the model has experts 0 to 3"), ([[[-2, 0]]], "lie in"), ([[[1, 1]]], "an expert twice")],
+    [([[[0, 4]]], "expected 0 to 3"), ([[[-2, 0]]], "are in"), ([[[1, 1]]], "an expert twice")],
 )
 def test_choices_that_are_no_experts_are_refused(chosen, said):
     with pytest.raises(RuntimeError, match=said):
@@ -139,7 +139,7 @@ def test_choices_that_are_no_experts_are_refused(chosen, said):
 
 
 def test_choices_of_other_layers_are_refused():
-    with pytest.raises(RuntimeError, match="of 2 layers; this pipeline stage has 1"):
+    with pytest.raises(RuntimeError, match="have 2 layers, but this pipeline stage has 1"):
         packed_routing(torch.tensor([0]), 1, torch.tensor([[[0], [1]]]), [3], num_experts=4)
 
 

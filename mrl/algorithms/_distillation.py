@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from mrl.algorithms._policy_gradient import PolicyGradient
+from mrl.algorithms._policy_gradient import PolicyGradient, metric_mean
 from mrl.algorithms._rollout_correction import Corrected
 from mrl.algorithms.base import LARGEST, Algorithm, required
 from mrl.algorithms.functional.importance import at_least_fp32
@@ -84,10 +84,10 @@ class Distillation:
             loss_R = kl_penalty(logprobs_R, torch.where(mask_R, teacher_R, 0.0), cast(Estimator, config.loss_mode))
         else:
             loss_R = torch.where(mask_R, token_scores[0], 0.0)
-        metrics = {"distillation/abs_loss": _mean(loss_R.abs(), microbatch)}
+        metrics = {"distillation/abs_loss": metric_mean(loss_R.abs(), microbatch)}
         metrics |= _extremes("loss", loss_R, mask_R)
         for name, mass_R in zip(("student_mass", "teacher_mass"), token_scores[1:], strict=False):
-            metrics[f"distillation/{name}"] = _mean(torch.where(mask_R, mass_R, 0.0), microbatch)
+            metrics[f"distillation/{name}"] = metric_mean(torch.where(mask_R, mass_R, 0.0), microbatch)
             metrics |= _extremes(name, mass_R, mask_R)
         if config.loss_max_clamp is not None:
             loss_R = loss_R.clamp(-config.loss_max_clamp, config.loss_max_clamp)
@@ -103,18 +103,12 @@ class Distillation:
                 dual_clip=DUAL_CLIP,
             )
             loss_R = surrogate.loss_R if importance_R is None else surrogate.loss_R * importance_R
-            metrics["distillation/pg_clipfrac"] = _mean(surrogate.clipped_R, microbatch)
-            metrics["distillation/pg_clipfrac_lower"] = _mean(surrogate.clipped_lower_R, microbatch)
-            metrics["distillation/ppo_kl"] = _mean(-surrogate.log_ratio_R, microbatch)
+            metrics["distillation/pg_clipfrac"] = metric_mean(surrogate.clipped_R, microbatch)
+            metrics["distillation/pg_clipfrac_lower"] = metric_mean(surrogate.clipped_lower_R, microbatch)
+            metrics["distillation/ppo_kl"] = metric_mean(-surrogate.log_ratio_R, microbatch)
         divergence = (weights_R * loss_R).sum()
         metrics["distillation/loss"] = (weights_R.double() * loss_R.detach().double()).sum()
         return divergence, metrics
-
-
-def _mean(values_R: Tensor, microbatch: RolloutBatch) -> Tensor:
-    """Returns this microbatch's part of the mean over the trained tokens of the global minibatch."""
-    weights_R = required(microbatch.metric_weights_R, "metric_weights_R")
-    return (weights_R.double() * values_R.detach().double()).sum()
 
 
 def _extremes(name: str, values_R: Tensor, mask_R: Tensor) -> dict[str, Tensor]:

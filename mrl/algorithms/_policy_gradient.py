@@ -197,9 +197,9 @@ class PolicyGradient(Algorithm):
             metrics["actor/kl_loss"] = _sum(kl_R, weights_R)
         elif config.kl_in == "reward":
             kl_R = self._reward_kl_R(microbatch)
-            metrics["actor/reward_kl_penalty"] = _mean(kl_R, microbatch)
+            metrics["actor/reward_kl_penalty"] = metric_mean(kl_R, microbatch)
             charged_R = torch.full_like(kl_R, self.kl_control.charged)
-            metrics["actor/reward_kl_penalty_coeff"] = _mean(charged_R, microbatch)
+            metrics["actor/reward_kl_penalty_coeff"] = metric_mean(charged_R, microbatch)
         if microbatch.nll_weights_R is not None:
             nll_R = torch.where(microbatch.nll_weights_R > 0, -logprobs_R, 0.0)
             loss = loss + config.positive_example_nll_weight * (microbatch.nll_weights_R * nll_R).sum()
@@ -237,11 +237,11 @@ def _surrogate_metrics(surrogate: Surrogate, entropy_R: Tensor, microbatch: Roll
     """Returns the metrics of the policy loss."""
     mask_R = microbatch.response_mask_R
     return {
-        "actor/pg_clipfrac": _mean(surrogate.clipped_R, microbatch),
-        "actor/pg_clipfrac_lower": _mean(surrogate.clipped_lower_R, microbatch),
-        "actor/ppo_kl": _mean(-surrogate.log_ratio_R, microbatch),
-        "actor/entropy": _mean(entropy_R, microbatch),
-        "actor/ratio_mean": _mean(surrogate.ratio_R, microbatch),
+        "actor/pg_clipfrac": metric_mean(surrogate.clipped_R, microbatch),
+        "actor/pg_clipfrac_lower": metric_mean(surrogate.clipped_lower_R, microbatch),
+        "actor/ppo_kl": metric_mean(-surrogate.log_ratio_R, microbatch),
+        "actor/entropy": metric_mean(entropy_R, microbatch),
+        "actor/ratio_mean": metric_mean(surrogate.ratio_R, microbatch),
         "actor/ratio_max": _max_ratio(surrogate.ratio_R, mask_R),
         "actor/ratio_min": _min_ratio(surrogate.ratio_R, mask_R),
     }
@@ -261,7 +261,7 @@ def _sum(values_R: Tensor, weights_R: Tensor) -> Tensor:
     return (weights_R.double() * values_R.detach().double()).sum()
 
 
-def _mean(values_R: Tensor, microbatch: RolloutBatch) -> Tensor:
+def metric_mean(values_R: Tensor, microbatch: RolloutBatch) -> Tensor:
     """Returns this microbatch's part of the mean over the trained tokens of the global minibatch."""
     return _sum(values_R, required(microbatch.metric_weights_R, "metric_weights_R"))
 

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.algorithms.functional.importance import at_least_fp32
-from mrl.algorithms.functional.logprobs import VocabShard
+from mrl.algorithms.functional.logprobs import VocabShard, chunks, gather_shards
 
 Kind = Literal["reverse_kl", "forward_kl", "jsd"]
 
@@ -229,11 +228,6 @@ class WeightGradients:
         return self._hidden.to(self._dtypes[0]), self._weight.to(self._dtypes[1])
 
 
-def chunks(count: int, size: int) -> list[slice]:
-    """Returns the slices that cut `count` rows into chunks of at most `size`."""
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
-
-
 def scaled_logits(hidden_CH: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """Returns the logits divided by the temperature [C, V], at least fp32, in a new tensor."""
     logits = at_least_fp32(F.linear(hidden_CH, weight))
@@ -250,20 +244,11 @@ def log_normalizers(logits: tuple[Tensor, ...], shard: VocabShard) -> Tensor:
         lowest = torch.finfo(each.dtype).min  # a rank may have no token
         largest = each.amax(1).clamp(min=lowest) if each.size(1) else each.new_full((each.size(0),), lowest)
         partial.append(torch.stack([largest, (each - largest[:, None]).exp_().sum(1)]))
-    parts = _gather_shards(torch.stack(partial), shard)  # [ranks, n, 2, C]
+    parts = gather_shards(torch.stack(partial), shard)  # [ranks, n, 2, C]
     largest = parts[:, :, 0].amax(0)
     return largest + ((parts[:, :, 0] - largest).exp() * parts[:, :, 1]).sum(0).log()
 
 
 def sum_over_shards(partial: Tensor, shard: VocabShard) -> Tensor:
     """Collective over the group: returns the sum over the ranks, in rank order."""
-    return _gather_shards(partial, shard).sum(0)
-
-
-def _gather_shards(own_part: Tensor, shard: VocabShard) -> Tensor:
-    """Collective over the group: returns every rank's tensor [ranks, ...]."""
-    if shard.group is None or dist.get_world_size(shard.group) == 1 or not own_part.numel():
-        return own_part[None]
-    received = [torch.empty_like(own_part) for _ in range(dist.get_world_size(shard.group))]
-    dist.all_gather(received, own_part.contiguous(), group=shard.group)
-    return torch.stack(received)
+    return gather_shards(partial, shard).sum(0)

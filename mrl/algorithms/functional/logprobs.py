@@ -178,10 +178,10 @@ class _LinearLogprobs(torch.autograd.Function):
         # per row, over this rank's tokens: largest logit m; sums of e^(x-m) and (x-m) e^(x-m); the target's logit
         partial = torch.zeros((4, rows_R.numel()), dtype=torch.float32, device=hidden_PH.device)
         logits: Tensor | None = None
-        chunks = _chunks(rows_R.numel(), distribution.chunk_rows)
-        kept = _support_of_chunks(support, chunks)
+        parts = chunks(rows_R.numel(), distribution.chunk_rows)
+        kept = _support_of_chunks(support, parts)
         head_logprobs: list[Tensor] = []
-        for part, own_kept in zip(chunks, kept, strict=True):
+        for part, own_kept in zip(parts, kept, strict=True):
             del logits  # free the previous chunk's before allocating this one's
             if head is None:
                 logits, own = _scaled_logits(hidden_PH, weight, rows_R[part], targets_R[part], shard, distribution)
@@ -211,7 +211,7 @@ class _LinearLogprobs(torch.autograd.Function):
         shard, distribution = ctx.shard, ctx.distribution
         grad_logprobs, grad_entropy = grads
         weight = weight_VH[: shard.size]
-        chunks = _chunks(rows_R.numel(), distribution.chunk_rows)
+        parts = chunks(rows_R.numel(), distribution.chunk_rows)
         grad_hidden = torch.zeros(hidden_PH.shape, dtype=torch.float32, device=hidden_PH.device)
         grad_weight: Tensor | None = None
         # d log p(t) / d x = 1[t] - p;   d entropy / d x = -p (log p + entropy)
@@ -223,7 +223,7 @@ class _LinearLogprobs(torch.autograd.Function):
             target_slope = grad_logprobs / distribution.temperature
             slope = slope + target_slope
         last, ctx.last = ctx.last, None
-        for part, own_kept in reversed(list(zip(chunks, ctx.kept, strict=True))):
+        for part, own_kept in reversed(list(zip(parts, ctx.kept, strict=True))):
             rows, log_total = rows_R[part], normalizer[part]
             if last is not None:
                 (logits, taken), own = last, _own_columns(targets_R[part], shard)
@@ -244,7 +244,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_weight = ctx.adds_gradient(scaled, hidden)
                 continue
             if grad_weight is None:  # several chunks are summed in fp32
-                sum_dtype = torch.float32 if len(chunks) > 1 else weight_VH.dtype
+                sum_dtype = torch.float32 if len(parts) > 1 else weight_VH.dtype
                 grad_weight = torch.zeros(weight_VH.shape, dtype=sum_dtype, device=weight_VH.device)
             if grad_weight.dtype == weight.dtype:
                 grad_weight[: shard.size].addmm_(scaled.T, hidden)
@@ -252,10 +252,6 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_weight[: shard.size] += scaled.T @ hidden
         grad_weight = torch.zeros_like(weight_VH) if grad_weight is None else grad_weight.to(weight_VH.dtype)
         return grad_hidden.to(hidden_PH.dtype), grad_weight, *[None] * 8
-
-
-def _chunks(count: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def _scaled_logits(
@@ -312,15 +308,24 @@ def _combine(partial: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor
     Ranks exchange four numbers per row; the sums are taken in rank order, so that every rank gets bit-identical
     results.
     """
-    if shard.group is None or dist.get_world_size(shard.group) == 1 or not partial.size(1):
-        parts = partial[None]
-    else:
-        received = [torch.empty_like(partial) for _ in range(dist.get_world_size(shard.group))]
-        dist.all_gather(received, partial, group=shard.group)
-        parts = torch.stack(received)
+    parts = gather_shards(partial, shard)
     largest = parts[:, 0].amax(0)
     lower = parts[:, 0] - largest
     factor = lower.exp()
     total = (factor * parts[:, 1]).sum(0)
     weighted = (factor * (parts[:, 2] + parts[:, 1] * lower)).sum(0)
     return largest, total, weighted, parts[:, 3].sum(0)
+
+
+def chunks(count: int, size: int) -> list[slice]:
+    """Returns the slices that cut `count` rows into chunks of at most `size`."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def gather_shards(own_part: Tensor, shard: VocabShard) -> Tensor:
+    """Collective over the group: returns every rank's tensor [ranks, ...]."""
+    if shard.group is None or dist.get_world_size(shard.group) == 1 or not own_part.numel():
+        return own_part[None]
+    received = [torch.empty_like(own_part) for _ in range(dist.get_world_size(shard.group))]
+    dist.all_gather(received, own_part.contiguous(), group=shard.group)
+    return torch.stack(received)

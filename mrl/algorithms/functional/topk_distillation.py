@@ -11,18 +11,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mrl.algorithms.functional.divergences import (
     WeightGradients,
-    chunks,
     log_normalizers,
     scaled_logits,
     sum_over_shards,
 )
 from mrl.algorithms.functional.importance import at_least_fp32
-from mrl.algorithms.functional.logprobs import VocabShard
+from mrl.algorithms.functional.logprobs import VocabShard, chunks, gather_shards
 
 
 class TopKl(NamedTuple):
@@ -73,23 +71,12 @@ def top_tokens(
             own_logprobs[0, :, : found.size(1)] = found - normalizer_C[:, None]
             own_ids = torch.zeros((found.size(0), k), dtype=torch.int64, device=found.device)
             own_ids[:, : found.size(1)] = columns + shard.start
-            all_found, all_ids = _candidates(own_logprobs[0], own_ids, shard)
+            all_found, all_ids = (torch.cat([*gather_shards(each, shard)], 1) for each in (own_logprobs[0], own_ids))
             best, order = all_found.topk(k, dim=1)
             ids.append(all_ids.gather(1, order))
             logprobs.append(best)
     empty = torch.zeros((0, k), device=hidden_PH.device)
     return torch.cat([empty.long(), *ids]), torch.cat([empty, *logprobs]) if logprobs else empty
-
-
-def _candidates(found: Tensor, ids: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Collective over the group: returns every rank's top k [C, ranks x k], in the ranks' order of token ids."""
-    if shard.group is None or dist.get_world_size(shard.group) == 1:
-        return found, ids
-    size = dist.get_world_size(shard.group)
-    values, tokens = [torch.empty_like(found) for _ in range(size)], [torch.empty_like(ids) for _ in range(size)]
-    dist.all_gather(values, found.contiguous(), group=shard.group)
-    dist.all_gather(tokens, ids.contiguous(), group=shard.group)
-    return torch.cat(values, 1), torch.cat(tokens, 1)
 
 
 def linear_logprobs_of(

@@ -21,7 +21,7 @@ from torch import Tensor
 from mrl.data.shared_prefix import Prefixes
 from mrl.megatron.attention_segments import AttentionSegments, rank_segments
 from mrl.megatron.router import Routing
-from mrl.megatron.row_gather import RowGather, copies
+from mrl.megatron.row_gather import RowGather, gather_plan
 from mrl.models.kernels.sdpa import attend
 from mrl.models.kernels.training import Angles, Families
 
@@ -106,18 +106,20 @@ def pack(
         dtype: Dtype of queries and keys.
     """
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    runs = rank_segments(size, rank, lens, prefixes)
+    segments = rank_segments(size, rank, lens, prefixes)
     count = prefixes.origin_D.numel()
     packed = PackedSequences(qkv_format="sbhd", max_seqlen_q=max(lens), max_seqlen_kv=max(lens), group=group)
     query_parts, key_parts = [], []
     row_to_slot, row_to_first, positions = torch.empty(3, count // size, dtype=torch.int64)
     offset = key_offset = 0
-    for members, is_complete in _group_by_length(runs, extends=size == 1):
-        first, begin, end = (tokens[members][:, None] for tokens in (runs.first_N, runs.begin_N, runs.end_N))
+    for members, is_complete in _group_by_length(segments, extends=size == 1):
+        first, begin, end = (
+            tokens[members][:, None] for tokens in (segments.first_N, segments.begin_N, segments.end_N)
+        )
         start = first if is_complete else begin
         width, longest = int((end - start).max()), int((end - first).max())
         column, key_column = torch.arange(width)[None], torch.arange(longest)[None]
-        rows_BQ = runs.row_P[torch.minimum(start + column, end - 1)] - runs.offset
+        rows_BQ = segments.row_P[torch.minimum(start + column, end - 1)] - segments.offset
         slots_BQ = offset + torch.arange(rows_BQ.numel()).view_as(rows_BQ)
         own = (start + column >= begin) & (start + column < end)
         row_to_slot[rows_BQ[own]] = slots_BQ[own]
@@ -133,13 +135,13 @@ def pack(
             unseen = torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -torch.inf).to(device)
         packed.groups.append(QueryGroup(len(members), width, longest, unseen, at_once))
         query_parts.append(rows_BQ.flatten())
-        key_parts.append(runs.row_P[torch.minimum(first + key_column, end - 1)].flatten())
+        key_parts.append(segments.row_P[torch.minimum(first + key_column, end - 1)].flatten())
         offset += rows_BQ.numel()
         key_offset += len(members) * longest
     packed.query_slots = torch.cat(query_parts).to(device)
     packed.row_to_slot, packed.row_to_first = row_to_slot.to(device), row_to_first.to(device)
     packed.positions = positions.to(device)
-    packed.keys = copies(torch.cat(key_parts), count, device)
+    packed.keys = gather_plan(torch.cat(key_parts), count, device)
     return packed
 
 
@@ -150,23 +152,23 @@ def pack_compiled(lens: Sequence[int], prefixes: Prefixes, group: dist.ProcessGr
     return PackedSequences(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, group=group, families=seen)
 
 
-def families(runs: AttentionSegments) -> Families:
+def families(segments: AttentionSegments) -> Families:
     """Groups the segments by the first row of their sequence: sequences that share tokens start with the same row."""
-    root_N = runs.row_P[runs.first_N]
+    root_N = segments.row_P[segments.first_N]
     order = root_N.argsort(stable=True)
     counts_F = torch.unique_consecutive(root_N[order], return_counts=True)[1]
-    first_R, begin_R, end_R = runs.first_N[order], runs.begin_N[order], runs.end_N[order]
+    first_R, begin_R, end_R = segments.first_N[order], segments.begin_N[order], segments.end_N[order]
     bound_F = torch.cat([counts_F.new_zeros(1), counts_F.cumsum(0)])
-    return Families(runs.row_P, first_R, begin_R, end_R, bound_F, runs.offset, int((end_R - first_R).max()))
+    return Families(segments.row_P, first_R, begin_R, end_R, bound_F, segments.offset, int((end_R - first_R).max()))
 
 
-def _group_by_length(runs: AttentionSegments, *, extends: bool) -> list[tuple[Tensor, bool]]:
+def _group_by_length(segments: AttentionSegments, *, extends: bool) -> list[tuple[Tensor, bool]]:
     """Groups segments of similar length, longest first; returns each group and whether it has complete sequences.
 
     A group is small or has little padding. A causal kernel computes half of the scores, one with a mask all of them, so
     with `extends` a long segment of more than half of its sequence is computed with the queries before it.
     """
-    queries_N, keys_N = runs.end_N - runs.begin_N, runs.end_N - runs.first_N
+    queries_N, keys_N = segments.end_N - segments.begin_N, segments.end_N - segments.first_N
     complete_N = queries_N == keys_N
     if extends:
         complete_N |= (keys_N > LONGEST_AT_ONCE) & (2 * queries_N > keys_N)

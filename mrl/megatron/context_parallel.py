@@ -25,8 +25,8 @@ def own_rows(count: int, size: int, rank: int) -> Tensor:
     """Returns the rows of a rank among `count`, ascending; `count` is a multiple of 2 x `size` unless `size` is 1."""
     if size == 1:
         return torch.arange(count)
-    runs = torch.arange(count).view(2 * size, -1)
-    return torch.cat([runs[rank], runs[2 * size - 1 - rank]])
+    segments = torch.arange(count).view(2 * size, -1)
+    return torch.cat([segments[rank], segments[2 * size - 1 - rank]])
 
 
 def own_rows_by_sequence(lens: Sequence[int], size: int, rank: int) -> Tensor:

@@ -34,7 +34,7 @@ class RowGather:
         return copied
 
 
-def copies(row_S: Tensor, num_rows: int, device: torch.device) -> RowGather:
+def gather_plan(row_S: Tensor, num_rows: int, device: torch.device) -> RowGather:
     """Builds the indices; a row without a copy gets gradient zero.
 
     Args:

@@ -26,7 +26,7 @@ from torch import Tensor
 from mrl.data.shared_prefix import Prefixes
 from mrl.megatron.attention import PackedSequences
 from mrl.megatron.attention_segments import rank_segments
-from mrl.megatron.row_gather import RowGather, copies
+from mrl.megatron.row_gather import RowGather, gather_plan
 from mrl.models.transformer_engine import LENGTH_UNIT
 from mrl.types import ranges
 
@@ -42,12 +42,12 @@ class SharedSequences(PackedSequences):
     """Sequences that share tokens, for TransformerEngine.
 
     Attributes:
-        runs: Lengths of each segment's queries and keys.
+        segments: Lengths of each segment's queries and keys.
         keys: Gather of all ranks' keys and values into the segments' keys.
         group: Ranks that share the microbatch; None: this rank has all of it.
     """
 
-    runs: PackedSeqParams | None = None
+    segments: PackedSeqParams | None = None
     keys: RowGather | None = None
     group: dist.ProcessGroup | None = None
 
@@ -85,13 +85,13 @@ def pack_shared_for_te(
     for counts_N in (found.end_N - found.begin_N, found.end_N - found.first_N):
         ends.append(torch.cat([counts_N.new_zeros(1), counts_N.cumsum(0)]).to(device, torch.int32))
         most.append(-(-int(counts_N.max()) // LENGTH_UNIT) * LENGTH_UNIT)
-    runs = PackedSeqParams(
+    segments = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends[0], cu_seqlens_kv=ends[1], max_seqlen_q=most[0], max_seqlen_kv=most[1]
     )
-    keys = copies(found.row_P[ranges(found.first_N, found.end_N)], prefixes.origin_D.numel(), device)
+    keys = gather_plan(found.row_P[ranges(found.first_N, found.end_N)], prefixes.origin_D.numel(), device)
     longest = max(lens)
     return SharedSequences(
-        qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, runs=runs, keys=keys, group=group
+        qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, segments=segments, keys=keys, group=group
     )
 
 
@@ -131,7 +131,7 @@ def with_shared_tokens(kind: type) -> type:
                     attention_mask,
                     _Mask.padding_causal_bottom_right,
                     attention_bias,
-                    plan.runs,
+                    plan.segments,
                     **others,
                 )
             finally:

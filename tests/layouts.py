@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron import parallel_state as parallel
-from mrl.megatron.forward_backward import Schedule
+from mrl.megatron.forward_backward import ForwardBackward
 from mrl.parallel_layout import Grid
 
 MOST = 6
@@ -72,4 +72,4 @@ def _told(run: Any) -> Any:
     return watched
 
 
-Schedule.run = _told(Schedule.run)  # type: ignore[method-assign]
+ForwardBackward.run = _told(ForwardBackward.run)  # type: ignore[method-assign]

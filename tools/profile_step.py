@@ -34,7 +34,7 @@ from bench_step import CASES, Case, job_config, mrl_step, write_inputs
 from mrl.algorithms.functional.logprobs import _LinearLogprobs
 from mrl.megatron import model
 from mrl.megatron.cpu import layers
-from mrl.megatron.forward_backward import Schedule
+from mrl.megatron.forward_backward import ForwardBackward
 from mrl.models.kernels.training import Training
 from mrl.trainer.resolve import prepare
 from mrl.trainer.startup import open_job
@@ -46,7 +46,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "head": [(_LinearLogprobs, "forward"), (_LinearLogprobs, "backward")],
     "attention": [(Training, "attend"), (Training, "attention_gradients"), (Training, "turned")],
     "norms and activations": [(Training, name) for name in ("normed", "norm_gradients", "gated", "gate_gradient")],
-    "microbatches": [(Schedule, "microbatches")],
+    "microbatches": [(ForwardBackward, "microbatches")],
 }
 """Name in "shares" -> functions of an update; none of them calls another."""
 PHASES = {"answers": "rollouts", "score": "rewards", "pack": "pack", "optimizer_step": "update"}

@@ -1,7 +1,4 @@
-"""What `algorithm.rollout_correction` asks for, read from its texts.
-
-Owns the syntax of thresholds and lists of tests, what a preset allows beside it, and which fields have no effect.
-"""
+"""Parsing and checks of the config section `algorithm.rollout_correction`."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from mrl.errors import UserError
 KEY = "algorithm.rollout_correction"
 
 REINFORCE = "gpg"
-"""The policy loss of `loss_type=reinforce`."""
+"""Policy loss that `loss_type=reinforce` selects."""
 
 TESTS = (
     *(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean") for kind in ("k1", "k2", "k3")),
@@ -27,20 +24,20 @@ TESTS = (
     "seq_max_k3",
     "binary_kl",
 )
-"""What `rollout_rs` may list: verl's, and KPop's."""
+"""Tests that `rollout_rs` may list: verl's, and KPop's `binary_kl`."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The section as it acts.
+class CorrectionSpec:
+    """The parsed section.
 
     Attributes:
-        decoupled: The log-ratio is the proximal policy's to the sampler's; else that of the policy in training.
-        reinforce: The loss is -w A log pi.
-        weighing: Of the importance weights; None: no weights.
+        decoupled: True if the log-ratio is that of the proximal policy to the sampler; else that of the current policy.
+        reinforce: True if the loss is -w A log pi.
+        weighing: Settings of the importance weights; None: no weights.
         rejections: Tests that a token must pass.
-        kept_only: Rejected tokens are not among those that the loss is a mean over.
-        off_policy: Threshold of the off-policy sequence mask.
+        kept_only: True if the loss is averaged over the accepted tokens only.
+        off_policy: Threshold of the off-policy sequence mask; None: no mask.
     """
 
     decoupled: bool
@@ -51,19 +48,19 @@ class Asked:
     off_policy: float | None
 
 
-def read(config: RolloutCorrectionConfig) -> Asked:
-    """The section, its texts understood.
+def parse(config: RolloutCorrectionConfig) -> CorrectionSpec:
+    """Parses the section.
 
     Raises:
-        UserError: An unknown preset or test, a threshold that is none, or a field that the preset sets otherwise.
+        UserError: A preset, test or threshold is unknown or malformed, or a field contradicts the preset.
     """
     _check_preset(config)
     acting = config.acting
-    rejections = _rejections(acting.rollout_rs, acting.rollout_rs_threshold)
+    rejections = _parse_rejections(acting.rollout_rs, acting.rollout_rs_threshold)
     weighing = None
     if acting.rollout_is is not None:
-        weighing = _weighing(acting)
-    return Asked(
+        weighing = _parse_weighing(acting)
+    return CorrectionSpec(
         decoupled=not acting.bypass_mode,
         reinforce=is_reinforce(config),
         weighing=weighing,
@@ -73,8 +70,8 @@ def read(config: RolloutCorrectionConfig) -> Asked:
     )
 
 
-def idle(config: RolloutCorrectionConfig) -> dict[str, str]:
-    """Fields without effect, each with the reason."""
+def unused_fields(config: RolloutCorrectionConfig) -> dict[str, str]:
+    """Returns the fields without effect, each with the reason."""
     acting, found = config.acting, dict[str, str]()
     clips = acting.bypass_mode and acting.loss_type == "ppo_clip"
     if not acting.bypass_mode and acting.loss_type == "reinforce":
@@ -93,22 +90,22 @@ def idle(config: RolloutCorrectionConfig) -> dict[str, str]:
 
 
 def check_policy_loss(policy_loss: str | None, config: RolloutCorrectionConfig) -> None:
-    """Refuses a policy loss beside REINFORCE, which is one."""
+    """Rejects a policy loss together with `loss_type=reinforce`, which already sets the loss."""
     if is_reinforce(config) and policy_loss not in (None, REINFORCE):
         raise UserError(
-            f"algorithm.policy_loss={policy_loss} came beside {KEY}.loss_type=reinforce, whose loss is {REINFORCE}. "
-            "Remove one of both."
+            f"algorithm.policy_loss={policy_loss} conflicts with {KEY}.loss_type=reinforce, which sets the loss to "
+            f"{REINFORCE}. Remove one of the two."
         )
 
 
 def is_reinforce(config: RolloutCorrectionConfig) -> bool:
-    """Whether the loss is -w A log pi, without a ratio that could be clipped."""
+    """Returns whether the loss is -w A log pi, without a ratio that could be clipped."""
     acting = config.acting
     return bool(acting.bypass_mode) and acting.loss_type == "reinforce"
 
 
-def filled(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
-    """The section with the fields of its preset."""
+def with_preset(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+    """Returns the section with the fields of its preset filled in."""
     if config.preset is None:
         return config
     acting = config.acting
@@ -120,65 +117,67 @@ def _check_preset(config: RolloutCorrectionConfig) -> None:
         return
     if config.preset not in PRESETS:
         hint = did_you_mean(config.preset, PRESETS)
-        raise UserError(f"{KEY}.preset='{config.preset}' is unknown.{hint} There are: {', '.join(PRESETS)}.")
+        raise UserError(f"{KEY}.preset='{config.preset}' is unknown.{hint} Choose one of {', '.join(PRESETS)}.")
     preset: dict[str, Any] = {"loss_type": "ppo_clip"} | PRESETS[config.preset]
     for name in ("bypass_mode", "loss_type", "rollout_is", "rollout_rs"):
         given = getattr(config, name)
         if given is not None and given != preset.get(name):
             own = f"sets it to {preset[name]}" if name in preset else "leaves it null"
             raise UserError(
-                f"{KEY}.{name}={given} came beside {KEY}.preset={config.preset}, which {own}. Remove one of both; only "
-                "thresholds may differ from a preset's."
+                f"{KEY}.{name}={given} contradicts {KEY}.preset={config.preset}, which {own}. Remove one of the two; "
+                "only thresholds may be set together with a preset."
             )
 
 
-def _weighing(config: RolloutCorrectionConfig) -> Weighing:
+def _parse_weighing(config: RolloutCorrectionConfig) -> Weighing:
     name, text = f"{KEY}.rollout_is_threshold", config.rollout_is_threshold or ""
-    lower, upper = _bounds(name, text, "one number above 0 such as 2.0, or two such as 0.5_5.0 (IcePop)")
+    lower, upper = _parse_bounds(name, text, "one number above 0 such as 2.0, or two such as 0.5_5.0 (IcePop)")
     level: Any = config.rollout_is
     return Weighing(level, upper, lower, config.rollout_is_batch_normalize)
 
 
-def _rejections(listed: str | None, thresholds: str | None) -> tuple[Rejection, ...]:
+def _parse_rejections(listed: str | None, thresholds: str | None) -> tuple[Rejection, ...]:
     if listed is None:
         return ()
     names = list(dict.fromkeys(part.strip() for part in listed.split(",") if part.strip()))
     for name in names:
         if name not in TESTS:
             hint = did_you_mean(name, TESTS)
-            raise UserError(f"{KEY}.rollout_rs has '{name}', expected some of {', '.join(TESTS)}.{hint}")
+            raise UserError(f"{KEY}.rollout_rs has unknown test '{name}', expected some of {', '.join(TESTS)}.{hint}")
     key = f"{KEY}.rollout_rs_threshold"
     if not names:
         raise UserError(f"{KEY}.rollout_rs='{listed}' names no test. Use null, or a comma list of {', '.join(TESTS)}.")
     if thresholds is None:
-        raise UserError(f"{KEY}.rollout_rs={listed} needs {key}: a bound for each, comma separated, or one for all.")
+        raise UserError(f"{KEY}.rollout_rs={listed} needs {key}: one bound for all tests, or a comma list of bounds.")
     texts = [part.strip() for part in thresholds.split(",") if part.strip()]
     if len(texts) not in (1, len(names)):
-        raise UserError(f"{key}='{thresholds}' has {len(texts)} bounds for {len(names)} tests; give one, or as many.")
+        raise UserError(f"{key}='{thresholds}' has {len(texts)} bounds for {len(names)} tests: set 1 or {len(names)}.")
     texts = texts * len(names) if len(texts) == 1 else texts
-    return tuple(_rejection(key, name, text) for name, text in zip(names, texts, strict=True))
+    return tuple(_parse_rejection(key, name, text) for name, text in zip(names, texts, strict=True))
 
 
-def _rejection(key: str, name: str, text: str) -> Rejection:
+def _parse_rejection(key: str, name: str, text: str) -> Rejection:
     level: Any = "token" if name == "binary_kl" else name.rpartition("_")[0]
     kind: Any = name if name == "binary_kl" else name.rpartition("_")[2]
     if kind == "k1":
-        lower, upper = _bounds(key, text, f"for {name} one number above 0 such as 1.2, or two such as 0.5_2.0")
+        lower, upper = _parse_bounds(key, text, f"for {name} one number above 0 such as 1.2, or two such as 0.5_2.0")
         lower = 1.0 / upper if lower is None else lower
         if lower > upper:
-            raise UserError(f"{key}: '{text}' for {name} means {lower:g} to {upper:g}; give one number of at least 1.")
+            raise UserError(
+                f"{key}: '{text}' for {name} means the empty range {lower:g} to {upper:g}. Set one number >= 1."
+            )
         return Rejection(name, level, kind, math.log(upper), math.log(lower))
-    lower, upper = _bounds(key, text, f"for {name} one number above 0, the largest value that is kept")
+    lower, upper = _parse_bounds(key, text, f"for {name} one number above 0, the largest value that is kept")
     if lower is not None:
-        raise UserError(f"{key}: '{text}' for {name} has two bounds; it takes one, the largest value that is kept.")
+        raise UserError(f"{key}: '{text}' for {name} has two bounds, expected one: the largest value that is kept.")
     return Rejection(name, level, kind, upper)
 
 
-def _bounds(key: str, text: str, expected: str) -> tuple[float | None, float]:
-    """Bounds, the lower maybe None, of "upper" or "lower_upper"."""
+def _parse_bounds(key: str, text: str, expected: str) -> tuple[float | None, float]:
+    """Parses "upper" or "lower_upper"; the lower bound may be None."""
     number = r"\d*\.?\d+(?:[eE][-+]?\d+)?|\d+\."
     match = re.fullmatch(rf"(?:({number})_)?({number})", text.strip())
     values = [float(part) for part in match.groups() if part is not None] if match else []
     if not values or not all(0 < value < math.inf for value in values) or values[0] > values[-1]:
-        raise UserError(f"{key}='{text}' came, expected {expected}.")
+        raise UserError(f"{key}='{text}' is invalid, expected {expected}.")
     return (values[0] if len(values) == 2 else None), values[-1]

@@ -1,7 +1,4 @@
-"""What a critic minimises: the value loss of its minibatches, and its metrics.
-
-Owns the assembly of `algorithms/functional/gae.py` into one loss, as `Algorithm` does for the policy.
-"""
+"""The critic's training objective: value loss and metrics."""
 
 from __future__ import annotations
 
@@ -16,14 +13,19 @@ from mrl.types import RolloutBatch
 
 
 class ValueObjective:
-    """Holds no state between steps; `weigh` comes before `loss`."""
+    """Value loss of a critic, stateless; call `weigh` on a minibatch before `loss` on its microbatches."""
 
     def __init__(self, config: CriticConfig, rollout: RolloutConfig) -> None:
-        """Args: config: Of the critic. rollout: Knows the longest response."""
+        """Stores the settings.
+
+        Args:
+            config: Config section of the critic.
+            rollout: Config section with the longest response length.
+        """
         self._config, self._rollout = config, rollout
 
     def weigh(self, minibatch: RolloutBatch, reduce: SumReduce) -> None:
-        """Collective over data-parallel: sets the weights of the tokens by `critic.loss_aggregation`."""
+        """Collective over data-parallel: sets the token weights by `critic.loss_aggregation`."""
         minibatch.weights_R, minibatch.metric_weights_R = token_weights(
             minibatch.valued_R,
             minibatch.sequence_R,
@@ -34,23 +36,23 @@ class ValueObjective:
         )
 
     def loss(self, values_R: Tensor, microbatch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss sum of a microbatch, and metrics, as `Algorithm.loss`.
+        """Returns the loss sum of a microbatch, and its metrics, in the format of `Algorithm.loss`.
 
         Args:
-            values_R: Of the critic as it is, fp32, requires grad.
-            microbatch: `values_R`, `returns_R` and the weights set.
+            values_R: Values by the current critic, fp32, with gradient.
+            microbatch: Sequences with `values_R` (old values), `returns_R` and weights set.
         """
         mask_R = microbatch.valued_R
         weights_R = required(microbatch.weights_R, "weights_R")
         old_R = required(microbatch.values_R, "values_R")
         values_R = torch.where(mask_R, values_R, old_R)
-        found = value_loss(
+        value_losses = value_loss(
             values_R, old_R, required(microbatch.returns_R, "returns_R"), clip=self._config.cliprange_value
         )
-        loss_R = torch.where(mask_R, found.loss_R, 0.0)
+        loss_R = torch.where(mask_R, value_losses.loss_R, 0.0)
         means_R = required(microbatch.metric_weights_R, "metric_weights_R").double()
         return (weights_R * loss_R).sum(), {
             "critic/vf_loss": (weights_R.double() * loss_R.detach().double()).sum(),
-            "critic/vf_clipfrac": (means_R * found.clipped_R.double()).sum(),
+            "critic/vf_clipfrac": (means_R * value_losses.clipped_R.double()).sum(),
             "critic/vpred_mean": (means_R * values_R.detach().double()).sum(),
         }

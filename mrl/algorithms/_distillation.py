@@ -1,7 +1,7 @@
-"""The distillation's part of what the actor minimises, beside an algorithm's loss or in its place.
+"""The distillation loss, added to an algorithm's loss or used distill_only.
 
-Owns how a token's divergence from its teacher becomes a loss and metrics. Divergences of whole distributions come from
-where logits are made (`megatron/distillation_targets.py`); estimates at the sampled token are made here.
+Divergences of full distributions are computed with the logits (`megatron/distillation_targets.py`); estimates at the
+sampled token are computed here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from mrl.algorithms._policy_gradient import PolicyGradient
+from mrl.algorithms._policy_gradient import PolicyGradient, metric_mean
 from mrl.algorithms._rollout_correction import Corrected
 from mrl.algorithms.base import LARGEST, Algorithm, required
 from mrl.algorithms.functional.importance import at_least_fp32
@@ -23,54 +23,58 @@ from mrl.types import RolloutBatch
 
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
-NOTHING = Corrected(None, None, None, {})
+NO_CORRECTION = Corrected(None, None, None, {})
 DUAL_CLIP = 3.0
-"""Of the policy gradient's surrogate; verl's."""
+"""Dual-clip bound of the policy-gradient surrogate, as in verl."""
 
 
 class Distillation:
-    """Of one run."""
+    """The distillation loss of a run."""
 
     def __init__(self, config: DistillationLossConfig) -> None:
-        """Args: config: Checked by `trainer/validation/distillation.py`."""
+        """Stores the config, which `trainer/validation/distillation.py` has checked."""
         self._config = config
 
-    def beside(self, task: Algorithm) -> Loss:
-        """The loss that is minimised.
+    def training_loss(self, task: Algorithm) -> Loss:
+        """Returns the training loss: the divergence, plus the algorithm's loss if `use_task_rewards` is true.
 
         Args:
-            task: Its loss is only measured where `use_task_rewards` is false. What its rollout correction rejects
-                leaves the divergence too; the weights of a decoupled one multiply the policy gradient, as in verl.
+            task: Algorithm; with `use_task_rewards` false its loss is only measured. Tokens that its rollout correction
+                rejects are left out of the divergence too. The weights of a decoupled correction multiply the policy
+                gradient, as in verl.
 
         Returns:
-            (logprobs_R, entropy_R, *`Comparison.num_scores` numbers of each token, microbatch) -> loss sum and metrics,
-            as `Algorithm.loss`; the microbatch has `teacher_logprobs_R` where nothing is compared.
+            A function (logprobs_R, entropy_R, *`Comparison.num_scores` numbers per token, microbatch) -> (loss sum,
+            metrics) in the format of `Algorithm.loss`. Without compared distributions the microbatch needs
+            `teacher_logprobs_R`.
         """
         correction = task.correction if isinstance(task, PolicyGradient) else None
 
-        def loss(logprobs_R: Tensor, entropy_R: Tensor, *rest: Any) -> tuple[Tensor, dict[str, Tensor]]:
-            *compared, microbatch = rest
-            alone = not self._config.use_task_rewards
-            # what is measured alone gets no gradient
-            of_task = (logprobs_R.detach(), entropy_R.detach()) if alone else (logprobs_R, entropy_R)
-            total, metrics = task.checked_loss(*of_task, microbatch)
-            corrected = NOTHING if correction is None else correction.of(microbatch, logprobs_R)
+        def loss(
+            logprobs_R: Tensor, entropy_R: Tensor, *scores_and_microbatch: Any
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            *token_scores, microbatch = scores_and_microbatch
+            distill_only = not self._config.use_task_rewards
+            # a loss that is only measured needs no gradient
+            task_inputs = (logprobs_R.detach(), entropy_R.detach()) if distill_only else (logprobs_R, entropy_R)
+            total, metrics = task.checked_loss(*task_inputs, microbatch)
+            corrected = NO_CORRECTION if correction is None else correction.for_microbatch(microbatch, logprobs_R)
             weights_R = corrected.weights_R if correction is not None and correction.spec.decoupled else None
-            drawn, more = self._drawn(logprobs_R, compared, microbatch, corrected.kept_R, weights_R)
-            total = drawn if alone else total + self._config.distillation_loss_coef * drawn
+            divergence, more = self._divergence_loss(logprobs_R, token_scores, microbatch, corrected.kept_R, weights_R)
+            total = divergence if distill_only else total + self._config.distillation_loss_coef * divergence
             return total, metrics | more | {"actor/loss": total.detach().double()}
 
         return loss
 
-    def _drawn(
+    def _divergence_loss(
         self,
         logprobs_R: Tensor,
-        compared: list[Tensor],
+        token_scores: list[Tensor],
         microbatch: RolloutBatch,
         kept_R: Tensor | None,
         importance_R: Tensor | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss sum of the tokens' divergences, of those that are kept, and metrics."""
+        """Returns the loss sum of the accepted tokens' divergences, and metrics."""
         config, mask_R = self._config, microbatch.response_mask_R
         weights_R = required(microbatch.weights_R, "weights_R")
         weights_R = weights_R if kept_R is None else torch.where(kept_R, weights_R, 0.0)
@@ -79,11 +83,11 @@ class Distillation:
             teacher_R = required(microbatch.teacher_logprobs_R, "teacher_logprobs_R")
             loss_R = kl_penalty(logprobs_R, torch.where(mask_R, teacher_R, 0.0), cast(Estimator, config.loss_mode))
         else:
-            loss_R = torch.where(mask_R, compared[0], 0.0)
-        metrics = {"distillation/abs_loss": _mean(loss_R.abs(), microbatch)}
+            loss_R = torch.where(mask_R, token_scores[0], 0.0)
+        metrics = {"distillation/abs_loss": metric_mean(loss_R.abs(), microbatch)}
         metrics |= _extremes("loss", loss_R, mask_R)
-        for name, mass_R in zip(("student_mass", "teacher_mass"), compared[1:], strict=False):
-            metrics[f"distillation/{name}"] = _mean(torch.where(mask_R, mass_R, 0.0), microbatch)
+        for name, mass_R in zip(("student_mass", "teacher_mass"), token_scores[1:], strict=False):
+            metrics[f"distillation/{name}"] = metric_mean(torch.where(mask_R, mass_R, 0.0), microbatch)
             metrics |= _extremes(name, mass_R, mask_R)
         if config.loss_max_clamp is not None:
             loss_R = loss_R.clamp(-config.loss_max_clamp, config.loss_max_clamp)
@@ -99,22 +103,16 @@ class Distillation:
                 dual_clip=DUAL_CLIP,
             )
             loss_R = surrogate.loss_R if importance_R is None else surrogate.loss_R * importance_R
-            metrics["distillation/pg_clipfrac"] = _mean(surrogate.clipped_R, microbatch)
-            metrics["distillation/pg_clipfrac_lower"] = _mean(surrogate.clipped_lower_R, microbatch)
-            metrics["distillation/ppo_kl"] = _mean(-surrogate.log_ratio_R, microbatch)
-        drawn = (weights_R * loss_R).sum()
+            metrics["distillation/pg_clipfrac"] = metric_mean(surrogate.clipped_R, microbatch)
+            metrics["distillation/pg_clipfrac_lower"] = metric_mean(surrogate.clipped_lower_R, microbatch)
+            metrics["distillation/ppo_kl"] = metric_mean(-surrogate.log_ratio_R, microbatch)
+        divergence = (weights_R * loss_R).sum()
         metrics["distillation/loss"] = (weights_R.double() * loss_R.detach().double()).sum()
-        return drawn, metrics
-
-
-def _mean(values_R: Tensor, microbatch: RolloutBatch) -> Tensor:
-    """This microbatch's part of the mean over the trained tokens of the global minibatch."""
-    weights_R = required(microbatch.metric_weights_R, "metric_weights_R")
-    return (weights_R.double() * values_R.detach().double()).sum()
+        return divergence, metrics
 
 
 def _extremes(name: str, values_R: Tensor, mask_R: Tensor) -> dict[str, Tensor]:
-    """Over the trained tokens; beyond every number where there are none."""
+    """Returns the largest and smallest value of the trained tokens; -LARGEST and LARGEST if there are none."""
     found, beyond = values_R.detach().double(), values_R.new_full((1,), LARGEST).double()
     return {
         f"distillation/{name}_max": torch.cat([torch.where(mask_R, found, -LARGEST), -beyond]).max(),

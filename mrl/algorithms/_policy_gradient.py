@@ -1,7 +1,6 @@
-"""What the policy-gradient algorithms share; each of them is a table of differences from this.
+"""The base class of the policy-gradient algorithms, which assembles `functional/` into a loss and metrics.
 
-Owns the assembly of `algorithms/functional/` pieces into one loss and its metrics. It holds no default: those are in
-each algorithm's file.
+It has no defaults: those are in each algorithm's file.
 """
 
 from __future__ import annotations
@@ -27,36 +26,36 @@ from mrl.config.config import AlgorithmConfig, RolloutConfig
 from mrl.types import RolloutBatch
 
 CHOICE_SEED = 0x636F76
-"""Of the numbers that choose tokens: others than those that sampled them."""
+"""Seed of the random numbers that select tokens; it differs from the sampler's."""
 
 ROUNDING = 1e-5
-"""Nats by which the engine and the actor differ in fp32 on the same weights, at most: sums in another order."""
+"""Largest difference, in nats, between engine and actor in fp32 at the same weights (order of summation)."""
 
 
 class PolicyGradient(Algorithm):
-    """Advantage of the outcome, a policy loss, KL, entropy bonus and importance weight."""
+    """Outcome advantage, policy loss, KL, entropy bonus and rollout correction."""
 
     baseline: ClassVar[Literal["none", "mean", "leave_one_out"]]
-    """What is subtracted from a sample's reward, within its group."""
+    """Baseline that is subtracted from a sample's reward, within its group."""
 
     whitens: ClassVar[bool] = False
-    """Normalise advantages over the trained tokens of the whole batch; `advantage_std` and `advantage_eps` then belong
-    to this normalisation, and the group's deviation is not used."""
+    """True if advantages are normalised over the trained tokens of the global batch. `advantage_std` and
+    `advantage_eps` then apply to this normalisation, and the group's deviation is not used."""
 
     def __init__(self, config: AlgorithmConfig, rollout: RolloutConfig) -> None:
         super().__init__(config, rollout)
         self.correction = Correction(config.rollout_correction)
 
     def counted_R(self, batch: RolloutBatch) -> Tensor:
-        """Without those that the rollout correction rejects, where they do not count."""
+        """Returns the tokens over which losses are averaged, without rejected tokens that do not count, bool [R]."""
         return self.correction.counted_R(batch)
 
     def shape_rewards(self, outcomes: Outcomes) -> Tensor:
-        """Rewards plus the overlong penalty, fp64 [N]."""
+        """Returns the rewards plus the overlong penalty, fp64 [N]."""
         return outcomes.rewards_N.double() + self.penalty(outcomes)
 
     def penalty(self, outcomes: Outcomes) -> Tensor:
-        """The overlong penalty, fp64 [N], at most 0."""
+        """Returns the overlong penalty, fp64 [N], at most 0."""
         overlong = self.config.overlong
         return overlong_penalty(
             outcomes.response_lens_N,
@@ -66,7 +65,7 @@ class PolicyGradient(Algorithm):
         )
 
     def outcome_advantages(self, outcomes: Outcomes) -> Tensor:
-        """Reward minus the baseline, over the group's deviation where the algorithm uses it, fp64 [N]."""
+        """Returns the reward minus the baseline, over the group's deviation if the algorithm uses it, fp64 [N]."""
         if self.baseline == "none":
             return outcomes.rewards_N.double()
         return group_relative(
@@ -80,15 +79,15 @@ class PolicyGradient(Algorithm):
         )
 
     def advantages(self, batch: RolloutBatch, outcome_advantages_B: Tensor, reduce: SumReduce) -> None:
-        """Collective over data-parallel: every token of a response, or of a turn, gets its outcome's advantage.
+        """Collective over data-parallel: sets each token's advantage to that of its response or turn.
 
-        With KL in the reward, minus its coefficient times the KL of this token and those after it, estimated at the
-        log-probabilities that sampled. Narrows the mask by `overlong.mask_truncated` first.
+        With KL in the reward, the coefficient times the KL of this and all later tokens is subtracted. This KL is
+        estimated at the sampler's log-probabilities. `overlong.mask_truncated` narrows the mask first.
         """
-        mask_R = self._narrowed(batch, reduce)
+        mask_R = self._narrow_mask(batch, reduce)
         advantages_R = outcome_advantages_B.double()[batch.credited_R]
         if self.config.kl_in == "reward":
-            advantages_R = advantages_R - reward_to_go(self._charge_R(batch, reduce), batch.response_lens_B)
+            advantages_R = advantages_R - reward_to_go(self._kl_charge_R(batch, reduce), batch.response_lens_B)
         if self.whitens:
             std: StdKind = required(self.config.advantage_std, "algorithm.advantage_std")
             advantages_R = whiten(
@@ -96,10 +95,11 @@ class PolicyGradient(Algorithm):
             )
         batch.advantages_R = torch.where(mask_R, advantages_R, 0.0).float()
 
-    def _narrowed(self, batch: RolloutBatch, reduce: SumReduce) -> Tensor:
-        """Collective over data-parallel: the mask, narrowed by `overlong.mask_truncated`.
+    def _narrow_mask(self, batch: RolloutBatch, reduce: SumReduce) -> Tensor:
+        """Collective over data-parallel: returns the mask after `overlong.mask_truncated`.
 
-        Then a decoupled run's corrections are measured; where the sampling policy is the denominator, `weigh` does it.
+        Also measures the corrections of a decoupled run. Otherwise `weigh` measures them, since the current policy's
+        log-probabilities are needed.
         """
         if self.config.overlong.mask_truncated:
             truncated_B = required(batch.truncated_B, "truncated_B")
@@ -110,30 +110,30 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_current(self) -> bool:
-        """Where tokens are chosen or corrected from the whole minibatch at its present weights."""
-        chooses = self._policy_loss.choice is not None or self.config.top_entropy_quantile < 1
-        return chooses or self.correction.needs_current
+        """True if tokens are selected or corrected with statistics of the full minibatch at its current weights."""
+        selects = self._policy_loss.choice is not None or self.config.top_entropy_quantile < 1
+        return selects or self.correction.needs_current
 
     @property
     def reads_early(self) -> frozenset[str]:
-        """The reference where its KL is in the reward; the actor where tokens are chosen or corrections measured."""
-        chooses = self.needs_current or self.correction.reads_early
-        return frozenset({PROXIMAL} if chooses else ()) | ({REFERENCE} if self.config.kl_in == "reward" else set())
+        """The reference if its KL is in the reward; the proximal policy if tokens are selected or corrected."""
+        selects = self.needs_current or self.correction.reads_early
+        return frozenset({PROXIMAL} if selects else ()) | ({REFERENCE} if self.config.kl_in == "reward" else set())
 
     @property
     def _policy_loss(self) -> PolicyLoss:
         return LOSSES[required(self.config.policy_loss, "algorithm.policy_loss")]
 
     def _denominator_R(self, batch: RolloutBatch) -> Tensor:
-        """Log-probabilities that the ratio is taken against."""
+        """Returns the log-probabilities in the denominator of the ratio, [R]."""
         if self.needs_proximal:
             return required(batch.proximal_logprobs_R, "proximal_logprobs_R")
         return batch.rollout_logprobs_R
 
     def weigh(self, minibatch: RolloutBatch, reduce: SumReduce) -> None:
-        """Collective over data-parallel: the weights, and the tokens that the loss treats apart.
+        """Collective over data-parallel: sets the weights, and the tokens that the loss treats separately.
 
-        Which tokens these are is the same for every split of the minibatch: they are chosen from all of it.
+        The tokens are selected from the full minibatch, so they are the same for every split into microbatches.
         """
         if not self.needs_proximal:
             self.correction.measure(minibatch, reduce)
@@ -155,12 +155,12 @@ class PolicyGradient(Algorithm):
             minibatch.entropic_R = highest(torch.where(mask_R, entropy_R, 0.0), mask_R, quantile, reduce)
 
     def loss(self, logprobs_R: Tensor, entropy_R: Tensor, microbatch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss sum of a microbatch, and metrics.
+        """Returns the loss sum of a microbatch, and its metrics.
 
         actor/loss = actor/pg_loss + kl_coef actor/kl_loss - entropy_coef actor/entropy_loss, plus the weighted
-        actor/positive_nll_loss, each under the loss's own
-        aggregation; all other metrics are means over the trained tokens. Tokens that are not trained are replaced by
-        constants first, so that whatever they hold reaches neither the loss nor a gradient.
+        actor/positive_nll_loss, each with the loss's own aggregation. All other metrics are means over the trained
+        tokens. Untrained tokens are replaced by constants first, so that their values reach neither the loss nor a
+        gradient.
         """
         config = self.config
         mask_R = microbatch.response_mask_R
@@ -176,8 +176,8 @@ class PolicyGradient(Algorithm):
         policy_loss_R = surrogate.loss_R
         if microbatch.entropic_R is not None:
             policy_loss_R = torch.where(microbatch.entropic_R, policy_loss_R, 0.0)
-        metrics = _reported(surrogate, entropy_R, microbatch)
-        corrected = self.correction.of(microbatch, logprobs_R)
+        metrics = _surrogate_metrics(surrogate, entropy_R, microbatch)
+        corrected = self.correction.for_microbatch(microbatch, logprobs_R)
         metrics |= corrected.tally
         if corrected.weights_R is not None:
             policy_loss_R = policy_loss_R * corrected.weights_R
@@ -197,9 +197,9 @@ class PolicyGradient(Algorithm):
             metrics["actor/kl_loss"] = _sum(kl_R, weights_R)
         elif config.kl_in == "reward":
             kl_R = self._reward_kl_R(microbatch)
-            metrics["actor/reward_kl_penalty"] = _mean(kl_R, microbatch)
+            metrics["actor/reward_kl_penalty"] = metric_mean(kl_R, microbatch)
             charged_R = torch.full_like(kl_R, self.kl_control.charged)
-            metrics["actor/reward_kl_penalty_coeff"] = _mean(charged_R, microbatch)
+            metrics["actor/reward_kl_penalty_coeff"] = metric_mean(charged_R, microbatch)
         if microbatch.nll_weights_R is not None:
             nll_R = torch.where(microbatch.nll_weights_R > 0, -logprobs_R, 0.0)
             loss = loss + config.positive_example_nll_weight * (microbatch.nll_weights_R * nll_R).sum()
@@ -210,22 +210,22 @@ class PolicyGradient(Algorithm):
         metrics["actor/loss"] = loss.detach().double()
         return loss, metrics
 
-    def told(self, metrics: dict[str, float]) -> dict[str, float]:
-        """With those of the rollout correction."""
-        return self.correction.told(metrics)
+    def finalize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Returns the metrics with those of the rollout correction."""
+        return self.correction.finalize_metrics(metrics)
 
-    def _charge_R(self, batch: RolloutBatch, reduce: SumReduce) -> Tensor:
-        """Collective over data-parallel: what each token pays for its KL, after which the coefficient may move."""
+    def _kl_charge_R(self, batch: RolloutBatch, reduce: SumReduce) -> Tensor:
+        """Collective over data-parallel: returns each token's KL penalty, then adapts the coefficient."""
         kl_R = self._reward_kl_R(batch)
         sums = reduce(sequence_means(kl_R, batch.response_mask_R, batch.sequence_R, batch.num_sequences))
         total, count = sums.tolist()
         return self.kl_control.charge(kl_R, total / max(count, 1.0), int(count))
 
     def _reward_kl_R(self, batch: RolloutBatch) -> Tensor:
-        """KL of the policy that sampled to the reference, at each token; 0 where not trained.
+        """Returns the KL of the sampling policy to the reference at each token, [R]; 0 where not trained.
 
-        Exactly 0 too where both are the same but for rounding: where all rewards are equal, whitening would make
-        advantages of that.
+        Differences within rounding give exactly 0: if all rewards are equal, whitening would scale them up to
+        advantages.
         """
         rollout_R, ref_R = batch.rollout_logprobs_R, required(batch.ref_logprobs_R, "ref_logprobs_R")
         differs_R = batch.response_mask_R & ~((rollout_R - ref_R).abs() <= ROUNDING)
@@ -233,22 +233,22 @@ class PolicyGradient(Algorithm):
         return kl_penalty(rollout_R, ref_R, self.config.kl_estimator)
 
 
-def _reported(surrogate: Surrogate, entropy_R: Tensor, microbatch: RolloutBatch) -> dict[str, Tensor]:
-    """Metrics of the policy loss."""
+def _surrogate_metrics(surrogate: Surrogate, entropy_R: Tensor, microbatch: RolloutBatch) -> dict[str, Tensor]:
+    """Returns the metrics of the policy loss."""
     mask_R = microbatch.response_mask_R
     return {
-        "actor/pg_clipfrac": _mean(surrogate.clipped_R, microbatch),
-        "actor/pg_clipfrac_lower": _mean(surrogate.clipped_lower_R, microbatch),
-        "actor/ppo_kl": _mean(-surrogate.log_ratio_R, microbatch),
-        "actor/entropy": _mean(entropy_R, microbatch),
-        "actor/ratio_mean": _mean(surrogate.ratio_R, microbatch),
-        "actor/ratio_max": _largest(surrogate.ratio_R, mask_R),
-        "actor/ratio_min": _smallest(surrogate.ratio_R, mask_R),
+        "actor/pg_clipfrac": metric_mean(surrogate.clipped_R, microbatch),
+        "actor/pg_clipfrac_lower": metric_mean(surrogate.clipped_lower_R, microbatch),
+        "actor/ppo_kl": metric_mean(-surrogate.log_ratio_R, microbatch),
+        "actor/entropy": metric_mean(entropy_R, microbatch),
+        "actor/ratio_mean": metric_mean(surrogate.ratio_R, microbatch),
+        "actor/ratio_max": _max_ratio(surrogate.ratio_R, mask_R),
+        "actor/ratio_min": _min_ratio(surrogate.ratio_R, mask_R),
     }
 
 
 def token_uniforms(batch: RolloutBatch) -> Tensor:
-    """A number in [0, 1) of each response token's own, fp64, by its prompt, sample and position."""
+    """Returns one random number in [0, 1) per response token, fp64 [R], keyed by prompt, sample and position."""
     samples = zip(batch.group_id_B.tolist(), required(batch.sample_index_B, "sample_index_B").tolist(), strict=True)
     keys_B = torch.tensor([stream_key(CHOICE_SEED, uid, sample) for uid, sample in samples], dtype=torch.int64)
     lens_B, sequence_R = batch.response_lens_B, batch.sequence_R
@@ -257,21 +257,21 @@ def token_uniforms(batch: RolloutBatch) -> Tensor:
 
 
 def _sum(values_R: Tensor, weights_R: Tensor) -> Tensor:
-    """Weighted sum in fp64, detached, so that parts add up to the same number however the minibatch was split."""
+    """Returns the weighted sum in fp64, detached; it does not depend on how the minibatch was split."""
     return (weights_R.double() * values_R.detach().double()).sum()
 
 
-def _mean(values_R: Tensor, microbatch: RolloutBatch) -> Tensor:
-    """This microbatch's part of the mean over the trained tokens of the global minibatch."""
+def metric_mean(values_R: Tensor, microbatch: RolloutBatch) -> Tensor:
+    """Returns this microbatch's part of the mean over the trained tokens of the global minibatch."""
     return _sum(values_R, required(microbatch.metric_weights_R, "metric_weights_R"))
 
 
-def _largest(ratio_R: Tensor, mask_R: Tensor) -> Tensor:
-    """Largest ratio of the trained tokens; 0, below every ratio, where there is none."""
+def _max_ratio(ratio_R: Tensor, mask_R: Tensor) -> Tensor:
+    """Returns the largest ratio of the trained tokens; 0, below every ratio, if there are none."""
     return torch.cat([torch.where(mask_R, ratio_R, 0.0), ratio_R.new_zeros(1)]).max().double()
 
 
-def _smallest(ratio_R: Tensor, mask_R: Tensor) -> Tensor:
-    """Smallest ratio of the trained tokens; exp(MAX_LOG_RATIO), above every ratio, where there is none."""
+def _min_ratio(ratio_R: Tensor, mask_R: Tensor) -> Tensor:
+    """Returns the smallest ratio of the trained tokens; exp(MAX_LOG_RATIO), above every ratio, if there are none."""
     top = math.exp(MAX_LOG_RATIO)
     return torch.cat([torch.where(mask_R, ratio_R, top), ratio_R.new_full((1,), top)]).min().double()

@@ -1,7 +1,6 @@
-"""The policy losses that `algorithm.policy_loss` names: each one's function, its defaults and the fields that it reads.
+"""The policy losses that `algorithm.policy_loss` names: function, defaults and config fields of each.
 
-Owns which loss reads which field of the config. Any of them goes with the advantages of any algorithm; an algorithm's
-own table says which one it has by default. What they compute is in `algorithms/functional/`.
+Each loss works with the advantages of any algorithm. The formulas are in `algorithms/functional/`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from mrl.config.config import AlgorithmConfig
 
 
 class Tokens(NamedTuple):
-    """What a policy loss (`algorithms/functional/losses.py`) sees of a microbatch, one entry per response token."""
+    """Inputs of a policy loss (`algorithms/functional/losses.py`), one entry per response token."""
 
     logprobs_R: Tensor
     old_logprobs_R: Tensor
@@ -30,22 +29,21 @@ class Tokens(NamedTuple):
 Chooser = Callable[..., Tensor]
 """(logprobs_R, old_logprobs_R, advantages_R, mask_R, uniforms_R, reduce, settings by name) -> bool [R].
 
-Collective over data-parallel: tokens of the whole minibatch that a loss treats apart. See
-`algorithms/functional/clip_cov.py`.
-"""
+Collective over data-parallel: selects the tokens of the full minibatch that a loss treats separately. See
+`algorithms/functional/clip_cov.py`."""
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """One policy loss.
+    """A policy loss.
 
     Attributes:
-        function: Of `algorithms/functional/losses.py` or `algorithms/functional/sequence_losses.py`.
-        reads: Keys below `algorithm` that it reads; the function's arguments are their last parts.
-        defaults: Fields that are null in the config and that another loss than the algorithm's own brings with it.
-        fixed: Arguments that are no setting.
-        choice: Of the tokens that it treats apart; None where it treats all alike.
-        choice_reads: Keys that this reads.
+        function: Formula, in `losses`, `sequence_losses` or `clip_cov` of `algorithms/functional/`.
+        reads: Config keys below `algorithm` that become arguments of `function`, named by their last part.
+        defaults: Values for null config fields if this loss replaces the algorithm's own.
+        fixed: Arguments of `function` that are not configurable.
+        choice: Selection of tokens that the loss treats separately; None: no selection.
+        choice_reads: Config keys that become arguments of `choice`.
     """
 
     function: Callable[..., Surrogate]
@@ -57,13 +55,13 @@ class PolicyLoss:
 
     @property
     def keys(self) -> frozenset[str]:
-        """All that it reads."""
+        """All config keys that it reads, below `algorithm`."""
         return frozenset((*self.reads, *self.choice_reads))
 
     def __call__(
         self, tokens: Tokens, sequences: Sequences, config: AlgorithmConfig, chosen_R: Tensor | None = None
     ) -> Surrogate:
-        """The loss of each token; `chosen_R` from `choose`, where the loss has a choice."""
+        """Computes the loss of each token; `chosen_R` is the result of `choose`, for losses with a choice."""
         more: tuple[Any, ...] = () if chosen_R is None else (chosen_R,)
         if self.function.__module__ == sequence_losses.__name__:
             more = (sequences,)
@@ -77,22 +75,22 @@ class PolicyLoss:
         reduce: Callable[[Tensor], Tensor],
         config: AlgorithmConfig,
     ) -> Tensor:
-        """Collective over data-parallel: the tokens of the minibatch that the loss treats apart, bool [R].
+        """Collective over data-parallel: selects the tokens of the minibatch that the loss treats separately, bool [R].
 
         Args:
-            tokens: Of this rank, log-probabilities by the weights right before the update.
+            tokens: Inputs of this rank, log-probabilities by the weights before the update.
             mask_R: True where the token is trained.
-            uniforms_R: A random number of each token's own.
+            uniforms_R: One random number per token, in [0, 1).
             reduce: Elementwise sum over the data-parallel ranks.
-            config: Resolved.
+            config: Resolved config.
         """
         if self.choice is None:
-            raise RuntimeError("this loss treats all tokens alike")
+            raise RuntimeError("choose was called for a policy loss without a choice")
         return self.choice(*tokens, mask_R, uniforms_R, reduce, **_settings(self.choice_reads, config))
 
 
 def _settings(keys: tuple[str, ...], config: AlgorithmConfig) -> dict[str, float]:
-    """Their values by the last part of each key."""
+    """Returns the values of the keys, by the last part of each key."""
     return {key.rpartition(".")[2]: attrgetter(key)(config) for key in keys}
 
 
@@ -133,4 +131,4 @@ LOSSES: dict[str, PolicyLoss] = {
 }
 
 READ = frozenset(key for loss in LOSSES.values() for key in loss.keys)
-"""Keys below `algorithm` that only policy losses read."""
+"""Config keys below `algorithm` that only policy losses read."""

@@ -1,7 +1,7 @@
-"""The rollout correction of a loss: which log-probabilities its log-ratio is of, and what it changes.
+"""The rollout correction of a loss: importance weights, rejections and the off-policy mask.
 
-Owns the order: mean of the weights, tokens that count, then the factors of each microbatch. The maths is in
-`algorithms/functional/rollout_correction.py`, what the config asks for in `_correction_config.py`.
+Order: mean of the weights, accepted tokens, then the factors of each microbatch. The formulas are in
+`algorithms/functional/rollout_correction.py`, the parsed config in `_correction_config.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mrl.algorithms._correction_config import read
+from mrl.algorithms._correction_config import parse
 from mrl.algorithms.base import SumReduce, required
 from mrl.algorithms.functional import correction_metrics
 from mrl.algorithms.functional.importance import at_least_fp32
@@ -29,13 +29,13 @@ from mrl.types import RolloutBatch
 
 
 class Corrected(NamedTuple):
-    """What a correction does to the loss of a microbatch.
+    """Correction of a microbatch's loss.
 
     Attributes:
         weights_R: Factor of the policy loss; None: 1.
-        policy_R: Where the policy loss counts, bool; None: everywhere.
-        kept_R: Where the whole loss counts, bool; None: everywhere.
-        tally: For the metrics.
+        policy_R: True where the policy loss counts; None: everywhere.
+        kept_R: True where the complete loss counts; None: everywhere.
+        tally: Sums from which the metrics are computed.
     """
 
     weights_R: Tensor | None
@@ -45,29 +45,29 @@ class Corrected(NamedTuple):
 
 
 class Correction:
-    """The section at work; `spec` says what it asks for."""
+    """The rollout correction of a run; `spec` is its parsed config."""
 
     def __init__(self, config: RolloutCorrectionConfig) -> None:
-        self.spec = read(config)
+        self.spec = parse(config)
 
     @property
     def needs_current(self) -> bool:
-        """Whether the policy in training is scored before its update: for numbers of the whole minibatch."""
-        return not self.spec.decoupled and self._is_of_the_whole
+        """True if the current policy must be scored before its update, for statistics of the full minibatch."""
+        return not self.spec.decoupled and self._needs_full_minibatch
 
     @property
     def reads_early(self) -> bool:
-        """Whether a decoupled one reads the actor's log-probabilities before the loss: to count, or to divide."""
-        return self.spec.decoupled and self._is_of_the_whole
+        """True if a decoupled correction reads the proximal log-probabilities before the loss."""
+        return self.spec.decoupled and self._needs_full_minibatch
 
     @property
-    def _is_of_the_whole(self) -> bool:
-        """Whether what is done to a token follows from all of the minibatch."""
+    def _needs_full_minibatch(self) -> bool:
+        """True if the correction of a token depends on the full minibatch."""
         normalizes = self.spec.weighing is not None and self.spec.weighing.normalize
         return normalizes or (self.spec.kept_only and bool(self.spec.rejections))
 
     def actor_R(self, batch: RolloutBatch, logprobs_R: Tensor | None = None) -> Tensor | None:
-        """The actor's log-probability in the log-ratio, without gradient; None where it is not known yet."""
+        """Returns the actor's log-probability in the log-ratio, without gradient, [R]; None if it is not known yet."""
         if self.spec.decoupled:
             return required(batch.proximal_logprobs_R, "proximal_logprobs_R").detach()
         if batch.current_logprobs_R is not None:
@@ -75,7 +75,7 @@ class Correction:
         return None if logprobs_R is None else logprobs_R.detach()
 
     def measure(self, batch: RolloutBatch, reduce: SumReduce) -> None:
-        """Collective over data-parallel where weights are normalised: sets `importance_mean_B`."""
+        """Collective over data-parallel if weights are normalised: sets `importance_mean_B`."""
         if self.spec.weighing is None or not self.spec.weighing.normalize:
             return
         sequences, log_ratio_R = _sequences(batch), self._log_ratio_R(batch, None)
@@ -84,24 +84,24 @@ class Correction:
         batch.importance_mean_B = mean.to(log_ratio_R.dtype).expand(batch.num_sequences)
 
     def counted_R(self, batch: RolloutBatch) -> Tensor:
-        """The tokens that a mean is over: the trained ones, without the rejected ones where those do not count."""
+        """Returns the tokens over which losses are averaged, bool [R]; rejected tokens may be excluded."""
         actor_R = self.actor_R(batch) if self.spec.kept_only and self.spec.rejections else None
         if actor_R is None:
             return batch.response_mask_R
         return batch.response_mask_R & self._kept_R(batch, actor_R, {})
 
     def accepted_R(self, batch: RolloutBatch) -> Tensor | None:
-        """The trained tokens that are not rejected, bool [R]; None where the update decides that, or nothing is."""
+        """Returns the trained tokens that pass all tests, bool [R]; None without tests or before the update."""
         if not (self.spec.decoupled and self.spec.rejections):
             return None
         return batch.response_mask_R & self._kept_R(batch, required(self.actor_R(batch), "proximal_logprobs_R"), {})
 
-    def of(self, microbatch: RolloutBatch, logprobs_R: Tensor) -> Corrected:
-        """What the loss of a microbatch is corrected by.
+    def for_microbatch(self, microbatch: RolloutBatch, logprobs_R: Tensor) -> Corrected:
+        """Returns the correction of a microbatch's loss.
 
         Args:
-            microbatch: Whole sequences, `advantages_R` set.
-            logprobs_R: Of the policy in training.
+            microbatch: Complete sequences with `advantages_R` set.
+            logprobs_R: Log-probabilities of the current policy.
         """
         weights_R, policy_R, kept_R = None, None, None
         tally: dict[str, Tensor] = {}
@@ -122,9 +122,9 @@ class Correction:
             policy_R = off_policy_kept(logprobs_R.detach(), sampler_R, advantages_R, sequences, self.spec.off_policy)
         return Corrected(weights_R, policy_R, kept_R, tally)
 
-    def told(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The metrics of a minibatch, reduced over it, with tallies told as verl does."""
-        return correction_metrics.told(metrics, self.spec.weighing, self.spec.rejections)
+    def finalize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Returns the reduced metrics of a minibatch, with tallies replaced by verl's metrics."""
+        return correction_metrics.summarize(metrics, self.spec.weighing, self.spec.rejections)
 
     def _log_ratio_R(self, batch: RolloutBatch, logprobs_R: Tensor | None) -> Tensor:
         actor_R = required(self.actor_R(batch, logprobs_R), "current_logprobs_R")
@@ -132,7 +132,7 @@ class Correction:
         return torch.where(batch.response_mask_R, ratio_R, 0.0)
 
     def _kept_R(self, batch: RolloutBatch, actor_R: Tensor, tally: dict[str, Tensor]) -> Tensor:
-        """Where all tests are passed; adds to the tally."""
+        """Returns where all tests are passed, bool [R]; adds to the tally."""
         sequences = _sequences(batch)
         actor_R, sampler_R = (
             torch.where(sequences.mask_R, at_least_fp32(logprobs_R), 0.0)

@@ -1,11 +1,13 @@
-"""The interface of an algorithm: advantages, weights of tokens, and the loss of a microbatch.
+"""The interface of an algorithm: advantages, token weights, and the loss of a microbatch.
 
-Owns `Algorithm`, and how a config becomes one: `resolve` fills what the config leaves open and refuses what the
-algorithm would ignore, `build` checks it against the rollout section and makes the object. The loop and the Megatron
-actor know nothing else of an algorithm; adding one is adding a file that defines `ALGORITHM`.
+To add an algorithm, add a file to this folder that defines `ALGORITHM`, a subclass of `Algorithm`. The training loop
+and the Megatron actor use nothing else of it.
 
-A step calls, in this order: (`informative_groups`,) `shape_rewards`, `outcome_advantages`, `advantages`, and for each
-minibatch `weigh`, then `loss` for each of its microbatches.
+Call order in one step: `informative_groups` (with dynamic sampling), `shape_rewards`, `outcome_advantages`,
+`advantages`; then for each minibatch `weigh`, and `loss` for each of its microbatches.
+
+`resolve` fills the fields that a config leaves null and rejects fields that the algorithm ignores. `build` checks the
+config against the rollout section and creates the algorithm.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ from mrl.types import RolloutBatch
 T = TypeVar("T")
 
 LARGEST = 1e9
-"""Beyond any sensible number of an algorithm; fp32 holds its square."""
+"""Upper limit of every number in `algorithm`; its square still fits in fp32."""
 
 PROXIMAL, REFERENCE = "proximal_logprobs_R", "ref_logprobs_R"
-"""Log-probabilities of a batch that the actor's own update can give, where no update of the step came before it."""
+"""Batch fields that the forward pass of the update can compute itself, if it is the first update of the step."""
 
 SumReduce = Callable[[Tensor], Tensor]
 """Collective over the data-parallel group: elementwise sum of the ranks' tensors (fp64), the same on every rank."""
@@ -42,17 +44,19 @@ SumReduce = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Outcomes:
-    """One row for each sample of the step, over all ranks, ordered by (group, sample index); or for each turn.
+    """Rewards of all samples of the step, over all ranks: one row per sample, ordered by (group, sample index).
+
+    With `algorithm.credit=turn` there is one row per turn instead.
 
     Attributes:
         rewards_N: Total reward, fp64.
-        group_id_N: Group of each sample.
-        response_lens_N: Response tokens.
+        group_id_N: Group (prompt) of each sample.
+        response_lens_N: Length of each response, tokens.
         truncated_N: True where the response was cut at its length limit.
-        parts: Each reward function's own value, fp64 [N], NaN where it gave none; by its name.
-        part_weights: Factor of each of these in the total.
-        own_N: With `algorithm.credit=turn` the rows are turns, and this is the reward of each by itself, fp64, where
-            `rewards_N` has that of those after it too; None: the rows are samples.
+        parts: Values by reward function, fp64 [N], NaN where the function returned none.
+        part_weights: Weight of each reward function in the total.
+        own_N: Reward of each turn without the rewards of later turns, fp64; `rewards_N` then has the sum with the later
+            turns. None: rows are samples.
     """
 
     rewards_N: Tensor
@@ -65,20 +69,24 @@ class Outcomes:
 
 
 class Algorithm(ABC):
-    """Built from the resolved `AlgorithmConfig`; holds no state between steps but its controls."""
+    """Base class of algorithms, built from a resolved `AlgorithmConfig`.
+
+    Its only state between steps are the adaptive coefficients, `kl_control` and `entropy_control`.
+    """
 
     defaults: ClassVar[dict[str, Any]]
-    """Values of the `AlgorithmConfig` fields that are null in the config."""
+    """Values for the `AlgorithmConfig` fields that are null in the config."""
 
     unused: ClassVar[frozenset[str]] = frozenset()
-    """`AlgorithmConfig` fields that mean nothing to this algorithm; a config that sets one is refused."""
+    """`AlgorithmConfig` fields without effect in this algorithm; a config that sets one is rejected."""
 
     kl_places: ClassVar[frozenset[str]] = frozenset({"none", "loss"})
-    """Values of `kl_in` that this algorithm honours."""
+    """Values of `kl_in` that this algorithm supports."""
 
     learns_from: ClassVar[LearnsFrom] = "samples"
-    """With "responses" and "pairs", which the data have, nothing is sampled or scored: only `weigh` and `loss` are
-    called. The sequences of a pair have one `group_id_B`, `sample_index_B` 0 (the better) and 1, and one microbatch."""
+    """Source of the training data. With "responses" and "pairs" the data set has the responses: nothing is sampled or
+    scored, and only `weigh` and `loss` are called. The two sequences of a pair share a `group_id_B` and a microbatch;
+    `sample_index_B` is 0 for the preferred one and 1 for the other."""
 
     def __init__(self, config: AlgorithmConfig, rollout: RolloutConfig) -> None:
         self.config = config
@@ -87,82 +95,86 @@ class Algorithm(ABC):
         self.entropy_control = EntropyControl(config)
 
     def informative_groups(self, outcomes: Outcomes) -> Tensor:
-        """Which samples dynamic sampling keeps, bool [N]: those whose group's rewards are not all equal.
+        """Returns which samples dynamic sampling keeps, bool [N]: those of groups whose rewards are not all equal.
 
-        The loop gives the rewards as scored, before `shape_rewards`: a group of right answers of different lengths is
-        still one that teaches nothing about the task.
+        The loop passes the rewards before `shape_rewards`, so a group of correct answers of different lengths still
+        counts as uninformative.
         """
         return advantage_maths.informative_groups(outcomes.rewards_N, outcomes.group_id_N)
 
     @property
     def supervised(self) -> bool:
-        """Whether it trains on what the data have."""
+        """True if the training data come from a data set and nothing is sampled."""
         return self.learns_from != "samples"
 
     @property
     def num_samples(self) -> int:
-        """Sequences that a prompt gives to a step."""
+        """Number of sequences per prompt and step."""
         return {"samples": self.rollout.n, "responses": 1, "pairs": 2}[self.learns_from]
 
     @property
     def needs_reference(self) -> bool:
-        """Whether `ref_logprobs_R` must be set before `advantages`, of a supervised one before `loss`."""
+        """True if `ref_logprobs_R` must be set before `advantages` (supervised algorithms: before `loss`)."""
         return self.config.kl_in != "none"
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether `proximal_logprobs_R` must be set before the update."""
+        """True if `proximal_logprobs_R` must be set before the update."""
         return not self.config.rollout_correction.acting.bypass_mode
 
     @property
     def reads_early(self) -> frozenset[str]:
-        """Which of PROXIMAL and REFERENCE, if any, is read before `loss`: by `advantages`, `weigh` or `counted_R`.
+        """Those of PROXIMAL and REFERENCE that `advantages`, `weigh` or `counted_R` read.
 
-        The others may be None until `loss` is called: they can come from the forward of the update itself.
+        The others may be None until `loss` is called, so the forward pass of the update can compute them.
         """
         return frozenset({PROXIMAL, REFERENCE})
 
     @property
     def singleton(self) -> advantage_maths.SingletonPolicy:
-        """What a group of one sample gets: 0 where it was sampled with others, which have no score."""
+        """Treatment of a group with one sample: "zero" if the others have no score, else as configured."""
         return "zero" if self.rollout.n > 1 else required(self.config.singleton_group, "algorithm.singleton_group")
 
     def counted_R(self, batch: RolloutBatch) -> Tensor:
-        """The tokens that losses and metrics are a mean over, bool [R]."""
+        """Returns the tokens over which losses and metrics are averaged, bool [R]."""
         return batch.response_mask_R
 
     needs_values: ClassVar[bool] = False
-    """Whether there is a critic: `values_R` must be set before `advantages`, which then sets `returns_R`."""
+    """True if the algorithm has a critic: `values_R` must be set before `advantages`, which then sets `returns_R`."""
 
     @property
     def needs_current(self) -> bool:
-        """Whether `current_logprobs_R` and `current_entropy_R` of each minibatch must be set before `weigh`."""
+        """True if `current_logprobs_R` and `current_entropy_R` of each minibatch must be set before `weigh`."""
         return False
 
     @abstractmethod
     def shape_rewards(self, outcomes: Outcomes) -> Tensor:
-        """Rewards after shaping that needs no log-probabilities (overlong penalty), fp64 [N]."""
+        """Returns the rewards with the shaping that needs no log-probabilities (overlong penalty), fp64 [N]."""
 
     @abstractmethod
     def outcome_advantages(self, outcomes: Outcomes) -> Tensor:
-        """One advantage per sample, or turn, from the whole step's rewards, fp64 [N]. Every rank computes the same.
+        """Returns one advantage per sample (or turn) from the rewards of the complete step, fp64 [N].
 
-        `outcomes.rewards_N` are the shaped rewards.
+        `outcomes.rewards_N` are the shaped rewards. Every rank computes the same result.
         """
 
     @abstractmethod
     def advantages(self, batch: RolloutBatch, outcome_advantages_B: Tensor, reduce: SumReduce) -> None:
-        """Collective over data-parallel: sets `batch.advantages_R` (and narrows `batch.response_mask_R`).
+        """Collective over data-parallel: sets `batch.advantages_R`; may narrow `batch.response_mask_R`.
 
-        The outcome's are one for each number in `batch.credited_R`. Of an algorithm with a critic also
-        `batch.returns_R`.
+        Algorithms with a critic also set `batch.returns_R`.
+
+        Args:
+            batch: Sequences of this rank.
+            outcome_advantages_B: Outcome advantages, indexed by `batch.credited_R`.
+            reduce: Elementwise sum over the data-parallel ranks.
         """
 
     def weigh(self, minibatch: RolloutBatch, reduce: SumReduce) -> None:
-        """Collective over data-parallel: sets `minibatch.weights_R` from counts over the global minibatch.
+        """Collective over data-parallel: sets `minibatch.weights_R` and `minibatch.metric_weights_R`.
 
-        Also sets `minibatch.metric_weights_R`. By `algorithm.loss_aggregation`; an algorithm with weights of its own
-        overrides this.
+        The weights follow `algorithm.loss_aggregation`, with counts over the global minibatch. Algorithms with other
+        weights override this method.
         """
         minibatch.weights_R, minibatch.metric_weights_R = token_weights(
             self.counted_R(minibatch),
@@ -175,23 +187,23 @@ class Algorithm(ABC):
 
     @abstractmethod
     def loss(self, logprobs_R: Tensor, entropy_R: Tensor, microbatch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss sum of a microbatch, and metrics.
+        """Returns the loss sum of a microbatch, and its metrics.
 
         Args:
-            logprobs_R: Current policy, fp32, requires grad.
-            entropy_R: Entropy of the distribution at each response token, fp32, requires grad.
-            microbatch: `advantages_R` and `weights_R` set.
+            logprobs_R: Log-probabilities of the current policy, fp32, with gradient.
+            entropy_R: Entropy of the distribution at each response token, fp32, with gradient.
+            microbatch: Sequences with `advantages_R` and `weights_R` set.
 
         Returns:
-            Scalar whose sum over all microbatches and data-parallel ranks is the loss; and detached scalars that are
-            summed the same way (names that end in "max" or "min" are reduced by that instead).
+            A scalar whose sum over all microbatches and data-parallel ranks is the loss; and detached scalars that are
+            summed the same way (names that end in "max" or "min" are reduced by max or min instead).
         """
 
     def checked_loss(self, *scores_and_microbatch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns what `loss` returns; a user's own may return anything.
+        """Returns the result of `loss`, after a check of its types.
 
         Raises:
-            UserError: It is not a scalar tensor and a dict of scalar tensors.
+            UserError: `loss` (maybe a user's own) did not return a scalar tensor and a dict of scalar tensors.
         """
         returned: Any = self.loss(*scores_and_microbatch)
         match returned:
@@ -199,76 +211,76 @@ class Algorithm(ABC):
                 wrong = [name for name, one in metrics.items() if not (isinstance(one, Tensor) and one.dim() == 0)]
                 if not wrong:
                     return value, dict(metrics)
-                found = f"the metric {wrong[0]!r} is {_described(metrics[wrong[0]])}"
+                found = f"metric {wrong[0]!r} is {_type_and_shape(metrics[wrong[0]])}"
             case (value, metrics):
-                found = f"it returned ({_described(value)}, {_described(metrics)})"
+                found = f"it returned ({_type_and_shape(value)}, {_type_and_shape(metrics)})"
             case _:
-                found = f"it returned {_described(returned)}"
+                found = f"it returned {_type_and_shape(returned)}"
         raise UserError(
-            f"the algorithm's loss must return a scalar tensor and a dict of scalar tensors, the metrics; {found}. See "
-            "`loss` in mrl/algorithms/base.py."
+            f"the algorithm's loss must return a scalar tensor and a dict of scalar tensors (metrics), but {found}. "
+            "See `loss` in mrl/algorithms/base.py."
         )
 
-    def told(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The metrics of a minibatch from what `loss` reported, reduced over microbatches and data-parallel ranks."""
+    def finalize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Returns the metrics of a minibatch to log, from the metrics of `loss` reduced over microbatches and ranks."""
         return metrics
 
 
-def _described(value: Any) -> str:
+def _type_and_shape(value: Any) -> str:
     shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
     return f"a {type(value).__name__}{shape}"
 
 
 def required(value: T | None, name: str) -> T:
-    """The value, which an earlier phase must have set."""
+    """Returns the value; raises RuntimeError if it is None because an earlier phase did not set it."""
     if value is None:
-        raise RuntimeError(f"{name} is not set: the phase that sets it (see mrl/algorithms/base.py) has not run.")
+        raise RuntimeError(f"{name} is not set: the phase that sets it did not run (see mrl/algorithms/base.py).")
     return value
 
 
 def resolve(config: AlgorithmConfig) -> AlgorithmConfig:
-    """The config with every null that matters filled by the named algorithm; what cannot matter stays null.
+    """Returns the config with its null fields filled with the algorithm's defaults.
 
-    Resolving a resolved config gives it back.
+    Fields that have no effect stay null. Resolving a resolved config changes nothing.
 
     Raises:
-        UserError: An unknown algorithm, a value out of range, or a field set that would have no effect.
+        UserError: The algorithm is unknown, a value is out of range, or a field is set that would have no effect.
     """
     algorithm = _find(config.name)
     correction.check_policy_loss(config.policy_loss, config.rollout_correction)
     fill = {name: value for name, value in _defaults(config, algorithm).items() if getattr(config, name) is None}
     filled = replace(config, **fill)
-    idle = _idle(filled, algorithm)
-    _refuse_idle(config, idle)
-    if "rollout_correction" not in idle:
-        correction.read(filled.rollout_correction)
-        filled = replace(filled, rollout_correction=correction.filled(filled.rollout_correction))
-    nulls: dict[str, Any] = {name: None for name in _NULLABLE if name in idle}
-    filled = replace(filled, **nulls)
-    open_ends = {*idle, "loss_norm_length", "value_lam"}
-    missing = [name for name in _NULLABLE if getattr(filled, name) is None and name not in open_ends]
+    unused = _unused_fields(filled, algorithm)
+    _reject_unused_fields(config, unused)
+    if "rollout_correction" not in unused:
+        correction.parse(filled.rollout_correction)
+        filled = replace(filled, rollout_correction=correction.with_preset(filled.rollout_correction))
+    unused_nulls: dict[str, Any] = {name: None for name in _NULLABLE if name in unused}
+    filled = replace(filled, **unused_nulls)
+    optional = {*unused, "loss_norm_length", "value_lam"}
+    missing = [name for name in _NULLABLE if getattr(filled, name) is None and name not in optional]
     if missing:
         raise TypeError(f"algorithm '{config.name}' gives no default for {', '.join(missing)}: add it to `defaults`.")
     _check_ranges(filled)
     if filled.kl_in not in algorithm.kl_places:
         raise UserError(
-            f"algorithm.kl_in='{filled.kl_in}' does not work with algorithm.name='{config.name}', which knows "
+            f"algorithm.kl_in='{filled.kl_in}' does not work with algorithm.name='{config.name}', which supports "
             f"{sorted(algorithm.kl_places)}. A KL in the reward needs an advantage per token: use "
             "algorithm.name='reinforce_pp' or 'reinforce_pp_baseline', or algorithm.kl_in='loss'."
         )
     if filled.kl_in == "reward" and filled.kl_estimator.endswith("+"):
         raise UserError(
-            f"algorithm.kl_estimator={filled.kl_estimator} chooses a gradient, and a KL in the reward has none. Set "
-            f"algorithm.kl_estimator={filled.kl_estimator[:-1]}, which has the same value."
+            f"algorithm.kl_estimator={filled.kl_estimator} changes only the gradient, and a KL in the reward has none. "
+            f"Set algorithm.kl_estimator={filled.kl_estimator[:-1]}, which has the same value."
         )
     return filled
 
 
 def build(config: AlgorithmConfig, rollout: RolloutConfig) -> Algorithm:
-    """The named algorithm, its config resolved and checked against the rollout section.
+    """Creates the algorithm after resolving its config and checking it against the rollout section.
 
     Raises:
-        UserError: As `resolve`, or a combination with `rollout` that cannot work.
+        UserError: `resolve` rejects the config, or it cannot work with `rollout`.
     """
     config = resolve(config)
     if rollout.n == 1 and config.singleton_group == "error":
@@ -300,7 +312,7 @@ def _find(name: str) -> type[Algorithm]:
 
 
 def _defaults(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, Any]:
-    """The algorithm's, and over them those of the policy loss where it is another than the algorithm's own."""
+    """Returns the algorithm's defaults, overridden by those of a policy loss that is not the algorithm's own."""
     chosen = config.policy_loss
     if chosen is None and correction.is_reinforce(config.rollout_correction) and algorithm.learns_from == "samples":
         return {**algorithm.defaults, "policy_loss": correction.REINFORCE}
@@ -309,17 +321,17 @@ def _defaults(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, 
     return {**algorithm.defaults, **LOSSES[chosen].defaults}
 
 
-def _idle(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, str]:
-    """The fields without effect under `config`, each with the reason."""
+def _unused_fields(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, str]:
+    """Returns the fields without effect under `config`, each with the reason."""
     by_name = f"algorithm.name is '{config.name}'"
-    idle = dict.fromkeys(sorted(algorithm.unused), by_name)
-    if config.policy_loss is None or "policy_loss" in idle:
-        unread, why = sorted(READ), by_name
+    unused = dict.fromkeys(sorted(algorithm.unused), by_name)
+    if config.policy_loss is None or "policy_loss" in unused:
+        unread_keys, why = sorted(READ), by_name
     else:
-        unread = [key for key in sorted(READ) if key not in LOSSES[config.policy_loss].keys]
+        unread_keys = [key for key in sorted(READ) if key not in LOSSES[config.policy_loss].keys]
         why = f"algorithm.policy_loss is '{config.policy_loss}'"
     conditions = [
-        (unread, True, why),
+        (unread_keys, True, why),
         (
             ("advantage_eps", "advantage_std_over"),
             config.advantage_std == "none",
@@ -352,7 +364,7 @@ def _idle(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, str]
         (
             ("kl_ctrl.type", "kl_ctrl.target_kl", "kl_ctrl.horizon"),
             config.kl_coef == 0,
-            "algorithm.kl_coef is 0, and stays 0 by whatever it is multiplied",
+            "algorithm.kl_coef is 0, which the controller cannot change: it multiplies",
         ),
         (
             ("kl_ctrl.target_kl", "kl_ctrl.horizon"),
@@ -366,13 +378,13 @@ def _idle(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, str]
     ]
     for names, holds, reason in conditions:
         if holds:
-            idle.update({name: reason for name in names if name not in idle})
-    return idle if "rollout_correction" in idle else correction.idle(config.rollout_correction) | idle
+            unused.update({name: reason for name in names if name not in unused})
+    return unused if "rollout_correction" in unused else correction.unused_fields(config.rollout_correction) | unused
 
 
-def _refuse_idle(config: AlgorithmConfig, idle: dict[str, str]) -> None:
-    """Raise for the first field that is set and would be ignored."""
-    for name, reason in idle.items():
+def _reject_unused_fields(config: AlgorithmConfig, unused: dict[str, str]) -> None:
+    """Raises UserError for the first field that is set but has no effect."""
+    for name, reason in unused.items():
         given: Any = config
         default: Any = AlgorithmConfig()
         for part in name.split("."):
@@ -385,14 +397,14 @@ def _refuse_idle(config: AlgorithmConfig, idle: dict[str, str]) -> None:
 
 
 def _check_ranges(config: AlgorithmConfig) -> None:
-    """Raise for the first value out of its range; null fields are not in use."""
+    """Raises UserError for the first value out of its range; null fields are skipped."""
     for name, value, holds, expected in ranges(config):
         if value is not None and not (-LARGEST <= value <= LARGEST and holds(value)):
             raise UserError(f"algorithm.{name}={value} is out of range, expected {expected}, up to {LARGEST:g}.")
 
 
 def ranges(config: AlgorithmConfig) -> list[tuple[str, float | None, Callable[[float], bool], str]]:
-    """Each number with its rule and the words for it."""
+    """Returns (field, value, check, description of the allowed range) for each number in `algorithm`."""
     overlong, entropy, clip_cov_lb = config.overlong, config.entropy_ctrl, config.clip_cov.clip_cov_lb
     threshold = config.rollout_correction.off_policy_mask_threshold
     return [

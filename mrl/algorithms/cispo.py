@@ -1,6 +1,6 @@
-"""CISPO: GRPO's advantages, and the ratio as a bounded weight of the policy gradient: no token loses its gradient.
+"""CISPO: GRPO's advantages, with the clipped ratio as weight of the policy gradient, so every token keeps its gradient.
 
-Source: MiniMax-M1, arXiv 2506.13585: averaged over tokens, no lower bound. The upper one is 5, TRL's.
+Source: MiniMax-M1, arXiv 2506.13585: averaged over tokens, no lower bound. The upper bound is 5, as in TRL.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clip-Cov: GRPO that keeps the entropy up by dropping some of the tokens that take it down most.
+"""Clip-Cov: GRPO that preserves entropy by dropping some of the tokens that reduce it most.
 
 Source: arXiv 2505.22617; averaged over tokens.
 """
@@ -11,7 +11,7 @@ from mrl.algorithms.grpo import Grpo
 
 
 class ClipCov(Grpo):
-    """GRPO's advantages; PPO's clipped surrogate without tokens drawn from those that covary with them."""
+    """GRPO's advantages; PPO's clipped surrogate, 0 at tokens drawn from those with a high covariance."""
 
     defaults: ClassVar[dict[str, Any]] = Grpo.defaults | {"loss_aggregation": "token_mean", "policy_loss": "clip_cov"}
 

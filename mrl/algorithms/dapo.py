@@ -1,6 +1,6 @@
 """DAPO: clip-higher, token-level loss, dynamic sampling; the overlong penalty is `algorithm.overlong.penalty`.
 
-Source: arXiv 2503.14476, eq. 8 and section 3. The buffer depends on the response length, so the config names it.
+Source: arXiv 2503.14476, eq. 8 and section 3. The overlong buffer depends on the response length, so it has no default.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from mrl.algorithms._policy_gradient import PolicyGradient
 
 
 class Dapo(PolicyGradient):
-    """(R - mean of the group) / (sigma + eps), every token of the batch weighing the same."""
+    """(R - mean of the group) / (sigma + eps); every token of the batch has the same weight."""
 
     baseline = "mean"
     defaults: ClassVar[dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""DRO: GRPO held near the policy that sampled by a squared log ratio.
+"""DRO: GRPO with a squared log-ratio as penalty for leaving the sampling policy.
 
 Source: arXiv 2405.19107, with the group's mean in place of a learned value of the prompt; averaged over tokens.
 """

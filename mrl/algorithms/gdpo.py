@@ -1,7 +1,7 @@
-"""GDPO: each reward function normalised within its group by itself, so that none drowns the others.
+"""GDPO: normalises each reward function separately within its group, so that none dominates the others.
 
-Source: arXiv 2601.05242. The functions of `reward.functions` whose weight is not 0 are the rewards; the overlong
-penalty is one more.
+Source: arXiv 2601.05242. The rewards are the functions of `reward.functions` whose weight is not 0, and the overlong
+penalty.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Gdpo(Grpo):
     defaults: ClassVar[dict[str, Any]] = dict(Grpo.defaults)
 
     def informative_groups(self, outcomes: Outcomes) -> Tensor:
-        """Which samples dynamic sampling keeps, bool [N]: those in whose group some reward function's values differ."""
+        """Returns which samples dynamic sampling keeps, bool [N]: some reward function's values differ in the group."""
         parts_NF, _ = self._parts(outcomes)
         differs = [informative_groups(part_N, outcomes.group_id_N) for part_N in parts_NF.nan_to_num(0.0).unbind(1)]
         return torch.stack(differs).any(0)
 
     def outcome_advantages(self, outcomes: Outcomes) -> Tensor:
-        """Of the functions' own values, fp64 [N]; what `shape_rewards` added to their sum is a reward too."""
+        """Returns the advantages from the values of each reward function and the overlong penalty, fp64 [N]."""
         parts_NF, weights_F = self._parts(outcomes)
         if self.config.overlong.buffer_length > 0:
             parts_NF = torch.cat([parts_NF, self.penalty(outcomes)[:, None]], 1)
@@ -45,7 +45,7 @@ class Gdpo(Grpo):
 
     @staticmethod
     def _parts(outcomes: Outcomes) -> tuple[Tensor, Tensor]:
-        """Values and weights of the functions that count; where none is told apart, the total with weight 1."""
+        """Returns values and weights of the functions with a weight; the total with weight 1 if there are none."""
         weights = {name: weight for name, weight in outcomes.part_weights.items() if weight != 0}
         if not weights:
             return outcomes.rewards_N.double()[:, None], torch.ones(1, dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""GPG: REINFORCE with the group's mean as baseline, made up for the groups that teach nothing.
+"""GPG: REINFORCE with the group's mean as baseline, corrected for uninformative groups.
 
-Source: arXiv 2504.02546. Advantages are multiplied by N / (N - M), M of the N samples being in groups whose rewards are
-all equal, so that the gradient is as large as if only the others had been sampled. verl's `gpg` multiplies by the
-samples over those whose reward is not 0, which is another number.
+Source: arXiv 2504.02546. Advantages are multiplied by N / (N - M), where M of the N samples are in groups whose rewards
+are all equal; the gradient is then as large as if only the other groups had been sampled. verl's `gpg` multiplies by
+the number of samples over those whose reward is not 0, which is a different number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Gpg(Grpo):
     }
 
     def outcome_advantages(self, outcomes: Outcomes) -> Tensor:
-        """GRPO's without deviation, fp64 [N], times the samples over those in informative groups."""
+        """Returns GRPO's advantages without deviation, times the samples over those in informative groups, fp64 [N]."""
         num = self.informative_groups(outcomes).sum().clamp(min=1)
         return super().outcome_advantages(outcomes) * (outcomes.rewards_N.numel() / num)
 

@@ -1,6 +1,6 @@
-"""GRPO: group-relative advantages, each response weighing the same.
+"""GRPO: group-relative advantages; every response has the same weight.
 
-Source: DeepSeekMath, arXiv 2402.03300, section 4.1. Peers differ in sigma and epsilon: unbiased and 1e-6 here and in
+Source: DeepSeekMath, arXiv 2402.03300, section 4.1. Trainers differ in sigma and epsilon: unbiased and 1e-6 here and in
 verl, 1e-4 in TRL, population and 1e-4 in Megatron-LM.
 """
 

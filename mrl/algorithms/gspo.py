@@ -1,7 +1,7 @@
-"""GSPO: GRPO whose ratio is a whole sequence's, the geometric mean of its tokens'.
+"""GSPO: GRPO with a sequence-level ratio, the geometric mean of the tokens' ratios.
 
-Source: arXiv 2507.18071. A sequence's ratio stays far closer to 1 than a token's, hence the narrow clip of the paper.
-Made for mixtures of experts, where single tokens that go to other experts move it little.
+Source: arXiv 2507.18071. A sequence's ratio stays far closer to 1 than a token's, hence the paper's narrow clip. Made
+for MoE models: single tokens that are routed to other experts change it little.
 """
 
 from __future__ import annotations

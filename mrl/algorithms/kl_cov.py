@@ -1,4 +1,4 @@
-"""KL-Cov: GRPO that keeps the entropy up by holding back the tokens that take it down most.
+"""KL-Cov: GRPO that preserves entropy by a penalty on the tokens that reduce it most.
 
 Source: arXiv 2505.22617; averaged over tokens.
 """
@@ -11,7 +11,7 @@ from mrl.algorithms.grpo import Grpo
 
 
 class KlCov(Grpo):
-    """GRPO's advantages; -r A, with a penalty at the tokens that covary most with them."""
+    """GRPO's advantages; -r A, with a penalty at the tokens with the highest covariance."""
 
     defaults: ClassVar[dict[str, Any]] = Grpo.defaults | {"loss_aggregation": "token_mean", "policy_loss": "kl_cov"}
 

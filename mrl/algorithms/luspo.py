@@ -1,7 +1,7 @@
-"""LUSPO: GSPO whose sequences weigh as much as they are long.
+"""LUSPO: GSPO with each sequence weighted by its length.
 
-Source: arXiv 2602.05261. GSPO gives every sequence the same weight, so that each token of a long one counts less; here
-each sequence's loss is multiplied by its length.
+Source: arXiv 2602.05261. In GSPO all sequences have the same weight, so each token of a long one counts less; here each
+sequence's loss is multiplied by its length.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""MaxRL: advantages over the group's mean reward, so that seldom solved prompts weigh more.
+"""MaxRL: advantages divided by the group's mean reward, so that prompts that are seldom solved weigh more.
 
-Source: arXiv 2602.02710. Between the probability of success, which policy gradients maximise, and its likelihood, which
-supervised learning does: with n samples of a prompt it is the latter's expansion up to order n.
+Source: arXiv 2602.02710. The objective is between the probability of success (policy gradients) and its likelihood
+(supervised learning): with n samples per prompt it is the expansion of the likelihood up to order n.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from mrl.algorithms.grpo import Grpo
 
 
 class Maxrl(Grpo):
-    """(R - mean of the group) / mean of the group, 0 where that is not above 0."""
+    """(R - mean of the group) / mean of the group; 0 where that mean is not above 0."""
 
     unused = frozenset({"advantage_std", "advantage_eps", "advantage_std_over"})
     defaults: ClassVar[dict[str, Any]] = Grpo.defaults | {"loss_aggregation": "token_mean"}
 
     def outcome_advantages(self, outcomes: Outcomes) -> Tensor:
-        """Relative to the mean, fp64 [N]."""
+        """Returns the advantages relative to the group's mean, fp64 [N]."""
         return mean_relative(outcomes.rewards_N, outcomes.group_id_N, singleton=self.singleton)
 
 

@@ -1,7 +1,7 @@
 """PPO with a critic: generalised advantage estimates, normalised over the global batch.
 
-Source: arXiv 1707.06347; the estimates: arXiv 1506.02438. The reward is that of the last trained token (with
-`credit=turn` of the last of each turn), minus the KL of each token where `kl_in` is "reward".
+Source: arXiv 1707.06347; the estimates: arXiv 1506.02438. The reward is given at the last trained token (with
+`credit=turn` at the last of each turn), minus the KL of each token if `kl_in` is "reward".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mrl.types import RolloutBatch
 
 
 class Ppo(PolicyGradient):
-    """(A - mean over the batch's tokens) / sqrt(sigma^2 + eps), A by the critic's values."""
+    """(A - mean over the batch's tokens) / sqrt(sigma^2 + eps), with A from the critic's values."""
 
     baseline = "none"
     needs_values = True
@@ -41,25 +41,25 @@ class Ppo(PolicyGradient):
 
     @property
     def reads_early(self) -> frozenset[str]:
-        """The actor too where what its correction rejects is not learned from."""
+        """Adds the proximal policy if the rollout correction rejects tokens, which the critic then skips."""
         return super().reads_early | ({PROXIMAL} if self.correction.spec.rejections else set())
 
     def outcome_advantages(self, outcomes: Outcomes) -> Tensor:
-        """The reward of each sample; of each turn its own, which the estimates carry to those before it."""
+        """Returns the reward of each sample, or of each turn without later turns (GAE propagates those), fp64 [N]."""
         return super().outcome_advantages(outcomes) if outcomes.own_N is None else outcomes.own_N
 
     def advantages(self, batch: RolloutBatch, outcome_advantages_B: Tensor, reduce: SumReduce) -> None:
         """Collective over data-parallel: sets advantages and returns, from the rewards and `batch.values_R`.
 
-        The returns are estimates plus values, before the normalisation. Narrows the mask by `overlong.mask_truncated`
-        first. Tokens that a decoupled run's correction rejects are skipped as a tool's are, and not learned from.
+        The returns are estimates plus values, before the normalisation. `overlong.mask_truncated` narrows the mask
+        first. Tokens that a decoupled run's correction rejects are skipped like a tool's tokens, by the critic too.
         """
-        config, mask_R = self.config, self._narrowed(batch, reduce)
+        config, mask_R = self.config, self._narrow_mask(batch, reduce)
         batch.critic_mask_R = self.correction.accepted_R(batch)
         valued_R, values_R = batch.valued_R, required(batch.values_R, "values_R")
-        rewards_R = _at_last(valued_R, outcome_advantages_B, batch.credited_R)
+        rewards_R = _rewards_at_last_token(valued_R, outcome_advantages_B, batch.credited_R)
         if config.kl_in == "reward":
-            rewards_R = rewards_R - self._charge_R(batch, reduce)
+            rewards_R = rewards_R - self._kl_charge_R(batch, reduce)
         lens_B = torch.zeros(batch.num_sequences, dtype=torch.float64)
         lens_B.index_add_(0, batch.sequence_R, mask_R.double())
         if config.lam_length_alpha:
@@ -73,8 +73,8 @@ class Ppo(PolicyGradient):
             return gae(rewards_R, values_R, valued_R, batch.response_lens_B, gamma=gamma, lam_B=lam_B)
 
         advantages_R = estimates(lam_B)
-        to_learn_R = advantages_R if value_lam_B is lam_B else estimates(value_lam_B)
-        batch.returns_R = torch.where(valued_R, to_learn_R + values_R, 0.0).float()
+        value_advantages_R = advantages_R if value_lam_B is lam_B else estimates(value_lam_B)
+        batch.returns_R = torch.where(valued_R, value_advantages_R + values_R, 0.0).float()
         std: StdKind = required(config.advantage_std, "algorithm.advantage_std")
         eps = config.advantage_eps or 0.0
         counted_R = self.counted_R(batch) & valued_R
@@ -82,8 +82,8 @@ class Ppo(PolicyGradient):
         batch.advantages_R = torch.where(valued_R, whitened_R, 0.0).float()
 
 
-def _at_last(mask_R: Tensor, rewards_B: Tensor, sequence_R: Tensor) -> Tensor:
-    """The reward of each sequence, or turn, at the last of its tokens in the mask, fp64 [R]."""
+def _rewards_at_last_token(mask_R: Tensor, rewards_B: Tensor, sequence_R: Tensor) -> Tensor:
+    """Returns the reward of each sequence or turn at the last of its tokens in the mask, fp64 [R]; 0 elsewhere."""
     rewards_R = torch.zeros(mask_R.numel(), dtype=torch.float64)
     trained = mask_R.nonzero().squeeze(1)
     owners = sequence_R[trained]

@@ -1,4 +1,4 @@
-"""REINFORCE++: no group; reward-to-go (with KL in the reward, per token), normalised over the global batch.
+"""REINFORCE++: no group baseline; reward-to-go (per token with KL in the reward), normalised over the global batch.
 
 Source: arXiv 2501.03262, section 3. The paper puts the k1 KL in the reward: `kl_in=reward kl_estimator=k1`.
 """

@@ -1,4 +1,4 @@
-"""RLOO: REINFORCE whose baseline is the mean reward of the prompt's other samples.
+"""RLOO: REINFORCE with the mean reward of the prompt's other samples as baseline.
 
 Source: arXiv 2402.14740, eq. 8. A response's log-probability is the sum of its tokens', hence the aggregation. With one
 optimizer step per batch the ratio is 1 and the clip never binds.
@@ -12,7 +12,7 @@ from mrl.algorithms._policy_gradient import PolicyGradient
 
 
 class Rloo(PolicyGradient):
-    """R - mean of the others in the group."""
+    """R - mean of the other samples of the group."""
 
     baseline = "leave_one_out"
     defaults: ClassVar[dict[str, Any]] = {

@@ -1,6 +1,6 @@
-"""SFT: the negative log-likelihood of the response tokens, for a warm start or alone.
+"""SFT: negative log-likelihood of the response tokens.
 
-It uses no reward, ratio or reference: `rollout_logprobs_R` of its batches may hold anything.
+It uses no reward, ratio or reference: `rollout_logprobs_R` is ignored.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Sft(Algorithm):
     )
 
     def shape_rewards(self, outcomes: Outcomes) -> Tensor:
-        """The rewards as they are; nothing depends on them."""
+        """Returns the rewards unchanged; they are not used."""
         return outcomes.rewards_N.double()
 
     def outcome_advantages(self, outcomes: Outcomes) -> Tensor:
-        """1 for every sample: the likelihood is the policy gradient of an advantage of 1."""
+        """Returns 1 for each sample: the likelihood is the policy gradient with an advantage of 1."""
         return torch.ones_like(outcomes.rewards_N, dtype=torch.float64)
 
     def advantages(self, batch: RolloutBatch, outcome_advantages_B: Tensor, reduce: SumReduce) -> None:
@@ -53,7 +53,7 @@ class Sft(Algorithm):
         batch.advantages_R = batch.response_mask_R.float()
 
     def loss(self, logprobs_R: Tensor, entropy_R: Tensor, microbatch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weighted negative log-likelihood; actor/nll and actor/entropy are means over the trained tokens."""
+        """Returns the weighted negative log-likelihood, and metrics (means over the trained tokens)."""
         mask_R = microbatch.response_mask_R
         nll_R = torch.where(mask_R, -logprobs_R.float(), 0.0)
         loss = (required(microbatch.weights_R, "weights_R") * nll_R).sum()

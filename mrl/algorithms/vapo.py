@@ -1,4 +1,4 @@
-"""VAPO: PPO whose critic learns Monte-Carlo returns, and whose lambda grows with the response; clip-higher.
+"""VAPO: PPO whose critic learns Monte-Carlo returns and whose lambda grows with the response length; clip-higher.
 
 Source: arXiv 2504.05118, sections 4.1 and 4.2. Its value pretraining is `train.critic_warmup`.
 """

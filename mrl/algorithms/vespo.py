@@ -1,4 +1,4 @@
-"""VESPO: the sequence's importance weight, reshaped by a smooth kernel, as a weight of the policy gradient.
+"""VESPO: the policy gradient weighted by a smooth function of the sequence's importance weight.
 
 Source: arXiv 2602.10693; averaged over tokens as in TRL.
 """

@@ -1,7 +1,7 @@
 """Everything that imports Megatron-Core: actor, critic, optimizer, pipeline schedule, router replay, offloading.
 
-The one folder that imports megatron.core. Importing it corrects megatron-core for this machine first
-(`megatron/cpu/import_patches.py`): after megatron is imported it is too late.
+This is the only folder that imports megatron.core. Importing it first patches megatron-core for this machine
+(`megatron/cpu/import_patches.py`), which is impossible once megatron is imported.
 """
 
 import logging
@@ -13,10 +13,10 @@ from mrl.megatron.cpu.import_patches import prepare
 
 
 def quieten() -> None:
-    """Megatron warns that optional packages are not installed and of names that torch has deprecated, on every rank.
+    """Silences Megatron's warnings about missing optional packages and names that torch has deprecated.
 
-    And of a folder that is not empty, where it sees what faster ranks have begun to write: a folder is made new for
-    every save.
+    Also silences its warning about overwriting a non-empty checkpoint folder, which it sees when faster ranks have
+    started to write; mrl saves each checkpoint into a new folder.
     """
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch\.distributed|megatron)\.")

@@ -1,7 +1,6 @@
-"""The actor on this rank: scores and updates, with the reference as a second set of weights in the same modules.
+"""The actor on this rank: scoring and updates, with the reference as a second set of weights for the same modules.
 
-Owns the swap of weights, and under which distribution tokens are scored. It computes no advantage and knows no
-algorithm beyond its `loss`; all ranks call each method together.
+It computes no advantages and uses only `loss` of an algorithm. All ranks call each method together.
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ from mrl.distributed.collectives import reduce
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron.distillation_targets import Comparison
-from mrl.megatron.forward_backward import Loss, Microbatch
+from mrl.megatron.forward_backward import Loss
+from mrl.megatron.microbatch import Microbatch
 from mrl.megatron.offload import pinned_like
-from mrl.megatron.routing_record import Choices
+from mrl.megatron.routing_record import RoutingRecorder
 from mrl.megatron.trainable import Reports, Trainable, in_batch_order
 from mrl.models.base import ArchSpec
 from mrl.resharding.dtypes import choice_dtype
@@ -42,14 +42,14 @@ from mrl.types import RolloutBatch
 
 DIFFERENCE = "training/rollout_logprobs_diff_max"
 DIFFERING = "training/rollout_logprobs_differing"
-"""With `rollout.true_on_policy`, of the first minibatch of a step: both are 0."""
+"""Metrics of a step's first minibatch with `rollout.true_on_policy`; both must be 0."""
 
 
 class Policy(Trainable):
-    """The actor, and further sets of weights for its modules: the reference's, teachers'.
+    """The actor, with further sets of weights for its modules (reference, teachers).
 
     Attributes:
-        comparison: With teachers, where updates compare whole distributions; set by who has them.
+        comparison: Teachers' output weights, if updates compare full distributions; set by the trainer.
     """
 
     section: ClassVar[str] = "actor"
@@ -57,15 +57,22 @@ class Policy(Trainable):
     samples: ClassVar[bool] = True
 
     def __init__(self, config: Config, arch: ArchSpec, groups: ProcessGroups, device: torch.device) -> None:
-        """Collective over the job: see `Trainable`; samples are scored under what `rollout` draws them from."""
+        """Collective over the job: builds the model, see `Trainable`.
+
+        Args:
+            config: Config; samples are scored under the distribution that `rollout` samples from.
+            arch: Architecture of the model.
+            groups: Process groups of the layout.
+            device: Device of this rank.
+        """
         super().__init__(config, arch, groups, device)
         rollout = config.rollout
-        self._sampled = sampled_distribution(config)
-        self._whole = Distribution(1.0, config.actor.logprob_chunk_tokens)
+        self._sampling_distribution = sampled_distribution(config)
+        self._full_distribution = Distribution(1.0, config.actor.logprob_chunk_tokens)
         self._truncated = truncates(rollout.top_k, rollout.top_p, rollout.min_p)
         self._reference: dict[str, Tensor] = {}
         self._reference_is_actor = False
-        self._aside: dict[str, Tensor] = {}
+        self._saved_weights: dict[str, Tensor] = {}
         distilled = config.distillation
         self._distillation = Distillation(distilled.distillation_loss) if distilled.enabled else None
         self.comparison: Comparison | None = None
@@ -73,13 +80,16 @@ class Policy(Trainable):
     # weights
 
     def reference_tensors(self) -> dict[str, Tensor]:
-        """The reference's tensors in host memory, named as in `layout`; made at the first call, NaN until filled."""
+        """Returns the reference's tensors in host memory, named as in `layout`; NaN until filled by the caller.
+
+        They are allocated at the first call.
+        """
         if not self._reference:
-            self._reference = self.weight_set()
+            self._reference = self.empty_weights()
         return self._reference
 
     def take_reference(self) -> None:
-        """Collective over data-parallel after an update: the reference becomes the actor of now."""
+        """Collective over data-parallel after an update: copies the actor's current weights into the reference."""
         live = self.named_tensors()
         with torch.no_grad():
             for name, tensor in self.reference_tensors().items():
@@ -87,7 +97,10 @@ class Policy(Trainable):
         self._reference_is_actor = True
 
     def compare_reference(self) -> None:
-        """Collective over the ranks that train: to be called after `reference_tensors` were filled from outside."""
+        """Collective over the training ranks: records whether the reference's weights equal the actor's, bit for bit.
+
+        To be called after `reference_tensors` were filled from outside.
+        """
         live, same = self.named_tensors(), True
         for name, tensor in self.reference_tensors().items():
             same = same and torch.equal(tensor.view(torch.uint8), live[name].detach().cpu().view(torch.uint8))
@@ -97,56 +110,59 @@ class Policy(Trainable):
 
     @property
     def scores_as_reference(self) -> bool:
-        """Whether a score by the actor of now is the reference's in every bit, the same on all ranks.
+        """True if the actor's scores equal the reference's bit for bit, the same on all ranks.
 
-        Both have the same weights, and the actor's tokens go to experts of its own choice.
+        This needs equal weights, and that no sampled expert routing is replayed.
         """
         replays = self._config.router_replay == "rollout" and self._arch.moe is not None
         return self._reference_is_actor and not replays
 
     def weights_changed(self) -> None:
-        """See `Trainable`."""
+        """Implements `Trainable.weights_changed`."""
         self._reference_is_actor = False
         super().weights_changed()
 
-    def weight_set(self) -> dict[str, Tensor]:
-        """Another set of weights for these modules, in host memory, named as in `layout`; NaN until filled."""
+    def empty_weights(self) -> dict[str, Tensor]:
+        """Allocates a set of weights for these modules in host memory, named as in `layout`; NaN until filled."""
         make = pinned_like if self.device.type == "cuda" else torch.empty_like
         return {name: make(tensor).fill_(torch.nan) for name, tensor in self.named_tensors().items()}
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """`holding` the reference's weights."""
+        """Runs the body with the reference's weights, see `using_weights`."""
         if not self._reference:
-            raise RuntimeError("there is no reference: fill reference_tensors first")
-        with self.holding(self._reference):
+            raise RuntimeError("there is no reference: fill reference_tensors() first")
+        with self.using_weights(self._reference):
             yield
 
     @contextmanager
-    def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, the modules hold a `weight_set`; the actor's weights come back unchanged, also after an error.
+    def using_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Runs the body with another set of weights; the actor's weights are restored unchanged, also after an error.
 
-        Its model routes by its own choice, whatever is replayed to the actor.
+        Routing is not replayed inside: this model's router chooses the experts.
+
+        Args:
+            weights: Tensors from `empty_weights`, filled.
         """
-        replay, self._schedule.replay = self._schedule.replay, False
+        replay, self._forward_backward.replay = self._forward_backward.replay, False
         try:
-            with self._held(weights):
+            with self._swap_weights(weights):
                 yield
         finally:
-            self._schedule.replay = replay
+            self._forward_backward.replay = replay
 
     @contextmanager
-    def _held(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    def _swap_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         live = self.named_tensors()
         if self.device.type == "cuda":
-            if not self._aside:
-                self._aside = {name: pinned_like(tensor) for name, tensor in live.items()}
-            _copy(live, self._aside)
+            if not self._saved_weights:
+                self._saved_weights = {name: pinned_like(tensor) for name, tensor in live.items()}
+            _copy(live, self._saved_weights)
             _copy(weights, live)
             try:
                 yield
             finally:
-                _copy(self._aside, live)
+                _copy(self._saved_weights, live)
             return
         parameters = [dict(chunk.named_parameters()) for chunk in self.chunks]
         for index, found in enumerate(parameters):
@@ -162,44 +178,48 @@ class Policy(Trainable):
     # scoring and training
 
     def score(self, batch: RolloutBatch, *, supervised: bool = False) -> tuple[Tensor, Tensor]:
-        """Collective over the job: log-probability and entropy at every response token as sampled, no gradient.
+        """Collective over the job: returns log-probability and entropy at every response token, without gradient.
 
         Args:
-            batch: This data-parallel index's sequences, the same on its tp and pp ranks; maybe none. Under truncation
-                they are scored under what the engine kept, `support_R`, whatever these weights would keep.
-            supervised: They are the data's: under the model's own distribution, as `update` sees them.
+            batch: Sequences of this data-parallel index, the same on its tp and pp ranks; may be empty. If sampling was
+                truncated, tokens are scored over those that the engine kept, `support_R`.
+            supervised: True if the batch comes from a data set: scored under the model's own distribution (temperature
+                1, full vocabulary), as in `update`.
 
         Returns:
-            logprobs_R and entropy_R, fp32 on the CPU, in the batch's order, the same on all those ranks.
+            logprobs_R and entropy_R, fp32 on the CPU, in the batch's order, the same on all ranks of the index.
 
         Raises:
-            RuntimeError: The engine truncates, and the batch does not say what it kept.
+            RuntimeError: Sampling was truncated, and the batch has no `support_R`.
         """
         if not supervised:
-            self._check(batch)
-        scored = self._scored(batch, self._whole if supervised else self._sampled, 2)
+            self._check_support(batch)
+        scored = self._score(batch, self._full_distribution if supervised else self._sampling_distribution, 2)
         return scored[0], scored[1]
 
     def proximal(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-        """Collective over the job: as `score`, by the weights that sampled.
+        """Collective over the job: returns the result of `score` with the weights before the update.
 
-        With `actor.router_replay=recompute` the batch gets `routed_experts_P`: where its tokens went in this pass.
+        With `actor.router_replay=recompute` it also sets `batch.routed_experts_P`, the experts chosen in this pass.
         """
         if self._config.router_replay != "recompute" or self._arch.moe is None:
             return self.score(batch)
         layers = stage_layers(self._arch, self._groups.grid)[self._groups.coords.pp]
         moe = self._arch.moe
-        choices = Choices(self._groups, num_layers=len(layers), top_k=moe.top_k, dtype=choice_dtype(moe.num_experts))
+        choices = RoutingRecorder(
+            self._groups, num_layers=len(layers), top_k=moe.top_k, dtype=choice_dtype(moe.num_experts)
+        )
         batch.routed_experts_P = None
-        self._check(batch)
-        scored = self._scored(batch, self._sampled, 2, choices)
+        self._check_support(batch)
+        scored = self._score(batch, self._sampling_distribution, 2, choices)
         return scored[0], scored[1]
 
     def own_scores(self, algorithm: Algorithm) -> list[str]:
-        """What the first update of a step gives `algorithm.loss` itself: log-probabilities at the weights before it.
+        """Returns the batch fields that the forward pass of a step's first update can compute for `algorithm.loss`.
 
-        They are, to the bit, those of `proximal` or `score` over the same sequences, which then need not be called.
-        With `actor.router_replay=recompute` there are none: updates are told where `proximal` sent the tokens.
+        These log-probabilities are bit-identical to those of `proximal` or `score` over the same sequences, which then
+        need not be called. With `actor.router_replay=recompute` there are none, since updates replay the experts that
+        `proximal` recorded.
         """
         if algorithm.supervised or (self._config.router_replay == "recompute" and self._arch.moe is not None):
             return []
@@ -209,76 +229,76 @@ class Policy(Trainable):
         return [name for name in found if name not in algorithm.reads_early]
 
     def update(self, minibatch: RolloutBatch, algorithm: Algorithm, *, compare: bool = False) -> dict[str, float]:
-        """Collective over the job: one optimizer step on a minibatch.
+        """Collective over the job: takes one optimizer step on a minibatch.
 
         Args:
-            minibatch: This data-parallel index's part, `weights_R` set; maybe none.
-            algorithm: Its `loss` is minimised. A supervised one sees the model's own distribution: temperature 1, the
-                whole vocabulary; any other that of `rollout`, from which was sampled, see `score`.
-            compare: No update of the step has moved the weights: also report how what sampled and the actor differ.
-                What is None of `own_scores` is set, on ranks of the last pipeline stage.
+            minibatch: Part of this data-parallel index, with `weights_R` set; may be empty.
+            algorithm: Algorithm whose `loss` is minimised. Supervised algorithms see the model's own distribution
+                (temperature 1, full vocabulary), others the sampling distribution, see `score`.
+            compare: True if this is the first update of the step. It then also reports metrics of the mismatch between
+                sampler and actor, and fields of `own_scores` that are None are set on ranks of the last pipeline stage.
 
         Returns:
-            The algorithm's metrics over the global minibatch, actor/grad_norm (before clipping), actor/lr, and of a
-            mixture of experts `LoadBalance.metrics`, the same on all ranks.
+            The algorithm's metrics over the global minibatch, actor/grad_norm (before clipping), actor/lr, and for MoE
+            models `LoadBalance.metrics`, the same on all ranks.
 
         Raises:
             UserError: The gradient is not finite.
         """
-        if self._schedule.replay and not algorithm.supervised:
+        if self._forward_backward.replay and not algorithm.supervised:
             required(minibatch.routed_experts_P, "routed_experts_P")
         if not algorithm.supervised:
-            self._check(minibatch)
+            self._check_support(minibatch)
 
-        own = [name for name in self.own_scores(algorithm) if compare and getattr(minibatch, name) is None]
+        missing = [name for name in self.own_scores(algorithm) if compare and getattr(minibatch, name) is None]
 
-        def before(microbatches: list[Microbatch], reports: Reports) -> dict[str, float]:
+        def first_update_metrics(microbatches: list[Microbatch], reports: Reports) -> dict[str, float]:
             logprobs_R = in_batch_order(minibatch, microbatches, reports, 2)[0]
-            for name in own:
+            for name in missing:
                 setattr(minibatch, name, logprobs_R)
             return self._mismatch(minibatch, logprobs_R)
 
-        distribution, loss = self._sampled, algorithm.checked_loss
+        distribution, loss = self._sampling_distribution, algorithm.checked_loss
         if algorithm.supervised:
-            distribution = self._whole
+            distribution = self._full_distribution
         elif self._distillation is not None:
-            loss = self._distillation.beside(algorithm)
-            self._schedule.comparison = self.comparison.on(self.device) if self.comparison else None
-        if own:
-            loss = _with_own(loss, own)
+            loss = self._distillation.training_loss(algorithm)
+            self._forward_backward.comparison = self.comparison.on(self.device) if self.comparison else None
+        if missing:
+            loss = _with_own_logprobs(loss, missing)
         try:
             metrics = self._step(
                 minibatch,
                 distribution,
                 loss,
-                before if compare else None,
-                whole_groups=algorithm.learns_from == "pairs",
+                first_update_metrics if compare else None,
+                keep_groups_together=algorithm.learns_from == "pairs",
             )
         finally:
-            self._schedule.comparison = None
+            self._forward_backward.comparison = None
             self._reference_is_actor = False
-        return algorithm.told(metrics)
+        return algorithm.finalize_metrics(metrics)
 
-    def _refuse(self, metrics: dict[str, float]) -> None:
+    def _check_metrics(self, metrics: dict[str, float]) -> None:
         if metrics.get(DIFFERENCE, 0.0):
             error = UserError(
                 f"rollout.true_on_policy=true, but the actor's log-probabilities of {metrics[DIFFERING]:.0f} "
-                f"tokens of this minibatch are not the engine's, by {metrics[DIFFERENCE]:.3g} at most: the weights "
-                "that sampled are not the actor's, or the two compute otherwise. The update was not made, and the last "
-                "checkpoint is not affected. Without the mode the run would go on, and report "
+                f"tokens of this minibatch differ from the engine's, by up to {metrics[DIFFERENCE]:.3g}: the engine "
+                "sampled with other weights, or computes differently. The update was not made, and the last "
+                "checkpoint is not affected. With rollout.true_on_policy=false the run would continue and report "
                 "training/rollout_probs_diff_max."
             )
             error.everywhere = True
             raise error
 
-    def _check(self, batch: RolloutBatch) -> None:
+    def _check_support(self, batch: RolloutBatch) -> None:
         if self._truncated and self._is_last_stage and batch.support_R is None:
             raise RuntimeError(
-                "rollout.top_k, top_p or min_p drops tokens, and the samples came without those that were kept"
+                "rollout.top_k, top_p or min_p truncates sampling, but the batch has no support_R (the kept tokens)"
             )
 
     def _mismatch(self, batch: RolloutBatch, logprobs_R: Tensor) -> dict[str, float]:
-        """Collective over data-parallel: how the policy that sampled differs from the actor."""
+        """Collective over data-parallel: returns the metrics of the mismatch between sampler and actor."""
         sequences = Sequences(batch.response_mask_R, batch.sequence_R, batch.num_sequences)
         sums, largest = mismatch_sums(batch.rollout_logprobs_R, logprobs_R, batch.response_mask_R)
         more, extremes = off_policy_sums(batch.rollout_logprobs_R, logprobs_R, sequences)
@@ -287,20 +307,20 @@ class Policy(Trainable):
         reduce(most, self._groups.dp, dist.ReduceOp.MAX)
         sums, more = added[: sums.numel()], added[sums.numel() :]
         found = mismatch_metrics(sums, most[0]) | off_policy_metrics(more, most[1:], float(sums[0]))
-        return found | self._differences(batch, logprobs_R) if self._exact else found
+        return found | self._count_differences(batch, logprobs_R) if self._exact else found
 
-    def _differences(self, batch: RolloutBatch, logprobs_R: Tensor) -> dict[str, float]:
-        """Collective over data-parallel: how many trained tokens' log-probabilities differ in any bit, and how far."""
+    def _count_differences(self, batch: RolloutBatch, logprobs_R: Tensor) -> dict[str, float]:
+        """Collective over data-parallel: counts trained tokens with other log-probabilities; also the largest gap."""
         diff_R = (logprobs_R - batch.rollout_logprobs_R)[batch.response_mask_R].abs().double()
-        count = (~(diff_R == 0.0)).sum()  # what is not a number differs
+        count = (~(diff_R == 0.0)).sum()  # counts NaN as different
         largest = torch.cat([diff_R.nan_to_num(nan=torch.inf), diff_R.new_zeros(1)]).max()
         reduce(count, self._groups.dp)
         reduce(largest, self._groups.dp, dist.ReduceOp.MAX)
         return {DIFFERENCE: float(largest), DIFFERING: float(count)}
 
 
-def _with_own(loss: Loss, names: Sequence[str]) -> Loss:
-    """The loss of microbatches that have these log-probabilities from the forward that it is of."""
+def _with_own_logprobs(loss: Loss, names: Sequence[str]) -> Loss:
+    """Wraps a loss: fields `names` of the microbatch are set to the log-probabilities of its own forward pass."""
 
     def found(logprobs_R: Tensor, *rest: Any) -> tuple[Tensor, dict[str, Tensor]]:
         *others, microbatch = rest
@@ -311,7 +331,7 @@ def _with_own(loss: Loss, names: Sequence[str]) -> Loss:
 
 
 def sampled_distribution(config: Config) -> Distribution:
-    """The sampling contract: what the engine sampled from, over the tokens that it kept (`RolloutBatch.support_R`)."""
+    """Returns the distribution that the engine samples from; truncation comes from `RolloutBatch.support_R`."""
     return Distribution(config.rollout.temperature, config.actor.logprob_chunk_tokens)
 
 

@@ -1,9 +1,8 @@
-"""Adam inside one of Megatron's optimizers: where each kind keeps master weights, moments and the number of steps.
+"""Access to the state of Adam in Megatron's optimizers: master weights, moments and number of steps.
 
-Three kinds: torch's, Apex's or TransformerEngine's over fp32 parameters; TransformerEngine's precision-aware one, whose
-parameters are the model's and whose states have types of their own; and Megatron's hybrid of one on the device and one
-on the host. Owns how their states are read and written as plain tensors. What a checkpoint makes of these is in
-`optimizer_state.py`.
+There are three kinds: torch's, Apex's or TransformerEngine's over fp32 parameters; TransformerEngine's precision-aware
+one, whose parameters are the model's and whose states have other dtypes; and Megatron's hybrid of one on the device and
+one on the host. `optimizer_state.py` saves and loads the state.
 """
 
 from __future__ import annotations
@@ -17,109 +16,113 @@ from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
-"""TransformerEngine's name, and the hybrid's, for a master weight."""
+"""State key of a master weight in TransformerEngine's and the hybrid optimizer."""
 
 
 def adam_of(part: Any) -> Adam:
-    """The Adam of one of a chain of Megatron's optimizers, by its kind."""
+    """Returns the Adam accessor for one of Megatron's chained optimizers."""
     if isinstance(part.optimizer, HybridDeviceOptimizer):
         return HybridAdam(part)
     return PreciseAdam(part) if getattr(part.optimizer, "master_weights", False) else Adam(part)
 
 
 class Adam:
-    """Torch's, Apex's or TransformerEngine's, whose parameters are fp32: master weights, or the weights themselves."""
+    """Accessor for torch's, Apex's or TransformerEngine's Adam over fp32 parameters (weights or master weights)."""
 
     def __init__(self, part: Any) -> None:
-        """Args: part: Megatron's optimizer; `read` and `write` need a DistributedOptimizer."""
+        """Stores the optimizer.
+
+        Args:
+            part: Optimizer of Megatron's chain; `read` and `write` need a DistributedOptimizer.
+        """
         self._part, self._inner = part, part.optimizer
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that it holds, some more than once; some may be views of the model's weights."""
-        yield from _held(self._inner)
+        """Yields all state tensors, some more than once; some may be views of the model's weights."""
+        yield from _state_tensors(self._inner)
 
     def states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Its parameters in their order, with their state."""
+        """Yields the optimizer's parameters in order, with their state."""
         for group in self._inner.param_groups:
             for parameter in group["params"]:
                 yield parameter, self._inner.state[parameter]
 
     def make_state(self) -> None:
-        """Zero moments, and master weights that are the weights, for parameters that were never stepped."""
+        """Initialises the state of parameters without one: zero moments, master weights equal to the weights."""
         _make_state(self._inner)
 
     def read(self, parameter: Tensor) -> dict[str, Tensor]:
-        """This rank's run of one of the model's parameters: its master weight, as "param", and its moments.
+        """Returns this rank's range of a model parameter's state: its master weight, as "param", and its moments.
 
-        Moments in bfloat16 and float32 are live, so are master weights in float32; anything else is a copy in float32
-        on the CPU.
+        Moments in bfloat16 and float32, and float32 master weights, are live; everything else is a float32 copy on the
+        CPU.
         """
         own = self._own(parameter)
         return {"param": own, **{name: self._inner.state[own][name] for name in MOMENTS}}
 
     def write(self, parameter: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Takes up what `read` gave, or some of it; the model has its weights already."""
+        """Copies tensors from `read`, or some of them, into the state; the model's weights are already loaded."""
         found = self.read(parameter)
         for name, tensor in tensors.items():
             found[name].copy_(tensor)
 
     def set_steps(self, num: int) -> None:
-        """How many steps its moments have seen."""
+        """Sets the number of steps taken."""
         _set_steps(self._inner, num)
 
     def reload(self) -> None:
-        """Master weights are the model's weights again."""
+        """Sets the master weights to the model's weights."""
         self._part.reload_model_params()
 
     def _own(self, parameter: Tensor) -> Tensor:
-        """Its parameter for one of the model's."""
+        """Returns the optimizer's parameter for one of the model's."""
         group, order = self._part.model_param_group_index_map[parameter]
         found: Tensor = self._inner.param_groups[group]["params"][order]
         return found
 
 
 class PreciseAdam(Adam):
-    """TransformerEngine's FusedAdam with master weights of its own: its parameters are the model's, cut into runs.
+    """Accessor for TransformerEngine's FusedAdam with its own master weights; its parameters are ranges of the model's.
 
-    A master weight is float32, float16 under a scale, or the 16 bits that a bfloat16 weight lacks; a moment is float32,
-    bfloat16, or float16 under a scale. A float32 weight is its own master: FusedAdam makes another and never steps it.
+    A master weight is float32, scaled float16, or the 16 bits that a bfloat16 weight lacks; a moment is float32,
+    bfloat16, or scaled float16. A float32 weight is its own master: FusedAdam creates another one and never steps it.
     """
 
     def read(self, parameter: Tensor) -> dict[str, Tensor]:
-        """As of `Adam`. A float16 state gets the scale that it has after a load, so that a resume is no different."""
+        """Implements `Adam.read`; a float16 state is rescaled as after a load, so that a resumed run is identical."""
         own = self._own(parameter)
         return {"param": self._master(own), **{name: self._state(own, name) for name in MOMENTS}}
 
     def write(self, parameter: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """As of `Adam`."""
+        """Implements `Adam.write`."""
         own = self._own(parameter)
         for name, tensor in tensors.items():
             if name != "param":
                 self._set(own, name, tensor)
             elif own.dtype == torch.float32:
                 own.copy_(tensor)
-            elif self._cut(own):
+            elif self._is_remainder(own):
                 self._inner.state[own][MASTER].copy_(remainders(own, tensor.to(own.device, torch.float32)))
             else:
                 self._set(own, MASTER, tensor)
 
     def reload(self) -> None:
-        """As of `Adam`; Megatron's own way leaves these masters as they were."""
+        """Implements `Adam.reload`; Megatron's own method does not reload these master weights."""
         with torch.no_grad():
             for own, state in self.states():
-                if MASTER in state and self._cut(own):
+                if MASTER in state and self._is_remainder(own):
                     state[MASTER].zero_()
                 elif MASTER in state:
                     self._set(own, MASTER, own)
 
-    def _cut(self, own: Tensor) -> bool:
-        return _in_remainders(self._inner, own)
+    def _is_remainder(self, own: Tensor) -> bool:
+        return _stores_remainders(self._inner, own)
 
     def _master(self, own: Tensor) -> Tensor:
         if own.dtype == torch.float32:
             return own
-        if self._cut(own):
-            return whole(own, self._inner.state[own][MASTER]).to("cpu")
+        if self._is_remainder(own):
+            return master_weights(own, self._inner.state[own][MASTER]).to("cpu")
         return self._state(own, MASTER)
 
     def _state(self, own: Tensor, name: str) -> Tensor:
@@ -131,68 +134,68 @@ class PreciseAdam(Adam):
         return found.to("cpu")
 
     def _set(self, own: Tensor, name: str, tensor: Tensor) -> None:
-        # scaled in place: a copy of it
+        # set_scaled_state scales its argument in place
         self._inner.set_scaled_state(own, name, tensor.detach().to(own.device, torch.float32, copy=True))
 
 
 class HybridAdam(Adam):
-    """Megatron's HybridDeviceOptimizer: torch's AdamW on the host for some parameters, one on the device for the rest.
+    """Accessor for Megatron's HybridDeviceOptimizer: torch's AdamW on the host for some parameters, else on the device.
 
     Both step fp32 copies of the model's weights, which are the master weights, with moments in fp32.
     """
 
     def tensors(self) -> Iterator[Tensor]:
-        """As of `Adam`."""
-        yield from _held(self._inner)
+        """Implements `Adam.tensors`."""
+        yield from _state_tensors(self._inner)
         for adam in self._inner.sub_optimizers:
-            yield from _held(adam)
+            yield from _state_tensors(adam)
 
     def make_state(self) -> None:
-        """As of `Adam`; Megatron's own way is a step over random gradients."""
+        """Implements `Adam.make_state`; Megatron's own method takes a step with random gradients."""
         for adam in self._inner.sub_optimizers:
             _make_state(adam)
         self._inner._sync_sub_optimizers_state_to_hdo()
 
     def read(self, parameter: Tensor) -> dict[str, Tensor]:
-        """As of `Adam`."""
+        """Implements `Adam.read`."""
         own = self._own(parameter)
         state = self._inner.state[own]
         return {"param": self._inner.param_to_inner_param[own], **{name: state[name] for name in MOMENTS}}
 
     def set_steps(self, num: int) -> None:
-        """As of `Adam`."""
+        """Implements `Adam.set_steps`."""
         for adam in self._inner.sub_optimizers:
             _set_steps(adam, num)
 
     def reload(self) -> None:
-        """As of `Adam`; Megatron's own way leaves these masters as they were."""
+        """Implements `Adam.reload`; Megatron's own method does not reload these master weights."""
         with torch.no_grad():
             for own, master in self._inner.param_to_inner_param.items():
                 if master is not own:
                     master.copy_(own)
 
 
-def whole(weights: Tensor, low: Tensor) -> Tensor:
-    """Float32 master weights of bfloat16 weights, which are their upper half rounded, and the lower halves.
+def master_weights(weights: Tensor, low: Tensor) -> Tensor:
+    """Returns float32 master weights from bfloat16 weights (their rounded upper halves) and the lower halves.
 
     Args:
-        weights: bfloat16.
-        low: int16, of the same shape: what the weights' 32 bits lack, below zero where they were rounded up
-            (TransformerEngine, multi_tensor/adam.cu, AdamFunctorMasterParamRemainder).
+        weights: Model weights, bfloat16.
+        low: Lower halves, int16, of the same shape; negative where the weight was rounded up (TransformerEngine,
+            multi_tensor/adam.cu, AdamFunctorMasterParamRemainder).
     """
     return (_upper(weights) + low.to(torch.int32)).view(torch.float32)
 
 
 def remainders(weights: Tensor, masters: Tensor) -> Tensor:
-    """The lower halves with which `whole` gives the master weights, or what is nearest to them beside these weights.
+    """Returns the lower halves, int16, with which `master_weights` gives the master weights, or the nearest possible.
 
     Args:
-        weights: bfloat16, normally the master weights rounded.
-        masters: float32, of the same shape.
+        weights: Model weights, bfloat16, normally the rounded master weights.
+        masters: Master weights, float32, of the same shape.
     """
     upper, wanted = _upper(weights), masters.contiguous().view(torch.int32)
     low = (wanted - upper).clamp(-(2**15), 2**15 - 1)
-    # with another sign the difference overflows, and there is nothing nearer than the weight: below zero lie NaNs
+    # with opposite signs the difference overflows, and the weight itself is the nearest value
     return torch.where((wanted < 0) == (upper < 0), low, 0).to(torch.int16)
 
 
@@ -200,7 +203,7 @@ def _upper(weights: Tensor) -> Tensor:
     return weights.detach().contiguous().view(torch.int16).to(torch.int32) << 16
 
 
-def _held(adam: Any) -> Iterator[Tensor]:
+def _state_tensors(adam: Any) -> Iterator[Tensor]:
     for group in adam.param_groups:
         yield from group["params"]
     for state in adam.state.values():
@@ -214,15 +217,15 @@ def _make_state(adam: Any) -> None:
             if state:
                 continue
             if hasattr(adam, "initialize_state"):  # TransformerEngine's
-                adam.initialize_state(parameter, _in_remainders(adam, parameter))
+                adam.initialize_state(parameter, _stores_remainders(adam, parameter))
                 continue
             if counts_by_parameter(adam):
                 state["step"] = _step(0, group, parameter)
             state.update({name: torch.zeros_like(parameter) for name in MOMENTS})
 
 
-def _in_remainders(adam: Any, parameter: Tensor) -> bool:
-    """Whether a master weight is kept as what the weight lacks."""
+def _stores_remainders(adam: Any, parameter: Tensor) -> bool:
+    """Returns whether a master weight is stored as the weight's missing lower half."""
     return bool(getattr(adam, "store_param_remainders", False)) and parameter.dtype == torch.bfloat16
 
 

@@ -1,9 +1,9 @@
 """Causal attention over packed sequences with torch's scaled_dot_product_attention.
 
-Owns the core attention of the local layer spec (used where TransformerEngine is not installed) and the plan by which
-packed tokens are laid out for it. Megatron's own core attention without TransformerEngine takes no packed sequences.
+The core attention of the local layer spec (used without TransformerEngine), and the plan that lays out packed tokens
+for it. Megatron's own core attention without TransformerEngine does not support packed sequences.
 
-Shapes: n rows of a rank; B runs of a group, Q queries and T keys of its longest; N heads, K KV heads, D head dim.
+Shapes: n rows of a rank; B segments of a group, Q queries and T keys of its longest; N heads, K KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from mrl.data.shared_prefix import Prefixes
-from mrl.megatron.attention_segments import Runs, own_runs
+from mrl.megatron.attention_segments import AttentionSegments, rank_segments
 from mrl.megatron.router import Routing
-from mrl.megatron.row_gather import Copies, copies
+from mrl.megatron.row_gather import RowGather, gather_plan
 from mrl.models.kernels.sdpa import attend
 from mrl.models.kernels.training import Angles, Families
 
 MAX_PADDING = 0.25
-"""Longest part of a group's scores that may be padding."""
+"""Largest fraction of a group's scores that may be padding."""
 SMALL_GROUP_TOKENS = 4096
-"""A group with up to so many keys, padding included, costs less than the calls of two smaller ones."""
+"""Number of keys, padding included, up to which one group costs less than the calls for two smaller ones."""
 
 LONGEST_AT_ONCE = 32
-"""Up to this length all scores at once cost less on a CPU than torch's fused kernel, which works block by block."""
+"""Sequence length up to which computing all scores at once is faster on a CPU than torch's blockwise fused kernel."""
 
 
 @dataclass(frozen=True)
 class QueryGroup:
-    """Runs that are attended together, padded to the longest.
+    """Segments that are attended together, padded to the longest.
 
     Attributes:
-        size: Runs.
-        queries: Of the longest.
-        keys: Of the longest.
-        unseen: 0 where a query sees a key, else -inf, [B or 1, Q, T]; None: the runs are whole sequences, and causal.
-        at_once: All scores are computed at once; `unseen` is [B or 1, T, Q] then.
+        size: Number of segments.
+        queries: Queries of the longest segment.
+        keys: Keys of the longest segment.
+        unseen: Additive mask, 0 where a query sees a key, else -inf, [B or 1, Q, T]; None: the segments are complete
+            sequences with a causal mask.
+        at_once: True if all scores are computed at once; `unseen` is then [B or 1, T, Q].
     """
 
     size: int
@@ -55,25 +56,27 @@ class QueryGroup:
 
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core has no types
-    """Megatron's description of packed sequences, and how to lay them out for `CoreAttention`.
+    """Megatron's description of packed sequences, extended by the plan for `CoreAttention`.
+
+    Slots are the positions of queries and keys in the padded groups.
 
     Attributes:
-        groups: In the order of their slots.
-        query_slots: Row of this rank in each slot of a query; padding repeats some row.
-        row_to_slot: For each row of this rank the slot of a query that holds it, and whose output it gets.
-        keys: Row among those of all ranks in each slot of a key.
-        row_to_first: For each row of this rank the slot of its sequence's first key.
-        positions: Of each row of this rank in its sequence.
-        routing: What the routers of a mixture of experts must know; None for a dense model.
-        group: The ranks that share the microbatch; None: this one has it alone.
-        families: What compiled attention needs in place of groups, slots and keys; None: it does not compute this.
-        angles: Of each row of this rank, for compiled attention; the model sets them.
+        groups: Groups in the order of their slots.
+        query_slots: Row of this rank in each query slot; padding repeats some row.
+        row_to_slot: Query slot of each row of this rank, from which its output is taken.
+        keys: Gather of the rows of all ranks into key slots.
+        row_to_first: Key slot of the first key of each row's sequence.
+        positions: Position of each row of this rank in its sequence.
+        routing: Input of an MoE model's routers; None for a dense model.
+        group: Ranks that share the microbatch; None: this rank has all of it.
+        families: Plan of compiled attention, instead of groups, slots and keys; None: it is not used.
+        angles: Rotary angles of each row of this rank, for compiled attention; set by the model.
     """
 
     groups: list[QueryGroup] = field(default_factory=list)
     query_slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     row_to_slot: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    keys: Copies | None = None
+    keys: RowGather | None = None
     row_to_first: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     routing: Routing | None = None
@@ -90,31 +93,33 @@ def pack(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> PackedSequences:
-    """Sequences of which the distinct tokens lie in the order of their numbers, for `CoreAttention`.
+    """Builds the plan for `CoreAttention`; the distinct tokens lie in the order of their numbers.
 
-    Megatron takes the rotary angles one row for each of these ("sbhd" with a batch of one).
+    Megatron gets one row of rotary angles per distinct token ("sbhd" with a batch of one).
 
     Args:
-        lens: Tokens of each sequence, each at least 1, filling included as a sequence.
-        prefixes: Which of them are distinct. Their numbers need not follow the order of the sequences, also where no
-            two sequences share a token.
-        device: Where the index tensors go.
-        group: The ranks that share the microbatch; as many distinct tokens as a multiple of twice its size.
-        dtype: Of queries and keys.
+        lens: Tokens of each sequence, each at least 1, with the padding as a sequence.
+        prefixes: Sharing of tokens: which are distinct. Their numbers need not follow the order of the sequences, even
+            if no two sequences share a token.
+        device: Device of the index tensors.
+        group: Ranks that share the microbatch; the number of distinct tokens is a multiple of twice their number.
+        dtype: Dtype of queries and keys.
     """
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    runs = own_runs(size, rank, lens, prefixes)
+    segments = rank_segments(size, rank, lens, prefixes)
     count = prefixes.origin_D.numel()
     packed = PackedSequences(qkv_format="sbhd", max_seqlen_q=max(lens), max_seqlen_kv=max(lens), group=group)
     query_parts, key_parts = [], []
     row_to_slot, row_to_first, positions = torch.empty(3, count // size, dtype=torch.int64)
     offset = key_offset = 0
-    for members, is_whole in _similar(runs, extends=size == 1):
-        first, begin, end = (tokens[members][:, None] for tokens in (runs.first_N, runs.begin_N, runs.end_N))
-        start = first if is_whole else begin
+    for members, is_complete in _group_by_length(segments, extends=size == 1):
+        first, begin, end = (
+            tokens[members][:, None] for tokens in (segments.first_N, segments.begin_N, segments.end_N)
+        )
+        start = first if is_complete else begin
         width, longest = int((end - start).max()), int((end - first).max())
         column, key_column = torch.arange(width)[None], torch.arange(longest)[None]
-        rows_BQ = runs.row_P[torch.minimum(start + column, end - 1)] - runs.offset
+        rows_BQ = segments.row_P[torch.minimum(start + column, end - 1)] - segments.offset
         slots_BQ = offset + torch.arange(rows_BQ.numel()).view_as(rows_BQ)
         own = (start + column >= begin) & (start + column < end)
         row_to_slot[rows_BQ[own]] = slots_BQ[own]
@@ -122,74 +127,74 @@ def pack(
         positions[rows_BQ[own]] = (start + column - first)[own]
         at_once = longest <= LONGEST_AT_ONCE and device.type == "cpu" and dtype == torch.float32
         unseen = None
-        if not is_whole:
+        if not is_complete:
             before = start - first
-            before = before[:1] if bool((before == before[0]).all()) else before  # one mask is enough
+            before = before[:1] if bool((before == before[0]).all()) else before  # all segments share one mask
             sees = key_column[:, None] <= (before + column)[..., None]
             sees = sees.transpose(1, 2) if at_once else sees
             unseen = torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -torch.inf).to(device)
         packed.groups.append(QueryGroup(len(members), width, longest, unseen, at_once))
         query_parts.append(rows_BQ.flatten())
-        key_parts.append(runs.row_P[torch.minimum(first + key_column, end - 1)].flatten())
+        key_parts.append(segments.row_P[torch.minimum(first + key_column, end - 1)].flatten())
         offset += rows_BQ.numel()
         key_offset += len(members) * longest
     packed.query_slots = torch.cat(query_parts).to(device)
     packed.row_to_slot, packed.row_to_first = row_to_slot.to(device), row_to_first.to(device)
     packed.positions = positions.to(device)
-    packed.keys = copies(torch.cat(key_parts), count, device)
+    packed.keys = gather_plan(torch.cat(key_parts), count, device)
     return packed
 
 
 def pack_compiled(lens: Sequence[int], prefixes: Prefixes, group: dist.ProcessGroup | None = None) -> PackedSequences:
-    """As `pack`, for compiled attention."""
+    """Builds the plan for compiled attention; arguments as for `pack`."""
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    seen, longest = families(own_runs(size, rank, lens, prefixes)), max(lens)
+    seen, longest = families(rank_segments(size, rank, lens, prefixes)), max(lens)
     return PackedSequences(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, group=group, families=seen)
 
 
-def families(runs: Runs) -> Families:
-    """Runs by the sequence's first row: what sequences share begins with it."""
-    root_N = runs.row_P[runs.first_N]
+def families(segments: AttentionSegments) -> Families:
+    """Groups the segments by the first row of their sequence: sequences that share tokens start with the same row."""
+    root_N = segments.row_P[segments.first_N]
     order = root_N.argsort(stable=True)
     counts_F = torch.unique_consecutive(root_N[order], return_counts=True)[1]
-    first_R, begin_R, end_R = runs.first_N[order], runs.begin_N[order], runs.end_N[order]
+    first_R, begin_R, end_R = segments.first_N[order], segments.begin_N[order], segments.end_N[order]
     bound_F = torch.cat([counts_F.new_zeros(1), counts_F.cumsum(0)])
-    return Families(runs.row_P, first_R, begin_R, end_R, bound_F, runs.offset, int((end_R - first_R).max()))
+    return Families(segments.row_P, first_R, begin_R, end_R, bound_F, segments.offset, int((end_R - first_R).max()))
 
 
-def _similar(runs: Runs, *, extends: bool) -> list[tuple[Tensor, bool]]:
-    """Runs in groups, longest first, and whether a group is of whole sequences; a group is small or has little padding.
+def _group_by_length(segments: AttentionSegments, *, extends: bool) -> list[tuple[Tensor, bool]]:
+    """Groups segments of similar length, longest first; returns each group and whether it has complete sequences.
 
-    A kernel that is told to be causal computes half of the scores, one with a mask all of them: where it can be, a long
-    run of more than half of its sequence is computed with the queries before it (`extends`).
+    A group is small or has little padding. A causal kernel computes half of the scores, one with a mask all of them, so
+    with `extends` a long segment of more than half of its sequence is computed with the queries before it.
     """
-    queries_N, keys_N = runs.end_N - runs.begin_N, runs.end_N - runs.first_N
-    whole_N = queries_N == keys_N
+    queries_N, keys_N = segments.end_N - segments.begin_N, segments.end_N - segments.first_N
+    complete_N = queries_N == keys_N
     if extends:
-        whole_N |= (keys_N > LONGEST_AT_ONCE) & (2 * queries_N > keys_N)
+        complete_N |= (keys_N > LONGEST_AT_ONCE) & (2 * queries_N > keys_N)
     groups: list[tuple[list[int], bool]] = []
-    used, widest = 0, 0
-    queries, keys, whole = queries_N.tolist(), keys_N.tolist(), whole_N.tolist()
-    for run in sorted(range(len(keys)), key=lambda index: (whole[index], -keys[index], -queries[index], index)):
-        width = keys[run] if whole[run] else queries[run]
+    used_scores, widest_query = 0, 0
+    queries, keys, complete = queries_N.tolist(), keys_N.tolist(), complete_N.tolist()
+    for run in sorted(range(len(keys)), key=lambda index: (complete[index], -keys[index], -queries[index], index)):
+        width = keys[run] if complete[run] else queries[run]
         cost = keys[run] * width
-        if groups and groups[-1][1] == whole[run]:
+        if groups and groups[-1][1] == complete[run]:
             members, longest = groups[-1][0], keys[groups[-1][0][0]]
-            slots, most = (len(members) + 1) * longest, max(widest, width)
-            if slots <= SMALL_GROUP_TOKENS or used + cost >= (1 - MAX_PADDING) * slots * most:
+            slots, most = (len(members) + 1) * longest, max(widest_query, width)
+            if slots <= SMALL_GROUP_TOKENS or used_scores + cost >= (1 - MAX_PADDING) * slots * most:
                 members.append(run)
-                used, widest = used + cost, most
+                used_scores, widest_query = used_scores + cost, most
                 continue
-        groups.append(([run], whole[run]))
-        used, widest = cost, width
-    return [(torch.tensor(members), is_whole) for members, is_whole in groups]
+        groups.append(([run], complete[run]))
+        used_scores, widest_query = cost, width
+    return [(torch.tensor(members), is_complete) for members, is_complete in groups]
 
 
 class _ToSlots(torch.autograd.Function):
     """Rows -> queries of all groups; padding slots repeat a row, and so do the queries of shared tokens.
 
     Only one slot of each row has a gradient, so that the backward is a gather too: `index_select`'s own adds row by
-    row, which costs more. It drops the gradient of the other slots, which is zero: what they return goes nowhere.
+    row, which costs more. It drops the gradients of the other slots, which are zero since their outputs are not used.
     """
 
     @staticmethod
@@ -204,7 +209,7 @@ class _ToSlots(torch.autograd.Function):
 
 
 class _ToRows(torch.autograd.Function):
-    """Outputs of all groups -> rows; what is in padding slots is dropped and gets gradient zero."""
+    """Outputs of all groups -> rows; padding slots are dropped and get gradient zero."""
 
     @staticmethod
     def forward(ctx: Any, slots: Tensor, row_to_slot: Tensor) -> Tensor:
@@ -220,7 +225,7 @@ class _ToRows(torch.autograd.Function):
 
 
 class PackedAttention(torch.nn.Module):
-    """softmax(q k^T * scale) v within each packed sequence, causal, grouped queries; subclasses compute it."""
+    """Base class of softmax(q k^T * scale) v within each packed sequence, causal, with grouped queries."""
 
     def __init__(
         self,
@@ -245,16 +250,16 @@ class PackedAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Attention of packed tokens; collective over the context-parallel group, if they have one.
+        """Computes attention of packed tokens; collective over the context-parallel group, if there is one.
 
         Args:
-            query: [n, 1, N, D].
-            key: [n, 1, K, D].
-            value: [n, 1, K, D].
-            attention_mask: None; the sequences of `packed_seq_params` say what is seen.
-            attn_mask_type: Unused, always causal.
-            attention_bias: None.
-            packed_seq_params: From `pack`.
+            query: Queries [n, 1, N, D].
+            key: Keys [n, 1, K, D].
+            value: Values [n, 1, K, D].
+            attention_mask: Unsupported, must be None; `packed_seq_params` determines the mask.
+            attn_mask_type: Ignored, always causal.
+            attention_bias: Unsupported, must be None.
+            packed_seq_params: Plan from `pack`.
 
         Returns:
             [n, 1, N * D].
@@ -264,19 +269,19 @@ class PackedAttention(torch.nn.Module):
         return self.attend(query, key, value, packed_seq_params)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
-        """See `forward`."""
+        """Computes attention for `forward`."""
         raise NotImplementedError
 
     def scale_of(self, query: Tensor) -> float:
-        """Of the scores of these queries."""
+        """Returns the scale of the scores."""
         return float(query.size(-1) ** -0.5 if self.scale is None else self.scale)
 
 
 class CoreAttention(PackedAttention):
-    """Of PyTorch's operators, on queries and keys that were turned before."""
+    """Attention with PyTorch's operators, on queries and keys that are already rotated."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
-        """Groups of like sequences, one call for each."""
+        """Computes attention with one call for each group of similar segments."""
         if plan.keys is None:
             raise ValueError("attention takes sequences from `pack`")
         rows, heads, dim = query.size(0), query.size(2), query.size(3)
@@ -294,35 +299,32 @@ class CoreAttention(PackedAttention):
         outputs = []
         for group, *of_group in zip(plan.groups, *parts, strict=True):
             q, k, v = (x.view(group.size, -1, x.size(1) // dim, dim).transpose(1, 2) for x in of_group)
-            outputs.append(_attended(q, k, v, group, scale).transpose(1, 2).reshape(-1, heads * dim))
+            outputs.append(_attend_group(q, k, v, group, scale).transpose(1, 2).reshape(-1, heads * dim))
         stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         attended: Tensor = _ToRows.apply(stacked, plan.row_to_slot)  # type: ignore[no-untyped-call]
         return attended.view(rows, 1, heads * dim)
 
 
 def of_all_ranks(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Collective over the group: all ranks' keys or values, rank by rank; differentiable."""
+    """Collective over the group: gathers all ranks' keys or values, in rank order; differentiable."""
     if group is None:
         return rows
     gathered: Tensor = gather_from_sequence_parallel_region(rows.contiguous(), group=group)
     return gathered
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, group: QueryGroup, scale: float) -> Tensor:
-    """Attention of queries [B, N, Q, D] to keys and values [B, K, T, D]."""
+def _attend_group(query: Tensor, key: Tensor, value: Tensor, group: QueryGroup, scale: float) -> Tensor:
+    """Computes attention of queries [B, N, Q, D] to keys and values [B, K, T, D]."""
     unseen = group.unseen
     if group.at_once:
         if unseen is None:
             unseen = query.new_full((1, group.keys, group.keys), -torch.inf).tril_(-1)
-        return _at_once(query, key, value, unseen, scale)
+        return _attend_at_once(query, key, value, unseen, scale)
     return attend(query, key, value, None if unseen is None else unseen[:, None], scale)
 
 
-def _at_once(query: Tensor, key: Tensor, value: Tensor, unseen: Tensor, scale: float) -> Tensor:
-    """The same with all scores in memory, to which `unseen` [B or 1, T, Q] is added.
-
-    The scores of a key lie in a row: torch's softmax over few numbers in a row is slow.
-    """
+def _attend_at_once(query: Tensor, key: Tensor, value: Tensor, unseen: Tensor, scale: float) -> Tensor:
+    """Computes attention with all scores in memory; `unseen` [B or 1, T, Q] is added to them."""
     size, _, length, dim = query.shape
     groups, keys = key.size(1), key.size(2)
     # the heads that share a KV head are columns of one product

@@ -1,10 +1,10 @@
-"""Runs of rows that attention computes: which tokens of a sequence are computed with it, and what they see.
+"""Segments of rows that attention computes: which tokens of a sequence are computed with it, and what they attend to.
 
-A token that several sequences share is computed with one of them, and with context parallelism on one rank. What is
-left of a sequence on a rank are runs of tokens that follow one another; their keys are all tokens of the sequence up to
-the run's last.
+A token that several sequences share is computed with one of them, and with context parallelism on one rank. What
+remains of a sequence on a rank are segments of consecutive tokens; their keys are all tokens of the sequence up to the
+segment's last.
 
-Shapes: P packed tokens of the sequences, N runs.
+Shapes: P packed tokens of the sequences, N segments.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from mrl.megatron.context_parallel import own_rows
 
 
 @dataclass(frozen=True)
-class Runs:
-    """Of one rank.
+class AttentionSegments:
+    """The segments of one rank.
 
     Attributes:
-        row_P: Where the keys of each packed token lie among those of all ranks, gathered rank by rank.
-        first_N: Packed token with which the run's sequence begins.
-        begin_N: The run's first packed token.
-        end_N: One after its last.
-        offset: Row of the first of this rank's tokens among those of all ranks.
+        row_P: Row of each packed token's key, among the rows of all ranks gathered in rank order.
+        first_N: First packed token of the segment's sequence.
+        begin_N: First packed token of the segment.
+        end_N: One after the segment's last packed token.
+        offset: Index of this rank's first row among those of all ranks.
     """
 
     row_P: Tensor
@@ -37,20 +37,21 @@ class Runs:
     end_N: Tensor
     offset: int
 
-    def in_order_of_rows(self) -> Runs:
-        """The same; the queries of one after the other are this rank's rows in their order."""
+    def sorted_by_row(self) -> AttentionSegments:
+        """Sorts the segments so that their queries, concatenated, are this rank's rows in order."""
         order = self.row_P[self.begin_N].argsort()
-        return Runs(self.row_P, self.first_N[order], self.begin_N[order], self.end_N[order], self.offset)
+        return AttentionSegments(self.row_P, self.first_N[order], self.begin_N[order], self.end_N[order], self.offset)
 
 
-def own_runs(size: int, rank: int, lens: Sequence[int], prefixes: Prefixes) -> Runs:
-    """The runs of a rank of `size`; each of its rows is in one of them.
+def rank_segments(size: int, rank: int, lens: Sequence[int], prefixes: Prefixes) -> AttentionSegments:
+    """Returns the segments of rank `rank` of `size`; each of its rows is in exactly one.
 
     Args:
-        size: Ranks that share the microbatch.
-        rank: Which of them.
-        lens: Packed tokens of each sequence, filling included as a sequence.
-        prefixes: Which of them are computed; as many distinct ones as a multiple of twice `size`, unless that is 1.
+        size: Number of ranks that share the microbatch.
+        rank: Index of the rank in the context-parallel group.
+        lens: Packed tokens of each sequence, with the padding as a sequence.
+        prefixes: Sharing of tokens: which are computed. With several ranks, the number of distinct tokens is a multiple
+            of 2 x `size`.
     """
     count = prefixes.origin_D.numel()
     row_D = torch.empty(count, dtype=torch.int64)
@@ -67,4 +68,4 @@ def own_runs(size: int, rank: int, lens: Sequence[int], prefixes: Prefixes) -> R
     begins[1:] &= ~(own[:-1] & same_sequence)
     stops[:-1] &= ~(own[1:] & same_sequence)
     begin_N = begins.nonzero().squeeze(1)
-    return Runs(row_P, first_P[begin_N], begin_N, stops.nonzero().squeeze(1) + 1, offset)
+    return AttentionSegments(row_P, first_P[begin_N], begin_N, stops.nonzero().squeeze(1) + 1, offset)

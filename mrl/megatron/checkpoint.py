@@ -1,11 +1,11 @@
-"""An actor or a critic in a folder: model and optimizer through megatron.core.dist_checkpointing, layout free.
+"""Checkpoints of a model and its optimizer through megatron.core.dist_checkpointing, independent of the layout.
 
-Owns what is saved of it and how it comes back at another TP, PP, VPP or DP. When a checkpoint counts as written is
-decided by `mrl/checkpoint/run_dir/checkpoint.py`; without Megatron the folder is read by
-`mrl/checkpoint/formats/megatron.py`. Its metadata is a pickle: before Megatron reads it, it is read by an unpickler
-that knows the classes of metadata and nothing else, so that a folder from elsewhere cannot run code. For the same
-reason what is loaded is tensors only: what torch calls bytes is unpickled without a question; the extra states of
-modules, which may be such, are not loaded. `common.pt` is read by Megatron with torch's weights-only unpickler.
+They load at any TP, PP, VPP or DP. `mrl/checkpoint/run_dir/checkpoint.py` decides when a checkpoint is complete;
+`mrl/checkpoint/formats/megatron.py` reads the folder without Megatron.
+
+Loading must not execute code from a foreign folder. Its metadata is a pickle, so an unpickler that allows only metadata
+classes reads it before Megatron does. Only tensors are loaded: torch unpickles "bytes" entries without checks, and
+modules' extra states, which may be such, are skipped. Megatron reads `common.pt` with torch's weights-only unpickler.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mrl.checkpoint.run_dir.manifest import File
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron.optimizer import optimizer_tensors
-from mrl.megatron.optimizer_state import take_up, to_load, to_save
+from mrl.megatron.optimizer_state import restore, to_load, to_save
 from mrl.megatron.trainable import Trainable
 from mrl.models.hf_config import family_of
 from mrl.resharding.dist_checkpoint import EXTRA_STATE
@@ -60,39 +60,41 @@ UNLOADABLE = (
     TypeError,
     ValueError,
 )
-"""What Megatron and torch raise over a folder whose metadata or common.pt says something else than it should."""
+"""Errors that Megatron and torch raise if the metadata or common.pt are inconsistent."""
 
 
 ERRNO = re.compile(r"\[Errno (\d+)\]")
+"""Error number quoted in an error message."""
 ZIP_WRITER = re.compile("inline_container|iostream error|PytorchStreamWriter")
-"""How torch.save tells that a file does not take what it writes."""
+"""Words of torch.save's errors if a file cannot be written."""
 
 FULL_BYTES = 1 << 20
-"""A disk with less room takes no file of a checkpoint: what is left is what the last write did not fit into."""
+"""Free space, bytes, below which a disk counts as full after a failed write."""
 
 
 class Saver:
-    """Saves one model again and again.
+    """Saves one model repeatedly.
 
-    Who writes which shard is agreed on once, and checked: each element has one writer. What the ranks plan is gathered
-    until it was the same twice; later saves exchange only where in the files the shards went.
+    The assignment of shards to writing ranks is agreed on once and validated: each element has one writer. The ranks'
+    plans are gathered until they were the same twice; later saves exchange only the shards' offsets in the files.
     """
 
     def __init__(self, policy: Trainable) -> None:
-        """Args: policy: An actor or a critic; its parameters stay where they are."""
+        """Stores the model, an actor or a critic."""
         self._policy = policy
         self._strategy: Any = None
         self._had_optimizer = False
 
     def begin(self, folder: Path, *, beside: bool = False) -> Writing:
-        """Collective over the job: model, optimizer, the number of updates and config.json go into a new folder.
+        """Collective over the job: starts to save model, optimizer, update count and config.json into a new folder.
 
         Args:
-            folder: To be made; it is a checkpoint once the result's `finish` has returned.
-            beside: A thread writes copies in host memory while the caller goes on; otherwise all is written now.
+            folder: Folder to create; it is a checkpoint once `finish` of the result has returned.
+            beside: True if a thread writes copies in host memory while the caller continues; otherwise everything is
+                written before the return.
 
         Raises:
-            OSError: A disk does not take it; only on the rank that wrote, the others may wait for it.
+            OSError: The disk cannot be written; raised only on the rank that wrote, while others may wait for it.
         """
         with self._policy.groups.among_trainers():
             return self._begin(folder, beside=beside)
@@ -128,28 +130,28 @@ class Saver:
             arch = policy.chunks[0].arch
             config = family_of(arch).arch_to_hf(arch)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        return Writing(folder, request, _memory(policy) if beside else None, policy.groups)
+        return Writing(folder, request, _training_storages(policy) if beside else None, policy.groups)
 
 
 class Writing:
-    """A checkpoint on its way to the disk: copies of this rank's shards, written to its own files.
+    """A checkpoint being written: copies of this rank's shards go to its own files.
 
-    Megatron forks a process for it. Here it is a thread of the rank: it dies with the rank, it needs no second image of
-    a process that holds a device and sockets, and both writing and hashing leave Python to others.
+    Megatron forks a process for this. Here a thread of the rank does it: it ends with the rank, needs no copy of a
+    process with a device and sockets, and releases the GIL for writing and hashing.
 
     Attributes:
-        seconds: What the files took, hashes with them, s; 0 until they are written.
+        seconds: Duration of writing and hashing, s; 0 until it ends.
     """
 
     def __init__(self, folder: Path, request: Any, memory: set[int] | None, groups: ProcessGroups) -> None:
-        """Writes, or begins to.
+        """Writes the files, or starts a thread that does.
 
         Args:
-            folder: Of the checkpoint.
+            folder: Folder of the checkpoint.
             request: Megatron's AsyncRequest.
-            memory: Storages that training writes to: of what lies there copies are made, and a thread writes; None: all
-                is written before this returns.
-            groups: Who writes.
+            memory: Addresses of the storages that training writes to; tensors in them are copied, and a thread writes.
+                None: everything is written before the return.
+            groups: Process groups of the ranks that save.
         """
         self.seconds = 0.0
         self._groups = groups
@@ -165,24 +167,24 @@ class Writing:
         if memory is None:
             request.async_fn(rank, buckets, results)
             return
-        buckets = [_apart(bucket, memory, self._dropped) for bucket in buckets]
+        buckets = [_copy_live_tensors(bucket, memory, self._dropped) for bucket in buckets]
         write = partial(request.async_fn, rank, buckets, results)
         self._thread = threading.Thread(target=self._run, args=(write, [Path(file) for file, _, _ in buckets]))
         self._thread.start()
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank's files are written, or cannot be."""
+        """True if writing this rank's files has ended, successfully or not."""
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> dict[Path, File]:
-        """Collective over the job: waits for the files of all ranks, and makes a checkpoint of them.
+        """Collective over the job: waits for the files of all ranks and completes the checkpoint.
 
         Returns:
-            This rank's files whose hashes were taken when they were written.
+            This rank's files that were hashed while written.
 
         Raises:
-            OSError: As for `Saver.begin`.
+            OSError: The disk cannot be written, see `Saver.begin`.
         """
         if self._thread is not None:
             self._thread.join()
@@ -194,7 +196,7 @@ class Writing:
         return self._hashes
 
     def drop(self) -> None:
-        """Gives this rank's files up: none is written to when this returns, and there will be no checkpoint."""
+        """Cancels the write: no file is written to after the return, and the folder never becomes a checkpoint."""
         self._dropped.set()
         if self._thread is not None:
             self._thread.join()
@@ -210,39 +212,39 @@ class Writing:
 
 
 class Writings:
-    """Several checkpoints on their way to the disk, as one."""
+    """Several checkpoints being written, handled as one."""
 
     def __init__(self, each: Sequence[Writing]) -> None:
-        """Args: each: In the same order on all ranks that train; none on the others."""
+        """Stores the writes, in the same order on all training ranks; none on other ranks."""
         self._each = each
 
     @property
     def seconds(self) -> float:
-        """What the files took that took longest."""
+        """Duration of the slowest write, s."""
         return max((writing.seconds for writing in self._each), default=0.0)
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank's files are written, or cannot be."""
+        """True if writing this rank's files has ended, successfully or not."""
         return all(writing.is_done for writing in self._each)
 
     def finish(self) -> dict[Path, File]:
-        """Collective over the job: as `Writing.finish`."""
+        """Collective over the job: finishes each, see `Writing.finish`."""
         return {path: file for writing in self._each for path, file in writing.finish().items()}
 
     def drop(self) -> None:
-        """As `Writing.drop`."""
+        """Cancels all writes."""
         for writing in self._each:
             writing.drop()
 
 
 def save(folder: Path, policy: Trainable) -> None:
-    """Collective over the job: one save, whole when this returns."""
+    """Collective over the job: saves a checkpoint, which is complete at the return."""
     Saver(policy).begin(folder).finish()
 
 
-def _memory(policy: Trainable) -> set[int]:
-    """Where the model's weights and its optimizer's state lie."""
+def _training_storages(policy: Trainable) -> set[int]:
+    """Returns the addresses of the storages of the model's weights and its optimizer's state."""
     tensors = [*policy.named_tensors().values()]
     if policy.optimizer is not None:
         tensors += optimizer_tensors(policy.optimizer)
@@ -250,19 +252,19 @@ def _memory(policy: Trainable) -> set[int]:
 
 
 class DroppedError(Exception):
-    """A checkpoint was given up while it was written."""
+    """Raised in the writing thread when the checkpoint is cancelled."""
 
 
-def _apart(bucket: Any, memory: set[int], dropped: threading.Event) -> Any:
-    """Megatron's bucket of a file; what lies in `memory` is copied. Writing it ends where it is dropped."""
+def _copy_live_tensors(bucket: Any, memory: set[int], dropped: threading.Event) -> Any:
+    """Returns Megatron's bucket of a file with tensors in `memory` copied, whose iteration ends when dropped."""
     file, key, (objects, tensors) = bucket
     copies = [
         (item, tensor.clone() if tensor.untyped_storage().data_ptr() in memory else tensor) for item, tensor in tensors
     ]
-    return file, key, (objects, _until(dropped, copies))
+    return file, key, (objects, _until_dropped(dropped, copies))
 
 
-def _until(dropped: threading.Event, items: list[Any]) -> Iterator[Any]:
+def _until_dropped(dropped: threading.Event, items: list[Any]) -> Iterator[Any]:
     for item in items:
         if dropped.is_set():
             raise DroppedError
@@ -271,7 +273,7 @@ def _until(dropped: threading.Event, items: list[Any]) -> Iterator[Any]:
 
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Megatron quotes an OSError in errors of its own, and torch's zip writer has none: inside, they are OSErrors."""
+    """Raises write errors inside as OSErrors: Megatron only quotes them, torch's zip writer raises RuntimeErrors."""
     try:
         yield
     except (CheckpointException, RuntimeError) as error:
@@ -289,16 +291,16 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 
 def _is_full(folder: Path) -> bool:
-    """Whether the disk of a folder took no more, which torch.save may tell as a position in its file."""
+    """Returns whether the folder's disk is full; torch.save may report this only as a wrong position in its file."""
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize < FULL_BYTES
 
 
 def load(folder: Path, policy: Trainable) -> None:
-    """Collective over the job: fills a model, and its optimizer where it has one.
+    """Collective over the job: loads a model, and its optimizer if it has one.
 
     Raises:
-        UserError: The folder is no such checkpoint, or holds another model, or something that is not data.
+        UserError: The folder is no such checkpoint, is of another model, or contains pickled objects.
     """
     saved = refuse_code(folder / METADATA)
     with policy.groups.among_trainers():
@@ -323,31 +325,31 @@ def _load(folder: Path, policy: Trainable, saved: list[str]) -> None:
         found = chunk.load_state_dict(loaded[_chunk_key(policy, index)], strict=False)
         wrong = [name for name in (*found.missing_keys, *found.unexpected_keys) if EXTRA_STATE not in name]
         if wrong:
-            raise RuntimeError(f"checkpoint '{folder}': Megatron loaded all but {', '.join(wrong)}")
+            raise RuntimeError(f"checkpoint '{folder}': Megatron did not load {', '.join(wrong)}")
     if policy.optimizer is not None:
         policy.num_updates = int(loaded["num_updates"])
-        take_up(policy.optimizer, loaded["moments"], policy.num_updates)
+        restore(policy.optimizer, loaded["moments"], policy.num_updates)
 
 
 def _reason(error: BaseException) -> str:
-    """One line: what went wrong first, on the first rank where it did."""
+    """Returns one line about the first error, of the first rank with one."""
     if isinstance(error, CheckpointException):
         error = next(failure for failure, _ in error.failures.values())
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def refuse_code(file: Path) -> list[str]:
-    """Names of the checkpoint's tensors, from its metadata; refuses what torch would unpickle as any object.
+    """Returns the names of the checkpoint's tensors from its metadata; rejects entries that torch would unpickle.
 
     Raises:
-        UserError: The file is missing or unreadable, asks for code, or has a pickled object in place of a tensor.
+        UserError: The file is missing or unreadable, contains code, or has a pickled object in place of a tensor.
     """
     found = read_metadata(file).state_dict_metadata
     for key, stored in found.items():
         if not isinstance(stored, TensorStorageMetadata) and EXTRA_STATE not in key:
             raise UserError(
-                f"'{file}': '{key}' is a pickled object ({type(stored).__name__}), which is not data. It was not "
-                "written by mrl, and is not loaded."
+                f"'{file}': '{key}' is a pickled object ({type(stored).__name__}), expected a tensor. mrl did not "
+                "write this file and does not load it."
             )
     return list(found)
 

@@ -1,7 +1,7 @@
-"""Values of the config section `megatron` on their way into Megatron's classes.
+"""Passing values of the config section `megatron` to Megatron's classes.
 
-Owns how a YAML value becomes the object that Megatron takes, and that a refusal of Megatron's own is told with the keys
-that were given. Which fields may be given is known to `trainer/validation/megatron.py`.
+YAML values become the objects that Megatron expects, and Megatron's errors are reported with the keys that were given.
+`trainer/validation/megatron.py` knows which fields may be given.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from mrl.config.megatron_fields.values import DTYPES, enum_of, names_dtype
 from mrl.errors import UserError, first_line, out_of_memory, to_install
 
 REFUSALS = (ValueError, AssertionError, ImportError, RuntimeError, NotImplementedError, TypeError)
-"""What Megatron raises over a configuration that it does not take."""
+"""Errors that Megatron raises for a configuration that it does not support."""
 
 
-def objects(section: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given fields of a section as Megatron takes them: torch's types and members of enums by their names."""
+def megatron_values(section: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts the given fields of a section for Megatron: names become torch dtypes and enum members."""
     known = fields_of(section)
-    return {name: _object(known[name].kind, value) for name, value in given.items()}
+    return {name: _megatron_value(known[name].kind, value) for name, value in given.items()}
 
 
 @contextmanager
-def given_to(section: str, given: Iterable[str]) -> Iterator[None]:
-    """Inside, what Megatron refuses is told with the keys that were given; without any it is not touched.
+def explain_errors(section: str, given: Iterable[str]) -> Iterator[None]:
+    """Converts errors of Megatron inside into UserErrors that name the given keys; does nothing without keys.
 
     Raises:
-        UserError: Megatron refused.
+        UserError: Megatron rejected the configuration.
     """
     names = [f"megatron.{section}.{name}" for name in given]
     try:
@@ -41,41 +41,41 @@ def given_to(section: str, given: Iterable[str]) -> Iterator[None]:
     except UserError:
         raise
     except REFUSALS as error:
-        if not names or out_of_memory(error) or not _is_megatrons(error):
+        if not names or out_of_memory(error) or not _raised_in_megatron(error):
             raise
         refusal = UserError(
-            f"Megatron refuses this configuration: {first_line(error).rstrip('.')}. Given were {', '.join(names)}: add "
-            "what Megatron asks for, or change or leave out what it names."
+            f"Megatron rejects this configuration: {first_line(error).rstrip('.')}. The config sets "
+            f"{', '.join(names)}: change or remove the fields that Megatron names, or add those that it asks for."
         )
         refusal.everywhere = True
         raise refusal from error
 
 
 def check_te(section: str, given: Iterable[str], *, te: bool) -> None:
-    """Refuses fields that only TransformerEngine has, where it is not in use.
+    """Rejects fields that only TransformerEngine supports if it is not used.
 
     Raises:
-        UserError: With the fields.
+        UserError: Such fields are given; they are listed.
     """
     names = [f"megatron.{section}.{name}" for name in given if te_only(section, name)]
     if names and not te:
         refusal = UserError(
-            f"TransformerEngine is not in use here, and nothing else has {', '.join(names)}. Leave it out on a CPU; on "
-            f"a GPU install TransformerEngine ({to_install('gpu')}; README says how)."
+            f"{', '.join(names)} needs TransformerEngine, which is not in use. Remove it on a CPU; on a GPU install "
+            f"TransformerEngine ({to_install('gpu')}; see README)."
         )
         refusal.everywhere = True
         raise refusal
 
 
-def _is_megatrons(error: BaseException) -> bool:
-    """Whether Megatron's own code raised it: not torch, over a lost rank or a lack of memory."""
+def _raised_in_megatron(error: BaseException) -> bool:
+    """Returns whether the error was raised in Megatron's own code, and not in torch (lost rank, out of memory)."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
     return frame is not None and "/megatron/core/" in frame.tb_frame.f_code.co_filename.replace("\\", "/")
 
 
-def _object(kind: str, value: Any) -> Any:
+def _megatron_value(kind: str, value: Any) -> Any:
     if isinstance(value, str) and names_dtype(kind):
         return getattr(torch, DTYPES[value])
     if isinstance(value, str) and (name := enum_of(kind)):

@@ -1,12 +1,11 @@
-"""Context parallelism: the tokens of a microbatch split over ranks.
+"""Context parallelism: the split of a microbatch's tokens over ranks, and the gathering of their scores.
 
-Owns which tokens a rank computes, and the exchange of scores; what its queries see is in `attention_segments.py`.
-Everything in a model but attention is per token, so a rank may hold any tokens; it holds two runs that together cost
-as much as any other rank's: the packed tokens are cut into 2 x size equal runs, and rank r has runs r and
-2 x size - 1 - r.
+Everything in a model except attention is per token, so a rank may compute any tokens. The packed tokens are cut into 2
+x size equal segments, and rank r computes segments r and 2 x size - 1 - r, which balances the cost of causal attention.
+`attention_segments.py` determines what their queries attend to.
 
-TransformerEngine's own attention exchanges keys and values where no two sequences share a token, and then each sequence
-is cut that way by itself.
+If no two sequences share a token, TransformerEngine's own ring attention exchanges keys and values; then each sequence
+is split this way separately.
 
 Shapes: R scored tokens.
 """
@@ -23,15 +22,15 @@ from torch import Tensor
 
 
 def own_rows(count: int, size: int, rank: int) -> Tensor:
-    """The tokens of a rank among `count`, ascending; `count` is a multiple of 2 x `size`, unless that is 1."""
+    """Returns the rows of a rank among `count`, ascending; `count` is a multiple of 2 x `size` unless `size` is 1."""
     if size == 1:
         return torch.arange(count)
-    runs = torch.arange(count).view(2 * size, -1)
-    return torch.cat([runs[rank], runs[2 * size - 1 - rank]])
+    segments = torch.arange(count).view(2 * size, -1)
+    return torch.cat([segments[rank], segments[2 * size - 1 - rank]])
 
 
 def own_rows_by_sequence(lens: Sequence[int], size: int, rank: int) -> Tensor:
-    """The same cut in each sequence, as TransformerEngine wants it; each length is a multiple of 2 x `size`."""
+    """Returns the rows of a rank with each sequence split separately; each length is a multiple of 2 x `size`."""
     start, parts = 0, []
     for length in lens:
         parts.append(start + own_rows(length, size, rank))
@@ -41,12 +40,12 @@ def own_rows_by_sequence(lens: Sequence[int], size: int, rank: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ContextTargets:
-    """Scores of all ranks from those of each.
+    """Gathers the scores of all ranks in order.
 
     Attributes:
-        group: The ranks that share the microbatch.
-        most: Scored tokens of the rank that has most.
-        slot_R: Rank x `most` + number of each scored token among its rank's.
+        group: Context-parallel ranks, which share the microbatch.
+        most: Largest number of scored tokens on a rank.
+        slot_R: Index of each scored token in the gathered scores: rank x `most` + index on its rank.
     """
 
     group: dist.ProcessGroup
@@ -54,13 +53,13 @@ class ContextTargets:
     slot_R: Tensor
 
     def gather(self, scores: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Collective over the group: each of the scores [R] of all ranks; the gradient goes to the rank's own."""
+        """Collective over the group: gathers each score [R] from all ranks; gradients go to the rank's own tokens."""
         gathered: tuple[Tensor, ...] = _Gather.apply(self, *scores)  # type: ignore[no-untyped-call]
         return gathered
 
 
 def context_targets(group: dist.ProcessGroup, owner_R: Tensor, device: torch.device) -> ContextTargets:
-    """Where each scored token's score comes from; `owner_R`: the rank that scores it."""
+    """Builds `ContextTargets`; `owner_R` is the rank that scores each token."""
     slot_R = torch.empty_like(owner_R)
     counts = []
     for rank in range(dist.get_world_size(group)):
@@ -85,6 +84,6 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         plan = ctx.plan
         size, rank = dist.get_world_size(plan.group), dist.get_rank(plan.group)
-        whole = grads[0].new_zeros(len(grads), size * plan.most)
-        whole[:, plan.slot_R] = torch.stack(grads)
-        return None, *whole.view(len(grads), size, plan.most)[:, rank, : ctx.own].unbind()
+        grad_slots = grads[0].new_zeros(len(grads), size * plan.most)
+        grad_slots[:, plan.slot_R] = torch.stack(grads)
+        return None, *grad_slots.view(len(grads), size, plan.most)[:, rank, : ctx.own].unbind()

@@ -1,7 +1,6 @@
-"""The critic on this rank: values of the states in which tokens were sampled, and steps on their loss.
+"""The critic on this rank: values of response tokens, and updates on the value loss.
 
-Owns nothing but what a critic scores: chunks, optimizer and layouts are `Trainable`'s. All ranks call each method
-together.
+All ranks call each method together.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from mrl.megatron.trainable import Trainable
 from mrl.resharding.megatron import OUTPUT
 from mrl.types import RolloutBatch
 
-_NOTHING = Distribution(1.0, 1)
-"""A value is of a state: no token is scored."""
+_NO_DISTRIBUTION = Distribution(1.0, 1)
+"""Unused distribution: a value belongs to a state, no token is scored."""
 
 
 class Critic(Trainable):
-    """A value of each response token's state, that is of everything before the token."""
+    """A value for each response token, computed from the tokens before it."""
 
     section: ClassVar[str] = "critic"
     loss_metric: ClassVar[str] = "critic/vf_loss"
 
     def take(self, actor: Mapping[str, Tensor]) -> None:
-        """Becomes the actor's layers under a head of zeros, which values every state 0.
+        """Copies the actor's layers and sets the value head to zero, so that every value is 0.
 
         Args:
-            actor: `Policy.named_tensors` of an actor with the same layers.
+            actor: Tensors of an actor with the same layers, from `named_tensors`.
         """
         with torch.no_grad():
             for name, tensor in self.named_tensors().items():
@@ -43,19 +42,19 @@ class Critic(Trainable):
         self.weights_changed()
 
     def values(self, batch: RolloutBatch) -> Tensor:
-        """Collective over the job: the value before every response token, fp32 [R] on the CPU, no gradient.
+        """Collective over the job: returns the value before every response token, fp32 [R] on the CPU, no gradient.
 
         Args:
-            batch: This data-parallel index's sequences, the same on its tp and pp ranks; maybe none.
+            batch: Sequences of this data-parallel index, the same on its tp and pp ranks; may be empty.
         """
-        return self._scored(batch, _NOTHING, 1)[0]
+        return self._score(batch, _NO_DISTRIBUTION, 1)[0]
 
     def update(self, minibatch: RolloutBatch, loss: Loss) -> dict[str, float]:
-        """Collective over the job: one optimizer step on a minibatch.
+        """Collective over the job: takes one optimizer step on a minibatch.
 
         Args:
-            minibatch: This data-parallel index's part; maybe none.
-            loss: (values_R, microbatch) -> loss sum and metrics.
+            minibatch: Part of this data-parallel index; may be empty.
+            loss: Function (values_R, microbatch) -> (loss sum, metrics).
 
         Returns:
             The loss's metrics over the global minibatch, critic/grad_norm (before clipping) and critic/lr, the same on
@@ -64,4 +63,4 @@ class Critic(Trainable):
         Raises:
             UserError: The gradient is not finite.
         """
-        return self._step(minibatch, _NOTHING, loss)
+        return self._step(minibatch, _NO_DISTRIBUTION, loss)

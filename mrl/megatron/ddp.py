@@ -1,8 +1,7 @@
-"""The chunks wrapped for data parallelism: gradient buffers, and weights of which a rank updates only its part.
+"""Data-parallel wrappers of the chunks: gradient buffers and sharded weights.
 
-Owns what mrl and `megatron.ddp` tell Megatron's DistributedDataParallel, and when every rank has the weights whole:
-with `overlap_param_gather` an update leaves each rank its own part, the next forward of an update gathers the rest
-module by module, and whoever reads weights before that has them gathered at once (`Replicas.gather`).
+With `overlap_param_gather` each rank updates only its shard of the weights; the next update's forward gathers them
+module by module, and code that reads weights before that gathers them at once (`DataParallelChunks.gather`).
 """
 
 from __future__ import annotations
@@ -18,30 +17,30 @@ from torch import Tensor
 from mrl.config.config import Config
 from mrl.config.megatron_fields.defaults import ddp_defaults, overlaps_gradients
 from mrl.distributed import shared_memory
-from mrl.megatron.config_passthrough import check_te, given_to, objects
+from mrl.megatron.config_passthrough import check_te, explain_errors, megatron_values
 from mrl.megatron.model import ScoringModel
 
 
-class Replicas:
-    """This rank's chunks as replicas of those of other data-parallel ranks.
+class DataParallelChunks:
+    """This rank's chunks, wrapped in Megatron's DistributedDataParallel.
 
     Attributes:
-        chunks: Wrapped where they are trained, by virtual stage.
+        chunks: Chunks by virtual stage, wrapped if they are trained.
     """
 
     def __init__(self, chunks: list[ScoringModel], config: Config, *, te: bool, trained: bool = True) -> None:
         """Collective over the job: wraps the chunks.
 
         Args:
-            chunks: By virtual stage.
-            config: The model's.
-            te: Its layers are TransformerEngine's.
-            trained: False: there are no gradients, and nothing is wrapped.
+            chunks: Chunks by virtual stage.
+            config: Config of the model.
+            te: True if the layers are TransformerEngine's.
+            trained: True if the model is trained; if not, there are no gradients and nothing is wrapped.
 
         Raises:
-            UserError: Megatron refuses what `megatron.ddp` says.
+            UserError: Megatron rejects the fields of `megatron.ddp`.
         """
-        self._partial = False
+        self._sharded = False
         self.chunks: list[Any] = list(chunks)
         if not trained:
             return
@@ -53,14 +52,14 @@ class Replicas:
             "overlap_grad_reduce": overlaps_gradients(config.actor, te=te),
             **ddp_defaults(config.actor, config.megatron, te=te),
         }
-        with given_to("ddp", given):
-            self._settings = DistributedDataParallelConfig(**{**own, **objects("ddp", given)})
-            kind = _Alone if not te and _is_alone(self._settings) else DistributedDataParallel
-            self.chunks = [kind(chunk.config, self._settings, chunk) for chunk in chunks]
+        with explain_errors("ddp", given):
+            self._settings = DistributedDataParallelConfig(**{**own, **megatron_values("ddp", given)})
+            wrapper = _SingleRankDDP if not te and _is_single_rank(self._settings) else DistributedDataParallel
+            self.chunks = [wrapper(chunk.config, self._settings, chunk) for chunk in chunks]
         self._set_functions(chunks[0].config)
 
     def _set_functions(self, config: Any) -> None:
-        """What Megatron's schedule calls: the end of a backward, and where communication starts."""
+        """Sets the hooks that Megatron's schedule calls at the end of a backward and to start communication."""
         config.finalize_model_grads_func = finalize_model_grads
         if self._settings.overlap_grad_reduce:
             config.no_sync_func = _one_or_all([chunk.no_sync for chunk in self.chunks])
@@ -68,32 +67,32 @@ class Replicas:
         if self._settings.overlap_param_gather and self._settings.align_param_gather:
             config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in self.chunks])
 
-    def updated(self) -> None:
-        """Must be called after an optimizer step."""
-        self._partial = bool(self._settings.overlap_param_gather)
+    def mark_updated(self) -> None:
+        """Records that the weights are sharded; must be called after an optimizer step."""
+        self._sharded = bool(self._settings.overlap_param_gather)
 
     def gather(self) -> None:
-        """Collective over data-parallel after an update: the weights are whole on every rank."""
-        if self._partial:
+        """Collective over data-parallel after an update: gathers the full weights on every rank."""
+        if self._sharded:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
-            self._partial = False
+            self._sharded = False
 
     def zero_gradients(self) -> None:
-        """Before every update."""
+        """Zeroes the gradient buffers, before every update."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
 
     def share(self) -> None:
-        """Puts the weights into memory in which other ranks of the host read them, where they are in the host's memory.
+        """Moves CPU weights into shared memory, which other ranks of the host read.
 
-        Comes before the optimizer, whose parts look into them.
+        Must be called before the optimizer is created, as its shards are views of the weights.
         """
         if dist.get_world_size() > 1:
             shared_memory.share(self._weights())
 
     def _weights(self) -> Iterator[Tensor]:
-        """Parameters, and the buffers in which Megatron may have put them."""
+        """Yields the parameters, and the buffers in which Megatron may have placed them."""
         for chunk in self.chunks:
             yield from chunk.parameters()
             if isinstance(chunk, DistributedDataParallel):
@@ -102,30 +101,30 @@ class Replicas:
                     yield from (view for view in views if view is not None)
 
     def gradients(self) -> Iterator[Tensor]:
-        """The buffers; of a model that is not trained there are none."""
+        """Yields the gradient buffers; none for a model that is not trained."""
         for chunk in self.chunks:
             if isinstance(chunk, DistributedDataParallel):
                 yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
 
-class _Alone(DistributedDataParallel):  # type: ignore[misc]  # megatron.core has no types
-    """Where no other rank has weights of this one: collectives would copy its buffers, only to write the same back."""
+class _SingleRankDDP(DistributedDataParallel):  # type: ignore[misc]  # megatron.core has no types
+    """DistributedDataParallel of a single rank, without the collectives, which would only copy buffers."""
 
     def finish_grad_sync(self, *unused: Any, **options: Any) -> None:
-        """The sum over one rank is there already."""
+        """Does nothing: the sum over one rank is already there."""
 
     def start_param_sync(self, *unused: Any, **options: Any) -> None:
-        """The weights are whole already."""
+        """Does nothing: the weights are complete."""
 
 
-def _is_alone(settings: DistributedDataParallelConfig) -> bool:
-    """Whether Megatron's exchange would only copy; where it is told to, it also looks for what is not finite."""
+def _is_single_rank(settings: DistributedDataParallelConfig) -> bool:
+    """Returns whether Megatron's collectives would only copy; with gradient checks enabled they do more."""
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     ranks = max(dense.size(), parallel_state.get_expert_data_parallel_group().size())
-    more = settings.overlap_grad_reduce or settings.overlap_param_gather
-    return ranks == 1 and not (more or settings.check_for_nan_in_grad or settings.check_for_large_grads)
+    has_extra_work = settings.overlap_grad_reduce or settings.overlap_param_gather
+    return ranks == 1 and not (has_extra_work or settings.check_for_nan_in_grad or settings.check_for_large_grads)
 
 
 def _one_or_all(functions: list[Any]) -> Any:
-    """Megatron's schedules take a function for one chunk, a list for several."""
+    """Returns the function for one chunk, or the list for several, as Megatron's schedules expect."""
     return functions if len(functions) > 1 else functions[0]

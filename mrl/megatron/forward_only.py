@@ -1,6 +1,6 @@
-"""A model on this rank that is only run forward: a teacher with layers of its own, or a reward model.
+"""A model on this rank that is only run forward: a teacher with its own layers, or a reward model.
 
-Owns what is asked of one. All ranks call each method together.
+All ranks call each method together.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from mrl.megatron.actor import sampled_distribution
 from mrl.megatron.trainable import Trainable
 from mrl.types import RolloutBatch
 
-_NOTHING = Distribution(1.0, 1)
-"""What a head gives is of a state: no token is scored."""
+_NO_DISTRIBUTION = Distribution(1.0, 1)
+"""Unused distribution: a value belongs to a state, no token is scored."""
 
 
 class Frozen(Trainable):
-    """Never trained."""
+    """A model that is never trained."""
 
     section: ClassVar[str] = "frozen"
     loss_metric: ClassVar[str] = "frozen/loss"
     trained: ClassVar[bool] = False
 
     def logprobs(self, batch: RolloutBatch, config: Config) -> Tensor:
-        """Collective over the job: as `Policy.score`."""
-        return self._scored(batch, sampled_distribution(config), 2)[0]
+        """Collective over the job: returns the log-probability of every response token, see `Policy.score`."""
+        return self._score(batch, sampled_distribution(config), 2)[0]
 
     def values(self, batch: RolloutBatch) -> Tensor:
-        """Collective over the job: of a value head before every response token, fp32 [R] on the CPU."""
-        return self._scored(batch, _NOTHING, 1)[0]
+        """Collective over the job: returns the value head's output before every response token, fp32 [R] on the CPU."""
+        return self._score(batch, _NO_DISTRIBUTION, 1)[0]

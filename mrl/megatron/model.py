@@ -1,8 +1,8 @@
-"""The GPTModel chunks of an actor or a critic on this rank.
+"""The GPTModel chunks of an actor or critic on this rank.
 
-Owns what a model of `ArchSpec` is in Megatron's terms: the transformer config, the layer spec, rotary frequencies, and
-the end of it, which gives log-probabilities in place of logits, or values. Weights are not initialised here: parameters
-hold NaN until `mrl/resharding` has written them, so that a forgotten load cannot pass for a model.
+Contains the translation of `ArchSpec` to Megatron (transformer config, layer spec, rotary frequencies) and an output
+stage that returns log-probabilities or values instead of logits. Weights are not initialised here: parameters are NaN
+until `mrl/resharding` has written them, so that a missing load cannot go unnoticed.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from mrl.algorithms.functional.logprobs import OPERATORS, Distribution, Rows, Vo
 from mrl.config.config import ActorConfig, MegatronConfig, ParallelConfig
 from mrl.config.megatron_fields.defaults import transformer_defaults
 from mrl.megatron.attention import CoreAttention, PackedSequences
-from mrl.megatron.config_passthrough import check_te, given_to, objects
+from mrl.megatron.config_passthrough import check_te, explain_errors, megatron_values
 from mrl.megatron.context_parallel import ContextTargets
-from mrl.megatron.cpu.layers import Norm, adds_gradient, compiled_layer, compiles
+from mrl.megatron.cpu.layers import CompiledNorm, adds_gradient, compiled_layer, compiles
 from mrl.megatron.distillation_targets import Compared
 from mrl.megatron.moe import load_balance, moe_config, with_router
 from mrl.megatron.norm import RMSNorm
-from mrl.megatron.on_policy_layers import Head, Tables, angles_of, exact_layer
+from mrl.megatron.on_policy_layers import ExactHead, Tables, engine_rotary_tables, exact_layer
 from mrl.megatron.router import LoadBalance
-from mrl.megatron.te_attention import sharing
+from mrl.megatron.te_attention import with_shared_tokens
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.models.kernels.library import check_alike
 from mrl.models.kernels.training import Angles, training
@@ -53,15 +53,15 @@ from mrl.types import Support
 
 @dataclass(frozen=True)
 class Targets:
-    """What to score; given to a chunk as its `labels`.
+    """The tokens that a chunk scores; passed as its `labels`.
 
     Attributes:
-        rows_R: Packed position whose distribution is scored: one before the token itself.
-        tokens_R: The token scored there.
-        distribution: Temperature; None: the final hidden states are wanted in place of scores.
-        support: What the engine kept there; None: all.
-        context: Where the other ranks' scores are, if rows and tokens are this rank's alone; None: they are all.
-        compared: What the distributions are compared with; None: they are not.
+        rows_R: Packed position whose distribution is scored: the one before the token.
+        tokens_R: Token id scored there.
+        distribution: Temperature and chunk size; None: final hidden states are returned instead of scores.
+        support: Tokens that the engine kept at each position; None: all.
+        context: Gathers the scores of other context-parallel ranks, if rows and tokens are only this rank's; else None.
+        compared: Teachers with whose distributions these are compared; None: no comparison.
     """
 
     rows_R: Tensor
@@ -73,10 +73,10 @@ class Targets:
 
 
 class ValueHead(torch.nn.Linear):
-    """Hidden states [n, 1, H] -> a value of each, fp32 [n].
+    """Linear layer from hidden states [n, 1, H] to values, fp32 [n].
 
-    Under sequence parallelism a rank has the states of its own positions: their values are gathered, and the gradient
-    of the weight, which all ranks hold alike, is summed over them by Megatron (`sequence_parallel`).
+    Under sequence parallelism a rank has the states of its own positions: values are gathered, and Megatron sums the
+    gradient of the replicated weight over ranks (attribute `sequence_parallel`).
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -85,7 +85,7 @@ class ValueHead(torch.nn.Linear):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Collective over tensor-parallel under sequence parallelism."""
+        """Collective over tensor-parallel under sequence parallelism: computes the values."""
         values = F.linear(hidden.float(), self.weight.float())
         if self._gathers:
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
@@ -95,8 +95,8 @@ class ValueHead(torch.nn.Linear):
 class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no types
     """A GPTModel that scores tokens: with `Targets` as labels the last stage returns (logprobs_R, entropy_R).
 
-    Behind these come `Compared.scores`, where distributions are compared. Without a distribution it returns the hidden
-    states, (states_R,) x H. A critic returns (values_R,): of the states in which the tokens were sampled.
+    If distributions are compared, `Compared.scores` follow. Without a distribution it returns the hidden states, H
+    tensors [R]. A critic returns (values_R,), the values of the states before the tokens.
     """
 
     def __init__(
@@ -111,17 +111,19 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         compiled: bool = False,
     ) -> None:
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
-        # the output layer would ask for Apex's kernel, and is not called as a module anyway
-        outside = replace(config, gradient_accumulation_fusion=False) if config.gradient_accumulation_fusion else config
+        # with fusion the output layer would require Apex's kernel; it is not called as a module anyway
+        outer_config = (
+            replace(config, gradient_accumulation_fusion=False) if config.gradient_accumulation_fusion else config
+        )
         super().__init__(
-            outside,
+            outer_config,
             _block_spec(config, arch.moe, te=te, vp_stage=vp_stage, balance=balance, tables=tables, compiled=compiled),
             vocab_size=padded_vocab(arch, config.tensor_model_parallel_size),
             max_sequence_length=arch.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
             post_process=parallel_state.is_pipeline_last_stage(**stage),
             share_embeddings_and_output_weights=arch.tie_word_embeddings,
-            position_embedding_type="none" if tables else "rope",  # "none": our attention turns by its tables
+            position_embedding_type="none" if tables else "rope",  # "none": ExactAttention rotates with its tables
             rotary_base=arch.rope_theta,
             vp_stage=vp_stage,
         )
@@ -143,14 +145,14 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
                 high_freq_factor=scaling.high_freq_factor,
                 original_max_position_embeddings=scaling.original_max_position_embeddings,
             )
-        self.rotary_pos_emb.cp_group = None  # angles are taken by position: they are not to be cut over ranks before
+        self.rotary_pos_emb.cp_group = None  # angles are indexed by position, so they must not be split over ranks
 
     @torch.no_grad()
     def _forget_weights(self) -> None:
         for parameter in self.parameters():
             parameter.fill_(torch.nan)
         for weight in self._vocabulary_weights():
-            weight[self._shard(weight).size :] = 0  # padding rows are nobody's to write
+            weight[self._shard(weight).size :] = 0  # padding rows are never loaded
 
     def _vocabulary_weights(self) -> list[Tensor]:
         weights = [self.embedding.word_embeddings.weight] if self.pre_process else []
@@ -167,16 +169,16 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         prepared = super()._preprocess(*args, **kwargs)
         packed = kwargs.get("packed_seq_params")
         if isinstance(packed, PackedSequences) and packed.qkv_format == "sbhd" and not self._is_exact:
-            # one row of angles for each packed token; Megatron's own way slices them per sequence in every layer
+            # one row of angles per packed token; Megatron would slice them per sequence in every layer
             hidden, angles, *rest = prepared
             if self.compiled:
-                packed.angles = self._turns(angles, kwargs["position_ids"].view(-1))
+                packed.angles = self._rotary_angles(angles, kwargs["position_ids"].view(-1))
                 return (hidden, None, *rest)
             return (hidden, angles.index_select(0, kwargs["position_ids"].view(-1)), *rest)
         return prepared
 
-    def _turns(self, angles: Tensor, positions: Tensor) -> Angles:
-        """Cosine and sine of each row's angles, of which Megatron has the first half twice."""
+    def _rotary_angles(self, angles: Tensor, positions: Tensor) -> Angles:
+        """Returns cosine and sine of each row's rotary angles; Megatron's tensor has the first half twice."""
         halves = angles.view(angles.size(0), -1)[:, : angles.size(-1) // 2]
         dtype = self.config.params_dtype
         return halves.cos().to(dtype).index_select(0, positions), halves.sin().to(dtype).index_select(0, positions)
@@ -191,13 +193,13 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         return (self.output_layer(hidden_states)[labels.rows_R],)
 
     def _logprobs(self, hidden_states: Tensor, labels: Targets) -> tuple[Tensor, ...]:
-        # the weight is taken without calling its module: what waits for it to be gathered is called here
+        # the weight is used without calling its module, so the hooks that wait for its all-gather are called here
         for arrived in self.output_layer._forward_pre_hooks.values():
             arrived(self.output_layer, ())
         weight = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
-        # each rank scores with its part of the vocabulary: the gradient of the hidden states is summed over the ranks
+        # each rank scores with its vocabulary shard, so the gradient of the hidden states is summed over the ranks
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
         else:
@@ -205,7 +207,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         if labels.distribution is None:
             return tuple(hidden.squeeze(1).index_select(0, labels.rows_R).T.unbind())
         shard = self._shard(weight)
-        alone = self.compiled and labels.compared is None and not self.share_embeddings_and_output_weights
+        only_use = self.compiled and labels.compared is None and not self.share_embeddings_and_output_weights
         scores: tuple[Tensor, ...] = linear_logprobs(
             hidden.squeeze(1),
             weight,
@@ -214,9 +216,10 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
             shard=shard,
             distribution=labels.distribution,
             support=labels.support,
-            head=Head(weight, self.arch.vocab_size, self.pg_collection.tp) if self._is_exact else None,
+            head=ExactHead(weight, self.arch.vocab_size, self.pg_collection.tp) if self._is_exact else None,
             of_rows=self._of_rows,
-            adds_gradient=adds_gradient(weight) if alone else None,  # of one that nothing else gives a gradient
+            # into Megatron's buffer, if nothing else contributes to this weight's gradient
+            adds_gradient=adds_gradient(weight) if only_use else None,
         )
         if labels.compared is not None:
             scores += labels.compared.scores(hidden.squeeze(1), weight, labels.rows_R, shard)
@@ -235,22 +238,23 @@ def build_chunks(
     exact_positions: int = 0,
     device: torch.device | None = None,
 ) -> list[ScoringModel]:
-    """Collective over the job: this rank's chunks of the model, one for each virtual stage, parameters NaN.
+    """Collective over the job: builds this rank's chunks, one per virtual stage, with parameters NaN.
 
     Args:
-        arch: The model.
-        parallel: Its layout; `mrl.megatron.parallel_state.initialize` ran with the same.
-        actor: Activation recompute, routing.
-        dtype: Of parameters and activations.
-        te: The layers are TransformerEngine's, not Megatron's local ones.
-        balance: What the routers of a mixture of experts report to; None: one that nobody asks.
-        megatron: What is passed on to Megatron.
-        exact_positions: Compute by the functions of the native engine (`on_policy_layers.py`), in sequences of so many
-            tokens at most; 0: by PyTorch's.
-        device: Of the chunks: on a CPU local layers are compiled where they can be; None: they are not.
+        arch: Architecture of the model.
+        parallel: Parallel sizes, the same as for `mrl.megatron.parallel_state.initialize`.
+        actor: Section with activation recompute and routing settings.
+        dtype: Dtype of parameters and activations.
+        te: True if the layers are TransformerEngine's instead of Megatron's local ones.
+        balance: Load balancing that an MoE model's routers report to; None: a new one.
+        megatron: Section with fields that are passed to Megatron.
+        exact_positions: Maximum sequence length for computing with the native engine's functions
+            (`on_policy_layers.py`); 0: with PyTorch's.
+        device: Device of the chunks; on a CPU, local layers use compiled kernels if available. None: no compiled
+            kernels.
 
     Raises:
-        UserError: Megatron refuses what is passed on, or nothing can be compiled here.
+        UserError: Megatron rejects the passed fields, or kernels cannot be compiled on this rank.
     """
     given = megatron.transformer if megatron else {}
     check_te("transformer", given, te=te)
@@ -261,14 +265,14 @@ def build_chunks(
     tables = None
     if exact_positions:
         check_alike(dtype)
-        tables = angles_of(arch, exact_positions, dtype)
+        tables = engine_rotary_tables(arch, exact_positions, dtype)
     compiled = False
     if not (te or exact_positions) and device is not None and device.type == "cpu":
         compiled = compiles(dtype)
-    made: dict[str, Any] = {"balance": balance, "tables": tables, "compiled": compiled}
-    with given_to("transformer", given):
+    options: dict[str, Any] = {"balance": balance, "tables": tables, "compiled": compiled}
+    with explain_errors("transformer", given):
         return [
-            ScoringModel(config, arch, te=te, vp_stage=stage if virtual else None, **made) for stage in range(stages)
+            ScoringModel(config, arch, te=te, vp_stage=stage if virtual else None, **options) for stage in range(stages)
         ]
 
 
@@ -281,29 +285,29 @@ def transformer_config(
     te: bool = False,
     given: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
-    """The structure and its layout as Megatron's config; what is given of `megatron.transformer` is in it.
+    """Returns Megatron's config of the model and its layout, including the fields of `megatron.transformer`.
 
     Args:
-        arch: The model.
-        parallel: Its layout.
-        actor: Recompute, routing.
-        dtype: Of parameters and activations.
-        te: For TransformerEngine's layer spec.
-        given: Fields that are passed on.
+        arch: Architecture of the model.
+        parallel: Parallel sizes.
+        actor: Section with activation recompute and routing settings.
+        dtype: Dtype of parameters and activations.
+        te: True if the layers are TransformerEngine's.
+        given: Fields of `megatron.transformer`.
 
     Raises:
-        UserError: Megatron refuses what is given.
+        UserError: Megatron rejects the given fields.
     """
     fields = _own_fields(arch, parallel, actor, dtype=dtype, te=te)
     fields |= transformer_defaults(given or {}, te=te, moe=arch.moe is not None)
-    with given_to("transformer", given or ()):
-        return TransformerConfig(**{**fields, **objects("transformer", given or {})})
+    with explain_errors("transformer", given or ()):
+        return TransformerConfig(**{**fields, **megatron_values("transformer", given or {})})
 
 
 def _own_fields(
     arch: ArchSpec, parallel: ParallelConfig, actor: ActorConfig, *, dtype: torch.dtype, te: bool
 ) -> dict[str, Any]:
-    """What mrl tells Megatron of the model and its layout."""
+    """Returns the fields that mrl sets from the model and its layout."""
     stages = parallel.virtual_pipeline_model_parallel_size or 1
     interleaved = stages > 1
     recompute: dict[str, Any] = {}
@@ -337,14 +341,14 @@ def _own_fields(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        embedding_init_method=_leave,
+        init_method=_keep_uninitialised,
+        output_layer_init_method=_keep_uninitialised,
+        embedding_init_method=_keep_uninitialised,
         variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,  # a packed microbatch has its own length
         # with two stages and batched sends an interleaved schedule swaps two messages without an error
         batch_p2p_comm=not interleaved,
         overlap_p2p_comm=interleaved,
-        batch_p2p_sync=False,  # torch's queue of sends needs no wait for the device
+        batch_p2p_sync=False,  # torch orders the sends: no device synchronisation is needed
         deallocate_pipeline_outputs=True,
         # otherwise the schedule divides the loss, in place, by the number of microbatches
         calculate_per_token_loss=True,
@@ -354,7 +358,7 @@ def _own_fields(
 
 
 def named_tensors(chunks: list[ScoringModel]) -> dict[str, Tensor]:
-    """Every parameter of this rank: "chunk{v}.{name inside GPTModel}" -> the live tensor."""
+    """Returns every parameter of this rank: "chunk{v}.{name inside GPTModel}" -> the live tensor."""
     return {
         f"chunk{index}.{name}": parameter.data
         for index, chunk in enumerate(chunks)
@@ -362,12 +366,12 @@ def named_tensors(chunks: list[ScoringModel]) -> dict[str, Tensor]:
     }
 
 
-def _leave(tensor: Tensor) -> Tensor:
+def _keep_uninitialised(tensor: Tensor) -> Tensor:
     return tensor
 
 
 def _accumulating(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    """The layer spec, its layers built with `gradient_accumulation_fusion` where the config has it."""
+    """Returns the layer spec, its layers built with `gradient_accumulation_fusion` if the config has it."""
     if not config.gradient_accumulation_fusion:
         return layer
     kind: Any = layer.module
@@ -390,26 +394,26 @@ def _block_spec(
     tables: Tables | None,
     compiled: bool,
 ) -> Any:
-    """Layers of one chunk: TransformerEngine's, whose attention also takes shared tokens, or Megatron's local ones.
+    """Returns the layer spec of one chunk: TransformerEngine's with shared-prefix attention, or Megatron's local one.
 
-    The local spec gets our attention, and our norm everywhere, the final one included; on a CPU compiled ones.
+    The local spec gets mrl's attention and norms, the final norm included; on a CPU the compiled ones.
     """
     experts = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
     layer: ModuleSpec
     if te:
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **experts)
         attention = layer.submodules.self_attention.submodules
-        attention.core_attention = sharing(attention.core_attention)
+        attention.core_attention = with_shared_tokens(attention.core_attention)
         return _accumulating(with_router(layer, moe, balance), config)
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm", **experts)
     layer = with_router(layer, moe, balance)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     if tables is not None:
         layer = exact_layer(layer, tables, qk_norm=config.qk_layernorm)
-        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)
+        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=CompiledNorm)
     if compiled:
         layer = compiled_layer(layer, qk_norm=config.qk_layernorm, moe=moe is not None)
-        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)
+        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=CompiledNorm)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules

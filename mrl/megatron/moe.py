@@ -1,7 +1,4 @@
-"""A mixture of experts in Megatron's terms: its part of the transformer config, and of the layer spec.
-
-Owns the translation of `MoeSpec` and the `moe_*` fields of `ActorConfig`. How tokens are routed is in `router.py`.
-"""
+"""MoE models in Megatron: fields of the transformer config, and the layer spec with mrl's router."""
 
 from __future__ import annotations
 
@@ -16,22 +13,22 @@ from mrl.models.base import ArchSpec, MoeSpec
 
 
 def moe_config(arch: ArchSpec, parallel: ParallelConfig, actor: ActorConfig, *, te: bool) -> dict[str, Any]:
-    """Fields of Megatron's `TransformerConfig`.
+    """Returns the MoE fields of Megatron's `TransformerConfig`.
 
     Args:
-        arch: The model, dense or not.
+        arch: Architecture of the model, dense or MoE.
         parallel: Sizes of the expert groups.
-        actor: Dispatcher and dtype of the router. Losses are not Megatron's, see `router.py`.
-        te: The experts of a rank are TransformerEngine's grouped module; otherwise one module each.
+        actor: Section with the dispatcher and the router's dtype. Balancing losses are not Megatron's, see `router.py`.
+        te: True if a rank's experts are TransformerEngine's grouped module instead of one module each.
     """
     if arch.moe is None:
-        return {"moe_token_dispatcher_type": "alltoall"}  # no other allows microbatches of different lengths
+        return {"moe_token_dispatcher_type": "alltoall"}  # the only one that allows microbatches of different lengths
     shared = arch.moe.shared_intermediate_size
     return {
         "num_moe_experts": arch.moe.num_experts,
         "moe_router_topk": arch.moe.top_k,
         "moe_ffn_hidden_size": arch.moe.intermediate_size,
-        # a softmax over the chosen logits is the same as one over all, scaled to a sum of 1; over one: see `Router`
+        # softmax over the chosen logits equals softmax over all, scaled to a sum of 1; for top_k 1 see `Router`
         "moe_router_pre_softmax": not arch.moe.norm_topk_prob or arch.moe.top_k == 1,
         "moe_router_dtype": actor.moe_router_dtype,
         "moe_router_load_balancing_type": "none",
@@ -45,7 +42,7 @@ def moe_config(arch: ArchSpec, parallel: ParallelConfig, actor: ActorConfig, *, 
 
 
 def load_balance(arch: ArchSpec, actor: ActorConfig) -> LoadBalance | None:
-    """What the routers of this rank report to; None for a dense model."""
+    """Creates the load balancing that this rank's routers report to; None for a dense model."""
     if arch.moe is None:
         return None
     return LoadBalance(
@@ -58,7 +55,7 @@ def load_balance(arch: ArchSpec, actor: ActorConfig) -> LoadBalance | None:
 
 
 def with_router(layer: ModuleSpec, moe: MoeSpec | None, balance: LoadBalance | None) -> ModuleSpec:
-    """The layer spec with mrl's router in it; a dense one as it is."""
+    """Returns the layer spec with mrl's router; unchanged for a dense model."""
     if moe is not None and balance is not None:
         layer.module = RoutedLayer
         layer.submodules.mlp.submodules.router = functools.partial(

@@ -1,7 +1,4 @@
-"""RMSNorm for Megatron's local layer spec.
-
-Owns the norm only. Megatron's own one without TransformerEngine refuses sequence parallelism.
-"""
+"""RMSNorm for Megatron's local layer spec, whose own norm without TransformerEngine rejects sequence parallelism."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ from torch import Tensor
 class RMSNorm(torch.nn.Module):
     """Root mean square norm over the last dimension.
 
-    Under sequence parallelism each rank sees its part of the sequence only; the mark on the weight makes Megatron add
-    up the ranks' gradients (`finalize_model_grads`).
+    Under sequence parallelism each rank sees only its part of the sequence; the attribute `sequence_parallel` of the
+    weight makes Megatron sum the gradients over ranks (`finalize_model_grads`).
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -25,13 +22,13 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normed rows, in the dtype of `x`."""
+        """Returns the normalised rows, in the dtype of `x`."""
         normed: Tensor = _RmsNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return normed
 
 
 class _RmsNorm(torch.autograd.Function):
-    """x r w with r = (mean x^2 + eps)^-1/2, in fp32. It keeps x and r of each row; torch's on a CPU keeps more."""
+    """x r w with r = (mean x^2 + eps)^-1/2, in fp32. Saves x and r of each row; torch's norm on a CPU saves more."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,14 +43,14 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """(mean x^2 + eps)^-1/2 of each row, fp32 [..., 1]."""
+    """Returns (mean x^2 + eps)^-1/2 of each row, fp32 [..., 1]."""
     norm = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
     scale: Tensor = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
     return scale
 
 
 def gradients(x: Tensor, weight: Tensor, scale: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Of x and of the weight, from that of the normed rows and the rows' `inverse_rms`."""
+    """Returns the gradients of x and the weight, from the output's gradient and the rows' `inverse_rms`."""
     wide = grad.float()
     unit = x.float() * scale
     product = wide * unit

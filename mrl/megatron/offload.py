@@ -1,8 +1,7 @@
-"""Parts of the actor that wait in host memory while the device's room is wanted for something else.
+"""Offloading of parts of the actor to host memory while the device's memory is needed for something else.
 
-Owns the way of a part's storages to host memory and back. Views stay valid: a storage is emptied and filled again in
-place, so parameters, Megatron's buffers and the optimizer's shards need not know. When a part is needed is known to
-`actor.py`; `trainer/rollout_worker.py` says when the room is wanted.
+Views stay valid: a storage is freed and refilled in place, so parameters, Megatron's buffers and the optimizer's shards
+need not be changed. `actor.py` loads parts when needed; `trainer/rollout_worker.py` decides when to offload.
 """
 
 from __future__ import annotations
@@ -19,41 +18,41 @@ from torch import Tensor
 Part = Literal["weights", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 DROPPED: tuple[Part, ...] = ("gradients",)
-"""What need not be copied: every update starts by zeroing the gradients."""
+"""Parts that are freed without a copy: every update starts by zeroing the gradients."""
 
 
 @dataclass
-class _Away:
+class _Offloaded:
     storage: torch.UntypedStorage
     num_bytes: int
     host: Tensor | None
 
 
 class Offload:
-    """Sends parts of an actor away and brings them back; each call does what is left to do.
+    """Moves parts of an actor to host memory and back; calls for parts that are already there do nothing.
 
     Attributes:
-        parts: Those that leave the device at all.
+        parts: Parts that may be offloaded.
     """
 
     def __init__(self, parts: Collection[Part], device: torch.device) -> None:
-        """Nothing leaves yet.
+        """Stores the settings; nothing is offloaded yet.
 
         Args:
-            parts: Which may leave.
-            device: Where the parts are used; tensors elsewhere are left alone.
+            parts: Parts that may be offloaded.
+            device: Device on which the parts are used; tensors on other devices are ignored.
         """
         self.parts = tuple(part for part in PARTS if part in parts)
         self._device = device
-        self._away: dict[Part, list[_Away]] = {}
+        self._away: dict[Part, list[_Offloaded]] = {}
         self._hosts: dict[Part, dict[int, Tensor]] = {}
 
     def release(self, tensors: Callable[[Part], Iterable[Tensor]], *, keep: Collection[Part] = ()) -> None:
-        """Empties the storages of all parts but `keep`, after copying what is worth it to host memory.
+        """Frees the storages of all parts except `keep`, after copying them to host memory.
 
         Args:
-            tensors: The tensors of a part, as they are now. One that shares its storage with a part named earlier in
-                `PARTS` belongs to that part.
+            tensors: Function that returns the current tensors of a part. A tensor that shares its storage with an
+                earlier part of `PARTS` belongs to that part.
             keep: Parts that stay.
         """
         leaving = [part for part in self.parts if part not in keep and part not in self._away]
@@ -74,7 +73,7 @@ class Offload:
             torch.cuda.empty_cache()
 
     def bring(self, *parts: Part) -> None:
-        """These parts are on the device afterwards, with the values that they left with; gradients with none."""
+        """Moves these parts back to the device with their values; gradients are allocated but not filled."""
         for part in parts:
             for item in self._away.pop(part, ()):
                 item.storage.resize_(item.num_bytes)
@@ -82,7 +81,7 @@ class Offload:
                     _bytes_of(item.storage, item.num_bytes).copy_(item.host, non_blocking=True)
 
     def _storages(self, tensors: Callable[[Part], Iterable[Tensor]]) -> dict[Part, list[torch.UntypedStorage]]:
-        """Each storage once, under the first part that has it; those that are away already are not among them."""
+        """Returns each storage once, under the first part that has it, without those already offloaded."""
         seen: set[int] = set()
         found: dict[Part, list[torch.UntypedStorage]] = {}
         for part in PARTS:
@@ -95,38 +94,38 @@ class Offload:
                 seen.add(_identity(storage))
         return found
 
-    def _copy_out(self, part: Part, storage: torch.UntypedStorage, hosts: Mapping[int, Tensor]) -> _Away:
+    def _copy_out(self, part: Part, storage: torch.UntypedStorage, hosts: Mapping[int, Tensor]) -> _Offloaded:
         size = storage.nbytes()
         if part in DROPPED:
-            return _Away(storage, size, None)
+            return _Offloaded(storage, size, None)
         host = hosts.get(_identity(storage))
         if host is None or host.numel() != size:
             host = pinned(size) if self._device.type == "cuda" else torch.empty(size, dtype=torch.uint8)
         host.copy_(_bytes_of(storage, size), non_blocking=True)
-        return _Away(storage, size, host)
+        return _Offloaded(storage, size, host)
 
 
 def pinned(size: int) -> Tensor:
-    """Page-locked host memory of so many bytes and no more; torch's own allocator rounds up to a power of two."""
+    """Allocates exactly `size` bytes of page-locked host memory; torch's allocator rounds up to a power of two."""
     host = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
     cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = cuda.cudaHostRegister(host.data_ptr(), size, 0)
     if int(status) != 0:
-        raise RuntimeError(f"CUDA locks no {size / 1e9:.1f} GB of host memory for the actor's parts: {status}")
+        raise RuntimeError(f"CUDA cannot lock {size / 1e9:.1f} GB of host memory for offloading the actor: {status}")
     weakref.finalize(host.untyped_storage(), cuda.cudaHostUnregister, host.data_ptr())
     return host
 
 
 def pinned_like(tensor: Tensor) -> Tensor:
-    """A contiguous tensor of the same shape and dtype in memory of `pinned`, not filled."""
+    """Allocates a contiguous tensor of the same shape and dtype in `pinned` memory, not filled."""
     return pinned(max(tensor.nbytes, 1))[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def _identity(storage: torch.UntypedStorage) -> int:
-    """The same for every tensor that looks into a storage, whether it is empty or not."""
+    """Returns an id of a storage, the same for all of its tensors and whether it is freed or not."""
     return int(storage._cdata)
 
 
 def _bytes_of(storage: torch.UntypedStorage, size: int) -> Tensor:
-    """A view of all of a storage."""
+    """Returns a view of the complete storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,), (1,))

@@ -1,9 +1,9 @@
-"""The actor's forward by the functions of the native engine (`mrl/models/kernels`), for `rollout.true_on_policy`.
+"""The actor's forward pass with the native engine's functions (`mrl/models/kernels`), for `rollout.true_on_policy`.
 
-Owns the modules of Megatron's local layer spec in which each operation gives a row the bits that it has in the engine,
-whatever rows are beside it: products, sums over tensor-parallel ranks, rotary angles with attention, and the
-log-probabilities at the end. Norms and the gated activation are those of `megatron/cpu/layers.py`, which have the same.
-Gradients are the ordinary ones at these values, and have no such order.
+Modules for Megatron's local layer spec whose results for each row are bit-identical to the engine's, independent of the
+other rows in the batch: products, sums over tensor-parallel ranks, rotary embedding with attention, and the final
+log-probabilities. Norms and the gated activation come from `megatron/cpu/layers.py` and are bit-identical too.
+Gradients are the ordinary ones at these values and are not batch-invariant.
 
 Shapes: P packed tokens, I inputs, O outputs, N heads and K KV heads of this rank, D head dim, S slots, H hidden, C rows
 of a chunk, V vocabulary.
@@ -25,17 +25,17 @@ from torch import Tensor
 
 from mrl.distributed.collectives import sum_in_rank_order
 from mrl.megatron.attention import CoreAttention, PackedSequences
-from mrl.megatron.cpu.layers import GatedMlp, exchanged
+from mrl.megatron.cpu.layers import CompiledMlp, replace_modules
 from mrl.models.base import ArchSpec
 from mrl.models.kernels.library import required
 from mrl.models.kernels.rotary import rotary_tables
 
 Tables = tuple[Tensor, Tensor]
-"""(cos, sin) of `rotary_tables`."""
+"""(cos, sin) from `rotary_tables`."""
 
 
-class Column(ColumnParallelLinear):  # type: ignore[misc]  # megatron.core has no types
-    """Megatron's layer whose outputs are cut over tensor-parallel ranks."""
+class ExactColumnParallel(ColumnParallelLinear):  # type: ignore[misc]  # megatron.core has no types
+    """Megatron's column-parallel linear layer with the engine's product."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
         if options["sequence_parallel"]:
@@ -48,35 +48,35 @@ class Column(ColumnParallelLinear):  # type: ignore[misc]  # megatron.core has n
         return product
 
 
-class Row(RowParallelLinear):  # type: ignore[misc]
-    """Megatron's layer whose inputs are cut over tensor-parallel ranks: partial products summed in rank order."""
+class ExactRowParallel(RowParallelLinear):  # type: ignore[misc]
+    """Megatron's row-parallel linear layer with the engine's product; partial products are summed in rank order."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """Collective over tensor-parallel: (the product, no bias)."""
+        """Collective over tensor-parallel: returns (the product, None for the bias)."""
         partial = _Product.apply(input_, self.weight, None)  # type: ignore[no-untyped-call]
         return _RankSum.apply(partial, self.tp_group, self.sequence_parallel), None  # type: ignore[no-untyped-call]
 
 
-class ExactMlp(GatedMlp):
-    """With the products of this file."""
+class ExactMlp(CompiledMlp):
+    """Gated MLP with the linear layers of this file."""
 
-    linear = Column, Row
+    linear = ExactColumnParallel, ExactRowParallel
 
 
-class Attention(CoreAttention):
-    """Turns queries and keys by their positions, then attends: each token over the slots up to its own."""
+class ExactAttention(CoreAttention):
+    """Attention by the engine's functions: rotates queries and keys, then attends over all earlier slots."""
 
     def __init__(self, *args: Any, tables: Tables, **options: Any) -> None:
         super().__init__(*args, **options)
         self._tables = tables
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
-        """See `PackedAttention.forward`; queries and keys come without their angles."""
-        attended: Tensor = _Attended.apply(query, key, value, plan, self)  # type: ignore[no-untyped-call]
+        """Computes attention, see `PackedAttention.forward`; queries and keys are not rotated yet."""
+        attended: Tensor = _EngineAttention.apply(query, key, value, plan, self)  # type: ignore[no-untyped-call]
         return attended
 
-    def turned(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
-        """[P, 1, N * D] by the engine's functions."""
+    def engine_attention(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
+        """Computes attention with the engine's functions, without gradient: [P, 1, N * D]."""
         compiled, heads = required(query.dtype), query.size(2)
         qkv = torch.cat([query, key, value], 2).squeeze(1)
         positions_P = plan.positions
@@ -84,24 +84,24 @@ class Attention(CoreAttention):
         if plan.keys is None:
             raise ValueError("attention takes sequences from `pack`")
         row_S = plan.keys.row_S
-        # head by head all slots: a sequence's are one after the other
+        # copies keys and values so that the slots of a sequence are contiguous
         keys, values = (x.transpose(0, 1).index_select(1, row_S).transpose(0, 1) for x in kv)
         return compiled.attend_at(q_PND, plan.row_to_first, positions_P, keys, values).flatten(1)[:, None]
 
-    def ordinary(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
-        """The same by PyTorch's operators, with a gradient."""
+    def torch_attention(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
+        """Computes attention with PyTorch's operators, with gradient."""
         positions_P = plan.positions
         cos, sin = (table[positions_P][:, None, None] for table in self._tables)
         query, key = (x * cos + x.roll(x.size(-1) // 2, -1) * sin for x in (query, key))
         return super().attend(query, key, value, plan)
 
 
-class Head:
-    """Logits and log-probabilities of the true vocabulary, with this rank's part of the output weight.
+class ExactHead:
+    """Output layer: logits and log-probabilities with this rank's part of the output weight.
 
     Args:
-        weight_VH: Padding rows included.
-        vocab_size: V of all ranks together.
+        weight_VH: Output weight of this rank, padding rows included.
+        vocab_size: Size of the full vocabulary, without padding.
         group: Tensor-parallel ranks.
     """
 
@@ -111,11 +111,11 @@ class Head:
         self._num_rows, self._vocab_size, self._group = weight_VH.size(0), vocab_size, group
 
     def logits(self, hidden_CH: Tensor) -> Tensor:
-        """This rank's columns, padding included, in the dtype of the weight."""
+        """Returns this rank's columns of the logits, padding included, in the dtype of the weight."""
         return self._compiled.product(hidden_CH, self._packed, None, self._num_rows)
 
-    def whole(self, logits_CV: Tensor) -> Tensor:
-        """Collective over tensor-parallel: the columns of all ranks, without padding."""
+    def full_logits(self, logits_CV: Tensor) -> Tensor:
+        """Collective over tensor-parallel: returns the columns of all ranks, without padding."""
         size = dist.get_world_size(self._group)
         if size > 1:
             parts = [torch.empty_like(logits_CV) for _ in range(size)]
@@ -123,24 +123,24 @@ class Head:
             logits_CV = torch.cat(parts, 1)
         return logits_CV[:, : self._vocab_size]
 
-    def logprobs(self, whole_CV: Tensor, targets_C: Tensor, temperature: float) -> Tensor:
-        """Of the targets, fp32 [C]: log softmax(logits / temperature)."""
-        return required(whole_CV.dtype).score(whole_CV, targets_C, temperature)
+    def logprobs(self, logits_CV: Tensor, targets_C: Tensor, temperature: float) -> Tensor:
+        """Returns log softmax(logits / temperature) of the targets, fp32 [C]."""
+        return required(logits_CV.dtype).score(logits_CV, targets_C, temperature)
 
 
 def exact_layer(layer: ModuleSpec, tables: Tables, *, qk_norm: bool) -> ModuleSpec:
-    """Megatron's local layer spec of a dense model, its parts exchanged for those of this file."""
-    attention = ModuleSpec(module=Attention, params={"tables": tables})
-    return exchanged(layer, (Column, Row), attention, ExactMlp, qk_norm=qk_norm)
+    """Replaces modules in Megatron's local layer spec of a dense model by those of this file."""
+    attention = ModuleSpec(module=ExactAttention, params={"tables": tables})
+    return replace_modules(layer, (ExactColumnParallel, ExactRowParallel), attention, ExactMlp, qk_norm=qk_norm)
 
 
-def angles_of(arch: ArchSpec, num_positions: int, dtype: torch.dtype) -> Tables:
-    """The tables by which the engine turns."""
+def engine_rotary_tables(arch: ArchSpec, num_positions: int, dtype: torch.dtype) -> Tables:
+    """Returns the engine's rotary tables."""
     return rotary_tables(arch, num_positions, dtype, torch.device("cpu"))
 
 
 class _Product(torch.autograd.Function):
-    """x weight^T + bias of rows [..., I]."""
+    """x weight^T + bias for rows [..., I]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -159,7 +159,7 @@ class _Product(torch.autograd.Function):
 
 
 class _RankSum(torch.autograd.Function):
-    """Partial results -> their sum, or under sequence parallelism this rank's rows of it."""
+    """Sum of partial results over ranks; under sequence parallelism this rank's rows of it."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup, scatter: bool) -> Tensor:
@@ -177,18 +177,18 @@ class _RankSum(torch.autograd.Function):
         return grad, None, None
 
 
-class _Attended(torch.autograd.Function):
+class _EngineAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences, attention: Attention
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences, attention: ExactAttention
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.plan, ctx.attention = plan, attention
-        return attention.turned(query, key, value, plan)
+        return attention.engine_attention(query, key, value, plan)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-            found = torch.autograd.grad(ctx.attention.ordinary(*inputs, ctx.plan), inputs, grads[0])
+            found = torch.autograd.grad(ctx.attention.torch_attention(*inputs, ctx.plan), inputs, grads[0])
         return *found, None, None

@@ -1,7 +1,7 @@
-"""The optimizer of the actor: Megatron's AdamW over fp32 master weights.
+"""Construction of Megatron's AdamW over fp32 master weights.
 
-Owns how config becomes Megatron's optimizer. What a checkpoint holds of it is in `optimizer_state.py`, what an Adam is
-in `adam.py`; its learning rate is in `algorithms/functional/learning_rate.py`.
+Its state is in `adam.py`, its checkpoints in `optimizer_state.py`, its learning rate in
+`algorithms/functional/learning_rate.py`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import Tensor
 from mrl.config.config import ActorConfig
 from mrl.config.megatron_fields.table import own_value
 from mrl.megatron.adam import adam_of, counts_by_parameter
-from mrl.megatron.config_passthrough import given_to, objects
+from mrl.megatron.config_passthrough import explain_errors, megatron_values
 
 
 def build_optimizer(
     chunks: list[Any], actor: ActorConfig, *, bf16: bool, dtype: Any, given: Mapping[str, Any] | None = None
 ) -> Any:
-    """Collective over the job: a Megatron optimizer for data-parallel chunks, no step taken.
+    """Collective over the job: creates a Megatron optimizer for data-parallel chunks.
 
     Args:
-        chunks: Wrapped for data parallelism.
-        actor: Rates, decays, clipping.
-        bf16: Whether parameters are bfloat16.
-        dtype: Of the parameters.
-        given: Fields of `megatron.optimizer`, passed on.
+        chunks: Chunks wrapped for data parallelism.
+        actor: Section with learning rate, weight decay, betas and clipping.
+        bf16: True if parameters are bfloat16.
+        dtype: Dtype of the parameters.
+        given: Fields of `megatron.optimizer`, passed to Megatron.
 
     Raises:
-        UserError: Megatron refuses what is given.
+        UserError: Megatron rejects the given fields.
     """
     own = {
         "optimizer": "adam",
@@ -49,24 +49,24 @@ def build_optimizer(
         "use_distributed_optimizer": actor.use_distributed_optimizer,
         "optimizer_offload_fraction": own_value("optimizer", "optimizer_offload_fraction"),
     }
-    with given_to("optimizer", given or ()):
-        config = OptimizerConfig(**{**own, **objects("optimizer", given or {})})
+    with explain_errors("optimizer", given or ()):
+        config = OptimizerConfig(**{**own, **megatron_values("optimizer", given or {})})
         optimizer = get_megatron_optimizer(config, chunks)
     on_cpu = next(chunks[0].parameters()).device.type == "cpu"
     for part in optimizer.chained_optimizers:
         if on_cpu or counts_by_parameter(part.optimizer):
             for group in part.param_groups:
-                group["fused"] = True  # one pass over memory; torch's default is one for each operation
+                group["fused"] = True  # one pass over memory instead of one per operation
     return optimizer
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """What Megatron's optimizer holds on this rank: master weights (in fp32 training views of the weights), moments."""
+    """Yields the optimizer's tensors on this rank: master weights (in fp32 training views of weights) and moments."""
     for part in optimizer.chained_optimizers:
         yield from adam_of(part).tensors()
 
 
 def reload_masters(optimizer: Any) -> None:
-    """Must be called after the model's weights were written: master weights, where there are any, are these again."""
+    """Sets the master weights, if any, to the model's weights; must be called after those were written."""
     for part in optimizer.chained_optimizers:
         adam_of(part).reload()

@@ -1,11 +1,11 @@
-"""What a rank holds of a distributed optimizer, as parts of whole tensors: nothing is gathered to save or to load it.
+"""A distributed optimizer's state as shards of full tensors, saved and loaded without gathering.
 
-Megatron's distributed optimizer gives each data-parallel rank a run of each flattened parameter. A run of a matrix is
-at most three rectangles (the end of a row, whole rows, the beginning of a row); each is a shard of the tensor that the
-parameter's state is as a whole. So a checkpoint holds whole tensors by name, as Megatron's "fully_reshardable" one
-does, and loads at any layout, but every rank writes and reads its own part alone. Megatron's other formats either
-gather the state of a model-parallel shard on every data-parallel rank ("fully_reshardable") or load at the same TP and
-PP only ("dp_reshardable").
+Megatron's distributed optimizer gives each data-parallel rank a contiguous range of each flattened parameter. A range
+of a matrix is at most three rectangles (the end of a row, full rows, the beginning of a row); each is a shard of the
+parameter-shaped state tensor. So a checkpoint has full tensors by name, like Megatron's "fully_reshardable" one, and
+loads at any layout, but every rank writes and reads only its own part. Megatron's other formats either gather the state
+of a model-parallel shard on every data-parallel rank ("fully_reshardable") or load only at the same TP and PP
+("dp_reshardable").
 """
 
 from __future__ import annotations
@@ -24,44 +24,45 @@ from torch import Tensor
 from mrl.megatron.adam import adam_of
 
 Shards = dict[int, dict[str, list[ShardedTensor]]]
-"""By parameter, in the optimizer's order, and what it is ("param" is the master weight): the rectangles of the run."""
+"""Rectangles of each parameter's range, by the parameter's order in the optimizer and the kind of state ("param" is the
+master weight)."""
 
 
 def rank_shards(optimizer: Any, model_state: dict[str, Any], key: Callable[[str, str], str | None]) -> Shards:
-    """This rank's part of a distributed optimizer that has Adam state, live where its type is the checkpoint's.
+    """Returns this rank's shards of a distributed optimizer with Adam state; they are live if the dtypes match.
 
     Args:
         optimizer: Megatron's DistributedOptimizer.
-        model_state: Sharded state of the model, in which the optimizer finds its parameters.
-        key: (what, name of the parameter) -> name in the checkpoint; None: it is not there.
+        model_state: Sharded state dict of the model, in which the optimizer finds its parameters.
+        key: Function (kind of state, parameter name) -> name in the checkpoint; None: not in the checkpoint.
     """
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
-    whole = {id(each.data): each for each in nested_values(sharded)}
+    full = {id(each.data): each for each in nested_values(sharded)}
     found, adam = Shards(), adam_of(optimizer)
-    for order, (parameter, run) in enumerate(_runs(optimizer)):
+    for order, (parameter, run) in enumerate(_parameter_ranges(optimizer)):
         found[order] = {}
         for what, tensor in adam.read(parameter).items():
-            name = key(what, whole[id(parameter)].key)
+            name = key(what, full[id(parameter)].key)
             if name is not None:
-                found[order][what] = list(_rectangles(whole[id(parameter)], name, tensor, run, optimizer))
+                found[order][what] = list(_rectangles(full[id(parameter)], name, tensor, run, optimizer))
     return found
 
 
 def fill(optimizer: Any, loaded: dict[int, dict[str, list[Tensor]]]) -> None:
-    """Takes up tensors in the form of `rank_shards`; a master weight that is not there is the model's weight.
+    """Copies loaded shards into the optimizer; a missing master weight is taken from the model's weight.
 
     Args:
-        optimizer: As for `rank_shards`, the model's weights loaded.
-        loaded: Rectangles of each run, in the order in which `rank_shards` gave them.
+        optimizer: Megatron's DistributedOptimizer; the model's weights are already loaded.
+        loaded: Tensors in the structure of `rank_shards`.
     """
     adam = adam_of(optimizer)
-    for order, (parameter, run) in enumerate(_runs(optimizer)):
+    for order, (parameter, run) in enumerate(_parameter_ranges(optimizer)):
         own = {what: torch.cat([part.flatten() for part in parts]) for what, parts in loaded[order].items()}
         adam.write(parameter, {"param": parameter.detach().flatten()[run.start : run.stop], **own})
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offset, size) of the boxes that elements start to stop of a tensor of that shape make up, in their order."""
+    """Yields (offset, size) of the boxes that cover elements start .. stop - 1 of a tensor of that shape, in order."""
     if start >= stop:
         return
     if not shape:
@@ -85,21 +86,21 @@ def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterat
         yield (index, *offset), (1, *size)
 
 
-def _runs(optimizer: Any) -> Iterator[tuple[Tensor, range]]:
-    """The parameters that this rank has a part of, and which of their elements."""
-    for of_buffer in optimizer.gbuf_ranges:
-        for of_dtype in of_buffer.values():
-            for bucket in of_dtype:
+def _parameter_ranges(optimizer: Any) -> Iterator[tuple[Tensor, range]]:
+    """Yields the parameters of which this rank has a part, and the range of their elements."""
+    for buffer_ranges in optimizer.gbuf_ranges:
+        for dtype_ranges in buffer_ranges.values():
+            for bucket in dtype_ranges:
                 for parameter, ranges in bucket["param_map"].items():
                     yield parameter, range(ranges["param"].start, ranges["param"].end)
 
 
 def _rectangles(
-    whole: ShardedTensor | ShardedTensorFactory, key: str, tensor: Tensor, run: range, optimizer: Any
+    full: ShardedTensor | ShardedTensorFactory, key: str, tensor: Tensor, run: range, optimizer: Any
 ) -> Iterator[ShardedTensor]:
-    """The parts of a parameter's run in the tensor of the checkpoint."""
+    """Yields the shards of a parameter's range, as parts of the checkpoint's tensor."""
     flat = tensor.detach().flatten()
-    for start, part in _parts(whole, key, tensor.dtype):
+    for start, part in _parts(full, key, tensor.dtype):
         shape = (1,) * part.prepend_axis_num + part.local_shape
         begin, end = max(run.start, start), min(run.stop, start + math.prod(shape))
         for offset, size in rectangles(shape, begin - start, end - start):
@@ -117,14 +118,14 @@ def _rectangles(
 
 
 def _parts(
-    whole: ShardedTensor | ShardedTensorFactory, key: str, dtype: torch.dtype
+    full: ShardedTensor | ShardedTensorFactory, key: str, dtype: torch.dtype
 ) -> Iterator[tuple[int, ShardedTensor]]:
-    """The tensors that a parameter is in the checkpoint (gate and up are two), and where each begins in it."""
-    outline = torch.empty(whole.data.shape, dtype=dtype, device="meta")
-    if isinstance(whole, ShardedTensor):
-        yield 0, replace(whole, key=key, data=outline, dtype=dtype)
+    """Yields the checkpoint tensors of a parameter (gate and up are two) and their start in the flat parameter."""
+    outline = torch.empty(full.data.shape, dtype=dtype, device="meta")
+    if isinstance(full, ShardedTensor):
+        yield 0, replace(full, key=key, data=outline, dtype=dtype)
         return
-    for part in nested_values(replace(whole, key=key, data=outline).build()):
+    for part in nested_values(replace(full, key=key, data=outline).build()):
         if not part.data.is_contiguous():
-            raise RuntimeError(f"{key}: a part of it is no run of the parameter's elements")
+            raise RuntimeError(f"{key}: a part of it is not contiguous in the parameter")
         yield part.data.storage_offset(), part

@@ -1,14 +1,13 @@
-"""The optimizer in a checkpoint: what is saved of it, and how any optimizer of the same parameters takes it up.
+"""The optimizer in a checkpoint: saving its state, and restoring it into any optimizer of the same parameters.
 
-A checkpoint holds tensors by the parameter's name (first and second moment, and the fp32 master weight where the
-optimizer has one of its own) and how often it stepped. Nothing else of it is read: not the form in which Megatron saves
-them, which depends on `actor.use_distributed_optimizer`, on the dtype and on whether experts are spread over ranks, and
-not the hyperparameters, which are the config's. So a run goes on with any of these changed. Master weights are in it as
-fp32 whatever form the optimizer keeps them in, and so are moments in float16, whose scale is a rank's own; moments in
-bfloat16 are as they are.
+A checkpoint has tensors by the parameter's name (first and second moment, and the fp32 master weight if the optimizer
+has one) and the number of steps. Nothing else is read: not Megatron's structure, which depends on
+`actor.use_distributed_optimizer`, the dtype and expert parallelism, and not the hyperparameters, which come from the
+config. So a run can continue with any of these changed. Master weights are saved in fp32 whatever the optimizer stores,
+and so are moments in float16, whose scale is specific to a rank; moments in bfloat16 are saved as they are.
 
-What a distributed optimizer holds is cut by `optimizer_shards.py`. Megatron's own `load_state_dict` is not used: it
-gives all parameters ONE `step` tensor, which torch's Adam then advances once for each parameter.
+`optimizer_shards.py` handles distributed optimizers. Megatron's own `load_state_dict` is not used: it gives all
+parameters ONE `step` tensor, which torch's Adam then increments once for each parameter.
 """
 
 from __future__ import annotations
@@ -25,20 +24,21 @@ from mrl.megatron.adam import adam_of
 from mrl.megatron.optimizer_shards import fill, rank_shards
 
 PREFIX = "optimizer.state."
+"""Prefix of the optimizer's tensors in the checkpoint."""
 MASTERS = ("param", "fp32_param")
-"""Names under which the distributed optimizer, and the other one in bf16, save master weights."""
+"""Names of saved master weights, by the distributed optimizer and by the other one in bf16."""
 
-Asked = dict[int, dict[int, dict[str, Any]]]
-"""By optimizer of the chain, parameter, and what it is: "param" (the master weight), "exp_avg", "exp_avg_sq"."""
+LoadRequest = dict[int, dict[int, dict[str, Any]]]
+"""Tensors by optimizer of the chain, parameter and kind: "param" (the master weight), "exp_avg", "exp_avg_sq"."""
 
 
 def to_save(optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any]) -> dict[int, Any]:
-    """By optimizer of the chain what is saved of it; one that never stepped has zero moments.
+    """Returns the state to save, by optimizer of the chain; one that never stepped gets zero moments.
 
     Args:
         optimizer: Megatron's ChainedOptimizer.
-        model_state: Sharded state of the model, in which the optimizer finds its parameters.
-        metadata: Of the checkpoint.
+        model_state: Sharded state dict of the model, in which the optimizer finds its parameters.
+        metadata: Metadata of the checkpoint.
     """
     found: dict[int, Any] = {}
     for index, part in enumerate(optimizer.chained_optimizers):
@@ -50,34 +50,36 @@ def to_save(optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any
     return found
 
 
-def to_load(optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any], saved: Collection[str]) -> Asked:
-    """The tensors that this optimizer wants, as sharded tensors to be loaded by the names that the checkpoint has.
+def to_load(
+    optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any], saved: Collection[str]
+) -> LoadRequest:
+    """Returns the sharded tensors that this optimizer loads, under the names that the checkpoint has.
 
     Args:
-        optimizer: As for `to_save`.
-        model_state: As for `to_save`.
-        metadata: As for `to_save`.
+        optimizer: Megatron's ChainedOptimizer.
+        model_state: Sharded state dict of the model, in which the optimizer finds its parameters.
+        metadata: Metadata of the checkpoint.
         saved: Names of the checkpoint's tensors.
     """
-    asked: Asked = {}
+    request: LoadRequest = {}
     for index, part in enumerate(optimizer.chained_optimizers):
         adam_of(part).make_state()
         if isinstance(part, DistributedOptimizer):
             shards = rank_shards(part, model_state, partial(_saved_key, saved))
-            asked[index] = {order: _emptied(tensors) for order, tensors in shards.items()}
+            request[index] = {order: _with_new_memory(tensors) for order, tensors in shards.items()}
         else:
             state = part.sharded_state_dict(model_state, is_loading=True, metadata=metadata)
-            asked[index] = {order: dict(_as_saved(tensors, saved)) for order, tensors in _by_parameter(state).items()}
-    return asked
+            request[index] = {order: dict(_as_saved(tensors, saved)) for order, tensors in _by_parameter(state).items()}
+    return request
 
 
-def take_up(optimizer: Any, loaded: Asked, num_updates: int) -> None:
-    """Fills the optimizer; the model has its weights already, which are the masters where none were saved.
+def restore(optimizer: Any, loaded: LoadRequest, num_updates: int) -> None:
+    """Restores the optimizer; missing master weights are taken from the model, whose weights are already loaded.
 
     Args:
-        optimizer: As for `to_load`.
-        loaded: What `to_load` asked for.
-        num_updates: Steps that the moments have seen.
+        optimizer: Megatron's ChainedOptimizer.
+        loaded: Loaded tensors in the structure of `to_load`.
+        num_updates: Number of optimizer steps taken.
     """
     for index, part in enumerate(optimizer.chained_optimizers):
         with torch.no_grad():
@@ -89,7 +91,7 @@ def take_up(optimizer: Any, loaded: Asked, num_updates: int) -> None:
 
 
 def _by_parameter(state: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Megatron's forms of an optimizer's sharded state, as one."""
+    """Returns Megatron's forms of an optimizer's sharded state in one structure."""
     if "fp32_from_fp16_params" not in state:
         return dict(state["state"])
     masters = [tensor for group in state["fp32_from_fp16_params"] for tensor in group]
@@ -98,7 +100,7 @@ def _by_parameter(state: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def _as_saved(tensors: dict[str, Any], saved: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """A parameter's sharded tensors under the names of the checkpoint, without a master weight that was not saved."""
+    """Yields a parameter's sharded tensors under the checkpoint's names, without an unsaved master weight."""
     for name, tensor in tensors.items():
         if name != "param":
             yield name, tensor
@@ -113,14 +115,14 @@ def _key(what: str, parameter: str) -> str:
 
 
 def _saved_key(saved: Collection[str], what: str, parameter: str) -> str | None:
-    """The name that the checkpoint has for it; None where it is a master weight that was not saved."""
+    """Returns the tensor's name in the checkpoint; None for a master weight that was not saved."""
     if what != "param":
         return _key(what, parameter)
     return next((key for master in MASTERS if (key := _key(master, parameter)) in saved), None)
 
 
-def _emptied(shards: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Shards to load into memory of their own: what is loaded may turn out to be damaged."""
+def _with_new_memory(shards: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Returns shards with new memory, so that a damaged checkpoint does not overwrite live state."""
     return {what: [replace(part, data=torch.empty_like(part.data)) for part in parts] for what, parts in shards.items()}
 
 

@@ -1,7 +1,6 @@
 """Megatron's parallel state for a `Grid`, as mrl's `ProcessGroups`.
 
-Owns the one call of Megatron's global initialisation and its undoing. Everything above takes groups from the returned
-bundle; Megatron itself reads its globals.
+All code takes groups from the returned bundle; only Megatron itself reads its globals.
 """
 
 from __future__ import annotations
@@ -18,20 +17,21 @@ from mrl.distributed.subworld import as_whole_job, level_names
 from mrl.parallel_layout import Grid
 
 MARGIN_MINUTES = 2
-"""NCCL's own timeout ends a process without a word, and its clock begins when a collective is enqueued."""
+"""Margin of Megatron's timeout beyond mrl's. NCCL's timeout ends a process without an error message, and counts from
+when a collective is enqueued."""
 
 _own_groups: list[dist.ProcessGroup] = []
-"""What `initialize` made beside Megatron's groups."""
+"""Groups that `initialize` created in addition to Megatron's."""
 
 
 def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0, sampling_s: float = 600.0) -> ProcessGroups:
-    """Collective over the job: makes the groups of `grid`; a layout that was there before is destroyed.
+    """Collective over the job: creates the process groups of `grid`; destroys those of an earlier layout.
 
     Args:
-        grid: `world_size` is the job's.
-        seed: Of Megatron's random states; each tensor- and pipeline-parallel rank gets one of its own from it.
-        timeout_s: A collective that waits longer, by some minutes, fails, s; Megatron counts in minutes.
-        sampling_s: The same of ranks that only sample, among themselves.
+        grid: Parallel layout; its `world_size` is the job's.
+        seed: Seed of Megatron's random states, from which each tensor- and pipeline-parallel rank derives its own.
+        timeout_s: Timeout of collectives, s; a margin of minutes is added, and Megatron rounds up to minutes.
+        sampling_s: Timeout of collectives among ranks that only sample, s.
 
     Raises:
         RuntimeError: The job has another size, or Megatron orders ranks differently from `grid`.
@@ -48,13 +48,13 @@ def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0, sampling_s: f
         _own_groups.append(role)
     if rank in grid.trainers:
         with as_whole_job(trainers):
-            _make_megatrons(grid, seed, timeout_s)
+            _make_megatron_groups(grid, seed, timeout_s)
     if trainers is not None:
         level_names()
     if rank not in grid.trainers:
-        only = alone(rank)
-        _own_groups.append(only)
-        return ProcessGroups(rank, grid, only, only, only, only, only, rollout_tp, trainers, samplers)
+        single = alone(rank)
+        _own_groups.append(single)
+        return ProcessGroups(rank, grid, single, single, single, single, single, rollout_tp, trainers, samplers)
     groups = ProcessGroups(
         rank=rank,
         grid=grid,
@@ -71,7 +71,7 @@ def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0, sampling_s: f
     return groups
 
 
-def _make_megatrons(grid: Grid, seed: int, timeout_s: float) -> None:
+def _make_megatron_groups(grid: Grid, seed: int, timeout_s: float) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=grid.tp,
         pipeline_model_parallel_size=grid.pp,
@@ -85,7 +85,7 @@ def _make_megatrons(grid: Grid, seed: int, timeout_s: float) -> None:
 
 
 def _check_order(grid: Grid, rank: int) -> None:
-    """Raises RuntimeError where Megatron orders ranks differently from the grid."""
+    """Raises RuntimeError if Megatron orders ranks differently from the grid."""
     coords, experts = grid.coords(rank), grid.expert_coords(rank)
     expected = {
         "tensor": (parallel_state.get_tensor_model_parallel_group(), coords.tp),
@@ -98,19 +98,19 @@ def _check_order(grid: Grid, rank: int) -> None:
     }
     found = {name: dist.get_rank(group) for name, (group, _) in expected.items()}
     if any(found[name] != index for name, (_, index) in expected.items()):
-        raise RuntimeError(f"rank {rank}: Megatron has it at {found}, the grid at {coords} and {experts}")
+        raise RuntimeError(f"rank {rank} is at {found} for Megatron, but at {coords} and {experts} in the grid")
 
 
 def destroy() -> None:
-    """Collective over the job: closes the groups that `initialize` made and had Megatron make, if any."""
+    """Collective over the job: destroys the groups that `initialize` and Megatron created, if any."""
     made = [*_own_groups]
     if parallel_state.is_initialized():
         made += parallel_state._global_process_group_list or []
     if not made:
         return
-    gc.collect()  # models and optimizers hold groups in reference cycles; a gloo group that is held keeps its threads
+    gc.collect()  # models and optimizers reference groups in cycles; a referenced gloo group keeps its threads
     for group in dict.fromkeys(made):
-        if group is not None:  # None stands for the default group
+        if group is not None:  # None is the default group
             dist.destroy_process_group(group)
     _own_groups.clear()
     if parallel_state.is_initialized():

@@ -1,6 +1,7 @@
-"""Parameters that several data-parallel ranks hold alike: one of them reads, the others receive.
+"""Broadcast of parameters to their copies on other data-parallel ranks.
 
-Owns which ranks these are: for a dense parameter those of other data, for an expert's those that hold the same expert.
+A dense parameter is replicated over all data-parallel and context-parallel ranks, an expert's over the ranks with the
+same expert.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from mrl.megatron.model import ScoringModel
 
 
 def first_here(chunks: Sequence[ScoringModel]) -> set[str]:
-    """Names, as of `named_tensors`, of the parameters that this rank holds as the first of all that hold them."""
+    """Returns the names of the parameters of which this rank has the first copy; it loads them."""
     return {name for name, group in _groups(chunks).items() if dist.get_rank(group) == 0}
 
 
 def share(chunks: Sequence[ScoringModel], tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Collective over the job: every rank gets the values of the first one that holds a parameter.
+    """Collective over the job: copies each parameter from the first rank that has it to the others.
 
     Args:
-        chunks: Of this rank.
-        tensors: Its parameters by name, or others of the same names, shapes and dtypes; filled in place.
-        device: By which they travel.
+        chunks: Model chunks of this rank.
+        tensors: Parameters by name, or other tensors of the same names, shapes and dtypes; filled in place.
+        device: Device on which the broadcast runs.
     """
     for name, group in _groups(chunks).items():
         if dist.get_world_size(group) > 1:
-            travelling = tensors[name].to(device).contiguous()
-            dist.broadcast(travelling, group=group, group_src=0)
-            if travelling is not tensors[name]:
-                tensors[name].copy_(travelling)
+            on_device = tensors[name].to(device).contiguous()
+            dist.broadcast(on_device, group=group, group_src=0)
+            if on_device is not tensors[name]:
+                tensors[name].copy_(on_device)
 
 
 def _groups(chunks: Sequence[ScoringModel]) -> dict[str, dist.ProcessGroup]:
-    """Of each parameter the ranks that hold it; in the same order on all of them."""
+    """Returns the ranks that have each parameter, in the same order on all of them."""
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     expert = parallel_state.get_expert_data_parallel_group()
     return {

@@ -1,15 +1,15 @@
-"""Messages between pipeline stages, whose shapes every stage knows beforehand.
+"""Point-to-point communication between pipeline stages, with shapes that every stage knows in advance.
 
-All stages of a data-parallel index hold the same microbatches. So a stage need not ask its neighbour how long the next
-one is: Megatron would send three numbers before every message and wait for the device twice. Messages of either
-direction come in the order of the schedule's own table (`get_schedule_table`).
+All stages of a data-parallel index have the same microbatches, so a stage need not ask its neighbour for the next one's
+length: Megatron would send three numbers before every tensor and synchronise with the device twice. Tensors of either
+direction arrive in the order of the schedule's own table (`get_schedule_table`).
 
-An interleaved schedule sends while it computes, and empties an output (`deallocate_pipeline_outputs`) before it has
-waited for its send. What the process group holds of a message is the tensor it was given, not the memory that it had;
-so it is given one that nobody empties. Megatron's exchange of numbers only made it likely that the bytes had left.
+An interleaved schedule sends while it computes, and frees an output (`deallocate_pipeline_outputs`) before it has
+waited for its send. The process group keeps the tensor that it was given, not its memory; so it gets a detached one,
+which is never freed early. Megatron's exchange of shapes only made it likely that the data had left.
 
-The schedule also lets go of its last sends without waiting for them. Gloo forgets a message whose request is gone
-before the receiver asked for it, and the receiver waits for ever; so requests are kept until they are done.
+The schedule also drops its last sends without waiting for them. Gloo forgets a send whose request is deleted before the
+receiver asked for it, and the receiver hangs; so requests are kept until they are done.
 """
 
 from __future__ import annotations
@@ -25,45 +25,46 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 NOTHING = [0, 0, 0]
+"""Shape that Megatron ignores, in a direction without a receive."""
 
 
 class Pipeline(P2PCommunicator):  # type: ignore[misc]  # megatron.core has no types
-    """Sends and receives of one run through the stages.
+    """Point-to-point communicator of one run through the stages.
 
     Args:
-        group: The pipeline.
-        config: Megatron's, of this rank's chunks.
+        group: Pipeline-parallel group.
+        config: Megatron's config of this rank's chunks.
         lengths: Tokens of each microbatch on this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: Any, lengths: Sequence[int]) -> None:
         super().__init__(group, config)
-        cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        shapes = [[length // cut, 1, config.hidden_size] for length in lengths]
+        sequence_shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        shapes = [[length // sequence_shards, 1, config.hidden_size] for length in lengths]
         chunks = config.virtual_pipeline_model_parallel_size or 1
         table = get_schedule_table(len(shapes), chunks, config.microbatch_group_size_per_vp_stage or len(shapes))
         every = [shapes[microbatch] for microbatch, _ in table]
-        # an end of the pipeline gets what the other end hands back, and that is done with its last chunk's
-        handed_back = [shapes[microbatch] for microbatch, chunk in table if chunk < chunks - 1]
-        self._forward = iter(handed_back if group.rank() == 0 else every)
-        self._backward = iter(handed_back if group.rank() == group.size() - 1 else every)
+        # interleaved: the last stage sends outputs of all chunks but the last to the first stage, gradients vice versa
+        wrapped_around = [shapes[microbatch] for microbatch, chunk in table if chunk < chunks - 1]
+        self._forward = iter(wrapped_around if group.rank() == 0 else every)
+        self._backward = iter(wrapped_around if group.rank() == group.size() - 1 else every)
         self._sends: list[dist.Work] = []
 
     def finish(self) -> None:
-        """Waits until all that was sent has left."""
+        """Waits until all sends are done."""
         for send in self._sends:
-            if not send.is_completed():  # gloo waits for ever for one that was waited for
+            if not send.is_completed():  # gloo hangs if a request is waited for twice
                 send.wait()
         self._sends.clear()
 
     def _communicate(self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, **given: Any) -> Any:
-        """Sends what the schedule may empty, and forget, meanwhile."""
+        """Sends detached tensors, which the schedule cannot free, and keeps the requests, which it drops."""
         from_prev, from_next, requests = super()._communicate(
             tensor_send_next=None if tensor_send_next is None else tensor_send_next.detach(),
             tensor_send_prev=None if tensor_send_prev is None else tensor_send_prev.detach(),
             **given,
         )
-        if isinstance(requests, dict):  # by name, where they are not waited for
+        if isinstance(requests, dict):  # asynchronous sends and receives, by name
             self._sends = [send for send in self._sends if not send.is_completed()]
             self._sends += [requests[name] for name in ("send_next", "send_prev") if name in requests]
         return from_prev, from_next, requests
@@ -76,19 +77,19 @@ class Pipeline(P2PCommunicator):  # type: ignore[misc]  # megatron.core has no t
 
 @contextmanager
 def messages(group: dist.ProcessGroup, config: Any, lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """What Megatron's `forward_backward_func` is given of a pipeline; nothing where there is none.
+    """Yields the communication arguments for Megatron's `forward_backward_func`; none without pipeline parallelism.
 
-    At the end of the context all messages have left.
+    All sends are done at the end of the context.
 
     Args:
-        group: The pipeline.
-        config: Megatron's, of this rank's chunks.
+        group: Pipeline-parallel group.
+        config: Megatron's config of this rank's chunks.
         lengths: Tokens of each microbatch on this rank.
     """
     if group.size() == 1:
         yield {}
         return
-    # a schedule that is given the one asks for the other
+    # a schedule with its own communicator also requires the groups
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"])
     pipeline = Pipeline(group, config, lengths)
     yield {"p2p_communicator": pipeline, "pg_collection": groups}

@@ -1,14 +1,13 @@
-"""The router of a mixture-of-experts layer: Megatron's top-k, told which experts to replay, measured and balanced.
+"""The router of an MoE layer: Megatron's top-k with replay of recorded experts, load metrics and balancing losses.
 
-Owns what a microbatch tells the routers (`Routing`), how it reaches them (`RoutedLayer`), and the losses and measures
-of the load (`LoadBalance`). Which experts exist where, and how tokens get there, is Megatron's.
+`Routing` is a microbatch's input to the routers, `RoutedLayer` passes it to them, and `LoadBalance` has losses and
+metrics. Placement of experts and dispatch of tokens are Megatron's.
 
-Megatron's own balancing losses count each microbatch by its tokens and are divided by the step's tokens later, which
-mrl's losses are not; they also count filling, and a token that several sequences share only once. Here each microbatch
-has its part of the global minibatch, so that a loss is the mean over the minibatch's tokens at every layout.
+Megatron's own balancing losses weigh each microbatch by its tokens and are divided by the step's tokens later, unlike
+mrl's losses; they also count padding, and count a token shared by several sequences only once. Here each microbatch is
+weighed by its part of the global minibatch, so that a loss is the mean over the minibatch's tokens at every layout.
 
-Shapes: D tokens that are computed for a microbatch, n of them on this rank, L layers, E experts, K
-chosen ones.
+Shapes: D tokens computed for a microbatch, n of them on this rank, L layers, E experts, K chosen experts.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ from torch import Tensor
 
 @dataclass
 class Routing:
-    """What the routers must know of a microbatch.
+    """Input of the routers for a microbatch.
 
     Attributes:
-        copies_D: How many tokens of the batch each stands for in losses and measures; 0 for filling, fp32.
-        layers: Of this rank's pipeline stage.
-        experts_DLK: The experts to go to in each of `layers`, integers; -1 where the router chooses. None: it always
-            does.
-        chosen_nLK: Receives the experts that the tokens on this rank go to, most likely first. None: they are not kept.
+        copies_D: Number of batch tokens that each computed token represents in losses and metrics, fp32; 0 for padding.
+        layers: Indices of the layers of this rank's pipeline stage.
+        experts_DLK: Experts to replay in each of `layers`, integers; -1 where the router chooses. None: it always does.
+        chosen_nLK: Buffer that receives the experts of the tokens on this rank, most likely first; None: not recorded.
     """
 
     copies_D: Tensor
@@ -43,40 +41,40 @@ class Routing:
     chosen_nLK: Tensor | None = None
 
     def select(self, rows: Tensor) -> Routing:
-        """The routing of some of the tokens."""
+        """Returns the routing of some of the tokens."""
         return Routing(self.copies_D[rows], self.layers, None if self.experts_DLK is None else self.experts_DLK[rows])
 
     def to(self, device: torch.device) -> Routing:
-        """The same on another device."""
+        """Returns the routing on another device."""
         experts = None if self.experts_DLK is None else self.experts_DLK.to(device)
         return Routing(self.copies_D.to(device), self.layers, experts)
 
 
-def routing_of(
+def packed_routing(
     row_I: Tensor, count: int, routed_experts_I: Tensor | None, layers: Sequence[int], *, num_experts: int
 ) -> Routing:
-    """The routing of packed sequences, on the CPU.
+    """Builds the routing of packed sequences, on the CPU.
 
     Args:
-        row_I: For each packed input the computed token that stands for it.
-        count: Computed tokens, filling included.
-        routed_experts_I: The choice to replay for each packed input, [I, L, K], -1 where there is none; on the CPU.
-            None: nothing is replayed.
-        layers: Of this rank's pipeline stage, as in `routed_experts_I`.
-        num_experts: E.
+        row_I: Computed token that represents each packed input.
+        count: Number of computed tokens, padding included.
+        routed_experts_I: Experts to replay for each packed input, [I, L, K] on the CPU, -1 where there are none. None:
+            no replay.
+        layers: Layer indices of this rank's pipeline stage, in the order of `routed_experts_I`.
+        num_experts: Number of experts, E.
 
     Raises:
-        RuntimeError: A choice is no expert, or names one twice, or there are other layers.
+        RuntimeError: An index is no expert, occurs twice for a token, or the number of layers differs.
     """
     copies = torch.bincount(row_I, minlength=count).float()
     if routed_experts_I is None:
         return Routing(copies, layers)
     chosen = routed_experts_I
     if chosen.size(1) != len(layers):
-        raise RuntimeError(f"routed experts are of {chosen.size(1)} layers; this pipeline stage has {len(layers)}")
+        raise RuntimeError(f"routed experts have {chosen.size(1)} layers, but this pipeline stage has {len(layers)}")
     _check_choices(chosen, num_experts)
     experts = chosen.new_full((count, *chosen.shape[1:]), -1)
-    # sequences that share an input agree on it but for rounding
+    # sequences that share an input have the same experts, up to rounding: any of them will do
     known = chosen.flatten(1).min(1).values >= 0
     experts[row_I[known]] = chosen[known]
     return Routing(copies, layers, experts)
@@ -85,39 +83,39 @@ def routing_of(
 def _check_choices(chosen: Tensor, num_experts: int) -> None:
     if chosen.numel() and not (int(chosen.min()) >= -1 and int(chosen.max()) < num_experts):
         raise RuntimeError(
-            f"routed experts lie in [{int(chosen.min())}, {int(chosen.max())}]; the model has experts 0 to "
-            f"{num_experts - 1}, and -1 stands for none"
+            f"routed experts are in [{int(chosen.min())}, {int(chosen.max())}], expected 0 to {num_experts - 1}, or -1 "
+            "for none"
         )
     top_k = chosen.size(-1)
     for step in range(1, top_k):
         first, second = chosen[..., step:], chosen[..., : top_k - step]
         if bool(((first == second) & (first >= 0)).any()):
-            raise RuntimeError("routed experts name an expert twice for one token and layer")
+            raise RuntimeError("routed experts have an expert twice for one token and layer")
 
 
 class LoadBalance:
-    """Losses that balance the experts, and what is measured of the routing; one for all routers of an actor's rank."""
+    """Load-balancing losses and routing metrics, shared by all routers of a rank's actor."""
 
     def __init__(self, *, num_layers: int, num_experts: int, top_k: int, aux_coeff: float, z_coeff: float) -> None:
-        """Nothing measured yet.
+        """Sets all measurements to zero.
 
         Args:
-            num_layers: L, of the whole model.
-            num_experts: E.
-            top_k: K.
+            num_layers: Layers of the full model, L.
+            num_experts: Experts per layer, E.
+            top_k: Experts per token, K.
             aux_coeff: Weight of the load-balancing loss; 0: off.
             z_coeff: Weight of the z-loss; 0: off.
         """
         self._num_experts, self._top_k = num_experts, top_k
         self._aux_coeff, self._z_coeff = aux_coeff, z_coeff
         self._minibatch_tokens = 1
-        # of each layer: tokens of each expert, tokens, sum of entropies, auxiliary loss, z-loss
+        # per layer: tokens of each expert, tokens, sum of entropies, auxiliary loss, z-loss
         self._sums_LM = torch.zeros(num_layers, num_experts + 4, dtype=torch.float64)
         self._replayed_2 = torch.zeros(2, dtype=torch.float64)
         self._has_losses = aux_coeff > 0 or z_coeff > 0
 
     def start(self, routings: Iterable[Routing | None], dp_group: dist.ProcessGroup) -> None:
-        """Collective over data- and context-parallel: begins an update with these microbatches."""
+        """Collective over data- and context-parallel: starts an update with these microbatches."""
         self._sums_LM.zero_()
         self._replayed_2.zero_()
         if self._has_losses:
@@ -128,15 +126,15 @@ class LoadBalance:
     def attach(
         self, probs_nE: Tensor, chosen_nE: Tensor, logits_nE: Tensor, copies_n: Tensor, *, layer: int, group: Any
     ) -> Tensor:
-        """Measures one layer's routing of one microbatch, and adds the losses to what `probs_nE` will have as gradient.
+        """Measures one layer's routing of one microbatch, and attaches the losses' gradients to `probs_nE`.
 
         Args:
             probs_nE: Weights of the chosen experts, 0 elsewhere.
-            chosen_nE: Which ones, bool.
-            logits_nE: The router's.
-            copies_n: As in `Routing`.
-            layer: Index in the whole model.
-            group: The ranks that hold the microbatch's other tokens.
+            chosen_nE: True for the chosen experts.
+            logits_nE: Logits of the router.
+            copies_n: Number of batch tokens that each token represents, see `Routing`.
+            layer: Index in the full model.
+            group: Ranks that have the microbatch's other tokens.
 
         Returns:
             `probs_nE`, its values unchanged.
@@ -166,13 +164,13 @@ class LoadBalance:
         weighted: Tensor = MoEAuxLossAutoScaler.apply(probs_nE, self._aux_coeff * aux + self._z_coeff * z)
         return weighted
 
-    def compare(self, given_nK: Tensor, own_nK: Tensor, copies_n: Tensor) -> None:
-        """Measures how many of the replayed experts one layer's router would not have chosen.
+    def count_replayed(self, given_nK: Tensor, own_nK: Tensor, copies_n: Tensor) -> None:
+        """Counts the replayed experts of one layer, and those that its router would not have chosen.
 
         Args:
-            given_nK: The replayed ones, -1 where the router chose.
-            own_nK: The router's.
-            copies_n: As in `Routing`.
+            given_nK: Replayed experts, -1 where the router chose.
+            own_nK: Experts that the router chose.
+            copies_n: Number of batch tokens that each token represents, see `Routing`.
         """
         known_nK = given_nK >= 0
         changed_nK = known_nK & ~(given_nK[:, :, None] == own_nK[:, None, :]).any(-1)
@@ -180,14 +178,13 @@ class LoadBalance:
         self._replayed_2 = self._replayed_2.to(given_nK.device) + torch.stack(counts)
 
     def metrics(self) -> dict[str, float]:
-        """Collective over the job: measures since `start`.
+        """Collective over the job: returns the metrics since `start`.
 
         Returns:
-            `actor/moe_load_max_over_mean` (tokens of the busiest expert over the mean expert's: mean over layers, and
-            `.../worst` the largest), `actor/moe_router_entropy` (nats, mean over tokens and layers), where experts are
-            replayed `actor/moe_replay_changed_frac` (the part of them that the router would not have chosen), and
-            where the losses are on `actor/moe_aux_loss` and `actor/moe_z_loss` (before their weights, mean over
-            layers).
+            `actor/moe_load_max_over_mean` (tokens of the busiest expert over the mean expert's, mean over layers;
+            `.../worst` is the largest layer), `actor/moe_router_entropy` (nats, mean over tokens and layers); if
+            experts are replayed `actor/moe_replay_changed_frac` (fraction that the router would not have chosen); and
+            for enabled losses `actor/moe_aux_loss` and `actor/moe_z_loss` (before their weights, mean over layers).
         """
         sums = torch.cat([self._sums_LM.cpu().flatten(), self._replayed_2.cpu()])
         dist.all_reduce(sums)
@@ -208,17 +205,17 @@ class LoadBalance:
         return metrics
 
 
-class _Choice:
-    """Where Megatron's top-k chooses experts: its `router_replay`. It asks for `get_replay_topk`.
+class _ExpertSelection:
+    """Expert selection with replay, for the `router_replay` hook of Megatron's top-k, which calls `get_replay_topk`.
 
-    Megatron's own `RouterReplay` holds one microbatch's experts for each layer, in lists that its user must fill in
-    the order of the pipeline's forwards and backwards, and knows no token without a choice. Here they come with the
-    microbatch, so that any schedule and any recomputation finds its own.
+    Megatron's own `RouterReplay` stores one microbatch's experts per layer, in lists that its user must fill in the
+    order of the pipeline's forwards and backwards, and needs a choice for every token. Here they come with the
+    microbatch, so any schedule and any recomputation gets the right ones.
 
     Attributes:
-        given_nK: Experts to go to, -1 where the router chooses; None: it always does.
-        own_nK: What the router chose at last.
-        chosen_nK: Where the tokens went.
+        given_nK: Experts to replay, -1 where the router chooses; None: it always does.
+        own_nK: Experts that the router chose in the last call.
+        chosen_nK: Experts to which the tokens were routed in the last call.
     """
 
     own_nK: Tensor
@@ -230,7 +227,7 @@ class _Choice:
     def get_replay_topk(
         self, scores_nE: Tensor, top_k: int, num_groups: int | None, group_topk: int | None, own: Any
     ) -> tuple[Tensor, Tensor]:
-        """Scores and indices of the chosen experts: the given ones, else the `top_k` largest."""
+        """Returns scores and indices of the experts: replayed ones where given, else the `top_k` largest."""
         scores_nK, chosen_nK = own(scores_nE, top_k, num_groups, group_topk)
         self.own_nK = chosen_nK
         if self.given_nK is not None:
@@ -241,11 +238,11 @@ class _Choice:
 
 
 class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
-    """Megatron's router, which replays the experts of `routing` and reports to a `LoadBalance`.
+    """Megatron's router, which replays the experts of a `Routing` and reports to a `LoadBalance`.
 
-    The weights of replayed experts are those that this router gives to them, so that it learns as ever. Where a token
-    goes to one expert and its weight is scaled to 1, Megatron has no setting for it: that is done here, and the router
-    learns from the balancing losses alone, as in transformers.
+    The weights of replayed experts are this router's, so that it is trained as usual. With one expert per token and
+    weights scaled to 1, for which Megatron has no setting, the scaling is done here; the router then learns from the
+    balancing losses only, as in transformers.
     """
 
     def __init__(self, config: Any, pg_collection: Any = None, *, balance: LoadBalance, scale_to_one: bool) -> None:
@@ -253,32 +250,32 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
         self.balance = balance
         self.scale_to_one = scale_to_one
         self.routing_plan: Routing | None = None
-        self.router_replay = _Choice()
+        self.router_replay = _ExpertSelection()
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As Megatron's: the weights of the chosen experts and which ones they are, [n, E] each."""
+        """Returns weights and mask of the chosen experts, [n, E] each, like Megatron's."""
         plan = self.routing_plan
         if plan is None:
-            raise RuntimeError("a router ran without a Routing: the layer was not given PackedSequences with one")
-        layer, given, choice = self.layer_number - 1, plan.experts_DLK, self.router_replay
-        if given is not None:
-            given = self._own(given[:, plan.layers.index(layer)]).long()
-        choice.given_nK = given
+            raise RuntimeError("a router has no Routing: its layer was called without PackedSequences.routing")
+        layer, replayed, choice = self.layer_number - 1, plan.experts_DLK, self.router_replay
+        if replayed is not None:
+            replayed = self._local_rows(replayed[:, plan.layers.index(layer)]).long()
+        choice.given_nK = replayed
         probs, chosen = super().routing(logits)
         if plan.chosen_nLK is not None:
             plan.chosen_nLK[:, plan.layers.index(layer)] = choice.chosen_nK.to(plan.chosen_nLK.dtype)
         if self.scale_to_one:
             probs = probs / probs.sum(-1, keepdim=True)
-        if self.training and torch.is_grad_enabled():  # recomputation runs twice, once with gradients
-            copies = self._own(plan.copies_D)
-            if given is not None:
-                self.balance.compare(given, choice.own_nK, copies)
+        if self.training and torch.is_grad_enabled():  # with recomputation, only the second forward has gradients
+            copies = self._local_rows(plan.copies_D)
+            if replayed is not None:
+                self.balance.count_replayed(replayed, choice.own_nK, copies)
             logits_nE = logits.view(-1, logits.size(-1))
             probs = self.balance.attach(probs, chosen, logits_nE, copies, layer=layer, group=self.tp_cp_group)
         return probs, chosen
 
-    def _own(self, rows: Tensor) -> Tensor:
-        """This rank's part of what is there for every token: under sequence parallelism a run of equal length."""
+    def _local_rows(self, rows: Tensor) -> Tensor:
+        """Selects this rank's rows: under sequence parallelism one of equally long parts."""
         if not self.config.sequence_parallel:
             return rows
         each = rows.size(0) // self.tp_group.size()
@@ -286,13 +283,13 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
 
 
 class RoutedLayer(TransformerLayer):  # type: ignore[misc]
-    """A layer that hands the microbatch's `Routing` to its router, again when it is recomputed."""
+    """A transformer layer that passes the microbatch's `Routing` to its router, also when it is recomputed."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As Megatron's; `packed_seq_params` are `PackedSequences`."""
+        """Runs Megatron's layer; `packed_seq_params` must be `PackedSequences`."""
         self.mlp.router.routing_plan = kwargs["packed_seq_params"].routing
         output = super().forward(*args, **kwargs)
-        # the dispatcher keeps tensors of its last forward, with their graph: a cycle that no garbage collector sees
+        # the dispatcher keeps tensors of its last forward; their graph is a cycle that the garbage collector cannot see
         state = vars(self.mlp.token_dispatcher)
         state.update({name: None for name, kept in state.items() if isinstance(kept, Tensor) and kept.requires_grad})
         return output

@@ -1,10 +1,10 @@
-"""The experts that the actor itself chose for a batch, for the updates on it to replay (routing replay, "R2").
+"""Routing record: the experts that the actor itself chose for a batch, replayed by its updates ("R2" router replay).
 
-Owns the way back of the choices: from the routers, each with a part of a microbatch's tokens and its stage's layers, to
-the order of the batch, which any other cut into microbatches can be made from.
+The choices come from the routers, each with a part of a microbatch's tokens and its stage's layers, and are put into
+the order of the batch, which any other split into microbatches can use.
 
-The Qwen team's GSPO report (arXiv 2507.18071, section 5.3) describes it: each update goes to the experts of the policy
-that sampled, so that a ratio of probabilities compares one set of experts with itself.
+The Qwen team's GSPO report (arXiv 2507.18071, section 5.3) describes it: each update uses the experts of the old
+policy, so that a ratio of probabilities compares the same experts.
 
 Shapes: as in `mrl/types.py`; n tokens on this rank, I packed inputs, L layers of this stage, K chosen experts.
 """
@@ -21,52 +21,57 @@ from mrl.distributed.groups import ProcessGroups
 from mrl.types import RolloutBatch
 
 
-class Choices:
-    """What one pass over a batch chose."""
+class RoutingRecorder:
+    """Recorder of the experts chosen in one pass over a batch."""
 
     def __init__(self, groups: ProcessGroups, *, num_layers: int, top_k: int, dtype: torch.dtype) -> None:
-        """Nothing yet.
+        """Creates an empty record.
 
         Args:
-            groups: Who shares the tokens of a microbatch.
-            num_layers: L.
-            top_k: K.
-            dtype: Holds an expert's index, and -1.
+            groups: Process groups whose ranks share the tokens of a microbatch.
+            num_layers: Layers of this stage, L.
+            top_k: Experts per token, K.
+            dtype: Integer dtype that can represent every expert's index and -1.
         """
         self._groups, self._shape, self._dtype = groups, (num_layers, top_k), dtype
         self._parts: dict[int, Tensor] = {}
 
-    def room(self, num_rows: int, device: torch.device) -> Tensor:
-        """Where the routers of a chunk write, -1 now: [n, L, K] of a microbatch with `num_rows` on these TP ranks."""
-        return torch.full((num_rows // self._groups.tp.size(), *self._shape), -1, dtype=self._dtype, device=device)
-
-    def keep(self, index: int, chosen_nLK: Tensor) -> None:
-        """What a chunk chose for microbatch `index`: its layers, -1 for those of the stage's other chunks."""
-        here = chosen_nLK.cpu()
-        before = self._parts.get(index)
-        self._parts[index] = here if before is None else torch.maximum(before, here)
-
-    def in_order(self, batch: RolloutBatch, microbatches: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
-        """Collective over tensor- and context-parallel: the choices for each token of the batch.
+    def allocate(self, num_rows: int, device: torch.device) -> Tensor:
+        """Allocates the buffer [n, L, K], filled with -1, that the routers of a chunk write to.
 
         Args:
-            batch: That the pass was over.
-            microbatches: Sequences of each, and their `row_I`.
+            num_rows: Rows of the microbatch on all tensor-parallel ranks.
+            device: Device of the buffer.
+        """
+        return torch.full((num_rows // self._groups.tp.size(), *self._shape), -1, dtype=self._dtype, device=device)
+
+    def record(self, index: int, chosen_nLK: Tensor) -> None:
+        """Records a chunk's choices for microbatch `index`: those of its layers, -1 for the stage's other chunks."""
+        on_cpu = chosen_nLK.cpu()
+        before = self._parts.get(index)
+        self._parts[index] = on_cpu if before is None else torch.maximum(before, on_cpu)
+
+    def in_batch_order(self, batch: RolloutBatch, microbatches: Iterable[tuple[Sequence[int], Tensor]]) -> Tensor:
+        """Collective over tensor- and context-parallel: returns the choices for each token of the batch.
+
+        Args:
+            batch: Batch of the recorded pass.
+            microbatches: Sequences of each microbatch, and its `row_I`.
 
         Returns:
-            routed_experts_P, on the CPU; -1 for the last token of a sequence, which is no input.
+            routed_experts_P, on the CPU; -1 for the last token of a sequence, which is not an input.
         """
         routed_P = torch.full((batch.tokens_P.numel(), *self._shape), -1, dtype=self._dtype)
         lens, ends = batch.seq_lens_B.tolist(), batch.seq_lens_B.cumsum(0).tolist()
         for index, (rows, row_I) in enumerate(microbatches):
-            whole = self._of_all_ranks(self._parts.pop(index))
-            parts = torch.split(whole[row_I], [lens[row] - 1 for row in rows])
+            all_rows = self._of_all_ranks(self._parts.pop(index))
+            parts = torch.split(all_rows[row_I], [lens[row] - 1 for row in rows])
             for row, part in zip(rows, parts, strict=True):
                 routed_P[ends[row] - lens[row] : ends[row] - 1] = part
         return routed_P
 
     def _of_all_ranks(self, part: Tensor) -> Tensor:
-        """All rows of a microbatch: tensor-parallel ranks have runs of what a context-parallel one has."""
+        """Gathers all rows of a microbatch; tensor-parallel ranks have parts of a context-parallel rank's rows."""
         for group in (self._groups.tp, self._groups.cp):
             if group.size() > 1:
                 own = part.view(torch.uint8)  # gloo gathers no int16

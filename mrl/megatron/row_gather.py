@@ -1,7 +1,7 @@
-"""Rows that are needed several times: copied forward, summed backward.
+"""Gather of rows that are needed several times, with a deterministic gradient.
 
-The sum over the copies of a row is taken in one order and in fp32, so that equal runs have equal gradients, on a GPU
-too: torch's own gradient of a gather adds by atomics there.
+The gradient of a row is summed over its copies in a fixed order and in fp32, so that equal runs have equal gradients on
+a GPU too, where torch's own gradient of a gather adds by atomics.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Copies:
-    """Which row each copy is of.
+class RowGather:
+    """Indices of a gather of rows D into copies S.
 
     Attributes:
-        row_S: Of each copy, int64.
-        order_S: The copies, those of the first row before those of the second.
-        starts_D: Where in `order_S` those of each row begin.
+        row_S: Row of each copy, int64.
+        order_S: Copies sorted by row.
+        starts_D: Start of each row's copies in `order_S`.
     """
 
     row_S: Tensor
@@ -29,27 +29,27 @@ class Copies:
     starts_D: Tensor
 
     def of(self, rows: Tensor) -> Tensor:
-        """Copies [S, n] of rows [D, n]; differentiable."""
+        """Gathers copies [S, n] of rows [D, n]; differentiable."""
         copied: Tensor = _Copied.apply(rows, self)  # type: ignore[no-untyped-call]
         return copied
 
 
-def copies(row_S: Tensor, num_rows: int, device: torch.device) -> Copies:
-    """Each row has at least one copy, or gets gradient zero.
+def gather_plan(row_S: Tensor, num_rows: int, device: torch.device) -> RowGather:
+    """Builds the indices; a row without a copy gets gradient zero.
 
     Args:
-        row_S: Row that each copy is of, on the CPU.
-        num_rows: D.
-        device: Of the index tensors.
+        row_S: Row of each copy, on the CPU.
+        num_rows: Number of rows, D.
+        device: Device of the index tensors.
     """
     counts_D = torch.bincount(row_S, minlength=num_rows)
     order_S = row_S.argsort(stable=True)
-    return Copies(row_S.to(device), order_S.to(device), (counts_D.cumsum(0) - counts_D).to(device))
+    return RowGather(row_S.to(device), order_S.to(device), (counts_D.cumsum(0) - counts_D).to(device))
 
 
 class _Copied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, which: Copies) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, which: RowGather) -> Tensor:
         ctx.which = which
         return rows.index_select(0, which.row_S)
 

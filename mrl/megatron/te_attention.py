@@ -1,13 +1,12 @@
-"""TransformerEngine's attention where sequences share tokens: queries of distinct tokens, keys of whole sequences.
+"""TransformerEngine's attention for sequences that share tokens: queries of distinct tokens, keys of full sequences.
 
-Owns the plan for it, and the module that stands in for Megatron's `TEDotProductAttention` and is one. Everything but
-attention is done once for each distinct token, as with the local layers (`attention.py`). Attention sees runs of rows
-that follow one another in a sequence, a prompt with the first answer, each further answer by itself, as packed ("thd")
-sequences of which the keys are more than the queries: those of all tokens of the sequence up to the run's last, which
-are copied for it. The causal mask is aligned to the last query and the last key ("bottom right").
+Everything except attention is computed once per distinct token, as with the local layers (`attention.py`). Attention
+sees segments of rows that are consecutive in a sequence (a prompt with the first response, each further response) as
+packed ("thd") sequences with more keys than queries: the keys are those of all tokens of the sequence up to the
+segment's last, copied for it. The causal mask is aligned to the last query and the last key ("bottom right").
 
-With context parallelism the runs are those of this rank's rows, and keys and values of all ranks are gathered before
-they are copied; TransformerEngine's own ring is used where nothing is shared.
+With context parallelism the segments are those of this rank's rows, and keys and values of all ranks are gathered
+before they are copied; TransformerEngine's own ring is used if no tokens are shared.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from torch import Tensor
 
 from mrl.data.shared_prefix import Prefixes
 from mrl.megatron.attention import PackedSequences
-from mrl.megatron.attention_segments import own_runs
-from mrl.megatron.row_gather import Copies, copies
+from mrl.megatron.attention_segments import rank_segments
+from mrl.megatron.row_gather import RowGather, gather_plan
 from mrl.models.transformer_engine import LENGTH_UNIT
 from mrl.types import ranges
 
 
 class _Mask(enum.Enum):
-    """Megatron's enum of masks lacks it."""
+    """A mask type that Megatron's enum lacks."""
 
     padding_causal_bottom_right = enum.auto()
 
@@ -43,22 +42,22 @@ class SharedSequences(PackedSequences):
     """Sequences that share tokens, for TransformerEngine.
 
     Attributes:
-        runs: How many queries and how many keys each run has.
-        keys: Which of all ranks' keys and values they are.
-        group: The ranks that share the microbatch; None: this one has it alone.
+        segments: Lengths of each segment's queries and keys.
+        keys: Gather of all ranks' keys and values into the segments' keys.
+        group: Ranks that share the microbatch; None: this rank has all of it.
     """
 
-    runs: PackedSeqParams | None = None
-    keys: Copies | None = None
+    segments: PackedSeqParams | None = None
+    keys: RowGather | None = None
     group: dist.ProcessGroup | None = None
 
 
 def pack_for_te(lens: Sequence[int], device: torch.device) -> PackedSequences:
-    """Sequences that lie one after the other and share nothing.
+    """Describes consecutive sequences that share no tokens.
 
     Args:
         lens: Tokens of each sequence, each at least 1.
-        device: Where the index tensors go.
+        device: Device of the index tensors.
     """
     ends = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
     return PackedSequences(
@@ -69,40 +68,41 @@ def pack_for_te(lens: Sequence[int], device: torch.device) -> PackedSequences:
 def pack_shared_for_te(
     lens: Sequence[int], prefixes: Prefixes, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> SharedSequences:
-    """Sequences of which the distinct tokens lie in the order of their numbers.
+    """Describes sequences that share tokens; the distinct tokens lie in the order of their numbers.
 
-    Megatron takes the rotary angles one row for each of these ("sbhd" with a batch of one).
+    Megatron gets one row of rotary angles per distinct token ("sbhd" with a batch of one).
 
     Args:
-        lens: Tokens of each sequence, each at least 1, filling included as a sequence.
-        prefixes: Which of them are distinct; from `shared_prefixes`, which numbers a sequence's own tokens in a row.
-        device: Where the index tensors go.
-        group: The ranks that share the microbatch; as many distinct tokens as a multiple of twice its size.
+        lens: Tokens of each sequence, each at least 1, with the padding as a sequence.
+        prefixes: Sharing of tokens: which are distinct; from `shared_prefixes`, which numbers a sequence's own tokens
+            consecutively.
+        device: Device of the index tensors.
+        group: Ranks that share the microbatch; the number of distinct tokens is a multiple of twice their number.
     """
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    found = own_runs(size, rank, lens, prefixes).in_order_of_rows()
+    found = rank_segments(size, rank, lens, prefixes).sorted_by_row()
     ends, most = [], []
     for counts_N in (found.end_N - found.begin_N, found.end_N - found.first_N):
         ends.append(torch.cat([counts_N.new_zeros(1), counts_N.cumsum(0)]).to(device, torch.int32))
         most.append(-(-int(counts_N.max()) // LENGTH_UNIT) * LENGTH_UNIT)
-    runs = PackedSeqParams(
+    segments = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends[0], cu_seqlens_kv=ends[1], max_seqlen_q=most[0], max_seqlen_kv=most[1]
     )
-    keys = copies(found.row_P[ranges(found.first_N, found.end_N)], prefixes.origin_D.numel(), device)
+    keys = gather_plan(found.row_P[ranges(found.first_N, found.end_N)], prefixes.origin_D.numel(), device)
     longest = max(lens)
     return SharedSequences(
-        qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, runs=runs, keys=keys, group=group
+        qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, segments=segments, keys=keys, group=group
     )
 
 
-def sharing(kind: type) -> type:
-    """Megatron's `TEDotProductAttention`, which also takes `SharedSequences`."""
+def with_shared_tokens(kind: type) -> type:
+    """Returns a subclass of Megatron's `TEDotProductAttention` that also supports `SharedSequences`."""
 
     class TESharedAttention(kind):  # type: ignore[misc]
         cp_group: Any
 
         def __init__(self, **options: Any) -> None:
-            super().__init__(**{**options, "attention_type": "cross"})  # queries and keys have lengths of their own
+            super().__init__(**{**options, "attention_type": "cross"})  # queries and keys have different lengths
 
         def forward(
             self,
@@ -115,15 +115,15 @@ def sharing(kind: type) -> type:
             packed_seq_params: PackedSequences | None = None,
             **others: Any,
         ) -> Tensor:
-            """As Megatron's. Of `SharedSequences` it takes [n, 1, heads, D] and returns [n, 1, heads * D]."""
+            """Computes attention like Megatron's; with `SharedSequences` from [n, 1, heads, D] to [n, 1, heads * D]."""
             plan = packed_seq_params
             if not isinstance(plan, SharedSequences) or plan.keys is None:
-                whole: Tensor = super().forward(
+                unshared: Tensor = super().forward(
                     query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params, **others
                 )
-                return whole
+                return unshared
             copied = [_copied(rows, plan.keys, plan.group) for rows in (key, value)]
-            ring, self.cp_group = self.cp_group, None  # all keys of a run are here
+            ring, self.cp_group = self.cp_group, None  # all keys are already gathered
             try:
                 attended: Tensor = super().forward(
                     query.squeeze(1),
@@ -131,7 +131,7 @@ def sharing(kind: type) -> type:
                     attention_mask,
                     _Mask.padding_causal_bottom_right,
                     attention_bias,
-                    plan.runs,
+                    plan.segments,
                     **others,
                 )
             finally:
@@ -141,8 +141,8 @@ def sharing(kind: type) -> type:
     return TESharedAttention
 
 
-def _copied(rows: Tensor, keys: Copies, group: dist.ProcessGroup | None) -> Tensor:
-    """Collective over the group: keys or values [n, 1, K, D] of all ranks, copied for each run [S, K, D]."""
+def _copied(rows: Tensor, keys: RowGather, group: dist.ProcessGroup | None) -> Tensor:
+    """Collective over the group: gathers keys or values [n, 1, K, D] and copies them for each segment [S, K, D]."""
     if group is not None:
         rows = gather_from_sequence_parallel_region(rows.contiguous(), group=group)
     return keys.of(rows.flatten(1)).view(-1, *rows.shape[2:])

@@ -1,7 +1,7 @@
-"""Teachers on this rank: what they make of the student's samples.
+"""Teachers on this rank, which score the student's samples.
 
-Owns the two kinds of them: a further set of weights for the student's own modules, and a model of its own, which is
-only run forward and waits in host memory between its turns. All ranks call each method together.
+A teacher with the student's architecture is a second set of weights for the student's modules. Any other is a separate
+model that is only run forward and is offloaded to host memory in between. All ranks call each method together.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from mrl.types import RolloutBatch
 
 
 class Teacher(ABC):
-    """Scores what the student sampled, under the contract that it was sampled by.
+    """Base class of teachers, which score samples under the distribution from which the student sampled.
 
     Attributes:
-        model: Whose layout its tensors have.
-        arch: Its structure.
+        model: Model whose layout describes the teacher's tensors.
+        arch: Architecture of the teacher.
     """
 
     model: Trainable
@@ -34,72 +34,77 @@ class Teacher(ABC):
 
     @abstractmethod
     def tensors(self) -> Mapping[str, Tensor]:
-        """Its weights on this rank, by their names in the model's layout; to be filled."""
+        """Returns the teacher's weights on this rank by their names in the model's layout, to be filled."""
 
     @abstractmethod
     def logprobs(self, batch: RolloutBatch) -> Tensor:
-        """Collective over the job: of every response token, fp32 [R] on the CPU, as `Policy.score`."""
+        """Collective over the job: returns the log-probability of every response token, fp32 [R] on the CPU."""
 
     @abstractmethod
     def states(self, batch: RolloutBatch) -> Tensor:
-        """Collective over the job: final hidden states [R, H], as `Trainable.states`."""
+        """Collective over the job: returns the final hidden states [R, H], see `Trainable.states`."""
 
 
 class Lodger(Teacher):
-    """With the student's layers: it is swapped into the student's modules, like the reference."""
+    """Teacher with the student's architecture, whose weights are swapped into the student's modules."""
 
     def __init__(self, policy: Policy, arch: ArchSpec) -> None:
-        """Args: policy: The student. arch: Of both."""
+        """Allocates the weights.
+
+        Args:
+            policy: Student.
+            arch: Architecture of student and teacher.
+        """
         self.model, self.arch = policy, arch
-        self._policy, self._tensors = policy, policy.weight_set()
+        self._policy, self._tensors = policy, policy.empty_weights()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """See `Teacher`."""
+        """Implements `Teacher.tensors`."""
         return self._tensors
 
     def logprobs(self, batch: RolloutBatch) -> Tensor:
-        """See `Teacher`."""
-        with self._policy.holding(self._tensors):
+        """Implements `Teacher.logprobs`."""
+        with self._policy.using_weights(self._tensors):
             return self._policy.score(batch)[0]
 
     def states(self, batch: RolloutBatch) -> Tensor:
-        """See `Teacher`."""
-        with self._policy.holding(self._tensors):
+        """Implements `Teacher.states`."""
+        with self._policy.using_weights(self._tensors):
             return self._policy.states(batch)
 
 
 class Guest(Teacher):
-    """With layers of its own, in the student's layout; the student makes room for its turns."""
+    """Teacher with its own layers, in the student's parallel layout; the student is offloaded while it runs."""
 
     def __init__(
         self, config: Config, arch: ArchSpec, groups: ProcessGroups, device: torch.device, policy: Policy
     ) -> None:
-        """Collective over the job: builds the model, without weights.
+        """Collective over the job: builds the model, without weights, and offloads it.
 
         Args:
-            config: The teacher's, see `trainer/validation/frozen_models.py: guest_config`.
-            arch: The teacher.
-            groups: Who sits where.
-            device: Of this rank.
-            policy: The student.
+            config: Config of the teacher, see `trainer/validation/frozen_models.py: guest_config`.
+            arch: Architecture of the teacher.
+            groups: Process groups of the layout.
+            device: Device of this rank.
+            policy: Student.
         """
         self._forward, self._config, self._policy = Frozen(config, arch, groups, device), config, policy
         self.model, self.arch = self._forward, arch
         self._forward.offload()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """See `Teacher`."""
+        """Implements `Teacher.tensors`."""
         return self._forward.named_tensors()
 
     def logprobs(self, batch: RolloutBatch) -> Tensor:
-        """See `Teacher`."""
+        """Implements `Teacher.logprobs`; offloads the student, then itself."""
         self._policy.offload()
         found = self._forward.logprobs(batch, self._config)
         self._forward.offload()
         return found
 
     def states(self, batch: RolloutBatch) -> Tensor:
-        """See `Teacher`."""
+        """Implements `Teacher.states`; offloads the student, then itself."""
         self._policy.offload()
         found = self._forward.states(batch)
         self._forward.offload()

@@ -1,8 +1,6 @@
-"""A model that is trained on this rank: its chunks, their data-parallel wrappers, schedule and optimizer.
+"""A trainable model on this rank: its chunks, data-parallel wrappers, forward-backward schedule and optimizer.
 
-Owns what does not depend on what the model is for: where the weights are, when they are on the device, a pass over a
-batch, and one step of the optimizer. What is scored, and which loss is minimised, is said by what builds on it
-(`actor.py`).
+Subclasses (`actor.py`, `critic.py`) define what is scored and which loss is minimised.
 """
 
 from __future__ import annotations
@@ -22,13 +20,14 @@ from mrl.distributed.collectives import from_rank, reduce
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron.config_passthrough import check_te
-from mrl.megatron.ddp import Replicas
-from mrl.megatron.forward_backward import Loss, Microbatch, Schedule
+from mrl.megatron.ddp import DataParallelChunks
+from mrl.megatron.forward_backward import ForwardBackward, Loss
+from mrl.megatron.microbatch import Microbatch
 from mrl.megatron.model import build_chunks, named_tensors
 from mrl.megatron.moe import load_balance
 from mrl.megatron.offload import PARTS, Offload, Part
 from mrl.megatron.optimizer import build_optimizer, optimizer_tensors, reload_masters
-from mrl.megatron.routing_record import Choices
+from mrl.megatron.routing_record import RoutingRecorder
 from mrl.models.base import ArchSpec
 from mrl.models.transformer_engine import shares, why_local
 from mrl.resharding.layout import Layout
@@ -36,42 +35,44 @@ from mrl.resharding.megatron import megatron_layout, stage_layers
 from mrl.types import RolloutBatch, ragged
 
 Reports = list[dict[str, Tensor]]
-"""Of each microbatch what its loss told, and "scores" [n, R]; on the last pipeline stage."""
+"""Metrics that the loss reported for each microbatch, with its "scores" [n, R]; on the last pipeline stage."""
 
 
-Beside = Callable[[list[Microbatch], Reports], dict[str, float]]
+ExtraMetrics = Callable[[list[Microbatch], Reports], dict[str, float]]
+"""(microbatches, reports) -> metrics that need the scores of the full minibatch."""
 
 
 class Trainable:
-    """Weights of one model on this rank, and their optimizer.
+    """Base class of actor, critic and forward-only models: the weights of one model on this rank, and their optimizer.
 
     Attributes:
         chunks: GPTModel chunks of this rank, by virtual stage.
-        device: Of this rank.
-        optimizer: Megatron's; None before `start_optimizer`.
+        device: Device of this rank.
+        optimizer: Megatron's optimizer; None before `start_optimizer`.
         num_updates: Optimizer steps since `start_optimizer`.
     """
 
     section: ClassVar[str]
-    """Of the config, whose rates and offloads are its; the metrics of a step begin with it."""
+    """Config section with the learning rate and offload settings; also the prefix of the metrics."""
 
     loss_metric: ClassVar[str]
-    """Name of the loss among them."""
+    """Name of the loss among the metrics."""
 
     samples: ClassVar[bool] = False
-    """Whether the engine samples by its weights: with `rollout.true_on_policy` it computes as the engine does."""
+    """True if the engine samples with these weights; with `rollout.true_on_policy` the model then computes like the
+    engine."""
 
     trained: ClassVar[bool] = True
-    """Whether it ever gets gradients."""
+    """False if the model never gets gradients."""
 
     def __init__(self, config: Config, arch: ArchSpec, groups: ProcessGroups, device: torch.device) -> None:
-        """Collective over the job: builds the model; parameters are NaN until someone fills `named_tensors`.
+        """Collective over the job: builds the model; its parameters are NaN until `named_tensors` are filled.
 
         Args:
             config: Sections model, parallel, actor (the model's own) and rollout.
-            arch: The model.
-            groups: From `parallel.initialize`.
-            device: Of the model.
+            arch: Architecture of the model.
+            groups: Process groups, from `parallel_state.initialize`.
+            device: Device of the model.
         """
         self._config, self._arch, self._groups, self.device = config.actor, arch, groups, device
         self._megatron = config.megatron
@@ -92,11 +93,11 @@ class Trainable:
         )
         for chunk in self.chunks:
             chunk.to(device)
-        self._replicas = Replicas(self.chunks, config, te=self._te, trained=self.trained)
-        if self.samples and not config.actor.param_offload:  # what lies in shared memory cannot be emptied
-            self._replicas.share()
-        self._schedule = Schedule(
-            self._replicas.chunks,
+        self._data_parallel = DataParallelChunks(self.chunks, config, te=self._te, trained=self.trained)
+        if self.samples and not config.actor.param_offload:  # shared memory cannot be freed for offloading
+            self._data_parallel.share()
+        self._forward_backward = ForwardBackward(
+            self._data_parallel.chunks,
             groups,
             device,
             max_tokens=config.actor.max_tokens_per_microbatch,
@@ -104,7 +105,7 @@ class Trainable:
             shares=config.actor.use_prefix_grouper and (not self._te or shares(config, arch)),
             num_experts=arch.moe.num_experts if arch.moe else 0,
             layers=stage_layers(arch, groups.grid)[groups.coords.pp],
-            even=groups.grid.ep > 1 and config.actor.moe_token_dispatcher_type == "allgather",
+            equal_lengths=groups.grid.ep > 1 and config.actor.moe_token_dispatcher_type == "allgather",
             replay=config.actor.router_replay != "none",
             compiled=self.chunks[0].compiled,
         )
@@ -117,69 +118,71 @@ class Trainable:
 
     @property
     def groups(self) -> ProcessGroups:
-        """Who sits where."""
+        """Process groups of the layout."""
         return self._groups
 
     @property
     def uses_te(self) -> bool:
-        """Whether its layers are TransformerEngine's."""
+        """True if the layers are TransformerEngine's."""
         return self._te
 
     @property
     def shares(self) -> bool:
-        """Whether tokens that sequences begin with alike are computed once; may be set between batches."""
-        return self._schedule.shares
+        """True if a prompt shared by several sequences is computed once; may be set between batches."""
+        return self._forward_backward.shares
 
     @shares.setter
     def shares(self, once: bool) -> None:
-        self._schedule.shares = once
+        self._forward_backward.shares = once
 
     # memory
 
     def offload(self, *, keep: Collection[Part] = ()) -> None:
-        """Collective over data-parallel after an update: what its `*_offload` names goes to host memory.
+        """Collective over data-parallel after an update: moves the parts that `*_offload` names to host memory.
+
+        Every method moves back what it needs.
 
         Args:
-            keep: What stays. Every method brings back what it needs.
+            keep: Parts that stay on the device.
         """
-        self._replicas.gather()
+        self._data_parallel.gather()
         self._offload.release(self._tensors_of, keep=keep)
 
     def bring(self, *parts: Part) -> None:
-        """Collective over data-parallel after an update: these parts are on the device, weights whole.
+        """Collective over data-parallel after an update: moves these parts to the device, with the weights gathered.
 
-        For those who read or write them from outside.
+        For callers that read or write them directly.
         """
         self._offload.bring(*parts)
         if "weights" in parts:
-            self._replicas.gather()
+            self._data_parallel.gather()
 
     def _tensors_of(self, part: Part) -> Iterator[Tensor]:
         if part == "weights":
             for chunk in self.chunks:
                 yield from chunk.parameters()
         elif part == "gradients":
-            yield from self._replicas.gradients()
+            yield from self._data_parallel.gradients()
         elif self.optimizer is not None:
             yield from optimizer_tensors(self.optimizer)
 
     # weights
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Collective over data-parallel after an update: every parameter of this rank by its name in `layout`.
+        """Collective over data-parallel after an update: returns every parameter of this rank, named as in `layout`.
 
-        They are live: writing changes the model.
+        The tensors are live: writing to them changes the model.
         """
         self.bring("weights")
         return named_tensors(self.chunks)
 
     def layout(self) -> Layout:
-        """What this rank stores, in Hugging Face coordinates."""
+        """Returns the description of this rank's tensors, in Hugging Face coordinates."""
         dtype = str(self._dtype).removeprefix("torch.")
         return megatron_layout(self._arch, self._groups.grid, self._groups.rank, dtype=dtype, te=self._te)
 
     def weights_changed(self) -> None:
-        """Must be called after parameters were written from outside: the optimizer's master weights follow."""
+        """Reloads the optimizer's master weights; must be called after parameters were written from outside."""
         if self.optimizer is not None:
             self.bring("weights", "optimizer")
             reload_masters(self.optimizer)
@@ -187,59 +190,61 @@ class Trainable:
     # scoring and training
 
     def start_optimizer(self, learning_rate: LearningRate) -> None:
-        """Collective over the job: a fresh optimizer for the weights as they are, and its schedule."""
+        """Collective over the job: creates a new optimizer for the current weights, with a learning-rate schedule."""
         self.bring(*PARTS)
         bf16 = self._dtype == torch.bfloat16
         check_te("optimizer", self._megatron.optimizer, te=self._te)
         self.optimizer = build_optimizer(
-            self._replicas.chunks, self._config, bf16=bf16, dtype=self._dtype, given=self._megatron.optimizer
+            self._data_parallel.chunks, self._config, bf16=bf16, dtype=self._dtype, given=self._megatron.optimizer
         )
         self._learning_rate = learning_rate
         self.num_updates = 0
 
     def follow(self, learning_rate: LearningRate) -> None:
-        """Another schedule for the optimizer as it is."""
+        """Replaces the learning-rate schedule; the optimizer's state is kept."""
         self._learning_rate = learning_rate
 
-    def _scored(
-        self, batch: RolloutBatch, distribution: Distribution, count: int, choices: Choices | None = None
+    def _score(
+        self, batch: RolloutBatch, distribution: Distribution, count: int, choices: RoutingRecorder | None = None
     ) -> Tensor:
-        """Collective over the job: `count` scores of every response token, no gradient.
+        """Collective over the job: returns `count` scores of every response token, without gradient.
 
         Args:
-            batch: This data-parallel index's sequences, the same on its tp and pp ranks; maybe none.
-            distribution: What is scored.
-            count: Scores of a token that the last stage gives.
-            choices: Keeps the experts that the tokens go to, for `routed_experts_P` of the batch.
+            batch: Sequences of this data-parallel index, the same on its tp and pp ranks; may be empty.
+            distribution: Distribution under which tokens are scored.
+            count: Number of scores per token that the last stage computes.
+            choices: Recorder of the experts that tokens are routed to, which sets the batch's `routed_experts_P`.
 
         Returns:
-            Scores [count, R], fp32 on the CPU, in the batch's order, the same on all those ranks.
+            Scores [count, R], fp32 on the CPU, in the batch's order, the same on all ranks of the index.
         """
         self.bring("weights")
-        microbatches = self._schedule.microbatches(batch, distribution)
+        microbatches = self._forward_backward.microbatches(batch, distribution)
         with torch.no_grad():
-            reports = self._schedule.run(microbatches, _no_loss, backward=False, choices=choices)
+            reports = self._forward_backward.run(microbatches, _no_loss, backward=False, choices=choices)
         if choices is not None:
-            batch.routed_experts_P = choices.in_order(batch, [(micro.rows, micro.row_I) for micro in microbatches])
+            batch.routed_experts_P = choices.in_batch_order(
+                batch, [(micro.rows, micro.row_I) for micro in microbatches]
+            )
         scored = torch.zeros(count, batch.response_mask_R.numel())
         if self._is_last_stage:
             scored = in_batch_order(batch, microbatches, reports, count)
-        self._from_last_stage(scored)
+        self._broadcast_from_last_stage(scored)
         return scored
 
     def states(self, batch: RolloutBatch) -> Tensor:
-        """Collective over the job: the final hidden state where each response token is predicted, no gradient.
+        """Collective over the job: returns the final hidden state that predicts each response token, without gradient.
 
         Args:
-            batch: This data-parallel index's sequences, the same on its tp and pp ranks; maybe none.
+            batch: Sequences of this data-parallel index, the same on its tp and pp ranks; may be empty.
 
         Returns:
-            [R, H] in the model's type on the CPU, in the batch's order; [R, 0] but on the last pipeline stage.
+            [R, H] in the model's dtype on the CPU, in the batch's order; [R, 0] except on the last pipeline stage.
         """
         self.bring("weights")
-        microbatches = self._schedule.microbatches(batch, None)
+        microbatches = self._forward_backward.microbatches(batch, None)
         with torch.no_grad():
-            reports = self._schedule.run(microbatches, _no_loss, backward=False)
+            reports = self._forward_backward.run(microbatches, _no_loss, backward=False)
         if not self._is_last_stage:
             return torch.zeros(batch.response_mask_R.numel(), 0, dtype=self._dtype)
         return in_batch_order(batch, microbatches, reports, self._arch.hidden_size).T.contiguous()
@@ -249,73 +254,79 @@ class Trainable:
         minibatch: RolloutBatch,
         distribution: Distribution,
         loss: Loss,
-        beside: Beside | None = None,
+        extra_metrics: ExtraMetrics | None = None,
         *,
-        whole_groups: bool = False,
+        keep_groups_together: bool = False,
     ) -> dict[str, float]:
-        """Collective over the job: one optimizer step.
+        """Collective over the job: takes one optimizer step.
 
         Args:
-            minibatch: This data-parallel index's part, the weights of its tokens set; maybe none.
-            distribution: What is scored.
-            loss: Is minimised.
-            beside: Called on the last pipeline stage, for metrics that need the scores of the whole minibatch.
-            whole_groups: The loss wants all sequences of a group in one microbatch.
+            minibatch: Part of this data-parallel index, with token weights set; may be empty.
+            distribution: Distribution under which tokens are scored.
+            loss: Loss to minimise.
+            extra_metrics: Function called on the last pipeline stage for metrics of all the minibatch's scores.
+            keep_groups_together: True if all sequences of a group must be in one microbatch.
 
         Returns:
-            The loss's metrics over the global minibatch, grad_norm (before clipping), lr, and of a mixture of experts
+            The loss's metrics over the global minibatch, grad_norm (before clipping), lr, and for MoE models
             `LoadBalance.metrics`, the same on all ranks.
 
         Raises:
             UserError: The gradient is not finite.
         """
         if self.optimizer is None or self._learning_rate is None:
-            raise RuntimeError("start_optimizer comes before update")
-        self._offload.bring(*PARTS)  # weights that an update left in parts are gathered as the forward comes to them
+            raise RuntimeError("update was called before start_optimizer")
+        self._offload.bring(*PARTS)  # with overlap_param_gather, the forward gathers the weights layer by layer
         rate = self._learning_rate.at(self.num_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
             group["weight_decay"] = self._config.weight_decay * group.get("wd_mult", 1.0)
-        self._replicas.zero_gradients()
-        microbatches = self._schedule.microbatches(minibatch, distribution, whole_groups=whole_groups)
+        self._data_parallel.zero_gradients()
+        microbatches = self._forward_backward.microbatches(
+            minibatch, distribution, keep_groups_together=keep_groups_together
+        )
         if self._balance is not None:
             self._balance.start([micro.packed.routing for micro in microbatches], self._groups.dp_cp)
-        reports = self._schedule.run(microbatches, loss, backward=True)
-        metrics = self._reduced(microbatches, reports, beside)
-        self._refuse(metrics)
+        reports = self._forward_backward.run(microbatches, loss, backward=True)
+        metrics = self._reduce_metrics(microbatches, reports, extra_metrics)
+        self._check_metrics(metrics)
         if self._balance is not None:
             balance = self._balance.metrics().items()
             metrics |= {name.replace("actor/", f"{self.section}/"): value for name, value in balance}
         _, grad_norm, _ = self.optimizer.step()
-        self.optimizer.zero_grad()  # fp32 copies of gradients, where the buffer is of another type
-        self._replicas.updated()
+        self.optimizer.zero_grad()  # frees fp32 copies of gradients, if the buffer has another dtype
+        self._data_parallel.mark_updated()
         self.num_updates += 1
         if not torch.isfinite(torch.tensor(float(grad_norm))):
             error = UserError(
                 f"the {self.section}'s gradient norm is {grad_norm} at optimizer step {self.num_updates}, with loss "
                 f"{metrics.get(self.loss_metric)}. The last checkpoint is not affected; lower {self.section}.lr or "
-                "look at the rewards."
+                "check the rewards."
             )
             error.everywhere = True
             raise error
         return metrics | {f"{self.section}/grad_norm": float(grad_norm), f"{self.section}/lr": rate}
 
-    def _refuse(self, metrics: dict[str, float]) -> None:
-        """Raises on all ranks where the metrics of a step, before its update, say that it must not be made."""
+    def _check_metrics(self, metrics: dict[str, float]) -> None:
+        """Raises, on all ranks, if the metrics of a step forbid its update; called before the update."""
 
-    def _reduced(self, microbatches: list[Microbatch], reports: Reports, beside: Beside | None) -> dict[str, float]:
-        """Collective over the model's replicas: reports summed over microbatches and data-parallel ranks."""
+    def _reduce_metrics(
+        self, microbatches: list[Microbatch], reports: Reports, extra_metrics: ExtraMetrics | None
+    ) -> dict[str, float]:
+        """Collective over the model's replicas: sums the reports over microbatches and data-parallel ranks."""
         found: dict[str, float] | None = None
         if self._is_last_stage:
             names = [name for name in reports[0] if name != "scores"]
-            found = self._over_dp({name: torch.stack([report[name].double() for report in reports]) for name in names})
-            if beside is not None:
-                found |= beside(microbatches, reports)
-        told: dict[str, float] = from_rank(self._last_stage_rank, found, self._groups.pp)
-        return told
+            found = self._reduce_over_dp(
+                {name: torch.stack([report[name].double() for report in reports]) for name in names}
+            )
+            if extra_metrics is not None:
+                found |= extra_metrics(microbatches, reports)
+        metrics: dict[str, float] = from_rank(self._last_stage_rank, found, self._groups.pp)
+        return metrics
 
-    def _over_dp(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        """Collective over data-parallel: of each name the sum, or the extreme where it ends in max or min."""
+    def _reduce_over_dp(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        """Collective over data-parallel: sums each name's values; names that end in max or min are reduced by that."""
         found: dict[str, float] = {}
         for ending, pick, operation in (
             ("max", torch.Tensor.max, dist.ReduceOp.MAX),
@@ -337,14 +348,14 @@ class Trainable:
     def _is_last_stage(self) -> bool:
         return self._groups.rank == self._last_stage_rank
 
-    def _from_last_stage(self, tensor: Tensor) -> None:
-        """Collective over the pipeline: every stage gets the last one's values, in place."""
+    def _broadcast_from_last_stage(self, tensor: Tensor) -> None:
+        """Collective over the pipeline: copies the last stage's values to every stage, in place."""
         if self._groups.grid.pp > 1:
             dist.broadcast(tensor, src=self._last_stage_rank, group=self._groups.pp)
 
 
 def in_batch_order(batch: RolloutBatch, microbatches: list[Microbatch], reports: Reports, count: int) -> Tensor:
-    """The first scores [count, R] of a batch from those of its microbatches, on the CPU."""
+    """Returns the first `count` scores [count, R] of a batch, assembled from those of its microbatches, on the CPU."""
     scored = torch.zeros(count, batch.response_mask_R.numel(), dtype=reports[0]["scores"].dtype)
     for micro, report in zip(microbatches, reports, strict=True):
         if micro.rows:

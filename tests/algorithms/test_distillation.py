@@ -24,7 +24,7 @@ def losses(config, *compared, task=TASK):
     batch.teacher_logprobs_R = batch.rollout_logprobs_R + noise[0]
     logprobs = (batch.rollout_logprobs_R + 0.1 * noise[1]).requires_grad_()
     batch.proximal_logprobs_R = (batch.rollout_logprobs_R + 0.2 * noise[0]) if task.needs_proximal else None
-    total, metrics = Distillation(config).beside(task)(logprobs, noise[0].exp(), *compared, batch)
+    total, metrics = Distillation(config).training_loss(task)(logprobs, noise[0].exp(), *compared, batch)
     total.backward()
     alone = logprobs.detach().clone().requires_grad_()
     value, _ = task.loss(alone, noise[0].exp(), batch)
@@ -96,7 +96,7 @@ def test_a_decoupled_correction_rejects_and_weighs_as_in_verl(mode, correction):
         compared[0].grad = None
     _, _, whole_R, _, _ = losses(config, *compared, task=plain)
     whole_R = compared[0].grad if compared else whole_R
-    corrected = task.correction.of(batch, batch.proximal_logprobs_R)
+    corrected = task.correction.for_microbatch(batch, batch.proximal_logprobs_R)
     factor_R = torch.ones_like(found_R)
     if corrected.kept_R is not None:
         assert 0 < corrected.kept_R[batch.response_mask_R].double().mean() < 1

@@ -307,7 +307,7 @@ def test_every_clip_and_cap_binds_somewhere_in_these_batches() -> None:
     algorithm.weigh(batch, alone)
     logprobs_R = -(0.5 + 3.5 * torch.rand(batch.response_mask_R.numel(), generator=torch.Generator().manual_seed(5)))
     _, found = algorithm.loss(logprobs_R, torch.zeros_like(logprobs_R), batch)
-    metrics = algorithm.told({name: value.item() for name, value in found.items()})
+    metrics = algorithm.finalize_metrics({name: value.item() for name, value in found.items()})
     for key in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "rollout_corr/rollout_is_ratio_fraction_high"):
         assert 0 < metrics[key] < 1, key
     assert metrics["actor/ratio_min"] < 1 < metrics["actor/ratio_max"]

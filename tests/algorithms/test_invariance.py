@@ -108,7 +108,7 @@ def _run(config: AlgorithmConfig, parts: list[RolloutBatch], outcome_N: Tensor, 
 
     on_ranks(parts, work)
     pick = {"max": max, "min": min}
-    reduced = algorithm.told({key: pick.get(key[-3:], sum)(values) for key, values in metrics.items()})
+    reduced = algorithm.finalize_metrics({key: pick.get(key[-3:], sum)(values) for key, values in metrics.items()})
     return sum(losses), reduced, grads
 
 

@@ -81,7 +81,7 @@ def _run(section: RolloutCorrectionConfig, **algorithm: object) -> tuple[float, 
     logprobs_R = new_R.clone().requires_grad_()
     loss, metrics = made.loss(logprobs_R, torch.zeros_like(new_R), batch)
     (grad_R,) = torch.autograd.grad(loss, logprobs_R)
-    return loss.item(), made.told({name: value.item() for name, value in metrics.items()}), grad_R
+    return loss.item(), made.finalize_metrics({name: value.item() for name, value in metrics.items()}), grad_R
 
 
 def _flat(rows: list[list[float]]) -> Tensor:
@@ -99,7 +99,7 @@ def test_decoupled_weights_and_masks_equal_verls(name: str) -> None:
     batch, _ = _golden()
     correction = Correction(_section(want["config"], bypass_mode=False))
     correction.measure(batch, alone)
-    got = correction.of(batch, torch.zeros(sum(LENS)))
+    got = correction.for_microbatch(batch, torch.zeros(sum(LENS)))
     if want["weights"] is None:
         assert got.weights_R is None
     else:
@@ -168,7 +168,7 @@ KEPT = {
 def test_each_golden_rejection_keeps_what_verl_keeps(test: str, bounds: str) -> None:
     batch, _ = _golden()
     correction = Correction(_section({"rollout_rs": test, "rollout_rs_threshold": bounds}, bypass_mode=False))
-    kept_R = correction.of(batch, torch.zeros(sum(LENS))).kept_R
+    kept_R = correction.for_microbatch(batch, torch.zeros(sum(LENS))).kept_R
     assert kept_R is not None
     assert kept_R.tolist() == _flat(KEPT[test, bounds]).bool().tolist()
 
@@ -236,8 +236,8 @@ RS = {"rollout_rs": "token_k1"}
     ("fields", "message"),
     [
         ({"preset": "decoupled_geo"}, "preset='decoupled_geo' is unknown. Did you mean 'decoupled_geo_rs'"),
-        ({"preset": "bypass_pg_is", "bypass_mode": False}, "bypass_mode=False came beside .*which sets it to True"),
-        ({"preset": "decoupled_geo_rs", "rollout_is": "token"}, "rollout_is=token came beside .*leaves it null"),
+        ({"preset": "bypass_pg_is", "bypass_mode": False}, "bypass_mode=False contradicts .*which sets it to True"),
+        ({"preset": "decoupled_geo_rs", "rollout_is": "token"}, "rollout_is=token contradicts .*leaves it null"),
         ({"preset": "decoupled_k3_rs", "rollout_is_threshold": "2"}, "rollout_is_threshold=2 would have no effect"),
         ({"rollout_is": "token"}, "rollout_is=token would have no effect because .*loss's ratio is the weight"),
         ({"rollout_is_threshold": "3"}, "rollout_is_threshold=3 would have no effect because .*rollout_is is null"),
@@ -245,17 +245,20 @@ RS = {"rollout_rs": "token_k1"}
         ({"rollout_rs_threshold": "3"}, "rollout_rs_threshold=3 would have no effect because .*rollout_rs is null"),
         ({"rollout_rs_denominator": "kept"}, "would have no effect because .*rollout_rs is null"),
         ({"bypass_mode": False, "loss_type": "reinforce"}, "loss_type=reinforce would have no effect"),
-        ({**IS, "rollout_is_threshold": "0"}, "rollout_is_threshold='0' came, expected one number above 0"),
-        ({**IS, "rollout_is_threshold": "True"}, "rollout_is_threshold='True' came"),
-        ({**IS, "rollout_is_threshold": "5_0.5"}, "rollout_is_threshold='5_0.5' came"),
-        ({**IS, "rollout_is_threshold": "-1_2"}, "rollout_is_threshold='-1_2' came"),
-        ({**IS, "rollout_is_threshold": "nan"}, "rollout_is_threshold='nan' came"),
+        ({**IS, "rollout_is_threshold": "0"}, "rollout_is_threshold='0' is invalid, expected one number above 0"),
+        ({**IS, "rollout_is_threshold": "True"}, "rollout_is_threshold='True' is invalid"),
+        ({**IS, "rollout_is_threshold": "5_0.5"}, "rollout_is_threshold='5_0.5' is invalid"),
+        ({**IS, "rollout_is_threshold": "-1_2"}, "rollout_is_threshold='-1_2' is invalid"),
+        ({**IS, "rollout_is_threshold": "nan"}, "rollout_is_threshold='nan' is invalid"),
         (RS, "rollout_rs=token_k1 needs algorithm.rollout_correction.rollout_rs_threshold"),
         ({"rollout_rs": " , ", "rollout_rs_threshold": "1"}, "names no test"),
-        ({"rollout_rs": "token_k4", "rollout_rs_threshold": "1"}, "has 'token_k4', expected .*Did you mean 'token_k"),
-        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": "1"}, "has 'seq_max_k1', expected"),
+        (
+            {"rollout_rs": "token_k4", "rollout_rs_threshold": "1"},
+            "has unknown test 'token_k4', expected .*Did you mean 'token_k",
+        ),
+        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": "1"}, "has unknown test 'seq_max_k1', expected"),
         ({**RS, "rollout_rs_threshold": "1,2"}, "has 2 bounds for 1 tests"),
-        ({**RS, "rollout_rs_threshold": "0.5"}, "means 2 to 0.5; give one number of at least 1"),
+        ({**RS, "rollout_rs_threshold": "0.5"}, "means the empty range 2 to 0.5"),
         ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0.1_0.2"}, "for token_k3 has two bounds"),
         ({"off_policy_mask_threshold": -0.1}, "off_policy_mask_threshold=-0.1 is out of range"),
     ],
@@ -270,7 +273,7 @@ def test_a_loss_without_a_ratio_has_nothing_to_clip() -> None:
     with pytest.raises(UserError, match=r"clip_low=0.1 would have no effect because algorithm.policy_loss is 'gpg'"):
         resolve(AlgorithmConfig(clip_low=0.1, rollout_correction=section))
     assert resolve(AlgorithmConfig(rollout_correction=section)).clip_low is None
-    with pytest.raises(UserError, match="policy_loss=gspo came beside .*loss_type=reinforce, whose loss is gpg"):
+    with pytest.raises(UserError, match="policy_loss=gspo conflicts with .*loss_type=reinforce, which sets the loss"):
         resolve(AlgorithmConfig(policy_loss="gspo", rollout_correction=section))
     assert isinstance(build(AlgorithmConfig(name="dapo", rollout_correction=section), ROLLOUT), Dapo)
     with pytest.raises(UserError, match="rollout_correction would have no effect because algorithm.name is 'sft'"):

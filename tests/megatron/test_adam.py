@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.megatron.adam import _make_state, _set_steps, remainders, whole
+from mrl.megatron.adam import _make_state, _set_steps, master_weights, remainders
 
 TIE = 0x8000  # of the lower half: half way between two weights
 finite = st.floats(width=32, allow_nan=False, max_value=2.0**126, min_value=-(2.0**126))
@@ -15,7 +15,7 @@ finite = st.floats(width=32, allow_nan=False, max_value=2.0**126, min_value=-(2.
 def test_a_weight_and_what_it_lacks_are_its_master(values):
     masters = torch.tensor(values)
     weights = masters.to(torch.bfloat16)
-    found = whole(weights, remainders(weights, masters))
+    found = master_weights(weights, remainders(weights, masters))
     ties = (masters.view(torch.int32) & 0xFFFF) == TIE
     assert torch.equal(found[~ties].view(torch.int32), masters[~ties].view(torch.int32))
     assert bool(((found.view(torch.int32) - masters.view(torch.int32))[ties].abs() <= 1).all())
@@ -27,7 +27,7 @@ def test_a_weight_and_what_it_lacks_are_its_master(values):
 )
 def test_a_master_that_is_far_from_its_weight_becomes_what_is_nearest_to_it(weight, master, nearest):
     weights = torch.tensor([weight]).to(torch.bfloat16)
-    found = whole(weights, remainders(weights, torch.tensor([master])))
+    found = master_weights(weights, remainders(weights, torch.tensor([master])))
     assert float(found) == pytest.approx(nearest, rel=2.0**-8)
     assert abs(float(found) - float(weights)) <= 2.0**-8 * abs(float(weights))
 

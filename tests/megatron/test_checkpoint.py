@@ -216,7 +216,7 @@ def test_a_tensor_turned_into_a_pickled_entry_is_refused(copy):
     metadata = pickle.loads((copy / ".metadata").read_bytes())
     metadata.state_dict_metadata["decoder.final_layernorm.weight"] = BytesStorageMetadata()
     (copy / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert "(BytesStorageMetadata), which is not data" in run_ranks(1, refusal, copy)[0]
+    assert "(BytesStorageMetadata), expected a tensor" in run_ranks(1, refusal, copy)[0]
 
 
 @pytest.mark.parametrize("harm", ["missing", "garbage", "truncated"])

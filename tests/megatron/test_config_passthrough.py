@@ -6,7 +6,7 @@ import torch
 from mrl.config.megatron_fields.installed import CLASSES, fields_of
 from mrl.config.megatron_fields.table import FREE, OWN
 from mrl.errors import UserError
-from mrl.megatron.config_passthrough import given_to, objects
+from mrl.megatron.config_passthrough import explain_errors, megatron_values
 from mrl.megatron.model import TransformerConfig
 from mrl.parallel_layout import Grid
 from tests.megatron.actors import ARCHS, CONSTANT, MIXTURES, make_policy
@@ -42,7 +42,7 @@ def test_experts_are_recomputed_as_they_were():
 
 def _told(megatron):
     policy = make_policy(ARCHS["qwen2"], Grid(1), megatron=megatron)
-    told = policy.chunks[0].config, policy._replicas.chunks[0].ddp_config
+    told = policy.chunks[0].config, policy._data_parallel.chunks[0].ddp_config
     policy.start_optimizer(CONSTANT)
     return told[0].bias_dropout_fusion, told[1].grad_reduce_in_fp32, policy.optimizer.config.decoupled_weight_decay
 
@@ -61,7 +61,7 @@ def _without():
     """mrl's own values, as Megatron has them where nothing is passed on."""
     policy = make_policy(ARCHS["qwen2"], Grid(1))
     policy.start_optimizer(CONSTANT)
-    wrapped = policy._replicas.chunks[0]
+    wrapped = policy._data_parallel.chunks[0]
     told = {"transformer": wrapped.config, "ddp": wrapped.ddp_config, "optimizer": policy.optimizer.config}
     return {(section, name): getattr(told[section], name) for section, name in OWN}
 
@@ -86,10 +86,13 @@ def _refused(megatron):
         ),
         (
             {"transformer": {"recompute_granularity": "full"}},
-            ("recompute_method must be", "Given were megatron.transformer.recompute_granularity: add what"),
+            ("recompute_method must be", "The config sets megatron.transformer.recompute_granularity: change or"),
         ),
-        ({"transformer": {"apply_rope_fusion": True}}, ("nothing else has megatron.transformer.apply_rope_fusion",)),
-        ({"ddp": {"nccl_ub": True}}, ("nothing else has megatron.ddp.nccl_ub",)),
+        (
+            {"transformer": {"apply_rope_fusion": True}},
+            ("megatron.transformer.apply_rope_fusion needs TransformerEngine",),
+        ),
+        ({"ddp": {"nccl_ub": True}}, ("megatron.ddp.nccl_ub needs TransformerEngine",)),
     ],
 )
 def test_a_refusal_of_megatrons_own_names_the_keys(megatron, said):
@@ -98,14 +101,16 @@ def test_a_refusal_of_megatrons_own_names_the_keys(megatron, said):
 
 
 def test_what_megatron_did_not_raise_is_left_alone():
-    with pytest.raises(ValueError, match="mine"), given_to("transformer", ["fp8"]):
+    with pytest.raises(ValueError, match="mine"), explain_errors("transformer", ["fp8"]):
         raise ValueError("mine")
-    with pytest.raises(ValueError, match="recompute_method"), given_to("transformer", []):
+    with pytest.raises(ValueError, match="recompute_method"), explain_errors("transformer", []):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, recompute_granularity="full")
 
 
 def test_names_become_megatrons_objects():
-    made = objects("transformer", {"attention_backend": "flash", "autocast_dtype": "bf16", "window_size": [4, 0]})
+    made = megatron_values(
+        "transformer", {"attention_backend": "flash", "autocast_dtype": "bf16", "window_size": [4, 0]}
+    )
     assert made["attention_backend"].name == "flash" and made["autocast_dtype"] is torch.bfloat16
     assert made["window_size"] == (4, 0)
-    assert objects("optimizer", {"exp_avg_dtype": "fp8"}) == {"exp_avg_dtype": torch.uint8}
+    assert megatron_values("optimizer", {"exp_avg_dtype": "fp8"}) == {"exp_avg_dtype": torch.uint8}

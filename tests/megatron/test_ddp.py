@@ -36,7 +36,7 @@ def _two_updates(grid, asks):
     """Weights after them; `asks`: by Megatron's collectives, also over one rank."""
     with pytest.MonkeyPatch.context() as patch:
         if asks:
-            patch.setattr(ddp, "_is_alone", lambda settings: False)
+            patch.setattr(ddp, "_is_single_rank", lambda settings: False)
         policy = make_policy(UNTIED, grid)
         policy.start_optimizer(CONSTANT)
         metrics = [policy.update(own_part(make_batch(seed=seed), policy), algorithm()) for seed in (1, 2)]

@@ -91,7 +91,7 @@ def test_microbatches_change_nothing(budget, single):
 
 def microbatches(grid, budget):
     policy = make_policy(ARCH, grid, actor={"max_tokens_per_microbatch": budget})
-    made = policy._schedule.microbatches(pairs(), Distribution(1.0, 16), whole_groups=True)
+    made = policy._forward_backward.microbatches(pairs(), Distribution(1.0, 16), keep_groups_together=True)
     return [(micro.rows, micro.tokens.numel()) for micro in made]
 
 

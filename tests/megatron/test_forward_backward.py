@@ -18,7 +18,7 @@ def cut(grid, shares):
     part = batch.select(shares[policy._groups.coords.dp])
     return [
         (micro.rows, micro.tokens[0], micro.positions[0], micro.targets.rows_R, micro.targets.tokens_R)
-        for micro in policy._schedule.microbatches(part, policy._whole)
+        for micro in policy._forward_backward.microbatches(part, policy._full_distribution)
     ]
 
 
@@ -82,9 +82,9 @@ def test_sequence_parallel_ranks_can_share_the_packed_length():
 
 def reported(grid):
     policy = make_policy(ARCHS["qwen2"], grid)
-    micros = policy._schedule.microbatches(make_batch(10), policy._whole)
+    micros = policy._forward_backward.microbatches(make_batch(10), policy._full_distribution)
     with torch.no_grad():
-        reports = policy._schedule.run(
+        reports = policy._forward_backward.run(
             micros, lambda logprobs, entropy, micro: (logprobs.sum(), {"rows": micro.rewards_B}), backward=False
         )
     return [report["rows"].numel() for report in reports], [len(micro.rows) for micro in micros]

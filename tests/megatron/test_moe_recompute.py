@@ -81,7 +81,7 @@ def score_and_update(folders, grid, chosen, actor):
     assert torch.equal(batch.routed_experts_P.long(), wanted)
     policy.start_optimizer(CONSTANT)
     load(policy, folders[1])
-    policy._schedule._max_tokens = SMALLER
+    policy._forward_backward._max_tokens = SMALLER
     return scored, policy.update(batch, supervised())
 
 
@@ -181,7 +181,7 @@ def gradients(folders, replay):
         RouterReplay.set_replay_data(chosen)
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     else:
-        (micro,) = policy._schedule.microbatches(batch, policy._sampled)
+        (micro,) = policy._forward_backward.microbatches(batch, policy._sampling_distribution)
         chosen = list(micro.packed.routing.experts_DLK.long().unbind(1))
     policy.start_optimizer(CONSTANT)
     load(policy, folders[1])

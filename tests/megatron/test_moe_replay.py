@@ -10,7 +10,7 @@ from mrl.algorithms.base import build
 from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.config.config import AlgorithmConfig, RolloutConfig
 from mrl.data.shared_prefix import shared_prefixes
-from mrl.megatron.router import routing_of
+from mrl.megatron.router import packed_routing
 from mrl.models.hf_config import arch_from_folder
 from mrl.parallel_layout import Grid
 from mrl.resharding.megatron import stage_layers
@@ -122,7 +122,7 @@ def test_a_shared_token_is_routed_as_the_sequence_that_knows_it():
     tokens = torch.tensor([5, 6, 5, 6, 7])
     prefixes = shared_prefixes(tokens, [2, 3])
     chosen = torch.tensor([[[0, 1]], [[-1, -1]], [[0, 1]], [[2, 3]], [[-1, -1]]])
-    routing = routing_of(prefixes.distinct_P, 5, chosen, [0], num_experts=4)
+    routing = packed_routing(prefixes.distinct_P, 5, chosen, [0], num_experts=4)
     by_token = routing.experts_DLK[prefixes.distinct_P][:, 0].tolist()
     assert by_token == [[0, 1], [2, 3], [0, 1], [2, 3], [-1, -1]]
     assert routing.copies_D.tolist() == [2, 2, 1, 0, 0]
@@ -131,21 +131,21 @@ def test_a_shared_token_is_routed_as_the_sequence_that_knows_it():
 
 @pytest.mark.parametrize(
     ("chosen", "said"),
-    [([[[0, 4]]], "the model has experts 0 to 3"), ([[[-2, 0]]], "lie in"), ([[[1, 1]]], "an expert twice")],
+    [([[[0, 4]]], "expected 0 to 3"), ([[[-2, 0]]], "are in"), ([[[1, 1]]], "an expert twice")],
 )
 def test_choices_that_are_no_experts_are_refused(chosen, said):
     with pytest.raises(RuntimeError, match=said):
-        routing_of(torch.tensor([0]), 1, torch.tensor(chosen), [0], num_experts=4)
+        packed_routing(torch.tensor([0]), 1, torch.tensor(chosen), [0], num_experts=4)
 
 
 def test_choices_of_other_layers_are_refused():
-    with pytest.raises(RuntimeError, match="of 2 layers; this pipeline stage has 1"):
-        routing_of(torch.tensor([0]), 1, torch.tensor([[[0], [1]]]), [3], num_experts=4)
+    with pytest.raises(RuntimeError, match="have 2 layers, but this pipeline stage has 1"):
+        packed_routing(torch.tensor([0]), 1, torch.tensor([[[0], [1]]]), [3], num_experts=4)
 
 
 def test_no_sequences_have_a_routing():
     nothing = torch.empty(0, dtype=torch.int64)
-    routing = routing_of(nothing, 2, torch.empty(0, 4, 2), range(4), num_experts=4)
+    routing = packed_routing(nothing, 2, torch.empty(0, 4, 2), range(4), num_experts=4)
     assert routing.copies_D.tolist() == [0, 0]
     assert routing.experts_DLK.shape == (2, 4, 2)
 

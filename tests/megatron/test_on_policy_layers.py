@@ -112,7 +112,7 @@ def in_any_company(grid, dtype, seeds):
     @settings(max_examples=15, deadline=None, derandomize=True, database=None)
     @given(rows=st.permutations(range(12)), num=st.integers(1, 12), most=st.integers(40, 400))
     def company(rows, num, most):
-        policy._schedule._max_tokens = most
+        policy._forward_backward._max_tokens = most
         part = batch.select(rows[:num])
         scored = policy.score(part)[0].split(part.response_lens_B.tolist())
         assert all(torch.equal(scored[i], whole[row]) for i, row in enumerate(rows[:num]))
@@ -187,5 +187,5 @@ def test_a_token_whose_last_bit_differs_ends_the_step_on_all_ranks_before_its_up
         assert {name: metrics[f"training/rollout_{name}"] for name in names} == dict.fromkeys(names, 0.0)
         assert metrics["rollout_corr/kl"] == metrics["rollout_corr/k3_kl"] == 0.0
     for said, everywhere in run_ranks(grid.world_size, first_update, grid, True):
-        assert "the actor's log-probabilities of 1 tokens of this minibatch are not the engine's" in said
+        assert "the actor's log-probabilities of 1 tokens of this minibatch differ from the engine's" in said
         assert everywhere

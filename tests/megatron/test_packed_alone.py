@@ -85,9 +85,9 @@ def loss(logprobs_R, entropy_R, microbatch):
 
 
 def gradients(policy, microbatches):
-    for wrapped in policy._replicas.chunks:
+    for wrapped in policy._data_parallel.chunks:
         wrapped.zero_grad_buffer()
-    policy._schedule.run(microbatches, loss, backward=True)
+    policy._forward_backward.run(microbatches, loss, backward=True)
     return full_gradients(policy)
 
 
@@ -102,9 +102,13 @@ def measured(grid, arch, examples):
             parts = one_by_one(batch)
             scored = torch.cat([scores(policy, each) for each in parts], 1)
         else:
-            policy._schedule._max_tokens = budget
+            policy._forward_backward._max_tokens = budget
             scored, parts = scores(policy, batch), [own_part(batch, policy)]
-        microbatches = [micro for part in parts for micro in policy._schedule.microbatches(part, policy._sampled)]
+        microbatches = [
+            micro
+            for part in parts
+            for micro in policy._forward_backward.microbatches(part, policy._sampling_distribution)
+        ]
         found.append((scored, gradients(policy, microbatches)))
     return found
 

@@ -27,7 +27,10 @@ def _trained(arch, grid, options):
     try:
         policy = make_policy(arch, grid, **options)
         before = scores(policy, make_batch(seed=9)) if grid.dp == 1 else None
-        lengths = {micro.tokens.size(1) for micro in policy._schedule.microbatches(make_batch(), policy._sampled)}
+        lengths = {
+            micro.tokens.size(1)
+            for micro in policy._forward_backward.microbatches(make_batch(), policy._sampling_distribution)
+        }
         return (train(policy, 2), full_weights(policy)), before, len(asked), len(lengths)
     finally:
         P2PCommunicator._communicate_shapes = original

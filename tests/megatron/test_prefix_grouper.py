@@ -99,7 +99,7 @@ def batch_of(example, grid):
 
 def computed(model, batch):
     """Rows of this rank."""
-    return sum(micro.tokens.numel() for micro in model._schedule.microbatches(batch, None))
+    return sum(micro.tokens.numel() for micro in model._forward_backward.microbatches(batch, None))
 
 
 def updates(grid, arch, actor, examples):

@@ -3,7 +3,7 @@
 import pytest
 
 from mrl.config.config import load
-from mrl.megatron.forward_backward import Schedule
+from mrl.megatron.forward_backward import ForwardBackward
 from mrl.train import one_step
 from mrl.trainer.resolve import prepare
 from mrl.trainer.startup import open_job
@@ -46,13 +46,13 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_no_pass_is_made_twice(case, tmp_path, monkeypatch):
     overrides, expected = CASES[case]
-    run, ran = Schedule.run, []
+    run, ran = ForwardBackward.run, []
 
     def counted(self, *args, backward, **more):
         ran.append(backward)
         return run(self, *args, backward=backward, **more)
 
-    monkeypatch.setattr(Schedule, "run", counted)
+    monkeypatch.setattr(ForwardBackward, "run", counted)
     (tmp_path / "config.yaml").write_text(CONFIG)
     config = load(tmp_path / "config.yaml", [f"run.output_dir={tmp_path}/run", "train.num_steps=2", *overrides])
     passes = []

@@ -1,4 +1,4 @@
 """Formulas: log-probabilities, advantages, KL estimates, losses, importance ratios, sampling, the learning rate.
 
-They know no process and no config: torch only.
+They depend on torch only, not on the config or on process groups.
 """

@@ -1,7 +1,6 @@
-"""From rewards to advantages.
+"""Advantages from rewards: group baselines, batch normalisation, reward-to-go, overlong penalty, informative groups.
 
-Owns group baselines, batch normalisation, reward-to-go, the overlong penalty and the choice of informative groups. It
-works on plain tensors: which of these an algorithm uses is in `algorithms/`. All of it is fp64.
+Everything is computed in fp64.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ SingletonPolicy = Literal["error", "zero", "reward"]
 Baseline = Literal["mean", "leave_one_out"]
 
 ROUNDING = 1e-12
-"""Relative error that an fp64 mean over a batch stays well below."""
+"""Upper bound of the relative error of an fp64 mean over a batch."""
 
 
 def group_relative(
@@ -30,25 +29,25 @@ def group_relative(
     over: Literal["group", "batch"] = "group",
     singleton: SingletonPolicy,
 ) -> Tensor:
-    """Advantage of each sample against the other samples of its prompt, fp64 [N].
+    """Returns each sample's advantage over the other samples of its prompt, fp64 [N].
 
-    mean: (R_i - mean(R)) / (sigma + eps); leave_one_out: (R_i - mean of the others) / (sigma + eps), that is
-    n / (n - 1) times the former. A group whose rewards are all equal gets exactly 0.
+    mean: (R_i - mean(R)) / (sigma + eps); leave_one_out: (R_i - mean of the others) / (sigma + eps), which is n / (n -
+    1) times the former. A group whose rewards are all equal gets exactly 0.
 
     Args:
         rewards_N: One reward per sample.
-        group_id_N: Samples with the same id form a group, in any order.
-        baseline: What is subtracted.
+        group_id_N: Group of each sample, in any order.
+        baseline: Value that is subtracted: the group's mean, or the mean of its other samples.
         std: Divisor sigma: the sample deviation (n - 1), the population deviation (n), or none (no division at all).
-        eps: Added to sigma.
-        over: Whose sigma: of the sample's group, or of all rewards.
-        singleton: Advantage of a group with one sample: refuse, 0, or its raw reward.
+        eps: Number added to sigma.
+        over: Samples over which sigma is computed: the group or the batch.
+        singleton: Advantage of a group with one sample: raise an error, 0, or its raw reward.
 
     Raises:
         ValueError: A group has one sample and `singleton` is "error".
 
-    Source: GRPO, arXiv 2402.03300, section 4.1.2; without sigma: Dr.GRPO, arXiv 2503.20783; leave-one-out: RLOO,
-    arXiv 2402.14740, eq. 8; sigma of the batch: arXiv 2508.08221, and TRL's `scale_rewards=batch`.
+    Source: GRPO, arXiv 2402.03300, section 4.1.2; without sigma: Dr.GRPO, arXiv 2503.20783; leave-one-out: RLOO, arXiv
+    2402.14740, eq. 8; sigma of the batch: arXiv 2508.08221, and TRL's `scale_rewards=batch`.
     """
     rewards_N = rewards_N.double()
     ids_G, group_N = torch.unique(group_id_N, return_inverse=True)
@@ -73,7 +72,7 @@ def group_relative(
         else:
             dof_G = size_G if std == "population" else (size_G - 1).clamp(min=1)
             sigma_N = (zeros_G.index_add(0, group_N, centred_N.square()) / dof_G).sqrt()[group_N]
-        # A group of equal rewards is 0 / (0 + eps); eps may be tiny, so its sigma is not relied on.
+        # Equal rewards give 0 / (0 + eps), where eps may be 0.
         advantages_N = torch.where(centred_N == 0, 0.0, advantages_N / (sigma_N + eps))
     if singleton == "reward":
         advantages_N = torch.where(alone_N, rewards_N, advantages_N)
@@ -81,15 +80,15 @@ def group_relative(
 
 
 def mean_relative(rewards_N: Tensor, group_id_N: Tensor, *, singleton: SingletonPolicy) -> Tensor:
-    """MaxRL's advantage of each sample, fp64 [N]: (R - mean(R)) / mean(R) in its group, 0 where the mean is at most 0.
+    """Returns MaxRL's advantages, fp64 [N]: (R - mean(R)) / mean(R) in each group, 0 where the mean is at most 0.
 
-    With rewards of 0 and 1 the expected gradient is that of the likelihood of success instead of its probability:
+    With rewards of 0 and 1 the expected gradient is that of the log-likelihood of success instead of its probability:
     prompts that are seldom solved weigh more.
 
     Args:
         rewards_N: One reward per sample, at least 0.
-        group_id_N: Samples with the same id form a group, in any order.
-        singleton: As in `group_relative`.
+        group_id_N: Group of each sample, in any order.
+        singleton: Advantage of a group with one sample, see `group_relative`.
 
     Source: arXiv 2602.02710.
     """
@@ -113,18 +112,19 @@ def decoupled(
     eps: float = 0.0,
     singleton: SingletonPolicy,
 ) -> Tensor:
-    """GDPO's advantage of each sample, fp64 [N]: each reward normalised by itself, then their sum over the batch.
+    """Returns GDPO's advantages, fp64 [N]: each reward normalised in its group, then their sum over the batch.
 
     S = sum over f of w_f (R_f - mean of the group) / (sigma of the group + eps); (S - mean(S)) / (sigma(S) + eps), both
     over all samples. Rewards of different scales thus count by their weights.
 
     Args:
-        parts_NF: Rewards, NaN where a function gave none: it is left out of its group's statistics and adds 0.
-        weights_F: Factor of each.
-        group_id_N: Samples with the same id form a group, in any order.
-        std: Kind of sigma, "none" for neither.
-        eps: Added to sigma.
-        singleton: As in `group_relative`; a sample that alone has a certain reward in its group gets 0 for it.
+        parts_NF: Rewards; where a function returned none (NaN), the sample is left out of its statistics and gets 0.
+        weights_F: Weight of each reward function.
+        group_id_N: Group of each sample, in any order.
+        std: Kind of sigma; "none": no division.
+        eps: Number added to sigma.
+        singleton: Advantage of a group with one sample, see `group_relative`; 0 for a reward that only one sample of a
+            group has.
 
     Source: arXiv 2601.05242; TRL's `multi_objective_aggregation=normalize_then_sum`. verl (`gdpo`) takes the mean and
     sigma of S over tokens, so that long samples count more.
@@ -144,13 +144,13 @@ def decoupled(
 
 
 def _deviation(values_N: Tensor, std: StdKind) -> Tensor:
-    """Of all values, fp64 scalar; of one value 0."""
+    """Returns the standard deviation of all values, fp64 scalar; 0 for a single value."""
     dof = values_N.numel() if std == "population" else max(values_N.numel() - 1, 1)
     return ((values_N - values_N.mean()).square().sum() / dof).sqrt()
 
 
 def informative_groups(rewards_N: Tensor, group_id_N: Tensor) -> Tensor:
-    """Which samples belong to a group whose rewards are not all equal, bool [N]; the others carry no gradient.
+    """Returns which samples belong to a group whose rewards are not all equal, bool [N]; others have no gradient.
 
     Source: dynamic sampling, DAPO (arXiv 2503.14476), section 3.2.
     """
@@ -159,7 +159,7 @@ def informative_groups(rewards_N: Tensor, group_id_N: Tensor) -> Tensor:
 
 
 def _all_equal_N(rewards_N: Tensor, group_N: Tensor, num_groups: int) -> Tensor:
-    """True where the sample's group has one reward value."""
+    """Returns True where all rewards of the sample's group are equal, bool [N]."""
     empty_G = rewards_N.new_zeros(num_groups)
     high_G = empty_G.scatter_reduce(0, group_N, rewards_N, "amax", include_self=False)
     low_G = empty_G.scatter_reduce(0, group_N, rewards_N, "amin", include_self=False)
@@ -167,12 +167,12 @@ def _all_equal_N(rewards_N: Tensor, group_N: Tensor, num_groups: int) -> Tensor:
 
 
 def overlong_penalty(response_lens_N: Tensor, *, max_length: int, buffer_length: int, penalty: float) -> Tensor:
-    """What is added to the reward of long responses, fp64 [N]: 0 down to -penalty, linear over the last tokens.
+    """Returns the reward penalty of long responses, fp64 [N]: from 0 to -penalty, linear over the last tokens.
 
     Args:
-        response_lens_N: Response tokens.
-        max_length: Length at which the penalty is full.
-        buffer_length: Tokens before `max_length` over which it grows; 0: no penalty.
+        response_lens_N: Length of each response, tokens.
+        max_length: Length at which the full penalty applies, tokens.
+        buffer_length: Tokens before `max_length` over which the penalty grows; 0: no penalty.
         penalty: Full penalty, above 0.
 
     Source: soft overlong punishment, DAPO (arXiv 2503.14476), eq. 13.
@@ -184,7 +184,7 @@ def overlong_penalty(response_lens_N: Tensor, *, max_length: int, buffer_length:
 
 
 def reward_to_go(rewards_R: Tensor, response_lens_B: Tensor) -> Tensor:
-    """Sum of a token's reward and those after it in the same response, undiscounted, fp64 [R]."""
+    """Returns the undiscounted sum of each token's reward and all later ones of its response, fp64 [R]."""
     rewards_R = rewards_R.double()
     if rewards_R.numel() == 0:
         return rewards_R
@@ -201,15 +201,15 @@ def whiten(
     eps: float = 0.0,
     under_root: bool = False,
 ) -> Tensor:
-    """Collective over data-parallel: (x - mean) / (sigma + eps) over all trained tokens of all ranks, fp64 [R].
+    """Collective over data-parallel: returns (x - mean) / (sigma + eps) over all ranks' trained tokens, fp64 [R].
 
     Args:
-        values_R: What is normalised.
-        mask_R: True where the token counts; elsewhere the result is 0.
+        values_R: Values to normalise.
+        mask_R: True where the token counts; the result is 0 elsewhere.
         reduce: Elementwise sum over the data-parallel ranks; called twice.
         std: Kind of sigma; "none": only the mean is subtracted.
-        eps: Added to sigma.
-        under_root: It is added to the variance, sqrt(sigma^2 + eps), as in verl's `masked_whiten`.
+        eps: Number added to sigma.
+        under_root: True if `eps` is added to the variance instead: sqrt(sigma^2 + eps), as in verl's `masked_whiten`.
 
     Source: REINFORCE++, arXiv 2501.03262, section 3.
     """
@@ -218,7 +218,7 @@ def whiten(
     total, count = reduce(torch.stack([(values_R * mask_R).sum(), mask_R.sum()])).unbind()
     mean = total / count.clamp(min=1)
     centred_R = (values_R - mean) * mask_R
-    # Equal values differ from their mean by its rounding only: that is no signal, however small sigma + eps is.
+    # Equal values may differ from their mean by rounding; a small sigma + eps would scale that up.
     centred_R = torch.where(centred_R.abs() <= ROUNDING * mean.abs(), 0.0, centred_R)
     square_sum = reduce(centred_R.square().sum().reshape(1))[0]
     if std == "none":

@@ -1,13 +1,13 @@
-"""From per-token losses to one number: the weight of each token, from counts over the global minibatch.
+"""Loss aggregation: the weight of each token in the loss, from counts over the global minibatch.
 
-Owns the four aggregation modes. A loss is sum(weights_R * loss_R) over all microbatches and data-parallel ranks, so it
-does not depend on how the minibatch was split.
+The loss is sum(weights_R * loss_R) over all microbatches and data-parallel ranks, so it does not depend on how the
+minibatch was split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def token_weights(
     *,
     norm_length: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Collective over data-parallel: weights of the loss and of the metrics.
+    """Collective over data-parallel: returns the token weights of the loss and of the metrics.
 
     With m the mask, N the trained tokens and S the sequences with at least one trained token (both global), n_s the
     trained tokens of sequence s and L = `norm_length`:
@@ -37,17 +37,17 @@ def token_weights(
     Args:
         mask_R: True where the token is trained.
         sequence_R: Index of each token's sequence, 0 .. num_sequences - 1.
-        num_sequences: Sequences on this rank, 0 included.
-        mode: One of the four.
+        num_sequences: Number of sequences on this rank, may be 0.
+        mode: Aggregation mode, see above.
         reduce: Elementwise sum over the data-parallel ranks; called once.
         norm_length: Divisor of seq_mean_token_sum_norm, tokens, above 0.
 
     Returns:
-        Loss weights, and metric weights m / N whatever the mode; fp32, all zero where nothing in the global minibatch
-        is trained.
+        Loss weights, and metric weights m / N in every mode; fp32, all zero if no token of the global minibatch is
+        trained.
 
     Raises:
-        ValueError: An unknown mode, or seq_mean_token_sum_norm without `norm_length`.
+        ValueError: The mode is unknown, or seq_mean_token_sum_norm has no `norm_length`.
     """
     mask_R = mask_R.double()
     lens_B = torch.zeros(num_sequences, dtype=torch.float64, device=mask_R.device).index_add_(0, sequence_R, mask_R)
@@ -65,5 +65,5 @@ def token_weights(
             raise ValueError(f"seq_mean_token_sum_norm needs norm_length of at least 1 token, got {norm_length}.")
         weights_R = mask_R / (norm_length * num_trained_sequences)
     else:
-        raise ValueError(f"loss aggregation '{mode}' is unknown.")
+        raise ValueError(f"loss aggregation '{mode}' is unknown, expected one of {', '.join(get_args(Aggregation))}.")
     return weights_R.float(), metric_weights_R.float()

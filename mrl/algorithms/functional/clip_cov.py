@@ -1,12 +1,12 @@
-"""Policy losses that treat the tokens apart whose log-probability covaries most with the advantage: Clip-Cov, KL-Cov.
+"""Clip-Cov and KL-Cov: policy losses with a separate rule for tokens of high covariance of log pi and advantage.
 
-Such tokens take the entropy down. Which they are depends on the whole minibatch: `clip_cov_choice` and `kl_cov_choice`
-say so before the update, from the log-probabilities of the present weights, the same for every split and order; the
-losses are then those of `losses`.
+Such tokens reduce the entropy most. They are selected from the full minibatch before the update (`clip_cov_choice`,
+`kl_cov_choice`), with log-probabilities of the current weights, so that the selection does not depend on the split or
+order.
 
-Source: arXiv 2505.22617. verl chooses within each microbatch and each rank, so that its sum depends on the split, and
-draws Clip-Cov's tokens with a generator that depends on their order; where it sees the whole minibatch at once the
-choice is the same.
+Source: arXiv 2505.22617. verl selects within each microbatch and rank, so its result depends on the split, and draws
+Clip-Cov's tokens with a generator that depends on their order; with the full minibatch in one microbatch the selection
+is the same.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from mrl.algorithms.functional.importance import at_least_fp32
 from mrl.algorithms.functional.losses import Surrogate, clipped_surrogate, token_log_ratio
 
 ROUNDING = 1e-5
-"""Nats by which two scores of a token at the same weights differ at most: |log r| has no gradient there."""
+"""Largest difference, in nats, of two scores of a token at the same weights; |log r| gets no gradient below it."""
 
 Reduce = Callable[[Tensor], Tensor]
 """Collective over data-parallel: elementwise sum."""
 
 
 def covariances(logprobs_R: Tensor, advantages_R: Tensor, mask_R: Tensor, reduce: Reduce) -> tuple[Tensor, int]:
-    """Collective over data-parallel: (A - mean(A)) (log pi - mean(log pi)) of each trained token, fp64, 0 elsewhere.
+    """Collective over data-parallel: returns (A - mean(A)) (log pi - mean(log pi)) per trained token, 0 elsewhere.
 
     Args:
-        logprobs_R: Current policy, nats.
-        advantages_R: Of each token.
+        logprobs_R: Log-probabilities of the current policy, nats.
+        advantages_R: Advantage of each token.
         mask_R: True where the token is trained.
         reduce: Elementwise sum over the data-parallel ranks; called once.
 
     Returns:
-        The covariances, and the number of trained tokens; both means are over all of them.
+        The covariances, fp64 [R], and the number of trained tokens; both means are over all ranks' trained tokens.
     """
     advantages_R, logprobs_R = (torch.where(mask_R, each_R.double(), 0.0) for each_R in (advantages_R, logprobs_R))
     sums = reduce(torch.stack([mask_R.sum().double(), advantages_R.sum(), logprobs_R.sum()]))
@@ -60,23 +60,23 @@ def clip_cov_choice(
     clip_cov_lb: float,
     clip_cov_ub: float,
 ) -> Tensor:
-    """Collective over data-parallel: the tokens that Clip-Cov drops, bool [R].
+    """Collective over data-parallel: selects the tokens that Clip-Cov drops, bool [R].
 
-    `clip_cov_ratio` of all trained tokens, at least one, drawn from those whose covariance is between the bounds and
-    that the clip leaves alone.
+    A fraction `clip_cov_ratio` of all trained tokens, at least one, is drawn from those whose covariance is between the
+    bounds and whose ratio is not clipped.
 
     Args:
-        logprobs_R: Current policy, nats.
-        old_logprobs_R: Denominator of the ratio.
-        advantages_R: Of each token.
+        logprobs_R: Log-probabilities of the current policy, nats.
+        old_logprobs_R: Log-probabilities in the ratio's denominator, nats.
+        advantages_R: Advantage of each token.
         mask_R: True where the token is trained.
-        uniforms_R: The draw: a number of each token's own, in [0, 1).
+        uniforms_R: One random number per token, in [0, 1), that decides the draw.
         reduce: Elementwise sum over the data-parallel ranks.
-        clip_low: As in `clip_cov`.
-        clip_high: As in `clip_cov`.
-        clip_cov_ratio: Part of the trained tokens.
-        clip_cov_lb: Covariances at or below this are left alone.
-        clip_cov_ub: Covariances at or above this are left alone.
+        clip_low: Lower clip bound, see `clip_cov`.
+        clip_high: Upper clip bound, see `clip_cov`.
+        clip_cov_ratio: Fraction of the trained tokens to drop.
+        clip_cov_lb: Lower bound; tokens with a covariance at or below it are not dropped.
+        clip_cov_ub: Upper bound; tokens with a covariance at or above it are not dropped.
     """
     covariances_R, num = covariances(logprobs_R, advantages_R, mask_R, reduce)
     surrogate = clipped_surrogate(logprobs_R, old_logprobs_R, advantages_R, clip_low=clip_low, clip_high=clip_high)
@@ -94,12 +94,12 @@ def clip_cov(
     clip_low: float,
     clip_high: float,
 ) -> Surrogate:
-    """Clip-Cov: PPO's clipped surrogate, 0 at tokens drawn from those whose covariance with A is within bounds.
+    """Returns Clip-Cov's loss: PPO's clipped surrogate, 0 at the tokens of `clip_cov_choice`.
 
     The covariance of a token is (A - mean(A)) (log pi - mean(log pi)) over the minibatch; `clip_cov_ratio` of all
     tokens are drawn where it is between `clip_cov_lb` and `clip_cov_ub`.
 
-    Source: arXiv 2505.22617. verl's `clip_cov` draws within each microbatch, so that its sum depends on the split.
+    Source: arXiv 2505.22617. verl's `clip_cov` draws within each microbatch, so its result depends on the split.
     """
     surrogate = clipped_surrogate(logprobs_R, old_logprobs_R, advantages_R, clip_low=clip_low, clip_high=clip_high)
     loss_R = torch.where(chosen_R, 0.0, surrogate.loss_R)
@@ -116,9 +116,10 @@ def kl_cov_choice(
     *,
     kl_cov_ratio: float,
 ) -> Tensor:
-    """Collective over data-parallel: the tokens with the largest covariances, bool [R]; arguments as above.
+    """Collective over data-parallel: selects the tokens with the largest covariances, bool [R].
 
-    `kl_cov_ratio` of all trained tokens, at least one; `old_logprobs_R` plays no part.
+    The number of tokens is the fraction `kl_cov_ratio` of all trained tokens, at least one. The arguments are those of
+    `clip_cov_choice`; `old_logprobs_R` is not used.
     """
     covariances_R, num = covariances(logprobs_R, advantages_R, mask_R, reduce)
     return largest(covariances_R, mask_R, max(int(kl_cov_ratio * num), 1), uniforms_R, reduce)
@@ -127,16 +128,16 @@ def kl_cov_choice(
 def kl_cov(
     logprobs_R: Tensor, old_logprobs_R: Tensor, advantages_R: Tensor, chosen_R: Tensor, *, ppo_kl_coef: float
 ) -> Surrogate:
-    """KL-Cov: -r A, and + ppo_kl_coef |log r| at the `kl_cov_ratio` of all tokens whose covariance with A is largest.
+    """Returns KL-Cov's loss: -r A, plus ppo_kl_coef |log r| at the tokens of `kl_cov_choice`. There is no clip.
 
-    The covariance of a token is (A - mean(A)) (log pi - mean(log pi)) over the minibatch. There is no clip.
+    The covariance of a token is (A - mean(A)) (log pi - mean(log pi)) over the minibatch.
 
-    Source: arXiv 2505.22617. verl's `kl_cov` takes the largest of each microbatch, so its sum depends on the split.
+    Source: arXiv 2505.22617. verl's `kl_cov` takes the largest of each microbatch, so its result depends on the split.
     """
     log_ratio_R = token_log_ratio(logprobs_R, old_logprobs_R, advantages_R)
     ratio_R = log_ratio_R.exp()
     loss_R = -at_least_fp32(advantages_R) * ratio_R
-    held_R = chosen_R & (log_ratio_R.detach().abs() > ROUNDING)
-    loss_R = torch.where(held_R, loss_R + ppo_kl_coef * log_ratio_R.abs(), loss_R)
-    none_R = torch.zeros_like(ratio_R.detach())
-    return Surrogate(loss_R, log_ratio_R.detach(), ratio_R.detach(), chosen_R.to(none_R.dtype), none_R)
+    penalised_R = chosen_R & (log_ratio_R.detach().abs() > ROUNDING)
+    loss_R = torch.where(penalised_R, loss_R + ppo_kl_coef * log_ratio_R.abs(), loss_R)
+    zeros_R = torch.zeros_like(ratio_R.detach())
+    return Surrogate(loss_R, log_ratio_R.detach(), ratio_R.detach(), chosen_R.to(zeros_R.dtype), zeros_R)

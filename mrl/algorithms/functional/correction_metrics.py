@@ -1,7 +1,7 @@
-"""verl's `rollout_corr/*` metrics of weights and rejections, as numbers that add up over microbatches and ranks.
+"""verl's `rollout_corr/*` metrics of importance weights and rejections.
 
-Owns what is summed (`tally`) and what is told of the sums (`told`). A tally's names end in `max` or `min` where it is
-reduced by that; everything else is added. The weights and tests themselves are in `rollout_correction`.
+A tally is a dict of numbers that add up over microbatches and ranks (names that end in `max` or `min` are reduced by
+max or min); `summarize` turns the reduced tallies into metrics. The weights and tests are in `rollout_correction`.
 
 Names and meanings: verl/trainer/ppo/rollout_corr_helper.py (compute_is_metrics, compute_rs_metrics).
 """
@@ -19,13 +19,13 @@ from mrl.algorithms.functional.rollout_correction import Rejection, Weighing
 from mrl.algorithms.functional.sequence_losses import Sequences
 
 PREFIX = "tally/"
-"""Of the names that `told` turns into metrics."""
+"""Prefix of tally names."""
 
 HUGE = 1e300
-"""Beyond every value: the extreme of none."""
+"""Extreme of an empty set; beyond every value."""
 
 TINY = 1e-8
-"""Added to a mean that divides, as in verl."""
+"""Number added to a mean that is a divisor, as in verl."""
 
 Numbers = dict[str, Tensor]
 
@@ -41,14 +41,14 @@ class Flagged(NamedTuple):
 def weight_tally(
     weighing: Weighing, raw_R: Tensor, logs_B: Tensor | None, weights_R: Tensor, sequences: Sequences
 ) -> Numbers:
-    """Of importance weights before division by their mean.
+    """Returns the tally of importance weights before division by their mean.
 
     Args:
-        weighing: How they came about.
-        raw_R: From `raw_weights`, before truncation.
-        logs_B: Sums of log-ratios where the level is `sequence`.
-        weights_R: From `bounded`.
-        sequences: Whose they are.
+        weighing: Settings of the weights.
+        raw_R: Weights before truncation, from `raw_weights`.
+        logs_B: Sum of log-ratios of each sequence, for level `sequence`.
+        weights_R: Truncated weights, from `bounded`.
+        sequences: Sequences of the tokens.
     """
     upper = weighing.upper
     lower = 1.0 / upper if weighing.lower is None else weighing.lower
@@ -66,12 +66,12 @@ def weight_tally(
 
 
 def divisor_tally(mean_B: Tensor) -> Numbers:
-    """Of what divides the weights, the same of every sequence; -HUGE where there is none."""
+    """Returns the tally of the mean that divides the weights, the same for every sequence; -HUGE without sequences."""
     return _named("is", {"divisor_max": _extreme(mean_B, torch.ones_like(mean_B, dtype=torch.bool), -HUGE)})
 
 
 def rejection_tally(rejection: Rejection, value: Tensor, kept_R: Tensor, sequences: Sequences) -> Numbers:
-    """Of a test's statistic, [R] or [B], and the tokens that it keeps."""
+    """Returns the tally of a test: its statistic `value`, [R] or [B], and the tokens `kept_R` that pass it."""
     of_tokens = rejection.level == "token"
     value_R = value if of_tokens else value[sequences.sequence_R]
     value_B = sequences.means_B(value) if of_tokens else value
@@ -83,29 +83,31 @@ def rejection_tally(rejection: Rejection, value: Tensor, kept_R: Tensor, sequenc
 
 
 def kept_tally(kept_R: Tensor, sequences: Sequences) -> Numbers:
-    """Of the tokens that all tests keep."""
+    """Returns the tally of the tokens that pass all tests."""
     sizes = {"tokens": sequences.mask_R.sum(), "sequences": (sequences.lens_B > 0).sum()}
     return _named("rs", sizes | _masked(kept_R, sequences))
 
 
-def told(metrics: dict[str, float], weighing: Weighing | None, rejections: tuple[Rejection, ...]) -> dict[str, float]:
-    """The metrics, with the tallies among them replaced by what verl tells of them; {} where no token was trained."""
+def summarize(
+    metrics: dict[str, float], weighing: Weighing | None, rejections: tuple[Rejection, ...]
+) -> dict[str, float]:
+    """Returns the metrics with tallies replaced by verl's metrics; no such metrics if no token was trained."""
     found = {name: value for name, value in metrics.items() if not name.startswith(PREFIX)}
     if weighing is not None:
-        own = _own(metrics, "is")
-        if own["tokens"]:
-            found |= _told("rollout_corr/rollout_is", own, is_rejection=False)
+        sums = _tally_of(metrics, "is")
+        if sums["tokens"]:
+            found |= _summary("rollout_corr/rollout_is", sums, is_rejection=False)
             if weighing.normalize:
-                found["rollout_corr/rollout_is_batch_norm_factor"] = own["divisor_max"]
+                found["rollout_corr/rollout_is_batch_norm_factor"] = sums["divisor_max"]
             if weighing.lower is not None:
-                found["rollout_corr/rollout_is_oob_ratio"] = own["outside"] / own["tokens"]
+                found["rollout_corr/rollout_is_oob_ratio"] = sums["outside"] / sums["tokens"]
     for rejection in rejections:
-        own = _own(metrics, rejection.name)
-        if own["tokens"]:
+        sums = _tally_of(metrics, rejection.name)
+        if sums["tokens"]:
             prefix = f"rollout_corr/rollout_rs_{rejection.name}"
-            found |= _told(prefix, own, is_rejection=True) | _told_masked(prefix, own)
-    if rejections and (own := _own(metrics, "rs"))["tokens"]:
-        found |= _told_masked("rollout_corr/rollout_rs", own)
+            found |= _summary(prefix, sums, is_rejection=True) | _masked_fractions(prefix, sums)
+    if rejections and (sums := _tally_of(metrics, "rs"))["tokens"]:
+        found |= _masked_fractions("rollout_corr/rollout_rs", sums)
     return found
 
 
@@ -124,7 +126,7 @@ def _tally(
     *,
     ideal: float,
 ) -> Numbers:
-    """Sums over the trained tokens, over what is shown (tokens or sequences), and over sequences."""
+    """Returns sums over trained tokens, over the values shown (of tokens or sequences), and over sequences."""
     mask_R, valid_B = sequences.mask_R, sequences.lens_B > 0
     values_B = of_sequences.values.double()
     clamped_R = clamped_R.double()
@@ -166,44 +168,44 @@ def _sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _extreme(values: Tensor, mask: Tensor, none: float) -> Tensor:
-    """Largest (`none` below all) or smallest (above all) of the chosen values."""
+    """Returns the largest (if `none` is negative) or smallest of the masked values; `none` if there are none."""
     chosen = torch.cat([torch.where(mask, values.double(), none), values.new_full((1,), none, dtype=torch.float64)])
     return chosen.max() if none < 0 else chosen.min()
 
 
-def _own(metrics: dict[str, float], name: str) -> dict[str, float]:
+def _tally_of(metrics: dict[str, float], name: str) -> dict[str, float]:
     prefix = f"{PREFIX}{name}/"
     return {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
 
 
-def _told(prefix: str, own: dict[str, float], *, is_rejection: bool) -> dict[str, float]:
-    tokens, sequences = own["tokens"], own["sequences"]
-    mean, square = own["clamped"] / tokens, own["clamped_square"] / tokens
-    seq_mean = own["seq_sum"] / sequences
-    seq_variance = (own["seq_square"] - sequences * seq_mean * seq_mean) / max(sequences - 1.0, 1.0)
+def _summary(prefix: str, sums: dict[str, float], *, is_rejection: bool) -> dict[str, float]:
+    tokens, sequences = sums["tokens"], sums["sequences"]
+    mean, square = sums["clamped"] / tokens, sums["clamped_square"] / tokens
+    seq_mean = sums["seq_sum"] / sequences
+    seq_variance = (sums["seq_square"] - sequences * seq_mean * seq_mean) / max(sequences - 1.0, 1.0)
     part = "" if is_rejection else "ratio_"
     found = {
-        "mean": own["sum"] / tokens,
+        "mean": sums["sum"] / tokens,
         "std": math.sqrt(max(square - mean * mean, 0.0)) if tokens > 1 else 0.0,
-        "max": own["max"],
-        "min": own["min"],
-        f"{part}fraction_high": own["high"] / own["shown"],
-        f"{part}fraction_low": own["low"] / own["shown"],
+        "max": sums["max"],
+        "min": sums["min"],
+        f"{part}fraction_high": sums["high"] / sums["shown"],
+        f"{part}fraction_low": sums["low"] / sums["shown"],
         "seq_mean": seq_mean,
         "seq_std": math.sqrt(max(seq_variance, 0.0)) if sequences > 1 else 0.0,
-        "seq_max": own["seq_max"],
-        "seq_min": own["seq_min"],
-        "seq_max_deviation": own["seq_deviation_max"],
-        "seq_fraction_high": own["seq_high"] / sequences,
-        "seq_fraction_low": own["seq_low"] / sequences,
+        "seq_max": sums["seq_max"],
+        "seq_min": sums["seq_min"],
+        "seq_max_deviation": sums["seq_deviation_max"],
+        "seq_fraction_high": sums["seq_high"] / sequences,
+        "seq_fraction_low": sums["seq_low"] / sequences,
     }
     if not is_rejection and square > 0:
         found["eff_sample_size"] = (mean + TINY) ** 2 / square
     return {f"{prefix}_{name}": value for name, value in found.items()}
 
 
-def _told_masked(prefix: str, own: dict[str, float]) -> dict[str, float]:
+def _masked_fractions(prefix: str, sums: dict[str, float]) -> dict[str, float]:
     return {
-        f"{prefix}_masked_fraction": own["rejected"] / own["tokens"],
-        f"{prefix}_seq_masked_fraction": own["seq_rejected"] / own["sequences"],
+        f"{prefix}_masked_fraction": sums["rejected"] / sums["tokens"],
+        f"{prefix}_seq_masked_fraction": sums["seq_rejected"] / sums["sequences"],
     }

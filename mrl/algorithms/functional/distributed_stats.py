@@ -1,4 +1,4 @@
-"""Mean, extremes and variance of values that are spread over ranks, as sums that add up."""
+"""Mean, extremes and variance of values that are spread over ranks, from sums that add up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Spread(NamedTuple):
-    """Of a column of values; the variance is unbiased. All 0 where there are none."""
+    """Statistics of a column of values, with the unbiased variance; all 0 without values."""
 
     mean: float
     max: float
@@ -19,14 +19,14 @@ class Spread(NamedTuple):
 
 
 def spread_sums(columns: Sequence[Tensor], mask_R: Tensor) -> tuple[Tensor, Tensor]:
-    """What `spread_metrics` needs of one rank's part.
+    """Returns one rank's part of the sums for `spread_metrics`.
 
     Args:
-        columns: Values of each token.
+        columns: Columns of n values per token, [R] each.
         mask_R: True where the token counts.
 
     Returns:
-        Sums [1 + 2 n] fp64, to be added, and extremes [2 n] fp64, to be reduced by max.
+        Sums [1 + 2 n] fp64, to be added over ranks, and extremes [2 n] fp64, to be reduced by max.
     """
     kept = torch.stack([values_R[mask_R].double() for values_R in columns])
     sums = torch.cat([torch.tensor([kept.size(1)]).double(), kept.sum(1), kept.square().sum(1)])
@@ -35,7 +35,7 @@ def spread_sums(columns: Sequence[Tensor], mask_R: Tensor) -> tuple[Tensor, Tens
 
 
 def spread_metrics(sums: Tensor, largest: Tensor) -> list[Spread]:
-    """From the added sums and the extremes, one for each column."""
+    """Returns the statistics of each column, from the added sums and the reduced extremes."""
     num = sums.numel() // 2
     count = float(sums[0])
     if not count:

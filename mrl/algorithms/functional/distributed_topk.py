@@ -1,6 +1,6 @@
-"""Which tokens of the whole minibatch are the largest, or drawn: exact, whatever rank and microbatch they are in.
+"""Exact top-k and quantiles over the tokens of all data-parallel ranks.
 
-Owns order statistics over the data-parallel ranks. Only counts travel: eight sums of 256 for an order statistic.
+Only counts are communicated: a sum of 256 numbers for each of the 8 bytes of an fp64 value.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ import torch
 from torch import Tensor
 
 ROUNDING = 1e-9
-"""Of a place in the order: 0.3 x 10 is the third."""
+"""Tolerance of a rank in the order: 0.3 x 10 is the third."""
 
 _BYTES = range(7, -1, -1)
 
 
 def kth_largest(values_R: Tensor, mask_R: Tensor, k: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """Collective over data-parallel: the k-th largest of all ranks' values, fp64 scalar.
+    """Collective over data-parallel: returns the k-th largest of all ranks' values, fp64 scalar.
 
     Args:
-        values_R: Of this rank, finite.
+        values_R: Values of this rank, finite.
         mask_R: True where a value counts.
-        k: From 1 to the number of values that count, the same on every rank.
+        k: Rank in descending order, from 1 to the number of values that count; the same on every rank.
         reduce: Elementwise sum over the data-parallel ranks; called eight times.
     """
     keys = _ordered(values_R.double()[mask_R])
     found, left = 0, k
-    for byte in _BYTES:  # the byte of the k-th largest, given those above it
+    for byte in _BYTES:  # finds one byte of the k-th largest, given the bytes above it
         counts = reduce(torch.bincount(keys >> 8 * byte & 255, minlength=256).double())
         above = counts.flip(0).cumsum(0)
-        place = int((above < left).sum())  # bytes 255, 254, ... that leave it further down
+        place = int((above < left).sum())  # how many byte values 255, 254, ... are above the searched one
         left -= int(above[place - 1]) if place else 0
         chosen = 255 - place
         found = found << 8 | chosen
@@ -40,13 +40,13 @@ def kth_largest(values_R: Tensor, mask_R: Tensor, k: int, reduce: Callable[[Tens
 
 
 def largest(values_R: Tensor, mask_R: Tensor, k: int, uniforms_R: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """Collective over data-parallel: True at the k largest of all ranks' values, bool [R]; all where there are fewer.
+    """Collective over data-parallel: returns True at the k largest of all ranks' values (all if fewer), bool [R].
 
     Args:
-        values_R: Of this rank, finite.
-        mask_R: True where a value may be chosen.
-        k: How many, the same on every rank.
-        uniforms_R: A number of each token's own; of equal values those with the largest are taken.
+        values_R: Values of this rank, finite.
+        mask_R: True where a value may be selected.
+        k: Number of values to select, the same on every rank.
+        uniforms_R: One random number per token, which breaks ties: the largest are selected.
         reduce: Elementwise sum over the data-parallel ranks.
     """
     total = int(reduce(mask_R.sum().double().reshape(1))[0])
@@ -63,12 +63,12 @@ def largest(values_R: Tensor, mask_R: Tensor, k: int, uniforms_R: Tensor, reduce
 
 
 def highest(values_R: Tensor, mask_R: Tensor, part: float, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """Collective over data-parallel: True at values not below the (1 - part) quantile of all ranks', bool [R].
+    """Collective over data-parallel: returns True at values at or above the (1 - part) quantile, bool [R].
 
     Args:
-        values_R: Of this rank, finite.
+        values_R: Values of this rank, finite.
         mask_R: True where a value counts.
-        part: Of the values that count, in (0, 1]; values equal to the quantile are in it too.
+        part: Fraction of all ranks' values to select, in (0, 1]; values equal to the quantile are included.
         reduce: Elementwise sum over the data-parallel ranks.
 
     Source: high-entropy tokens, arXiv 2506.01939; TRL's `get_high_entropy_mask`, which interpolates the quantile
@@ -82,12 +82,12 @@ def highest(values_R: Tensor, mask_R: Tensor, part: float, reduce: Callable[[Ten
 
 
 def _ordered(values: Tensor) -> Tensor:
-    """Bits of fp64 numbers, int64, so that bytes compare as the numbers do; -0 is 0."""
+    """Maps fp64 numbers to int64 so that their bytes, from the highest, compare like the numbers; -0 becomes 0."""
     bits = (values + 0.0).view(torch.int64)
     return torch.where(bits < 0, ~bits, bits ^ torch.iinfo(torch.int64).min)
 
 
 def _value(ordered: int) -> Tensor:
-    """The number of such bits."""
+    """Inverts `_ordered`."""
     bits = ordered ^ 1 << 63 if ordered >> 63 else ordered ^ (1 << 64) - 1
     return torch.tensor(bits - (1 << 64) if bits >> 63 else bits, dtype=torch.int64).view(torch.float64)

@@ -1,8 +1,8 @@
-"""Divergences between a student and its teacher over the whole vocabulary, the vocabulary split over ranks.
+"""Divergences between student and teacher over the full vocabulary, with the vocabulary sharded over ranks.
 
-Owns the fused output layer of distillation: it computes the logits of both for a chunk of rows at a time, forward and
-again backward, so that no tensor of all rows and all tokens ever exists. Of a row the ranks exchange five to seven
-numbers. The teacher gets no gradient. Reductions over the hidden states' own parallelism are the caller's.
+A fused output layer: forward and backward compute the logits of both models for a chunk of rows at a time, so no tensor
+of all rows and all tokens ever exists. Ranks exchange five to seven numbers per row. The teacher gets no gradient.
+Reductions over the hidden states' own parallelism are left to the caller.
 
 Shapes: P packed positions, R scored rows, C rows of a chunk, H hidden (the teacher's may differ), V this rank's part of
 the vocabulary.
@@ -14,29 +14,29 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.algorithms.functional.importance import at_least_fp32
-from mrl.algorithms.functional.logprobs import VocabShard
+from mrl.algorithms.functional.logprobs import VocabShard, chunks, gather_shards
 
 Kind = Literal["reverse_kl", "forward_kl", "jsd"]
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Which divergence, of distributions softmax(logits / temperature).
+    """Kind of divergence between distributions softmax(logits / temperature).
 
     Attributes:
-        kind: With p the student and q the teacher, sums over the whole vocabulary:
+        kind: Divergence of student p and teacher q, summed over the full vocabulary:
 
             - reverse_kl: KL(p || q) = sum p (log p - log q);
             - forward_kl: KL(q || p) = sum q (log q - log p);
             - jsd: beta KL(q || m) + (1 - beta) KL(p || m) with m = beta q + (1 - beta) p.
-        beta: Of jsd, in (0, 1): its limits over beta and over 1 - beta are forward_kl and reverse_kl.
-        temperature: Divides the logits of both, above 0.
-        chunk_rows: Rows of logits that exist at a time.
+        beta: Coefficient of jsd, in (0, 1). The limits of jsd / beta at 0 and jsd / (1 - beta) at 1 are forward_kl and
+            reverse_kl.
+        temperature: Divisor of the logits of both models, above 0.
+        chunk_rows: Number of rows of logits in memory at a time.
     """
 
     kind: Kind
@@ -46,11 +46,11 @@ class Divergence:
 
 
 class OutputLayer(NamedTuple):
-    """Hidden states and the weight that makes logits of them.
+    """Hidden states, and the output weight that maps them to logits.
 
     Attributes:
-        hidden_RH: One row for each scored one.
-        weight_VH: Output weight of this rank, its rows the same tokens as the student's.
+        hidden_RH: Hidden state of each scored row.
+        weight_VH: Output weight of this rank; its rows are the same tokens as the student's.
     """
 
     hidden_RH: Tensor
@@ -66,29 +66,29 @@ def linear_divergence(
     shard: VocabShard,
     divergence: Divergence,
 ) -> Tensor:
-    """Collective over `shard.group`: divergence of student and teacher at each row, nats.
+    """Collective over `shard.group`: returns the divergence of student and teacher at each row, nats.
 
-    A teacher with the student's bits gives exactly 0, and a gradient of exactly 0.
+    A teacher with exactly the student's weights gives exactly 0, and a gradient of exactly 0.
 
     Args:
-        hidden_PH: The student's final hidden states, the same on all ranks of the group. Its gradient is this rank's
+        hidden_PH: Final hidden states of the student, the same on all ranks of the group. Its gradient is this rank's
             part of the sum over the group.
-        weight_VH: The student's output weight of this rank, padding rows included.
-        rows_R: Positions whose distribution is compared.
-        teacher: Its hidden states at these positions, and its output weight. They get no gradient.
-        shard: Which tokens the rows of both weights are.
-        divergence: Kind, temperature, chunk size.
+        weight_VH: Output weight of the student on this rank, padding rows included.
+        rows_R: Positions at which the distributions are compared.
+        teacher: Hidden states at these positions and output weight of the teacher; they get no gradient.
+        shard: Vocabulary range of the rows of both weights.
+        divergence: Kind, temperature and chunk size.
 
     Returns:
-        divergence_R, differentiable. Logits are in the dtype of each weight, everything after them is fp32, or fp64 of
-        fp64.
+        divergence_R, differentiable. Logits are in the dtype of each weight, everything after them is fp32, or fp64 for
+        fp64 weights.
 
     Raises:
-        ValueError: A kind, number or shape that cannot be.
+        ValueError: The kind is unknown, a number is out of range, or shapes do not match.
 
     Source: R. Agarwal et al., arXiv 2306.13649, eq. 1 (generalised JSD); TRL's `generalized_jsd_loss` has the same
-    beta. With x the student's logits, d reverse_kl / d x_v = p_v (log p_v - log q_v - KL), d forward_kl / d x_v =
-    p_v - q_v, d jsd / d x_v = (1 - beta) p_v (log p_v - log m_v - KL(p || m)).
+    beta. With x the student's logits, d reverse_kl / d x_v = p_v (log p_v - log q_v - KL), d forward_kl / d x_v = p_v -
+    q_v, d jsd / d x_v = (1 - beta) p_v (log p_v - log m_v - KL(p || m)).
     """
     _check(divergence, rows_R, teacher, shard)
     found: Tensor = _LinearDivergence.apply(  # type: ignore[no-untyped-call]
@@ -101,9 +101,11 @@ def _check(divergence: Divergence, rows_R: Tensor, teacher: OutputLayer, shard: 
     if divergence.kind not in get_args(Kind):
         raise ValueError(f"divergence '{divergence.kind}' is unknown, expected {', '.join(get_args(Kind))}.")
     if divergence.temperature <= 0 or divergence.chunk_rows < 1:
-        raise ValueError(f"temperature={divergence.temperature}, chunk_rows={divergence.chunk_rows}: must be positive")
+        raise ValueError(f"temperature={divergence.temperature}, chunk_rows={divergence.chunk_rows}: must be positive.")
     if divergence.kind == "jsd" and not 0 < divergence.beta < 1:
-        raise ValueError(f"beta={divergence.beta}: expected a number in (0, 1); its ends are forward_kl and reverse_kl")
+        raise ValueError(
+            f"beta={divergence.beta}: expected a number in (0, 1); use forward_kl or reverse_kl at its ends"
+        )
     if teacher.hidden_RH.size(0) != rows_R.numel() or teacher.weight_VH.size(0) < shard.size:
         raise ValueError(
             f"the teacher has {teacher.hidden_RH.size(0)} rows and {teacher.weight_VH.size(0)} tokens here, the "
@@ -125,15 +127,17 @@ class _LinearDivergence(torch.autograd.Function):
     ) -> Tensor:
         weight, teacher = weight_VH[: shard.size], OutputLayer(teacher_RH, teacher_VH[: shard.size])
         dtype = torch.promote_types(torch.float32, weight_VH.dtype)
-        # of each row log sum e^x of both, and this rank's part of the divergence's two sums
+        # per row: log sum e^x of both models, and this rank's part of the divergence's two sums
         normalizers_2R, sums_2R = torch.zeros((2, 2, rows_R.numel()), dtype=dtype, device=hidden_PH.device)
         for part in chunks(rows_R.numel(), divergence.chunk_rows):
             student = scaled_logits(hidden_PH.index_select(0, rows_R[part]), weight, divergence.temperature)
-            other = scaled_logits(teacher.hidden_RH[part], teacher.weight_VH, divergence.temperature)
-            normalizers_2R[:, part] = log_normalizers((student, other), shard)
-            log_p, log_q = (x.sub_(n[:, None]) for x, n in zip((student, other), normalizers_2R[:, part], strict=True))
+            teacher_logits = scaled_logits(teacher.hidden_RH[part], teacher.weight_VH, divergence.temperature)
+            normalizers_2R[:, part] = log_normalizers((student, teacher_logits), shard)
+            log_p, log_q = (
+                x.sub_(n[:, None]) for x, n in zip((student, teacher_logits), normalizers_2R[:, part], strict=True)
+            )
             sums_2R[:, part] = _sums(log_p, log_q, divergence)
-            del student, other, log_p, log_q
+            del student, teacher_logits, log_p, log_q
         sums_2R = sum_over_shards(sums_2R, shard)
         ctx.save_for_backward(hidden_PH, weight_VH, rows_R, teacher_RH, teacher_VH, normalizers_2R, sums_2R)
         ctx.shard, ctx.divergence = shard, divergence
@@ -151,16 +155,18 @@ class _LinearDivergence(torch.autograd.Function):
         for part in chunks(rows_R.numel(), divergence.chunk_rows):
             hidden = hidden_PH.index_select(0, rows_R[part])
             student = scaled_logits(hidden, weight, divergence.temperature)
-            other = scaled_logits(teacher.hidden_RH[part], teacher.weight_VH, divergence.temperature)
-            log_p, log_q = (x.sub_(n[:, None]) for x, n in zip((student, other), normalizers_2R[:, part], strict=True))
+            teacher_logits = scaled_logits(teacher.hidden_RH[part], teacher.weight_VH, divergence.temperature)
+            log_p, log_q = (
+                x.sub_(n[:, None]) for x, n in zip((student, teacher_logits), normalizers_2R[:, part], strict=True)
+            )
             grad_logits = _logit_gradient(log_p, log_q, sums_2R[0, part], divergence).mul_(slope_R[part, None])
             gradients.add(rows_R[part], hidden, weight, grad_logits)
-            del student, other, log_p, log_q, grad_logits
+            del student, teacher_logits, log_p, log_q, grad_logits
         return *gradients.of_inputs(), None, None, None, None, None
 
 
 def _sums(log_p: Tensor, log_q: Tensor, divergence: Divergence) -> Tensor:
-    """This rank's part of two sums over the vocabulary for each row [2, C]: the divergence's, or KL(p||m), KL(q||m)."""
+    """Returns this rank's part of two sums per row [2, C]: the divergence and 0, or KL(p||m) and KL(q||m)."""
     if divergence.kind == "reverse_kl":
         value = (log_p.exp() * (log_p - log_q)).sum(1)
         return torch.stack([value, torch.zeros_like(value)])
@@ -174,7 +180,7 @@ def _sums(log_p: Tensor, log_q: Tensor, divergence: Divergence) -> Tensor:
 
 
 def _logit_gradient(log_p: Tensor, log_q: Tensor, sum_C: Tensor, divergence: Divergence) -> Tensor:
-    """Gradient of the divergence by the student's logits over the temperature [C, V]; may write into what it gets."""
+    """Returns the divergence's gradient by the student's scaled logits [C, V]; may overwrite its inputs."""
     if divergence.kind == "forward_kl":
         return log_p.exp_().sub_(log_q.exp_())
     if divergence.kind == "reverse_kl":
@@ -184,9 +190,10 @@ def _logit_gradient(log_p: Tensor, log_q: Tensor, sum_C: Tensor, divergence: Div
 
 
 def _above_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """Of each token log p - log m, where m = beta q + (1 - beta) p; exactly 0 where both are equal.
+    """Returns log p - log m of each token, where m = beta q + (1 - beta) p; exactly 0 where both are equal.
 
-    From the larger of both, so that nothing overflows: m = p (1 + beta (q/p - 1)) = q (1 + (1 - beta) (p/q - 1)).
+    Computed from the larger of both, so that nothing overflows: m = p (1 + beta (q/p - 1)) = q (1 + (1 - beta) (p/q -
+    1)).
     """
     gap = log_q - log_p
     larger = gap > 0
@@ -196,60 +203,52 @@ def _above_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
 
 
 class WeightGradients:
-    """Gradients of hidden states and output weight, summed chunk by chunk in fp32 (fp64 of fp64)."""
+    """Gradients of hidden states and output weight, summed over chunks in fp32 (fp64 for fp64 weights)."""
 
     def __init__(self, hidden_PH: Tensor, weight_VH: Tensor, shard: VocabShard) -> None:
-        """Zeros."""
         self._dtypes, self._size = (hidden_PH.dtype, weight_VH.dtype), shard.size
         self._hidden = torch.zeros_like(hidden_PH, dtype=torch.promote_types(torch.float32, hidden_PH.dtype))
         self._weight = torch.zeros_like(weight_VH, dtype=torch.promote_types(torch.float32, weight_VH.dtype))
 
     def add(self, rows_C: Tensor, hidden_CH: Tensor, weight: Tensor, grad_logits: Tensor) -> None:
-        """Of one chunk."""
+        """Adds the gradients of one chunk.
+
+        Args:
+            rows_C: Positions of the chunk's rows.
+            hidden_CH: Hidden states of the chunk.
+            weight: Output weight without padding rows.
+            grad_logits: Gradient of the chunk's logits, [C, V].
+        """
         scaled = grad_logits.to(weight.dtype)
         self._hidden.index_add_(0, rows_C, (scaled @ weight).to(self._hidden.dtype))
         self._weight[: self._size] += scaled.T @ hidden_CH
 
     def of_inputs(self) -> tuple[Tensor, Tensor]:
-        """Both, in the dtypes of what they belong to."""
+        """Returns the gradients of hidden states and output weight, in their dtypes."""
         return self._hidden.to(self._dtypes[0]), self._weight.to(self._dtypes[1])
 
 
-def chunks(count: int, size: int) -> list[slice]:
-    """Rows of each chunk."""
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
-
-
 def scaled_logits(hidden_CH: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """Logits over the temperature [C, V], at least fp32; a tensor of its own."""
+    """Returns the logits divided by the temperature [C, V], at least fp32, in a new tensor."""
     logits = at_least_fp32(F.linear(hidden_CH, weight))
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def log_normalizers(logits: tuple[Tensor, ...], shard: VocabShard) -> Tensor:
-    """Collective over the group: log sum e^x over the whole vocabulary, for each of the logits and each row [n, C].
+    """Collective over the group: returns log sum e^x over the full vocabulary, per tensor of logits and row [n, C].
 
-    The sums are taken in rank order, so that every rank has the same bits.
+    The sums are taken in rank order, so that every rank gets bit-identical results.
     """
     partial = []
     for each in logits:
         lowest = torch.finfo(each.dtype).min  # a rank may have no token
         largest = each.amax(1).clamp(min=lowest) if each.size(1) else each.new_full((each.size(0),), lowest)
         partial.append(torch.stack([largest, (each - largest[:, None]).exp_().sum(1)]))
-    parts = _of_shards(torch.stack(partial), shard)  # [ranks, n, 2, C]
+    parts = gather_shards(torch.stack(partial), shard)  # [ranks, n, 2, C]
     largest = parts[:, :, 0].amax(0)
     return largest + ((parts[:, :, 0] - largest).exp() * parts[:, :, 1]).sum(0).log()
 
 
 def sum_over_shards(partial: Tensor, shard: VocabShard) -> Tensor:
-    """Collective over the group: sum over the ranks, in rank order."""
-    return _of_shards(partial, shard).sum(0)
-
-
-def _of_shards(mine: Tensor, shard: VocabShard) -> Tensor:
-    """Collective over the group: every rank's tensor [ranks, ...]."""
-    if shard.group is None or dist.get_world_size(shard.group) == 1 or not mine.numel():
-        return mine[None]
-    received = [torch.empty_like(mine) for _ in range(dist.get_world_size(shard.group))]
-    dist.all_gather(received, mine.contiguous(), group=shard.group)
-    return torch.stack(received)
+    """Collective over the group: returns the sum over the ranks, in rank order."""
+    return gather_shards(partial, shard).sum(0)

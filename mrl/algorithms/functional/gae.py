@@ -1,7 +1,4 @@
-"""Generalised advantage estimation, and the loss of a value function.
-
-Owns the recursion over the trained tokens of a response and the clipped square error. Advantages are fp64.
-"""
+"""Generalised advantage estimation, and the loss of a value function. Advantages are fp64."""
 
 from __future__ import annotations
 
@@ -20,23 +17,23 @@ def gae(
     gamma: float,
     lam_B: Tensor,
 ) -> Tensor:
-    """Generalised advantage estimates of the trained tokens, fp64 [R], 0 elsewhere.
+    """Returns the generalised advantage estimates of the trained tokens, fp64 [R], 0 elsewhere.
 
-    Over the trained tokens of a response alone, as if the others (what a tool answered) were not there:
+    The recursion runs over the trained tokens of a response only, as if the others (a tool's output) did not exist:
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}
 
-    with V and A 0 behind the last.
+    with V and A 0 after the last.
 
     Args:
-        rewards_R: Reward of each token; those of tokens that are not trained count for nothing.
+        rewards_R: Reward of each token; those of untrained tokens are ignored.
         values_R: Value of the state before each token.
         mask_R: True where the token is trained.
-        response_lens_B: Response tokens of each sequence.
+        response_lens_B: Length of each sequence's response, tokens.
         gamma: Discount, [0, 1].
         lam_B: Lambda of each sequence, [0, 1].
 
-    Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 11 to 16; the tokens that are skipped as in verl's
+    Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 11 to 16; tokens are skipped as in verl's
     `compute_gae_advantage_return`.
     """
     advantages_R = torch.zeros_like(rewards_R, dtype=torch.float64)
@@ -45,7 +42,7 @@ def gae(
     longest = int(lens_B.max()) if lens_B.numel() else 0
     if not longest:
         return advantages_R
-    # the trained tokens of all sequences side by side, each row's last one in the last column
+    # right-aligned matrix of the trained tokens, one row per sequence
     column_R = torch.arange(sequence_R.numel()) - (lens_B.cumsum(0) - lens_B)[sequence_R]
     column_R = column_R + (longest - lens_B)[sequence_R]
     rewards_BT, values_BT = torch.zeros(2, lens_B.numel(), longest, dtype=torch.float64).unbind()
@@ -63,9 +60,9 @@ def gae(
 
 
 def length_adaptive_lam(lens_B: Tensor, alpha: float) -> Tensor:
-    """Lambda of each sequence by its length l: 1 - 1 / (alpha l), at least 0, fp64 [B].
+    """Returns lambda for each sequence length l: 1 - 1 / (alpha l), at least 0, fp64 [B].
 
-    The longer a response, the further its reward reaches back: the sum of the lambdas' powers is alpha l.
+    The longer a response, the further back its reward reaches: the sum of the powers of lambda is alpha l.
 
     Source: VAPO (arXiv 2504.05118), eq. 9.
     """
@@ -73,7 +70,7 @@ def length_adaptive_lam(lens_B: Tensor, alpha: float) -> Tensor:
 
 
 class ValueLoss(NamedTuple):
-    """What the value loss gives for each token, fp32; only `loss_R` carries a gradient.
+    """Value loss of each token, fp32; only `loss_R` carries a gradient.
 
     Attributes:
         loss_R: Loss, unreduced.
@@ -85,15 +82,15 @@ class ValueLoss(NamedTuple):
 
 
 def value_loss(values_R: Tensor, old_values_R: Tensor, returns_R: Tensor, *, clip: float) -> ValueLoss:
-    """Half the square error of each value, the larger of it and that of the clipped value.
+    """Returns half the squared error of each value, or of the clipped value if that is larger.
 
         1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
     Args:
-        values_R: Of the critic as it is, requires grad.
-        old_values_R: Of the critic that the advantages were taken from; constants.
+        values_R: Values by the current critic, with gradient.
+        old_values_R: Values from which the advantages were computed; constants.
         returns_R: Targets; constants.
-        clip: c, above 0; 0: no clipping.
+        clip: Clip range c, above 0; 0: no clipping.
 
     Source: verl's `compute_value_loss`; the clipping is that of openai/baselines ppo2.
     """
@@ -101,6 +98,6 @@ def value_loss(values_R: Tensor, old_values_R: Tensor, returns_R: Tensor, *, cli
     plain_R = (values_R - returns_R).square()
     if clip == 0:
         return ValueLoss(0.5 * plain_R, torch.zeros_like(plain_R).detach())
-    near_R = torch.maximum(torch.minimum(values_R, old_values_R + clip), old_values_R - clip)
-    clipped_R = (near_R - returns_R).square()
+    clipped_values_R = torch.maximum(torch.minimum(values_R, old_values_R + clip), old_values_R - clip)
+    clipped_R = (clipped_values_R - returns_R).square()
     return ValueLoss(0.5 * torch.maximum(plain_R, clipped_R), (clipped_R > plain_R).float())

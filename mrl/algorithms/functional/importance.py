@@ -1,7 +1,4 @@
-"""Ratios between two policies at the sampled tokens, kept finite.
-
-Owns the log-ratio clamp. What a ratio is used for is in `losses`, `kl` and `rollout_correction`.
-"""
+"""Log-ratios between two policies at the sampled tokens, clamped to stay finite."""
 
 from __future__ import annotations
 
@@ -9,26 +6,26 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 (as verl does): one broken token cannot give inf, and it gets no gradient."""
+"""Log-ratios are clamped to +-20 (as in verl): one broken token cannot give inf, and it gets no gradient."""
 
 
 def at_least_fp32(values: Tensor) -> Tensor:
-    """The values in fp32, or as they are where they are fp64."""
+    """Returns the values in fp32, or unchanged if they are fp64."""
     return values if values.dtype == torch.float64 else values.float()
 
 
 def log_ratio(logprobs_R: Tensor, old_logprobs_R: Tensor) -> Tensor:
-    """log(pi / pi_old) of each token, clamped to +-MAX_LOG_RATIO; beyond the clamp the gradient is zero.
+    """Returns log(pi / pi_old) of each token, clamped to +-MAX_LOG_RATIO; beyond the clamp the gradient is zero.
 
     Args:
-        logprobs_R: Numerator, nats; may require grad.
-        old_logprobs_R: Denominator, nats; a constant, whatever graph it comes with.
+        logprobs_R: Log-probabilities in the numerator, nats; may require grad.
+        old_logprobs_R: Log-probabilities in the denominator, nats; detached.
 
     Returns:
-        fp32, or fp64 where one of them is.
+        Log-ratio [R] in fp32, or in fp64 if one of the inputs is.
 
     Raises:
-        ValueError: The shapes differ (broadcasting here would be a silent mistake).
+        ValueError: The shapes differ (broadcasting would hide a mistake).
     """
     if logprobs_R.shape != old_logprobs_R.shape:
         raise ValueError(

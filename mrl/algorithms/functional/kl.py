@@ -1,8 +1,4 @@
-"""Estimators of KL(pi || pi_ref) at the sampled tokens.
-
-Owns k1, k2, k3, their straight-through forms, and their clamps. Whether the penalty sits in the loss or in the reward
-is the algorithm's choice.
-"""
+"""Estimators of KL(pi || pi_ref) at the sampled tokens: k1, k2, k3, and their straight-through forms."""
 
 from __future__ import annotations
 
@@ -15,29 +11,29 @@ from mrl.algorithms.functional.importance import log_ratio
 Estimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
 
 MAX_K3 = 10.0
-"""k3 is clamped to this (as verl does): it grows like exp(log pi_ref - log pi). Beyond it the gradient is zero."""
+"""Clamp of k3 (as in verl), which grows like exp(log pi_ref - log pi). Beyond it the gradient is zero."""
 
 
 def kl_penalty(logprobs_R: Tensor, ref_logprobs_R: Tensor, estimator: Estimator) -> Tensor:
-    """Per-token estimate of KL(pi || pi_ref), nats; fp32, or fp64 of fp64.
+    """Returns the per-token estimate of KL(pi || pi_ref), nats; fp32, or fp64 for fp64 inputs.
 
     With d = log(pi / pi_ref), clamped to +-20 (`importance.MAX_LOG_RATIO`):
 
     - k1 = d. Unbiased as a value, may be negative. In a loss its gradient has expectation zero: use it in the reward.
     - k2 = d^2 / 2. Biased as a value, >= 0. On-policy its gradient in a loss is that of KL(pi || pi_ref).
-    - k3 = exp(-d) - 1 + d, clamped to MAX_K3. Unbiased as a value, >= 0, low variance. Its gradient in a loss is
-      (1 - exp(-d)) grad log pi, which on-policy is that of KL(pi_ref || pi).
-    - abs = |d|. No estimate of the KL; verl has it.
-    - k1+, k3+: the value of k1 or k3 with the gradient of k2, so that value and gradient are both those of
-      KL(pi || pi_ref).
+    - k3 = exp(-d) - 1 + d, clamped to MAX_K3. Unbiased as a value, >= 0, low variance. Its gradient in a loss is (1 -
+      exp(-d)) grad log pi, which on-policy is that of KL(pi_ref || pi).
+    - abs = |d|. Not an estimate of the KL; verl has it.
+    - k1+, k3+: the value of k1 or k3 with the gradient of k2, so that value and gradient are both those of KL(pi ||
+      pi_ref).
 
     Args:
-        logprobs_R: Current (loss) or sampling (reward) policy, nats; the gradient flows through it.
-        ref_logprobs_R: Frozen reference, nats; a constant.
-        estimator: Which of them.
+        logprobs_R: Log-probabilities of the current (loss) or sampling (reward) policy, nats, with gradient.
+        ref_logprobs_R: Log-probabilities of the frozen reference, nats; constants.
+        estimator: Name of the estimator.
 
     Raises:
-        ValueError: An unknown estimator, or shapes that differ.
+        ValueError: The estimator is unknown, or the shapes differ.
 
     Source: J. Schulman, http://joschu.net/blog/kl-approx.html; `+`: verl's `kl_penalty`.
     """

@@ -9,14 +9,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Linear warm-up from 0, then constant, or down to `minimum` at the last step.
+    """Learning-rate schedule: linear warm-up from 0, then constant, or decaying to `minimum` at the last step.
 
     Attributes:
-        peak: After warm-up.
-        minimum: At the end of linear and cosine.
-        shape: After warm-up.
+        peak: Learning rate after warm-up.
+        minimum: Final learning rate of linear and cosine.
+        shape: Curve after warm-up.
         warmup_steps: Optimizer steps of the warm-up.
-        num_steps: Optimizer steps in all.
+        num_steps: Total optimizer steps.
     """
 
     peak: float
@@ -26,7 +26,7 @@ class LearningRate:
     num_steps: int
 
     def at(self, step: int) -> float:
-        """The rate of optimizer step `step`, counted from 0."""
+        """Returns the learning rate of optimizer step `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         if self.shape == "constant":

@@ -1,9 +1,9 @@
-"""Log-probability and entropy of chosen tokens from hidden states, the vocabulary split over ranks.
+"""Log-probabilities and entropies of tokens from hidden states, with the vocabulary sharded over ranks.
 
-Owns the fused output layer of the trainer: it computes logits for a chunk of rows at a time, forward and again
-backward, so that neither fp32 logits nor all logits of a microbatch ever exist. The last chunk of the forward is the
-first of the backward and stays in memory between them: one that holds all rows is computed once. Reductions over the
-hidden states' own parallelism are the caller's.
+The fused output layer of the trainer: forward and backward compute the logits of a chunk of rows at a time, so neither
+fp32 logits nor all logits of a microbatch ever exist. The last chunk of the forward is the first of the backward and
+stays in memory between them, so a microbatch of one chunk computes its logits once. Reductions over the hidden states'
+own parallelism are left to the caller.
 
 Shapes: P packed positions, R scored tokens, C rows of a chunk, H hidden, V this rank's part of the vocabulary.
 """
@@ -24,11 +24,11 @@ from mrl.types import Support
 
 @dataclass(frozen=True)
 class Distribution:
-    """Which distribution is scored, and how: the sampling contract.
+    """Settings of the scored distribution.
 
     Attributes:
-        temperature: Divides the logits, above 0.
-        chunk_rows: Rows of logits that exist at a time.
+        temperature: Divisor of the logits, above 0.
+        chunk_rows: Number of rows of logits in memory at a time.
     """
 
     temperature: float = 1.0
@@ -37,11 +37,11 @@ class Distribution:
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The rows of the output weight on this rank.
+    """Vocabulary range of the output weight's rows on this rank.
 
     Attributes:
         start: Token id of the first row.
-        size: Rows that are tokens; rows behind them are padding, which is never scored and gets no gradient.
+        size: Number of rows that are tokens; later rows are padding, which is never scored and gets no gradient.
         group: Ranks that share the vocabulary, in the order of their shards; None: this rank has all of it.
     """
 
@@ -51,24 +51,25 @@ class VocabShard:
 
 
 class Rows(Protocol):
-    """What is computed of each row of fp32 logits by itself."""
+    """Row-wise kernels on fp32 logits: softmax sums and gradients."""
 
     def sums(self, logits_CV: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of each row the largest m, at least the least finite number, and the sums of e^(x-m) and (x-m) e^(x-m).
+        """Computes the softmax sums of each row; may overwrite the logits.
 
         Returns:
-            [3, C], and what was taken away from each row in place.
+            (m, sum e^(x-m), sum (x-m) e^(x-m)) [3, C], with m the largest logit, at least the smallest finite number;
+            and the number that was subtracted from each row in place [C], None if the logits were not changed.
         """
 
     def gradient(self, logits_CV: Tensor, normalizer_C: Tensor, slope_C: Tensor, bend_C: Tensor | None) -> Tensor:
-        """-p (slope + bend log p) with log p = x - normalizer, in the place of the logits; no bend: 0."""
+        """Returns -p (slope + bend log p) with log p = x - normalizer, written over the logits; bend None means 0."""
 
 
 class Operators:
-    """`Rows` by PyTorch's operators, on any device."""
+    """`Rows` in PyTorch operators, for any device."""
 
     def sums(self, logits_CV: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See `Rows`; the largest is taken away."""
+        """Implements `Rows.sums`; the largest logit is subtracted."""
         if not logits_CV.size(1):  # a rank may have no token
             return logits_CV.new_tensor([[_LEAST], [0.0], [0.0]]).expand(3, logits_CV.size(0)), None
         largest = logits_CV.amax(1).clamp(min=_LEAST)
@@ -77,7 +78,7 @@ class Operators:
         return torch.stack([largest, total, powers.mul_(logits_CV).sum(1)]), largest
 
     def gradient(self, logits_CV: Tensor, normalizer_C: Tensor, slope_C: Tensor, bend_C: Tensor | None) -> Tensor:
-        """See `Rows`."""
+        """Implements `Rows.gradient`."""
         probs = logits_CV.sub_(normalizer_C[:, None]).exp_()
         surprise = None if bend_C is None else torch.xlogy(probs, probs).mul_(bend_C[:, None])
         probs.mul_(-slope_C[:, None])
@@ -88,23 +89,24 @@ OPERATORS = Operators()
 
 _LEAST = torch.finfo(torch.float32).min
 _DROPPED = -1e30
-"""In place of a logit: its power is 0, and so is their product."""
+"""Logit of a dropped token: its exponential is 0, and so is their product."""
 
 AddsGradient = Callable[[Tensor, Tensor], Tensor]
-"""(gradients of logits [C, V], hidden states [C, H]) -> adds their product to the weight's gradient; a stand-in."""
+"""(gradients of logits [C, V], hidden states [C, H]) -> adds their product to the weight's gradient buffer; returns a
+placeholder gradient for autograd."""
 
 
 class Head(Protocol):
-    """Computes logits and log-probabilities in the bits in which an engine does; holds the output weight."""
+    """Output layer whose logits and log-probabilities are bit-identical to an engine's; has the output weight."""
 
     def logits(self, hidden_CH: Tensor) -> Tensor:
-        """This rank's columns, padding included."""
+        """Returns this rank's columns of the logits, padding included."""
 
-    def whole(self, logits_CV: Tensor) -> Tensor:
-        """Collective over `VocabShard.group`: the columns of all ranks, without padding."""
+    def full_logits(self, logits_CV: Tensor) -> Tensor:
+        """Collective over `VocabShard.group`: returns the columns of all ranks, without padding."""
 
-    def logprobs(self, whole_CV: Tensor, targets_C: Tensor, temperature: float) -> Tensor:
-        """Of the targets, fp32 [C]: log softmax(logits / temperature)."""
+    def logprobs(self, logits_CV: Tensor, targets_C: Tensor, temperature: float) -> Tensor:
+        """Returns log softmax(logits / temperature) of the targets, fp32 [C]."""
 
 
 def linear_logprobs(
@@ -120,37 +122,37 @@ def linear_logprobs(
     of_rows: Rows = OPERATORS,
     adds_gradient: AddsGradient | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Collective over `shard.group`: log p(target) and entropy of softmax(hidden weight^T / temperature), by row.
+    """Collective over `shard.group`: returns log p(target) and entropy of p = softmax(hidden weight^T / temperature).
 
-    With a support p is that of softmax over the kept tokens alone, whatever the logits are: log p(target) - log sum of
-    kept p. The target counts as kept, so a row that keeps nothing has log-probability and entropy 0, and no gradient.
+    With a support, p is the softmax over the kept tokens only: log p(target) - log sum of kept p. The target counts as
+    kept, so a row that keeps no token has log-probability and entropy 0, and no gradient.
 
     Args:
         hidden_PH: Final hidden states, the same on all ranks of the group. Its gradient is this rank's part of the sum
             over the group.
         weight_VH: Output weight of this rank, padding rows included.
-        rows_R: Positions whose distribution is scored, one of them maybe for several targets.
-        targets_R: Token id scored at each of them.
-        shard: Which tokens the weight's rows are.
-        distribution: Temperature, chunk size.
+        rows_R: Positions whose distribution is scored; a position may have several targets.
+        targets_R: Token id scored at each of these positions.
+        shard: Vocabulary range of the weight's rows.
+        distribution: Temperature and chunk size.
         support: Tokens kept at each of the R rows, the same on all ranks of the group; None: all.
-        head: Computes the values; gradients and entropy are those of its logits. None: PyTorch does.
-        of_rows: What is between the products.
-        adds_gradient: Takes the gradient of the weight, chunk by chunk; None: autograd gets it.
+        head: Output layer that computes the values; gradients and entropy are those of its logits. None: PyTorch.
+        of_rows: Kernels for softmax sums and gradients.
+        adds_gradient: Function that accumulates the weight's gradient, chunk by chunk; None: autograd does.
 
     Returns:
-        logprobs_R and entropy_R in nats, fp32, both differentiable. Logits are in the dtype of the weight,
-        everything after them is fp32.
+        logprobs_R and entropy_R in nats, fp32, both differentiable. Logits are in the dtype of the weight, everything
+        after them is fp32.
 
     Raises:
-        ValueError: The temperature or the chunk size is not positive, or the support is of other rows.
+        ValueError: The temperature or the chunk size is not positive, or the support has another number of rows.
     """
     if distribution.temperature <= 0 or distribution.chunk_rows < 1:
         raise ValueError(
-            f"temperature={distribution.temperature}, chunk_rows={distribution.chunk_rows}: must be positive"
+            f"temperature={distribution.temperature}, chunk_rows={distribution.chunk_rows}: must be positive."
         )
     if support is not None and support.counts_R.numel() != rows_R.numel():
-        raise ValueError(f"a support of {support.counts_R.numel()} rows came, expected one of {rows_R.numel()}")
+        raise ValueError(f"the support has {support.counts_R.numel()} rows, expected {rows_R.numel()}.")
     logprobs_R, entropy_R = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_PH, weight_VH, rows_R, targets_R, shard, distribution, support, head, of_rows, adds_gradient
     )
@@ -173,19 +175,19 @@ class _LinearLogprobs(torch.autograd.Function):
         adds_gradient: AddsGradient | None,
     ) -> tuple[Tensor, Tensor]:
         weight = weight_VH[: shard.size]
-        # of this rank's tokens, at each row: largest logit m; sums of e^(x-m) and (x-m) e^(x-m); the target's logit
+        # per row, over this rank's tokens: largest logit m; sums of e^(x-m) and (x-m) e^(x-m); the target's logit
         partial = torch.zeros((4, rows_R.numel()), dtype=torch.float32, device=hidden_PH.device)
         logits: Tensor | None = None
-        chunks = _chunks(rows_R.numel(), distribution.chunk_rows)
-        kept = _kept(support, chunks)
-        told: list[Tensor] = []  # by the head
-        for part, own_kept in zip(chunks, kept, strict=True):
-            del logits  # the last chunk's, before this chunk's exist
+        parts = chunks(rows_R.numel(), distribution.chunk_rows)
+        kept = _support_of_chunks(support, parts)
+        head_logprobs: list[Tensor] = []
+        for part, own_kept in zip(parts, kept, strict=True):
+            del logits  # free the previous chunk's before allocating this one's
             if head is None:
                 logits, own = _scaled_logits(hidden_PH, weight, rows_R[part], targets_R[part], shard, distribution)
             else:
                 raw = head.logits(hidden_PH.index_select(0, rows_R[part]))
-                told.append(_logprobs_of_head(head, raw, targets_R[part], distribution.temperature, own_kept))
+                head_logprobs.append(_logprobs_of_head(head, raw, targets_R[part], distribution.temperature, own_kept))
                 logits, own = _scaled(raw[:, : shard.size], targets_R[part], shard, distribution)
             target = logits.gather(1, own.clamp(min=0)[:, None]).squeeze(1) if shard.size else partial[3, part]
             if own_kept is not None:
@@ -201,7 +203,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.of_rows, ctx.adds_gradient = of_rows, adds_gradient
         ctx.last = None if logits is None else (logits, taken)
         ctx.set_materialize_grads(False)
-        return torch.cat(told) if told else target - normalizer, entropy
+        return torch.cat(head_logprobs) if head_logprobs else target - normalizer, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -209,7 +211,7 @@ class _LinearLogprobs(torch.autograd.Function):
         shard, distribution = ctx.shard, ctx.distribution
         grad_logprobs, grad_entropy = grads
         weight = weight_VH[: shard.size]
-        chunks = _chunks(rows_R.numel(), distribution.chunk_rows)
+        parts = chunks(rows_R.numel(), distribution.chunk_rows)
         grad_hidden = torch.zeros(hidden_PH.shape, dtype=torch.float32, device=hidden_PH.device)
         grad_weight: Tensor | None = None
         # d log p(t) / d x = 1[t] - p;   d entropy / d x = -p (log p + entropy)
@@ -221,7 +223,7 @@ class _LinearLogprobs(torch.autograd.Function):
             target_slope = grad_logprobs / distribution.temperature
             slope = slope + target_slope
         last, ctx.last = ctx.last, None
-        for part, own_kept in reversed(list(zip(chunks, ctx.kept, strict=True))):
+        for part, own_kept in reversed(list(zip(parts, ctx.kept, strict=True))):
             rows, log_total = rows_R[part], normalizer[part]
             if last is not None:
                 (logits, taken), own = last, _own_columns(targets_R[part], shard)
@@ -241,8 +243,8 @@ class _LinearLogprobs(torch.autograd.Function):
             if ctx.adds_gradient is not None:
                 grad_weight = ctx.adds_gradient(scaled, hidden)
                 continue
-            if grad_weight is None:  # several chunks add up in fp32
-                sum_dtype = torch.float32 if len(chunks) > 1 else weight_VH.dtype
+            if grad_weight is None:  # several chunks are summed in fp32
+                sum_dtype = torch.float32 if len(parts) > 1 else weight_VH.dtype
                 grad_weight = torch.zeros(weight_VH.shape, dtype=sum_dtype, device=weight_VH.device)
             if grad_weight.dtype == weight.dtype:
                 grad_weight[: shard.size].addmm_(scaled.T, hidden)
@@ -252,19 +254,15 @@ class _LinearLogprobs(torch.autograd.Function):
         return grad_hidden.to(hidden_PH.dtype), grad_weight, *[None] * 8
 
 
-def _chunks(count: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
-
-
 def _scaled_logits(
     hidden_PH: Tensor, weight: Tensor, rows: Tensor, targets: Tensor, shard: VocabShard, distribution: Distribution
 ) -> tuple[Tensor, Tensor]:
-    """Logits over the temperature, fp32 [C, shard.size], and each target's column here, -1 if it is elsewhere."""
+    """Returns the logits over the temperature, fp32 [C, shard.size], and each target's column (-1 on other ranks)."""
     return _scaled(F.linear(hidden_PH.index_select(0, rows), weight), targets, shard, distribution)
 
 
 def _scaled(logits: Tensor, targets: Tensor, shard: VocabShard, distribution: Distribution) -> tuple[Tensor, Tensor]:
-    """As `_scaled_logits`, of logits, which may be overwritten."""
+    """Divides logits by the temperature, maybe in place; returns the result of `_scaled_logits`."""
     logits = logits.float()
     if distribution.temperature != 1.0:
         logits.div_(distribution.temperature)
@@ -272,52 +270,62 @@ def _scaled(logits: Tensor, targets: Tensor, shard: VocabShard, distribution: Di
 
 
 def _logprobs_of_head(head: Head, logits: Tensor, targets: Tensor, temperature: float, kept: Support | None) -> Tensor:
-    """Collective over the group: log-probabilities of a chunk's targets, of what is kept of softmax(logits / T)."""
-    whole = head.whole(logits)
+    """Collective over the group: returns the log-probabilities of a chunk's targets over the kept tokens."""
+    full_logits = head.full_logits(logits)
     if kept is None:
-        return head.logprobs(whole, targets, temperature)
-    whole = whole.float() / temperature
-    _drop(whole, targets, kept, VocabShard(0, whole.size(1)))
-    return head.logprobs(whole, targets, 1.0)
+        return head.logprobs(full_logits, targets, temperature)
+    full_logits = full_logits.float() / temperature
+    _drop(full_logits, targets, kept, VocabShard(0, full_logits.size(1)))
+    return head.logprobs(full_logits, targets, 1.0)
 
 
 def _own_columns(targets: Tensor, shard: VocabShard) -> Tensor:
-    """Each target's column in the logits of this rank, -1 if it is elsewhere."""
+    """Returns each target's column in the logits of this rank, -1 if it is on another rank."""
     own = targets - shard.start
     return torch.where((own >= 0) & (own < shard.size), own, -1)
 
 
-def _kept(support: Support | None, chunks: list[slice]) -> Sequence[Support | None]:
-    """The part of the support of each chunk."""
+def _support_of_chunks(support: Support | None, chunks: list[slice]) -> Sequence[Support | None]:
+    """Returns the support of each chunk."""
     return [None] * len(chunks) if support is None else support.split([part.stop - part.start for part in chunks])
 
 
 def _drop(logits: Tensor, own: Tensor, kept: Support, shard: VocabShard) -> None:
-    """Sets what a chunk does not keep to `_DROPPED`, in place; never the target."""
+    """Sets the logits of tokens that a chunk does not keep to `_DROPPED`, in place, except the target's."""
     rows = torch.arange(logits.size(0)).repeat_interleave(kept.counts_R)
     columns = kept.ids_K.long() - shard.start
-    here = (columns >= 0) & (columns < shard.size)
+    local = (columns >= 0) & (columns < shard.size)
     dropped = torch.ones_like(logits, dtype=torch.bool)
-    dropped[rows[here].to(logits.device), columns[here].to(logits.device)] = False
-    held = (own >= 0).nonzero().squeeze(1)
-    dropped[held, own[held]] = False
+    dropped[rows[local].to(logits.device), columns[local].to(logits.device)] = False
+    target_rows = (own >= 0).nonzero().squeeze(1)
+    dropped[target_rows, own[target_rows]] = False
     logits.masked_fill_(dropped, _DROPPED)
 
 
 def _combine(partial: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Collective over the group: largest logit, both sums relative to it, and the target's logit, over all ranks.
+    """Collective over the group: returns largest logit, both sums relative to it, and the target's logit.
 
-    One exchange of four numbers a row; the sums are taken in rank order, so that every rank has the same bits.
+    Ranks exchange four numbers per row; the sums are taken in rank order, so that every rank gets bit-identical
+    results.
     """
-    if shard.group is None or dist.get_world_size(shard.group) == 1 or not partial.size(1):
-        parts = partial[None]
-    else:
-        received = [torch.empty_like(partial) for _ in range(dist.get_world_size(shard.group))]
-        dist.all_gather(received, partial, group=shard.group)
-        parts = torch.stack(received)
+    parts = gather_shards(partial, shard)
     largest = parts[:, 0].amax(0)
     lower = parts[:, 0] - largest
     factor = lower.exp()
     total = (factor * parts[:, 1]).sum(0)
     weighted = (factor * (parts[:, 2] + parts[:, 1] * lower)).sum(0)
     return largest, total, weighted, parts[:, 3].sum(0)
+
+
+def chunks(count: int, size: int) -> list[slice]:
+    """Returns the slices that cut `count` rows into chunks of at most `size`."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def gather_shards(own_part: Tensor, shard: VocabShard) -> Tensor:
+    """Collective over the group: returns every rank's tensor [ranks, ...]."""
+    if shard.group is None or dist.get_world_size(shard.group) == 1 or not own_part.numel():
+        return own_part[None]
+    received = [torch.empty_like(own_part) for _ in range(dist.get_world_size(shard.group))]
+    dist.all_gather(received, own_part.contiguous(), group=shard.group)
+    return torch.stack(received)

@@ -1,8 +1,4 @@
-"""Losses of pairs of responses, of which one is better: direct preference optimisation and its relatives.
-
-Owns the equations, of one number for each pair. Where the pairs come from and what they are summed with is
-`mrl/algorithms/dpo.py`'s.
-"""
+"""Losses of pairs of responses, one of which is preferred: DPO and its variants."""
 
 from __future__ import annotations
 
@@ -16,13 +12,13 @@ from torch.nn.functional import logsigmoid
 
 @dataclass(frozen=True)
 class Pairs:
-    """Numbers of each pair, [pairs].
+    """Statistics of each pair of responses, [pairs].
 
     Attributes:
-        chosen: log(pi / pi_ref) of the better response, summed over its trained tokens, nats.
-        rejected: The same of the worse one.
-        chosen_len: Trained tokens of the better one, at least 1.
-        rejected_len: Of the worse one.
+        chosen: log(pi / pi_ref) of the preferred response, summed over its trained tokens, nats.
+        rejected: log(pi / pi_ref) of the other response, summed over its trained tokens, nats.
+        chosen_len: Trained tokens of the preferred response, at least 1.
+        rejected_len: Trained tokens of the other response, at least 1.
     """
 
     chosen: Tensor
@@ -32,55 +28,55 @@ class Pairs:
 
     @property
     def margin(self) -> Tensor:
-        """Of the sums."""
+        """Difference of the summed log-ratios, nats."""
         return self.chosen - self.rejected
 
     @property
     def margin_by_length(self) -> Tensor:
-        """Of the means over tokens."""
+        """Difference of the log-ratios' means over tokens, nats."""
         return self.chosen / self.chosen_len - self.rejected / self.rejected_len
 
 
 def pair_losses(pairs: Pairs, loss_type: str, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """Loss of each pair.
+    """Returns the loss of each pair, [pairs].
 
     Args:
-        pairs: What it is of.
-        loss_type: One of `LOSSES`.
-        beta: How strongly the policy is held to the reference.
-        label_smoothing: Of robust: part of the labels that are the wrong way round, below 0.5.
+        pairs: Log-ratios and lengths.
+        loss_type: Name of the loss, a key of `LOSSES`.
+        beta: Strength of the constraint to the reference.
+        label_smoothing: Fraction of flipped labels, below 0.5; read by "robust" only.
     """
     return LOSSES[loss_type](pairs, beta, label_smoothing)
 
 
 def _sigmoid(pairs: Pairs, beta: float, _: float) -> Tensor:
-    """Source: Rafailov et al. 2023 (arXiv 2305.18290), equation 7."""
+    """Returns the loss of Rafailov et al. 2023 (arXiv 2305.18290), equation 7."""
     return -logsigmoid(beta * pairs.margin)
 
 
 def _sigmoid_norm(pairs: Pairs, beta: float, _: float) -> Tensor:
-    """Source: Lambert et al. 2024 (arXiv 2411.15124, Tulu 3), equation 6."""
+    """Returns the loss of Lambert et al. 2024 (arXiv 2411.15124, Tulu 3), equation 6."""
     return -logsigmoid(beta * pairs.margin_by_length)
 
 
 def _ipo(pairs: Pairs, beta: float, _: float) -> Tensor:
-    """Source: Azar et al. 2023 (arXiv 2310.12036), equation 17, with means over tokens as its authors have them."""
+    """Returns the loss of Azar et al. 2023 (arXiv 2310.12036), equation 17, with the authors' means over tokens."""
     return (pairs.margin_by_length - 1 / (2 * beta)) ** 2
 
 
 def _hinge(pairs: Pairs, beta: float, _: float) -> Tensor:
-    """Source: Zhao et al. 2023 (arXiv 2305.10425, SLiC-HF), equation 2, on DPO's implicit rewards."""
+    """Returns the loss of Zhao et al. 2023 (arXiv 2305.10425, SLiC-HF), equation 2, on DPO's implicit rewards."""
     return torch.relu(1 - beta * pairs.margin)
 
 
 def _robust(pairs: Pairs, beta: float, label_smoothing: float) -> Tensor:
-    """Source: Chowdhury et al. 2024 (arXiv 2403.00409), equation 12: unbiased where labels are flipped at random."""
+    """Returns the loss of Chowdhury et al. 2024 (arXiv 2403.00409), equation 12: unbiased under random label flips."""
     right, wrong = -logsigmoid(beta * pairs.margin), -logsigmoid(-beta * pairs.margin)
     return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
 
 
 def _apo_zero(pairs: Pairs, beta: float, _: float) -> Tensor:
-    """Source: D'Oosterlinck et al. 2024 (arXiv 2408.06266), equation 7."""
+    """Returns the loss of D'Oosterlinck et al. 2024 (arXiv 2408.06266), equation 7."""
     return 1 - torch.sigmoid(beta * pairs.chosen) + torch.sigmoid(beta * pairs.rejected)
 
 
@@ -92,4 +88,4 @@ LOSSES: dict[str, Callable[[Pairs, float, float], Tensor]] = {
     "robust": _robust,
     "apo_zero": _apo_zero,
 }
-"""By TRL's names."""
+"""Losses by TRL's names."""

@@ -1,8 +1,6 @@
-"""Weights and rejections of samples that another policy drew than the one whose loss they are in.
+"""Off-policy correction: importance weights, rejection of tokens or sequences, and the off-policy sequence mask.
 
-Owns importance weights, their truncation and mean, the tests that reject tokens or sequences, and the off-policy mask
-of sequences. The log-ratio is the actor's minus the sampler's log-probability of each response token; which weights
-the actor has there, and what is done with the outcome, is the algorithm's. Nothing here has a gradient.
+The log-ratio is the actor's minus the sampler's log-probability of each response token. Nothing here has a gradient.
 
 Names and meanings are verl's: verl/trainer/ppo/rollout_corr_helper.py.
 """
@@ -20,21 +18,22 @@ from mrl.algorithms.functional.importance import MAX_LOG_RATIO, at_least_fp32
 from mrl.algorithms.functional.sequence_losses import Sequences
 
 SURE = 1e-6
-"""`binary_kl` takes no probability as nearer to 0 or 1 than this (as AReaL)."""
+"""Clamp of the probabilities in `binary_kl`, to [SURE, 1 - SURE] (as in AReaL)."""
 
 SMALLEST_MEAN = 1e-8
-"""Weights whose mean is at most this are not divided by it."""
+"""Mean weight at or below which weights are not divided by it."""
 
 
 @dataclass(frozen=True)
 class Weighing:
-    """How log-ratios become weights.
+    """Settings of the importance weights.
 
     Attributes:
-        level: Of a token, or the product over a response.
+        level: Unit of a weight: the token, or the product over a response.
         upper: Largest weight.
-        lower: None: larger weights are cut to `upper`; else weights outside [lower, upper] are 0 (IcePop).
-        normalize: Divide by the mean over the batch.
+        lower: Smallest weight: weights outside [lower, upper] become 0 (IcePop). None: larger weights are cut to
+            `upper`.
+        normalize: True if weights are divided by their mean over the batch.
     """
 
     level: Literal["token", "sequence"]
@@ -45,14 +44,14 @@ class Weighing:
 
 @dataclass(frozen=True)
 class Rejection:
-    """A test that a token, or a whole response, must pass.
+    """A test that a token or response must pass to stay in the loss.
 
     Attributes:
-        name: As in the config: `seq_mean_k3`.
-        level: Of what the statistic is.
-        statistic: k1 = -l, k2 = l^2 / 2, k3 = e^l - 1 - l of the log-ratio l; binary_kl.
-        upper: Largest value that is kept.
-        lower: Smallest value that is kept, or None.
+        name: Name in the config, such as `seq_mean_k3`.
+        level: Unit of the statistic: the token, or the sum, mean or maximum over a response.
+        statistic: k1 = -l, k2 = l^2 / 2, k3 = e^l - 1 - l of the log-ratio l; or binary_kl.
+        upper: Largest accepted value.
+        lower: Smallest accepted value; None: no bound.
     """
 
     name: str
@@ -63,10 +62,10 @@ class Rejection:
 
 
 def raw_weights(log_ratio_R: Tensor, sequences: Sequences, level: str) -> tuple[Tensor, Tensor | None]:
-    """The exponential of the log-ratio of each token, or of its sum over the response; the exponent within +-20.
+    """Returns exp of the log-ratio of each token, or of its sum over the response; exponents are clamped to +-20.
 
     Returns:
-        The weights, 0 where not trained; and for `sequence` the sums of log-ratios [B], not clamped.
+        The weights [R], 0 where not trained; and for level `sequence` the unclamped sums of log-ratios [B].
     """
     logs_B = None
     if level == "sequence":
@@ -77,19 +76,19 @@ def raw_weights(log_ratio_R: Tensor, sequences: Sequences, level: str) -> tuple[
 
 
 def bounded(raw_R: Tensor, weighing: Weighing) -> Tensor:
-    """Truncated importance weights (arXiv 1802.01561, section 4.1), or IcePop's: 0 outside the bounds."""
+    """Returns truncated importance weights (arXiv 1802.01561, section 4.1), or IcePop's: 0 outside the bounds."""
     if weighing.lower is None:
         return raw_R.clamp(max=weighing.upper)
     return torch.where((raw_R >= weighing.lower) & (raw_R <= weighing.upper), raw_R, 0.0)
 
 
 def mean_weight(weights_R: Tensor, sequences: Sequences, level: str, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-    """Collective over data-parallel: mean weight of the trained tokens, or of the responses; 1 where it is nearly 0.
+    """Collective over data-parallel: returns the mean weight of trained tokens or of responses; 1 if it is nearly 0.
 
     Args:
-        weights_R: From `bounded`.
-        sequences: Of this rank.
-        level: "token" or "sequence".
+        weights_R: Truncated weights, from `bounded`.
+        sequences: Sequences of this rank.
+        level: Unit of the mean: "token" or "sequence".
         reduce: Elementwise sum over the ranks; called once.
 
     Returns:
@@ -106,13 +105,13 @@ def mean_weight(weights_R: Tensor, sequences: Sequences, level: str, reduce: Cal
 
 
 def statistic(rejection: Rejection, actor_R: Tensor, sampler_R: Tensor, sequences: Sequences) -> Tensor:
-    """What a rejection tests: [R] for tokens, else [B].
+    """Returns the statistic of a test, [R] for token-level tests, else [B].
 
     Args:
-        rejection: The test.
-        actor_R: The actor's log-probability of each response token, nats.
-        sampler_R: The sampler's.
-        sequences: Of this batch, or part of it.
+        rejection: Test.
+        actor_R: Log-probabilities by the actor, nats.
+        sampler_R: Log-probabilities by the sampler, nats.
+        sequences: Sequences of the tokens.
     """
     log_R = (actor_R - sampler_R).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if rejection.statistic == "k1":
@@ -131,7 +130,7 @@ def statistic(rejection: Rejection, actor_R: Tensor, sampler_R: Tensor, sequence
 
 
 def binary_kl(actor_R: Tensor, sampler_R: Tensor) -> Tensor:
-    """KPop's divergence: the larger of both KLs between two choices, the sampled token and all others, nats.
+    """Returns KPop's divergence, nats: the larger of both KLs between binary distributions, sampled token or not.
 
     Source: https://ringtech.notion.site/kpop; AReaL, docs/en/algorithms/grpo_series.md.
     """
@@ -143,7 +142,7 @@ def binary_kl(actor_R: Tensor, sampler_R: Tensor) -> Tensor:
 
 
 def passes(rejection: Rejection, value: Tensor) -> Tensor:
-    """Where the statistic is within its bounds, bool."""
+    """Returns whether the statistic is within its bounds, bool."""
     below = value <= rejection.upper
     return below if rejection.lower is None else below & (value >= rejection.lower)
 
@@ -151,9 +150,9 @@ def passes(rejection: Rejection, value: Tensor) -> Tensor:
 def off_policy_kept(
     actor_R: Tensor, sampler_R: Tensor, advantages_R: Tensor, sequences: Sequences, threshold: float
 ) -> Tensor:
-    """Where the off-policy sequence mask keeps the policy loss, bool [R].
+    """Returns the tokens whose policy loss the off-policy sequence mask keeps, bool [R].
 
-    Dropped are tokens with a negative advantage in responses whose mean of log(sampler / actor) exceeds `threshold`.
+    It drops tokens with a negative advantage in responses whose mean of log(sampler / actor) exceeds `threshold`.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), off-policy sequence masking.
     """

@@ -1,7 +1,7 @@
-"""The sampling contract as tensor maths: truncation, counter-based random numbers, inverse-CDF sampling.
+"""Token sampling: truncation, counter-based random numbers, and inverse-CDF sampling.
 
-Owns what the engine draws from. Every function works on each row alone, so that a token does not depend on what else is
-in the batch. The trainer truncates nothing itself: it scores over what the engine kept (`types.Support`).
+Every function treats each row independently, so that a token does not depend on the rest of the batch. The trainer does
+not truncate: it scores over the tokens that the engine kept (`types.Support`).
 
 Shapes: N rows (one next token each), V true vocabulary, K candidates.
 """
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 CANDIDATES = 1024
-"""Top-p looks at this many largest logits before it sorts the whole row; speed only, the result is the same."""
+"""Number of largest logits that top-p looks at before it sorts the full row; affects speed only."""
 
 BLOCK = 256
-"""Tokens whose probabilities are summed together; the cumulative sum runs over block sums, then inside one block."""
+"""Number of tokens per partial sum; the cumulative sum runs over block sums, then inside one block."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -26,23 +26,24 @@ _MASK = (1 << 64) - 1
 
 
 def truncates(top_k: int, top_p: float, min_p: float) -> bool:
-    """Whether tokens may be dropped."""
+    """Returns whether these settings may drop tokens."""
     return top_k >= 0 or top_p < 1.0 or min_p > 0.0
 
 
 def keep_threshold(logits_NV: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor | None:
-    """The smallest logit of each row that truncation keeps: a token is kept where its logit is at least that.
+    """Returns the smallest logit that truncation keeps in each row; tokens with at least this logit are kept.
 
-    top_k first, then top_p over what top_k left, then min_p; tokens equal to the threshold are all kept.
+    top_k is applied first, then top_p over the remaining tokens, then min_p; tokens equal to the threshold are all
+    kept.
 
     Args:
         logits_NV: Logits after temperature, fp32, true vocabulary only.
-        top_k: Keep the k largest; -1: all.
-        top_p: Keep the fewest largest whose probabilities reach this sum, (0, 1].
-        min_p: Keep tokens at least this fraction as likely as the most likely one, [0, 1).
+        top_k: Number of largest logits to keep; -1: all.
+        top_p: Probability mass to keep, (0, 1]: the fewest most likely tokens that reach it.
+        min_p: Smallest probability to keep, relative to the most likely token, [0, 1).
 
     Returns:
-        [N] fp32, or None where nothing is truncated.
+        [N] fp32, or None if nothing is truncated.
     """
     size = logits_NV.size(1)
     limit = size if top_k < 0 else min(top_k, size)
@@ -63,7 +64,7 @@ def keep_threshold(logits_NV: Tensor, top_k: int, top_p: float, min_p: float) ->
 
 
 def _nucleus(logits_NV: Tensor, num: int, limit: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """Threshold of top_p over the `limit` largest logits by looking at the `num` largest; whether these were enough."""
+    """Returns the top_p threshold over the `limit` largest logits from the `num` largest, and whether they sufficed."""
     values_NK = logits_NV.topk(num, dim=1).values
     total = torch.logsumexp(values_NK if limit == num else logits_NV, 1, keepdim=True)
     cumulative_NK = (values_NK - total).double().exp().cumsum(1)
@@ -73,7 +74,7 @@ def _nucleus(logits_NV: Tensor, num: int, limit: int, top_p: float) -> tuple[Ten
 
 
 def stream_key(seed: int, uid: int, sample_index: int) -> int:
-    """The 64-bit key of one sample's random numbers, as a signed integer.
+    """Returns the 64-bit key of one sample's random numbers, as a signed integer.
 
     Source: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014), chained over the parts.
     """
@@ -90,11 +91,11 @@ def _mix(state: int) -> int:
 
 
 def uniforms(keys_N: Tensor, positions_N: Tensor) -> Tensor:
-    """One uniform number in [0, 1) for each (stream key, position): SplitMix64 of the key, position as its counter.
+    """Returns one uniform number in [0, 1) per (stream key, position): SplitMix64 with the position as counter.
 
     Args:
-        keys_N: From `stream_key`, int64.
-        positions_N: Position in the response, int64.
+        keys_N: Keys from `stream_key`, int64.
+        positions_N: Positions in the response, int64.
 
     Returns:
         fp64 [N], multiples of 2^-53.
@@ -111,28 +112,28 @@ def _signed(value: int) -> int:
 
 
 def _shift(state: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
+    """Returns the logical right shift of int64."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def draw(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """Inverse-CDF sampling: token t with probability weight[t] / sum(weights), one uniform number a row.
+    """Samples by inverse CDF: token t with probability weight[t] / sum(weights), one uniform number per row.
 
     The cumulative sum runs in fp64 over sums of BLOCK tokens, then inside the chosen block. A token of weight zero is
-    never drawn, whatever the uniform number.
+    never drawn, for any uniform number.
 
     Args:
-        weights_NV: At least 0, one above 0 in each row, fp32.
-        uniform_N: In [0, 1), fp64.
+        weights_NV: Unnormalised probabilities, fp32, at least 0, with one above 0 in each row.
+        uniform_N: Uniform numbers in [0, 1), fp64.
 
     Returns:
-        tokens_N, int64; any token where a weight is not finite.
+        tokens_N, int64; an arbitrary token where a weight is not finite.
     """
     rows, size = weights_NV.shape
-    whole = size // BLOCK * BLOCK
-    sums = weights_NV[:, :whole].view(rows, -1, BLOCK).sum(2)
-    if whole < size:
-        sums = torch.cat([sums, weights_NV[:, whole:].sum(1, keepdim=True)], 1)
+    full_blocks = size // BLOCK * BLOCK
+    sums = weights_NV[:, :full_blocks].view(rows, -1, BLOCK).sum(2)
+    if full_blocks < size:
+        sums = torch.cat([sums, weights_NV[:, full_blocks:].sum(1, keepdim=True)], 1)
     sums = sums.double()
     cumulative = sums.cumsum(1)
     target = uniform_N[:, None] * cumulative[:, -1:]
@@ -146,9 +147,9 @@ def draw(weights_NV: Tensor, uniform_N: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """First column whose cumulative sum exceeds the target [N, 1].
+    """Returns the first column whose cumulative sum exceeds the target [N, 1].
 
-    A target at or above the end falls on the last column that adds something.
+    A target at or above the end maps to the last column with a weight above zero.
     """
     below_end = torch.nextafter(cumulative[:, -1:], torch.zeros_like(cumulative[:, -1:]))
     found = torch.searchsorted(cumulative, torch.minimum(target, below_end), right=True)

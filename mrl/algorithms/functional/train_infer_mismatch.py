@@ -1,8 +1,7 @@
-"""How far log-probabilities captured while sampling are from the actor's, which may have newer weights.
+"""Metrics of the mismatch between the sampler's log-probabilities and the actor's, which may have newer weights.
 
-Owns verl's `training/rollout_probs_diff_*`, the estimates of KL(rollout || actor), perplexities and chi-square
-divergences, as sums that add up over microbatches and data-parallel ranks. Correcting the mismatch is in
-`rollout_correction`.
+verl's `training/rollout_probs_diff_*`, estimates of KL(rollout || actor), perplexities and chi-square divergences, from
+sums that add up over microbatches and data-parallel ranks. `rollout_correction` corrects the mismatch.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from mrl.algorithms.functional.kl import kl_penalty
 from mrl.algorithms.functional.sequence_losses import Sequences
 
 ROUNDING = 1e-12
-"""A spread below this part of the sum of squares is rounding: the probabilities are constant."""
+"""Fraction of the sum of squares below which a variance is rounding: the probabilities are constant."""
 
 
 def mismatch_sums(rollout_logprobs_R: Tensor, actor_logprobs_R: Tensor, mask_R: Tensor) -> tuple[Tensor, Tensor]:
-    """What `mismatch_metrics` needs of one part of the batch.
+    """Returns one part's sums for `mismatch_metrics`.
 
     Args:
-        rollout_logprobs_R: Captured at sampling time, nats.
-        actor_logprobs_R: The same tokens scored by the actor before its update, nats.
+        rollout_logprobs_R: Log-probabilities captured at sampling time, nats.
+        actor_logprobs_R: Log-probabilities of the same tokens by the actor before its update, nats.
         mask_R: True where the token counts.
 
     Returns:
@@ -51,14 +50,14 @@ def mismatch_sums(rollout_logprobs_R: Tensor, actor_logprobs_R: Tensor, mask_R: 
 
 
 def mismatch_metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
-    """Metrics from the added sums and the largest difference, under verl's names.
+    """Returns the metrics of the added sums and the largest difference, under verl's names.
 
     p is exp(rollout log-probability), q is exp(actor log-probability):
 
-    - training/rollout_probs_diff_valid: 1 where any token counts, else 0 (and the others mean nothing).
-    - training/rollout_probs_diff_{mean,max,std}: of |q - p|; std is unbiased.
-    - training/rollout_actor_probs_pearson_corr: correlation of p and q; where one of them is constant it is not
-      defined, and 1 stands for equal, 0 for different.
+    - training/rollout_probs_diff_valid: 1 if any token counts, else 0 (and the other metrics are meaningless).
+    - training/rollout_probs_diff_{mean,max,std}: statistics of |q - p|; std is unbiased.
+    - training/rollout_actor_probs_pearson_corr: correlation of p and q; if one of them is constant it is undefined, and
+      1 is reported for equal, 0 for different values.
     - rollout_corr/kl, rollout_corr/k3_kl: estimates of KL(rollout || actor), k1 and k3.
 
     Source: verl, `verl/utils/debug/metrics.py` (calculate_debug_metrics).
@@ -86,11 +85,11 @@ def mismatch_metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
 def off_policy_sums(
     rollout_logprobs_R: Tensor, actor_logprobs_R: Tensor, sequences: Sequences
 ) -> tuple[Tensor, Tensor]:
-    """What `off_policy_metrics` needs of one part of the batch, whole sequences.
+    """Returns one part's sums for `off_policy_metrics`; the part has complete sequences.
 
     Returns:
-        Sums [10] fp64, to be added over parts; and extremes [2] fp64, to be reduced by max: of the difference of log
-        perplexities and of its negative.
+        Sums [10] fp64, to be added over parts; and extremes [2] fp64, to be reduced by max: the largest difference of
+        log perplexities, and of its negative.
     """
     mask_R = sequences.mask_R
     rollout_R, actor_R = (
@@ -111,25 +110,25 @@ def off_policy_sums(
 
 
 def off_policy_metrics(sums: Tensor, extremes: Tensor, num_tokens: float) -> dict[str, float]:
-    """Metrics from the added sums, under verl's names; {} where no token was trained.
+    """Returns the metrics of the added sums, under verl's names; {} if no token was trained.
 
     - rollout_corr/{training,rollout}_{ppl,log_ppl}: mean over responses of the actor's and the sampler's perplexity,
       exp of the mean negative log-probability, and of its logarithm;
-    - rollout_corr/log_ppl_diff, _abs_diff, _diff_max, _diff_min, ppl_ratio: of the actor's over the sampler's;
+    - rollout_corr/log_ppl_diff, _abs_diff, _diff_max, _diff_min, ppl_ratio: actor relative to sampler;
     - rollout_corr/chi2_token, chi2_seq: mean of the squared probability ratio of tokens, of sequences, minus 1.
 
     Args:
-        sums: Of `off_policy_sums`.
-        extremes: Of the same.
+        sums: Added sums of `off_policy_sums`.
+        extremes: Reduced extremes of `off_policy_sums`.
         num_tokens: Trained tokens, over all parts.
 
     Source: verl, `verl/trainer/ppo/rollout_corr_helper.py` (compute_offpolicy_metrics).
     """
-    *of_sequences, chi2_seq, count, chi2_token = sums.double().tolist()
+    *sequence_sums, chi2_seq, count, chi2_token = sums.double().tolist()
     if not count:
         return {}
     names = ("training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "log_ppl_diff", "log_ppl_abs_diff")
-    found = {name: value / count for name, value in zip((*names, "ppl_ratio"), of_sequences, strict=True)}
+    found = {name: value / count for name, value in zip((*names, "ppl_ratio"), sequence_sums, strict=True)}
     found |= {"log_ppl_diff_max": float(extremes[0]), "log_ppl_diff_min": -float(extremes[1])}
     found |= {"chi2_token": chi2_token / num_tokens - 1.0, "chi2_seq": chi2_seq / count - 1.0}
     return {f"rollout_corr/{name}": value for name, value in found.items()}

@@ -1,1 +1,1 @@
-"""What only a run on a CPU needs: corrections of Megatron-Core at its import, and compiled layers."""
+"""Code for CPU runs only: patches of Megatron-Core at its import, and layers with compiled kernels."""

@@ -1,9 +1,8 @@
-"""Lets megatron-core 0.16 run where there is no CUDA device or no TransformerEngine.
+"""Patches that let megatron-core 0.16 run without a CUDA device or without TransformerEngine.
 
-Owns every correction to the library itself. `prepare` puts a hook on the import of `megatron.*`; a module is corrected
-right after it ran, so nothing is imported early and modules of any later import are covered too. Other libraries see
-the torch they know: on a CPU the Megatron modules get a `torch` of their own, whose `cuda` namespace and tensor
-factories stay on the CPU. What mrl builds with Megatron is in `mrl/megatron`.
+`prepare` installs a hook on the import of `megatron.*`, which patches each module right after it ran; so nothing is
+imported early, and later imports are patched too. Other libraries see the unchanged torch: on a CPU, Megatron's modules
+get their own `torch`, whose `cuda` namespace and tensor factories use the CPU.
 """
 
 from __future__ import annotations
@@ -35,33 +34,33 @@ _CUDA_TYPE_NAMES = {
     "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
 }
 _UNUSED = ("wandb", "tensorboard")
-"""What Megatron imports where it can, for an inference engine and for timers that mrl has no use for."""
+"""Optional packages that Megatron would import for features that mrl does not use."""
 _hidden: tuple[str, ...] = _UNUSED
-"""What Megatron does not find; with TransformerEngine where it cannot be used: Megatron would fail over a broken one,
-and take a sound one's optimizer on a CPU."""
+"""Packages that Megatron cannot import. Includes TransformerEngine where it is unusable: Megatron would fail on a
+broken one, and use its optimizer on a CPU."""
 _prepared: str | None = None
 
 
 def prepare(device: str) -> None:
-    """Makes `import megatron.core` usable on this device; call it before the first such import.
+    """Makes `import megatron.core` usable on this device; must be called before the first such import.
 
     Calling it again with the same device does nothing.
 
     Args:
-        device: "cpu" or "cuda".
+        device: Device type, "cpu" or "cuda".
 
     Raises:
-        RuntimeError: Megatron was imported before, or the process was prepared for another device.
+        RuntimeError: Megatron is already imported, or the process was prepared for another device.
     """
     global _prepared, _hidden  # noqa: PLW0603  (a process has one device)
     if _prepared == device:
         return
     if _prepared is not None:
-        raise RuntimeError(f"this process was prepared for '{_prepared}', it cannot turn to '{device}'")
+        raise RuntimeError(f"this process was prepared for '{_prepared}' and cannot switch to '{device}'")
     early = [name for name in sys.modules if name.startswith("megatron.core")]
     if early:
         raise RuntimeError(
-            f"{early[0]} was imported before mrl.megatron.cpu.import_patches.prepare; it cannot be corrected now"
+            f"{early[0]} was imported before mrl.megatron.cpu.import_patches.prepare; it cannot be patched any more"
         )
     if transformer_engine.why_unusable(device) is not None:
         _hidden = (*_UNUSED, transformer_engine.NAME)
@@ -83,7 +82,7 @@ def prepare(device: str) -> None:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Runs a module's source, then corrects the module."""
+    """Loader that runs a module's source and then patches the module."""
 
     def __init__(self, name: str, path: str, fix: Callable[[ModuleType], None] | None, own_torch: Any) -> None:
         super().__init__(name, path)
@@ -101,7 +100,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 @contextlib.contextmanager
 def _not_installed(*names: str) -> Iterator[None]:
-    """Inside, an optional package cannot be imported."""
+    """Makes packages impossible to import inside."""
     kept = {name: sys.modules[name] for name in names if name in sys.modules}
     sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]
     try:
@@ -113,7 +112,7 @@ def _not_installed(*names: str) -> Iterator[None]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds `megatron.*` as usual and gives it the correcting loader."""
+    """Finder of `megatron.*` modules that sets the patching loader."""
 
     def __init__(self, fixes: dict[str, Callable[[ModuleType], None]], own_torch: Any) -> None:
         self._fixes = fixes
@@ -135,7 +134,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Overlay(ModuleType):
-    """A module that shows another one, some names replaced."""
+    """A module that forwards to another one, with some names replaced."""
 
     def __init__(self, base: ModuleType, **replaced: Any) -> None:
         super().__init__(base.__name__)
@@ -146,7 +145,7 @@ class _Overlay(ModuleType):
 
 
 class _NoStream:
-    """Stands in for a CUDA stream or event: a CPU runs everything in order."""
+    """A CUDA stream or event that does nothing: a CPU runs everything in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -214,7 +213,7 @@ def _cpu_torch() -> ModuleType:
 
 
 def _cpu_factory(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """The factory with device="cuda" read as the CPU, and nothing pinned."""
+    """Wraps a factory: device="cuda" becomes the CPU, and nothing is pinned."""
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -229,13 +228,13 @@ def _cpu_factory(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _called_by_megatron() -> bool:
-    """Whether the caller of the caller is Megatron's code."""
+    """Returns whether the caller's caller is Megatron's code."""
     name = sys._getframe(2).f_globals.get("__name__", "")
     return isinstance(name, str) and name.startswith("megatron.")
 
 
 def _patch_tensor_methods() -> None:
-    """`Tensor.cuda`, `Tensor.type` and `Tensor.record_stream` do what Megatron needs, for Megatron's calls only."""
+    """Patches `Tensor.cuda`, `Tensor.type` and `Tensor.record_stream`, for calls from Megatron only."""
     cuda, type_, record_stream = torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.record_stream
 
     def stay(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -254,11 +253,11 @@ def _patch_tensor_methods() -> None:
         setattr(torch.Tensor, name, method)
 
 
-# ---- wrong bytes without an error
+# ---- collectives that would silently send wrong bytes
 
 
 def _refuse_non_contiguous(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective, raising where gloo would move the wrong bytes: for a tensor that is not contiguous."""
+    """Wraps a collective: raises for a non-contiguous tensor, of which gloo would send wrong bytes."""
 
     @functools.wraps(collective)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -268,14 +267,14 @@ def _refuse_non_contiguous(name: str, collective: Callable[..., Any]) -> Callabl
             if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_contiguous():
                 raise ValueError(
                     f"torch.distributed.{name}: tensor of shape {tuple(value.shape)} and strides {value.stride()} is "
-                    "not contiguous; gloo would move the wrong bytes. Call .contiguous() first and use the result."
+                    "not contiguous; gloo would send wrong bytes. Call .contiguous() first and use the result."
                 )
         return collective(*args, **kwargs)
 
     return guarded
 
 
-# ---- corrections, by module; each says what 0.16.1 does without it
+# ---- patches by module; each comment says what 0.16.1 does without the patch
 
 
 def _fix_mappings(module: Any) -> None:
@@ -288,7 +287,7 @@ def _fix_mappings_cpu(module: Any) -> None:
     _fix_mappings(module)
     gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
 
-    # gloo gathers and scatters parts of equal size only; experts that are cut over ranks get parts of any size
+    # gloo gathers and scatters only parts of equal size; experts sharded over ranks get parts of different sizes
     def gather_any(
         input_: torch.Tensor,
         group: dist.ProcessGroup,
@@ -346,7 +345,7 @@ def _fix_random(module: Any) -> None:
 
 def _fix_random_cpu(module: Any) -> None:
     _fix_random(module)
-    module._lazy_call = lambda callback, **kwargs: callback()  # it would wait for CUDA to be initialised
+    module._lazy_call = lambda callback, **kwargs: callback()  # would wait for CUDA to be initialised
 
 
 def _fix_jit(module: Any) -> None:
@@ -355,8 +354,8 @@ def _fix_jit(module: Any) -> None:
 
 
 def _fix_filesystem(module: Any) -> None:
-    # a synchronous save forks a writer for each file, which waits for ever when its rank is killed, and spawns a
-    # manager for their results, which runs __main__ again; here the files are written by threads of the rank
+    # a synchronous save forks a writer for each file, which hangs when its rank is killed, and spawns a manager for
+    # their results, which runs __main__ again; here threads of the rank write the files
     module._get_write_results_queue = queue.SimpleQueue
     writer = module.FileSystemWriterAsync
     writer.write_preloaded_data_multiproc = staticmethod(functools.partial(_write_files, writer.write_preloaded_data))
@@ -370,9 +369,9 @@ def _write_files(
     buckets: list[Any],
     results: queue.SimpleQueue[Any],
 ) -> None:
-    """Writes each bucket to its file; what came of it goes into `results` as Megatron reads it from there."""
+    """Writes each bucket to its file in threads; puts the results into `results` in Megatron's format."""
     written: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-    unfinished: queue.Queue[int] = queue.Queue()  # each writer takes one when it is done
+    unfinished: queue.Queue[int] = queue.Queue()  # each writer removes one item when it is done
     with ThreadPoolExecutor(len(buckets), "write") as threads:
         writers = []
         for index, bucket in enumerate(buckets):
@@ -387,9 +386,9 @@ def _write_files(
 
 
 def total_l2_norm(chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], per_tensor: bool) -> Any:
-    """Returns the L2 norm of all tensors [1] and None, as Megatron's `local_multi_tensor_l2_norm`.
+    """Returns the L2 norm of all tensors [1] and None, like Megatron's `local_multi_tensor_l2_norm`.
 
-    The host waits for nothing. The norm stays on the device of the first tensor.
+    The host does not synchronise with the device. The norm stays on the device of the first tensor.
     """
     return torch.nn.utils.get_total_norm(tensor_lists[0]).view(1), None
 

@@ -1,8 +1,7 @@
-"""Megatron's local layer spec on a CPU, with compiled operations (`mrl/models/kernels/training.py`).
+"""Modules for Megatron's local layer spec on a CPU, with compiled kernels (`mrl/models/kernels/training.py`).
 
-Owns these modules: norms, the gated activation, attention with its rotation, and products whose weight gradients are
-added to Megatron's buffer where they are computed. Where nothing can be compiled, PyTorch's operators compute the same
-(`norm.py`, `attention.py`).
+Norms, gated activation, attention with rotary embedding, and linear layers whose weight gradients are accumulated into
+Megatron's buffer. If kernels cannot be compiled, PyTorch's operators compute the same (`norm.py`, `attention.py`).
 
 Shapes: n rows of a rank, I inputs, O outputs, N heads, K KV heads, D head dim.
 """
@@ -30,81 +29,87 @@ from mrl.models.kernels.training import training
 
 
 def compiles(dtype: torch.dtype) -> bool:
-    """Whether all ranks of the job compute with these modules.
+    """Returns whether all ranks of the job use these modules.
 
     Raises:
-        UserError: Another rank compiles, and here that cannot be: tensor-parallel ranks would round otherwise.
+        UserError: Another rank compiles kernels but this one cannot: tensor-parallel ranks would round differently.
     """
     found, problem = library(dtype)
     if machine.agreed(f"training/{dtype}", "plain" if found is None else "compiled") == "plain":
         return False
     if found is None:
         raise UserError(
-            f"another rank compiles what the actor does between products; this one cannot: {problem}. Copies of a "
-            f"weight would drift apart: install a C compiler ({', '.join(build.COMPILERS)}) here."
+            f"another rank uses compiled kernels for the actor, but this one cannot: {problem}. Replicated weights "
+            f"would diverge: install a C compiler ({', '.join(build.COMPILERS)}) here."
         )
     return True
 
 
 def compiled_layer(layer: ModuleSpec, *, qk_norm: bool, moe: bool) -> ModuleSpec:
-    """Megatron's local layer spec, its parts exchanged for those of this file; experts stay Megatron's."""
-    return exchanged(layer, (Column, Row), Attention, None if moe else GatedMlp, qk_norm=qk_norm)
+    """Replaces modules in Megatron's local layer spec by those of this file; experts stay Megatron's."""
+    return replace_modules(
+        layer,
+        (CompiledColumnParallel, CompiledRowParallel),
+        CompiledAttention,
+        None if moe else CompiledMlp,
+        qk_norm=qk_norm,
+    )
 
 
-def exchanged(
+def replace_modules(
     layer: ModuleSpec, linear: tuple[type, type], core: type | ModuleSpec, mlp: type | None, *, qk_norm: bool
 ) -> ModuleSpec:
-    """A local layer spec with other parts, and the norms of this file.
+    """Replaces the linear layers, attention and norms of a local layer spec.
 
     Args:
-        layer: Megatron's; it is changed.
-        linear: Around attention: what has its outputs cut over tensor-parallel ranks, and what has its inputs.
-        core: Attention between them.
-        mlp: None: it stays.
-        qk_norm: Whether queries and keys are normed.
+        layer: Megatron's layer spec, changed in place.
+        linear: Classes of the column-parallel and the row-parallel linear layer around attention.
+        core: Core attention.
+        mlp: Class of the MLP; None: unchanged.
+        qk_norm: True if queries and keys are normalised.
     """
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    parts.input_layernorm = parts.pre_mlp_layernorm = CompiledNorm
     attention = parts.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = linear
     attention.core_attention = core
     if qk_norm:
-        attention.q_layernorm = attention.k_layernorm = Norm
+        attention.q_layernorm = attention.k_layernorm = CompiledNorm
     if mlp is not None:
         parts.mlp = mlp
     return layer
 
 
-class Norm(RMSNorm):
-    """The root-mean-square norm."""
+class CompiledNorm(RMSNorm):
+    """RMSNorm with compiled kernels."""
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
         self._compiled = training(config.params_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normed rows, in the dtype of `x`."""
+        """Returns the normalised rows, in the dtype of `x`."""
         return self._compiled.norm(x, self.weight, self.eps)
 
 
-class Column(ColumnParallelLinear):  # type: ignore[misc]  # megatron.core has no types
-    """Megatron's layer whose outputs are cut over tensor-parallel ranks."""
+class CompiledColumnParallel(ColumnParallelLinear):  # type: ignore[misc]  # megatron.core has no types
+    """Megatron's column-parallel linear layer with this file's product."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
         return _product(super()._forward_impl, input, weight, options)
 
 
-class Row(RowParallelLinear):  # type: ignore[misc]
-    """Megatron's layer whose inputs are cut over tensor-parallel ranks."""
+class CompiledRowParallel(RowParallelLinear):  # type: ignore[misc]
+    """Megatron's row-parallel linear layer with this file's product."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
         return _product(super()._forward_impl, input, weight, options)
 
 
-class GatedMlp(MLP):  # type: ignore[misc]
-    """down(silu(gate x) * up x)."""
+class CompiledMlp(MLP):  # type: ignore[misc]
+    """Gated MLP: down(silu(gate x) * up x)."""
 
-    linear: ClassVar[tuple[type, type]] = Column, Row
+    linear: ClassVar[tuple[type, type]] = CompiledColumnParallel, CompiledRowParallel
 
     def __init__(self, config: Any, **options: Any) -> None:
         layers = MLPSubmodules(linear_fc1=self.linear[0], linear_fc2=self.linear[1])
@@ -112,21 +117,21 @@ class GatedMlp(MLP):  # type: ignore[misc]
         self._compiled = training(config.params_dtype)
 
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
-        """Collective over tensor-parallel: (the output, no bias)."""
+        """Collective over tensor-parallel: returns (the output, None for the bias)."""
         gate_up, _ = self.linear_fc1(hidden_states)
         output, bias = self.linear_fc2(self._compiled.gate(gate_up))
         return output, bias
 
 
-class Attention(PackedAttention):
-    """Compiled, of queries and keys that it turns first."""
+class CompiledAttention(PackedAttention):
+    """Attention with compiled kernels, which also rotate queries and keys."""
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
         self._compiled = training(config.params_dtype)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
-        """See `PackedAttention.forward`; queries and keys come without their angles, which the plan has."""
+        """Computes attention, see `PackedAttention.forward`; queries and keys are not rotated yet."""
         if plan.families is None or plan.angles is None:
             raise ValueError("attention takes sequences from `pack`, with their angles")
         angles = plan.angles
@@ -138,10 +143,10 @@ class Attention(PackedAttention):
         return attended.flatten(1)[:, None]
 
 
-def _product(whole: Any, input: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
-    """Of rows that are all here; where sequence parallelism gathers them, Megatron's own (`whole`)."""
+def _product(megatron_product: Any, input: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
+    """Returns the product if this rank has all rows; with sequence parallelism, Megatron's own layer gathers them."""
     if options["sequence_parallel"]:
-        product: Tensor = whole(input, weight, **options)
+        product: Tensor = megatron_product(input, weight, **options)
     else:
         group = options["tp_group"] if options["allreduce_dgrad"] else None
         product = _Product.apply(input, weight, options["bias"], group)  # type: ignore[no-untyped-call]
@@ -149,7 +154,7 @@ def _product(whole: Any, input: Tensor, weight: Tensor, options: dict[str, Any])
 
 
 class _Product(torch.autograd.Function):
-    """x weight^T + bias of rows [..., I]; the gradient of x is summed over the group."""
+    """x weight^T + bias for rows [..., I]; the gradient of x is summed over the group."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
@@ -165,7 +170,7 @@ class _Product(torch.autograd.Function):
         grad_PO = grads[0].reshape(-1, grads[0].size(-1))
         grad_x = rows_times(grad_PO, weight.T, None).view(x.shape)
         sent = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weight = _added(ctx.parameter, ctx.main_grad, grad_PO, x.reshape(-1, x.size(-1)))
+        grad_weight = _accumulate_weight_gradient(ctx.parameter, ctx.main_grad, grad_PO, x.reshape(-1, x.size(-1)))
         grad_bias = grad_PO.sum(0) if ctx.has_bias else None
         if sent is not None:
             sent.wait()
@@ -173,13 +178,13 @@ class _Product(torch.autograd.Function):
 
 
 def rows_times(x_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """X weight^T + bias; of fp32 by the library that is faster on this processor."""
+    """Returns x weight^T + bias; in fp32 by the library that is faster on this processor."""
     by = ONEDNN if x_PI.dtype == torch.float32 and _by_onednn() else MATMUL
     return PRODUCTS[by](x_PI, weight_OI, bias_O)
 
 
 def _onednn(x_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """Packs the weight first, and a transposed one before that."""
+    """Computes the product with oneDNN, which first packs the weight (and transposes it, if transposed)."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(
         x_PI.contiguous(), weight_OI.contiguous(), bias_O, "none", [], ""
     )
@@ -188,7 +193,8 @@ def _onednn(x_PI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 ONEDNN, MATMUL = "onednn", "matmul"
 MARGIN = 0.9
-"""The other one must take at most this part of oneDNN's time: noise does not turn what decides the last bits."""
+"""Fraction of oneDNN's time below which matmul is chosen; noise must not change the choice, which affects the last
+bits."""
 
 PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
     ONEDNN: _onednn,
@@ -198,7 +204,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {
 
 @cache
 def _by_onednn() -> bool:
-    """Else by what is behind `matmul`; measured once on a machine."""
+    """Returns whether oneDNN computes fp32 products instead of `matmul`; measured once per machine."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     name = f"products/{machine.key(machine.processor(), torch.__version__)}/float32-training"
@@ -206,7 +212,7 @@ def _by_onednn() -> bool:
 
 
 def _faster() -> str:
-    """Of a product and of the gradient of its rows."""
+    """Times a product and the gradient of its rows with both libraries."""
     rows, weight, grad = torch.ones(256, 512), torch.ones(1024, 512), torch.ones(256, 1024)
 
     def both(product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
@@ -217,23 +223,26 @@ def _faster() -> str:
     return MATMUL if times[MATMUL] < MARGIN * times[ONEDNN] else ONEDNN
 
 
-def _added(parameter: Tensor, main_grad: Tensor | None, grad_PO: Tensor, x_PI: Tensor) -> Tensor:
-    """The weight's gradient, or, where Megatron has a buffer for it, a stand-in that its hook passes over."""
+def _accumulate_weight_gradient(parameter: Tensor, main_grad: Tensor | None, grad_PO: Tensor, x_PI: Tensor) -> Tensor:
+    """Returns the weight's gradient, or a placeholder if it was added to Megatron's buffer."""
     if main_grad is None:
         return grad_PO.T @ x_PI
     _add_product(main_grad, grad_PO, x_PI)
-    return _stand_in(parameter)
+    return _placeholder_gradient(parameter)
 
 
 def adds_gradient(weight: Tensor) -> AddsGradient | None:
-    """For the output weight, of which the last rows may be padding; None: Megatron has no buffer for it."""
+    """Returns a function that accumulates the output weight's gradient in Megatron's buffer; None without a buffer.
+
+    The last rows of the weight may be padding.
+    """
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is None:
         return None
 
     def adds(grad_CV: Tensor, hidden_CH: Tensor) -> Tensor:
         _add_product(main_grad[: grad_CV.size(1)], grad_CV, hidden_CH)
-        return _stand_in(weight)
+        return _placeholder_gradient(weight)
 
     return adds
 
@@ -245,7 +254,7 @@ def _add_product(main_grad: Tensor, grad_PO: Tensor, x_PI: Tensor) -> None:
         main_grad.add_(grad_PO.T @ x_PI)
 
 
-def _stand_in(parameter: Tensor) -> Tensor:
-    """Of a gradient that is in Megatron's buffer already: its hook passes over it."""
+def _placeholder_gradient(parameter: Tensor) -> Tensor:
+    """Returns a placeholder gradient, marked so that Megatron's hook ignores it."""
     parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.empty_like(parameter)

@@ -160,7 +160,7 @@ def test_a_row_that_keeps_nothing_but_its_target_is_certain_and_learns_nothing()
 def test_a_support_of_other_rows_is_refused():
     hidden, weight, rows, targets, _ = inputs()
     other = support_of(torch.ones(len(ROWS) - 1, TOKENS, dtype=torch.bool))
-    with pytest.raises(ValueError, match="a support of 8 rows came, expected one of 9"):
+    with pytest.raises(ValueError, match="the support has 8 rows, expected 9"):
         linear_logprobs(
             hidden, weight, rows, targets, shard=VocabShard(0, TOKENS), distribution=Distribution(), support=other
         )

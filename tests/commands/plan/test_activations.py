@@ -60,7 +60,7 @@ def saved_of_a_pass(arch, grid, options, patch) -> int:
     counted = [0]
     algorithm = build(AlgorithmConfig(name="grpo"), RolloutConfig(n=SAMPLES))
 
-    microbatches = policy._schedule.microbatches(batch(), policy._sampled)
+    microbatches = policy._forward_backward.microbatches(batch(), policy._sampling_distribution)
 
     def keep(tensor):
         storage = tensor.untyped_storage()
@@ -88,7 +88,7 @@ def saved_of_a_pass(arch, grid, options, patch) -> int:
             keep(tensor)
     patch.setattr(model.ScoringModel, "_turns", kept_turns)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        policy._schedule.run(microbatches, loss, backward=True)
+        policy._forward_backward.run(microbatches, loss, backward=True)
     return counted[0]
 
 

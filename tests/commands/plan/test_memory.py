@@ -28,13 +28,13 @@ def held(name, grid, options):
     policy = make_policy(ARCHS[name], grid, **options)
     train(policy, 1)
     weights = sum(tensor.nbytes for tensor in policy.named_tensors().values())
-    gradients = sum(buffer.grad_data.nbytes for wrapped in policy._replicas.chunks for buffer in wrapped.buffers)
+    gradients = sum(buffer.grad_data.nbytes for wrapped in policy._data_parallel.chunks for buffer in wrapped.buffers)
     parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
     optimizer = 0
     own = {tensor.untyped_storage().data_ptr() for tensor in policy.named_tensors().values()}
     own |= {
         buffer.param_data.untyped_storage().data_ptr()
-        for w in policy._replicas.chunks
+        for w in policy._data_parallel.chunks
         for buffer in w.buffers
         if buffer.param_data is not None
     }

@@ -55,7 +55,7 @@ def test_losses_and_gradients_are_those_of_pytorch(case):
 def test_a_rank_that_cannot_compile_where_another_can_is_refused(monkeypatch):
     monkeypatch.setattr(layers, "library", lambda dtype: (None, "there is no C compiler"))
     monkeypatch.setattr(layers.machine, "agreed", lambda name, own: "compiled")
-    with pytest.raises(UserError, match=r"another rank compiles.*there is no C compiler"):
+    with pytest.raises(UserError, match=r"another rank uses compiled.*there is no C compiler"):
         layers.compiles(torch.float32)
 
 

@@ -53,11 +53,11 @@ def measured(policy):
     batch = make_batch()
     scored = scores(policy, batch)
     policy.start_optimizer(CONSTANT)
-    for wrapped in policy._replicas.chunks:
+    for wrapped in policy._data_parallel.chunks:
         wrapped.zero_grad_buffer()
-    microbatches = policy._schedule.microbatches(own_part(batch, policy), policy._sampled)
+    microbatches = policy._forward_backward.microbatches(own_part(batch, policy), policy._sampling_distribution)
     assert len(microbatches) > 1
-    policy._schedule.run(microbatches, loss, backward=True)
+    policy._forward_backward.run(microbatches, loss, backward=True)
     return scored, full_gradients(policy)
 
 
@@ -106,7 +106,7 @@ def trained(arch, grid):
         actor = {"transformer_impl": "te", "overlap_grad_reduce": None if not megatron else False}
         policy = make_policy(arch, grid, actor=actor, megatron=megatron)
         metrics, weights = train(policy, 3), full_weights(policy)
-        chunk, settings = policy.chunks[0], policy._replicas.chunks[0].ddp_config
+        chunk, settings = policy.chunks[0], policy._data_parallel.chunks[0].ddp_config
         layer, above = chunk.decoder.layers[0], chunk.output_layer
         on = {
             *(name for name in (*FUSIONS, *EXPERT_FUSIONS) if getattr(layer.config, name)),
@@ -170,7 +170,10 @@ def without_bottom_right():
         config = config_for(Grid(1))
         told = transformer_engine.described(config, ARCHS["qwen3"], "cpu")
         batch = make_batch()
-        rows = sum(micro.tokens.numel() for micro in policy._schedule.microbatches(batch, policy._sampled))
+        rows = sum(
+            micro.tokens.numel()
+            for micro in policy._forward_backward.microbatches(batch, policy._sampling_distribution)
+        )
         return told, rows, int(batch.seq_lens_B.sum()) - batch.num_sequences
     finally:
         extension.get_fused_attn_backend = asked

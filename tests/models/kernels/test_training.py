@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mrl.algorithms.functional.logprobs import OPERATORS
 from mrl.data.shared_prefix import shared_prefixes
 from mrl.megatron.attention import families
-from mrl.megatron.attention_segments import own_runs
+from mrl.megatron.attention_segments import rank_segments
 from mrl.models.kernels.training import training
 
 pytestmark = pytest.mark.compiler
@@ -104,7 +104,7 @@ def test_attention_of_sequences_that_share_tokens(dtype, drawn, long, shape):
     drawn = [[0] * long + part for part in drawn]
     lens, tokens = [len(part) for part in drawn], torch.tensor([token for part in drawn for token in part])
     prefixes = shared_prefixes(tokens, lens)
-    seen, rows = families(own_runs(1, 0, lens, prefixes)), prefixes.origin_D.numel()
+    seen, rows = families(rank_segments(1, 0, lens, prefixes)), prefixes.origin_D.numel()
     q, mixed = numbers(rows, heads, dim, dtype=dtype, seed=1), numbers(rows, kv_heads, 2 * dim, dtype=dtype, seed=2)
     compare(
         lambda q, kv: training(dtype).attention(q, kv[:, :, :dim], kv[:, :, dim:], seen, 0.3),
@@ -120,7 +120,7 @@ def test_threads_change_no_bit(dtype):
     lens, dim = [90, 50, 90, 7] * 3, 24
     tokens = torch.randint(0, 9, (sum(lens),), generator=torch.Generator().manual_seed(0))
     prefixes = shared_prefixes(tokens, lens)
-    seen, rows = families(own_runs(1, 0, lens, prefixes)), prefixes.origin_D.numel()
+    seen, rows = families(rank_segments(1, 0, lens, prefixes)), prefixes.origin_D.numel()
     x = numbers(rows, 4 * dim, dtype=dtype, seed=3)
     found = []
     try:

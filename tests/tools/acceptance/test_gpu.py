@@ -168,7 +168,7 @@ def _bring_others(bench):
 
 def _mix_up_prompts(bench):
     """Those that share a prompt see it without its first token."""
-    schedule = bench.job.policy._schedule
+    schedule = bench.job.policy._forward_backward
     lay = schedule._packed
 
     def laid(*given, **options):

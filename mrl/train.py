@@ -42,7 +42,7 @@ from mrl.trainer.rank_roles import on_trainers
 from mrl.trainer.resolve import prepare
 from mrl.trainer.startup import open_job
 from mrl.trainer.supervised import supervised_batch
-from mrl.trainer.trainer import Job
+from mrl.trainer.trainer import Trainer
 from mrl.trainer.warm_start import begin_warm_start
 from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
 
@@ -94,12 +94,12 @@ def train(config: Config, stop: Stop | None = None) -> None:
         report_at_end(job.run.root, announces=config.observe.console != "off")
 
 
-def one_step(job: Job, step: int) -> Metrics:
+def one_step(job: Trainer, step: int) -> Metrics:
     """Runs one supervised or one RL step, depending on the algorithm."""
     return supervised_step(job, step) if job.algorithm.supervised else reinforcement_step(job, step)
 
 
-def reinforcement_step(job: Job, step: int) -> Metrics:
+def reinforcement_step(job: Trainer, step: int) -> Metrics:
     """Runs one RL step: weight sync, sampling, dispatch, update. It can be abandoned until the update starts.
 
     With `train.mode=async` the samples of this step come from the buffer, and samples of later steps are generated
@@ -145,12 +145,14 @@ def reinforcement_step(job: Job, step: int) -> Metrics:
     return metrics | measure.progress_metrics(global_step=step, epoch=job.state.epoch)
 
 
-def prepare_and_update(job: Job, step: int, data: StepBatch, table: SampleTable) -> tuple[Metrics, Metrics, Metrics]:
+def prepare_and_update(
+    job: Trainer, step: int, data: StepBatch, table: SampleTable
+) -> tuple[Metrics, Metrics, Metrics]:
     """Collective over the trainer ranks: runs `prepare_batch`, then `update_models`."""
     return prepare_batch(job, step, data, table), *update_models(job, step, data)
 
 
-def prepare_batch(job: Job, step: int, data: StepBatch, table: SampleTable) -> Metrics:
+def prepare_batch(job: Trainer, step: int, data: StepBatch, table: SampleTable) -> Metrics:
     """Collective over the trainer ranks: fills in the batch's log-probabilities, values and advantages.
 
     Returns metrics of rewards and advantages.
@@ -193,7 +195,7 @@ def prepare_batch(job: Job, step: int, data: StepBatch, table: SampleTable) -> M
     return measure.outcome_metrics(table, rewards_N=samples.rewards_N, advantages_N=advantages_N)
 
 
-def skipped_logprobs(job: Job, step: int, data: StepBatch) -> Collection[str]:
+def skipped_logprobs(job: Trainer, step: int, data: StepBatch) -> Collection[str]:
     """Returns which of PROXIMAL and REFERENCE need no forward pass before the update.
 
     A single minibatch gets them from the forward pass of its own update. A step without an actor update
@@ -204,7 +206,7 @@ def skipped_logprobs(job: Job, step: int, data: StepBatch) -> Collection[str]:
     return job.policy.own_scores(job.algorithm) if len(data.minibatches) == 1 else ()
 
 
-def update_models(job: Job, step: int, data: StepBatch) -> tuple[Metrics, Metrics]:
+def update_models(job: Trainer, step: int, data: StepBatch) -> tuple[Metrics, Metrics]:
     """Collective over the trainer ranks: updates the critic, then the actor; returns the metrics (actor, critic)."""
     actor_metrics: Metrics = {}
     critic_metrics: Metrics = {}
@@ -217,7 +219,7 @@ def update_models(job: Job, step: int, data: StepBatch) -> tuple[Metrics, Metric
     return actor_metrics, critic_metrics
 
 
-def sample(job: Job, step: int, over: dist.ProcessGroup, *, overlapped: bool = False) -> None:
+def sample(job: Trainer, step: int, over: dist.ProcessGroup, *, overlapped: bool = False) -> None:
     """Collective over `over`: samples and scores until the buffer has a batch of complete groups for `step`.
 
     Dynamic sampling drops groups without a learning signal and draws as many new prompts, at most
@@ -259,7 +261,7 @@ def sample(job: Job, step: int, over: dist.ProcessGroup, *, overlapped: bool = F
 
 
 def generate_rollouts(
-    job: Job, engine: RolloutEngine, prompts: Sequence[Prompt], sampling: SamplingConfig
+    job: Trainer, engine: RolloutEngine, prompts: Sequence[Prompt], sampling: SamplingConfig
 ) -> list[Rollout]:
     """Collective over the ranks that sample: returns this replica's finished rollouts for its share of the prompts."""
     converse = None if job.episodes is None else job.episodes.run
@@ -267,7 +269,7 @@ def generate_rollouts(
 
 
 def score(
-    job: Job,
+    job: Trainer,
     rollouts: list[Rollout],
     sampling: SamplingConfig,
     over: dist.ProcessGroup,
@@ -296,7 +298,7 @@ def score(
     return table
 
 
-def update_actor(job: Job, data: StepBatch) -> Metrics:
+def update_actor(job: Trainer, data: StepBatch) -> Metrics:
     """Runs `actor.ppo_epochs` passes of optimizer steps over the minibatches; returns metrics over all of them."""
     stats: list[Metrics] = []
     is_one = len(data.minibatches) == 1  # not copied: the first update stores its log-probabilities in the batch
@@ -307,7 +309,7 @@ def update_actor(job: Job, data: StepBatch) -> Metrics:
     return measure.combine(stats)
 
 
-def optimizer_step(job: Job, minibatch: RolloutBatch, algorithm: Algorithm, *, first: bool = False) -> Metrics:
+def optimizer_step(job: Trainer, minibatch: RolloutBatch, algorithm: Algorithm, *, first: bool = False) -> Metrics:
     """Runs one optimizer step of the actor on a minibatch.
 
     Args:
@@ -324,7 +326,7 @@ def optimizer_step(job: Job, minibatch: RolloutBatch, algorithm: Algorithm, *, f
     return metrics | algorithm.entropy_control.follow(metrics)
 
 
-def warm_start(job: Job) -> None:
+def warm_start(job: Trainer) -> None:
     """Runs the supervised steps before RL (`train.warm_start`), on the training prompts in another order."""
     config = job.config.train.warm_start
     if not config.num_steps:
@@ -342,13 +344,13 @@ def warm_start(job: Job) -> None:
             job.policy.start_optimizer(learning_rate(job.config))
 
 
-def warm_start_step(job: Job, prompts: list[Prompt], algorithm: Algorithm) -> Metrics:
+def warm_start_step(job: Trainer, prompts: list[Prompt], algorithm: Algorithm) -> Metrics:
     """Collective over the trainer ranks: runs one supervised step on these prompts and their responses."""
     batch, _ = supervised_batch(prompts, job.tokenizer, job.groups, job.config, job.tools)
     return optimizer_step(job, batch, algorithm)
 
 
-def supervised_step(job: Job, step: int) -> Metrics:
+def supervised_step(job: Trainer, step: int) -> Metrics:
     """Runs one step of `algorithm.name=sft` or `algorithm.name=dpo`; DPO also scores with the reference."""
     job.sampler.rest()  # the last evaluation may have left the engine's weights on the device
     with job.timers.phase("pack"):
@@ -367,7 +369,7 @@ def supervised_step(job: Job, step: int) -> Metrics:
     return metrics
 
 
-def evaluate_if_due(job: Job, step: int) -> Metrics:
+def evaluate_if_due(job: Trainer, step: int) -> Metrics:
     """Evaluates and logs at step 0, every `train.eval_interval` steps and at the last step; returns {} otherwise."""
     interval = job.config.train.eval_interval
     if not job.validation or not (step == 0 or job.is_last(step) or is_due(step, interval)):
@@ -381,7 +383,7 @@ def evaluate_if_due(job: Job, step: int) -> Metrics:
     return metrics
 
 
-def held_out(job: Job) -> tuple[Metrics, list[Rollout]]:
+def held_out(job: Trainer) -> tuple[Metrics, list[Rollout]]:
     """Samples and scores the held-out prompts; returns metrics, and this replica's rollouts in prompt order."""
     job.refit_if_stale()
     sampling = job.sampler.held_out

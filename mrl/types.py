@@ -221,7 +221,7 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Begun:
+class PartialRollout:
     """Partial rollout: an unfinished response that sampling continues from, maybe with newer weights.
 
     Attributes:

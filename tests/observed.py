@@ -42,7 +42,7 @@ from mrl.train import held_out, one_step, train, warm_start
 from mrl.trainer.resolve import prepare, resolve
 from mrl.trainer.startup import open_job
 from mrl.trainer.supervised import examples
-from mrl.trainer.trainer import Job
+from mrl.trainer.trainer import Trainer
 
 CONFIG = """
 run: {seed: 3, num_threads: 1}
@@ -141,7 +141,7 @@ def course(config: Config) -> Facts:
         return facts | {"steps": step, "position": job.state.source.position, **_machinery(job)}
 
 
-def _held_out(job: Job) -> Facts:
+def _held_out(job: Trainer) -> Facts:
     if not job.validation:
         return {}
     metrics, rollouts = held_out(job)
@@ -149,7 +149,7 @@ def _held_out(job: Job) -> Facts:
     return {**kept, "held out": [(rollout.response_ids, rollout.finish_reason) for rollout in rollouts]}
 
 
-def _machinery(job: Job) -> Facts:
+def _machinery(job: Trainer) -> Facts:
     """What stands behind the numbers: kinds, sizes, what is asleep."""
     optimizer = job.policy.optimizer
     asleep = getattr(job.sampler.engine, "_cache").allocated_bytes  # noqa: B009

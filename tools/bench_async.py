@@ -39,7 +39,7 @@ from mrl.engines.native.decode_state import DecodeState
 from mrl.train import one_step
 from mrl.trainer.resolve import prepare
 from mrl.trainer.startup import open_job
-from mrl.trainer.trainer import Job
+from mrl.trainer.trainer import Trainer
 
 WARM_UP = {"overlap": 2, "tail": 8}
 """Untimed steps; in "tail" until as many long responses end as start."""
@@ -76,7 +76,7 @@ def settings(folder: Path, part: str, *, steps: int, batch_size: int, **rollout:
     }
 
 
-def measured(job: Job, step: int) -> dict[str, float]:
+def measured(job: Trainer, step: int) -> dict[str, float]:
     """Runs a step and returns the time of its phases and of the step, s."""
     with job.timers.step(step):
         metrics = one_step(job, step)

@@ -31,7 +31,7 @@ from mrl.config.config import Config, load
 from mrl.train import reinforcement_step
 from mrl.trainer.resolve import prepare
 from mrl.trainer.startup import open_job
-from mrl.trainer.trainer import Job
+from mrl.trainer.trainer import Trainer
 
 WARM_UP = 2
 CONFIG: dict[str, Any] = {
@@ -131,13 +131,13 @@ def measure(config: Config, repeats: int) -> dict[str, Any]:
     }
 
 
-def plain_step(job: Job, step: int) -> float:
+def plain_step(job: Trainer, step: int) -> float:
     """Returns the time of a step, s."""
     with job.timers.step(step):
         return seconds(lambda: reinforcement_step(job, step), job.device)
 
 
-def step_while_writing(job: Job, step: int) -> Written:
+def step_while_writing(job: Trainer, step: int) -> Written:
     """Starts a checkpoint, runs a step, and returns the times of both."""
     began = time.perf_counter()
     job.commits.write(step, {})

@@ -46,9 +46,9 @@ from mrl.models.transformer_engine import why_local
 from mrl.resharding.copy_op import Copy
 from mrl.resharding.dtypes import DTYPES
 from mrl.train import reinforcement_step
-from mrl.trainer.resolve import Plan, prepare
+from mrl.trainer.resolve import RunPlan, prepare
 from mrl.trainer.startup import open_job
-from mrl.trainer.trainer import Job
+from mrl.trainer.trainer import Trainer
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
@@ -153,7 +153,7 @@ def run_rank(layout: str, folder: Path, port: str) -> None:
 
 
 @contextmanager
-def two_steps(plan: Plan) -> Iterator[Job]:
+def two_steps(plan: RunPlan) -> Iterator[Trainer]:
     """Collective over the job: runs two steps; the body runs with everything still allocated."""
     with open_job(plan, log=False) as job:
         job.resume()
@@ -171,7 +171,7 @@ def held_bytes(device: str) -> int:
     return torch.cuda.memory_allocated() if device == "cuda" else psutil.Process().memory_info().rss
 
 
-def predicted_on(job: Job) -> Device:
+def predicted_on(job: Trainer) -> Device:
     """Returns this rank's device, for the prediction."""
     if job.device.type == "cuda":
         return Device(te=why_local(job.config, job.arch, job.device.type) is None)

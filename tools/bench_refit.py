@@ -61,7 +61,7 @@ from mrl.resharding.megatron import megatron_layout, megatron_layouts
 from mrl.resharding.native import native_layouts
 from mrl.resharding.transfer_cost import traffic
 from mrl.resharding.vllm import vllm_layouts
-from mrl.resharding.weight_sync import Refit
+from mrl.resharding.weight_sync import WeightSync
 
 LAYOUTS: dict[str, Callable[[ArchSpec, Grid, str], Mapping[int, Layout]]] = {
     "native": native_layouts,
@@ -135,7 +135,7 @@ def main() -> int:
 @contextmanager
 def refit_of(
     args: argparse.Namespace, arch: ArchSpec, grid: Grid, device: torch.device
-) -> Iterator[tuple[Refit, RolloutEngine]]:
+) -> Iterator[tuple[WeightSync, RolloutEngine]]:
     """Collective over the job: yields a weight sync of random weights, and its engine."""
     rank = dist.get_rank()
     layout = megatron_layout(arch, grid, rank, dtype=args.dtype, te=False)
@@ -164,12 +164,12 @@ def refit_of(
                 trains_on_logprobs=False,
             )
         )
-        yield Refit(layout, sources, engine, CheckpointEngineConfig(args.bucket_megabytes)), engine
+        yield WeightSync(layout, sources, engine, CheckpointEngineConfig(args.bucket_megabytes)), engine
         engine.close()
 
 
 def measure(
-    refit: Refit, engine: RolloutEngine, args: argparse.Namespace, device: torch.device
+    refit: WeightSync, engine: RolloutEngine, args: argparse.Namespace, device: torch.device
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Collective over the job: runs weight syncs and their comparisons alternately.
 

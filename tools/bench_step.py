@@ -53,7 +53,7 @@ from mrl.rewards.regex import regex
 from mrl.train import reinforcement_step
 from mrl.trainer.resolve import prepare
 from mrl.trainer.startup import open_job
-from mrl.trainer.trainer import Job
+from mrl.trainer.trainer import Trainer
 
 LEARNING_RATE = 1e-5
 SEED = 0
@@ -383,7 +383,7 @@ def job_config(
     return mrl_config.load(path)
 
 
-def mrl_step(job: Job, case: Case, step: int) -> dict[str, float]:
+def mrl_step(job: Trainer, case: Case, step: int) -> dict[str, float]:
     """Runs one iteration of `mrl.train.train`; returns the time of its phases, s."""
     with job.timers.step(step):
         metrics = reinforcement_step(job, step)

@@ -38,7 +38,7 @@ from mrl.megatron.forward_backward import ForwardBackward
 from mrl.models.kernels.training import Training
 from mrl.trainer.resolve import prepare
 from mrl.trainer.startup import open_job
-from mrl.trainer.trainer import Job
+from mrl.trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
 PARTS: dict[str, list[tuple[Any, str]]] = {
@@ -56,7 +56,7 @@ PHASES = {"answers": "rollouts", "score": "rewards", "pack": "pack", "optimizer_
 class Clock(PartTimes):
     """Timer of the functions of a step."""
 
-    def attach(self, job: Job) -> None:
+    def attach(self, job: Trainer) -> None:
         """Wraps the functions of this process."""
         for part, functions in PARTS.items():
             for owner, name in functions:

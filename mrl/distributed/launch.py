@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mrl.distributed import job_secret
 from mrl.distributed.job_secret import TOKEN
-from mrl.distributed.launcher_env import TORCHRUN, Environment, device_index, read
+from mrl.distributed.launcher_env import TORCHRUN, LauncherEnv, device_index, read
 from mrl.errors import ClusterError, UserError
 
 OWN_DEVICE = "MRL_OWN_DEVICE"
@@ -41,11 +41,11 @@ _unset_by_stop: list[str] = []
 """Variables that `stop` removes, so that a later job of this process on other hosts does not inherit them."""
 
 
-_SAVED_ENVIRONMENT: list[Environment] = []
+_SAVED_ENVIRONMENT: list[LauncherEnv] = []
 """Launcher environment from before `scrubbed_variables` changed the variables; empty outside of it."""
 
 
-def environment() -> Environment:
+def environment() -> LauncherEnv:
     """Returns rank, world size and the like as the launcher's variables give them; needs no process group.
 
     Call it before MPI is initialized: it disables OpenMPI's UCC component unless the user has set
@@ -361,7 +361,7 @@ def device_name(device: torch.device) -> str:
 
 
 @cache
-def _sizes_from_mpi(found: Environment) -> Environment:
+def _sizes_from_mpi(found: LauncherEnv) -> LauncherEnv:
     from mrl.distributed import mpi
 
     return mpi.complete(found)

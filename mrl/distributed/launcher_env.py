@@ -30,7 +30,7 @@ FIRST_PORT, NUM_PORTS = 20000, 12000
 
 
 @dataclass(frozen=True)
-class Environment:
+class LauncherEnv:
     """Ranks, sizes and rendezvous address of this process, from the launcher's variables.
 
     Attributes:
@@ -56,7 +56,7 @@ class Environment:
     num_cpus: int = 0
 
 
-def read(variables: Mapping[str, str]) -> Environment:
+def read(variables: Mapping[str, str]) -> LauncherEnv:
     """Returns the launcher's environment in `variables`; of launcher "mpi" only the rank is known.
 
     Raises:
@@ -71,11 +71,11 @@ def read(variables: Mapping[str, str]) -> Environment:
         return _srun(variables)
     if "PMI_RANK" in variables or "PMIX_RANK" in variables:
         (rank,) = _numbers(variables, ("PMI_RANK" if "PMI_RANK" in variables else "PMIX_RANK",))
-        return Environment(rank, launcher="mpi", address=variables.get("MASTER_ADDR", ""), port=_port(variables, 0))
-    return Environment()
+        return LauncherEnv(rank, launcher="mpi", address=variables.get("MASTER_ADDR", ""), port=_port(variables, 0))
+    return LauncherEnv()
 
 
-def device_index(environment: Environment, num_devices: int) -> int:
+def device_index(environment: LauncherEnv, num_devices: int) -> int:
     """Returns the index of this rank's CUDA device among those that it sees.
 
     Raises:
@@ -92,7 +92,7 @@ def device_index(environment: Environment, num_devices: int) -> int:
     )
 
 
-def _torchrun(variables: Mapping[str, str]) -> Environment:
+def _torchrun(variables: Mapping[str, str]) -> LauncherEnv:
     missing = [name for name in (*TORCHRUN, "MASTER_ADDR", "MASTER_PORT") if name not in variables]
     if missing:
         raise UserError(
@@ -106,7 +106,7 @@ def _torchrun(variables: Mapping[str, str]) -> Environment:
         (num_nodes,) = _numbers(variables, ("GROUP_WORLD_SIZE",))
     _check_torchrun_in_step(variables)
     address, port = variables["MASTER_ADDR"], _port(variables, 0)
-    return Environment(rank, size, local_rank, local_size, num_nodes, "torchrun", address, port)
+    return LauncherEnv(rank, size, local_rank, local_size, num_nodes, "torchrun", address, port)
 
 
 def _check_torchrun_in_step(variables: Mapping[str, str]) -> None:
@@ -131,15 +131,15 @@ def _check_torchrun_in_step(variables: Mapping[str, str]) -> None:
         )
 
 
-def _mpirun(variables: Mapping[str, str], names: Sequence[str]) -> Environment:
+def _mpirun(variables: Mapping[str, str], names: Sequence[str]) -> LauncherEnv:
     rank, size, local_rank, local_size = _numbers(variables, names)
     _check_ranks(variables, names)
     num_nodes = _num_nodes(size, local_size)
     address, port = variables.get("MASTER_ADDR", ""), _port(variables, 0)
-    return Environment(rank, size, local_rank, local_size, num_nodes, "mpirun", address, port)
+    return LauncherEnv(rank, size, local_rank, local_size, num_nodes, "mpirun", address, port)
 
 
-def _srun(variables: Mapping[str, str]) -> Environment:
+def _srun(variables: Mapping[str, str]) -> LauncherEnv:
     rank, size, local_rank, node, num_nodes = _numbers(variables, STEP)
     for pmi, slurm in (("PMI_RANK", STEP[0]), ("PMI_SIZE", STEP[1]), ("PMIX_RANK", STEP[0])):
         if pmi in variables and _numbers(variables, (pmi,)) != _numbers(variables, (slurm,)):
@@ -156,7 +156,7 @@ def _srun(variables: Mapping[str, str]) -> Environment:
         raise UserError(f"{_shown(variables, (*STEP, names[0]))} contradict each other. Start a new step with srun.")
     job, step = _numbers(variables, ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     num_cpus = _numbers(variables, ("SLURM_CPUS_PER_TASK",))[0] if "SLURM_CPUS_PER_TASK" in variables else 0
-    return Environment(
+    return LauncherEnv(
         rank, size, local_rank, local_size, num_nodes, "srun",
         address=variables.get("MASTER_ADDR") or first_host(hosts),
         port=_port(variables, FIRST_PORT + (job + step) % NUM_PORTS),

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from mrl.distributed.launcher_env import Environment
+from mrl.distributed.launcher_env import LauncherEnv
 from mrl.errors import UserError, first_line, to_install
 
 MPI_MODULE = "mpi4py.MPI"
@@ -23,7 +23,7 @@ SIZE_BYTES = 8
 """Bytes of the length prefix of a message."""
 
 
-def complete(environment: Environment) -> Environment:
+def complete(environment: LauncherEnv) -> LauncherEnv:
     """Collective over all ranks: returns `environment` with the sizes and the local rank that MPI knows.
 
     Raises:
@@ -44,7 +44,7 @@ def complete(environment: Environment) -> Environment:
     )
 
 
-def tell(value: Any, environment: Environment) -> Any:
+def tell(value: Any, environment: LauncherEnv) -> Any:
     """Collective over all ranks: broadcasts rank 0's value, which JSON must be able to represent.
 
     Raises:
@@ -59,7 +59,7 @@ def tell(value: Any, environment: Environment) -> Any:
     return json.loads(payload)
 
 
-def among(ranks: Sequence[int], environment: Environment) -> Any:
+def among(ranks: Sequence[int], environment: LauncherEnv) -> Any:
     """Collective over `ranks`: returns their communicator, in this order; other ranks need not call it.
 
     Raises:
@@ -105,7 +105,7 @@ def end() -> None:
         MPI.Finalize()
 
 
-def _checked_world(environment: Environment) -> Any:
+def _checked_world(environment: LauncherEnv) -> Any:
     """Returns MPI's world communicator after checking that it has all ranks of the launcher."""
     world = _world()
     size = world.Get_size()

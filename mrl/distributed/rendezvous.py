@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from mrl.distributed import mpi
-from mrl.distributed.launcher_env import Environment
+from mrl.distributed.launcher_env import LauncherEnv
 from mrl.errors import ClusterError, UserError, first_line
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ UNUSED_ADDRESS = "192.0.2.1"
 """Address reserved for documentation (RFC 5737). Looking up its route sends nothing and gives the default interface."""
 
 
-def meet(environment: Environment, timeout_s: float, *, served: bool = False, token: str = "") -> tuple[TCPStore, str]:
+def meet(environment: LauncherEnv, timeout_s: float, *, served: bool = False, token: str = "") -> tuple[TCPStore, str]:
     """Collective over all ranks: connects to the store, which rank 0 serves unless the launcher does.
 
     Args:
@@ -145,7 +145,7 @@ def own_address(towards: str = UNUSED_ADDRESS) -> str:
     return found
 
 
-def choose_interface(environment: Environment, chosen: str) -> str:
+def choose_interface(environment: LauncherEnv, chosen: str) -> str:
     """Returns the network interface for this rank's gloo groups; "" if unknown.
 
     Args:
@@ -165,7 +165,7 @@ def choose_interface(environment: Environment, chosen: str) -> str:
     return chosen or found
 
 
-def interface(environment: Environment) -> str:
+def interface(environment: LauncherEnv) -> str:
     """Returns the network interface for gloo: loopback for a job on one host; "" if unknown."""
     loopback = _loopback()
     if environment.local_world_size == environment.world_size:

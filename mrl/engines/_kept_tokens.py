@@ -14,7 +14,7 @@ from torch import Tensor
 from mrl.types import Rollout, Support
 
 
-class Kept:
+class KeptTokens:
     """Kept token ids of one response."""
 
     def __init__(self) -> None:
@@ -34,9 +34,9 @@ class Kept:
         return bytes(self._ids), self._counts.tolist(), self._log_mass.tolist()
 
     @staticmethod
-    def of(state: tuple[bytes, list[int], list[float]]) -> Kept:
+    def of(state: tuple[bytes, list[int], list[float]]) -> KeptTokens:
         """Returns the object with another rank's `state`."""
-        found = Kept()
+        found = KeptTokens()
         found._ids, found._counts, found._log_mass = bytearray(state[0]), array("i", state[1]), array("f", state[2])
         return found
 
@@ -61,7 +61,7 @@ class Kept:
         rollout.log_kept_mass = self._log_mass[: tokens.numel()].tolist()
 
 
-def add_step(kept_NV: Tensor, log_mass_N: Tensor, responses: Sequence[Kept | None]) -> None:
+def add_step(kept_NV: Tensor, log_mass_N: Tensor, responses: Sequence[KeptTokens | None]) -> None:
     """Appends one decode step to the responses of a batch.
 
     Args:

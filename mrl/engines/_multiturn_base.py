@@ -13,7 +13,7 @@ Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Stopped:
+class FinishedTurn:
     """A sequence that ended its turn.
 
     Attributes:
@@ -34,11 +34,11 @@ class Stopped:
         return self.place, self.sample_index
 
 
-class Talk(ABC):
+class MultiTurnClient(ABC):
     """Answers sequences that ended their turn. All ranks of a replica make the same calls in the same order."""
 
     @abstractmethod
-    def ask(self, stopped: Stopped) -> None:
+    def ask(self, stopped: FinishedTurn) -> None:
         """Submits a sequence and returns at once."""
 
     def hear(self) -> None:  # noqa: B027 -- optional: clients without background work have nothing to poll

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from mrl.engines._multiturn_base import Talk, check_answer
+from mrl.engines._multiturn_base import MultiTurnClient, check_answer
 from mrl.engines._multiturn_sample import MultiTurnSample
 from mrl.types import Prompt, Rollout
 
@@ -16,7 +16,14 @@ Again = Callable[[Sequence[Prompt], int], list[Rollout]]
 
 
 def converse(
-    first: Sequence[Rollout], again: Again, talk: Talk, *, num_samples: int, seed: int, limit: int, max_len: int
+    first: Sequence[Rollout],
+    again: Again,
+    talk: MultiTurnClient,
+    *,
+    num_samples: int,
+    seed: int,
+    limit: int,
+    max_len: int,
 ) -> list[Rollout]:
     """Returns the rollouts of complete episodes, see `RolloutEngine.converse`.
 

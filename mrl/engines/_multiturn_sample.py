@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from mrl.algorithms.functional.sampling import stream_key
-from mrl.engines._multiturn_base import Key, Stopped
+from mrl.engines._multiturn_base import FinishedTurn, Key
 from mrl.types import FinishReason, Prompt, Rollout, Support
 
 LATER_UID = 1 << 62
@@ -44,7 +44,7 @@ class MultiTurnSample:
         uid = LATER_UID + stream_key(uid, len(self.ids), 0) % LATER_UID
         return replace(self.prompt, uid=uid, prompt_ids=(*self.prompt.prompt_ids, *self.ids))
 
-    def append_turn(self, rollout: Rollout, room: int) -> Stopped:
+    def append_turn(self, rollout: Rollout, room: int) -> FinishedTurn:
         """Appends the first `room` tokens that a turn sampled."""
         ids = rollout.response_ids[:room]
         self.finish_reason = rollout.finish_reason if len(ids) == len(rollout.response_ids) else "length"
@@ -57,7 +57,7 @@ class MultiTurnSample:
         if rollout.support is not None:
             self.supports += rollout.support.split([len(ids), len(rollout.response_ids) - len(ids)])[:1]
             self.log_kept_mass += rollout.log_kept_mass[: len(ids)]
-        return Stopped(self.place, self.sample_index, tuple(ids), self.finish_reason)
+        return FinishedTurn(self.place, self.sample_index, tuple(ids), self.finish_reason)
 
     def append_reply(self, ids: Sequence[int]) -> None:
         """Appends a reply of the environment."""

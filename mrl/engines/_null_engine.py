@@ -10,7 +10,7 @@ from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Prompt, Rollout
 
 
-class NoEngine(RolloutEngine):
+class NullEngine(RolloutEngine):
     """Stores no weights and generates nothing; takes part in weight sync so that its `policy_version` stays current."""
 
     def layout(self) -> Layout:

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mrl.types import Begun, Prompt, Rollout
+from mrl.types import PartialRollout, Prompt, Rollout
 
 
 @dataclass(frozen=True)
-class Work:
+class PromptWork:
     """Samples of one prompt that a replica must start or resume.
 
     Attributes:
@@ -21,7 +21,7 @@ class Work:
 
     prompt: Prompt
     new: tuple[int, ...]
-    begun: tuple[Begun, ...] = ()
+    begun: tuple[PartialRollout, ...] = ()
 
     @property
     def num_samples(self) -> int:
@@ -29,7 +29,7 @@ class Work:
         return len(self.new) + len(self.begun)
 
 
-class Feed(ABC):
+class WorkQueue(ABC):
     """Hands out work and receives finished responses, at logical times.
 
     A replica polls at the start, then once in a fixed number of decode steps, and when no sequence is left to run. What
@@ -43,7 +43,7 @@ class Feed(ABC):
     most: int
 
     @abstractmethod
-    def pulse(self, finished: Sequence[Rollout], num_waiting: int) -> Sequence[Work] | None:
+    def pulse(self, finished: Sequence[Rollout], num_waiting: int) -> Sequence[PromptWork] | None:
         """Collective over all replicas: exchanges finished responses for new work.
 
         Every replica calls it equally often; all ranks of a replica pass the same arguments. A replica with an abort

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from mrl.config.config import RolloutConfig
 from mrl.engines import _multiturn_rounds
-from mrl.engines._multiturn_base import Talk
-from mrl.engines._work_queue import Feed
+from mrl.engines._multiturn_base import MultiTurnClient
+from mrl.engines._work_queue import WorkQueue
 from mrl.models.base import ArchSpec
 from mrl.resharding.layout import Layout
 from mrl.resharding.weight_slice import WeightSlice
-from mrl.types import Begun, Prompt, Rollout
+from mrl.types import PartialRollout, Prompt, Rollout
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class RolloutEngine(ABC):
         if self._has_weights:
             raise RuntimeError("update_weights() outside a weight update: call begin_update() first")
 
-    def converse(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: Talk) -> list[Rollout]:
+    def converse(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: MultiTurnClient) -> list[Rollout]:
         """Collective over the replica: runs `sampling.n` multi-turn episodes per prompt, ordered as in `generate`.
 
         A sequence that stops is submitted to `talk`, and sampling continues after the reply. This implementation calls
@@ -244,7 +244,7 @@ class RolloutEngine(ABC):
             max_len=self.spec.max_len,
         )
 
-    def stream(self, feed: Feed, sampling: SamplingConfig) -> list[Begun]:
+    def stream(self, feed: WorkQueue, sampling: SamplingConfig) -> list[PartialRollout]:
         """Collective over all replicas: generates the work that `feed` hands out until `feed` returns None.
 
         This implementation finishes each batch with `generate` before it polls `feed` again, so no response stays

@@ -40,7 +40,7 @@ NEUTRAL = {"n": 1, "tool_choice": "auto", "parallel_tool_calls": True, "logprobs
 
 
 @dataclass
-class ChatRequest:
+class EndpointRequest:
     """A pending chat request.
 
     Attributes:
@@ -72,7 +72,7 @@ class AgentEndpoint:
             ignored: Fields of requests that are accepted and ignored.
         """
         self.key = secrets.token_hex(16)
-        self.requests: queue.SimpleQueue[ChatRequest | None] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[EndpointRequest | None] = queue.SimpleQueue()
         endpoint = self
 
         class Handler(_Handler):
@@ -118,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
             if self.path.rstrip("/") != "/v1/chat/completions":
                 raise RequestError(f"'{self.path}' is not served in a run, /v1/chat/completions is")
             checked = self._checked(parse_json(body))
-            request = ChatRequest(checked, chat_messages(checked.get("messages")))
+            request = EndpointRequest(checked, chat_messages(checked.get("messages")))
         except RequestError as error:
             self._refuse(error.status, str(error))
             return
@@ -166,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = close
         return body
 
-    def _answer(self, request: ChatRequest) -> tuple[Message, str] | str | None:
+    def _answer(self, request: EndpointRequest) -> tuple[Message, str] | str | None:
         """Waits briefly for the answer; returns None if there is none yet."""
         try:
             return request.answer.get(timeout=POLL_S)

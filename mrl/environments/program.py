@@ -33,7 +33,7 @@ from typing import Any
 
 import psutil
 
-from mrl.environments._endpoint import AgentEndpoint, ChatRequest
+from mrl.environments._endpoint import AgentEndpoint, EndpointRequest
 from mrl.environments.base import Action, Environment, Message, Observation, Schema
 from mrl.errors import UserError
 
@@ -73,7 +73,7 @@ class Program(Environment):
             raise UserError("environment 'program': command is empty, expected a program with its arguments.")
         self._tools, self._ignored, self._prompt_key = [dict(tool) for tool in tools], frozenset(ignore), prompt_key
         self._conversation: list[Message] = []
-        self._request: ChatRequest | None = None
+        self._request: EndpointRequest | None = None
 
     @property
     def tools(self) -> Sequence[Schema]:
@@ -141,7 +141,7 @@ class Program(Environment):
         self._process.wait()
         self._endpoint.requests.put(None)
 
-    def _after(self, request: ChatRequest, answer: tuple[Message, str]) -> ChatRequest | None:
+    def _after(self, request: EndpointRequest, answer: tuple[Message, str]) -> EndpointRequest | None:
         """Responds to a request and returns the next one; None if the program has ended.
 
         If the client disconnected before the response, for instance at a timeout, a repeated request gets the same
@@ -154,7 +154,7 @@ class Program(Environment):
                 return later
             request = later
 
-    def _next(self, request: ChatRequest | None, *, may_be_empty: bool) -> Observation:
+    def _next(self, request: EndpointRequest | None, *, may_be_empty: bool) -> Observation:
         """Returns the observation of a request, or of the program's end."""
         self._request = request
         if request is None:
@@ -167,7 +167,7 @@ class Program(Environment):
         self._conversation += new
         return Observation(tuple(map(_observed, new)))
 
-    def _new_messages(self, request: ChatRequest, may_be_empty: bool) -> list[Message]:
+    def _new_messages(self, request: EndpointRequest, may_be_empty: bool) -> list[Message]:
         """Returns the messages of a request after those of the conversation so far.
 
         Raises:

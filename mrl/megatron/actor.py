@@ -31,10 +31,10 @@ from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron.distillation_targets import Comparison
 from mrl.megatron.forward_backward import Loss
-from mrl.megatron.microbatch import Microbatch
+from mrl.megatron.microbatch import PackedMicrobatch
 from mrl.megatron.offload import pinned_like
 from mrl.megatron.routing_record import RoutingRecorder
-from mrl.megatron.trainable import Reports, Trainable, in_batch_order
+from mrl.megatron.trainable import Reports, TrainableModel, in_batch_order
 from mrl.models.base import ArchSpec
 from mrl.resharding.dtypes import choice_dtype
 from mrl.resharding.megatron import stage_layers
@@ -45,7 +45,7 @@ DIFFERING = "training/rollout_logprobs_differing"
 """Metrics of a step's first minibatch with `rollout.true_on_policy`; both must be 0."""
 
 
-class Policy(Trainable):
+class Actor(TrainableModel):
     """The actor, with further sets of weights for its modules (reference, teachers).
 
     Attributes:
@@ -57,7 +57,7 @@ class Policy(Trainable):
     samples: ClassVar[bool] = True
 
     def __init__(self, config: Config, arch: ArchSpec, groups: ProcessGroups, device: torch.device) -> None:
-        """Collective over the job: builds the model, see `Trainable`.
+        """Collective over the job: builds the model, see `TrainableModel`.
 
         Args:
             config: Config; samples are scored under the distribution that `rollout` samples from.
@@ -118,7 +118,7 @@ class Policy(Trainable):
         return self._reference_is_actor and not replays
 
     def weights_changed(self) -> None:
-        """Implements `Trainable.weights_changed`."""
+        """Implements `TrainableModel.weights_changed`."""
         self._reference_is_actor = False
         super().weights_changed()
 
@@ -252,7 +252,7 @@ class Policy(Trainable):
 
         missing = [name for name in self.own_scores(algorithm) if compare and getattr(minibatch, name) is None]
 
-        def first_update_metrics(microbatches: list[Microbatch], reports: Reports) -> dict[str, float]:
+        def first_update_metrics(microbatches: list[PackedMicrobatch], reports: Reports) -> dict[str, float]:
             logprobs_R = in_batch_order(minibatch, microbatches, reports, 2)[0]
             for name in missing:
                 setattr(minibatch, name, logprobs_R)

@@ -42,7 +42,7 @@ from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron.optimizer import optimizer_tensors
 from mrl.megatron.optimizer_state import restore, to_load, to_save
-from mrl.megatron.trainable import Trainable
+from mrl.megatron.trainable import TrainableModel
 from mrl.models.hf_config import family_of
 from mrl.resharding.dist_checkpoint import EXTRA_STATE
 
@@ -79,13 +79,13 @@ class Saver:
     plans are gathered until they were the same twice; later saves exchange only the shards' offsets in the files.
     """
 
-    def __init__(self, policy: Trainable) -> None:
+    def __init__(self, policy: TrainableModel) -> None:
         """Stores the model, an actor or a critic."""
         self._policy = policy
         self._strategy: Any = None
         self._had_optimizer = False
 
-    def begin(self, folder: Path, *, beside: bool = False) -> Writing:
+    def begin(self, folder: Path, *, beside: bool = False) -> ShardWriter:
         """Collective over the job: starts to save model, optimizer, update count and config.json into a new folder.
 
         Args:
@@ -99,7 +99,7 @@ class Saver:
         with self._policy.groups.among_trainers():
             return self._begin(folder, beside=beside)
 
-    def _begin(self, folder: Path, *, beside: bool) -> Writing:
+    def _begin(self, folder: Path, *, beside: bool) -> ShardWriter:
         policy = self._policy
         policy.bring("weights", "optimizer")
         if dist.get_rank() == 0:
@@ -130,10 +130,10 @@ class Saver:
             arch = policy.chunks[0].arch
             config = family_of(arch).arch_to_hf(arch)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        return Writing(folder, request, _training_storages(policy) if beside else None, policy.groups)
+        return ShardWriter(folder, request, _training_storages(policy) if beside else None, policy.groups)
 
 
-class Writing:
+class ShardWriter:
     """A checkpoint being written: copies of this rank's shards go to its own files.
 
     Megatron forks a process for this. Here a thread of the rank does it: it ends with the rank, needs no copy of a
@@ -214,7 +214,7 @@ class Writing:
 class Writings:
     """Several checkpoints being written, handled as one."""
 
-    def __init__(self, each: Sequence[Writing]) -> None:
+    def __init__(self, each: Sequence[ShardWriter]) -> None:
         """Stores the writes, in the same order on all training ranks; none on other ranks."""
         self._each = each
 
@@ -229,7 +229,7 @@ class Writings:
         return all(writing.is_done for writing in self._each)
 
     def finish(self) -> dict[Path, File]:
-        """Collective over the job: finishes each, see `Writing.finish`."""
+        """Collective over the job: finishes each, see `ShardWriter.finish`."""
         return {path: file for writing in self._each for path, file in writing.finish().items()}
 
     def drop(self) -> None:
@@ -238,12 +238,12 @@ class Writings:
             writing.drop()
 
 
-def save(folder: Path, policy: Trainable) -> None:
+def save(folder: Path, policy: TrainableModel) -> None:
     """Collective over the job: saves a checkpoint, which is complete at the return."""
     Saver(policy).begin(folder).finish()
 
 
-def _training_storages(policy: Trainable) -> set[int]:
+def _training_storages(policy: TrainableModel) -> set[int]:
     """Returns the addresses of the storages of the model's weights and its optimizer's state."""
     tensors = [*policy.named_tensors().values()]
     if policy.optimizer is not None:
@@ -296,7 +296,7 @@ def _is_full(folder: Path) -> bool:
     return disk.f_bavail * disk.f_frsize < FULL_BYTES
 
 
-def load(folder: Path, policy: Trainable) -> None:
+def load(folder: Path, policy: TrainableModel) -> None:
     """Collective over the job: loads a model, and its optimizer if it has one.
 
     Raises:
@@ -307,7 +307,7 @@ def load(folder: Path, policy: Trainable) -> None:
         _load(folder, policy, saved)
 
 
-def _load(folder: Path, policy: Trainable, saved: list[str]) -> None:
+def _load(folder: Path, policy: TrainableModel, saved: list[str]) -> None:
     policy.bring("weights", "optimizer")
     state = _model_state(policy)
     if policy.optimizer is not None:
@@ -362,7 +362,7 @@ def _metadata() -> dict[str, Any]:
     }
 
 
-def _model_state(policy: Trainable) -> dict[str, Any]:
+def _model_state(policy: TrainableModel) -> dict[str, Any]:
     metadata = _metadata()
     return {
         _chunk_key(policy, index): {
@@ -374,5 +374,5 @@ def _model_state(policy: Trainable) -> dict[str, Any]:
     }
 
 
-def _chunk_key(policy: Trainable, index: int) -> str:
+def _chunk_key(policy: TrainableModel, index: int) -> str:
     return "model" if len(policy.chunks) == 1 else f"model{index}"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mrl.algorithms.functional.logprobs import Distribution
 from mrl.megatron.forward_backward import Loss
-from mrl.megatron.trainable import Trainable
+from mrl.megatron.trainable import TrainableModel
 from mrl.resharding.megatron import OUTPUT
 from mrl.types import RolloutBatch
 
@@ -21,7 +21,7 @@ _NO_DISTRIBUTION = Distribution(1.0, 1)
 """Unused distribution: a value belongs to a state, no token is scored."""
 
 
-class Critic(Trainable):
+class Critic(TrainableModel):
     """A value for each response token, computed from the tokens before it."""
 
     section: ClassVar[str] = "critic"

@@ -29,7 +29,7 @@ from mrl.megatron.attention import PackedSequences, pack, pack_compiled
 from mrl.megatron.context_parallel import context_targets
 from mrl.megatron.distillation_targets import Compared, Comparison
 from mrl.megatron.microbatch import (
-    Microbatch,
+    PackedMicrobatch,
     RowLayout,
     input_mask,
     lay_out,
@@ -97,7 +97,7 @@ class ForwardBackward:
 
     def microbatches(
         self, batch: RolloutBatch, distribution: Distribution | None, *, keep_groups_together: bool = False
-    ) -> list[Microbatch]:
+    ) -> list[PackedMicrobatch]:
         """Collective over data-parallel: packs the batch into microbatches, the same number on every rank.
 
         Args:
@@ -129,7 +129,12 @@ class ForwardBackward:
         ]
 
     def run(
-        self, microbatches: list[Microbatch], loss: Loss, *, backward: bool, choices: RoutingRecorder | None = None
+        self,
+        microbatches: list[PackedMicrobatch],
+        loss: Loss,
+        *,
+        backward: bool,
+        choices: RoutingRecorder | None = None,
     ) -> list[dict[str, Tensor]]:
         """Collective over the actor's replica: runs the forward pass, and the backward pass if requested.
 
@@ -146,7 +151,9 @@ class ForwardBackward:
         iterators = [iter(enumerate(microbatches)) for _ in self._chunks]
         interleaved = len(self._chunks) > 1
 
-        def forward(data: Iterator[tuple[int, Microbatch]], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
+        def forward(
+            data: Iterator[tuple[int, PackedMicrobatch]], chunk: torch.nn.Module
+        ) -> tuple[Any, Callable[..., Any]]:
             index, micro = next(data)
             packed, kept = micro.packed, None
             if packed.routing is not None:  # moved late, so that it is on the device only during this microbatch
@@ -179,7 +186,7 @@ class ForwardBackward:
         return [report for _, report in sorted(reports, key=lambda item: item[0])]
 
     @staticmethod
-    def _report(scored: tuple[Tensor, ...], index: int, micro: Microbatch, loss: Loss) -> tuple[Any, ...]:
+    def _report(scored: tuple[Tensor, ...], index: int, micro: PackedMicrobatch, loss: Loss) -> tuple[Any, ...]:
         value, metrics = loss(*scored, micro.batch)
         # the schedule may scale the loss in place, so the report must not share its memory
         report = {name: metric.detach().clone() for name, metric in metrics.items()}
@@ -220,7 +227,7 @@ class ForwardBackward:
 
     def _microbatch(
         self, batch: RolloutBatch, rows: list[int], distribution: Distribution | None, at_least: int = 0
-    ) -> Microbatch:
+    ) -> PackedMicrobatch:
         part = batch.select(rows)
         is_input_P = input_mask(part)
         inputs_I, lens = part.tokens_P[is_input_P], (part.seq_lens_B - 1).tolist()
@@ -248,7 +255,7 @@ class ForwardBackward:
             targets = shard_targets(targets, shard, context)
         packed = self._packed(layout, unshared_te=unshared_te)
         packed.routing = routing
-        return Microbatch(
+        return PackedMicrobatch(
             rows,
             _to_device(replace(part, routed_experts_P=None, support_R=None, teacher_states_R=None), self._device),
             tokens[None].to(self._device),

@@ -12,14 +12,14 @@ from torch import Tensor
 from mrl.algorithms.functional.logprobs import Distribution
 from mrl.config.config import Config
 from mrl.megatron.actor import sampled_distribution
-from mrl.megatron.trainable import Trainable
+from mrl.megatron.trainable import TrainableModel
 from mrl.types import RolloutBatch
 
 _NO_DISTRIBUTION = Distribution(1.0, 1)
 """Unused distribution: a value belongs to a state, no token is scored."""
 
 
-class Frozen(Trainable):
+class ForwardOnlyModel(TrainableModel):
     """A model that is never trained."""
 
     section: ClassVar[str] = "frozen"

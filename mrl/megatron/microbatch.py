@@ -23,7 +23,7 @@ from mrl.types import RolloutBatch
 
 
 @dataclass(frozen=True)
-class Microbatch:
+class PackedMicrobatch:
     """The sequences of one forward pass, packed.
 
     Attributes:

@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mrl.algorithms.functional.logprobs import OPERATORS, Distribution, Rows, VocabShard, linear_logprobs
+from mrl.algorithms.functional.logprobs import OPERATORS, Distribution, RowResults, VocabShard, linear_logprobs
 from mrl.config.config import ActorConfig, MegatronConfig, ParallelConfig
 from mrl.config.megatron_fields.defaults import transformer_defaults
 from mrl.megatron.attention import CoreAttention, PackedSequences
@@ -128,7 +128,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
             vp_stage=vp_stage,
         )
         self.arch, self._is_exact, self.compiled = arch, tables is not None, compiled
-        self._of_rows: Rows = training(config.params_dtype) if compiled or self._is_exact else OPERATORS
+        self._of_rows: RowResults = training(config.params_dtype) if compiled or self._is_exact else OPERATORS
         if arch.value_head and self.post_process:
             self.output_layer = ValueHead(config)
         if not self._is_exact:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mrl.config.config import Config
 from mrl.distributed.groups import ProcessGroups
-from mrl.megatron.actor import Policy
-from mrl.megatron.forward_only import Frozen
-from mrl.megatron.trainable import Trainable
+from mrl.megatron.actor import Actor
+from mrl.megatron.forward_only import ForwardOnlyModel
+from mrl.megatron.trainable import TrainableModel
 from mrl.models.base import ArchSpec
 from mrl.types import RolloutBatch
 
@@ -29,7 +29,7 @@ class Teacher(ABC):
         arch: Architecture of the teacher.
     """
 
-    model: Trainable
+    model: TrainableModel
     arch: ArchSpec
 
     @abstractmethod
@@ -42,13 +42,13 @@ class Teacher(ABC):
 
     @abstractmethod
     def states(self, batch: RolloutBatch) -> Tensor:
-        """Collective over the job: returns the final hidden states [R, H], see `Trainable.states`."""
+        """Collective over the job: returns the final hidden states [R, H], see `TrainableModel.states`."""
 
 
-class Lodger(Teacher):
+class SharedWeightTeacher(Teacher):
     """Teacher with the student's architecture, whose weights are swapped into the student's modules."""
 
-    def __init__(self, policy: Policy, arch: ArchSpec) -> None:
+    def __init__(self, policy: Actor, arch: ArchSpec) -> None:
         """Allocates the weights.
 
         Args:
@@ -73,11 +73,11 @@ class Lodger(Teacher):
             return self._policy.states(batch)
 
 
-class Guest(Teacher):
+class SeparateTeacher(Teacher):
     """Teacher with its own layers, in the student's parallel layout; the student is offloaded while it runs."""
 
     def __init__(
-        self, config: Config, arch: ArchSpec, groups: ProcessGroups, device: torch.device, policy: Policy
+        self, config: Config, arch: ArchSpec, groups: ProcessGroups, device: torch.device, policy: Actor
     ) -> None:
         """Collective over the job: builds the model, without weights, and offloads it.
 
@@ -88,7 +88,7 @@ class Guest(Teacher):
             device: Device of this rank.
             policy: Student.
         """
-        self._forward, self._config, self._policy = Frozen(config, arch, groups, device), config, policy
+        self._forward, self._config, self._policy = ForwardOnlyModel(config, arch, groups, device), config, policy
         self.model, self.arch = self._forward, arch
         self._forward.offload()
 

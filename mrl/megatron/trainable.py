@@ -22,7 +22,7 @@ from mrl.errors import UserError
 from mrl.megatron.config_passthrough import check_te
 from mrl.megatron.ddp import DataParallelChunks
 from mrl.megatron.forward_backward import ForwardBackward, Loss
-from mrl.megatron.microbatch import Microbatch
+from mrl.megatron.microbatch import PackedMicrobatch
 from mrl.megatron.model import build_chunks, named_tensors
 from mrl.megatron.moe import load_balance
 from mrl.megatron.offload import PARTS, Offload, Part
@@ -38,11 +38,11 @@ Reports = list[dict[str, Tensor]]
 """Metrics that the loss reported for each microbatch, with its "scores" [n, R]; on the last pipeline stage."""
 
 
-ExtraMetrics = Callable[[list[Microbatch], Reports], dict[str, float]]
+ExtraMetrics = Callable[[list[PackedMicrobatch], Reports], dict[str, float]]
 """(microbatches, reports) -> metrics that need the scores of the full minibatch."""
 
 
-class Trainable:
+class TrainableModel:
     """Base class of actor, critic and forward-only models: the weights of one model on this rank, and their optimizer.
 
     Attributes:
@@ -311,7 +311,7 @@ class Trainable:
         """Raises, on all ranks, if the metrics of a step forbid its update; called before the update."""
 
     def _reduce_metrics(
-        self, microbatches: list[Microbatch], reports: Reports, extra_metrics: ExtraMetrics | None
+        self, microbatches: list[PackedMicrobatch], reports: Reports, extra_metrics: ExtraMetrics | None
     ) -> dict[str, float]:
         """Collective over the model's replicas: sums the reports over microbatches and data-parallel ranks."""
         found: dict[str, float] | None = None
@@ -354,7 +354,7 @@ class Trainable:
             dist.broadcast(tensor, src=self._last_stage_rank, group=self._groups.pp)
 
 
-def in_batch_order(batch: RolloutBatch, microbatches: list[Microbatch], reports: Reports, count: int) -> Tensor:
+def in_batch_order(batch: RolloutBatch, microbatches: list[PackedMicrobatch], reports: Reports, count: int) -> Tensor:
     """Returns the first `count` scores [count, R] of a batch, assembled from those of its microbatches, on the CPU."""
     scored = torch.zeros(count, batch.response_mask_R.numel(), dtype=reports[0]["scores"].dtype)
     for micro, report in zip(microbatches, reports, strict=True):

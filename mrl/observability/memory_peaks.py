@@ -21,7 +21,7 @@ RESET_PEAK = b"5"
 """Written to `CLEAR`, it resets VmHWM to the current resident set (Linux, proc(5))."""
 
 
-class MemoryLedger:
+class PeakMemory:
     """Peak memory of the phases of one step, and on CUDA also of the complete run."""
 
     def __init__(self, device: str | torch.device = "cpu") -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from mrl.observability.memory_peaks import MemoryLedger
+from mrl.observability.memory_peaks import PeakMemory
 
 
 class Timers:
@@ -33,7 +33,7 @@ class Timers:
             on_phase: Callback that receives `where` at the start of each phase (`RunLog.phase` shows it on the
                 console).
         """
-        self.ledger = MemoryLedger(device)
+        self.ledger = PeakMemory(device)
         self._synchronize = torch.device(device).type == "cuda"
         self._on_phase = on_phase
         self._seconds: dict[str, float] = {}

@@ -27,7 +27,7 @@ _MIXTRAL_BLOCK, _MIXTRAL_BLOCK_OF_5 = ".block_sparse_moe.", ".mlp."
 
 
 @dataclass(frozen=True)
-class Located:
+class StoredLocation:
     """Location of a tensor of the table in a checkpoint.
 
     Attributes:
@@ -53,7 +53,7 @@ def unwrapped(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def locate(arch: ArchSpec, stored: Mapping[str, tuple[int, ...]]) -> dict[str, Located]:
+def locate(arch: ArchSpec, stored: Mapping[str, tuple[int, ...]]) -> dict[str, StoredLocation]:
     """Finds each tensor of the table among stored tensors; stored tensors outside the table keep their names.
 
     Args:
@@ -65,10 +65,10 @@ def locate(arch: ArchSpec, stored: Mapping[str, tuple[int, ...]]) -> dict[str, L
     """
     plain = {name: tensor.shape for name, tensor in hf_layout(arch, "float32").items()}
     fused = _fused_experts(arch)
-    found: dict[str, Located] = {}
+    found: dict[str, StoredLocation] = {}
     for name, shape in stored.items():
         known = next((form for form in _forms(name) if form in plain or form in fused), name)
-        parts = fused.get(known) or {known: Located(name, plain.get(known, shape))}
+        parts = fused.get(known) or {known: StoredLocation(name, plain.get(known, shape))}
         for own, part in parts.items():
             if own in found:
                 raise UserError(
@@ -86,9 +86,9 @@ def _forms(name: str) -> list[str]:
     return forms + [form.replace(_MIXTRAL_BLOCK_OF_5, _MIXTRAL_BLOCK, 1) for form in forms]
 
 
-def _fused_experts(arch: ArchSpec) -> dict[str, dict[str, Located]]:
+def _fused_experts(arch: ArchSpec) -> dict[str, dict[str, StoredLocation]]:
     """Returns the name of each tensor that contains all experts of a layer -> the tensors of the table in it."""
-    fused: dict[str, dict[str, Located]] = {}
+    fused: dict[str, dict[str, StoredLocation]] = {}
     experts = range(arch.moe.num_experts if arch.moe else 0)
     for spec in table(arch):
         if spec.kind not in _FUSED:
@@ -103,6 +103,6 @@ def _fused_experts(arch: ArchSpec) -> dict[str, dict[str, Located]]:
                 first = 0
                 for name, rows in zip(own, num_rows, strict=True):
                     index = (expert, slice(first, first + rows))
-                    parts[name.format(layer=layer, expert=expert)] = Located("", shape, index)
+                    parts[name.format(layer=layer, expert=expert)] = StoredLocation("", shape, index)
                     first += rows
     return fused

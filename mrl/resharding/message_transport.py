@@ -27,7 +27,7 @@ _SEND, _RECEIVE = 0, 1
 
 
 @dataclass(frozen=True)
-class Message:
+class TransferMessage:
     """One message of a round.
 
     Attributes:
@@ -88,7 +88,7 @@ class MessageTransport:
         """Releases the buffers."""
         self.buffers, self._mapped = [], {}
 
-    def outgoing(self, number: int) -> list[Message]:
+    def outgoing(self, number: int) -> list[TransferMessage]:
         """Returns the messages that this rank has to fill in a round."""
         return self._messages(number, _SEND)
 
@@ -103,27 +103,27 @@ class MessageTransport:
         ]
         return list(dist.batch_isend_irecv(operations)) if operations else []
 
-    def received(self, number: int) -> list[Message]:
+    def received(self, number: int) -> list[TransferMessage]:
         """Returns the messages of a round that were sent to this rank."""
         return self._messages(number, _RECEIVE)
 
-    def shared(self, number: int) -> Iterator[Message]:
+    def shared(self, number: int) -> Iterator[TransferMessage]:
         """Yields the messages of a round that this rank reads in shared memory."""
         receives = self.rounds[number][_RECEIVE]
         for peer, buffers in self._mapped.items():
             if peer in receives:
                 start = self._offsets[number][peer]
                 data = buffers[number % NUM_BUFFERS][start : start + _message_bytes(receives[peer])]
-                yield Message(peer, receives[peer], data)
+                yield TransferMessage(peer, receives[peer], data)
 
-    def _messages(self, number: int, direction: int) -> list[Message]:
+    def _messages(self, number: int, direction: int) -> list[TransferMessage]:
         """Returns the messages in the round's buffer; those read in shared memory are not received."""
         buffer = self.buffers[number % NUM_BUFFERS][direction]
         found, offset = [], 0
         for peer, copies in self.rounds[number][direction].items():
             if direction == _SEND or peer not in self._mapped:
                 size = _message_bytes(copies)
-                found.append(Message(peer, copies, buffer[offset : offset + size]))
+                found.append(TransferMessage(peer, copies, buffer[offset : offset + size]))
                 offset += size
         return found
 

@@ -22,7 +22,7 @@ from mrl.resharding.regions import intersect, translate, union_volume, volume, w
 
 
 @dataclass(frozen=True)
-class Plan:
+class TransferPlan:
     """The copies of all ranks and their cost.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Cell:
 
 def make_plan(
     sources: Mapping[int, Layout], targets: Mapping[int, Layout], *, host_of: Callable[[int], int] | None = None
-) -> Plan:
+) -> TransferPlan:
     """Finds a source for each element of each target.
 
     Args:
@@ -212,7 +212,7 @@ def _missing_bytes(source: Layout, target: Layout, widths: Mapping[str, int]) ->
     return total
 
 
-def _plan_with_cost(copies: tuple[Copy, ...], lower_bound_bytes: int) -> Plan:
+def _plan_with_cost(copies: tuple[Copy, ...], lower_bound_bytes: int) -> TransferPlan:
     links: dict[tuple[int, int], int] = defaultdict(int)
     local = 0
     for copy in copies:
@@ -220,4 +220,4 @@ def _plan_with_cost(copies: tuple[Copy, ...], lower_bound_bytes: int) -> Plan:
             local += copy.num_bytes
         else:
             links[copy.source_rank, copy.target_rank] += copy.num_bytes
-    return Plan(copies, local, sum(links.values()), lower_bound_bytes, dict(links))
+    return TransferPlan(copies, local, sum(links.values()), lower_bound_bytes, dict(links))

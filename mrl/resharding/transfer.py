@@ -40,7 +40,7 @@ from mrl.resharding.copy_op import Copy
 from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.fp8 import DTYPE as FP8
 from mrl.resharding.layout import Region
-from mrl.resharding.message_transport import Message, MessageTransport
+from mrl.resharding.message_transport import MessageTransport, TransferMessage
 from mrl.resharding.regions import slices
 from mrl.resharding.shared_memory_peers import SharedMemoryPeers
 from mrl.resharding.weight_slice import WeightSlice
@@ -285,12 +285,12 @@ class Transfer:
         self.all_written &= written
         return items, total
 
-    def _pack(self, message: Message) -> None:
+    def _pack(self, message: TransferMessage) -> None:
         parts, sums = message.parts()
         for number, (copy, part) in enumerate(zip(message.copies, parts, strict=True)):
             sums[number] = copy_bits(part, self._source(copy))[1]
 
-    def _unpack(self, number: int, message: Message, sink: Sink) -> int:
+    def _unpack(self, number: int, message: TransferMessage, sink: Sink) -> int:
         """Delivers a message; raises if a sum differs from the sender's."""
         parts, sums = message.parts()
         where = f"round {number + 1} of {self.num_rounds}, message from rank {message.peer}"

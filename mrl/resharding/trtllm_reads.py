@@ -37,7 +37,7 @@ _FUSED = {
 
 
 @dataclass(frozen=True)
-class Reader:
+class TrtllmModule:
     """The module of TensorRT-LLM's model that reads a tensor.
 
     Attributes:
@@ -49,13 +49,13 @@ class Reader:
     expert: int | None = None
 
 
-def reader_of(name: str) -> Reader:
+def reader_of(name: str) -> TrtllmModule:
     """Returns the module that reads a Hugging Face tensor (`HfWeightMapper.map_weights`)."""
     expert = _EXPERT.match(name)
     if expert is not None:
-        return Reader(expert["module"], int(expert["number"]))
+        return TrtllmModule(expert["module"], int(expert["number"]))
     parent, _, last = name.rpartition(".")[0].rpartition(".")
-    return Reader(f"{parent}.{_FUSED.get(last, last)}".removeprefix("."))
+    return TrtllmModule(f"{parent}.{_FUSED.get(last, last)}".removeprefix("."))
 
 
 def activation_scale_of(name: str) -> str | None:

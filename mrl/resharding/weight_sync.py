@@ -1,9 +1,9 @@
 """Weight sync: copies the actor's weights into the rollout engine, in place, all or nothing.
 
-`Refit` makes one plan at start and executes it before every rollout. A rank may have the actor, the engine, or both:
-with separate trainer and rollout ranks, the former send and the latter receive. The engine refuses to generate from the
-first byte to the last check. A failure on any rank raises on all ranks, and the engine refuses to generate until a
-weight sync has succeeded.
+`WeightSync` makes one plan at start and executes it before every rollout. A rank may have the actor, the engine, or
+both: with separate trainer and rollout ranks, the former send and the latter receive. The engine refuses to generate
+from the first byte to the last check. A failure on any rank raises on all ranks, and the engine refuses to generate
+until a weight sync has succeeded.
 
 Steps: `begin_update` -> with FP8, the scales of all weights (`quantizer.py`) -> copies and rounds of messages, in which
 the checksum of each part at its source must equal that of the part written into the engine (`transfer.py`) -> agreement
@@ -35,7 +35,7 @@ from mrl.resharding.dtypes import DTYPES, check_tensors
 from mrl.resharding.fp8 import DTYPE as FP8
 from mrl.resharding.fp8 import Grids, is_scale_table, matrix_of
 from mrl.resharding.layout import Layout
-from mrl.resharding.plan import Plan, make_plan
+from mrl.resharding.plan import TransferPlan, make_plan
 from mrl.resharding.quantizer import Quantizer
 from mrl.resharding.transfer import Transfer, deliver
 from mrl.resharding.weight_slice import WeightReceiver, WeightSlice
@@ -43,7 +43,7 @@ from mrl.resharding.weight_slice import WeightReceiver, WeightSlice
 MIB = 1 << 20
 
 
-class Refit:
+class WeightSync:
     """Weight sync of one rank; one object for the entire run, called before every rollout.
 
     Attributes:
@@ -80,7 +80,7 @@ class Refit:
         self._scales = {name: stored for name, stored in target_layout.items() if is_scale_table(stored)}
         hosts: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())
-        self.plan: Plan = make_plan(
+        self.plan: TransferPlan = make_plan(
             gather_layouts(source_layout),
             gather_layouts({name: stored for name, stored in target_layout.items() if name not in self._scales}),
             host_of=lambda other: hosts.index(hosts[other]),

@@ -21,7 +21,7 @@ clamped to LEAST_STAGED .. MOST_STAGED."""
 
 
 @dataclass(frozen=True)
-class Message:
+class RankMessage:
     """A message from one rank to another.
 
     Attributes:
@@ -38,7 +38,10 @@ class Message:
 
 
 def move(
-    messages: Sequence[Message], rank: int, write: Callable[[int, Tensor], None], read: Callable[[int, Tensor], None]
+    messages: Sequence[RankMessage],
+    rank: int,
+    write: Callable[[int, Tensor], None],
+    read: Callable[[int, Tensor], None],
 ) -> None:
     """Collective over the job: sends every message from its sender to its receiver.
 
@@ -73,7 +76,7 @@ def move(
             read(one.item, part)
 
 
-def rounds(messages: Sequence[Message]) -> list[list[Message]]:
+def rounds(messages: Sequence[RankMessage]) -> list[list[RankMessage]]:
     """Distributes messages over rounds so that no rank exceeds `staged_bytes` in a round.
 
     Greedy: a message goes into the last round that its sender or receiver already uses, or the next one if either is
@@ -81,7 +84,7 @@ def rounds(messages: Sequence[Message]) -> list[list[Message]]:
     """
     limit = staged_bytes(messages)
     ends: dict[tuple[str, int], list[int]] = {}  # (side, rank) -> its last round, bytes there
-    found: list[list[Message]] = []
+    found: list[list[RankMessage]] = []
     for message in _interleaved(messages):
         both = [ends.setdefault(end, [0, 0]) for end in (("from", message.sender), ("to", message.receiver))]
         number = max(last for last, _ in both)
@@ -94,7 +97,7 @@ def rounds(messages: Sequence[Message]) -> list[list[Message]]:
     return found
 
 
-def staged_bytes(messages: Sequence[Message]) -> int:
+def staged_bytes(messages: Sequence[RankMessage]) -> int:
     """Returns the limit on the bytes that a rank sends, and receives, in a round."""
     received: Counter[int] = Counter()
     for message in messages:
@@ -103,10 +106,10 @@ def staged_bytes(messages: Sequence[Message]) -> int:
     return min(MOST_STAGED, max(LEAST_STAGED, busiest // STAGED_PART))
 
 
-def _interleaved(messages: Sequence[Message]) -> Iterator[Message]:
+def _interleaved(messages: Sequence[RankMessage]) -> Iterator[RankMessage]:
     """Yields the first message of every sender, then the second of every sender, so that all send in every round."""
     seen: Counter[int] = Counter()
-    by_number: list[list[Message]] = []
+    by_number: list[list[RankMessage]] = []
     for message in messages:
         number = seen[message.sender]
         seen[message.sender] += 1
@@ -116,6 +119,6 @@ def _interleaved(messages: Sequence[Message]) -> Iterator[Message]:
     return (message for same in by_number for message in same)
 
 
-def _parts(messages: Sequence[Message], buffer: Tensor) -> Iterator[tuple[Message, Tensor]]:
+def _parts(messages: Sequence[RankMessage], buffer: Tensor) -> Iterator[tuple[RankMessage, Tensor]]:
     """Yields each message with its slice of the buffer."""
     return zip(messages, torch.split(buffer, [message.num_bytes for message in messages]), strict=True)

@@ -14,7 +14,7 @@ from mrl.config.config import Config
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RolloutSchedule:
     """Limits on sampling ahead of the updates; see `buffer.py` for their use.
 
     Attributes:
@@ -39,12 +39,12 @@ class Schedule:
     by_parts: bool = False
 
     @staticmethod
-    def of(config: Config) -> Schedule:
+    def of(config: Config) -> RolloutSchedule:
         """Derives the schedule from the config."""
         train, rollout, age = config.train, config.rollout, max_off_policy_steps(config)
         lead = (age or 0) if train.mode == "async" else 0
         extra = math.ceil(Fraction(str(rollout.over_sample_rate)) * train.batch_size)
-        return Schedule(
+        return RolloutSchedule(
             batch_size=train.batch_size,
             num_samples=rollout.n,
             lead=lead,

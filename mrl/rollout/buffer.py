@@ -3,7 +3,8 @@
 A group is a prompt with its `rollout.n` samples. It is pending (no token sampled), partial (some samples unfinished) or
 complete (all samples finished and scored). Each step consumes `batch_size` complete groups:
 
-- `Schedule.in_order`: in prompt order. Sampling waits for the next batch, so no token is more than `lead` steps old.
+- `RolloutSchedule.in_order`: in prompt order. Sampling waits for the next batch, so no token is more than `lead` steps
+  old.
 - with `rollout.over_sample_rate`: in order of completion. `extra` prompts beyond a batch are sampled, and sampling
   stops when a batch is complete. A group that would become older than `max_age` steps is waited for, or restarted.
 
@@ -27,13 +28,13 @@ import torch
 from torch import Tensor
 
 from mrl.parallel_layout import Grid
-from mrl.rollout.async_schedule import Schedule
+from mrl.rollout.async_schedule import RolloutSchedule
 from mrl.rollout.length_bias import Acceptance, sizes_of
-from mrl.types import Begun, Prompt, Rollout, SampleTable
+from mrl.types import PartialRollout, Prompt, Rollout, SampleTable
 
 
 @dataclass
-class Group:
+class PromptGroup:
     """Metadata of a prompt in the buffer.
 
     Attributes:
@@ -43,7 +44,7 @@ class Group:
         born: Training steps done by the weights that sampled the first token; None while pending.
         place: Completion order: rank of this group among all completed groups of the run; None until complete.
         replica: Index of the rollout replica that stores the samples; None while pending.
-        restarted: True after the group exceeded `Schedule.max_age` once and lost its samples.
+        restarted: True after the group exceeded `RolloutSchedule.max_age` once and lost its samples.
         num_samples: Samples with at least one token.
         num_tokens: Response tokens of these samples.
     """
@@ -70,8 +71,8 @@ class Group:
 
 
 @dataclass
-class Tally:
-    """Counters of the sampling since the last `InFlight.take`; JSON-serializable except for `drawn`.
+class SamplingTally:
+    """Counters of the sampling since the last `RolloutBuffer.take`; JSON-serializable except for `drawn`.
 
     Attributes:
         rounds: Number of sampling rounds.
@@ -101,7 +102,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Taken:
+class ConsumedGroups:
     """Samples that one step consumes.
 
     Attributes:
@@ -116,12 +117,12 @@ class Taken:
     rollouts: list[Rollout]
     table: SampleTable
     names: dict[int, str]
-    tally: Tally
+    tally: SamplingTally
     num_carried: int
     carried: tuple[int, int]
 
 
-class InFlight:
+class RolloutBuffer:
     """Rollout buffer of the run; every rank has one. The module's docstring has the order of calls.
 
     Attributes:
@@ -132,7 +133,7 @@ class InFlight:
         begun: Partial responses on this rank's replica, by uid.
     """
 
-    def __init__(self, schedule: Schedule, prompt_at: Callable[[int], Prompt]) -> None:
+    def __init__(self, schedule: RolloutSchedule, prompt_at: Callable[[int], Prompt]) -> None:
         """Creates an empty buffer.
 
         Args:
@@ -140,11 +141,11 @@ class InFlight:
             prompt_at: Returns the prompt with a uid, for groups restored from a checkpoint.
         """
         self.schedule = schedule
-        self.tally = Tally()
+        self.tally = SamplingTally()
         self.acceptance = Acceptance()
         self.rollouts: dict[int, list[Rollout]] = {}
-        self.begun: dict[int, list[Begun]] = {}
-        self._groups: dict[int, Group] = {}
+        self.begun: dict[int, list[PartialRollout]] = {}
+        self._groups: dict[int, PromptGroup] = {}
         self._complete_rows: SampleTable | None = None
         self._prompts: dict[int, Prompt] = {}
         self._prompt_at = prompt_at
@@ -180,7 +181,7 @@ class InFlight:
     def draw(self, prompts: Iterable[Prompt]) -> None:
         """Adds prompts as pending groups."""
         for prompt in prompts:
-            self._groups[prompt.uid] = Group(prompt.uid, prompt.source, prompt.data_source)
+            self._groups[prompt.uid] = PromptGroup(prompt.uid, prompt.source, prompt.data_source)
             self._prompts[prompt.uid] = prompt
 
     def first(self, position: int) -> int:
@@ -200,7 +201,7 @@ class InFlight:
         eligible = groups[: plan.batch_size] if plan.in_order else groups
         return max(0, plan.batch_size - sum(group.place is not None for group in eligible))
 
-    def unfinished(self, step: int, *, beside: bool) -> list[Group]:
+    def unfinished(self, step: int, *, beside: bool) -> list[PromptGroup]:
         """Returns the pending and partial groups that may be sampled now, in prompt order; arguments as in `room`."""
         groups = list(self._groups.values())[: self._capacity(step, beside)]
         return [group for group in groups if group.place is None]
@@ -211,8 +212,8 @@ class InFlight:
         Args:
             just_whole: Uids of the groups completed since sampling started.
             step: Next step that consumes groups.
-            ahead: True to complete also groups of later steps (`Schedule.stock`, `Schedule.pace`), because an update
-                runs concurrently.
+            ahead: True to complete also groups of later steps (`RolloutSchedule.stock`, `RolloutSchedule.pace`),
+                because an update runs concurrently.
         """
         plan = self.schedule
         incomplete = [one for one in self._groups.values() if one.place is None and one.uid not in just_whole]
@@ -246,12 +247,12 @@ class InFlight:
                 restarted.add(group.uid)
         self._pop_rows(restarted)
 
-    def _is_due(self, group: Group, step: int) -> bool:
+    def _is_due(self, group: PromptGroup, step: int) -> bool:
         """Returns whether `step` is the last one that can consume the group within the maximum age."""
         max_age, born = self.schedule.max_age, step - 1 if group.born is None else group.born
         return max_age is not None and step - 1 - born >= max_age
 
-    def _must_consume(self, group: Group, step: int) -> bool:
+    def _must_consume(self, group: PromptGroup, step: int) -> bool:
         """Returns whether `step` must wait for the group: it is due and may not be restarted."""
         return self._is_due(group, step) and (self.schedule.waits or group.restarted)
 
@@ -314,7 +315,7 @@ class InFlight:
 
     # training ---------------------------------------------------------------------------------------------------------
 
-    def take(self, step: int) -> Taken:
+    def take(self, step: int) -> ConsumedGroups:
         """Removes and returns the groups that `step` trains on.
 
         If no group is complete, because dynamic sampling dropped all of them, the last sampled table is returned.
@@ -339,8 +340,8 @@ class InFlight:
             at_once = {group.uid for group in taken if group.born == step - 1 and not group.restarted}
             at_once_N = torch.tensor([int(uid) in at_once for uid in table["uid"].tolist()])
             self.acceptance.took(*_sum_sizes(taken), table["response_len"], at_once_N)
-        self.tally, self._rejected = Tally(), []
-        return Taken(
+        self.tally, self._rejected = SamplingTally(), []
+        return ConsumedGroups(
             rollouts,
             last.scored if table is None else table,
             {group.uid: group.data_source for group in taken} if taken else tally.names,
@@ -411,12 +412,12 @@ class InFlight:
             found["drawn"] = self.tally.drawn.rows_NC
         return self._last_table.columns, found
 
-    def samples(self) -> tuple[list[Rollout], list[Begun]]:
+    def samples(self) -> tuple[list[Rollout], list[PartialRollout]]:
         """Returns the finished and the partial responses that this rank stores."""
         rollouts = [one for found in self.rollouts.values() for one in found]
         return rollouts, [one for found in self.begun.values() for one in found]
 
-    def hold(self, rollouts: Iterable[Rollout], begun: Iterable[Begun], rank_of: Mapping[int, int]) -> None:
+    def hold(self, rollouts: Iterable[Rollout], begun: Iterable[PartialRollout], rank_of: Mapping[int, int]) -> None:
         """Replaces the samples that this rank stores, after a `follow`.
 
         Args:
@@ -443,16 +444,16 @@ class InFlight:
         for group in self._groups.values():
             group.begin_again()
         self.rollouts, self.begun = {}, {}
-        self.tally, self._complete_rows, self._last_table = Tally(), None, None
+        self.tally, self._complete_rows, self._last_table = SamplingTally(), None, None
         self.acceptance = Acceptance()
 
     def follow(self, state: Mapping[str, Any], columns: Sequence[str], tables: Mapping[str, Tensor]) -> None:
         """Loads the results of `state_dict` and `tables`, of a checkpoint or another rank; keeps the samples."""
-        self._groups = {item["uid"]: Group(**item) for item in state["groups"]}
+        self._groups = {item["uid"]: PromptGroup(**item) for item in state["groups"]}
         self._num_complete = int(state["num_whole"])
         self.acceptance = Acceptance.of(state["acceptance"])
         self._steps_of = {int(version): int(steps) for version, steps in state["steps_of"]}
-        self.tally = Tally(**state["tally"])
+        self.tally = SamplingTally(**state["tally"])
         self.tally.whole = [(int(uid), str(source), str(name)) for uid, source, name in self.tally.whole]
         turns = {(int(uid), int(sample)): list(rewards) for uid, sample, rewards in state["turn_rewards"]}
         named = {name: SampleTable(tuple(columns), rows, turns) for name, rows in tables.items()}
@@ -461,7 +462,7 @@ class InFlight:
         self._complete_rows = None if rows is None else _rows_of(rows, set(rows["uid"].long().tolist()))
 
 
-def _sum_sizes(groups: Iterable[Group]) -> tuple[int, int]:
+def _sum_sizes(groups: Iterable[PromptGroup]) -> tuple[int, int]:
     """Returns the total number of samples with a token, and of their tokens."""
     sizes = [(group.num_samples, group.num_tokens) for group in groups]
     return sum(count for count, _ in sizes), sum(tokens for _, tokens in sizes)

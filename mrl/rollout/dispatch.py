@@ -25,7 +25,7 @@ from mrl.data.packing import balance_families
 from mrl.distributed.collectives import together
 from mrl.distributed.groups import ProcessGroups
 from mrl.parallel_layout import Coords
-from mrl.rollout.all_to_all import Message, move
+from mrl.rollout.all_to_all import RankMessage, move
 from mrl.types import Rollout, RolloutBatch, SampleTable, Support
 
 Rows = list[list[list[int]]]
@@ -173,7 +173,7 @@ class _Dispatch:
         sizes = [WIRE_BYTES * (length + response) for length, response in zip(self._lens, self._responses, strict=True)]
         first_ranks = [self._groups.grid.rank(Coords(tp=0, cp=0, dp=dp, pp=0)) for dp in range(len(self._wanted))]
         messages = [
-            Message(row, self._senders[row], receiver, sizes[row])
+            RankMessage(row, self._senders[row], receiver, sizes[row])
             for receiver, wanted in zip(first_ranks, self._wanted, strict=True)
             for row in wanted
             if self._senders[row] != receiver
@@ -219,7 +219,7 @@ class _Dispatch:
             ids_K[ids_at[row]] = numbers[self._responses[row] :]
 
         messages = [
-            Message(
+            RankMessage(
                 row,
                 self._senders[row],
                 self._groups.grid.rank(Coords(tp=0, cp=0, dp=dp, pp=last)),
@@ -260,7 +260,7 @@ class _Dispatch:
             target.copy_(part.view(routing.dtype)[: target.numel()].view(target.shape))
 
         messages = [
-            Message(
+            RankMessage(
                 row * stages + stage,
                 self._senders[row],
                 self._groups.grid.rank(Coords(tp=0, cp=0, dp=dp, pp=stage)),

@@ -14,18 +14,18 @@ import torch.distributed as dist
 
 from mrl.distributed.collectives import all_gather_ragged
 from mrl.distributed.groups import ProcessGroups
-from mrl.engines._work_queue import Work
+from mrl.engines._work_queue import PromptWork
 from mrl.engines.base import RolloutEngine, SamplingConfig
-from mrl.rollout.buffer import Group, InFlight
+from mrl.rollout.buffer import PromptGroup, RolloutBuffer
 from mrl.rollout.prompt_assignment import LengthHistory
-from mrl.rollout.prompt_queue import SharedQueue
+from mrl.rollout.prompt_queue import PromptQueue
 from mrl.types import Rollout
 
 
 def stream(
     engine: RolloutEngine,
-    buffer: InFlight,
-    groups: list[Group],
+    buffer: RolloutBuffer,
+    groups: list[PromptGroup],
     sampling: SamplingConfig,
     ranks: ProcessGroups,
     history: LengthHistory,
@@ -47,7 +47,7 @@ def stream(
         over: Process group that contains at least all ranks that sample.
         step: Next step that consumes groups.
         steps: Training steps done by the current weights.
-        ahead: Argument of `InFlight.enough`.
+        ahead: Argument of `RolloutBuffer.enough`.
 
     Returns:
         Samples of the completed groups on this replica, and the uids of these groups in order of completion.
@@ -57,7 +57,7 @@ def stream(
     own = [_work(group, buffer, sampling.n) for group in groups if replica is not None and group.replica == replica]
     waiting = [_work(group, buffer, sampling.n) for group in groups if group.replica is None]
     missing = _gather_rows([(work.prompt.uid, work.num_samples) for work in own], 2, ranks, over)
-    queue = SharedQueue(
+    queue = PromptQueue(
         own,
         {group.uid: group.replica for group in groups if group.replica is not None},
         waiting,
@@ -84,23 +84,23 @@ def stream(
     return sorted(complete, key=lambda one: (one.prompt.uid, one.sample_index)), queue.whole
 
 
-def _sorted(groups: Sequence[Group], buffer: InFlight, history: LengthHistory) -> list[Group]:
+def _sorted(groups: Sequence[PromptGroup], buffer: RolloutBuffer, history: LengthHistory) -> list[PromptGroup]:
     """Sorts partial groups first, then by batch, longest expected responses first."""
     size, first = buffer.schedule.batch_size, min((group.uid for group in groups), default=0)
 
-    def key(group: Group) -> tuple[bool, int, float, int]:
+    def key(group: PromptGroup) -> tuple[bool, int, float, int]:
         batch = (group.uid - first) // size if buffer.schedule.in_order else not group.restarted
         return group.replica is None, batch, -history.expected(group.source), group.uid
 
     return sorted(groups, key=key)
 
 
-def _work(group: Group, buffer: InFlight, num_samples: int) -> Work:
+def _work(group: PromptGroup, buffer: RolloutBuffer, num_samples: int) -> PromptWork:
     """Returns the unfinished samples of a group as work for an engine."""
     begun = tuple(sorted(buffer.begun.get(group.uid, ()), key=lambda one: one.sample_index))
     started = {one.sample_index for one in (*begun, *buffer.rollouts.get(group.uid, ()))}
     new = tuple(index for index in range(num_samples) if index not in started)
-    return Work(buffer.prompt(group.uid), new, begun)
+    return PromptWork(buffer.prompt(group.uid), new, begun)
 
 
 def _gather_rows(

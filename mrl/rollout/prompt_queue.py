@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mrl.distributed.collectives import all_gather_ragged
-from mrl.engines._work_queue import Feed, Work
+from mrl.engines._work_queue import PromptWork, WorkQueue
 from mrl.parallel_layout import Grid
 from mrl.types import Rollout
 
@@ -22,7 +22,7 @@ STOP = -1
 """Value in place of a uid that reports a stop request."""
 
 
-class SharedQueue(Feed):
+class PromptQueue(WorkQueue):
     """Prompt queue of one sampling call, one instance per rank.
 
     Attributes:
@@ -32,9 +32,9 @@ class SharedQueue(Feed):
 
     def __init__(
         self,
-        own: Sequence[Work],
+        own: Sequence[PromptWork],
         held: Mapping[int, int],
-        waiting: Sequence[Work],
+        waiting: Sequence[PromptWork],
         missing: Mapping[int, int],
         enough: Callable[[Collection[int]], bool],
         *,
@@ -53,7 +53,7 @@ class SharedQueue(Feed):
             waiting: Pending groups, in the order in which they start.
             missing: Number of unfinished samples of each group, by uid.
             enough: Returns whether sampling may stop, given the uids of the groups completed in this call.
-            most: Upper limit on the samples of a replica, see `Feed`.
+            most: Upper limit on the samples of a replica, see `WorkQueue`.
             num_rows: Sequences that a replica decodes concurrently.
             grid: Parallel layout of the job.
             rank: Global rank of this process.
@@ -75,8 +75,8 @@ class SharedQueue(Feed):
         for uid, replica in held.items():
             self._load[replica] += self._missing[uid]
 
-    def pulse(self, finished: Sequence[Rollout], num_waiting: int) -> Sequence[Work] | None:
-        """Implements `Feed.pulse`: gives waiting prompts to the least loaded replica while it has free sequences."""
+    def pulse(self, finished: Sequence[Rollout], num_waiting: int) -> Sequence[PromptWork] | None:
+        """Implements `WorkQueue.pulse`: gives waiting prompts to the least loaded replica with free sequences."""
         for rollout in finished:
             self.rollouts.setdefault(rollout.prompt.uid, []).append(rollout)
         own = [[rollout.prompt.uid, self._replica] for rollout in (finished if self._leads_replica else ())]

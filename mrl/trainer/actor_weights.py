@@ -13,19 +13,19 @@ from torch import Tensor
 from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.distributed.collectives import together
 from mrl.distributed.groups import ProcessGroups
-from mrl.megatron.actor import Policy
+from mrl.megatron.actor import Actor
 from mrl.megatron.param_broadcast import first_here, share
-from mrl.megatron.trainable import Trainable
+from mrl.megatron.trainable import TrainableModel
 from mrl.models.base import ArchSpec
 from mrl.models.presets import initializer_range
 from mrl.resharding.init import random_init
 from mrl.resharding.weight_sync import gather_layouts
 from mrl.trainer.hf_export import export_to_hf, write_model_folder
 from mrl.trainer.rank_roles import on_trainers
-from mrl.trainer.resolve import Plan
+from mrl.trainer.resolve import RunPlan
 
 
-def read_weights(model: Trainable, arch: ArchSpec, folder: str, tensors: Mapping[str, Tensor]) -> None:
+def read_weights(model: TrainableModel, arch: ArchSpec, folder: str, tensors: Mapping[str, Tensor]) -> None:
     """Collective over the job: reads weights; one rank reads each shard and broadcasts it to its replicas.
 
     Args:
@@ -54,11 +54,11 @@ class ActorWeights:
         groups: Process groups and coordinates of this rank.
     """
 
-    def __init__(self, plan: Plan, policy: Policy | None, groups: ProcessGroups) -> None:
+    def __init__(self, plan: RunPlan, policy: Actor | None, groups: ProcessGroups) -> None:
         self._plan, self._actor, self._groups = plan, policy, groups
 
     @property
-    def _policy(self) -> Policy:
+    def _policy(self) -> Actor:
         if self._actor is None:
             raise RuntimeError(f"rank {self._groups.rank} only samples and has no actor")
         return self._actor

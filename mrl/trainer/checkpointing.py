@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.checkpoint.run_dir.checkpoint import Checkpoints, Found, Unfinished
+from mrl.checkpoint.run_dir.checkpoint import Checkpoints, PendingCheckpoint, ResumePoint
 from mrl.checkpoint.run_dir.manifest import STATE, read_object
 from mrl.config.config import CheckpointConfig
 from mrl.distributed.collectives import together
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron import checkpoint as megatron_checkpoint
-from mrl.megatron.actor import Policy
+from mrl.megatron.actor import Actor
 from mrl.megatron.critic import Critic
-from mrl.megatron.trainable import Trainable
+from mrl.megatron.trainable import TrainableModel
 from mrl.observability.run_log import RunLog
 from mrl.observability.timers import Timers
 from mrl.trainer import inflight_samples
 from mrl.trainer.actor_weights import ActorWeights
-from mrl.trainer.preemption import Progress
+from mrl.trainer.preemption import RunProgress
 from mrl.trainer.rank_roles import on_trainers
-from mrl.trainer.training_state import Standing, TrainingState, not_of_a_run, resumed
+from mrl.trainer.training_state import SavedState, TrainingState, not_of_a_run, resumed
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class _Pending:
         waited_s: Seconds that training waited for the start.
     """
 
-    standing: Standing
-    unfinished: Unfinished
+    standing: SavedState
+    unfinished: PendingCheckpoint
     writing: megatron_checkpoint.Writings
     waited_s: float
 
 
-class Commits:
+class Checkpointing:
     """Writer and reader of the run's checkpoints; every method except `close` is collective over the job.
 
     Attributes:
@@ -59,20 +59,20 @@ class Commits:
         self,
         config: CheckpointConfig,
         checkpoints: Checkpoints,
-        found: Found | None,
+        found: ResumePoint | None,
         *,
         groups: ProcessGroups,
-        policy: Policy | None,
+        policy: Actor | None,
         critic: Critic | None,
         weights: ActorWeights,
         state: TrainingState,
-        progress: Progress,
+        progress: RunProgress,
         timers: Timers,
         log: RunLog,
     ) -> None:
         self.checkpoints, self.found = checkpoints, found
         models = {"actor": policy, "critic": critic}
-        self._models: dict[str, Trainable] = {name: model for name, model in models.items() if model is not None}
+        self._models: dict[str, TrainableModel] = {name: model for name, model in models.items() if model is not None}
         self._groups = groups
         self._config, self._weights, self._state = config, weights, state
         self._progress, self._timers, self._log = progress, timers, log
@@ -96,7 +96,7 @@ class Commits:
             self.settle(wait=True)
         self._log.step(step, self._timers.metrics())
 
-    def write_standing(self, standing: Standing) -> None:
+    def write_standing(self, standing: SavedState) -> None:
         """Collective over the job: writes this state and the current weights, and waits until they are on disk."""
         if self._pending is None or self._pending.standing is not standing:
             self._begin(standing, beside=False)
@@ -129,7 +129,7 @@ class Commits:
             self.writing.drop()
         self._pending = None
 
-    def _begin(self, standing: Standing, *, beside: bool) -> None:
+    def _begin(self, standing: SavedState, *, beside: bool) -> None:
         """Collective over the job: starts writing a checkpoint, after the previous one is finished."""
         self.settle(wait=True)
         started: list[megatron_checkpoint.Writings] = []

@@ -17,7 +17,7 @@ from mrl.algorithms.functional.distributed_stats import spread_metrics, spread_s
 from mrl.checkpoint.formats.hf import HfSource
 from mrl.distributed.collectives import reduce, together
 from mrl.distributed.groups import ProcessGroups
-from mrl.megatron.actor import Policy
+from mrl.megatron.actor import Actor
 from mrl.megatron.critic import Critic
 from mrl.megatron.param_broadcast import first_here, share
 from mrl.models.base import ArchSpec
@@ -25,7 +25,7 @@ from mrl.observability.metrics import combine
 from mrl.resharding.megatron import OUTPUT
 from mrl.rollout.dispatch import StepBatch
 from mrl.trainer.learning_rate import learning_rate
-from mrl.trainer.resolve import Plan
+from mrl.trainer.resolve import RunPlan
 from mrl.trainer.validation.critic import critic_config
 from mrl.types import RolloutBatch
 
@@ -42,7 +42,9 @@ class RunCritic:
         model: Value model.
     """
 
-    def __init__(self, plan: Plan, arch: ArchSpec, groups: ProcessGroups, device: torch.device, policy: Policy) -> None:
+    def __init__(
+        self, plan: RunPlan, arch: ArchSpec, groups: ProcessGroups, device: torch.device, policy: Actor
+    ) -> None:
         """Collective over the ranks that train: builds the model without weights.
 
         Args:

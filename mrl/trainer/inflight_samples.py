@@ -24,13 +24,13 @@ from torch import Tensor
 
 from mrl.checkpoint.io.atomic_files import write_file
 from mrl.errors import UserError
-from mrl.types import Begun, Episode, Prompt, Rollout, Support
+from mrl.types import Episode, PartialRollout, Prompt, Rollout, Support
 
 FOLDER = "in_flight"
 
 
 @dataclass(frozen=True)
-class KeptSamples:
+class BufferSnapshot:
     """Content of the rollout buffer on one rank.
 
     Attributes:
@@ -43,10 +43,10 @@ class KeptSamples:
     columns: tuple[str, ...] = ()
     tables: Mapping[str, Tensor] = field(default_factory=dict)
     rollouts: Sequence[Rollout] = ()
-    begun: Sequence[Begun] = ()
+    begun: Sequence[PartialRollout] = ()
 
 
-def write(folder: Path, kept: KeptSamples, *, replica: int | None, first: bool) -> None:
+def write(folder: Path, kept: BufferSnapshot, *, replica: int | None, first: bool) -> None:
     """Writes this rank's samples; nothing for an empty buffer.
 
     Args:
@@ -70,7 +70,7 @@ def write(folder: Path, kept: KeptSamples, *, replica: int | None, first: bool) 
         write_file(folder / FOLDER / f"replica-{replica}.safetensors", save(tensors))
 
 
-def read(folder: Path, *, replica: int | None, num_replicas: int, prompt_at: Callable[[int], Prompt]) -> KeptSamples:
+def read(folder: Path, *, replica: int | None, num_replicas: int, prompt_at: Callable[[int], Prompt]) -> BufferSnapshot:
     """Reads the samples of this rank's replica.
 
     Args:
@@ -83,9 +83,9 @@ def read(folder: Path, *, replica: int | None, num_replicas: int, prompt_at: Cal
         UserError: A file is unreadable or malformed.
     """
     if not (folder / FOLDER).is_dir():
-        return KeptSamples()
+        return BufferSnapshot()
     rollouts: list[Rollout] = []
-    begun: list[Begun] = []
+    begun: list[PartialRollout] = []
     parts = {int(path.stem.split("-")[1]): path for path in (folder / FOLDER).glob("replica-*.json")}
     for number, path in sorted(parts.items()):
         if number % num_replicas == replica:
@@ -94,7 +94,7 @@ def read(folder: Path, *, replica: int | None, num_replicas: int, prompt_at: Cal
                 tensors, _ = _tensors(path.with_suffix(".safetensors"), _DTYPES)
                 found = _unpacked(records, tensors, prompt_at)
             rollouts += [sample for sample in found if isinstance(sample, Rollout)]
-            begun += [sample for sample in found if isinstance(sample, Begun)]
+            begun += [sample for sample in found if isinstance(sample, PartialRollout)]
     table = folder / FOLDER / "table.safetensors"
     with _malformed_is_user_error(folder, table):
         tables, metadata = _tensors(table, {})
@@ -102,7 +102,7 @@ def read(folder: Path, *, replica: int | None, num_replicas: int, prompt_at: Cal
         for name, rows in tables.items():
             if rows.dtype != torch.float64 or rows.dim() != 2 or rows.size(1) != len(columns):
                 raise ValueError(f"{name} is {rows.dtype} {list(rows.shape)}, expected float64 [rows, {len(columns)}]")
-    return KeptSamples(columns, tables, rollouts, begun)
+    return BufferSnapshot(columns, tables, rollouts, begun)
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def _tensors(path: Path, dtypes: Mapping[str, torch.dtype]) -> tuple[dict[str, T
         return found, file.metadata() or {}
 
 
-def _packed(samples: Sequence[Rollout | Begun]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+def _packed(samples: Sequence[Rollout | PartialRollout]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Returns JSON records of the samples, and their ragged fields packed: "ids" [R], "logprobs" [R] and so on."""
     records = []
     parts: dict[str, list[Tensor]] = {"ids": [], "logprobs": [], "mask": [], "log_kept_mass": []}
@@ -206,8 +206,8 @@ class _PackedReader:
 
 def _unpacked(
     records: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor], prompt_at: Callable[[int], Prompt]
-) -> list[Rollout | Begun]:
-    reader, found = _PackedReader(tensors), list[Rollout | Begun]()
+) -> list[Rollout | PartialRollout]:
+    reader, found = _PackedReader(tensors), list[Rollout | PartialRollout]()
     prompts: dict[int, Prompt] = {}
     for record in records:
         uid, count = int(record["uid"]), int(record["length"])
@@ -224,7 +224,9 @@ def _unpacked(
             raise ValueError(f"sample {record['sample_index']} of prompt {uid} has {count} tokens, versions of {runs}")
         index, finished = int(record["sample_index"]), record.get("whole")
         if finished is None:
-            found.append(Begun(prompts[uid], index, tuple(ids), tuple(logprobs), runs, support, tuple(log_mass)))
+            found.append(
+                PartialRollout(prompts[uid], index, tuple(ids), tuple(logprobs), runs, support, tuple(log_mass))
+            )
             continue
         shape, episode = finished["routed"], finished["episode"]
         if episode is not None:

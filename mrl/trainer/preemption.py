@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from mrl.distributed.watchdog.graceful_stop import LIMITS, Stop, Stopped
+from mrl.distributed.watchdog.graceful_stop import LIMITS, Stop, StopRequested
 from mrl.errors import UserError
 from mrl.observability.timers import Timers
-from mrl.trainer.inflight_samples import KeptSamples
-from mrl.trainer.training_state import Standing
+from mrl.trainer.inflight_samples import BufferSnapshot
+from mrl.trainer.training_state import SavedState
 
 MARGIN = 1.25
 """Safety factor: a step or checkpoint is assumed to take up to this many times the longest recent one."""
@@ -25,7 +25,7 @@ RECENT = 10
 """Number of recent steps whose times are stored."""
 
 
-class Progress:
+class RunProgress:
     """Position in the run, and checks for stop requests.
 
     Args:
@@ -35,10 +35,13 @@ class Progress:
     """
 
     def __init__(
-        self, timers: Timers, snapshot: Callable[[], dict[str, Any]], samples: Callable[[], KeptSamples] = KeptSamples
+        self,
+        timers: Timers,
+        snapshot: Callable[[], dict[str, Any]],
+        samples: Callable[[], BufferSnapshot] = BufferSnapshot,
     ) -> None:
         self.stop: Stop | None = None
-        self.standing: Standing | None = None
+        self.standing: SavedState | None = None
         self._commit_s = 0.0
         self._is_apart = False
         self._steps_s: deque[float] = deque(maxlen=RECENT)
@@ -47,7 +50,7 @@ class Progress:
         self._samples = samples
 
     @contextmanager
-    def stops_in_order(self, stop: Stop | None, commit: Callable[[Standing], None]) -> Iterator[None]:
+    def stops_in_order(self, stop: Stop | None, commit: Callable[[SavedState], None]) -> Iterator[None]:
         """Collective over the job: ends the body at its next check after a stop request and writes a checkpoint.
 
         Args:
@@ -58,12 +61,12 @@ class Progress:
         self.took(commit_s=self._commit_s)
         try:
             yield
-        except Stopped:
+        except StopRequested:
             self._stop_here(commit)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Collective over the job: times a step, or raises `Stopped` after a stop request or if time is short."""
+        """Collective over the job: times a step, or raises `StopRequested` after a stop request or if time is short."""
         if self.stop is not None:
             self.stop.ask(MARGIN * max(self._steps_s, default=0.0))
         with self._timers.step(step):
@@ -88,7 +91,7 @@ class Progress:
             self._is_apart = False
 
     def ask(self) -> None:
-        """Collective over the job: raises `Stopped` on all ranks if a stop was requested on any."""
+        """Collective over the job: raises `StopRequested` on all ranks if a stop was requested on any."""
         if self.stop is not None:
             self.stop.ask()
 
@@ -124,10 +127,10 @@ class Progress:
         *,
         unlogged: Mapping[str, float] | None = None,
         warm_start: Mapping[str, Any] | None = None,
-    ) -> Standing:
-        """Records the state for the next checkpoint; see `Standing`."""
+    ) -> SavedState:
+        """Records the state for the next checkpoint; see `SavedState`."""
         state = {"step": step, **self._snapshot(), "unlogged": unlogged, "warm_start": warm_start}
-        self.standing = Standing(state, metrics or unlogged or {}, self._samples())
+        self.standing = SavedState(state, metrics or unlogged or {}, self._samples())
         return self.standing
 
     def unlogged(self, step: int) -> dict[str, float] | None:
@@ -137,7 +140,7 @@ class Progress:
         metrics: dict[str, float] | None = self.standing.state["unlogged"]
         return metrics
 
-    def _stop_here(self, commit: Callable[[Standing], None]) -> None:
+    def _stop_here(self, commit: Callable[[SavedState], None]) -> None:
         """Writes a checkpoint of the recorded state unless there is one, and logs it."""
         stop, standing = self.stop, self.standing
         if stop is None:

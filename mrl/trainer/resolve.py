@@ -38,7 +38,7 @@ from mrl.parallel_layout import Grid
 from mrl.rewards.scorer import Scorer
 from mrl.rollout.episodes.episodes import Schema, check_environment
 from mrl.trainer.num_steps import with_num_steps
-from mrl.trainer.reward_model_inputs import Reader, reader_of
+from mrl.trainer.reward_model_inputs import RewardModelEncoder, reader_of
 from mrl.trainer.supervised import examples
 from mrl.trainer.validation import validate
 from mrl.trainer.validation.critic import check_critic
@@ -84,7 +84,7 @@ class Resolved:
     critic: ArchSpec | None
     teachers: tuple[ArchSpec, ...]
     reward: ArchSpec | None
-    reader: Reader | None
+    reader: RewardModelEncoder | None
 
     @property
     def needs_engine(self) -> bool:
@@ -100,7 +100,7 @@ class Resolved:
 
 
 @dataclass
-class Checked(Resolved):
+class CheckedConfig(Resolved):
     """Resolved config that passed all checks on this machine.
 
     Attributes:
@@ -119,7 +119,7 @@ class Checked(Resolved):
 
 
 @dataclass
-class Plan(Checked):
+class RunPlan(CheckedConfig):
     """Everything that a job is built from; made before any process group exists.
 
     Attributes:
@@ -129,7 +129,7 @@ class Plan(Checked):
     run: RunDir
 
 
-def prepare(config: Config, *, resumes: bool = True) -> Plan:
+def prepare(config: Config, *, resumes: bool = True) -> RunPlan:
     """Resolves and checks the config of a run that starts now, without communication.
 
     Args:
@@ -153,10 +153,12 @@ def prepare(config: Config, *, resumes: bool = True) -> Plan:
         raise UserError(f"rollout.name=vllm needs the package vllm, which is not installed. {vllm_package.ADVICE}")
     if resumes:
         check_run_folder(config)
-    return Plan(**vars(found), run=RunDir(Path(config.run.output_dir)))
+    return RunPlan(**vars(found), run=RunDir(Path(config.run.output_dir)))
 
 
-def check_run(config: Config, world_size: int, *, launcher: str | None = None, tell: Tell | None = None) -> Checked:
+def check_run(
+    config: Config, world_size: int, *, launcher: str | None = None, tell: Tell | None = None
+) -> CheckedConfig:
     """Runs all checks of a config and of the files it names.
 
     Args:
@@ -203,7 +205,7 @@ def check_run(config: Config, world_size: int, *, launcher: str | None = None, t
     # Supervised steps check for missing end tokens row by row.
     samples_chats = not found.algorithm.supervised and any(isinstance(prompt.question, list) for prompt in peeked)
     warning = end_token_warning(tokenizer, tools) if samples_chats else None
-    return Checked(
+    return CheckedConfig(
         **vars(found),
         source=source,
         validation=validation,
@@ -368,7 +370,7 @@ def _check_models(config: Config, found: Resolved, tell: Tell | None) -> None:
             _check_tokens(key, teacher.model_path, found.tokenizer)
 
 
-def _check_rendered(reader: Reader | None, prompt: Prompt) -> None:
+def _check_rendered(reader: RewardModelEncoder | None, prompt: Prompt) -> None:
     """Checks that the reward model can encode a prompt."""
     try:
         if reader is not None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from mrl.distributed.collectives import all_gather_ragged, everyone, together
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
-from mrl.megatron.actor import Policy
-from mrl.megatron.forward_only import Frozen
+from mrl.megatron.actor import Actor
+from mrl.megatron.forward_only import ForwardOnlyModel
 from mrl.models.base import ArchSpec
 from mrl.rewards._call import Outcome
 from mrl.rewards.scorer import Key
@@ -25,7 +25,7 @@ from mrl.rollout.dispatch import StepBatch, pack
 from mrl.rollout.sample_table import gather_table
 from mrl.trainer.actor_weights import read_weights
 from mrl.trainer.rank_roles import on_trainers
-from mrl.trainer.resolve import Plan
+from mrl.trainer.resolve import RunPlan
 from mrl.trainer.validation.frozen_models import guest_config
 from mrl.types import Rollout
 
@@ -38,12 +38,12 @@ class RunRewardModel:
     """Reward model of the run; every method is collective over the job."""
 
     @staticmethod
-    def of(plan: Plan, groups: ProcessGroups, device: torch.device, policy: Policy | None) -> RunRewardModel | None:
+    def of(plan: RunPlan, groups: ProcessGroups, device: torch.device, policy: Actor | None) -> RunRewardModel | None:
         """Collective over the job: returns the run's reward model, None if the config has none."""
         return None if plan.reward is None else RunRewardModel(plan, plan.reward, groups, device, policy)
 
     def __init__(
-        self, plan: Plan, arch: ArchSpec, groups: ProcessGroups, device: torch.device, policy: Policy | None
+        self, plan: RunPlan, arch: ArchSpec, groups: ProcessGroups, device: torch.device, policy: Actor | None
     ) -> None:
         """Collective over the job: builds the model, reads its weights and offloads them to host memory.
 
@@ -59,11 +59,11 @@ class RunRewardModel:
             raise RuntimeError("RunRewardModel needs reward.model.path and plan.reader, and one of them is None")
         self._groups, self._policy, self._reader = groups, policy, plan.reader
         self._shares = plan.config.actor.use_prefix_grouper
-        self._model: Frozen | None = None
+        self._model: ForwardOnlyModel | None = None
         with on_trainers(groups):
             if policy is not None:
                 policy.offload()
-                self._model = Frozen(guest_config(plan.config), arch, groups, device)
+                self._model = ForwardOnlyModel(guest_config(plan.config), arch, groups, device)
                 read_weights(self._model, arch, path, self._model.named_tensors())
                 self._model.offload()
 

@@ -14,7 +14,7 @@ from mrl.types import Prompt, Rollout
 
 
 @dataclass(frozen=True)
-class Reader:
+class RewardModelEncoder:
     """Encoder of samples for a reward model.
 
     Attributes:
@@ -66,7 +66,7 @@ class Reader:
         return self.own.encode(self.own.render_chat(messages, begins_answer=False, trusted=trusted))
 
 
-def reader_of(config: Config, actors: Tokenizer, arch: ArchSpec) -> Reader:
+def reader_of(config: Config, actors: Tokenizer, arch: ArchSpec) -> RewardModelEncoder:
     """Builds the reader of the config's reward model.
 
     Args:
@@ -96,4 +96,4 @@ def reader_of(config: Config, actors: Tokenizer, arch: ArchSpec) -> Reader:
             "Remove reward.model.retokenize, or set it to true, so that samples are encoded for the reward model."
         )
     pad_id = read_config(str(named.path)).get("pad_token_id")
-    return Reader(actors, own, pad_id if isinstance(pad_id, int) else None, arch.max_position_embeddings)
+    return RewardModelEncoder(actors, own, pad_id if isinstance(pad_id, int) else None, arch.max_position_embeddings)

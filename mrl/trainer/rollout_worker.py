@@ -15,23 +15,23 @@ import torch
 from mrl.config.registry import find
 from mrl.distributed.collectives import together
 from mrl.distributed.groups import ProcessGroups
-from mrl.engines._null_engine import NoEngine
+from mrl.engines._null_engine import NullEngine
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
-from mrl.megatron.actor import Policy
+from mrl.megatron.actor import Actor
 from mrl.resharding.dtypes import DTYPES, choice_dtype
 from mrl.resharding.fp8 import grids_of
 from mrl.resharding.megatron import stage_layers
-from mrl.resharding.weight_sync import Refit
+from mrl.resharding.weight_sync import WeightSync
 from mrl.rollout.dispatch import RoutingRecord
 from mrl.rollout.sampling_params import held_out_sampling, training_sampling
 from mrl.trainer import weight_sync_check
 from mrl.trainer.actor_weights import ActorWeights
 from mrl.trainer.rank_roles import of_samplers
-from mrl.trainer.resolve import Plan
+from mrl.trainer.resolve import RunPlan
 from mrl.types import Prompt, Rollout
 
 
-class Sampler:
+class RolloutWorker:
     """Rollout engine of this rank, which alternates on the device with the actor.
 
     Attributes:
@@ -44,10 +44,10 @@ class Sampler:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RunPlan,
         groups: ProcessGroups,
         device: torch.device,
-        policy: Policy | None,
+        policy: Actor | None,
         weights: ActorWeights,
         tell: Callable[[str], None],
     ) -> None:
@@ -66,7 +66,7 @@ class Sampler:
         self._groups = groups
         self._rollout, self._arch, self._device, self._policy, self._tell = rollout, plan.arch, device, policy, tell
         self._frees = rollout.free_cache_engine and not groups.grid.has_roles  # no actor needs the memory otherwise
-        engine = find("engines", rollout.name, "ENGINE") if plan.needs_engine else NoEngine
+        engine = find("engines", rollout.name, "ENGINE") if plan.needs_engine else NullEngine
         spec = EngineSpec(
             config=replace(rollout, free_cache_engine=self._frees),
             arch=plan.arch,
@@ -81,7 +81,7 @@ class Sampler:
         with together() if groups.grid.has_roles else nullcontext():  # without roles the engine's start is collective
             if not groups.samples:
                 engine.start_beside()
-            self.engine: RolloutEngine = (engine if groups.samples else NoEngine)(spec)
+            self.engine: RolloutEngine = (engine if groups.samples else NullEngine)(spec)
         for note in of_samplers(groups, self.engine.notes):
             tell(note)
         try:
@@ -90,7 +90,7 @@ class Sampler:
                 self.engine.release()
             grids = grids_of(plan.arch, rollout.quantization)
             source = (policy.layout(), policy.named_tensors()) if policy is not None else ({}, {})
-            self.refit = Refit(*source, self.engine, rollout.checkpoint_engine, grids)
+            self.refit = WeightSync(*source, self.engine, rollout.checkpoint_engine, grids)
         except Exception:
             self.engine.close()
             raise

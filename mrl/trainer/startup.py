@@ -1,7 +1,7 @@
 """Startup and shutdown of a run, also after an error.
 
-Order: watchdog, rendezvous, process groups, run folder and its lock, checkpoint to resume from, log, `Job`. Everything
-that can be checked without a process group is checked earlier, in `resolve.py`.
+Order: watchdog, rendezvous, process groups, run folder and its lock, checkpoint to resume from, log, `Trainer`.
+Everything that can be checked without a process group is checked earlier, in `resolve.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from mrl.checkpoint.formats.hub import check_same_models
-from mrl.checkpoint.run_dir.checkpoint import Checkpoints, Found
+from mrl.checkpoint.run_dir.checkpoint import Checkpoints, ResumePoint
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.checkpoint.run_dir.run_lock import LONGEST_SILENCE_S, take, this_process
 from mrl.distributed import launch
@@ -25,12 +25,12 @@ from mrl.errors import UserError, disk_errors, first_line, out_of_memory
 from mrl.megatron import parallel_state
 from mrl.models import transformer_engine
 from mrl.observability.run_log import RunLog
-from mrl.trainer.resolve import Plan, check_resume
-from mrl.trainer.trainer import Job
+from mrl.trainer.resolve import RunPlan, check_resume
+from mrl.trainer.trainer import Trainer
 
 
 @contextmanager
-def open_job(plan: Plan, *, log: bool = True, trains: bool = True) -> Iterator[Job]:
+def open_job(plan: RunPlan, *, log: bool = True, trains: bool = True) -> Iterator[Trainer]:
     """Collective over the job: initializes torch.distributed, builds the job, and shuts both down at the end.
 
     Args:
@@ -60,7 +60,7 @@ def open_job(plan: Plan, *, log: bool = True, trains: bool = True) -> Iterator[J
                 disk_errors(),
                 _run_folder(plan, groups.rank, device, watchdog, log=log) as (checkpoints, found, run_log),
             ):
-                job = Job(plan, groups, device, run_log, checkpoints, found, trains=trains)
+                job = Trainer(plan, groups, device, run_log, checkpoints, found, trains=trains)
                 watchdog.where = lambda: job.timers.where
                 job.sampler.engine.sampled = watchdog.sampled
                 try:
@@ -89,8 +89,8 @@ def open_job(plan: Plan, *, log: bool = True, trains: bool = True) -> Iterator[J
 
 @contextmanager
 def _run_folder(
-    plan: Plan, rank: int, device: torch.device, watchdog: Watchdog, *, log: bool
-) -> Iterator[tuple[Checkpoints, Found | None, RunLog]]:
+    plan: RunPlan, rank: int, device: torch.device, watchdog: Watchdog, *, log: bool
+) -> Iterator[tuple[Checkpoints, ResumePoint | None, RunLog]]:
     """Collective over the job: locks the run folder, finds the checkpoint to resume from and opens the log.
 
     If the folder is only read (`log` is False), it is not locked.

@@ -17,15 +17,15 @@ from mrl.algorithms.base import required
 from mrl.checkpoint.formats.hf import HfSource
 from mrl.distributed.collectives import together
 from mrl.distributed.groups import ProcessGroups
-from mrl.megatron.actor import Policy
+from mrl.megatron.actor import Actor
 from mrl.megatron.distillation_targets import Comparison
-from mrl.megatron.teacher import Guest, Lodger, Teacher
+from mrl.megatron.teacher import SeparateTeacher, SharedWeightTeacher, Teacher
 from mrl.models.presets import initializer_range
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.init import random_init
 from mrl.resharding.megatron import OUTPUT, output_name, output_rows
 from mrl.trainer.actor_weights import read_weights
-from mrl.trainer.resolve import Plan
+from mrl.trainer.resolve import RunPlan
 from mrl.trainer.validation.distillation import teacher_of
 from mrl.trainer.validation.frozen_models import guest_config
 from mrl.types import Prompt, RolloutBatch
@@ -34,7 +34,7 @@ from mrl.types import Prompt, RolloutBatch
 class RunTeachers:
     """Teachers of the run; methods are collective over the ranks that train unless they say otherwise."""
 
-    def __init__(self, plan: Plan, groups: ProcessGroups, device: torch.device, policy: Policy) -> None:
+    def __init__(self, plan: RunPlan, groups: ProcessGroups, device: torch.device, policy: Actor) -> None:
         """Collective over the ranks that train: builds the teachers without weights.
 
         Args:
@@ -46,9 +46,9 @@ class RunTeachers:
         self._config, self._policy = plan.config, policy
         self._configs = plan.config.distillation.teacher_models
         self._teachers: list[Teacher] = [
-            Lodger(policy, arch)
+            SharedWeightTeacher(policy, arch)
             if arch == plan.arch
-            else Guest(guest_config(plan.config), arch, groups, device, policy)
+            else SeparateTeacher(guest_config(plan.config), arch, groups, device, policy)
             for arch in plan.teachers
         ]
         policy.offload()  # before the engine measures the free memory
@@ -76,7 +76,7 @@ class RunTeachers:
                 distilled.distillation_loss, rollout.temperature, actor.logprob_chunk_tokens, weights
             )
         for teacher in self._teachers:
-            if isinstance(teacher, Guest):
+            if isinstance(teacher, SeparateTeacher):
                 teacher.model.offload()
 
     def route(self, prompts: Sequence[Prompt]) -> None:
@@ -106,7 +106,7 @@ class RunTeachers:
 
     def _output_weight(self, teacher: Teacher, folder: str | None) -> Tensor:
         """Returns a teacher's output weight for this rank's shard of the student's vocabulary."""
-        if isinstance(teacher, Lodger) or folder is None:
+        if isinstance(teacher, SharedWeightTeacher) or folder is None:
             tensors = teacher.tensors()
             name = output_name(tensors)
             return tensors[name].clone() if folder is None else tensors[name]

@@ -10,7 +10,7 @@ from mrl.distributed.collectives import from_rank
 from mrl.engines.base import RolloutEngine
 from mrl.observability import metrics as measure
 from mrl.observability.timers import Timers
-from mrl.trainer.resolve import Plan
+from mrl.trainer.resolve import RunPlan
 
 
 class Rates:
@@ -23,7 +23,7 @@ class Rates:
         engine: Rollout engine of this rank; the statistics of the first rank that samples are used.
     """
 
-    def __init__(self, plan: Plan, device: torch.device, timers: Timers, engine: RolloutEngine) -> None:
+    def __init__(self, plan: RunPlan, device: torch.device, timers: Timers, engine: RolloutEngine) -> None:
         self._plan, self._device, self._timers, self._engine = plan, device, timers, engine
         self._seq_lens: list[int] = []
         self._num_response_tokens = 0

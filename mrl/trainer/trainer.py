@@ -1,6 +1,6 @@
 """Construction of a run: builds the models, the rollout engine and everything else that the loop in `train.py` uses.
 
-`startup.open_job` constructs a `Job` after the process groups exist.
+`startup.open_job` constructs a `Trainer` after the process groups exist.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.checkpoint.run_dir.checkpoint import Checkpoints, Found
+from mrl.checkpoint.run_dir.checkpoint import Checkpoints, ResumePoint
 from mrl.distributed.collectives import everyone, from_first_rank, from_rank, sum_over
 from mrl.distributed.groups import ProcessGroups
 from mrl.distributed.launch import variables
-from mrl.megatron.actor import Policy
+from mrl.megatron.actor import Actor
 from mrl.observability import data_sources
 from mrl.observability import metrics as measure
 from mrl.observability.off_policy import staleness_metrics
 from mrl.observability.run_log import RunLog, sample_rows
 from mrl.observability.timers import Timers
 from mrl.rewards.scorer import Scorer, part_weights
-from mrl.rollout.async_schedule import Schedule
-from mrl.rollout.buffer import InFlight
+from mrl.rollout.async_schedule import RolloutSchedule
+from mrl.rollout.buffer import RolloutBuffer
 from mrl.rollout.episodes.episodes import Episodes
 from mrl.rollout.prompt_assignment import LengthHistory
 from mrl.trainer.actor_weights import ActorWeights
-from mrl.trainer.checkpointing import Commits
+from mrl.trainer.checkpointing import Checkpointing
 from mrl.trainer.critic import RunCritic
 from mrl.trainer.learning_rate import learning_rate
 from mrl.trainer.num_steps import is_over
-from mrl.trainer.preemption import Progress
+from mrl.trainer.preemption import RunProgress
 from mrl.trainer.rank_roles import of_samplers, on_trainers
 from mrl.trainer.reference import Reference
-from mrl.trainer.resolve import Plan
+from mrl.trainer.resolve import RunPlan
 from mrl.trainer.reward_model import RunRewardModel
-from mrl.trainer.rollout_worker import Sampler
+from mrl.trainer.rollout_worker import RolloutWorker
 from mrl.trainer.teachers import RunTeachers
 from mrl.trainer.throughput import Rates
 from mrl.trainer.training_state import TrainingState
@@ -48,7 +48,7 @@ from mrl.types import Rollout, SampleTable
 T = TypeVar("T")
 
 
-class Job:
+class Trainer:
     """All parts of a run on this rank; constructed by `open_job`.
 
     Args:
@@ -77,12 +77,12 @@ class Job:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RunPlan,
         groups: ProcessGroups,
         device: torch.device,
         log: RunLog,
         checkpoints: Checkpoints,
-        found: Found | None,
+        found: ResumePoint | None,
         *,
         trains: bool,
     ) -> None:
@@ -93,14 +93,14 @@ class Job:
         self.tools = plan.tools
         for warning in [*forced(config, plan.arch, plan.grid), *plan.warnings]:
             log.note(f"WARNING {warning}")
-        models: tuple[Policy | None, RunCritic | None, RunTeachers | None] = (None, None, None)
+        models: tuple[Actor | None, RunCritic | None, RunTeachers | None] = (None, None, None)
         with on_trainers(groups) as here:
             if here:
                 models = self._models(plan, trains=trains)
         self._policy, self.critic, self.teachers = models
         self.weights = ActorWeights(plan, self._policy, groups)
         self.reward_model = RunRewardModel.of(plan, groups, device, self._policy)
-        self.sampler = Sampler(plan, groups, device, self._policy, self.weights, log.note)
+        self.sampler = RolloutWorker(plan, groups, device, self._policy, self.weights, log.note)
         self.scorer = _scorer(plan, groups, keeps=trains) if groups.leads_replica else None
         self.reward_weights, self.timers = part_weights(config.reward), Timers(device, log.phase)
         self.state = TrainingState(
@@ -109,14 +109,14 @@ class Job:
             self._reference(plan),
             plan.algorithm.kl_control,
             plan.algorithm.entropy_control,
-            InFlight(Schedule.of(config), plan.source.at),
+            RolloutBuffer(RolloutSchedule.of(config), plan.source.at),
         )
-        self.progress = Progress(self.timers, self.state.snapshot, self.state.kept_samples)
+        self.progress = RunProgress(self.timers, self.state.snapshot, self.state.kept_samples)
         self.episodes = self._episodes(plan)
         # Episodes cannot be continued later, so they are not cut when only the time for the step runs out.
         stops = self.progress.ends_sampling if self.episodes is None else self.progress.told_to_stop
         self.sampler.engine.told_to_stop = stops
-        self.commits = Commits(
+        self.commits = Checkpointing(
             config.checkpoint,
             checkpoints,
             found,
@@ -131,9 +131,9 @@ class Job:
         )
         self.rates = Rates(plan, device, self.timers, self.sampler.engine)
 
-    def _models(self, plan: Plan, *, trains: bool) -> tuple[Policy, RunCritic | None, RunTeachers | None]:
+    def _models(self, plan: RunPlan, *, trains: bool) -> tuple[Actor, RunCritic | None, RunTeachers | None]:
         """Collective over the ranks that train: builds the actor and, except for evaluation, critic and teachers."""
-        policy = Policy(self.config, plan.arch, self.groups, self.device)
+        policy = Actor(self.config, plan.arch, self.groups, self.device)
         policy.offload()  # before the engine measures the free memory
         critic = teachers = None
         if plan.critic is not None and trains:
@@ -142,7 +142,7 @@ class Job:
             teachers = RunTeachers(plan, self.groups, self.device, policy)
         return policy, critic, teachers
 
-    def _reference(self, plan: Plan) -> Reference:
+    def _reference(self, plan: RunPlan) -> Reference:
         config = plan.config
         return Reference(
             config.reference,
@@ -155,7 +155,7 @@ class Job:
         )
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> Actor:
         """Actor of this rank.
 
         Raises:
@@ -165,7 +165,7 @@ class Job:
             raise RuntimeError(f"rank {self.groups.rank} only samples and has no actor")
         return self._policy
 
-    def _episodes(self, plan: Plan) -> Episodes | None:
+    def _episodes(self, plan: RunPlan) -> Episodes | None:
         if not (self.config.rollout.multi_turn.enable and self.groups.samples):
             return None
         stop = self.progress.told_to_stop
@@ -184,7 +184,7 @@ class Job:
         """Collective over the job: creates the optimizers, then loads the last checkpoint or the initial weights.
 
         Returns:
-            Steps done, or None for a new run; see `Commits.resume`.
+            Steps done, or None for a new run; see `Checkpointing.resume`.
         """
         with on_trainers(self.groups) as here:
             if here:
@@ -319,7 +319,7 @@ class Job:
         return sum_over(tensor.double(), self.groups.dp)
 
 
-def _scorer(plan: Plan, groups: ProcessGroups, *, keeps: bool) -> Scorer:
+def _scorer(plan: RunPlan, groups: ProcessGroups, *, keeps: bool) -> Scorer:
     """Builds the scorer of this replica; `keeps` stores scores in the run folder for a resume."""
     scores = plan.run.scores / f"replica{groups.grid.replica(groups.rank)}" if keeps else None
     tokenizer = plan.tokenizer

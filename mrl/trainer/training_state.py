@@ -12,9 +12,9 @@ from mrl.algorithms._entropy_control import EntropyControl
 from mrl.algorithms._kl_control import KlControl
 from mrl.data.prompts import PromptSource
 from mrl.errors import UserError
-from mrl.rollout.buffer import InFlight
+from mrl.rollout.buffer import RolloutBuffer
 from mrl.rollout.prompt_assignment import LengthHistory
-from mrl.trainer.inflight_samples import KeptSamples
+from mrl.trainer.inflight_samples import BufferSnapshot
 from mrl.trainer.reference import Reference
 
 
@@ -37,7 +37,7 @@ class TrainingState:
     reference: Reference
     kl_control: KlControl
     entropy_control: EntropyControl
-    in_flight: InFlight
+    in_flight: RolloutBuffer
     policy_version: int = 0
 
     @property
@@ -50,11 +50,11 @@ class TrainingState:
         """Number of passes over the data that were trained on; a fraction."""
         return self.position / self.source.num_rows
 
-    def kept_samples(self) -> KeptSamples:
+    def kept_samples(self) -> BufferSnapshot:
         """Returns this rank's samples in the rollout buffer, for a checkpoint."""
         if not self.in_flight.outlives_steps:
-            return KeptSamples()
-        return KeptSamples(*self.in_flight.tables(), *self.in_flight.samples())
+            return BufferSnapshot()
+        return BufferSnapshot(*self.in_flight.tables(), *self.in_flight.samples())
 
     def snapshot(self) -> dict[str, Any]:
         """Returns the state, JSON-serializable."""
@@ -90,7 +90,7 @@ class TrainingState:
 
 
 @dataclass
-class Standing:
+class SavedState:
     """Training state after a step, as a checkpoint stores it in addition to the weights.
 
     Attributes:
@@ -103,7 +103,7 @@ class Standing:
 
     state: dict[str, Any]
     metrics: Mapping[str, float] = field(default_factory=dict)
-    samples: KeptSamples = field(default_factory=KeptSamples)
+    samples: BufferSnapshot = field(default_factory=BufferSnapshot)
     committed: bool = False
 
 
@@ -125,7 +125,7 @@ ENTROPY_KINDS: list[list[type]] = [[], [float, float], [float, type(None)]]
 """Allowed types of `entropy_ctrl`: nothing, or the coefficient and the entropy of the last step (or None)."""
 
 
-def resumed(state: Mapping[str, Any], path: Path) -> Standing:
+def resumed(state: Mapping[str, Any], path: Path) -> SavedState:
     """Validates the state of the checkpoint in folder `path`.
 
     Raises:
@@ -140,7 +140,7 @@ def resumed(state: Mapping[str, Any], path: Path) -> Standing:
         wrong = ["entropy_ctrl"]
     if wrong:
         raise _invalid(path, f"missing or wrong type: {', '.join(wrong)}")
-    return Standing(dict(state), committed=True)
+    return SavedState(dict(state), committed=True)
 
 
 @contextmanager

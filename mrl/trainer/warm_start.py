@@ -9,11 +9,11 @@ from mrl.data.prompts import PromptSource, load_training
 from mrl.distributed.collectives import together
 from mrl.trainer.learning_rate import warm_start_learning_rate
 from mrl.trainer.rank_roles import on_trainers
-from mrl.trainer.trainer import Job
+from mrl.trainer.trainer import Trainer
 from mrl.trainer.training_state import not_of_a_run
 
 
-def begin_warm_start(job: Job) -> tuple[Algorithm, PromptSource, int]:
+def begin_warm_start(job: Trainer) -> tuple[Algorithm, PromptSource, int]:
     """Collective over the job: returns the SFT algorithm, the training prompts in another order, and the steps done."""
     config, rollout, rate = job.config, job.config.rollout, warm_start_learning_rate(job.config)
     sft = algorithms.build(AlgorithmConfig(name="sft"), rollout)

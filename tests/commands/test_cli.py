@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from mrl import __version__
-from mrl.checkpoint.run_dir.manifest import Commit, File
+from mrl.checkpoint.run_dir.manifest import File, Manifest
 from mrl.checkpoint.run_dir.resume_hint import to_go_on
 from mrl.commands import cli
 from mrl.config.config import Config, load
@@ -211,7 +211,7 @@ def test_the_command_that_goes_on_may_resume_and_names_the_launcher(tmp_path, mo
     assert to_go_on(config, ["train", "a b.yaml"]).endswith("Start again with: mrl train 'a b.yaml'")
     commit = tmp_path / "checkpoints" / "step-00000007" / "commit.json"
     commit.parent.mkdir(parents=True)
-    commit.write_bytes(Commit(7, None, {"state.json": File(0, "0" * 64)}).encode())
+    commit.write_bytes(Manifest(7, None, {"state.json": File(0, "0" * 64)}).encode())
     launcher = {
         "RANK": 0,
         "WORLD_SIZE": 2,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from mrl.distributed.collectives import together
-from mrl.distributed.launcher_env import Environment
+from mrl.distributed.launcher_env import LauncherEnv
 from mrl.distributed.local_ranks import forks, free_port
 from mrl.distributed.watchdog.watchdog import Watchdog
 from mrl.errors import UserError
@@ -26,7 +26,7 @@ def be_rank(rank, port, failing, kind, file):
     with file.open("wb") as output:
         os.dup2(output.fileno(), 2)
     store = TCPStore("127.0.0.1", port, 2, is_master=rank == 0, wait_for_workers=False, timeout=COLLECTIVE)
-    environment = Environment(rank, 2, rank, 2, 1, "torchrun")
+    environment = LauncherEnv(rank, 2, rank, 2, 1, "torchrun")
     errors = {
         "disk": OSError(28, "No space left on device", "common.pt"), "user": UserError("a wrong key"),
         "defect": KeyError("lost"),

@@ -5,7 +5,7 @@ The dictionaries are what OpenMPI 4.1.4, MPICH 5.0.2, SLURM 22.05 and torch 2.13
 
 import pytest
 
-from mrl.distributed.launcher_env import FIRST_PORT, NUM_PORTS, Environment, device_index, read
+from mrl.distributed.launcher_env import FIRST_PORT, NUM_PORTS, LauncherEnv, device_index, read
 from mrl.errors import UserError
 
 TORCHRUN = {
@@ -40,24 +40,24 @@ OF_STEP = {"launcher": "srun", "address": "node1", "port": FIRST_PORT + 12351 % 
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, Environment()),
-        ({"MASTER_ADDR": "node9", "MASTER_PORT": "1"}, Environment()),
-        (BATCH, Environment()),
-        (TORCHRUN, Environment(**PLACE, launcher="torchrun", address="node1", port=29400)),
-        (TORCHRUN | ONE_PER_NODE, Environment(**PLACE, launcher="torchrun", address="node1", port=29400)),
-        (OPENMPI, Environment(**PLACE, launcher="mpirun")),
-        (OPENMPI | ONE_PER_NODE, Environment(**PLACE, launcher="mpirun")),
-        (HYDRA, Environment(**PLACE, launcher="mpirun")),
-        (HYDRA | ONE_PER_NODE, Environment(**PLACE, launcher="mpirun")),
-        (HYDRA | MEETING, Environment(**PLACE, launcher="mpirun", address="h", port=5)),
-        (STEP, Environment(**PLACE, **OF_STEP)),
-        (STEP | {"SLURM_CPUS_PER_TASK": "12"}, Environment(**PLACE, **OF_STEP, num_cpus=12)),
-        (STEP | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "11"}, Environment(**PLACE, **OF_STEP)),
-        (STEP | {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.4.0"}, Environment(**PLACE, **OF_STEP)),
-        (STEP | {"MASTER_ADDR": "10.0.0.1"}, Environment(**PLACE, **(OF_STEP | {"address": "10.0.0.1"}))),
-        (STEP | {"MASTER_PORT": "29500"}, Environment(**PLACE, **(OF_STEP | {"port": 29500}))),
-        ({"PMIX_RANK": "3", "PMIX_NAMESPACE": "prterun-1"}, Environment(3, launcher="mpi")),
-        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, Environment(3, launcher="mpi")),
+        ({}, LauncherEnv()),
+        ({"MASTER_ADDR": "node9", "MASTER_PORT": "1"}, LauncherEnv()),
+        (BATCH, LauncherEnv()),
+        (TORCHRUN, LauncherEnv(**PLACE, launcher="torchrun", address="node1", port=29400)),
+        (TORCHRUN | ONE_PER_NODE, LauncherEnv(**PLACE, launcher="torchrun", address="node1", port=29400)),
+        (OPENMPI, LauncherEnv(**PLACE, launcher="mpirun")),
+        (OPENMPI | ONE_PER_NODE, LauncherEnv(**PLACE, launcher="mpirun")),
+        (HYDRA, LauncherEnv(**PLACE, launcher="mpirun")),
+        (HYDRA | ONE_PER_NODE, LauncherEnv(**PLACE, launcher="mpirun")),
+        (HYDRA | MEETING, LauncherEnv(**PLACE, launcher="mpirun", address="h", port=5)),
+        (STEP, LauncherEnv(**PLACE, **OF_STEP)),
+        (STEP | {"SLURM_CPUS_PER_TASK": "12"}, LauncherEnv(**PLACE, **OF_STEP, num_cpus=12)),
+        (STEP | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "11"}, LauncherEnv(**PLACE, **OF_STEP)),
+        (STEP | {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.4.0"}, LauncherEnv(**PLACE, **OF_STEP)),
+        (STEP | {"MASTER_ADDR": "10.0.0.1"}, LauncherEnv(**PLACE, **(OF_STEP | {"address": "10.0.0.1"}))),
+        (STEP | {"MASTER_PORT": "29500"}, LauncherEnv(**PLACE, **(OF_STEP | {"port": 29500}))),
+        ({"PMIX_RANK": "3", "PMIX_NAMESPACE": "prterun-1"}, LauncherEnv(3, launcher="mpi")),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, LauncherEnv(3, launcher="mpi")),
     ],
     ids=[
         "alone", "alone with a rendezvous", "batch script of SLURM", "torchrun", "torchrun in srun", "OpenMPI",
@@ -116,9 +116,9 @@ def test_two_steps_of_a_job_meet_at_two_ports():
     [("torchrun", 2, 1), ("mpirun", 8, 1), ("srun", 2, 1), ("srun", 1, 0)],
 )
 def test_the_device_of_a_rank(launcher, num_devices, index):
-    assert device_index(Environment(**PLACE, launcher=launcher), num_devices) == index
+    assert device_index(LauncherEnv(**PLACE, launcher=launcher), num_devices) == index
 
 
 def test_ranks_without_a_device_of_their_own_are_refused():
     with pytest.raises(UserError, match=r"2 ranks on this host, but torch sees 1 CUDA device\(s\)"):
-        device_index(Environment(**PLACE, launcher="torchrun"), 1)
+        device_index(LauncherEnv(**PLACE, launcher="torchrun"), 1)

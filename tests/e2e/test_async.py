@@ -86,9 +86,9 @@ NUM_SLEEPS = 200
 def _disturbed(words, ports, seed):
     """`mrl WORDS` on this rank, which sleeps now and then where phases begin and where the replicas ask for work."""
     from mrl.observability.timers import Timers
-    from mrl.rollout.prompt_queue import SharedQueue
+    from mrl.rollout.prompt_queue import PromptQueue
 
-    draw, slept, kept = random.Random(f"{seed} {os.environ['RANK']}"), [0], (Timers.phase, SharedQueue.pulse)
+    draw, slept, kept = random.Random(f"{seed} {os.environ['RANK']}"), [0], (Timers.phase, PromptQueue.pulse)
 
     def late(call):
         def called(*args, **kwargs):
@@ -99,11 +99,11 @@ def _disturbed(words, ports, seed):
 
         return called
 
-    Timers.phase, SharedQueue.pulse = map(late, kept)
+    Timers.phase, PromptQueue.pulse = map(late, kept)
     try:
         return runs.in_rank(words, ports), slept[0]
     finally:
-        Timers.phase, SharedQueue.pulse = kept
+        Timers.phase, PromptQueue.pulse = kept
 
 
 @pytest.mark.parametrize("name", DISTURBED)

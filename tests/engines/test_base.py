@@ -3,7 +3,7 @@
 import pytest
 
 from mrl.config.config import RolloutConfig
-from mrl.engines._null_engine import NoEngine
+from mrl.engines._null_engine import NullEngine
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.types import Prompt
 from tests.engines.specs import spec_of
@@ -13,7 +13,7 @@ PROMPTS = [Prompt(uid=0, prompt_ids=(1, 2), text="")]
 SAMPLING = SamplingConfig(n=1, max_tokens=1)
 
 
-class Echo(NoEngine):
+class Echo(NullEngine):
     """Returns the prompts as its rollouts."""
 
     generate = RolloutEngine.generate
@@ -22,7 +22,7 @@ class Echo(NoEngine):
         return list(prompts)
 
 
-class Own(NoEngine):
+class Own(NullEngine):
     """Overrides `generate`, without checks."""
 
     def generate(self, prompts, sampling):
@@ -51,7 +51,7 @@ def test_an_engine_may_override_generate():
 
 
 def test_an_engine_without_a_generation_says_so():
-    engine = engine_of(type("Neither", (NoEngine,), {"generate": RolloutEngine.generate}))
+    engine = engine_of(type("Neither", (NullEngine,), {"generate": RolloutEngine.generate}))
     engine._has_weights = True
     with pytest.raises(NotImplementedError, match="Neither"):
         engine.generate(PROMPTS, SAMPLING)

@@ -21,9 +21,9 @@ from mrl.config.config import (
     RolloutConfig,
 )
 from mrl.distributed.groups import ProcessGroups
-from mrl.megatron.actor import Policy
+from mrl.megatron.actor import Actor
 from mrl.megatron.critic import Critic
-from mrl.megatron.trainable import Trainable
+from mrl.megatron.trainable import TrainableModel
 from mrl.models.base import ArchSpec, critic_of
 from mrl.models.presets import arch_from_preset
 from mrl.parallel_layout import Grid
@@ -32,7 +32,7 @@ from mrl.types import RolloutBatch
 from tests.layouts import groups_of
 from tests.ranks import bytes_of, tensor_of
 
-AnyModel = TypeVar("AnyModel", bound=Trainable)
+AnyModel = TypeVar("AnyModel", bound=TrainableModel)
 VOCAB = 101  # prime: tensor parallelism pads it
 ARCHS = {
     "qwen2": arch_from_preset("qwen2_tiny", {}, VOCAB),
@@ -112,13 +112,13 @@ def _parallel(grid: Grid) -> ParallelConfig:
 
 def make_policy(
     arch: ArchSpec, grid: Grid, *, seed: int | None = SEED, groups: ProcessGroups | None = None, **options
-) -> Policy:
+) -> Actor:
     """Collective over the job: an actor with random weights, norms and biases too; seed None leaves them NaN.
 
     Groups are those of any actor before at this layout; give `groups` to have two actors at a time.
     """
     groups = groups or groups_of(grid)
-    return _filled(Policy(config_for(grid, **options), arch, groups, torch.device("cpu")), seed)
+    return _filled(Actor(config_for(grid, **options), arch, groups, torch.device("cpu")), seed)
 
 
 def _filled(policy: AnyModel, seed: int | None) -> AnyModel:
@@ -169,7 +169,7 @@ def make_batch(num: int = 14, *, seed: int = 3, vocab: int = VOCAB, longest: int
     )
 
 
-def own_part(batch: RolloutBatch, policy: Policy) -> RolloutBatch:
+def own_part(batch: RolloutBatch, policy: Actor) -> RolloutBatch:
     """The sequences of this data-parallel rank, dealt unevenly; the weights stay those of the whole batch."""
     coords, size = policy._groups.coords, policy._groups.grid.dp
     if size == 1:
@@ -185,7 +185,7 @@ def algorithm():
     return build(AlgorithmConfig(name="grpo", entropy_coef=0.01), RolloutConfig(n=2))
 
 
-def train(policy: Policy, steps: int, *, first: int = 0, rate: LearningRate = CONSTANT) -> list[dict[str, float]]:
+def train(policy: Actor, steps: int, *, first: int = 0, rate: LearningRate = CONSTANT) -> list[dict[str, float]]:
     """Collective over the job: `steps` updates on batches `first`, `first` + 1, ..."""
     if policy.optimizer is None:
         policy.start_optimizer(rate)
@@ -195,7 +195,7 @@ def train(policy: Policy, steps: int, *, first: int = 0, rate: LearningRate = CO
     ]
 
 
-def adam_steps(policy: Policy) -> list[Any]:
+def adam_steps(policy: Actor) -> list[Any]:
     """How often Adam has stepped: torch's holds it for each parameter, TransformerEngine's for each group of them."""
     adams = [part.optimizer for part in policy.optimizer.chained_optimizers]
     adams = [adam for each in adams for adam in getattr(each, "sub_optimizers", [each])]  # Megatron's hybrid has many
@@ -206,23 +206,23 @@ def adam_steps(policy: Policy) -> list[Any]:
     ]
 
 
-def scores(policy: Policy, batch: RolloutBatch) -> Tensor:
+def scores(policy: Actor, batch: RolloutBatch) -> Tensor:
     """Collective over the job: log-probabilities and entropy [2, R] of a batch that every rank has whole."""
     return torch.stack(policy.score(batch))
 
 
-def full_weights(policy: Policy) -> dict[str, Tensor]:
+def full_weights(policy: Actor) -> dict[str, Tensor]:
     """Collective over the job: the model in Hugging Face coordinates; replicas must agree bit for bit."""
     return _whole(policy, policy.named_tensors())
 
 
-def full_gradients(policy: Policy) -> dict[str, Tensor]:
+def full_gradients(policy: Actor) -> dict[str, Tensor]:
     """Collective over the job: what the last backward left, as `full_weights`; not with the distributed optimizer."""
     parameters = ((index, *item) for index, chunk in enumerate(policy.chunks) for item in chunk.named_parameters())
     return _whole(policy, {f"chunk{index}.{name}": parameter.main_grad for index, name, parameter in parameters})
 
 
-def _whole(policy: Policy, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _whole(policy: Actor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     pieces = []
     for name, stored in policy.layout().items():
         for piece in stored.pieces:

@@ -17,7 +17,7 @@ from mrl.algorithms.functional.logprobs import VocabShard
 from mrl.config.config import SAMPLED as SAMPLED_MODES
 from mrl.config.config import DistillationLossConfig
 from mrl.megatron.distillation_targets import Compared, Comparison
-from mrl.megatron.teacher import Guest, Lodger
+from mrl.megatron.teacher import SeparateTeacher, SharedWeightTeacher
 from mrl.models.hf_config import family_of
 from mrl.parallel_layout import Grid
 from mrl.resharding.init import random_init
@@ -73,12 +73,12 @@ def taught(grid, *, same=False):
     """A student and its teachers, on these ranks; `same`: one teacher, with the student's weights."""
     groups = groups_of(grid)
     policy = make_policy(STUDENT, grid, groups=groups, **OPTIONS)
-    lodger = Lodger(policy, STUDENT)
+    lodger = SharedWeightTeacher(policy, STUDENT)
     if same:
         for name, tensor in policy.named_tensors().items():
             lodger.tensors()[name].copy_(tensor)
         return policy, [lodger]
-    guest = Guest(guest_config(config_for(grid, **OPTIONS)), OTHER, groups, torch.device("cpu"), policy)
+    guest = SeparateTeacher(guest_config(config_for(grid, **OPTIONS)), OTHER, groups, torch.device("cpu"), policy)
     for seed, teacher in enumerate((lodger, guest), start=21):
         random_init(teacher.arch, teacher.model.layout(), teacher.tensors(), seed)
         for name, tensor in teacher.tensors().items():

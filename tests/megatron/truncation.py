@@ -12,8 +12,8 @@ from mrl.algorithms.base import build
 from mrl.algorithms.functional.learning_rate import LearningRate
 from mrl.config.config import AlgorithmConfig, CheckpointEngineConfig, RolloutConfig
 from mrl.engines.base import RolloutEngine, SamplingConfig
-from mrl.megatron.actor import Policy
-from mrl.resharding.weight_sync import Refit
+from mrl.megatron.actor import Actor
+from mrl.resharding.weight_sync import WeightSync
 from mrl.rollout.dispatch import StepBatch, pack
 from mrl.rollout.prompt_assignment import LengthHistory, generate
 from mrl.rollout.sample_table import gather_table
@@ -39,14 +39,14 @@ def rollout_config(cut: dict, **more) -> RolloutConfig:
     )
 
 
-def sampled(policy: Policy, engine: RolloutEngine, cut: dict) -> tuple[StepBatch, Tensor]:
+def sampled(policy: Actor, engine: RolloutEngine, cut: dict) -> tuple[StepBatch, Tensor]:
     """Collective over the job: a step's samples on the ranks that train, by the actor's own weights.
 
     Returns:
         They, and the kept mass of their tokens, of the samples of all ranks by (uid, sample index).
     """
     groups = policy._groups
-    Refit(policy.layout(), policy.named_tensors(), engine, CheckpointEngineConfig(1))(0)
+    WeightSync(policy.layout(), policy.named_tensors(), engine, CheckpointEngineConfig(1))(0)
     prompts = [Prompt(uid, tuple(range(uid + 1, 2 * uid + 2)), f"p{uid}", source=f"d:{uid}") for uid in range(5)]
     sampling = SamplingConfig(
         n=SAMPLES, max_tokens=LONGEST, temperature=TEMPERATURE, seed=4, ignore_eos=True, with_support=True, **cut
@@ -62,7 +62,7 @@ def sampled(policy: Policy, engine: RolloutEngine, cut: dict) -> tuple[StepBatch
     return pack(rollouts, table, groups, 3, shares=True), mass
 
 
-def in_order(policy: Policy, batch: RolloutBatch, values: Tensor) -> Tensor:
+def in_order(policy: Actor, batch: RolloutBatch, values: Tensor) -> Tensor:
     """Collective over the job: numbers of each response token [..., R], of all samples by (uid, sample index)."""
     parts = torch.split(values, batch.response_lens_B.tolist(), dim=-1)
     keys = zip(batch.group_id_B.tolist(), batch.sample_index_B.tolist(), strict=True)
@@ -72,7 +72,7 @@ def in_order(policy: Policy, batch: RolloutBatch, values: Tensor) -> Tensor:
     return torch.cat([merged[key] for key in sorted(merged)], -1)
 
 
-def uncorrected(policy: Policy, batch: RolloutBatch) -> Tensor:
+def uncorrected(policy: Actor, batch: RolloutBatch) -> Tensor:
     """Log-probabilities of the whole distribution, as a trainer gives them that knows of no support."""
     policy._truncated = False
     try:
@@ -81,7 +81,7 @@ def uncorrected(policy: Policy, batch: RolloutBatch) -> Tensor:
         policy._truncated = True
 
 
-def updated(policy: Policy, data: StepBatch) -> list[dict[str, float]]:
+def updated(policy: Actor, data: StepBatch) -> list[dict[str, float]]:
     """Collective over the job: an update on each minibatch, of losses and of the entropies."""
     algorithm = build(AlgorithmConfig(name="grpo", entropy_coef=0.05), rollout_config({}))
     reduce = lambda tensor: _summed(tensor, policy)  # noqa: E731
@@ -95,7 +95,7 @@ def updated(policy: Policy, data: StepBatch) -> list[dict[str, float]]:
     return found
 
 
-def _summed(tensor: Tensor, policy: Policy) -> Tensor:
+def _summed(tensor: Tensor, policy: Actor) -> Tensor:
     total = tensor.double().clone()
     dist.all_reduce(total, group=policy._groups.dp)
     return total

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mrl.observability.memory_peaks import GIB, MemoryLedger
+from mrl.observability.memory_peaks import GIB, PeakMemory
 from mrl.observability.timers import Timers
 
 SIZE = 256 << 20
@@ -41,7 +41,7 @@ def test_a_phase_counts_what_it_gave_back_and_the_next_does_not():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_the_allocators_peak_counts_and_the_runs_highest_is_kept():
-    ledger = MemoryLedger("cuda")
+    ledger = PeakMemory("cuda")
     before = torch.cuda.memory_allocated()
     ledger.begin()
     block = torch.ones(SIZE // 4, device="cuda")

@@ -21,7 +21,7 @@ from mrl.resharding.megatron import megatron_layout
 from mrl.resharding.native import native_layout
 from mrl.resharding.regions import whole
 from mrl.resharding.weight_slice import WeightSlice
-from mrl.resharding.weight_sync import Refit
+from mrl.resharding.weight_sync import WeightSync
 from mrl.types import Prompt
 from tests.engines.specs import spec_of
 from tests.ranks import run_ranks
@@ -56,7 +56,7 @@ def refitted(arch, grid, quantization, dtype="float32", bad=None):
     engine = NativeEngine(
         spec_of(settings(arch, quantization, grid), arch, tp_group=group, dtype=getattr(torch, dtype))
     )
-    refit = Refit(layout, sources, engine, CheckpointEngineConfig(1), grids_of(arch, quantization))
+    refit = WeightSync(layout, sources, engine, CheckpointEngineConfig(1), grids_of(arch, quantization))
     return engine, refit(3)
 
 
@@ -150,7 +150,7 @@ def disagrees(arch, engine_has, refit_has):
     layout = megatron_layout(arch, grid, 0, dtype="float32", te=False)
     engine = NativeEngine(spec_of(settings(arch, engine_has, grid), arch))
     return outcome(
-        lambda: Refit(layout, allocate(layout), engine, CheckpointEngineConfig(1), grids_of(arch, refit_has))
+        lambda: WeightSync(layout, allocate(layout), engine, CheckpointEngineConfig(1), grids_of(arch, refit_has))
     )
 
 

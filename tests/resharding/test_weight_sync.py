@@ -10,7 +10,7 @@ import torch.distributed as dist
 from mrl.config.config import CheckpointEngineConfig, RolloutConfig
 from mrl.distributed import shared_memory
 from mrl.distributed.groups import make_rollout_group
-from mrl.engines._null_engine import NoEngine
+from mrl.engines._null_engine import NullEngine
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.parallel_layout import Grid
@@ -20,7 +20,7 @@ from mrl.resharding.megatron import megatron_layout
 from mrl.resharding.native import native_layout
 from mrl.resharding.regions import volume
 from mrl.resharding.weight_slice import WeightSlice
-from mrl.resharding.weight_sync import Refit
+from mrl.resharding.weight_sync import WeightSync
 from mrl.types import Prompt
 from tests.engines.specs import spec_of
 from tests.ranks import run_ranks
@@ -57,10 +57,10 @@ class Side:
             expert_parallel_size=grid.rollout_ep,
         )
         group = rollout_group(dist.group.WORLD, grid.rollout_tp, grid.rollout_ranks)
-        self.engine = (engine if samples else NoEngine)(
+        self.engine = (engine if samples else NullEngine)(
             spec_of(config, arch, tp_group=group, dtype=getattr(torch, target_dtype))
         )
-        self.refit = Refit(
+        self.refit = WeightSync(
             self.layout, self.sources, self.engine, CheckpointEngineConfig(update_weights_bucket_megabytes=1)
         )
 
@@ -86,7 +86,7 @@ class Side:
 
 def refits_twice(arch, grid, source_dtype, target_dtype):
     side = Side(arch, grid, source_dtype=source_dtype, target_dtype=target_dtype)
-    weights = {} if isinstance(side.engine, NoEngine) else side.engine._weights
+    weights = {} if isinstance(side.engine, NullEngine) else side.engine._weights
     addresses = [tensor.data_ptr() for tensor in weights.values()]
     for version in range(2):
         side.train_to(seed=version)
@@ -124,7 +124,7 @@ def test_ranks_that_train_send_and_those_that_sample_receive(name, size, grid):
 
 def test_a_rank_without_an_engine_takes_nothing():
     with pytest.raises(RuntimeError, match="'w' was sent to a rank without an engine"):
-        NoEngine(spec_of(RolloutConfig(), ARCHS[NAME])).update_weights([WeightSlice("w", ((0, 1),), torch.zeros(1))])
+        NullEngine(spec_of(RolloutConfig(), ARCHS[NAME])).update_weights([WeightSlice("w", ((0, 1),), torch.zeros(1))])
 
 
 @pytest.mark.parametrize("name", ARCHS)
@@ -326,7 +326,7 @@ def builds_with_wrong_tensors():
     side = Side(ARCHS[NAME], Grid(2, 2))
     if dist.get_rank() == 1:
         del side.sources["chunk0.decoder.final_layernorm.weight"]
-    return outcome(lambda: Refit(side.layout, side.sources, side.engine, CheckpointEngineConfig()))
+    return outcome(lambda: WeightSync(side.layout, side.sources, side.engine, CheckpointEngineConfig()))
 
 
 def test_a_missing_source_tensor_is_named_before_the_first_refit():

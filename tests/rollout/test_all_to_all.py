@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.rollout.all_to_all import LEAST_STAGED, Message, move, rounds, staged_bytes
+from mrl.rollout.all_to_all import LEAST_STAGED, RankMessage, move, rounds, staged_bytes
 from tests.ranks import run_ranks
 from tests.source import ROOT
 
@@ -16,7 +16,7 @@ MORE_THAN_THE_SAMPLES = 1.3  # the bound on the peak of `pack`, over the bytes o
 RANKS = 5
 sizes = st.integers(0, LEAST_STAGED // 2).map(lambda words: 4 * words)
 messages = st.lists(
-    st.builds(Message, st.integers(0, 99), st.integers(0, RANKS - 1), st.integers(0, RANKS - 1), sizes), max_size=40
+    st.builds(RankMessage, st.integers(0, 99), st.integers(0, RANKS - 1), st.integers(0, RANKS - 1), sizes), max_size=40
 )
 
 
@@ -40,7 +40,7 @@ def test_every_message_has_one_round_and_every_round_fits(given_messages):
 def test_senders_are_at_work_together():
     """Each sends each as much, but all of one sender's messages come before the next one's."""
     size = LEAST_STAGED // 8
-    everyone = [Message(0, sender, to, size) for sender in range(RANKS) for _ in range(20) for to in range(RANKS)]
+    everyone = [RankMessage(0, sender, to, size) for sender in range(RANKS) for _ in range(20) for to in range(RANKS)]
     fewest = 20 * RANKS * size / staged_bytes(everyone)
     assert len(rounds(everyone)) <= 2 * fewest
 
@@ -63,7 +63,7 @@ def arrived(given_messages):
 
 
 def test_what_is_written_is_read_at_its_receiver():
-    some = [Message(i, i % 3, (i * i + 1) % 4, 4 * (i % 5) * LEAST_STAGED // 8) for i in range(24)]
+    some = [RankMessage(i, i % 3, (i * i + 1) % 4, 4 * (i % 5) * LEAST_STAGED // 8) for i in range(24)]
     for rank, found in enumerate(run_ranks(4, arrived, some)):
         mine = [one for one in some if one.receiver == rank]
         values = [(one.item, one.item + 7 * one.sender if one.num_bytes else -1, one.num_bytes, True) for one in mine]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mrl.config.config import Config, MultiTurnConfig, RolloutConfig, TrainConfig
-from mrl.rollout.async_schedule import Schedule, max_off_policy_steps
+from mrl.rollout.async_schedule import RolloutSchedule, max_off_policy_steps
 
 
 def config(*, mode="sync", steps=None, batch_size=4, num_steps=9, **rollout):
@@ -32,7 +32,7 @@ CASES = [
 
 @pytest.mark.parametrize(("given", "bound", "expected"), CASES)
 def test_a_schedule_is_what_the_fields_mean_together(given, bound, expected):
-    plan = Schedule.of(given)
+    plan = RolloutSchedule.of(given)
     assert max_off_policy_steps(given) == plan.max_age == bound
     assert (plan.lead, plan.extra, plan.by_parts) == expected
     assert (plan.batch_size, plan.num_samples, plan.num_steps) == (given.train.batch_size, 3, 9)
@@ -41,7 +41,7 @@ def test_a_schedule_is_what_the_fields_mean_together(given, bound, expected):
 
 def test_groups_are_taken_in_the_order_of_their_prompts_unless_more_begin_than_a_batch():
     for given, _, (lead, extra, _) in CASES:
-        plan = Schedule.of(given)
+        plan = RolloutSchedule.of(given)
         assert plan.in_order == (not extra)
         assert plan.is_off_policy == bool(lead or extra)
         assert plan.most_in_flight == given.train.batch_size * (1 + lead) + extra
@@ -51,6 +51,6 @@ def test_groups_are_taken_in_the_order_of_their_prompts_unless_more_begin_than_a
     ("lead", "batch_size", "stock", "pace"), [(1, 4, 4, 2), (2, 4, 6, 2), (4, 5, 12, 2), (3, 1, 2, 1)]
 )
 def test_beside_an_update_half_of_what_is_far_ahead_may_stay_unfinished(lead, batch_size, stock, pace):
-    plan = Schedule.of(config(mode="async", steps=lead, batch_size=batch_size))
+    plan = RolloutSchedule.of(config(mode="async", steps=lead, batch_size=batch_size))
     assert (plan.stock, plan.pace) == (stock, pace)
     assert plan.batch_size <= plan.stock <= lead * plan.batch_size

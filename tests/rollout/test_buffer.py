@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from mrl.errors import UserError
 from mrl.parallel_layout import Grid
-from mrl.rollout.async_schedule import Schedule
-from mrl.rollout.buffer import InFlight
+from mrl.rollout.async_schedule import RolloutSchedule
+from mrl.rollout.buffer import RolloutBuffer
 from mrl.trainer.training_state import not_of_a_run
-from mrl.types import Begun, Prompt, Rollout, SampleTable
+from mrl.types import PartialRollout, Prompt, Rollout, SampleTable
 from tests.checkpoint.run_dir.test_commit_fuzz import change_value
 
 SAMPLES = 2
@@ -64,7 +64,7 @@ class Run:
 
     def __init__(self, schedule, seed, *, dynamic):
         self.plan, self.draw, self.dynamic = schedule, random.Random(seed), dynamic
-        self.flights = [InFlight(schedule, prompt_at) for _ in range(RANKS.world_size)]
+        self.flights = [RolloutBuffer(schedule, prompt_at) for _ in range(RANKS.world_size)]
         self.drawn, self.taken, self.dropped, self.ages = 0, [], set(), []
         self.version = self.done = self.restarted = 0
 
@@ -109,7 +109,7 @@ class Run:
             room = self.each(lambda flight: flight.room(step, beside=beside))
             prompts = [prompt_at(uid) for uid in range(self.drawn, self.drawn + room)]
             self.drawn += room
-            self.each(partial(InFlight.draw, prompts=prompts))
+            self.each(partial(RolloutBuffer.draw, prompts=prompts))
             self.check(step)
             groups = self.each(lambda flight: flight.unfinished(step, beside=beside))
             if not groups:
@@ -126,7 +126,7 @@ class Run:
         home = {uid: self.draw.randrange(2) if home[uid] is None else home[uid] for uid in uids}
         order, whole, begun = self.draw.sample(uids, len(uids)), [], {}
         while True:
-            enough = self.each(partial(InFlight.enough, just_whole=whole, step=step, ahead=ahead))
+            enough = self.each(partial(RolloutBuffer.enough, just_whole=whole, step=step, ahead=ahead))
             if not order or (enough and self.plan.by_parts):
                 break
             count = self.draw.randint(1, len(order))
@@ -166,7 +166,7 @@ class Run:
                     Rollout(prompt_at(uid), index, list(ids), [-1.0] * len(ids), "stop", runs[-1][0], version_runs=runs)
                 )
             else:
-                found.append(Begun(prompt_at(uid), index, ids, (-1.0,) * len(ids), runs))
+                found.append(PartialRollout(prompt_at(uid), index, ids, (-1.0,) * len(ids), runs))
         return found
 
     def take(self, step):
@@ -200,9 +200,9 @@ def beyond(batch, extra, age):
 
 SCHEDULES = st.builds(
     lambda batch, lead, extra, age, waits, parts: (
-        Schedule(batch, SAMPLES, lead=lead, max_age=lead, by_parts=parts)
+        RolloutSchedule(batch, SAMPLES, lead=lead, max_age=lead, by_parts=parts)
         if lead is not None
-        else Schedule(
+        else RolloutSchedule(
             batch, SAMPLES, extra=beyond(batch, extra, age), max_age=age, waits=waits and age != 0, by_parts=True
         )
     ),
@@ -231,7 +231,7 @@ def test_nothing_is_lost_or_doubled_or_too_old_and_the_gate_holds(schedule, seed
 
 @pytest.mark.parametrize("lead", [2, 4])
 def test_far_ahead_some_stay_unfinished_for_good_and_as_many_become_whole_as_are_taken(lead):
-    run, unfinished = Run(Schedule(4, SAMPLES, lead=lead, max_age=lead, by_parts=True), 7, dynamic=False), []
+    run, unfinished = Run(RolloutSchedule(4, SAMPLES, lead=lead, max_age=lead, by_parts=True), 7, dynamic=False), []
     run.draw.randint = lambda low, high: 1
     for step in range(1, 61):
         run.step(step)
@@ -242,7 +242,7 @@ def test_far_ahead_some_stay_unfinished_for_good_and_as_many_become_whole_as_are
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_two_hundred_steps_of_over_sampling_reach_the_bound_and_stay_within(waits):
-    run = Run(Schedule(4, SAMPLES, extra=3, max_age=1, waits=waits, by_parts=True), 5, dynamic=True)
+    run = Run(RolloutSchedule(4, SAMPLES, extra=3, max_age=1, waits=waits, by_parts=True), 5, dynamic=True)
     for step in range(1, 201):
         run.step(step)
     assert max(run.ages) == 1 and (run.restarted > 0) is not waits
@@ -257,7 +257,7 @@ def test_what_is_told_to_another_is_the_same_and_goes_on_alike(schedule, seed, s
         run.step(step)
     others = []
     for flight in run.flights:
-        other = InFlight(schedule, prompt_at)
+        other = RolloutBuffer(schedule, prompt_at)
         other.follow(json.loads(json.dumps(flight.state_dict())), *flight.tables())
         other.hold(*flight.samples(), {0: 0, 1: 1})
         assert other.state_dict() == flight.state_dict()
@@ -290,42 +290,42 @@ def whole_run(schedule, orders):
 
 
 def test_groups_are_taken_in_the_order_of_their_prompts_or_as_they_become_whole():
-    assert whole_run(Schedule(2, SAMPLES, lead=1, max_age=1), [[3, 2, 1, 0], [5, 4]]).taken == [[0, 1], [2, 3]]
-    ends = Schedule(2, SAMPLES, extra=1, max_age=None, by_parts=True)
+    assert whole_run(RolloutSchedule(2, SAMPLES, lead=1, max_age=1), [[3, 2, 1, 0], [5, 4]]).taken == [[0, 1], [2, 3]]
+    ends = RolloutSchedule(2, SAMPLES, extra=1, max_age=None, by_parts=True)
     assert whole_run(ends, [[2, 0], [3, 4]]).taken == [[0, 2], [3, 4]]  # 1 is still begun
     waiting = replace(ends, max_age=1)
     assert whole_run(waiting, [[2, 0], [3, 4]]).taken == [[0, 2], [1, 3]]  # it became due, and goes first
 
 
 def test_a_group_that_becomes_too_old_begins_again_once_and_is_then_waited_for():
-    drop = Schedule(1, SAMPLES, extra=1, max_age=0, waits=False, by_parts=True)
+    drop = RolloutSchedule(1, SAMPLES, extra=1, max_age=0, waits=False, by_parts=True)
     run = whole_run(drop, [[0], [1], [2]])
     assert run.taken == [[0], [1], [2]] and run.restarted == 2  # 1 began for step 1, and again for step 2
     assert run.ages == [0, 0, 0]
 
 
 def test_near_the_end_of_the_run_no_more_prompts_begin_than_it_trains():
-    run = Run(Schedule(2, SAMPLES, lead=2, max_age=2, num_steps=3), 0, dynamic=False)
+    run = Run(RolloutSchedule(2, SAMPLES, lead=2, max_age=2, num_steps=3), 0, dynamic=False)
     for step in (1, 2, 3):
         run.step(step)
     assert run.drawn == 6 and not run.flights[0].state_dict()["groups"]
 
 
 def test_a_token_that_is_too_old_ends_the_run():
-    flight = InFlight(Schedule(2, SAMPLES, lead=1, max_age=1), prompt_at)
+    flight = RolloutBuffer(RolloutSchedule(2, SAMPLES, lead=1, max_age=1), prompt_at)
     flight.check_age(1)
     with pytest.raises(RuntimeError, match=r"2 steps old, but train\.max_off_policy_steps allows 1"):
         flight.check_age(2)
-    InFlight(Schedule(2, SAMPLES, extra=1, max_age=None), prompt_at).check_age(99)
+    RolloutBuffer(RolloutSchedule(2, SAMPLES, extra=1, max_age=None), prompt_at).check_age(99)
 
 
 def test_a_step_for_which_nothing_was_sampled_says_so():
     with pytest.raises(RuntimeError, match="step 1 found no samples"):
-        InFlight(Schedule(2, SAMPLES), prompt_at).take(1)
+        RolloutBuffer(RolloutSchedule(2, SAMPLES), prompt_at).take(1)
 
 
 def test_what_begins_again_has_no_samples_left():
-    run = Run(Schedule(2, SAMPLES, lead=2, max_age=2, by_parts=True), 3, dynamic=False)
+    run = Run(RolloutSchedule(2, SAMPLES, lead=2, max_age=2, by_parts=True), 3, dynamic=False)
     for step in (1, 2):
         run.step(step)
     flight = run.flights[0]
@@ -338,14 +338,14 @@ def test_what_begins_again_has_no_samples_left():
 
 
 def test_a_state_that_no_run_left_is_refused_in_words_or_taken_up():
-    run = Run(Schedule(2, SAMPLES, extra=2, max_age=2, by_parts=True), 3, dynamic=True)
+    run = Run(RolloutSchedule(2, SAMPLES, extra=2, max_age=2, by_parts=True), 3, dynamic=True)
     for step in (1, 2, 3):
         run.step(step)
     flight, draw, refused = run.flights[0], random.Random(2), 0
     for _ in range(400):
         state = json.loads(json.dumps(flight.state_dict()))
         change_value(draw, state)
-        other = InFlight(flight.schedule, prompt_at)
+        other = RolloutBuffer(flight.schedule, prompt_at)
         try:
             with not_of_a_run(Path("step-00000003")):
                 other.follow(state, *flight.tables())

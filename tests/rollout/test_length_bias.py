@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from mrl.parallel_layout import Grid
 from mrl.rollout import length_bias
-from mrl.rollout.async_schedule import Schedule
-from mrl.rollout.buffer import InFlight
+from mrl.rollout.async_schedule import RolloutSchedule
+from mrl.rollout.buffer import RolloutBuffer
 from mrl.rollout.length_bias import Acceptance, by_quarter
-from mrl.types import Begun, Prompt, Rollout, SampleTable
+from mrl.types import PartialRollout, Prompt, Rollout, SampleTable
 
 ALONE = Grid(1)
 
@@ -32,7 +32,7 @@ class Run:
     """
 
     def __init__(self, schedule, lengths):
-        self.flight, self.lengths = InFlight(schedule, prompt_at), lengths
+        self.flight, self.lengths = RolloutBuffer(schedule, prompt_at), lengths
         self.drawn = self.version = self.thrown = self.thrown_tokens = 0
         self.had, self.began, self.taken = {}, {}, []
         self.expected, self.told = [], []
@@ -73,7 +73,7 @@ class Run:
             flight.begun.pop(uid, None)
             if uid not in whole and self.had[uid]:
                 flight.begun[uid] = [
-                    Begun(prompt_at(uid), index, (2,) * count, (-1.0,) * count, ((step, count),))
+                    PartialRollout(prompt_at(uid), index, (2,) * count, (-1.0,) * count, ((step, count),))
                     for index, count in enumerate(self.tokens(uid))
                 ]
         flight.stopped([(uid, 0, *flight.held(uid)) for uid in flight.begun if uid in groups], step - 1)
@@ -103,7 +103,7 @@ class Run:
         self.told.append(self.flight.acceptance.metrics(taken.carried))
 
     def store(self):
-        other = InFlight(self.flight.schedule, prompt_at)
+        other = RolloutBuffer(self.flight.schedule, prompt_at)
         other.follow(json.loads(json.dumps(self.flight.state_dict())), *self.flight.tables())
         other.hold(*self.flight.samples(), {0: 0})
         self.flight = other
@@ -140,7 +140,7 @@ LENGTHS = st.integers(0, 2**32).map(random.Random)
 )
 def test_the_figures_are_those_of_the_samples_also_where_a_run_was_resumed(draw, batch, extra, bound, stored_at):
     most, waits = bound
-    schedule = Schedule(batch, 2, extra=extra, max_age=most, waits=waits, by_parts=True)
+    schedule = RolloutSchedule(batch, 2, extra=extra, max_age=most, waits=waits, by_parts=True)
     lengths = [[draw.randint(1, 12), draw.randint(1, 30)] for _ in range(200)]
     run = Run(schedule, lengths)
     for step in range(1, 11):
@@ -162,7 +162,7 @@ def test_the_figures_are_those_of_the_samples_also_where_a_run_was_resumed(draw,
 def test_long_answers_are_taken_later_and_no_less_often():
     draw = random.Random(5)
     lengths = [[1 + int(draw.expovariate(0.05)) for _ in range(2)] for _ in range(1000)]
-    run = Run(Schedule(8, 2, extra=4, max_age=None, by_parts=True), lengths)
+    run = Run(RolloutSchedule(8, 2, extra=4, max_age=None, by_parts=True), lengths)
     for step in range(1, 101):
         run.step(step, stored=False)
     told = run.told[-1]

@@ -10,8 +10,8 @@ import torch
 
 from mrl.errors import UserError
 from mrl.trainer import inflight_samples
-from mrl.trainer.inflight_samples import KeptSamples
-from mrl.types import Begun, Episode, Prompt, Rollout, SampleTable, Support
+from mrl.trainer.inflight_samples import BufferSnapshot
+from mrl.types import Episode, PartialRollout, Prompt, Rollout, SampleTable, Support
 from tests.full_disk import full_disk
 
 TALK = Episode(
@@ -59,7 +59,7 @@ def samples(seed, uids, *, kept=False, routed=None):
             mass = [-draw.random() for _ in ids] if kept else []
             if draw.random() < 0.4:
                 parts = tuple(ids), tuple(logprobs), runs, support, tuple(mass)
-                begun.append(Begun(prompt_at(uid), index, *parts))
+                begun.append(PartialRollout(prompt_at(uid), index, *parts))
                 continue
             talk = draw.choice([None, TALK, FAILED])
             shape = (count + 2, 4, 2)
@@ -98,7 +98,7 @@ def bits(value):
         return {key: bits(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value), [bits(item) for item in value]
-    if isinstance(value, Support | Rollout | Begun | Episode):
+    if isinstance(value, Support | Rollout | PartialRollout | Episode):
         return type(value), {item.name: bits(getattr(value, item.name)) for item in fields(value)}
     return value
 
@@ -127,7 +127,7 @@ def written(folder, kind, replicas=2):
     """Two uids on each replica."""
     parts = [samples(replica, (4 * replica, 4 * replica + 1), **kind) for replica in range(replicas)]
     for replica, (whole, begun) in enumerate(parts):
-        kept = KeptSamples(SampleTable.FACTS, TABLES, whole, begun)
+        kept = BufferSnapshot(SampleTable.FACTS, TABLES, whole, begun)
         inflight_samples.write(folder, kept, replica=replica, first=replica == 0)
     return parts
 
@@ -174,13 +174,13 @@ def test_a_prompt_keeps_the_ids_with_which_it_was_sampled(tmp_path):
 
 
 def test_nothing_in_flight_writes_nothing(tmp_path):
-    inflight_samples.write(tmp_path, KeptSamples(), replica=0, first=True)
+    inflight_samples.write(tmp_path, BufferSnapshot(), replica=0, first=True)
     assert list(tmp_path.iterdir()) == []
-    assert read(tmp_path, 0, 1) == KeptSamples()
+    assert read(tmp_path, 0, 1) == BufferSnapshot()
 
 
 def test_a_table_alone_comes_back_without_samples(tmp_path):
-    inflight_samples.write(tmp_path, KeptSamples(SampleTable.FACTS, TABLES), replica=0, first=True)
+    inflight_samples.write(tmp_path, BufferSnapshot(SampleTable.FACTS, TABLES), replica=0, first=True)
     found = read(tmp_path, 0, 1)
     assert (found.rollouts, found.begun) == ([], [])
 

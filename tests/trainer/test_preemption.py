@@ -3,11 +3,11 @@
 from mrl.config.config import RunConfig
 from mrl.distributed.watchdog.graceful_stop import Stop
 from mrl.observability.timers import Timers
-from mrl.trainer.preemption import MARGIN, Progress
+from mrl.trainer.preemption import MARGIN, RunProgress
 
 
 def test_a_stop_that_waits_for_a_commit_before_its_own_has_time_for_both():
-    progress = Progress(Timers(), dict)
+    progress = RunProgress(Timers(), dict)
     progress.stop = Stop(RunConfig(), ends={}, keeps_time=True, say=lambda text: None)
     for _ in range(2):
         progress.took(commit_s=4.0)

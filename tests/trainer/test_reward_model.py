@@ -11,7 +11,7 @@ from mrl.config.config import load
 from mrl.data.tokenizer import CharTokenizer
 from mrl.errors import UserError
 from mrl.megatron import parallel_state
-from mrl.megatron.actor import Policy
+from mrl.megatron.actor import Actor
 from mrl.trainer.resolve import check_run, prepare, resolve
 from mrl.trainer.reward_model import RunRewardModel
 from mrl.types import Prompt, Rollout
@@ -90,7 +90,7 @@ def score(config):
     plan = prepare(config)
     groups = parallel_state.initialize(plan.grid, seed=0)
     device = torch.device("cpu")
-    policy = Policy(plan.config, plan.arch, groups, device)
+    policy = Actor(plan.config, plan.arch, groups, device)
     scorer = RunRewardModel(plan, plan.reward, groups, device, policy)
     own = groups.grid.replica(groups.rank)
     mine = [one for one in samples() if one.prompt.uid % groups.grid.num_replicas == own]
@@ -138,7 +138,7 @@ def stranger(folder):
 def score_texts(config):
     plan = prepare(config)
     groups = parallel_state.initialize(plan.grid, seed=0)
-    policy = Policy(plan.config, plan.arch, groups, torch.device("cpu"))
+    policy = Actor(plan.config, plan.arch, groups, torch.device("cpu"))
     scorer = RunRewardModel(plan, plan.reward, groups, torch.device("cpu"), policy)
     return scorer.score([rollout_of(plan.tokenizer, *one, uid) for uid, one in enumerate(TEXTS)])
 

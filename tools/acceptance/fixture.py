@@ -20,7 +20,7 @@ from mrl.resharding.regions import slices
 from mrl.trainer import weight_sync_check
 from mrl.trainer.resolve import prepare
 from mrl.trainer.startup import open_job
-from mrl.trainer.trainer import Job
+from mrl.trainer.trainer import Trainer
 from mrl.types import Prompt, Rollout
 
 
@@ -31,7 +31,7 @@ class Bench:
         folder: Output folder of the engine, shared by its sessions.
     """
 
-    def __init__(self, job: Job, folder: Path) -> None:
+    def __init__(self, job: Trainer, folder: Path) -> None:
         """Loads the initial weights.
 
         Args:

@@ -50,7 +50,7 @@ class VocabShard:
     group: dist.ProcessGroup | None = None
 
 
-class Rows(Protocol):
+class RowResults(Protocol):
     """Row-wise kernels on fp32 logits: softmax sums and gradients."""
 
     def sums(self, logits_CV: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -66,10 +66,10 @@ class Rows(Protocol):
 
 
 class Operators:
-    """`Rows` in PyTorch operators, for any device."""
+    """`RowResults` in PyTorch operators, for any device."""
 
     def sums(self, logits_CV: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Implements `Rows.sums`; the largest logit is subtracted."""
+        """Implements `RowResults.sums`; the largest logit is subtracted."""
         if not logits_CV.size(1):  # a rank may have no token
             return logits_CV.new_tensor([[_LEAST], [0.0], [0.0]]).expand(3, logits_CV.size(0)), None
         largest = logits_CV.amax(1).clamp(min=_LEAST)
@@ -78,7 +78,7 @@ class Operators:
         return torch.stack([largest, total, powers.mul_(logits_CV).sum(1)]), largest
 
     def gradient(self, logits_CV: Tensor, normalizer_C: Tensor, slope_C: Tensor, bend_C: Tensor | None) -> Tensor:
-        """Implements `Rows.gradient`."""
+        """Implements `RowResults.gradient`."""
         probs = logits_CV.sub_(normalizer_C[:, None]).exp_()
         surprise = None if bend_C is None else torch.xlogy(probs, probs).mul_(bend_C[:, None])
         probs.mul_(-slope_C[:, None])
@@ -96,7 +96,7 @@ AddsGradient = Callable[[Tensor, Tensor], Tensor]
 placeholder gradient for autograd."""
 
 
-class Head(Protocol):
+class LogprobHead(Protocol):
     """Output layer whose logits and log-probabilities are bit-identical to an engine's; has the output weight."""
 
     def logits(self, hidden_CH: Tensor) -> Tensor:
@@ -118,8 +118,8 @@ def linear_logprobs(
     shard: VocabShard,
     distribution: Distribution,
     support: Support | None = None,
-    head: Head | None = None,
-    of_rows: Rows = OPERATORS,
+    head: LogprobHead | None = None,
+    of_rows: RowResults = OPERATORS,
     adds_gradient: AddsGradient | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Collective over `shard.group`: returns log p(target) and entropy of p = softmax(hidden weight^T / temperature).
@@ -170,8 +170,8 @@ class _LinearLogprobs(torch.autograd.Function):
         shard: VocabShard,
         distribution: Distribution,
         support: Support | None,
-        head: Head | None,
-        of_rows: Rows,
+        head: LogprobHead | None,
+        of_rows: RowResults,
         adds_gradient: AddsGradient | None,
     ) -> tuple[Tensor, Tensor]:
         weight = weight_VH[: shard.size]
@@ -269,7 +269,9 @@ def _scaled(logits: Tensor, targets: Tensor, shard: VocabShard, distribution: Di
     return logits, _own_columns(targets, shard)
 
 
-def _logprobs_of_head(head: Head, logits: Tensor, targets: Tensor, temperature: float, kept: Support | None) -> Tensor:
+def _logprobs_of_head(
+    head: LogprobHead, logits: Tensor, targets: Tensor, temperature: float, kept: Support | None
+) -> Tensor:
     """Collective over the group: returns the log-probabilities of a chunk's targets over the kept tokens."""
     full_logits = head.full_logits(logits)
     if kept is None:

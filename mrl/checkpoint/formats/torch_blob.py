@@ -36,7 +36,7 @@ _LIMIT = _IN_ZIP64 = 0xFFFFFFFF
 """Sizes from this limit on are stored in a zip64 field, and this value in the normal field."""
 
 
-class DamagedError(Exception):
+class InvalidBlobError(Exception):
     """The bytes are not a tensor written by `torch.save`; the message says why."""
 
 
@@ -87,19 +87,19 @@ def read_blob(file: BinaryIO, offset: int, length: int) -> BlobTensor:
         with zipfile.ZipFile(_FileWindow(file, offset, length)) as archive:
             entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             if entries["data.pkl"].file_size > _MAX_PICKLE_BYTES:
-                raise DamagedError("its description is too long for one tensor's")
+                raise InvalidBlobError("its description is too long for one tensor's")
             described = _TensorUnpickler(io.BytesIO(archive.read(entries["data.pkl"]))).load()
             order = entries.get("byteorder")
             if order is not None and (order.file_size > 6 or archive.read(order) != b"little"):
-                raise DamagedError("its bytes are in big-endian order")
+                raise InvalidBlobError("its bytes are in big-endian order")
         if not isinstance(described, _TensorDescription):
-            raise DamagedError(f"it contains a {type(described).__name__}, not a tensor")
+            raise InvalidBlobError(f"it contains a {type(described).__name__}, not a tensor")
         entry = entries[f"data/{described.storage.key}"]
         start = offset + _data_start(file, offset, entry)
-    except DamagedError:
+    except InvalidBlobError:
         raise
     except Exception as error:  # a broken archive or pickle raises anything
-        raise DamagedError(f"it cannot be read as a tensor ({type(error).__name__}: {error})") from error
+        raise InvalidBlobError(f"it cannot be read as a tensor ({type(error).__name__}: {error})") from error
     described.check(entry, offset + length - start)
     first = described.first * described.storage.dtype.itemsize
     return BlobTensor(described.storage.dtype, described.shape, described.strides, start + first)
@@ -184,13 +184,13 @@ class _TensorDescription:
         """Raises DamagedError if the tensor exceeds its storage, or the storage exceeds the blob."""
         numbers = (self.first, *self.shape, *self.strides, self.storage.numel)
         if len(self.shape) != len(self.strides) or not all(type(number) is int and number >= 0 for number in numbers):
-            raise DamagedError("its description is not one of a tensor")
+            raise InvalidBlobError("its description is not one of a tensor")
         last = sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
         if 0 in self.shape or self.first + last >= self.storage.numel:
-            raise DamagedError(f"a tensor of {list(self.shape)} does not fit into {self.storage.numel} elements")
+            raise InvalidBlobError(f"a tensor of {list(self.shape)} does not fit into {self.storage.numel} elements")
         num_bytes = self.storage.numel * self.storage.dtype.itemsize
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != num_bytes or num_bytes > room:
-            raise DamagedError(f"its storage is not {num_bytes} uncompressed bytes")
+            raise InvalidBlobError(f"its storage is not {num_bytes} uncompressed bytes")
 
 
 class _TensorUnpickler(pickle.Unpickler):
@@ -203,18 +203,18 @@ class _TensorUnpickler(pickle.Unpickler):
             return OrderedDict
         if module == "torch" and name in _STORAGES:
             return name
-        raise DamagedError(f"it refers to '{module}.{name}', which is not data")
+        raise InvalidBlobError(f"it refers to '{module}.{name}', which is not data")
 
     def persistent_load(self, pid: Any) -> _Storage:
         kind, storage, key, _, numel = pid
         if kind != "storage" or storage not in _STORAGES or not isinstance(key, str):
-            raise DamagedError("its description names no storage")
+            raise InvalidBlobError("its description names no storage")
         return _Storage(_STORAGES[storage], key, numel)
 
 
 def _describe(storage: _Storage, first: int, shape: Any, strides: Any, *rest: Any) -> _TensorDescription:
     if not isinstance(storage, _Storage):
-        raise DamagedError("its description names no storage")
+        raise InvalidBlobError("its description names no storage")
     return _TensorDescription(storage, first, tuple(shape), tuple(strides))
 
 

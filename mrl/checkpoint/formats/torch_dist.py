@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from mrl.checkpoint.formats.checkpoint_metadata import METADATA, read_metadata
-from mrl.checkpoint.formats.torch_blob import ALIGNMENT, BlobTensor, DamagedError, blob_parts, read_blob
+from mrl.checkpoint.formats.torch_blob import ALIGNMENT, BlobTensor, InvalidBlobError, blob_parts, read_blob
 from mrl.checkpoint.io.atomic_files import write_file
 from mrl.errors import UserError
 from mrl.resharding.dtypes import DTYPES
@@ -241,7 +241,7 @@ class ChunkFiles:
             try:
                 with path.open("rb") as file:
                     self._blobs[place] = read_blob(file, chunk.start, chunk.num_bytes)
-            except (DamagedError, OSError) as error:
+            except (InvalidBlobError, OSError) as error:
                 raise UserError(f"'{path}' is damaged: invalid tensor at byte {chunk.start}: {error}.") from error
         blob = self._blobs[place]
         found = f"{list(blob.shape)} {str(blob.dtype).removeprefix('torch.')}"

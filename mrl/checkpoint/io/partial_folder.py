@@ -6,7 +6,7 @@ nothing that looks finished, and repeating the command continues the work.
 
 Any number of processes may work on one folder, on one host or several. Each claims a part by a file lock, which the
 system releases when the process dies. Records of processes that have ended are not trusted but verified
-(`Claim.earlier`): the first process of a session, the one that finds no other alive, moves them aside.
+(`PartClaim.earlier`): the first process of a session, the one that finds no other alive, moves them aside.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ARGUMENTS = "arguments.json"
 
 
 @dataclass(frozen=True)
-class Claim:
+class PartClaim:
     """A part that this process works on.
 
     Attributes:
@@ -100,7 +100,7 @@ class PartialFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     @contextmanager
-    def claim(self, part: str) -> Iterator[Claim | None]:
+    def claim(self, part: str) -> Iterator[PartClaim | None]:
         """Claims a part for this process; yields None if it is finished or claimed by another process."""
         if self.record(part) is not None or not self._state.is_dir():
             yield None
@@ -114,7 +114,7 @@ class PartialFolder:
             if not _try_lock(lock) or self.record(part) is not None:
                 yield None
             else:
-                yield Claim(_read(self._file("earlier", part)) or None)
+                yield PartClaim(_read(self._file("earlier", part)) or None)
 
     def record(self, part: str) -> dict[str, Any] | None:
         """Returns the record of a part finished in this session; None if it is not finished."""

@@ -29,9 +29,9 @@ from mrl.checkpoint.io.atomic_files import sync_folder, write_file
 from mrl.checkpoint.run_dir.manifest import (
     RECORD,
     STATE,
-    Commit,
-    DamagedError,
+    DamagedCheckpointError,
     File,
+    Manifest,
     check_files,
     committed_steps,
     folder_name,
@@ -49,7 +49,7 @@ LEFTOVERS = (".writing-*", ".replaced-*", ".removed-*")
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumePoint:
     """The checkpoint from which a run resumes; the hash of every file was verified.
 
     Attributes:
@@ -65,7 +65,7 @@ class Found:
     compared_s: float
 
 
-class Writing(Protocol):
+class AsyncWrite(Protocol):
     """Asynchronous part of a checkpoint's `write`, which runs while the job continues."""
 
     @property
@@ -77,7 +77,7 @@ class Writing(Protocol):
 
 
 @dataclass(frozen=True)
-class Unfinished:
+class PendingCheckpoint:
     """A checkpoint that is being written.
 
     Attributes:
@@ -90,7 +90,7 @@ class Unfinished:
     step: int
     metric: float | None
     temporary: Path
-    writing: Writing | None
+    writing: AsyncWrite | None
 
 
 class Checkpoints:
@@ -130,14 +130,14 @@ class Checkpoints:
         return self.folder / folder_name(step)
 
     def save(
-        self, step: int, write: Callable[[Path], Writing | None], state: dict[str, Any], metric: float | None = None
+        self, step: int, write: Callable[[Path], AsyncWrite | None], state: dict[str, Any], metric: float | None = None
     ) -> Path:
         """Collective over the job: writes a checkpoint synchronously (`begin`, then `finish`)."""
         return self.finish(self.begin(step, write, state, metric))
 
     def begin(
-        self, step: int, write: Callable[[Path], Writing | None], state: dict[str, Any], metric: float | None = None
-    ) -> Unfinished:
+        self, step: int, write: Callable[[Path], AsyncWrite | None], state: dict[str, Any], metric: float | None = None
+    ) -> PendingCheckpoint:
         """Collective over the job: starts a checkpoint with the files that `write` produces, and `state`.
 
         Args:
@@ -150,7 +150,7 @@ class Checkpoints:
             UserError: The disk is full or not writable; earlier checkpoints remain.
         """
         temporary = self.folder / from_first_rank(_aside("writing", step))
-        writing: Writing | None = None
+        writing: AsyncWrite | None = None
         with self._removed_on_failure(temporary):
             with self._save_errors():
                 if self.rank == 0:
@@ -161,15 +161,15 @@ class Checkpoints:
             with self._save_errors():
                 if self.rank == 0:
                     write_file(temporary / STATE, json.dumps(state, indent=1).encode())
-        return Unfinished(step, metric, temporary, writing)
+        return PendingCheckpoint(step, metric, temporary, writing)
 
-    def is_written(self, unfinished: Unfinished) -> bool:
+    def is_written(self, unfinished: PendingCheckpoint) -> bool:
         """Collective over the job: returns whether all ranks have written their parts; `finish` then does not wait."""
         missing = torch.tensor(int(unfinished.writing is not None and not unfinished.writing.is_done))
         dist.all_reduce(missing)
         return not missing
 
-    def finish(self, unfinished: Unfinished) -> Path:
+    def finish(self, unfinished: PendingCheckpoint) -> Path:
         """Collective over the job: waits until everything is written, then commits the checkpoint.
 
         Raises:
@@ -187,7 +187,7 @@ class Checkpoints:
             files |= self._gather(mine)
             with self._save_errors():
                 if self.rank == 0:
-                    self._commit(temporary, final, Commit(unfinished.step, unfinished.metric, files))
+                    self._commit(temporary, final, Manifest(unfinished.step, unfinished.metric, files))
         with self._save_errors():
             if self.rank == 0:
                 self._prune()
@@ -203,7 +203,7 @@ class Checkpoints:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    def newest(self, *, mends: bool) -> Found | None:
+    def newest(self, *, mends: bool) -> ResumePoint | None:
         """Collective over the job: returns the newest intact checkpoint; its notes name newer ones that are damaged.
 
         Args:
@@ -220,16 +220,16 @@ class Checkpoints:
                 found = [(step, path) for path in self.folder.glob("step-*") if (step := step_of(path)) is not None]
                 candidates = [path for _, path in sorted(found, reverse=True) if has_record(path)]
         candidates = from_first_rank(candidates)
-        damaged: list[DamagedError] = []
+        damaged: list[DamagedCheckpointError] = []
         for path in candidates:
             began = time.monotonic()
             try:
                 state = self.read(path)
-            except DamagedError as error:
+            except DamagedCheckpointError as error:
                 damaged.append(error)
                 continue
             notes = [f"{error.path} is damaged: {error.what}; the run resumes from {path.name}" for error in damaged]
-            return Found(step_of(path) or 0, state, notes, time.monotonic() - began)
+            return ResumePoint(step_of(path) or 0, state, notes, time.monotonic() - began)
         if damaged:
             raise UserError(
                 f"'{self.folder}' has no intact checkpoint: {'; '.join(f'{e.path.name}: {e.what}' for e in damaged)}. "
@@ -244,31 +244,31 @@ class Checkpoints:
             DamagedError: The manifest is invalid, or a file is missing or differs.
             UserError: The folder is not a checkpoint, has another version, or cannot be read.
         """
-        record: Commit | None = None
+        record: Manifest | None = None
         with self._damage_errors():
             if self.rank == 0:
                 record = read_commit(path)
                 check_files(path, record)
-        commit: Commit = from_first_rank(record)
+        commit: Manifest = from_first_rank(record)
         with self._damage_errors():
             for name, facts in self._hash_share(path, sorted(commit.files)).items():
                 if facts != commit.files[name]:
-                    raise DamagedError(path, f"'{name}' has changed since it was written")
+                    raise DamagedCheckpointError(path, f"'{name}' has changed since it was written")
         with self._damage_errors():
             return read_object(path, STATE)
 
     @contextmanager
     def _damage_errors(self) -> Iterator[None]:
         """Collective over the job: like `together`, but re-raises a rank's DamagedError as such on all ranks."""
-        damage: DamagedError | None = None
+        damage: DamagedCheckpointError | None = None
         with together():
             try:
                 yield
-            except DamagedError as error:
+            except DamagedCheckpointError as error:
                 damage = error
             except OSError as error:
                 raise UserError(f"a checkpoint cannot be read: {error}. Fix that and start again.") from error
-        found: list[DamagedError | None] = [None] * self.world_size
+        found: list[DamagedCheckpointError | None] = [None] * self.world_size
         dist.all_gather_object(found, damage)
         for each in found:
             if each is not None:
@@ -284,7 +284,7 @@ class Checkpoints:
         dist.all_gather_object(parts, mine)
         return {name: facts for part in parts for name, facts in part.items()}
 
-    def _commit(self, temporary: Path, final: Path, commit: Commit) -> None:
+    def _commit(self, temporary: Path, final: Path, commit: Manifest) -> None:
         """Writes the manifest and renames the folder; an existing one is renamed aside, and restored after a kill."""
         write_file(temporary / RECORD, commit.encode())
         for folder in {temporary, *(path for path in temporary.rglob("*") if path.is_dir())}:

@@ -27,16 +27,16 @@ GONE = (FileNotFoundError, NotADirectoryError)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class DamagedError(UserError):
+class DamagedCheckpointError(UserError):
     """A checkpoint that differs from what was written; an older one may be intact."""
 
     def __init__(self, path: Path, what: str) -> None:
         super().__init__(f"checkpoint '{path}' is damaged: {what}. {ADVICE}")
         self.path, self.what = path, what
 
-    def __reduce__(self) -> tuple[type[DamagedError], tuple[Path, str]]:
+    def __reduce__(self) -> tuple[type[DamagedCheckpointError], tuple[Path, str]]:
         """Makes the error picklable: ranks exchange it."""
-        return DamagedError, (self.path, self.what)
+        return DamagedCheckpointError, (self.path, self.what)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class File:
 
 
 @dataclass(frozen=True)
-class Commit:
+class Manifest:
     """Manifest of a checkpoint.
 
     Attributes:
@@ -105,7 +105,7 @@ def committed_steps(folder: Path) -> list[int]:
     return sorted(steps)
 
 
-def read_commit(path: Path) -> Commit:
+def read_commit(path: Path) -> Manifest:
     """Reads the manifest of a checkpoint folder.
 
     Raises:
@@ -117,19 +117,19 @@ def read_commit(path: Path) -> Commit:
     if isinstance(version, int) and version != FORMAT:
         raise UserError(f"checkpoint '{path}' has format {version}, this version of mrl reads {FORMAT}.")
     if type(version) is not int:
-        raise DamagedError(path, f"'{RECORD}' has no integer 'format'")
+        raise DamagedCheckpointError(path, f"'{RECORD}' has no integer 'format'")
     step, metric, files = record.get("step"), record.get("metric"), record.get("files")
     if type(step) is not int or step_of(path) not in (None, step):
-        raise DamagedError(path, f"'{RECORD}' has another step than the folder's name ({_shortened(step)})")
+        raise DamagedCheckpointError(path, f"'{RECORD}' has another step than the folder's name ({_shortened(step)})")
     if metric is not None and type(metric) is not float and type(metric) is not int:
-        raise DamagedError(path, f"'metric' in '{RECORD}' is not a number ({_shortened(metric)})")
+        raise DamagedCheckpointError(path, f"'metric' in '{RECORD}' is not a number ({_shortened(metric)})")
     if not isinstance(files, dict) or STATE not in files:
-        raise DamagedError(path, f"'files' in '{RECORD}' lacks '{STATE}' or is not an object")
+        raise DamagedCheckpointError(path, f"'files' in '{RECORD}' lacks '{STATE}' or is not an object")
     found = {name: _file_record(path, name, facts) for name, facts in files.items()}
-    return Commit(step, metric if metric is not None and abs(metric) < math.inf else None, found)
+    return Manifest(step, metric if metric is not None and abs(metric) < math.inf else None, found)
 
 
-def check_files(path: Path, commit: Commit) -> None:
+def check_files(path: Path, commit: Manifest) -> None:
     """Checks that all files exist with their recorded sizes; does not read their content.
 
     Raises:
@@ -139,13 +139,13 @@ def check_files(path: Path, commit: Commit) -> None:
         try:
             found = os.stat(path / name)
         except (*GONE, ValueError) as error:
-            raise DamagedError(path, f"'{name}' is missing") from error
+            raise DamagedCheckpointError(path, f"'{name}' is missing") from error
         except OSError as error:
             raise _unreadable(path, name, error) from error
         if not stat.S_ISREG(found.st_mode):
-            raise DamagedError(path, f"'{name}' is not a regular file")
+            raise DamagedCheckpointError(path, f"'{name}' is not a regular file")
         if found.st_size != facts.bytes:
-            raise DamagedError(path, f"'{name}' has {found.st_size} bytes, expected {facts.bytes}")
+            raise DamagedCheckpointError(path, f"'{name}' has {found.st_size} bytes, expected {facts.bytes}")
 
 
 def read_object(path: Path, name: str) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def read_object(path: Path, name: str) -> dict[str, Any]:
     file = path / name
     try:
         if file.exists() and not file.is_file():
-            raise DamagedError(path, f"'{name}' is not a regular file")
+            raise DamagedCheckpointError(path, f"'{name}' is not a regular file")
         value = json.loads(file.read_bytes())
     except GONE as error:
         raise UserError(
@@ -168,20 +168,22 @@ def read_object(path: Path, name: str) -> dict[str, Any]:
     except OSError as error:
         raise _unreadable(path, name, error) from error
     except (ValueError, RecursionError) as error:
-        raise DamagedError(path, f"'{name}' is not JSON ({error})") from error
+        raise DamagedCheckpointError(path, f"'{name}' is not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise DamagedError(path, f"'{name}' contains {_shortened(value)}, expected an object")
+        raise DamagedCheckpointError(path, f"'{name}' contains {_shortened(value)}, expected an object")
     return value
 
 
 def _file_record(path: Path, name: str, facts: Any) -> File:
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name or str(PurePosixPath(name)) != name:
-        raise DamagedError(path, f"'{RECORD}' lists {_shortened(name)}, which is not a path inside the folder")
+        raise DamagedCheckpointError(
+            path, f"'{RECORD}' lists {_shortened(name)}, which is not a path inside the folder"
+        )
     size = facts.get("bytes") if isinstance(facts, dict) else None
     digest = facts.get("sha256") if isinstance(facts, dict) else None
     if type(size) is not int or size < 0 or not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-        raise DamagedError(path, f"'{RECORD}' lacks a valid size or hash for {_shortened(name)}")
+        raise DamagedCheckpointError(path, f"'{RECORD}' lacks a valid size or hash for {_shortened(name)}")
     return File(size, digest)
 
 

@@ -49,7 +49,7 @@ _NAME = re.compile(r"(\d{8})\.(json|free)")
 
 
 @dataclass(frozen=True)
-class Owner:
+class LockOwner:
     """The job that trains into a folder, described by its rank 0; stored as JSON.
 
     Attributes:
@@ -89,12 +89,12 @@ class Owner:
         """Returns whether the owner's process runs; None if it cannot be seen from this process."""
         return None if self.space != _pid_namespace() else _start_time(self.pid) == self.born
 
-    def precedes(self, other: Owner) -> bool:
+    def precedes(self, other: LockOwner) -> bool:
         """Returns whether this is an earlier run, ended by SLURM, of the same job as `other`."""
         return self.job != "" and self.job == other.job and self.life < other.life
 
 
-def this_process(ranks: int, silent_s: float) -> Owner:
+def this_process(ranks: int, silent_s: float) -> LockOwner:
     """Describes this process as an owner.
 
     Args:
@@ -103,7 +103,7 @@ def this_process(ranks: int, silent_s: float) -> Owner:
     """
     slurm = launch.variables("SLURM_JOB_ID", "SLURM_RESTART_COUNT")
     life = slurm.get("SLURM_RESTART_COUNT", "")
-    return Owner(
+    return LockOwner(
         socket.gethostname(), os.getpid(), _pid_namespace(), _start_time(os.getpid()), ranks,
         time.strftime("%Y-%m-%dT%H:%M:%S%z"), silent_s, slurm.get("SLURM_JOB_ID", ""),
         int(life) if life.isdecimal() else 0,
@@ -111,22 +111,22 @@ def this_process(ranks: int, silent_s: float) -> Owner:
 
 
 @dataclass(frozen=True)
-class Claim:
+class LockFile:
     """A file of `owner/`; `owner` is None if the file is free or not readable as an owner's."""
 
     number: int
     is_free: bool
-    owner: Owner | None
+    owner: LockOwner | None
 
 
-class Ownership:
+class RunLock:
     """The lock held by this job, from `take` to `close`; without effect on ranks other than 0.
 
     Attributes:
         notes: One line if the lock was taken over from a job that did not end properly.
     """
 
-    def __init__(self, claims: Claims | None, number: int, notes: list[str]) -> None:
+    def __init__(self, claims: LockFiles | None, number: int, notes: list[str]) -> None:
         """Wraps the acquired claim; called by `take`."""
         self.notes = notes
         self._claims, self._number = claims, number
@@ -157,7 +157,7 @@ class Ownership:
         if self._claims is not None:
             self._claims.free(self._number)
 
-    def __enter__(self) -> Ownership:
+    def __enter__(self) -> RunLock:
         return self
 
     def __exit__(
@@ -165,7 +165,7 @@ class Ownership:
     ) -> None:
         self.close()
 
-    def _heartbeat(self, claims: Claims, interval_s: float, lost: Callable[[str], object]) -> None:
+    def _heartbeat(self, claims: LockFiles, interval_s: float, lost: Callable[[str], object]) -> None:
         while not self._closed.wait(interval_s):
             with contextlib.suppress(OSError):  # a disk that does not answer now may do so at the next beat
                 claims.touch(self._number)
@@ -174,7 +174,7 @@ class Ownership:
                 return
 
 
-def take(root: Path, me: Owner, rank: int) -> Ownership:
+def take(root: Path, me: LockOwner, rank: int) -> RunLock:
     """Collective over the job: acquires the lock on a run folder. Nothing else may be written into it before.
 
     Args:
@@ -185,7 +185,7 @@ def take(root: Path, me: Owner, rank: int) -> Ownership:
     Raises:
         UserError: The job that owns it still runs, or the folder cannot be written; raised on all ranks.
     """
-    claims = Claims(root / "owner")
+    claims = LockFiles(root / "owner")
     last_dead, note = 0, ""
     while True:
         last, number = None, 0
@@ -196,7 +196,7 @@ def take(root: Path, me: Owner, rank: int) -> Ownership:
                     number = claims.add(last.number + 1 if last else 1, me)
         last, number = from_first_rank((last, number))
         if number:
-            return Ownership(claims if rank == 0 else None, number, [note] if note else [])
+            return RunLock(claims if rank == 0 else None, number, [note] if note else [])
         if last is None or last.is_free or last.number <= last_dead:
             continue  # another job was faster
         why = _takeover_reason(claims, last, me, rank)
@@ -205,7 +205,7 @@ def take(root: Path, me: Owner, rank: int) -> Ownership:
             note = f"took the run folder over from {last.owner or 'an unreadable owner file'}, {why}"
 
 
-def _takeover_reason(claims: Claims, last: Claim, me: Owner, rank: int) -> str:
+def _takeover_reason(claims: LockFiles, last: LockFile, me: LockOwner, rank: int) -> str:
     """Collective over the job: returns why an owner counts as dead; "" if its file has changed since.
 
     Raises:
@@ -229,24 +229,24 @@ def _takeover_reason(claims: Claims, last: Claim, me: Owner, rank: int) -> str:
     return str(from_first_rank(why))
 
 
-class Claims:
+class LockFiles:
     """The files of `owner/`; only rank 0 uses them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def last(self) -> Claim | None:
+    def last(self) -> LockFile | None:
         """Returns the claim with the highest number; None if there is none."""
         while found := self._numbers():
             number = max(found)
             if found[number] == "free":
-                return Claim(number, True, None)
+                return LockFile(number, True, None)
             owner = _decode(self._path(number))
             if owner is not None or self._numbers() == found:  # otherwise a newer claim replaced it meanwhile
-                return Claim(number, False, owner)
+                return LockFile(number, False, owner)
         return None
 
-    def add(self, number: int, owner: Owner) -> int:
+    def add(self, number: int, owner: LockOwner) -> int:
         """Adds the file with this number; returns the number, 0 if another job was faster.
 
         Raises:
@@ -280,7 +280,7 @@ class Claims:
                         self._path(each, kind).unlink(missing_ok=True)
         return number
 
-    def changes(self, claim: Claim) -> bool:
+    def changes(self, claim: LockFile) -> bool:
         """Watches a file for its owner's allowed silence; returns whether it was touched, renamed or superseded."""
         before, deadline = self._state_of(claim), time.monotonic() + _allowed_silence_s(claim.owner)
         while time.monotonic() < deadline:
@@ -321,7 +321,7 @@ class Claims:
     def _path(self, number: int, kind: str = "json") -> Path:
         return self.folder / f"{number:08d}.{kind}"
 
-    def _state_of(self, claim: Claim) -> tuple[Any, ...]:
+    def _state_of(self, claim: LockFile) -> tuple[Any, ...]:
         """Returns highest number, mtime and content of a claim's file, bypassing NFS caches by opening it."""
         try:
             with self._path(claim.number).open("rb") as stream:
@@ -330,7 +330,7 @@ class Claims:
             return (None,)
 
 
-def _in_use_message(root: Path, owner: Owner | None) -> str:
+def _in_use_message(root: Path, owner: LockOwner | None) -> str:
     who = str(owner) if owner else "a job with an unreadable owner file"
     stop = f", stop it ({owner.stop})" if owner else ""
     return (
@@ -340,22 +340,22 @@ def _in_use_message(root: Path, owner: Owner | None) -> str:
     )
 
 
-def _allowed_silence_s(owner: Owner | None) -> float:
+def _allowed_silence_s(owner: LockOwner | None) -> float:
     return owner.silent_s if owner else 60.0
 
 
-def _decode(path: Path) -> Owner | None:
+def _decode(path: Path) -> LockOwner | None:
     """Reads an owner file; None if it is missing or invalid."""
     try:
         values = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError, RecursionError):
         return None
     kinds = {"pid": (int,), "ranks": (int,), "life": (int,), "silent_s": (int, float)}
-    if not isinstance(values, dict) or set(values) != {each.name for each in fields(Owner)}:
+    if not isinstance(values, dict) or set(values) != {each.name for each in fields(LockOwner)}:
         return None
     if any(type(value) not in kinds.get(name, (str,)) for name, value in values.items()):
         return None
-    return Owner(**values) if values["pid"] > 0 and 0 < values["silent_s"] <= LONGEST_SILENCE_S else None
+    return LockOwner(**values) if values["pid"] > 0 and 0 < values["silent_s"] <= LONGEST_SILENCE_S else None
 
 
 def _pid_namespace() -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mrl.commands.doctor.finding import Finding, ok, problem, warning
-from mrl.distributed.launcher_env import Environment, device_index
+from mrl.distributed.launcher_env import LauncherEnv, device_index
 from mrl.errors import first_line
 
 GB = 1e9
@@ -74,7 +74,7 @@ def _product(device: torch.device) -> str:
     return "a product of matrices of ones is wrong"
 
 
-def check_gpus(gpus: Sequence[Gpu], environment: Environment) -> Iterator[Finding]:
+def check_gpus(gpus: Sequence[Gpu], environment: LauncherEnv) -> Iterator[Finding]:
     """Checks the devices of a host.
 
     Args:

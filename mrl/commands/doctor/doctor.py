@@ -49,7 +49,7 @@ from mrl.commands.doctor.finding import Finding, findings_of, ok, problem
 from mrl.commands.doctor.table import as_json, as_lines, as_table, merge_hosts, status_of
 from mrl.config.config import Config, RunConfig, load, to_yaml
 from mrl.distributed import launch
-from mrl.distributed.launcher_env import Environment
+from mrl.distributed.launcher_env import LauncherEnv
 from mrl.errors import UserError
 
 Check = Callable[[], Iterable[Finding]]
@@ -80,7 +80,7 @@ class Doctor:
         """
         self._file, self._overrides, self._json, self._timeout_s = config, overrides, json, timeout_s
         self._config: Config | None = None
-        self._environment = Environment()
+        self._environment = LauncherEnv()
         self._deadline: Deadline
         self._store: Any = None
         self._found: list[Finding] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from mrl.commands.doctor.finding import Finding, ok, problem, warning
-from mrl.distributed.launcher_env import Environment
+from mrl.distributed.launcher_env import LauncherEnv
 from mrl.distributed.rendezvous import interface
 
 DEFAULT_PORT = 29500
@@ -47,7 +47,7 @@ def read_interfaces() -> dict[str, Interface]:
 
 
 def check_interface(
-    environment: Environment, interfaces: Mapping[str, Interface], chosen: Mapping[str, str]
+    environment: LauncherEnv, interfaces: Mapping[str, Interface], chosen: Mapping[str, str]
 ) -> Iterator[Finding]:
     """Checks the interface that the ranks use.
 
@@ -98,7 +98,7 @@ def _names(variable: str, value: str, name: str) -> bool:
     return any(name == word if exact else name.startswith(word) for word in words) != without
 
 
-def interface_facts(environment: Environment) -> dict[str, str]:
+def interface_facts(environment: LauncherEnv) -> dict[str, str]:
     """Returns the MTU, which must agree on all hosts: packets larger than another host's MTU are lost."""
     found = read_interfaces().get(interface(environment))
     return {} if found is None or environment.num_nodes == 1 else {"MTU": str(found.mtu)}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mrl.commands.doctor.finding import Finding, ok, problem, warning
-from mrl.distributed.launcher_env import Environment
+from mrl.distributed.launcher_env import LauncherEnv
 
 MAX_SHOWN = 8
 MAY_DIFFER = ("NVIDIA driver", "MTU")
@@ -21,7 +21,7 @@ ADVICE = {
 }
 
 
-def describe_rank(environment: Environment, facts: Mapping[str, str]) -> dict[str, Any]:
+def describe_rank(environment: LauncherEnv, facts: Mapping[str, str]) -> dict[str, Any]:
     """Returns the description of this rank that rank 0 gathers.
 
     Args:

@@ -24,7 +24,7 @@ SCORED_BYTES = 53
 
 
 @dataclass(frozen=True)
-class Microbatch:
+class LargestMicrobatch:
     """Largest microbatch of a rank, if every response has its full length.
 
     Attributes:
@@ -43,7 +43,7 @@ class Microbatch:
     count: int
 
 
-def largest_microbatch(config: Config, grid: Grid, *, learns_from: LearnsFrom = "samples") -> Microbatch:
+def largest_microbatch(config: Config, grid: Grid, *, learns_from: LearnsFrom = "samples") -> LargestMicrobatch:
     """Returns the microbatch that needs most memory, before context parallelism splits it.
 
     Args:
@@ -72,7 +72,7 @@ def largest_microbatch(config: Config, grid: Grid, *, learns_from: LearnsFrom = 
     unit = grid.tp * (2 * grid.cp if grid.cp > 1 else 1)
     packed = -(-per_microbatch * (prompt_copies * prompt + together * computed) // unit) * unit
     slots = per_microbatch * together * (prompt + computed)
-    return Microbatch(packed, slots, together // prompt_copies, per_microbatch * together * response, count)
+    return LargestMicrobatch(packed, slots, together // prompt_copies, per_microbatch * together * response, count)
 
 
 @dataclass(frozen=True)

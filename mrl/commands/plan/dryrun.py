@@ -27,7 +27,7 @@ from mrl.models.base import ArchSpec
 from mrl.models.transformer_engine import asked_for
 from mrl.parallel_layout import Grid
 from mrl.resharding.megatron import megatron_layouts
-from mrl.resharding.plan import Plan, make_plan
+from mrl.resharding.plan import TransferPlan, make_plan
 from mrl.trainer.resolve import Resolved, check_run, check_run_folder
 from mrl.trainer.validation.critic import critic_config
 from mrl.trainer.validation.megatron import changes, forced
@@ -200,7 +200,7 @@ def _refit(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[str]:
     yield ""
 
 
-def refit_plan(config: Config, arch: ArchSpec, grid: Grid) -> Plan:
+def refit_plan(config: Config, arch: ArchSpec, grid: Grid) -> TransferPlan:
     """Plans the copies of a weight sync between all ranks of a layout."""
     dtype = config.model.dtype
     sources = megatron_layouts(arch, grid, dtype=dtype, te=False)

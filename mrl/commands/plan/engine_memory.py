@@ -25,7 +25,7 @@ from mrl.parallel_layout import Grid
 from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.resharding.fp8_quantize import BAND_ELEMENTS
 from mrl.resharding.trtllm_reads import WHOLE_ONLY
-from mrl.rollout.async_schedule import Schedule
+from mrl.rollout.async_schedule import RolloutSchedule
 from mrl.trainer.resolve import Resolved
 
 FP32_BYTES = 4
@@ -118,7 +118,7 @@ def _native(found: Resolved, device: Device, weights: int, actor: int) -> Engine
         row_bytes += slots * record.token_bytes
     if rollout.speculative.method is not None and device.is_host:  # GPUs do not draft tokens
         row_bytes += slots * History.token_bytes()
-    schedule = Schedule.of(config)
+    schedule = RolloutSchedule.of(config)
     sequences = schedule.most_in_flight * rollout.n if schedule.by_parts else _samples(found)
     rows = min(rollout.max_num_seqs, rollout.max_num_batched_tokens, sequences)
     if device.capacity is not None:

@@ -21,7 +21,7 @@ from mrl.engines.trtllm.fields import needs_mpi
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
 from mrl.observability.text_format import counted
-from mrl.rollout.async_schedule import Schedule
+from mrl.rollout.async_schedule import RolloutSchedule
 from mrl.trainer.resolve import Resolved, check_run
 from mrl.trainer.validation.megatron import forced
 from mrl.trainer.validation.roles import key_of
@@ -41,7 +41,7 @@ def describe(config: Config, world_size: int, hardware: Hardware) -> str:
     refit = predict_refit(found.config, found.arch, found.grid, hardware)
     # a rank may send more than it receives: the upper bound is all of an engine's weights
     stages = memory_by_stage(found, device, moved_bytes=None if refit.staging_bytes else 0)
-    splits, overlaps = None, Schedule.of(found.config).lead > 0
+    splits, overlaps = None, RolloutSchedule.of(found.config).lead > 0
     if not found.algorithm.supervised:
         splits = find_splits(found, hardware, refit)
     try:

@@ -25,7 +25,7 @@ from mrl.errors import UserError, to_install
 from mrl.models.hf_config import read_json
 from mrl.trainer.resolve import prepare
 from mrl.trainer.startup import open_job
-from mrl.trainer.trainer import Job
+from mrl.trainer.trainer import Trainer
 from mrl.trainer.validation.roles import refuse_roles
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 3072, 1024
@@ -148,7 +148,7 @@ def serve(config: Config, checkpoint: str | None, listen: Listen, say: Callable[
 
 
 @contextmanager
-def _listening(job: Job, listen: Listen, loaded: str, say: Callable[[str], None]) -> Iterator[RequestQueue | None]:
+def _listening(job: Trainer, listen: Listen, loaded: str, say: Callable[[str], None]) -> Iterator[RequestQueue | None]:
     """Collective over all ranks: runs the HTTP server on rank 0 inside the block; yields its queue (others: None)."""
     request_queue: RequestQueue | None = None
     opened: list[socket.socket] = []

@@ -5,9 +5,9 @@
     SIGHUP      the terminal or its connection is closed: like SIGTERM. `nohup` ignores it
     time        `run.max_time_s` and the scheduler's limit, on rank 0: stops before a step that would not fit
 
-A signal only sets a request. All ranks call `ask` at the same points; if any of them has a request, it raises `Stopped`
-on all. A thread receives signals even if the main thread hangs in a collective. When the time is over, or at a second
-SIGTERM or SIGHUP, it ends the process with status REQUEUE. What is saved and printed is decided in
+A signal only sets a request. All ranks call `ask` at the same points; if any of them has a request, it raises
+`StopRequested` on all. A thread receives signals even if the main thread hangs in a collective. When the time is over,
+or at a second SIGTERM or SIGHUP, it ends the process with status REQUEUE. What is saved and printed is decided in
 `trainer/preemption.py` and `commands/cli.py`. No torch is imported before the first `ask`.
 """
 
@@ -54,7 +54,7 @@ def handled_signals() -> set[signal.Signals]:
     return SIGNALS.keys() - ({signal.SIGHUP} if ignores else set())
 
 
-class Stopped(Exception):  # noqa: N818 -- not an error
+class StopRequested(Exception):  # noqa: N818 -- not an error
     """Raised on all ranks at the same point once they have agreed to stop."""
 
 
@@ -208,7 +208,7 @@ class Stop:
         for number, index in SIGNALS.items():
             if index == reason and not self._received and self._writer is not None:
                 os.write(self._writer, bytes([number | AGREED]))  # another rank's signal starts this rank's timeout too
-        raise Stopped
+        raise StopRequested
 
     # inside
 

@@ -33,7 +33,7 @@ import psutil
 
 from mrl.distributed import job_secret
 from mrl.distributed.collectives import RankFailedError, when_alone
-from mrl.distributed.launcher_env import Environment
+from mrl.distributed.launcher_env import LauncherEnv
 from mrl.distributed.watchdog import abort, hang_diagnosis
 from mrl.distributed.watchdog.hang_diagnosis import RankState
 from mrl.distributed.watchdog.signals import FAILED
@@ -80,7 +80,7 @@ class Watchdog:
 
     def __init__(
         self,
-        environment: Environment,
+        environment: LauncherEnv,
         *,
         collective_timeout_s: float,
         heartbeat_timeout_s: float,

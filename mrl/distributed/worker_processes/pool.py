@@ -57,7 +57,7 @@ class WorkerHandle(ABC):
             return False
         problem = f"{self._subject}: a worker died while it started (malformed message)."
         match message:
-            case {"refusal": ""} if self.accept_ready(message):
+            case {"refusal": ""} if message is not None and self.accept_ready(message):
                 self.is_ready = True
                 return True
             case {"refusal": str(refusal)} if refusal:

@@ -23,7 +23,7 @@ from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.model import Decoder
 from mrl.engines.native.ngram_history import History
 from mrl.engines.native.packed_linear import packs
-from mrl.engines.native.sampler import Sampler
+from mrl.engines.native.sampler import TokenSampler
 from mrl.engines.native.speculation import Drafted, Speculation
 
 NOT_HERE = (
@@ -83,7 +83,7 @@ class Drafting:
         parts = (config.tensor_model_parallel_size, config.expert_parallel_size)
         what = f"{self._spec.arch} {model.dtype} in {parts}, {'cut' if cut else 'whole'}"
         if what not in self._costs:
-            sampler = Sampler(replace(sampling, with_support=False), self._operations)
+            sampler = TokenSampler(replace(sampling, with_support=False), self._operations)
 
             def step(num_rows: int) -> None:
                 keys_N = torch.arange(num_rows)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from mrl.engines._abort_check import AbortCheck
 from mrl.engines._kv_budget import kv_budget
-from mrl.engines._multiturn_base import Talk
+from mrl.engines._multiturn_base import MultiTurnClient
 from mrl.engines._prompt_checks import check_prompts
-from mrl.engines._work_queue import Feed
+from mrl.engines._work_queue import WorkQueue
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.native.cpu_ops import operations
 from mrl.engines.native.cuda_graphs import DecodeGraphs
@@ -48,7 +48,7 @@ from mrl.resharding.fp8 import SCALES, Grids, grids_of, in_fp8, is_quantized, sc
 from mrl.resharding.layout import Layout
 from mrl.resharding.native import native_layout
 from mrl.resharding.weight_slice import WeightSlice
-from mrl.types import Begun, Prompt, Rollout
+from mrl.types import PartialRollout, Prompt, Rollout
 
 Loop = TypeVar("Loop", bound=Generation)
 
@@ -215,7 +215,7 @@ class NativeEngine(RolloutEngine):
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         return self._run(prompts, sampling, None)
 
-    def converse(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: Talk) -> list[Rollout]:
+    def converse(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: MultiTurnClient) -> list[Rollout]:
         """Implements `RolloutEngine.converse`; other sequences decode while one waits for a reply (`multiturn`).
 
         Raises:
@@ -225,7 +225,7 @@ class NativeEngine(RolloutEngine):
         self._check_ready()
         return self._run(prompts, sampling, talk) if prompts else []
 
-    def stream(self, feed: Feed, sampling: SamplingConfig) -> list[Begun]:
+    def stream(self, feed: WorkQueue, sampling: SamplingConfig) -> list[PartialRollout]:
         """Implements `RolloutEngine.stream`; can pause and resume between any two tokens (`partial_rollout`).
 
         Raises:
@@ -251,7 +251,7 @@ class NativeEngine(RolloutEngine):
         self._stats = self._statistics(stream)
         return begun
 
-    def _run(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: Talk | None) -> list[Rollout]:
+    def _run(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: MultiTurnClient | None) -> list[Rollout]:
         check_prompts(prompts, self.spec, sampling)
         config = self.spec.config
         limit = min(config.max_num_seqs, config.max_num_batched_tokens, len(prompts) * sampling.n)

@@ -25,7 +25,7 @@ from mrl.engines.native.decode_state import DecodeState
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.model import Decoder
 from mrl.engines.native.parked_slots import RowCopy
-from mrl.engines.native.sampler import Sampler
+from mrl.engines.native.sampler import TokenSampler
 from mrl.engines.native.scheduler import PromptGroup, RunningSample, Scheduler, prefill_chunks
 from mrl.engines.native.speculation import Drafted, Speculation
 from mrl.engines.native.stopping import Stopping
@@ -72,7 +72,7 @@ class Generation:
         self._decode_step = decode_step
         self._scheduler = scheduler
         self._sampling = sampling
-        self._sampler = Sampler(sampling, model.operations)
+        self._sampler = TokenSampler(sampling, model.operations)
         self._stopping = stopping
         self._chunks = partial(prefill_chunks, max_tokens=max_prefill_tokens)
         self._abandoned = abandoned

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from mrl.engines._multiturn_base import Key, Talk, check_answer
+from mrl.engines._multiturn_base import Key, MultiTurnClient, check_answer
 from mrl.engines._multiturn_sample import MultiTurnSample
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.generation import Generation
@@ -62,7 +62,7 @@ class MultiTurnGeneration(Generation):
         parts: Further arguments of `Generation`.
     """
 
-    def __init__(self, talk: Talk, sampling: SamplingConfig, **parts: Any) -> None:
+    def __init__(self, talk: MultiTurnClient, sampling: SamplingConfig, **parts: Any) -> None:
         super().__init__(sampling=sampling, **parts)
         self._talk = talk
         self._limit, self._seed = sampling.max_tokens, sampling.seed

@@ -18,13 +18,13 @@ from typing import Any
 
 from torch import Tensor
 
-from mrl.engines._kept_tokens import Kept
+from mrl.engines._kept_tokens import KeptTokens
 from mrl.engines._multiturn_base import Key
-from mrl.engines._work_queue import Feed, Work
+from mrl.engines._work_queue import PromptWork, WorkQueue
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.generation import Generation
 from mrl.engines.native.scheduler import RunningSample
-from mrl.types import Begun, Prompt, Rollout
+from mrl.types import PartialRollout, Prompt, Rollout
 
 PULSE = 8
 """Most decode steps between two polls."""
@@ -43,7 +43,7 @@ class StreamingGeneration(Generation):
     """
 
     def __init__(
-        self, feed: Feed, check: Callable[[Sequence[Prompt], int], None], sampling: SamplingConfig, **parts: Any
+        self, feed: WorkQueue, check: Callable[[Sequence[Prompt], int], None], sampling: SamplingConfig, **parts: Any
     ) -> None:
         super().__init__(sampling=sampling, **parts)
         self._feed = feed
@@ -52,7 +52,7 @@ class StreamingGeneration(Generation):
         self._newly_finished: list[Rollout] = []
         self.stats |= {"reread_tokens": 0.0, "waited_s": 0.0}
 
-    def until_stopped(self, policy_version: int) -> list[Begun]:
+    def until_stopped(self, policy_version: int) -> list[PartialRollout]:
         """Samples until the queue stops the call; returns the partial rollouts, ordered by (prompt uid, sample index).
 
         After an abort request it samples no more, but polls the queue until that stops the call, since the other
@@ -67,14 +67,14 @@ class StreamingGeneration(Generation):
         left = [_begun(found) for found in running]
         return sorted([*self._unrecorded(left), *self._scheduler.not_resumed], key=_place_of)
 
-    def _poll(self) -> Sequence[Work] | None:
+    def _poll(self) -> Sequence[PromptWork] | None:
         finished, self._newly_finished = sorted(self._newly_finished, key=_place_of), []
         began = time.perf_counter()
         work = self._feed.pulse(finished, self._scheduler.num_waiting)
         self.stats["waited_s"] += time.perf_counter() - began
         return work
 
-    def _enqueue(self, work: Sequence[Work]) -> None:
+    def _enqueue(self, work: Sequence[PromptWork]) -> None:
         """Queues the work, partial rollouts before new samples."""
         self._check([one.prompt for one in work], self._sampling.max_tokens)
         for begun in self._unrecorded([each for one in work for each in one.begun]):
@@ -86,7 +86,7 @@ class StreamingGeneration(Generation):
             if one.new:
                 self._scheduler.wait(one.prompt, one.new)
 
-    def _unrecorded(self, samples: Sequence[Begun]) -> Sequence[Begun]:
+    def _unrecorded(self, samples: Sequence[PartialRollout]) -> Sequence[PartialRollout]:
         if samples and self._rows.routed_SLK is not None:
             raise RuntimeError(
                 f"{len(samples)} partial rollouts cannot have a routing record: their tokens are prefilled again with "
@@ -105,7 +105,7 @@ class StreamingGeneration(Generation):
             if self._sampling.with_support and begun.support is not None:
                 support = begun.support
                 state = support.ids_K.numpy().tobytes(), support.counts_R.tolist(), list(begun.log_kept_mass)
-                sample.kept = Kept.of(state)
+                sample.kept = KeptTokens.of(state)
             self.stats["reread_tokens"] += sample.group.prompt_len
         return index
 
@@ -125,9 +125,9 @@ class StreamingGeneration(Generation):
         return rollout
 
 
-def _begun(found: Rollout) -> Begun:
+def _begun(found: Rollout) -> PartialRollout:
     """Converts a running sample to a partial rollout."""
-    return Begun(
+    return PartialRollout(
         found.prompt,
         found.sample_index,
         tuple(found.response_ids),
@@ -149,7 +149,7 @@ def merged(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple((version, sum(count for _, count in part)) for version, part in parts)
 
 
-def check_begun(begun: Begun, sampling: SamplingConfig) -> None:
+def check_begun(begun: PartialRollout, sampling: SamplingConfig) -> None:
     """Checks that a partial rollout can be resumed.
 
     Raises:
@@ -173,5 +173,5 @@ def check_begun(begun: Begun, sampling: SamplingConfig) -> None:
             )
 
 
-def _place_of(one: Rollout | Begun) -> Key:
+def _place_of(one: Rollout | PartialRollout) -> Key:
     return one.prompt.uid, one.sample_index

@@ -14,7 +14,7 @@ from mrl.engines.base import SamplingConfig
 from mrl.engines.native.torch_ops import Operations
 
 
-class Sampler:
+class TokenSampler:
     """Samples and scores tokens with one softmax.
 
     Args:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mrl.engines._kept_tokens import Kept
+from mrl.engines._kept_tokens import KeptTokens
 from mrl.engines._multiturn_base import Key
 from mrl.engines.native.attention import PrefillChunk
 from mrl.engines.native.parked_slots import PausedSequences, RowCopy
-from mrl.types import Begun, Prompt
+from mrl.types import PartialRollout, Prompt
 
 Alike = tuple[list[int], list[int]]
 """Row with the same prompt for each row, and the number of leading slots that both share."""
@@ -44,7 +44,7 @@ class PromptGroup:
     pending: deque[int]
     room: int
     answered: Key | None = None
-    begun: Begun | None = None
+    begun: PartialRollout | None = None
     cached: int = 0
     hidden_H: Tensor | None = None
     routed: list[Tensor] = field(default_factory=list)
@@ -77,7 +77,7 @@ class RunningSample:
     sample_index: int
     started: int
     ahead: int = 0
-    kept: Kept = field(default_factory=Kept)
+    kept: KeptTokens = field(default_factory=KeptTokens)
 
     @property
     def key(self) -> Key:
@@ -122,7 +122,7 @@ class Scheduler:
         for prompt in prompts:
             self.wait(prompt, range(num_samples))
 
-    def wait(self, prompt: Prompt, samples: Sequence[int], begun: Begun | None = None) -> None:
+    def wait(self, prompt: Prompt, samples: Sequence[int], begun: PartialRollout | None = None) -> None:
         """Queues samples of a prompt, or the partial rollout `begun`, after all that wait."""
         for part in [samples] if self._share_prefill else [[sample] for sample in samples]:
             self._waiting.append(PromptGroup(self._num_prompts, prompt, deque(part), self._room, begun=begun))
@@ -144,7 +144,7 @@ class Scheduler:
         return self.num_due + sum(len(group.pending) for group in self._waiting)
 
     @property
-    def not_resumed(self) -> list[Begun]:
+    def not_resumed(self) -> list[PartialRollout]:
         """Partial rollouts that wait to resume."""
         return [group.begun for group in self._waiting if group.begun is not None]
 

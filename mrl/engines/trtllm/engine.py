@@ -24,7 +24,7 @@ from torch import Tensor
 from mrl.algorithms.functional.sampling import stream_key
 from mrl.distributed import launch
 from mrl.engines._fp8_support import config_keys
-from mrl.engines._kept_tokens import Kept, add_step
+from mrl.engines._kept_tokens import KeptTokens, add_step
 from mrl.engines._prompt_checks import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.trtllm import fp8, logprob_probe
@@ -96,7 +96,7 @@ class LlmEngine(RolloutEngine):
         self._verdict: ProbeResult | None = None
         self._stats: dict[str, float] = {}
         self._routed: list[Tensor] = []
-        self._kept: list[Kept] = []
+        self._kept: list[KeptTokens] = []
 
     @classmethod
     def start_beside(cls) -> None:
@@ -383,7 +383,7 @@ class LlmEngine(RolloutEngine):
                 scored = logprob_probe.corrected(logits, tokens, sampling)
                 logprobs: list[float] | None = scored.logprobs_N.tolist()
                 if sampling.with_support:
-                    self._kept.append(Kept())
+                    self._kept.append(KeptTokens())
                     add_step(scored.kept_NV, scored.log_mass_N, [self._kept[-1]] * len(tokens))
             else:
                 logprobs = logprobs_of(output)

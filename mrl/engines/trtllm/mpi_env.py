@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from mrl.distributed import launch, mpi
-from mrl.distributed.launcher_env import Environment
+from mrl.distributed.launcher_env import LauncherEnv
 from mrl.engines.trtllm.fields import not_over_mpi
 from mrl.engines.trtllm.replica import Replica
 from mrl.errors import UserError, first_line
@@ -33,7 +33,7 @@ def hidden_variables(launcher: str) -> tuple[str, ...]:
     return (*LAUNCHER_PREFIXES, *LAUNCHER_NAMES, *OWN_PREFIXES, *(() if started_by_mpi else MPI_PREFIXES))
 
 
-def is_over_mpi(environment: Environment) -> bool:
+def is_over_mpi(environment: LauncherEnv) -> bool:
     """Returns whether MPI started the ranks."""
     alone = environment.launcher == "srun" and mpi.is_alone()
     return environment.launcher not in ("none", "torchrun") and not alone

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms.functional.sampling import keep_threshold, truncates
-from mrl.engines._kept_tokens import Kept, add_step
+from mrl.engines._kept_tokens import KeptTokens, add_step
 from mrl.engines.base import SamplingConfig
 from mrl.errors import UserError
 
@@ -71,9 +71,9 @@ def score(logits_NV: Tensor, tokens_N: Tensor, sampling: SamplingConfig) -> Tens
 
 def kept_steps(
     logits: Sequence[Tensor], tokens_BT: Tensor, lens: Sequence[int], vocab_size: int, sampling: SamplingConfig
-) -> list[Kept]:
+) -> list[KeptTokens]:
     """Returns the kept token ids of each row's first tokens; see `score_steps` for the arguments."""
-    found = [Kept() for _ in lens]
+    found = [KeptTokens() for _ in lens]
     for step, rows in _running(lens):
         place = rows.to(logits[step].device)
         told = scored(logits[step][place, :vocab_size], tokens_BT[rows, step].to(place.device), sampling)

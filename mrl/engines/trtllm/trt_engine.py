@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mrl.algorithms.functional.sampling import stream_key
 from mrl.distributed.collectives import any_rank, from_rank, together
-from mrl.engines._kept_tokens import Kept
+from mrl.engines._kept_tokens import KeptTokens
 from mrl.engines._kv_budget import kv_budget
 from mrl.engines._prompt_checks import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
@@ -202,7 +202,7 @@ class BuiltEngine(RolloutEngine):
         if sampling.with_support:
             shared = self._share(self._kept(output, tokens_BT, lens, sampling), -1)
             for rollout, state in zip(rollouts, shared, strict=True):
-                Kept.of(state).give(rollout)
+                KeptTokens.of(state).give(rollout)
         return rollouts
 
     def _call(
@@ -228,7 +228,7 @@ class BuiltEngine(RolloutEngine):
     def _kept(
         self, output: BatchOutput, tokens_BT: Tensor, lens: Sequence[int], sampling: SamplingConfig
     ) -> list[tuple[bytes, list[int], list[float]]] | None:
-        """Returns the kept token ids of each row as `Kept.state`; None on all but the last stage."""
+        """Returns the kept token ids of each row as `KeptTokens.state`; None on all but the last stage."""
         if output.logits is None:
             return None
         found = kept_steps(output.logits, tokens_BT, lens, self.spec.arch.vocab_size, sampling)

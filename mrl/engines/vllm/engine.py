@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mrl.engines._abort_check import AbortCheck
 from mrl.engines._fp8_support import config_keys
-from mrl.engines._kept_tokens import Kept
+from mrl.engines._kept_tokens import KeptTokens
 from mrl.engines._kv_budget import kv_budget
 from mrl.engines._prompt_checks import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
@@ -177,7 +177,11 @@ class VllmEngine(RolloutEngine):
         watched = bool(sampling.stop) and not sampling.ignore_eos
         requests = self._add([prompt for prompt, _ in samples], asked, whole=not watched)
         poll = AbortCheck(self.told_to_stop, self.spec.tp_group, self.sampled)
-        engine, ended, steps = self._runtime.engine, dict[str, tuple[Any, int | None, Tensor | None, Kept | None]](), 0
+        engine, ended, steps = (
+            self._runtime.engine,
+            dict[str, tuple[Any, int | None, Tensor | None, KeptTokens | None]](),
+            0,
+        )
         numbers = dict(zip(requests, samples, strict=True))
         while engine.has_unfinished_requests():
             if poll():
@@ -230,7 +234,7 @@ class VllmEngine(RolloutEngine):
         output: Any,
         cut: int | None,
         routed: Tensor | None,
-        kept: Kept | None,
+        kept: KeptTokens | None,
         sampling: SamplingConfig,
     ) -> Rollout:
         where = f"prompt {prompt.source or prompt.uid}, sample {index}"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.engines._kept_tokens import Kept, add_step
+from mrl.engines._kept_tokens import KeptTokens, add_step
 from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.engines.vllm.patches import place
 from mrl.errors import UserError
@@ -33,7 +33,7 @@ class KeptTokensRecorder:
             place(module, name, version)
         self.listens = False
         self._version = version
-        self._requests: dict[str, Kept] = {}
+        self._requests: dict[str, KeptTokens] = {}
         self._newest: tuple[Tensor, Tensor] | None = None
 
     def attach(self, runner: Any, _cache: Any) -> None:
@@ -74,9 +74,9 @@ class KeptTokensRecorder:
         self._requests.clear()
         self.listens = listens
 
-    def _of(self, name: str) -> Kept:
-        return self._requests.setdefault(name, Kept())
+    def _of(self, name: str) -> KeptTokens:
+        return self._requests.setdefault(name, KeptTokens())
 
-    def pop(self, name: str) -> Kept | None:
+    def pop(self, name: str) -> KeptTokens | None:
         """Returns and removes the record of a finished request, by vLLM's internal name; None if not recording."""
         return self._requests.pop(name) if self.listens else None

@@ -27,7 +27,7 @@ from mrl.engines.vllm.kept_tokens import KeptTokensRecorder
 from mrl.engines.vllm.kv_cache import kv_cache
 from mrl.engines.vllm.package_signature import ADVICE, broken_requirements, installed
 from mrl.engines.vllm.process_state import kept
-from mrl.engines.vllm.routing import CAPTURER, RoutingRecorder
+from mrl.engines.vllm.routing import CAPTURER, VllmRoutingRecorder
 from mrl.errors import UserError, first_line, to_install
 
 PLAIN_KERNEL = "triton"
@@ -173,10 +173,10 @@ class VllmRuntime:
                 ) from error
         self._core = self.llm.llm_engine.engine_core
 
-    def _experts(self, spec: EngineSpec) -> RoutingRecorder | None:
+    def _experts(self, spec: EngineSpec) -> VllmRoutingRecorder | None:
         """Returns the routing recorder or None; registers it and the sampling recorder before vLLM starts."""
         moe = spec.arch.moe if spec.config.enable_rollout_routing_replay else None
-        found = None if moe is None else RoutingRecorder(spec.arch, moe, self.version)
+        found = None if moe is None else VllmRoutingRecorder(spec.arch, moe, self.version)
         if found is not None:
             for name in ("RoutedExpertsCapturer", "bind_routed_experts_capturer"):
                 patches.place(CAPTURER, name, self.version)

@@ -23,7 +23,7 @@ from mrl.resharding.dtypes import choice_dtype
 CAPTURER = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
 
 
-class RoutingRecorder:
+class VllmRoutingRecorder:
     """Experts of every token in the KV cache."""
 
     def __init__(self, arch: ArchSpec, moe: MoeSpec, version: str) -> None:

@@ -23,7 +23,7 @@ CUT_MARK = "...(truncated)..."
 
 
 @dataclass
-class Conversation:
+class EpisodeState:
     """A running episode.
 
     Attributes:

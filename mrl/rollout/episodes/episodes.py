@@ -21,14 +21,14 @@ from mrl.algorithms.functional.sampling import stream_key
 from mrl.config.config import RolloutConfig
 from mrl.data.tokenizer import Tokenizer
 from mrl.distributed.collectives import from_rank
-from mrl.engines._multiturn_base import Key, Stopped, Talk
+from mrl.engines._multiturn_base import FinishedTurn, Key, MultiTurnClient
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.environments.formats import base as formats
 from mrl.environments.pool import EnvironmentPool, Reply
 from mrl.errors import UserError
-from mrl.rollout.episodes.conversations import Conversation, Read
+from mrl.rollout.episodes.conversations import EpisodeState, Read
 from mrl.rollout.episodes.ledger import Ledger
-from mrl.rollout.episodes.rendering import Chat, Message, Plain, Rendering
+from mrl.rollout.episodes.rendering import ChatRendering, Message, PlainRendering, Rendering
 from mrl.types import Prompt, Rollout
 
 Schema = Mapping[str, Any]
@@ -81,7 +81,7 @@ def check_environment(config: RolloutConfig, tokenizer: Tokenizer) -> list[Schem
         for index, messages in enumerate(TYPICAL_MESSAGES[0 if tools else 1 :]):
             # With tools, user messages are rare; Qwen3's template keeps reasoning between tool calls but not before a
             # user message, so reasoning is checked with the first kind of message only.
-            Chat(tokenizer, tools).check(mode, messages, thinks=index == 0)
+            ChatRendering(tokenizer, tools).check(mode, messages, thinks=index == 0)
     return tools
 
 
@@ -112,9 +112,9 @@ class Episodes:
         self._config = config
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self._tokenizer = tokenizer
-        self._renderings: dict[bool, Rendering] = {False: Plain(tokenizer)}
+        self._renderings: dict[bool, Rendering] = {False: PlainRendering(tokenizer)}
         if tokenizer.has_chat_template:
-            self._renderings[True] = Chat(tokenizer, tools)
+            self._renderings[True] = ChatRendering(tokenizer, tools)
         form = formats.find(config.multi_turn.format)
         most = config.multi_turn.max_parallel_calls
         schemas = list(map(dict, tools))
@@ -166,7 +166,7 @@ class Episodes:
                 seed = stream_key(sampling.seed, prompt.uid, 0) % (1 << 63)  # the same task for all samples of a prompt
                 rendering = self._renderings[not isinstance(prompt.question, str)]
                 ledger = Ledger(sampling.max_tokens)
-                conversation = Conversation(rendering, self._read, self._config.multi_turn, ledger)
+                conversation = EpisodeState(rendering, self._read, self._config.multi_turn, ledger)
                 talk.open((place, sample), prompt, seed, conversation)
         first = talk.first_messages()
         opened = [self._opening(prompt, sampling.n, place, first, talk) for place, prompt in enumerate(prompts)]
@@ -195,7 +195,7 @@ class Episodes:
         return tuple(ids)
 
 
-class _Talk(Talk):
+class _Talk(MultiTurnClient):
     """Connection of the engine's sequences with the environments for one call of `Episodes.run`.
 
     Ranks without a pool only receive the leading rank's results.
@@ -207,14 +207,14 @@ class _Talk(Talk):
     def __init__(
         self, pool: EnvironmentPool | None, group: dist.ProcessGroup | None, told_to_stop: Callable[[], bool]
     ) -> None:
-        self.conversations: dict[Key, Conversation] = {}
+        self.conversations: dict[Key, EpisodeState] = {}
         self._pool, self._group, self._told_to_stop = pool, group, told_to_stop
         self._names: dict[str, Key] = {}
         self._replies: dict[Key, Reply] = {}
         self._due: set[Key] = set()
         self._polled_at = 0.0
 
-    def open(self, key: Key, prompt: Prompt, seed: int, conversation: Conversation) -> None:
+    def open(self, key: Key, prompt: Prompt, seed: int, conversation: EpisodeState) -> None:
         """Starts an episode, on the leading rank."""
         pool = _required(self._pool)
         name = f"{key[0]}.{key[1]}"
@@ -235,8 +235,8 @@ class _Talk(Talk):
                     self.conversations[key].fail(late=False, message="reset() ended the episode")
         return found
 
-    def ask(self, stopped: Stopped) -> None:
-        """Implements `Talk.ask`: sends the parsed turn to its environment."""
+    def ask(self, stopped: FinishedTurn) -> None:
+        """Implements `MultiTurnClient.ask`: sends the parsed turn to its environment."""
         if self._pool is None:
             return
         action = self.conversations[stopped.key].add_turn(stopped.ids, stopped.finish_reason)
@@ -245,13 +245,13 @@ class _Talk(Talk):
             self._pool.send(f"{stopped.place}.{stopped.sample_index}", action)
 
     def hear(self) -> None:
-        """Implements `Talk.hear`: polls the workers, which also ends workers that exceed their time limit."""
+        """Implements `MultiTurnClient.hear`: polls the workers and ends those that exceed their time limit."""
         if self._pool is not None and time.monotonic() >= self._polled_at + POLL_S:
             self._take(self._pool.poll())
             self._polled_at = time.monotonic()
 
     def answers(self, keys: Sequence[Key]) -> list[Sequence[int] | None]:
-        """Implements `Talk.answers`: waits for the environments and broadcasts their answers as token ids."""
+        """Implements `MultiTurnClient.answers`: waits for the answers and broadcasts them as token ids."""
         return self.shared(lambda: self._answers(keys))
 
     def shared(self, make: Callable[[], T]) -> T:

@@ -2,11 +2,11 @@
 
 The text between two turns is the end of the first, the observed messages and the start of the next. It is rendered by
 the chat template after a placeholder turn and encoded; sampled tokens are never rendered again. A tokenizer without a
-chat template gets the message contents only (`Plain`).
+chat template gets the message contents only (`PlainRendering`).
 
 The result equals a rendering of the full conversation only if the template is append-only: the rendering of a
-conversation must not change when messages follow. `Chat.check` tests this at the start of a run, with verl's three
-modes of strictness.
+conversation must not change when messages follow. `ChatRendering.check` tests this at the start of a run, with verl's
+three modes of strictness.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Rendering(ABC):
         return self._tokenizer.decode(turn[:-1] if turn and turn[-1] in self._ends else turn)
 
 
-class Plain(Rendering):
+class PlainRendering(Rendering):
     """Encoding without a chat template: message contents are concatenated."""
 
     def opening(self, question: str | Sequence[Message], observed: Sequence[Message]) -> list[int]:
@@ -89,7 +89,7 @@ class Plain(Rendering):
         return self._tokenizer.quoted("".join(str(message["content"]) for message in observed))
 
 
-class Chat(Rendering):
+class ChatRendering(Rendering):
     """Encoding with the tokenizer's chat template.
 
     Args:

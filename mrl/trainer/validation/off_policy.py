@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mrl.config.config import Config, RolloutCorrectionConfig
-from mrl.rollout.async_schedule import Schedule
+from mrl.rollout.async_schedule import RolloutSchedule
 
 AHEAD = "decoupled_token_is"
 """Default of `algorithm.rollout_correction.preset` for asynchronous runs that set no field of the section. Clipping
@@ -25,7 +25,7 @@ def corrected_ahead(config: Config) -> Config:
     algorithm, loss = config.algorithm, config.distillation.distillation_loss
     only_teacher = config.distillation.enabled and not loss.use_task_rewards and not loss.use_policy_gradient
     is_default = algorithm.rollout_correction == RolloutCorrectionConfig()
-    if not Schedule.of(config).lead or not is_default or only_teacher:
+    if not RolloutSchedule.of(config).lead or not is_default or only_teacher:
         return config
     return replace(config, algorithm=replace(algorithm, rollout_correction=RolloutCorrectionConfig(preset=AHEAD)))
 
@@ -36,7 +36,7 @@ def told_correction(config: Config) -> str:
     if corrected is not config:
         preset = corrected.algorithm.rollout_correction.preset
         return f"; rollout correction {preset}, the default for sampling with older weights"
-    if not Schedule.of(config).lead or given == RolloutCorrectionConfig():
+    if not RolloutSchedule.of(config).lead or given == RolloutCorrectionConfig():
         return ""
     return f"; rollout correction {given.preset or 'without preset'}, set by the config"
 
@@ -72,13 +72,13 @@ def off_policy_rules(config: Config, *, supervised: bool) -> Iterator[str]:
             "one of them, or use train.mode=async."
         )
     tokens = rollout.max_num_batched_tokens
-    if Schedule.of(config).by_parts and not rollout.enable_chunked_prefill and tokens < rollout.longest:
+    if RolloutSchedule.of(config).by_parts and not rollout.enable_chunked_prefill and tokens < rollout.longest:
         yield (
             f"rollout.enable_chunked_prefill=false with rollout.max_num_batched_tokens={tokens}: a partial rollout is "
             f"prefilled together with its prompt, up to {rollout.longest} tokens. Raise "
             "rollout.max_num_batched_tokens, or set rollout.enable_chunked_prefill=true."
         )
-    if rollout.enable_rollout_routing_replay and Schedule.of(config).by_parts:
+    if rollout.enable_rollout_routing_replay and RolloutSchedule.of(config).by_parts:
         key = over if rate else f"train.mode=async with train.max_off_policy_steps={max_age}"
         yield (
             f"{key} is not supported with rollout.enable_rollout_routing_replay: a partial rollout is prefilled again "
@@ -112,7 +112,7 @@ def _idle_rules(config: Config) -> Iterator[str]:
             "train.max_off_policy_steps is null, so there is no maximum age",
             "set train.max_off_policy_steps, for example to 1",
         )
-    if rollout.mask_offpolicy and not Schedule.of(config).by_parts:
+    if rollout.mask_offpolicy and not RolloutSchedule.of(config).by_parts:
         yield _idle(
             "rollout.mask_offpolicy",
             "no response has tokens of two policy versions",

@@ -12,7 +12,7 @@ from mrl.config.config import Config
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import Grid
-from mrl.rollout.async_schedule import Schedule
+from mrl.rollout.async_schedule import RolloutSchedule
 
 KEY = "rollout.true_on_policy=true"
 NO_DEVICE = (
@@ -58,7 +58,7 @@ def _engine(config: Config, *, supervised: bool) -> Iterator[str]:
             f"{KEY} with rollout.enforce_eager=true: the order of additions in PyTorch's operators depends on the "
             "batch. Remove rollout.enforce_eager."
         )
-    if Schedule.of(config).is_off_policy:
+    if RolloutSchedule.of(config).is_off_policy:
         which = (
             f"rollout.over_sample_rate={rollout.over_sample_rate}" if rollout.over_sample_rate else "train.mode=async"
         )

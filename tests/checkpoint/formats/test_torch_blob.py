@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mrl.checkpoint.formats import torch_blob
-from mrl.checkpoint.formats.torch_blob import ALIGNMENT, DamagedError, blob_parts, read_blob
+from mrl.checkpoint.formats.torch_blob import ALIGNMENT, InvalidBlobError, blob_parts, read_blob
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDEX = (slice(0, 1), slice(1, 3), slice(2, 5))
@@ -85,13 +85,13 @@ class Attack:
 @pytest.mark.parametrize("other", [{"a": torch.zeros(2)}, torch.zeros(2, dtype=torch.int64), [1], "text"])
 def test_what_is_no_tensor_of_weights_is_refused(other):
     data = theirs(other)
-    with pytest.raises(DamagedError):
+    with pytest.raises(InvalidBlobError):
         read_blob(io.BytesIO(data), 0, len(data))
 
 
 def test_code_is_refused_and_not_run(tmp_path):
     data = theirs(Attack(tmp_path / "harm"))
-    with pytest.raises(DamagedError, match="mkdir', which is not data"):
+    with pytest.raises(InvalidBlobError, match="mkdir', which is not data"):
         read_blob(io.BytesIO(data), 0, len(data))
     assert not (tmp_path / "harm").exists()
 
@@ -116,7 +116,7 @@ def rewritten(data, **changes):
 )
 def test_another_storage_is_refused(changes, words):
     data = rewritten(ours(values()), **changes)
-    with pytest.raises(DamagedError, match=words):
+    with pytest.raises(InvalidBlobError, match=words):
         read_blob(io.BytesIO(data), 0, len(data))
 
 
@@ -133,14 +133,14 @@ def test_a_tensor_outside_its_storage_is_refused(first, shape, strides, monkeypa
     out = io.BytesIO()
     Shifted(out, values()).dump(torch_blob._Marker())
     data = rewritten(ours(values()), **{"data.pkl": out.getvalue()})
-    with pytest.raises(DamagedError):
+    with pytest.raises(InvalidBlobError):
         read_blob(io.BytesIO(data), 0, len(data))
 
 
 def test_every_shorter_file_is_refused():
     data = ours(values())
     for length in range(len(data)):
-        with pytest.raises(DamagedError):
+        with pytest.raises(InvalidBlobError):
             read_blob(io.BytesIO(data[:length]), 0, length)
 
 
@@ -152,7 +152,7 @@ def test_damage_ends_in_one_error_or_in_a_tensor_inside_the_file(data):
         blob[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
     try:
         found = read_blob(io.BytesIO(bytes(blob)), 0, len(blob))
-    except DamagedError:
+    except InvalidBlobError:
         return
     found.read(mapped(blob), tuple(slice(None) for _ in found.shape))
 

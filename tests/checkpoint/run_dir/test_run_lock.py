@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mrl.checkpoint.run_dir import run_lock
-from mrl.checkpoint.run_dir.run_lock import Claims, take, this_process
+from mrl.checkpoint.run_dir.run_lock import LockFiles, take, this_process
 from mrl.errors import UserError
 from tests.ranks import run_ranks
 
@@ -28,7 +28,7 @@ HEARD_S = 30
 
 def claim(folder, **changes):
     """Writes the file of an owner that ended, or is elsewhere, without a word."""
-    claims = Claims(folder / "owner")
+    claims = LockFiles(folder / "owner")
     last = claims.last()
     assert claims.add(last.number + 1 if last else 1, replace(this_process(2, SHORT_S), **changes))
     return claims
@@ -148,8 +148,8 @@ def test_a_job_that_slurm_has_queued_again_follows_its_earlier_life_at_once_and_
 
 
 def test_an_owner_that_was_followed_is_told_and_may_not_commit(tmp_path):
-    claims, heard = Claims(tmp_path / "owner"), []
-    mine = run_lock.Ownership(claims, claims.add(1, this_process(1, SHORT_S)), [])
+    claims, heard = LockFiles(tmp_path / "owner"), []
+    mine = run_lock.RunLock(claims, claims.add(1, this_process(1, SHORT_S)), [])
     mine.keep(SHORT_S, heard.append)
     mine.check()
     claim(tmp_path, **ELSEWHERE)
@@ -165,7 +165,7 @@ def test_an_owner_that_was_followed_is_told_and_may_not_commit(tmp_path):
 
 
 def _race(folder, gate, results):
-    claims = Claims(folder)
+    claims = LockFiles(folder)
     gate.wait()
     last = claims.last()
     me = this_process(1, 60)
@@ -191,7 +191,7 @@ def test_of_many_that_start_at_once_one_gets_the_folder(tmp_path):
 
 
 def test_a_claim_that_is_followed_while_it_is_read_is_not_one_that_cannot_be_read(tmp_path):
-    claims, ended = Claims(tmp_path / "owner"), threading.Event()
+    claims, ended = LockFiles(tmp_path / "owner"), threading.Event()
 
     def follow():
         for number in range(2, 200):

@@ -4,7 +4,7 @@ import pytest
 
 from mrl.commands.doctor.devices import Cpu, Gpu, check_cpu, check_gpus, check_hidden_gpus, read_cpu, read_gpus
 from mrl.commands.doctor.finding import findings_of
-from mrl.distributed.launcher_env import Environment
+from mrl.distributed.launcher_env import LauncherEnv
 
 GPU = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 84_000_000_000, 85_000_000_000)
 CPU = Cpu(16, None, frozenset({"avx2", "avx512f", "avx512_bf16"}))
@@ -15,7 +15,7 @@ def told(findings):
 
 
 def test_eight_alike_are_one_line():
-    (only,) = told(check_gpus([GPU] * 8, Environment(world_size=8, local_world_size=8)))
+    (only,) = told(check_gpus([GPU] * 8, LauncherEnv(world_size=8, local_world_size=8)))
     assert only == ("ok", "8 x NVIDIA H100 80GB HBM3, compute capability 9.0, 85 GB, free and working")
 
 
@@ -29,12 +29,12 @@ def test_eight_alike_are_one_line():
     ],
 )
 def test_a_device_that_is_not_well_is_told(change, level, said):
-    (only,) = told(check_gpus([GPU, replace(GPU, **change)], Environment()))
+    (only,) = told(check_gpus([GPU, replace(GPU, **change)], LauncherEnv()))
     assert only[0] == level and said in only[1]
 
 
 def test_more_ranks_than_devices_is_a_problem():
-    found = findings_of("GPUs", lambda: check_gpus([GPU], Environment(world_size=2, local_world_size=2)))
+    found = findings_of("GPUs", lambda: check_gpus([GPU], LauncherEnv(world_size=2, local_world_size=2)))
     assert found[0].level == "problem" and "2 ranks on this host, but torch sees 1 CUDA device(s)" in found[0].found
 
 

@@ -13,9 +13,9 @@ from mrl.commands.doctor.network import (
     outgoing_ports,
     read_interfaces,
 )
-from mrl.distributed.launcher_env import Environment
+from mrl.distributed.launcher_env import LauncherEnv
 
-TWO_HOSTS = Environment(world_size=2, num_nodes=2, address="127.0.0.1")
+TWO_HOSTS = LauncherEnv(world_size=2, num_nodes=2, address="127.0.0.1")
 
 
 def told(findings):
@@ -24,7 +24,7 @@ def told(findings):
 
 
 def test_ranks_of_one_host_talk_over_loopback():
-    level, found = told(check_interface(Environment(), read_interfaces(), {}))
+    level, found = told(check_interface(LauncherEnv(), read_interfaces(), {}))
     assert level == "ok" and "ranks of one host" in found
 
 
@@ -42,7 +42,7 @@ def test_ranks_of_one_host_talk_over_loopback():
 )
 def test_an_interface_that_somebody_chose_must_exist(variable, value, level):
     interfaces = {"lo": Interface("lo", True), "ib0": Interface("ib0", True, 2044, 200000)}
-    assert told(check_interface(Environment(), interfaces, {variable: value}))[0] == level
+    assert told(check_interface(LauncherEnv(), interfaces, {variable: value}))[0] == level
 
 
 def test_loopback_between_hosts_and_an_interface_that_is_down_are_problems():
@@ -54,7 +54,7 @@ def test_loopback_between_hosts_and_an_interface_that_is_down_are_problems():
 
 
 def test_the_mtu_matters_between_hosts():
-    assert interface_facts(Environment()) == {}
+    assert interface_facts(LauncherEnv()) == {}
 
 
 def test_a_slow_name_server_is_told():

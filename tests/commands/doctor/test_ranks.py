@@ -1,5 +1,5 @@
 from mrl.commands.doctor.ranks import check_hosts, check_same, describe_rank, hosts_of_ranks, spans
-from mrl.distributed.launcher_env import Environment
+from mrl.distributed.launcher_env import LauncherEnv
 
 
 def said(*hosts, **facts):
@@ -19,7 +19,7 @@ def told(findings):
 
 
 def test_a_rank_says_who_it_is():
-    own = describe_rank(Environment(3, 4, 1, 2), {"torch": "2.13.0"})
+    own = describe_rank(LauncherEnv(3, 4, 1, 2), {"torch": "2.13.0"})
     assert (own["local_rank"], own["local_world_size"], own["facts"]) == (1, 2, {"torch": "2.13.0"}) and own["host"]
 
 

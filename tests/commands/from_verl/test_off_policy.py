@@ -11,7 +11,7 @@ from mrl.config.config import Config, load
 from mrl.config.keys import dotted_keys
 from mrl.config.verl_keys.translated_keys import is_harmless, verdict
 from mrl.config.verl_keys.verl_async import MAPS, MISSING, MOOT, RECIPES
-from mrl.rollout.async_schedule import Schedule
+from mrl.rollout.async_schedule import RolloutSchedule
 
 GRPO = {"algorithm.adv_estimator": "grpo", "trainer.n_gpus_per_node": 4, "data.train_batch_size": 64,
         "actor_rollout_ref.actor.ppo_mini_batch_size": 16}  # fmt: skip
@@ -34,7 +34,7 @@ def made(given):
 def schedule(tmp_path, given):
     (tmp_path / "run.yaml").write_text(translate({**GRPO, **given}).text)
     config = load(tmp_path / "run.yaml")
-    plan = Schedule.of(config)
+    plan = RolloutSchedule.of(config)
     return replace(plan, num_steps=None), config
 
 
@@ -62,7 +62,7 @@ def test_a_separate_trainer_begins_as_many_batches_ahead(given, steps):
 def test_a_colocated_trainer_begins_beyond_a_batch_and_stops_for_the_updates(tmp_path):
     plan, config = schedule(tmp_path, COLOCATED)
     assert config.train.mode == "sync" and config.rollout.over_sample_rate == 1.0
-    expected = Schedule(64, 1, extra=64, max_age=7, waits=False, by_parts=True)
+    expected = RolloutSchedule(64, 1, extra=64, max_age=7, waits=False, by_parts=True)
     assert replace(plan, num_samples=1) == expected
     plan, config = schedule(tmp_path, {**COLOCATED, WARMUP["colocate"]: 0.5, THRESHOLD: None})
     assert (plan.extra, plan.max_age, config.rollout.over_age) == (32, None, "wait")

@@ -2,7 +2,7 @@
 
 import torch
 
-from mrl.engines._work_queue import Feed, Work
+from mrl.engines._work_queue import PromptWork, WorkQueue
 from mrl.engines.base import SamplingConfig
 from tests.engines.native.tiny import make_prompts
 
@@ -17,7 +17,7 @@ NARROW = {"max_num_seqs": 6, "max_num_batched_tokens": 16}
 ALL = [(prompt, sample) for prompt in PROMPTS for sample in range(SAMPLING.n)]
 
 
-class Parts(Feed):
+class Parts(WorkQueue):
     """Hands out one part of the work at each pulse, and says stop at the `last`, or once all is whole."""
 
     def __init__(self, parts, last=None, most=15):
@@ -46,7 +46,9 @@ def work_of(samples, begun=()):
         new.setdefault(prompt.uid, []).append(sample)
     for one in begun:
         old.setdefault(one.prompt.uid, []).append(one)
-    return [Work(p, tuple(new.get(p.uid, ())), tuple(old.get(p.uid, ()))) for p in PROMPTS if p.uid in {**new, **old}]
+    return [
+        PromptWork(p, tuple(new.get(p.uid, ())), tuple(old.get(p.uid, ()))) for p in PROMPTS if p.uid in {**new, **old}
+    ]
 
 
 def not_begun(*found, samples=ALL):

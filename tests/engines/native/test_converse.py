@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mrl.engines._multiturn_base import Talk
+from mrl.engines._multiturn_base import MultiTurnClient
 from mrl.engines.base import SamplingConfig
 from tests.engines.native.test_engine import LOGPROB_ATOL, reference, score
 from tests.engines.native.tiny import make_checkpoint, make_engine, make_prompts
@@ -17,7 +17,7 @@ LENGTHS = (3, 9, 20, 5)
 SAMPLING = SamplingConfig(n=2, max_tokens=60, temperature=0.9, stop_token_ids=ENDS, seed=2)
 
 
-class Scripted(Talk):
+class Scripted(MultiTurnClient):
     """Answers with one to three tokens that follow from what was said, `TURNS` turns long, or while there is room."""
 
     def __init__(self, limit=60):

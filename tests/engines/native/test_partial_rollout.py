@@ -9,13 +9,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mrl.engines._work_queue import Work
+from mrl.engines._work_queue import PromptWork
 from mrl.engines.base import RolloutEngine
 from mrl.engines.native import partial_rollout
 from mrl.engines.native.partial_rollout import merged
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
-from mrl.types import Begun
+from mrl.types import PartialRollout
 from tests.engines.native.streams import (
     ALL,
     CUT,
@@ -81,10 +81,10 @@ def test_work_in_any_parts_gives_what_generate_gives(cheap, by_cheap, data):
     for prompt, sample in data.draw(st.permutations(ALL)):
         how = data.draw(st.sampled_from(("same", "work", "pulse", "idle")))
         if how == "same" and parts[-1] and parts[-1][-1].prompt == prompt:
-            parts[-1][-1] = Work(prompt, (*parts[-1][-1].new, sample))
+            parts[-1][-1] = PromptWork(prompt, (*parts[-1][-1].new, sample))
             continue
         parts += {"pulse": [[]], "idle": [[], []]}.get(how, [])
-        parts[-1].append(Work(prompt, (sample,)))
+        parts[-1].append(PromptWork(prompt, (sample,)))
     feed = Parts(parts, most=data.draw(st.integers(1, len(ALL))))
     assert cheap.stream(feed, SAMPLING) == []
     assert cheap.stats()["max_running"] <= feed.most  # where there is room for fewer than come, the others wait
@@ -280,8 +280,8 @@ def test_it_refuses_what_cannot_go_on(folder, engine):
     prompt = PROMPTS[0]
 
     def go_on(sampling=SAMPLING, of=engine, **fields):
-        begun = replace(Begun(prompt, 1, (1, 2), (-1.0, -2.0), ((0, 2),)), **fields)
-        of.stream(Parts([[Work(prompt, (), (begun,))]]), sampling)
+        begun = replace(PartialRollout(prompt, 1, (1, 2), (-1.0, -2.0), ((0, 2),)), **fields)
+        of.stream(Parts([[PromptWork(prompt, (), (begun,))]]), sampling)
 
     go_on()
     with pytest.raises(RuntimeError, match="partial rollout 1 of prompt 10 has 0 tokens; 1 to 13 are allowed"):
@@ -297,7 +297,7 @@ def test_it_refuses_what_cannot_go_on(folder, engine):
     with pytest.raises(UserError, match="max_num_batched_tokens=4, and chunked prefill is off"):
         go_on(of=make_engine(folder, enable_chunked_prefill=False, max_num_batched_tokens=4))
     with pytest.raises(UserError, match=r"65 tokens; the engine's limit is 64\. Raise rollout\.prompt_length"):
-        engine.stream(Parts([[Work(make_prompts([65])[0], (0,))]]), SAMPLING)
+        engine.stream(Parts([[PromptWork(make_prompts([65])[0], (0,))]]), SAMPLING)
     engine.sleep()
     with pytest.raises(RuntimeError, match="sleeps"):
         go_on()

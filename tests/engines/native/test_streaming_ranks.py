@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from mrl.engines._work_queue import Feed
+from mrl.engines._work_queue import WorkQueue
 from mrl.engines.native import partial_rollout
-from mrl.types import Begun
+from mrl.types import PartialRollout
 from tests.engines.native.streams import (
     ALL,
     CUT,
@@ -73,7 +73,7 @@ def test_all_ranks_of_a_replica_stop_where_one_is_told(folder):
     assert num_pulses == 9 and num_steps < 3 * partial_rollout.pulse_steps(60)
 
 
-class Shared(Feed):
+class Shared(WorkQueue):
     """The queue of all replicas: the next goes to the replica that has the fewest; stop once `enough` are whole.
 
     What a replica says is heard by all at the same pulse.
@@ -97,8 +97,8 @@ class Shared(Feed):
             self.has[rank] += 1
             one = self.queue.pop(0)
             mine += [one] * (rank == dist.get_rank())
-        new = [one for one in mine if not isinstance(one, Begun)]
-        return work_of(new, [one for one in mine if isinstance(one, Begun)])
+        new = [one for one in mine if not isinstance(one, PartialRollout)]
+        return work_of(new, [one for one in mine if isinstance(one, PartialRollout)])
 
 
 def gathered(one):
@@ -127,7 +127,7 @@ def _on_replicas(folder, seed):
         queue = [*begun, *((prompt, sample) for prompt, sample in ALL if (prompt.uid, sample) not in known)]
         feed = Shared(queue, min(5, len(ALL) - len(whole)), 4, delay)
         lefts = gathered(engine.stream(feed, UNEVEN))
-        late_ones = [one for one in feed.queue if isinstance(one, Begun)]
+        late_ones = [one for one in feed.queue if isinstance(one, PartialRollout)]
         begun = sorted([one for left in lefts for one in left] + late_ones, key=key_of)
         whole += [one for heard in feed.log for found, _ in heard for one in found]
         rounds.append((feed.log, [[exact(one) for one in left] for left in lefts]))

@@ -13,9 +13,9 @@ import torch
 
 from mrl.algorithms.functional.logprobs import Distribution, VocabShard, linear_logprobs
 from mrl.algorithms.functional.sampling import keep_threshold, stream_key
-from mrl.engines._kept_tokens import Kept, add_step
+from mrl.engines._kept_tokens import KeptTokens, add_step
 from mrl.engines.base import SamplingConfig
-from mrl.engines.native.sampler import Sampler
+from mrl.engines.native.sampler import TokenSampler
 from mrl.engines.native.torch_ops import Operations
 from mrl.types import Prompt, Rollout
 
@@ -44,8 +44,8 @@ def sampled(sampling):
     """Kinds, sampled tokens, their log-probabilities by the sampler, and what it kept as a rollout."""
     logits, kinds = logits_of_kinds(), torch.arange(TOKENS) % KINDS
     keys = torch.tensor([stream_key(0, uid, 0) for uid in range(TOKENS)])
-    tokens, logprobs, kept = Sampler(sampling, Operations()).sample(logits[kinds], keys, torch.zeros_like(keys))
-    record = Kept()
+    tokens, logprobs, kept = TokenSampler(sampling, Operations()).sample(logits[kinds], keys, torch.zeros_like(keys))
+    record = KeptTokens()
     add_step(*kept, [record] * TOKENS)
     rollout = Rollout(Prompt(0, (1,), ""), 0, tokens.tolist(), logprobs.tolist(), "length", 0)
     record.give(rollout)
@@ -94,7 +94,7 @@ def test_the_support_is_what_the_contract_keeps(cut, greedy):
 
 
 def test_a_token_that_was_not_kept_is_no_sample_of_that_distribution():
-    record = Kept()
+    record = KeptTokens()
     add_step(torch.tensor([[True, False, True]]), torch.tensor([-0.1]), [record])
     with pytest.raises(RuntimeError, match=r"response token 0 \(1\) is not among the kept token ids"):
         record.give(Rollout(Prompt(0, (1,), ""), 0, [1], [-0.5], "stop", 0))

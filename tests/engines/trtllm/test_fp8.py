@@ -25,7 +25,7 @@ from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.init import random_init
 from mrl.resharding.megatron import megatron_layout
-from mrl.resharding.weight_sync import Refit
+from mrl.resharding.weight_sync import WeightSync
 from mrl.trainer.validation.validate import check
 from tests.engines.specs import spec_of
 from tests.engines.trtllm import tiny
@@ -71,8 +71,8 @@ def refitted(folder, arch):
         )
         with tiny.engine(Path(folder), arch, **BF16, engine_kwargs=FP8_CACHE) as llm:
             for version in range(2):
-                told = Refit(layout, sources, llm, tiny.BUCKET, grids)(version)
-            Refit(layout, sources, native, tiny.BUCKET, grids)(0)
+                told = WeightSync(layout, sources, llm, tiny.BUCKET, grids)(version)
+            WeightSync(layout, sources, native, tiny.BUCKET, grids)(0)
             model = llm._runtime.executor.model_engine.model
             given = model.tensors
             expected = {name: stored for name, (stored, _) in whole_tensors(arch, "fp8").items() if name in grids}
@@ -120,7 +120,7 @@ def over_mpi(folder, arch, rollout):
     random_init(arch, layout, sources, 7)
     group, settings = make_rollout_group(grid, rank), {"tensor_model_parallel_size": 2, "timeout_s": 20.0, **rollout}
     with tiny.engine(Path(folder) / str(rank), arch, tp_group=group, **BF16, **settings) as engine:
-        Refit(layout, sources, engine, tiny.BUCKET, grids)(0)
+        WeightSync(layout, sources, engine, tiny.BUCKET, grids)(0)
         engine.generate(tiny.PROMPTS, tiny.SAMPLING)
         differ = []
         if rank == 0:
@@ -130,7 +130,7 @@ def over_mpi(folder, arch, rollout):
     os.environ[FAULTS] = "reads_more"
     again = tiny.engine(Path(folder) / f"{rank} more", arch, tp_group=group, **BF16, **settings)
     with again as engine, pytest.raises(RuntimeError) as caught:
-        Refit(layout, sources, engine, tiny.BUCKET, grids)(0)
+        WeightSync(layout, sources, engine, tiny.BUCKET, grids)(0)
     del os.environ[FAULTS]
     return differ, str(caught.value)
 

@@ -15,7 +15,7 @@ from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.init import random_init
 from mrl.resharding.megatron import megatron_layout
-from mrl.resharding.weight_sync import Refit
+from mrl.resharding.weight_sync import WeightSync
 from tests.engines.trtllm import tiny
 from tests.engines.trtllm.conftest import FAULTS, STANDIN, forget
 from tests.ranks import run_ranks
@@ -40,7 +40,7 @@ def refits(folder, arch, grid, megabytes):
         sources = allocate(layout)
         with tiny.engine(Path(folder) / str(dist.get_rank()), arch) as engine:
             transport = CheckpointEngineConfig(update_weights_bucket_megabytes=megabytes)
-            refit = Refit(layout, sources, engine, transport)
+            refit = WeightSync(layout, sources, engine, transport)
             for version in range(2):
                 random_init(arch, layout, sources, version)
                 refit(version)
@@ -82,7 +82,7 @@ def breaks(folder, arch, grid, name):
         sources = allocate(layout)
         random_init(arch, layout, sources, 0)
         with tiny.engine(Path(folder) / str(dist.get_rank()), arch) as engine:
-            refit = Refit(layout, sources, engine, CheckpointEngineConfig(update_weights_bucket_megabytes=1))
+            refit = WeightSync(layout, sources, engine, CheckpointEngineConfig(update_weights_bucket_megabytes=1))
             refit(0)
             os.environ[FAULTS] = f"reload={name}" if dist.get_rank() == 1 else ""
             try:

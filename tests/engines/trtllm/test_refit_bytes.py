@@ -19,7 +19,7 @@ from mrl.parallel_layout import Grid
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.megatron import megatron_layout
 from mrl.resharding.trtllm import TrtllmMapping
-from mrl.resharding.weight_sync import Refit
+from mrl.resharding.weight_sync import WeightSync
 from tests.checkpoint.formats.test_hf import write_folder
 from tests.engines.specs import spec_of
 from tests.engines.trtllm import tiny
@@ -99,7 +99,7 @@ def refits_built_engines(cases):
         )
         group = make_rollout_group(grid, dist.get_rank())
         engine = BuiltEngine(spec_of(config, arch, tp_group=group, dtype=getattr(torch, dtype)))
-        Refit(*actor(arch, grid, root), engine, MIB)(1)
+        WeightSync(*actor(arch, grid, root), engine, MIB)(1)
         from tensorrt_llm.builder import packed
 
         file = load_file(root / "trtllm" / f"rank{grid.rollout_rank(dist.get_rank())}.safetensors")
@@ -129,7 +129,7 @@ def refits_llm_api(cases):
         differ = {}
         for name, (arch, grid, root) in cases.items():
             with tiny.engine(root / f"rank{dist.get_rank()}", arch) as engine:
-                Refit(*actor(arch, grid, root), engine, MIB)(1)
+                WeightSync(*actor(arch, grid, root), engine, MIB)(1)
                 expected = {}
                 for file in (root / "again").glob("*.safetensors"):
                     expected |= load_file(file)

@@ -15,7 +15,7 @@ from mrl.resharding.hf import hf_layout
 from mrl.resharding.init import random_init
 from mrl.resharding.megatron import megatron_layout
 from mrl.resharding.trtllm_reads import reader_of
-from mrl.resharding.weight_sync import Refit
+from mrl.resharding.weight_sync import WeightSync
 from tests.engines.trtllm import tiny
 from tests.engines.trtllm.conftest import FAULTS
 from tests.engines.trtllm.mpi_ranks import run_mpi
@@ -54,7 +54,7 @@ def refitted(folder, arch, rollout):
     group = make_rollout_group(grid, rank)
     settings = {"tensor_model_parallel_size": 2, "timeout_s": 20.0, **rollout}
     with tiny.engine(Path(folder) / str(rank), arch, tp_group=group, **settings) as engine:
-        refit = Refit(layout, seeded(arch, layout), engine, BUCKET)
+        refit = WeightSync(layout, seeded(arch, layout), engine, BUCKET)
         try:
             refit(0)
             found = engine.generate(tiny.PROMPTS, tiny.SAMPLING)

@@ -25,7 +25,7 @@ from mrl.parallel_layout import Grid
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.fp8 import grids_of
 from mrl.resharding.megatron import megatron_layout
-from mrl.resharding.weight_sync import Refit
+from mrl.resharding.weight_sync import WeightSync
 from tests.engines.native.test_engine import score
 from tests.engines.native.tiny import make_checkpoint, make_prompts, reference
 from tests.engines.vllm import fp8_on_a_cpu, tiny
@@ -107,7 +107,7 @@ def refitted(plain, stored, grid):
     with engine_of(stored, arch, group) as engine:
         model = engine._runtime.model()
         addresses = {name: value.data_ptr() for name, value in model.named_parameters()}
-        refit = Refit(layout, sources, engine, CheckpointEngineConfig(1), grids_of(arch, "fp8"))
+        refit = WeightSync(layout, sources, engine, CheckpointEngineConfig(1), grids_of(arch, "fp8"))
         for version in range(2):
             cost = refit(version)
         for name, value in model.named_parameters():

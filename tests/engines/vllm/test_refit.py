@@ -16,7 +16,7 @@ from mrl.parallel_layout import Grid
 from mrl.resharding import weight_sync as of_refit
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.megatron import megatron_layout
-from mrl.resharding.weight_sync import Refit
+from mrl.resharding.weight_sync import WeightSync
 from tests.engines.native.tiny import make_prompts, reference
 from tests.engines.vllm import tiny
 from tests.engines.vllm.test_engine import SETTINGS, assert_scored
@@ -51,7 +51,7 @@ class Side:
         load_from_hf(folder, self.arch, layout, self.sources)
         self.engine = engine
         mib, of_refit.MIB = of_refit.MIB, BUCKET_BYTES
-        self.refit = Refit(layout, self.sources, engine, CheckpointEngineConfig(update_weights_bucket_megabytes=1))
+        self.refit = WeightSync(layout, self.sources, engine, CheckpointEngineConfig(update_weights_bucket_megabytes=1))
         of_refit.MIB = mib
 
     def assert_holds(self, expected, addresses):

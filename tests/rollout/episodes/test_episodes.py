@@ -10,7 +10,7 @@ import torch
 
 from mrl.config.config import AgentConfig, MultiTurnConfig, RolloutConfig
 from mrl.data.tokenizer import CharTokenizer
-from mrl.engines._multiturn_base import Stopped
+from mrl.engines._multiturn_base import FinishedTurn
 from mrl.engines.base import SamplingConfig
 from mrl.errors import UserError
 from mrl.rollout.episodes.conversations import cut
@@ -46,7 +46,7 @@ class Speaker:
                 said[key] += ids
                 masks[key] += [True] * len(ids)
                 cut_off = "length" if ids[-1] not in self.tokenizer.eos_ids else "stop"
-                talk.ask(Stopped(*key, tuple(ids), cut_off))
+                talk.ask(FinishedTurn(*key, tuple(ids), cut_off))
             answers = talk.answers(going)
             for key, answer in zip(going, answers, strict=True):
                 said[key] += answer or []

@@ -9,7 +9,7 @@ from mrl.config.config import AgentConfig, MultiTurnConfig, RolloutConfig
 from mrl.data.tokenizer import CharTokenizer
 from mrl.errors import UserError
 from mrl.rollout.episodes.episodes import check_environment
-from mrl.rollout.episodes.rendering import Chat, Plain
+from mrl.rollout.episodes.rendering import ChatRendering, PlainRendering
 from tests.data.folders import CHATML
 from tests.rollout.episodes.templates import FORMATS, QWEN3, chat_tokenizer
 
@@ -29,7 +29,7 @@ def tokenizer(request, tmp_path):
 
 def test_appended_ids_are_those_of_the_whole_conversation(tokenizer):
     """Where a turn's own ids are those that the tokenizer would give its text."""
-    chat, messages = Chat(tokenizer, TOOLS), list(QUESTION)
+    chat, messages = ChatRendering(tokenizer, TOOLS), list(QUESTION)
     ids = chat.opening(QUESTION, [])
     for turn, answer in zip(TURNS, ANSWERS, strict=True):
         sampled = [*tokenizer.encode(turn), tokenizer.eos_ids[0]]
@@ -40,7 +40,7 @@ def test_appended_ids_are_those_of_the_whole_conversation(tokenizer):
 
 
 def test_a_turn_that_a_stop_string_ended_gets_the_templates_end(tokenizer):
-    chat, turn = Chat(tokenizer), tokenizer.encode(TURNS[0])
+    chat, turn = ChatRendering(tokenizer), tokenizer.encode(TURNS[0])
     after = chat.after(turn, ANSWERS[0])
     assert after[0] == tokenizer.eos_ids[0]
     assert after[1:] == chat.after([*turn, tokenizer.eos_ids[0]], ANSWERS[0])
@@ -48,7 +48,7 @@ def test_a_turn_that_a_stop_string_ended_gets_the_templates_end(tokenizer):
 
 def test_sampled_ids_stay_as_they_are_where_the_tokenizer_would_give_others(tokenizer):
     """The ids of single characters: the same text, and none of it is encoded again."""
-    chat = Chat(tokenizer)
+    chat = ChatRendering(tokenizer)
     sampled = [token for character in TURNS[1] for token in tokenizer.encode(character)]
     assert sampled != tokenizer.encode(TURNS[1])
     assert chat.text_of(sampled) == TURNS[1]
@@ -58,11 +58,11 @@ def test_sampled_ids_stay_as_they_are_where_the_tokenizer_would_give_others(toke
 @pytest.mark.parametrize("mode", ["strict", "ignore_strippable", "disable"])
 def test_templates_that_append_pass(tokenizer, mode):
     for answer in ANSWERS:
-        Chat(tokenizer, TOOLS).check(mode, answer)
+        ChatRendering(tokenizer, TOOLS).check(mode, answer)
 
 
 def test_a_template_that_changes_earlier_turns_is_refused_by_name(tmp_path):
-    chat = Chat(chat_tokenizer(tmp_path, QWEN3))
+    chat = ChatRendering(chat_tokenizer(tmp_path, QWEN3))
     for mode in ("strict", "ignore_strippable"):
         with pytest.raises(UserError, match=f"chat template of '{tmp_path}' is not append-only: after turn"):
             chat.check(mode, ANSWERS[1])
@@ -85,10 +85,10 @@ def test_templates_of_models_append_or_are_refused(name, tmp_path):
     tokenizer = chat_tokenizer(tmp_path, template)
     for role, answer in zip(("tool", "user"), ANSWERS, strict=True):
         if role in APPENDS[name].split():
-            Chat(tokenizer, TOOLS if role == "tool" else ()).check("strict", answer)
+            ChatRendering(tokenizer, TOOLS if role == "tool" else ()).check("strict", answer)
         else:
             with pytest.raises(UserError, match="is not append-only|chat template of .* failed"):
-                Chat(tokenizer, TOOLS if role == "tool" else ()).check("strict", answer)
+                ChatRendering(tokenizer, TOOLS if role == "tool" else ()).check("strict", answer)
 
 
 def test_qwen3_with_tools_is_taken_and_without_refused(tmp_path):
@@ -106,7 +106,7 @@ def episodes_with(environment):
 def test_white_space_that_a_template_strips_is_told_apart(tmp_path):
     """It ends a message with a line only where another follows."""
     strips = CHATML.replace("<|im_end|>\n{% endfor %}", "<|im_end|>{{ '' if loop.last else '\\n' }}{% endfor %}")
-    chat = Chat(chat_tokenizer(tmp_path, strips))
+    chat = ChatRendering(chat_tokenizer(tmp_path, strips))
     with pytest.raises(UserError, match="ignore_strippable"):
         chat.check("strict", ANSWERS[1])
     chat.check("ignore_strippable", ANSWERS[1])
@@ -115,12 +115,12 @@ def test_white_space_that_a_template_strips_is_told_apart(tmp_path):
 def test_a_template_that_hides_the_assistant_is_refused(tmp_path):
     hides = "{% for m in messages %}{{ m.role }}{% endfor %}"
     with pytest.raises(UserError, match="does not write an assistant's content"):
-        Chat(chat_tokenizer(tmp_path, hides)).text_after(ANSWERS[0])
+        ChatRendering(chat_tokenizer(tmp_path, hides)).text_after(ANSWERS[0])
 
 
 def test_without_a_template_contents_stand_one_after_the_other():
     tokenizer = CharTokenizer("0123456789<>?#")
-    plain = Plain(tokenizer)
+    plain = PlainRendering(tokenizer)
     assert plain.opening("<1>", [{"role": "user", "content": "2?"}]) == tokenizer.encode("<1>2?")
     assert plain.after(tokenizer.encode("5#"), [{"role": "user", "content": ">"}]) == tokenizer.encode(">")
     assert plain.text_of(tokenizer.encode("5#")) == "5"

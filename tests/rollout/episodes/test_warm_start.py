@@ -15,7 +15,7 @@ from mrl.environments.calculator import Calculator
 from mrl.environments.formats import base as formats
 from mrl.environments.guess import Guess
 from mrl.rollout.episodes.ledger import Ledger
-from mrl.rollout.episodes.rendering import Chat, Plain
+from mrl.rollout.episodes.rendering import ChatRendering, PlainRendering
 from mrl.types import Prompt
 from tests.rollout.episodes.templates import FORMATS, chat_tokenizer
 from tests.source import ROOT
@@ -73,7 +73,7 @@ def test_a_calculation_is_imitated_without_what_the_calculator_says():
         row = task.train_row(index)
         prompt, example = encoded(tokenizer, row)
         turns, heard = played(Calculator(), 0, row)
-        assert is_the_ledger(example, ledger(Plain(tokenizer), prompt, turns, heard))
+        assert is_the_ledger(example, ledger(PlainRendering(tokenizer), prompt, turns, heard))
         lengths.add(len(turns))
     assert lengths == {1, 2}
 
@@ -92,7 +92,7 @@ def test_a_game_is_imitated_without_its_answers():
             if number in guesses[:-1] or ["higher" if guess < number else "lower" for guess in guesses[:-1]] != said:
                 continue
             turns, heard = played(Guess(low=1, high=3, max_guesses=most), seed, row)
-            assert is_the_ledger(example, ledger(Plain(tokenizer), prompt, turns, heard))
+            assert is_the_ledger(example, ledger(PlainRendering(tokenizer), prompt, turns, heard))
             found += len(said) > 0
             break
     assert found > 5
@@ -111,7 +111,7 @@ def test_messages_are_imitated_in_the_prompt_that_offers_the_tools(name, tmp_pat
     }
     prompt, example = encoded(tokenizer, row, tools)
     assert isinstance(prompt, Prompt) and isinstance(prompt.question, list)
-    assert is_the_ledger(example, ledger(Chat(tokenizer, tools), prompt, turns, heard))
+    assert is_the_ledger(example, ledger(ChatRendering(tokenizer, tools), prompt, turns, heard))
     _, last = encoded(tokenizer, row, tools, train_on_turns="last")
     assert last.prompt_ids + last.response_ids == example.prompt_ids + example.response_ids
     assert tokenizer.decode(last.response_ids).startswith(turns[1])
@@ -123,7 +123,7 @@ def test_the_row_of_the_docs_is_imitated_so():
     tokenizer = CharTokenizer(CHARACTERS)
     prompt, example = encoded(tokenizer, row)
     turns, heard = played(Calculator(), 0, row)
-    assert is_the_ledger(example, ledger(Plain(tokenizer), prompt, turns, heard))
+    assert is_the_ledger(example, ledger(PlainRendering(tokenizer), prompt, turns, heard))
 
 
 def test_an_action_is_read_from_what_is_imitated():

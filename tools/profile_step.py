@@ -42,7 +42,7 @@ from mrl.trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
 PARTS: dict[str, list[tuple[Any, str]]] = {
-    "products": [(layers, "rows_times"), (layers, "_added")],
+    "products": [(layers, "rows_times"), (layers, "_accumulate_weight_gradient")],
     "head": [(_LinearLogprobs, "forward"), (_LinearLogprobs, "backward")],
     "attention": [(Training, "attend"), (Training, "attention_gradients"), (Training, "turned")],
     "norms and activations": [(Training, name) for name in ("normed", "norm_gradients", "gated", "gate_gradient")],

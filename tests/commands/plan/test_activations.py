@@ -68,7 +68,7 @@ def saved_of_a_pass(arch, grid, options, patch) -> int:
             kept[storage.data_ptr()] = storage  # held, so that no address comes twice
         return tensor
 
-    def kept_turns(chunk, angles, positions, turns=model.ScoringModel._turns):
+    def kept_turns(chunk, angles, positions, turns=model.ScoringModel._rotary_angles):
         return tuple(keep(tensor) for tensor in turns(chunk, angles, positions))
 
     def loss(logprobs_R, entropy_R, micro):
@@ -86,7 +86,7 @@ def saved_of_a_pass(arch, grid, options, patch) -> int:
             own = [packed.query_slots, packed.row_to_slot, *of_keys, *masks]
         for tensor in (micro.tokens, micro.positions, *own):
             keep(tensor)
-    patch.setattr(model.ScoringModel, "_turns", kept_turns)
+    patch.setattr(model.ScoringModel, "_rotary_angles", kept_turns)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         policy._forward_backward.run(microbatches, loss, backward=True)
     return counted[0]

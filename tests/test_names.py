@@ -1,4 +1,4 @@
-"""One word for one thing: the glossary's synonyms appear nowhere, and no file is a drawer for leftovers."""
+"""One name for one thing: synonyms of a name of mrl appear nowhere, and no file is a drawer for leftovers."""
 
 import ast
 import re
@@ -10,17 +10,16 @@ SYNONYMS = {
     r"(prox|proximal)_log_probs?": "proximal_logprobs",
     r"(ref|reference)_log_probs?|reference_logprobs?": "ref_logprobs",
     r"log_probs?|logps?|per_token_logps": "logprobs",
-    r"completions?(_ids|_mask|_length)?": "response",
+    r"completions?_(ids|mask|length)": "response_*",
     r"loss_mask|action_mask": "response_mask",
-    r"(sync|load|push|broadcast|transfer)_weights|weight_sync": "refit, update_weights",
     r"weight_version|model_version": "policy_version",
     r"prompt_group|group_index": "group_id",
-    r"micro_batch\w*|mini_batch\w*": "microbatch, minibatch",
+    r"lodgers?|guests?|desk|quaint|mixtures?": "shared-weight teacher, separate teacher, request queue, MoE",
     r"(n|nb)_[a-z]+s": "num_*",
     r"\w+_(seconds?|secs?|millis|ms)": "*_s",
     r"\w+_(pct|percent|fraction)": "*_frac",
 }
-"""Identifier, whole -> the word of mrl."""
+"""Pattern of an identifier -> the name in mrl."""
 
 ALLOWED = {("mrl/algorithms/functional", "old_logprobs_R"), ("mrl/algorithms", "old_logprobs_R")}
 """Folder and name: the maths of a ratio takes either rollout_logprobs or proximal_logprobs as its denominator."""
@@ -68,6 +67,6 @@ def test_no_file_is_a_drawer():
 
 
 def test_the_pattern_finds_a_planted_synonym():
-    planted = ast.parse("old_log_probs_R = 1\ndef f(micro_batches): pass")
+    planted = ast.parse("old_log_probs_R = 1\ndef f(lodger): pass")
     names = {name for name, _ in identifiers(planted)}
     assert sum(any(is_like(pattern, name) for pattern in SYNONYMS) for name in names) == 2

@@ -323,7 +323,7 @@ class DistillationLossConfig:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the loss needs only the teacher's log-probability of the sampled token."""
+        """True if the loss needs only the teacher's log-probability of the sampled token."""
         return self.loss_mode in SAMPLED
 
 
@@ -359,7 +359,7 @@ class ValConfig:
 
     @property
     def greedy(self) -> bool:
-        """Whether evaluation takes the most likely token."""
+        """True if evaluation takes the most likely token."""
         return not self.do_sample or self.temperature == 0
 
 
@@ -617,7 +617,7 @@ class RolloutCorrectionConfig:
 
     @property
     def takes_sampled(self) -> bool:
-        """Whether the log-probabilities captured while sampling enter the loss."""
+        """True if the log-probabilities captured while sampling enter the loss."""
         acting = self.acting
         corrects = acting.rollout_is or acting.rollout_rs or acting.off_policy_mask_threshold is not None
         return bool(acting.bypass_mode or corrects)

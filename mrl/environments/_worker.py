@@ -1,7 +1,7 @@
 """Worker process that runs the environments of several episodes, one command at a time.
 
-Started by `distributed/worker_processes/worker_process.py` as a fresh interpreter, under its `supervisor.py`. Imports
-no torch and nothing of the parent's main module.
+Started by `distributed/worker_processes/worker_process.py` as a fresh interpreter, under its
+`distributed/worker_processes/supervisor.py`. Imports no torch and nothing of the parent's main module.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from mrl.rollout.sample_table import gather_table
 from mrl.trainer.actor_weights import read_weights
 from mrl.trainer.rank_roles import on_trainers
 from mrl.trainer.resolve import RunPlan
-from mrl.trainer.validation.frozen_models import guest_config
+from mrl.trainer.validation.frozen_models import forward_only_config
 from mrl.types import Rollout
 
 PADDING = 0
@@ -63,7 +63,7 @@ class RunRewardModel:
         with on_trainers(groups):
             if policy is not None:
                 policy.offload()
-                self._model = ForwardOnlyModel(guest_config(plan.config), arch, groups, device)
+                self._model = ForwardOnlyModel(forward_only_config(plan.config), arch, groups, device)
                 read_weights(self._model, arch, path, self._model.named_tensors())
                 self._model.offload()
 

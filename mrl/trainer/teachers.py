@@ -27,7 +27,7 @@ from mrl.resharding.megatron import OUTPUT, output_name, output_rows
 from mrl.trainer.actor_weights import read_weights
 from mrl.trainer.resolve import RunPlan
 from mrl.trainer.validation.distillation import teacher_of
-from mrl.trainer.validation.frozen_models import guest_config
+from mrl.trainer.validation.frozen_models import forward_only_config
 from mrl.types import Prompt, RolloutBatch
 
 
@@ -48,7 +48,7 @@ class RunTeachers:
         self._teachers: list[Teacher] = [
             SharedWeightTeacher(policy, arch)
             if arch == plan.arch
-            else SeparateTeacher(guest_config(plan.config), arch, groups, device, policy)
+            else SeparateTeacher(forward_only_config(plan.config), arch, groups, device, policy)
             for arch in plan.teachers
         ]
         policy.offload()  # before the engine measures the free memory

@@ -23,7 +23,7 @@ from mrl.parallel_layout import Grid
 from mrl.resharding.init import random_init
 from mrl.resharding.megatron import output_name
 from mrl.trainer.teachers import joined
-from mrl.trainer.validation.frozen_models import guest_config
+from mrl.trainer.validation.frozen_models import forward_only_config
 from tests.algorithms.functional.test_divergences import Peak, by_definition
 from tests.layouts import groups_of
 from tests.megatron.actors import (
@@ -78,7 +78,9 @@ def taught(grid, *, same=False):
         for name, tensor in policy.named_tensors().items():
             lodger.tensors()[name].copy_(tensor)
         return policy, [lodger]
-    guest = SeparateTeacher(guest_config(config_for(grid, **OPTIONS)), OTHER, groups, torch.device("cpu"), policy)
+    guest = SeparateTeacher(
+        forward_only_config(config_for(grid, **OPTIONS)), OTHER, groups, torch.device("cpu"), policy
+    )
     for seed, teacher in enumerate((lodger, guest), start=21):
         random_init(teacher.arch, teacher.model.layout(), teacher.tensors(), seed)
         for name, tensor in teacher.tensors().items():

@@ -26,7 +26,7 @@ from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.model import Decoder
 from mrl.engines.native.parked_slots import RowCopy
 from mrl.engines.native.sampler import TokenSampler
-from mrl.engines.native.scheduler import PromptGroup, RunningSample, Scheduler, prefill_chunks
+from mrl.engines.native.scheduler import PrefillGroup, RunningSample, Scheduler, prefill_chunks
 from mrl.engines.native.speculation import Drafted, Speculation
 from mrl.engines.native.stopping import Stopping
 from mrl.errors import UserError
@@ -119,11 +119,11 @@ class Generation:
     def _done(self) -> bool:
         return self._scheduler.done
 
-    def _admit(self) -> list[PromptGroup]:
+    def _admit(self) -> list[PrefillGroup]:
         """Returns the prompts to prefill next, into the rows after the running ones."""
         return self._scheduler.admit()
 
-    def _prefill(self, groups: Sequence[PromptGroup]) -> None:
+    def _prefill(self, groups: Sequence[PrefillGroup]) -> None:
         """Fills the cache with the prompts and stores the hidden state after the last token of each."""
         first_row = len(self._scheduler.running)
         starts = [group.cached for group in groups]

@@ -26,7 +26,7 @@ from mrl.engines._multiturn_base import Key, MultiTurnClient, check_answer
 from mrl.engines._multiturn_sample import MultiTurnSample
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.generation import Generation
-from mrl.engines.native.scheduler import PromptGroup, RunningSample
+from mrl.engines.native.scheduler import PrefillGroup, RunningSample
 from mrl.types import Rollout
 
 LIVE = 3
@@ -88,7 +88,7 @@ class MultiTurnGeneration(Generation):
         self._talk.hear()
         return super()._decode()
 
-    def _admit(self) -> list[PromptGroup]:
+    def _admit(self) -> list[PrefillGroup]:
         """Returns new prompts and resumed episodes, with their cached slots moved into their rows."""
         scheduler = self._scheduler
         num_active = len(scheduler.running) + scheduler.num_due
@@ -100,9 +100,9 @@ class MultiTurnGeneration(Generation):
             self.stats["reread_tokens"] += self._samples[key].num_seen - group.cached
         return [*resumed.values(), *admitted]
 
-    def _take_resumable(self, num_others: int) -> dict[Key, PromptGroup]:
+    def _take_resumable(self, num_others: int) -> dict[Key, PrefillGroup]:
         """Takes from the head of the queue the episodes that resume, given `num_others` that run or start."""
-        found: dict[Key, PromptGroup] = {}
+        found: dict[Key, PrefillGroup] = {}
         while self._queue:
             running = num_others + len(found)
             goal = min(self._scheduler.num_rows, math.ceil(SHARE * (running + len(self._queue))))
@@ -111,7 +111,7 @@ class MultiTurnGeneration(Generation):
             found |= self._wait_for_replies(goal - running)
         return found
 
-    def _wait_for_replies(self, most: int) -> dict[Key, PromptGroup]:
+    def _wait_for_replies(self, most: int) -> dict[Key, PrefillGroup]:
         """Waits for the replies to the first `most` of the queue; returns those that continue, finishes the others."""
         keys, self._queue = self._queue[:most], self._queue[most:]
         began = time.perf_counter()
@@ -125,7 +125,7 @@ class MultiTurnGeneration(Generation):
                 self._scheduler.parking.forget(key)
                 continue
             one.append_reply(check_answer(answer, len(one.ids), self._limit))
-            found[key] = PromptGroup(
+            found[key] = PrefillGroup(
                 one.place, one.as_prompt(self._seed), deque([0]), self._limit - len(one.ids), answered=key
             )
         return found

@@ -24,7 +24,7 @@ Alike = tuple[list[int], list[int]]
 
 
 @dataclass
-class PromptGroup:
+class PrefillGroup:
     """A prompt and the samples that share its prefill.
 
     Attributes:
@@ -73,7 +73,7 @@ class RunningSample:
         kept: Kept token ids.
     """
 
-    group: PromptGroup
+    group: PrefillGroup
     sample_index: int
     started: int
     ahead: int = 0
@@ -114,8 +114,8 @@ class Scheduler:
         self.num_rows = num_rows
         self.parking = parking or PausedSequences(num_rows)
         self.running: list[RunningSample] = []
-        self._waiting: deque[PromptGroup] = deque()
-        self._started: list[PromptGroup] = []
+        self._waiting: deque[PrefillGroup] = deque()
+        self._started: list[PrefillGroup] = []
         self._room, self._share_prefill = room, share_prefill
         self._num_prompts = 0
         self._alike: Alike | None = None
@@ -125,7 +125,7 @@ class Scheduler:
     def wait(self, prompt: Prompt, samples: Sequence[int], begun: PartialRollout | None = None) -> None:
         """Queues samples of a prompt, or the partial rollout `begun`, after all that wait."""
         for part in [samples] if self._share_prefill else [[sample] for sample in samples]:
-            self._waiting.append(PromptGroup(self._num_prompts, prompt, deque(part), self._room, begun=begun))
+            self._waiting.append(PrefillGroup(self._num_prompts, prompt, deque(part), self._room, begun=begun))
         self._num_prompts += 1
 
     @property
@@ -148,13 +148,13 @@ class Scheduler:
         """Partial rollouts that wait to resume."""
         return [group.begun for group in self._waiting if group.begun is not None]
 
-    def admit(self, most: int | None = None) -> list[PromptGroup]:
+    def admit(self, most: int | None = None) -> list[PrefillGroup]:
         """Takes waiting prompts that fit, to be prefilled into the rows after the running ones.
 
         Args:
             most: Stop after so many samples; None: no limit.
         """
-        admitted: list[PromptGroup] = []
+        admitted: list[PrefillGroup] = []
         free = self.num_rows - len(self.running) - self.num_due
         room = free if most is None else most
         while self._waiting and free > 0 and room > 0:
@@ -164,7 +164,7 @@ class Scheduler:
             admitted.append(group)
         return admitted
 
-    def resume(self, groups: Sequence[PromptGroup], admitted: Sequence[PromptGroup]) -> list[RowCopy]:
+    def resume(self, groups: Sequence[PrefillGroup], admitted: Sequence[PrefillGroup]) -> list[RowCopy]:
         """Prepares the rows in which samples will start; sets `cached` of resumed groups to the slots that are left.
 
         Args:
@@ -180,7 +180,7 @@ class Scheduler:
             group.cached = length
         return moves
 
-    def start(self, groups: Sequence[PromptGroup], step: int) -> tuple[list[int], list[RowCopy]]:
+    def start(self, groups: Sequence[PrefillGroup], step: int) -> tuple[list[int], list[RowCopy]]:
         """Starts samples of prefilled prompts, and of earlier prompts with samples left, in all free rows.
 
         Args:

@@ -12,7 +12,7 @@ from mrl.config.config import TOP_K, AlgorithmConfig, Config, DistillationConfig
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import Grid
-from mrl.trainer.validation.frozen_models import guest_rules
+from mrl.trainer.validation.frozen_models import forward_only_rules
 
 if TYPE_CHECKING:
     from mrl.types import Prompt
@@ -223,4 +223,4 @@ def _model_rules(config: Config, arch: ArchSpec, teacher: ArchSpec, grid: Grid, 
             f" has {teacher.vocab_size} tokens, but the student has {arch.vocab_size}. Remove vocab_size from the "
             "preset's overrides."
         )
-    yield from guest_rules(config, arch, teacher, grid, host="student", name="teacher")
+    yield from forward_only_rules(config, arch, teacher, grid, host="student", name="teacher")

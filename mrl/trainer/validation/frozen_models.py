@@ -14,7 +14,7 @@ from mrl.resharding.shards import check_experts_divide
 from mrl.trainer.validation.parallel import division_rules
 
 
-def guest_config(config: Config) -> Config:
+def forward_only_config(config: Config) -> Config:
     """Returns the config from which a forward-only model is built like an actor, offloaded while it is not used."""
     actor = replace(
         config.actor, param_offload=True, grad_offload=True, optimizer_offload=True, router_replay="none",
@@ -23,31 +23,33 @@ def guest_config(config: Config) -> Config:
     return replace(config, actor=actor)
 
 
-def guest_rules(config: Config, arch: ArchSpec, guest: ArchSpec, grid: Grid, *, host: str, name: str) -> Iterator[str]:
+def forward_only_rules(
+    config: Config, arch: ArchSpec, other: ArchSpec, grid: Grid, *, host: str, name: str
+) -> Iterator[str]:
     """Yields the end of a message for each broken rule.
 
     Args:
         config: Config with the algorithm's defaults filled in.
         arch: Architecture of the actor.
-        guest: Architecture of the forward-only model.
+        other: Architecture of the forward-only model.
         grid: Parallel layout of both.
         host: Noun for the actor in messages ("student").
         name: Noun for the model in messages ("teacher").
     """
-    if (guest.moe is None) != (arch.moe is None):
+    if (other.moe is None) != (arch.moe is None):
         yield (
             f": one of {host} and {name} is an MoE model and the other is dense, but both use one parallel layout. "
             f"Choose a {name} of the {host}'s kind."
         )
-    if guest.max_position_embeddings < config.rollout.longest:
+    if other.max_position_embeddings < config.rollout.longest:
         yield (
-            f" has positions for {guest.max_position_embeddings} tokens, fewer than the {config.rollout.longest} of "
+            f" has positions for {other.max_position_embeddings} tokens, fewer than the {config.rollout.longest} of "
             f"prompt and response. Choose another {name}, or lower rollout.prompt_length or rollout.response_length."
         )
-    for message in division_rules(guest, replace(grid, rollout_tp=1)):
+    for message in division_rules(other, replace(grid, rollout_tp=1)):
         yield f": {message}"
-    if guest.moe is not None:
+    if other.moe is not None:
         try:
-            check_experts_divide(guest.moe, expert_shard(grid, 0))
+            check_experts_divide(other.moe, expert_shard(grid, 0))
         except UserError as error:
             yield f": {error}"

@@ -69,8 +69,8 @@ def _algorithm(name: str) -> Sequence[str]:
 
 
 def _definition(text: str) -> str:
-    """Returns the part of a docstring before its arguments and source."""
-    return re.split(r"\n\n(?:Args|Source):", text)[0]
+    """Returns the part of a docstring before its arguments and source, without its verb."""
+    return re.split(r"\n\n(?:Args|Source):", text)[0].removeprefix("Returns ")
 
 
 def _source(text: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.engines.native.multiturn import LIVE, pool_rows
 from mrl.engines.native.parked_slots import PausedSequences
-from mrl.engines.native.scheduler import PromptGroup, Scheduler
+from mrl.engines.native.scheduler import PrefillGroup, Scheduler
 from mrl.types import Prompt
 from tests.engines.native.test_converse import ENDS, LENGTHS, Scripted
 from tests.engines.native.test_engine import LOGPROB_ATOL
@@ -181,7 +181,7 @@ def test_a_sequence_finds_in_its_row_what_it_left(num_rows, spare, seed):
             keys.remove(key)
             parking.forget(key)
         groups = [
-            PromptGroup(0, Prompt(0, tuple(range(len(turns[key]) + 3)), ""), deque([0]), 9, answered=key)
+            PrefillGroup(0, Prompt(0, tuple(range(len(turns[key]) + 3)), ""), deque([0]), 9, answered=key)
             for key in keys
         ]
         move(scheduler.resume(groups, admitted))

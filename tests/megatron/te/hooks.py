@@ -14,7 +14,6 @@ import importlib.machinery
 import os
 import sys
 
-from mrl.megatron.cpu import import_patches
 from mrl.models import transformer_engine
 from tests.megatron.te import cuda, hybrid, permutation
 
@@ -36,9 +35,13 @@ def install():
     os.environ.update(ENVIRONMENT)
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-    import_patches._CPU_FIXES[hybrid.MODULE] = hybrid.correct
     transformer_engine.DEVICES = {*transformer_engine.DEVICES, "cpu"}
     transformer_engine.DTYPES = {*transformer_engine.DTYPES, "float32"}
+    from mrl.megatron.cpu import import_patches  # prepares Megatron, for which TE must be usable already
+
+    for finder in sys.meta_path:
+        if isinstance(finder, import_patches._Finder):
+            finder._fixes[hybrid.MODULE] = hybrid.correct
 
 
 class _Rewrite(ast.NodeTransformer):

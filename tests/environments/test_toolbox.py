@@ -137,5 +137,5 @@ def test_a_search_finds_what_fits_best(library):
 def test_a_folder_without_texts_is_refused(tmp_path):
     with pytest.raises(UserError, match="0 files match"):
         Search(str(tmp_path))
-    with pytest.raises(UserError, match="expected a folder"):
+    with pytest.raises(UserError, match="expected an existing folder"):
         Search(str(tmp_path / "none"))

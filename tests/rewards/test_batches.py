@@ -28,7 +28,7 @@ def best(completions, prompts, **columns):
     same = [[len(text) for text, asked in zip(texts, prompts) if asked == own] for own in prompts]
     return [float(sum(other < len(text) for other in group)) for text, group in zip(texts, same)]
 
-async def call_async(completions, level, **columns):
+async def later(completions, level, **columns):
     await asyncio.sleep(0.01)
     return [None if one is None else one / len(text[0]["content"]) for text, one in zip(completions, level)]
 """

@@ -309,7 +309,7 @@ def test_exceptions_cannot_steer_the_terminal():
     ("function", "message"),
     [
         ("exact", "there is no 'exact'. Did you mean 'exact_match'"),
-        ("scorer' is not a plugin"),
+        ("scorer", "'scorer' is not a plugin"),
         ("nowhere.rewards:f", "'nowhere.rewards:f' does not import"),
         (f"{HERE}:nothing", "has no 'nothing'"),
         (f"{HERE}:NOT_A_FUNCTION", "is a int, expected a function"),

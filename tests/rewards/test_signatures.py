@@ -51,7 +51,7 @@ def only_two(solution_str, ground_truth, method="strict"):
 def with_facts(data_source, solution_str, ground_truth, extra_info):
     return {"score": 0.5, "acc": solution_str.endswith(ground_truth), "pred": solution_str[-1:]}
 
-async def call_async(data_source, solution_str, ground_truth, extra_info):
+async def later(data_source, solution_str, ground_truth, extra_info):
     import asyncio
     await asyncio.sleep(0)
     return float(solution_str.endswith(ground_truth))
@@ -79,7 +79,7 @@ def sometimes(completions, completion_ids, extra_info, log_metric, log_extra):
     log_extra("said", [completions[0][0]["content"]])
     return [None if one["index"] % 2 else 1.0 for one in extra_info]
 
-async def call_async(completions, **kwargs):
+async def later(completions, **kwargs):
     return [1.0 for _ in completions]
 
 def asked(completions, answer):

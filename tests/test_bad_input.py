@@ -54,7 +54,7 @@ COMMANDS = {
     "rehearse": ("rehearse", "--world-size", "1", "--dry-run", "--output-dir", "rehearsal"),
 }
 
-HINT = "\nTo rehearse without what is on the cluster only"
+HINT = "\nTo rehearse without files that exist only on the cluster"
 """What `mrl rehearse` adds where files are not here."""
 
 STARTED = "is found while ranks train"

@@ -108,7 +108,7 @@ def test_after_an_update_the_support_is_still_the_engines():
 
 def without_support(grid):
     policy = make_policy(ARCHS["qwen2"], grid, rollout={"top_k": 5})
-    with pytest.raises(RuntimeError, match="came without those that were kept"):
+    with pytest.raises(RuntimeError, match="the batch has no support_R"):
         policy.score(make_batch(4))
 
 

@@ -123,7 +123,7 @@ def test_a_required_key_that_is_missing_is_named(key):
     [
         (None, "has no config.json"),
         ("{", "cannot be read"),
-        ("[]", "holds a JSON list"),
+        ("[]", "is a JSON list"),
         ('{"pretrained_config": {}}', "engine"),
     ],
 )

@@ -210,14 +210,14 @@ THOUSAND = """
 import os, sys, time
 from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
-from mrl.distributed.launcher_env import Environment
+from mrl.distributed.launcher_env import LauncherEnv
 from mrl.distributed.watchdog.hang_diagnosis import RankState
 from mrl.distributed.watchdog.watchdog import Watchdog
 store = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
 for rank in range(1, 1000):
     store.set(f"watchdog/beat/{rank}", RankState(rank, f"node{rank // 8}", rank, where="step 7, gen").encode())
 store.add("watchdog/came", 999)
-dog = Watchdog(Environment(0, 1000, 0, 8, 125), collective_timeout_s=60, heartbeat_timeout_s=1, advice=lambda: "advice")
+dog = Watchdog(LauncherEnv(0, 1000, 0, 8, 125), collective_timeout_s=60, heartbeat_timeout_s=1, advice=lambda: "advice")
 dog.start(store)
 time.sleep(60)
 """

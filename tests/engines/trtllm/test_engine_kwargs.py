@@ -83,7 +83,7 @@ MISTAKES = {
     "two sizes": ("{cuda_graph_config: {batch_sizes: [1], max_batch_size: 2}}", "set either"),
     "drafter": ("{speculative_config: {decoding_type: Eagle}}", "expected NGram or AUTO.* none for other drafters"),
     "no drafter": ("{speculative_config: {max_draft_len: 3}}", "decoding_type=null: expected"),
-    "text": ("text", "came, expected a mapping"),
+    "text": ("text", "is text, expected a mapping"),
 }  # fmt: skip
 
 

@@ -144,8 +144,8 @@ def test_n_samples_are_n_requests_with_seeds_of_their_own(standin, tmp_path):
     with tiny.engine(tmp_path) as engine:
         tiny.refit(engine, tiny.weights())
         seen = []
-        ask = engine._requests.ask
-        engine._requests.ask = lambda prompts, given: seen.extend(given) or ask(prompts, given)
+        ask = engine._requests.submit
+        engine._requests.submit = lambda prompts, given: seen.extend(given) or ask(prompts, given)
         engine.generate(tiny.PROMPTS, tiny.SAMPLING)
         assert len(seen) == 4 + 9 and len({each["seed"] for each in seen[4:]}) == 9  # the first are the probe's
 

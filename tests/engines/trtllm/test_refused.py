@@ -9,7 +9,7 @@ ARGUMENTS = "rollout.engine_kwargs.trtllm"
 BUILT = ("rollout.name=trtllm_engine", "rollout.enable_prefix_caching=false", "rollout.enforce_eager=true")
 
 MISTAKES = {
-    "engine folder": (("rollout.engine_dir=engines",), "only rollout.name=trtllm_engine has a folder of engines"),
+    "engine folder": (("rollout.engine_dir=engines",), "only rollout.name=trtllm_engine reads prebuilt engines"),
     "routing": (("rollout.enable_rollout_routing_replay=true",), "return the chosen experts"),
     "penalty": (("rollout.repetition_penalty=1.1",), "would not be those that sampled"),
     "log-probabilities": (("rollout.calculate_log_probs=false",), "are pi_old"),

@@ -191,7 +191,7 @@ def refusals(folder):
 def test_what_cannot_be_generated_is_said(folders):
     (said,) = run_ranks(1, refusals, folders("qwen2"))
     assert said["empty"].startswith("RuntimeError: weight update incomplete")
-    assert said["update"].startswith("RuntimeError: update_weights outside an update")
+    assert said["update"].startswith("RuntimeError: update_weights() outside a weight update")
     assert "UserError" in said["long"] and "rollout.max_model_len" in said["long"]
     assert "does not start with rollout.engine_kwargs.vllm={'block_size': 7}: " in said["value"]
     assert ".." not in said["value"]

@@ -98,7 +98,9 @@ def failures(side, prompts):
     engine._storage.write = lambda item: None if "0.self_attn.o_proj" in item.name else write(item)
     for tensor in side.sources.values():
         tensor.add_(1)
-    said.append(("a write was lost", said_by(partial(side.refit, 1)), said_by(partial(ask, engine, prompts))))
+    said.append(
+        ("checksum mismatch after weight sync", said_by(partial(side.refit, 1)), said_by(partial(ask, engine, prompts)))
+    )
     engine._storage.write = write
     for tensor in side.sources.values():
         tensor.sub_(1)

@@ -96,7 +96,7 @@ def test_a_broken_one_is_told_with_its_error_and_experts_are_refused(on_gpu):
     on_gpu(BROKEN)
     assert BROKEN in transformer_engine.described(config(), DENSE, "cuda")
     transformer_engine.check(config(), DENSE, "cuda")
-    with pytest.raises(UserError, match="4 experts in a layer.*undefined symbol.*actor.transformer_impl=local"):
+    with pytest.raises(UserError, match="4 experts per layer.*undefined symbol.*actor.transformer_impl=local"):
         transformer_engine.check(config(), EXPERTS, "cuda")
     transformer_engine.check(config("local"), EXPERTS, "cuda")
     with pytest.raises(UserError, match="actor.transformer_impl=te, but .*undefined symbol"):
@@ -111,7 +111,7 @@ def test_a_gpu_without_an_attention_for_packed_sequences_is_told_of_flash_attn(o
         transformer_engine.check(config(), EXPERTS, "cuda")
     on_gpu(kind="unfused")
     told = transformer_engine.described(config(), DENSE, "cuda")
-    assert "slow" in told and "prompts are computed again" in told
+    assert "slow" in told and "the prompt is computed once per sample" in told
 
 
 def test_a_run_tells_whose_layers_it_has(tmp_path):

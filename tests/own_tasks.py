@@ -1,7 +1,7 @@
 """Data tasks of a user's own, as the text of their module."""
 
 DEFECT = """
-from mrl.data import synthetic_tasks as tasks
+from mrl.data import synthetic_tasks
 
 class Task(synthetic_tasks.Task):
     num_train = num_val = 1

@@ -83,7 +83,7 @@ def test_dry_run_shows_what_megatron_is_told_and_what_gpus_turn_on(config, capsy
     assert "hidden_dropout:" not in told.partition("# config")[0]  # it is so without it
     on = next(line for line in told.splitlines() if line.startswith("switched on with TransformerEngine: "))
     assert "transformer.bias_activation_fusion" in on and "ddp.overlap_param_gather" in on and "rope" not in on
-    assert "WARNING megatron.unchecked lets megatron.transformer.window_size through" in told
+    assert "WARNING megatron.transformer.window_size is used only because of megatron.unchecked=true" in told
 
 
 def test_dry_run_counts_context_parallel_ranks(config, capsys):

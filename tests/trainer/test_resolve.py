@@ -43,5 +43,5 @@ def test_rollouts_that_can_only_end_by_their_length_are_warned_of(tmp_path, row,
 
 
 def test_supervised_turns_without_an_end_token_are_refused_before_the_start(tmp_path):
-    with pytest.raises(UserError, match="rows.jsonl:1: the chat template .* no end token"):
+    with pytest.raises(UserError, match="rows.jsonl:1: the chat template .* contains none of the model's end tokens"):
         checked(tmp_path, "conversation", "algorithm.name=sft")

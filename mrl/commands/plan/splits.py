@@ -173,7 +173,7 @@ KINDS = {
     "does not divide the # rank(s) of this job": "ranks that train are no multiple of the actor's layout",
     "does not divide the # rank(s) of a pipeline stage": "the experts' layout does not divide a pipeline stage",
     "rank(s) of this job that sample": "ranks that sample are no multiple of a replica",
-    "TensorRT-LLM wants a replica inside": "a replica would lie across nodes, which TensorRT-LLM does not take",
+    "TensorRT-LLM needs a replica inside": "a replica would lie across nodes, which TensorRT-LLM does not take",
     "some ranks would never train": "a minibatch is smaller than the data-parallel size",
 }
 """Part of a validation error, numbers replaced by # -> reason in the report."""

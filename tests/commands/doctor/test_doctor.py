@@ -105,7 +105,7 @@ def test_a_mistake_in_the_config_or_the_launcher_is_one_line_of_the_table(tmp_pa
     out, err, status = said(*forked(tmp_path, config, "train.num_step=3", RANK="0", WORLD_SIZE="2"))
     problems = [line for line in out.splitlines() if line.startswith("problem")]
     assert (status, unannounced(err), len(problems)) == (2, [], 2)
-    assert "torchrun's variables but not LOCAL_RANK" in problems[0] and "'train.num_step' is unknown" in problems[1]
+    assert "torchrun's variables, but not LOCAL_RANK" in problems[0] and "'train.num_step' is unknown" in problems[1]
 
 
 def test_a_check_that_hangs_is_ended_and_named(tmp_path):

@@ -79,10 +79,10 @@ def test_a_colocated_trainer_begins_beyond_a_batch_and_stops_for_the_updates(tmp
         ({**COLOCATED, f"{ROLLOUT}multi_turn.enable": True}, "a conversation cannot be paused"),
         ({**COLOCATED, WARMUP["colocate"]: 2}, f"{WARMUP['colocate']}=2: at most 1 if"),
         ({**COLOCATED, THRESHOLD: 1, STRATEGY: "wait"}, f"{STRATEGY}=wait: each step would wait for all"),
-        ({MODE: "fast"}, f"{MODE}=fast: mrl has sync, separate_async, colocate_async; sync is taken"),
+        ({MODE: "fast"}, f"{MODE}=fast: mrl has sync, separate_async, colocate_async; sync is used"),
         ({**SEPARATE, "trainer.v1.separate_async.hybrid_rollout.enable_switch": True}, "keeps its role for the entire"),
         ({f"{SAMPLER}custom_sampler.path": "s.py"}, "in the order of their prompts, or of completion"),
-        ({**SEPARATE, f"{ROLLOUT}over_sample_rate": 0.1}, "prompts of later steps are begun anyway"),
+        ({**SEPARATE, f"{ROLLOUT}over_sample_rate": 0.1}, "prompts of later steps are started anyway"),
         ({f"{ROLLOUT}name": "vllm", f"{ROLLOUT}over_sample_rate": 0.1}, f"{ROLLOUT}over_sample_rate=0.1: only"),
     ],
 )

@@ -61,7 +61,7 @@ def test_what_memory_depends_on_and_is_not_the_same_is_told():
     given = {"algorithm.adv_estimator": "grpo", memory: 0.6, "trainer.n_gpus_per_node": 4}
     of_engine, of_actor = translate(given).differs
     assert of_engine.startswith(f"{memory}=0.6: fraction of the free memory at start")
-    assert "all 4 GPUs; here each has all of them until `parallel` says" in of_actor
+    assert "all 4 GPUs; in mrl each GPU has all weights unless `parallel` shards them" in of_actor
     alone = {"trainer.n_gpus_per_node": 1, "actor_rollout_ref.rollout.tensor_model_parallel_size": 1}
     assert translate({"algorithm.adv_estimator": "grpo", **alone}).differs == []
     assert translate(given | {"actor_rollout_ref.actor.strategy": "megatron"}).differs == [of_engine]

@@ -65,7 +65,7 @@ def test_fields_of_megatron_are_counted_or_said_not_to_be(config, capsys):
     assert main(["plan", str(config), "--world-size", "16", *fields, more]) == 0
     printed = capsys.readouterr().out
     assert "not counted: megatron.transformer.softmax_scale, megatron.ddp.check_for_nan_in_grad\n" in printed
-    assert "megatron.unchecked lets megatron.transformer.softmax_scale through" in printed
+    assert "megatron.transformer.softmax_scale is used only because of megatron.unchecked=true" in printed
 
 
 def test_a_run_that_does_not_fit_is_refused_with_the_term_and_what_fits(config, tmp_path, capsys):
@@ -126,7 +126,7 @@ def test_figures_of_ones_own_replace_the_tables(tmp_path):
     [
         ("base: h300", "expected a mapping with base"),
         ("memory: 3", "unknown figure 'memory'. Known: bf16_flops"),
-        ("decode_frac: 1.5", r"decode_frac is 1.5; expected a part, \(0, 1\]"),
+        ("decode_frac: 1.5", r"decode_frac is 1.5; expected a fraction in \(0, 1\]"),
         ("memory_bytes: lots", "memory_bytes is 'lots'; expected a number above 0"),
         ("- 1", "expected a mapping with base"),
         ("{", "is not readable YAML"),

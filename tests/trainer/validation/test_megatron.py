@@ -47,7 +47,7 @@ REFUSED = [
     ([f"{T}={{activation_func: gelu}}"], 1, "is refused: it comes from model.path"),
     ([f"{T}={{window_size: [4, 0]}}"], 1, "the engine would sample from another model: it changes the attention"),
     ([f"{T}={{hidden_dropout: 0.1}}"], 1, "it changes dropout"),
-    ([f"{T}={{hidden_dropout: 0.2}}"], 1, "megatron.unchecked=true lets it through"),
+    ([f"{T}={{hidden_dropout: 0.2}}"], 1, "To use it without any check, set megatron.unchecked=true"),
     ([f"{T}={{fp8: hybrid}}"], 1, "with 8 bits or fewer the actor's log-probabilities"),
     ([f"{T}={{tp_comm_overlap: true}}"], 1, "it needs microbatches of one length"),
     ([f"{D}={{use_megatron_fsdp: true}}"], 1, "Megatron-FSDP shards every parameter"),

@@ -31,7 +31,7 @@ RULES = [
         [OVER, *REPLAY],
         "rollout.over_sample_rate=0.5 is not supported with rollout.enable_rollout_routing_replay",
     ),
-    ([ASYNC, "train.max_off_policy_steps=2", *REPLAY], "or take train.max_off_policy_steps=1"),
+    ([ASYNC, "train.max_off_policy_steps=2", *REPLAY], "or set train.max_off_policy_steps=1"),
     ([OVER, "rollout.name=vllm"], "with rollout.name=vllm: the engine cannot pause and resume responses"),
     (["rollout.over_sample_rate=16.5"], "rollout.over_sample_rate=16.5 is out of range; expected [0, 16]"),
     ([MORE, "train.max_off_policy_steps=3"], "more prompts than one batch can reach the maximum age in the same step"),

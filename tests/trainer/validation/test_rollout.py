@@ -23,8 +23,8 @@ RULES = [
     (["rollout.do_sample=false"], 1, "gives rollout.n=8 equal samples"),
     (["rollout.val_kwargs.n=4"], 1, "rollout.val_kwargs.n=4 with do_sample=false"),
     ([f"{VAL}.n=4", f"{VAL}.do_sample=true", f"{VAL}.temperature=0"], 1, "with temperature=0 scores the same answer"),
-    (["rollout.stop=['']"], 1, "rollout.stop holds an empty string"),
-    (["rollout.quantization=fp8", *UNCORRECTED], 1, "would train as if the actor had drawn them"),
+    (["rollout.stop=['']"], 1, "rollout.stop contains an empty string"),
+    (["rollout.quantization=fp8", *UNCORRECTED], 1, "as if the actor had sampled them"),
     (["rollout.quantization=fp8_per_tensor", "rollout.name=trtllm"], 1, "needs activation scales from a calibration"),
 ]  # fmt: skip
 

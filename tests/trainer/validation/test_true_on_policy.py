@@ -14,11 +14,11 @@ ON = "rollout.true_on_policy=true"
 
 RULES = [
     # overrides, ranks, what the message says
-    (["rollout.name=vllm"], 1, "`VLLM_BATCH_INVARIANT`, on GPUs, makes them independent of the batch only"),
+    (["rollout.name=vllm"], 1, "`VLLM_BATCH_INVARIANT`, on GPUs, only makes them batch-invariant"),
     (
         ["rollout.name=trtllm"],
         1,
-        "is refused with rollout.name=trtllm: its kernels are not the actor's",
+        "is refused with rollout.name=trtllm: its kernels differ from the actor's",
     ),
     (
         ["rollout.name=my.engines:Engine"],

@@ -189,7 +189,7 @@ def files(config: Config) -> Facts:
         "exports": sorted(str(path.parent.name) for path in (root / "checkpoints").glob("*/hf")),
         "samples": len((root / "samples.jsonl").read_text().splitlines()),
         "there": sorted(path.name for path in root.iterdir()),
-        "canary": "canary" in (root / "notes.jsonl").read_text(),
+        "canary": "weight-sync self-test" in (root / "notes.jsonl").read_text(),
         "printed": bool(printed.getvalue()),
     }
 

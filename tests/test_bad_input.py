@@ -54,7 +54,7 @@ COMMANDS = {
     "rehearse": ("rehearse", "--world-size", "1", "--dry-run", "--output-dir", "rehearsal"),
 }
 
-HINT = "\nTo rehearse without files that exist only on the cluster"
+HINT = "\nTo rehearse without files that exist only on the cluster ("
 """What `mrl rehearse` adds where files are not here."""
 
 STARTED = "is found while ranks train"
@@ -165,7 +165,7 @@ OVERRIDES = [
     ("tokenizer larger than the model", ["model.overrides.vocab_size=8"], "8 tokens"),
     ("no data file", ["data.train_files=[nowhere.jsonl]"], "'nowhere.jsonl'"),
     ("no data at all", ["data.train_files=[]"], "data.train_files"),
-    ("unknown task", ["data.train_files=[]", "data.task=additon"], "there is no 'additon'"),
+    ("unknown task", ["data.train_files=[]", "data.task=additon"], "data.task: unknown 'additon'. Known: addition"),
     ("task takes no such argument", ["data.train_files=[]", "data.task=addition", "data.task_kwargs={a: 1}"], "'a'"),
     ("no such column", ["data.prompt_key=question"], "no column 'question'"),
     ("unknown algorithm", ["algorithm.name=gprs"], "there is no 'gprs'"),
@@ -183,7 +183,7 @@ OVERRIDES = [
     ("run folder is a file", ["run.output_dir=config.yaml"], "which is a file"),
     ("run folder below a file", ["run.output_dir=config.yaml/run"], "'config.yaml' is a file"),
     ("no such metric to rank by", [*BEST, "checkpoint.best_metric=val/acuracy"], "Did you mean 'val/accuracy'?"),
-    ("a metric of several samples", [*BEST, "checkpoint.best_metric=val/accuracy/best@4"], "It gives: val/accuracy,"),
+    ("a metric of several samples", [*BEST, "checkpoint.best_metric=val/accuracy/best@4"], "Known: val/accuracy,"),
     ("evaluation without prompts", ["train.eval_interval=1"], "needs held-out prompts"),
     ("task that does not import", ["data.train_files=[]", "data.task=nowhere:Task"], "nowhere"),
     ("task that is none", ["data.train_files=[]", "data.task=os.path:join"], "expected a subclass of mrl.data.syn"),
@@ -216,7 +216,7 @@ def test_what_a_command_cannot_know_does_not_end_it(case):
 ROWS_REFUSED = [
     ("empty file", "", "contains no rows"),
     ("not JSON", '{"prompt": "<1+1>"\n', "train.jsonl:1: not JSON"),
-    ("not an object", "[1, 2]\n", "train.jsonl:1: holds list"),
+    ("not an object", "[1, 2]\n", "train.jsonl:1: the line is a JSON list"),
     ("answer is a list", '{"prompt": "<1+1>", "answer": [2]}\n', "expected a string or a number"),
     ("prompt is a number", '{"prompt": 3, "answer": "2"}\n', "expected a string or a list of chat messages"),
     ("character that the tokenizer lacks", '{"prompt": "<1*1>", "answer": "1"}\n', "does not know '*'"),

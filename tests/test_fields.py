@@ -173,7 +173,7 @@ ROWS = {
     **{key: row(*changed, **more) for key, (changed, more) in DISTILLATION.items()},
     "reference.update_interval": row("reference.update_interval=1", given=(*KL, "train.num_steps=2")),
     "rollout.name": row("rollout.name=nowhere", refused="rollout.name=nowhere is unknown"),
-    "rollout.engine_dir": row("rollout.engine_dir=engines", refused="only rollout.name=trtllm_engine has"),
+    "rollout.engine_dir": row("rollout.engine_dir=engines", refused="only rollout.name=trtllm_engine reads"),
     "rollout.n": row("rollout.n=3"),
     "rollout.temperature": row("rollout.temperature=0.5"),
     "rollout.top_k": row("rollout.top_k=2"),

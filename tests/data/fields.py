@@ -33,7 +33,7 @@ SHORT = (*TALKS, "rollout.response_length=1", "data.overlong_responses=truncate_
 CUT = ("rollout.prompt_length=6", "data.overlong_prompts=truncate_left")
 
 COLUMNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
-    "data.task": (("data.task=subtraction",), (), "there is no 'subtraction'"),
+    "data.task": (("data.task=subtraction",), (), "data.task: unknown 'subtraction'"),
     "data.task_kwargs": (("data.task_kwargs.max_value=3",), (), ""),
     "data.train_files": (("data.train_files=[{folder}/more.jsonl]",), FILES, ""),
     "data.val_files": (("data.val_files=[{folder}/more.jsonl]",), FILES, ""),

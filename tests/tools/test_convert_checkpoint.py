@@ -106,7 +106,7 @@ MISTAKES = {
         ("hf_to_megatron", "--model_dir", "hf", "--output_dir", "out", "--tensor-model-parallel-size", "3"),
         "does not divide",
     ),
-    "experts": (("hf_to_trtllm", "--model_dir", "hf", "--output_dir", "out", "--moe_ep_size", "3"), "does not make"),
+    "experts": (("hf_to_trtllm", "--model_dir", "hf", "--output_dir", "out", "--moe_ep_size", "3"), "is not tp_size=1"),
     "scales": (
         ("hf_to_trtllm", "--model_dir", "hf", "--output_dir", "out", "--fp8_activation_scales", "none.json"),
         "is not a JSON object of numbers",

@@ -5,7 +5,7 @@ import random
 import socket
 import time
 
-from mrl.environments._factory import maker
+from mrl.environments._factory import find_environment
 from mrl.environments.base import Environment, Observation
 from mrl.environments.toolbox import ToolEnvironment
 
@@ -113,7 +113,7 @@ class Many(Environment):
     network = True  # one of them needs it
 
     def __init__(self, worlds):
-        self.made = {name: maker(*given)[0]() for name, given in worlds.items()}
+        self.made = {name: find_environment(*given)[0]() for name, given in worlds.items()}
         self.one = None
 
     @property

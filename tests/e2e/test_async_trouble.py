@@ -70,6 +70,6 @@ def test_trouble_in_an_overlapped_step_is_named_and_ends_the_job_and_the_run_goe
     assert set(statuses) == expected_statuses, said
     assert said.count("mrl: error: ") == 1, said
     assert re.search(expected, said.partition("mrl: error: ")[2]), said
-    assert "The last checkpoint is of step 1" in said
+    assert "is of step 1: the same command resumes from it" in said
     assert run() == [0, 0, 0], (tmp_path / "output.txt").read_text()[-3000:]
     assert in_flight_kills.result(tmp_path) == unhurt

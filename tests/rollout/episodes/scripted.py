@@ -26,7 +26,7 @@ from mrl.trainer.startup import open_job
 from tests.environments.test_adapters import listed
 
 HERE = Path(__file__).parent
-TESTS = HERE.parent / "environments"
+TESTS = HERE.parents[1] / "environments"
 TURNS = 8
 MASK = (1 << 64) - 1
 

@@ -124,9 +124,9 @@ class Algorithm(ABC):
 
     @property
     def reads_early(self) -> frozenset[str]:
-        """Those of PROXIMAL and REFERENCE that `advantages`, `weigh` or `counted_R` read.
+        """Names of the log-probabilities (PROXIMAL, REFERENCE) that `advantages`, `weigh` or `counted_R` read.
 
-        The others may be None until `loss` is called, so the forward pass of the update can compute them.
+        Others may be None until `loss` is called, so the forward pass of the update can compute them.
         """
         return frozenset({PROXIMAL, REFERENCE})
 

@@ -216,7 +216,7 @@ class CriticConfig:
     loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"] = (
         "token_mean"
     )
-    """See `algorithm.loss_aggregation`."""
+    """Aggregation of the value loss over tokens, with the choices of `algorithm.loss_aggregation`."""
     lr: float = 1e-5
     """Peak learning rate."""
     min_lr: float = 0.0

@@ -202,8 +202,8 @@ def other_layout(
 
     Args:
         config: Config of the reduced run.
-        arch: Its model.
-        reduced: Its layout.
+        arch: Architecture of the reduced model.
+        reduced: Parallel layout of the reduced run.
         tokenizer_size: Number of token ids of the tokenizer.
         learns_from: Data that the algorithm learns from.
     """

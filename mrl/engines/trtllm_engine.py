@@ -1,13 +1,15 @@
 """`rollout.name=trtllm_engine`: TensorRT engines built ahead of time; see `trtllm/trt_engine.py`.
 
-`ENGINE` is imported on first use, so that `FIELDS` can be read without torch and TensorRT-LLM.
+`ENGINE` is imported on first use, so that `SUPPORT` can be read without torch and TensorRT-LLM.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from mrl.engines.trtllm.built_fields import FIELDS as FIELDS
+from mrl.engines.trtllm.support import BUILT_SUPPORT
+
+SUPPORT = BUILT_SUPPORT
 
 
 def __getattr__(name: str) -> Any:

@@ -24,10 +24,8 @@ from mrl.data.assistant_mask import end_token_warning
 from mrl.data.prompts import PromptSource, load_training, load_validation
 from mrl.data.tokenizer import Tokenizer, load_tokenizer
 from mrl.distributed import launch
+from mrl.engines._support import engine_support
 from mrl.engines.base import RolloutEngine
-from mrl.engines.trtllm import fields as trtllm
-from mrl.engines.vllm import fields as vllm
-from mrl.engines.vllm import package_signature as vllm_package
 from mrl.errors import UserError, shown
 from mrl.models import transformer_engine
 from mrl.models.base import ArchSpec, critic_of
@@ -142,15 +140,16 @@ def prepare(config: Config, *, resumes: bool = True) -> RunPlan:
     if not isinstance(config, Config):
         raise UserError(f"Got {shown(config)}, expected a Config. Pass the result of `mrl.load_config`.")
     here = launch.environment()
-    if config.rollout.name == "trtllm":
+    support = engine_support(config.rollout.name)
+    if support.sees_own_device_only:
         launch.see_own_device_only()  # before torch enumerates the devices
     device = launch.choose_device(config.run.device)
     check_switches(config, launch.variables(*SWITCHES))
     found = check_run(local_models(config, download=True), here.world_size, launcher=here.launcher)
     transformer_engine.check(found.config, found.arch, device)
     check_device(found.config, device)
-    if config.rollout.name == vllm.NAME and vllm_package.installed() is None and found.needs_engine:
-        raise UserError(f"rollout.name=vllm needs the package vllm, which is not installed. {vllm_package.ADVICE}")
+    if found.needs_engine:
+        support.check_installed()
     if resumes:
         check_run_folder(config)
     return RunPlan(**vars(found), run=RunDir(Path(config.run.output_dir)))
@@ -171,8 +170,8 @@ def check_run(
     Raises:
         UserError: A mistake in the config, the model folder, the data, the rewards or the run folder.
     """
-    if launcher is not None and config.rollout.name in trtllm.ENGINES:
-        trtllm.check_launcher(config.rollout, launcher)
+    if launcher is not None:
+        engine_support(config.rollout.name).check_launcher(config.rollout, launcher)
     config = local_models(config)
     found = resolve(config, world_size)
     _check_engine(config.rollout.name)

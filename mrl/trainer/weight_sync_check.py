@@ -18,9 +18,8 @@ import torch
 
 from mrl.config.config import RolloutConfig
 from mrl.distributed.collectives import together
+from mrl.engines._support import engine_support
 from mrl.engines.base import SamplingConfig
-from mrl.engines.trtllm.fields import ENGINES as TRTLLM
-from mrl.engines.vllm.fields import NAME as VLLM
 from mrl.models.base import ArchSpec
 from mrl.types import Prompt, Rollout
 
@@ -71,9 +70,9 @@ class Movement:
 
 
 def is_wanted(rollout: RolloutConfig) -> bool:
-    """Returns `rollout.checkpoint_engine.canary`; null means True for TensorRT-LLM and vLLM."""
+    """Returns `rollout.checkpoint_engine.canary`; null: the engine's `checks_weight_sync`."""
     wanted = rollout.checkpoint_engine.canary
-    return rollout.name in (*TRTLLM, VLLM) if wanted is None else wanted
+    return engine_support(rollout.name).checks_weight_sync if wanted is None else wanted
 
 
 def tolerance_of(device: torch.device) -> float:

@@ -19,10 +19,10 @@ from packaging.version import InvalidVersion, Version
 from acceptance.engines import CONTROL, EngineAcceptance
 from acceptance.result import Check
 from acceptance.trtllm_table import ASLEEP, CHECKS, FP8, GRAPHS, SETTINGS
+from mrl.engines.trtllm.engine_dir import wanted_engine
 from mrl.engines.trtllm.inspection import NO_IMPORT
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
-from mrl.trainer.validation.engine import wanted_engine
 
 ENGINES = (CONTROL, "trtllm", "trtllm_engine")
 NO_BUILT = Version("1.3.dev0")

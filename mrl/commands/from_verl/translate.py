@@ -46,7 +46,7 @@ from mrl.config.verl_keys.translated_keys import (
     verdict,
 )
 from mrl.config.verl_keys.verl_renamed import with_current_names
-from mrl.engines.trtllm.fields import needs_mpi
+from mrl.engines._support import engine_support
 from mrl.errors import UserError
 from mrl.trainer.validation.parallel import grid_of
 
@@ -112,7 +112,7 @@ def _translated(given: Mapping[str, Any], notes: Sequence[str], supervised: SftR
     found.missing += notes
     num_nodes, gpus = _hosts(verl, config.rollout)
     found.num_nodes, found.gpus_per_node = num_nodes, _ranks_of_a_host(config, num_nodes, gpus)
-    found.via = "mpirun" if needs_mpi(config.rollout) else "torchrun"
+    found.via = "mpirun" if engine_support(config.rollout.name).needs_mpi(config.rollout) else "torchrun"
     found.differs = [
         *_differs(verl, num_nodes * gpus),
         *differs(verl, tree.get("rollout", {}), config.train.mode),

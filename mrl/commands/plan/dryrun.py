@@ -17,12 +17,7 @@ from mrl.commands.plan.engine_weights import engine_layouts
 from mrl.commands.plan.memory import num_parameters, stage_memory
 from mrl.config.config import Config, TrainConfig, to_yaml
 from mrl.config.megatron_fields.defaults import ddp_defaults, overlaps_gradients, transformer_defaults
-from mrl.engines.trtllm import fields as trtllm
-from mrl.engines.trtllm import package_signature as trtllm_package
-from mrl.engines.trtllm.fields import needs_mpi
-from mrl.engines.vllm import fields as vllm
-from mrl.engines.vllm import package_signature as vllm_package
-from mrl.errors import to_install
+from mrl.engines._support import engine_support
 from mrl.models.base import ArchSpec
 from mrl.models.transformer_engine import asked_for
 from mrl.parallel_layout import Grid
@@ -79,8 +74,9 @@ def describe(config: Config, size: WorldSize, *, launcher: str | None = None) ->
 def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
     config, arch, grid = found.config, found.arch, found.grid
     model, train, rollout = config.model, config.train, config.rollout
-    yield "start", start_words(grid.world_size, mpi=needs_mpi(rollout))
-    yield "engine", _engine(rollout.name) if found.needs_engine else "none: nothing is sampled"
+    support = engine_support(rollout.name)
+    yield "start", start_words(grid.world_size, mpi=support.needs_mpi(rollout))
+    yield "engine", support.describe(rollout.name) if found.needs_engine else "none: nothing is sampled"
     yield (
         "model",
         f"{model.path or model.preset} ({arch.family}): {arch.num_layers} layers, hidden {arch.hidden_size}, "
@@ -144,16 +140,6 @@ def _memory(found: Resolved) -> Iterator[tuple[str, str]]:
     more += ", the reward model's weights in host memory" if found.reward is not None else ""
     cache = ", the engine's KV cache" if found.needs_engine else ""
     yield "", f"not included: activations, logits, buffers of collectives{cache}{more}"
-
-
-def _engine(name: str) -> str:
-    """Returns the engine's name and whether its package is installed here."""
-    if name == vllm.NAME:
-        return f"{name}: {vllm_package.described()}"
-    if name in trtllm.ENGINES and not trtllm_package.is_installed():
-        advice = f"Install it: {to_install('trtllm')}; or use rollout.name=native."
-        return f"{name}: TensorRT-LLM is not installed here. {advice}"
-    return name
 
 
 def _megatron(found: Resolved) -> Iterator[str]:

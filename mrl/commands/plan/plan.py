@@ -17,7 +17,7 @@ from mrl.commands.plan.memory import StageMemory, memory_by_stage, not_counted, 
 from mrl.commands.plan.refits import RefitPrediction, predict_refit
 from mrl.commands.plan.splits import Splits, find_splits, rows_of, splits_text
 from mrl.config.config import Config
-from mrl.engines.trtllm.fields import needs_mpi
+from mrl.engines._support import engine_support
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
 from mrl.observability.text_format import counted
@@ -79,7 +79,8 @@ def _layout(found: Resolved, hardware: Hardware) -> Iterator[str]:
     if grid.has_roles:
         train, sample = (f"{ranks.start}-{ranks.stop - 1}" for ranks in (grid.trainers, grid.samplers))
         yield f"roles     ranks {train} train, ranks {sample} only sample ({key_of(found.config.rollout)})"
-    yield f"start     {start_words(grid.world_size, mpi=needs_mpi(found.config.rollout))}"
+    mpi = engine_support(found.config.rollout.name).needs_mpi(found.config.rollout)
+    yield f"start     {start_words(grid.world_size, mpi=mpi)}"
     yield f"model     {num_parameters(arch) / GB:.2f} x 10^9 parameters, {found.config.model.dtype}"
     if found.critic is not None:
         yield f"critic    {num_parameters(found.critic) / GB:.2f} x 10^9 parameters, in the actor's layout"

@@ -19,8 +19,7 @@ from mrl.commands.plan.fit import Overrides, changed, device_of, shortage, where
 from mrl.commands.plan.memory import StageMemory, memory_by_stage
 from mrl.commands.plan.refits import RefitPrediction, predict_refit
 from mrl.config.config import RolloutConfig
-from mrl.engines.trtllm.fields import needs_mpi
-from mrl.engines.trtllm.llm_runtime import check_hosts
+from mrl.engines._support import engine_support
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
 from mrl.observability.text_format import counted
@@ -124,8 +123,9 @@ def find_splits(found: Resolved, hardware: Hardware, refit: RefitPrediction | No
         overrides = _overrides(found.config.rollout, samplers)
         try:
             other = changed(found, overrides)
-            if needs_mpi(other.config.rollout):
-                _check_hosts(other.grid, hardware)
+            support = engine_support(other.config.rollout.name)
+            if support.needs_mpi(other.config.rollout):
+                support.check_hosts(other.grid, hardware.gpus_per_node)
         except UserError as error:
             left_out[_exclusion_reason(str(error))] += 1
             continue
@@ -161,11 +161,6 @@ def _overrides(rollout: RolloutConfig, samplers: int) -> dict[str, Any]:
 def _differing(found: Resolved, overrides: dict[str, Any]) -> Overrides:
     rollout = found.config.rollout
     return {key: value for key, value in overrides.items() if getattr(rollout, key.rpartition(".")[2]) != value}
-
-
-def _check_hosts(grid: Grid, hardware: Hardware) -> None:
-    for first in grid.samplers[:: grid.rollout_size]:
-        check_hosts(first, grid.rollout_size, hardware.gpus_per_node, hardware.gpus_per_node)
 
 
 NUMBER = re.compile(r"\d+( to \d+)?")

@@ -30,10 +30,11 @@ def shrunk_model(
     reduced, num_layers = _depth(arch, real, reduced)
     kv_heads = _kv_heads(arch, real, reduced)
     heads = kv_heads * _group(arch, kv_heads, reduced)
+    sizes = engine.sizes
     attention_width = arch.num_heads * arch.head_dim
-    hidden = _multiple(heads * engine.head_dim * min(2.0, arch.hidden_size / attention_width), engine.width_multiple)
-    widths = math.lcm(reduced.tp, reduced.rollout_tp) * engine.width_multiple
-    moe = None if arch.moe is None else _experts(arch.moe, real, reduced, hidden, engine.width_multiple)
+    hidden = _multiple(heads * sizes.head_dim * min(2.0, arch.hidden_size / attention_width), sizes.width_multiple)
+    widths = math.lcm(reduced.tp, reduced.rollout_tp) * sizes.width_multiple
+    moe = None if arch.moe is None else _experts(arch.moe, real, reduced, hidden, sizes.width_multiple)
     small = replace(
         arch,
         num_layers=num_layers,
@@ -41,7 +42,7 @@ def shrunk_model(
         intermediate_size=_multiple(2 * hidden, widths),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=engine.head_dim,
+        head_dim=sizes.head_dim,
         vocab_size=_vocabulary(arch, real, reduced, tokens),
         moe=moe,
     )

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mrl.checkpoint.formats.hub import local_folder
-from mrl.commands.rehearse.engine import NATIVE
+from mrl.commands.rehearse.engine import DEFAULT_ENGINE
 from mrl.config.config import Config, DataConfig, RewardFunctionConfig, RewardModelConfig
 from mrl.config.paths import CHAR_PREFIX
 from mrl.errors import UserError
@@ -89,7 +89,7 @@ def with_placeholders(config: Config) -> tuple[Config, list[str]]:
     rollout = config.rollout
     if "rollout.engine_dir" in missing:
         replacements.append(f"rollout.engine_dir={rollout.engine_dir} is missing: its engines are not checked")
-        rollout = replace(rollout, name=NATIVE, engine_dir=None, pipeline_model_parallel_size=1)
+        rollout = replace(rollout, name=DEFAULT_ENGINE, engine_dir=None, pipeline_model_parallel_size=1)
     reference = replace(config.reference, path=None) if "reference.path" in missing else config.reference
     critic = replace(config.critic, path=None) if "critic.path" in missing else config.critic
     reward = config.reward

@@ -27,7 +27,7 @@ from mrl.checkpoint.run_dir.run_dir import RunDir, flat
 from mrl.commands.launch import start_words
 from mrl.commands.rehearse.check import check_real_run
 from mrl.commands.rehearse.conversion import to_hugging_face, to_trtllm
-from mrl.commands.rehearse.engine import NATIVE, engine_for
+from mrl.commands.rehearse.engine import DEFAULT_ENGINE, engine_for
 from mrl.commands.rehearse.layout import sizes, smallest_like
 from mrl.commands.rehearse.model import shrunk_model
 from mrl.commands.rehearse.report import ALL, FILE, Report, Stage
@@ -46,7 +46,7 @@ from mrl.config.config import Config, load, to_yaml
 from mrl.data.synthetic_tasks import make_task
 from mrl.data.tokenizer import HFTokenizer
 from mrl.distributed.local_ranks import TOKENIZERS, TRAINING, RankError, RankUsage, run_ranks
-from mrl.engines.trtllm.fields import needs_mpi
+from mrl.engines._support import engine_support
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec, critic_of
 from mrl.observability.hardware import Hardware
@@ -184,9 +184,9 @@ class _Rehearsal:
         if engine.why:
             replacement = f"the {engine.name} engine sampled instead, since {engine.why}"
             report.not_covered.insert(0, f"the engine {config.rollout.name}: {replacement}")
-        elif engine.name != NATIVE:
+        elif engine.name != DEFAULT_ENGINE:
             report.not_covered.insert(0, f"{engine.name} on GPUs: its CPU build sampled")
-        if needs_mpi(config.rollout):
+        if engine_support(config.rollout.name).needs_mpi(config.rollout):
             start = start_words(found.grid.world_size, mpi=True)
             report.not_covered.insert(1, f"MPI: mrl started the ranks itself. Start of the real run: {start}")
         if config.actor.moe_token_dispatcher_type != small.actor.moe_token_dispatcher_type:

@@ -20,6 +20,7 @@ from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.commands.serve.batching import ROUND_TOKENS, RequestQueue, serve_rounds
 from mrl.config.config import Config, load
 from mrl.distributed.collectives import together
+from mrl.engines._support import engine_support
 from mrl.environments.formats import base as formats
 from mrl.errors import UserError, to_install
 from mrl.models.hf_config import read_json
@@ -33,9 +34,6 @@ PROMPT_LENGTH, RESPONSE_LENGTH = 3072, 1024
 
 INITIAL = "initial"
 """Value of `checkpoint` for the weights that the config names."""
-
-ONE_ROUND_ENGINES = ("trtllm_engine",)
-"""Engines with a prompt length fixed at build time: a partial answer cannot be part of the next round's prompt."""
 
 START_S = 30.0
 """Longest wait for the HTTP server to start, s."""
@@ -164,7 +162,9 @@ def _listening(job: Trainer, listen: Listen, loaded: str, say: Callable[[str], N
     rollout = job.config.rollout
     name = listen.model_name or Path(job.config.model.path or str(job.config.model.preset)).name
     served = ServedModel(name, rollout.longest, job.tokenizer, int(time.time()), formats.find(listen.tool_format))
-    part = rollout.response_length if rollout.name in ONE_ROUND_ENGINES else min(ROUND_TOKENS, rollout.response_length)
+    part = rollout.response_length
+    if not engine_support(rollout.name).has_fixed_prompt_length:  # a part of an answer can join the next prompt
+        part = min(ROUND_TOKENS, part)
     most = rollout.max_num_seqs * job.groups.grid.num_replicas
     request_queue = RequestQueue(served.longest, part, most, job.tokenizer.eos_ids)
     app = make_app(served, request_queue, listen.key, local=listen.is_local and not listen.key)

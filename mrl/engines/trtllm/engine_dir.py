@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.checkpoint.formats.trtllm_config import CONFIG, TrtllmConfig, from_json, to_json
+from mrl.config.config import Config
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import read_json
@@ -167,4 +168,42 @@ def mismatches(folder: EngineFolder, wanted: Wanted) -> Iterator[str]:
         yield (
             f"pp_size {wanted.pp_size} does not divide the model's {wanted.arch.num_layers} layers, which "
             "TensorRT-LLM's Python runtime requires"
+        )
+
+
+def wanted_engine(config: Config, arch: ArchSpec) -> Wanted:
+    """Returns the properties that the built engines of a run must have."""
+    rollout = config.rollout
+    return Wanted(
+        arch=arch,
+        tp_size=rollout.tensor_model_parallel_size,
+        pp_size=rollout.pipeline_model_parallel_size,
+        moe_ep_size=rollout.expert_parallel_size,
+        dtype=rollout.dtype or config.model.dtype,
+        batch_size=rollout.max_num_seqs,
+        input_len=rollout.prompt_length,
+        seq_len=config.rollout.longest,
+        num_tokens=rollout.max_num_batched_tokens,
+    )
+
+
+def engine_errors(config: Config, arch: ArchSpec) -> Iterator[str]:
+    """Yields a message for each broken rule, with the command lines that build fitting engines."""
+    rollout = config.rollout
+    wanted = wanted_engine(config, arch)
+    if rollout.engine_dir is None:
+        yield (
+            "rollout.name=trtllm_engine needs rollout.engine_dir, a folder of engines built for this model and these "
+            f"sizes. Build them with:\n{wanted.commands()}"
+        )
+        return
+    try:
+        broken = list(mismatches(read_engine_folder(rollout.engine_dir), wanted))
+    except UserError as error:
+        yield f"rollout.engine_dir: {error}"
+        return
+    if broken:
+        yield (
+            f"rollout.engine_dir={rollout.engine_dir} does not fit the run: {'; '.join(broken)}. Build engines that "
+            f"fit with:\n{wanted.commands()}"
         )

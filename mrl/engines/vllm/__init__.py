@@ -1,13 +1,13 @@
 """vLLM in the training ranks' own processes; the only folder that imports vLLM.
 
-`ENGINE` is imported on first use, so that `FIELDS` can be read without torch and vLLM.
+`ENGINE` is imported on first use, so that `SUPPORT` can be read without torch and vLLM.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from mrl.engines.vllm.fields import FIELDS as FIELDS
+from mrl.engines.vllm.support import SUPPORT as SUPPORT
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from mrl.config import registry
 from mrl.config.config import RolloutConfig
 from mrl.config.keys import dotted_keys
 from mrl.engines._config_support import EVERYWHERE, Fields
+from mrl.engines._support import engine_support
 from mrl.trainer.validation.ranges import FIXED
 
 HEAD = """# Every field of `rollout` in every engine
@@ -41,7 +42,7 @@ APART = """
 
 def uses(engine: str) -> Fields:
     """Returns the support of all fields in an engine: its own `FIELDS` and those common to all engines."""
-    return {**EVERYWHERE, **registry.find("engines", engine, "FIELDS")}
+    return {**EVERYWHERE, **engine_support(engine).fields}
 
 
 def cells(key: str) -> list[str]:

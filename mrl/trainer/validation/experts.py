@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from mrl.config.config import ActorConfig, Config, ParallelConfig
-from mrl.engines.trtllm import engine_kwargs
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.parallel_layout import Grid
@@ -20,7 +19,6 @@ def expert_rules(config: Config, arch: ArchSpec, grid: Grid, *, supervised: bool
     """Yields a message for each broken rule, with the keys and what to do."""
     if arch.moe is None:
         yield from _idle(config)
-        yield from engine_kwargs.expert_refusals(config.rollout)
     else:
         yield from _experts(config, arch.moe, grid)
         yield from _rollout(config, arch.moe, grid)

@@ -11,7 +11,7 @@ from dataclasses import fields
 
 from mrl.config import user_code
 from mrl.config.config import Config
-from mrl.engines.trtllm.fields import needs_mpi
+from mrl.engines._support import engine_support
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import Grid
@@ -89,7 +89,7 @@ def layout_rules(config: Config, grid: Grid) -> Iterator[str]:
             f"{grid.ep * grid.expert_tp} does not divide the {stage} rank(s) of a pipeline stage. "
             f"{_how_many_ranks(config)}"
         )
-    if grid.rollout_pp > 1 and config.rollout.name != "trtllm_engine":
+    if grid.rollout_pp > 1 and not engine_support(config.rollout.name).has_pipeline_parallelism:
         if user_code.is_own(config.rollout.name):  # mrl's own engines refuse it in their FIELDS
             yield (
                 f"rollout.pipeline_model_parallel_size={grid.rollout_pp} is not supported with rollout.name="
@@ -134,7 +134,7 @@ def _how_many_ranks(config: Config) -> str:
     changed = {key: value for key, value in defaults.items() if value_at(config, key) != value}
     alone = " ".join(f"{key}={'null' if value is None else str(value).lower()}" for key, value in changed.items())
     start = f"torchrun --nproc-per-node {num_ranks} -m mrl ... (launch/torchrun.sh)"
-    if needs_mpi(rollout):
+    if engine_support(rollout.name).needs_mpi(rollout):
         start = f"NPROC={num_ranks} launch/mpirun.sh ..."
     how_many = f"a multiple of {num_ranks} ranks"
     if own := own_ranks(rollout):

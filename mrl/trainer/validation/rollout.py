@@ -1,6 +1,7 @@
 """Rules of the section `rollout`: lengths, sampling, speculative decoding, quantization. Imports no torch.
 
-Each engine's `FIELDS` (`engines/_config_support.py`) has the fields that it supports; `engine.py` checks built engines.
+Each engine's `FIELDS` (`engines/_config_support.py`) has the fields that it supports, and its `SUPPORT`
+(`engines/_support.py`) the rules between them.
 """
 
 from __future__ import annotations
@@ -11,13 +12,8 @@ from mrl.config import registry, user_code
 from mrl.config.config import Config, RolloutConfig, SpeculativeConfig
 from mrl.config.did_you_mean import did_you_mean
 from mrl.engines import _config_support
-from mrl.engines.trtllm import engine_kwargs as trtllm_passed
-from mrl.engines.trtllm import routing
-from mrl.engines.vllm import engine_kwargs as vllm_passed
+from mrl.engines._support import engine_support, engines_with_arguments
 from mrl.models.base import ArchSpec
-
-PASSED = {"trtllm": trtllm_passed, "vllm": vllm_passed}
-"""Modules with the rules of `rollout.engine_kwargs`, by engine."""
 
 
 def length_rules(config: Config) -> Iterator[str]:
@@ -72,9 +68,9 @@ def sampling_rules(config: Config) -> Iterator[str]:
             f"rollout.val_kwargs.n={val.n} with {why} scores the same answer {val.n} times. Set rollout.val_kwargs.n=1."
         )
     if rollout.name in engines:
-        declared = registry.find("engines", rollout.name, "FIELDS")
-        yield from _config_support.refusals(declared, rollout, on_a_cpu=config.run.device == "cpu")
-    yield from routing.refusals(rollout)
+        support = engine_support(rollout.name)
+        yield from _config_support.refusals(support.fields, rollout, on_a_cpu=config.run.device == "cpu")
+        yield from support.config_errors(rollout)
     yield from _engine_arguments(rollout)
     yield from _quantization_rules(config)
     yield from _speculative_rules(rollout.speculative)
@@ -84,20 +80,22 @@ def sampling_rules(config: Config) -> Iterator[str]:
 
 def _engine_arguments(rollout: RolloutConfig) -> Iterator[str]:
     """Yields a message for each refused argument in `rollout.engine_kwargs`."""
+    known = engines_with_arguments()
     for engine, given in rollout.engine_kwargs.items():
         key = f"rollout.engine_kwargs.{engine}"
-        if engine not in PASSED:
+        arguments = engine_support(engine).arguments if engine in known else None
+        if arguments is None:
             yield (
-                f"{key} is refused: only the engines {' and '.join(PASSED)} take arguments of their own, under "
-                f"rollout.engine_kwargs.{rollout.name if rollout.name in PASSED else next(iter(PASSED))}. Set other "
+                f"{key} is refused: only the engines {' and '.join(known)} take arguments of their own, under "
+                f"rollout.engine_kwargs.{rollout.name if rollout.name in known else known[0]}. Set other "
                 "engines with the keys of rollout."
             )
         elif not isinstance(given, Mapping | None):
-            yield f"{key} is {given}, expected a mapping such as {PASSED[engine].EXAMPLE}."
+            yield f"{key} is {given}, expected a mapping such as {arguments.EXAMPLE}."
         elif given and rollout.name != engine:
             yield f"{key} is refused with rollout.name={rollout.name}: nothing would read it. Remove it."
         else:
-            yield from PASSED[engine].refusals(rollout)
+            yield from arguments.refusals(rollout)
 
 
 def _speculative_rules(drafts: SpeculativeConfig) -> Iterator[str]:

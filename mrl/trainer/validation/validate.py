@@ -3,7 +3,7 @@
     check_config(config, world_size)                   # rules that need no model
     check(config, arch, world_size, vocab_size, ...)   # also the rules that need the model and its tokenizer
 
-The other files of this folder have the rules of one section each; `megatron.py`, `experts.py`, `engine.py` and
+The other files of this folder have the rules of one section each; `megatron.py`, `experts.py` and
 `unused_settings.py` have rules across sections. Types are checked in `config/config.py`, fields of `algorithm` in
 `algorithms/base.py`, rows of data in `data/`. Imports no torch.
 """
@@ -11,12 +11,10 @@ The other files of this folder have the rules of one section each; `megatron.py`
 from __future__ import annotations
 
 from mrl.config.config import Config, LearnsFrom
-from mrl.engines.trtllm import fp8_support
-from mrl.engines.vllm import fp8_support as vllm_blocks
+from mrl.engines._support import engine_support
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.trainer.validation.data import data_rules, evaluation_rules
-from mrl.trainer.validation.engine import engine_rules
 from mrl.trainer.validation.episodes import episode_rules
 from mrl.trainer.validation.experts import expert_rules
 from mrl.trainer.validation.megatron import megatron_rules, name_rules
@@ -100,9 +98,7 @@ def check(
         *position_rules(config, arch),
         *expert_rules(config, arch, grid, supervised=learns_from != "samples"),
         *expert_rule(config, arch),
-        *engine_rules(config, arch),
-        *fp8_support.refusals(config, arch),
-        *vllm_blocks.refusals(config, arch),
+        *engine_support(config.rollout.name).model_errors(config, arch),
         *megatron_rules(config, arch, grid),
         *token_rules(arch, tokenizer_vocab_size),
     ]

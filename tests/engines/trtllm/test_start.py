@@ -7,7 +7,8 @@ import torch
 
 from mrl.config.config import load
 from mrl.distributed import launch
-from mrl.engines.trtllm.llm_runtime import check_choice, check_hosts
+from mrl.engines.trtllm.hosts import check_hosts
+from mrl.engines.trtllm.llm_runtime import check_choice
 from mrl.errors import UserError
 from mrl.trainer.resolve import prepare
 from tests.source import ROOT

@@ -2,10 +2,10 @@
 
 import pytest
 
-from mrl.commands.rehearse import engine as rehearsal_engine
 from mrl.commands.rehearse.engine import engine_for
 from mrl.commands.rehearse.rehearse import FIRST
 from mrl.config.config import load
+from mrl.engines.vllm import package_signature
 from mrl.parallel_layout import Grid
 from tests.commands.rehearse.test_rehearse import CONFIGS, OF_VLLM, run
 
@@ -47,8 +47,8 @@ def test_a_config_of_vllm_with_ranks_of_its_own_is_rehearsed_with_vllm(tmp_path)
     ids=str,
 )
 def test_what_keeps_vllm_from_a_rehearsal_is_said(version, grid, why, monkeypatch):
-    monkeypatch.setattr(rehearsal_engine, "installed", lambda: version)
-    monkeypatch.setattr(rehearsal_engine, "is_for_cpus", lambda version: "+cpu" in version)
+    monkeypatch.setattr(package_signature, "installed", lambda: version)
+    monkeypatch.setattr(package_signature, "is_for_cpus", lambda version: "+cpu" in version)
     found = engine_for(load(CONFIGS[DENSE]).rollout, grid)
     assert found.name == "native" and why in found.why
     assert engine_for(load(CONFIGS[EXPERTS], ["rollout.name=native"]).rollout, grid).why == ""

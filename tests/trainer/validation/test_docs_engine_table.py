@@ -15,12 +15,12 @@ from mrl.engines._config_support import ANOTHERS, Refusal, value_of
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm import llm_fields
 from mrl.engines.trtllm.built_fields import FITS, SAME
+from mrl.engines.trtllm.engine_dir import wanted_engine
 from mrl.engines.vllm import engine_fields, sampling
 from mrl.errors import UserError
 from mrl.models.presets import arch_from_preset
 from mrl.resharding.trtllm import TrtllmMapping
 from mrl.trainer.validation.docs_engine_table import page, uses
-from mrl.trainer.validation.engine import wanted_engine
 from mrl.trainer.validation.ranges import FIXED
 from mrl.trainer.validation.validate import check
 from mrl.types import Prompt

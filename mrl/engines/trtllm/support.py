@@ -1,0 +1,77 @@
+"""Answers about TensorRT-LLM's LLM API and its built engines before they start (`engines/_support.py`).
+
+Imports neither torch nor TensorRT-LLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config.config import Config, RolloutConfig
+from mrl.engines._support import EnginePackage, EngineSupport
+from mrl.engines.trtllm import built_fields, engine_dir, engine_kwargs, fields, fp8_support, package_signature, routing
+from mrl.engines.trtllm.hosts import check_hosts
+from mrl.errors import to_install
+from mrl.models.base import ArchSpec
+from mrl.parallel_layout import Grid
+
+
+class TrtllmSupport(EngineSupport):
+    """Common to the LLM API and built engines: replicas of several ranks communicate over MPI."""
+
+    packages = (EnginePackage("trtllm", "tensorrt-llm", "tensorrt_llm"),)
+    checks_weight_sync = True
+
+    def needs_mpi(self, rollout: RolloutConfig) -> bool:
+        """Returns whether a replica has several ranks."""
+        return fields.needs_mpi(rollout)
+
+    def check_launcher(self, rollout: RolloutConfig, launcher: str) -> None:
+        """Raises UserError if a replica of several ranks was not started by MPI."""
+        fields.check_launcher(rollout, launcher)
+
+    def check_hosts(self, grid: Grid, gpus_per_node: int) -> None:
+        """Raises UserError if a replica is neither inside a node nor on complete nodes."""
+        for first in grid.samplers[:: grid.rollout_size]:
+            check_hosts(first, grid.rollout_size, gpus_per_node, gpus_per_node)
+
+    def describe(self, name: str) -> str:
+        """Returns the engine's name, and whether TensorRT-LLM is installed here."""
+        if package_signature.is_installed():
+            return name
+        advice = f"Install it: {to_install('trtllm')}; or use rollout.name=native."
+        return f"{name}: TensorRT-LLM is not installed here. {advice}"
+
+
+class LlmSupport(TrtllmSupport):
+    """The LLM API, which loads PyTorch models."""
+
+    fields = fields.FIELDS
+    arguments = engine_kwargs
+    sees_own_device_only = True
+
+    def config_errors(self, rollout: RolloutConfig) -> Iterator[str]:
+        """Yields a message for each of its own arguments that prevents recording experts."""
+        return routing.refusals(rollout)
+
+    def model_errors(self, config: Config, arch: ArchSpec) -> Iterator[str]:
+        """Yields a message for each MoE argument of a dense model, and each broken rule of FP8."""
+        if arch.moe is None:
+            yield from engine_kwargs.expert_refusals(config.rollout)
+        yield from fp8_support.refusals(config, arch)
+
+
+class BuiltSupport(TrtllmSupport):
+    """Built engines, whose shapes are those of the build."""
+
+    fields = built_fields.FIELDS
+    has_pipeline_parallelism = True
+    has_fixed_prompt_length = True
+
+    def model_errors(self, config: Config, arch: ArchSpec) -> Iterator[str]:
+        """Yields a message if `rollout.engine_dir` does not fit the run."""
+        return engine_dir.engine_errors(config, arch)
+
+
+SUPPORT = LlmSupport()
+BUILT_SUPPORT = BuiltSupport()

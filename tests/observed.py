@@ -27,11 +27,11 @@ import torch
 import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mrl.commands.plan.engine_weights import engine_layouts
 from mrl.config.config import Config, load
 from mrl.data.prompts import load_training, load_validation
 from mrl.distributed.local_ranks import TRAINING
 from mrl.distributed.watchdog.graceful_stop import Stop, limits
+from mrl.engines._support import memory_plan
 from mrl.errors import UserError
 from mrl.megatron import quieten
 from mrl.megatron.critic import Critic
@@ -203,7 +203,7 @@ def laid(config: Config) -> Facts:
     told = transformer_config(arch, config.parallel, config.actor, dtype=torch.float32, given=passed)
     return {
         "actor": repr(megatron_layouts(arch, grid, dtype="float32", te=False)),
-        "engine": repr(engine_layouts(found.config, arch, grid)),
+        "engine": repr(memory_plan(found.config).layouts(found.config, arch, grid)),
         "ranks": [(grid.coords(rank), grid.replica(rank)) for rank in range(4)],
         "told": {name: value for name, value in vars(told).items() if isinstance(value, (int, float, str))},
     }

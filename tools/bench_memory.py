@@ -36,10 +36,10 @@ import torch
 import yaml
 from bench.measure import add_device, device_name
 
-from mrl.commands.plan.engine_memory import Device
 from mrl.commands.plan.memory import memory_by_stage
 from mrl.config.config import load
 from mrl.distributed.local_ranks import free_port
+from mrl.engines._memory_plan import Device
 from mrl.engines.native.packed_linear import compute_dtype
 from mrl.models.kernels.library import library
 from mrl.models.transformer_engine import why_local

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mrl.config import registry
 from mrl.config.config import Config, RolloutConfig
 from mrl.engines._config_support import Fields
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import Grid
+
+if TYPE_CHECKING:
+    from mrl.engines._memory_plan import MemoryPlan
 
 
 class EngineArguments(Protocol):
@@ -118,6 +121,10 @@ class EngineSupport:
         """Returns a message about installed packages that break the import of the engine's; "": there are none."""
         return ""
 
+    def memory_plan(self) -> MemoryPlan:
+        """Returns the predicted sizes of the engine; the default is the prediction for the default engine."""
+        return engine_support(RolloutConfig.name).memory_plan()
+
     def on_cpu(self, reduced: Grid) -> CpuRun:
         """Returns whether the engine samples on this machine's CPU with the layout `reduced`."""
         return CpuRun("it needs GPUs")
@@ -127,12 +134,17 @@ def engine_support(name: str) -> EngineSupport:
     """Returns the answers of an engine, `SUPPORT` of its module.
 
     Args:
-        name: `rollout.name`. A path to user code has the defaults, and so has an unknown name, which validation reports.
+        name: `rollout.name`. A path to user code has the defaults; so has an unknown name, which validation reports.
     """
     if name not in registry.names("engines"):
         return EngineSupport()
     found: EngineSupport = registry.find("engines", name, "SUPPORT")
     return found
+
+
+def memory_plan(config: Config) -> MemoryPlan:
+    """Returns the predicted sizes of a config's engine."""
+    return engine_support(config.rollout.name).memory_plan()
 
 
 def engine_packages() -> dict[str, EnginePackage]:

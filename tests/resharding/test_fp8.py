@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from mrl.commands.plan.dryrun import refit_plan
-from mrl.commands.plan.engine_weights import weight_bytes
 from mrl.config.config import CheckpointEngineConfig, Config, ModelConfig, RolloutConfig
+from mrl.engines._support import memory_plan
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.parallel_layout import Grid
@@ -194,7 +194,7 @@ def test_the_plan_of_a_run_knows_the_engines_bytes_and_the_refits(model):
     config = Config(model=ModelConfig(dtype="bfloat16"), rollout=settings(arch, "fp8", grid))
     plan = refit_plan(config, arch, grid)
     found = run_ranks(4, bytes_held, arch, grid)
-    assert max(held for held, _ in found) == weight_bytes(config, arch, grid)
+    assert max(held for held, _ in found) == memory_plan(config).weight_bytes(config, arch, grid)
     for _, told in found:
         assert (plan.bytes_local, plan.bytes_moved) == (told["refit/bytes_local"], told["refit/bytes_moved"])
 

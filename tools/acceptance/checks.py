@@ -18,8 +18,8 @@ from acceptance import behaviour, comparisons, fp8
 from acceptance.fixture import Bench, opened
 from acceptance.result import CheckError, Facts, NotHereError
 from mrl.checkpoint.formats.hf import HfSource
-from mrl.commands.plan.engine_weights import weight_bytes
 from mrl.distributed import launch
+from mrl.engines._support import memory_plan
 from mrl.engines.trtllm import inspection
 from mrl.errors import UserError
 from mrl.resharding.checksum import bit_sum
@@ -126,7 +126,7 @@ def sleep(bench: Bench) -> Facts:
     again = bench.used()
     job.sampler.engine.sleep()
     freed = awake - asleep
-    weights = weight_bytes(job.config, job.arch, job.groups.grid)
+    weights = memory_plan(job.config).weight_bytes(job.config, job.arch, job.groups.grid)
     facts: Facts = {"answers": str(moved), "answers after rest and refit": str(rested)}
     if job.device.type == "cuda":
         facts |= {

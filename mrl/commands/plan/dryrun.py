@@ -13,11 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from mrl.commands.launch import start_words
-from mrl.commands.plan.engine_weights import engine_layouts
 from mrl.commands.plan.memory import num_parameters, stage_memory
 from mrl.config.config import Config, TrainConfig, to_yaml
 from mrl.config.megatron_fields.defaults import ddp_defaults, overlaps_gradients, transformer_defaults
-from mrl.engines._support import engine_support
+from mrl.engines._support import engine_support, memory_plan
 from mrl.models.base import ArchSpec
 from mrl.models.transformer_engine import asked_for
 from mrl.parallel_layout import Grid
@@ -190,7 +189,7 @@ def refit_plan(config: Config, arch: ArchSpec, grid: Grid) -> TransferPlan:
     """Plans the copies of a weight sync between all ranks of a layout."""
     dtype = config.model.dtype
     sources = megatron_layouts(arch, grid, dtype=dtype, te=False)
-    return make_plan(sources, engine_layouts(config, arch, grid))
+    return make_plan(sources, memory_plan(config).layouts(config, arch, grid))
 
 
 def _row(grid: Grid, rank: int) -> str:

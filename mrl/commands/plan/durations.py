@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass, replace
 
 from mrl.commands.plan.activations import largest_microbatch
-from mrl.commands.plan.engine_memory import cache_item_bytes, token_elements
-from mrl.commands.plan.engine_weights import weight_bytes
 from mrl.commands.plan.recompute import recompute_of
 from mrl.config.config import Config
+from mrl.engines._memory_plan import token_elements
+from mrl.engines._support import memory_plan
 from mrl.models.base import ArchSpec
 from mrl.observability.hardware import Hardware
 from mrl.observability.metrics import forward_flops
@@ -171,9 +171,10 @@ def _decode_pass(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware,
     rollout = config.rollout
     size = ITEM_BYTES[rollout.dtype or config.model.dtype]
     dequantized = replace(config, rollout=replace(rollout, quantization=None))  # the products use no FP8 weights
-    weights = weight_bytes(dequantized, arch, grid) - _unread_bytes(arch, grid, rows, size)
+    engine = memory_plan(config)
+    weights = engine.weight_bytes(dequantized, arch, grid) - _unread_bytes(arch, grid, rows, size)
     mean_len = rollout.prompt_length + rollout.response_length / 2
-    cache = rows * mean_len * token_elements(arch, grid.rollout_tp) * cache_item_bytes(config)
+    cache = rows * mean_len * token_elements(arch, grid.rollout_tp) * engine.cache_item_bytes(config)
     flops = rows * (forward_flops(arch, [1]) + 4 * arch.num_layers * arch.num_heads * arch.head_dim * mean_len)
     per_node, tp = hardware.gpus_per_node, grid.rollout_tp
     inside = all(first // per_node == (first + tp - 1) // per_node for first in grid.samplers[::tp])

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from mrl.commands.plan.engine_memory import Device
 from mrl.commands.plan.memory import StageMemory, memory_by_stage
 from mrl.config.config import Config
+from mrl.engines._memory_plan import Device
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
 from mrl.parallel_layout import Grid

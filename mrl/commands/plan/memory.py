@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 
 from mrl.commands.plan import optimizer_memory, recompute
 from mrl.commands.plan.activations import Activations, ActorShape
-from mrl.commands.plan.engine_memory import FP32_BYTES, Device, EngineMemory, engine_memory
-from mrl.commands.plan.engine_weights import arriving_bytes, weight_bytes
+from mrl.commands.plan.engine_memory import engine_memory
 from mrl.commands.plan.optimizer_memory import OptimizerMemory
 from mrl.config.config import Config
+from mrl.engines._memory_plan import FP32_BYTES, Device, EngineMemory
+from mrl.engines._support import memory_plan
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.models.transformer_engine import asked_for
 from mrl.parallel_layout import Grid
@@ -118,7 +119,9 @@ def stage_memory(config: Config, arch: ArchSpec, grid: Grid) -> list[Memory]:
     sharded = config.actor.use_distributed_optimizer
     copies = grid.dp * grid.cp if sharded else 1
     expert_copies = len(grid.trainers) // (grid.pp * grid.ep * grid.expert_tp) if sharded else 1
-    engine = 0 if arch.value_head else weight_bytes(config, arch, grid)  # nothing is sampled from a critic
+    engine = (
+        0 if arch.value_head else memory_plan(config).weight_bytes(config, arch, grid)
+    )  # nothing is sampled from a critic
     found = []
     for dense, experts in _actor_elements(arch, grid):
         owned = math.ceil(dense / copies), math.ceil(experts / expert_copies)
@@ -146,7 +149,8 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
     """
     config, arch, grid = found.config, found.arch, found.grid
     shape = _actor_shape(found, device)
-    arriving = arriving_bytes(config, arch, grid) if moved_bytes is None else moved_bytes
+    engine = memory_plan(config)
+    arriving = engine.arriving_bytes(config, arch, grid) if moved_bytes is None else moved_bytes
     models = zip(
         stage_memory(config, arch, grid),
         _critics(found, device),
@@ -282,9 +286,8 @@ def _sampler(found: Resolved, device: Device, arriving: int) -> StageMemory:
     """Returns the memory of a rank that only samples; its engine never sleeps."""
     grid = found.grid
     config = replace(found.config, rollout=replace(found.config.rollout, free_cache_engine=False))
-    engine = engine_memory(
-        replace(found, config=config), device, weights=weight_bytes(config, found.arch, grid), actor=0
-    )
+    weights = memory_plan(config).weight_bytes(config, found.arch, grid)
+    engine = engine_memory(replace(found, config=config), device, weights=weights, actor=0)
     routing = routing_bytes(config, found.arch, grid)
     holders = [
         _engine(engine, keeps_cache=True),

@@ -11,13 +11,12 @@ from collections.abc import Iterator
 
 from mrl.commands.launch import start_words
 from mrl.commands.plan.durations import predict_durations, step_time
-from mrl.commands.plan.engine_weights import weight_bytes
 from mrl.commands.plan.fit import check_fits, device_of, words
 from mrl.commands.plan.memory import StageMemory, memory_by_stage, not_counted, num_parameters
 from mrl.commands.plan.refits import RefitPrediction, predict_refit
 from mrl.commands.plan.splits import Splits, find_splits, rows_of, splits_text
 from mrl.config.config import Config
-from mrl.engines._support import engine_support
+from mrl.engines._support import engine_support, memory_plan
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
 from mrl.observability.text_format import counted
@@ -112,9 +111,10 @@ def _memory(found: Resolved, stages: list[StageMemory], capacity: int, hardware:
     if fullest.host:
         yield f"  host memory: {fullest.host / GB:.2f} GB for models and engine that are offloaded"
         sleeps = found.config.rollout.free_cache_engine and not found.grid.has_roles
-        if found.needs_engine and found.config.rollout.name == "trtllm" and sleeps:
-            discarded = weight_bytes(found.config, found.arch, found.grid)
-            yield f"  of it {discarded / GB:.2f} GB for the engine's weights, which TensorRT-LLM 1.3 discards instead"
+        engine = memory_plan(found.config)
+        if found.needs_engine and engine.discards_weights and sleeps:
+            size = engine.weight_bytes(found.config, found.arch, found.grid) / GB
+            yield f"  of it {size:.2f} GB for the engine's weights, which {engine.discards_weights} discards instead"
         if fullest.replayed:
             yield f"  of it {fullest.replayed / GB:.2f} GB for the experts to replay"
     samplers = [stage for stage in stages if stage.stage is None]

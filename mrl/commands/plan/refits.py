@@ -1,15 +1,15 @@
 """Predicts bytes and duration of a weight sync from the layouts of both sides and the links' peak rates.
 
-`resharding/transfer_cost.py` counts the bytes; `engine_weights.py` has the engines' layouts.
+`resharding/transfer_cost.py` counts the bytes; `engines/_memory_plan.py` has the engines' layouts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mrl.commands.plan.engine_weights import engine_layouts
 from mrl.commands.plan.memory import staging_bytes
 from mrl.config.config import Config
+from mrl.engines._support import memory_plan
 from mrl.models.base import ArchSpec, Place
 from mrl.observability.hardware import Hardware
 from mrl.parallel_layout import Grid
@@ -44,7 +44,12 @@ def predict_refit(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware
     """Predicts bytes and duration of a weight sync."""
     few, places, times = one_layer_of_each(arch, grid) if grid.rollout_pp == 1 else (arch, grid, {})
     sources = megatron_layouts(few, places, dtype=config.model.dtype, te=True)
-    found = traffic(sources, engine_layouts(config, few, places), hardware.gpus_per_node, times=times)
+    found = traffic(
+        sources,
+        memory_plan(config).layouts(config, few, places),
+        hardware.gpus_per_node,
+        times=times,
+    )
     each = found.full_gather_bytes / len(grid.samplers)
     gather_rate = (
         hardware.inter_node_bytes_per_s if grid.world_size > hardware.gpus_per_node else hardware.intra_node_bytes_per_s

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mrl.engines._support import CpuRun, EngineSupport
 from mrl.engines.native.fields import FIELDS
 from mrl.parallel_layout import Grid
+
+if TYPE_CHECKING:
+    from mrl.engines._memory_plan import MemoryPlan
 
 
 class NativeSupport(EngineSupport):
     """The native engine needs no package and runs on any machine."""
 
     fields = FIELDS
+
+    def memory_plan(self) -> MemoryPlan:
+        """Returns the predicted sizes of the engine."""
+        from mrl.engines.native.memory_plan import NativeMemoryPlan
+
+        return NativeMemoryPlan()
 
     def on_cpu(self, reduced: Grid) -> CpuRun:
         """Returns that the engine samples on any CPU."""

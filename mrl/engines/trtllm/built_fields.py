@@ -1,6 +1,6 @@
 """Treatment of each field of `rollout` by built engines (`rollout.name=trtllm_engine`), and rejected values.
 
-`trainer/validation/engine.py` compares `rollout.engine_dir` with the run's model and sizes and reports each mismatch;
+`engine_dir.py` compares `rollout.engine_dir` with the run's model and sizes and reports each mismatch;
 the fields here only mention it. Imports no torch.
 """
 

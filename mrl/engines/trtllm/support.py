@@ -6,6 +6,7 @@ Imports neither torch nor TensorRT-LLM.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from mrl.config.config import Config, RolloutConfig
 from mrl.engines._support import EnginePackage, EngineSupport
@@ -14,6 +15,9 @@ from mrl.engines.trtllm.hosts import check_hosts
 from mrl.errors import to_install
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import Grid
+
+if TYPE_CHECKING:
+    from mrl.engines._memory_plan import MemoryPlan
 
 
 class TrtllmSupport(EngineSupport):
@@ -60,6 +64,12 @@ class LlmSupport(TrtllmSupport):
             yield from engine_kwargs.expert_refusals(config.rollout)
         yield from fp8_support.refusals(config, arch)
 
+    def memory_plan(self) -> MemoryPlan:
+        """Returns the predicted sizes of the engine."""
+        from mrl.engines.trtllm.memory_plan import LlmMemoryPlan
+
+        return LlmMemoryPlan()
+
 
 class BuiltSupport(TrtllmSupport):
     """Built engines, whose shapes are those of the build."""
@@ -71,6 +81,12 @@ class BuiltSupport(TrtllmSupport):
     def model_errors(self, config: Config, arch: ArchSpec) -> Iterator[str]:
         """Yields a message if `rollout.engine_dir` does not fit the run."""
         return engine_dir.engine_errors(config, arch)
+
+    def memory_plan(self) -> MemoryPlan:
+        """Returns the predicted sizes of the engine."""
+        from mrl.engines.trtllm.memory_plan import BuiltMemoryPlan
+
+        return BuiltMemoryPlan()
 
 
 SUPPORT = LlmSupport()

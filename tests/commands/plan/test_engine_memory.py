@@ -7,13 +7,13 @@ import pytest
 
 from mrl.checkpoint.formats.trtllm_config import TrtllmConfig, to_json
 from mrl.commands.plan.durations import predict_durations
-from mrl.commands.plan.engine_memory import Device
-from mrl.commands.plan.engine_weights import arriving_bytes, engine_layouts
 from mrl.commands.plan.fit import device_of
 from mrl.commands.plan.memory import memory_by_stage
 from mrl.commands.plan.plan import describe
 from mrl.commands.plan.refits import predict_refit
 from mrl.config.config import RolloutConfig, load
+from mrl.engines._memory_plan import Device
+from mrl.engines._support import memory_plan
 from mrl.engines.vllm.kv_cache import kv_cache
 from mrl.errors import UserError
 from mrl.models.presets import arch_from_preset
@@ -193,9 +193,11 @@ def test_a_rank_of_the_llm_api_is_sent_what_it_reads_and_no_more(resolved, prese
         for found in (native, llm)
     ]
     assert moved[0] == moved[1] < 3 * bytes_of(hf_layout(llm.arch, "bfloat16"))  # of 4 for whole tensors
-    layouts = engine_layouts(llm.config, llm.arch, llm.grid)
+    layouts = memory_plan(llm.config).layouts(llm.config, llm.arch, llm.grid)
     assert layouts.keys() == set(range(4)) and len({id(layout) for layout in layouts.values()}) == 2
-    assert arriving_bytes(llm.config, llm.arch, llm.grid) == max(map(bytes_of, layouts.values()))
+    assert memory_plan(llm.config).arriving_bytes(llm.config, llm.arch, llm.grid) == max(
+        map(bytes_of, layouts.values())
+    )
 
 
 def test_experts_of_other_ranks_are_not_staged_and_a_model_without_partial_loading_is_as_a_whole(resolved):
@@ -227,7 +229,11 @@ def test_vllm_sleeps_on_a_gpu_and_keeps_all_on_a_cpu(resolved):
     asked = kv_cache(found.config.rollout, found.arch, 2)
     memory = phases(found)
     assert {phase for phase, terms in memory.phases.items() if "engine's weights" in terms} == {"refit", "rollout"}
-    assert memory.phases["refit"]["engine's weights"] == weights == arriving_bytes(found.config, found.arch, found.grid)
+    assert (
+        memory.phases["refit"]["engine's weights"]
+        == weights
+        == memory_plan(found.config).arriving_bytes(found.config, found.arch, found.grid)
+    )
     assert memory.phases["rollout"]["KV cache"] == asked.wanted_bytes == 8 * asked.sequence_bytes
     awake = phases(resolved("rollout.name=vllm", "rollout.max_num_seqs=8", "rollout.free_cache_engine=false", *OFFLOAD))
     assert memory.host - awake.host == 2 * weights  # pinned memory, rounded up
@@ -260,7 +266,7 @@ def test_vllm_keeps_the_experts_of_what_is_cached_in_host_memory(resolved):
 
 def test_the_plan_moves_to_vllm_what_its_ranks_store(resolved):
     found = resolved("rollout.name=vllm", "rollout.tensor_model_parallel_size=2", ranks=4)
-    layouts = engine_layouts(found.config, found.arch, found.grid)
+    layouts = memory_plan(found.config).layouts(found.config, found.arch, found.grid)
     assert layouts == {rank: vllm_layout(found.arch, 2, rank % 2, "bfloat16") for rank in range(4)}
 
 

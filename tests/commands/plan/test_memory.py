@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mrl.commands.plan.engine_memory import Device
 from mrl.commands.plan.memory import memory_by_stage, not_counted, num_parameters, replayed_bytes, stage_memory
 from mrl.config.config import Config, load
+from mrl.engines._memory_plan import Device
 from mrl.models.base import critic_of
 from mrl.models.presets import arch_from_preset
 from mrl.parallel_layout import Grid

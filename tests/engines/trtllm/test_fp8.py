@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from mrl.commands.plan.dryrun import refit_plan
-from mrl.commands.plan.engine_weights import arriving_bytes
 from mrl.config.config import Config, ModelConfig
 from mrl.distributed.groups import make_rollout_group
+from mrl.engines._support import memory_plan
 from mrl.engines.native.engine import NativeEngine
 from mrl.engines.trtllm import fp8_support
 from mrl.errors import UserError
@@ -97,7 +97,11 @@ def test_samples_and_their_log_probabilities_are_the_native_engines_under_the_sa
     config = Config(model=ModelConfig(dtype="float32"), rollout=tiny.rollout(dtype="bfloat16", quantization="fp8"))
     plan = refit_plan(config, arch, Grid(1))
     assert (plan.bytes_local, plan.bytes_moved) == (told["refit/bytes_local"], told["refit/bytes_moved"])
-    assert arriving_bytes(config, arch, Grid(1)) == told["arrived"] == plan.bytes_local + told["refit/bytes_scales"]
+    assert (
+        memory_plan(config).arriving_bytes(config, arch, Grid(1))
+        == told["arrived"]
+        == plan.bytes_local + told["refit/bytes_scales"]
+    )
     assert [one.response_ids for one in ours] == [one.response_ids for one in theirs]
     for one, other in zip(ours, theirs, strict=True):
         assert one.rollout_logprobs == pytest.approx(other.rollout_logprobs, abs=TOLERANCE)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mrl.config import registry
+from mrl.engines._support import EngineSupport, engine_support
 from tests.source import PACKAGE, ROOT, imports, modules, name_of, tree_of
 
 LAYERS = {
@@ -128,6 +130,20 @@ def test_neither_rooms_nor_files_import_each_other():
     assert len(files["mrl.train"]) > 5 < len(rooms["trainer"])
     assert circle(files) == circle(rooms) == []
     assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
+
+
+def test_nothing_outside_the_engines_names_one():
+    """A new engine is one folder. Only the translation of verl's arguments knows whose they are."""
+    engines = registry.names("engines")
+    folders = {f"mrl.engines.{name}" for name in engines}
+    naming = {
+        relative(path)
+        for path in modules()
+        for target in imports(path)
+        if ".".join(target.split(".")[:3]) in folders and part_of(name_of(path)) != "engines"
+    }
+    assert naming == {"mrl/commands/from_verl/engine_arguments.py"}
+    assert {name for name in engines if type(engine_support(name)) is not EngineSupport} == set(engines)
 
 
 @pytest.mark.parametrize("package", ROOMS)

@@ -31,6 +31,7 @@ from typing import Any
 
 import psutil
 
+from mrl.config.config import RolloutConfig
 from mrl.distributed import launch
 from mrl.errors import UserError
 
@@ -48,7 +49,7 @@ PORTS = range(20_000, 32_000)
 """Candidate ports, outside of the range that Linux gives to outgoing connections, so that a free one stays free."""
 TRAINING = (
     "mrl.train",
-    "mrl.engines.native.engine",
+    f"mrl.engines.{RolloutConfig.name}.engine",
     "torch._dynamo",
     "mrl.observability.report",
     "torch.utils.tensorboard",

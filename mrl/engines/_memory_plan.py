@@ -1,7 +1,7 @@
 """Sizes of an engine's weights, cache and work memory on a rank, predicted from a config for `mrl plan`.
 
-The module `memory_plan` of each engine derives from `MemoryPlan`. TensorRT-LLM and vLLM on a GPU were not measured: their
-weights, cache and mrl's buffers follow from shapes and the meaning of their settings; the rest is assumed.
+The module `memory_plan` of each engine derives from `MemoryPlan`. TensorRT-LLM and vLLM on a GPU were not measured:
+their weights, cache and mrl's buffers follow from shapes and the meaning of their settings; the rest is assumed.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ from mrl.config.config import Config
 from mrl.config.verl_keys import verl_rollout
 from mrl.config.verl_keys.translated_keys import DTYPES, MAPS, ROLLOUT
 from mrl.engines import _config_support
-from mrl.engines.trtllm import fields as trtllm
-from mrl.engines.vllm import fields as vllm
+from mrl.engines._support import engine_support, engines_with_arguments
 
 Pair = tuple[str, Any]
 
@@ -26,8 +25,7 @@ EPISODES = ("multi_turn.", "agent.")
 """Sections that only matter for multi-turn runs."""
 
 ENGINES = {"vllm": "vllm", "sglang": "native", "hf": "native", "???": "native", "trtllm": "trtllm"}
-REFUSING = {vllm.NAME: vllm.FIELDS, "trtllm": trtllm.FIELDS}
-"""Engines that refuse some of verl's values."""
+"""Engine of verl -> engine of mrl."""
 
 OWN_WAY = (
     "name", "dtype", "quantization", "prompt_length", "response_length", "expert_parallel_size",
@@ -124,14 +122,14 @@ def without_refused(config: Config, notes: dict[str, str]) -> Iterator[tuple[str
         notes: verl's key -> reason, updated for these keys.
     """
     name = config.rollout.name
-    if name not in REFUSING:
+    if name not in engines_with_arguments():
         return
     size, ep = config.rollout.moe_tensor_parallel_size, config.rollout.expert_parallel_size
-    if name == vllm.NAME and size not in (None, config.rollout.tensor_model_parallel_size // ep):
+    if name == "vllm" and size not in (None, config.rollout.tensor_model_parallel_size // ep):
         notes[f"{ROLLOUT}moe_tensor_parallel_size"] = (
             "refused with rollout.name=vllm: it follows from tensor_model_parallel_size and expert_parallel_size"
         )
         yield "rollout.moe_tensor_parallel_size", None
-    for field, refusal in _config_support.broken(REFUSING[name], config.rollout, on_a_cpu=False):
+    for field, refusal in _config_support.broken(engine_support(name).fields, config.rollout, on_a_cpu=False):
         notes[f"{ROLLOUT}{field}"] = f"refused with rollout.name={name}: {refusal.why}. {refusal.instead}"
         yield f"rollout.{field}", None

@@ -33,10 +33,10 @@ from mrl.errors import UserError
 from mrl.observability import data_sources
 from mrl.observability import metrics as measure
 from mrl.rollout import turn_credit
-from mrl.rollout.dispatch import StepBatch, pack
-from mrl.rollout.partial_rollout import stream
-from mrl.rollout.prompt_assignment import generate, whole_prompts
-from mrl.rollout.sample_table import gather_facts, gather_failures, gather_table, outcomes
+from mrl.rollout.dispatch import StepBatch, dispatch_samples
+from mrl.rollout.partial_rollout import sample_until_complete
+from mrl.rollout.prompt_assignment import drop_incomplete_groups, generate
+from mrl.rollout.sample_table import gather_failures, gather_reward_facts, gather_table, to_outcomes
 from mrl.trainer.learning_rate import learning_rate
 from mrl.trainer.rank_roles import on_trainers
 from mrl.trainer.resolve import prepare
@@ -109,24 +109,24 @@ def reinforcement_step(job: Trainer, step: int) -> Metrics:
     # 1. sync weights
     with phase("update_weights"):
         metrics = job.refit_if_stale()
-    buffer.sampled_by(job.state.policy_version, step - 1)
+    buffer.record_policy_version(job.state.policy_version, step - 1)
 
     # 2. sample
-    if buffer.missing or not buffer.schedule.lead:
+    if buffer.num_missing or not buffer.schedule.lead:
         sample(job, step, everyone())
     table, rollouts, sampling_metrics = job.take(step)
     job.log_samples(step, rollouts, "train")
 
     # 3. dispatch
     with phase("pack"):
-        data = pack(
+        data = dispatch_samples(
             rollouts,
             table,
             job.groups,
             config.train.minibatch_size or config.train.batch_size,
-            shares=config.actor.use_prefix_grouper,
+            keep_groups=config.actor.use_prefix_grouper,
             routing=job.sampler.routing,
-            only_newest=config.rollout.mask_offpolicy,
+            mask_offpolicy=config.rollout.mask_offpolicy,
         )
     # 4. prepare and 5. update; in asynchronous mode the other ranks sample for the next steps meanwhile
     if buffer.schedule.lead:
@@ -184,12 +184,12 @@ def prepare_batch(job: Trainer, step: int, data: StepBatch, table: SampleTable) 
         with phase("values"):
             job.critic.values(data.batch)
     with phase("adv"):
-        samples = outcomes(table, job.reward_weights)
+        samples = to_outcomes(table, job.reward_weights)
         samples = replace(samples, rewards_N=algorithm.shape_rewards(samples))
         data.batch.rewards_B = samples.rewards_N[data.index_B].float()
         credited, index_U = samples, data.index_B
         if algorithm.config.credit == "turn":
-            credited, index_U = turn_credit.credited(samples, table, data, job.config.reward)
+            credited, index_U = turn_credit.assign_turn_credit(samples, table, data, job.config.reward)
         advantages_N = algorithm.outcome_advantages(credited)
         algorithm.advantages(data.batch, advantages_N[index_U], job.sum_over_dp)
     return measure.outcome_metrics(table, rewards_N=samples.rewards_N, advantages_N=advantages_N)
@@ -234,29 +234,33 @@ def sample(job: Trainer, step: int, over: dist.ProcessGroup, *, overlapped: bool
     config, buffer, sampling = job.config, job.state.in_flight, job.sampler.training
     dynamic, ahead = config.algorithm.dynamic_sampling, overlapped
     steps_done = step - 2 if overlapped else step - 1  # training steps done by the weights that sample
-    buffer.age(step)
+    buffer.restart_too_old(step)
     for _ in range(config.algorithm.max_sampling_rounds if dynamic else 1):
-        buffer.draw(job.state.source.next(buffer.room(step, beside=overlapped)))
-        groups = buffer.unfinished(step, beside=overlapped)
-        if not groups or buffer.enough((), step, ahead=ahead):
+        buffer.draw(job.state.source.next(buffer.num_drawable(step, concurrent=overlapped)))
+        groups = buffer.unfinished(step, concurrent=overlapped)
+        if not groups or buffer.may_stop((), step, ahead=ahead):
             return
         with job.progress.phase("gen"), together(over), job.sampler.awake() as engine:
             if buffer.schedule.by_parts:
                 args = sampling, job.groups, job.state.history, over
-                rollouts, complete = stream(engine, buffer, groups, *args, step=step, steps=steps_done, ahead=ahead)
+                rollouts, complete = sample_until_complete(
+                    engine, buffer, groups, *args, step=step, steps=steps_done, ahead=ahead
+                )
             else:
                 found = generate_rollouts(job, engine, [buffer.prompt(group.uid) for group in groups], sampling)
-                rollouts, uids = whole_prompts(found, sampling.n, over)
+                rollouts, uids = drop_incomplete_groups(found, sampling.n, over)
                 complete = [group.uid for group in groups if group.uid in uids]
         if not complete:  # a stop was requested before any group was complete
             return
         table = score(job, rollouts, sampling, over, buffer.tally.notes.append)
         informative = table.scored
         if dynamic:
-            informative = informative.keep(job.algorithm.informative_groups(outcomes(informative, job.reward_weights)))
-        buffer.became_whole(complete, rollouts, table, informative, steps_done, job.groups.grid)
+            informative = informative.keep(
+                job.algorithm.informative_groups(to_outcomes(informative, job.reward_weights))
+            )
+        buffer.complete(complete, rollouts, table, informative, steps_done, job.groups.grid)
         ahead = False
-        if not buffer.missing:
+        if not buffer.num_missing:
             return
 
 
@@ -290,8 +294,11 @@ def score(
             model_scores = job.reward_model.score(rollouts)
     with job.progress.phase("reward"), together(over):
         if job.scorer is not None:
-            job.scorer.score(rollouts, job.progress.told_to_stop, model_scores)
-    columns = {"supports": sampling.with_support, "turns": job.algorithm.config.credit == "turn"}
+            job.scorer.score(rollouts, job.progress.abort_requested, model_scores)
+    columns = {
+        "with_kept_tokens": sampling.return_kept_tokens,
+        "with_turn_rewards": job.algorithm.config.credit == "turn",
+    }
     table = gather_table(rollouts, job.groups, list(job.reward_weights), over=over, **columns)
     if failures := gather_failures(rollouts, table, job.groups, over):
         log(f"WARNING {failures}")
@@ -392,7 +399,7 @@ def held_out(job: Trainer) -> tuple[Metrics, list[Rollout]]:
     table = score(job, rollouts, sampling, everyone(), job.log.note)
     rollouts.sort(key=lambda rollout: (rollout.prompt.uid, rollout.sample_index))
     names = {prompt.uid: prompt.data_source for prompt in job.validation}
-    by_source = data_sources.held_out_metrics(table, names, gather_facts(rollouts, job.groups))
+    by_source = data_sources.held_out_metrics(table, names, gather_reward_facts(rollouts, job.groups))
     return measure.evaluation_metrics(table) | by_source, rollouts
 
 

@@ -168,11 +168,11 @@ class Rollout:
         routed_experts: Experts that the engine chose for each prompt and response token in each layer, in any order,
             int8 (int16 above 128 experts) [num_tokens, layers, top_k] on the CPU. The last token never went through the
             model; its entries are -1. None unless `rollout.enable_rollout_routing_replay`.
-        sampled_mask: True at sampled response tokens, False at observed ones; None if all are sampled.
-        episode: Record of the conversation with an environment; None for a single-turn response.
-        support: Token ids that truncation kept at each response token; None unless `SamplingConfig.with_support`.
+        sampled_mask: True at sampled response tokens, False at observed ones; None if all are sampled. episode: Record
+            of the conversation with an environment; None for a single-turn response. kept_tokens: Token ids that
+            truncation kept at each response token; None unless `SamplingConfig.return_kept_tokens`.
         log_kept_mass: Log of the probability that the kept ids of each response token had before truncation, nats; 0 at
-            observed tokens; empty without `support`.
+            observed tokens; empty without `kept_tokens`.
         version_runs: (policy version, number of tokens) of consecutive parts of a response that several versions
             sampled; empty if `policy_version` sampled all tokens.
     """
@@ -192,7 +192,7 @@ class Rollout:
     routed_experts: Tensor | None = field(default=None, repr=False, compare=False)
     sampled_mask: list[bool] | None = None
     episode: Episode | None = None
-    support: Support | None = field(default=None, repr=False, compare=False)
+    kept_tokens: Support | None = field(default=None, repr=False, compare=False)
     log_kept_mass: list[float] = field(default_factory=list, repr=False, compare=False)
     version_runs: tuple[tuple[int, int], ...] = ()
 
@@ -230,7 +230,7 @@ class PartialRollout:
         response_ids: Tokens sampled so far, at least one.
         rollout_logprobs: Log-probability of each token at sampling time, nats.
         version_runs: (policy version, number of tokens) of consecutive parts.
-        support: Token ids that truncation kept at each token; None unless `SamplingConfig.with_support`.
+        kept_tokens: Token ids that truncation kept at each token; None unless `SamplingConfig.return_kept_tokens`.
         log_kept_mass: Log of the kept probability of each token, nats, see `Rollout.log_kept_mass`.
     """
 
@@ -239,7 +239,7 @@ class PartialRollout:
     response_ids: tuple[int, ...]
     rollout_logprobs: tuple[float, ...]
     version_runs: tuple[tuple[int, int], ...]
-    support: Support | None = field(default=None, repr=False, compare=False)
+    kept_tokens: Support | None = field(default=None, repr=False, compare=False)
     log_kept_mass: tuple[float, ...] = field(default=(), repr=False, compare=False)
 
 

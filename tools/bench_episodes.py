@@ -192,7 +192,7 @@ def make_engine(work: Work, way: str, model: Mapping[str, Any], source: Path) ->
     engine = NativeEngine(
         EngineSpec(
             config=config, arch=arch, tp_group=None, device=torch.device(work.device), dtype=torch.float32,
-            decode=str, model_folder=lambda _: Path(), timeout_s=60.0, trains_on_logprobs=False,
+            decode=str, write_model_folder=lambda _: Path(), timeout_s=60.0, trains_on_logprobs=False,
         )
     )  # fmt: skip
     layout = engine.layout()
@@ -210,7 +210,9 @@ def make_engine(work: Work, way: str, model: Mapping[str, Any], source: Path) ->
         return logits_BV
 
     changed: dict[str, Any] = {"_decode_eagerly": step} if work.step_s else {}
-    changed |= {"converse": functools.partial(RolloutEngine.converse, engine)} if way == "rounds" else {}
+    changed |= (
+        {"generate_multi_turn": functools.partial(RolloutEngine.generate_multi_turn, engine)} if way == "rounds" else {}
+    )
     vars(engine).update(changed)
     return engine
 
@@ -228,7 +230,7 @@ def runner(work: Work, way: str, model: Mapping[str, Any], source: Path, results
     """
     launch.start(work.device, num_threads=torch.get_num_threads())
     tokenizer, engine = CharTokenizer(ALPHABET), make_engine(work, way, model, source)
-    episodes = Episodes(engine.spec.config, tokenizer, [], None, told_to_stop=lambda: False)
+    episodes = Episodes(engine.spec.config, tokenizer, [], None, abort_requested=lambda: False)
     texts = [f"Question {number}" for number in range(work.conversations)]
     prompts = [Prompt(number, tuple(tokenizer.encode(text)), "", question=text) for number, text in enumerate(texts)]
     ends = tuple(range(len(ALPHABET) - len(ALPHABET) // TURN_TOKENS, len(ALPHABET)))

@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mrl.distributed.groups import ProcessGroups
 from mrl.parallel_layout import Grid
 from mrl.resharding.dtypes import choice_dtype
-from mrl.rollout.dispatch import RoutingRecord, pack
+from mrl.rollout.dispatch import StageRoutingFormat, dispatch_samples
 from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
 
 TP, PP, REPLICA = 4, 8, 32
@@ -73,11 +73,13 @@ def run(args: argparse.Namespace, million_tokens: float) -> dict[str, Any]:
     per_stage = -(-args.layers // PP)
     layers = [range(first, min(first + per_stage, args.layers)) for first in range(0, args.layers, max(1, per_stage))]
     dtype = choice_dtype(NUM_EXPERTS)
-    routing = RoutingRecord(args.layers, args.top_k, dtype, layers) if args.layers else None
+    routing = StageRoutingFormat(args.layers, args.top_k, dtype, layers) if args.layers else None
     gc.collect()
     before = forget_peak()
     began = time.process_time()
-    packed = pack(rollouts, table, groups, len(set(table["uid"].tolist())), shares=True, routing=routing)
+    packed = dispatch_samples(
+        rollouts, table, groups, len(set(table["uid"].tolist())), keep_groups=True, routing=routing
+    )
     seconds = time.process_time() - began
     grown = memory("VmHWM") - before
     batch = packed.batch

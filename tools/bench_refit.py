@@ -159,7 +159,7 @@ def refit_of(
                 device=device,
                 dtype=getattr(torch, args.dtype),
                 decode=str,
-                model_folder=lambda _: Path(folder),
+                write_model_folder=lambda _: Path(folder),
                 timeout_s=60.0,
                 trains_on_logprobs=False,
             )

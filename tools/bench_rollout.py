@@ -153,7 +153,7 @@ class Work:
             device=self.device,
             dtype=self.dtype,
             decode=str,
-            model_folder=lambda _: self.folder,
+            write_model_folder=lambda _: self.folder,
             timeout_s=60.0,
             trains_on_logprobs=False,
         )
@@ -277,19 +277,19 @@ def engine_runner(work: Work, kind: str, *, eager: bool = False) -> Iterator[Act
 def packed_runner(work: Work) -> Iterator[Action]:
     """Starts vLLM as mrl's engine does, but with weights that vLLM's own loader packed."""
     from mrl.engines.vllm import llm_runtime
-    from mrl.engines.vllm.process_state import kept, same_numbers
+    from mrl.engines.vllm.process_state import process_state_restored, rng_state_restored
     from mrl.engines.vllm.sampling import arguments
 
     launch.start(work.device.type, num_threads=torch.get_num_threads())
     spec = work.spec("vllm")
-    with kept(work.device):
+    with process_state_restored(work.device):
         version = llm_runtime.find_version()
         from vllm import LLM, SamplingParams
 
         given = llm_runtime.arguments(spec, cache_bytes(spec), version)
         llm = LLM(str(work.folder), **{**given, "load_format": "auto"})
     asked = [SamplingParams(**arguments(SAMPLING, prompt, 0)) for prompt in work.samples]
-    with same_numbers(work.device):
+    with rng_state_restored(work.device):
         yield lambda: check_outputs(llm.generate(token_prompts(work), asked, use_tqdm=False))
 
 

@@ -236,7 +236,7 @@ def engine_of(
         device=torch.device("cpu"),
         dtype=getattr(torch, dtype),
         decode=str,
-        model_folder=lambda _: Path(),  # this engine reads no files
+        write_model_folder=lambda _: Path(),  # this engine reads no files
         timeout_s=60.0,
         trains_on_logprobs=False,
     )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mrl.distributed.collectives import any_rank
 
-STEPS = 16
+CHECK_INTERVAL = 16
 """Forwards between two all-reduces of the replica."""
 
 
@@ -25,18 +25,18 @@ class AbortCheck:
     """
 
     def __init__(
-        self, abort_requested: Callable[[], bool], group: dist.ProcessGroup | None, sampled: Callable[[], object]
+        self, abort_requested: Callable[[], bool], group: dist.ProcessGroup | None, on_forward: Callable[[], object]
     ) -> None:
-        self._abort_requested, self._sampled = abort_requested, sampled
+        self._abort_requested, self._sampled = abort_requested, on_forward
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self._num_calls = 0
 
     def __call__(self) -> bool:
-        """Collective over the replica at every `STEPS`-th call: returns whether an abort was requested on any rank."""
+        """Returns whether an abort was requested on any rank; collective at every `CHECK_INTERVAL`-th call."""
         self._sampled()
         if self._group is None:
             return self._abort_requested()
         self._num_calls += 1
-        if self._num_calls % STEPS:
+        if self._num_calls % CHECK_INTERVAL:
             return False
         return any_rank(self._abort_requested(), self._group)

@@ -16,14 +16,14 @@ SIDE = 128
 """Rows and columns of a quantization block."""
 
 
-def config_keys(rollout: RolloutConfig, *, left_out: Sequence[str] = ()) -> dict[str, Any]:
+def quantization_config_keys(rollout: RolloutConfig, *, unquantized_modules: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the keys of config.json that make the engine quantize linear layers to FP8; {} without quantization.
 
     DeepSeek's checkpoints, TensorRT-LLM's FP8 refit tests and verl use the same keys.
 
     Args:
         rollout: `rollout` section.
-        left_out: Names of modules that stay in bfloat16.
+        unquantized_modules: Names of modules that stay in bfloat16.
     """
     if rollout.quantization is None:
         return {}
@@ -33,10 +33,15 @@ def config_keys(rollout: RolloutConfig, *, left_out: Sequence[str] = ()) -> dict
         "activation_scheme": "dynamic",
         "weight_block_size": [SIDE, SIDE],
     }
-    return {"quantization_config": {**found, **({"modules_to_not_convert": list(left_out)} if left_out else {})}}
+    return {
+        "quantization_config": {
+            **found,
+            **({"modules_to_not_convert": list(unquantized_modules)} if unquantized_modules else {}),
+        }
+    }
 
 
-def broken_sizes(rollout: RolloutConfig, arch: ArchSpec) -> str:
+def unaligned_sizes(rollout: RolloutConfig, arch: ArchSpec) -> str:
     """Returns the per-rank sizes that are no multiple of the quantization block, as text; "" if there are none."""
     return "; ".join(f"{what} = {size}" for what, size in _sizes(rollout, arch) if size % SIDE)
 

@@ -1,4 +1,4 @@
-"""Token ids that top-k, top-p or min-p kept, collected while responses grow (`SamplingConfig.with_support`).
+"""Token ids that top-k, top-p or min-p kept, collected while responses grow (`SamplingConfig.return_kept_tokens`).
 
 Stored in host memory until a response finishes: 4 bytes per kept token and 8 bytes per response token.
 """
@@ -40,7 +40,7 @@ class KeptTokens:
         found._ids, found._counts, found._log_mass = bytearray(state[0]), array("i", state[1]), array("f", state[2])
         return found
 
-    def give(self, rollout: Rollout) -> None:
+    def attach_to(self, rollout: Rollout) -> None:
         """Sets `support` and `log_kept_mass` of the rollout; ids of tokens after its last one are left out.
 
         Raises:
@@ -57,7 +57,7 @@ class KeptTokens:
         if not found_R.all():
             place = int((~found_R).nonzero()[0])
             raise RuntimeError(f"response token {place} ({int(tokens[place])}) is not among the kept token ids")
-        rollout.support = Support(ids_K, counts_R)
+        rollout.kept_tokens = Support(ids_K, counts_R)
         rollout.log_kept_mass = self._log_mass[: tokens.numel()].tolist()
 
 

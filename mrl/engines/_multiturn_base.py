@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mrl.types import FinishReason
 
-Key = tuple[int, int]
+SequenceKey = tuple[int, int]
 """Index of the prompt in the call, and sample index."""
 
 
@@ -17,35 +17,35 @@ class FinishedTurn:
     """A sequence that ended its turn.
 
     Attributes:
-        place: Index of its prompt in the call.
+        prompt_index: Index of its prompt in the call.
         sample_index: Index of the sample, 0 .. n-1.
         ids: Token ids sampled in this turn, the end token included.
         finish_reason: Why it stopped; "length": there is no room for another token.
     """
 
-    place: int
+    prompt_index: int
     sample_index: int
     ids: tuple[int, ...]
     finish_reason: FinishReason
 
     @property
-    def key(self) -> Key:
+    def key(self) -> SequenceKey:
         """Identifies the sequence in a call."""
-        return self.place, self.sample_index
+        return self.prompt_index, self.sample_index
 
 
 class MultiTurnClient(ABC):
     """Answers sequences that ended their turn. All ranks of a replica make the same calls in the same order."""
 
     @abstractmethod
-    def ask(self, stopped: FinishedTurn) -> None:
+    def submit(self, turn: FinishedTurn) -> None:
         """Submits a sequence and returns at once."""
 
-    def hear(self) -> None:  # noqa: B027 -- optional: clients without background work have nothing to poll
+    def poll(self) -> None:  # noqa: B027 -- optional: clients without background work have nothing to poll
         """Polls for replies and returns at once. Engines call it between decode steps; it does not affect sampling."""
 
     @abstractmethod
-    def answers(self, keys: Sequence[Key]) -> list[Sequence[int] | None]:
+    def wait_for_replies(self, keys: Sequence[SequenceKey]) -> list[Sequence[int] | None]:
         """Collective over the replica: waits for the replies to these sequences, each submitted before.
 
         Returns:
@@ -53,7 +53,7 @@ class MultiTurnClient(ABC):
         """
 
 
-def check_answer(ids: Sequence[int], length: int, limit: int) -> Sequence[int]:
+def check_reply(ids: Sequence[int], length: int, limit: int) -> Sequence[int]:
     """Returns the token ids of a reply unchanged.
 
     Args:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from mrl.engines._multiturn_base import MultiTurnClient, check_answer
+from mrl.engines._multiturn_base import MultiTurnClient, check_reply
 from mrl.engines._multiturn_sample import MultiTurnSample
 from mrl.types import Prompt, Rollout
 
@@ -15,22 +15,22 @@ Again = Callable[[Sequence[Prompt], int], list[Rollout]]
 """Generates one sample of each prompt, with at most so many response tokens."""
 
 
-def converse(
+def generate_in_rounds(
     first: Sequence[Rollout],
-    again: Again,
-    talk: MultiTurnClient,
+    generate_turn: Again,
+    client: MultiTurnClient,
     *,
     num_samples: int,
     seed: int,
     limit: int,
     max_len: int,
 ) -> list[Rollout]:
-    """Returns the rollouts of complete episodes, see `RolloutEngine.converse`.
+    """Returns the rollouts of complete episodes, see `RolloutEngine.generate_in_rounds`.
 
     Args:
         first: Rollouts of the first turns, `num_samples` per prompt, in order.
-        again: Samples a later turn of each given episode.
-        talk: Multi-turn client.
+        generate_turn: Samples a later turn of each given episode.
+        client: Multi-turn client.
         num_samples: Samples per prompt.
         seed: Seed of the run.
         limit: Most response tokens of an episode, environment tokens included.
@@ -42,16 +42,16 @@ def converse(
     sampled = list(first)
     while running:
         for one, rollout in zip(running, sampled, strict=True):
-            talk.ask(one.append_turn(rollout, limit - len(one.ids)))
-        answers = talk.answers([one.key for one in running])
+            client.submit(one.append_turn(rollout, limit - len(one.ids)))
+        answers = client.wait_for_replies([one.key for one in running])
         going = []
         for one, answer in zip(running, answers, strict=True):
             if answer is not None:
-                one.append_reply(check_answer(answer, len(one.ids), limit))
+                one.append_reply(check_reply(answer, len(one.ids), limit))
                 going.append(one)
         running, sampled = going, []
         for members in _calls(running, limit, max_len):
-            found = again([one.as_prompt(seed) for one in members], limit - len(members[0].ids))
+            found = generate_turn([one.as_prompt(seed) for one in members], limit - len(members[0].ids))
             if len(found) < len(members):
                 return []  # an abort was requested: the partial episodes are discarded
             sampled += found

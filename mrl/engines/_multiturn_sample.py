@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from mrl.algorithms.functional.sampling import stream_key
-from mrl.engines._multiturn_base import FinishedTurn, Key
+from mrl.engines._multiturn_base import FinishedTurn, SequenceKey
 from mrl.types import FinishReason, Prompt, Rollout, Support
 
 LATER_UID = 1 << 62
@@ -19,24 +19,24 @@ LATER_UID = 1 << 62
 
 @dataclass
 class MultiTurnSample:
-    """Tokens of one episode so far; `place` is the index of its prompt in the call."""
+    """Tokens of one episode so far; `prompt_index` is the index of its prompt in the call."""
 
-    place: int
+    prompt_index: int
     prompt: Prompt
     sample_index: int
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
-    supports: list[Support] = field(default_factory=list)
+    kept_tokens: list[Support] = field(default_factory=list)
     log_kept_mass: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "stop"
     num_seen: int = 0
     """Tokens in the KV cache when the last turn ended: all but the newest."""
 
     @property
-    def key(self) -> Key:
+    def key(self) -> SequenceKey:
         """Identifies the episode in a call."""
-        return self.place, self.sample_index
+        return self.prompt_index, self.sample_index
 
     def as_prompt(self, seed: int) -> Prompt:
         """Returns the episode so far as the prompt of its next turn."""
@@ -54,18 +54,18 @@ class MultiTurnSample:
         self.logprobs += rollout.rollout_logprobs[: len(ids)]
         self.mask += [True] * len(ids)
         self.num_seen = len(self.prompt.prompt_ids) + len(self.ids) - 1
-        if rollout.support is not None:
-            self.supports += rollout.support.split([len(ids), len(rollout.response_ids) - len(ids)])[:1]
+        if rollout.kept_tokens is not None:
+            self.kept_tokens += rollout.kept_tokens.split([len(ids), len(rollout.response_ids) - len(ids)])[:1]
             self.log_kept_mass += rollout.log_kept_mass[: len(ids)]
-        return FinishedTurn(self.place, self.sample_index, tuple(ids), self.finish_reason)
+        return FinishedTurn(self.prompt_index, self.sample_index, tuple(ids), self.finish_reason)
 
     def append_reply(self, ids: Sequence[int]) -> None:
         """Appends a reply of the environment."""
         self.ids += ids
         self.logprobs += [0.0] * len(ids)
         self.mask += [False] * len(ids)
-        if self.supports:
-            self.supports.append(Support.of_observed(len(ids)))
+        if self.kept_tokens:
+            self.kept_tokens.append(Support.of_observed(len(ids)))
             self.log_kept_mass += [0.0] * len(ids)
 
     def to_rollout(self, version: int) -> Rollout:
@@ -78,6 +78,6 @@ class MultiTurnSample:
             self.finish_reason,
             version,
             sampled_mask=self.mask,
-            support=Support.join(self.supports) if self.supports else None,
+            kept_tokens=Support.join(self.kept_tokens) if self.kept_tokens else None,
             log_kept_mass=self.log_kept_mass,
         )

@@ -15,7 +15,7 @@ def check_prompts(
     sampling: SamplingConfig,
     *,
     longest: int | None = None,
-    in_parts: bool = True,
+    chunked_prefill: bool = True,
 ) -> None:
     """Checks that each prompt leaves room for a response.
 
@@ -24,7 +24,7 @@ def check_prompts(
         spec: Constructor argument of the engine.
         sampling: Supplies the response length.
         longest: Longest prompt that the engine was built for, tokens; None: limited only by the sequence length.
-        in_parts: Whether the engine supports chunked prefill (`rollout.enable_chunked_prefill`).
+        chunked_prefill: Whether the engine supports chunked prefill (`rollout.enable_chunked_prefill`).
 
     Raises:
         UserError: A prompt is empty, too long, or has a token id outside the vocabulary; the message names the prompt.
@@ -33,7 +33,7 @@ def check_prompts(
         name = f"prompt {prompt.source or prompt.uid}"
         if not prompt.prompt_ids:
             raise UserError(f"{name} has no tokens.")
-        _check_length(name, len(prompt.prompt_ids), spec, sampling.max_tokens, longest, in_parts)
+        _check_length(name, len(prompt.prompt_ids), spec, sampling.max_tokens, longest, chunked_prefill)
         if not 0 <= min(prompt.prompt_ids) <= max(prompt.prompt_ids) < spec.arch.vocab_size:
             raise UserError(
                 f"{name} has a token id outside the model's vocabulary of {spec.arch.vocab_size}. The tokenizer does "

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 
-def shortest_with(tokens: Sequence[int], strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int | None:
+def length_to_stop_string(
+    tokens: Sequence[int], strings: Sequence[str], decode: Callable[[Sequence[int]], str]
+) -> int | None:
     """Returns the number of leading tokens whose text contains one of the strings; None: the complete text has none."""
 
     def has(count: int) -> bool:

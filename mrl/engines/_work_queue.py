@@ -15,18 +15,18 @@ class PromptWork:
 
     Attributes:
         prompt: Prompt of the samples.
-        new: Indices of the samples to start.
-        begun: Partial rollouts to resume.
+        new_indices: Indices of the samples to start.
+        partial_rollouts: Partial rollouts to resume.
     """
 
     prompt: Prompt
-    new: tuple[int, ...]
-    begun: tuple[PartialRollout, ...] = ()
+    new_indices: tuple[int, ...]
+    partial_rollouts: tuple[PartialRollout, ...] = ()
 
     @property
     def num_samples(self) -> int:
         """Sequences that it adds to the running ones."""
-        return len(self.new) + len(self.begun)
+        return len(self.new_indices) + len(self.partial_rollouts)
 
 
 class WorkQueue(ABC):
@@ -36,14 +36,14 @@ class WorkQueue(ABC):
     happens at which poll therefore follows from config and seed alone, never from the clock.
 
     Attributes:
-        most: Most samples that a replica runs or queues at a time; constant in a run, so that an engine can allocate
-            once.
+        max_samples: Most samples that a replica runs or queues at a time; constant in a run, so that an engine can
+            allocate once.
     """
 
-    most: int
+    max_samples: int
 
     @abstractmethod
-    def pulse(self, finished: Sequence[Rollout], num_waiting: int) -> Sequence[PromptWork] | None:
+    def poll(self, finished: Sequence[Rollout], num_waiting: int) -> Sequence[PromptWork] | None:
         """Collective over all replicas: exchanges finished responses for new work.
 
         Every replica calls it equally often; all ranks of a replica pass the same arguments. A replica with an abort

@@ -34,19 +34,14 @@ class SamplingConfig:
     largest logit and scores it under the same distribution.
 
     Attributes:
-        n: Samples per prompt.
-        max_tokens: Longest response, tokens.
-        temperature: Divisor of the logits, above 0.
-        top_k: Number of largest logits that are kept; -1: no limit.
-        top_p: Nucleus mass, (0, 1].
-        min_p: Smallest kept probability as a fraction of the largest, [0, 1).
-        greedy: Take the most likely token instead of sampling.
-        ignore_eos: Ignore end tokens and generate `max_tokens` tokens.
-        stop_token_ids: Token ids that end a response; the end token is the response's last token.
-        stop: Strings that end a response when its text contains them.
-        seed: Seed of the run. A random number depends only on (seed, prompt uid, sample index, position).
-        with_support: Return the token ids that top_k, top_p and min_p kept (`Rollout.support` and `log_kept_mass`), at
-            least on the first rank of the replica.
+        n: Samples per prompt. max_tokens: Longest response, tokens. temperature: Divisor of the logits, above 0. top_k:
+            Number of largest logits that are kept; -1: no limit. top_p: Nucleus mass, (0, 1]. min_p: Smallest kept
+            probability as a fraction of the largest, [0, 1). greedy: Take the most likely token instead of sampling.
+            ignore_eos: Ignore end tokens and generate `max_tokens` tokens. stop_token_ids: Token ids that end a
+            response; the end token is the response's last token. stop: Strings that end a response when its text
+            contains them. seed: Seed of the run. A random number depends only on (seed, prompt uid, sample index,
+            position). return_kept_tokens: Return the token ids that top_k, top_p and min_p kept (`Rollout.kept_tokens`
+            and `log_kept_mass`), at least on the first rank of the replica.
     """
 
     n: int
@@ -60,7 +55,7 @@ class SamplingConfig:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     seed: int = 0
-    with_support: bool = False
+    return_kept_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,14 +63,11 @@ class EngineSpec:
     """Constructor argument of every engine.
 
     Attributes:
-        config: `rollout` section.
-        arch: Sizes and family of the model.
-        tp_group: Ranks of the replica, in the order of their shards; None: a replica of one rank.
-        device: Device of the weights and the KV cache.
-        dtype: Data type of the stored weights.
-        decode: Converts token ids to text; needed for stop strings.
-        model_folder: Writes a Hugging Face folder (config.json of the model plus the given keys, tokenizer) that every
-            rank can read, and returns its path. Collective over the ranks that run an engine.
+        config: `rollout` section. arch: Sizes and family of the model. tp_group: Ranks of the replica, in the order of
+            their shards; None: a replica of one rank. device: Device of the weights and the KV cache. dtype: Data type
+            of the stored weights. decode: Converts token ids to text; needed for stop strings. write_model_folder:
+            Writes a Hugging Face folder (config.json of the model plus the given keys, tokenizer) that every rank can
+            read, and returns its path. Collective over the ranks that run an engine.
         timeout_s: Longest wait for another rank or process, s.
         trains_on_logprobs: Whether the loss uses `rollout_logprobs`; False: only metrics do.
     """
@@ -86,7 +78,7 @@ class EngineSpec:
     device: torch.device
     dtype: torch.dtype
     decode: Callable[[Sequence[int]], str]
-    model_folder: Callable[[Mapping[str, Any]], Path]
+    write_model_folder: Callable[[Mapping[str, Any]], Path]
     timeout_s: float
     trains_on_logprobs: bool
 
@@ -117,7 +109,7 @@ class RolloutEngine(ABC):
     """Optimizer steps in the current weights; -1: no weights were loaded yet."""
 
     @classmethod
-    def start_beside(cls) -> None:
+    def start_without_engine(cls) -> None:
         """Collective over the job: runs on ranks without an engine while the other ranks start an engine.
 
         An engine overrides it if its start needs these ranks too, for example to split a communicator.
@@ -130,12 +122,12 @@ class RolloutEngine(ABC):
     notes: tuple[str, ...] = ()
     """Deviations of the installed engine version from the config, logged at the start."""
 
-    told_to_stop: Callable[[], bool] = staticmethod(lambda: False)
+    abort_requested: Callable[[], bool] = staticmethod(lambda: False)
     """Returns whether an abort was requested on this rank. `generate` polls it between forwards and agrees with the
     other ranks of the replica; if any rank returns True, all return the finished responses at once. An engine that does
     not poll delays the stop."""
 
-    sampled: Callable[[], object] = staticmethod(lambda: None)
+    on_forward: Callable[[], object] = staticmethod(lambda: None)
     """Callback after each forward. Other ranks that wait for this one take it as a sign of progress; an engine that
     does not call it must finish a call within `run.collective_timeout_s`."""
 
@@ -212,18 +204,20 @@ class RolloutEngine(ABC):
         if self._has_weights:
             raise RuntimeError("update_weights() outside a weight update: call begin_update() first")
 
-    def converse(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: MultiTurnClient) -> list[Rollout]:
+    def generate_multi_turn(
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig, client: MultiTurnClient
+    ) -> list[Rollout]:
         """Collective over the replica: runs `sampling.n` multi-turn episodes per prompt, ordered as in `generate`.
 
-        A sequence that stops is submitted to `talk`, and sampling continues after the reply. This implementation calls
-        `generate` once per round and waits for all replies of a round. An engine that can append replies while other
-        sequences decode overrides it. Both sample the same tokens.
+        A sequence that stops is submitted to `client`, and sampling continues after the reply. This implementation
+        calls `generate` once per round and waits for all replies of a round. An engine that can append replies while
+        other sequences decode overrides it. Both sample the same tokens.
 
         Args:
             prompts: First turn of each episode, the same on every rank of the replica.
             sampling: Distribution of each turn; `max_tokens` limits all response tokens of an episode, environment
                 tokens included.
-            talk: Multi-turn client that answers stopped sequences.
+            client: Multi-turn client that answers stopped sequences.
 
         Returns:
             Rollouts with `sampled_mask`; fewer after an abort request.
@@ -234,24 +228,24 @@ class RolloutEngine(ABC):
         first = self.generate(prompts, sampling)
         if len(first) < len(prompts) * sampling.n:
             return []  # an abort was requested
-        return _multiturn_rounds.converse(
+        return _multiturn_rounds.generate_in_rounds(
             first,
             lambda later, room: self.generate(later, replace(sampling, n=1, max_tokens=room)),
-            talk,
+            client,
             num_samples=sampling.n,
             seed=sampling.seed,
             limit=sampling.max_tokens,
             max_len=self.spec.max_len,
         )
 
-    def stream(self, feed: WorkQueue, sampling: SamplingConfig) -> list[PartialRollout]:
-        """Collective over all replicas: generates the work that `feed` hands out until `feed` returns None.
+    def generate_streaming(self, work_queue: WorkQueue, sampling: SamplingConfig) -> list[PartialRollout]:
+        """Collective over all replicas: generates the work that `work_queue` hands out until `work_queue` returns None.
 
-        This implementation finishes each batch with `generate` before it polls `feed` again, so no response stays
+        This implementation finishes each batch with `generate` before it polls `work_queue` again, so no response stays
         partial. An engine that can pause between two tokens overrides it. Both sample the same tokens.
 
         Args:
-            feed: Work queue that hands out prompts and receives finished responses.
+            work_queue: Work queue that hands out prompts and receives finished responses.
             sampling: See `generate`.
 
         Returns:
@@ -263,15 +257,15 @@ class RolloutEngine(ABC):
             UserError: See `generate`.
         """
         finished: list[Rollout] = []
-        while (work := feed.pulse(finished, 0)) is not None:
-            begun = sum(len(one.begun) for one in work)
+        while (work := work_queue.poll(finished, 0)) is not None:
+            begun = sum(len(one.partial_rollouts) for one in work)
             if begun:
                 raise RuntimeError(
                     f"rollout.name={self.spec.config.name} cannot resume partial rollouts ({begun} pending). Use the "
                     "engine that sampled them, such as rollout.name=native."
                 )
-            asked = {(one.prompt.uid, sample) for one in work for sample in one.new}
-            prompts = {one.prompt.uid: one.prompt for one in work if one.new}
+            asked = {(one.prompt.uid, sample) for one in work for sample in one.new_indices}
+            prompts = {one.prompt.uid: one.prompt for one in work if one.new_indices}
             found = self.generate(list(prompts.values()), sampling) if prompts else []
             finished = [one for one in found if (one.prompt.uid, one.sample_index) in asked]
         return []

@@ -32,7 +32,7 @@ LARGEST_REQUEST = 1 << 24
 POLL_S = 0.2
 """Interval between two checks whether a client has disconnected, s."""
 
-WITHOUT_EFFECT = {"model", "messages", "stream", "stream_options", "tools", "user", "metadata", "store"}
+IGNORED_FIELDS = {"model", "messages", "stream", "stream_options", "tools", "user", "metadata", "store"}
 """Fields that are allowed because they do not change sampling; `tools` are compared with the config's."""
 
 NEUTRAL = {"n": 1, "tool_choice": "auto", "parallel_tool_calls": True, "logprobs": False}
@@ -77,7 +77,7 @@ class AgentEndpoint:
 
         class Handler(_Handler):
             owner = endpoint
-            allowed = WITHOUT_EFFECT | ignored
+            allowed = IGNORED_FIELDS | ignored
 
         self._server = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"

@@ -289,7 +289,7 @@ class EnvironmentPool(WorkerPool[EnvironmentWorker], AbstractContextManager["Env
         return self._workers[0].tools
 
     @property
-    def unconfined(self) -> list[str]:
+    def missing_confinement(self) -> list[str]:
         """Parts of the confinement that this machine does not support; [] if all are in effect."""
         return self._workers[0].missing
 

@@ -37,7 +37,7 @@ from mrl.environments._endpoint import AgentEndpoint, EndpointRequest
 from mrl.environments.base import Action, Environment, Message, Observation, Schema
 from mrl.errors import UserError
 
-SHOWN = 600
+MAX_QUOTED_CHARS = 600
 """Number of characters of a failed program's output that are quoted."""
 
 LONGEST_LINE = 1 << 16
@@ -191,7 +191,7 @@ class Program(Environment):
     def _ended(self) -> Observation:
         output, errors = (Path(self._folder.name, name).read_bytes()[-LONGEST_LINE:] for name in ("stdout", "stderr"))
         if self._process.returncode:
-            excerpt = (errors or output).decode(errors="replace").strip()[-SHOWN:]
+            excerpt = (errors or output).decode(errors="replace").strip()[-MAX_QUOTED_CHARS:]
             raise RuntimeError(f"the program ended with status {self._process.returncode}: {excerpt}")
         lines = output.decode(errors="replace").strip().splitlines()
         return Observation(terminated=True, reward=_reward(lines[-1]) if lines else None)

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MOST_STAGED = 64 << 20
-LEAST_STAGED = 1 << 20
-STAGED_PART = 16
+MAX_STAGING_BYTES = 64 << 20
+MIN_STAGING_BYTES = 1 << 20
+STAGING_DIVISOR = 16
 """Limit on the bytes that a rank sends, and receives, in a round: the busiest rank's received bytes / STAGED_PART,
 clamped to LEAST_STAGED .. MOST_STAGED."""
 
@@ -37,7 +37,7 @@ class RankMessage:
     num_bytes: int
 
 
-def move(
+def send_messages(
     messages: Sequence[RankMessage],
     rank: int,
     write: Callable[[int, Tensor], None],
@@ -58,7 +58,7 @@ def move(
             sorted((one for one in members if one.sender == rank), key=lambda one: one.receiver),
             sorted((one for one in members if one.receiver == rank), key=lambda one: one.sender),
         )
-        for members in rounds(messages)
+        for members in split_into_rounds(messages)
     ]
     sizes = [max((sum(one.num_bytes for one in each[side]) for each in own_rounds), default=0) for side in (0, 1)]
     staged = [torch.empty(size, dtype=torch.uint8) for size in sizes]
@@ -76,13 +76,13 @@ def move(
             read(one.item, part)
 
 
-def rounds(messages: Sequence[RankMessage]) -> list[list[RankMessage]]:
-    """Distributes messages over rounds so that no rank exceeds `staged_bytes` in a round.
+def split_into_rounds(messages: Sequence[RankMessage]) -> list[list[RankMessage]]:
+    """Distributes messages over rounds so that no rank exceeds `staging_limit` in a round.
 
     Greedy: a message goes into the last round that its sender or receiver already uses, or the next one if either is
     full there.
     """
-    limit = staged_bytes(messages)
+    limit = staging_limit(messages)
     ends: dict[tuple[str, int], list[int]] = {}  # (side, rank) -> its last round, bytes there
     found: list[list[RankMessage]] = []
     for message in _interleaved(messages):
@@ -97,13 +97,13 @@ def rounds(messages: Sequence[RankMessage]) -> list[list[RankMessage]]:
     return found
 
 
-def staged_bytes(messages: Sequence[RankMessage]) -> int:
+def staging_limit(messages: Sequence[RankMessage]) -> int:
     """Returns the limit on the bytes that a rank sends, and receives, in a round."""
     received: Counter[int] = Counter()
     for message in messages:
         received[message.receiver] += message.num_bytes
     busiest = max(received.values(), default=0)
-    return min(MOST_STAGED, max(LEAST_STAGED, busiest // STAGED_PART))
+    return min(MAX_STAGING_BYTES, max(MIN_STAGING_BYTES, busiest // STAGING_DIVISOR))
 
 
 def _interleaved(messages: Sequence[RankMessage]) -> Iterator[RankMessage]:

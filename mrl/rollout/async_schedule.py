@@ -56,12 +56,12 @@ class RolloutSchedule:
         )
 
     @property
-    def most_in_flight(self) -> int:
+    def max_in_flight(self) -> int:
         """Maximum number of groups in the rollout buffer."""
         return (self.lead + 1) * self.batch_size + self.extra
 
     @property
-    def stock(self) -> int:
+    def target_complete(self) -> int:
         """Complete groups in the buffer that sampling waits for while an update runs concurrently.
 
         These are the next step's batch and half of the later batches. The other half may be unfinished, so that no step
@@ -70,7 +70,7 @@ class RolloutSchedule:
         return self.batch_size + (self.lead - 1) * self.batch_size // 2
 
     @property
-    def pace(self) -> int:
+    def min_per_update(self) -> int:
         """Groups to complete during each update at least, even with a full stock, so that sampling never idles."""
         return max(1, self.batch_size // 2)
 

@@ -12,8 +12,9 @@ When sampling uses the weights of v training steps, at most (v + 1 + `lead`) x `
 drawn, consumed ones included. All decisions count steps and groups and read no clock: the same config and seed give the
 same batches whatever the timing.
 
-Calls for one step: `sampled_by` after the weight sync; `age`; then until enough groups are complete: `draw`,
-`unfinished`, sampling, `stopped` (partial groups) and `became_whole` (complete groups); finally `take`.
+Calls for one step: `record_policy_version` after the weight sync; `restart_too_old`; then until enough groups are
+complete: `draw`, `unfinished`, sampling, `mark_partial` (partial groups) and `complete` (complete groups); finally
+`take`.
 
 Group metadata is the same on all ranks between two steps. Samples are on the ranks of the replica that generated them.
 """
@@ -59,12 +60,12 @@ class PromptGroup:
     num_samples: int = 0
     num_tokens: int = 0
 
-    def sampled_by(self, steps: int, replica: int, num_samples: int, num_tokens: int) -> None:
+    def record_sampling(self, steps: int, replica: int, num_samples: int, num_tokens: int) -> None:
         """Records that weights of `steps` training steps sampled for the group, and the size of its samples now."""
         self.born = steps if self.born is None else self.born
         self.replica, self.num_samples, self.num_tokens = replica, num_samples, num_tokens
 
-    def begin_again(self) -> None:
+    def reset(self) -> None:
         """Returns the group to pending."""
         self.born = self.place = self.replica = None
         self.num_samples = self.num_tokens = 0
@@ -130,7 +131,7 @@ class RolloutBuffer:
         tally: Sampling counters since the last `take`.
         acceptance: Counts of consumed and discarded samples by response length.
         rollouts: Finished responses on this rank's replica, by uid; scored once their group is complete.
-        begun: Partial responses on this rank's replica, by uid.
+        partial_rollouts: Partial responses on this rank's replica, by uid.
     """
 
     def __init__(self, schedule: RolloutSchedule, prompt_at: Callable[[int], Prompt]) -> None:
@@ -144,7 +145,7 @@ class RolloutBuffer:
         self.tally = SamplingTally()
         self.acceptance = Acceptance()
         self.rollouts: dict[int, list[Rollout]] = {}
-        self.begun: dict[int, list[PartialRollout]] = {}
+        self.partial_rollouts: dict[int, list[PartialRollout]] = {}
         self._groups: dict[int, PromptGroup] = {}
         self._complete_rows: SampleTable | None = None
         self._prompts: dict[int, Prompt] = {}
@@ -155,25 +156,25 @@ class RolloutBuffer:
         self._last_table: SampleTable | None = None
 
     @property
-    def outlives_steps(self) -> bool:
+    def needs_checkpoint(self) -> bool:
         """True if a checkpoint must store the buffer's content."""
         return self.schedule.is_off_policy or bool(self._groups)
 
     # drawing prompts --------------------------------------------------------------------------------------------------
 
-    def room(self, step: int, *, beside: bool) -> int:
+    def num_drawable(self, step: int, *, concurrent: bool) -> int:
         """Returns how many prompts may be drawn now.
 
         Args:
             step: Next step that consumes groups.
-            beside: True while the update of `step - 1` runs concurrently.
+            concurrent: True while the update of `step - 1` runs concurrently.
         """
-        return max(0, self._capacity(step, beside) - len(self._groups))
+        return max(0, self._capacity(step, concurrent) - len(self._groups))
 
-    def _capacity(self, step: int, beside: bool) -> int:
+    def _capacity(self, step: int, concurrent: bool) -> int:
         """Returns how many groups the buffer may contain; fewer near the end of the run."""
         plan = self.schedule
-        capacity = plan.most_in_flight - beside * plan.batch_size
+        capacity = plan.max_in_flight - concurrent * plan.batch_size
         if plan.num_steps is not None:
             capacity = min(capacity, (plan.num_steps - step + 1) * plan.batch_size + plan.extra)
         return capacity
@@ -184,7 +185,7 @@ class RolloutBuffer:
             self._groups[prompt.uid] = PromptGroup(prompt.uid, prompt.source, prompt.data_source)
             self._prompts[prompt.uid] = prompt
 
-    def first(self, position: int) -> int:
+    def first_untrained(self, position: int) -> int:
         """Returns the smallest uid that was not trained on; `position` is the uid of the next prompt to draw."""
         return min(self._groups, default=position)
 
@@ -195,28 +196,31 @@ class RolloutBuffer:
     # sampling ---------------------------------------------------------------------------------------------------------
 
     @property
-    def missing(self) -> int:
+    def num_missing(self) -> int:
         """Number of complete groups that the next step still lacks."""
         plan, groups = self.schedule, list(self._groups.values())
         eligible = groups[: plan.batch_size] if plan.in_order else groups
         return max(0, plan.batch_size - sum(group.place is not None for group in eligible))
 
-    def unfinished(self, step: int, *, beside: bool) -> list[PromptGroup]:
-        """Returns the pending and partial groups that may be sampled now, in prompt order; arguments as in `room`."""
-        groups = list(self._groups.values())[: self._capacity(step, beside)]
+    def unfinished(self, step: int, *, concurrent: bool) -> list[PromptGroup]:
+        """Returns the pending and partial groups that may be sampled now, in prompt order.
+
+        Arguments are those of `num_drawable`.
+        """
+        groups = list(self._groups.values())[: self._capacity(step, concurrent)]
         return [group for group in groups if group.place is None]
 
-    def enough(self, just_whole: Collection[int], step: int, *, ahead: bool) -> bool:
+    def may_stop(self, newly_complete: Collection[int], step: int, *, ahead: bool) -> bool:
         """Returns whether sampling may stop.
 
         Args:
-            just_whole: Uids of the groups completed since sampling started.
+            newly_complete: Uids of the groups completed since sampling started.
             step: Next step that consumes groups.
             ahead: True to complete also groups of later steps (`RolloutSchedule.stock`, `RolloutSchedule.pace`),
                 because an update runs concurrently.
         """
         plan = self.schedule
-        incomplete = [one for one in self._groups.values() if one.place is None and one.uid not in just_whole]
+        incomplete = [one for one in self._groups.values() if one.place is None and one.uid not in newly_complete]
         if not incomplete:
             return True
         num_complete = len(self._groups) - len(incomplete)
@@ -224,12 +228,12 @@ class RolloutBuffer:
             awaited = list(self._groups)[: plan.batch_size]
             if any(group.uid in awaited for group in incomplete):
                 return False
-            return not ahead or (len(just_whole) >= plan.pace and num_complete >= plan.stock)
+            return not ahead or (len(newly_complete) >= plan.min_per_update and num_complete >= plan.target_complete)
         if num_complete < plan.batch_size:
             return False
         return not any(self._must_consume(group, step) for group in incomplete)
 
-    def age(self, step: int) -> None:
+    def restart_too_old(self, step: int) -> None:
         """Restarts the groups that would exceed the maximum age at `step`, unless sampling waits for them.
 
         A group is restarted once at most; after that sampling waits for it.
@@ -238,12 +242,12 @@ class RolloutBuffer:
         for group in self._groups.values():
             too_old = plan.max_age is not None and group.born is not None and step - 1 - group.born > plan.max_age
             if too_old and not plan.waits and not group.restarted:
-                self.acceptance.discards(group.num_samples, group.num_tokens)
-                group.begin_again()
+                self.acceptance.record_discarded(group.num_samples, group.num_tokens)
+                group.reset()
                 group.restarted = True
                 self.tally.restarted += 1
                 self.rollouts.pop(group.uid, None)
-                self.begun.pop(group.uid, None)
+                self.partial_rollouts.pop(group.uid, None)
                 restarted.add(group.uid)
         self._pop_rows(restarted)
 
@@ -256,12 +260,12 @@ class RolloutBuffer:
         """Returns whether `step` must wait for the group: it is due and may not be restarted."""
         return self._is_due(group, step) and (self.schedule.waits or group.restarted)
 
-    def became_whole(
+    def complete(
         self,
         uids: Sequence[int],
         rollouts: Iterable[Rollout],
         table: SampleTable,
-        teaching: SampleTable,
+        train_table: SampleTable,
         steps: int,
         grid: Grid,
     ) -> None:
@@ -271,11 +275,11 @@ class RolloutBuffer:
             uids: Uids of the groups, in order of completion.
             rollouts: Scored samples of the groups on this rank's replica.
             table: Table of all samples of the groups.
-            teaching: Rows of `table` to train on; a group without such a row is dropped.
+            train_table: Rows of `table` to train on; a group without such a row is dropped.
             steps: Training steps done by the weights that sampled.
             grid: Parallel layout of the job.
         """
-        kept = set(teaching["uid"].long().tolist())
+        kept = set(train_table["uid"].long().tolist())
         holder = dict(zip(table["uid"].long().tolist(), table["rank"].long().tolist(), strict=True))
         sizes = sizes_of(table)
         for uid in uids:
@@ -289,21 +293,21 @@ class RolloutBuffer:
             self.tally.whole.append((uid, group.source, group.data_source))
             if uid in kept:
                 group.place, self._num_complete = self._num_complete, self._num_complete + 1
-                group.sampled_by(steps, grid.replica(holder[uid]), *sizes[uid])
+                group.record_sampling(steps, grid.replica(holder[uid]), *sizes[uid])
             else:
                 self._remove(uid)
                 self._rejected += self.rollouts.pop(uid, [])
                 self.tally.dropped += 1
         if kept:
-            self._complete_rows = _concat(self._complete_rows, _rows_of(teaching, kept))
+            self._complete_rows = _concat(self._complete_rows, _rows_of(train_table, kept))
         self.tally.drawn = _concat(self.tally.drawn, table)
 
-    def held(self, uid: int) -> tuple[int, int]:
+    def local_size(self, uid: int) -> tuple[int, int]:
         """Returns how many samples and response tokens of a group are on this rank's replica."""
-        lens = [len(one.response_ids) for one in (*self.begun.get(uid, ()), *self.rollouts.get(uid, ()))]
+        lens = [len(one.response_ids) for one in (*self.partial_rollouts.get(uid, ()), *self.rollouts.get(uid, ()))]
         return len(lens), sum(lens)
 
-    def stopped(self, held: Iterable[Sequence[int]], steps: int) -> None:
+    def mark_partial(self, held: Iterable[Sequence[int]], steps: int) -> None:
         """Marks groups as partial after sampling stopped.
 
         Args:
@@ -311,7 +315,7 @@ class RolloutBuffer:
             steps: Training steps done by the weights that sampled.
         """
         for uid, replica, num_samples, num_tokens in held:
-            self._groups[uid].sampled_by(steps, replica, num_samples, num_tokens)
+            self._groups[uid].record_sampling(steps, replica, num_samples, num_tokens)
 
     # training ---------------------------------------------------------------------------------------------------------
 
@@ -339,7 +343,7 @@ class RolloutBuffer:
         if table is not None:
             at_once = {group.uid for group in taken if group.born == step - 1 and not group.restarted}
             at_once_N = torch.tensor([int(uid) in at_once for uid in table["uid"].tolist()])
-            self.acceptance.took(*_sum_sizes(taken), table["response_len"], at_once_N)
+            self.acceptance.record_consumed(*_sum_sizes(taken), table["response_len"], at_once_N)
         self.tally, self._rejected = SamplingTally(), []
         return ConsumedGroups(
             rollouts,
@@ -365,7 +369,7 @@ class RolloutBuffer:
 
     # policy versions --------------------------------------------------------------------------------------------------
 
-    def sampled_by(self, policy_version: int, steps: int) -> None:
+    def record_policy_version(self, policy_version: int, steps: int) -> None:
         """Records that the engine's weights have this version and are the result of `steps` training steps."""
         self._steps_of[policy_version] = steps
         oldest = min((group.born for group in self._groups.values() if group.born is not None), default=steps)
@@ -375,12 +379,12 @@ class RolloutBuffer:
         """Returns the age of a policy version at `step`: training steps between it and the weights being updated."""
         return step - 1 - self._steps_of[policy_version]
 
-    def check_age(self, worst: float) -> None:
-        """Raises RuntimeError if the oldest token of a batch, `worst` steps old, exceeds the maximum age."""
+    def check_age(self, oldest: float) -> None:
+        """Raises RuntimeError if the oldest token of a batch, `oldest` steps old, exceeds the maximum age."""
         max_age = self.schedule.max_age
-        if max_age is not None and worst > max_age:
+        if max_age is not None and oldest > max_age:
             raise RuntimeError(
-                f"The batch contains a token that is {worst:.0f} steps old, but train.max_off_policy_steps allows "
+                f"The batch contains a token that is {oldest:.0f} steps old, but train.max_off_policy_steps allows "
                 f"{max_age}. This is a bug in the sampling schedule; please report it."
             )
 
@@ -415,21 +419,23 @@ class RolloutBuffer:
     def samples(self) -> tuple[list[Rollout], list[PartialRollout]]:
         """Returns the finished and the partial responses that this rank stores."""
         rollouts = [one for found in self.rollouts.values() for one in found]
-        return rollouts, [one for found in self.begun.values() for one in found]
+        return rollouts, [one for found in self.partial_rollouts.values() for one in found]
 
-    def hold(self, rollouts: Iterable[Rollout], begun: Iterable[PartialRollout], rank_of: Mapping[int, int]) -> None:
-        """Replaces the samples that this rank stores, after a `follow`.
+    def replace_samples(
+        self, rollouts: Iterable[Rollout], begun: Iterable[PartialRollout], rank_of: Mapping[int, int]
+    ) -> None:
+        """Replaces the samples that this rank stores, after a `load_state`.
 
         Args:
             rollouts: Finished responses.
             begun: Partial responses.
             rank_of: First rank of each replica. Groups of replica k move to replica k modulo the number of replicas.
         """
-        self.rollouts, self.begun = {}, {}
+        self.rollouts, self.partial_rollouts = {}, {}
         for rollout in rollouts:
             self.rollouts.setdefault(rollout.prompt.uid, []).append(rollout)
         for partial in begun:
-            self.begun.setdefault(partial.prompt.uid, []).append(partial)
+            self.partial_rollouts.setdefault(partial.prompt.uid, []).append(partial)
         rank_of_group = dict[int, int]()
         for group in self._groups.values():
             if group.replica is not None:
@@ -439,15 +445,15 @@ class RolloutBuffer:
             ranks = [rank_of_group[int(uid)] for uid in self._complete_rows["uid"].tolist()]
             self._complete_rows["rank"][:] = torch.tensor(ranks)
 
-    def begin_again(self) -> None:
+    def restart_all(self) -> None:
         """Discards all samples and returns all groups to pending."""
         for group in self._groups.values():
-            group.begin_again()
-        self.rollouts, self.begun = {}, {}
+            group.reset()
+        self.rollouts, self.partial_rollouts = {}, {}
         self.tally, self._complete_rows, self._last_table = SamplingTally(), None, None
         self.acceptance = Acceptance()
 
-    def follow(self, state: Mapping[str, Any], columns: Sequence[str], tables: Mapping[str, Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Any], columns: Sequence[str], tables: Mapping[str, Tensor]) -> None:
         """Loads the results of `state_dict` and `tables`, of a checkpoint or another rank; keeps the samples."""
         self._groups = {item["uid"]: PromptGroup(**item) for item in state["groups"]}
         self._num_complete = int(state["num_whole"])

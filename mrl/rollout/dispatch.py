@@ -1,7 +1,7 @@
 """Dispatch of a step's samples from the rollout replicas to the data-parallel ranks that train on them.
 
-`pack` splits the samples into minibatches in the order (prompt uid, sample index), so the split does not depend on
-which replica sampled what, and balances each minibatch over the data-parallel ranks.
+`dispatch_samples` splits the samples into minibatches in the order (prompt uid, sample index), so the split does not
+depend on which replica sampled what, and balances each minibatch over the data-parallel ranks.
 
 A sample is sent once, to the first rank of its data-parallel index, which broadcasts it to the other ranks of that
 index (tp, cp, pp). Routing records are sent to each pipeline stage for its own layers only; kept token ids are sent to
@@ -25,7 +25,7 @@ from mrl.data.packing import balance_families
 from mrl.distributed.collectives import together
 from mrl.distributed.groups import ProcessGroups
 from mrl.parallel_layout import Coords
-from mrl.rollout.all_to_all import RankMessage, move
+from mrl.rollout.all_to_all import RankMessage, send_messages
 from mrl.types import Rollout, RolloutBatch, SampleTable, Support
 
 Rows = list[list[list[int]]]
@@ -36,7 +36,7 @@ WIRE_BYTES = 4
 
 
 @dataclass(frozen=True)
-class RoutingRecord:
+class StageRoutingFormat:
     """Format of the routing records for router replay, and their split over pipeline stages.
 
     Attributes:
@@ -69,15 +69,15 @@ class StepBatch:
     index_B: Tensor
 
 
-def pack(
+def dispatch_samples(
     rollouts: Sequence[Rollout],
     table: SampleTable,
     groups: ProcessGroups,
     minibatch_size: int,
     *,
-    shares: bool,
-    routing: RoutingRecord | None = None,
-    only_newest: bool = False,
+    keep_groups: bool,
+    routing: StageRoutingFormat | None = None,
+    mask_offpolicy: bool = False,
 ) -> StepBatch:
     """Collective over the job: sends every sample of `table` to the ranks that train on it.
 
@@ -89,18 +89,18 @@ def pack(
         table: Table of all samples to train on. With the columns `SampleTable.KEPT`, kept token ids are sent too.
         groups: Process groups and coordinates of this rank.
         minibatch_size: Prompts per optimizer step.
-        shares: True to keep the samples of a prompt on one rank, which computes the prompt once
+        keep_groups: True to keep the samples of a prompt on one rank, which computes the prompt once
             (`actor.use_prefix_grouper`).
         routing: Format of `Rollout.routed_experts`, equal on every rank; None without router replay.
-        only_newest: True to exclude tokens of a partial rollout that older weights sampled from training
+        mask_offpolicy: True to exclude tokens of a partial rollout that older weights sampled from training
             (`rollout.mask_offpolicy`).
 
     Raises:
         RuntimeError: `routing` is given and a rollout has no routing record.
     """
     prompt_lens, response_lens = table["prompt_len"].long(), table["response_len"].long()
-    rows = _split_into_minibatches(table, groups.grid.dp, minibatch_size, shares=shares)
-    dispatch = _Dispatch(rollouts, table, groups, rows, only_newest=only_newest)
+    rows = _split_into_minibatches(table, groups.grid.dp, minibatch_size, keep_groups=keep_groups)
+    dispatch = _Dispatch(rollouts, table, groups, rows, mask_offpolicy=mask_offpolicy)
     tokens_P, logprobs_R = dispatch.tokens_and_logprobs()
     index_B = torch.tensor(dispatch.own_rows, dtype=torch.int64)
     trained_R = _decode_trained(tokens_P, prompt_lens[index_B], response_lens[index_B])
@@ -116,7 +116,7 @@ def pack(
         sample_index_B=table["sample_index"].long()[index_B],
         correct_B=table["correct"].bool()[index_B],
         routed_experts_P=None if routing is None else dispatch.routed_experts(routing),
-        support_R=dispatch.support(table["kept_ids"].long().tolist()) if "kept_ids" in table.columns else None,
+        support_R=dispatch.kept_tokens(table["kept_ids"].long().tolist()) if "kept_ids" in table.columns else None,
     )
     minibatches = _local_rows(rows, groups.coords.dp) if groups.trains else []
     return StepBatch(batch, minibatches, index_B)
@@ -136,9 +136,9 @@ class _Dispatch:
         groups: ProcessGroups,
         rows: Rows,
         *,
-        only_newest: bool = False,
+        mask_offpolicy: bool = False,
     ) -> None:
-        self._groups, self._only_newest = groups, only_newest
+        self._groups, self._mask_offpolicy = groups, mask_offpolicy
         self._wanted = [[row for minibatch in rows for row in minibatch[dp]] for dp in range(groups.grid.dp)]
         self.own_rows = self._wanted[groups.coords.dp] if groups.trains else []
         self._senders = table["rank"].long().tolist()
@@ -178,7 +178,7 @@ class _Dispatch:
             for row in wanted
             if self._senders[row] != receiver
         ]
-        move(messages, self._groups.rank, write, read)
+        send_messages(messages, self._groups.rank, write, read)
         receives = self._groups.trains and self._groups.rank == first_ranks[self._groups.coords.dp]
         for row in self.own_rows if receives else []:
             if self._senders[row] == self._groups.rank:
@@ -192,10 +192,10 @@ class _Dispatch:
         """Returns the encoded prompt and response ids of a sample on this rank."""
         rollout = self._local[row]
         ids = array("i", rollout.prompt.prompt_ids)
-        ids.extend(_encode_trained(rollout, only_newest=self._only_newest))
+        ids.extend(_encode_trained(rollout, mask_offpolicy=self._mask_offpolicy))
         return ids
 
-    def support(self, sizes: Sequence[int]) -> Support | None:
+    def kept_tokens(self, sizes: Sequence[int]) -> Support | None:
         """Collective over the job: returns support_R of `own_rows` on the last pipeline stage, None elsewhere.
 
         Args:
@@ -209,7 +209,7 @@ class _Dispatch:
         ids_K = torch.empty(sum(sizes[row] for row in rows), dtype=torch.int32)
 
         def write(row: int, part: Tensor) -> None:
-            kept = self._local[row].support
+            kept = self._local[row].kept_tokens
             if kept is not None:  # always true, `gather_table` has checked it
                 torch.cat([kept.counts_R, kept.ids_K], out=part.view(torch.int32))
 
@@ -228,12 +228,12 @@ class _Dispatch:
             for dp, wanted in enumerate(self._wanted)
             for row in wanted
         ]
-        move(messages, self._groups.rank, write, read)
+        send_messages(messages, self._groups.rank, write, read)
         for tensor in (counts_R, ids_K):
             self._broadcast(tensor, over_stages=False)
         return Support(ids_K, counts_R) if on_last else None
 
-    def routed_experts(self, routing: RoutingRecord) -> Tensor:
+    def routed_experts(self, routing: StageRoutingFormat) -> Tensor:
         """Collective over the job: returns routed_experts_P of `own_rows` for the layers of this pipeline stage.
 
         Raises:
@@ -270,7 +270,7 @@ class _Dispatch:
             for row in wanted
             for stage, held in enumerate(routing.layers)
         ]
-        move(messages, self._groups.rank, write, read)
+        send_messages(messages, self._groups.rank, write, read)
         self._broadcast(routed_P.view(torch.uint8), over_stages=False)  # gloo cannot send int16
         return routed_P
 
@@ -293,10 +293,10 @@ class _Dispatch:
                 dist.broadcast(tensor, src=groups.grid.rank(first), group=group)
 
 
-def _encode_trained(rollout: Rollout, *, only_newest: bool) -> Sequence[int]:
+def _encode_trained(rollout: Rollout, *, mask_offpolicy: bool) -> Sequence[int]:
     """Returns the response ids; an id that is not trained becomes its bitwise complement, which is negative."""
     ids, mask = rollout.response_ids, rollout.sampled_mask
-    if only_newest and len(rollout.versions) > 1:
+    if mask_offpolicy and len(rollout.versions) > 1:
         num_old = len(ids) - rollout.versions[-1][1]
         mask = [i >= num_old and (mask is None or mask[i]) for i in range(len(ids))]
     return ids if mask is None else [token if trained else ~token for token, trained in zip(ids, mask, strict=True)]
@@ -311,7 +311,7 @@ def _decode_trained(tokens_P: Tensor, prompt_lens_B: Tensor, response_lens_B: Te
     return trained_P[is_response_P]
 
 
-def _split_into_minibatches(table: SampleTable, dp: int, minibatch_size: int, *, shares: bool) -> Rows:
+def _split_into_minibatches(table: SampleTable, dp: int, minibatch_size: int, *, keep_groups: bool) -> Rows:
     """Splits the rows into minibatches in prompt order, each balanced over the data-parallel ranks; rows ascend."""
     families: dict[int, list[int]] = {}
     for row, uid in enumerate(table["uid"].long().tolist()):
@@ -321,7 +321,7 @@ def _split_into_minibatches(table: SampleTable, dp: int, minibatch_size: int, *,
     minibatches = []
     for first in range(0, len(uids), minibatch_size):
         members = [families[uid] for uid in uids[first : first + minibatch_size]]
-        if not shares:
+        if not keep_groups:
             members = [[row] for row in sorted(row for family in members for row in family)]
         minibatches.append(balance_families(members, *lens, dp))
     return minibatches
@@ -337,7 +337,7 @@ def _local_rows(all_rows: Rows, dp: int) -> list[list[int]]:
     return local
 
 
-def _record(rollout: Rollout, routing: RoutingRecord) -> Tensor:
+def _record(rollout: Rollout, routing: StageRoutingFormat) -> Tensor:
     routed, wanted = rollout.routed_experts, (rollout.num_tokens, routing.num_layers, routing.top_k)
     if routed is None or routed.shape != wanted:
         shape = None if routed is None else list(routed.shape)

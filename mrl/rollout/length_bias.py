@@ -37,7 +37,7 @@ class Acceptance:
     discarded: list[int] = field(default_factory=lambda: [0, 0])
     recent: list[list[list[float]]] = field(default_factory=list)
 
-    def took(self, num_samples: int, num_tokens: int, lens_N: Tensor, at_once_N: Tensor) -> None:
+    def record_consumed(self, num_samples: int, num_tokens: int, lens_N: Tensor, at_once_N: Tensor) -> None:
         """Counts the samples that a step consumes.
 
         Args:
@@ -50,11 +50,11 @@ class Acceptance:
         if lens_N.numel():
             self.recent = [*self.recent, by_quarter(lens_N, at_once_N)][-WINDOW:]
 
-    def discards(self, num_samples: int, num_tokens: int) -> None:
+    def record_discarded(self, num_samples: int, num_tokens: int) -> None:
         """Counts the lost samples and tokens of a restarted group."""
         self.discarded = [self.discarded[0] + num_samples, self.discarded[1] + num_tokens]
 
-    def quarters(self) -> list[float | None]:
+    def rate_by_quarter(self) -> list[float | None]:
         """Returns the share of samples consumed at once in each quarter by length; None for an empty quarter."""
         sums = [[sum(step[quarter][at] for step in self.recent) for at in (0, 1)] for quarter in range(QUARTERS)]
         return [at_once / count if count else None for count, at_once in sums]
@@ -62,7 +62,7 @@ class Acceptance:
     def metrics(self, carried: tuple[int, int]) -> dict[str, float]:
         """Returns metrics after a step consumed its groups; `carried` is (samples, tokens) left in the buffer."""
         begun = [sum(counts) for counts in zip(self.taken, self.discarded, carried, strict=True)]
-        return acceptance_metrics(accepted=self.taken, begun=begun, carried=carried, quarters=self.quarters())
+        return acceptance_metrics(accepted=self.taken, begun=begun, carried=carried, quarters=self.rate_by_quarter())
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all counts, JSON-serializable."""

@@ -1,7 +1,7 @@
 """Partial rollouts: sampling that stops as soon as a step has enough groups, and continues unfinished responses later.
 
-It connects the rollout buffer with an engine's `stream`. Partial groups continue first, then the groups of the earliest
-batch follow, those with the longest expected responses first.
+It connects the rollout buffer with an engine's `sample_until_complete`. Partial groups continue first, then the groups
+of the earliest batch follow, those with the longest expected responses first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mrl.rollout.prompt_queue import PromptQueue
 from mrl.types import Rollout
 
 
-def stream(
+def sample_until_complete(
     engine: RolloutEngine,
     buffer: RolloutBuffer,
     groups: list[PromptGroup],
@@ -62,26 +62,29 @@ def stream(
         {group.uid: group.replica for group in groups if group.replica is not None},
         waiting,
         {row[0]: row[1] for row in missing} | {work.prompt.uid: work.num_samples for work in waiting},
-        partial(buffer.enough, step=step, ahead=ahead),
-        most=buffer.schedule.most_in_flight * sampling.n,
+        partial(buffer.may_stop, step=step, ahead=ahead),
+        max_samples=buffer.schedule.max_in_flight * sampling.n,
         num_rows=engine.spec.config.max_num_seqs,
         grid=ranks.grid,
         rank=ranks.rank,
         over=over,
-        told_to_stop=engine.told_to_stop,
+        abort_requested=engine.abort_requested,
     )
-    begun = engine.stream(queue, sampling)
+    begun = engine.generate_streaming(queue, sampling)
     for group in groups:
-        buffer.begun.pop(group.uid, None)
+        buffer.partial_rollouts.pop(group.uid, None)
     for one in begun:
-        buffer.begun.setdefault(one.prompt.uid, []).append(one)
+        buffer.partial_rollouts.setdefault(one.prompt.uid, []).append(one)
     for uid, rollouts in queue.rollouts.items():
         buffer.rollouts.setdefault(uid, []).extend(rollouts)
-    incomplete = {group.uid for group in groups} - set(queue.whole)
-    sizes = [(uid, replica or 0, *buffer.held(uid)) for uid in sorted(incomplete & {*buffer.begun, *buffer.rollouts})]
-    buffer.stopped(_gather_rows(sizes, 4, ranks, over), steps)
-    complete = [rollout for uid in queue.whole for rollout in buffer.rollouts.get(uid, ())]
-    return sorted(complete, key=lambda one: (one.prompt.uid, one.sample_index)), queue.whole
+    incomplete = {group.uid for group in groups} - set(queue.completed)
+    sizes = [
+        (uid, replica or 0, *buffer.local_size(uid))
+        for uid in sorted(incomplete & {*buffer.partial_rollouts, *buffer.rollouts})
+    ]
+    buffer.mark_partial(_gather_rows(sizes, 4, ranks, over), steps)
+    complete = [rollout for uid in queue.completed for rollout in buffer.rollouts.get(uid, ())]
+    return sorted(complete, key=lambda one: (one.prompt.uid, one.sample_index)), queue.completed
 
 
 def _sorted(groups: Sequence[PromptGroup], buffer: RolloutBuffer, history: LengthHistory) -> list[PromptGroup]:
@@ -97,7 +100,7 @@ def _sorted(groups: Sequence[PromptGroup], buffer: RolloutBuffer, history: Lengt
 
 def _work(group: PromptGroup, buffer: RolloutBuffer, num_samples: int) -> PromptWork:
     """Returns the unfinished samples of a group as work for an engine."""
-    begun = tuple(sorted(buffer.begun.get(group.uid, ()), key=lambda one: one.sample_index))
+    begun = tuple(sorted(buffer.partial_rollouts.get(group.uid, ()), key=lambda one: one.sample_index))
     started = {one.sample_index for one in (*begun, *buffer.rollouts.get(group.uid, ()))}
     new = tuple(index for index in range(num_samples) if index not in started)
     return PromptWork(buffer.prompt(group.uid), new, begun)

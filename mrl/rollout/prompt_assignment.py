@@ -69,7 +69,7 @@ def assign(prompts: Sequence[Prompt], num_replicas: int, samples: int, history: 
     return [[prompts[i] for i in sorted(rows, key=lambda i: (-costs[i], prompts[i].uid))] for rows in bins]
 
 
-def whole_prompts(
+def drop_incomplete_groups(
     rollouts: Sequence[Rollout], num_samples: int, over: dist.ProcessGroup
 ) -> tuple[list[Rollout], set[int]]:
     """Collective over `over`: drops the samples of incomplete groups, which exist after a stop request.
@@ -94,16 +94,16 @@ def generate(
     sampling: SamplingConfig,
     groups: ProcessGroups,
     history: LengthHistory,
-    converse: Converse | None = None,
+    run_episodes: Converse | None = None,
 ) -> list[Rollout]:
     """Collective over each replica: samples this replica's share of the prompts.
 
     All ranks pass the same prompts. Ranks of a replica return the same rollouts, ranks that do not sample return none.
-    With `converse` each sample is a multi-turn episode.
+    With `run_episodes` each sample is a multi-turn episode.
     """
     if not groups.samples:
         return []
     own = assign(prompts, groups.grid.num_replicas, sampling.n, history)[groups.grid.replica(groups.rank)]
     if not own:
         return []
-    return engine.generate(own, sampling) if converse is None else converse(engine, own, sampling)
+    return engine.generate(own, sampling) if run_episodes is None else run_episodes(engine, own, sampling)

@@ -18,7 +18,7 @@ from mrl.engines._work_queue import PromptWork, WorkQueue
 from mrl.parallel_layout import Grid
 from mrl.types import Rollout
 
-STOP = -1
+ABORT = -1
 """Value in place of a uid that reports a stop request."""
 
 
@@ -27,69 +27,69 @@ class PromptQueue(WorkQueue):
 
     Attributes:
         rollouts: Finished responses of this replica, by uid.
-        whole: Uids of the completed groups of all replicas, in order of completion.
+        completed: Uids of the completed groups of all replicas, in order of completion.
     """
 
     def __init__(
         self,
         own: Sequence[PromptWork],
-        held: Mapping[int, int],
+        replica_of: Mapping[int, int],
         waiting: Sequence[PromptWork],
         missing: Mapping[int, int],
-        enough: Callable[[Collection[int]], bool],
+        may_stop: Callable[[Collection[int]], bool],
         *,
-        most: int,
+        max_samples: int,
         num_rows: int,
         grid: Grid,
         rank: int,
         over: dist.ProcessGroup,
-        told_to_stop: Callable[[], bool] = lambda: False,
+        abort_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         """Creates the queue; all arguments except `own` and `rank` are the same on every rank.
 
         Args:
             own: Partial groups that this replica continues.
-            held: Replica index of each partial group, by uid.
+            replica_of: Replica index of each partial group, by uid.
             waiting: Pending groups, in the order in which they start.
             missing: Number of unfinished samples of each group, by uid.
-            enough: Returns whether sampling may stop, given the uids of the groups completed in this call.
-            most: Upper limit on the samples of a replica, see `WorkQueue`.
+            may_stop: Returns whether sampling may stop, given the uids of the groups completed in this call.
+            max_samples: Upper limit on the samples of a replica, see `WorkQueue`.
             num_rows: Sequences that a replica decodes concurrently.
             grid: Parallel layout of the job.
             rank: Global rank of this process.
             over: Process group that contains at least all ranks that sample.
-            told_to_stop: Returns whether this rank received a stop request; then all replicas stop.
+            abort_requested: Returns whether this rank received a stop request; then all replicas stop.
         """
-        self.most = most
-        self._told_to_stop = told_to_stop
+        self.max_samples = max_samples
+        self._abort_requested = abort_requested
         self.rollouts: dict[int, list[Rollout]] = {}
-        self.whole: list[int] = []
+        self.completed: list[int] = []
         self._own = list(own)
         self._waiting = deque(waiting)
         self._missing = dict(missing)
-        self._enough = enough
+        self._may_stop = may_stop
         self._num_rows, self._grid, self._over = num_rows, grid, over
         self._leads_replica = grid.rollout_rank(rank) == 0 and rank in grid.samplers
         self._replica = grid.replica(rank) if rank in grid.samplers else -1
         self._load = dict.fromkeys(range(grid.num_replicas), 0)
-        for uid, replica in held.items():
+        for uid, replica in replica_of.items():
             self._load[replica] += self._missing[uid]
 
-    def pulse(self, finished: Sequence[Rollout], num_waiting: int) -> Sequence[PromptWork] | None:
-        """Implements `WorkQueue.pulse`: gives waiting prompts to the least loaded replica with free sequences."""
+    def poll(self, finished: Sequence[Rollout], num_waiting: int) -> Sequence[PromptWork] | None:
+        """Implements `WorkQueue.poll`: gives waiting prompts to the least loaded replica with free sequences."""
         for rollout in finished:
             self.rollouts.setdefault(rollout.prompt.uid, []).append(rollout)
         own = [[rollout.prompt.uid, self._replica] for rollout in (finished if self._leads_replica else ())]
-        own += [[STOP, 0]] if self._told_to_stop() else []
+        own += [[ABORT, 0]] if self._abort_requested() else []
         reports = all_gather_ragged(torch.tensor(own, dtype=torch.int64).reshape(-1, 2), self._over).tolist()
         for uid, replica in reports:
-            if uid == STOP:
+            if uid == ABORT:
                 continue
             self._missing[uid] -= 1
             self._load[replica] -= 1
             if not self._missing[uid]:
-                self.whole.append(uid)
-        if any(uid == STOP for uid, _ in reports) or self._enough(self.whole):
+                self.completed.append(uid)
+        if any(uid == ABORT for uid, _ in reports) or self._may_stop(self.completed):
             return None
         assigned, self._own = self._own, []
         while self._waiting:

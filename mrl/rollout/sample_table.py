@@ -33,8 +33,8 @@ def gather_table(
     groups: ProcessGroups,
     reward_names: Sequence[str],
     *,
-    supports: bool = False,
-    turns: bool = False,
+    with_kept_tokens: bool = False,
+    with_turn_rewards: bool = False,
     over: dist.ProcessGroup | None = None,
 ) -> SampleTable:
     """Collective over `over`: gathers the metadata of all samples; the first rank of each replica contributes them.
@@ -43,16 +43,16 @@ def gather_table(
         rollouts: Scored samples on the first rank of each replica; ignored on other ranks.
         groups: Process groups and coordinates of this rank.
         reward_names: Keys of `Rollout.reward_parts`, in the config's order.
-        supports: True to include the columns `SampleTable.KEPT`; rollouts must have `support`.
-        turns: True to include the environment's `turn_rewards`; rollouts must be episodes.
+        with_kept_tokens: True to include the columns `SampleTable.KEPT`; rollouts must have `support`.
+        with_turn_rewards: True to include the environment's `turn_rewards`; rollouts must be episodes.
         over: Process group that contains at least all ranks that sample; None: all ranks.
 
     Raises:
-        RuntimeError: `supports` is set and a rollout lacks the kept ids of some token.
+        RuntimeError: `with_kept_tokens` is set and a rollout lacks the kept ids of some token.
     """
     own = rollouts if groups.leads_replica else ()
     kept: list[list[float]] = [[] for _ in own]
-    if supports:
+    if with_kept_tokens:
         with together(over):
             kept = [_kept_columns(rollout) for rollout in own]
     rows = [
@@ -81,10 +81,10 @@ def gather_table(
     columns = (
         *SampleTable.FACTS,
         *(f"reward/{name}" for name in reward_names),
-        *(SampleTable.KEPT if supports else ()),
+        *(SampleTable.KEPT if with_kept_tokens else ()),
     )
     local = torch.from_numpy(np.array(rows, dtype=np.float64).reshape(len(rows), len(columns)))
-    rewards = gather_turn_rewards(own, over or everyone()) if turns else None
+    rewards = gather_turn_rewards(own, over or everyone()) if with_turn_rewards else None
     return SampleTable(columns, all_gather_ragged(local, over or everyone()), rewards)
 
 
@@ -132,7 +132,7 @@ def _to_bytes(values: Sequence[object]) -> Tensor:
 
 def _kept_columns(rollout: Rollout) -> list[float]:
     """Returns the columns `SampleTable.KEPT`."""
-    support, length = rollout.support, len(rollout.response_ids)
+    support, length = rollout.kept_tokens, len(rollout.response_ids)
     if support is None or not support.counts_R.numel() == len(rollout.log_kept_mass) == length:
         came = None if support is None else (support.counts_R.numel(), len(rollout.log_kept_mass))
         raise RuntimeError(
@@ -145,7 +145,9 @@ def _kept_columns(rollout: Rollout) -> list[float]:
     return [support.ids_K.numel(), max(counts), sum(mass), min(mass)]
 
 
-def gather_facts(rollouts: Sequence[Rollout], groups: ProcessGroups) -> dict[tuple[int, int], dict[str, float | str]]:
+def gather_reward_facts(
+    rollouts: Sequence[Rollout], groups: ProcessGroups
+) -> dict[tuple[int, int], dict[str, float | str]]:
     """Collective over the job: returns the non-empty `reward_facts` of all samples, by (uid, sample index)."""
     own = [
         [rollout.prompt.uid, rollout.sample_index, rollout.reward_facts]
@@ -157,7 +159,7 @@ def gather_facts(rollouts: Sequence[Rollout], groups: ProcessGroups) -> dict[tup
     return {(uid, sample): facts for uid, sample, facts in rows}
 
 
-def outcomes(table: SampleTable, reward_weights: Mapping[str, float]) -> Outcomes:
+def to_outcomes(table: SampleTable, reward_weights: Mapping[str, float]) -> Outcomes:
     """Returns the table as algorithms see it; `reward_weights` has the weight of each reward function by its name."""
     return Outcomes(
         rewards_N=table["reward"],

@@ -27,11 +27,11 @@ def training_sampling(config: Config, eos_ids: tuple[int, ...]) -> SamplingConfi
         stop_token_ids=eos_ids,
         stop=tuple(rollout.stop),
         seed=config.run.seed,
-        with_support=truncates(rollout.top_k, rollout.top_p, rollout.min_p),
+        return_kept_tokens=truncates(rollout.top_k, rollout.top_p, rollout.min_p),
     )
 
 
-def held_out_sampling(config: Config, eos_ids: tuple[int, ...]) -> SamplingConfig:
+def validation_sampling(config: Config, eos_ids: tuple[int, ...]) -> SamplingConfig:
     """Returns the distribution of held-out rollouts."""
     val = config.rollout.val_kwargs
     return replace(
@@ -42,5 +42,5 @@ def held_out_sampling(config: Config, eos_ids: tuple[int, ...]) -> SamplingConfi
         top_p=val.top_p,
         min_p=val.min_p,
         greedy=val.greedy,
-        with_support=False,
+        return_kept_tokens=False,
     )

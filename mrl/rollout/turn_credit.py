@@ -52,7 +52,9 @@ def gather_turn_rewards(rollouts: Sequence[Rollout], over: dist.ProcessGroup) ->
     return found
 
 
-def credited(outcomes: Outcomes, table: SampleTable, data: StepBatch, reward: RewardConfig) -> tuple[Outcomes, Tensor]:
+def assign_turn_credit(
+    outcomes: Outcomes, table: SampleTable, data: StepBatch, reward: RewardConfig
+) -> tuple[Outcomes, Tensor]:
     """Splits the outcomes of samples into outcomes of turns; sets `data.batch.turn_R`.
 
     Args:

@@ -195,12 +195,14 @@ class Checkpointing:
         replica = groups.grid.replica(groups.rank) if groups.samples else None
         num_replicas = groups.grid.num_replicas
         kept = inflight_samples.read(path, replica=replica, num_replicas=num_replicas, prompt_at=self._state.source.at)
-        buffer.follow(state, kept.columns, kept.tables)
+        buffer.load_state(state, kept.columns, kept.tables)
         start, size = groups.grid.samplers.start, groups.grid.rollout_size
-        buffer.hold(kept.rollouts, kept.begun, {replica: start + replica * size for replica in range(num_replicas)})
+        buffer.replace_samples(
+            kept.rollouts, kept.begun, {replica: start + replica * size for replica in range(num_replicas)}
+        )
         if state["schedule"] == buffer.state_dict()["schedule"]:
             return ""
-        buffer.begin_again()
+        buffer.restart_all()
         return "; buffered prompts are sampled again because the limits on sampling ahead have changed"
 
     def load_for_evaluation(self, which: str | None) -> str:

@@ -142,10 +142,10 @@ def _packed(samples: Sequence[Rollout | PartialRollout]) -> tuple[list[dict[str,
             "version_runs": [list(run) for run in sample.version_runs],
             "kept": None,
         }
-        if sample.support is not None:
-            record["kept"] = sample.support.ids_K.numel()
-            parts.setdefault("support_ids", []).append(sample.support.ids_K)
-            parts.setdefault("support_counts", []).append(sample.support.counts_R)
+        if sample.kept_tokens is not None:
+            record["kept"] = sample.kept_tokens.ids_K.numel()
+            parts.setdefault("support_ids", []).append(sample.kept_tokens.ids_K)
+            parts.setdefault("support_counts", []).append(sample.kept_tokens.counts_R)
             parts["log_kept_mass"].append(torch.tensor(sample.log_kept_mass, dtype=torch.float64))
         if isinstance(sample, Rollout):
             mask, routed = sample.sampled_mask, sample.routed_experts
@@ -242,7 +242,7 @@ def _unpacked(
                 sampled_mask=reader.next("mask", count).tolist() if finished["has_mask"] else None,
                 routed_experts=reader.next("routed", math.prod(shape)).view(shape) if shape is not None else None,
                 episode=episode,
-                support=support,
+                kept_tokens=support,
                 log_kept_mass=log_mass,
                 version_runs=runs,
             )

@@ -106,7 +106,7 @@ class RunProgress:
         if self.stop is not None:
             self.stop.reserve_s = 2 * MARGIN * self._commit_s
 
-    def told_to_stop(self) -> bool:
+    def abort_requested(self) -> bool:
         """Returns whether a stop was requested, so that work within a phase may end early with an unused result.
 
         False while ranks run different work (`apart`), because that work's result is used.
@@ -118,7 +118,7 @@ class RunProgress:
 
         While updates run concurrently, partial rollouts are kept, and sampling stops only when the time runs short.
         """
-        return self.told_to_stop() or (self._is_apart and self.stop is not None and self.stop.is_short)
+        return self.abort_requested() or (self._is_apart and self.stop is not None and self.stop.is_short)
 
     def reached(
         self,

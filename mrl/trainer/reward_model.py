@@ -21,7 +21,7 @@ from mrl.megatron.forward_only import ForwardOnlyModel
 from mrl.models.base import ArchSpec
 from mrl.rewards._call import Outcome
 from mrl.rewards.scorer import Key
-from mrl.rollout.dispatch import StepBatch, pack
+from mrl.rollout.dispatch import StepBatch, dispatch_samples
 from mrl.rollout.sample_table import gather_table
 from mrl.trainer.actor_weights import read_weights
 from mrl.trainer.rank_roles import on_trainers
@@ -82,7 +82,7 @@ class RunRewardModel:
         table = gather_table(encoded, self._groups, ())
         if not len(table):
             return failed
-        data = pack(encoded, table, self._groups, table.num_prompts, shares=self._shares)
+        data = dispatch_samples(encoded, table, self._groups, table.num_prompts, keep_groups=self._shares)
         with on_trainers(self._groups):
             own = self._scores(data)
         by_row = dict(all_gather_ragged(own, everyone()).tolist())

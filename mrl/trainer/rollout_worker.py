@@ -22,8 +22,8 @@ from mrl.resharding.dtypes import DTYPES, choice_dtype
 from mrl.resharding.fp8 import grids_of
 from mrl.resharding.megatron import stage_layers
 from mrl.resharding.weight_sync import WeightSync
-from mrl.rollout.dispatch import RoutingRecord
-from mrl.rollout.sampling_params import held_out_sampling, training_sampling
+from mrl.rollout.dispatch import StageRoutingFormat
+from mrl.rollout.sampling_params import training_sampling, validation_sampling
 from mrl.trainer import weight_sync_check
 from mrl.trainer.actor_weights import ActorWeights
 from mrl.trainer.rank_roles import of_samplers
@@ -74,13 +74,13 @@ class RolloutWorker:
             device=device,
             dtype=DTYPES[rollout.dtype or config.model.dtype],
             decode=plan.tokenizer.decode,
-            model_folder=weights.model_folder,
+            write_model_folder=weights.model_folder,
             timeout_s=config.run.collective_timeout_s,
             trains_on_logprobs=config.algorithm.rollout_correction.takes_sampled,
         )
         with together() if groups.grid.has_roles else nullcontext():  # without roles the engine's start is collective
             if not groups.samples:
-                engine.start_beside()
+                engine.start_without_engine()
             self.engine: RolloutEngine = (engine if groups.samples else NullEngine)(spec)
         for note in of_samplers(groups, self.engine.notes):
             tell(note)
@@ -96,12 +96,12 @@ class RolloutWorker:
             raise
         self._self_test_is_due = weight_sync_check.is_wanted(rollout)
         self.training = training_sampling(config, plan.tokenizer.eos_ids)
-        self.held_out = held_out_sampling(config, plan.tokenizer.eos_ids)
-        self.routing: RoutingRecord | None = None
+        self.held_out = validation_sampling(config, plan.tokenizer.eos_ids)
+        self.routing: StageRoutingFormat | None = None
         moe = plan.arch.moe
         if rollout.enable_rollout_routing_replay and moe is not None:
             layers = stage_layers(plan.arch, groups.grid)
-            self.routing = RoutingRecord(plan.arch.num_layers, moe.top_k, choice_dtype(moe.num_experts), layers)
+            self.routing = StageRoutingFormat(plan.arch.num_layers, moe.top_k, choice_dtype(moe.num_experts), layers)
 
     @contextmanager
     def awake(self) -> Iterator[RolloutEngine]:

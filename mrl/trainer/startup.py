@@ -62,7 +62,7 @@ def open_job(plan: RunPlan, *, log: bool = True, trains: bool = True) -> Iterato
             ):
                 job = Trainer(plan, groups, device, run_log, checkpoints, found, trains=trains)
                 watchdog.where = lambda: job.timers.where
-                job.sampler.engine.sampled = watchdog.sampled
+                job.sampler.engine.on_forward = watchdog.sampled
                 try:
                     with disk_errors():
                         yield job

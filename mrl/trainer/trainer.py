@@ -114,8 +114,8 @@ class Trainer:
         self.progress = RunProgress(self.timers, self.state.snapshot, self.state.kept_samples)
         self.episodes = self._episodes(plan)
         # Episodes cannot be continued later, so they are not cut when only the time for the step runs out.
-        stops = self.progress.ends_sampling if self.episodes is None else self.progress.told_to_stop
-        self.sampler.engine.told_to_stop = stops
+        stops = self.progress.ends_sampling if self.episodes is None else self.progress.abort_requested
+        self.sampler.engine.abort_requested = stops
         self.commits = Checkpointing(
             config.checkpoint,
             checkpoints,
@@ -168,8 +168,8 @@ class Trainer:
     def _episodes(self, plan: RunPlan) -> Episodes | None:
         if not (self.config.rollout.multi_turn.enable and self.groups.samples):
             return None
-        stop = self.progress.told_to_stop
-        return Episodes(self.config.rollout, plan.tokenizer, plan.tools, self.groups.rollout_tp, told_to_stop=stop)
+        stop = self.progress.abort_requested
+        return Episodes(self.config.rollout, plan.tokenizer, plan.tools, self.groups.rollout_tp, abort_requested=stop)
 
     def close(self) -> None:
         """Ends worker processes, discards an unfinished checkpoint and frees the engine."""
@@ -295,7 +295,7 @@ class Trainer:
         own = (buffer.state_dict(), *buffer.tables(), source.state_dict(), self.timers.metrics())
         state, columns, tables, position, timings = from_rank(first, own if self.groups.samples else None)
         if not self.groups.samples:
-            buffer.follow(state, columns, tables)
+            buffer.load_state(state, columns, tables)
             source.load_state_dict(position)
             self.timers.heard(timings)
 

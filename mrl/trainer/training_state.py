@@ -43,7 +43,7 @@ class TrainingState:
     @property
     def position(self) -> int:
         """Uid of the first prompt that was not trained on."""
-        return self.in_flight.first(self.source.position)
+        return self.in_flight.first_untrained(self.source.position)
 
     @property
     def epoch(self) -> float:
@@ -52,7 +52,7 @@ class TrainingState:
 
     def kept_samples(self) -> BufferSnapshot:
         """Returns this rank's samples in the rollout buffer, for a checkpoint."""
-        if not self.in_flight.outlives_steps:
+        if not self.in_flight.needs_checkpoint:
             return BufferSnapshot()
         return BufferSnapshot(*self.in_flight.tables(), *self.in_flight.samples())
 
@@ -66,7 +66,7 @@ class TrainingState:
             "reference": self.reference.record,
             "kl_coef": self.kl_control.coef if self.kl_control.adapts else None,
             "entropy_ctrl": [entropy.coef, entropy.last] if entropy.adapts else None,
-            "in_flight": self.in_flight.state_dict() if self.in_flight.outlives_steps else None,
+            "in_flight": self.in_flight.state_dict() if self.in_flight.needs_checkpoint else None,
         }
 
     def restore(self, state: Mapping[str, Any]) -> str | None:

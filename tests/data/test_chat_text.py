@@ -96,10 +96,10 @@ def test_an_observation_ends_no_turn(tokenizer, text, more):
     turn = tokenizer.encode("four<|im_end|>")
     chat = ChatRendering(tokenizer)
     for role in ("tool", "user"):
-        found = chat.after(turn, [{"role": role, "content": text + more}])
-        wanted = chat.after(turn, [{"role": role, "content": "two"}])
+        found = chat.observation_ids(turn, [{"role": role, "content": text + more}])
+        wanted = chat.observation_ids(turn, [{"role": role, "content": "two"}])
         assert control_tokens(found) == control_tokens(wanted)
-    found = PlainRendering(tokenizer).after(turn, [{"role": "user", "content": text + more}])
+    found = PlainRendering(tokenizer).observation_ids(turn, [{"role": "user", "content": text + more}])
     assert control_tokens(found) == [] and tokenizer.decode(found) == text + more
     opened = PlainRendering(tokenizer).opening("<s>two<|im_end|>", [{"role": "user", "content": text}])
     assert control_tokens(opened) == [3, 2]

@@ -13,7 +13,7 @@ def spec_of(config, arch, *, dtype=torch.float32, **others):
         "tp_group": None,
         "device": torch.device("cpu"),
         "decode": str,
-        "model_folder": lambda _: Path(),
+        "write_model_folder": lambda _: Path(),
         "timeout_s": 60.0,
         "trains_on_logprobs": True,
     }

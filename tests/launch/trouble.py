@@ -52,7 +52,7 @@ class Streaming(NativeEngine):
 
     def stream(self, feed, sampling):
         self.streams += 1
-        pulse, num_pulses, num_forwards, sampled = feed.pulse, 0, 0, self.sampled
+        pulse, num_pulses, num_forwards, sampled = feed.pulse, 0, 0, self.on_forward
 
         def crawling():
             nonlocal num_forwards
@@ -68,13 +68,13 @@ class Streaming(NativeEngine):
             num_pulses += 1
             if num_pulses == 2:
                 meet("stream", "update", self.streams)
-                if self.sampled is sampled:
+                if self.on_forward is sampled:
                     maybe_make_trouble(self.streams)
             return pulse(finished, num_waiting)
 
         feed.pulse = troubled
         if crawls(self.streams):
-            self.sampled = crawling
+            self.on_forward = crawling
         return super().stream(feed, sampling)
 
 
@@ -88,7 +88,7 @@ class Slow(NativeEngine):
         if dist.get_rank() == int(rank) and self.calls == int(call) and not Path(file).exists():
             Path(file).touch()
             os.kill(os.getpid(), signal.SIGUSR1)
-            self.sampled = lambda: time.sleep(SLOW_S)
+            self.on_forward = lambda: time.sleep(SLOW_S)
 
     def stream(self, feed, sampling):
         self._slow_down()

@@ -14,7 +14,7 @@ from mrl.config.config import AlgorithmConfig, CheckpointEngineConfig, RolloutCo
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.megatron.actor import Actor
 from mrl.resharding.weight_sync import WeightSync
-from mrl.rollout.dispatch import StepBatch, pack
+from mrl.rollout.dispatch import StepBatch, dispatch_samples
 from mrl.rollout.prompt_assignment import LengthHistory, generate
 from mrl.rollout.sample_table import gather_table
 from mrl.types import Prompt, RolloutBatch, Support
@@ -49,17 +49,17 @@ def sampled(policy: Actor, engine: RolloutEngine, cut: dict) -> tuple[StepBatch,
     WeightSync(policy.layout(), policy.named_tensors(), engine, CheckpointEngineConfig(1))(0)
     prompts = [Prompt(uid, tuple(range(uid + 1, 2 * uid + 2)), f"p{uid}", source=f"d:{uid}") for uid in range(5)]
     sampling = SamplingConfig(
-        n=SAMPLES, max_tokens=LONGEST, temperature=TEMPERATURE, seed=4, ignore_eos=True, with_support=True, **cut
+        n=SAMPLES, max_tokens=LONGEST, temperature=TEMPERATURE, seed=4, ignore_eos=True, return_kept_tokens=True, **cut
     )
     rollouts = generate(engine, prompts, sampling, groups, LengthHistory(4.0))
-    table = gather_table(rollouts, groups, [], supports=True)
+    table = gather_table(rollouts, groups, [], with_kept_tokens=True)
     found: list = [None] * dist.get_world_size()
     mine = rollouts if groups.leads_replica else []
     dist.all_gather_object(found, {(one.prompt.uid, one.sample_index): one.log_kept_mass for one in mine})
     masses = {key: values for part in found for key, values in part.items()}
     mass = torch.tensor([value for key in sorted(masses) for value in masses[key]]).exp()
     assert abs(float(table["kept_mass"].sum() - mass.double().sum())) < 1e-4 * mass.numel()
-    return pack(rollouts, table, groups, 3, shares=True), mass
+    return dispatch_samples(rollouts, table, groups, 3, keep_groups=True), mass
 
 
 def in_order(policy: Actor, batch: RolloutBatch, values: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.rollout.all_to_all import LEAST_STAGED, RankMessage, move, rounds, staged_bytes
+from mrl.rollout.all_to_all import MIN_STAGING_BYTES, RankMessage, send_messages, split_into_rounds, staging_limit
 from tests.ranks import run_ranks
 from tests.source import ROOT
 
 MORE_THAN_THE_SAMPLES = 1.3  # the bound on the peak of `pack`, over the bytes of a rank's samples
 RANKS = 5
-sizes = st.integers(0, LEAST_STAGED // 2).map(lambda words: 4 * words)
+sizes = st.integers(0, MIN_STAGING_BYTES // 2).map(lambda words: 4 * words)
 messages = st.lists(
     st.builds(RankMessage, st.integers(0, 99), st.integers(0, RANKS - 1), st.integers(0, RANKS - 1), sizes), max_size=40
 )
@@ -23,7 +23,7 @@ messages = st.lists(
 @settings(max_examples=50, deadline=None)
 @given(messages)
 def test_every_message_has_one_round_and_every_round_fits(given_messages):
-    found = rounds(given_messages)
+    found = split_into_rounds(given_messages)
     key = lambda one: (one.item, one.sender, one.receiver, one.num_bytes)  # noqa: E731
     assert sorted(map(key, (one for members in found for one in members))) == sorted(map(key, given_messages))
     for members in found:
@@ -33,16 +33,16 @@ def test_every_message_has_one_round_and_every_round_fits(given_messages):
             for one in members:
                 of_rank[getattr(one, side)] += one.num_bytes
                 count[getattr(one, side)] += bool(one.num_bytes)
-            over = {rank for rank, size in of_rank.items() if size > staged_bytes(given_messages)}
+            over = {rank for rank, size in of_rank.items() if size > staging_limit(given_messages)}
             assert all(count[rank] == 1 for rank in over)  # longer than any staging
 
 
 def test_senders_are_at_work_together():
     """Each sends each as much, but all of one sender's messages come before the next one's."""
-    size = LEAST_STAGED // 8
+    size = MIN_STAGING_BYTES // 8
     everyone = [RankMessage(0, sender, to, size) for sender in range(RANKS) for _ in range(20) for to in range(RANKS)]
-    fewest = 20 * RANKS * size / staged_bytes(everyone)
-    assert len(rounds(everyone)) <= 2 * fewest
+    fewest = 20 * RANKS * size / staging_limit(everyone)
+    assert len(split_into_rounds(everyone)) <= 2 * fewest
 
 
 def arrived(given_messages):
@@ -58,12 +58,12 @@ def arrived(given_messages):
         assert part.unique().numel() <= 1
         found.append((item, int(part[0]) if part.numel() else -1, part.numel(), part.dtype == torch.uint8))
 
-    move(given_messages, dist.get_rank(), write, read)
+    send_messages(given_messages, dist.get_rank(), write, read)
     return found
 
 
 def test_what_is_written_is_read_at_its_receiver():
-    some = [RankMessage(i, i % 3, (i * i + 1) % 4, 4 * (i % 5) * LEAST_STAGED // 8) for i in range(24)]
+    some = [RankMessage(i, i % 3, (i * i + 1) % 4, 4 * (i % 5) * MIN_STAGING_BYTES // 8) for i in range(24)]
     for rank, found in enumerate(run_ranks(4, arrived, some)):
         mine = [one for one in some if one.receiver == rank]
         values = [(one.item, one.item + 7 * one.sender if one.num_bytes else -1, one.num_bytes, True) for one in mine]

@@ -44,7 +44,7 @@ def test_groups_are_taken_in_the_order_of_their_prompts_unless_more_begin_than_a
         plan = RolloutSchedule.of(given)
         assert plan.in_order == (not extra)
         assert plan.is_off_policy == bool(lead or extra)
-        assert plan.most_in_flight == given.train.batch_size * (1 + lead) + extra
+        assert plan.max_in_flight == given.train.batch_size * (1 + lead) + extra
 
 
 @pytest.mark.parametrize(
@@ -52,5 +52,5 @@ def test_groups_are_taken_in_the_order_of_their_prompts_unless_more_begin_than_a
 )
 def test_beside_an_update_half_of_what_is_far_ahead_may_stay_unfinished(lead, batch_size, stock, pace):
     plan = RolloutSchedule.of(config(mode="async", steps=lead, batch_size=batch_size))
-    assert (plan.stock, plan.pace) == (stock, pace)
-    assert plan.batch_size <= plan.stock <= lead * plan.batch_size
+    assert (plan.target_complete, plan.min_per_update) == (stock, pace)
+    assert plan.batch_size <= plan.target_complete <= lead * plan.batch_size

@@ -71,7 +71,7 @@ class Run:
     def step(self, step):
         """As `train.reinforcement_step`."""
         self.each(lambda flight: flight.sampled_by(self.version, step - 1))
-        if self.flights[0].missing or not self.plan.lead:
+        if self.flights[0].num_missing or not self.plan.lead:
             self.sample(step, beside=False)
         self.take(step)
         self.done = step
@@ -126,25 +126,27 @@ class Run:
         home = {uid: self.draw.randrange(2) if home[uid] is None else home[uid] for uid in uids}
         order, whole, begun = self.draw.sample(uids, len(uids)), [], {}
         while True:
-            enough = self.each(partial(RolloutBuffer.enough, just_whole=whole, step=step, ahead=ahead))
+            enough = self.each(partial(RolloutBuffer.may_stop, newly_complete=whole, step=step, ahead=ahead))
             if not order or (enough and self.plan.by_parts):
                 break
             count = self.draw.randint(1, len(order))
             whole, order = whole + order[:count], order[count:]
         for uid in order:
-            begun[uid] = self.draw.random() < 0.8 or any(uid in flight.begun for flight in self.flights)
+            begun[uid] = self.draw.random() < 0.8 or any(uid in flight.partial_rollouts for flight in self.flights)
         rows, left = [], {uid: home[uid] for uid in order if begun[uid]}
         made = []
         for rank, flight in enumerate(self.flights):
             mine = [self.grown(flight, uid, whole=True) for uid in whole if home[uid] == rank]
             parts = {uid: self.grown(flight, uid, whole=False) for uid in left if home[uid] == rank}
-            flight.begun = {uid: found for uid, found in flight.begun.items() if uid not in uids} | parts
+            flight.partial_rollouts = {
+                uid: found for uid, found in flight.partial_rollouts.items() if uid not in uids
+            } | parts
             made.append([rollout for group in mine for rollout in group])
             rows += [row(rollout, rank) for rollout in made[-1]]
         turns = {(one.prompt.uid, one.sample_index): [float(one.prompt.uid)] for part in made for one in part}
         rows_NC = torch.tensor(rows, dtype=torch.float64).view(-1, len(SampleTable.FACTS))
         table = SampleTable(SampleTable.FACTS, rows_NC, turns)
-        held = [(uid, at, *self.flights[at].held(uid)) for uid, at in left.items()]
+        held = [(uid, at, *self.flights[at].local_size(uid)) for uid, at in left.items()]
         self.each(lambda flight: flight.stopped(held, steps))
         teaching = table
         if self.dynamic:
@@ -152,7 +154,7 @@ class Run:
             self.dropped |= {*whole} - good
             teaching = table.keep(torch.tensor([int(uid) in good for uid in table["uid"].tolist()], dtype=torch.bool))
         for flight, rollouts in zip(self.flights, made, strict=True):
-            flight.became_whole(whole, rollouts, table, teaching, steps, RANKS)
+            flight.complete(whole, rollouts, table, teaching, steps, RANKS)
 
     def grown(self, flight, uid, *, whole):
         """The samples of a group on its replica after a round, under the version of now."""
@@ -258,12 +260,12 @@ def test_what_is_told_to_another_is_the_same_and_goes_on_alike(schedule, seed, s
     others = []
     for flight in run.flights:
         other = RolloutBuffer(schedule, prompt_at)
-        other.follow(json.loads(json.dumps(flight.state_dict())), *flight.tables())
-        other.hold(*flight.samples(), {0: 0, 1: 1})
+        other.load_state(json.loads(json.dumps(flight.state_dict())), *flight.tables())
+        other.replace_samples(*flight.samples(), {0: 0, 1: 1})
         assert other.state_dict() == flight.state_dict()
         for name, rows in flight.tables()[1].items():
             assert torch.equal(rows, other.tables()[1][name])
-        assert other.samples() == flight.samples() and other.missing == flight.missing
+        assert other.samples() == flight.samples() and other.num_missing == flight.num_missing
         others.append(other)
     state = run.draw.getstate()
     first = Run(schedule, 0, dynamic=dynamic)
@@ -330,11 +332,11 @@ def test_what_begins_again_has_no_samples_left():
         run.step(step)
     flight = run.flights[0]
     uids = [group["uid"] for group in flight.state_dict()["groups"]]
-    flight.begin_again()
+    flight.restart_all()
     groups = flight.state_dict()["groups"]
     assert [group["uid"] for group in groups] == uids
     assert {(group["born"], group["place"], group["replica"]) for group in groups} == {(None, None, None)}
-    assert flight.samples() == ([], []) and flight.tables() == ((), {}) and flight.first(99) == min(uids)
+    assert flight.samples() == ([], []) and flight.tables() == ((), {}) and flight.first_untrained(99) == min(uids)
 
 
 def test_a_state_that_no_run_left_is_refused_in_words_or_taken_up():
@@ -348,8 +350,8 @@ def test_a_state_that_no_run_left_is_refused_in_words_or_taken_up():
         other = RolloutBuffer(flight.schedule, prompt_at)
         try:
             with not_of_a_run(Path("step-00000003")):
-                other.follow(state, *flight.tables())
-                other.hold(*flight.samples(), {0: 0, 1: 1})
+                other.load_state(state, *flight.tables())
+                other.replace_samples(*flight.samples(), {0: 0, 1: 1})
         except UserError:
             refused += 1
     assert 100 < refused < 400

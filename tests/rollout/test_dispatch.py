@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mrl.rollout.dispatch import RoutingRecord, pack
+from mrl.rollout.dispatch import StageRoutingFormat, dispatch_samples
 from mrl.rollout.sample_table import gather_table
 from tests.ranks import run_ranks
 from tests.rollout.samples import LAYERS, TOP_K, groups_of, prompts, rollouts_of, routed, sampled
@@ -13,7 +13,7 @@ def packed(grid_args, count, minibatch_size, routing=None, *, shares=True):
     groups = groups_of(grid_args)
     rollouts = sampled(groups, count)
     table = gather_table(rollouts, groups, ["r"])
-    data = pack(rollouts, table, groups, minibatch_size, shares=shares, routing=routing)
+    data = dispatch_samples(rollouts, table, groups, minibatch_size, keep_groups=shares, routing=routing)
     if not groups.trains:
         assert (data.minibatches, data.batch.tokens_P.numel(), data.index_B.numel()) == ([], 0, 0)
         return None, []
@@ -91,7 +91,7 @@ def packed_alike(shares):
 )
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16])
 def test_of_the_engines_choices_a_stage_gets_those_of_its_layers(grid_args, layers, dtype):
-    routing = RoutingRecord(LAYERS, TOP_K, dtype, layers)
+    routing = StageRoutingFormat(LAYERS, TOP_K, dtype, layers)
     assert len(run_ranks(4, packed, grid_args, 7, 3, routing)) == 4
     assert len(run_ranks(4, packed, grid_args, 1, 1, routing)) == 4  # some ranks get nothing
 
@@ -105,7 +105,7 @@ def misses_a_record(routing):
 
 
 def test_a_missing_record_makes_every_rank_raise():
-    for message in run_ranks(4, misses_a_record, RoutingRecord(5, 3, torch.int8, [range(5)])):
+    for message in run_ranks(4, misses_a_record, StageRoutingFormat(5, 3, torch.int8, [range(5)])):
         assert "returned a routing record of shape" in message
 
 

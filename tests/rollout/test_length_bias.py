@@ -41,18 +41,18 @@ class Run:
         if stored:
             self.store()
         flight = self.flight
-        flight.sampled_by(step, step - 1)
+        flight.record_policy_version(step, step - 1)
         before = dict(self.had)
-        flight.age(step)
+        flight.restart_too_old(step)
         for group in flight.state_dict()["groups"]:
             if group["born"] is None and before.pop(group["uid"], 0):
                 self.thrown += 2
                 self.thrown_tokens += sum(self.tokens(group["uid"]))
                 self.had[group["uid"]] = 0
-        room = flight.room(step, beside=False)
+        room = flight.num_drawable(step, concurrent=False)
         flight.draw(prompt_at(uid) for uid in range(self.drawn, self.drawn + room))
         self.drawn += room
-        groups = [group.uid for group in flight.unfinished(step, beside=False)]
+        groups = [group.uid for group in flight.unfinished(step, concurrent=False)]
         self.sample(groups, step)
         self.check(step)
 
@@ -63,23 +63,25 @@ class Run:
         flight, whole = self.flight, []
         for uid in groups:
             self.had.setdefault(uid, 0)
-        while not flight.enough(whole, step, ahead=False):
+        while not flight.may_stop(whole, step, ahead=False):
             for uid in groups:
                 self.had[uid] += 1
                 self.began.setdefault(uid, step)
             whole += [uid for uid in groups if uid not in whole and self.had[uid] >= max(self.lengths[uid])]
         rows = [self.rollout(uid, index, step) for uid in whole for index in (0, 1)]
         for uid in groups:
-            flight.begun.pop(uid, None)
+            flight.partial_rollouts.pop(uid, None)
             if uid not in whole and self.had[uid]:
-                flight.begun[uid] = [
+                flight.partial_rollouts[uid] = [
                     PartialRollout(prompt_at(uid), index, (2,) * count, (-1.0,) * count, ((step, count),))
                     for index, count in enumerate(self.tokens(uid))
                 ]
-        flight.stopped([(uid, 0, *flight.held(uid)) for uid in flight.begun if uid in groups], step - 1)
+        flight.mark_partial(
+            [(uid, 0, *flight.local_size(uid)) for uid in flight.partial_rollouts if uid in groups], step - 1
+        )
         facts_NC = torch.tensor([row(one) for one in rows], dtype=torch.float64).view(-1, len(SampleTable.FACTS))
         table = SampleTable(SampleTable.FACTS, facts_NC)
-        flight.became_whole(whole, rows, table, table, step - 1, ALONE)
+        flight.complete(whole, rows, table, table, step - 1, ALONE)
 
     def rollout(self, uid, index, step):
         length = self.lengths[uid][index]
@@ -104,8 +106,8 @@ class Run:
 
     def store(self):
         other = RolloutBuffer(self.flight.schedule, prompt_at)
-        other.follow(json.loads(json.dumps(self.flight.state_dict())), *self.flight.tables())
-        other.hold(*self.flight.samples(), {0: 0})
+        other.load_state(json.loads(json.dumps(self.flight.state_dict())), *self.flight.tables())
+        other.replace_samples(*self.flight.samples(), {0: 0})
         self.flight = other
 
 
@@ -174,8 +176,8 @@ def test_long_answers_are_taken_later_and_no_less_often():
 
 def test_what_is_thrown_away_was_begun():
     counts = Acceptance()
-    counts.took(2, 6, torch.tensor([2, 4]), torch.tensor([True, True]))
-    counts.discards(1, 12)
+    counts.record_consumed(2, 6, torch.tensor([2, 4]), torch.tensor([True, True]))
+    counts.record_discarded(1, 12)
     told = counts.metrics((0, 0))
     assert (told["rollout/accepted_mean_length"], told["rollout/begun_mean_length"]) == (3.0, 6.0)
     assert "rollout/carried_mean_length" not in told
@@ -196,8 +198,8 @@ def test_only_the_last_steps_count_and_a_state_of_no_run_is_refused(monkeypatch)
     monkeypatch.setattr(length_bias, "WINDOW", 2)
     counts = Acceptance()
     for at_once in (False, True, True):
-        counts.took(4, 10, torch.tensor([1, 2, 3, 4]), torch.tensor([at_once] * 4))
-    assert counts.quarters() == [1.0] * 4 and counts.taken == [12, 30]
+        counts.record_consumed(4, 10, torch.tensor([1, 2, 3, 4]), torch.tensor([at_once] * 4))
+    assert counts.rate_by_quarter() == [1.0] * 4 and counts.taken == [12, 30]
     assert Acceptance.of(json.loads(json.dumps(counts.state_dict()))) == counts
     for name, wrong in (("recent", [[[1.0, 1.0]]]), ("taken", [1]), ("discarded", None)):
         with pytest.raises((LookupError, TypeError, ValueError)):

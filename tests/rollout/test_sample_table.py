@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mrl.errors import UserError
-from mrl.rollout.sample_table import gather_facts, gather_failures, gather_table
+from mrl.rollout.sample_table import gather_failures, gather_reward_facts, gather_table
 from tests.ranks import run_ranks
 from tests.rollout.samples import SAMPLES, groups_of, sampled
 
@@ -17,7 +17,7 @@ def facts_of_every_sample(grid_args, silent):
     for rollout in rollouts:
         if groups.grid.replica(groups.rank) not in silent:
             rollout.reward_facts = {"pred": f"{rollout.prompt.uid}\nß", "acc": rollout.sample_index / 3}
-    return gather_facts(rollouts, groups), [r.prompt.uid for r in rollouts if r.reward_facts]
+    return gather_reward_facts(rollouts, groups), [r.prompt.uid for r in rollouts if r.reward_facts]
 
 
 @pytest.mark.parametrize("silent", [(), (0,), (0, 1)])

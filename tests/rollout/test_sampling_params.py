@@ -6,7 +6,7 @@ import pytest
 
 from mrl.config.config import load
 from mrl.engines.base import SamplingConfig
-from mrl.rollout.sampling_params import held_out_sampling, training_sampling
+from mrl.rollout.sampling_params import training_sampling, validation_sampling
 from tests.source import ROOT
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -45,34 +45,34 @@ def changed(make, override):
 
 
 def test_every_field_is_in_both_tables():
-    named = {item.name for item in fields(SamplingConfig)} - {"stop_token_ids", "with_support"}
+    named = {item.name for item in fields(SamplingConfig)} - {"stop_token_ids", "return_kept_tokens"}
     assert named == set(TRAINING) == set(HELD_OUT)
 
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_a_training_rollout_takes_it_from_its_key(name):
     override, value = TRAINING[name]
-    told = {"with_support": True} if name in ("top_k", "top_p", "min_p") else {}  # what is kept trains
+    told = {"return_kept_tokens": True} if name in ("top_k", "top_p", "min_p") else {}  # what is kept trains
     assert changed(training_sampling, override) == {name: value, **told}
 
 
 @pytest.mark.parametrize("name", HELD_OUT)
 def test_a_held_out_rollout_takes_it_from_its_key(name):
     override, value = HELD_OUT[name]
-    assert changed(held_out_sampling, override) == {name: value}
+    assert changed(validation_sampling, override) == {name: value}
 
 
 def test_what_shapes_training_rollouts_alone_leaves_held_out_ones():
     for name in TRAINING.keys() - {"max_tokens", "ignore_eos", "stop", "seed"}:
-        assert changed(held_out_sampling, TRAINING[name][0]) == {}, name
+        assert changed(validation_sampling, TRAINING[name][0]) == {}, name
 
 
-@pytest.mark.parametrize("make", [training_sampling, held_out_sampling])
+@pytest.mark.parametrize("make", [training_sampling, validation_sampling])
 def test_the_end_tokens_are_the_tokenizers(make):
     assert make(load(QUICKSTART), EOS).stop_token_ids == EOS
 
 
 def test_a_held_out_temperature_of_0_is_greedy():
-    assert changed(held_out_sampling, f"{VAL}.temperature=0").get("greedy", True) is True
-    both = held_out_sampling(load(QUICKSTART, [f"{VAL}.temperature=0", f"{VAL}.do_sample=true"]), EOS)
+    assert changed(validation_sampling, f"{VAL}.temperature=0").get("greedy", True) is True
+    both = validation_sampling(load(QUICKSTART, [f"{VAL}.temperature=0", f"{VAL}.do_sample=true"]), EOS)
     assert both.greedy and both.temperature == 1.0

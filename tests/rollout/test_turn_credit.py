@@ -9,7 +9,7 @@ from mrl.algorithms import base as algorithms
 from mrl.config.config import AlgorithmConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
 from mrl.rollout import turn_credit
 from mrl.rollout.dispatch import StepBatch
-from mrl.rollout.sample_table import outcomes
+from mrl.rollout.sample_table import to_outcomes
 from mrl.types import RolloutBatch, SampleTable
 
 REWARD = RewardConfig(functions=[RewardFunctionConfig("exact_match"), RewardFunctionConfig("environment", weight=0.5)])
@@ -51,11 +51,11 @@ def advantages(name, table, data, *, credit="turn", **settings):
     """By sequence and token, as the loop computes them."""
     given = AlgorithmConfig(name=name, credit=credit, **settings)
     algorithm = algorithms.build(given, RolloutConfig(n=2, response_length=64))
-    facts = outcomes(table, WEIGHTS)
+    facts = to_outcomes(table, WEIGHTS)
     facts = replace(facts, rewards_N=algorithm.shape_rewards(facts))
     index_U = data.index_B
     if credit == "turn":
-        facts, index_U = turn_credit.credited(facts, table, data, REWARD)
+        facts, index_U = turn_credit.assign_turn_credit(facts, table, data, REWARD)
     found = algorithm.outcome_advantages(facts)
     algorithm.advantages(data.batch, found[index_U], lambda tensor: tensor)
     return [part.tolist() for part in torch.split(data.batch.advantages_R, data.batch.response_lens_B.tolist())]

@@ -80,7 +80,7 @@ def samples(seed, uids, *, kept=False, routed=None):
                     routed_experts=None if routed is None else torch.randint(-1, 100, shape, dtype=routed),
                     sampled_mask=[draw.random() < 0.7 for _ in ids] if talk else None,
                     episode=talk,
-                    support=support,
+                    kept_tokens=support,
                     log_kept_mass=mass,
                     version_runs=runs if len(runs) > 1 else (),
                 )

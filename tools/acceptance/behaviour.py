@@ -18,7 +18,7 @@ END_TOKENS, NUM_SAMPLES = 16, 4
 def pause(bench: Bench) -> Facts:
     """Pauses several times in a row, then pauses and idles longer than the hang detector's timeout."""
     job = bench.job
-    with inspection.impatient(job.sampler.engine, PATIENCE_S) as watched:
+    with inspection.short_hang_timeout(job.sampler.engine, PATIENCE_S) as watched:
         if not watched:
             raise NotHereError("only the LLM API's event loop has a hang detector, since 1.2")
         for _ in range(NUM_PAUSES):

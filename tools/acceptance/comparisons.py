@@ -89,7 +89,7 @@ def difference_facts(bench: Bench, apart: Tensor) -> Facts:
         "99 of 100 below, nats": float(apart.quantile(0.99)),
         "histogram, nats": dict(zip(edges, counts, strict=True)),
     }
-    found = inspection.verdict(bench.job.sampler.engine)
+    found = inspection.probe_result(bench.job.sampler.engine)
     if found is not None:
         facts["probe"] = f"scores {found.scores.value}; logits are {'' if found.has_logits else 'not '}returned"
     return facts
@@ -99,7 +99,7 @@ def batch_of(rollouts: Sequence[Rollout]) -> RolloutBatch:
     """Packs rollouts into a batch for the actor."""
     tokens = [token for each in rollouts for token in (*each.prompt.prompt_ids, *each.response_ids)]
     lens = torch.tensor([(len(each.prompt.prompt_ids), len(each.response_ids)) for each in rollouts])
-    supports = [each.support for each in rollouts if each.support is not None]
+    supports = [each.kept_tokens for each in rollouts if each.kept_tokens is not None]
     return RolloutBatch(
         tokens_P=torch.tensor(tokens, dtype=torch.int64),
         prompt_lens_B=lens[:, 0],

@@ -130,6 +130,8 @@ def without_refused(config: Config, notes: dict[str, str]) -> Iterator[tuple[str
             "refused with rollout.name=vllm: it follows from tensor_model_parallel_size and expert_parallel_size"
         )
         yield "rollout.moe_tensor_parallel_size", None
-    for field, refusal in _config_support.broken(engine_support(name).fields, config.rollout, on_a_cpu=False):
+    for field, refusal in _config_support.unsupported_fields(
+        engine_support(name).fields, config.rollout, on_a_cpu=False
+    ):
         notes[f"{ROLLOUT}{field}"] = f"refused with rollout.name={name}: {refusal.why}. {refusal.instead}"
         yield f"rollout.{field}", None

@@ -21,6 +21,6 @@ def engine_memory(found: Resolved, device: Device, *, weights: int, actor: int) 
     """
     config, schedule = found.config, RolloutSchedule.of(found.config)
     num_samples = math.ceil(config.train.batch_size / found.grid.num_replicas) * config.rollout.n
-    most = schedule.most_in_flight * config.rollout.n if schedule.by_parts else num_samples
+    most = schedule.max_in_flight * config.rollout.n if schedule.by_parts else num_samples
     run = PlannedRun(config, found.arch, found.grid, device, weights, actor, num_samples, most)
     return memory_plan(config).memory(run)

@@ -118,7 +118,7 @@ def check(listen: Listen) -> None:
             f"--host {listen.host} is reachable from other machines, and no key is set. Set the environment variable "
             "MRL_API_KEY to a key that clients must send, or serve on 127.0.0.1."
         )
-    formats.find(listen.tool_format)
+    formats.find_format(listen.tool_format)
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -161,7 +161,9 @@ def _listening(job: Trainer, listen: Listen, loaded: str, say: Callable[[str], N
 
     rollout = job.config.rollout
     name = listen.model_name or Path(job.config.model.path or str(job.config.model.preset)).name
-    served = ServedModel(name, rollout.longest, job.tokenizer, int(time.time()), formats.find(listen.tool_format))
+    served = ServedModel(
+        name, rollout.longest, job.tokenizer, int(time.time()), formats.find_format(listen.tool_format)
+    )
     part = rollout.response_length
     if not engine_support(rollout.name).has_fixed_prompt_length:  # a part of an answer can join the next prompt
         part = min(ROUND_TOKENS, part)

@@ -1,6 +1,7 @@
 """Compiled CPU versions of `torch_ops.Operations` (from `mrl/models/kernels`): one pass over memory each.
 
-With `rollout.true_on_policy` the engine uses `RowByRow`, which the actor uses too (`megatron/on_policy_layers.py`).
+With `rollout.true_on_policy` the engine uses `BatchInvariantOperations`, which the actor uses too
+(`megatron/on_policy_layers.py`).
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Compiled(Operations):
 
         def attend(layer: int, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor) -> Tensor:
             keys, values = cache.keys[layer], cache.values[layer]
-            return self._library.attend(q_PND, k_PKD, v_PKD, positions_P, keys, values, firsts_B, cache.alike)
+            return self._library.attend(q_PND, k_PKD, v_PKD, positions_P, keys, values, firsts_B, cache.shared_prefixes)
 
         return attend
 
@@ -103,7 +104,7 @@ class Compiled(Operations):
         return self._library.draft(*said, slots_B, limits_B, lookup, drafts_BK)
 
 
-class RowByRow(Compiled):
+class BatchInvariantOperations(Compiled):
     """Compiled operations that the actor shares bit for bit, also for prefill and truncated sampling.
 
     Args:
@@ -142,7 +143,7 @@ def operations(
     """
     if exact:
         library.check_alike(dtype)
-        return RowByRow(library.required(dtype), library.required(torch.float32)), None
+        return BatchInvariantOperations(library.required(dtype), library.required(torch.float32)), None
     if device.type != "cpu" or eager:
         return Operations(), None
     found, problem = library.library(dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 MIN_LENGTH = 256
 """Shortest captured length, slots; longer ones are powers of two times it."""
 
-MOST_PLACES = 2
+MAX_GRAPH_SETS = 2
 """Shapes of cache and decode state whose graphs are kept: training and validation may alternate."""
 
 Replay = Callable[[], object]
@@ -54,7 +54,7 @@ class DecodeGraphs:
         """
         self._graphs = self._kept.pop(place, {})
         self._kept[place] = self._graphs  # the newest is last
-        while len(self._kept) > MOST_PLACES:
+        while len(self._kept) > MAX_GRAPH_SETS:
             del self._kept[next(iter(self._kept))]
         self._most_rows, self._row_len = most_rows, row_len
 

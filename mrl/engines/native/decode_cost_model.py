@@ -76,10 +76,10 @@ def costs(what: str, step: Callable[[int], object], attend: Callable[[int, int],
     agreed = machine.agreed(f"step/{what}", own)
     if agreed != own:
         machine.keep(name, agreed.encode())
-    return of(json.loads(agreed), most)
+    return from_stored(json.loads(agreed), most)
 
 
-def of(stored: Mapping[str, Any], most: int) -> Costs:
+def from_stored(stored: Mapping[str, Any], most: int) -> Costs:
     """Returns the costs of a stored measurement, or of `ASSUMED`."""
     return Costs(curve(stored["steps"], most), stored["slot"], stored["drafts"])
 

@@ -23,7 +23,7 @@ ADVANCING = slice(1, 3)
 
 
 @dataclass(frozen=True)
-class Record:
+class RoutingFormat:
     """Format of the routing record: the experts that were chosen per token and layer.
 
     Attributes:
@@ -42,11 +42,11 @@ class Record:
         return self.num_layers * self.top_k * self.dtype.itemsize
 
 
-def record_of(arch: ArchSpec, config: RolloutConfig) -> Record | None:
+def routing_format(arch: ArchSpec, config: RolloutConfig) -> RoutingFormat | None:
     """Returns the routing record that the config asks for; None: no recording."""
     if not config.enable_rollout_routing_replay or arch.moe is None:
         return None
-    return Record(arch.num_layers, arch.moe.top_k, choice_dtype(arch.moe.num_experts))
+    return RoutingFormat(arch.num_layers, arch.moe.top_k, choice_dtype(arch.moe.num_experts))
 
 
 class DecodeState:
@@ -63,7 +63,9 @@ class DecodeState:
         routed_SLK: Output of the forward: experts of each row's newest token; None without a routing record.
     """
 
-    def __init__(self, num_rows: int, max_tokens: int, device: torch.device, record: Record | None = None) -> None:
+    def __init__(
+        self, num_rows: int, max_tokens: int, device: torch.device, record: RoutingFormat | None = None
+    ) -> None:
         """Allocates the state; `record` is the format of the routing record."""
         self.shape = (num_rows, max_tokens)
         wanted = [
@@ -120,7 +122,7 @@ class DecodeState:
         self.logprobs_ST[row, :count] = torch.tensor(logprobs, dtype=torch.float32, device=device)
         self.counts_S[row] = count
 
-    def take(self, index: Tensor | slice, tokens: Tensor, logprobs: Tensor) -> None:
+    def append(self, index: Tensor | slice, tokens: Tensor, logprobs: Tensor) -> None:
         """Appends the next token of each of the given rows."""
         counts = self.counts_S[index]
         rows = self._index_S[index]
@@ -132,10 +134,10 @@ class DecodeState:
         else:
             self._state_5S[ADVANCING, index] += 1
 
-    def put(
+    def store_candidates(
         self, rows_P: Tensor, offsets_P: Tensor, tokens_P: Tensor, logprobs_P: Tensor, routed_PLK: Tensor | None
     ) -> None:
-        """Stores candidate next tokens of rows; `take_several` accepts a number of them.
+        """Stores candidate next tokens of rows; `accept` accepts a number of them.
 
         Args:
             rows_P: Row of each token.
@@ -150,14 +152,14 @@ class DecodeState:
         if routed_PLK is not None:
             self._routed_STLK[rows_P, counts_P - 1] = routed_PLK
 
-    def take_several(self, taken_B: Tensor) -> None:
-        """Accepts the first `taken_B` tokens that were `put` into each of the first rows."""
+    def accept(self, taken_B: Tensor) -> None:
+        """Accepts the first `taken_B` tokens that were `store_candidates` into each of the first rows."""
         batch = taken_B.numel()
         self.counts_S[:batch] += taken_B
         self.positions_S[:batch] += taken_B
         self.tokens_S[:batch] = self.response_ST[self._index_S[:batch], self.counts_S[:batch] - 1]
 
-    def keep_routed(self, batch: int) -> None:
+    def record_routing(self, batch: int) -> None:
         """Records the experts of the newest tokens of the first `batch` rows, before the next tokens are taken."""
         if self.routed_SLK is not None:
             self._routed_STLK[self._index_S[:batch], self.counts_S[:batch] - 1] = self.routed_SLK[:batch]
@@ -173,7 +175,7 @@ class DecodeState:
     def response(self, row: int, start: int = 0, more: int = 0) -> list[int]:
         """Returns the sampled tokens of a row from index `start` on; a negative `start` counts from the end.
 
-        `more` also returns so many of the tokens that were `put` but not yet accepted.
+        `more` also returns so many of the tokens that were `store_candidates` but not yet accepted.
         """
         count = int(self.counts_S[row]) + more
         found: list[int] = self.response_ST[row, max(0, count + start if start < 0 else start) : count].tolist()
@@ -185,7 +187,7 @@ class DecodeState:
         found[-1] = -1
         return found
 
-    def sampled(self, rows: Sequence[int]) -> list[tuple[list[int], list[float]]]:
+    def tokens_and_logprobs(self, rows: Sequence[int]) -> list[tuple[list[int], list[float]]]:
         """Returns the sampled tokens and their log-probabilities of each of these rows."""
         if not rows:
             return []

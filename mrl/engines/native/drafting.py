@@ -17,7 +17,7 @@ from torch import Tensor
 from mrl.algorithms.functional.sampling import truncates
 from mrl.engines.base import EngineSpec, SamplingConfig
 from mrl.engines.native.cpu_ops import Compiled
-from mrl.engines.native.decode_cost_model import ASSUMED, Costs, costs, of
+from mrl.engines.native.decode_cost_model import ASSUMED, Costs, costs, from_stored
 from mrl.engines.native.decode_state import DecodeState
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.model import Decoder
@@ -50,7 +50,7 @@ class Drafting:
         self._costs: dict[str, Costs] = {}
 
     @staticmethod
-    def found(spec: EngineSpec, model: Decoder, cache: KVCache) -> Drafting | None:
+    def create_if_supported(spec: EngineSpec, model: Decoder, cache: KVCache) -> Drafting | None:
         """Returns the object, or None if speculation is off or would change bits."""
         operations = model.operations
         if spec.config.speculative.method is None or not packs(spec.device) or not isinstance(operations, Compiled):
@@ -67,7 +67,7 @@ class Drafting:
             measured: Use costs measured on this machine; False: `ASSUMED`.
         """
         history = History(num_rows, self._cache.num_rows, self._cache.row_len)
-        found = self._measured(sampling) if measured else of(ASSUMED, self._most)
+        found = self._measured(sampling) if measured else from_stored(ASSUMED, self._most)
         forward = partial(self._forward, rows)
         return Speculation(self._spec.config.speculative, self._operations, history, found, num_rows, forward)
 
@@ -83,7 +83,7 @@ class Drafting:
         parts = (config.tensor_model_parallel_size, config.expert_parallel_size)
         what = f"{self._spec.arch} {model.dtype} in {parts}, {'cut' if cut else 'whole'}"
         if what not in self._costs:
-            sampler = TokenSampler(replace(sampling, with_support=False), self._operations)
+            sampler = TokenSampler(replace(sampling, return_kept_tokens=False), self._operations)
 
             def step(num_rows: int) -> None:
                 keys_N = torch.arange(num_rows)

@@ -27,7 +27,7 @@ from mrl.engines._work_queue import WorkQueue
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.native.cpu_ops import operations
 from mrl.engines.native.cuda_graphs import DecodeGraphs
-from mrl.engines.native.decode_state import DecodeState, record_of
+from mrl.engines.native.decode_state import DecodeState, routing_format
 from mrl.engines.native.drafting import NOT_HERE, Drafting
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.generation import Generation
@@ -103,7 +103,7 @@ class NativeEngine(RolloutEngine):
             budget_bytes=kv_budget(device, config.gpu_memory_utilization, tp_group, later_bytes=later_bytes),
         )
         self._copies = self._place_copies()
-        self._drafting = Drafting.found(spec, self._model, self._cache)
+        self._drafting = Drafting.create_if_supported(spec, self._model, self._cache)
         if config.speculative.method is not None and self._drafting is None:
             self.notes += (NOT_HERE,)
         self._rows: DecodeState | None = None
@@ -185,7 +185,7 @@ class NativeEngine(RolloutEngine):
         self._drop_cache()
         self._has_weights = False
         self.policy_version = -1
-        self._model.forget()
+        self._model.free_copies()
         for memory in (self._stored, self._copies):
             memory.release()
 
@@ -215,7 +215,7 @@ class NativeEngine(RolloutEngine):
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         return self._run(prompts, sampling, None)
 
-    def converse(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: MultiTurnClient) -> list[Rollout]:
+    def converse(self, prompts: Sequence[Prompt], sampling: SamplingConfig, client: MultiTurnClient) -> list[Rollout]:
         """Implements `RolloutEngine.converse`; other sequences decode while one waits for a reply (`multiturn`).
 
         Raises:
@@ -223,9 +223,9 @@ class NativeEngine(RolloutEngine):
             UserError: See `generate`.
         """
         self._check_ready()
-        return self._run(prompts, sampling, talk) if prompts else []
+        return self._run(prompts, sampling, client) if prompts else []
 
-    def stream(self, feed: WorkQueue, sampling: SamplingConfig) -> list[PartialRollout]:
+    def stream(self, work_queue: WorkQueue, sampling: SamplingConfig) -> list[PartialRollout]:
         """Implements `RolloutEngine.stream`; can pause and resume between any two tokens (`partial_rollout`).
 
         Raises:
@@ -235,34 +235,36 @@ class NativeEngine(RolloutEngine):
         self._check_ready()
         config = self.spec.config
         longest = min(config.longest_prompt + sampling.max_tokens, self.spec.max_len)
-        limit = min(config.max_num_seqs, config.max_num_batched_tokens, feed.most)
+        limit = min(config.max_num_seqs, config.max_num_batched_tokens, work_queue.max_samples)
         num_rows = self._reserve(limit, longest, sampling.max_tokens, limit)
 
         def check(prompts: Sequence[Prompt], room: int) -> None:
             check_prompts(prompts, self.spec, replace(sampling, max_tokens=room), longest=longest - room)
 
         try:
-            kind = partial(StreamingGeneration, feed, check)
+            kind = partial(StreamingGeneration, work_queue, check)
             stream = self._generation(kind, (), sampling, num_rows, min(limit, num_rows))
-            begun = stream.until_stopped(self.policy_version)
+            begun = stream.run_until_stopped(self.policy_version)
         except (RuntimeError, UserError):
             self._drop_cache()
             raise
         self._stats = self._statistics(stream)
         return begun
 
-    def _run(self, prompts: Sequence[Prompt], sampling: SamplingConfig, talk: MultiTurnClient | None) -> list[Rollout]:
+    def _run(
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig, client: MultiTurnClient | None
+    ) -> list[Rollout]:
         check_prompts(prompts, self.spec, sampling)
         config = self.spec.config
         limit = min(config.max_num_seqs, config.max_num_batched_tokens, len(prompts) * sampling.n)
         longest = max(len(prompt.prompt_ids) for prompt in prompts) + sampling.max_tokens
         wanted = limit
-        if talk is not None:
+        if client is not None:
             wanted = pool_rows(limit, len(prompts), sampling.n, self._cache.fitting(longest))
         num_rows = self._reserve(wanted, longest, sampling.max_tokens, limit)
         try:
-            kind = Generation if talk is None else partial(MultiTurnGeneration, talk)
-            running, measured = min(limit, num_rows), talk is None
+            kind = Generation if client is None else partial(MultiTurnGeneration, client)
+            running, measured = min(limit, num_rows), client is None
             generation = self._generation(kind, prompts, sampling, num_rows, running, measured=measured)
             rollouts = generation.run(self.policy_version)
         except (RuntimeError, UserError):
@@ -289,7 +291,7 @@ class NativeEngine(RolloutEngine):
         """Creates the loop of a call, in which `running` of `num_rows` rows decode; `measured`: see `Drafting.call`."""
         config, drafts, rows = self.spec.config, self._drafting, self._reserved
         return kind(
-            sampling=replace(sampling, with_support=sampling.with_support and self.spec.leads_replica),
+            sampling=replace(sampling, return_kept_tokens=sampling.return_kept_tokens and self.spec.leads_replica),
             model=self._model,
             cache=self._cache,
             rows=rows,
@@ -304,7 +306,7 @@ class NativeEngine(RolloutEngine):
             ),
             stopping=Stopping(sampling, self.spec.decode, self.spec.device),
             max_prefill_tokens=config.max_num_batched_tokens,
-            abandoned=AbortCheck(self.told_to_stop, self.spec.tp_group, self.sampled),
+            abandoned=AbortCheck(self.abort_requested, self.spec.tp_group, self.on_forward),
             speculation=None if drafts is None else drafts.call(sampling, running, rows, measured=measured),
         )
 
@@ -320,7 +322,7 @@ class NativeEngine(RolloutEngine):
         Returns:
             Number of rows that the call may use.
         """
-        record = record_of(self.spec.arch, self.spec.config)
+        record = routing_format(self.spec.arch, self.spec.config)
         token_bytes = (record.token_bytes if record else 0) + (History.token_bytes() if self._drafting else 0)
         num_rows = self._cache.reserve(wanted_rows, row_len, row_len * token_bytes)
         before = (0, 0) if self._rows is None else self._rows.shape
@@ -349,5 +351,5 @@ class NativeEngine(RolloutEngine):
         decode_attention = self._model.operations.decode_attention
         attention = decode_attention(self._cache, positions_B, length, self._model.num_heads)
         hidden_BH = self._model.forward(tokens_B, positions_B, attention, routed_PLK=routed_BLK)
-        rows.keep_routed(batch)
+        rows.record_routing(batch)
         return self._model.logits(hidden_BH)

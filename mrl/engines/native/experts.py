@@ -113,10 +113,10 @@ class MoeLayer:
         for linear in self.linears:
             linear.refresh()
 
-    def forget(self) -> None:
+    def free_copies(self) -> None:
         """Frees the copies that `refresh` made."""
         for linear in self.linears:
-            linear.forget()
+            linear.free_copies()
 
     def __call__(self, x_PH: Tensor) -> tuple[Tensor, Tensor]:
         """Returns this rank's share [P, H], to be summed over the replica, and the chosen experts [P, K], int64."""

@@ -134,7 +134,7 @@ def candidates(outputs: int, dtype: torch.dtype, *, compiled: bool) -> dict[str,
     return {**FORMS, ROW_BY_ROW: row_by_row(outputs, dtype)} if compiled else FORMS
 
 
-def form_of(shape: tuple[int, ...], dtype: torch.dtype, *, compiled: bool = False) -> GemmKernel:
+def kernel_for(shape: tuple[int, ...], dtype: torch.dtype, *, compiled: bool = False) -> GemmKernel:
     """Returns the kernel for weights of this shape [O, I] and dtype, on this machine and in this job."""
     outputs, inputs = shape
     if outputs * inputs < SMALLEST:
@@ -150,12 +150,12 @@ def _chosen(outputs: int, inputs: int, dtype: torch.dtype, compiled: bool) -> st
     code = library.required(dtype).key if compiled else ""
     name = f"products/{machine.key(machine.processor(), torch.__version__, code, str(TRIED_ROWS))}/{what}"
     found = machine.settled(
-        name, f"product/{what}", lambda: fastest((outputs, inputs), dtype, compiled=compiled).name, PACKED.name
+        name, f"product/{what}", lambda: measure_fastest((outputs, inputs), dtype, compiled=compiled).name, PACKED.name
     )
     return found if found in known else PACKED.name
 
 
-def fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> GemmKernel:
+def measure_fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> GemmKernel:
     """Measures the kernels and returns the fastest valid one."""
     generator = torch.Generator().manual_seed(0)
     weight_OI = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator).to(dtype)
@@ -170,10 +170,10 @@ def fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: bool) -> Ge
     ranked = sorted(part, key=lambda form: part[form])
     faster = [form for form in ranked if form is PACKED or part[form] < MARGIN]
     # the others follow in case that none of these computes rows independently
-    return next((form for form in (*faster, *ranked) if rows_stand_alone(form, weight_OI)), PACKED)
+    return next((form for form in (*faster, *ranked) if is_batch_invariant(form, weight_OI)), PACKED)
 
 
-def rows_stand_alone(form: GemmKernel, weight_OI: Tensor) -> bool:
+def is_batch_invariant(form: GemmKernel, weight_OI: Tensor) -> bool:
     """Returns whether the bits of a row were independent of the other rows in a trial."""
     generator = torch.Generator().manual_seed(1)
     x_PI = torch.empty(max(TRIED_ROWS) + 3, weight_OI.size(1)).uniform_(-1.0, 1.0, generator=generator)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mrl.algorithms.functional.sampling import stream_key
 from mrl.engines._kept_tokens import add_step
-from mrl.engines._multiturn_base import Key
+from mrl.engines._multiturn_base import SequenceKey
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.decode_state import DecodeState
 from mrl.engines.native.kv_cache import KVCache
@@ -32,7 +32,7 @@ from mrl.engines.native.stopping import Stopping
 from mrl.errors import UserError
 from mrl.types import Rollout
 
-BROKEN = 2
+INVALID_LOGITS = 2
 """Status of a row whose logits are not a distribution: the log-probability of its token is NaN or -inf."""
 
 
@@ -78,7 +78,7 @@ class Generation:
         self._abandoned = abandoned
         self._speculation = speculation
         self._num_steps = 0
-        self._finished: dict[Key, Rollout] = {}
+        self._finished: dict[SequenceKey, Rollout] = {}
         names = ("prefill_tokens", "decode_steps", "decode_tokens", "prefill_s", "decode_s", "max_running")
         self.stats: dict[str, float] = dict.fromkeys(names, 0.0)
         if speculation is not None:
@@ -163,7 +163,7 @@ class Generation:
         """Initializes the rows of new samples; returns their index."""
         if self._speculation is not None:
             for row, sample in zip(rows, samples, strict=True):
-                self._speculation.history.begin(row, self._family(sample), sample.key[1], *sample.group.whole)
+                self._speculation.history.begin(row, self._family(sample), sample.key[1], *sample.group.token_history)
         return self._rows.begin(
             rows,
             [sample.group.prompt_len for sample in samples],
@@ -179,7 +179,7 @@ class Generation:
         """Samples one token for every running row, or more with drafts; returns the rows that ended."""
         batch = len(self._scheduler.running)
         if self._model.operations.are_compiled:  # their attention reads shared prompt slots once
-            self._cache.tell_alike(self._scheduler.alike())
+            self._cache.set_shared_prefixes(self._scheduler.shared_prefixes())
         if self._speculation is not None:
             drafted = self._speculation.draft(self._rows, batch)
             if drafted is not None:
@@ -188,7 +188,7 @@ class Generation:
         self._count(batch)
         ended = self._take(slice(0, batch), logits_BV)
         if self._speculation is not None:
-            self._speculation.learn(self._rows.tokens_S[:batch].numpy())
+            self._speculation.update_rates(self._rows.tokens_S[:batch].numpy())
         return ended
 
     def _count(self, num_tokens: int) -> None:
@@ -203,19 +203,19 @@ class Generation:
         rows_P, offsets_P = torch.from_numpy(drafted.rows_P), torch.from_numpy(drafted.offsets_P)
         counts_P = rows.counts_S[rows_P] + offsets_P
         tokens_P, logprobs_P, kept = self._sampler.sample(logits_PV, rows.keys_S[rows_P], counts_P)
-        rows.put(rows_P, offsets_P, tokens_P, logprobs_P, routed_PLK)
-        ended_P = self._stopping.ended(tokens_P, counts_P + 1, rows.rooms_S[rows_P]).numpy()
+        rows.store_candidates(rows_P, offsets_P, tokens_P, logprobs_P, routed_PLK)
+        ended_P = self._stopping.is_finished(tokens_P, counts_P + 1, rows.rooms_S[rows_P]).numpy()
         broken_P = ~logprobs_P.isfinite().numpy()
-        right_P = drafted.right(tokens_P.numpy())
+        right_P = drafted.matches(tokens_P.numpy())
         taken_B = drafted.leading(right_P & ~ended_P & ~broken_P) + 1
         ended_B = ended_P[drafted.firsts_B[:-1] + taken_B - 1]
         if self._stopping.has_strings:
             for row, most in enumerate(taken_B.tolist()):
-                hits = (count for count in range(1, most + 1) if self._stopping.hits_string(rows, row, count))
+                hits = (count for count in range(1, most + 1) if self._stopping.ends_with_stop_string(rows, row, count))
                 hit = next(hits, None)
                 if hit is not None:
                     taken_B[row], ended_B[row] = hit, True
-        rows.take_several(torch.from_numpy(taken_B))
+        rows.accept(torch.from_numpy(taken_B))
         broken_B = broken_P[drafted.firsts_B[:-1] + taken_B - 1]
         if broken_B.any():
             self._refuse(broken_B.nonzero()[0].tolist())
@@ -225,7 +225,7 @@ class Generation:
             add_step(kept[0][where], kept[1][where], [running[row].kept for row in drafted.rows_P[used_P].tolist()])
         for sample, taken in zip(running, taken_B.tolist(), strict=True):
             sample.ahead += taken - 1
-        speculation.took(drafted, tokens_P.numpy(), taken_B)
+        speculation.record_outcome(drafted, tokens_P.numpy(), taken_B)
         self._count(int(taken_B.sum()))
         self.stats["drafted_tokens"] += drafted.num_drafted
         self.stats["accepted_tokens"] += int(taken_B.sum()) - taken_B.size
@@ -240,20 +240,22 @@ class Generation:
         """
         rows = self._rows
         tokens_B, logprobs_B, kept = self._sampler.sample(logits_BV, rows.keys_S[index], rows.counts_S[index])
-        rows.take(index, tokens_B, logprobs_B)
+        rows.append(index, tokens_B, logprobs_B)
         # one transfer to the host per step; 0: continues, 1: ended, 2: logits are not a distribution
-        ended_B = self._stopping.ended(rows.tokens_S[index], rows.counts_S[index], rows.rooms_S[index])
-        status = torch.where(logprobs_B > -math.inf, ended_B, BROKEN).tolist()  # false for NaN
+        ended_B = self._stopping.is_finished(rows.tokens_S[index], rows.counts_S[index], rows.rooms_S[index])
+        status = torch.where(logprobs_B > -math.inf, ended_B, INVALID_LOGITS).tolist()  # false for NaN
         where = list(range(len(status))) if isinstance(index, slice) else index.tolist()
-        if BROKEN in status:
-            self._refuse([where[i] for i, value in enumerate(status) if value == BROKEN])
+        if INVALID_LOGITS in status:
+            self._refuse([where[i] for i, value in enumerate(status) if value == INVALID_LOGITS])
         if kept is not None:
-            add_step(*kept, [self._scheduler.running[row].kept for row in where])
+            add_step(*kept, [self._scheduler.running[row].kept_tokens for row in where])
         if self._speculation is not None:
             self._speculation.history.add(np.array(where), 0, tokens_B.numpy(), 1)
         ended = [i for i, value in enumerate(status) if value]
         if self._stopping.has_strings:
-            ended = [i for i, value in enumerate(status) if value or self._stopping.hits_string(rows, where[i])]
+            ended = [
+                i for i, value in enumerate(status) if value or self._stopping.ends_with_stop_string(rows, where[i])
+            ]
         return ended
 
     def _refuse(self, rows: Sequence[int]) -> None:
@@ -278,7 +280,7 @@ class Generation:
             self._move(move)
         return begun
 
-    def _end(self, rollouts: Mapping[int, Rollout]) -> dict[int, Key]:
+    def _end(self, rollouts: Mapping[int, Rollout]) -> dict[int, SequenceKey]:
         """Stores the rollouts of ended rows; returns the rows whose sequences continue later."""
         for row, rollout in rollouts.items():
             self._finished[self._scheduler.running[row].key] = rollout
@@ -293,7 +295,7 @@ class Generation:
     def _rollouts(self, rows: Sequence[int], policy_version: int) -> list[Rollout]:
         """Returns the current tokens of the samples in these rows as rollouts."""
         running = [self._scheduler.running[row] for row in rows]
-        said = self._rows.sampled(rows)
+        said = self._rows.tokens_and_logprobs(rows)
         return [self._rollout(*each, policy_version) for each in zip(rows, running, said, strict=True)]
 
     def _rollout(
@@ -309,6 +311,6 @@ class Generation:
             policy_version=policy_version,
             routed_experts=torch.cat([*sample.group.routed, self._rows.routed(row)]) if sample.group.routed else None,
         )
-        if self._sampling.with_support:
-            sample.kept.give(rollout)
+        if self._sampling.return_kept_tokens:
+            sample.kept_tokens.attach_to(rollout)
         return rollout

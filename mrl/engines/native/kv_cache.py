@@ -27,7 +27,7 @@ class KVCache:
         row_len: T; at least what the last `reserve` asked for.
         keys: Keys of each layer [S, K, T, D]; empty while the memory is released.
         values: Values of each layer [S, K, T, D]; empty while the memory is released.
-        alike: Arguments of the last `tell_alike` as tensors.
+        shared_prefixes: Arguments of the last `set_shared_prefixes` as tensors.
 
     Args:
         num_layers: Number of layers.
@@ -59,7 +59,7 @@ class KVCache:
         self._rows = torch.empty(0)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self.alike: tuple[Tensor, Tensor] | None = None
+        self.shared_prefixes: tuple[Tensor, Tensor] | None = None
         self._shared: tuple[list[int], list[int]] | None = None
 
     @property
@@ -131,10 +131,10 @@ class KVCache:
         """Address and shape of the cache, on which captured graphs depend; valid while memory is allocated."""
         return self._rows.data_ptr(), *self._rows.shape
 
-    def tell_alike(self, shared: tuple[list[int], list[int]]) -> None:
+    def set_shared_prefixes(self, shared: tuple[list[int], list[int]]) -> None:
         """Sets, for each row, another row and the number of leading slots that both share, until the next call."""
         if shared is not self._shared:
-            self._shared, self.alike = shared, (torch.tensor(shared[0]), torch.tensor(shared[1]))
+            self._shared, self.shared_prefixes = shared, (torch.tensor(shared[0]), torch.tensor(shared[1]))
 
     def copy_row(self, source: int, target: int, length: int, num_targets: int = 1) -> None:
         """Copies the first `length` slots of a row to `num_targets` rows from `target` on, in all layers."""

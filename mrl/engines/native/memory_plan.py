@@ -20,7 +20,7 @@ from mrl.engines._memory_plan import (
     native_bytes,
     sequence_bytes,
 )
-from mrl.engines.native.decode_state import record_of
+from mrl.engines.native.decode_state import routing_format
 from mrl.engines.native.kv_cache import SLOT_MULTIPLE
 from mrl.engines.native.ngram_history import History
 from mrl.models.base import ArchSpec
@@ -62,7 +62,7 @@ class NativeMemoryPlan(MemoryPlan):
         size = run.device.engine_copies or item_bytes(config)
         slots = math.ceil(longest(config) / SLOT_MULTIPLE) * SLOT_MULTIPLE
         row_bytes = sequence_bytes(arch, slots, grid.rollout_tp, size)
-        if (record := record_of(arch, rollout)) is not None:
+        if (record := routing_format(arch, rollout)) is not None:
             row_bytes += slots * record.token_bytes
         if rollout.speculative.method is not None and run.device.is_host:  # GPUs do not draft tokens
             row_bytes += slots * History.token_bytes()

@@ -176,10 +176,10 @@ class Decoder:
     def _parts(self) -> list[Linear | MoeLayer]:
         return [*self._linears.values(), *self._experts]
 
-    def forget(self) -> None:
+    def free_copies(self) -> None:
         """Frees everything that `refresh` derived; `refresh` must precede the next use."""
         for part in self._parts():
-            part.forget()
+            part.free_copies()
 
     def release(self) -> None:
         """Drops every weight; the model cannot be used again."""

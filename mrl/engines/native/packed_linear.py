@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.engines.native.fp8_scales import Scales
-from mrl.engines.native.gemm_autotune import ROW_BY_ROW, GemmKernel, form_of, row_by_row
+from mrl.engines.native.gemm_autotune import ROW_BY_ROW, GemmKernel, kernel_for, row_by_row
 from mrl.models.kernels.library import Packed
 
 
@@ -57,7 +57,7 @@ class Linear:
         if exact:
             self._form = row_by_row(weight.size(0), dtype)
         elif packs(weight.device):
-            self._form = form_of(tuple(weight.shape), dtype, compiled=compiled)
+            self._form = kernel_for(tuple(weight.shape), dtype, compiled=compiled)
         self._weight, self._bias = weight, bias
         self._packed: Tensor | None = None
         self._copy: Tensor | None = None
@@ -111,7 +111,7 @@ class Linear:
             self._packed = None
             self._packed = self._weight = self._form.pack(self._weight, earlier)
 
-    def forget(self) -> None:
+    def free_copies(self) -> None:
         """Frees the copies that `refresh` made."""
         self._weight, self._bias = self._stored
         self._packed = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mrl.engines._multiturn_base import Key
+from mrl.engines._multiturn_base import SequenceKey
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class PausedSequences:
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        self._places: dict[Key, ParkedSlots] = {}
+        self._places: dict[SequenceKey, ParkedSlots] = {}
 
-    def park(self, key: Key, row: int, length: int, num_running: int) -> list[RowCopy]:
+    def park(self, key: SequenceKey, row: int, length: int, num_running: int) -> list[RowCopy]:
         """Keeps the slots of a running sequence in a free row; returns [] if none is free and they are dropped.
 
         Args:
@@ -56,11 +56,11 @@ class PausedSequences:
         self._places[key] = ParkedSlots(free, length)
         return [RowCopy(row, free, length)]
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: SequenceKey) -> None:
         """Frees the row of a finished sequence."""
         self._places.pop(key, None)
 
-    def leave(self, keys: Sequence[Key], first: int, needed: int) -> tuple[list[RowCopy], list[int]]:
+    def resume(self, keys: Sequence[SequenceKey], first: int, needed: int) -> tuple[list[RowCopy], list[int]]:
         """Moves paused sequences into the rows in which they resume, and others out of rows that are needed.
 
         Args:
@@ -80,13 +80,13 @@ class PausedSequences:
         held = [self._places.pop(key, None) for key in keys]
         return moves, [0 if place is None else place.length for place in held]
 
-    def _elsewhere(self, keys: Sequence[Key], needed: int) -> dict[Key, int]:
+    def _elsewhere(self, keys: Sequence[SequenceKey], needed: int) -> dict[SequenceKey, int]:
         """Returns new rows for sequences in rows below `needed`."""
         held = {self._places[key].row for key in keys}
         free = (row for row in reversed(range(needed, self.num_rows)) if row not in held)
         return {key: next(free) for key in keys if self._places[key].row < needed}
 
-    def _sorted_out(self, goals: dict[Key, int], keys: Sequence[Key], first: int) -> list[RowCopy]:
+    def _sorted_out(self, goals: dict[SequenceKey, int], keys: Sequence[SequenceKey], first: int) -> list[RowCopy]:
         """Orders the moves so that none overwrites a row that is still to be read."""
         moves: list[RowCopy] = []
         while goals:
@@ -103,7 +103,7 @@ class PausedSequences:
             del goals[victim], self._places[victim]
         return moves
 
-    def _moved(self, key: Key, row: int) -> RowCopy:
+    def _moved(self, key: SequenceKey, row: int) -> RowCopy:
         place = self._places[key]
         move = RowCopy(place.row, row, place.length)
         place.row = row

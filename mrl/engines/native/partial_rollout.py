@@ -1,6 +1,6 @@
 """Streaming generation: a work queue hands out samples between decode steps and may stop the call.
 
-The queue is polled at the start, then every `pulse_steps` decode steps, and at once when nothing runs or waits: at
+The queue is polled at the start, then every `poll_interval` decode steps, and at once when nothing runs or waits: at
 logical times, so that the batches follow from the work, never from the clock.
 
 A partial rollout is prefilled again, prompt and response, with the current weights, and samples its next token with the
@@ -19,16 +19,16 @@ from typing import Any
 from torch import Tensor
 
 from mrl.engines._kept_tokens import KeptTokens
-from mrl.engines._multiturn_base import Key
+from mrl.engines._multiturn_base import SequenceKey
 from mrl.engines._work_queue import PromptWork, WorkQueue
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.generation import Generation
 from mrl.engines.native.scheduler import RunningSample
 from mrl.types import PartialRollout, Prompt, Rollout
 
-PULSE = 8
+MAX_POLL_INTERVAL = 8
 """Most decode steps between two polls."""
-PULSES = 8
+MIN_POLLS = 8
 """Fewest polls during the longest response; with a single one, no response would ever stop partially."""
 
 
@@ -43,16 +43,20 @@ class StreamingGeneration(Generation):
     """
 
     def __init__(
-        self, feed: WorkQueue, check: Callable[[Sequence[Prompt], int], None], sampling: SamplingConfig, **parts: Any
+        self,
+        work_queue: WorkQueue,
+        check: Callable[[Sequence[Prompt], int], None],
+        sampling: SamplingConfig,
+        **parts: Any,
     ) -> None:
         super().__init__(sampling=sampling, **parts)
-        self._feed = feed
+        self._work_queue = work_queue
         self._check = check
-        self._pulse_steps = pulse_steps(sampling.max_tokens)
+        self._pulse_steps = poll_interval(sampling.max_tokens)
         self._newly_finished: list[Rollout] = []
         self.stats |= {"reread_tokens": 0.0, "waited_s": 0.0}
 
-    def until_stopped(self, policy_version: int) -> list[PartialRollout]:
+    def run_until_stopped(self, policy_version: int) -> list[PartialRollout]:
         """Samples until the queue stops the call; returns the partial rollouts, ordered by (prompt uid, sample index).
 
         After an abort request it samples no more, but polls the queue until that stops the call, since the other
@@ -70,21 +74,21 @@ class StreamingGeneration(Generation):
     def _poll(self) -> Sequence[PromptWork] | None:
         finished, self._newly_finished = sorted(self._newly_finished, key=_place_of), []
         began = time.perf_counter()
-        work = self._feed.pulse(finished, self._scheduler.num_waiting)
+        work = self._work_queue.poll(finished, self._scheduler.num_waiting)
         self.stats["waited_s"] += time.perf_counter() - began
         return work
 
     def _enqueue(self, work: Sequence[PromptWork]) -> None:
         """Queues the work, partial rollouts before new samples."""
         self._check([one.prompt for one in work], self._sampling.max_tokens)
-        for begun in self._unrecorded([each for one in work for each in one.begun]):
-            check_begun(begun, self._sampling)
+        for begun in self._unrecorded([each for one in work for each in one.partial_rollouts]):
+            check_resumable(begun, self._sampling)
             so_far = replace(begun.prompt, prompt_ids=(*begun.prompt.prompt_ids, *begun.response_ids))
             self._check([so_far], self._sampling.max_tokens - len(begun.response_ids))
-            self._scheduler.wait(so_far, [begun.sample_index], begun)
+            self._scheduler.enqueue(so_far, [begun.sample_index], begun)
         for one in work:
-            if one.new:
-                self._scheduler.wait(one.prompt, one.new)
+            if one.new_indices:
+                self._scheduler.enqueue(one.prompt, one.new_indices)
 
     def _unrecorded(self, samples: Sequence[PartialRollout]) -> Sequence[PartialRollout]:
         if samples and self._rows.routed_SLK is not None:
@@ -98,29 +102,29 @@ class StreamingGeneration(Generation):
     def _place(self, rows: Sequence[int], samples: Sequence[RunningSample]) -> Tensor:
         index = super()._place(rows, samples)
         for row, sample in zip(rows, samples, strict=True):
-            begun = sample.group.begun
+            begun = sample.group.partial_rollout
             if begun is None:
                 continue
             self._rows.restore(row, begun.response_ids, begun.rollout_logprobs)
-            if self._sampling.with_support and begun.support is not None:
-                support = begun.support
+            if self._sampling.return_kept_tokens and begun.kept_tokens is not None:
+                support = begun.kept_tokens
                 state = support.ids_K.numpy().tobytes(), support.counts_R.tolist(), list(begun.log_kept_mass)
-                sample.kept = KeptTokens.of(state)
+                sample.kept_tokens = KeptTokens.of(state)
             self.stats["reread_tokens"] += sample.group.prompt_len
         return index
 
-    def _end(self, rollouts: Mapping[int, Rollout]) -> dict[int, Key]:
+    def _end(self, rollouts: Mapping[int, Rollout]) -> dict[int, SequenceKey]:
         self._newly_finished += rollouts.values()
         return {}
 
     def _rollout(
         self, row: int, sample: RunningSample, said: tuple[list[int], list[float]], policy_version: int
     ) -> Rollout:
-        rollout, begun = super()._rollout(row, sample, said, policy_version), sample.group.begun
+        rollout, begun = super()._rollout(row, sample, said, policy_version), sample.group.partial_rollout
         if begun is not None:
             rollout.prompt = begun.prompt
             own = len(rollout.response_ids) - len(begun.response_ids)
-            runs = merged((*begun.version_runs, (policy_version, own)))
+            runs = merge_versions((*begun.version_runs, (policy_version, own)))
             rollout.version_runs = runs if len(runs) > 1 else ()
         return rollout
 
@@ -133,23 +137,23 @@ def _begun(found: Rollout) -> PartialRollout:
         tuple(found.response_ids),
         tuple(found.rollout_logprobs),
         found.versions,
-        found.support,
+        found.kept_tokens,
         tuple(found.log_kept_mass),
     )
 
 
-def pulse_steps(max_tokens: int) -> int:
+def poll_interval(max_tokens: int) -> int:
     """Returns the decode steps between two polls for responses of at most `max_tokens` tokens."""
-    return max(1, min(PULSE, max_tokens // PULSES))
+    return max(1, min(MAX_POLL_INTERVAL, max_tokens // MIN_POLLS))
 
 
-def merged(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def merge_versions(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Merges consecutive runs of the same policy version."""
     parts = groupby(runs, key=lambda run: run[0])
     return tuple((version, sum(count for _, count in part)) for version, part in parts)
 
 
-def check_begun(begun: PartialRollout, sampling: SamplingConfig) -> None:
+def check_resumable(begun: PartialRollout, sampling: SamplingConfig) -> None:
     """Checks that a partial rollout can be resumed.
 
     Raises:
@@ -165,13 +169,13 @@ def check_begun(begun: PartialRollout, sampling: SamplingConfig) -> None:
         raise RuntimeError(
             f"{name} has {count} tokens, log-probabilities of {scored}, and versions of {versioned}; they must be equal"
         )
-    if sampling.with_support:
-        kept = 0 if begun.support is None else begun.support.counts_R.numel()
+    if sampling.return_kept_tokens:
+        kept = 0 if begun.kept_tokens is None else begun.kept_tokens.counts_R.numel()
         if (kept, len(begun.log_kept_mass)) != (count, count):
             raise RuntimeError(
                 f"{name} has kept token ids for {kept} of its {count} tokens; the sampling mask needs all of them"
             )
 
 
-def _place_of(one: Rollout | PartialRollout) -> Key:
+def _place_of(one: Rollout | PartialRollout) -> SequenceKey:
     return one.prompt.uid, one.sample_index

@@ -39,18 +39,18 @@ class TokenSampler:
 
         Returns:
             tokens_N int64 and logprobs_N fp32; a log-probability is not finite if the logits are not a distribution.
-                With `with_support` also the mask of kept tokens, bool [N, V], and the log of their probability mass
-                before truncation [N].
+                With `return_kept_tokens` also the mask of kept tokens, bool [N, V], and the log of their probability
+                mass before truncation [N].
         """
         sampling = self._sampling
-        if not (sampling.with_support or truncates(sampling.top_k, sampling.top_p, sampling.min_p)):
+        if not (sampling.return_kept_tokens or truncates(sampling.top_k, sampling.top_p, sampling.min_p)):
             whole = self._operations.sample
             tokens_N, logprobs_N = whole(logits_NV, keys_N, counts_N, sampling.temperature, greedy=sampling.greedy)
             return tokens_N, logprobs_N, None
         logits = logits_NV.float()
         if sampling.temperature != 1.0:
             logits = logits.div_(sampling.temperature)
-        whole_N = logits.logsumexp(1) if sampling.with_support else None
+        whole_N = logits.logsumexp(1) if sampling.return_kept_tokens else None
         threshold = keep_threshold(logits, sampling.top_k, sampling.top_p, sampling.min_p)
         if threshold is not None:
             logits = logits.masked_fill_(logits < threshold[:, None], -torch.inf)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from mrl.engines._kept_tokens import KeptTokens
-from mrl.engines._multiturn_base import Key
+from mrl.engines._multiturn_base import SequenceKey
 from mrl.engines.native.attention import PrefillChunk
 from mrl.engines.native.parked_slots import PausedSequences, RowCopy
 from mrl.types import PartialRollout, Prompt
 
-Alike = tuple[list[int], list[int]]
+SharedPrefixes = tuple[list[int], list[int]]
 """Row with the same prompt for each row, and the number of leading slots that both share."""
 
 
@@ -32,8 +32,8 @@ class PrefillGroup:
         prompt: Tokens to prefill.
         pending: Sample indices not yet started.
         room: Most tokens of each sample.
-        answered: Key of the episode that resumes with it; None: its samples are new.
-        begun: Partial rollout that resumes, whose tokens are the end of `prompt`; None: its samples are new.
+        resumed_key: Key of the episode that resumes with it; None: its samples are new.
+        partial_rollout: Partial rollout that resumes, whose tokens are the end of `prompt`; None: its samples are new.
         cached: Tokens whose keys and values are in its row already.
         hidden_H: Hidden state from which each sample's first token is drawn; None before the prefill.
         routed: Routing record of the prompt in parts [tokens, layers, top_k], in order; empty without recording.
@@ -43,8 +43,8 @@ class PrefillGroup:
     prompt: Prompt
     pending: deque[int]
     room: int
-    answered: Key | None = None
-    begun: PartialRollout | None = None
+    resumed_key: SequenceKey | None = None
+    partial_rollout: PartialRollout | None = None
     cached: int = 0
     hidden_H: Tensor | None = None
     routed: list[Tensor] = field(default_factory=list)
@@ -55,9 +55,9 @@ class PrefillGroup:
         return len(self.prompt.prompt_ids)
 
     @property
-    def whole(self) -> tuple[Sequence[int], int]:
+    def token_history(self) -> tuple[Sequence[int], int]:
         """Token ids with which its samples continue, and the length of the prompt that they share."""
-        shared = self.prompt if self.begun is None else self.begun.prompt
+        shared = self.prompt if self.partial_rollout is None else self.partial_rollout.prompt
         return self.prompt.prompt_ids, len(shared.prompt_ids)
 
 
@@ -70,19 +70,19 @@ class RunningSample:
         sample_index: Index among the samples of the prompt.
         started: Decode steps made before it started.
         ahead: Tokens beyond one per step since then (accepted drafts).
-        kept: Kept token ids.
+        kept_tokens: Kept token ids.
     """
 
     group: PrefillGroup
     sample_index: int
     started: int
     ahead: int = 0
-    kept: KeptTokens = field(default_factory=KeptTokens)
+    kept_tokens: KeptTokens = field(default_factory=KeptTokens)
 
     @property
-    def key(self) -> Key:
+    def key(self) -> SequenceKey:
         """Identifies the sample in the call."""
-        return self.group.answered or (self.group.index, self.sample_index)
+        return self.group.resumed_key or (self.group.index, self.sample_index)
 
     def num_cached(self, step: int) -> int:
         """Returns the slots that it has filled after `step` decode steps."""
@@ -118,14 +118,16 @@ class Scheduler:
         self._started: list[PrefillGroup] = []
         self._room, self._share_prefill = room, share_prefill
         self._num_prompts = 0
-        self._alike: Alike | None = None
+        self._alike: SharedPrefixes | None = None
         for prompt in prompts:
-            self.wait(prompt, range(num_samples))
+            self.enqueue(prompt, range(num_samples))
 
-    def wait(self, prompt: Prompt, samples: Sequence[int], begun: PartialRollout | None = None) -> None:
-        """Queues samples of a prompt, or the partial rollout `begun`, after all that wait."""
+    def enqueue(self, prompt: Prompt, samples: Sequence[int], begun: PartialRollout | None = None) -> None:
+        """Queues samples of a prompt, or the partial rollout `partial_rollout`, after all that wait."""
         for part in [samples] if self._share_prefill else [[sample] for sample in samples]:
-            self._waiting.append(PrefillGroup(self._num_prompts, prompt, deque(part), self._room, begun=begun))
+            self._waiting.append(
+                PrefillGroup(self._num_prompts, prompt, deque(part), self._room, partial_rollout=begun)
+            )
         self._num_prompts += 1
 
     @property
@@ -146,7 +148,7 @@ class Scheduler:
     @property
     def not_resumed(self) -> list[PartialRollout]:
         """Partial rollouts that wait to resume."""
-        return [group.begun for group in self._waiting if group.begun is not None]
+        return [group.partial_rollout for group in self._waiting if group.partial_rollout is not None]
 
     def admit(self, most: int | None = None) -> list[PrefillGroup]:
         """Takes waiting prompts that fit, to be prefilled into the rows after the running ones.
@@ -174,8 +176,8 @@ class Scheduler:
         first = len(self.running)
         others = self.num_due + sum(len(group.pending) for group in admitted)
         needed = min(self.num_rows, first + len(groups) + others)
-        keys = [group.answered for group in groups if group.answered is not None]
-        moves, lengths = self.parking.leave(keys, first, needed)
+        keys = [group.resumed_key for group in groups if group.resumed_key is not None]
+        moves, lengths = self.parking.resume(keys, first, needed)
         for group, length in zip(groups, lengths, strict=True):
             group.cached = length
         return moves
@@ -208,7 +210,7 @@ class Scheduler:
         return rows, moves
 
     def retire(
-        self, rows: Iterable[int], step: int, waiting: Mapping[int, Key] | None = None
+        self, rows: Iterable[int], step: int, waiting: Mapping[int, SequenceKey] | None = None
     ) -> tuple[list[int], list[RowCopy]]:
         """Ends the samples in the given rows; `waiting` maps rows to pause to their keys.
 
@@ -244,7 +246,7 @@ class Scheduler:
         """Returns the slots of the longest running sequence, including its newest token."""
         return max(sample.num_cached(step) for sample in self.running) + 1
 
-    def alike(self) -> Alike:
+    def shared_prefixes(self) -> SharedPrefixes:
         """Returns, for each running row, one with the same prompt and the number of slots that both share.
 
         Returns the same object until the running samples change.

@@ -58,7 +58,7 @@ class Drafted:
         """Drafted tokens of all rows."""
         return self.tokens_P.size - self.firsts_B.size + 1
 
-    def right(self, drawn_P: Ints) -> npt.NDArray[np.bool_]:
+    def matches(self, drawn_P: Ints) -> npt.NDArray[np.bool_]:
         """Returns after which tokens the row's next draft equals the sampled token, bool."""
         right = np.zeros(self.tokens_P.size, dtype=bool)
         right[:-1] = (drawn_P[:-1] == self.tokens_P[1:]) & (self.offsets_P[1:] > 0)
@@ -147,7 +147,7 @@ class Speculation:
             return None
         return np.bincount(rows[: best + 1], minlength=batch)
 
-    def took(self, drafted: Drafted, drawn_P: Ints, taken_B: Ints) -> None:
+    def record_outcome(self, drafted: Drafted, drawn_P: Ints, taken_B: Ints) -> None:
         """Records the outcome of a step with drafts.
 
         Args:
@@ -159,9 +159,9 @@ class Speculation:
         rows = drafted.rows_P[used_P]
         self.history.add(rows, drafted.offsets_P[used_P], drawn_P[used_P], taken_B[rows])
         fed_B = drafted.firsts_B[1:] - drafted.firsts_B[:-1] - 1
-        self.learn(drawn_P[drafted.firsts_B[:-1]], fed_B, drafted.leading(drafted.right(drawn_P)))
+        self.update_rates(drawn_P[drafted.firsts_B[:-1]], fed_B, drafted.leading(drafted.matches(drawn_P)))
 
-    def learn(self, first_B: Ints, fed_B: Ints | None = None, accepted_B: Ints | None = None) -> None:
+    def update_rates(self, first_B: Ints, fed_B: Ints | None = None, accepted_B: Ints | None = None) -> None:
         """Updates the acceptance rates after the last `draft`.
 
         Args:

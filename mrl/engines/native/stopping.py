@@ -36,7 +36,7 @@ class Stopping:
         # each token of a stop string contains at least one of its bytes
         self._tail = TAIL_TOKENS + max((len(text.encode()) for text in self._strings), default=0)
 
-    def ended(self, tokens_P: Tensor, counts_P: Tensor, rooms_P: Tensor) -> Tensor:
+    def is_finished(self, tokens_P: Tensor, counts_P: Tensor, rooms_P: Tensor) -> Tensor:
         """Returns which tokens end their response by their id or its length, bool.
 
         Args:
@@ -49,7 +49,7 @@ class Stopping:
             done = done | torch.isin(tokens_P, self._stop_ids)
         return done
 
-    def hits_string(self, rows: DecodeState, row: int, more: int = 0) -> bool:
+    def ends_with_stop_string(self, rows: DecodeState, row: int, more: int = 0) -> bool:
         """Returns whether the newest token of a row completed a stop string; for `more` see `DecodeState.response`."""
         if not self._strings:
             return False

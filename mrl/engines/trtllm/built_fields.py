@@ -6,7 +6,15 @@ the fields here only mention it. Imports no torch.
 
 from __future__ import annotations
 
-from mrl.engines._config_support import WHOLE_RESPONSES, Fields, Refusal, Use, no_drafts, passed, refused
+from mrl.engines._config_support import (
+    NO_PARTIAL_ROLLOUTS,
+    Fields,
+    FieldSupport,
+    Refusal,
+    no_speculation,
+    passed,
+    refused,
+)
 from mrl.engines.trtllm import routing
 from mrl.engines.trtllm.fields import CALIBRATED, NOT_ON_POLICY
 
@@ -17,36 +25,38 @@ SAME = Refusal("where it is not the engine's", OTHER)
 FITS = Refusal("above the engine's", OTHER)
 
 FIELDS: Fields = {
-    **WHOLE_RESPONSES,
-    **no_drafts("they are built without drafts", "Use rollout.name=native, or leave it out."),
-    "engine_dir": Use(
+    **NO_PARTIAL_ROLLOUTS,
+    **no_speculation("they are built without drafts", "Use rollout.name=native, or leave it out."),
+    "engine_dir": FieldSupport(
         "folder of the engines, which must match the run",
         refuses=(Refusal("where it is null", "needs rollout.engine_dir"),),
     ),
-    "n": Use("each sample is a separate row"),
+    "n": FieldSupport("each sample is a separate row"),
     "temperature": passed("SamplingConfig.temperature"),
     "top_k": passed("SamplingConfig.top_k", does="-1 becomes 0"),
     "top_p": passed("SamplingConfig.top_p"),
     "min_p": passed("SamplingConfig.min_p"),
-    "do_sample": Use("false: `SamplingConfig.top_k=1`"),
-    "ignore_eos": Use("true: no `SamplingConfig.stop_words_list`"),
-    "stop": Use("a finished response is cut after it"),
-    "prompt_length": Use("`max_input_len` of the build", refuses=(FITS,)),
+    "do_sample": FieldSupport("false: `SamplingConfig.top_k=1`"),
+    "ignore_eos": FieldSupport("true: no `SamplingConfig.stop_words_list`"),
+    "stop": FieldSupport("a finished response is cut after it"),
+    "prompt_length": FieldSupport("`max_input_len` of the build", refuses=(FITS,)),
     "response_length": passed("SamplingConfig.max_new_tokens"),
-    "max_model_len": Use("`max_seq_len` of the build; null: `prompt_length + response_length`", refuses=(FITS,)),
-    "dtype": Use("null: `model.dtype`", refuses=(SAME,)),
+    "max_model_len": FieldSupport(
+        "`max_seq_len` of the build; null: `prompt_length + response_length`", refuses=(FITS,)
+    ),
+    "dtype": FieldSupport("null: `model.dtype`", refuses=(SAME,)),
     "quantization": refused(
         f"a built engine's FP8 {CALIBRATED}",
         lambda r: r.quantization is not None,
         "Leave it out, or use rollout.name=trtllm.",
     ),
-    "tensor_model_parallel_size": Use("ranks per stage, started by mpirun or srun with MPI", refuses=(SAME,)),
-    "pipeline_model_parallel_size": Use("stages of a replica", refuses=(SAME,)),
-    "expert_parallel_size": Use("ranks over which a layer's experts are distributed", refuses=(SAME,)),
-    "moe_tensor_parallel_size": Use("must be the replica's ranks divided by `expert_parallel_size`"),
-    "max_num_seqs": Use("rows of a batch", refuses=(FITS,)),
-    "max_num_batched_tokens": Use("prompt tokens of a batch", refuses=(FITS,)),
-    "enable_chunked_prefill": Use(
+    "tensor_model_parallel_size": FieldSupport("ranks per stage, started by mpirun or srun with MPI", refuses=(SAME,)),
+    "pipeline_model_parallel_size": FieldSupport("stages of a replica", refuses=(SAME,)),
+    "expert_parallel_size": FieldSupport("ranks over which a layer's experts are distributed", refuses=(SAME,)),
+    "moe_tensor_parallel_size": FieldSupport("must be the replica's ranks divided by `expert_parallel_size`"),
+    "max_num_seqs": FieldSupport("rows of a batch", refuses=(FITS,)),
+    "max_num_batched_tokens": FieldSupport("prompt tokens of a batch", refuses=(FITS,)),
+    "enable_chunked_prefill": FieldSupport(
         "false, or not needed",
         refuses=(
             Refusal(
@@ -57,7 +67,7 @@ FIELDS: Fields = {
             ),
         ),
     ),
-    "enable_prefix_caching": Use(
+    "enable_prefix_caching": FieldSupport(
         refuses=(
             Refusal(
                 "where true",
@@ -67,14 +77,14 @@ FIELDS: Fields = {
             ),
         )
     ),
-    "gpu_memory_utilization": Use(
+    "gpu_memory_utilization": FieldSupport(
         "fraction of the memory that is free once the engine is loaded; it limits the rows of a batch by their keys, "
         "values and logits"
     ),
-    "free_cache_engine": Use(
+    "free_cache_engine": FieldSupport(
         "true: the KV cache is freed between rollouts; weights and TensorRT's activation memory stay on the device"
     ),
-    "enforce_eager": Use(
+    "enforce_eager": FieldSupport(
         refuses=(
             Refusal(
                 "where false",
@@ -96,5 +106,5 @@ FIELDS: Fields = {
         "Use rollout.name=trtllm or native.",
     ),
     "engine_kwargs": refused("nothing would read it"),
-    "checkpoint_engine.canary": Use("null: true; syncs the weights twice at start and compares the responses"),
+    "checkpoint_engine.canary": FieldSupport("null: true; syncs the weights twice at start and compares the responses"),
 }

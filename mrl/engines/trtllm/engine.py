@@ -23,14 +23,14 @@ from torch import Tensor
 
 from mrl.algorithms.functional.sampling import stream_key
 from mrl.distributed import launch
-from mrl.engines._fp8_support import config_keys
+from mrl.engines._fp8_support import quantization_config_keys
 from mrl.engines._kept_tokens import KeptTokens, add_step
 from mrl.engines._prompt_checks import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.trtllm import fp8, logprob_probe
-from mrl.engines.trtllm.llm_runtime import SETTINGS, LlmRuntime, check_min_p, refusal
+from mrl.engines.trtllm.llm_runtime import SETTINGS, LlmRuntime, check_min_p, describe_error
 from mrl.engines.trtllm.logprob_probe import ProbeResult
-from mrl.engines.trtllm.mpi_env import start_beside
+from mrl.engines.trtllm.mpi_env import import_without_engine
 from mrl.engines.trtllm.replica import Replica
 from mrl.engines.trtllm.requests import Requests, requests_at_a_time
 from mrl.engines.trtllm.sampling import arguments, experts_of, logits_of, logprobs_of, to_rollout
@@ -65,7 +65,7 @@ class LlmEngine(RolloutEngine):
         self._runtime = LlmRuntime(
             config,
             arch,
-            spec.model_folder(config_keys(config)),
+            spec.write_model_folder(quantization_config_keys(config)),
             replica=self._replica,
             device=device,
             dtype=spec.dtype,
@@ -101,7 +101,7 @@ class LlmEngine(RolloutEngine):
     @classmethod
     def start_beside(cls) -> None:
         """Imports TensorRT-LLM on a rank without an engine, where the import is collective over all ranks."""
-        start_beside()
+        import_without_engine()
 
     # weights ----------------------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class LlmEngine(RolloutEngine):
         for item in bucket:
             self._assembler.add([item])
             full = self._in_parts and self._assembler.ready_bytes >= self._bucket_bytes
-            if self._assembler.ready and (full or self._assembler.has_all):
+            if self._assembler.ready and (full or self._assembler.is_complete):
                 self._load()
 
     def checksum(self) -> int:
@@ -176,7 +176,7 @@ class LlmEngine(RolloutEngine):
             executor.reset_prefix_cache()
             self._synchronize()
         except Exception as error:
-            self._fail(f"processing the loaded weights failed: {refusal(error)}")
+            self._fail(f"processing the loaded weights failed: {describe_error(error)}")
             raise RuntimeError(self._broken) from error
         finally:
             self._end_update()
@@ -189,7 +189,7 @@ class LlmEngine(RolloutEngine):
         self._num_buckets += 1
         model_engine = self._runtime.executor.model_engine
         parts: dict[str, Any] = {"allow_partial_loading": True} if self._in_parts else {}
-        sums = sum(self._assembler.bit_sum(name, tensor) for name, tensor in tensors.items())
+        sums = sum(self._assembler.checksum(name, tensor) for name, tensor in tensors.items())
         try:
             model_engine.model_loader.reload(model_engine.model, {**tensors, **fp8.unit_scales(tensors)}, **parts)
             self._synchronize()
@@ -197,7 +197,7 @@ class LlmEngine(RolloutEngine):
             names = list(tensors)
             which = f"'{names[0]}'" if len(names) == 1 else f"'{names[0]}' to '{names[-1]}' ({len(names)} tensors)"
             self._fail(
-                f"TensorRT-LLM rejected bucket {self._num_buckets} of the weight sync, {which}: {refusal(error)}"
+                f"TensorRT-LLM rejected bucket {self._num_buckets} of the weight sync, {which}: {describe_error(error)}"
             )
             raise RuntimeError(self._broken) from error
         self._loaded_sum += sums
@@ -317,8 +317,8 @@ class LlmEngine(RolloutEngine):
             rollouts = self._replica.call(
                 lambda: self._sample_on_leader(prompts, sampling),
                 check=self._runtime.check,
-                told_to_stop=self.told_to_stop,
-                stopped=stopped,
+                abort_requested=self.abort_requested,
+                abort_result=stopped,
             )
         except RuntimeError:
             self._failed = True
@@ -327,7 +327,7 @@ class LlmEngine(RolloutEngine):
         for rollout, routed in zip(rollouts, self._routed, strict=False):
             rollout.routed_experts = routed
         for rollout, kept in zip(rollouts, self._kept, strict=False):
-            kept.give(rollout)
+            kept.attach_to(rollout)
         self._stats = {
             "prefill_tokens": float(sum(len(rollout.prompt.prompt_ids) for rollout in rollouts)),
             "decode_tokens": float(sum(len(rollout.response_ids) for rollout in rollouts)),
@@ -380,9 +380,9 @@ class LlmEngine(RolloutEngine):
                 logits = logits_of(output, self.spec.arch.vocab_size)
                 if logits is None:
                     raise RuntimeError("TensorRT-LLM returned no logits for its tokens")
-                scored = logprob_probe.corrected(logits, tokens, sampling)
+                scored = logprob_probe.rescore(logits, tokens, sampling)
                 logprobs: list[float] | None = scored.logprobs_N.tolist()
-                if sampling.with_support:
+                if sampling.return_kept_tokens:
                     self._kept.append(KeptTokens())
                     add_step(scored.kept_NV, scored.log_mass_N, [self._kept[-1]] * len(tokens))
             else:

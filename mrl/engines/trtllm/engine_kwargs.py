@@ -1,7 +1,7 @@
 """Validation of `rollout.engine_kwargs.trtllm`, and its merge with the arguments that mrl derives for `LLM`.
 
 `llm_fields.py` classifies the fields. A field that only the installed version has is accepted if TensorRT-LLM is
-installed, and checked when the engine starts. Only `merged` imports TensorRT-LLM; nothing imports torch.
+installed, and checked when the engine starts. Only `merge_arguments` imports TensorRT-LLM; nothing imports torch.
 
     refusals(rollout)                       # before anything starts
     merged(derived, given, version)         # the arguments of LLM
@@ -16,7 +16,7 @@ from mrl.config.config import RolloutConfig
 from mrl.config.did_you_mean import did_you_mean
 from mrl.config.foreign_types import expected, fits, literals
 from mrl.engines.trtllm.llm_fields import AT_LEAST_ONE, MAPPING, SECTIONS, TABLE, VERSION
-from mrl.engines.trtllm.package_signature import is_installed, texts_of
+from mrl.engines.trtllm.package_signature import accepted_strings, is_installed
 from mrl.errors import UserError
 
 ENGINE = "trtllm"
@@ -30,7 +30,7 @@ ENUMS = {"capacity_scheduler_policy": "CapacitySchedulerPolicy", "context_chunki
 Given = Mapping[str, Any]
 
 
-def given_by(rollout: RolloutConfig) -> dict[str, Any]:
+def user_arguments(rollout: RolloutConfig) -> dict[str, Any]:
     """Returns `rollout.engine_kwargs.trtllm`; {} where it is not set."""
     found = rollout.engine_kwargs.get(ENGINE)
     return dict(found) if isinstance(found, Mapping) else {}
@@ -38,14 +38,14 @@ def given_by(rollout: RolloutConfig) -> dict[str, Any]:
 
 def refusals(rollout: RolloutConfig) -> Iterator[str]:
     """Yields a message for each rejected argument."""
-    given = given_by(rollout)
+    given = user_arguments(rollout)
     for name, value in given.items():
         yield from _refusal(rollout, str(name), value)
 
 
 def expert_refusals(rollout: RolloutConfig) -> Iterator[str]:
     """Yields a message where MoE arguments are set for a dense model."""
-    if "moe_config" in given_by(rollout):
+    if "moe_config" in user_arguments(rollout):
         yield f"{KEY}.moe_config is refused: it would have no effect because the model has no experts."
 
 
@@ -85,7 +85,7 @@ def _field_refusal(path: str, value: Any) -> Iterator[str]:
 
 def _value_refusal(path: str, takes: str, value: Any) -> Iterator[str]:
     """Yields a message where the value has the wrong type; the installed version determines which strings are valid."""
-    if takes.startswith("Literal") and (texts := texts_of(path)):
+    if takes.startswith("Literal") and (texts := accepted_strings(path)):
         takes = f"Literal{list(texts)}"
     if not fits(takes, value):
         near = did_you_mean(value, literals(takes)) if isinstance(value, str) else ""
@@ -105,7 +105,7 @@ def _draft_refusal(speculative: Given) -> Iterator[str]:
         )
 
 
-def merged(derived: Given, given: Given, version: str) -> dict[str, Any]:
+def merge_arguments(derived: Given, given: Given, version: str) -> dict[str, Any]:
     """Merges the arguments that mrl derives from `rollout` with the user's, and creates TensorRT-LLM's config objects.
 
     Args:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from mrl.config.config import RolloutConfig
 from mrl.engines._config_support import (
-    ANOTHERS,
     ENGINE_DIR,
-    WHOLE_RESPONSES,
+    NO_PARTIAL_ROLLOUTS,
+    OTHER_ENGINE,
     Fields,
+    FieldSupport,
     Refusal,
-    Use,
-    no_drafts,
-    not_on_policy,
+    no_speculation,
+    no_true_on_policy,
     passed,
 )
 from mrl.engines.trtllm import routing
@@ -28,17 +28,17 @@ CALIBRATED = (
     "needs activation scales from a calibration, which mrl does not run and which would become stale during training"
 )
 
-NOT_ON_POLICY = not_on_policy("its kernels differ from the actor's, and their summation order depends on the batch")
+NOT_ON_POLICY = no_true_on_policy("its kernels differ from the actor's, and their summation order depends on the batch")
 """Rule for `true_on_policy`, shared with built engines."""
 
 FIELDS: Fields = {
-    **WHOLE_RESPONSES,
-    **no_drafts(
+    **NO_PARTIAL_ROLLOUTS,
+    **no_speculation(
         "it is not verified that drafts leave TensorRT-LLM's tokens unchanged",
         "Enable its own drafts with rollout.engine_kwargs.trtllm.speculative_config={decoding_type: NGram}.",
     ),
     "engine_dir": ENGINE_DIR,
-    "n": Use("each sample is a request of its own"),
+    "n": FieldSupport("each sample is a request of its own"),
     "temperature": passed("SamplingParams.temperature", does="always passed: without it TensorRT-LLM samples greedily"),
     "top_k": passed("SamplingParams.top_k", does="-1 becomes 0"),
     "top_p": passed("SamplingParams.top_p"),
@@ -46,16 +46,18 @@ FIELDS: Fields = {
         "SamplingParams.min_p",
         does="rejected at the start by versions whose sampler ignores it (TorchSampler of some 1.3)",
     ),
-    "do_sample": Use("false: `SamplingParams.top_k=1`"),
-    "ignore_eos": Use("true: no `SamplingParams.stop_token_ids`"),
-    "stop": Use("a finished response is cut after it; the engine itself samples on to the end token or the length"),
+    "do_sample": FieldSupport("false: `SamplingParams.top_k=1`"),
+    "ignore_eos": FieldSupport("true: no `SamplingParams.stop_token_ids`"),
+    "stop": FieldSupport(
+        "a finished response is cut after it; the engine itself samples on to the end token or the length"
+    ),
     "prompt_length": passed(
         "max_input_len", does="set to `max_seq_len`, since a paused request is resubmitted with its sampled tokens"
     ),
     "response_length": passed("SamplingParams.max_tokens"),
     "max_model_len": passed("max_seq_len", does="null: `prompt_length + response_length`"),
     "dtype": passed("dtype", does="null: `model.dtype`"),
-    "quantization": Use(
+    "quantization": FieldSupport(
         "`fp8`: `quantization_config` of config.json, and `weight_scale_inv` of each matrix in a weight sync; rejected "
         "at the start by versions that load FP8 weights only then",
         refuses=(
@@ -71,7 +73,7 @@ FIELDS: Fields = {
     "tensor_model_parallel_size": passed(
         "tensor_parallel_size", does="above 1, ranks must be started by mpirun or srun with MPI"
     ),
-    "pipeline_model_parallel_size": Use(
+    "pipeline_model_parallel_size": FieldSupport(
         refuses=(
             Refusal(
                 "above 1",
@@ -102,7 +104,7 @@ FIELDS: Fields = {
         "its own tests do not cover with graphs",
     ),
     "true_on_policy": NOT_ON_POLICY,
-    "enable_rollout_routing_replay": Use(
+    "enable_rollout_routing_replay": FieldSupport(
         "`enable_return_routed_experts`, and `return_routed_experts` of each request, with the CUTLASS MoE backend and "
         "no paused requests",
         refuses=(
@@ -114,14 +116,14 @@ FIELDS: Fields = {
             ),
         ),
     ),
-    "engine_kwargs": Use(
+    "engine_kwargs": FieldSupport(
         "arguments of `LLM` by their own names, under `trtllm`: [list](trtllm.md#arguments-of-its-own)",
-        refuses=(ANOTHERS,),
+        refuses=(OTHER_ENGINE,),
     ),
-    "checkpoint_engine.update_weights_bucket_megabytes": Use(
+    "checkpoint_engine.update_weights_bucket_megabytes": FieldSupport(
         "bucket size of the transport and of `ModelLoader.reload`"
     ),
-    "checkpoint_engine.canary": Use("null: true; syncs the weights twice at start and compares the responses"),
+    "checkpoint_engine.canary": FieldSupport("null: true; syncs the weights twice at start and compares the responses"),
 }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.config import Config
-from mrl.engines._fp8_support import DTYPE, QUANTIZATION, SIDE, broken_sizes
+from mrl.engines._fp8_support import DTYPE, QUANTIZATION, SIDE, unaligned_sizes
 from mrl.models.base import ArchSpec
 
 ENGINE = "trtllm"
@@ -41,7 +41,7 @@ def refusals(config: Config, arch: ArchSpec) -> Iterator[str]:
             f"{asked} and {key}={dtype}: TensorRT-LLM multiplies FP8 weights with {DTYPE} only. Set "
             f"rollout.dtype={DTYPE}."
         )
-    if broken := broken_sizes(rollout, arch):
+    if broken := unaligned_sizes(rollout, arch):
         yield (
             f"{asked}: each rank's shard of a matrix must consist of complete {SIDE} x {SIDE} blocks, since "
             f"TensorRT-LLM splits and fuses scales by block; {broken}. Choose another "

@@ -54,7 +54,7 @@ def without_graphs(engine: RolloutEngine) -> str | None:
     return next(iter(engine._runtime.notes), None) if isinstance(engine, LlmEngine) else None
 
 
-def verdict(engine: RolloutEngine) -> ProbeResult | None:
+def probe_result(engine: RolloutEngine) -> ProbeResult | None:
     """Returns the probe's result about log-probabilities; None where this rank has not probed."""
     found: ProbeResult | None = getattr(engine, "_verdict", None)
     return found
@@ -66,7 +66,7 @@ def features(engine: RolloutEngine) -> str:
 
 
 @contextmanager
-def impatient(engine: RolloutEngine, patience_s: float) -> Iterator[bool]:
+def short_hang_timeout(engine: RolloutEngine, patience_s: float) -> Iterator[bool]:
     """Shortens the timeout of the engine's hang detector inside the block; yields whether there is one.
 
     Args:

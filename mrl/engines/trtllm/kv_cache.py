@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mrl.config.config import RolloutConfig
-from mrl.engines.trtllm.engine_kwargs import given_by
+from mrl.engines.trtllm.engine_kwargs import user_arguments
 
 SECTION = "kv_cache_config"
 AUTO = "auto"
@@ -58,7 +58,7 @@ def kv_cache(rollout: RolloutConfig, itemsize: int) -> KvCache:
         rollout: Config section.
         itemsize: Bytes per element of the model's dtype.
     """
-    given = given_by(rollout).get(SECTION) or {}
+    given = user_arguments(rollout).get(SECTION) or {}
     return KvCache(
         item_bytes=ITEM_BYTES.get(given.get("dtype", AUTO), float(itemsize)),
         block_tokens=given.get("tokens_per_block", TOKENS_PER_BLOCK),

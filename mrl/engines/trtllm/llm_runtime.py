@@ -24,14 +24,14 @@ import torch
 from mrl.algorithms.functional.sampling import truncates
 from mrl.config.config import RolloutConfig
 from mrl.distributed import launch
-from mrl.engines.trtllm.engine_kwargs import given_by, merged
+from mrl.engines.trtllm.engine_kwargs import merge_arguments, user_arguments
 from mrl.engines.trtllm.features import Features
 from mrl.engines.trtllm.features import find as find_features
 from mrl.engines.trtllm.fp8 import check_features
 from mrl.engines.trtllm.hosts import check_hosts
-from mrl.engines.trtllm.mpi_env import adopt, communicator_of, hidden_variables
+from mrl.engines.trtllm.mpi_env import communicator_of, hidden_variables, set_world_communicator
 from mrl.engines.trtllm.process_state import process_state_restored
-from mrl.engines.trtllm.replica import BEAT_S, Replica
+from mrl.engines.trtllm.replica import EXCHANGE_INTERVAL_S, Replica
 from mrl.engines.trtllm.routing import engine_arguments
 from mrl.errors import UserError, first_line
 from mrl.models.base import ArchSpec
@@ -84,14 +84,14 @@ def arguments(
         "cuda_graph_config": {"enable_padding": True, "max_batch_size": config.max_num_seqs} if graphs else None,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "allreduce_strategy": "NCCL",  # its own kernels break convergence with several engines, per its source
-        "sampler_type": sampler_of(config, features),
+        "sampler_type": select_sampler(config, features),
         "disable_overlap_scheduler": _needs_logits(config, features, trains_on_logprobs=trains_on_logprobs),
         "load_format": "dummy",  # the first weight sync fills the weights
         **experts,
         **(features.sleep if config.free_cache_engine else {}),
         **engine_arguments(config, features),
     }
-    return merged(derived, given_by(config), features.version)
+    return merge_arguments(derived, user_arguments(config), features.version)
 
 
 def _must_disable_graphs(config: RolloutConfig, features: Features) -> bool:
@@ -110,7 +110,7 @@ def _notes(config: RolloutConfig, features: Features) -> tuple[str, ...]:
     )
 
 
-def sampler_of(config: RolloutConfig, features: Features) -> str:
+def select_sampler(config: RolloutConfig, features: Features) -> str:
     """Returns the sampler whose log-probabilities most likely need no correction; the probe verifies it.
 
     1.2's TorchSampler returns only the most likely token's log-probability, and ignores seed and `min_p`.
@@ -123,7 +123,7 @@ def sampler_of(config: RolloutConfig, features: Features) -> str:
 
 def check_min_p(config: RolloutConfig, features: Features, min_p: float) -> None:
     """Raises UserError where the sampler would ignore `min_p`."""
-    if min_p > 0.0 and sampler_of(config, features) != CPP_SAMPLER and not features.torch_min_p:
+    if min_p > 0.0 and select_sampler(config, features) != CPP_SAMPLER and not features.torch_min_p:
         raise UserError(
             f"rollout.min_p={min_p}: the TorchSampler of TensorRT-LLM {features.version} ignores it. Set it to "
             "0, also in rollout.val_kwargs, or use rollout.name=native."
@@ -138,7 +138,7 @@ def _needs_logits(config: RolloutConfig, features: Features, *, trains_on_logpro
     """
     if truncates(config.top_k, config.top_p, config.min_p):
         return True
-    if sampler_of(config, features) == CPP_SAMPLER:
+    if select_sampler(config, features) == CPP_SAMPLER:
         return False
     return trains_on_logprobs and (not features.processed_logprobs or not config.do_sample)
 
@@ -253,7 +253,7 @@ class LlmRuntime:
 
         threading.Thread(target=enter, daemon=True).start()
         began = time.monotonic()
-        while not entered.wait(BEAT_S):
+        while not entered.wait(EXCHANGE_INTERVAL_S):
             self.check()
             if time.monotonic() - began > self._timeout_s:
                 raise RuntimeError(
@@ -332,7 +332,7 @@ def _mpi_arguments(communicator: Any) -> dict[str, Any]:
     from tensorrt_llm.executor.worker import GenerationExecutorWorker
     from tensorrt_llm.llmapi import mpi_session
 
-    own = adopt(communicator)
+    own = set_world_communicator(communicator)
 
     class InlineMpiSession(mpi_session.MpiSession):
         """MPI session whose ranks all run this program, so a task for all of them runs here."""
@@ -360,6 +360,6 @@ def _mpi_arguments(communicator: Any) -> dict[str, Any]:
     return {"executor_cls": InProcess, "_mpi_session": InlineMpiSession()}
 
 
-def refusal(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Returns an error of TensorRT-LLM in one line."""
     return f"{type(error).__name__}: {first_line(error)}"

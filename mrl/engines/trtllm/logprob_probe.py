@@ -18,7 +18,7 @@ from torch import Tensor
 from mrl.algorithms.functional.sampling import keep_threshold
 from mrl.config.config import RolloutConfig
 from mrl.engines.base import SamplingConfig
-from mrl.engines.trtllm.scoring import Scored, is_truncated, score, scored
+from mrl.engines.trtllm.scoring import Scored, is_truncated, score, score_tokens
 from mrl.errors import UserError
 
 TOLERANCE = 0.02
@@ -29,10 +29,10 @@ EDGE = 0.1
 
 PROBE_TOKENS = 16
 
-CUT = SamplingConfig(n=1, max_tokens=PROBE_TOKENS, temperature=0.5, top_p=0.7, ignore_eos=True)
+TRUNCATED_PROBE = SamplingConfig(n=1, max_tokens=PROBE_TOKENS, temperature=0.5, top_p=0.7, ignore_eos=True)
 """Probe settings far from temperature 1 and truncated, so that the distributions differ by more than `TOLERANCE`."""
 
-HOT = SamplingConfig(n=1, max_tokens=PROBE_TOKENS, temperature=2.0, ignore_eos=True)
+HIGH_TEMPERATURE_PROBE = SamplingConfig(n=1, max_tokens=PROBE_TOKENS, temperature=2.0, ignore_eos=True)
 """Probe settings that often sample an unlikely token, to check that its own log-probability is returned."""
 
 
@@ -84,7 +84,7 @@ class ProbeResponse:
     logits_TV: Tensor | None
 
 
-def judge(responses: Sequence[ProbeResponse]) -> Scores:
+def identify_distribution(responses: Sequence[ProbeResponse]) -> Scores:
     """Returns the distribution that matches the engine's log-probabilities, computed from its logits."""
     if any(response.reported is None for response in responses):
         return Scores.UNKNOWN
@@ -135,11 +135,11 @@ def needs_logits(verdict: ProbeResult, sampling: SamplingConfig, *, trained: boo
     Raises:
         UserError: Logits are needed, but the engine returns none.
     """
-    if not sampling.with_support and (not trained or is_exact(verdict.scores, sampling)):
+    if not sampling.return_kept_tokens and (not trained or is_exact(verdict.scores, sampling)):
         return False
     if verdict.has_logits:
         return True
-    if sampling.with_support:
+    if sampling.return_kept_tokens:
         raise UserError(
             f"TensorRT-LLM does not report which tokens top_k={sampling.top_k} top_p={sampling.top_p} "
             f"min_p={sampling.min_p} kept, and returns no logits to compute them from: the actor could not score the "
@@ -155,7 +155,7 @@ def needs_logits(verdict: ProbeResult, sampling: SamplingConfig, *, trained: boo
     )
 
 
-def corrected(logits_TV: Tensor, tokens: list[int], sampling: SamplingConfig) -> Scored:
+def rescore(logits_TV: Tensor, tokens: list[int], sampling: SamplingConfig) -> Scored:
     """Returns log-probabilities and kept token ids computed from logits.
 
     Args:
@@ -177,4 +177,4 @@ def corrected(logits_TV: Tensor, tokens: list[int], sampling: SamplingConfig) ->
                 f"response token {outside[0]} ({tokens[outside[0]]}) is outside top_k={sampling.top_k} "
                 f"top_p={sampling.top_p} min_p={sampling.min_p}: TensorRT-LLM did not apply the sampling settings"
             )
-    return scored(logits_TV, ids, sampling)
+    return score_tokens(logits_TV, ids, sampling)

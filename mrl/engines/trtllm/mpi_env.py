@@ -39,7 +39,7 @@ def is_over_mpi(environment: LauncherEnv) -> bool:
     return environment.launcher not in ("none", "torchrun") and not alone
 
 
-def start_beside() -> None:
+def import_without_engine() -> None:
     """Collective over the job: imports TensorRT-LLM on a rank without an engine, where MPI started the ranks.
 
     The import splits MPI's world communicator by host (`_utils.local_comm`), which is collective over all ranks.
@@ -81,7 +81,7 @@ def communicator_of(replica: Replica, name: str) -> Any:
     return communicator
 
 
-def adopt(communicator: Any) -> Any:
+def set_world_communicator(communicator: Any) -> Any:
     """Sets the replica as TensorRT-LLM's world communicator, in Python and in C++.
 
     Python's communicator is used by its own exchanges and the custom all-reduce (`_utils.mpi_comm`), the C++ one for

@@ -22,7 +22,7 @@ def is_installed() -> bool:
     return importlib.util.find_spec(PACKAGE) is not None
 
 
-def texts_of(path: str) -> tuple[str, ...]:
+def accepted_strings(path: str) -> tuple[str, ...]:
     """Returns the strings that `field` or `section.field` of the installed `LLM` accepts; () if they are not listed."""
     classes = _installed_classes()
     section, _, field = path.rpartition(".")

@@ -17,7 +17,7 @@ from mrl.errors import UserError
 
 T = TypeVar("T")
 
-BEAT_S = 0.1
+EXCHANGE_INTERVAL_S = 0.1
 """Interval between status exchanges, seconds."""
 
 
@@ -60,16 +60,16 @@ class Replica:
         work: Callable[[], Generator[None, None, T]],
         *,
         check: Callable[[], None],
-        told_to_stop: Callable[[], bool],
-        stopped: T,
+        abort_requested: Callable[[], bool],
+        abort_result: T,
     ) -> T:
         """Collective over the replica: runs `work` on the leader and returns its result on every rank.
 
         Args:
-            work: Generator function that runs on the leader only and yields at least every `BEAT_S`.
+            work: Generator function that runs on the leader only and yields at least every `EXCHANGE_INTERVAL_S`.
             check: Function that raises where this rank's part of the engine died; called in every exchange.
-            told_to_stop: Function that returns whether this rank received a stop request.
-            stopped: Return value where any rank received a stop request.
+            abort_requested: Function that returns whether this rank received a stop request.
+            abort_result: Return value where any rank received a stop request.
 
         Raises:
             RuntimeError: The work or a rank's part of the engine failed; raised on every rank.
@@ -77,13 +77,13 @@ class Replica:
         """
         running = work() if self.rank == 0 else None
         while True:
-            own, error = self._advance(running, check, told_to_stop)
+            own, error = self._advance(running, check, abort_requested)
             statuses = self._gather(own)
             if running is not None and any(status.stop or status.failure is not None for status in statuses):
                 running.close()
             self._raise_failure(statuses, error)
             if any(status.stop for status in statuses):
-                return stopped
+                return abort_result
             if statuses[0].ended:
                 result: T = statuses[0].result
                 return result
@@ -112,11 +112,11 @@ class Replica:
                 ) from error
 
     def _advance(
-        self, running: Generator[None, None, Any] | None, check: Callable[[], None], told_to_stop: Callable[[], bool]
+        self, running: Generator[None, None, Any] | None, check: Callable[[], None], abort_requested: Callable[[], bool]
     ) -> tuple[_RankStatus, Exception | None]:
         try:
             if running is None:
-                time.sleep(BEAT_S / 2)
+                time.sleep(EXCHANGE_INTERVAL_S / 2)
             else:
                 next(running)
             check()
@@ -126,7 +126,7 @@ class Replica:
             return _RankStatus(failure=str(error), is_user_error=True), error
         except Exception as error:  # noqa: BLE001 -- every error must reach the other ranks
             return _RankStatus(failure=f"{type(error).__name__}: {error}"), error
-        return _RankStatus(stop=told_to_stop()), None
+        return _RankStatus(stop=abort_requested()), None
 
     def _gather(self, own: _RankStatus) -> list[_RankStatus]:
         if self._group is None or self.size == 1:

@@ -18,7 +18,7 @@ from mrl.errors import UserError
 
 T = TypeVar("T")
 
-BEAT_S = 0.1
+EXCHANGE_INTERVAL_S = 0.1
 """Interval between status exchanges, seconds."""
 
 
@@ -50,7 +50,7 @@ def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None, dev
     worker = Thread(target=run, daemon=True)
     worker.start()
     while True:
-        worker.join(BEAT_S)
+        worker.join(EXCHANGE_INTERVAL_S)
         own = (bool(results), [(isinstance(error, UserError), describe(error)) for error in errors])
         statuses = [own] * dist.get_world_size(group)
         dist.all_gather_object(statuses, own, group=group)

@@ -13,7 +13,7 @@ from psutil import virtual_memory
 from mrl.algorithms.functional.sampling import stream_key
 from mrl.engines.base import EngineSpec, SamplingConfig
 from mrl.engines.trtllm import logprob_probe
-from mrl.engines.trtllm.llm_runtime import LlmRuntime, refusal
+from mrl.engines.trtllm.llm_runtime import LlmRuntime, describe_error
 from mrl.engines.trtllm.logprob_probe import ProbeResponse, ProbeResult
 from mrl.engines.trtllm.sampling import arguments, logits_of, logprobs_of
 from mrl.errors import UserError
@@ -84,7 +84,7 @@ class Requests:
                     each.abort()
             if isinstance(error, UserError | RuntimeError | GeneratorExit):
                 raise
-            raise RuntimeError(f"{what}: TensorRT-LLM failed: {refusal(error)}") from error  # type: ignore[arg-type]
+            raise RuntimeError(f"{what}: TensorRT-LLM failed: {describe_error(error)}") from error  # type: ignore[arg-type]
 
     def probe(self, prompt: Prompt) -> Generator[None, None, ProbeResult]:
         """Samples with log-probabilities and logits to compare them; checks that early-ended responses have logits too.
@@ -93,15 +93,18 @@ class Requests:
             prompt: Prompt to sample from.
         """
         most = min(logprob_probe.PROBE_TOKENS, self._spec.config.response_length)
-        greedy = replace(logprob_probe.HOT, greedy=True, temperature=1.0)
-        probes = [replace(each, max_tokens=most) for each in (logprob_probe.HOT, logprob_probe.CUT, greedy)]
+        greedy = replace(logprob_probe.HIGH_TEMPERATURE_PROBE, greedy=True, temperature=1.0)
+        probes = [
+            replace(each, max_tokens=most)
+            for each in (logprob_probe.HIGH_TEMPERATURE_PROBE, logprob_probe.TRUNCATED_PROBE, greedy)
+        ]
         hot, cut, straight = yield from self._responses(prompt, probes)
         tokens = straight.tokens
         end = next((index for index in range(1, len(tokens)) if tokens[index] not in tokens[:index]), 0)
         early = replace(greedy, max_tokens=most, ignore_eos=False, stop_token_ids=(tokens[end],))
         (ended,) = yield from self._responses(prompt, [early])
         has_logits = all(response.logits_TV is not None for response in (hot, cut, ended))
-        return ProbeResult(logprob_probe.judge([hot, cut]), has_logits)
+        return ProbeResult(logprob_probe.identify_distribution([hot, cut]), has_logits)
 
     def _responses(
         self, prompt: Prompt, probes: Sequence[SamplingConfig]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mrl.config.config import RolloutConfig
-from mrl.engines.trtllm.engine_kwargs import KEY, given_by
+from mrl.engines.trtllm.engine_kwargs import KEY, user_arguments
 from mrl.engines.trtllm.features import Features
 from mrl.engines.trtllm.package_signature import is_installed, lacks
 from mrl.errors import UserError
@@ -42,7 +42,7 @@ def refusals(rollout: RolloutConfig) -> Iterator[str]:
     """Yields a message for each argument in `rollout.engine_kwargs.trtllm` that prevents recording experts."""
     if not rollout.enable_rollout_routing_replay:
         return
-    given = given_by(rollout)
+    given = user_arguments(rollout)
     said = "rollout.enable_rollout_routing_replay=true"
     if given.get("speculative_config"):
         yield f"{said} with {KEY}.speculative_config: TensorRT-LLM does not return the experts of drafted tokens."

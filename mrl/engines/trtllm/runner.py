@@ -28,7 +28,7 @@ from torch import Tensor
 from mrl.distributed import launch
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm.engine_dir import EngineFolder
-from mrl.engines.trtllm.mpi_env import adopt, communicator_of, hidden_variables
+from mrl.engines.trtllm.mpi_env import communicator_of, hidden_variables, set_world_communicator
 from mrl.engines.trtllm.replica import Replica
 from mrl.errors import UserError, first_line
 
@@ -82,7 +82,7 @@ class Runner:
             from tensorrt_llm.runtime import ModelRunner
 
             if session is not None:
-                adopt(session)
+                set_world_communicator(session)
             self._runner: Any = ModelRunner.from_dir(engine_dir=str(folder.path), rank=replica.rank, stream=stream)
         self.engine: Any = self._runner.session.runtime.engine
 

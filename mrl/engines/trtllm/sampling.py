@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.engines._stop_strings import shortest_with
+from mrl.engines._stop_strings import length_to_stop_string
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm.features import Features
 from mrl.engines.trtllm.routing import REQUEST_ARGUMENT
@@ -154,7 +154,7 @@ def to_rollout(
     """Returns a completion as a rollout, cut after its first stop string."""
     reason = finish_reason(output, sampling)
     tokens = list(output.token_ids)
-    cut = shortest_with(tokens, () if sampling.ignore_eos else sampling.stop, decode)
+    cut = length_to_stop_string(tokens, () if sampling.ignore_eos else sampling.stop, decode)
     if cut is not None:
         tokens, logprobs, reason = tokens[:cut], logprobs[:cut], "stop"
     return Rollout(

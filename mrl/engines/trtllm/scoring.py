@@ -42,7 +42,7 @@ class Scored:
     log_mass_N: Tensor
 
 
-def scored(logits_NV: Tensor, tokens_N: Tensor, sampling: SamplingConfig) -> Scored:
+def score_tokens(logits_NV: Tensor, tokens_N: Tensor, sampling: SamplingConfig) -> Scored:
     """Computes log-probabilities, and the kept token ids over which they are normalised.
 
     The sampled token always counts as kept, since rounding may differ at the edge of a truncation.
@@ -65,8 +65,8 @@ def scored(logits_NV: Tensor, tokens_N: Tensor, sampling: SamplingConfig) -> Sco
 
 
 def score(logits_NV: Tensor, tokens_N: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Returns the log-probabilities of `scored`, fp32 [N]."""
-    return scored(logits_NV, tokens_N, sampling).logprobs_N
+    """Returns the log-probabilities of `score_tokens`, fp32 [N]."""
+    return score_tokens(logits_NV, tokens_N, sampling).logprobs_N
 
 
 def kept_steps(
@@ -76,7 +76,7 @@ def kept_steps(
     found = [KeptTokens() for _ in lens]
     for step, rows in _running(lens):
         place = rows.to(logits[step].device)
-        told = scored(logits[step][place, :vocab_size], tokens_BT[rows, step].to(place.device), sampling)
+        told = score_tokens(logits[step][place, :vocab_size], tokens_BT[rows, step].to(place.device), sampling)
         add_step(told.kept_NV, told.log_mass_N, [found[row] for row in rows.tolist()])
     return found
 

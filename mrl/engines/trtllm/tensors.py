@@ -84,7 +84,7 @@ class Assembler:
                 self._num_complete += 1
 
     @property
-    def has_all(self) -> bool:
+    def is_complete(self) -> bool:
         """True if every tensor is complete."""
         return self._num_complete == len(self._layout)
 
@@ -93,7 +93,7 @@ class Assembler:
         """Names of tensors with missing elements."""
         return [name for name in self._layout if name not in self._begun or name in self._open]
 
-    def bit_sum(self, name: str, tensor: Tensor) -> int:
+    def checksum(self, name: str, tensor: Tensor) -> int:
         """Returns the checksum of the part of a tensor that this rank reads (`resharding/checksum.py`)."""
         return sum(bit_sum(tensor[slices(piece.src)]) for piece in self._layout[name].pieces)
 

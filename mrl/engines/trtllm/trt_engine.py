@@ -30,16 +30,16 @@ from mrl.engines._prompt_checks import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.trtllm.engine_dir import read_engine_folder
 from mrl.engines.trtllm.logprob_probe import (
-    CUT,
     TOLERANCE,
+    TRUNCATED_PROBE,
     ProbeResponse,
     ProbeResult,
     Scores,
+    identify_distribution,
     is_trained_on,
-    judge,
     needs_logits,
 )
-from mrl.engines.trtllm.mpi_env import start_beside
+from mrl.engines.trtllm.mpi_env import import_without_engine
 from mrl.engines.trtllm.refitter import EngineWeights
 from mrl.engines.trtllm.replica import Replica
 from mrl.engines.trtllm.replica_threads import run_on_all_ranks
@@ -96,7 +96,7 @@ class BuiltEngine(RolloutEngine):
     @classmethod
     def start_beside(cls) -> None:
         """Imports TensorRT-LLM on a rank without an engine, where the import is collective over all ranks."""
-        start_beside()
+        import_without_engine()
 
     # weights ----------------------------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class BuiltEngine(RolloutEngine):
             raise RuntimeError("weight update incomplete: call finish_update() before generate()")
         if not prompts:
             return []
-        check_prompts(prompts, self.spec, sampling, longest=self.spec.config.prompt_length, in_parts=False)
+        check_prompts(prompts, self.spec, sampling, longest=self.spec.config.prompt_length, chunked_prefill=False)
         began = time.perf_counter()
         by_logits = self._needs_logits(sampling)
         samples = [BatchRow(prompt, index) for prompt in prompts for index in range(sampling.n)]
@@ -199,10 +199,10 @@ class BuiltEngine(RolloutEngine):
         lens = [end for end, _ in ends]
         logprobs_BT = self._share(self._logprobs(output, tokens_BT, lens, sampling), -1)
         rollouts = to_rollouts(batch, tokens_BT.tolist(), logprobs_BT.tolist(), ends, self.policy_version)
-        if sampling.with_support:
+        if sampling.return_kept_tokens:
             shared = self._share(self._kept(output, tokens_BT, lens, sampling), -1)
             for rollout, state in zip(rollouts, shared, strict=True):
-                KeptTokens.of(state).give(rollout)
+                KeptTokens.of(state).attach_to(rollout)
         return rollouts
 
     def _call(
@@ -274,7 +274,7 @@ class BuiltEngine(RolloutEngine):
             UserError: They cannot be exact under these settings.
         """
         trained = self.spec.trains_on_logprobs and is_trained_on(sampling, self.spec.config)
-        if not (trained or sampling.with_support):
+        if not (trained or sampling.return_kept_tokens):
             return False
         if self._verdict is None or self._verdict.scores is Scores.UNKNOWN:  # may be recognised with other weights
             self._verdict, self._greedy_is_exact = self._probe(sampling.seed)
@@ -287,9 +287,9 @@ class BuiltEngine(RolloutEngine):
             UserError: The returned logits are not the model's raw logits.
         """
         prompts = PROMPTS[: self.spec.config.max_num_seqs]
-        max_tokens = min(CUT.max_tokens, self.spec.max_len - max(map(len, prompts)))
-        sampled = replace(CUT, max_tokens=max_tokens, seed=seed)
-        greedy = replace(sampled, greedy=True, temperature=2 * CUT.temperature, top_p=1.0)
+        max_tokens = min(TRUNCATED_PROBE.max_tokens, self.spec.max_len - max(map(len, prompts)))
+        sampled = replace(TRUNCATED_PROBE, max_tokens=max_tokens, seed=seed)
+        greedy = replace(sampled, greedy=True, temperature=2 * TRUNCATED_PROBE.temperature, top_p=1.0)
         seeds = list(range(len(prompts)))
         first, tokens_BT = self._call(prompts, sampled, seeds, True)
         second, greedy_BT = self._call(prompts, greedy, seeds, True)
@@ -306,7 +306,7 @@ class BuiltEngine(RolloutEngine):
                 lens = [max_tokens] * len(prompts)
                 expected = score_steps(second.logits, greedy_BT, lens, self.spec.arch.vocab_size, greedy)
                 is_exact = float((greedy_reported - expected).abs().max()) <= TOLERANCE
-                found = (ProbeResult(judge(rows), has_logits=True), is_exact)
+                found = (ProbeResult(identify_distribution(rows), has_logits=True), is_exact)
         shared: tuple[ProbeResult, bool] = self._share(found, -1)
         return shared
 
@@ -318,8 +318,8 @@ class BuiltEngine(RolloutEngine):
     def _stop_requested(self) -> bool:
         """Collective over the replica: returns whether any rank received a stop request."""
         if self.spec.tp_group is None:
-            return self.told_to_stop()
-        return any_rank(self.told_to_stop(), self.spec.tp_group)
+            return self.abort_requested()
+        return any_rank(self.abort_requested(), self.spec.tp_group)
 
     def _share(self, value: Any, stage: int) -> Any:
         """Collective over the replica: broadcasts the value of the first rank of a pipeline stage, 0 or -1."""

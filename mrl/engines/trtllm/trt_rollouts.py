@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mrl.engines._stop_strings import shortest_with
+from mrl.engines._stop_strings import length_to_stop_string
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm.runner import NO_TOKEN
 from mrl.errors import UserError
@@ -61,7 +61,7 @@ def end_rows(
         if strange:
             what = "ended without an end token" if strange[0] == NO_TOKEN else f"has a token {strange[0]}"
             raise RuntimeError(f"TensorRT-LLM's {sample.where} {what}; the vocabulary has {vocab_size}")
-        cut = shortest_with(tokens[:end], strings, decode)
+        cut = length_to_stop_string(tokens[:end], strings, decode)
         if cut is not None:
             found.append((cut, "stop"))
         else:

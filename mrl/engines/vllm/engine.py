@@ -17,18 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.engines._abort_check import AbortCheck
-from mrl.engines._fp8_support import config_keys
+from mrl.engines._fp8_support import quantization_config_keys
 from mrl.engines._kept_tokens import KeptTokens
 from mrl.engines._kv_budget import kv_budget
 from mrl.engines._prompt_checks import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.vllm import logprob_probe
 from mrl.engines.vllm.fields import refusals_on_a_cpu
-from mrl.engines.vllm.fp8_support import check_gpu, left_out
+from mrl.engines.vllm.fp8_support import check_gpu, unquantized_modules
 from mrl.engines.vllm.llm_runtime import VllmRuntime
 from mrl.engines.vllm.parameter_views import ParameterViews
-from mrl.engines.vllm.process_state import same_numbers
-from mrl.engines.vllm.sampling import arguments, ends_in_text, to_rollout
+from mrl.engines.vllm.process_state import rng_state_restored
+from mrl.engines.vllm.sampling import arguments, length_to_stop, to_rollout
 from mrl.errors import UserError
 from mrl.resharding.copy_op import num_bytes
 from mrl.resharding.layout import Layout
@@ -71,7 +71,9 @@ class VllmEngine(RolloutEngine):
         )
         later = sum(map(num_bytes, self._layout.values()))
         budget = kv_budget(spec.device, config.gpu_memory_utilization, spec.tp_group, later_bytes=later)
-        folder = spec.model_folder(config_keys(config, left_out=left_out(arch)))
+        folder = spec.write_model_folder(
+            quantization_config_keys(config, unquantized_modules=unquantized_modules(arch))
+        )
         self._runtime = VllmRuntime(spec, folder, budget=budget)
         try:
             self._storage = ParameterViews(self._runtime.model(), self._layout, self._runtime.version)
@@ -161,22 +163,22 @@ class VllmEngine(RolloutEngine):
 
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         check_prompts(prompts, self.spec, sampling)
-        with same_numbers(self.spec.device):
+        with rng_state_restored(self.spec.device):
             if not self._probed:
                 self._probe(prompts[0])
                 self._probed = True
-            self._runtime.supports.start(listens=sampling.with_support and self.spec.leads_replica)
+            self._runtime.kept_tokens.start(listens=sampling.return_kept_tokens and self.spec.leads_replica)
             try:
                 return self._sample(prompts, sampling)
             finally:
-                self._runtime.supports.start(listens=False)
+                self._runtime.kept_tokens.start(listens=False)
 
     def _sample(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         samples = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
         asked = [arguments(sampling, prompt, index) for prompt, index in samples]
         watched = bool(sampling.stop) and not sampling.ignore_eos
         requests = self._add([prompt for prompt, _ in samples], asked, whole=not watched)
-        poll = AbortCheck(self.told_to_stop, self.spec.tp_group, self.sampled)
+        poll = AbortCheck(self.abort_requested, self.spec.tp_group, self.on_forward)
         engine, ended, steps = (
             self._runtime.engine,
             dict[str, tuple[Any, int | None, Tensor | None, KeptTokens | None]](),
@@ -190,11 +192,11 @@ class VllmEngine(RolloutEngine):
             steps += 1
             for output in engine.step():
                 name, answer = output.request_id, output.outputs[0]
-                cut = ends_in_text(answer.token_ids, sampling, self.spec.decode) if watched else None
+                cut = length_to_stop(answer.token_ids, sampling, self.spec.decode) if watched else None
                 if name not in ended and (cut is not None or output.finished):
                     tokens = len(numbers[name][0].prompt_ids) + len(answer.token_ids[:cut])
                     own = requests[name]
-                    ended[name] = (answer, cut, self._experts(own, tokens), self._runtime.supports.pop(own))
+                    ended[name] = (answer, cut, self._experts(own, tokens), self._runtime.kept_tokens.pop(own))
                     if not output.finished:
                         engine.abort_request([name])
         rollouts = [
@@ -244,7 +246,7 @@ class VllmEngine(RolloutEngine):
         try:
             rollout = to_rollout(prompt, index, output, cut, sampling, self.policy_version)
             if kept is not None:
-                kept.give(rollout)
+                kept.attach_to(rollout)
         except RuntimeError as error:
             raise RuntimeError(f"{where}: {error}") from error
         rollout.routed_experts = routed

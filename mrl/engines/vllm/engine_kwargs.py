@@ -1,7 +1,7 @@
 """`rollout.engine_kwargs.vllm`: which arguments are passed on to vLLM's `LLM`, and their merging with mrl's.
 
 The argument names are in `engine_fields.py`. Values are checked by vLLM when the engine starts. Imports vLLM only in
-`merged`, and never torch.
+`merge_arguments`, and never torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from mrl.config.config import RolloutConfig
 from mrl.config.did_you_mean import did_you_mean
 from mrl.engines.vllm.engine_fields import INSTALL, NAMES, REFUSED, VERSION
-from mrl.engines.vllm.package_signature import installed, is_tried
+from mrl.engines.vllm.package_signature import installed, is_supported
 from mrl.errors import UserError
 
 ENGINE = "vllm"
@@ -21,7 +21,7 @@ KEY = f"rollout.engine_kwargs.{ENGINE}"
 EXAMPLE = "{attention_backend: FLASH_ATTN}"
 
 
-def given_by(rollout: RolloutConfig) -> dict[str, Any]:
+def user_arguments(rollout: RolloutConfig) -> dict[str, Any]:
     """Returns the arguments to pass on; {} if there are none."""
     found = rollout.engine_kwargs.get(ENGINE)
     return dict(found) if isinstance(found, Mapping) else {}
@@ -29,7 +29,7 @@ def given_by(rollout: RolloutConfig) -> dict[str, Any]:
 
 def refusals(rollout: RolloutConfig) -> Iterator[str]:
     """Yields a message for each argument that is not passed on."""
-    for name in map(str, given_by(rollout)):
+    for name in map(str, user_arguments(rollout)):
         if name in REFUSED:
             yield f"{KEY}.{name} is refused: {REFUSED[name]}."
         elif name not in NAMES and _are_all(installed()):
@@ -38,10 +38,10 @@ def refusals(rollout: RolloutConfig) -> Iterator[str]:
 
 def _are_all(version: str | None) -> bool:
     """Returns whether `NAMES` lists all arguments of this version; None (not installed) counts as `VERSION`."""
-    return version is None or is_tried(version)
+    return version is None or is_supported(version)
 
 
-def merged(derived: Mapping[str, Any], given: Mapping[str, Any], version: str) -> dict[str, Any]:
+def merge_arguments(derived: Mapping[str, Any], given: Mapping[str, Any], version: str) -> dict[str, Any]:
     """Returns the arguments of `LLM`: those that mrl derives from `rollout`, and those passed on.
 
     Args:

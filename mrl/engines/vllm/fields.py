@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from mrl.config.config import RolloutConfig
 from mrl.engines._config_support import (
-    ANOTHERS,
     ENGINE_DIR,
-    WHOLE_RESPONSES,
+    NO_PARTIAL_ROLLOUTS,
+    OTHER_ENGINE,
     Fields,
+    FieldSupport,
     Refusal,
-    Use,
-    no_drafts,
-    not_on_policy,
+    no_speculation,
+    no_true_on_policy,
     passed,
     refusals,
     refused,
@@ -27,14 +27,14 @@ _COOLER = f"vLLM would sample at {LEAST_TEMPERATURE}"
 _ORDER = "vLLM applies it before `top_p`, mrl's other engines after it: vLLM may keep fewer tokens"
 
 FIELDS: Fields = {
-    **WHOLE_RESPONSES,
-    **no_drafts(
+    **NO_PARTIAL_ROLLOUTS,
+    **no_speculation(
         "vLLM accepts drafts by its own random numbers, so that tokens would change; and on a CPU vLLM 0.32 scores "
         "drafted tokens at a wrong temperature",
         "Use rollout.name=native, or remove it.",
     ),
     "engine_dir": ENGINE_DIR,
-    "n": Use("each sample is a separate request"),
+    "n": FieldSupport("each sample is a separate request"),
     "temperature": passed(
         "SamplingParams.temperature",
         refuses=(
@@ -49,7 +49,7 @@ FIELDS: Fields = {
     "top_k": passed("SamplingParams.top_k", does="-1 becomes 0"),
     "top_p": passed("SamplingParams.top_p"),
     "min_p": passed("SamplingParams.min_p", does=_ORDER),
-    "do_sample": Use(
+    "do_sample": FieldSupport(
         "false: `SamplingParams.temperature=0`",
         refuses=(
             Refusal(
@@ -60,13 +60,13 @@ FIELDS: Fields = {
             ),
         ),
     ),
-    "ignore_eos": Use("true: no `SamplingParams.stop_token_ids`, and no stop strings"),
-    "stop": Use("checked after each step; the response ends with the token that completes the string"),
-    "prompt_length": Use("with `response_length`, the longest sequence"),
+    "ignore_eos": FieldSupport("true: no `SamplingParams.stop_token_ids`, and no stop strings"),
+    "stop": FieldSupport("checked after each step; the response ends with the token that completes the string"),
+    "prompt_length": FieldSupport("with `response_length`, the longest sequence"),
     "response_length": passed("SamplingParams.max_tokens"),
     "max_model_len": passed("max_model_len", does="null: `prompt_length + response_length`"),
     "dtype": passed("dtype", does="null: `model.dtype`"),
-    "quantization": Use(
+    "quantization": FieldSupport(
         "`fp8`: `quantization_config` of config.json, with Triton's kernels, on GPUs from Ada and Hopper on",
         refuses=(
             Refusal(
@@ -80,7 +80,7 @@ FIELDS: Fields = {
                 "vLLM's FP8 kernels for CPUs repack the weights that weight sync writes",
                 lambda r: r.quantization == "fp8",
                 "Remove it, or use rollout.name=native.",
-                on_a_cpu=True,
+                cpu_only=True,
             ),
         ),
     ),
@@ -104,11 +104,11 @@ FIELDS: Fields = {
                 "vLLM 0.32 crashes there",
                 lambda r: r.expert_parallel_size > 1,
                 "Set it to 1: the ranks then shard each expert.",
-                on_a_cpu=True,
+                cpu_only=True,
             ),
         ),
     ),
-    "moe_tensor_parallel_size": Use("must be replica size / `expert_parallel_size`"),
+    "moe_tensor_parallel_size": FieldSupport("must be replica size / `expert_parallel_size`"),
     "max_num_seqs": passed("max_num_seqs"),
     "max_num_batched_tokens": passed(
         "max_num_batched_tokens",
@@ -144,15 +144,15 @@ FIELDS: Fields = {
         "vLLM frees nothing",
     ),
     "enforce_eager": passed("enforce_eager", does="always on a CPU"),
-    "true_on_policy": not_on_policy(
+    "true_on_policy": no_true_on_policy(
         "its kernels differ from the actor's; `VLLM_BATCH_INVARIANT`, on GPUs, only makes them batch-invariant"
     ),
-    "enable_rollout_routing_replay": Use("vLLM's own hooks on its routers (`RoutedExpertsCapturer`)"),
-    "engine_kwargs": Use(
+    "enable_rollout_routing_replay": FieldSupport("vLLM's own hooks on its routers (`RoutedExpertsCapturer`)"),
+    "engine_kwargs": FieldSupport(
         "arguments of `LLM` by their own names, under `vllm`: [which](vllm.md#arguments-of-its-own)",
-        refuses=(ANOTHERS,),
+        refuses=(OTHER_ENGINE,),
     ),
-    "val_kwargs.temperature": Use(
+    "val_kwargs.temperature": FieldSupport(
         "as `temperature`, in evaluations; 0: greedy",
         refuses=(
             Refusal(
@@ -163,8 +163,8 @@ FIELDS: Fields = {
             ),
         ),
     ),
-    "val_kwargs.min_p": Use(f"as `min_p`, in evaluations: {_ORDER}"),
-    "checkpoint_engine.canary": Use("null: yes; syncs weights twice at start and compares responses"),
+    "val_kwargs.min_p": FieldSupport(f"as `min_p`, in evaluations: {_ORDER}"),
+    "checkpoint_engine.canary": FieldSupport("null: yes; syncs weights twice at start and compares responses"),
 }
 
 

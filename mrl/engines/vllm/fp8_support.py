@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.config import Config
-from mrl.engines._fp8_support import DTYPE, QUANTIZATION, SIDE, broken_sizes
+from mrl.engines._fp8_support import DTYPE, QUANTIZATION, SIDE, unaligned_sizes
 from mrl.engines.vllm.fields import NAME
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
@@ -29,7 +29,7 @@ def refusals(config: Config, arch: ArchSpec) -> Iterator[str]:
     if dtype != DTYPE:
         key = "model.dtype" if rollout.dtype is None else "rollout.dtype"
         yield f"{asked} and {key}={dtype}: vLLM multiplies FP8 weights with {DTYPE} only. Set rollout.dtype={DTYPE}."
-    if broken := broken_sizes(rollout, arch):
+    if broken := unaligned_sizes(rollout, arch):
         yield (
             f"{asked}: the sizes of each rank's shard must be multiples of {SIDE}, since vLLM shards and fuses scales "
             f"by blocks of {SIDE} x {SIDE}; {broken}. Change rollout.tensor_model_parallel_size if that helps, remove "
@@ -47,7 +47,7 @@ def check_gpu(capability: tuple[int, int]) -> None:
         )
 
 
-def left_out(arch: ArchSpec) -> list[str]:
+def unquantized_modules(arch: ArchSpec) -> list[str]:
     """Returns the modules that vLLM would quantize but the actor does not: the routers."""
     if arch.moe is None:
         return []

@@ -1,4 +1,4 @@
-"""Token ids that vLLM kept at each step, for `SamplingConfig.with_support`.
+"""Token ids that vLLM kept at each step, for `SamplingConfig.return_kept_tokens`.
 
 Read from `processed_logprobs`, which are -inf where vLLM masked a logit, whatever the order and kernel of min_p, top_k
 and top_p. vLLM's own `return_sampling_mask` exists only in its newer model runner, and not on CPUs. For vLLM 0.32.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mrl.engines._kept_tokens import KeptTokens, add_step
 from mrl.engines.vllm.engine_fields import INSTALL
-from mrl.engines.vllm.patches import place
+from mrl.engines.vllm.patches import look_up
 from mrl.errors import UserError
 
 
@@ -21,7 +21,7 @@ class KeptTokensRecorder:
     """Kept token ids of every running request.
 
     Attributes:
-        listens: Recording switch; recording costs a copy of the logits and a pass over them at each step.
+        is_recording: Recording switch; recording costs a copy of the logits and a pass over them at each step.
     """
 
     def __init__(self, version: str) -> None:
@@ -30,8 +30,8 @@ class KeptTokensRecorder:
             ("vllm.v1.sample.sampler", "Sampler.sample"),
             ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._bookkeeping_sync"),
         ):
-            place(module, name, version)
-        self.listens = False
+            look_up(module, name, version)
+        self.is_recording = False
         self._version = version
         self._requests: dict[str, KeptTokens] = {}
         self._newest: tuple[Tensor, Tensor] | None = None
@@ -47,7 +47,7 @@ class KeptTokensRecorder:
         sampled, bookkeeping = runner.sampler.sample, runner._bookkeeping_sync
 
         def sample(logits: Tensor, metadata: Any, *rest: Any, **given: Any) -> Any:
-            if not self.listens:
+            if not self.is_recording:
                 return sampled(logits, metadata, *rest, **given)
             tempered = logits.float() if metadata.temperature is None else logits / metadata.temperature[:, None]
             total_N = tempered.logsumexp(1)
@@ -72,11 +72,11 @@ class KeptTokensRecorder:
     def start(self, *, listens: bool) -> None:
         """Clears all requests, and starts or stops recording."""
         self._requests.clear()
-        self.listens = listens
+        self.is_recording = listens
 
     def _of(self, name: str) -> KeptTokens:
         return self._requests.setdefault(name, KeptTokens())
 
     def pop(self, name: str) -> KeptTokens | None:
         """Returns and removes the record of a finished request, by vLLM's internal name; None if not recording."""
-        return self._requests.pop(name) if self.listens else None
+        return self._requests.pop(name) if self.is_recording else None

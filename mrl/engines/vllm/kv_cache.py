@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mrl.config.config import RolloutConfig
-from mrl.engines.vllm.engine_kwargs import given_by
+from mrl.engines.vllm.engine_kwargs import user_arguments
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 
@@ -46,12 +46,12 @@ class KVCacheSize:
 
 def item_bytes(rollout: RolloutConfig, engine_bytes: int) -> int:
     """Returns the bytes of one element; vLLM's own argument `kv_cache_dtype` overrides the engine's dtype."""
-    return 1 if str(given_by(rollout).get("kv_cache_dtype", "")).startswith("fp8") else engine_bytes
+    return 1 if str(user_arguments(rollout).get("kv_cache_dtype", "")).startswith("fp8") else engine_bytes
 
 
 def block_tokens(rollout: RolloutConfig) -> int:
     """Returns the tokens to which a sequence is rounded up; vLLM's own argument `block_size` may exceed `ROUND`."""
-    given = given_by(rollout).get("block_size")
+    given = user_arguments(rollout).get("block_size")
     return max(ROUND, given) if isinstance(given, int) else ROUND
 
 

@@ -22,18 +22,18 @@ from mrl.distributed.collectives import from_rank
 from mrl.engines.base import EngineSpec
 from mrl.engines.vllm import patches
 from mrl.engines.vllm.engine_fields import INSTALL
-from mrl.engines.vllm.engine_kwargs import KEY, given_by, merged
+from mrl.engines.vllm.engine_kwargs import KEY, merge_arguments, user_arguments
 from mrl.engines.vllm.kept_tokens import KeptTokensRecorder
 from mrl.engines.vllm.kv_cache import kv_cache
 from mrl.engines.vllm.package_signature import ADVICE, broken_requirements, installed
-from mrl.engines.vllm.process_state import kept
+from mrl.engines.vllm.process_state import process_state_restored
 from mrl.engines.vllm.routing import CAPTURER, VllmRoutingRecorder
 from mrl.errors import UserError, first_line, to_install
 
 PLAIN_KERNEL = "triton"
 """Reads experts and FP8 in the layout that weight sync writes; other GPU kernels reorder them."""
 
-WAITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
+TIMEOUT_ARGUMENTS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
 """Arguments for the timeout of its process groups; the defaults are torch's (10 minutes in NCCL, 30 in gloo)."""
 
 SMALLEST = 0.01
@@ -83,7 +83,7 @@ def arguments(spec: EngineSpec, cache_bytes: int, version: str) -> dict[str, Any
         "skip_tokenizer_init": True,
         "load_format": "dummy",  # weight sync fills it
         "distributed_executor_backend": "external_launcher",
-        **dict.fromkeys(WAITS, math.ceil(spec.timeout_s)),
+        **dict.fromkeys(TIMEOUT_ARGUMENTS, math.ceil(spec.timeout_s)),
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "enable_expert_parallel": config.expert_parallel_size > 1,
         "dtype": spec.dtype_name,
@@ -104,7 +104,7 @@ def arguments(spec: EngineSpec, cache_bytes: int, version: str) -> dict[str, Any
         "seed": 0,  # every request has its own seed
         "disable_log_stats": True,
     }
-    return merged(derived, given_by(config), version)
+    return merge_arguments(derived, user_arguments(config), version)
 
 
 def _kernels(spec: EngineSpec) -> dict[str, str]:
@@ -121,7 +121,7 @@ class VllmRuntime:
         llm: vLLM's `LLM`.
         version: Version of the installed package.
         experts: Routing records; None if not requested.
-        supports: Kept token ids, recorded on request.
+        kept_tokens: Kept token ids, recorded on request.
     """
 
     def __init__(self, spec: EngineSpec, folder: Path, *, budget: int) -> None:
@@ -144,18 +144,18 @@ class VllmRuntime:
             ranks = dist.get_process_group_ranks(group)
         name = _name(group)
         self._had_frozen = gc.get_freeze_count() > 0
-        with kept(spec.device, **self._place):
+        with process_state_restored(spec.device, **self._place):
             self.version = find_version()
             check_build(spec.device, self.version)
-            patches.ranks_of_the_trainer(self.version)
-            patches.world_of_the_replica(self.version, ranks, name)
+            patches.keep_trainer_groups(self.version)
+            patches.use_replica_as_world(self.version, ranks, name)
             if spec.device.type == "cpu":
                 patches.plain_linears(self.version)
-                patches.rewound_numbers(self.version)
-                patches.ranks_sleep(self.version)
-                patches.memory_stays(self.version)
-                patches.kernels_of_vllm(self.version)
-            self.supports = KeptTokensRecorder(self.version)
+                patches.rewind_discarded_rng(self.version)
+                patches.use_torch_distributed_on_cpu(self.version)
+                patches.disable_numa_binding(self.version)
+                patches.restrict_kernel_search(self.version)
+            self.kept_tokens = KeptTokensRecorder(self.version)
             self.experts = self._experts(spec)
             from vllm import LLM
 
@@ -166,7 +166,7 @@ class VllmRuntime:
             except UserError:
                 raise
             except Exception as error:
-                if isinstance(error, ValueError) and given_by(spec.config):
+                if isinstance(error, ValueError) and user_arguments(spec.config):
                     raise UserError(_refused(error, spec.config, self.version)) from error
                 raise RuntimeError(
                     f"vLLM {self.version} did not start on {spec.device}: {type(error).__name__}: {error}"
@@ -179,8 +179,10 @@ class VllmRuntime:
         found = None if moe is None else VllmRoutingRecorder(spec.arch, moe, self.version)
         if found is not None:
             for name in ("RoutedExpertsCapturer", "bind_routed_experts_capturer"):
-                patches.place(CAPTURER, name, self.version)
-        patches.told_of_the_cache(self.version, [self.supports.attach, *([found.attach] if found is not None else [])])
+                patches.look_up(CAPTURER, name, self.version)
+        patches.add_kv_cache_listeners(
+            self.version, [self.kept_tokens.attach, *([found.attach] if found is not None else [])]
+        )
         return found
 
     @property
@@ -204,7 +206,7 @@ class VllmRuntime:
 
     def close(self) -> None:
         """Shuts the engine down and frees its memory; the trainer's process groups stay."""
-        with kept(self._device, **self._place):
+        with process_state_restored(self._device, **self._place):
             self._core.shutdown()
         self.llm = self._core = self.experts = None
         gc.collect()
@@ -217,7 +219,7 @@ class VllmRuntime:
 def _refused(error: ValueError, config: RolloutConfig, version: str) -> str:
     """Returns a message about the user's engine arguments, without pydantic's URLs."""
     why = "; ".join(line.strip() for line in str(error).splitlines() if line.strip() and "pydantic.dev" not in line)
-    given = f"{KEY}={given_by(config)}"
+    given = f"{KEY}={user_arguments(config)}"
     return f"vLLM {version} does not start with {given}: {why.rstrip('.')}. Change or remove these."
 
 

@@ -17,7 +17,7 @@ from mrl.engines._memory_plan import (
     share_of_free,
     token_elements,
 )
-from mrl.engines.native.decode_state import record_of
+from mrl.engines.native.decode_state import routing_format
 from mrl.engines.vllm.kv_cache import item_bytes as cache_element_bytes
 from mrl.engines.vllm.kv_cache import kv_cache
 from mrl.models.base import ArchSpec
@@ -64,7 +64,7 @@ class VllmMemoryPlan(MemoryPlan):
         rows = min(rollout.max_num_seqs, run.num_samples, cache // sizing.sequence_bytes)
         part = {"engine's weights": run.weights}
         token_bytes = token_elements(run.arch, run.grid.rollout_tp) * cache_element_bytes(rollout, size)
-        record = record_of(run.arch, rollout)
+        record = routing_format(run.arch, rollout)
         routing_bytes = 0 if record is None else cache // token_bytes * record.token_bytes  # in host memory
         if run.device.is_host:
             part["vLLM's KV cache"] = cache

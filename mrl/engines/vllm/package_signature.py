@@ -33,7 +33,7 @@ def is_for_cpus(version: str) -> bool:
     return version.endswith("+cpu") or any(importlib.metadata.distributions(name=FOR_CPUS))
 
 
-def is_tried(version: str) -> bool:
+def is_supported(version: str) -> bool:
     """Returns whether mrl supports this version."""
     return version.startswith(f"{VERSION}.")
 
@@ -65,13 +65,13 @@ def _can_be_imported(module: str) -> bool:
         return False
 
 
-def described() -> str:
+def describe_installation() -> str:
     """Returns one line: the installed vLLM, and what to do if mrl cannot use it."""
     version = installed()
     if version is None:
         return f"vLLM is not installed here. {ADVICE}"
     build = "vLLM's build for CPUs" if is_for_cpus(version) else "vLLM"
-    if not is_tried(version):
+    if not is_supported(version):
         return f"{build} {version} is installed here, and mrl was written for {VERSION}. {ADVICE}"
     broken = broken_requirements()
     return f"{build} {version}{'; ' if broken else ''}{broken}"

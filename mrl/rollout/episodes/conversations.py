@@ -28,19 +28,19 @@ class EpisodeState:
 
     Attributes:
         rendering: Encoder of observations into tokens.
-        read: Parser of the policy's turns.
+        parse_turn: Parser of the policy's turns.
         limits: Config section `rollout.multi_turn`.
         ledger: Record of the response tokens so far.
         end: One of `EPISODE_ENDS`; None while the episode is running.
-        before: End of the text before the next turn; a chat template may have opened a reasoning block there.
+        prompt_tail: End of the text before the next turn; a chat template may have opened a reasoning block there.
     """
 
     rendering: Rendering
-    read: Read
+    parse_turn: Read
     limits: MultiTurnConfig
     ledger: Ledger
     end: str | None = None
-    before: str = ""
+    prompt_tail: str = ""
 
     def __post_init__(self) -> None:
         """Starts with zero turns."""
@@ -62,17 +62,17 @@ class EpisodeState:
         Returns:
             Action for the environment, or None if the episode is over.
         """
-        self.ledger.sampled(ids)
+        self.ledger.append_sampled(ids)
         self._turn = tuple(ids)
         self._num_turns += 1
         self._rewards.append(0.0)
-        self._final_text = self.rendering.text_of(ids)
+        self._final_text = self.rendering.decode_turn(ids)
         self._turns.append(("policy", self._final_text))
         if self.end is None and reason == "length":
             self.end = "response_length"
         if self.end is not None:
             return None
-        action = self.read(self._final_text, self.before)
+        action = self.parse_turn(self._final_text, self.prompt_tail)
         self._num_calls += len(action.tool_calls)
         self._num_unread += len(action.errors)
         return action
@@ -97,17 +97,17 @@ class EpisodeState:
         self._num_answers += 1
         return self._append([self._cut(message) for message in observation.messages])
 
-    def fail(self, *, late: bool, message: str) -> None:
+    def fail(self, *, timed_out: bool, message: str) -> None:
         """Ends the episode because of a failure of the environment.
 
         Args:
-            late: True for a timeout.
+            timed_out: True for a timeout.
             message: Description of the failure that names the sample.
         """
-        self.end = "environment_timeout" if late else "environment_failed"
+        self.end = "environment_timeout" if timed_out else "environment_failed"
         self._error = message
 
-    def episode(self) -> Episode:
+    def to_episode(self) -> Episode:
         """Returns the record of the finished episode."""
         return Episode(
             end=self.end or "environment_failed",
@@ -123,23 +123,23 @@ class EpisodeState:
 
     def _append(self, messages: Sequence[dict[str, Any]]) -> list[int] | None:
         if not messages:
-            self.fail(late=False, message="the environment returned no message and did not end the episode")
+            self.fail(timed_out=False, message="the environment returned no message and did not end the episode")
             return None
         try:
-            ids = self.rendering.after(self._turn, messages)
+            ids = self.rendering.observation_ids(self._turn, messages)
         except UserError as error:  # a bad message fails this sample, not the run
-            self.fail(late=False, message=f"the environment's message cannot be appended: {error}")
+            self.fail(timed_out=False, message=f"the environment's message cannot be appended: {error}")
             return None
         if not ids:
-            self.fail(late=False, message="the environment's message has no tokens")
+            self.fail(timed_out=False, message="the environment's message has no tokens")
             return None
         if not self.ledger.has_room(len(ids)):
             self.end = "response_length"
             return None
-        self.ledger.observed(ids)
-        text = self.rendering.text_after(messages).text
+        self.ledger.append_observed(ids)
+        text = self.rendering.observation_text(messages).text
         self._turns.append(("environment", text))
-        self.before = text
+        self.prompt_tail = text
         return ids
 
     def _cut(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from mrl.algorithms.functional.sampling import stream_key
 from mrl.config.config import RolloutConfig
 from mrl.data.tokenizer import Tokenizer
 from mrl.distributed.collectives import from_rank
-from mrl.engines._multiturn_base import FinishedTurn, Key, MultiTurnClient
+from mrl.engines._multiturn_base import FinishedTurn, MultiTurnClient, SequenceKey
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.environments.formats import base as formats
 from mrl.environments.pool import EnvironmentPool, Reply
@@ -73,7 +73,7 @@ def check_environment(config: RolloutConfig, tokenizer: Tokenizer) -> list[Schem
     Raises:
         UserError: The environment cannot be constructed, or the template is not append-only, see `rendering.py`.
     """
-    formats.find(config.multi_turn.format)
+    formats.find_format(config.multi_turn.format)
     with open_pool(config, num_workers=1) as pool:
         tools: list[Schema] = list(pool.tools)
     if tokenizer.has_chat_template:
@@ -81,7 +81,7 @@ def check_environment(config: RolloutConfig, tokenizer: Tokenizer) -> list[Schem
         for index, messages in enumerate(TYPICAL_MESSAGES[0 if tools else 1 :]):
             # With tools, user messages are rare; Qwen3's template keeps reasoning between tool calls but not before a
             # user message, so reasoning is checked with the first kind of message only.
-            ChatRendering(tokenizer, tools).check(mode, messages, thinks=index == 0)
+            ChatRendering(tokenizer, tools).check_append_only(mode, messages, with_reasoning=index == 0)
     return tools
 
 
@@ -95,7 +95,7 @@ class Episodes:
         tools: Sequence[Schema],
         group: dist.ProcessGroup | None,
         *,
-        told_to_stop: Callable[[], bool],
+        abort_requested: Callable[[], bool],
     ) -> None:
         """Starts the environment workers on the replica's first rank.
 
@@ -104,7 +104,7 @@ class Episodes:
             tokenizer: Tokenizer of the actor.
             tools: Tool schemas from `check_environment`.
             group: Process group of the replica; None: a single rank.
-            told_to_stop: Returns whether a stop was requested; called while waiting.
+            abort_requested: Returns whether a stop was requested; called while waiting.
 
         Raises:
             UserError: The environment cannot be constructed.
@@ -115,11 +115,11 @@ class Episodes:
         self._renderings: dict[bool, Rendering] = {False: PlainRendering(tokenizer)}
         if tokenizer.has_chat_template:
             self._renderings[True] = ChatRendering(tokenizer, tools)
-        form = formats.find(config.multi_turn.format)
+        form = formats.find_format(config.multi_turn.format)
         most = config.multi_turn.max_parallel_calls
         schemas = list(map(dict, tools))
-        self._read: Read = lambda text, before: formats.action(text, form, schemas, most, prompt=before)
-        self._told_to_stop = told_to_stop
+        self._read: Read = lambda text, before: formats.parse_action(text, form, schemas, most, prompt=before)
+        self._abort_requested = abort_requested
         leads = self._group is None or dist.get_rank(self._group) == 0
         self._pool = open_pool(config) if leads else None
 
@@ -140,17 +140,17 @@ class Episodes:
                 `rollout.prompt_length`.
             RuntimeError: The engine's tokens differ from the episode's record.
         """
-        talk = _Talk(self._pool, self._group, self._told_to_stop)
+        talk = _EnvironmentClient(self._pool, self._group, self._abort_requested)
         try:
-            opened = talk.shared(lambda: self._open(talk, prompts, sampling))
+            opened = talk.run_on_leader(lambda: self._start_episodes(talk, prompts, sampling))
             prompts = [replace(one, prompt_ids=ids) for one, ids in zip(prompts, opened, strict=True)]
-            rollouts = engine.converse(prompts, sampling, talk)
+            rollouts = engine.generate_multi_turn(prompts, sampling, talk)
         finally:
             talk.close()
         for at, rollout in enumerate(rollouts if self._pool is not None else ()):
             conversation = talk.conversations[at // sampling.n, rollout.sample_index]
             conversation.ledger.check(rollout)
-            rollout.episode = conversation.episode()
+            rollout.episode = conversation.to_episode()
             rollout.finish_reason = "length" if conversation.end == "response_length" else "stop"
         return rollouts
 
@@ -159,7 +159,9 @@ class Episodes:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _open(self, talk: _Talk, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[tuple[int, ...]]:
+    def _start_episodes(
+        self, talk: _EnvironmentClient, prompts: Sequence[Prompt], sampling: SamplingConfig
+    ) -> list[tuple[int, ...]]:
         """Starts all episodes on the leading rank; returns the prompt ids with the environments' first messages."""
         for place, prompt in enumerate(prompts):
             for sample in range(sampling.n):
@@ -171,11 +173,16 @@ class Episodes:
         first = talk.first_messages()
         opened = [self._opening(prompt, sampling.n, place, first, talk) for place, prompt in enumerate(prompts)]
         for (place, _), conversation in talk.conversations.items():
-            conversation.before = formats.prompt_tail(opened[place], self._tokenizer.decode)
+            conversation.prompt_tail = formats.prompt_tail(opened[place], self._tokenizer.decode)
         return opened
 
     def _opening(
-        self, prompt: Prompt, num_samples: int, place: int, first: Mapping[Key, Sequence[Message]], talk: _Talk
+        self,
+        prompt: Prompt,
+        num_samples: int,
+        place: int,
+        first: Mapping[SequenceKey, Sequence[Message]],
+        talk: _EnvironmentClient,
     ) -> tuple[int, ...]:
         """Returns the ids of a prompt; fails samples whose first messages differ from those of the other samples."""
         by_sample = {sample: first[place, sample] for sample in range(num_samples) if (place, sample) in first}
@@ -183,10 +190,10 @@ class Episodes:
         for sample, other in by_sample.items():
             if list(other) != list(messages):
                 why = "reset() returned different messages for the same seed and row than for another sample"
-                talk.conversations[place, sample].fail(late=False, message=f"{_label(prompt, sample)}: {why}")
+                talk.conversations[place, sample].fail(timed_out=False, message=f"{_label(prompt, sample)}: {why}")
         if not messages:
             return prompt.prompt_ids
-        ids = self._renderings[not isinstance(prompt.question, str)].opening(prompt.question, messages)
+        ids = self._renderings[not isinstance(prompt.question, str)].initial_ids(prompt.question, messages)
         if len(ids) > self._config.prompt_length:
             raise UserError(
                 f"{prompt.source}: the prompt and the environment's first messages have {len(ids)} tokens, more than "
@@ -195,7 +202,7 @@ class Episodes:
         return tuple(ids)
 
 
-class _Talk(MultiTurnClient):
+class _EnvironmentClient(MultiTurnClient):
     """Connection of the engine's sequences with the environments for one call of `Episodes.run`.
 
     Ranks without a pool only receive the leading rank's results.
@@ -205,56 +212,56 @@ class _Talk(MultiTurnClient):
     """
 
     def __init__(
-        self, pool: EnvironmentPool | None, group: dist.ProcessGroup | None, told_to_stop: Callable[[], bool]
+        self, pool: EnvironmentPool | None, group: dist.ProcessGroup | None, abort_requested: Callable[[], bool]
     ) -> None:
-        self.conversations: dict[Key, EpisodeState] = {}
-        self._pool, self._group, self._told_to_stop = pool, group, told_to_stop
-        self._names: dict[str, Key] = {}
-        self._replies: dict[Key, Reply] = {}
-        self._due: set[Key] = set()
+        self.conversations: dict[SequenceKey, EpisodeState] = {}
+        self._pool, self._group, self._abort_requested = pool, group, abort_requested
+        self._names: dict[str, SequenceKey] = {}
+        self._replies: dict[SequenceKey, Reply] = {}
+        self._pending: set[SequenceKey] = set()
         self._polled_at = 0.0
 
-    def open(self, key: Key, prompt: Prompt, seed: int, conversation: EpisodeState) -> None:
+    def open(self, key: SequenceKey, prompt: Prompt, seed: int, conversation: EpisodeState) -> None:
         """Starts an episode, on the leading rank."""
         pool = _required(self._pool)
         name = f"{key[0]}.{key[1]}"
         self.conversations[key], self._names[name] = conversation, key
-        self._due.add(key)
+        self._pending.add(key)
         pool.open(name, seed, prompt.row, _label(prompt, key[1]))
 
-    def first_messages(self) -> dict[Key, Sequence[Message]]:
+    def first_messages(self) -> dict[SequenceKey, Sequence[Message]]:
         """Returns the messages of each environment's reset, on the leading rank; none for failed or ended ones."""
         keys = list(self.conversations)
         self._wait(keys)
-        found: dict[Key, Sequence[Message]] = {}
+        found: dict[SequenceKey, Sequence[Message]] = {}
         for key in keys:
             reply = self._replies.pop(key, None)
             if reply is not None and not self._fails(key, reply) and reply.observation is not None:
                 found[key] = reply.observation.messages
                 if reply.observation.done:
-                    self.conversations[key].fail(late=False, message="reset() ended the episode")
+                    self.conversations[key].fail(timed_out=False, message="reset() ended the episode")
         return found
 
-    def ask(self, stopped: FinishedTurn) -> None:
+    def submit(self, turn: FinishedTurn) -> None:
         """Implements `MultiTurnClient.ask`: sends the parsed turn to its environment."""
         if self._pool is None:
             return
-        action = self.conversations[stopped.key].add_turn(stopped.ids, stopped.finish_reason)
+        action = self.conversations[turn.key].add_turn(turn.ids, turn.finish_reason)
         if action is not None:
-            self._due.add(stopped.key)
-            self._pool.send(f"{stopped.place}.{stopped.sample_index}", action)
+            self._pending.add(turn.key)
+            self._pool.send(f"{turn.prompt_index}.{turn.sample_index}", action)
 
-    def hear(self) -> None:
+    def poll(self) -> None:
         """Implements `MultiTurnClient.hear`: polls the workers and ends those that exceed their time limit."""
         if self._pool is not None and time.monotonic() >= self._polled_at + POLL_S:
             self._take(self._pool.poll())
             self._polled_at = time.monotonic()
 
-    def answers(self, keys: Sequence[Key]) -> list[Sequence[int] | None]:
+    def wait_for_replies(self, keys: Sequence[SequenceKey]) -> list[Sequence[int] | None]:
         """Implements `MultiTurnClient.answers`: waits for the answers and broadcasts them as token ids."""
-        return self.shared(lambda: self._answers(keys))
+        return self.run_on_leader(lambda: self._answers(keys))
 
-    def shared(self, make: Callable[[], T]) -> T:
+    def run_on_leader(self, make: Callable[[], T]) -> T:
         """Collective over the replica: calls `make` on the leading rank and broadcasts its result or UserError."""
         if self._group is None:
             return make()
@@ -275,7 +282,7 @@ class _Talk(MultiTurnClient):
         for name in self._names if self._pool is not None else ():
             _required(self._pool).close(name)
 
-    def _answers(self, keys: Sequence[Key]) -> list[Sequence[int] | None]:
+    def _answers(self, keys: Sequence[SequenceKey]) -> list[Sequence[int] | None]:
         self._wait(keys)
         found: list[Sequence[int] | None] = []
         for key in keys:
@@ -286,22 +293,22 @@ class _Talk(MultiTurnClient):
                 found.append(conversation.add_observation(reply.observation))
         return found
 
-    def _wait(self, keys: Sequence[Key]) -> None:
+    def _wait(self, keys: Sequence[SequenceKey]) -> None:
         """Waits until the pending environments of these sequences have answered, or a stop was requested."""
         pool = _required(self._pool)
-        while any(key in self._due for key in keys) and not self._told_to_stop():
+        while any(key in self._pending for key in keys) and not self._abort_requested():
             self._take(pool.wait(WAIT_S))
 
     def _take(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
             key = self._names[reply.episode]
             self._replies[key] = reply
-            self._due.discard(key)
+            self._pending.discard(key)
 
-    def _fails(self, key: Key, reply: Reply) -> bool:
+    def _fails(self, key: SequenceKey, reply: Reply) -> bool:
         failure = reply.failure
         if failure is not None:
-            self.conversations[key].fail(late=failure.cause == "timeout", message=failure.message)
+            self.conversations[key].fail(timed_out=failure.cause == "timeout", message=failure.message)
         return failure is not None
 
 

@@ -36,7 +36,7 @@ class Ledger:
         """True for sampled tokens, False for observed ones."""
         return tuple(self._mask)
 
-    def sampled(self, ids: Sequence[int]) -> None:
+    def append_sampled(self, ids: Sequence[int]) -> None:
         """Appends a turn of the policy, its end token included.
 
         Raises:
@@ -44,7 +44,7 @@ class Ledger:
         """
         self._append(ids, sampled=True)
 
-    def observed(self, ids: Sequence[int]) -> None:
+    def append_observed(self, ids: Sequence[int]) -> None:
         """Appends the tokens between two turns of the policy.
 
         Raises:

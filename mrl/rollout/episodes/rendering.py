@@ -5,8 +5,8 @@ the chat template after a placeholder turn and encoded; sampled tokens are never
 chat template gets the message contents only (`PlainRendering`).
 
 The result equals a rendering of the full conversation only if the template is append-only: the rendering of a
-conversation must not change when messages follow. `ChatRendering.check` tests this at the start of a run, with verl's
-three modes of strictness.
+conversation must not change when messages follow. `ChatRendering.check_append_only` tests this at the start of a run,
+with verl's three modes of strictness.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Rendering(ABC):
         self._ends = frozenset(tokenizer.eos_ids)
 
     @abstractmethod
-    def opening(self, question: str | Sequence[Message], observed: Sequence[Message]) -> list[int]:
+    def initial_ids(self, question: str | Sequence[Message], observed: Sequence[Message]) -> list[int]:
         """Returns the ids of the prompt followed by the environment's first messages.
 
         Raises:
@@ -48,14 +48,14 @@ class Rendering(ABC):
         """
 
     @abstractmethod
-    def text_after(self, observed: Sequence[Message]) -> ChatText:
+    def observation_text(self, observed: Sequence[Message]) -> ChatText:
         """Returns the text after a turn's content: its end, the messages, the start of the next turn.
 
         Raises:
             UserError: The chat template rejects the messages, or changes the assistant's content.
         """
 
-    def after(self, turn: Sequence[int], observed: Sequence[Message]) -> list[int]:
+    def observation_ids(self, turn: Sequence[int], observed: Sequence[Message]) -> list[int]:
         """Returns the ids to append after a turn.
 
         Args:
@@ -63,14 +63,14 @@ class Rendering(ABC):
             observed: Messages of the environment.
 
         Raises:
-            UserError: As in `text_after`, or the tokenizer rejects the text.
+            UserError: As in `observation_text`, or the tokenizer rejects the text.
         """
-        ids = self._tokenizer.encode(self.text_after(observed))
+        ids = self._tokenizer.encode(self.observation_text(observed))
         if turn and turn[-1] in self._ends and ids and ids[0] in self._ends:
             return ids[1:]
         return ids
 
-    def text_of(self, turn: Sequence[int]) -> str:
+    def decode_turn(self, turn: Sequence[int]) -> str:
         """Decodes a turn without its end token."""
         return self._tokenizer.decode(turn[:-1] if turn and turn[-1] in self._ends else turn)
 
@@ -78,14 +78,14 @@ class Rendering(ABC):
 class PlainRendering(Rendering):
     """Encoding without a chat template: message contents are concatenated."""
 
-    def opening(self, question: str | Sequence[Message], observed: Sequence[Message]) -> list[int]:
-        """Implements `Rendering.opening` for a question that is text."""
+    def initial_ids(self, question: str | Sequence[Message], observed: Sequence[Message]) -> list[int]:
+        """Implements `Rendering.initial_ids` for a question that is text."""
         if not isinstance(question, str):
             return self._tokenizer.apply_chat_template(question)  # raises the UserError about the missing template
-        return self._tokenizer.encode(ChatText(question).joined(self.text_after(observed)), prompt=True)
+        return self._tokenizer.encode(ChatText(question).joined(self.observation_text(observed)), prompt=True)
 
-    def text_after(self, observed: Sequence[Message]) -> ChatText:
-        """Implements `Rendering.text_after`: the concatenated contents."""
+    def observation_text(self, observed: Sequence[Message]) -> ChatText:
+        """Implements `Rendering.observation_text`: the concatenated contents."""
         return self._tokenizer.quoted("".join(str(message["content"]) for message in observed))
 
 
@@ -101,13 +101,13 @@ class ChatRendering(Rendering):
         super().__init__(tokenizer)
         self._tools = tools
 
-    def opening(self, question: str | Sequence[Message], observed: Sequence[Message]) -> list[int]:
-        """Implements `Rendering.opening`; a text question becomes a user message."""
+    def initial_ids(self, question: str | Sequence[Message], observed: Sequence[Message]) -> list[int]:
+        """Implements `Rendering.initial_ids`; a text question becomes a user message."""
         asked = [{"role": "user", "content": question}] if isinstance(question, str) else question
         return self._tokenizer.apply_chat_template([*asked, *observed], self._tools)
 
-    def text_after(self, observed: Sequence[Message]) -> ChatText:
-        """Implements `Rendering.text_after` with the chat template."""
+    def observation_text(self, observed: Sequence[Message]) -> ChatText:
+        """Implements `Rendering.observation_text` with the chat template."""
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANY_TURN}]
         text = self._tokenizer.render_chat([*turn, *observed], begins_answer=True, tools=self._tools)
         place = text.text.find(ANY_TURN)  # the first match; observed messages may contain the placeholder too
@@ -118,29 +118,29 @@ class ChatRendering(Rendering):
             )
         return text.after(place + len(ANY_TURN))
 
-    def check(self, mode: CheckMode, observed: Sequence[Message], *, thinks: bool = True) -> None:
+    def check_append_only(self, mode: CheckMode, observed: Sequence[Message], *, with_reasoning: bool = True) -> None:
         """Checks in a conversation of two turns that the template is append-only.
 
         Args:
             mode: "strict": texts must be equal; "ignore_strippable": equal except for white space; "disable": no check.
             observed: Typical messages of the environment.
-            thinks: True to check also turns that start with reasoning.
+            with_reasoning: True to check also turns that start with reasoning.
 
         Raises:
             UserError: The template is not append-only.
         """
         if mode == "disable":
             return
-        for before in ("", THOUGHT) if thinks else ("",):
+        for before in ("", THOUGHT) if with_reasoning else ("",):
             self._check(mode, observed, before)
 
     def _check(self, mode: CheckMode, observed: Sequence[Message], before: str) -> None:
-        """Runs `check` with turns that start with the text `before`."""
+        """Runs `check_append_only` with turns that start with the text `before`."""
         messages: list[Message] = [{"role": "user", "content": "What is asked?"}]
         built = self._rendered(messages)
         for number in range(1, 3):
             turn = {"role": "assistant", "content": f"{before}Turn {number} of the assistant."}
-            built += turn["content"] + self.text_after(observed).text
+            built += turn["content"] + self.observation_text(observed).text
             messages += [turn, *observed]
             rendered = self._rendered(messages)
             if not _same(rendered, built, mode):

@@ -12,7 +12,7 @@ import sys
 from mrl.config import registry
 from mrl.config.config import RolloutConfig
 from mrl.config.keys import dotted_keys
-from mrl.engines._config_support import EVERYWHERE, Fields
+from mrl.engines._config_support import COMMON_FIELDS, Fields
 from mrl.engines._support import engine_support
 from mrl.trainer.validation.ranges import FIXED
 
@@ -42,7 +42,7 @@ APART = """
 
 def uses(engine: str) -> Fields:
     """Returns the support of all fields in an engine: its own `FIELDS` and those common to all engines."""
-    return {**EVERYWHERE, **engine_support(engine).fields}
+    return {**COMMON_FIELDS, **engine_support(engine).fields}
 
 
 def cells(key: str) -> list[str]:

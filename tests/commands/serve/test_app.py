@@ -27,7 +27,7 @@ JSON_TYPE = (b"content-type", b"application/json")
 def served(tmp_path_factory):
     folder = byte_bpe_folder(tmp_path_factory.mktemp("app"))
     tokenizer = load_tokenizer(ModelConfig(tokenizer=str(folder)), DataConfig())
-    return ServedModel("m", LONGEST, tokenizer, 0, formats.find("hermes"))
+    return ServedModel("m", LONGEST, tokenizer, 0, formats.find_format("hermes"))
 
 
 @pytest.fixture

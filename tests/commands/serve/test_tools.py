@@ -69,7 +69,9 @@ def ask(tokenizer, says, calls, part=7):
                 request_queue.add_tokens(place, found)
 
     async def asked():
-        app = make_app(ServedModel("m", 4000, tokenizer, 0, formats.find("hermes")), request_queue, "", local=False)
+        app = make_app(
+            ServedModel("m", 4000, tokenizer, 0, formats.find_format("hermes")), request_queue, "", local=False
+        )
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test/v1") as http:
             return await calls(openai.AsyncOpenAI(base_url="http://test/v1", api_key="-", http_client=http))

@@ -21,10 +21,10 @@ class Parts(WorkQueue):
     """Hands out one part of the work at each pulse, and says stop at the `last`, or once all is whole."""
 
     def __init__(self, parts, last=None, most=15):
-        self.parts, self.last, self.most = list(parts), last, most
+        self.parts, self.last, self.max_samples = list(parts), last, most
         self.num_pulses, self.num_asked, self.whole, self.waiting = 0, 0, [], []
 
-    def pulse(self, finished, num_waiting):
+    def poll(self, finished, num_waiting):
         self.whole += finished
         self.waiting.append(num_waiting)
         self.num_pulses += 1

@@ -23,7 +23,7 @@ class Scripted(MultiTurnClient):
     def __init__(self, limit=60):
         self.limit, self.said, self.turns, self.answered = limit, {}, {}, {}
 
-    def ask(self, stopped):
+    def submit(self, stopped):
         said = self.said.setdefault(stopped.key, [])
         said += [(token, True) for token in stopped.ids]
         self.turns[stopped.key] = self.turns.get(stopped.key, 0) + 1
@@ -35,7 +35,7 @@ class Scripted(MultiTurnClient):
             said += [(token, False) for token in answer]
         self.answered[stopped.key] = answer
 
-    def answers(self, keys):
+    def wait_for_replies(self, keys):
         return [self.answered.pop(key) for key in keys]
 
 
@@ -112,14 +112,14 @@ def test_two_ranks_hold_the_conversations_of_one(folder):
 
 
 def test_what_was_kept_is_told_of_sampled_tokens_alone(folder):
-    sampling = replace(SAMPLING, top_p=0.9, with_support=True)
+    sampling = replace(SAMPLING, top_p=0.9, return_kept_tokens=True)
     found, _ = conversations(folder, sampling=sampling)
-    plain, _ = conversations(folder, sampling=replace(sampling, with_support=False))
+    plain, _ = conversations(folder, sampling=replace(sampling, return_kept_tokens=False))
     for key, rollout in found.items():
-        assert (rollout.response_ids, plain[key].support) == (plain[key].response_ids, None)
+        assert (rollout.response_ids, plain[key].kept_tokens) == (plain[key].response_ids, None)
         own = torch.tensor(rollout.sampled_mask)
-        kept = rollout.support.split([1] * len(own))
-        assert torch.equal(rollout.support.counts_R > 0, own)
+        kept = rollout.kept_tokens.split([1] * len(own))
+        assert torch.equal(rollout.kept_tokens.counts_R > 0, own)
         assert all(
             token in part.ids_K for token, part, mine in zip(rollout.response_ids, kept, own, strict=True) if mine
         )

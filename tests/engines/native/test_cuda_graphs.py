@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from mrl.config.config import RolloutConfig
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native import packed_linear
-from mrl.engines.native.cuda_graphs import MOST_PLACES, DecodeGraphs
+from mrl.engines.native.cuda_graphs import MAX_GRAPH_SETS, DecodeGraphs
 from mrl.engines.native.engine import NativeEngine
 from mrl.engines.native.packed_linear import Linear
 from mrl.models.presets import arch_from_preset
@@ -176,7 +176,7 @@ def test_only_the_graphs_of_the_newest_places_are_kept():
         before = graphs.num_captures
         graphs.run(4, 256)
         captures.append(graphs.num_captures - before)
-    assert MOST_PLACES == 2 and captures == [1, 1, 0, 0, 1, 1, 1]
+    assert MAX_GRAPH_SETS == 2 and captures == [1, 1, 0, 0, 1, 1, 1]
 
 
 def test_a_copy_in_another_dtype_stays_where_it_is_over_updates():
@@ -191,7 +191,7 @@ def test_a_copy_in_another_dtype_stays_where_it_is_over_updates():
         product.refresh()
         assert [each.data_ptr() for each in product.reads] == [place.data_ptr()]
         assert torch.equal(product(torch.eye(8)), weight.float().T)
-        product.forget()
+        product.free_copies()
     assert Linear(weight, None, torch.bfloat16).copy is None
 
 

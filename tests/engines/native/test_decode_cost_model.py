@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mrl.engines.native import decode_cost_model as module
-from mrl.engines.native.decode_cost_model import ASSUMED, costs, curve, measured, of
+from mrl.engines.native.decode_cost_model import ASSUMED, costs, curve, from_stored, measured
 from mrl.models.kernels import machine
 
 
@@ -41,7 +41,7 @@ def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch, work, calls):
 def test_what_cannot_be_kept_is_assumed(tmp_path, monkeypatch, work):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assumed = of(ASSUMED, 8)
+    assumed = from_stored(ASSUMED, 8)
     found = costs("model", *work, 8)
     assert found.slot == assumed.slot and (found.steps == assumed.steps).all()
     assert assumed.steps[8] / assumed.steps[1] == 24 / 17

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.compiler
 
 DTYPES = [torch.float32, torch.bfloat16]
 SAMPLING = SamplingConfig(n=3, max_tokens=14, temperature=0.9, stop_token_ids=(5, 6, 7), seed=1)
-CUT = SamplingConfig(n=2, max_tokens=9, temperature=1.2, top_p=0.8, top_k=20, seed=4, with_support=True)
+CUT = SamplingConfig(n=2, max_tokens=9, temperature=1.2, top_p=0.8, top_k=20, seed=4, return_kept_tokens=True)
 
 DRAFTS = SpeculativeConfig(method="ngram", prompt_lookup_min=1)
 

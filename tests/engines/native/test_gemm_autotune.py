@@ -15,7 +15,7 @@ from mrl.engines.native.gemm_autotune import (
     ROW_BY_ROW,
     TRANSPOSED,
     candidates,
-    form_of,
+    kernel_for,
     row_by_row,
 )
 from mrl.engines.native.packed_linear import packs
@@ -52,7 +52,7 @@ def measured(monkeypatch):
 def again():
     """As another process would."""
     gemm_autotune._chosen.cache_clear()
-    return form_of(SHAPE, torch.float32)
+    return kernel_for(SHAPE, torch.float32)
 
 
 @pytest.mark.parametrize("name", [*FORMS, ROW_BY_ROW])
@@ -70,11 +70,11 @@ def test_each_form_multiplies(name, with_bias):
 
 def test_the_fastest_is_taken_and_measured_once_on_a_machine(measured):
     calls, times = measured
-    assert form_of(SHAPE, torch.float32) is PLAIN
+    assert kernel_for(SHAPE, torch.float32) is PLAIN
     times[TRANSPOSED] = 0.1
     assert again() is PLAIN
     assert calls == [list(FORMS.values())] * len(gemm_autotune.ROWS)
-    assert form_of((SHAPE[0] + 16, SHAPE[1]), torch.float32) is TRANSPOSED  # another product
+    assert kernel_for((SHAPE[0] + 16, SHAPE[1]), torch.float32) is TRANSPOSED  # another product
 
 
 def test_other_compiled_functions_are_measured_again(measured, monkeypatch):
@@ -83,14 +83,14 @@ def test_other_compiled_functions_are_measured_again(measured, monkeypatch):
     for key in ("one", "one", "another"):
         monkeypatch.setattr(library.required(torch.float32), "key", key)
         gemm_autotune._chosen.cache_clear()
-        assert form_of(SHAPE, torch.float32, compiled=True).name == ROW_BY_ROW
+        assert kernel_for(SHAPE, torch.float32, compiled=True).name == ROW_BY_ROW
     assert len(calls) == 2 * len(gemm_autotune.ROWS)
 
 
 def test_a_lead_that_noise_could_make_decides_nothing(measured):
     _, times = measured
     times.update({PLAIN: 0.95, TRANSPOSED: 0.91})
-    assert form_of(SHAPE, torch.float32) is PACKED
+    assert kernel_for(SHAPE, torch.float32) is PACKED
 
 
 def test_a_form_in_which_a_row_depends_on_the_others_is_not_taken(measured, monkeypatch):
@@ -100,15 +100,15 @@ def test_a_form_in_which_a_row_depends_on_the_others_is_not_taken(measured, monk
     leaking = replace(PLAIN, name="leaking", product=leaks)
     monkeypatch.setattr(gemm_autotune, "FORMS", {**FORMS, "leaking": leaking})
     measured[1][leaking] = 0.01
-    assert not gemm_autotune.rows_stand_alone(leaking, torch.randn(SHAPE))
-    assert form_of(SHAPE, torch.float32) is PLAIN
+    assert not gemm_autotune.is_batch_invariant(leaking, torch.randn(SHAPE))
+    assert kernel_for(SHAPE, torch.float32) is PLAIN
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2816, 512), (512, 1408), (128, 1408), (96, 64)])
 def test_rows_do_not_depend_on_each_other_in_any_form_that_is_taken(shape, dtype):
     """On processors with AMX all but the compiled form fail in bfloat16."""
-    form = form_of(shape, dtype, compiled=True)
+    form = kernel_for(shape, dtype, compiled=True)
     weight, x = torch.randn(shape).to(dtype), torch.randn(400, shape[1]).to(dtype)
     packed = form.pack(weight, None)
     whole = form(x, packed, None)
@@ -122,28 +122,28 @@ def test_a_packed_form_whose_rows_depend_on_each_other_gives_way(measured, monke
     compiled = row_by_row(shape[0], torch.bfloat16)
     times |= {PLAIN: 3.0, TRANSPOSED: 2.0, compiled: 4.0}
     monkeypatch.setattr(gemm_autotune, "rows_stand_alone", lambda form, weight: form is compiled)
-    assert form_of(shape, torch.bfloat16, compiled=True) is compiled
-    assert form_of(shape, torch.bfloat16) is PACKED  # nothing else is there
+    assert kernel_for(shape, torch.bfloat16, compiled=True) is compiled
+    assert kernel_for(shape, torch.bfloat16) is PACKED  # nothing else is there
 
 
 def test_small_products_and_machines_without_a_cache_are_not_measured(measured, monkeypatch):
-    assert form_of((128, 160), torch.float32) is PACKED
+    assert kernel_for((128, 160), torch.float32) is PACKED
     for dtype in (torch.float32, torch.bfloat16):
-        assert form_of((128, 160), dtype, compiled=True) is row_by_row(128, dtype)
+        assert kernel_for((128, 160), dtype, compiled=True) is row_by_row(128, dtype)
     monkeypatch.setattr(machine, "place", lambda _: None)
-    assert form_of(SHAPE, torch.float32) is PACKED
+    assert kernel_for(SHAPE, torch.float32) is PACKED
     assert measured[0] == []
 
 
 def test_what_the_job_takes_is_kept(measured, monkeypatch):
     monkeypatch.setattr(machine, "agreed", lambda *_: "transposed")
-    assert form_of(SHAPE, torch.float32) is TRANSPOSED
+    assert kernel_for(SHAPE, torch.float32) is TRANSPOSED
     monkeypatch.setattr(machine, "agreed", lambda _, own: own)
     assert again() is TRANSPOSED
 
 
 def test_what_is_kept_and_unknown_is_not_followed(measured, home):
-    form_of(SHAPE, torch.float32)
+    kernel_for(SHAPE, torch.float32)
     (kept,) = home.rglob("float32-*x600")
     kept.write_text("of another version")
     assert again() is PACKED
@@ -151,7 +151,7 @@ def test_what_is_kept_and_unknown_is_not_followed(measured, home):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_measuring_takes_milliseconds(compiled):
-    form = gemm_autotune.fastest(SHAPE, torch.float32, compiled=compiled)
+    form = gemm_autotune.measure_fastest(SHAPE, torch.float32, compiled=compiled)
     assert form in candidates(SHAPE[0], torch.float32, compiled=compiled).values()
 
 
@@ -159,9 +159,9 @@ def test_what_the_job_compiles_is_measured_where_the_job_compiles(measured):
     _, times = measured
     compiled = row_by_row(SHAPE[0], torch.float32)
     times[compiled] = 0.4
-    assert form_of(SHAPE, torch.float32, compiled=True) is compiled
-    assert form_of(SHAPE, torch.float32) is PLAIN  # and the choice of the one is not that of the other
-    assert form_of(SHAPE, torch.float32, compiled=True) is compiled
+    assert kernel_for(SHAPE, torch.float32, compiled=True) is compiled
+    assert kernel_for(SHAPE, torch.float32) is PLAIN  # and the choice of the one is not that of the other
+    assert kernel_for(SHAPE, torch.float32, compiled=True) is compiled
 
 
 def test_a_compiled_form_is_taken_at_few_rows_though_it_wins_nothing_at_many(monkeypatch):
@@ -173,7 +173,7 @@ def test_a_compiled_form_is_taken_at_few_rows_though_it_wins_nothing_at_many(mon
         ]
     )
     monkeypatch.setattr(machine, "best_times", lambda _: next(found))
-    assert form_of(SHAPE, torch.float32, compiled=True) is compiled
+    assert kernel_for(SHAPE, torch.float32, compiled=True) is compiled
 
 
 def agree():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mrl.engines.base import RolloutEngine, SamplingConfig
-from mrl.engines.native.multiturn import LIVE, pool_rows
+from mrl.engines.native.multiturn import MAX_ACTIVE_RATIO, pool_rows
 from mrl.engines.native.parked_slots import PausedSequences
 from mrl.engines.native.scheduler import PrefillGroup, Scheduler
 from mrl.types import Prompt
@@ -18,7 +18,7 @@ from tests.engines.native.tiny import make_checkpoint, make_engine, make_prompts
 from tests.ranks import run_ranks
 
 SAMPLING = SamplingConfig(n=3, max_tokens=60, temperature=0.9, stop_token_ids=ENDS, seed=2)
-CUT = {"top_p": 0.9, "with_support": True}
+CUT = {"top_p": 0.9, "return_kept_tokens": True}
 WAITS_S = 0.004
 
 
@@ -34,15 +34,15 @@ class Late(Scripted):
         super().__init__()
         self.random, self.ready, self.events = random.Random(seed), {}, []
 
-    def ask(self, stopped):
-        super().ask(stopped)
+    def submit(self, stopped):
+        super().submit(stopped)
         self.ready[stopped.key] = time.monotonic() + self.random.choice((0, 1, 5)) * WAITS_S
         self.events.append(("ask", stopped.key))
 
-    def answers(self, keys):
+    def wait_for_replies(self, keys):
         self.events.append(("answers", *keys))
         time.sleep(max(0.0, max(self.ready[key] for key in keys) - time.monotonic()))
-        return super().answers(keys)
+        return super().wait_for_replies(keys)
 
 
 def conversations(folder, *, rows=None, seed=0, by_rounds=False, sampling=SAMPLING, **settings):
@@ -50,7 +50,7 @@ def conversations(folder, *, rows=None, seed=0, by_rounds=False, sampling=SAMPLI
     engine, talk = make_engine(folder, max_num_seqs=4, **settings), Late(seed)
     if rows is not None:
         engine._cache.budget_bytes = rows * (max(LENGTHS) + 60) * engine._cache.token_bytes
-    converse = RolloutEngine.converse if by_rounds else type(engine).converse
+    converse = RolloutEngine.generate_multi_turn if by_rounds else type(engine).converse
     rollouts = converse(engine, make_prompts(LENGTHS), sampling, talk)
     for rollout in rollouts:
         said = talk.said[rollout.prompt.uid - 10, rollout.sample_index]
@@ -121,20 +121,20 @@ def test_no_more_conversations_begin_than_are_of_use(folder):
         if what == "ask":
             begins.setdefault(keys[0], i)
     most = max(sum(begins[key] <= at <= ends[key] for key in begins) for at in begins.values())
-    assert most == LIVE
+    assert most == MAX_ACTIVE_RATIO
 
 
 def test_one_that_was_told_to_stop_gives_nothing(folder):
     engine, talk = make_engine(folder, max_num_seqs=4), Late(0)
-    engine.told_to_stop = lambda: len(talk.events) > 8
+    engine.abort_requested = lambda: len(talk.events) > 8
     assert engine.converse(make_prompts(LENGTHS), SAMPLING, talk) == []
-    engine.told_to_stop = lambda: False
+    engine.abort_requested = lambda: False
     assert len(engine.converse(make_prompts(LENGTHS), SAMPLING, Late(0))) == len(LENGTHS) * SAMPLING.n
 
 
 def test_rows_to_wait_in_come_in_steps_where_memory_is_short():
     assert pool_rows(8, 3, 2, 100) == 7
-    assert pool_rows(8, 50, 2, 100) == 8 * LIVE + 2
+    assert pool_rows(8, 50, 2, 100) == 8 * MAX_ACTIVE_RATIO + 2
     assert {pool_rows(8, 100, 1, fitting) for fitting in range(8, 25)} == {8, 10, 12, 14, 16, 18, 20, 22, 24}
     assert pool_rows(1, 1, 1, 100) == 1
 
@@ -181,17 +181,17 @@ def test_a_sequence_finds_in_its_row_what_it_left(num_rows, spare, seed):
             keys.remove(key)
             parking.forget(key)
         groups = [
-            PrefillGroup(0, Prompt(0, tuple(range(len(turns[key]) + 3)), ""), deque([0]), 9, answered=key)
+            PrefillGroup(0, Prompt(0, tuple(range(len(turns[key]) + 3)), ""), deque([0]), 9, resumed_key=key)
             for key in keys
         ]
         move(scheduler.resume(groups, admitted))
         for i, group in enumerate([*groups, *admitted]):
             row = len(scheduler.running) + i
-            if group.answered:
-                assert group.cached in (0, len(turns[group.answered]))
+            if group.resumed_key:
+                assert group.cached in (0, len(turns[group.resumed_key]))
                 lost += group.cached == 0
-                assert not group.cached or held[row][: group.cached] == turns[group.answered]
-                held[row] = [*turns[group.answered], *([group.answered] * 3)]
+                assert not group.cached or held[row][: group.cached] == turns[group.resumed_key]
+                held[row] = [*turns[group.resumed_key], *([group.resumed_key] * 3)]
             else:
                 held[row] = [("prompt", group.index)] * group.prompt_len
         begun, moves = scheduler.start([*groups, *admitted], step)

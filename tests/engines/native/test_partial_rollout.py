@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mrl.engines._work_queue import PromptWork
 from mrl.engines.base import RolloutEngine
 from mrl.engines.native import partial_rollout
-from mrl.engines.native.partial_rollout import merged
+from mrl.engines.native.partial_rollout import merge_versions
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
 from mrl.types import PartialRollout
@@ -81,13 +81,13 @@ def test_work_in_any_parts_gives_what_generate_gives(cheap, by_cheap, data):
     for prompt, sample in data.draw(st.permutations(ALL)):
         how = data.draw(st.sampled_from(("same", "work", "pulse", "idle")))
         if how == "same" and parts[-1] and parts[-1][-1].prompt == prompt:
-            parts[-1][-1] = PromptWork(prompt, (*parts[-1][-1].new, sample))
+            parts[-1][-1] = PromptWork(prompt, (*parts[-1][-1].new_indices, sample))
             continue
         parts += {"pulse": [[]], "idle": [[], []]}.get(how, [])
         parts[-1].append(PromptWork(prompt, (sample,)))
     feed = Parts(parts, most=data.draw(st.integers(1, len(ALL))))
     assert cheap.stream(feed, SAMPLING) == []
-    assert cheap.stats()["max_running"] <= feed.most  # where there is room for fewer than come, the others wait
+    assert cheap.stats()["max_running"] <= feed.max_samples  # where there is room for fewer than come, the others wait
     assert_same(feed.whole, by_cheap)
     assert {r.version_runs for r in feed.whole} == {()}
 
@@ -98,14 +98,14 @@ def test_the_feed_is_asked_at_the_start_then_by_decode_steps_and_when_nothing_is
     engine.stream(feed, sampling)
     num_steps = 3 * (sampling.max_tokens - 1)  # 15 samples in 6 rows; the first token of each needs no step
     assert engine.stats()["decode_steps"] == num_steps
-    assert feed.num_pulses == 2 + -(-num_steps // partial_rollout.pulse_steps(sampling.max_tokens))
+    assert feed.num_pulses == 2 + -(-num_steps // partial_rollout.poll_interval(sampling.max_tokens))
     assert [count for count, _ in groupby(feed.waiting)] == [0, 9, 3, 0]
     assert engine.stats()["max_running"] == NARROW["max_num_seqs"]
 
 
 @pytest.mark.parametrize(("max_tokens", "steps"), [(1, 1), (4, 1), (16, 2), (63, 7), (64, 8), (8192, 8)])
 def test_short_responses_are_looked_at_more_often(max_tokens, steps):
-    assert partial_rollout.pulse_steps(max_tokens) == steps
+    assert partial_rollout.poll_interval(max_tokens) == steps
 
 
 def test_a_prompt_is_read_once_for_its_samples(folder, engine):
@@ -152,7 +152,7 @@ def test_what_the_feed_hands_out_late_needs_no_other_cache(folder):
 @pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
 def test_stopped_again_and_again_it_samples_the_same(monkeypatch, engine, cut, pulse, last):
     monkeypatch.setattr(partial_rollout, "pulse_steps", lambda max_tokens: pulse)
-    sampling = replace(SAMPLING, with_support=bool(cut), **cut)
+    sampling = replace(SAMPLING, return_kept_tokens=bool(cut), **cut)
     whole, left = disturbed(engine, sampling, last)
     assert_same(whole, undisturbed(engine, sampling))
     assert any(left)
@@ -164,7 +164,7 @@ def test_under_other_weights_old_tokens_stay_and_new_ones_score_as_transformers_
     monkeypatch, folder, others, cut
 ):
     monkeypatch.setattr(partial_rollout, "pulse_steps", lambda max_tokens: 3)
-    sampling = replace(SAMPLING, with_support=bool(cut), **cut)
+    sampling = replace(SAMPLING, return_kept_tokens=bool(cut), **cut)
     engine, folders = make_engine(folder, **NARROW), [folder, *others]
     versions = [10, 11, 15]
     refit(engine, folder, engine.spec.arch, versions[0])
@@ -199,7 +199,7 @@ def test_under_other_weights_old_tokens_stay_and_new_ones_score_as_transformers_
 
 
 def test_runs_of_one_version_are_one():
-    assert merged([(1, 2), (1, 3), (4, 1), (4, 2), (1, 1)]) == ((1, 5), (4, 3), (1, 1))
+    assert merge_versions([(1, 2), (1, 3), (4, 1), (4, 2), (1, 1)]) == ((1, 5), (4, 3), (1, 1))
 
 
 def test_a_stop_string_across_the_break_is_found(monkeypatch, folder):
@@ -265,12 +265,12 @@ def test_none_is_lost_or_doubled_whatever_is_stopped_when(monkeypatch, cheap):
 def test_one_that_was_told_to_stop_samples_no_more_and_asks_until_it_may_leave(folder):
     engine, feed = make_engine(folder), Parts([work_of(ALL[:4]), [], work_of(ALL[4:])], 9)
     full = replace(SAMPLING, ignore_eos=True)
-    engine.told_to_stop = lambda: feed.num_pulses == 2
+    engine.abort_requested = lambda: feed.num_pulses == 2
     begun = engine.stream(feed, full)
     assert {key_of(one) for one in begun} == {(prompt.uid, sample) for prompt, sample in ALL[:4]} and not feed.whole
     assert feed.num_pulses == 9
-    assert engine.stats()["decode_steps"] == partial_rollout.pulse_steps(SAMPLING.max_tokens)
-    engine.told_to_stop = lambda: False
+    assert engine.stats()["decode_steps"] == partial_rollout.poll_interval(SAMPLING.max_tokens)
+    engine.abort_requested = lambda: False
     feed = Parts([work_of(not_begun(begun), begun)])
     assert engine.stream(feed, full) == []
     assert_same(feed.whole, undisturbed(engine, full))
@@ -291,7 +291,7 @@ def test_it_refuses_what_cannot_go_on(folder, engine):
     with pytest.raises(RuntimeError, match="log-probabilities of 2, and versions of 3"):
         go_on(version_runs=((0, 2), (1, 1)))
     with pytest.raises(RuntimeError, match="kept token ids for 0 of its"):
-        go_on(replace(SAMPLING, with_support=True, **CUT))
+        go_on(replace(SAMPLING, return_kept_tokens=True, **CUT))
     with pytest.raises(UserError, match="vocabulary"):
         go_on(response_ids=(1, 99))
     with pytest.raises(UserError, match="max_num_batched_tokens=4, and chunked prefill is off"):
@@ -322,9 +322,9 @@ def test_experts_are_recorded_of_what_becomes_whole_and_nothing_else_may_stop(tm
 
 def test_an_engine_that_only_generates_streams_whole_responses(engine):
     feed = Parts([work_of(ALL[:4]), [], [*work_of(ALL[4:6]), *work_of(ALL[6:9])], work_of(ALL[9:])])
-    assert RolloutEngine.stream(engine, feed, SAMPLING) == []
+    assert RolloutEngine.generate_streaming(engine, feed, SAMPLING) == []
     assert_same(feed.whole, undisturbed(engine))
     assert set(feed.waiting) == {0}
     begun = engine.stream(Parts([work_of(ALL)], 2), SAMPLING)
     with pytest.raises(RuntimeError, match=rf"partial rollouts \({len(begun)} pending\).*rollout\.name=native"):
-        RolloutEngine.stream(engine, Parts([work_of([], begun)]), SAMPLING)
+        RolloutEngine.generate_streaming(engine, Parts([work_of([], begun)]), SAMPLING)

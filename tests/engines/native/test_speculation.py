@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mrl.config.config import SpeculativeConfig
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native import drafting, partial_rollout
-from mrl.engines.native.decode_cost_model import ASSUMED, Costs, of
+from mrl.engines.native.decode_cost_model import ASSUMED, Costs, from_stored
 from mrl.engines.native.drafting import NOT_HERE, Drafting
 from mrl.engines.native.ngram_history import SEQUENCES_PER_ROW, History
 from mrl.engines.native.speculation import Speculation
@@ -75,7 +75,7 @@ def test_rollouts_are_those_without_drafts_to_the_bit(engines, data):
         temperature=data.draw(st.sampled_from((0.1, 0.4, 1.0))),
         top_k=data.draw(st.sampled_from((-1, 5))),
         top_p=data.draw(st.sampled_from((1.0, 0.8))),
-        with_support=data.draw(st.booleans()),
+        return_kept_tokens=data.draw(st.booleans()),
         stop_token_ids=data.draw(st.sampled_from(((), (3,), (1, 4, 9)))),
         stop=data.draw(st.sampled_from(((), ("ab", "ccc"), ("fgf", "d")))),
         seed=data.draw(st.integers(0, 5)),
@@ -143,7 +143,7 @@ def folder(tmp_path_factory):
 LOW = replace(SAMPLING, temperature=0.05, max_tokens=30, stop_token_ids=(5,))
 
 
-@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9, "with_support": True}], ids=["whole", "cut"])
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9, "return_kept_tokens": True}], ids=["whole", "cut"])
 def test_a_stream_gives_the_same_bits_and_the_same_order_every_time(folder, cut):
     sampling = replace(LOW, **cut)
     parts = [work_of(ALL[:7]), [], work_of(ALL[7:])]
@@ -179,8 +179,8 @@ def test_samples_that_stop_and_go_on_are_a_function_of_config_and_seed(folder, m
 
 
 def _streams_on_ranks(folder):
-    usual = partial_rollout.PULSE, drafting.ASSUMED
-    partial_rollout.PULSE, drafting.ASSUMED = 3, {"steps": [[1, 1], [2, 1]], "slot": 0.0, "drafts": 0.0}
+    usual = partial_rollout.MAX_POLL_INTERVAL, drafting.ASSUMED
+    partial_rollout.MAX_POLL_INTERVAL, drafting.ASSUMED = 3, {"steps": [[1, 1], [2, 1]], "slot": 0.0, "drafts": 0.0}
     try:
         accepted, engine = [], make_engine(folder, tp_group=dist.group.WORLD, speculative=ON, **NARROW)
 
@@ -190,7 +190,7 @@ def _streams_on_ranks(folder):
         whole, left = disturbed(engine, LOW, last=4, between=between)
         plain = undisturbed(make_engine(folder, tp_group=dist.group.WORLD, **NARROW), LOW)
     finally:
-        partial_rollout.PULSE, drafting.ASSUMED = usual
+        partial_rollout.MAX_POLL_INTERVAL, drafting.ASSUMED = usual
     told = [exact(one) for one in whole], [[exact_begun(one) for one in part] for part in left], accepted
     return told, [exact(one)[:3] for one in plain]
 
@@ -282,7 +282,9 @@ def speculation_of(engines, batch):
     """Of rows in which something is drafted, at the costs that are assumed."""
     engine = engines[torch.float32][1]
     config = SpeculativeConfig(method="ngram")
-    spec = Speculation(config, engine._model.operations, History(1, 1, 8), of(ASSUMED, 4096), batch, lambda _: None)
+    spec = Speculation(
+        config, engine._model.operations, History(1, 1, 8), from_stored(ASSUMED, 4096), batch, lambda _: None
+    )
     counts = np.full(batch, config.num_speculative_tokens)
     return spec, (counts, np.full(batch, 3), np.full(batch, 100))
 
@@ -313,7 +315,7 @@ def test_acceptance_is_learned_where_nothing_is_fed(engines):
     spec, _ = speculation_of(engines, 2)
     for _ in range(200):
         spec._found = (np.array([4, 4]), np.array([3, 5]), np.array([1, 1]))
-        spec.learn(np.array([1, 2]))
+        spec.update_rates(np.array([1, 2]))
     assert spec._rates[3] > 0.9 and spec._rates[5] < 0.1 and spec._rates[4] == 0.5
 
 
@@ -322,7 +324,7 @@ def test_forty_drafts_that_did_not_come_true_end_drafting_until_some_do(engines)
     for drawn, drafts in ((2, False), (1, True)):
         for _ in range(40):
             spec._found = (np.array([1]), np.array([3]), np.array([1]))
-            spec.learn(np.array([drawn]))
+            spec.update_rates(np.array([drawn]))
         assert (spec._chosen(*rows) is not None) == drafts
 
 

@@ -42,15 +42,15 @@ def engine(folder):
 
 def _on_ranks_of_a_replica(folder, sampling, settings):
     engine = make_engine(folder, tp_group=dist.group.WORLD, **settings)
-    partial_rollout.pulse_steps, usual = (lambda max_tokens: 3), partial_rollout.pulse_steps
+    partial_rollout.poll_interval, usual = (lambda max_tokens: 3), partial_rollout.poll_interval
     whole, left = disturbed(engine, sampling)
-    partial_rollout.pulse_steps = usual
+    partial_rollout.poll_interval = usual
     return whole, left
 
 
 @pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
 def test_two_ranks_of_a_replica_stop_and_go_on_alike(folder, engine, cut):
-    sampling = replace(SAMPLING, with_support=bool(cut), **cut)
+    sampling = replace(SAMPLING, return_kept_tokens=bool(cut), **cut)
     (whole, left), (other, other_left) = run_ranks(2, _on_ranks_of_a_replica, folder, sampling, NARROW)
     assert [r.support is None for r in other] == [True] * len(other)  # of the first rank's alone
     assert other == whole and other_left == left
@@ -60,7 +60,7 @@ def test_two_ranks_of_a_replica_stop_and_go_on_alike(folder, engine, cut):
 
 def _one_rank_is_told(folder):
     engine, feed = make_engine(folder, tp_group=dist.group.WORLD), Parts([work_of(ALL[:4]), work_of(ALL[4:])], 9)
-    engine.told_to_stop = lambda: dist.get_rank() == 1 and feed.num_pulses > 1
+    engine.abort_requested = lambda: dist.get_rank() == 1 and feed.num_pulses > 1
     found = engine.stream(feed, replace(SAMPLING, max_tokens=60, ignore_eos=True))
     return found, feed.num_pulses, engine.stats()["decode_steps"]
 
@@ -70,7 +70,7 @@ def test_all_ranks_of_a_replica_stop_where_one_is_told(folder):
     assert first == second
     begun, num_pulses, num_steps = first
     assert [(each.prompt.uid, each.sample_index) for each in begun] == sorted((prompt.uid, n) for prompt, n in ALL)
-    assert num_pulses == 9 and num_steps < 3 * partial_rollout.pulse_steps(60)
+    assert num_pulses == 9 and num_steps < 3 * partial_rollout.poll_interval(60)
 
 
 class Shared(WorkQueue):
@@ -80,10 +80,10 @@ class Shared(WorkQueue):
     """
 
     def __init__(self, queue, enough, most, delay):
-        self.queue, self.enough, self.most, self.delay = list(queue), enough, most, delay
+        self.queue, self.enough, self.max_samples, self.delay = list(queue), enough, most, delay
         self.has, self.log = [0] * dist.get_world_size(), []
 
-    def pulse(self, finished, num_waiting):
+    def poll(self, finished, num_waiting):
         self.delay()
         heard = gathered(([exact(one) for one in finished], num_waiting))
         self.log.append(heard)
@@ -92,7 +92,7 @@ class Shared(WorkQueue):
         if self.enough <= 0:
             return None
         mine = []
-        while self.queue and min(self.has) < self.most:
+        while self.queue and min(self.has) < self.max_samples:
             rank = self.has.index(min(self.has))
             self.has[rank] += 1
             one = self.queue.pop(0)
@@ -120,7 +120,7 @@ def _on_replicas(folder, seed):
         return decode(batch, length)
 
     engine._decode_eagerly = late
-    partial_rollout.pulse_steps, usual = (lambda max_tokens: 1), partial_rollout.pulse_steps
+    partial_rollout.poll_interval, usual = (lambda max_tokens: 1), partial_rollout.poll_interval
     whole, rounds, begun = [], [], []
     while len(whole) < len(ALL):
         known = {one[:2] for one in whole} | {key_of(one) for one in begun}
@@ -131,7 +131,7 @@ def _on_replicas(folder, seed):
         begun = sorted([one for left in lefts for one in left] + late_ones, key=key_of)
         whole += [one for heard in feed.log for found, _ in heard for one in found]
         rounds.append((feed.log, [[exact(one) for one in left] for left in lefts]))
-    partial_rollout.pulse_steps = usual
+    partial_rollout.poll_interval = usual
     return whole, rounds
 
 

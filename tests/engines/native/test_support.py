@@ -27,7 +27,7 @@ ZIPF = 1.6
 SURE = 0.994
 """Probability of the first token where the model is sure; TRL's mean comes of it."""
 RATIO = 1e-5
-CUT = SamplingConfig(n=1, max_tokens=1, top_p=0.8, top_k=1024, with_support=True)
+CUT = SamplingConfig(n=1, max_tokens=1, top_p=0.8, top_k=1024, return_kept_tokens=True)
 
 
 def logits_of_kinds():
@@ -48,7 +48,7 @@ def sampled(sampling):
     record = KeptTokens()
     add_step(*kept, [record] * TOKENS)
     rollout = Rollout(Prompt(0, (1,), ""), 0, tokens.tolist(), logprobs.tolist(), "length", 0)
-    record.give(rollout)
+    record.attach_to(rollout)
     return kinds, tokens, logprobs, rollout
 
 
@@ -65,7 +65,7 @@ def test_in_trls_case_the_kept_mass_is_0_895_and_the_support_takes_it_out_of_the
     kinds, tokens, logprobs, rollout = sampled(CUT)
     mass = torch.tensor(rollout.log_kept_mass).exp()
     assert abs(float(mass.mean()) - 0.895) < 2e-3
-    corrected, without = (ratios(each, kinds, tokens, logprobs) for each in (rollout.support, None))
+    corrected, without = (ratios(each, kinds, tokens, logprobs) for each in (rollout.kept_tokens, None))
     assert (corrected - 1).abs().max() < RATIO
     torch.testing.assert_close(without, mass, rtol=RATIO, atol=0)
     assert abs(float(without.mean()) - 0.895) < 2e-3
@@ -79,24 +79,24 @@ def test_in_trls_case_the_kept_mass_is_0_895_and_the_support_takes_it_out_of_the
 @pytest.mark.parametrize("greedy", [False, True])
 def test_the_support_is_what_the_contract_keeps(cut, greedy):
     given = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, **cut}
-    sampling = SamplingConfig(n=1, max_tokens=1, greedy=greedy, with_support=True, **given)
+    sampling = SamplingConfig(n=1, max_tokens=1, greedy=greedy, return_kept_tokens=True, **given)
     kinds, tokens, logprobs, rollout = sampled(sampling)
     logits = logits_of_kinds().double()
     threshold = keep_threshold(logits.float(), given["top_k"], given["top_p"], given["min_p"])
     kept = torch.ones_like(logits, dtype=torch.bool) if threshold is None else logits.float() >= threshold[:, None]
     whole = logits.logsumexp(1)
     mass = logits.masked_fill(~kept, -torch.inf).logsumexp(1) - whole
-    assert torch.equal(rollout.support.counts_R.long(), kept.sum(1)[kinds])
-    for row, part in enumerate(rollout.support.split([1] * TOKENS)[:KINDS]):
+    assert torch.equal(rollout.kept_tokens.counts_R.long(), kept.sum(1)[kinds])
+    for row, part in enumerate(rollout.kept_tokens.split([1] * TOKENS)[:KINDS]):
         assert part.ids_K.tolist() == kept[kinds[row]].nonzero().flatten().tolist()
     torch.testing.assert_close(torch.tensor(rollout.log_kept_mass).double(), mass[kinds], rtol=0, atol=RATIO)
-    assert (ratios(rollout.support, kinds, tokens, logprobs) - 1).abs().max() < 5 * RATIO  # sums of 4096 in fp32
+    assert (ratios(rollout.kept_tokens, kinds, tokens, logprobs) - 1).abs().max() < 5 * RATIO  # sums of 4096 in fp32
 
 
 def test_a_token_that_was_not_kept_is_no_sample_of_that_distribution():
     record = KeptTokens()
     add_step(torch.tensor([[True, False, True]]), torch.tensor([-0.1]), [record])
     with pytest.raises(RuntimeError, match=r"response token 0 \(1\) is not among the kept token ids"):
-        record.give(Rollout(Prompt(0, (1,), ""), 0, [1], [-0.5], "stop", 0))
+        record.attach_to(Rollout(Prompt(0, (1,), ""), 0, [1], [-0.5], "stop", 0))
     with pytest.raises(RuntimeError, match="exist for 1 of 2 response tokens"):
-        record.give(Rollout(Prompt(0, (1,), ""), 0, [0, 2], [-0.5, -0.5], "stop", 0))
+        record.attach_to(Rollout(Prompt(0, (1,), ""), 0, [0, 2], [-0.5, -0.5], "stop", 0))

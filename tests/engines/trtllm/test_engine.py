@@ -173,7 +173,7 @@ def test_told_to_stop_it_takes_its_requests_back(standin, tmp_path, weights):
     with tiny.engine(tmp_path) as engine:
         tiny.refit(engine, weights)
         standin.setenv(FAULTS, "silent")
-        engine.told_to_stop = lambda: True
+        engine.abort_requested = lambda: True
         assert engine.generate(PROMPTS, SAMPLING) == []
 
 

@@ -8,7 +8,7 @@ import torch
 
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm import logprob_probe
-from mrl.engines.trtllm.logprob_probe import CUT, HOT, ProbeResponse, Scores
+from mrl.engines.trtllm.logprob_probe import HIGH_TEMPERATURE_PROBE, TRUNCATED_PROBE, ProbeResponse, Scores
 from mrl.engines.trtllm.requests import HOST_PART
 from mrl.engines.trtllm.scoring import score
 from mrl.errors import UserError
@@ -167,22 +167,24 @@ def test_the_probe_decides_only_where_the_distributions_differ(scale, expected):
 
     def answers(change=0.0, **missing):
         found = []
-        for under in (HOT, CUT):
+        for under in (HIGH_TEMPERATURE_PROBE, TRUNCATED_PROBE):
             tempered = score(logits, torch.tensor(TOKENS), replace(under, top_p=1.0)).tolist()
             found.append(
                 replace(ProbeResponse(under, TOKENS, [value + change for value in tempered], logits), **missing)
             )
         return found
 
-    assert logprob_probe.judge(answers()) is expected
-    assert logprob_probe.judge(answers(change=-0.3)) is Scores.UNKNOWN
-    assert logprob_probe.judge(answers(logits_TV=None)) is Scores.UNVERIFIED
-    assert logprob_probe.judge(answers(reported=None)) is Scores.UNKNOWN
+    assert logprob_probe.identify_distribution(answers()) is expected
+    assert logprob_probe.identify_distribution(answers(change=-0.3)) is Scores.UNKNOWN
+    assert logprob_probe.identify_distribution(answers(logits_TV=None)) is Scores.UNVERIFIED
+    assert logprob_probe.identify_distribution(answers(reported=None)) is Scores.UNKNOWN
 
 
 def test_a_temperature_alone_does_not_tell_what_is_cut():
-    hot = ProbeResponse(HOT, TOKENS, score(LOGITS, torch.tensor(TOKENS), HOT).tolist(), LOGITS)
-    assert logprob_probe.judge([hot]) is Scores.UNVERIFIED
+    hot = ProbeResponse(
+        HIGH_TEMPERATURE_PROBE, TOKENS, score(LOGITS, torch.tensor(TOKENS), HIGH_TEMPERATURE_PROBE).tolist(), LOGITS
+    )
+    assert logprob_probe.identify_distribution([hot]) is Scores.UNVERIFIED
 
 
 def sampling(**settings):

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from mrl.engines.trtllm.replica import BEAT_S, Replica
+from mrl.engines.trtllm.replica import EXCHANGE_INTERVAL_S, Replica
 from mrl.errors import UserError
 from tests.ranks import run_ranks
 
@@ -15,7 +15,7 @@ def calls(steps, failing_rank, kind, stopping_rank):
 
     def work():
         for _ in range(steps):
-            time.sleep(BEAT_S / 4)
+            time.sleep(EXCHANGE_INTERVAL_S / 4)
             yield
         if failing_rank == 0:
             raise kind("no room")
@@ -27,7 +27,7 @@ def calls(steps, failing_rank, kind, stopping_rank):
 
     replica = Replica(dist.group.WORLD)
     try:
-        found = replica.call(work, check=check, told_to_stop=lambda: rank == stopping_rank, stopped={})
+        found = replica.call(work, check=check, abort_requested=lambda: rank == stopping_rank, abort_result={})
     except (RuntimeError, UserError) as error:
         found = f"{type(error).__name__}: {error}"
     assert dist.get_world_size() == 2  # and the group is still good:

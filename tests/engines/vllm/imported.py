@@ -11,7 +11,7 @@ import importlib
 import torch
 import torch._dynamo
 
-from mrl.engines.vllm.process_state import kept
+from mrl.engines.vllm.process_state import process_state_restored
 
 MODULES = (
     "vllm.entrypoints.llm", "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker",
@@ -21,7 +21,7 @@ MODULES = (
 )  # fmt: skip
 
 gc.disable()  # what is imported is no garbage, and much to look through
-with kept(torch.device("cpu")):
+with process_state_restored(torch.device("cpu")):
     for module in MODULES:
         importlib.import_module(module)
 

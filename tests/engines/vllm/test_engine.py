@@ -108,10 +108,10 @@ def in_company(folder, seed):
                 found["shuffled"] = tokens(engine.generate(shuffled, setting))
                 found["alone"] = tokens([one for prompt in prompts for one in engine.generate([prompt], setting)])
             if name == "a few at a time":
-                engine.told_to_stop = partial(lambda calls: next(calls) > 14, iter(range(100)))
+                engine.abort_requested = partial(lambda calls: next(calls) > 14, iter(range(100)))
                 stopped = tokens(engine.generate(prompts, setting))
                 assert stopped and stopped.items() < found["together"].items()
-                engine.told_to_stop = lambda: False
+                engine.abort_requested = lambda: False
                 found["after a stop"] = tokens(engine.generate(prompts, setting))
     return found
 

@@ -15,7 +15,7 @@ from mrl.engines.vllm import engine_kwargs, logprob_probe, package_signature
 from mrl.engines.vllm.engine_fields import DERIVED, FREE, IDLE, NAMES, REFUSED, markdown
 from mrl.engines.vllm.fields import FIELDS
 from mrl.engines.vllm.parameter_views import ParameterViews
-from mrl.engines.vllm.process_state import ALWAYS, OWN, kept
+from mrl.engines.vllm.process_state import ALWAYS, OWN, process_state_restored
 from mrl.engines.vllm.sampling import arguments
 from mrl.errors import UserError
 from mrl.resharding.layout import StoredTensor
@@ -270,7 +270,7 @@ def test_what_a_start_changes_is_put_back(monkeypatch):
         monkeypatch.setenv(name, "0")  # those stay until the test ends
     torch.manual_seed(3)
     before = torch.get_float32_matmul_precision(), torch.get_num_threads(), os.sched_getaffinity(0), os.environ.copy()
-    with kept(torch.device("cpu")):
+    with process_state_restored(torch.device("cpu")):
         torch.set_float32_matmul_precision("medium")
         torch.set_num_threads(before[1] + 1)
         os.sched_setaffinity(0, {min(before[2])})

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.config.config import CheckpointEngineConfig, Config, ModelConfig, RolloutConfig
 from mrl.distributed.groups import make_rollout_group
-from mrl.engines._fp8_support import config_keys
+from mrl.engines._fp8_support import quantization_config_keys
 from mrl.engines.base import SamplingConfig
-from mrl.engines.vllm.fp8_support import check_gpu, left_out, refusals
+from mrl.engines.vllm.fp8_support import check_gpu, refusals, unquantized_modules
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
 from mrl.parallel_layout import Grid
@@ -76,7 +76,7 @@ def quantised(folder, stored):
         tensors[f"{name}_scale_inv"] = factors.reciprocal()
     save_file(tensors, stored / "model.safetensors", {"format": "pt"})
     config = json.loads((Path(folder) / "config.json").read_text())
-    fp8 = config_keys(RolloutConfig(quantization="fp8"), left_out=left_out(arch))
+    fp8 = quantization_config_keys(RolloutConfig(quantization="fp8"), unquantized_modules=unquantized_modules(arch))
     (stored / "config.json").write_text(json.dumps(config | fp8))
     return stored
 

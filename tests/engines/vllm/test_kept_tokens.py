@@ -57,7 +57,7 @@ def test_equal_weights_give_a_ratio_of_1_and_without_the_support_the_kept_mass(g
 
 def told(folder):
     """In parts of a prompt, a few at a time, and after a stop string: the same tokens, the same supports."""
-    setting = SamplingConfig(n=2, max_tokens=20, temperature=0.8, top_p=0.9, seed=5, with_support=True)
+    setting = SamplingConfig(n=2, max_tokens=20, temperature=0.8, top_p=0.9, seed=5, return_kept_tokens=True)
     prompts, found = make_prompts((40, 3, 20)), {}
     for name, config in {"together": {}, "in parts": {"max_num_batched_tokens": 17, "max_num_seqs": 2}}.items():
         with tiny.engine(folder, **config) as engine:
@@ -65,7 +65,9 @@ def told(folder):
             refit(engine, folder, arch_from_folder(folder))
             found[name] = engine.generate(prompts, setting)
             found[f"{name}, cut"] = engine.generate(prompts, replace(setting, stop=("[7]", "[11]", "[30]")))
-            assert all(one.support is None for one in engine.generate(prompts, replace(setting, with_support=False)))
+            assert all(
+                one.kept_tokens is None for one in engine.generate(prompts, replace(setting, return_kept_tokens=False))
+            )
     return found
 
 

@@ -18,7 +18,7 @@ import torch._dynamo
 from torch._inductor import async_compile
 
 from mrl.engines.base import SamplingConfig
-from mrl.engines.vllm.process_state import quieten
+from mrl.engines.vllm.process_state import silence_triton_warnings
 from mrl.models.hf_config import arch_from_folder
 from tests.engines.native.tiny import make_prompts, refit
 from tests.engines.vllm import tiny
@@ -111,7 +111,7 @@ def test_a_process_is_as_before_and_nothing_was_said(folders):
     ],
 )
 def test_nothing_is_heard_of_a_triton_that_is_not_used(logger, text, caplog):
-    quieten()
+    silence_triton_warnings()
     logging.getLogger(logger).warning(text)
     logging.getLogger(logger).warning("something else")
     assert caplog.messages == ["something else"]

@@ -57,7 +57,7 @@ def written(form, call):
 
 
 def read(form, text, max_calls=100, *, prompt=""):
-    return base.action(text, base.find(form), TOOLS, max_calls, prompt=prompt)
+    return base.parse_action(text, base.find_format(form), TOOLS, max_calls, prompt=prompt)
 
 
 @given(plain, calls)
@@ -175,7 +175,7 @@ def test_long_texts_are_read_in_linear_time(form, part):
 
 def test_an_unknown_format_is_refused_with_the_nearest():
     with pytest.raises(UserError, match="Did you mean 'hermes'"):
-        base.find("herms")
+        base.find_format("herms")
 
 
 TAGS = ["</parameter>", "</function>", "</tool_call>", "<parameter=p>", "<tool_call>", "<function=g>", "</think>", "{",

@@ -14,7 +14,7 @@ every_format = pytest.mark.parametrize("form", FORMATS)
 
 
 def read(form, text, prompt=""):
-    found = base.action(filled(form, text), base.find(form), TOOLS, 100, prompt=prompt)
+    found = base.parse_action(filled(form, text), base.find_format(form), TOOLS, 100, prompt=prompt)
     return found.tool_calls, found.errors
 
 

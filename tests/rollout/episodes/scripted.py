@@ -18,7 +18,7 @@ from mrl.distributed import launch
 from mrl.distributed.collectives import everyone
 from mrl.engines import _multiturn_sample
 from mrl.engines.native import cpu_ops, torch_ops
-from mrl.rollout.dispatch import pack
+from mrl.rollout.dispatch import dispatch_samples
 from mrl.rollout.episodes import episodes
 from mrl.train import sample
 from mrl.trainer.resolve import prepare
@@ -125,7 +125,7 @@ def talked(words, form):
         seen, uids = {}, []
         asked, run, ask, answers = (
             _multiturn_sample.MultiTurnSample.as_prompt,
-            episodes.Episodes.run, episodes._Talk.ask, episodes._Talk.answers,
+            episodes.Episodes.run, episodes._EnvironmentClient.ask, episodes._EnvironmentClient.answers,
         )  # fmt: skip
 
         def later(one, seed):
@@ -153,7 +153,7 @@ def talked(words, form):
 
         patched = [
             (_multiturn_sample.MultiTurnSample, "as_prompt", later), (episodes.Episodes, "run", begun),
-            (episodes._Talk, "ask", stopped), (episodes._Talk, "answers", answered),
+            (episodes._EnvironmentClient, "ask", stopped), (episodes._EnvironmentClient, "answers", answered),
             (cpu_ops.Compiled, "sample", torch_ops.Operations.sample),
             (torch_ops, "uniforms", lambda keys, counts: (keys, counts)),
             (torch_ops, "draw", told.draw),
@@ -167,7 +167,7 @@ def talked(words, form):
             for place, name, function in before:
                 setattr(place, name, function)
         table, rollouts, _ = job.take(1)
-        batch = pack(rollouts, table, job.groups, config.train.batch_size, shares=True).batch
+        batch = dispatch_samples(rollouts, table, job.groups, config.train.batch_size, keep_groups=True).batch
         scored, _ = job.policy.score(batch)
         ids = [part.tolist() for part in torch.split(batch.tokens_P, batch.seq_lens_B.tolist())]
         lens = batch.response_lens_B.tolist()

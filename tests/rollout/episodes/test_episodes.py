@@ -46,8 +46,8 @@ class Speaker:
                 said[key] += ids
                 masks[key] += [True] * len(ids)
                 cut_off = "length" if ids[-1] not in self.tokenizer.eos_ids else "stop"
-                talk.ask(FinishedTurn(*key, tuple(ids), cut_off))
-            answers = talk.answers(going)
+                talk.submit(FinishedTurn(*key, tuple(ids), cut_off))
+            answers = talk.wait_for_replies(going)
             for key, answer in zip(going, answers, strict=True):
                 said[key] += answer or []
                 masks[key] += [False] * len(answer or [])
@@ -77,7 +77,7 @@ def held(tokenizer, config, texts, *, n=1, limit=LIMIT, prompts=1):
     ids = tuple(tokenizer.apply_chat_template(question, tools))
     asked = [Prompt(uid, ids, "", source=f"rows:{uid}", question=question) for uid in range(prompts)]
     speaker = Speaker(tokenizer, texts, limit)
-    episodes = Episodes(config, tokenizer, tools, None, told_to_stop=lambda: False)
+    episodes = Episodes(config, tokenizer, tools, None, abort_requested=lambda: False)
     try:
         return episodes.run(speaker, asked, SamplingConfig(n=n, max_tokens=limit, seed=3)), speaker
     finally:
@@ -129,7 +129,7 @@ def test_a_thought_that_the_template_opened_makes_no_calls(tokenizer, tmp_path):
     config = config_of({"tokenization_sanity_check_mode": "disable"})
     question = [{"role": "user", "content": "two plus two?"}]
     prompt = Prompt(0, tuple(tokenizer.apply_chat_template(question)), "", question=question)
-    episodes = Episodes(config, tokenizer, tools, None, told_to_stop=lambda: False)
+    episodes = Episodes(config, tokenizer, tools, None, abort_requested=lambda: False)
     try:
         (found,) = episodes.run(Speaker(tokenizer, texts), [prompt], SamplingConfig(n=1, max_tokens=LIMIT, seed=3))
     finally:
@@ -246,7 +246,7 @@ def guesses(folder, group=None):
     prompts = [
         Prompt(uid, tuple(tokenizer.encode("<1-9>")), "", question="<1-9>", row={"prompt": "x"}) for uid in range(3)
     ]
-    episodes = Episodes(config, tokenizer, [], group, told_to_stop=lambda: False)
+    episodes = Episodes(config, tokenizer, [], group, abort_requested=lambda: False)
     ends = (*tokenizer.eos_ids, *range(10))  # short turns
     try:
         found = episodes.run(

@@ -19,11 +19,11 @@ def test_the_ledger_only_grows(parts, limit):
     for sampled, tokens in parts:
         fits = len(ids) + len(tokens) <= limit - (not sampled)
         if fits:
-            (ledger.sampled if sampled else ledger.observed)(tokens)
+            (ledger.append_sampled if sampled else ledger.append_observed)(tokens)
             ids, mask = ids + tokens, mask + [sampled] * len(tokens)
         else:
             with pytest.raises(ValueError, match="tokens after"):
-                (ledger.sampled if sampled else ledger.observed)(tokens)
+                (ledger.append_sampled if sampled else ledger.append_observed)(tokens)
         assert (list(ledger.ids), list(ledger.sampled_mask)) == (ids, mask)
 
 
@@ -45,7 +45,7 @@ def test_segments_are_the_response_in_order(parts):
 def test_another_sequence_than_the_ledgers_is_refused(parts, data):
     ledger = Ledger(1000)
     for sampled, tokens in parts:
-        (ledger.sampled if sampled else ledger.observed)(tokens)
+        (ledger.append_sampled if sampled else ledger.append_observed)(tokens)
     ids, mask = list(ledger.ids), list(ledger.sampled_mask)
     ledger.check(Rollout(Prompt(0, (1,), ""), 0, ids, [0.0] * len(ids), "stop", 0, sampled_mask=mask))
     at = data.draw(st.integers(0, len(ids) - 1))

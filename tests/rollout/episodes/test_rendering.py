@@ -30,20 +30,20 @@ def tokenizer(request, tmp_path):
 def test_appended_ids_are_those_of_the_whole_conversation(tokenizer):
     """Where a turn's own ids are those that the tokenizer would give its text."""
     chat, messages = ChatRendering(tokenizer, TOOLS), list(QUESTION)
-    ids = chat.opening(QUESTION, [])
+    ids = chat.initial_ids(QUESTION, [])
     for turn, answer in zip(TURNS, ANSWERS, strict=True):
         sampled = [*tokenizer.encode(turn), tokenizer.eos_ids[0]]
-        assert chat.text_of(sampled) == turn
-        ids += [*sampled, *chat.after(sampled, answer)]
+        assert chat.decode_turn(sampled) == turn
+        ids += [*sampled, *chat.observation_ids(sampled, answer)]
         messages += [{"role": "assistant", "content": turn}, *answer]
         assert ids == tokenizer.apply_chat_template(messages, TOOLS)
 
 
 def test_a_turn_that_a_stop_string_ended_gets_the_templates_end(tokenizer):
     chat, turn = ChatRendering(tokenizer), tokenizer.encode(TURNS[0])
-    after = chat.after(turn, ANSWERS[0])
+    after = chat.observation_ids(turn, ANSWERS[0])
     assert after[0] == tokenizer.eos_ids[0]
-    assert after[1:] == chat.after([*turn, tokenizer.eos_ids[0]], ANSWERS[0])
+    assert after[1:] == chat.observation_ids([*turn, tokenizer.eos_ids[0]], ANSWERS[0])
 
 
 def test_sampled_ids_stay_as_they_are_where_the_tokenizer_would_give_others(tokenizer):
@@ -51,22 +51,22 @@ def test_sampled_ids_stay_as_they_are_where_the_tokenizer_would_give_others(toke
     chat = ChatRendering(tokenizer)
     sampled = [token for character in TURNS[1] for token in tokenizer.encode(character)]
     assert sampled != tokenizer.encode(TURNS[1])
-    assert chat.text_of(sampled) == TURNS[1]
-    assert chat.after(sampled, ANSWERS[1]) == chat.after(tokenizer.encode(TURNS[1]), ANSWERS[1])
+    assert chat.decode_turn(sampled) == TURNS[1]
+    assert chat.observation_ids(sampled, ANSWERS[1]) == chat.observation_ids(tokenizer.encode(TURNS[1]), ANSWERS[1])
 
 
 @pytest.mark.parametrize("mode", ["strict", "ignore_strippable", "disable"])
 def test_templates_that_append_pass(tokenizer, mode):
     for answer in ANSWERS:
-        ChatRendering(tokenizer, TOOLS).check(mode, answer)
+        ChatRendering(tokenizer, TOOLS).check_append_only(mode, answer)
 
 
 def test_a_template_that_changes_earlier_turns_is_refused_by_name(tmp_path):
     chat = ChatRendering(chat_tokenizer(tmp_path, QWEN3))
     for mode in ("strict", "ignore_strippable"):
         with pytest.raises(UserError, match=f"chat template of '{tmp_path}' is not append-only: after turn"):
-            chat.check(mode, ANSWERS[1])
-    chat.check("disable", ANSWERS[1])
+            chat.check_append_only(mode, ANSWERS[1])
+    chat.check_append_only("disable", ANSWERS[1])
 
 
 TRL_TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -85,10 +85,10 @@ def test_templates_of_models_append_or_are_refused(name, tmp_path):
     tokenizer = chat_tokenizer(tmp_path, template)
     for role, answer in zip(("tool", "user"), ANSWERS, strict=True):
         if role in APPENDS[name].split():
-            ChatRendering(tokenizer, TOOLS if role == "tool" else ()).check("strict", answer)
+            ChatRendering(tokenizer, TOOLS if role == "tool" else ()).check_append_only("strict", answer)
         else:
             with pytest.raises(UserError, match="is not append-only|chat template of .* failed"):
-                ChatRendering(tokenizer, TOOLS if role == "tool" else ()).check("strict", answer)
+                ChatRendering(tokenizer, TOOLS if role == "tool" else ()).check_append_only("strict", answer)
 
 
 def test_qwen3_with_tools_is_taken_and_without_refused(tmp_path):
@@ -108,21 +108,21 @@ def test_white_space_that_a_template_strips_is_told_apart(tmp_path):
     strips = CHATML.replace("<|im_end|>\n{% endfor %}", "<|im_end|>{{ '' if loop.last else '\\n' }}{% endfor %}")
     chat = ChatRendering(chat_tokenizer(tmp_path, strips))
     with pytest.raises(UserError, match="ignore_strippable"):
-        chat.check("strict", ANSWERS[1])
-    chat.check("ignore_strippable", ANSWERS[1])
+        chat.check_append_only("strict", ANSWERS[1])
+    chat.check_append_only("ignore_strippable", ANSWERS[1])
 
 
 def test_a_template_that_hides_the_assistant_is_refused(tmp_path):
     hides = "{% for m in messages %}{{ m.role }}{% endfor %}"
     with pytest.raises(UserError, match="does not write an assistant's content"):
-        ChatRendering(chat_tokenizer(tmp_path, hides)).text_after(ANSWERS[0])
+        ChatRendering(chat_tokenizer(tmp_path, hides)).observation_text(ANSWERS[0])
 
 
 def test_without_a_template_contents_stand_one_after_the_other():
     tokenizer = CharTokenizer("0123456789<>?#")
     plain = PlainRendering(tokenizer)
-    assert plain.opening("<1>", [{"role": "user", "content": "2?"}]) == tokenizer.encode("<1>2?")
-    assert plain.after(tokenizer.encode("5#"), [{"role": "user", "content": ">"}]) == tokenizer.encode(">")
-    assert plain.text_of(tokenizer.encode("5#")) == "5"
+    assert plain.initial_ids("<1>", [{"role": "user", "content": "2?"}]) == tokenizer.encode("<1>2?")
+    assert plain.observation_ids(tokenizer.encode("5#"), [{"role": "user", "content": ">"}]) == tokenizer.encode(">")
+    assert plain.decode_turn(tokenizer.encode("5#")) == "5"
     with pytest.raises(UserError, match="has no chat template"):
-        plain.opening(QUESTION, [])
+        plain.initial_ids(QUESTION, [])

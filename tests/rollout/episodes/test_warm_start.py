@@ -40,9 +40,9 @@ def ledger(rendering, prompt, turns, answers):
     kept, said = Ledger(ROLLOUT.response_length), rendering._tokenizer
     for turn, answer in zip(turns, [*answers, None], strict=True):
         ids = [*said.encode(turn), said.eos_ids[0]]
-        kept.sampled(ids)
+        kept.append_sampled(ids)
         if answer is not None:
-            kept.observed(rendering.after(ids, answer))
+            kept.append_observed(rendering.observation_ids(ids, answer))
     return [*prompt.prompt_ids, *kept.ids], [False] * len(prompt.prompt_ids) + list(kept.sampled_mask)
 
 
@@ -52,7 +52,7 @@ def played(environment, seed, row):
     turns = [message["content"] for message in row["response"] if message["role"] == "assistant"]
     heard = []
     for turn in turns[:-1]:
-        seen = environment.step(formats.action(turn, formats.find("hermes"), [], 1))
+        seen = environment.step(formats.parse_action(turn, formats.find_format("hermes"), [], 1))
         assert not seen.done
         heard.append(list(seen.messages))
     return turns, heard
@@ -128,5 +128,5 @@ def test_the_row_of_the_docs_is_imitated_so():
 
 def test_an_action_is_read_from_what_is_imitated():
     (call, *_) = Calculating(calls_frac=1.0).train_row(0)["response"]
-    action = formats.action(call["content"], formats.find("hermes"), [], 1)
+    action = formats.parse_action(call["content"], formats.find_format("hermes"), [], 1)
     assert isinstance(action, Action) and action.tool_calls[0].name == "calculator"

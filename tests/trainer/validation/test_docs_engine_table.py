@@ -11,7 +11,7 @@ from mrl.checkpoint.formats.trtllm_config import TrtllmConfig, to_json
 from mrl.config import registry
 from mrl.config.config import RolloutConfig
 from mrl.config.keys import dotted_keys
-from mrl.engines._config_support import ANOTHERS, Refusal, value_of
+from mrl.engines._config_support import OTHER_ENGINE, Refusal, value_of
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm import llm_fields
 from mrl.engines.trtllm.built_fields import FITS, SAME
@@ -197,7 +197,7 @@ def is_told(case, before, refusal: Refusal) -> bool:
         return case.value != (was or before.model.dtype)
     if refusal is FITS:
         return case.value > (was or before.rollout.longest)
-    if refusal is ANOTHERS:
+    if refusal is OTHER_ENGINE:
         return before.rollout.name not in case.value
     return case.value is None or case.key == "engine_kwargs"
 
@@ -208,7 +208,7 @@ def expected(case, before, after) -> list[Refusal]:
     found = [refusal for use in declared.values() for refusal in use.refuses if refusal.holds is not None]
     told = [refusal for refusal in declared[case.key].refuses if refusal.holds is None]
     return [
-        *(each for each in found if each.holds(after.rollout) and (not each.on_a_cpu or after.run.device == "cpu")),
+        *(each for each in found if each.holds(after.rollout) and (not each.cpu_only or after.run.device == "cpu")),
         *(each for each in told if is_told(case, before, each)),
     ]
 

@@ -101,12 +101,12 @@ def test_an_observation_ends_no_turn(tokenizer, text, more):
         assert control_tokens(found) == control_tokens(wanted)
     found = PlainRendering(tokenizer).observation_ids(turn, [{"role": "user", "content": text + more}])
     assert control_tokens(found) == [] and tokenizer.decode(found) == text + more
-    opened = PlainRendering(tokenizer).opening("<s>two<|im_end|>", [{"role": "user", "content": text}])
+    opened = PlainRendering(tokenizer).initial_ids("<s>two<|im_end|>", [{"role": "user", "content": text}])
     assert control_tokens(opened) == [3, 2]
 
 
 def test_an_observation_may_hold_the_text_that_marks_a_turn(tokenizer):
-    found = ChatRendering(tokenizer).text_after([{"role": "user", "content": "mrl-any-turn"}])
+    found = ChatRendering(tokenizer).observation_text([{"role": "user", "content": "mrl-any-turn"}])
     assert found.text == "<|im_end|>\n<|im_start|>user\nmrl-any-turn<|im_end|>\n<|im_start|>assistant\n"
 
 

@@ -219,8 +219,8 @@ def test_what_an_environment_started_ends_with_its_worker(tmp_path):
 
 
 def confined(one, what):
-    if any(what in missing for missing in one.unconfined):
-        pytest.skip(f"this kernel has no such lock: {one.unconfined}")
+    if any(what in missing for missing in one.missing_confinement):
+        pytest.skip(f"this kernel has no such lock: {one.missing_confinement}")
 
 
 def test_files_change_where_they_may_and_temporary_ones_go(tmp_path):

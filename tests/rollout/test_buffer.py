@@ -70,7 +70,7 @@ class Run:
 
     def step(self, step):
         """As `train.reinforcement_step`."""
-        self.each(lambda flight: flight.sampled_by(self.version, step - 1))
+        self.each(lambda flight: flight.record_policy_version(self.version, step - 1))
         if self.flights[0].num_missing or not self.plan.lead:
             self.sample(step, beside=False)
         self.take(step)
@@ -97,27 +97,27 @@ class Run:
         v = self.done if step > self.done else self.done - 1  # steps in the weights that sample
         most = (self.plan.lead + v + 1) * self.plan.batch_size + self.plan.extra
         assert len(done_with) + len(in_flight) <= most
-        assert len(in_flight) <= self.plan.most_in_flight
+        assert len(in_flight) <= self.plan.max_in_flight
 
     def sample(self, step, *, beside):
         """As `train.sample`."""
         steps, ahead = (step - 2 if beside else step - 1), beside
         before = self.flights[0].tally.restarted
-        self.each(lambda flight: flight.age(step))
+        self.each(lambda flight: flight.restart_too_old(step))
         self.restarted += self.flights[0].tally.restarted - before
         for _ in range(3 if self.dynamic else 1):
-            room = self.each(lambda flight: flight.room(step, beside=beside))
+            room = self.each(lambda flight: flight.num_drawable(step, concurrent=beside))
             prompts = [prompt_at(uid) for uid in range(self.drawn, self.drawn + room)]
             self.drawn += room
             self.each(partial(RolloutBuffer.draw, prompts=prompts))
             self.check(step)
-            groups = self.each(lambda flight: flight.unfinished(step, beside=beside))
+            groups = self.each(lambda flight: flight.unfinished(step, concurrent=beside))
             if not groups:
                 return
             self.round([group.uid for group in groups], step, steps, ahead)
             self.check(step)
             ahead = False
-            if not self.each(lambda flight: flight.missing):
+            if not self.each(lambda flight: flight.num_missing):
                 return
 
     def round(self, uids, step, steps, ahead):
@@ -147,7 +147,7 @@ class Run:
         rows_NC = torch.tensor(rows, dtype=torch.float64).view(-1, len(SampleTable.FACTS))
         table = SampleTable(SampleTable.FACTS, rows_NC, turns)
         held = [(uid, at, *self.flights[at].local_size(uid)) for uid, at in left.items()]
-        self.each(lambda flight: flight.stopped(held, steps))
+        self.each(lambda flight: flight.mark_partial(held, steps))
         teaching = table
         if self.dynamic:
             good = {uid for uid in whole if self.draw.random() < 0.6}
@@ -160,7 +160,7 @@ class Run:
         """The samples of a group on its replica after a round, under the version of now."""
         found = []
         for index in range(SAMPLES):
-            (had,) = [one for one in flight.begun.get(uid, ()) if one.sample_index == index] or [None]
+            (had,) = [one for one in flight.partial_rollouts.get(uid, ()) if one.sample_index == index] or [None]
             runs = ((self.version, 1),) if had is None else (*had.version_runs, (self.version, 1))
             ids = tuple(range(len(runs)))
             if whole:

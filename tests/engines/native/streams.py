@@ -65,7 +65,7 @@ def disturbed(engine, sampling=SAMPLING, last=3, between=lambda num_calls: None)
     whole, begun, left = [], [], []
     while begun or not_begun(whole):
         feed = Parts([work_of(not_begun(whole, begun), begun)], last)
-        begun = engine.stream(feed, sampling)
+        begun = engine.generate_streaming(feed, sampling)
         assert begun == sorted(begun, key=key_of)
         whole += feed.whole
         left.append(begun)

@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
 def conversations(folder, *, sampling=SAMPLING, order=1, **settings):
     """What is said by (prompt, sample), and the talk."""
     talk, prompts = Scripted(sampling.max_tokens), make_prompts(LENGTHS)[::order]
-    rollouts = make_engine(folder, **settings).converse(prompts, sampling, talk)
+    rollouts = make_engine(folder, **settings).generate_multi_turn(prompts, sampling, talk)
     assert [(r.prompt.uid, r.sample_index) for r in rollouts] == [
         (p.uid, i) for p in prompts for i in range(sampling.n)
     ]

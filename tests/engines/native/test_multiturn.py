@@ -50,7 +50,7 @@ def conversations(folder, *, rows=None, seed=0, by_rounds=False, sampling=SAMPLI
     engine, talk = make_engine(folder, max_num_seqs=4, **settings), Late(seed)
     if rows is not None:
         engine._cache.budget_bytes = rows * (max(LENGTHS) + 60) * engine._cache.token_bytes
-    converse = RolloutEngine.generate_multi_turn if by_rounds else type(engine).converse
+    converse = RolloutEngine.generate_multi_turn if by_rounds else type(engine).generate_multi_turn
     rollouts = converse(engine, make_prompts(LENGTHS), sampling, talk)
     for rollout in rollouts:
         said = talk.said[rollout.prompt.uid - 10, rollout.sample_index]
@@ -114,7 +114,9 @@ def test_no_answer_is_asked_for_before_others_took_their_turns(folder):
 def test_no_more_conversations_begin_than_are_of_use(folder):
     talk = Late(0)
     engine = make_engine(folder, max_num_seqs=1)
-    engine.converse(make_prompts([3] * 9), SamplingConfig(n=1, max_tokens=60, stop_token_ids=ENDS, seed=2), talk)
+    engine.generate_multi_turn(
+        make_prompts([3] * 9), SamplingConfig(n=1, max_tokens=60, stop_token_ids=ENDS, seed=2), talk
+    )
     ends = {key: i for i, (what, *keys) in enumerate(talk.events) if what == "answers" for key in keys}
     begins = {}
     for i, (what, *keys) in enumerate(talk.events):
@@ -127,9 +129,9 @@ def test_no_more_conversations_begin_than_are_of_use(folder):
 def test_one_that_was_told_to_stop_gives_nothing(folder):
     engine, talk = make_engine(folder, max_num_seqs=4), Late(0)
     engine.abort_requested = lambda: len(talk.events) > 8
-    assert engine.converse(make_prompts(LENGTHS), SAMPLING, talk) == []
+    assert engine.generate_multi_turn(make_prompts(LENGTHS), SAMPLING, talk) == []
     engine.abort_requested = lambda: False
-    assert len(engine.converse(make_prompts(LENGTHS), SAMPLING, Late(0))) == len(LENGTHS) * SAMPLING.n
+    assert len(engine.generate_multi_turn(make_prompts(LENGTHS), SAMPLING, Late(0))) == len(LENGTHS) * SAMPLING.n
 
 
 def test_rows_to_wait_in_come_in_steps_where_memory_is_short():

@@ -86,7 +86,7 @@ def test_work_in_any_parts_gives_what_generate_gives(cheap, by_cheap, data):
         parts += {"pulse": [[]], "idle": [[], []]}.get(how, [])
         parts[-1].append(PromptWork(prompt, (sample,)))
     feed = Parts(parts, most=data.draw(st.integers(1, len(ALL))))
-    assert cheap.stream(feed, SAMPLING) == []
+    assert cheap.generate_streaming(feed, SAMPLING) == []
     assert cheap.stats()["max_running"] <= feed.max_samples  # where there is room for fewer than come, the others wait
     assert_same(feed.whole, by_cheap)
     assert {r.version_runs for r in feed.whole} == {()}
@@ -95,7 +95,7 @@ def test_work_in_any_parts_gives_what_generate_gives(cheap, by_cheap, data):
 def test_the_feed_is_asked_at_the_start_then_by_decode_steps_and_when_nothing_is_left(engine):
     sampling = replace(SAMPLING, max_tokens=20, ignore_eos=True)
     feed = Parts([[], work_of(ALL)])
-    engine.stream(feed, sampling)
+    engine.generate_streaming(feed, sampling)
     num_steps = 3 * (sampling.max_tokens - 1)  # 15 samples in 6 rows; the first token of each needs no step
     assert engine.stats()["decode_steps"] == num_steps
     assert feed.num_pulses == 2 + -(-num_steps // partial_rollout.poll_interval(sampling.max_tokens))
@@ -109,10 +109,10 @@ def test_short_responses_are_looked_at_more_often(max_tokens, steps):
 
 
 def test_a_prompt_is_read_once_for_its_samples(folder, engine):
-    engine.stream(Parts([work_of(ALL)]), SAMPLING)
+    engine.generate_streaming(Parts([work_of(ALL)]), SAMPLING)
     assert engine.stats()["prefill_tokens"] == sum(LENGTHS)
     single = make_engine(folder, enable_prefix_caching=False)
-    single.stream(Parts([work_of(ALL)]), SAMPLING)
+    single.generate_streaming(Parts([work_of(ALL)]), SAMPLING)
     assert single.stats()["prefill_tokens"] == SAMPLING.n * sum(LENGTHS)
 
 
@@ -128,7 +128,7 @@ def test_a_tight_cache_makes_samples_wait(folder, engine):
 def test_room_is_made_for_what_may_come_and_for_no_more(folder):
     engine, pool_bytes = make_engine(folder), []
     for most in (1, 2, 7, 15, 10**9):
-        engine.stream(Parts([work_of(ALL[:1])], most=most), SAMPLING)
+        engine.generate_streaming(Parts([work_of(ALL[:1])], most=most), SAMPLING)
         pool_bytes.append(engine.stats()["kv_cache_bytes"])
         engine.sleep()
         engine.wake()
@@ -139,9 +139,9 @@ def test_room_is_made_for_what_may_come_and_for_no_more(folder):
 def test_what_the_feed_hands_out_late_needs_no_other_cache(folder):
     engine = make_engine(folder)
     feed = Parts([work_of([(PROMPTS[0], 0)])])
-    engine.stream(feed, SAMPLING)
+    engine.generate_streaming(feed, SAMPLING)
     before = [keys.data_ptr() for keys in engine._cache.keys], engine._rows
-    engine.stream(Parts([work_of(ALL[:2]), [], work_of(ALL[4:])]), SAMPLING)
+    engine.generate_streaming(Parts([work_of(ALL[:2]), [], work_of(ALL[4:])]), SAMPLING)
     assert ([keys.data_ptr() for keys in engine._cache.keys], engine._rows) == before
 
 
@@ -193,9 +193,11 @@ def test_under_other_weights_old_tokens_stay_and_new_ones_score_as_transformers_
         assert tuple(rollout.response_ids[:count]) == begun.response_ids
         assert tuple(rollout.rollout_logprobs[:count]) == begun.rollout_logprobs
         assert tuple(rollout.log_kept_mass[:count]) == begun.log_kept_mass
-        assert cut or begun.support is None
+        assert cut or begun.kept_tokens is None
         if cut:
-            assert told(rollout.support.split([count, len(rollout.response_ids) - count])[0]) == told(begun.support)
+            assert told(rollout.kept_tokens.split([count, len(rollout.response_ids) - count])[0]) == told(
+                begun.kept_tokens
+            )
 
 
 def test_runs_of_one_version_are_one():
@@ -220,12 +222,12 @@ def test_a_stop_string_across_the_break_is_found(monkeypatch, folder):
 def test_what_is_begun_goes_first_and_what_had_no_room_is_given_back_as_it_came_or_not_at_all(monkeypatch, folder):
     monkeypatch.setattr(partial_rollout, "pulse_steps", lambda max_tokens: 2)
     sampling = replace(SAMPLING, ignore_eos=True)
-    begun = make_engine(folder).stream(Parts([work_of(ALL[1::2])], 2), sampling)
+    begun = make_engine(folder).generate_streaming(Parts([work_of(ALL[1::2])], 2), sampling)
     assert [len(one.response_ids) for one in begun] == [3] * 7
     assert {one.version_runs for one in begun} == {((0, 3),)}
     feed = Parts([work_of(ALL[::2], begun)], 2)
     narrow = make_engine(folder, max_num_seqs=2)
-    left = narrow.stream(feed, sampling)
+    left = narrow.generate_streaming(feed, sampling)
     assert [key_of(one) for one in left] == [key_of(one) for one in begun]
     assert [len(one.response_ids) for one in left[:2]] == [6, 6]
     assert all(one is old for one, old in zip(left[2:], begun[2:], strict=True))
@@ -248,8 +250,8 @@ def test_none_is_lost_or_doubled_whatever_is_stopped_when(monkeypatch, cheap):
             old = [(rng.randrange(3), one) for one in begun]
             parts = [work_of(*([one for at, one in some if at == part] for some in (new, old))) for part in range(3)]
             feed = Parts(parts, rng.choice((None, 2, 3, 4, 6)))
-            left = cheap.stream(feed, SHORT)
-            late = [one for part in feed.parts for work in part for one in work.begun]
+            left = cheap.generate_streaming(feed, SHORT)
+            late = [one for part in feed.parts for work in part for one in work.partial_rollout]
             whole, begun = [*whole, *feed.whole], [*left, *late]
             found = {key_of(one) for one in [*whole, *begun]}
             assert len(found) == len(whole) + len(begun)
@@ -266,13 +268,13 @@ def test_one_that_was_told_to_stop_samples_no_more_and_asks_until_it_may_leave(f
     engine, feed = make_engine(folder), Parts([work_of(ALL[:4]), [], work_of(ALL[4:])], 9)
     full = replace(SAMPLING, ignore_eos=True)
     engine.abort_requested = lambda: feed.num_pulses == 2
-    begun = engine.stream(feed, full)
+    begun = engine.generate_streaming(feed, full)
     assert {key_of(one) for one in begun} == {(prompt.uid, sample) for prompt, sample in ALL[:4]} and not feed.whole
     assert feed.num_pulses == 9
     assert engine.stats()["decode_steps"] == partial_rollout.poll_interval(SAMPLING.max_tokens)
     engine.abort_requested = lambda: False
     feed = Parts([work_of(not_begun(begun), begun)])
-    assert engine.stream(feed, full) == []
+    assert engine.generate_streaming(feed, full) == []
     assert_same(feed.whole, undisturbed(engine, full))
 
 
@@ -281,7 +283,7 @@ def test_it_refuses_what_cannot_go_on(folder, engine):
 
     def go_on(sampling=SAMPLING, of=engine, **fields):
         begun = replace(PartialRollout(prompt, 1, (1, 2), (-1.0, -2.0), ((0, 2),)), **fields)
-        of.stream(Parts([[PromptWork(prompt, (), (begun,))]]), sampling)
+        of.generate_streaming(Parts([[PromptWork(prompt, (), (begun,))]]), sampling)
 
     go_on()
     with pytest.raises(RuntimeError, match="partial rollout 1 of prompt 10 has 0 tokens; 1 to 13 are allowed"):
@@ -297,7 +299,7 @@ def test_it_refuses_what_cannot_go_on(folder, engine):
     with pytest.raises(UserError, match="max_num_batched_tokens=4, and chunked prefill is off"):
         go_on(of=make_engine(folder, enable_chunked_prefill=False, max_num_batched_tokens=4))
     with pytest.raises(UserError, match=r"65 tokens; the engine's limit is 64\. Raise rollout\.prompt_length"):
-        engine.stream(Parts([[PromptWork(make_prompts([65])[0], (0,))]]), SAMPLING)
+        engine.generate_streaming(Parts([[PromptWork(make_prompts([65])[0], (0,))]]), SAMPLING)
     engine.sleep()
     with pytest.raises(RuntimeError, match="sleeps"):
         go_on()
@@ -309,15 +311,15 @@ def test_experts_are_recorded_of_what_becomes_whole_and_nothing_else_may_stop(tm
     folder = make_checkpoint(tmp_path, "qwen2", model_type="qwen3_moe", **EXPERTS["qwen3_moe"])
     engine = make_engine(folder, enable_rollout_routing_replay=True)
     expected, feed = undisturbed(engine), Parts([work_of(ALL[:4]), work_of(ALL[4:])])
-    assert engine.stream(feed, SAMPLING) == []
+    assert engine.generate_streaming(feed, SAMPLING) == []
     assert_same(feed.whole, expected)
     recorded = {key_of(one): one.routed_experts for one in expected}
     assert all(torch.equal(one.routed_experts, recorded[key_of(one)]) for one in feed.whole)
     with pytest.raises(RuntimeError, match="enable_rollout_routing_replay=false"):
-        engine.stream(Parts([work_of(ALL)], 2), SAMPLING)
-    begun = make_engine(folder).stream(Parts([work_of(ALL)], 2), SAMPLING)
+        engine.generate_streaming(Parts([work_of(ALL)], 2), SAMPLING)
+    begun = make_engine(folder).generate_streaming(Parts([work_of(ALL)], 2), SAMPLING)
     with pytest.raises(RuntimeError, match="enable_rollout_routing_replay=false"):
-        engine.stream(Parts([work_of([], begun)]), SAMPLING)
+        engine.generate_streaming(Parts([work_of([], begun)]), SAMPLING)
 
 
 def test_an_engine_that_only_generates_streams_whole_responses(engine):
@@ -325,6 +327,6 @@ def test_an_engine_that_only_generates_streams_whole_responses(engine):
     assert RolloutEngine.generate_streaming(engine, feed, SAMPLING) == []
     assert_same(feed.whole, undisturbed(engine))
     assert set(feed.waiting) == {0}
-    begun = engine.stream(Parts([work_of(ALL)], 2), SAMPLING)
+    begun = engine.generate_streaming(Parts([work_of(ALL)], 2), SAMPLING)
     with pytest.raises(RuntimeError, match=rf"partial rollouts \({len(begun)} pending\).*rollout\.name=native"):
         RolloutEngine.generate_streaming(engine, Parts([work_of([], begun)]), SAMPLING)

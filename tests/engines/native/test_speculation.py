@@ -151,7 +151,7 @@ def test_a_stream_gives_the_same_bits_and_the_same_order_every_time(folder, cut)
     feeds = []
     for each in (plain, engine, engine):
         feeds.append(Parts(parts))
-        assert each.stream(feeds[-1], sampling) == []
+        assert each.generate_streaming(feeds[-1], sampling) == []
     assert sorted(map(exact, feeds[0].whole)) == sorted(map(exact, feeds[1].whole))
     assert engine.stats()["accepted_tokens"] > 0
     assert [exact(one) for one in feeds[1].whole] == [exact(one) for one in feeds[2].whole]

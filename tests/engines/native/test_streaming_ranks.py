@@ -52,7 +52,7 @@ def _on_ranks_of_a_replica(folder, sampling, settings):
 def test_two_ranks_of_a_replica_stop_and_go_on_alike(folder, engine, cut):
     sampling = replace(SAMPLING, return_kept_tokens=bool(cut), **cut)
     (whole, left), (other, other_left) = run_ranks(2, _on_ranks_of_a_replica, folder, sampling, NARROW)
-    assert [r.support is None for r in other] == [True] * len(other)  # of the first rank's alone
+    assert [r.kept_tokens is None for r in other] == [True] * len(other)  # of the first rank's alone
     assert other == whole and other_left == left
     assert any(left)
     assert_same(whole, undisturbed(engine, sampling), LOGPROB_ATOL)

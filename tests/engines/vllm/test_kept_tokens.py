@@ -30,7 +30,7 @@ def ratios(grid, folder):
             policy = make_policy(arch, grid, rollout=rollout, groups=groups, seed=None)
             groups = policy._groups
             load_from_hf(folder, arch, policy.layout(), policy.named_tensors())
-            data, mass = truncation.sampled(policy, engine, cut)
+            data, mass = truncation.on_forward(policy, engine, cut)
             logprobs_R, _ = policy.score(data.batch)
             told = torch.stack([logprobs_R, truncation.uncorrected(policy, data.batch)])
             told = truncation.in_order(policy, data.batch, told - data.batch.rollout_logprobs_R)

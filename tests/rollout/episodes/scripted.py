@@ -125,7 +125,7 @@ def talked(words, form):
         seen, uids = {}, []
         asked, run, ask, answers = (
             _multiturn_sample.MultiTurnSample.as_prompt,
-            episodes.Episodes.run, episodes._EnvironmentClient.ask, episodes._EnvironmentClient.answers,
+            episodes.Episodes.run, episodes._EnvironmentClient.submit, episodes._EnvironmentClient.wait_for_replies,
         )  # fmt: skip
 
         def later(one, seed):
@@ -153,7 +153,7 @@ def talked(words, form):
 
         patched = [
             (_multiturn_sample.MultiTurnSample, "as_prompt", later), (episodes.Episodes, "run", begun),
-            (episodes._EnvironmentClient, "ask", stopped), (episodes._EnvironmentClient, "answers", answered),
+            (episodes._EnvironmentClient, "submit", stopped), (episodes._EnvironmentClient, "wait_for_replies", answered),
             (cpu_ops.Compiled, "sample", torch_ops.Operations.sample),
             (torch_ops, "uniforms", lambda keys, counts: (keys, counts)),
             (torch_ops, "draw", told.draw),

@@ -50,7 +50,7 @@ class Beside(Trouble):
 class Streaming(NativeEngine):
     streams = 0
 
-    def stream(self, feed, sampling):
+    def generate_streaming(self, feed, sampling):
         self.streams += 1
         pulse, num_pulses, num_forwards, sampled = feed.pulse, 0, 0, self.on_forward
 
@@ -75,7 +75,7 @@ class Streaming(NativeEngine):
         feed.pulse = troubled
         if crawls(self.streams):
             self.on_forward = crawling
-        return super().stream(feed, sampling)
+        return super().generate_streaming(feed, sampling)
 
 
 class Slow(NativeEngine):
@@ -90,9 +90,9 @@ class Slow(NativeEngine):
             os.kill(os.getpid(), signal.SIGUSR1)
             self.on_forward = lambda: time.sleep(SLOW_S)
 
-    def stream(self, feed, sampling):
+    def generate_streaming(self, feed, sampling):
         self._slow_down()
-        return super().stream(feed, sampling)
+        return super().generate_streaming(feed, sampling)
 
     def generate(self, prompts, sampling):
         self._slow_down()

@@ -215,8 +215,10 @@ class NativeEngine(RolloutEngine):
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         return self._run(prompts, sampling, None)
 
-    def converse(self, prompts: Sequence[Prompt], sampling: SamplingConfig, client: MultiTurnClient) -> list[Rollout]:
-        """Implements `RolloutEngine.converse`; other sequences decode while one waits for a reply (`multiturn`).
+    def generate_multi_turn(
+        self, prompts: Sequence[Prompt], sampling: SamplingConfig, client: MultiTurnClient
+    ) -> list[Rollout]:
+        """Implements `RolloutEngine.generate_multi_turn`; other sequences decode while one waits for a reply (`multiturn`).
 
         Raises:
             RuntimeError: See `generate`; or a reply does not fit.
@@ -225,7 +227,7 @@ class NativeEngine(RolloutEngine):
         self._check_ready()
         return self._run(prompts, sampling, client) if prompts else []
 
-    def stream(self, work_queue: WorkQueue, sampling: SamplingConfig) -> list[PartialRollout]:
+    def generate_streaming(self, work_queue: WorkQueue, sampling: SamplingConfig) -> list[PartialRollout]:
         """Implements `RolloutEngine.stream`; can pause and resume between any two tokens (`partial_rollout`).
 
         Raises:

@@ -52,7 +52,7 @@ class StreamingGeneration(Generation):
         super().__init__(sampling=sampling, **parts)
         self._work_queue = work_queue
         self._check = check
-        self._pulse_steps = poll_interval(sampling.max_tokens)
+        self._poll_interval = poll_interval(sampling.max_tokens)
         self._newly_finished: list[Rollout] = []
         self.stats |= {"reread_tokens": 0.0, "waited_s": 0.0}
 
@@ -66,7 +66,7 @@ class StreamingGeneration(Generation):
         while (work := self._poll()) is not None:
             if not abandoned:
                 self._enqueue(work)
-                abandoned = self._advance(policy_version, self._pulse_steps)
+                abandoned = self._advance(policy_version, self._poll_interval)
         running = self._rollouts(range(len(self._scheduler.running)), policy_version)
         left = [_begun(found) for found in running]
         return sorted([*self._unrecorded(left), *self._scheduler.not_resumed], key=_place_of)

@@ -99,7 +99,7 @@ class LlmEngine(RolloutEngine):
         self._kept: list[KeptTokens] = []
 
     @classmethod
-    def start_beside(cls) -> None:
+    def start_without_engine(cls) -> None:
         """Imports TensorRT-LLM on a rank without an engine, where the import is collective over all ranks."""
         import_without_engine()
 

@@ -94,7 +94,7 @@ class BuiltEngine(RolloutEngine):
         self._stats: dict[str, float] = {}
 
     @classmethod
-    def start_beside(cls) -> None:
+    def start_without_engine(cls) -> None:
         """Imports TensorRT-LLM on a rank without an engine, where the import is collective over all ranks."""
         import_without_engine()
 

@@ -84,7 +84,7 @@ def assert_same(found, expected, atol=SAME_WEIGHTS_ATOL):
         for name in ("rollout_logprobs", "log_kept_mass"):
             mine, its = (torch.tensor(getattr(each, name)) for each in (one, other))
             torch.testing.assert_close(mine, its, atol=atol, rtol=0)
-        assert told(one.support) == told(other.support)
+        assert told(one.kept_tokens) == told(other.kept_tokens)
 
 
 def told(support):
@@ -94,6 +94,6 @@ def told(support):
 def exact(one):
     """All of a whole or begun response, comparable bit for bit."""
     return (
-        *key_of(one), tuple(one.response_ids), tuple(one.rollout_logprobs), one.version_runs, told(one.support),
+        *key_of(one), tuple(one.response_ids), tuple(one.rollout_logprobs), one.version_runs, told(one.kept_tokens),
         tuple(one.log_kept_mass),
     )  # fmt: skip

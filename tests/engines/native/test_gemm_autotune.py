@@ -121,7 +121,7 @@ def test_a_packed_form_whose_rows_depend_on_each_other_gives_way(measured, monke
     _, times = measured
     compiled = row_by_row(shape[0], torch.bfloat16)
     times |= {PLAIN: 3.0, TRANSPOSED: 2.0, compiled: 4.0}
-    monkeypatch.setattr(gemm_autotune, "rows_stand_alone", lambda form, weight: form is compiled)
+    monkeypatch.setattr(gemm_autotune, "is_batch_invariant", lambda form, weight: form is compiled)
     assert kernel_for(shape, torch.bfloat16, compiled=True) is compiled
     assert kernel_for(shape, torch.bfloat16) is PACKED  # nothing else is there
 

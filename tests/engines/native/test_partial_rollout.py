@@ -151,7 +151,7 @@ def test_what_the_feed_hands_out_late_needs_no_other_cache(folder):
 @pytest.mark.parametrize(("pulse", "last"), [(1, 2), (1, 3), (1, 7), (3, 2), (3, 4)])
 @pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
 def test_stopped_again_and_again_it_samples_the_same(monkeypatch, engine, cut, pulse, last):
-    monkeypatch.setattr(partial_rollout, "pulse_steps", lambda max_tokens: pulse)
+    monkeypatch.setattr(partial_rollout, "poll_interval", lambda max_tokens: pulse)
     sampling = replace(SAMPLING, return_kept_tokens=bool(cut), **cut)
     whole, left = disturbed(engine, sampling, last)
     assert_same(whole, undisturbed(engine, sampling))
@@ -163,7 +163,7 @@ def test_stopped_again_and_again_it_samples_the_same(monkeypatch, engine, cut, p
 def test_under_other_weights_old_tokens_stay_and_new_ones_score_as_transformers_scores_them(
     monkeypatch, folder, others, cut
 ):
-    monkeypatch.setattr(partial_rollout, "pulse_steps", lambda max_tokens: 3)
+    monkeypatch.setattr(partial_rollout, "poll_interval", lambda max_tokens: 3)
     sampling = replace(SAMPLING, return_kept_tokens=bool(cut), **cut)
     engine, folders = make_engine(folder, **NARROW), [folder, *others]
     versions = [10, 11, 15]
@@ -205,7 +205,7 @@ def test_runs_of_one_version_are_one():
 
 
 def test_a_stop_string_across_the_break_is_found(monkeypatch, folder):
-    monkeypatch.setattr(partial_rollout, "pulse_steps", lambda max_tokens: 1)
+    monkeypatch.setattr(partial_rollout, "poll_interval", lambda max_tokens: 1)
     engine = make_engine(folder, decode=lambda ids: "".join(f"{i:02d}" for i in ids))
     free = replace(SAMPLING, max_tokens=12, temperature=2.0, stop_token_ids=())
     wanted = "".join(f"{i:02d}" for i in undisturbed(engine, free)[3].response_ids)[9:13]  # spans three tokens
@@ -220,7 +220,7 @@ def test_a_stop_string_across_the_break_is_found(monkeypatch, folder):
 
 
 def test_what_is_begun_goes_first_and_what_had_no_room_is_given_back_as_it_came_or_not_at_all(monkeypatch, folder):
-    monkeypatch.setattr(partial_rollout, "pulse_steps", lambda max_tokens: 2)
+    monkeypatch.setattr(partial_rollout, "poll_interval", lambda max_tokens: 2)
     sampling = replace(SAMPLING, ignore_eos=True)
     begun = make_engine(folder).generate_streaming(Parts([work_of(ALL[1::2])], 2), sampling)
     assert [len(one.response_ids) for one in begun] == [3] * 7
@@ -242,7 +242,7 @@ def test_none_is_lost_or_doubled_whatever_is_stopped_when(monkeypatch, cheap):
     for seed in range(NUM_SCHEDULES):
         rng = random.Random(seed)
         steps = rng.choice((1, 2, 4))
-        monkeypatch.setattr(partial_rollout, "pulse_steps", lambda max_tokens, steps=steps: steps)
+        monkeypatch.setattr(partial_rollout, "poll_interval", lambda max_tokens, steps=steps: steps)
         whole, begun = [], []
         while begun or not_begun(whole, samples=samples):
             begun = [one for one in begun if rng.random() < 0.9]
@@ -251,7 +251,7 @@ def test_none_is_lost_or_doubled_whatever_is_stopped_when(monkeypatch, cheap):
             parts = [work_of(*([one for at, one in some if at == part] for some in (new, old))) for part in range(3)]
             feed = Parts(parts, rng.choice((None, 2, 3, 4, 6)))
             left = cheap.generate_streaming(feed, SHORT)
-            late = [one for part in feed.parts for work in part for one in work.partial_rollout]
+            late = [one for part in feed.parts for work in part for one in work.partial_rollouts]
             whole, begun = [*whole, *feed.whole], [*left, *late]
             found = {key_of(one) for one in [*whole, *begun]}
             assert len(found) == len(whole) + len(begun)

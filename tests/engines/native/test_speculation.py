@@ -161,7 +161,7 @@ def test_a_stream_gives_the_same_bits_and_the_same_order_every_time(folder, cut)
 def test_samples_that_stop_and_go_on_are_a_function_of_config_and_seed(folder, monkeypatch):
     """As with `over_sample_rate`: a stream takes no costs that a clock has measured, and stops at the same tokens."""
     monkeypatch.setattr(Drafting, "_measured", lambda *_: pytest.fail("a stream's drafts depend on a clock"))
-    monkeypatch.setattr(partial_rollout, "PULSE", 3)
+    monkeypatch.setattr(partial_rollout, "MAX_POLL_INTERVAL", 3)
     found, accepted = [], []
     for delay_s in (0.0, 0.003):
         engine = make_engine(folder, speculative=ON, **NARROW)

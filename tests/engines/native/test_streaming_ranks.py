@@ -61,7 +61,7 @@ def test_two_ranks_of_a_replica_stop_and_go_on_alike(folder, engine, cut):
 def _one_rank_is_told(folder):
     engine, feed = make_engine(folder, tp_group=dist.group.WORLD), Parts([work_of(ALL[:4]), work_of(ALL[4:])], 9)
     engine.abort_requested = lambda: dist.get_rank() == 1 and feed.num_pulses > 1
-    found = engine.stream(feed, replace(SAMPLING, max_tokens=60, ignore_eos=True))
+    found = engine.generate_streaming(feed, replace(SAMPLING, max_tokens=60, ignore_eos=True))
     return found, feed.num_pulses, engine.stats()["decode_steps"]
 
 
@@ -126,7 +126,7 @@ def _on_replicas(folder, seed):
         known = {one[:2] for one in whole} | {key_of(one) for one in begun}
         queue = [*begun, *((prompt, sample) for prompt, sample in ALL if (prompt.uid, sample) not in known)]
         feed = Shared(queue, min(5, len(ALL) - len(whole)), 4, delay)
-        lefts = gathered(engine.stream(feed, UNEVEN))
+        lefts = gathered(engine.generate_streaming(feed, UNEVEN))
         late_ones = [one for one in feed.queue if isinstance(one, PartialRollout)]
         begun = sorted([one for left in lefts for one in left] + late_ones, key=key_of)
         whole += [one for heard in feed.log for found, _ in heard for one in found]

@@ -42,7 +42,7 @@ def made(kind, folder):
         write_model_folder(folder, ARCH, "float32", tiny.TOKENIZER, further=further)
         return folder
 
-    return LlmEngine(spec_of(tiny.rollout(**asked), ARCH, decode=str, model_folder=model_folder))
+    return LlmEngine(spec_of(tiny.rollout(**asked), ARCH, decode=str, write_model_folder=model_folder))
 
 
 def ratios(kind, folder):

@@ -61,7 +61,7 @@ def engine(
 
     made = LlmEngine(
         spec_of(
-            rollout(**settings), arch, decode=TOKENIZER.decode, model_folder=model_folder, timeout_s=timeout_s,
+            rollout(**settings), arch, decode=TOKENIZER.decode, write_model_folder=model_folder, timeout_s=timeout_s,
             trains_on_logprobs=trains_on_logprobs, device=device, tp_group=tp_group, dtype=dtype,
         )
     )  # fmt: skip

@@ -30,7 +30,7 @@ def ratios(grid, folder):
             policy = make_policy(arch, grid, rollout=rollout, groups=groups, seed=None)
             groups = policy._groups
             load_from_hf(folder, arch, policy.layout(), policy.named_tensors())
-            data, mass = truncation.on_forward(policy, engine, cut)
+            data, mass = truncation.sampled(policy, engine, cut)
             logprobs_R, _ = policy.score(data.batch)
             told = torch.stack([logprobs_R, truncation.uncorrected(policy, data.batch)])
             told = truncation.in_order(policy, data.batch, told - data.batch.rollout_logprobs_R)
@@ -84,8 +84,13 @@ def test_every_token_has_its_support_in_any_company(folders):
             ids, start = [*rollout.prompt.prompt_ids, *rollout.response_ids], len(rollout.prompt.prompt_ids)
             with torch.no_grad():
                 probs = (model(torch.tensor([ids])).logits[0, start - 1 : -1] / 0.8).softmax(-1)
-            rows = torch.arange(len(rollout.response_ids)).repeat_interleave(rollout.support.counts_R)
-            mass = torch.zeros(len(rollout.response_ids)).index_add_(0, rows, probs[rows, rollout.support.ids_K.long()])
+            rows = torch.arange(len(rollout.response_ids)).repeat_interleave(rollout.kept_tokens.counts_R)
+            mass = torch.zeros(len(rollout.response_ids)).index_add_(
+                0, rows, probs[rows, rollout.kept_tokens.ids_K.long()]
+            )
             torch.testing.assert_close(torch.tensor(rollout.log_kept_mass).exp(), mass, rtol=1e-3, atol=0)
             assert rollout.response_ids == whole.response_ids[: len(rollout.response_ids)], name
-            assert rollout.support.counts_R.tolist() == whole.support.counts_R[: len(rollout.response_ids)].tolist()
+            assert (
+                rollout.kept_tokens.counts_R.tolist()
+                == whole.kept_tokens.counts_R[: len(rollout.response_ids)].tolist()
+            )

@@ -58,7 +58,7 @@ def engine(folder, *, tp_group=None, dtype=torch.float32, arch=None, **settings)
     }  # fmt: skip
     spec = spec_of(
         RolloutConfig(name="vllm", **given), arch or arch_from_folder(folder), tp_group=tp_group, dtype=dtype,
-        model_folder=lambda _: folder,
+        write_model_folder=lambda _: folder,
     )  # fmt: skip
     made = VllmEngine(spec)
     try:

@@ -108,7 +108,7 @@ def test_a_tool_is_called_and_the_tokens_are_those_of_the_whole_conversation(spo
     ]
     expected = [*tokenizer.apply_chat_template(messages, tools), *tokenizer.encode("it is 4"), tokenizer.eos_ids[0]]
     assert [*rollout.prompt.prompt_ids, *rollout.response_ids] == expected
-    assert [part.append_sampled for part in rollout.segments] == [True, False, True]
+    assert [part.sampled for part in rollout.segments] == [True, False, True]
     episode = rollout.episode
     assert (episode.end, episode.num_turns, episode.num_tool_calls, episode.reward) == ("finished", 2, 1, 1.0)
     assert (episode.final_text, episode.error) == ("it is 4", None)
@@ -150,7 +150,7 @@ def test_turns_are_limited(tokenizer, turns, texts, end, num_turns):
     call = CALLS["hermes"][0]
     ((rollout,), _) = held(tokenizer, config_of(turns), [text.format(call=call) for text in texts])
     assert (rollout.episode.end, rollout.episode.num_turns) == (end, num_turns)
-    assert rollout.segments[-1].append_sampled
+    assert rollout.segments[-1].sampled
 
 
 def test_the_last_turn_is_rewarded(tokenizer):
@@ -172,7 +172,7 @@ def test_room_ends_an_episode(tokenizer, limit):
     """Within a turn, or where what is observed leaves none."""
     ((rollout,), _) = held(tokenizer, config_of(), [CALLS["hermes"][0], "4", "4"], limit=limit)
     assert len(rollout.response_ids) <= limit
-    assert rollout.segments[-1].append_sampled
+    assert rollout.segments[-1].sampled
     assert (rollout.episode.end, rollout.finish_reason) == ("response_length", "length")
 
 

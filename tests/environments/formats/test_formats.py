@@ -60,6 +60,7 @@ def read(form, text, max_calls=100, *, prompt=""):
     return base.action(text, base.find(form), TOOLS, max_calls, prompt=prompt)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @given(plain, calls)
 @settings(max_examples=25, deadline=None)

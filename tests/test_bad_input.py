@@ -332,6 +332,7 @@ def test_a_report_of_no_run_is_refused(case):
     assert "nowhere" in message_of(status, case.capfd.readouterr().err)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "mended"),
     [

@@ -127,6 +127,7 @@ def test_roles_take_whole_nodes_and_split_no_replica_over_two():
         assert grid.samplers.start % 8 == 0 and load(file).rollout.nnodes * 8 == len(grid.samplers)
 
 
+@pytest.mark.slow
 def test_the_largest_has_the_room_that_its_first_lines_tell(capsys):
     (file,) = (path for path in FILES if "235b" in path.name)
     told = re.search(r"room for (\d+) sequences of full length; in FP8 for (\d+):\n# (\S+) (\S+)\. ", file.read_text())

@@ -143,7 +143,7 @@ def test_the_two_commands_install_alike_and_ci_runs_the_second():
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     extract = "\n".join(re.findall(r"^(?:test_command|install|tests)=.*", script, re.MULTILINE))
     first = script.index('run_tests bare "$tests"')
-    assert script.index('-c "$install"') < first < script.index('run_tests more "$tests --last-skipped"')
+    assert script.index('-c "$install"') < first < script.index('run_tests more "$tests -m slow"')
     for word in ("apt-get install -y", "mpi4py", "tests/engines/vllm/requirements.txt"):
         assert script.rindex(word) > first, "nothing but README's command is installed before its tests run"
     shown = subprocess.run(

@@ -35,6 +35,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_five_lines_train_twice_in_one_process_and_leave_it_as_it_was(tmp_path):
     """No `__main__` guard, no command line: the process's signals stay its own, as a notebook needs."""
     (tmp_path / "config.yaml").write_text(CONFIG)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests import imports
 from tests.source import ROOT
@@ -54,6 +55,7 @@ def test_what_needs_the_same_modules_is_forked_from_one_process(tmp_path):
     assert one == other != usual and one.endswith("True") and usual.endswith("False")
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_process_that_started_it_even_by_kill_9(tmp_path):
     words = [sys.executable, "-c", ALONE, str(tmp_path)]
     starter = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)})

@@ -91,6 +91,7 @@ def test_requirements_have_ranges():
     assert loose == []
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_imports(tmp_path):
     source = tmp_path / "source"
     shutil.copytree(PACKAGE, source / "mrl", ignore=shutil.ignore_patterns("__pycache__"))

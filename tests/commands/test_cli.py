@@ -158,6 +158,7 @@ TINY = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("action", "status", "said"),
     [

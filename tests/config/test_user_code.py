@@ -134,6 +134,7 @@ def test_code_that_cannot_be_used_is_refused_in_one_message(project, name, messa
         registry.find("data", located(name, [project / "configs", Path()]), "")
 
 
+@pytest.mark.slow
 def test_a_run_of_the_console_script_and_its_resume_from_the_run_folder(project, monkeypatch):
     """Started outside the config's folder; the console script, unlike `python -m`, knows no working folder."""
     (project / "configs" / "my_rewards.py").write_text(REWARD)

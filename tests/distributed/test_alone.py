@@ -16,6 +16,8 @@ from mrl.distributed.watchdog.watchdog import Watchdog
 from mrl.errors import UserError
 from tests.ranks import PRELOAD
 
+pytestmark = pytest.mark.slow
+
 COLLECTIVE = timedelta(seconds=400)
 SECONDS = 120
 """ALONE_S, the alarm, the others' leave, a busy machine; the collective's own time is 400 s."""

@@ -17,6 +17,8 @@ from mrl.errors import UserError
 from tests.ranks import PRELOAD
 from tests.source import ROOT
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 60
 SHORT_S = 3  # long enough to start processes of a server that runs, far from LIMIT_S
 

@@ -13,6 +13,8 @@ from tests.e2e import in_flight_kills, runs
 from tests.e2e.test_roles import logged, without_refits
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 OWN = "rollout.num_ranks"
 STEPS = ["train.num_steps=4", "train.eval_interval=2", "checkpoint.interval=2"]
 WORST, SPANS = (f"training/off_policy/trajectory_{name}/max" for name in ("staleness_worst", "spans"))

@@ -25,6 +25,8 @@ from tests.megatron.actors import ARCHS, LAYOUTS, full_weights, make_policy, tra
 from tests.megatron.test_checkpoint import RATE
 from tests.ranks import PRELOAD, run_ranks
 
+pytestmark = pytest.mark.slow
+
 PARTS = [0.5, 0.97]
 """Of all moments of the run: in its second commit, and in its last."""
 END_S = 120

@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e import in_flight_kills, runs
 
-pytestmark = pytest.mark.timing
+pytestmark = [pytest.mark.timing, pytest.mark.slow]
 COLLECTIVE_S = 6  # less than tests/launch/trouble.py crawls
 END_S = 30
 """From the trouble to the end of the job: the timeout, and what the ranks take to ask each other and to end."""

@@ -6,6 +6,8 @@ from tests.e2e import runs
 from tests.e2e.test_resume import kill_after
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 PPO = [
     "algorithm={name: ppo, lam: 0.95, kl_in: reward, kl_coef: 0.01, "
     "kl_ctrl: {type: adaptive, target_kl: 0.01, horizon: 400}, "

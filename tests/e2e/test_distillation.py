@@ -14,6 +14,8 @@ from mrl.resharding.hf import hf_layout
 from mrl.resharding.init import random_init
 from tests.e2e import runs
 
+pytestmark = pytest.mark.slow
+
 RELATIVE, ABSOLUTE = 1e-4, 1e-6  # fp32 over three steps
 CHARACTERS = "0123456789<>+#"
 SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 64, "num_attention_heads": 4}

@@ -14,6 +14,8 @@ from tests.e2e.test_episodes import GUESSING
 from tests.reward_models import write_reward_model
 from tests.source import PACKAGE, ROOT
 
+pytestmark = pytest.mark.slow
+
 OWN_DATA = (ROOT / "mrl" / "docs" / "own_data.md").read_text(encoding="utf-8")
 GLOSSARY = (ROOT / "mrl" / "docs" / "metrics.md").read_text(encoding="utf-8")
 QUIET = ("observe.console=off", "observe.tensorboard=false", "observe.report=false", "train.num_steps=1")

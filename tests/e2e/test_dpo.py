@@ -10,6 +10,8 @@ import pytest
 from mrl.commands.cli import main
 from tests.e2e import runs
 
+pytestmark = pytest.mark.slow
+
 DPO = [
     "algorithm={name: dpo, kl_in: none, kl_coef: 0.001, entropy_coef: 0.0, dpo: {beta: 0.2}}",
     "~algorithm.clip_low",

@@ -8,6 +8,8 @@ import pytest
 from tests.e2e import episode_kills, runs
 from tests.ranks import SERVER
 
+pytestmark = pytest.mark.slow
+
 GUESSING = [
     *(f"~data.task_kwargs.{name}" for name in ("min_terms", "max_terms", "max_value")),
     "data={task: guessing, task_kwargs: {low: 1, high: 7, num_guesses: 3, num_val: 4}, response_key: response}",

@@ -5,6 +5,8 @@ import pytest
 from tests.e2e import runs
 from tests.e2e.test_layouts import TOKENS, assert_same
 
+pytestmark = pytest.mark.slow
+
 MODEL = [
     "model.preset=qwen3_moe_tiny",
     "model.overrides={hidden_size: 32, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2, "

@@ -2,9 +2,13 @@
 
 import subprocess
 
+import pytest
+
 from tests.e2e import runs
 from tests.e2e.test_owner import two_ranks
 from tests.full_disk import full_disk
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_checkpoint_that_does_not_fit_is_told_and_the_run_goes_on_with_more_room(tmp_path):

@@ -6,6 +6,8 @@ import pytest
 
 from tests.e2e import runs
 
+pytestmark = pytest.mark.slow
+
 RELATIVE = 1e-4  # fp32 sums in another order, over three steps of Adam
 ABSOLUTE = 1e-6  # metrics that are zero but for rounding (mean advantage, KL at ratio 1)
 

@@ -1,6 +1,10 @@
 """A sample without a score is neither trained nor in a mean, and the run goes on and says so."""
 
+import pytest
+
 from tests.e2e import runs
+
+pytestmark = pytest.mark.slow
 
 REWARD = """
 def sometimes(*, prompt, response, answer, extra):

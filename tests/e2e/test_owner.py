@@ -7,10 +7,13 @@ import signal
 import time
 
 import psutil
+import pytest
 
 from tests.e2e import runs
 from tests.e2e.told import OWN, TELL, reset
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
 
 STEPS = [*OWN, "train.num_steps=4", "checkpoint.interval=1"]
 

@@ -10,6 +10,8 @@ import pytest
 from tests.e2e import runs
 from tests.source import ROOT
 
+pytestmark = pytest.mark.slow
+
 CHECK = runpy.run_path(str(ROOT / "tools" / "check_quickstart.py"))
 
 

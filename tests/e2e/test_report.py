@@ -1,11 +1,14 @@
 """The report of a run is drawn by one rank, after the ranks have left each other."""
 
+import pytest
 import torch.distributed as dist
 
 from mrl.distributed.local_ranks import free_port
 from mrl.observability import report
 from tests.e2e import runs
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
 
 ONE_STEP = ["train={num_steps: 1, warm_start: {num_steps: 0}}", "observe.report=true", "checkpoint.interval=1"]
 

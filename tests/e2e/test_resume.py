@@ -10,6 +10,8 @@ import pytest
 
 from tests.e2e import runs
 
+pytestmark = pytest.mark.slow
+
 STEPS = ["train.num_steps=8", "checkpoint.interval=2", "train.eval_interval=2", "reference.update_interval=3"]
 
 

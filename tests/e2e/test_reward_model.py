@@ -10,6 +10,8 @@ from tests.e2e.test_resume import kill_after
 from tests.ranks import run_ranks
 from tests.reward_models import CHARACTERS, scores_of, write_reward_model
 
+pytestmark = pytest.mark.slow
+
 STEPS = [
     "train={num_steps: 4, batch_size: 4, minibatch_size: 2, eval_interval: 1, warm_start: {num_steps: 2}}",
     "algorithm.dynamic_sampling=true",

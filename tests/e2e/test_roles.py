@@ -19,6 +19,8 @@ from mrl.trainer.resolve import check_run
 from mrl.trainer.validation.world_size import WorldSize
 from tests.e2e import runs
 
+pytestmark = pytest.mark.slow
+
 STEPS = ["train.num_steps=3", "train.eval_interval=2", "checkpoint.interval=2"]
 OWN = "rollout.num_ranks"
 TP, ROLLOUT_TP = "parallel.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=2"

@@ -4,8 +4,12 @@ import contextlib
 import io
 from pathlib import Path
 
+import pytest
+
 from tests.e2e import runs, told
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
 
 STEPS = [
     *told.OWN,

@@ -4,7 +4,7 @@ import pytest
 
 from tests.e2e import runs
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
 
 EQUAL = (
     "training/rollout_probs_diff_max",

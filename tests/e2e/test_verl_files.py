@@ -4,10 +4,13 @@ import json
 
 import pyarrow
 import pyarrow.parquet
+import pytest
 
 from mrl.commands.cli import main
 from tests.e2e.test_docs import QUIET, model_folder
 from tests.rewards.test_signatures import GSM8K, ROWS
+
+pytestmark = pytest.mark.slow
 
 CONFIG = """
 run: {output_dir: run, num_threads: 1}

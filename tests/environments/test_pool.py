@@ -98,6 +98,7 @@ FAILS_ALONE = {
 """Faults in what an environment raises or returns: the worker goes on."""
 
 
+@pytest.mark.slow
 def test_each_fault_ends_its_episode_with_a_cause_and_no_other():
     with pool(num_workers=2, time_limit_s=LONG_LIMIT_S) as many:  # two of them wait for it, at one time
         for number, way in enumerate(WAYS):
@@ -143,6 +144,7 @@ def test_a_worker_that_dies_prints_little(capfd, monkeypatch):
     assert len(capfd.readouterr().err.splitlines()) < 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["raise", "die", "hang"])
 def test_a_reset_may_fail_as_well(way):
     with pool(time_limit_s=TIME_LIMIT_S) as one:
@@ -200,6 +202,7 @@ def test_an_episode_goes_on_from_its_past():
         assert said(step(one, "a", "z")) == ["z 3 5"]
 
 
+@pytest.mark.slow
 def test_an_end_that_hangs_costs_nobody_else_anything():
     with pool(time_limit_s=TIME_LIMIT_S) as one:
         one.open("a", 0, {"close": "hang"})
@@ -209,6 +212,7 @@ def test_an_end_that_hangs_costs_nobody_else_anything():
         assert said(step(one, "b", "on")) == ["on 1 1"]
 
 
+@pytest.mark.slow
 def test_what_an_environment_started_ends_with_its_worker(tmp_path):
     with pool(time_limit_s=TIME_LIMIT_S, writable=[tmp_path]) as one:
         one.open("a", 0, {})
@@ -360,6 +364,7 @@ def test_processes_are_counted():
         assert failure.cause == "processes" and "4 processes" in failure.message
 
 
+@pytest.mark.slow
 def test_nothing_waits_unless_asked_to():
     with pool(time_limit_s=TIME_LIMIT_S) as one:
         one.open("a", 0, {})

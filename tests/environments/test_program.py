@@ -37,6 +37,7 @@ def tell(many, name, action):
     return replies(many, 1)[name]
 
 
+@pytest.mark.slow
 def test_a_conversation_is_an_episode():
     with agents("count") as many:
         for name, seed in (("a", 5), ("b", 6)):
@@ -51,6 +52,7 @@ def test_a_conversation_is_an_episode():
             many.close(name)
 
 
+@pytest.mark.slow
 def test_a_stream_is_one_too():
     with agents("stream") as many:
         many.open("a", 0, ROW)
@@ -58,6 +60,7 @@ def test_a_stream_is_one_too():
         assert tell(many, "a", Action("seven..")).observation.reward == 7.0
 
 
+@pytest.mark.slow
 def test_tools_are_called_by_the_program():
     with agents("tools", tools=[TOOL]) as many:
         assert [tool["function"]["name"] for tool in many.tools] == ["double"]
@@ -68,6 +71,7 @@ def test_tools_are_called_by_the_program():
         assert tell(many, "a", Action("42")).observation.reward == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "turns", "words"),
     [
@@ -170,6 +174,7 @@ def test_a_client_that_leaves_is_noticed(size, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_client_that_left_gets_its_answer_when_it_asks_again():
     with agents("hurries") as many:
         many.open("a", 0, ROW)

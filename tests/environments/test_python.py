@@ -13,6 +13,7 @@ def ran(many, episode, code):
     return replies(many, 1)[episode].observation.messages[0]["content"]
 
 
+@pytest.mark.slow
 def test_programs_run_in_the_worker_of_their_episode_and_end_at_their_limit():
     before = descendants()
     try:
@@ -33,6 +34,7 @@ def test_programs_run_in_the_worker_of_their_episode_and_end_at_their_limit():
     assert all(map(gone, descendants() - before))
 
 
+@pytest.mark.slow
 def test_no_attack_has_an_effect(tmp_path):
     names = list(CALM)[::4]
     targets = {name: Target(tmp_path / str(number)) for number, name in enumerate(names)}

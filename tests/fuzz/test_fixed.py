@@ -77,6 +77,7 @@ def test_it_ends_with_a_status_of_readme_and_one_message(case, outcome_of, tmp_p
     assert outcome.wrong == "", f"{outcome.case}: {outcome.said[-3000:]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "environment", "status"),
     [

@@ -64,7 +64,7 @@ def test_extras_that_it_installs_exist():
     assert len(asked) == 2 and set(asked) <= set(setup_keyword("extras_require"))
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+@pytest.mark.shellcheck
 def test_shellcheck_finds_nothing_in_its_lines():
     (shell,) = rests("SHELL")
     assert shell == '["/bin/bash", "-euo", "pipefail", "-c"]'

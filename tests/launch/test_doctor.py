@@ -15,6 +15,8 @@ from tests.launch.hosts import Hosts, NoRightsError
 from tests.launch.test_mpirun import mpirun
 from tests.source import ROOT
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 240
 PATHS = os.pathsep.join((str(ROOT), QUICK))
 ENVIRONMENT = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}

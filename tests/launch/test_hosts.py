@@ -11,7 +11,7 @@ from tests.launch.conftest import SHORT
 from tests.launch.hosts import Hosts, NoRightsError
 from tests.source import ROOT
 
-pytestmark = pytest.mark.netns
+pytestmark = [pytest.mark.netns, pytest.mark.slow]
 TIMEOUT_S = 240
 
 

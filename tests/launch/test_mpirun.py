@@ -13,7 +13,7 @@ from tests.e2e import runs
 from tests.launch.conftest import SHORT
 from tests.source import ROOT
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 TIMEOUT_S = 240
 
 

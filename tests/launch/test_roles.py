@@ -15,6 +15,8 @@ from tests.launch.test_slurm import JOB_TIMEOUT_S, submit, told
 from tests.launch.test_survival import COLLECTIVE_S, HEARTBEAT_S, TIMEOUT_S, Job, one_message
 from tests.source import ROOT
 
+pytestmark = pytest.mark.slow
+
 FILE = ROOT / "configs" / "grpo_qwen3-8b_2x8_tp2_vllm_roles.yaml"
 OWN = (*SHORT, "rollout.nnodes=1", "rollout.n_gpus_per_node=1")
 """The last rank samples."""

@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 
@@ -77,7 +76,7 @@ def test_slurm_refuses_another_mode():
     assert status == 2 and errors == "MODE=ssh: give torchrun or srun\n"
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
+@pytest.mark.shellcheck
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_shellcheck_finds_nothing(script):
     done = subprocess.run(["shellcheck", script], capture_output=True, text=True, check=False)

@@ -13,7 +13,7 @@ from tests.e2e import runs
 from tests.e2e import told as told_run
 from tests.source import ROOT
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 SCRIPT = str(ROOT / "launch" / "slurm.sbatch")
 WORDS = (*told_run.OWN, "train.num_steps=3", "reward.time_limit_s=300", "parallel.tensor_model_parallel_size=2")
 JOB_TIMEOUT_S = 240

@@ -16,6 +16,8 @@ from tests import warm
 from tests.e2e import runs, told
 from tests.source import ROOT
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 240
 STEPS = (*told.OWN, "train.num_steps=3", "checkpoint.interval=1", "reward.time_limit_s=300")
 HANGS = "0 hang 3 SIGUSR1"  # two updates of the first step, then the second step's

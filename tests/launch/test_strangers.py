@@ -15,6 +15,8 @@ from tests.launch import strangers
 from tests.launch.conftest import SHORT
 from tests.source import ROOT
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 240
 KEYS = ("torch.rendezvous.mrl", "watchdog/end", "watchdog/alarm")
 OVERRIDES = (*SHORT, "train.warm_start.num_steps=0", "algorithm.name=tests.launch.strangers:Held",

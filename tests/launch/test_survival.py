@@ -14,7 +14,7 @@ from tests.launch.conftest import SHORT
 from tests.launch.hosts import Hosts, NoRightsError
 from tests.source import ROOT
 
-pytestmark = pytest.mark.timing
+pytestmark = [pytest.mark.timing, pytest.mark.slow]
 TIMEOUT_S = 240
 END_S = 60
 """From the trouble to the end of the job; acceptance says so for a lost host: not raised for busy machines."""

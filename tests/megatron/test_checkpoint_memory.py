@@ -5,6 +5,7 @@ import gc
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -50,6 +51,7 @@ def growth(folder):
     return grown, written, 12 * own
 
 
+@pytest.mark.slow
 def test_a_rank_holds_no_more_than_its_own_part(tmp_path):
     for grown, written, own in run_ranks(RANKS, growth, tmp_path):
         assert own > 2 * STAGING, "the part is too small to be seen"

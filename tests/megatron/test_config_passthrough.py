@@ -33,6 +33,7 @@ def test_free_fields_and_finer_recompute_change_no_number():
     assert_same(run(ARCHS["qwen3"], Grid(2), actor={"overlap_grad_reduce": True}, megatron=passed), plain)
 
 
+@pytest.mark.slow
 def test_experts_are_recomputed_as_they_were():
     modules = {"recompute_granularity": "selective", "recompute_modules": ["moe", "layernorm"]}
     grid = Grid(2, ep=2)

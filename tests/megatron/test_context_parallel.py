@@ -32,6 +32,7 @@ def alone():
     return {name: run_ranks(1, scored_and_trained, Grid(1), name)[0] for name in ("qwen3", "qwen3_moe")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "grid", "name"), CASES, ids=[f"{layout}-{name}" for layout, _, name in CASES])
 def test_scores_and_updates_are_those_of_one_rank(layout, grid, name, alone):
     expected, metrics = alone[name]

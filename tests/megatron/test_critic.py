@@ -109,6 +109,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "grid"), CASES.values(), ids=CASES)
 def test_values_loss_and_gradients_are_those_of_transformers(name, grid, by_transformers):
     values_R, loss, gradients = by_transformers(name)

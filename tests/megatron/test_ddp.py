@@ -17,6 +17,7 @@ GATHERED = {"ddp": {"overlap_param_gather": True, "bucket_size": 5000}}
 ALIGNED = {"ddp": {**GATHERED["ddp"], "align_param_gather": True}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "grid", "megatron"),
     [
@@ -82,6 +83,7 @@ def _between_updates(megatron, folder):
     return seen, full_weights(policy)
 
 
+@pytest.mark.slow
 def test_whoever_reads_weights_between_updates_has_them_whole(tmp_path):
     plain = run_ranks(2, _between_updates, {"ddp": {"bucket_size": 5000}}, tmp_path / "plain")
     gathered = run_ranks(2, _between_updates, GATHERED, tmp_path / "gathered")

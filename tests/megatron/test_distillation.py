@@ -171,6 +171,7 @@ def by_transformers():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loss_and_gradient_of_every_mode_are_those_of_transformers(layout, by_transformers):
     grid = LAYOUTS[layout]
@@ -206,6 +207,7 @@ def test_two_teachers_never_make_logits_of_all_tokens(mode):
     assert len(scores) == how.num_scores and hidden.grad.abs().min() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2"])
 def test_a_teacher_with_the_students_weights_teaches_nothing(layout):
     """Exactly: not a bit of the weights moves."""

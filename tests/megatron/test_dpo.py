@@ -73,6 +73,7 @@ def single():
     return run_ranks(1, numbers, Grid(1), 10_000)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_numbers_of_one_rank(layout, single):
     """With a budget below most pairs: each has a microbatch of its own."""

@@ -1,5 +1,7 @@
 """Parts of Megatron that give wrong numbers without an error are not used."""
 
+import pytest
+
 from tests.source import ROOT, imports, modules
 
 WRONG = {
@@ -9,6 +11,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 def test_no_file_imports_what_is_wrong():
     imported = {(path, name) for path in modules() for name in imports(path)}
     assert any(name.startswith("megatron.core.") for _, name in imported)

@@ -91,6 +91,7 @@ def test_log_probabilities_and_entropy_are_those_of_transformers(family, layout,
         torch.testing.assert_close(found, expected, rtol=0, atol=PARITY)
 
 
+@pytest.mark.slow
 def test_more_tensor_parallel_ranks_than_key_value_heads(folders):
     folder, batch, expected = folders["qwen3"]
     for found in run_ranks(WIDE.world_size, by_megatron, folder, WIDE, batch):

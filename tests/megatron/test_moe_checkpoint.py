@@ -41,6 +41,7 @@ def resumed(folder, grid):
     return weights, train(policy, AFTER, first=BEFORE), len(policy.optimizer.chained_optimizers), steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "targets"), CASES, ids=[source for source, _ in CASES])
 def test_training_goes_on_where_the_experts_lie_otherwise(source, targets, tmp_path):
     folder = tmp_path / "actor"

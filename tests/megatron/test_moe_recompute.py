@@ -85,6 +85,7 @@ def score_and_update(folders, grid, chosen, actor):
     return scored, policy.update(batch, supervised())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_updates_replay_what_the_dense_layer_chose_at_the_rollout_weights(case, folders, expected):
     """At each stage, for each sample, however microbatches are cut; recomputed activations too."""

@@ -88,6 +88,7 @@ def replay(folder, grid, chosen, actor):
     return scored[0], own[0], policy.update(own_part(batch, policy), sft)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout", "actor"), CASES, ids=str)
 def test_replayed_experts_are_the_references_and_their_router_learns(family, layout, actor, folders, references):
     """At each pipeline stage with its own layers, with shared prompts; the reference policy replays nothing."""

@@ -27,6 +27,7 @@ def single():
     return run(SHALLOW_MIXTURE, Grid(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ep2", "tp2_ep2", "ep4", "tp2_ep2_etp2", "ep2_pp2", "tp2_ep2_pp2"])
 def test_three_updates_are_those_of_one_rank(layout, single):
     """Experts have data-parallel groups, an optimizer and a part of the gradient norm of their own."""

@@ -21,6 +21,8 @@ from tests.algorithms.test_invariance import _id as words_of
 from tests.megatron.actors import ARCHS, make_batch, make_policy, own_part
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 ARCH = replace(ARCHS["qwen2"], num_layers=2)
 ROLLOUT = RolloutConfig(n=2, response_length=8)
 STILL = LearningRate(0.0, 0.0, "constant", 0, 100)

@@ -52,6 +52,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "grid", "options"), CASES, ids=["single", "tp2_pp2_bf16", "dp2_bf16", "ep2"])
 def test_training_goes_on_as_if_nothing_had_left(name, grid, options):
     away = {**options, "actor": {**options.get("actor", {}), **AWAY}}

@@ -69,6 +69,7 @@ def differences(grid, cases, dtype, *, exact=True, actor=None, parallel=None, **
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["single", "tp2", "pp2", "dp2", "tp4"])
 def test_engine_and_actor_have_the_same_bits_in_every_layout(layout, dtype):
@@ -139,6 +140,7 @@ def gradients_of(grid, name, exact, options):
     return full_gradients(policy), metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout", "options"),
     [

@@ -132,6 +132,7 @@ def alone():
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_sequence_has_the_scores_and_gradient_that_it_has_alone(layout, alone):
     grid, arch, count = LAYOUTS[layout]

@@ -36,6 +36,7 @@ def _trained(arch, grid, options):
         P2PCommunicator._communicate_shapes = original
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "grid", "passed"),
     [

@@ -130,6 +130,7 @@ def whole(gradients):
     return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_are_those_of_each_sequence_alone(case):
     grid, arch, actor = CASES[case]

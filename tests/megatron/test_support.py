@@ -60,6 +60,7 @@ def test_equal_weights_give_a_ratio_of_1_and_without_the_support_the_kept_mass(n
     assert updates[0]["training/rollout_probs_diff_max"] < RATIO
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_ratios_and_the_updates_of_one_rank(layout, single):
     names = ["top_p", "together"]

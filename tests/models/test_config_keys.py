@@ -12,6 +12,7 @@ SCALINGS = {"llama": slice(None), "phi3": slice(2, None, 3)}
 """All values of the rotary settings for one family; the others read them with the same lines."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", BASES)
 def test_a_key_changes_what_it_changes_in_transformers_or_is_refused(family, tmp_path):
     configs = [*changes(family, SCALINGS.get(family, slice(1, None, 6))), *drawn(family, DRAWS, seed=1)]

@@ -15,6 +15,7 @@ def _warm():
     folder_fuzz.warm_up()
 
 
+@pytest.mark.slow
 def test_a_broken_model_folder_is_read_or_refused_in_one_message():
     ends = {number: folder_fuzz.outcome(folder_fuzz.damaged(number)) for number in range(NUM_FOLDERS)}
     assert {number: end for number, end in ends.items() if end[0] not in ("read", "refused")} == {}

@@ -116,6 +116,7 @@ def test_the_best_step_without_a_checkpoint_is_told(whole):
     assert "checkpoint was not kept" not in Page(write_report(whole.root)).words
 
 
+@pytest.mark.slow
 def test_settings_changed_on_resume_have_a_heading(tmp_path):
     with logging(tmp_path, num_steps=2) as (run, log):
         run_steps(log, 1, 1)
@@ -221,6 +222,7 @@ def test_one_data_set_needs_no_section(tmp_path):
     assert "By data set" not in Page(write_report(run.root)).words
 
 
+@pytest.mark.slow
 def test_ages_and_the_distance_to_what_sampled_are_drawn_where_they_are_logged(tmp_path, whole):
     write_report(whole.root)
     assert not [name for name in Page(whole.report).figures() if "token" in name and "taleness" in name]
@@ -262,6 +264,7 @@ def test_phases_that_ran_beside_each_other_are_told(gen_s, tmp_path):
     assert ("worked concurrently" in Page(run.report).words) == (gen_s == 0.3)
 
 
+@pytest.mark.slow
 def test_episodes_are_told_turn_by_turn_and_what_was_observed_stands_apart(tmp_path):
     turns = [
         {"by": "policy", "text": "is it <4>?", "tokens": 5, "reward": 0.25},

@@ -107,6 +107,7 @@ def test_an_engine_rank_holds_its_experts_as_one_matrix(name, tp, ep):
             assert torch.equal(ours[f"layers.{layer}.experts_down"], torch.cat([fc2 for _, fc2 in pairs]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "layouts"),
     [

@@ -166,6 +166,7 @@ def refits_each(arch, grids):
     return [refits_twice(arch, grid, "float32", "float32") for grid in grids]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOE)
 def test_experts_spread_or_cut_fill_engines_that_spread_or_cut_them(name):
     arch = replace(MOE[name], num_layers=4)

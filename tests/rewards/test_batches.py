@@ -136,6 +136,7 @@ def trl_gives(functions, rows, chats, ids):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [None, "replica"])
 def test_functions_of_trl_give_what_trls_trainer_gets_from_them(folder, batch):
     names = [
@@ -191,6 +192,7 @@ def test_a_call_has_all_samples_where_the_config_says_so(folder, tmp_path):
     assert [one.reward for one in rollouts] == pytest.approx([1 + 1 / 3, 2 + 2 / 3, 1 + 1 / 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fails", "said"),
     [
@@ -218,6 +220,7 @@ def test_a_value_that_is_none_fails_its_sample_alone(folder, tmp_path):
     assert [one.reward_error is None for one in rollouts] == [True, False, True]
 
 
+@pytest.mark.slow
 def test_calls_that_wait_wait_together_and_one_that_hangs_fails_alone(folder):
     texts = [str(number) for number in range(20)]
     with scorer(folder, ("meets", {"together": 20}, None), time_limit_s=60.0) as judge:

@@ -144,6 +144,7 @@ def counted(*, prompt, response, answer, extra):
 """
 
 
+@pytest.mark.slow
 def test_a_resume_after_a_kill_in_the_middle_of_scoring_computes_nothing_twice(tmp_path):
     (tmp_path / "mine.py").write_text(KILLS)
     notes = tmp_path / "notes"

@@ -63,6 +63,7 @@ def test_no_attack_has_an_effect(tmp_path):
     assert {name: changed for name, one in targets.items() if (changed := one.changed())} == {}
 
 
+@pytest.mark.slow
 def test_folders_nested_deep_cost_their_program_its_score_alone():
     program = "import os\nfor _ in range(3000): os.mkdir('d'); os.chdir('d')\nprint(3)"
     assert "folders that cannot be read" in judged(program, test_time_s=20.0, limit_s=20.0)["problem"]

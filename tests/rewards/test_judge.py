@@ -94,6 +94,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 def test_a_judge_that_misbehaves_gives_no_score_and_the_sample_is_named(server):
     """Never 0: and what it does well beside that counts."""
     texts = [text for way in WAYS for text in (way, 'say {"score": 1}')]

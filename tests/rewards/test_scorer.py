@@ -74,6 +74,7 @@ def test_functions_see_the_documented_arguments():
     assert samples[0].prompt.extra == {"level": 4}
 
 
+@pytest.mark.slow
 def test_each_failure_names_its_sample_and_fails_nothing_else():
     ways = {
         "raise": "KeyError: 'missing'",
@@ -127,6 +128,7 @@ def test_too_many_failures_stop_the_job_with_the_first_one():
             judge.score([*samples, rollout("inf")])
 
 
+@pytest.mark.slow
 def test_a_function_that_always_hangs_is_given_up_early():
     samples = [rollout("sleep", uid=index) for index in range(100)]
     with scorer(f"{HERE}:does_what_it_reads", time_limit_s=TIME_LIMIT_S, max_failed_frac=0.02) as judge:
@@ -187,6 +189,7 @@ HANGS_MATH = (
 """Known to hang math-verify whatever its own time limit: its issue 65, and torchtitan's pull request 4442."""
 
 
+@pytest.mark.slow
 def test_what_hangs_math_verify_is_wrong_at_once():
     samples = [rollout(text, uid=place, answer="7") for place, text in enumerate((r"\boxed{7}", *HANGS_MATH, "is 7"))]
     with scorer("math", time_limit_s=60.0) as judge:
@@ -236,6 +239,7 @@ def noted(path, count):
     raise AssertionError(f"{count} processes did not start")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["go on", "hang", "die"])
 def test_what_a_function_started_ends_with_its_worker(tmp_path, then):
     sample = rollout(f"program session daemon then {then}", answer=str(tmp_path / "ids"))
@@ -247,6 +251,7 @@ def test_what_a_function_started_ends_with_its_worker(tmp_path, then):
     assert all(map(gone, processes))
 
 
+@pytest.mark.slow
 def test_what_a_function_started_ends_with_a_killed_trainer(tmp_path):
     program = (
         "import sys; sys.path.insert(0, '.')\n"
@@ -272,6 +277,7 @@ def test_a_forked_child_that_comes_back_answers_for_nobody():
 STRAYS = ("byte", "lines", "zeros", "json", "list", "refusal", "deep", "long")
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from([*STRAYS, "", "xx"]), min_size=1, max_size=6))
 @settings(max_examples=10, deadline=None)
 def test_stray_bytes_fail_their_sample_and_shift_nothing(texts):

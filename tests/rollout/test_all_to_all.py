@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,6 +71,7 @@ def test_what_is_written_is_read_at_its_receiver():
         assert sorted(found) == sorted(values)
 
 
+@pytest.mark.slow
 def test_a_rank_of_256_packs_in_little_more_than_its_samples_memory():
     """With 94 layers of routing, of which it sends each stage its own."""
     command = [sys.executable, "tools/bench_exchange.py", "--million-tokens", "8", "--layers", "94", "--alone"]

@@ -217,6 +217,7 @@ SCHEDULES = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(schedule=SCHEDULES, seed=st.integers(0, 2**32), dynamic=st.booleans())
 def test_nothing_is_lost_or_doubled_or_too_old_and_the_gate_holds(schedule, seed, dynamic):
@@ -242,6 +243,7 @@ def test_far_ahead_some_stay_unfinished_for_good_and_as_many_become_whole_as_are
     assert max(unfinished) <= lead * 4 - 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False])
 def test_two_hundred_steps_of_over_sampling_reach_the_bound_and_stay_within(waits):
     run = Run(RolloutSchedule(4, SAMPLES, extra=3, max_age=1, waits=waits, by_parts=True), 5, dynamic=True)
@@ -251,6 +253,7 @@ def test_two_hundred_steps_of_over_sampling_reach_the_bound_and_stay_within(wait
     assert len(run.dropped) > 50
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(schedule=SCHEDULES, seed=st.integers(0, 2**32), steps=st.integers(1, 6), dynamic=st.booleans())
 def test_what_is_told_to_another_is_the_same_and_goes_on_alike(schedule, seed, steps, dynamic):

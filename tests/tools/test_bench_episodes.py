@@ -6,6 +6,8 @@ import pytest
 
 from tests.source import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def tool(monkeypatch, forked):

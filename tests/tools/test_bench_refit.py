@@ -10,6 +10,8 @@ import torch
 from tests.ranks import run_ranks
 from tests.source import ROOT
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "vocab_size": 128, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,

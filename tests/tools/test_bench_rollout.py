@@ -7,6 +7,8 @@ import torch
 
 from tests.source import ROOT
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -133,6 +133,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(build, checkpoint, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_without_tensorrt_llm_it_says_so_in_one_line_after_its_checks(checkpoint, tmp_path):
     done = subprocess.run(
         [sys.executable, str(TOOL), "--checkpoint_dir", str(checkpoint), "--output_dir", str(tmp_path / "e"), *LIMITS],

@@ -7,6 +7,8 @@ import pytest
 
 from tests.source import ROOT
 
+pytestmark = pytest.mark.slow
+
 TOOL = runpy.run_path(str(ROOT / "tools" / "campaign.py"))
 SEEDS = {"dapo on tp 2, from a model folder": 2, "reinforce_pp on dp 2": 6}
 """What a seed draws changes with `tools/fuzz_layouts/cases.py`; then another one is of this kind."""

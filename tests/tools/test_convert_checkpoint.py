@@ -43,6 +43,7 @@ def folders(source, target):
     return "--model_dir", source, "--output_dir", target
 
 
+@pytest.mark.slow
 def test_all_five_directions_by_flags(tool, model, tmp_path):
     names = [tmp_path / name for name in ("megatron", "back", "trtllm", "direct", "again")]
     megatron, back, trtllm, direct, again = names

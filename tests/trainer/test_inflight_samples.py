@@ -234,6 +234,7 @@ def test_damaged_files_are_refused_in_words(name, tmp_path):
         read(tmp_path, 0, 2)
 
 
+@pytest.mark.slow
 def test_any_flipped_bit_gives_samples_or_a_refusal(tmp_path):
     written(tmp_path, {"kept": True, "routed": torch.int16})
     draw = random.Random(1)

@@ -54,6 +54,7 @@ def epochs(folder, rows, *overrides):
     return train_in_pool(folder, [*EPOCHS, *files, *overrides], 1)
 
 
+@pytest.mark.slow
 def test_two_passes_over_eleven_rows_are_five_steps_of_four_and_a_resume_adds_the_third(tmp_path):
     rows = [SHORT] * ROWS
     lines = epochs(tmp_path, rows, "train.num_epochs=2", *SUPERVISED)
@@ -64,6 +65,7 @@ def test_two_passes_over_eleven_rows_are_five_steps_of_four_and_a_resume_adds_th
     assert [line["step"] for line in more if "actor/nll" in line] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.slow
 def test_dropped_prompts_and_dynamic_sampling_use_the_epochs_up(tmp_path):
     """Of 11 rows 3 are too long: two passes hold 16 prompts, 4 steps; untrained answers are all wrong, so that every
     group is dropped and a step of two rounds uses up 8 rows of the 22: three steps, the last one begun with 6 left."""

@@ -123,6 +123,7 @@ def test_who_asks():
     assert weight_sync_check.is_wanted(with_canary(True))
 
 
+@pytest.mark.slow
 def test_a_run_asks_once_and_trains_on_the_same_numbers(tmp_path):
     short = ["train.num_steps=1", "train.warm_start.num_steps=1"]
     plain = runs.train_in_pool(tmp_path / "plain", short, 2)

@@ -345,6 +345,7 @@ MEMORY_SLACK_MIB = 32
 """Headers and the allocator's own; half of the largest piece, which therefore is not held twice."""
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_shard_never_the_model(tmp_path):
     """368 MiB of weights, a quarter for this rank; anonymous memory is watched while it loads."""
     arch = small("llama_tiny", hidden_size=1024, intermediate_size=1024, num_key_value_heads=8, vocab_size=32768)

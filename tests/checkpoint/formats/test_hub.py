@@ -181,6 +181,7 @@ print(local_models(Config(model=ModelConfig(path="acme/tiny-1.5")), download=Tru
 """
 
 
+@pytest.mark.slow
 def test_ranks_of_a_host_download_once_what_a_run_needs(hub, tmp_path):
     asked = {
         **os.environ,

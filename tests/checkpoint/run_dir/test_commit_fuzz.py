@@ -20,6 +20,8 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from mrl.checkpoint.run_dir.checkpoint import Checkpoints
 from mrl.config.config import CheckpointConfig, load
 from mrl.distributed import launch
@@ -29,6 +31,8 @@ from mrl.trainer.resolve import prepare
 from mrl.trainer.startup import open_job
 from tests.e2e import runs
 from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
 
 STEPS = [
     "observe.console=off",

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.run_dir.commit_kills import Committer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def committer():

@@ -177,6 +177,7 @@ def _race(folder, gate, results):
         claims.free(number)
 
 
+@pytest.mark.slow
 def test_of_many_that_start_at_once_one_gets_the_folder(tmp_path):
     context = multiprocessing.get_context("fork")
     for number in range(1, 11):  # after an owner that freed it, and after one that only ended
@@ -190,6 +191,7 @@ def test_of_many_that_start_at_once_one_gets_the_folder(tmp_path):
         assert len(os.listdir(tmp_path / "owner")) == 1
 
 
+@pytest.mark.slow
 def test_a_claim_that_is_followed_while_it_is_read_is_not_one_that_cannot_be_read(tmp_path):
     claims, ended = LockFiles(tmp_path / "owner"), threading.Event()
 
@@ -207,6 +209,7 @@ def test_a_claim_that_is_followed_while_it_is_read_is_not_one_that_cannot_be_rea
 VALUES = st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), st.lists, max_leaves=3)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary() | st.dictionaries(st.sampled_from([*asdict(this_process(1, 1.0)), "x"]), VALUES))
 def test_what_is_in_a_file_of_an_owner_is_an_owner_or_nothing(tmp_path_factory, content):

@@ -155,6 +155,7 @@ def kill_at(moment):
     sys.addaudithook(hook)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_leaves_nothing_that_looks_finished_and_continues(model, tmp_path):
     run(model, tmp_path / "whole")
     expected = content(tmp_path / "whole")

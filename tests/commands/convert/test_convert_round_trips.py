@@ -21,6 +21,8 @@ from mrl.resharding.trtllm import TrtllmMapping
 from tests.checkpoint.formats.test_hf import write_folder
 from tests.resharding.archs import small
 
+pytestmark = pytest.mark.slow
+
 MOE = {"num_key_value_heads": 2, "moe_intermediate_size": 16}
 
 FAMILIES = {

@@ -59,6 +59,7 @@ def test_a_rank_that_does_not_come_is_named_in_time():
     assert ranks_not_entered(PrefixStore("x", reconnect(server)), "work", 4) == [2]
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_the_stage_is_named():
     results, server = together(2, lambda rank: time.sleep(3 * TIMEOUT_S * rank))
     assert isinstance(results[0], MissingRanksError) and results[0].ranks == [1]
@@ -96,6 +97,7 @@ def test_a_stage_that_hangs_is_ended_from_outside():
     assert late == ["hangs"]
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_a_stage_inside_of_a_stage_has_its_own_time():
     """A stage of 0.3 s that lasts 0.9 s is late."""

@@ -16,6 +16,8 @@ from tests.e2e import runs
 from tests.ranks import PRELOAD
 from tests.source import ROOT
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 120
 BOUND_S = 60
 """Imports on two busy cores, the waits that were asked for, and room."""

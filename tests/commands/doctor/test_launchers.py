@@ -103,6 +103,7 @@ def test_a_library_without_mpirun(tmp_path):
     assert level == "warning" and "mpirun is not on the PATH" in found
 
 
+@pytest.mark.slow  # starts a program of that name
 def test_mpirun_without_mpi4py(tmp_path):
     program(tmp_path, "mpirun", 'echo "mpirun (Open MPI) 4.1.4"')
     ((level, found),) = told(check_mpi({"PATH": str(tmp_path)}, wanted=False, python=NO_PYTHON))
@@ -128,6 +129,7 @@ def test_a_controller_that_does_not_answer(tmp_path):
     assert level == "warning" and "its controller does not answer: Slurmctld(primary) at " in found
 
 
+@pytest.mark.slow  # starts a program of that name
 def test_pyxis_and_a_job_that_is_looked_at_from_one_process(tmp_path):
     for name, text in (("sbatch", ""), ("scontrol", "echo 'Slurmctld(primary) at n1 is UP'"), ("srun", "echo nothing")):
         program(tmp_path, name, text)

@@ -53,6 +53,7 @@ def check_kind(kind, folder):
     assert sorted(made) == before and (folder / "kept").read_text() == "as it was"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", shapes.HEADS)
 def test_sixty_scripts_of_each_kind_are_translated_and_nothing_is_changed(kind, folder):
     check_kind(kind, folder)
@@ -118,6 +119,7 @@ def attacks(victim):
     return parts
 
 
+@pytest.mark.slow
 def test_no_way_around_the_confinement_of_a_script_has_an_effect(folder):
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as victim:
         try:
@@ -189,6 +191,7 @@ def test_a_construct_of_bash_gives_the_words_that_bash_would_pass(script, words,
                     script.replace("@ ", f"{TRAINER} "), name="sub/run.sh") == expected  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_script_is_expanded_however_many_files_are_open(folder):
     with contextlib.ExitStack() as held:
         for _ in range(30):
@@ -329,6 +332,7 @@ def test_a_script_that_prints_without_bound_is_refused_at_once(script):
     assert time.monotonic() - start < LIMIT_S / 2
 
 
+@pytest.mark.slow
 def test_a_script_that_starts_programs_without_bound_is_refused():
     with pytest.raises(UserError, match=r"run\.sh.*too many programs"):
         expand(f"while true; do {TRAINER} {'a=1 ' * 2000}; done", "run.sh")

@@ -101,6 +101,7 @@ def test_one_layer_of_each_stage_stands_for_all(preset, grid):
     assert traffic(*short, 4, times=times) == traffic(*whole, 4)
 
 
+@pytest.mark.slow
 def test_4096_ranks_take_seconds():
     loaded = load(ROOT / "configs" / "dapo_qwen3-235b-a22b_32x8_tp4pp8ep8.yaml", ["train.batch_size=4096"])
     began = time.process_time()

@@ -76,6 +76,7 @@ def test_a_split_takes_what_the_config_that_asks_for_it_takes(name, found):
             assert split.step(overlaps=overlaps) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_every_other_split_is_counted_with_a_reason_for_which_it_is_refused(name, found):
     file, overrides, ranks = RUNS[name]

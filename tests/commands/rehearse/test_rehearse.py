@@ -20,6 +20,8 @@ from tests import ranks
 from tests.data.folders import byte_bpe_folder
 from tests.source import ROOT, modules, tree_of
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
 OF_VLLM = [name for name in CONFIGS if "_vllm" in name]
 ALONE = [name for name in CONFIGS if name not in OF_VLLM]

@@ -275,6 +275,7 @@ def test_a_client_that_sends_byte_by_byte_is_given_up(impatient):
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_nothing_is_given_up(impatient):
     with socket.create_connection(impatient, timeout=20) as connection:
         connection.sendall(b"GET /much HTTP/1.1\r\nhost: a\r\n\r\n")

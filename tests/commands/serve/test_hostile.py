@@ -18,6 +18,8 @@ from tests.commands.serve.server import FIELDS, Server
 from tests.data.folders import byte_bpe_folder
 from tests.engines.native.tiny import make_checkpoint
 
+pytestmark = pytest.mark.slow
+
 HEALTH_S = 5.0
 """Longest wait for /health; under 1 s where other work leaves the machine alone."""
 GROWTH = 256 << 20

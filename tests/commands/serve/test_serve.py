@@ -23,6 +23,8 @@ from tests.data.folders import byte_bpe_folder
 from tests.engines.native.tiny import make_checkpoint, reference
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 EXACT = 5e-4
 """Nats; both are fp32."""
 

@@ -10,10 +10,14 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from mrl.distributed.watchdog import signals
 from mrl.distributed.watchdog.signals import INTERRUPTED, REQUEUE, SIGNALS, TERMINATED
 from tests.e2e import runs
 from tests.source import ROOT
+
+pytestmark = pytest.mark.slow
 
 CASES = int(os.environ.get("MRL_SIGNAL_CASES", "4"))
 FEW = 4

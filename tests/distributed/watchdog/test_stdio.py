@@ -45,6 +45,7 @@ def test_a_reader_that_has_enough_is_no_failure(flags):
     writer.stderr.close()
 
 
+@pytest.mark.slow
 def test_a_reader_that_ends_does_not_end_the_run(tmp_path):
     run = started(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while b"training" not in run.stdout.readline():

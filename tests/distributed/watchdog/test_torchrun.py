@@ -15,6 +15,8 @@ from tests.e2e.runs import free_port
 from tests.own_tasks import DEFECT
 from tests.source import ROOT
 
+pytestmark = pytest.mark.slow
+
 CONFIG = """
 run: {output_dir: run, num_threads: 1}
 model: {preset: qwen2_tiny, tokenizer: "char:0123456789<>+#", dtype: float32}

@@ -180,6 +180,7 @@ def test_many_short_waits_are_not_one_long_wait(store):
     assert max((seen for seen in looks.seen if seen is not None), default=0.0) < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.timing
 def test_any_line_that_stands_still_while_a_gpu_works_waits_for_it():
     """As `.item()` does, which has no frame of its own."""
@@ -223,6 +224,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_one_of_a_thousand_ranks_reads_all_the_others_and_ends():
     done = subprocess.run(
         [sys.executable, "-c", THOUSAND], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mrl.distributed.worker_processes.sandbox import SandboxLimits, bubblewrap_works, run_python
+from mrl.distributed.worker_processes.sandbox import SandboxLimits, run_python
 from tests.distributed.worker_processes.attacks import CALM
 from tests.distributed.worker_processes.attacks_alone import ALONE
 from tests.distributed.worker_processes.benign import BENIGN
@@ -15,10 +15,13 @@ from tests.source import ROOT
 
 NOBODY = 65534
 LIMIT_S = 300.0
+WAYS = ["alone", pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)]
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("user", ["own", "nobody"])
-@pytest.mark.parametrize("way", ["alone", "bubblewrap"])
+@pytest.mark.parametrize("way", WAYS)
 def test_no_attack_has_an_effect(way, user):
     given = {}
     if user == "nobody":
@@ -59,10 +62,8 @@ print("end")
 
 
 @pytest.mark.parametrize("part", range(4))
-@pytest.mark.parametrize("way", ["alone", "bubblewrap"])
+@pytest.mark.parametrize("way", WAYS)
 def test_programs_that_mean_no_harm_work(way, part, tmp_path):
-    if way == "bubblewrap" and not bubblewrap_works():
-        pytest.skip("bubblewrap is not installed, or may not make namespaces here")
     assert len(BENIGN) >= 50
     code = TOGETHER.format(programs=list(BENIGN.items())[part::4])
     ran = run_python(code, str(tmp_path), SandboxLimits(time_s=120.0, memory_mb=512), bubblewrap=way == "bubblewrap")

@@ -103,6 +103,7 @@ def test_a_folder_that_is_removed_while_it_is_made_is_made_again(place, monkeypa
         assert folder == tries[2]
 
 
+@pytest.mark.slow
 def test_a_folder_is_emptied_whatever_is_in_it(tmp_path):
     base = tmp_path / "base"
     outside = tmp_path / "outside"

@@ -10,18 +10,16 @@ import time
 import psutil
 import pytest
 
-from mrl.distributed.worker_processes.sandbox import SandboxLimits, bubblewrap_works, run_python
+from mrl.distributed.worker_processes.sandbox import SandboxLimits, run_python
 from tests.source import ROOT
 
 LIMIT_S = 20.0  # for what ends by itself, on a busy machine
 PATIENT = SandboxLimits(time_s=LIMIT_S, memory_mb=256)
 
 
-@pytest.fixture(params=["alone", "bubblewrap"])
+@pytest.fixture(params=["alone", pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)])
 def inside(request):
-    """Both ways, where this machine has both."""
-    if request.param == "bubblewrap" and not bubblewrap_works():
-        pytest.skip("bubblewrap is not installed, or may not make namespaces here")
+    """Both ways."""
     return request.param == "bubblewrap"
 
 
@@ -110,9 +108,8 @@ def test_a_program_that_cannot_start_is_no_result(tmp_path, inside):
         run_python("", str(tmp_path / "nowhere"), PATIENT, bubblewrap=inside)
 
 
+@pytest.mark.bubblewrap
 def test_bubblewrap_is_run_where_it_was_found(tmp_path):
-    if not bubblewrap_works():
-        pytest.skip("bubblewrap is not installed, or may not make namespaces here")
     (tmp_path / "bin").mkdir()
     (tmp_path / "folder").mkdir()
     (tmp_path / "bin" / "bwrap").symlink_to(shutil.which("bwrap"))

@@ -195,6 +195,7 @@ def test_a_rank_follows_those_that_cannot_compile(monkeypatch):
     assert (type(found), problem) == (Operations, "another rank of this job cannot compile")
 
 
+@pytest.mark.slow
 @pytest.mark.compiler
 @pytest.mark.parametrize("writable", [True, False])
 def test_it_is_compiled_once_where_the_cache_folder_can_be_written(tmp_path, monkeypatch, writable):

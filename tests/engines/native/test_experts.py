@@ -48,6 +48,7 @@ def folders(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_those_of_transformers(folders, family):
     assert_greedy_tokens_are_those_of_transformers(folders(family))
@@ -59,6 +60,7 @@ def _generate_on_ranks(folder, sampling, settings):
     return [(r.response_ids, r.rollout_logprobs, r.routed_experts.tolist()) for r in rollouts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("ranks", "ep"), [(2, 1), (2, 2), (4, 2)], ids=["tp2", "ep2", "ep2 x tp2"])
 def test_ranks_give_the_tokens_of_one(folders, family, ranks, ep):

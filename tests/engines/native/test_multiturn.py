@@ -86,6 +86,7 @@ def test_tokens_are_those_of_rounds_and_a_small_cache_reads_again(folder, rows, 
     assert stats["max_running"] == min(4, rows or 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [None, 5])
 def test_late_answers_change_no_bit(folder, rows):
     expected, stats, talk = conversations(folder, rows=rows)
@@ -146,6 +147,7 @@ def _on_a_rank(folder, rows):
     return found, counts(stats)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [None, 5])
 def test_two_ranks_go_on_alike(folder, rows):
     first, second = run_ranks(2, _on_a_rank, folder, rows)

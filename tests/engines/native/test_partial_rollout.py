@@ -235,6 +235,7 @@ def test_what_is_begun_goes_first_and_what_had_no_room_is_given_back_as_it_came_
     assert narrow.stats()["reread_tokens"] == sum(len(one.prompt.prompt_ids) + 3 for one in begun[:2])
 
 
+@pytest.mark.slow
 def test_none_is_lost_or_doubled_whatever_is_stopped_when(monkeypatch, cheap):
     """Each call hands out in three parts some of what has not begun, and all that goes on but what is too old."""
     samples = [(prompt, sample) for prompt, sample in ALL if sample < SHORT.n]

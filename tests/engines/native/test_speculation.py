@@ -118,6 +118,7 @@ def _on_ranks(folder, dtype, speculative):
         Drafting._measured = made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "num_ranks"), [("qwen3_moe", 1), ("qwen2_moe", 1), ("qwen2_moe", 2)])
 def test_experts_and_two_ranks_of_a_replica(tmp_path_factory, family, num_ranks):
     folder = make_checkpoint(tmp_path_factory.mktemp(family), "qwen2", model_type=family, **EXPERTS[family])
@@ -195,6 +196,7 @@ def _streams_on_ranks(folder):
     return told, [exact(one)[:3] for one in plain]
 
 
+@pytest.mark.slow
 def test_two_ranks_of_a_replica_draft_alike_and_stop_at_the_same_tokens(folder):
     (first, plain), (second, _) = run_ranks(2, _streams_on_ranks, folder)
     assert first == second and sum(first[2]) > 0 and any(first[1])

@@ -72,6 +72,7 @@ def test_in_trls_case_the_kept_mass_is_0_895_and_the_support_takes_it_out_of_the
     assert abs(float((without < 0.9).double().mean()) - HESITATING) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cut", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.8, "top_k": 5, "min_p": 0.1}, {"top_k": VOCAB}],
     ids=str,

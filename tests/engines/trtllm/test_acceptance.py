@@ -62,6 +62,7 @@ def on_path(standin):
     standin.setattr(sys, "executable", warm.python())
 
 
+@pytest.mark.slow
 def test_a_whole_run_on_the_stand_in(on_path, tmp_path, capsys):
     asked = [name for name in CHECKS if name != "fp8"]
     words = ("--output_dir", tmp_path / "llm", "--engines", "trtllm", "--num_ranks", 1, "--checks", *asked)
@@ -78,6 +79,7 @@ def test_a_whole_run_on_the_stand_in(on_path, tmp_path, capsys):
     assert "trtllm: graphs works" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_fp8_on_the_stand_in_of_a_version_that_has_it(on_path, standin, tmp_path):
     words = ("--output_dir", tmp_path / "out", "--engines", "trtllm", "trtllm_engine", "--checks", "fp8", *TINY, *WIDE)
     standin.setenv(FLAVOUR_VARIABLE, "1.3")
@@ -146,6 +148,7 @@ tell(begins="end")
 """
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_or_dies_takes_no_other_with_it(on_path, tmp_path):
     (tmp_path / "fake.py").write_text(FAKE)
     found = Acceptance(
@@ -327,6 +330,7 @@ def _said(check, bench):
     return ""
 
 
+@pytest.mark.slow
 def test_each_check_catches_what_it_is_for(standin, tmp_path):
     (tmp_path / "config.yaml").write_text(CONFIG)
     acceptance = Acceptance(folder=tmp_path / "out", tools=TOOL.parent, overrides=TINY)

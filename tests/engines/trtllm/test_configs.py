@@ -45,6 +45,7 @@ def test_every_config_samples_with_tensorrt_llm():
     assert {load(file).rollout.name for file in FILES} == {"trtllm"} and OVER_MPI and ALONE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ALONE, ids=lambda path: path.stem)
 def test_a_config_of_replicas_of_one_rank_trains_under_any_launcher(file, tmp_path):
     small, ranks = shrunk(file, tmp_path)

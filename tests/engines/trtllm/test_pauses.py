@@ -16,6 +16,7 @@ HANG_S = 1.5
 """Patience of the hang detector, s, instead of its own 300: above what a busy machine takes for a step."""
 
 
+@pytest.mark.slow
 def test_a_pause_may_be_longer_than_the_hang_detectors_patience(flavour, monkeypatch, tmp_path):
     monkeypatch.setenv(FAULTS, f"hang={HANG_S}")
     weights = tiny.weights()

@@ -141,6 +141,7 @@ def refits_llm_api(cases):
         forget()
 
 
+@pytest.mark.slow
 def test_the_tensors_of_reload_are_those_of_the_converters_files(converted):
     cases = {name: (MODELS[name], ACTORS[name], converted[name]) for name in ("dense", "moe")}
     for differ in run_ranks(4, refits_llm_api, cases):

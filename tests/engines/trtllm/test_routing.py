@@ -159,6 +159,7 @@ def test_the_source_of_what_is_installed_says_whether_it_can(monkeypatch, tmp_pa
     assert told == [] if known else "actor.router_replay=recompute" in told[0]
 
 
+@pytest.mark.slow
 def test_grpo_replays_what_it_told_with_the_native_engines_numbers(tmp_path):
     short = [*MODEL, *REPLAY, "train.num_steps=1", "train.warm_start.num_steps=1"]
     expected = runs.train_in_pool(tmp_path / "native", short, 1)

@@ -23,6 +23,8 @@ from tests.launch.test_mpirun import TIMEOUT_S, mpirun
 from tests.ranks import run_ranks
 from tests.source import ROOT
 
+pytestmark = pytest.mark.slow
+
 LENGTH = "response_length/mean"
 SHORT = ("train.num_steps=2", "rollout.temperature=0.8", "rollout.top_p=0.9")
 TOLERANCE = 1e-3

@@ -60,6 +60,8 @@ def read(form, text, max_calls=100, *, prompt=""):
     return base.parse_action(text, base.find_format(form), TOOLS, max_calls, prompt=prompt)
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
 @given(plain, calls)
 @settings(max_examples=25, deadline=None)
 @pytest.mark.parametrize("form", ["hermes", "llama3_json"])
@@ -82,6 +84,7 @@ TYPED = {
 }
 
 
+@pytest.mark.vllm
 def test_qwen_values_get_the_types_of_the_schema():
     text = "I call.\n" + written("qwen3_coder", ToolCall("f", TYPED))
     found = read("qwen3_coder", text)
@@ -101,6 +104,7 @@ def test_qwen_values_get_the_types_of_the_schema():
     assert {key: told[0].arguments[key] for key in same} == {key: found.tool_calls[0].arguments[key] for key in same}
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("form", FORMATS)
 def test_two_calls_of_one_message(form):
     made = (ToolCall("f", {"text": "a"}), ToolCall("g", {}))

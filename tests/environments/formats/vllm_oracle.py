@@ -33,7 +33,6 @@ class Tokenizer:
 
 def read_by_vllm(form, text, tools):
     """Content and calls."""
-    pytest.importorskip("vllm")
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     module, name = PARSERS[form]

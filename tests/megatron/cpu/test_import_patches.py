@@ -27,6 +27,7 @@ def test_preparing_again_does_nothing_and_another_device_is_refused():
         prepare("cuda")
 
 
+@pytest.mark.slow
 def test_an_import_of_megatron_before_prepare_is_refused():
     code = "import sys; sys.modules['transformer_engine'] = None; "  # without a GPU the wheel is none that imports
     code += "import megatron.core; from mrl.megatron.cpu.import_patches import prepare; prepare('cpu')"

@@ -41,6 +41,7 @@ def update(grid, arch, actor, compiles):
         return policy.update(batch, algorithm()), full_gradients(policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_are_those_of_pytorch(case):
     grid, arch, actor = CASES[case]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.source import ROOT
 
-pytestmark = pytest.mark.te
+pytestmark = [pytest.mark.te, pytest.mark.slow]
 
 LIMIT_S = 400
 MEGATRON, INSIDE, STATES, E2E = (

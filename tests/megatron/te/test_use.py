@@ -52,6 +52,7 @@ half.FusedAdam = half.multi_tensor_applier = half.multi_tensor_scale = half.mult
 """
 
 
+@pytest.mark.slow
 @WHEEL
 def test_a_wheel_without_its_libraries_is_not_used_and_does_not_fail():
     """`pip install transformer-engine` alone: Megatron would end in its RuntimeError."""
@@ -61,6 +62,7 @@ def test_a_wheel_without_its_libraries_is_not_used_and_does_not_fail():
     assert found == [False, False, "torch.optim.adamw"]
 
 
+@pytest.mark.slow
 def test_megatron_takes_nothing_of_one_that_imports_in_part():
     cpu, _, *found = said_by(SEEN.format(before=HALF))
     assert (

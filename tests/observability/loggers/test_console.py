@@ -121,6 +121,7 @@ with logging(pathlib.Path(sys.argv[1]), console="rich") as (run, log):
 """
 
 
+@pytest.mark.slow
 def test_on_a_real_terminal_the_panel_is_drawn_and_left_whole_when_the_loop_fails(tmp_path):
     parent, child = pty.openpty()
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), TERM="xterm", PYTHONIOENCODING="utf-8")

@@ -30,6 +30,7 @@ def by_step(run, axis):
     return found
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resume_are_one_run_there_with_every_value_of_the_files(tmp_path):
     settings = [
         "observe.console=off",

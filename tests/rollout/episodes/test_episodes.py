@@ -176,6 +176,7 @@ def test_room_ends_an_episode(tokenizer, limit):
     assert (rollout.episode.end, rollout.finish_reason) == ("response_length", "length")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rest", "end", "why"),
     [

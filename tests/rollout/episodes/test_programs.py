@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e import runs
 from tests.source import ROOT
 
@@ -16,6 +18,7 @@ FIELDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_what_a_program_heard(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = f"rollout.agent.environment_kwargs={{command: [{sys.executable}, {AGENT}]}}"

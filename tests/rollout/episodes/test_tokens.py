@@ -18,6 +18,8 @@ from tests.ranks import run_ranks
 from tests.rollout.episodes.scripted import CALLS, HERE, TURNS, rows, script, talked, worlds
 from tests.rollout.episodes.templates import FORMATS, chat_tokenizer
 
+pytestmark = pytest.mark.slow
+
 PROBABILITY = 1e-4
 """The project's bound on what an engine and the actor say of a sampled token."""
 TEMPLATES = {"hermes": "hermes", "llama3_json": "llama", "qwen3_coder": "qwen"}

@@ -45,6 +45,7 @@ def read(folder):
     return json.loads((folder / "acceptance-gpu.json").read_text())
 
 
+@pytest.mark.slow
 def test_checks_run_on_a_cpu_beside_each_other_each_in_a_process_of_its_own(tmp_path, capsys):
     asked = ("--lanes", 2, "--checks", "parity_local", "parity", "attention")
     assert accept("--device", "cpu", "--output_dir", tmp_path / "out", *asked, *TINY) == 0
@@ -255,6 +256,7 @@ def models(tmp_path_factory):
     return str(folder), made | {"large": TINY}
 
 
+@pytest.mark.slow
 def test_each_check_catches_what_it_is_for(models):
     ((said, (_, speed)),) = run_ranks(1, looked_at, *models)
     for what, (words, _) in said.items():

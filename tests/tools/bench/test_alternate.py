@@ -54,6 +54,7 @@ def dies():
     yield lambda: os._exit(7)
 
 
+@pytest.mark.slow
 def test_they_take_turns_in_processes_of_their_own(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     log = tmp_path / "log"
@@ -68,6 +69,7 @@ def test_they_take_turns_in_processes_of_their_own(tmp_path, capfd, monkeypatch)
     assert os.environ["OMP_NUM_THREADS"] == "1" and "not a figure" not in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_processors_are_counted_beside_the_clock():
     found = take_turns({"naps": naps, "counts": counts}, 1, CPU, 1)
     assert found["naps"].median_s >= NAP_S and found["naps"].cores < 0.5

@@ -153,7 +153,8 @@ def talked(words, form):
 
         patched = [
             (_multiturn_sample.MultiTurnSample, "as_prompt", later), (episodes.Episodes, "run", begun),
-            (episodes._EnvironmentClient, "submit", stopped), (episodes._EnvironmentClient, "wait_for_replies", answered),
+            (episodes._EnvironmentClient, "submit", stopped),
+            (episodes._EnvironmentClient, "wait_for_replies", answered),
             (cpu_ops.Compiled, "sample", torch_ops.Operations.sample),
             (torch_ops, "uniforms", lambda keys, counts: (keys, counts)),
             (torch_ops, "draw", told.draw),

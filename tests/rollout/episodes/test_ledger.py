@@ -34,8 +34,8 @@ def test_segments_are_the_response_in_order(parts):
     ids = [token for _, tokens in parts for token in tokens]
     rollout = Rollout(Prompt(0, (1,), ""), 0, ids, [0.0] * len(ids), "stop", 0, sampled_mask=mask)
     assert [token for one in rollout.segments for token in ids[one.start : one.end]] == ids
-    assert [one.append_sampled for one in rollout.segments for _ in range(one.start, one.end)] == mask
-    kinds = [one.append_sampled for one in rollout.segments]
+    assert [one.sampled for one in rollout.segments for _ in range(one.start, one.end)] == mask
+    kinds = [one.sampled for one in rollout.segments]
     assert all(one != other for one, other in pairwise(kinds))
     assert rollout.num_sampled == sum(mask)
 

@@ -19,6 +19,7 @@ from mrl.config.config import RolloutConfig
 from mrl.engines import _multiturn_rounds
 from mrl.engines._multiturn_base import MultiTurnClient
 from mrl.engines._work_queue import WorkQueue
+from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.resharding.layout import Layout
 from mrl.resharding.weight_slice import WeightSlice
@@ -98,6 +99,16 @@ class EngineSpec:
         return self.config.longest
 
 
+RENAMED = {
+    "converse": "generate_multi_turn",
+    "stream": "generate_streaming",
+    "start_beside": "start_without_engine",
+    "told_to_stop": "abort_requested",
+    "sampled": "on_forward",
+}
+"""Old name -> new name of what an engine may override."""
+
+
 class RolloutEngine(ABC):
     """Generates responses with weights that weight sync overwrites in place.
 
@@ -107,6 +118,17 @@ class RolloutEngine(ABC):
 
     policy_version: int
     """Optimizer steps in the current weights; -1: no weights were loaded yet."""
+
+    def __init_subclass__(cls) -> None:
+        """Refuses an engine that overrides a method by its old name, which nothing would call.
+
+        Raises:
+            UserError: A method or attribute must be renamed.
+        """
+        super().__init_subclass__()
+        for old, new in RENAMED.items():
+            if old in vars(cls):
+                raise UserError(f"{cls.__name__}.{old} is called {new} now. Rename it.")
 
     @classmethod
     def start_without_engine(cls) -> None:

@@ -1,8 +1,8 @@
 """Duration of a decode step as a function of its number of rows; decides how many tokens are drafted.
 
 Drafting does not change tokens, only when a response finishes. Where that decides which responses a run uses
-(`engine.generate_streaming`) or which cached keys are evicted (`engine.generate_multi_turn`), the costs are `ASSUMED`, so that such a run
-depends only on config and seed. So are they if there is no cache folder.
+(`engine.generate_streaming`) or which cached keys are evicted (`engine.generate_multi_turn`), the costs are `ASSUMED`,
+so that such a run depends only on config and seed. So are they if there is no cache folder.
 
 Otherwise they are measured once and stored in the user's cache folder, by processor, PyTorch, model and shard. All
 ranks use the measurement of the first engine that asked, so that a replica drafts alike. It is made with one thread, in

@@ -218,7 +218,7 @@ class NativeEngine(RolloutEngine):
     def generate_multi_turn(
         self, prompts: Sequence[Prompt], sampling: SamplingConfig, client: MultiTurnClient
     ) -> list[Rollout]:
-        """Implements `RolloutEngine.generate_multi_turn`; other sequences decode while one waits for a reply (`multiturn`).
+        """Generates multi-turn episodes; other sequences decode while one waits for a reply (`multiturn`).
 
         Raises:
             RuntimeError: See `generate`; or a reply does not fit.

@@ -222,7 +222,8 @@ class Generation:
         used_P = drafted.offsets_P < taken_B[drafted.rows_P]
         if kept is not None:
             where = torch.from_numpy(used_P)
-            add_step(kept[0][where], kept[1][where], [running[row].kept_tokens for row in drafted.rows_P[used_P].tolist()])
+            rows_kept = [running[row].kept_tokens for row in drafted.rows_P[used_P].tolist()]
+            add_step(kept[0][where], kept[1][where], rows_kept)
         for sample, taken in zip(running, taken_B.tolist(), strict=True):
             sample.ahead += taken - 1
         speculation.record_outcome(drafted, tokens_P.numpy(), taken_B)

@@ -7,7 +7,7 @@ from mrl.distributed.watchdog import signals
 
 def main() -> int:
     """Runs the command line and returns the exit status."""
-    signals.begin(is_training=sys.argv[1:2] == ["train"])
+    signals.install_handlers(is_training=sys.argv[1:2] == ["train"])
     from mrl.commands.cli import main as run
 
     return run()

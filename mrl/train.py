@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from mrl.algorithms.base import PROXIMAL, REFERENCE, Algorithm
 from mrl.config.config import Config
-from mrl.distributed.collectives import everyone, together
+from mrl.distributed.collectives import raise_on_all_ranks, world_group
 from mrl.distributed.watchdog.graceful_stop import Stop
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.errors import UserError
@@ -113,7 +113,7 @@ def reinforcement_step(job: Trainer, step: int) -> Metrics:
 
     # 2. sample
     if buffer.num_missing or not buffer.schedule.lead:
-        sample(job, step, everyone())
+        sample(job, step, world_group())
     table, rollouts, sampling_metrics = job.take(step)
     job.log_samples(step, rollouts, "train")
 
@@ -240,7 +240,7 @@ def sample(job: Trainer, step: int, over: dist.ProcessGroup, *, overlapped: bool
         groups = buffer.unfinished(step, concurrent=overlapped)
         if not groups or buffer.may_stop((), step, ahead=ahead):
             return
-        with job.progress.phase("gen"), together(over), job.sampler.awake() as engine:
+        with job.progress.phase("gen"), raise_on_all_ranks(over), job.sampler.awake() as engine:
             if buffer.schedule.by_parts:
                 args = sampling, job.groups, job.state.history, over
                 rollouts, complete = sample_until_complete(
@@ -292,7 +292,7 @@ def score(
     if job.reward_model is not None:
         with job.progress.phase("reward_model"):
             model_scores = job.reward_model.score(rollouts)
-    with job.progress.phase("reward"), together(over):
+    with job.progress.phase("reward"), raise_on_all_ranks(over):
         if job.scorer is not None:
             job.scorer.score(rollouts, job.progress.abort_requested, model_scores)
     columns = {
@@ -394,9 +394,9 @@ def held_out(job: Trainer) -> tuple[Metrics, list[Rollout]]:
     """Samples and scores the held-out prompts; returns metrics, and this replica's rollouts in prompt order."""
     job.refit_if_stale()
     sampling = job.sampler.held_out
-    with job.progress.phase("gen"), together(), job.sampler.awake() as engine:
+    with job.progress.phase("gen"), raise_on_all_ranks(), job.sampler.awake() as engine:
         rollouts = generate_rollouts(job, engine, job.validation, sampling)
-    table = score(job, rollouts, sampling, everyone(), job.log.note)
+    table = score(job, rollouts, sampling, world_group(), job.log.note)
     rollouts.sort(key=lambda rollout: (rollout.prompt.uid, rollout.sample_index))
     names = {prompt.uid: prompt.data_source for prompt in job.validation}
     by_source = data_sources.held_out_metrics(table, names, gather_reward_facts(rollouts, job.groups))

@@ -43,7 +43,7 @@ def groups_of(grid: Grid, seed: int = 0) -> ProcessGroups:
     if grid in _kept:
         groups, state = _kept[grid]
         vars(parallel_state).update(state)
-        if groups.trains:
+        if groups.is_trainer:
             model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         return groups
     others = parallel._own_groups.copy()

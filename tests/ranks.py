@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 import torch
 
-from mrl.distributed.local_ranks import forks, free_port
+from mrl.distributed.local_ranks import fork_server_context, free_port
 from tests import imports
 from tests.imports import PRELOAD
 
@@ -78,7 +78,7 @@ def _worker(rank: int, size: int, port: int, pipe: Connection) -> None:
     )  # fmt: skip
     from mrl.distributed import launch
 
-    launch.start("cpu", num_threads=1, timeout_s=2 * CALL_TIMEOUT_S)
+    launch.init_distributed("cpu", num_threads=1, timeout_s=2 * CALL_TIMEOUT_S)
     gc.freeze()  # Megatron collects garbage again and again: what was imported is none
     gc.get_freeze_count = lambda: 1  # a run asks for it, and it counts by walking through all of them
     pipe.send(("ok", None))
@@ -94,12 +94,12 @@ def _worker(rank: int, size: int, port: int, pipe: Connection) -> None:
             pipe.send_bytes(_pickled(("ok", function(*args, **kwargs))))
         except BaseException:  # noqa: BLE001 -- whatever it is, the test must see it
             pipe.send(("error", traceback.format_exc()))
-    launch.stop()
+    launch.shutdown_distributed()
 
 
 class _Pool:
     def __init__(self, size: int) -> None:
-        context = forks(PRELOAD)
+        context = fork_server_context(PRELOAD)
         port = free_port()
         self.pipes: list[Connection] = []
         self.processes = []

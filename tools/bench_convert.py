@@ -43,7 +43,7 @@ from mrl.checkpoint.formats.detect import open_source
 from mrl.checkpoint.formats.hf import HfTarget
 from mrl.checkpoint.formats.megatron import MegatronTarget
 from mrl.checkpoint.formats.trtllm import TrtllmTarget
-from mrl.checkpoint.io.hashed_writer import hash_file
+from mrl.checkpoint.io.hashed_writer import xxh3_file
 from mrl.commands.convert.convert import convert, plan_conversion
 from mrl.models.base import ArchSpec
 from mrl.models.presets import arch_from_preset
@@ -172,7 +172,7 @@ def measure(args: argparse.Namespace, stage: str, source: Path, target: Path, ow
     for _ in range(args.repeats):
         shutil.rmtree(target, ignore_errors=True)
         for path in files:
-            hash_file(path)  # it may have been written past the page cache
+            xxh3_file(path)  # it may have been written past the page cache
         copied = copy(files, target.with_name("copy"))
         command = [sys.executable, __file__, "--stage", stage, "--source", str(source), "--target", str(target), *own]
         done = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -47,7 +47,7 @@ from mrl.engines.native.engine import NativeEngine
 from mrl.models.hf_config import arch_from_config
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.init import random_init
-from mrl.resharding.regions import whole
+from mrl.resharding.regions import full_region
 from mrl.resharding.weight_slice import WeightSlice
 from mrl.rollout.episodes.episodes import Episodes
 from mrl.types import Prompt
@@ -199,7 +199,7 @@ def make_engine(work: Work, way: str, model: Mapping[str, Any], source: Path) ->
     weights = allocate(layout, engine.spec.device)
     random_init(arch, layout, weights, seed=0)
     engine.begin_update()
-    engine.update_weights([WeightSlice(name, whole(value.shape), value) for name, value in weights.items()])
+    engine.update_weights([WeightSlice(name, full_region(value.shape), value) for name, value in weights.items()])
     engine.finish_update(0)
     decode = engine._decode_eagerly
 
@@ -228,7 +228,7 @@ def runner(work: Work, way: str, model: Mapping[str, Any], source: Path, results
         source: Source file of the environment.
         results: File that receives a JSON line per call: tokens, turns, a checksum of the tokens, and the waiting time.
     """
-    launch.start(work.device, num_threads=torch.get_num_threads())
+    launch.init_distributed(work.device, num_threads=torch.get_num_threads())
     tokenizer, engine = CharTokenizer(ALPHABET), make_engine(work, way, model, source)
     episodes = Episodes(engine.spec.config, tokenizer, [], None, abort_requested=lambda: False)
     texts = [f"Question {number}" for number in range(work.conversations)]
@@ -249,7 +249,7 @@ def runner(work: Work, way: str, model: Mapping[str, Any], source: Path, results
     yield run
     episodes.close()
     engine.close()
-    launch.stop()
+    launch.shutdown_distributed()
 
 
 if __name__ == "__main__":

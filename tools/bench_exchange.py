@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mrl.distributed.groups import ProcessGroups
 from mrl.parallel_layout import Grid
-from mrl.resharding.dtypes import choice_dtype
+from mrl.resharding.dtypes import expert_index_dtype
 from mrl.rollout.dispatch import StageRoutingFormat, dispatch_samples
 from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, million_tokens: float) -> dict[str, Any]:
     rollouts = held_by_first_rank(table, args.layers, args.top_k)
     per_stage = -(-args.layers // PP)
     layers = [range(first, min(first + per_stage, args.layers)) for first in range(0, args.layers, max(1, per_stage))]
-    dtype = choice_dtype(NUM_EXPERTS)
+    dtype = expert_index_dtype(NUM_EXPERTS)
     routing = StageRoutingFormat(args.layers, args.top_k, dtype, layers) if args.layers else None
     gc.collect()
     before = forget_peak()
@@ -127,7 +127,7 @@ def make_table(tokens: int, sample_tokens: int, grid: Grid) -> SampleTable:
 
 def held_by_first_rank(table: SampleTable, layers: int, top_k: int) -> list[Rollout]:
     """Returns the rollouts of rank 0's engine; their routing records share the memory of one token."""
-    choice = torch.zeros(1, layers, top_k, dtype=choice_dtype(NUM_EXPERTS))
+    choice = torch.zeros(1, layers, top_k, dtype=expert_index_dtype(NUM_EXPERTS))
     found = []
     names = ("rank", "uid", "sample_index", "prompt_len", "response_len")
     columns = (table[name].long().tolist() for name in names)

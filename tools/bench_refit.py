@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from bench.measure import add_device, commit, device_name, spread, synchronize
 
-from mrl.checkpoint.formats.hf import SINGLE, write_companions
+from mrl.checkpoint.formats.hf import SINGLE, write_metadata_files
 from mrl.config.config import CheckpointEngineConfig, RolloutConfig
 from mrl.config.registry import find
 from mrl.distributed import launch, shared_memory
@@ -125,10 +125,10 @@ def main() -> int:
         for ranks, layout in [case for case in cases if case[0] <= most]:
             subprocess.run([*command, str(ranks), __file__, *sys.argv[1:], *layout], check=True)
         return 0
-    result = run_case(args, launch.start(args.device))
+    result = run_case(args, launch.init_distributed(args.device))
     if dist.get_rank() == 0:
         print(json.dumps(result), flush=True)
-    launch.stop()
+    launch.shutdown_distributed()
     return 0
 
 
@@ -150,7 +150,7 @@ def refit_of(
         expert_parallel_size=grid.rollout_ep,
     )
     with tempfile.TemporaryDirectory() as folder:
-        write_companions(Path(folder), arch, {SINGLE: hf_layout(arch, args.dtype)}, None)
+        write_metadata_files(Path(folder), arch, {SINGLE: hf_layout(arch, args.dtype)}, None)
         engine: RolloutEngine = find("engines", args.engine, "ENGINE")(
             EngineSpec(
                 config=config,

@@ -58,7 +58,7 @@ from mrl.models.hf_config import arch_from_config, arch_from_folder
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.init import random_init
-from mrl.resharding.regions import whole
+from mrl.resharding.regions import full_region
 from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Prompt
 
@@ -254,13 +254,13 @@ def write_random(folder: Path, arch: ArchSpec, dtype: str) -> None:
 @contextmanager
 def engine_runner(work: Work, kind: str, *, eager: bool = False) -> Iterator[Action]:
     """Starts one of mrl's engines, syncs the weights, and yields a function that runs one call."""
-    launch.start(work.device.type, num_threads=torch.get_num_threads())
+    launch.init_distributed(work.device.type, num_threads=torch.get_num_threads())
     engine: RolloutEngine = find("engines", kind, "ENGINE")(work.spec(kind, eager=eager))
     layout = engine.layout()
     weights = allocate(layout, work.device)
     load_from_hf(work.folder, engine.spec.arch, layout, weights)
     engine.begin_update()
-    engine.update_weights([WeightSlice(name, whole(value.shape), value) for name, value in weights.items()])
+    engine.update_weights([WeightSlice(name, full_region(value.shape), value) for name, value in weights.items()])
     engine.finish_update(0)
     del weights
 
@@ -270,7 +270,7 @@ def engine_runner(work: Work, kind: str, *, eager: bool = False) -> Iterator[Act
 
     yield run
     engine.close()
-    launch.stop()
+    launch.shutdown_distributed()
 
 
 @contextmanager
@@ -280,7 +280,7 @@ def packed_runner(work: Work) -> Iterator[Action]:
     from mrl.engines.vllm.process_state import process_state_restored, rng_state_restored
     from mrl.engines.vllm.sampling import arguments
 
-    launch.start(work.device.type, num_threads=torch.get_num_threads())
+    launch.init_distributed(work.device.type, num_threads=torch.get_num_threads())
     spec = work.spec("vllm")
     with process_state_restored(work.device):
         version = llm_runtime.find_version()
@@ -298,7 +298,7 @@ def own_runner(work: Work) -> Iterator[Action]:
     """Starts vLLM with its defaults, bound to as many cores as the others may use."""
     cores = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
     bound = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}  # its default leaves one core to the scheduler
-    launch.give_variables({}, unless_set={**bound, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
+    launch.set_env({}, unless_set={**bound, "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
     from vllm import LLM, SamplingParams
 
     spec = work.spec("vllm")

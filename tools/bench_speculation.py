@@ -53,7 +53,7 @@ from mrl.models.hf_config import arch_from_config
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.init import random_init
-from mrl.resharding.regions import slices, whole
+from mrl.resharding.regions import full_region, slices
 from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Prompt, Rollout
 
@@ -105,11 +105,11 @@ def main() -> None:
         parser.error("--trained goes with --model small")
     with tempfile.TemporaryDirectory() as folder:
         weights = trained(Path(folder), args.num_threads) if args.trained else None
-        launch.start("cpu", num_threads=args.num_threads)
+        launch.init_distributed("cpu", num_threads=args.num_threads)
         for dtype in args.dtype:
             found = run_case(args.model, dtype, args.rows, args.new_tokens, args.repeats, weights)
             print(json.dumps(found), flush=True)
-        launch.stop()
+        launch.shutdown_distributed()
 
 
 def run_case(
@@ -256,7 +256,7 @@ def engine_of(
         logit = math.log(arch.vocab_size * LIKELY / (1 - LIKELY))
         weights["lm_head"][followers(arch.vocab_size)] = embed * (logit / arch.hidden_size)
     engine.begin_update()
-    engine.update_weights([WeightSlice(name, whole(value.shape), value) for name, value in weights.items()])
+    engine.update_weights([WeightSlice(name, full_region(value.shape), value) for name, value in weights.items()])
     engine.finish_update(0)
     return engine
 

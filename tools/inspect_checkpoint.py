@@ -9,7 +9,7 @@ from contextlib import closing
 from typing import Any
 
 from mrl.checkpoint.formats.detect import open_source
-from mrl.checkpoint.io.hashed_writer import hash_file
+from mrl.checkpoint.io.hashed_writer import xxh3_file
 from mrl.commands.convert.command_line import FlagParser, add_like_flag, like_arch, run_tool
 
 EXAMPLE = """\
@@ -27,7 +27,7 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
             path = source.folder / name
             found["files"][name] = {"num_bytes": path.stat().st_size}
             if not args.no_hash:
-                found["files"][name]["xxh3"] = hash_file(path)
+                found["files"][name]["xxh3"] = xxh3_file(path)
     return found
 
 

@@ -12,7 +12,7 @@ from mrl.checkpoint.formats.detect import open_source
 from mrl.commands.convert.command_line import FlagParser, add_like_flag, like_arch, progress_bar, run_tool
 from mrl.commands.convert.verify import verify
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.regions import volume, whole
+from mrl.resharding.regions import full_region, volume
 
 EXAMPLE = """\
   python tools/verify_checkpoint.py Qwen3-30B-A3B qwen3-trtllm
@@ -23,7 +23,7 @@ def work(args: argparse.Namespace) -> int:
     """Compares the checkpoints and prints the result."""
     arch = like_arch(args)
     with closing(open_source(args.a, arch)) as a, closing(open_source(args.b, arch)) as b:
-        total = sum(volume(whole(stored.shape)) for stored in hf_layout(a.arch, "float32").values())
+        total = sum(volume(full_region(stored.shape)) for stored in hf_layout(a.arch, "float32").values())
         with progress_bar(Console(stderr=True), "comparing elements", total) as advance:
             found = verify(a, b, atol=args.atol, rtol=args.rtol, progress=advance)
     for key, (left, right) in found.config.items():

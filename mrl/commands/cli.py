@@ -21,17 +21,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from mrl import __version__
-from mrl.checkpoint.run_dir.resume_hint import to_go_on
-from mrl.commands.launch import SCRIPTS, Start, line
+from mrl.checkpoint.run_dir.resume_hint import resume_hint
+from mrl.commands.launch import SCRIPTS, LaunchOptions, launch_command
 from mrl.config.config import Config, load
 from mrl.config.paths import expanded
-from mrl.distributed.launch import become, environment, variables
+from mrl.distributed.launch import exec_program, get_env, get_launcher_env
 from mrl.distributed.watchdog import signals
-from mrl.distributed.watchdog.abort import is_mine_to_say
-from mrl.distributed.watchdog.gc_control import frozen_imports, quick_imports
+from mrl.distributed.watchdog.abort import claim_message
+from mrl.distributed.watchdog.gc_control import gc_disabled, gc_frozen
 from mrl.distributed.watchdog.graceful_stop import END_TIME, Stop, limits
 from mrl.distributed.watchdog.signals import REQUEUE, Terminated
-from mrl.distributed.watchdog.stdio import outlive_readers
+from mrl.distributed.watchdog.stdio import tolerate_closed_pipes
 from mrl.errors import ClusterError, UserError, printable
 from mrl.trainer.validation.off_policy import told_correction
 
@@ -57,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             handlers stay installed. Otherwise the previous handlers are restored.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    handlers = signals.begin(is_training=given[:1] == ["train"])
+    handlers = signals.install_handlers(is_training=given[:1] == ["train"])
     try:
         return _run(given)
     finally:
         if argv is not None:
-            signals.give_back(handlers)
+            signals.restore_handlers(handlers)
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -70,9 +70,9 @@ def _run(argv: Sequence[str]) -> int:
     arguments.argv = argv
     arguments.resume_hint = ""
     arguments.signal_hint = str  # a function; commands that can be resumed replace it
-    outlive_readers()
+    tolerate_closed_pipes()
     try:
-        with signals.raising(_is_rank_0, lambda: str(arguments.signal_hint())):
+        with signals.raise_on_signals(_is_rank_0, lambda: str(arguments.signal_hint())):
             status: int | None = arguments.command(arguments)
     except UserError as error:
         if _should_print(error):
@@ -81,14 +81,14 @@ def _run(argv: Sequence[str]) -> int:
             time.sleep(SILENT_RANK_WAIT_S)
         return 2
     except ClusterError as error:
-        if is_mine_to_say(f"cluster {os.getppid()}"):  # all ranks of a host raise the same error
+        if claim_message(f"cluster {os.getppid()}"):  # all ranks of a host raise the same error
             print(f"mrl: error: {error}", file=sys.stderr, flush=True)
         return signals.FAILED
     except KeyboardInterrupt:
-        signals.say(signal.SIGINT)
+        signals.print_signal_message(signal.SIGINT)
         return signals.INTERRUPTED
     except Terminated as stop:
-        signals.say(stop.number)
+        signals.print_signal_message(stop.number)
         return stop.status
     return status or 0
 
@@ -105,7 +105,7 @@ def _shortened(text: str) -> str:
 def _is_rank_0() -> bool:
     """Returns whether this is rank 0; runs inside signal handlers, where nothing may raise."""
     try:
-        return environment().rank == 0
+        return get_launcher_env().rank == 0
     except UserError:
         return True
 
@@ -117,7 +117,7 @@ def _should_print(error: UserError) -> bool:
     prints: the ranks of a host read the same files and raise the same error.
     """
     try:
-        here = environment()
+        here = get_launcher_env()
     except UserError:
         return True  # the error is in the launcher's variables
     return here.rank == 0 if error.everywhere else here.local_rank == 0
@@ -129,26 +129,28 @@ def _train(arguments: argparse.Namespace) -> int:
         from mrl.commands.plan.dryrun import describe
         from mrl.trainer.validation.world_size import world_size
 
-        started = environment().world_size
+        started = get_launcher_env().world_size
         size = world_size(config, arguments.config, arguments.world_size, started=started)
-        described = describe(config, size, launcher=environment().launcher if started > 1 else None)
-        if environment().rank == 0:
+        described = describe(config, size, launcher=get_launcher_env().launcher if started > 1 else None)
+        if get_launcher_env().rank == 0:
             print(described, flush=True)
         return 0
 
     def log(what: str) -> None:
-        if environment().rank == 0:
-            print(f"mrl: {what}.{to_go_on(config, arguments.argv)}", file=sys.stderr, flush=True)
+        if get_launcher_env().rank == 0:
+            print(f"mrl: {what}.{resume_hint(config, arguments.argv)}", file=sys.stderr, flush=True)
 
-    arguments.signal_hint = lambda: to_go_on(config, arguments.argv)
-    if environment().rank == 0 and config.observe.console != "off":
+    arguments.signal_hint = lambda: resume_hint(config, arguments.argv)
+    if get_launcher_env().rank == 0 and config.observe.console != "off":
         print(_start_line(config), flush=True)
-    with quick_imports():
+    with gc_disabled():
         # imported before `Stop` handles SIGTERM: an exception that a signal handler raises in an import gets lost
         from mrl.train import train
-    stop = Stop(config.run, ends=limits(config.run, variables(END_TIME)), keeps_time=environment().rank == 0, say=log)
+    stop = Stop(
+        config.run, ends=limits(config.run, get_env(END_TIME)), keeps_time=get_launcher_env().rank == 0, say=log
+    )
     try:
-        with frozen_imports(), stop.listening():
+        with gc_frozen(), stop.handle_signals():
             train(config, stop)
             if stop.why:
                 _write_early_report(config)
@@ -157,14 +159,14 @@ def _train(arguments: argparse.Namespace) -> int:
         raise
     except UserError as error:
         if error.at:
-            arguments.resume_hint = to_go_on(config, arguments.argv, error.at)
+            arguments.resume_hint = resume_hint(config, arguments.argv, error.at)
         raise
     return REQUEUE if stop.why else 0
 
 
 def _write_early_report(config: Config) -> None:
     """Writes the HTML report of a run that ends early, on rank 0; errors are ignored."""
-    if environment().rank == 0 and config.observe.report:
+    if get_launcher_env().rank == 0 and config.observe.report:
         from mrl.observability.report import write_report
 
         with suppress(UserError):
@@ -173,29 +175,29 @@ def _write_early_report(config: Config) -> None:
 
 def _start_line(config: Config) -> str:
     """Returns the first line of a run's output, printed before torch is imported, which can take a while."""
-    model, ranks = config.model.path or config.model.preset, environment().world_size
+    model, ranks = config.model.path or config.model.preset, get_launcher_env().world_size
     how = " asynchronously" if config.train.mode == "async" else ""
     what = f"{config.algorithm.name}{how} on {model}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
     return printable(f"mrl {__version__}: starting {what}, in {config.run.output_dir}{told_correction(config)}")
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    with quick_imports():
+    with gc_disabled():
         from mrl.train import evaluate
 
-    with frozen_imports():
+    with gc_frozen():
         metrics = evaluate(load(arguments.config, arguments.overrides), arguments.checkpoint)
-    if environment().rank == 0:
+    if get_launcher_env().rank == 0:
         print(json.dumps(metrics, indent=1), flush=True)
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    with quick_imports():
-        from mrl.commands.serve.serve import Listen, check, serve, source
+    with gc_disabled():
+        from mrl.commands.serve.serve import ListenOptions, check, resolve_model, serve
 
-    config, checkpoint = source(arguments.source, arguments.overrides, arguments.checkpoint)
-    key = variables("MRL_API_KEY").get("MRL_API_KEY", "")
-    listen = Listen(arguments.host, arguments.port, arguments.model_name, key, arguments.tool_format)
+    config, checkpoint = resolve_model(arguments.source, arguments.overrides, arguments.checkpoint)
+    key = get_env("MRL_API_KEY").get("MRL_API_KEY", "")
+    listen = ListenOptions(arguments.host, arguments.port, arguments.model_name, key, arguments.tool_format)
     check(listen)
     serve(config, checkpoint, listen, lambda text: print(f"mrl: {text}", flush=True))
 
@@ -231,20 +233,20 @@ def _launch(arguments: argparse.Namespace) -> None:
     from mrl.trainer.resolve import check_run
 
     config = load(arguments.config, arguments.overrides)
-    start = Start(
+    start = LaunchOptions(
         via=arguments.via, nodes=arguments.nodes, ranks_per_node=arguments.gpus_per_node,
         gpus=config.run.device != "cpu", mode=arguments.mode, container_image=arguments.container_image,
         container_mounts=arguments.container_mounts, node_rank=arguments.node_rank,
         master_addr=arguments.master_addr, arguments=_split(arguments.launcher_args),
     )  # fmt: skip
     words = ["train", arguments.config, *arguments.overrides]
-    job = line(start, words)
+    job = launch_command(start, words)
     # checked here, so that an invalid config fails before the job is queued
     check_run(config, arguments.nodes * arguments.gpus_per_node, launcher=start.launcher)
     print(job, flush=True)
     if arguments.dry_run:
-        job = line(start, words, dry_run=True)
-    become(job.variables, job.words)
+        job = launch_command(start, words, dry_run=True)
+    exec_program(job.variables, job.argv)
 
 
 def _split(text: str) -> list[str]:
@@ -257,15 +259,15 @@ def _split(text: str) -> list[str]:
 def _doctor(arguments: argparse.Namespace) -> int:
     if _is_rank_0():
         print("mrl: doctor: loading mrl", file=sys.stderr, flush=True)
-    with quick_imports():
+    with gc_disabled():
         from mrl.commands.doctor.doctor import Doctor
 
-    with frozen_imports():
+    with gc_frozen():
         return Doctor(arguments.config, arguments.overrides, json=arguments.json, timeout_s=arguments.timeout_s).run()
 
 
 def _from_verl(arguments: argparse.Namespace) -> None:
-    from mrl.commands.from_verl.line import read
+    from mrl.commands.from_verl.line import read_settings
     from mrl.commands.from_verl.translate import translate
 
     folders = [f"--config-dir={folder}" for folder in arguments.config_dir]
@@ -274,7 +276,7 @@ def _from_verl(arguments: argparse.Namespace) -> None:
         at = argv.index("-o")
         output = argv[at + 1]
         del argv[at : at + 2]
-    found = translate(read(argv))
+    found = translate(read_settings(argv))
     notes = {"not needed in mrl": found.moot, "DIFFERENT IN MRL": found.differs, "NOT SUPPORTED": found.missing}
     for title, lines in notes.items():
         for text in lines:

@@ -17,7 +17,7 @@ SCRIPTS = {"torchrun": "torchrun.sh", "mpirun": "mpirun.sh", "sbatch": "slurm.sb
 
 
 @dataclass(frozen=True)
-class Start:
+class LaunchOptions:
     """Options of `mrl launch`.
 
     Attributes:
@@ -51,19 +51,19 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Line:
+class ShellCommand:
     """Shell command: environment variables and argv."""
 
     variables: dict[str, str]
-    words: list[str]
+    argv: list[str]
 
     def __str__(self) -> str:
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
-        return " ".join([*variables, shlex.join(self.words)])
+        return " ".join([*variables, shlex.join(self.argv)])
 
 
-def line(start: Start, words: Sequence[str], *, dry_run: bool = False) -> Line:
-    """Returns the command that starts `mrl` with the arguments `words` on every rank.
+def launch_command(start: LaunchOptions, words: Sequence[str], *, dry_run: bool = False) -> ShellCommand:
+    """Returns the command that starts `mrl` with the arguments `argv` on every rank.
 
     Args:
         start: Launcher and job size.
@@ -82,14 +82,14 @@ def line(start: Start, words: Sequence[str], *, dry_run: bool = False) -> Line:
     if dry_run:
         if start.via == "sbatch":
             variables = {**variables, "SLURM_NNODES": str(start.nodes)}
-        return Line(variables, [str(script), "--dry-run", *words])
+        return ShellCommand(variables, [str(script), "--dry-run", *words])
     if start.via != "sbatch":
-        return Line(variables, [str(script), *words])
+        return ShellCommand(variables, [str(script), *words])
     resources = [f"--nodes={start.nodes}", *([f"--gpus-per-node={start.ranks_per_node}"] if start.gpus else [])]
-    return Line(variables, ["sbatch", *resources, *start.arguments, str(script), *words])
+    return ShellCommand(variables, ["sbatch", *resources, *start.arguments, str(script), *words])
 
 
-def start_words(num_ranks: int, *, mpi: bool) -> str:
+def launch_argv(num_ranks: int, *, mpi: bool) -> str:
     """Returns the command that starts a job of `num_ranks` ranks, for printing.
 
     Args:
@@ -106,7 +106,7 @@ def start_words(num_ranks: int, *, mpi: bool) -> str:
     return f"{num_ranks} ranks with one of {', '.join(f'launch/{script}' for script in SCRIPTS.values())}"
 
 
-def _torchrun(start: Start) -> dict[str, str]:
+def _torchrun(start: LaunchOptions) -> dict[str, str]:
     _refuse_sbatch_options(start)
     if start.arguments:
         raise UserError("--launcher-args is only for --via mpirun or sbatch.")
@@ -124,25 +124,25 @@ def _torchrun(start: Start) -> dict[str, str]:
     return variables | rendezvous
 
 
-def _mpirun(start: Start) -> dict[str, str]:
+def _mpirun(start: LaunchOptions) -> dict[str, str]:
     _refuse_sbatch_options(start)
     _refuse_torchrun_options(start)
     variables = {"NPROC": str(start.nodes * start.ranks_per_node)}
     return variables | ({"MPIRUN_ARGS": " ".join(start.arguments)} if start.arguments else {})
 
 
-def _sbatch(start: Start) -> dict[str, str]:
+def _sbatch(start: LaunchOptions) -> dict[str, str]:
     _refuse_torchrun_options(start)
     variables = {"MODE": start.mode, "NPROC_PER_NODE": str(start.ranks_per_node)}
     container = {"CONTAINER_IMAGE": start.container_image, "CONTAINER_MOUNTS": start.container_mounts}
     return variables | {name: value for name, value in container.items() if value}
 
 
-def _refuse_sbatch_options(start: Start) -> None:
+def _refuse_sbatch_options(start: LaunchOptions) -> None:
     if start.container_image or start.container_mounts or start.mode != "torchrun":
         raise UserError("--mode, --container-image and --container-mounts are only for --via sbatch.")
 
 
-def _refuse_torchrun_options(start: Start) -> None:
+def _refuse_torchrun_options(start: LaunchOptions) -> None:
     if start.node_rank is not None or start.master_addr:
         raise UserError("--node-rank and --master-addr are only for --via torchrun.")

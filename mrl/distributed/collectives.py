@@ -29,7 +29,7 @@ class RankFailedError(RuntimeError):
         self.rank = rank
 
 
-def everyone() -> dist.ProcessGroup:
+def world_group() -> dist.ProcessGroup:
     """Returns the default process group: all ranks of the job."""
     group = dist.group.WORLD
     if group is None:
@@ -37,28 +37,28 @@ def everyone() -> dist.ProcessGroup:
     return group
 
 
-def from_first_rank(value: Any) -> Any:
+def broadcast_from_rank_0(value: Any) -> Any:
     """Collective over all ranks: returns rank 0's value on every rank; plain data only (`safe_pickle.py`)."""
-    return from_rank(0, value)
+    return broadcast_object(0, value)
 
 
-def from_rank(source: int, value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Collective over `group`: returns global rank `source`'s value everywhere; plain data only (`safe_pickle.py`)."""
+def broadcast_object(src: int, value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Collective over `group`: returns global rank `src`'s value everywhere; plain data only (`safe_pickle.py`)."""
     if dist.get_world_size(group) == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=source, group=group)
+    dist.broadcast_object_list(box, src=src, group=group)
     return box[0]
 
 
-def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Collective over `group`: returns the elementwise sum on every rank; the input is unchanged."""
     total = tensor.detach().clone(memory_format=torch.contiguous_format)
-    reduce(total, group)
+    all_reduce_(total, group)
     return total
 
 
-def reduce(tensor: Tensor, group: dist.ProcessGroup, operation: Any = dist.ReduceOp.SUM) -> None:
+def all_reduce_(tensor: Tensor, group: dist.ProcessGroup, operation: Any = dist.ReduceOp.SUM) -> None:
     """Collective over `group`: all-reduces in place (default: sum); does nothing in a group of one."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op=operation, group=group)
@@ -105,7 +105,7 @@ def all_gather_ragged(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
 
 
-def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+def raise_error_on_all_ranks(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
     """Collective over `group`: returns if no rank has an error; otherwise every rank raises the first failing rank's.
 
     Args:
@@ -131,7 +131,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
             shared = UserError(message)
             shared.everywhere = True
             raise shared from error
-        raise RankFailedError(dist.get_global_rank(group or everyone(), rank), described) from error
+        raise RankFailedError(dist.get_global_rank(group or world_group(), rank), described) from error
 
 
 def any_rank(value: bool, group: dist.ProcessGroup | None = None) -> bool:
@@ -145,39 +145,39 @@ def any_rank(value: bool, group: dist.ProcessGroup | None = None) -> bool:
 
 
 ALONE_S = 5.0
-"""Time within which the other ranks join `raise_together`, s; later they are taken to wait in a collective that the
-failing rank left."""
+"""Time within which the other ranks join `raise_error_on_all_ranks`, s; later they are taken to wait in a collective
+that the failing rank left."""
 
-_end_callbacks: list[Callable[[Exception], object]] = []
+_abort_callbacks: list[Callable[[Exception], object]] = []
 
 
-def when_alone(end: Callable[[Exception], object] | None) -> None:
+def set_abort_callback(end: Callable[[Exception], object] | None) -> None:
     """Sets the function, called in a thread, that ends the job with this rank's error; None: the others time out."""
-    _end_callbacks[:] = [] if end is None else [end]
+    _abort_callbacks[:] = [] if end is None else [end]
 
 
-def _end_alone(error: Exception) -> None:
-    for callback in _end_callbacks:
+def _abort_alone(error: Exception) -> None:
+    for callback in _abort_callbacks:
         callback(error)
 
 
 @contextmanager
-def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Collective over `group`: an exception that one rank raises inside is raised on all of them (`raise_together`).
+def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Collective over `group`: an exception that one rank raises inside is raised on all of them.
 
     Disk errors become UserErrors. The block may contain collectives: if a rank fails while the others wait for it in
-    one, they never reach `raise_together`, and the watchdog ends the job with the error after ALONE_S.
+    one, they never reach `raise_error_on_all_ranks`, and the watchdog ends the job with the error after ALONE_S.
     """
     try:
         with disk_errors():
             yield
     except Exception as error:  # noqa: BLE001 -- any exception must reach the other ranks
-        timer = threading.Timer(ALONE_S, _end_alone, [error])
+        timer = threading.Timer(ALONE_S, _abort_alone, [error])
         timer.daemon = True
         timer.start()
         try:
-            raise_together(error, group)
+            raise_error_on_all_ranks(error, group)
         finally:
             timer.cancel()
     else:
-        raise_together(None, group)
+        raise_error_on_all_ranks(None, group)

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mrl.distributed.subworld import as_whole_job
+from mrl.distributed.subworld import use_as_world
 from mrl.parallel_layout import Coords, Grid
 
 
@@ -45,18 +45,18 @@ class ProcessGroups:
     samplers: dist.ProcessGroup | None = None
 
     @property
-    def trains(self) -> bool:
+    def is_trainer(self) -> bool:
         """True if this rank has a shard of the actor."""
         return self.rank in self.grid.trainers
 
     @property
-    def samples(self) -> bool:
+    def is_sampler(self) -> bool:
         """True if this rank has a shard of a rollout engine."""
         return self.rank in self.grid.samplers
 
-    def among_trainers(self) -> AbstractContextManager[None]:
+    def trainers_as_world(self) -> AbstractContextManager[None]:
         """Makes the training ranks the default process group inside a `with` block; call it on training ranks."""
-        return as_whole_job(self.trainers)
+        return use_as_world(self.trainers)
 
     @property
     def coords(self) -> Coords:
@@ -64,9 +64,9 @@ class ProcessGroups:
         return self.grid.coords(self.rank)
 
     @property
-    def leads_replica(self) -> bool:
+    def is_replica_leader(self) -> bool:
         """True if this rank is the first of its rollout replica, which scores and sends the replica's rollouts."""
-        return self.samples and self.grid.rollout_rank(self.rank) == 0
+        return self.is_sampler and self.grid.rollout_rank(self.rank) == 0
 
 
 def make_rollout_group(grid: Grid, rank: int) -> dist.ProcessGroup:
@@ -82,26 +82,26 @@ def make_rollout_group(grid: Grid, rank: int) -> dist.ProcessGroup:
         return own
     if rank in grid.samplers:
         raise RuntimeError(f"rank {rank} samples but belongs to no rollout replica of {grid}")
-    return alone(rank)
+    return single_rank_group(rank)
 
 
 def make_role_groups(
-    grid: Grid, timeout_s: float, sampling_s: float
+    grid: Grid, timeout_s: float, sampling_timeout_s: float
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Collective over all ranks: creates the groups (trainers, samplers); (None, None) if all ranks do both.
 
     Args:
         grid: Parallel layout of all ranks.
         timeout_s: Timeout of collectives among training ranks, s.
-        sampling_s: Timeout of collectives among sampling ranks, s.
+        sampling_timeout_s: Timeout of collectives among sampling ranks, s.
     """
     if not grid.has_roles:
         return None, None
     trainers = dist.new_group(list(grid.trainers), timeout=timedelta(seconds=timeout_s))
-    return trainers, dist.new_group(list(grid.samplers), timeout=timedelta(seconds=sampling_s))
+    return trainers, dist.new_group(list(grid.samplers), timeout=timedelta(seconds=sampling_timeout_s))
 
 
-def alone(rank: int) -> dist.ProcessGroup:
+def single_rank_group(rank: int) -> dist.ProcessGroup:
     """Returns a new group of this rank only; other ranks need not call it."""
     made: dist.ProcessGroup = dist.new_group([rank], use_local_synchronization=True)
     return made

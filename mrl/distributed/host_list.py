@@ -10,7 +10,7 @@ import re
 from mrl.errors import UserError
 
 
-def hosts_of(text: str) -> list[str]:
+def expand_host_list(text: str) -> list[str]:
     """Returns the host names of a node list in its order, as `scontrol show hostnames` does.
 
     Args:
@@ -24,10 +24,10 @@ def hosts_of(text: str) -> list[str]:
 
 def first_host(text: str) -> str:
     """Returns the first host of a node list."""
-    return hosts_of(text)[0]
+    return expand_host_list(text)[0]
 
 
-def tasks_of_node(text: str, node: int) -> int:
+def num_tasks_on_node(text: str, node: int) -> int:
     """Returns the number of tasks on one node.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-TOKEN = "MRL_JOB_TOKEN"
+TOKEN_VARIABLE = "MRL_JOB_TOKEN"
 """Environment variable with the token, equal in all processes of the job and unreadable for other users of the host."""
 
 
@@ -18,17 +18,17 @@ class AuthenticationError(RuntimeError):
     """Error for data that no process of this job wrote."""
 
 
-def name(token: str, purpose: str) -> str:
+def derive_name(token: str, purpose: str) -> str:
     """Returns a name that only processes with the token can compute."""
     return _digest(token, "name", purpose.encode())
 
 
-def seal(token: str, purpose: str, data: bytes) -> bytes:
-    """Returns `data` with its HMAC in front, for `unseal`."""
+def sign_data(token: str, purpose: str, data: bytes) -> bytes:
+    """Returns `data` with its HMAC in front, for `verify_data`."""
     return _digest(token, purpose, data).encode() + data
 
 
-def unseal(token: str, purpose: str, sealed: bytes) -> bytes:
+def verify_data(token: str, purpose: str, sealed: bytes) -> bytes:
     """Returns the data that was sealed for the same purpose.
 
     Raises:

@@ -1,9 +1,9 @@
 """Initializes and shuts down this process as one rank of the job; the only file that reads os.environ.
 
-`start` selects the rank's device, sets its CPU threads and creates torch's default process group. `launcher_env.py`
-interprets the launchers' variables, `rendezvous.py` connects ranks that torchrun did not start, and `groups.py` has the
-process groups of the parallel layout. `environment` does not import torch, so that a mistake in the launcher's
-variables is reported at once.
+`init_distributed` selects the rank's device, sets its CPU threads and creates torch's default process group.
+`launcher_env.py` interprets the launchers' variables, `rendezvous.py` connects ranks that torchrun did not start, and
+`groups.py` has the process groups of the parallel layout. `get_launcher_env` does not import torch, so that a mistake
+in the launcher's variables is reported at once.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mrl.distributed import job_secret
-from mrl.distributed.job_secret import TOKEN
-from mrl.distributed.launcher_env import TORCHRUN, LauncherEnv, device_index, read
+from mrl.distributed.job_secret import TOKEN_VARIABLE
+from mrl.distributed.launcher_env import TORCHRUN, LauncherEnv, device_index, read_launcher_env
 from mrl.errors import ClusterError, UserError
 
 OWN_DEVICE = "MRL_OWN_DEVICE"
-"""Set by `see_own_device_only`: this process sees exactly one CUDA device, its own."""
+"""Set by `hide_other_devices`: this process sees exactly one CUDA device, its own."""
 
 if TYPE_CHECKING:
     import torch
@@ -37,15 +37,16 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 """Network interface of NCCL's bootstrap; set here for jobs on one host only, otherwise NCCL chooses."""
 
-_unset_by_stop: list[str] = []
-"""Variables that `stop` removes, so that a later job of this process on other hosts does not inherit them."""
+_unset_by_shutdown: list[str] = []
+"""Variables that `shutdown_distributed` removes, so that a later job of this process on other hosts does not inherit
+them."""
 
 
 _SAVED_ENVIRONMENT: list[LauncherEnv] = []
-"""Launcher environment from before `scrubbed_variables` changed the variables; empty outside of it."""
+"""Launcher environment from before `scrubbed_env` changed the variables; empty outside of it."""
 
 
-def environment() -> LauncherEnv:
+def get_launcher_env() -> LauncherEnv:
     """Returns rank, world size and the like as the launcher's variables give them; needs no process group.
 
     Call it before MPI is initialized: it disables OpenMPI's UCC component unless the user has set
@@ -56,14 +57,14 @@ def environment() -> LauncherEnv:
     """
     if _SAVED_ENVIRONMENT:
         return _SAVED_ENVIRONMENT[0]
-    found = read(os.environ)
+    found = read_launcher_env(os.environ)
     if found.launcher in ("mpirun", "mpi", "srun"):
         os.environ.setdefault("OMPI_MCA_coll_ucc_enable", "0")
     return _sizes_from_mpi(found) if found.launcher == "mpi" else found
 
 
-def choose_device(wanted: str) -> str:
-    """Returns the device type, "cpu" or "cuda", for the value `wanted` of `run.device`.
+def choose_device(device: str) -> str:
+    """Returns the device type, "cpu" or "cuda", for the value `device` of `run.device`.
 
     Raises:
         UserError: CUDA was requested and there is none, or the CPU was requested where Megatron would find CUDA
@@ -71,16 +72,16 @@ def choose_device(wanted: str) -> str:
     """
     import torch
 
-    if wanted == "cpu" and torch.cuda.is_available():
+    if device == "cpu" and torch.cuda.is_available():
         raise UserError("run.device=cpu, but torch sees CUDA devices. Hide them with CUDA_VISIBLE_DEVICES=''.")
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         raise UserError("run.device=cuda, but torch sees no CUDA device. Use run.device=auto or cpu.")
-    if wanted == "auto":
+    if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    return wanted
+    return device
 
 
-def meet(timeout_s: float) -> TCPStore:
+def connect_store(timeout_s: float) -> TCPStore:
     """Collective over all ranks: connects to the store through which the ranks find each other.
 
     Needs no process group. Each rank returns as soon as it is connected, without waiting for the others.
@@ -91,12 +92,14 @@ def meet(timeout_s: float) -> TCPStore:
     """
     from mrl.distributed import rendezvous
 
-    env = environment()
+    env = get_launcher_env()
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # set by torchrun
     over_mpi = env.launcher in ("mpirun", "mpi")
-    store, secret = rendezvous.meet(env, timeout_s, served=served, token=job_token(make=over_mpi and env.rank == 0))
+    store, secret = rendezvous.connect_store(
+        env, timeout_s, served=served, token=job_token(make=over_mpi and env.rank == 0)
+    )
     if over_mpi:
-        os.environ[TOKEN] = secret
+        os.environ[TOKEN_VARIABLE] = secret
     return store
 
 
@@ -106,19 +109,19 @@ def job_token(*, make: bool = False) -> str:
     Args:
         make: Generate a token if there is none; for the first process of the job.
     """
-    if make and not os.environ.get(TOKEN):
-        os.environ[TOKEN] = secrets.token_hex()
-    return os.environ.get(TOKEN, "")
+    if make and not os.environ.get(TOKEN_VARIABLE):
+        os.environ[TOKEN_VARIABLE] = secrets.token_hex()
+    return os.environ.get(TOKEN_VARIABLE, "")
 
 
-def private(store: Store) -> PrefixStore:
+def job_store(store: Store) -> PrefixStore:
     """Returns a view of `store` whose key prefix only processes of this job can compute."""
     from torch._C._distributed_c10d import PrefixStore
 
-    return PrefixStore(job_secret.name(job_token(), "ranks"), store)
+    return PrefixStore(job_secret.derive_name(job_token(), "ranks"), store)
 
 
-def share_no_store() -> None:
+def serve_own_store() -> None:
     """Makes torchrun's ranks serve a store of their own from here on, a new one after each restart."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
@@ -134,12 +137,12 @@ def cache_folder() -> Path | None:
     return found / "mrl" if found.is_absolute() else None
 
 
-def variables(*names: str) -> dict[str, str]:
+def get_env(*names: str) -> dict[str, str]:
     """Returns the given environment variables that are set."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def variables_without_launcher() -> dict[str, str]:
+def env_without_launcher() -> dict[str, str]:
     """Returns all environment variables but those of a launcher, to start a program as from a plain shell."""
     prefixes = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
     removed = (*TORCHRUN, "HYDI_CONTROL_FD")
@@ -151,20 +154,20 @@ def variables_without_launcher() -> dict[str, str]:
     }
 
 
-def give_variables(given: Mapping[str, str], *, unless_set: Mapping[str, str]) -> None:
+def set_env(given: Mapping[str, str], *, unless_set: Mapping[str, str]) -> None:
     """Sets environment variables for the rest of this process; the user's own values win over `unless_set` only."""
-    os.environ.update({**unless_set, **variables(*unless_set), **given})
+    os.environ.update({**unless_set, **get_env(*unless_set), **given})
 
 
 @contextmanager
-def scrubbed_variables(*, hide: Sequence[str], given: Mapping[str, str]) -> Iterator[None]:
+def scrubbed_env(*, hide: Sequence[str], given: Mapping[str, str]) -> Iterator[None]:
     """Hides environment variables that start with one of `hide` and sets those of `given`, inside a `with` block.
 
-    On exit every variable is restored, also those that the block changed. Meanwhile `environment` returns its earlier
-    value.
+    On exit every variable is restored, also those that the block changed. Meanwhile `get_launcher_env` returns its
+    earlier value.
     """
     before = dict(os.environ)
-    _SAVED_ENVIRONMENT.insert(0, environment())
+    _SAVED_ENVIRONMENT.insert(0, get_launcher_env())
     for name in [name for name in before if name.startswith(tuple(hide))]:
         del os.environ[name]
     os.environ.update(given)
@@ -177,13 +180,13 @@ def scrubbed_variables(*, hide: Sequence[str], given: Mapping[str, str]) -> Iter
         _SAVED_ENVIRONMENT.pop(0)
 
 
-def see_own_device_only() -> None:
+def hide_other_devices() -> None:
     """Hides the other ranks' CUDA devices from this process, for libraries that pick a device themselves.
 
     Call it before torch first queries CUDA devices. It changes nothing for ranks of MPI or srun: there these libraries
     read the launcher's local rank.
     """
-    env = environment()
+    env = get_launcher_env()
     if env.launcher != "torchrun" or env.local_world_size == 1:
         return
     seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
@@ -192,7 +195,7 @@ def see_own_device_only() -> None:
     os.environ[OWN_DEVICE] = "1"
 
 
-def start(
+def init_distributed(
     device: str = "auto", *, num_threads: int = 0, timeout_s: float = 600.0, store: Store | None = None
 ) -> torch.device:
     """Collective over all ranks: sets this rank's device and CPU threads and creates the default process group.
@@ -201,7 +204,7 @@ def start(
         device: Value of `run.device`: auto, cpu or cuda.
         num_threads: CPU threads of this rank; 0: the host's cores divided by its ranks.
         timeout_s: Timeout of the group's collectives, s.
-        store: Store for the group, derived from the one that `meet` returned; None: calls `meet`.
+        store: Store for the group, derived from the one that `connect_store` returned; None: calls `connect_store`.
 
     Returns:
         The device of this rank.
@@ -212,7 +215,7 @@ def start(
 
     from mrl.distributed import gloo_device, rendezvous, safe_pickle
 
-    env = environment()
+    env = get_launcher_env()
     kind = choose_device(device)
     rank_device = torch.device("cpu")
     torch.set_num_threads(num_threads or env.num_cpus or max(1, len(os.sched_getaffinity(0)) // env.local_world_size))
@@ -223,10 +226,10 @@ def start(
         torch.cuda.set_device(rank_device)
     chosen = os.environ.get(INTERFACE, "")
     if (name := rendezvous.choose_interface(env, chosen)) != chosen:
-        _set_until_stop(INTERFACE, name)
+        _set_env_until_shutdown(INTERFACE, name)
     if kind == "cuda" and env.local_world_size == env.world_size and NCCL_INTERFACE not in os.environ:
-        _set_until_stop(NCCL_INTERFACE, name)
-    choose_attention()
+        _set_env_until_shutdown(NCCL_INTERFACE, name)
+    disable_cudnn_attention()
     safe_pickle.install()
     gloo_device.share_device(name)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
@@ -234,14 +237,14 @@ def start(
     if env.world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        store = store or private(meet(timeout_s))
-        allow_sockets()
+        store = store or job_store(connect_store(timeout_s))
+        raise_open_file_limit()
         dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
         _check_all_reduce(rank_device, env.world_size)
     return rank_device
 
 
-def choose_attention() -> None:
+def disable_cudnn_attention() -> None:
     """Disables cuDNN attention in torch's scaled_dot_product_attention, for other libraries in this process too.
 
     cuDNN builds a plan for each new shape, which takes up to 0.5 s each for forward and backward, and packed batches
@@ -253,7 +256,7 @@ def choose_attention() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def allow_sockets() -> None:
+def raise_open_file_limit() -> None:
     """Raises the limit of open files to the host's maximum: groups and stores open one connection per rank."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -284,12 +287,12 @@ def device_is_busy() -> bool:
     return not torch.cuda.default_stream().query()
 
 
-def _set_until_stop(name: str, value: str) -> None:
+def _set_env_until_shutdown(name: str, value: str) -> None:
     os.environ[name] = value
-    _unset_by_stop.append(name)
+    _unset_by_shutdown.append(name)
 
 
-def stop(*, in_order: bool = True) -> None:
+def shutdown_distributed(*, in_order: bool = True) -> None:
     """Collective over all ranks: destroys the process group. Ranks that exit without it sometimes die with SIGABRT.
 
     Args:
@@ -303,28 +306,28 @@ def stop(*, in_order: bool = True) -> None:
         if in_order:
             dist.barrier()
         dist.destroy_process_group()
-    for name in _unset_by_stop:
+    for name in _unset_by_shutdown:
         os.environ.pop(name, None)
-    _unset_by_stop.clear()
+    _unset_by_shutdown.clear()
     if in_order:
-        mpi.end()
+        mpi.finalize()
 
 
-def become(variables: Mapping[str, str], words: Sequence[str]) -> NoReturn:
-    """Replaces this process by another program (execvpe), with `variables` added to the environment.
+def exec_program(variables: Mapping[str, str], argv: Sequence[str]) -> NoReturn:
+    """Replaces this process by another program (execvpe), with `get_env` added to the environment.
 
     Raises:
         UserError: The program cannot be run.
     """
     try:
-        os.execvpe(words[0], list(words), {**os.environ, **variables})
+        os.execvpe(argv[0], list(argv), {**os.environ, **variables})
     except OSError as error:
         raise UserError(
-            f"cannot run {words[0]}: {error.strerror}. Check that it is installed and on the PATH."
+            f"cannot run {argv[0]}: {error.strerror}. Check that it is installed and on the PATH."
         ) from error
 
 
-def become_rank(rank: int, size: int, port: int, secret: str) -> None:
+def set_rank_env(rank: int, size: int, port: int, secret: str) -> None:
     """Sets the environment of this process as torchrun would for one CPU rank of a job on this host.
 
     Args:
@@ -337,13 +340,13 @@ def become_rank(rank: int, size: int, port: int, secret: str) -> None:
         del os.environ[name]  # set by an enclosing job
     numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     texts = {name: str(number) for name, number in numbers.items()}
-    os.environ.update(texts, MASTER_ADDR="127.0.0.1", **{TOKEN: secret})
+    os.environ.update(texts, MASTER_ADDR="127.0.0.1", **{TOKEN_VARIABLE: secret})
 
 
 @contextmanager
-def changed_variables(**values: str) -> Iterator[None]:
+def override_env(**values: str) -> Iterator[None]:
     """Sets environment variables inside a `with` block, for processes started there, and restores them afterwards."""
-    before = variables(*values)
+    before = get_env(*values)
     os.environ.update(values)
     try:
         yield
@@ -364,4 +367,4 @@ def device_name(device: torch.device) -> str:
 def _sizes_from_mpi(found: LauncherEnv) -> LauncherEnv:
     from mrl.distributed import mpi
 
-    return mpi.complete(found)
+    return mpi.add_mpi_sizes(found)

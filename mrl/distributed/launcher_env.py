@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mrl.distributed.host_list import first_host, tasks_of_node
+from mrl.distributed.host_list import first_host, num_tasks_on_node
 from mrl.errors import UserError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OPENMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-STEP = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_NODES")
+SLURM_STEP = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_NODES")
 
 FIRST_PORT, NUM_PORTS = 20000, 12000
 """Ports of SLURM's jobs: below 32768, where Linux takes the ports of outgoing connections from."""
@@ -56,7 +56,7 @@ class LauncherEnv:
     num_cpus: int = 0
 
 
-def read(variables: Mapping[str, str]) -> LauncherEnv:
+def read_launcher_env(variables: Mapping[str, str]) -> LauncherEnv:
     """Returns the launcher's environment in `variables`; of launcher "mpi" only the rank is known.
 
     Raises:
@@ -140,8 +140,8 @@ def _mpirun(variables: Mapping[str, str], names: Sequence[str]) -> LauncherEnv:
 
 
 def _srun(variables: Mapping[str, str]) -> LauncherEnv:
-    rank, size, local_rank, node, num_nodes = _numbers(variables, STEP)
-    for pmi, slurm in (("PMI_RANK", STEP[0]), ("PMI_SIZE", STEP[1]), ("PMIX_RANK", STEP[0])):
+    rank, size, local_rank, node, num_nodes = _numbers(variables, SLURM_STEP)
+    for pmi, slurm in (("PMI_RANK", SLURM_STEP[0]), ("PMI_SIZE", SLURM_STEP[1]), ("PMIX_RANK", SLURM_STEP[0])):
         if pmi in variables and _numbers(variables, (pmi,)) != _numbers(variables, (slurm,)):
             raise UserError(
                 f"{_shown(variables, (pmi, slurm))}: MPI and SLURM disagree on the rank or the size of the job. An "
@@ -149,11 +149,13 @@ def _srun(variables: Mapping[str, str]) -> LauncherEnv:
                 "with mpirun outside of a step."
             )
     names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
-    _check_there(variables, names)
+    _check_present(variables, names)
     tasks, hosts = (variables[name] for name in names)
-    local_size = tasks_of_node(tasks, node)
+    local_size = num_tasks_on_node(tasks, node)
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size and node < num_nodes):
-        raise UserError(f"{_shown(variables, (*STEP, names[0]))} contradict each other. Start a new step with srun.")
+        raise UserError(
+            f"{_shown(variables, (*SLURM_STEP, names[0]))} contradict each other. Start a new step with srun."
+        )
     job, step = _numbers(variables, ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     num_cpus = _numbers(variables, ("SLURM_CPUS_PER_TASK",))[0] if "SLURM_CPUS_PER_TASK" in variables else 0
     return LauncherEnv(
@@ -177,7 +179,7 @@ def _num_nodes(size: int, local_size: int) -> int:
     return -(-size // local_size)
 
 
-def _check_there(variables: Mapping[str, str], names: Sequence[str]) -> None:
+def _check_present(variables: Mapping[str, str], names: Sequence[str]) -> None:
     missing = [name for name in names if name not in variables]
     if missing:
         there = [name for name in names if name in variables]
@@ -188,7 +190,7 @@ def _check_there(variables: Mapping[str, str], names: Sequence[str]) -> None:
 
 
 def _numbers(variables: Mapping[str, str], names: Sequence[str]) -> list[int]:
-    _check_there(variables, names)
+    _check_present(variables, names)
     try:
         return [int(variables[name]) for name in names]
     except ValueError as error:

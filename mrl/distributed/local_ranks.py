@@ -81,7 +81,7 @@ class RankError(RuntimeError):
 
     Attributes:
         rank: Rank that reported first.
-        is_mistake: The rank raised a UserError, whose message is meant for the user.
+        is_user_error: The rank raised a UserError, whose message is meant for the user.
         at: Phase that the UserError names; "": none.
         frames: (file name, function) of the rank's stack, outermost first.
     """
@@ -90,7 +90,7 @@ class RankError(RuntimeError):
         self, message: str, *, rank: int, is_mistake: bool, at: str = "", frames: Sequence[tuple[str, str]] = ()
     ) -> None:
         super().__init__(message)
-        self.rank, self.is_mistake, self.at, self.frames = rank, is_mistake, at, tuple(frames)
+        self.rank, self.is_user_error, self.at, self.frames = rank, is_mistake, at, tuple(frames)
 
 
 def run_ranks(
@@ -120,7 +120,7 @@ def run_ranks(
     """
     logs.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    context = forks(preload)
+    context = fork_server_context(preload)
     port = free_port()
     secret = secrets.token_hex()
     ranks: list[ForkServerProcess] = []
@@ -146,12 +146,12 @@ def run_ranks(
     return RankUsage(time.monotonic() - started, cpu_s, memory.peak)
 
 
-def forks(preload: Sequence[str]) -> ForkServerContext:
+def fork_server_context(preload: Sequence[str]) -> ForkServerContext:
     """Returns a multiprocessing context that forks CPU-only processes from a server with `preload` imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     search_path = os.pathsep.join(path for path in sys.path if path)  # older Pythons' servers do not inherit sys.path
-    with launch.changed_variables(
+    with launch.override_env(
         OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=search_path, PYTHONWARNINGS="ignore"
     ):
         forkserver.ensure_running()
@@ -175,7 +175,7 @@ def _collect(pipes: dict[Connection, int], ranks: list[ForkServerProcess], logs:
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             if not failures:
-                raise _out_of_time(waiting, ranks, logs)
+                raise _timeout_error(waiting, ranks, logs)
             break
         for pipe in (pipe for pipe in list(waiting) if pipe in ready):
             rank = waiting.pop(pipe)
@@ -184,25 +184,25 @@ def _collect(pipes: dict[Connection, int], ranks: list[ForkServerProcess], logs:
                 answer = RankError(**message) if isinstance(message, dict) else float(message)
             except EOFError:
                 ranks[rank].join(STACKS_S)
-                answer = _death(rank, ranks[rank].exitcode, logs / f"rank{rank}.log")
+                answer = _exit_error(rank, ranks[rank].exitcode, logs / f"rank{rank}.log")
             if isinstance(answer, RankError):
                 failures.append(answer)
                 deadline = min(deadline, time.monotonic() + OTHERS_S)
             else:
                 cpu_s += answer
     if failures:  # ranks that lose a connection fail too; a UserError explains more than a broken connection
-        raise next((failure for failure in failures if failure.is_mistake), failures[0])
+        raise next((failure for failure in failures if failure.is_user_error), failures[0])
     return cpu_s
 
 
-def _death(rank: int, status: int | None, log: Path) -> RankError:
+def _exit_error(rank: int, status: int | None, log: Path) -> RankError:
     lines = [line for line in _text(log).splitlines() if line.strip()][-LAST_LINES:]
     why = " (often because the host ran out of memory)" if status == -signal.SIGKILL else ""
     output = "\n".join(["; its last output:", *lines]) if lines else " without any output"
     return RankError(f"rank {rank} died with exit status {status}{why}{output}", rank=rank, is_mistake=False)
 
 
-def _out_of_time(waiting: dict[Connection, int], ranks: list[ForkServerProcess], logs: Path) -> RankError:
+def _timeout_error(waiting: dict[Connection, int], ranks: list[ForkServerProcess], logs: Path) -> RankError:
     for rank in waiting.values():
         if (pid := ranks[rank].pid) is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -280,7 +280,7 @@ def _rank(
     faulthandler.enable()
     faulthandler.register(_STACK_SIGNAL, all_threads=False)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    launch.become_rank(*identity)
+    launch.set_rank_env(*identity)
     gc.freeze()  # keeps later garbage collections from scanning the imported modules
     try:
         function(*arguments)

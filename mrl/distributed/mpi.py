@@ -1,7 +1,8 @@
 """MPI ranks of a job: sizes, a broadcast, sub-communicators, and the end of MPI.
 
-mpi4py (extra `mpi`) is imported only if mpirun started the ranks. `end` finalizes MPI, not the exit of the process,
-where a failed rank would wait for the others. A program that initialized MPI before it called mrl finalizes it itself.
+mpi4py (extra `mpi`) is imported only if mpirun started the ranks. `finalize` finalizes MPI, not the exit of the
+process, where a failed rank would wait for the others. A program that initialized MPI before it called mrl finalizes it
+itself.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ SIZE_BYTES = 8
 """Bytes of the length prefix of a message."""
 
 
-def complete(environment: LauncherEnv) -> LauncherEnv:
-    """Collective over all ranks: returns `environment` with the sizes and the local rank that MPI knows.
+def add_mpi_sizes(launcher_env: LauncherEnv) -> LauncherEnv:
+    """Collective over all ranks: returns `launcher_env` with the sizes and the local rank that MPI knows.
 
     Raises:
         UserError: mpi4py is missing, or its MPI library is not the launcher's.
     """
     world = _world()
-    if world.Get_rank() != environment.rank:
-        raise _other_library(f"the launcher started rank {environment.rank}, but mpi4py sees rank {world.Get_rank()}")
+    if world.Get_rank() != launcher_env.rank:
+        raise _other_library(f"the launcher started rank {launcher_env.rank}, but mpi4py sees rank {world.Get_rank()}")
     from mpi4py.MPI import COMM_TYPE_SHARED
 
     host = world.Split_type(COMM_TYPE_SHARED)
     return replace(
-        environment,
+        launcher_env,
         world_size=world.Get_size(),
         local_rank=host.Get_rank(),
         local_world_size=host.Get_size(),
@@ -44,7 +45,7 @@ def complete(environment: LauncherEnv) -> LauncherEnv:
     )
 
 
-def tell(value: Any, environment: LauncherEnv) -> Any:
+def broadcast(value: Any, environment: LauncherEnv) -> Any:
     """Collective over all ranks: broadcasts rank 0's value, which JSON must be able to represent.
 
     Raises:
@@ -59,7 +60,7 @@ def tell(value: Any, environment: LauncherEnv) -> Any:
     return json.loads(payload)
 
 
-def among(ranks: Sequence[int], environment: LauncherEnv) -> Any:
+def sub_communicator(ranks: Sequence[int], environment: LauncherEnv) -> Any:
     """Collective over `ranks`: returns their communicator, in this order; other ranks need not call it.
 
     Raises:
@@ -69,7 +70,7 @@ def among(ranks: Sequence[int], environment: LauncherEnv) -> Any:
     return world.Create_group(world.Get_group().Incl(list(ranks)))
 
 
-def is_alone() -> bool:
+def is_single_rank() -> bool:
     """Returns whether MPI sees this process as its only rank, or there is no MPI.
 
     True for each rank of `srun` without --mpi, and for a job of one rank.
@@ -95,7 +96,7 @@ def check_threads() -> None:
         )
 
 
-def end() -> None:
+def finalize() -> None:
     """Collective over all ranks: finalizes MPI if mrl initialized it."""
     if not _initialized:
         return

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from mrl.distributed.launch import environment, variables
+from mrl.distributed.launch import get_env, get_launcher_env
 
 STARTED_BY = "MRL_STARTED_BY"
 """Variable set by launch/torchrun.sh and launch/mpirun.sh: environment, script and arguments of the call."""
@@ -25,10 +25,10 @@ SLURM_JOB = "SLURM_JOB_ID"
 
 def started_by(words: Sequence[str]) -> str | None:
     """Returns the shell command whose last arguments, after `mrl`, are `words`; None if unknown, as in a SLURM job."""
-    if environment().world_size == 1:
+    if get_launcher_env().world_size == 1:
         own = _without_suffix(sys.orig_argv, words)
         return shlex.join([*(own if "-m" in own else ["mrl"]), *words])
-    values = variables(STARTED_BY, SLURM_JOB)
+    values = get_env(STARTED_BY, SLURM_JOB)
     if _without_suffix(_split(values.get(STARTED_BY, "")), words):
         return values[STARTED_BY].rstrip()
     if SLURM_JOB in values:

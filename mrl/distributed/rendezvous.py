@@ -31,7 +31,9 @@ UNUSED_ADDRESS = "192.0.2.1"
 """Address reserved for documentation (RFC 5737). Looking up its route sends nothing and gives the default interface."""
 
 
-def meet(environment: LauncherEnv, timeout_s: float, *, served: bool = False, token: str = "") -> tuple[TCPStore, str]:
+def connect_store(
+    environment: LauncherEnv, timeout_s: float, *, served: bool = False, token: str = ""
+) -> tuple[TCPStore, str]:
     """Collective over all ranks: connects to the store, which rank 0 serves unless the launcher does.
 
     Args:
@@ -52,7 +54,7 @@ def meet(environment: LauncherEnv, timeout_s: float, *, served: bool = False, to
     one_host = environment.local_world_size == environment.world_size
     serves = environment.rank == 0 and not served
     if over_mpi and environment.rank > 0:
-        address, port, token = mpi.tell(None, environment)
+        address, port, token = mpi.broadcast(None, environment)
     elif one_host and not served:
         address = LOOPBACK
     elif over_mpi and not address:
@@ -66,7 +68,7 @@ def meet(environment: LauncherEnv, timeout_s: float, *, served: bool = False, to
             "0's host that all hosts can reach."
         ) from error
     if over_mpi and environment.rank == 0:
-        mpi.tell((address, store.port, token), environment)
+        mpi.broadcast((address, store.port, token), environment)
     return store, token
 
 

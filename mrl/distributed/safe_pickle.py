@@ -47,25 +47,25 @@ _PLAIN = frozenset(
 )
 
 
-class NotDataError(RuntimeError):
+class UnsafePickleError(RuntimeError):
     """Error for a pickle that names something other than data."""
 
 
 def install() -> None:
-    """Makes this process's object collectives use `DataOnly`."""
+    """Makes this process's object collectives use `SafeUnpickler`."""
     if "_unpickler" not in vars(c10d):
         raise RuntimeError(
             f"torch {torch.__version__} has no torch.distributed.distributed_c10d._unpickler, which mrl replaces by a "
             "restricted one. Use a supported version of torch."
         )
-    vars(c10d)["_unpickler"] = DataOnly
+    vars(c10d)["_unpickler"] = SafeUnpickler
 
 
-class OtherError(RuntimeError):
+class RemoteError(RuntimeError):
     """Placeholder for another rank's exception whose class is not in an allowed package."""
 
 
-class DataOnly(pickle.Unpickler):
+class SafeUnpickler(pickle.Unpickler):
     """Unpickler of messages from other ranks."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -89,8 +89,8 @@ class DataOnly(pickle.Unpickler):
         raise _refusal(f"{module}.{name}")
 
 
-def _refusal(name: str) -> NotDataError:
-    return NotDataError(
+def _refusal(name: str) -> UnsafePickleError:
+    return UnsafePickleError(
         f"a message from another rank contains '{name}', which is not data. It was rejected: a process outside this "
         "job may have sent it."
     )
@@ -101,8 +101,8 @@ def _is_record(found: type) -> bool:
     return dataclasses.is_dataclass(found) or issubclass(found, enum.Enum) or is_named_tuple
 
 
-def _foreign_exception(name: str, *args: object) -> OtherError:
-    return OtherError(f"{name}: {', '.join(map(str, args))}")
+def _foreign_exception(name: str, *args: object) -> RemoteError:
+    return RemoteError(f"{name}: {', '.join(map(str, args))}")
 
 
 def _load_storage(data: bytes) -> Any:

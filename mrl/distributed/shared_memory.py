@@ -2,7 +2,7 @@
 
 A rank opens another one's buffer by process id and file descriptor (`/proc/PID/fd/N` of a memfd). Nothing is left when
 the job ends, however it ends, and the size of `/dev/shm` is no limit. `share` moves existing tensors into a buffer,
-`place_of` finds them there.
+`shared_location` finds them there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ALIGNED = 64
 
 
 @dataclass(frozen=True)
-class Offer:
+class SharedBufferHandle:
     """Address of a buffer for other processes of the host.
 
     Attributes:
@@ -38,20 +38,20 @@ class Offer:
     token: str
     size: int
 
-    def withdraw(self) -> None:
+    def close(self) -> None:
         """Closes the owner's descriptor: nobody can attach any more; existing mappings stay valid."""
         if self.file >= 0:
             with contextlib.suppress(OSError):
                 os.close(self.file)
 
 
-NOWHERE = Offer(0, -1, "", 0)
+NO_BUFFER = SharedBufferHandle(0, -1, "", 0)
 
-_shared_buffers: dict[int, Offer] = {}
+_shared_buffers: dict[int, SharedBufferHandle] = {}
 """First address -> offer of a buffer that contains tensors moved by `share`."""
 
 
-def create(size: int, *, share: bool = True) -> tuple[Tensor, Offer]:
+def create_buffer(size: int, *, share: bool = True) -> tuple[Tensor, SharedBufferHandle]:
     """Allocates a buffer and its offer; the buffer is private if the system has no memfd or no space.
 
     Args:
@@ -64,16 +64,16 @@ def create(size: int, *, share: bool = True) -> tuple[Tensor, Offer]:
     if share and size and hasattr(os, "memfd_create"):
         token = f"mrl-{uuid.uuid4().hex}"
         with contextlib.suppress(OSError):
-            offer = Offer(os.getpid(), os.memfd_create(token), token, size)
+            offer = SharedBufferHandle(os.getpid(), os.memfd_create(token), token, size)
             try:
                 os.posix_fallocate(offer.file, 0, size)  # otherwise lack of memory kills at the first write
                 return _tensor(mmap.mmap(offer.file, size)), offer
             except OSError:
-                offer.withdraw()
-    return torch.empty(size, dtype=torch.uint8), Offer(os.getpid(), -1, "", size)
+                offer.close()
+    return torch.empty(size, dtype=torch.uint8), SharedBufferHandle(os.getpid(), -1, "", size)
 
 
-def attach(offer: Offer) -> Tensor | None:
+def attach(offer: SharedBufferHandle) -> Tensor | None:
     """Returns another rank's buffer, uint8 [size]; None if this process cannot open it."""
     if offer.file < 0:
         return None
@@ -108,7 +108,7 @@ def share(tensors: Iterable[Tensor]) -> bool:
             starts[storage._cdata] = size
             size += -(-storage.nbytes() // _ALIGNED) * _ALIGNED
         users.setdefault(storage._cdata, []).append(tensor)
-    buffer, offer = create(size)
+    buffer, offer = create_buffer(size)
     if offer.file < 0:
         return False
     for storage_id, sharing in users.items():
@@ -127,7 +127,7 @@ def share(tensors: Iterable[Tensor]) -> bool:
     return True
 
 
-def place_of(tensor: Tensor) -> tuple[Offer, int] | None:
+def shared_location(tensor: Tensor) -> tuple[SharedBufferHandle, int] | None:
     """Returns (offer, byte offset) of a tensor in a buffer of `share`; None if it is in none."""
     if tensor.device.type != "cpu":
         return None
@@ -139,7 +139,7 @@ def place_of(tensor: Tensor) -> tuple[Offer, int] | None:
 
 
 def _forget(address: int) -> None:
-    _shared_buffers.pop(address).withdraw()
+    _shared_buffers.pop(address).close()
 
 
 def _tensor(memory: mmap.mmap) -> Tensor:

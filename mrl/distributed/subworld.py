@@ -1,7 +1,7 @@
 """Subsets of ranks that act as the default process group, and groups that only their members create.
 
 Megatron, torch's distributed checkpoints and mrl's own collectives over all ranks use the default process group. In a
-disaggregated run the training ranks use them among themselves (`as_whole_job`).
+disaggregated run the training ranks use them among themselves (`use_as_world`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from mrl.distributed.collectives import everyone
+from mrl.distributed.collectives import world_group
 
 
 @contextmanager
-def as_whole_job(group: dist.ProcessGroup | None) -> Iterator[None]:
+def use_as_world(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Makes `group` torch's default process group inside a `with` block; call it on the ranks of the group.
 
     Args:
@@ -33,7 +33,7 @@ def as_whole_job(group: dist.ProcessGroup | None) -> Iterator[None]:
         return
     if dist.get_process_group_ranks(group) != list(range(group.size())):
         raise RuntimeError(f"ranks {dist.get_process_group_ranks(group)} are not the first ones of the job")
-    previous = everyone()
+    previous = world_group()
     c10d._update_default_pg(group)
     try:
         yield
@@ -41,7 +41,7 @@ def as_whole_job(group: dist.ProcessGroup | None) -> Iterator[None]:
         c10d._update_default_pg(previous)
 
 
-def group_among(ranks: Sequence[int], name: str, **given: Any) -> Any:
+def new_subgroup(ranks: Sequence[int], name: str, **given: Any) -> Any:
     """Collective over `ranks` only: creates their group and returns it.
 
     torch names such a group after its ranks and the current number of groups. A group created after another one was
@@ -60,7 +60,7 @@ def group_among(ranks: Sequence[int], name: str, **given: Any) -> Any:
         c10d._hash_ranks_to_str = original
 
 
-def level_names() -> None:
+def sync_group_counter() -> None:
     """Collective over all ranks: makes torch's group counter, from which it derives group names, equal on all ranks."""
     count = torch.tensor(c10d._world.group_count)
     dist.all_reduce(count, op=dist.ReduceOp.MAX)

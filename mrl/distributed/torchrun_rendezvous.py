@@ -48,9 +48,9 @@ class SealedBackend(RendezvousBackend):
     def __init__(self, store: Store, run_id: str, secret: str) -> None:
         """Joins the rendezvous `run_id`; launchers with another secret are not part of it."""
         self._store, self._secret = store, secret
-        self._key = f"mrl.rendezvous.{job_secret.name(secret, run_id)}"
+        self._key = f"mrl.rendezvous.{job_secret.derive_name(secret, run_id)}"
         self._last = encode(_RendezvousState())
-        self._first = job_secret.seal(secret, PURPOSE, self._last)
+        self._first = job_secret.sign_data(secret, PURPOSE, self._last)
         self._ask("compare_set", self._key, "", self._first.decode())
 
     @property
@@ -71,7 +71,7 @@ class SealedBackend(RendezvousBackend):
         """
         expected = self._first if token is None else token
         # torch's handler pickled `state` in this process: unpickling it is safe
-        sealed = job_secret.seal(self._secret, PURPOSE, encode(pickle.loads(state)))
+        sealed = job_secret.sign_data(self._secret, PURPOSE, encode(pickle.loads(state)))
         if self._is_ours(expected):
             found = self._ask("compare_set", self._key, expected.decode(), sealed.decode())
         else:  # a process outside the job wrote the current value
@@ -81,14 +81,14 @@ class SealedBackend(RendezvousBackend):
 
     def _is_ours(self, sealed: bytes) -> bool:
         try:
-            job_secret.unseal(self._secret, PURPOSE, sealed)
+            job_secret.verify_data(self._secret, PURPOSE, sealed)
         except job_secret.AuthenticationError:
             return False
         return True
 
     def _opened(self, sealed: bytes) -> tuple[bytes, Token]:
         if self._is_ours(sealed):
-            self._last = job_secret.unseal(self._secret, PURPOSE, sealed)
+            self._last = job_secret.verify_data(self._secret, PURPOSE, sealed)
         return pickle.dumps(decode(self._last)), sealed
 
     def _ask(self, name: str, *arguments: Any) -> Any:

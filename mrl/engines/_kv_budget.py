@@ -6,7 +6,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from mrl.distributed.launch import environment
+from mrl.distributed.launch import get_launcher_env
 
 
 def kv_budget(
@@ -23,7 +23,7 @@ def kv_budget(
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
-        free = psutil.virtual_memory().available // environment().local_world_size
+        free = psutil.virtual_memory().available // get_launcher_env().local_world_size
     budget = torch.tensor(int(max(0, free - later_bytes) * utilization), dtype=torch.int64, device=device)
     if tp_group is not None:
         dist.all_reduce(budget, op=dist.ReduceOp.MIN, group=tp_group)

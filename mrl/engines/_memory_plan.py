@@ -17,7 +17,7 @@ from mrl.models.base import ArchSpec
 from mrl.parallel_layout import Grid
 from mrl.resharding.copy_op import ITEM_BYTES, num_bytes
 from mrl.resharding.fp8 import DTYPE as FP8
-from mrl.resharding.fp8 import grids_of, in_fp8, scale_tables
+from mrl.resharding.fp8 import block_grids, fp8_layout, scale_tables
 from mrl.resharding.fp8_quantize import BAND_ELEMENTS
 from mrl.resharding.layout import Layout
 from mrl.resharding.native import native_layout
@@ -229,10 +229,10 @@ def native_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str
     Ranks differ only in the number of FP8 blocks that their shards touch, and so of scales; this is the largest.
     """
     few = replace(arch, num_layers=1)
-    grids = grids_of(few, quantization)
+    grids = block_grids(few, quantization)
     found = []
     for position in range(tp if grids else 1):
-        layout = in_fp8(native_layout(few, tp, position, dtype, ep_size=ep), grids)
+        layout = fp8_layout(native_layout(few, tp, position, dtype, ep_size=ep), grids)
         sizes = [
             (num_bytes(stored) * (arch.num_layers if name.startswith("layers.") else 1), stored.dtype)
             for name, stored in {**layout, **scale_tables(layout, grids)}.items()

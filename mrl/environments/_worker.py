@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from mrl.distributed.worker_processes import protocol
-from mrl.distributed.worker_processes.folders import owned_folder
+from mrl.distributed.worker_processes.folders import temporary_folder
 from mrl.distributed.worker_processes.landlock_seccomp import Confinement, confine
 from mrl.distributed.worker_processes.worker_main import ParentPipe, run_worker
 from mrl.environments._factory import find_environment
@@ -29,7 +29,7 @@ def run() -> None:
 
     The worker has its own folder for temporary files, which the supervisor removes when it ends.
     """
-    with owned_folder("environment") as folder:
+    with temporary_folder("environment") as folder:
         run_worker(partial(_work, folder))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from mrl.distributed.worker_processes.folders import owned_folder, remove
+from mrl.distributed.worker_processes.folders import remove, temporary_folder
 from mrl.distributed.worker_processes.sandbox import SandboxLimits, run_python
 from mrl.environments.base import Observation, Tool
 from mrl.environments.toolbox import ToolEnvironment
@@ -17,7 +17,7 @@ from mrl.errors import UserError
 @cache
 def _missing() -> tuple[str, ...]:
     """Returns the parts of the sandbox that this machine does not support; checked once per worker."""
-    with owned_folder("probe") as folder:
+    with temporary_folder("probe") as folder:
         return run_python("", folder, SandboxLimits(time_s=60.0)).missing
 
 

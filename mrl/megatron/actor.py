@@ -26,7 +26,7 @@ from mrl.algorithms.functional.train_infer_mismatch import (
     off_policy_sums,
 )
 from mrl.config.config import Config
-from mrl.distributed.collectives import reduce
+from mrl.distributed.collectives import all_reduce_
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron.distillation_targets import Comparison
@@ -36,7 +36,7 @@ from mrl.megatron.offload import pinned_like
 from mrl.megatron.routing_record import RoutingRecorder
 from mrl.megatron.trainable import Reports, TrainableModel, in_batch_order
 from mrl.models.base import ArchSpec
-from mrl.resharding.dtypes import choice_dtype
+from mrl.resharding.dtypes import expert_index_dtype
 from mrl.resharding.megatron import stage_layers
 from mrl.types import RolloutBatch
 
@@ -207,7 +207,7 @@ class Actor(TrainableModel):
         layers = stage_layers(self._arch, self._groups.grid)[self._groups.coords.pp]
         moe = self._arch.moe
         choices = RoutingRecorder(
-            self._groups, num_layers=len(layers), top_k=moe.top_k, dtype=choice_dtype(moe.num_experts)
+            self._groups, num_layers=len(layers), top_k=moe.top_k, dtype=expert_index_dtype(moe.num_experts)
         )
         batch.routed_experts_P = None
         self._check_support(batch)
@@ -303,8 +303,8 @@ class Actor(TrainableModel):
         sums, largest = mismatch_sums(batch.rollout_logprobs_R, logprobs_R, batch.response_mask_R)
         more, extremes = off_policy_sums(batch.rollout_logprobs_R, logprobs_R, sequences)
         added, most = torch.cat([sums, more]), torch.cat([largest[None], extremes])
-        reduce(added, self._groups.dp)
-        reduce(most, self._groups.dp, dist.ReduceOp.MAX)
+        all_reduce_(added, self._groups.dp)
+        all_reduce_(most, self._groups.dp, dist.ReduceOp.MAX)
         sums, more = added[: sums.numel()], added[sums.numel() :]
         found = mismatch_metrics(sums, most[0]) | off_policy_metrics(more, most[1:], float(sums[0]))
         return found | self._count_differences(batch, logprobs_R) if self._exact else found
@@ -314,8 +314,8 @@ class Actor(TrainableModel):
         diff_R = (logprobs_R - batch.rollout_logprobs_R)[batch.response_mask_R].abs().double()
         count = (~(diff_R == 0.0)).sum()  # counts NaN as different
         largest = torch.cat([diff_R.nan_to_num(nan=torch.inf), diff_R.new_zeros(1)]).max()
-        reduce(count, self._groups.dp)
-        reduce(largest, self._groups.dp, dist.ReduceOp.MAX)
+        all_reduce_(count, self._groups.dp)
+        all_reduce_(largest, self._groups.dp, dist.ReduceOp.MAX)
         return {DIFFERENCE: float(largest), DIFFERING: float(count)}
 
 

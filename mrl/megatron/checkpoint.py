@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mrl.checkpoint.formats.checkpoint_metadata import METADATA, read_metadata
-from mrl.checkpoint.run_dir.checkpoint import hash_file
-from mrl.checkpoint.run_dir.manifest import File
+from mrl.checkpoint.run_dir.checkpoint import sha256_file
+from mrl.checkpoint.run_dir.manifest import FileRecord
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron.optimizer import optimizer_tensors
@@ -96,7 +96,7 @@ class Saver:
         Raises:
             OSError: The disk cannot be written; raised only on the rank that wrote, while others may wait for it.
         """
-        with self._policy.groups.among_trainers():
+        with self._policy.groups.trainers_as_world():
             return self._begin(folder, beside=beside)
 
     def _begin(self, folder: Path, *, beside: bool) -> ShardWriter:
@@ -157,7 +157,7 @@ class ShardWriter:
         self._groups = groups
         self._dropped = threading.Event()
         self._folder, self._finalize = folder, request.finalize_fns
-        self._hashes: dict[Path, File] = {}
+        self._hashes: dict[Path, FileRecord] = {}
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         if request.async_fn is None:  # nothing to write on this rank
@@ -177,7 +177,7 @@ class ShardWriter:
         """True if writing this rank's files has ended, successfully or not."""
         return self._thread is None or not self._thread.is_alive()
 
-    def finish(self) -> dict[Path, File]:
+    def finish(self) -> dict[Path, FileRecord]:
         """Collective over the job: waits for the files of all ranks and completes the checkpoint.
 
         Returns:
@@ -188,7 +188,7 @@ class ShardWriter:
         """
         if self._thread is not None:
             self._thread.join()
-        with _disk_errors(self._folder), self._groups.among_trainers():
+        with _disk_errors(self._folder), self._groups.trainers_as_world():
             for finalize in self._finalize:
                 finalize()
         if self._error is not None:
@@ -205,7 +205,7 @@ class ShardWriter:
         began = time.monotonic()
         try:
             write()
-            self._hashes = {file: hash_file(file) for file in files if not self._dropped.is_set()}
+            self._hashes = {file: sha256_file(file) for file in files if not self._dropped.is_set()}
         except Exception as error:  # noqa: BLE001 -- `finish` raises it
             self._error = error
         self.seconds = time.monotonic() - began
@@ -228,7 +228,7 @@ class Writings:
         """True if writing this rank's files has ended, successfully or not."""
         return all(writing.is_done for writing in self._each)
 
-    def finish(self) -> dict[Path, File]:
+    def finish(self) -> dict[Path, FileRecord]:
         """Collective over the job: finishes each, see `ShardWriter.finish`."""
         return {path: file for writing in self._each for path, file in writing.finish().items()}
 
@@ -303,7 +303,7 @@ def load(folder: Path, policy: TrainableModel) -> None:
         UserError: The folder is no such checkpoint, is of another model, or contains pickled objects.
     """
     saved = refuse_code(folder / METADATA)
-    with policy.groups.among_trainers():
+    with policy.groups.trainers_as_world():
         _load(folder, policy, saved)
 
 

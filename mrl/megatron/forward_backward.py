@@ -23,7 +23,7 @@ from mrl.algorithms.base import required
 from mrl.algorithms.functional.logprobs import Distribution
 from mrl.data.packing import pack_microbatches
 from mrl.data.shared_prefix import each_token, shared_prefixes
-from mrl.distributed.collectives import reduce
+from mrl.distributed.collectives import all_reduce_
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.attention import PackedSequences, pack, pack_compiled
 from mrl.megatron.context_parallel import context_targets
@@ -114,7 +114,7 @@ class ForwardBackward:
         packed = pack_microbatches(lens, self._max_tokens, multiple_of=multiple) or [[]]
         while True:  # a higher minimum may pack into still more microbatches: repeat until all ranks agree
             extremes = torch.tensor([len(packed), -len(packed)])
-            reduce(extremes, self._groups.dp, dist.ReduceOp.MAX)
+            all_reduce_(extremes, self._groups.dp, dist.ReduceOp.MAX)
             if extremes[0] == -extremes[1]:
                 break
             packed = pack_microbatches(lens, self._max_tokens, at_least=int(extremes[0]), multiple_of=multiple)
@@ -123,7 +123,7 @@ class ForwardBackward:
         if not self._equal_lengths:
             return microbatches
         longest = torch.tensor([micro.tokens.size(1) for micro in microbatches])
-        reduce(longest, self._groups.dp, dist.ReduceOp.MAX)
+        all_reduce_(longest, self._groups.dp, dist.ReduceOp.MAX)
         return [
             self._microbatch(batch, each, distribution, most) for each, most in zip(rows, longest.tolist(), strict=True)
         ]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from mrl.distributed.groups import ProcessGroups, alone, make_role_groups, make_rollout_group
-from mrl.distributed.subworld import as_whole_job, level_names
+from mrl.distributed.groups import ProcessGroups, make_role_groups, make_rollout_group, single_rank_group
+from mrl.distributed.subworld import sync_group_counter, use_as_world
 from mrl.parallel_layout import Grid
 
 MARGIN_MINUTES = 2
@@ -47,12 +47,12 @@ def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0, sampling_s: f
     if role is not None:
         _own_groups.append(role)
     if rank in grid.trainers:
-        with as_whole_job(trainers):
+        with use_as_world(trainers):
             _make_megatron_groups(grid, seed, timeout_s)
     if trainers is not None:
-        level_names()
+        sync_group_counter()
     if rank not in grid.trainers:
-        single = alone(rank)
+        single = single_rank_group(rank)
         _own_groups.append(single)
         return ProcessGroups(rank, grid, single, single, single, single, single, rollout_tp, trainers, samplers)
     groups = ProcessGroups(

@@ -16,7 +16,7 @@ from torch import Tensor
 from mrl.algorithms.functional.learning_rate import LearningRate
 from mrl.algorithms.functional.logprobs import Distribution
 from mrl.config.config import Config
-from mrl.distributed.collectives import from_rank, reduce
+from mrl.distributed.collectives import all_reduce_, broadcast_object
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron.config_passthrough import check_te
@@ -322,7 +322,7 @@ class TrainableModel:
             )
             if extra_metrics is not None:
                 found |= extra_metrics(microbatches, reports)
-        metrics: dict[str, float] = from_rank(self._last_stage_rank, found, self._groups.pp)
+        metrics: dict[str, float] = broadcast_object(self._last_stage_rank, found, self._groups.pp)
         return metrics
 
     def _reduce_over_dp(self, values: Mapping[str, Tensor]) -> dict[str, float]:
@@ -336,7 +336,7 @@ class TrainableModel:
             names = [name for name in values if name not in found and name.endswith(ending)]
             if names:
                 reduced = torch.stack([pick(values[name]) for name in names]).cpu()
-                reduce(reduced, self._groups.dp, operation)
+                all_reduce_(reduced, self._groups.dp, operation)
                 found |= dict(zip(names, reduced.tolist(), strict=True))
         return {name: found[name] for name in values}
 

@@ -18,11 +18,11 @@ from bokeh.embed import json_item
 from bokeh.models import BasicTicker, ColumnDataSource, HoverTool, Range1d
 from bokeh.plotting import figure
 
-from mrl.observability.text_format import markup
+from mrl.observability.text_format import escape_html
 
 HEIGHT = 230
-MOST_POINTS = 1000
-MOST_BARS = 80
+MAX_POINTS = 1000
+MAX_BARS = 80
 SMOOTH_FROM = 30
 FLAT = 1e-3
 """Relative range below which a line is drawn flat, not magnified."""
@@ -84,7 +84,7 @@ def stacked_bars(
     """
     if not xs or not layers:
         return ""
-    size = math.ceil(len(xs) / MOST_BARS)
+    size = math.ceil(len(xs) / MAX_BARS)
     chunks = [range(first, min(first + size, len(xs))) for first in range(0, len(xs), size)]
     columns = {
         f"y{index}": [sum(values[i] for i in chunk) / len(chunk) for chunk in chunks]
@@ -155,7 +155,7 @@ def _draw(plot: Any, line: Series, index: int, x_label: str, bottom: float) -> N
     _hover(plot, [raw], [*([(x_label, "@x{%.5g}")] if x_label else []), (line.name, "@y{%.4g}")])
     bad = [(x, str(y)) for x, y in line.points if not math.isfinite(y)]
     if bad:
-        xs, words = zip(*bad[:MOST_POINTS], strict=True)
+        xs, words = zip(*bad[:MAX_POINTS], strict=True)
         source = ColumnDataSource({"x": xs, "y": [bottom] * len(xs), "value": words})
         marks = plot.scatter("x", "y", source=source, marker="dash", angle=math.pi / 2, size=18, color=BAD, name="bad")
         _hover(plot, [marks], [(line.name, "@value")], mode="mouse")
@@ -170,9 +170,9 @@ def _hover(plot: Any, renderers: list[Any], tooltips: list[tuple[str, str]], mod
 
 def _thin(points: Sequence[Point]) -> list[Point]:
     """Reduces a line to about MOST_POINTS points: minimum and maximum of each interval, so that no spike is lost."""
-    if len(points) <= MOST_POINTS:
+    if len(points) <= MAX_POINTS:
         return list(points)
-    size = math.ceil(2 * len(points) / MOST_POINTS)
+    size = math.ceil(2 * len(points) / MAX_POINTS)
     kept: list[Point] = []
     for first in range(0, len(points), size):
         chunk = points[first : first + size]
@@ -197,8 +197,10 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 def _figure(title: str, plot: Any, names: Sequence[str], caption: str) -> str:
     legend = ""
     if len(names) > 1:
-        keys = (f'<span><i style="background:{colour(i)}"></i>{markup(name)}</span>' for i, name in enumerate(names))
+        keys = (
+            f'<span><i style="background:{colour(i)}"></i>{escape_html(name)}</span>' for i, name in enumerate(names)
+        )
         legend = f'<div class="legend">{"".join(keys)}</div>'
-    drawing = markup(json.dumps(json_item(plot)))
-    chart = f'<div class="chart" role="img" aria-label="{markup(title)}" data-chart="{drawing}"></div>'
-    return f"<figure><figcaption>{markup(title)}</figcaption>{legend}{chart}{caption}</figure>"
+    drawing = escape_html(json.dumps(json_item(plot)))
+    chart = f'<div class="chart" role="img" aria-label="{escape_html(title)}" data-chart="{drawing}"></div>'
+    return f"<figure><figcaption>{escape_html(title)}</figcaption>{legend}{chart}{caption}</figure>"

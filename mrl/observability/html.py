@@ -11,7 +11,7 @@ from hashlib import sha256
 
 from bokeh.resources import Resources
 
-from mrl.observability.text_format import markup
+from mrl.observability.text_format import escape_html
 
 STYLE = """
 :root { color-scheme:light dark; --bg:#f6f7f9; --card:#fff; --ink:#1b2330; --soft:#667085; --line:#e3e7ee;
@@ -104,14 +104,14 @@ def page(title: str, body: str) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f"<title>{markup(title)}</title><style>{STYLE}</style></head>\n<body><main>{body}</main>"
+        f"<title>{escape_html(title)}</title><style>{STYLE}</style></head>\n<body><main>{body}</main>"
         f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
     )
 
 
 def header(title: str, lead: str, cards: Sequence[str]) -> str:
     """Returns the top of the page: title, a line below it, and the headline numbers."""
-    words = f'<h1>{markup(title)}</h1><p class="lead">{markup(lead)}</p>'
+    words = f'<h1>{escape_html(title)}</h1><p class="lead">{escape_html(lead)}</p>'
     return f'<header>{words}<div class="cards">{"".join(cards)}</div></header>\n'
 
 
@@ -119,8 +119,8 @@ def section(title: str, body: str, hint: str = "") -> str:
     """Returns a heading with its content; "" where the content is empty."""
     if not body:
         return ""
-    note = f'<p class="hint">{markup(hint)}</p>' if hint else ""
-    return f"<section><h2>{markup(title)}</h2>{note}{body}</section>\n"
+    note = f'<p class="hint">{escape_html(hint)}</p>' if hint else ""
+    return f"<section><h2>{escape_html(title)}</h2>{note}{body}</section>\n"
 
 
 def grid(figures: Sequence[str], columns: int = 2) -> str:
@@ -131,9 +131,9 @@ def grid(figures: Sequence[str], columns: int = 2) -> str:
 
 def card(name: str, value: str, more: str = "", before: str = "") -> str:
     """Returns a headline number, with its earlier value and a line below."""
-    start = f"<small>{markup(before)} → </small>" if before else ""
-    below = f"<em>{markup(more)}</em>" if more else ""
-    return f'<div class="card"><span>{markup(name)}</span><b>{start}{markup(value)}</b>{below}</div>'
+    start = f"<small>{escape_html(before)} → </small>" if before else ""
+    below = f"<em>{escape_html(more)}</em>" if more else ""
+    return f'<div class="card"><span>{escape_html(name)}</span><b>{start}{escape_html(value)}</b>{below}</div>'
 
 
 def turns_cell(turns: Sequence[tuple[str, str]], more: str = "") -> str:
@@ -143,13 +143,15 @@ def turns_cell(turns: Sequence[tuple[str, str]], more: str = "") -> str:
         turns: ("policy" or "environment", text) in order.
         more: Text after the last turn.
     """
-    lines = "".join(f'<p class="{"seen" if by == "environment" else "said"}">{markup(text)}</p>' for by, text in turns)
-    return f'<td class="text">{lines}{markup(more)}</td>'
+    lines = "".join(
+        f'<p class="{"seen" if by == "environment" else "said"}">{escape_html(text)}</p>' for by, text in turns
+    )
+    return f'<td class="text">{lines}{escape_html(more)}</td>'
 
 
 def cell(text: str, kind: str = "") -> str:
     """Returns a table cell; kinds: "num", "text" (verbatim, monospaced), "when" (a time)."""
-    return f'<td class="{kind}">{markup(text)}</td>' if kind else f"<td>{markup(text)}</td>"
+    return f'<td class="{kind}">{escape_html(text)}</td>' if kind else f"<td>{escape_html(text)}</td>"
 
 
 def table(heads: Sequence[str], rows: Sequence[str]) -> str:
@@ -157,7 +159,7 @@ def table(heads: Sequence[str], rows: Sequence[str]) -> str:
     if not rows:
         return ""
     names = "".join(
-        f'<th class="num">{markup(head[1:])}</th>' if head.startswith(">") else f"<th>{markup(head)}</th>"
+        f'<th class="num">{escape_html(head[1:])}</th>' if head.startswith(">") else f"<th>{escape_html(head)}</th>"
         for head in heads
     )
     body = "".join(f"<tr>{row}</tr>" for row in rows)

@@ -32,7 +32,7 @@ class PeakMemory:
         self._in_use: dict[str, int] = {}
         self._highest = {ALLOCATED: 0, RESERVED: 0}
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Clears the peaks at the start of a step."""
         self._peaks, self._in_use = {}, {}
 

@@ -43,7 +43,7 @@ def outcome_metrics(table: SampleTable, *, rewards_N: Tensor, advantages_N: Tens
         `critic/{score,rewards,advantages}/{mean,max,min}` (score: unshaped reward), `prompt_length/*`,
         `response_length/*` with `clip_ratio` (fraction of truncated responses), `reward/<function>/mean` over the
         samples that the function scored, `rollout/token_checksum` (equal for two runs that sampled the same responses,
-        in any parallel layout), `group_metrics` of the scores, and with a sampling mask `kept_metrics`.
+        in any parallel layout), `group_metrics` of the scores, and with a sampling mask `sampling_mask_metrics`.
     """
     columns = {
         "critic/score": table["reward"],
@@ -60,11 +60,11 @@ def outcome_metrics(table: SampleTable, *, rewards_N: Tensor, advantages_N: Tens
         if name.startswith("reward/"):
             metrics[f"{name}/mean"] = table[name].nanmean().item()
     metrics["rollout/token_checksum"] = table["token_crc"].sum().item() % 2**32
-    kept = kept_metrics(table) if SampleTable.KEPT[0] in table.columns else {}
+    kept = sampling_mask_metrics(table) if SampleTable.KEPT[0] in table.columns else {}
     return metrics | kept | group_metrics(table["reward"], table["uid"].long())
 
 
-def kept_metrics(table: SampleTable) -> dict[str, float]:
+def sampling_mask_metrics(table: SampleTable) -> dict[str, float]:
     """Returns statistics of the sampling mask (`top_p`, `top_k`, `min_p`) over all sampled tokens.
 
     Returns:

@@ -58,13 +58,13 @@ def mean_by_length(lens_N: Tensor, values_N: Tensor) -> Tensor:
 
 
 def acceptance_metrics(
-    *, accepted: Sequence[int], begun: Sequence[int], carried: Sequence[int], quarters: Sequence[float | None]
+    *, accepted: Sequence[int], started: Sequence[int], carried: Sequence[int], quarters: Sequence[float | None]
 ) -> dict[str, float]:
     """Returns whether trained samples are shorter than started ones; the first three arguments are (samples, tokens).
 
     Args:
         accepted: Samples trained since the run started.
-        begun: The former, the discarded ones, and those in the rollout buffer after the step.
+        started: The former, the discarded ones, and those in the rollout buffer after the step.
         carried: Samples in the rollout buffer after the step.
         quarters: Fraction of samples that were trained by the step that requested them, for each quarter of the last
             steps' samples by length, shortest first; None for a quarter without samples.
@@ -74,10 +74,10 @@ def acceptance_metrics(
         `rollout/carried_mean_length` and `rollout/accepted_at_once/quarter_{1,2,3,4}`. An unfinished sample counts with
         its tokens so far, so the mean length of started samples is a lower bound.
     """
-    metrics = {"rollout/num_accepted_samples": float(accepted[0]), "rollout/num_begun_samples": float(begun[0])}
+    metrics = {"rollout/num_accepted_samples": float(accepted[0]), "rollout/num_begun_samples": float(started[0])}
     lengths = {
         "rollout/accepted_mean_length": accepted,
-        "rollout/begun_mean_length": begun,
+        "rollout/begun_mean_length": started,
         "rollout/carried_mean_length": carried,
     }
     for name, (count, tokens) in lengths.items():

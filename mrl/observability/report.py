@@ -19,7 +19,7 @@ from rich.text import Text
 from mrl.algorithms.base import resolve
 from mrl.checkpoint.io.atomic_files import replace_file
 from mrl.checkpoint.io.jsonl_log import Row, number, read_rows
-from mrl.checkpoint.run_dir.run_dir import RunDir, flat, read_facts
+from mrl.checkpoint.run_dir.run_dir import RunDir, flatten, read_run_info
 from mrl.config import config as config_module
 from mrl.config import registry
 from mrl.config.config import AlgorithmConfig, Config
@@ -29,7 +29,7 @@ from mrl.observability.charts import Point, Series, colour, line_chart, stacked_
 from mrl.observability.data_sources import headlines
 from mrl.observability.html import card, cell, grid, header, page, section, table, turns_cell
 from mrl.observability.report_charts import ACCURACY, AGES, EPISODES, LEARNING, MISMATCH, POLICY, SPEED, Drawing
-from mrl.observability.text_format import clock, short
+from mrl.observability.text_format import format_duration, format_number
 
 EDGE_STEPS = 5
 """Number of first and last steps over which the headline rewards are averaged."""
@@ -162,7 +162,7 @@ def _config(run: RunDir) -> Config | None:
 def _facts(run: RunDir) -> dict[str, Any]:
     """Returns run.json; {} where it is missing or damaged, so that the report still shows the rest."""
     try:
-        return read_facts(run)
+        return read_run_info(run)
     except UserError:
         return {}
 
@@ -189,12 +189,12 @@ def _headline(
     cards.append(card("Steps", str(history.last_step), more))
     seconds = [sum(y for _, y in times.get("timing_s/step", [])) for times in (history.times, history.warm_start_times)]
     if any(seconds):
-        parts = f"including {clock(seconds[1])} of warm start" if seconds[1] else "sum over the steps"
-        cards.append(card("Time", clock(sum(seconds)), parts))
+        parts = f"including {format_duration(seconds[1])} of warm start" if seconds[1] else "sum over the steps"
+        cards.append(card("Time", format_duration(sum(seconds)), parts))
     throughput = history.times.get("perf/throughput", [])
     if throughput:
         middle = sorted(y for _, y in throughput)[len(throughput) // 2]
-        cards.append(card("Throughput", short(middle), "tokens per second and rank, median"))
+        cards.append(card("Throughput", format_number(middle), "tokens per second and rank, median"))
     return header(name, _subtitle(config, facts), cards)
 
 
@@ -303,7 +303,7 @@ def _shares(rows: Sequence[tuple[str, Sequence[float]]]) -> str:
         key = f'<i class="key" style="background:{colour(index)}"></i>'
         average, longest = sum(values) / len(values), max(values)
         label = cell(name).replace("<td>", f"<td>{key}", 1)
-        numbers = (clock(sum(values)), f"{100 * share:.1f} %", f"{average:.3g}", f"{longest:.3g}")
+        numbers = (format_duration(sum(values)), f"{100 * share:.1f} %", f"{average:.3g}", f"{longest:.3g}")
         lines.append(label + "".join(cell(word, "num") for word in numbers))
     heads = ("phase", ">total", ">share", ">mean, s/step", ">longest, s")
     return table(heads, lines).replace("<table>", f'<div class="share">{"".join(bar)}</div><table>', 1)
@@ -372,7 +372,7 @@ def _response_and_reward(row: Row) -> str:
     reward = number(row.get("reward"))
     cut = " ⋯ (cut at the length limit)" if row.get("finish_reason") == "length" else ""
     tone = "good" if reward is not None and reward > 0 else "poor"
-    value = "" if reward is None else short(reward)
+    value = "" if reward is None else format_number(reward)
     turns = [(str(turn["by"]), _turn_text(turn)) for turn in row.get("turns") or ()]
     said = turns_cell(turns, cut) if turns else cell(str(row.get("response", "")) + cut, "text")
     return said + cell(value, f"num {tone}")
@@ -381,22 +381,22 @@ def _response_and_reward(row: Row) -> str:
 def _turn_text(turn: Row) -> str:
     """Returns a turn's text, and the reward that the environment gave for it."""
     reward = number(turn.get("reward"))
-    return f"{turn['text']}  [{short(reward)}]" if reward else str(turn["text"])
+    return f"{turn['text']}  [{format_number(reward)}]" if reward else str(turn["text"])
 
 
 def _defaults(algorithm: str) -> dict[str, Any]:
     """Returns the default config of a run of this algorithm; does not import user code for algorithms outside mrl."""
-    own = flat(asdict(Config()))
+    own = flatten(asdict(Config()))
     if algorithm not in registry.names("algorithms"):
         return own
     filled = replace(Config(), algorithm=resolve(AlgorithmConfig(name=algorithm)))
-    return flat(asdict(filled)) | {"algorithm.name": own["algorithm.name"]}
+    return flatten(asdict(filled)) | {"algorithm.name": own["algorithm.name"]}
 
 
 def _differences(config: Config | None) -> str:
     if config is None:
         return ""
-    values, default = flat(asdict(config)), _defaults(config.algorithm.name)
+    values, default = flatten(asdict(config)), _defaults(config.algorithm.name)
     keys = [key for key in values if values[key] != default.get(key)]
     rows = [
         cell(key, "text") + cell(_value(values[key]), "text") + cell(_value(default.get(key)), "text") for key in keys

@@ -10,7 +10,7 @@ from mrl.errors import escaped, printable
 TEXT_WIDTH = 240
 
 
-def short(value: float) -> str:
+def format_number(value: float) -> str:
     """Formats a number with three significant digits: 0.812, 12.3k, 3.2e-05."""
     if not math.isfinite(value):
         return str(value)
@@ -21,7 +21,7 @@ def short(value: float) -> str:
     return f"{value:.1e}" if 0 < size < 1e-3 else f"{value:.3g}"
 
 
-def clock(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Formats a duration as 1:02:03 or 2:03; "?" for None."""
     if seconds is None:
         return "?"
@@ -30,7 +30,7 @@ def clock(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Formats a count with its noun: 1 rank, 4 ranks."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
@@ -42,6 +42,6 @@ def visible(text: str, most: int = TEXT_WIDTH) -> str:
     return line if len(line) <= most else f"{line[:half]} … {line[-half:]}"
 
 
-def markup(text: str) -> str:
+def escape_html(text: str) -> str:
     """Escapes text for HTML and its attributes; control characters other than line ends and tabs become escapes."""
     return html.escape(printable(text), quote=True)

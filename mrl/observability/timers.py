@@ -46,7 +46,7 @@ class Timers:
     def step(self, step: int) -> Iterator[None]:
         """Times one step as `timing_s/step` and clears the phases of the previous step."""
         self._seconds = {}
-        self.ledger.forget()
+        self.ledger.reset()
         self._step = step
         self._step_began = time.perf_counter()
         try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mrl.resharding.layout import Region, StoredTensor
-from mrl.resharding.regions import split, translate, volume, whole
+from mrl.resharding.regions import full_region, split, translate, volume
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """Bytes per element of each dtype that a layout may name."""
@@ -14,7 +14,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 def num_bytes(stored: StoredTensor) -> int:
     """Returns the bytes of a stored tensor, padding included."""
-    return volume(whole(stored.shape)) * ITEM_BYTES[stored.dtype]
+    return volume(full_region(stored.shape)) * ITEM_BYTES[stored.dtype]
 
 
 @dataclass(frozen=True, slots=True)

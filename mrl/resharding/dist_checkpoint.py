@@ -21,7 +21,7 @@ from mrl.models.base import ArchSpec, Kind, ParamSpec, Place, moe_of
 from mrl.parallel_layout import Grid
 from mrl.resharding.layout import Piece, Region, StoredTensor
 from mrl.resharding.megatron import RankTensor, rank_tensors
-from mrl.resharding.regions import intersect, translate, whole
+from mrl.resharding.regions import full_region, intersect, translate
 
 EXTRA_STATE = "_extra_state"
 """Key suffix of a module's state that is not a weight: TransformerEngine's fp8 scales, or nothing."""
@@ -35,7 +35,7 @@ _HALVES = ("_w", "_v")
 _CORE_ATTENTION = "decoder.layers.self_attention.core_attention"
 
 
-class Spelling(Enum):
+class KeyFormat(Enum):
     """The ways in which a checkpoint splits a row of the table into global tensors."""
 
     STACKED = "layers and experts stacked"
@@ -68,7 +68,7 @@ class Shard:
 def rank_shards(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterator[Shard]:
     """Yields the boxes that `rank` writes: its tensors that no lower data-, context- or tensor-parallel copy also has.
 
-    Keys are those of homogeneous layers (`Spelling.STACKED`). A norm whose key depends on the layer spec is written
+    Keys are those of homogeneous layers (`KeyFormat.STACKED`). A norm whose key depends on the layer spec is written
     under each of its keys, so that models of either spec can load it.
 
     Raises:
@@ -86,7 +86,7 @@ def rank_shards(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterato
             is_writer, size, index = is_writer and index == 0, 1, 0
         if not is_writer:
             continue
-        lead = _leading_dims(tensor, Spelling.STACKED, arch)
+        lead = _leading_dims(tensor, KeyFormat.STACKED, arch)
         parts = _split_rows_in_half(tensor.stored) if spec.kind in _GATED else [tensor.stored]
         for number, part in enumerate(parts):
             axis = 1 if spec.kind in (Kind.ROW, Kind.EXPERT_DOWN) else 0
@@ -96,7 +96,7 @@ def rank_shards(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterato
             view = (1,) * len(lead) + part.shape
             for stem in _written_key_stems(spec):
                 yield Shard(
-                    key=_key(stem, Spelling.STACKED),
+                    key=_key(stem, KeyFormat.STACKED),
                     global_shape=(*(extent for _, extent in lead), *shape),
                     offsets=(*(place for place, _ in lead), *offsets),
                     stored=StoredTensor(part.shape, part.dtype, part.pieces, part.padding, view),
@@ -110,11 +110,11 @@ class StackedPiece:
     lead: tuple[int, ...]
     piece: Piece
 
-    def outward(self, region: Region) -> Region:
+    def to_global(self, region: Region) -> Region:
         """Maps a region of the Hugging Face tensor, inside `piece.src`, to coordinates of the global tensor."""
         return (*((index, index + 1) for index in self.lead), *translate(region, self.piece.src, self.piece.dst))
 
-    def inward(self, region: Region) -> Region:
+    def to_hf(self, region: Region) -> Region:
         """Maps a region of the global tensor to coordinates of the Hugging Face tensor."""
         return translate(region[len(self.lead) :], self.piece.dst, self.piece.src)
 
@@ -136,13 +136,13 @@ def global_tensors(arch: ArchSpec, keys: Collection[str]) -> dict[str, Stack]:
             of them gets its usual key.
     """
     found: dict[str, Stack] = {}
-    chosen: dict[ParamSpec, tuple[str, Spelling]] = {}
+    chosen: dict[ParamSpec, tuple[str, KeyFormat]] = {}
     for tensor in rank_tensors(arch, Grid(1), 0, dtype="float32"):
         spec = tensor.spec
         if spec not in chosen:
-            chosen[spec] = _find_spelling(spec, keys)
+            chosen[spec] = _find_key_format(spec, keys)
         stem, spelling = chosen[spec]
-        separate = spelling is Spelling.SINGLE and spec.kind in _GATED
+        separate = spelling is KeyFormat.SINGLE and spec.kind in _GATED
         halves = zip(_HALVES, _split_rows_in_half(tensor.stored), strict=True) if separate else [("", tensor.stored)]
         lead = _leading_dims(tensor, spelling, arch)
         for half, stored in halves:
@@ -152,10 +152,10 @@ def global_tensors(arch: ArchSpec, keys: Collection[str]) -> dict[str, Stack]:
     return found
 
 
-def spellings(arch: ArchSpec, keys: Collection[str]) -> set[Spelling]:
+def key_formats(arch: ArchSpec, keys: Collection[str]) -> set[KeyFormat]:
     """Returns the spellings of the layers' tensors in a checkpoint."""
     rows = {tensor.spec for tensor in rank_tensors(arch, Grid(1), 0, dtype="float32")}
-    return {_find_spelling(spec, keys)[1] for spec in rows if spec.place is Place.LAYER}
+    return {_find_key_format(spec, keys)[1] for spec in rows if spec.place is Place.LAYER}
 
 
 def known_keys(arch: ArchSpec) -> set[str]:
@@ -163,7 +163,7 @@ def known_keys(arch: ArchSpec) -> set[str]:
     return {shard.key for shard in rank_shards(arch, Grid(1), 0, dtype="float32")}
 
 
-def extra_states(arch: ArchSpec) -> list[str]:
+def extra_state_keys(arch: ArchSpec) -> list[str]:
     """Returns the keys under which Megatron looks for the extra state of each module of the decoder and of each expert.
 
     The local layer spec has one for every linear; TransformerEngine also for the core attention and its norms.
@@ -172,8 +172,8 @@ def extra_states(arch: ArchSpec) -> list[str]:
     for tensor in rank_tensors(arch, Grid(1), 0, dtype="float32"):
         if tensor.spec.place is Place.FIRST:
             continue
-        lead = _leading_dims(tensor, Spelling.STACKED, arch)
-        modules = [_key(stem, Spelling.STACKED).rpartition(".")[0] for stem in _written_key_stems(tensor.spec)]
+        lead = _leading_dims(tensor, KeyFormat.STACKED, arch)
+        modules = [_key(stem, KeyFormat.STACKED).rpartition(".")[0] for stem in _written_key_stems(tensor.spec)]
         if tensor.spec.kind is Kind.QKV:
             modules.append(_CORE_ATTENTION)
         for module in modules:
@@ -198,31 +198,31 @@ def _written_key_stems(spec: ParamSpec) -> list[str]:
     return stems if spec.megatron_te is None else stems[:1]
 
 
-def _key(stem: str, spelling: Spelling, tensor: RankTensor | None = None) -> str:
-    if spelling is not Spelling.SINGLE:
+def _key(stem: str, spelling: KeyFormat, tensor: RankTensor | None = None) -> str:
+    if spelling is not KeyFormat.SINGLE:
         stem = stem.replace(".{expert}", "")
-    if spelling is Spelling.STACKED:
+    if spelling is KeyFormat.STACKED:
         stem = stem.replace(".{layer}", "")
     return stem if tensor is None else stem.format(layer=tensor.layer, expert=tensor.expert)
 
 
-def _find_spelling(spec: ParamSpec, keys: Collection[str]) -> tuple[str, Spelling]:
+def _find_key_format(spec: ParamSpec, keys: Collection[str]) -> tuple[str, KeyFormat]:
     """Returns the first name and spelling under which the checkpoint has the row's first tensor."""
     stems = _key_stems(spec)
     for stem in stems:
-        for spelling in Spelling:
-            half = _HALVES[0] if spelling is Spelling.SINGLE and spec.kind in _GATED else ""
+        for spelling in KeyFormat:
+            half = _HALVES[0] if spelling is KeyFormat.SINGLE and spec.kind in _GATED else ""
             if _key(stem, spelling).format(layer=0, expert=0) + half in keys:
                 return stem, spelling
-    return stems[0], Spelling.STACKED
+    return stems[0], KeyFormat.STACKED
 
 
-def _leading_dims(tensor: RankTensor, spelling: Spelling, arch: ArchSpec) -> list[tuple[int, int]]:
+def _leading_dims(tensor: RankTensor, spelling: KeyFormat, arch: ArchSpec) -> list[tuple[int, int]]:
     """Returns (index, extent) of each leading dimension of the global tensor: layers, experts."""
     lead = []
-    if tensor.layer is not None and spelling is Spelling.STACKED:
+    if tensor.layer is not None and spelling is KeyFormat.STACKED:
         lead.append((tensor.layer, arch.num_layers))
-    if tensor.expert is not None and spelling is not Spelling.SINGLE:
+    if tensor.expert is not None and spelling is not KeyFormat.SINGLE:
         lead.append((tensor.expert, moe_of(arch).num_experts))
     return lead
 
@@ -233,12 +233,12 @@ def _split_rows_in_half(stored: StoredTensor) -> list[StoredTensor]:
     half = rows // 2
     found = []
     for start in (0, half):
-        box = ((start, start + half), *whole(rest))
+        box = ((start, start + half), *full_region(rest))
         pieces = []
         for piece in stored.pieces:
             both = intersect(piece.dst, box)
             if both is not None:
-                own = translate(both, box, whole((half, *rest)))
+                own = translate(both, box, full_region((half, *rest)))
                 pieces.append(Piece(piece.hf_name, translate(both, piece.dst, piece.src), own))
         found.append(StoredTensor((half, *rest), stored.dtype, tuple(pieces)))
     return found

@@ -18,7 +18,7 @@ DTYPES = {
 """Name in layouts -> torch dtype."""
 
 
-def choice_dtype(num_experts: int) -> torch.dtype:
+def expert_index_dtype(num_experts: int) -> torch.dtype:
     """Returns the smallest integer dtype that can represent every expert index and -1 (no expert)."""
     return torch.int8 if num_experts <= torch.iinfo(torch.int8).max + 1 else torch.int16
 

@@ -1,8 +1,9 @@
 """Block grids of the matrices that an engine stores in FP8, and the layouts of the matrices and their scales.
 
 Grids are defined on Hugging Face tensors, so values and scales do not depend on the sharding. From a layout in the
-model's dtype follow the layout in FP8 (`in_fp8`) and that of its scales (`scale_tables`): for each piece of a stored
-matrix the table of the blocks that it intersects, in the order of the pieces. `fp8_quantize.py` has the arithmetic.
+model's dtype follow the layout in FP8 (`fp8_layout`) and that of its scales (`scale_tables`): for each piece of a
+stored matrix the table of the blocks that it intersects, in the order of the pieces. `fp8_quantize.py` has the
+arithmetic.
 
 The linear layers of the decoder's layers are quantized: attention, MLP, experts. Embeddings, head, norms, biases,
 routers and the shared expert's gate are not, as in TensorRT-LLM; verl quantizes that gate.
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from mrl.models.base import ArchSpec, Kind
 from mrl.resharding.layout import Layout, Piece, Region, StoredTensor
-from mrl.resharding.shards import hf_tensors, table
+from mrl.resharding.shards import hf_tensors, param_specs
 
 DTYPE = "float8_e4m3fn"
 SCALES = "_scale_inv"
@@ -46,7 +47,7 @@ class BlockGrid:
         (rows, columns), (height, width) = self.shape, self.block
         return -(-rows // height), -(-columns // width)
 
-    def touched(self, region: Region) -> Region:
+    def intersecting_blocks(self, region: Region) -> Region:
         """Returns the region of the table of scales whose blocks intersect a region of the matrix."""
         return tuple((start // size, -(-stop // size)) for (start, stop), size in zip(region, self.block, strict=True))
 
@@ -55,13 +56,13 @@ Grids = Mapping[str, BlockGrid]
 """Hugging Face name -> grid, for every quantized matrix."""
 
 
-def grids_of(arch: ArchSpec, quantization: str | None) -> dict[str, BlockGrid]:
+def block_grids(arch: ArchSpec, quantization: str | None) -> dict[str, BlockGrid]:
     """Returns the grids for `rollout.quantization`; {} for None."""
     found: dict[str, BlockGrid] = {}
     if quantization is None:
         return found
     experts = range(arch.moe.num_experts) if arch.moe else range(0)
-    for spec in table(arch):
+    for spec in param_specs(arch):
         if spec.kind in (Kind.REPLICATED, Kind.VOCAB):
             continue
         for name, shape in hf_tensors(spec, arch).items():
@@ -80,7 +81,7 @@ def is_quantized(stored: StoredTensor, grids: Grids) -> bool:
     return bool(stored.pieces) and all(piece.hf_name in grids for piece in stored.pieces)
 
 
-def in_fp8(layout: Layout, grids: Grids) -> Layout:
+def fp8_layout(layout: Layout, grids: Grids) -> Layout:
     """Returns a layout with its quantized matrices in FP8, without their scales."""
     return {
         name: replace(stored, dtype=DTYPE) if is_quantized(stored, grids) else stored for name, stored in layout.items()
@@ -107,7 +108,7 @@ def matrix_of(piece: Piece) -> str:
 def _scale_table(stored: StoredTensor, grids: Grids) -> StoredTensor:
     pieces, first, width = [], 0, 0
     for piece in stored.pieces:
-        rows, columns = grids[piece.hf_name].touched(piece.src)
+        rows, columns = grids[piece.hf_name].intersecting_blocks(piece.src)
         height, width = rows[1] - rows[0], columns[1] - columns[0]
         pieces.append(Piece(f"{piece.hf_name}{SCALES}", (rows, columns), ((first, first + height), (0, width))))
         first += height

@@ -24,10 +24,10 @@ from torch import Tensor
 from mrl.errors import UserError
 
 DTYPE = torch.float8_e4m3fn
-LARGEST = torch.finfo(DTYPE).max
+FP8_MAX = torch.finfo(DTYPE).max
 """Largest finite value of the dtype, 448."""
 
-LARGEST_MULTIPLIER = 2.0**126
+MAX_MULTIPLIER = 2.0**126
 """Upper bound of multipliers: its inverse is the smallest normal fp32 number. Only blocks below 1e-35 reach it."""
 
 BAND_ELEMENTS = 1 << 24
@@ -61,8 +61,8 @@ def _max_per_block(values: Tensor, dim: int, start: int, block: int) -> Tensor:
 
 def multipliers(magnitudes: Tensor) -> Tensor:
     """Converts largest magnitudes to the multipliers of their blocks, fp32; 1 for blocks of zeros."""
-    found = torch.where(magnitudes > 0, magnitudes.reciprocal() * LARGEST, 1.0)
-    return found.clamp_max(LARGEST_MULTIPLIER)
+    found = torch.where(magnitudes > 0, magnitudes.reciprocal() * FP8_MAX, 1.0)
+    return found.clamp_max(MAX_MULTIPLIER)
 
 
 def quantize(values_MN: Tensor, multipliers_RC: Tensor, rows_M: Tensor, columns_N: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def quantize(values_MN: Tensor, multipliers_RC: Tensor, rows_M: Tensor, columns_
     """
     quantized = torch.empty(values_MN.shape, dtype=DTYPE, device=values_MN.device)
     for band, factors in _row_bands(multipliers_RC, rows_M, columns_N):
-        quantized[band] = (values_MN[band].float() * factors).clamp_(-LARGEST, LARGEST).to(DTYPE)
+        quantized[band] = (values_MN[band].float() * factors).clamp_(-FP8_MAX, FP8_MAX).to(DTYPE)
     return quantized
 
 
@@ -124,8 +124,8 @@ def quantize_matrices(name: str, matrices_GMN: Tensor) -> tuple[Tensor, Tensor]:
         if not torch.isfinite(largest):
             raise UserError(f"'{name}' has values that are not finite; it cannot be quantized to FP8.")
         if largest > 0:
-            scales[index] = (largest / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
-        quantized[index] = (matrix.float() / scales[index]).clamp_(-LARGEST, LARGEST).to(DTYPE)
+            scales[index] = (largest / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+        quantized[index] = (matrix.float() / scales[index]).clamp_(-FP8_MAX, FP8_MAX).to(DTYPE)
     return quantized, scales
 
 

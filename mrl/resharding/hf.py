@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mrl.models.base import ArchSpec, Place
 from mrl.resharding.layout import Layout, Piece, StoredTensor
-from mrl.resharding.regions import whole
-from mrl.resharding.shards import hf_tensors, table
+from mrl.resharding.regions import full_region
+from mrl.resharding.shards import hf_tensors, param_specs
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Input embedding and output head; a model with tied embeddings stores only the first."""
@@ -21,7 +21,7 @@ def hf_layout(arch: ArchSpec, dtype: str) -> Layout:
         arch: The model.
         dtype: Dtype of every tensor.
     """
-    rows = table(arch)
+    rows = param_specs(arch)
     experts = range(arch.moe.num_experts) if arch.moe else range(0)
     layout: Layout = {}
     for place in Place:
@@ -32,5 +32,7 @@ def hf_layout(arch: ArchSpec, dtype: str) -> Layout:
                 for expert in experts if spec.kind.is_expert else (None,):
                     for name, shape in hf_tensors(spec, arch).items():
                         full = name if layer is None else name.format(layer=layer, expert=expert)
-                        layout[full] = StoredTensor(shape, dtype, (Piece(full, whole(shape), whole(shape)),))
+                        layout[full] = StoredTensor(
+                            shape, dtype, (Piece(full, full_region(shape), full_region(shape)),)
+                        )
     return layout

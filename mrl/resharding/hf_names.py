@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec, Kind
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.shards import hf_tensors, table
+from mrl.resharding.shards import hf_tensors, param_specs
 
 _WRAPPERS = re.compile(r"^module\.|(?:(?<=^)|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _PREFIX = "model."
@@ -53,7 +53,7 @@ def unwrapped(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def locate(arch: ArchSpec, stored: Mapping[str, tuple[int, ...]]) -> dict[str, StoredLocation]:
+def locate_tensors(arch: ArchSpec, stored: Mapping[str, tuple[int, ...]]) -> dict[str, StoredLocation]:
     """Finds each tensor of the table among stored tensors; stored tensors outside the table keep their names.
 
     Args:
@@ -90,7 +90,7 @@ def _fused_experts(arch: ArchSpec) -> dict[str, dict[str, StoredLocation]]:
     """Returns the name of each tensor that contains all experts of a layer -> the tensors of the table in it."""
     fused: dict[str, dict[str, StoredLocation]] = {}
     experts = range(arch.moe.num_experts if arch.moe else 0)
-    for spec in table(arch):
+    for spec in param_specs(arch):
         if spec.kind not in _FUSED:
             continue
         own = hf_tensors(spec, arch)

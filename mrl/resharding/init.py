@@ -18,8 +18,8 @@ from mrl.models.presets import INITIALIZER_RANGE
 from mrl.resharding.dtypes import check_tensors
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout, Piece
-from mrl.resharding.regions import intersect, slices, translate, whole
-from mrl.resharding.shards import hf_tensors, table
+from mrl.resharding.regions import full_region, intersect, slices, translate
+from mrl.resharding.shards import hf_tensors, param_specs
 
 _BLOCK_ELEMENTS = 1 << 18
 """Approximate elements per block; changing it changes the values."""
@@ -58,7 +58,7 @@ def random_init(
 def _constant_values(arch: ArchSpec) -> dict[str, float]:
     """Returns the constant value of each vector: 1 for norms, 0 for biases."""
     found = {}
-    for spec in table(arch):
+    for spec in param_specs(arch):
         for name, shape in hf_tensors(spec, arch).items():
             if len(shape) == 1:
                 for layer in range(arch.num_layers):
@@ -81,5 +81,5 @@ def _generate_matrix(
         for piece, target in wanted:
             both = intersect(piece.src, region)
             if both is not None:
-                part = values[slices(translate(both, region, whole(values.shape)))]
+                part = values[slices(translate(both, region, full_region(values.shape)))]
                 target[slices(translate(both, piece.src, piece.dst))] = part.to(target)

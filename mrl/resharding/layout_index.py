@@ -9,7 +9,7 @@ from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.resharding.layout import Layout, Region
 
 
-def distinct(layouts: Mapping[int, Layout]) -> list[Layout]:
+def distinct_layouts(layouts: Mapping[int, Layout]) -> list[Layout]:
     """Returns the layouts of all ranks; ranks that share a layout object contribute it once."""
     return list({id(layout): layout for layout in layouts.values()}.values())
 

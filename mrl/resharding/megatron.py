@@ -26,9 +26,9 @@ from mrl.resharding.shards import (
     check_divides,
     check_experts_divide,
     padded_rows,
+    param_specs,
     shard_expert,
     shard_row,
-    table,
 )
 
 OUTPUT = "output_layer.weight"
@@ -124,7 +124,7 @@ def rank_tensors(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterat
     if arch.moe is not None:
         check_experts_divide(arch.moe, experts)
     layers = chunk_layers(arch, grid)
-    rows = table(arch)
+    rows = param_specs(arch)
 
     def sharded(spec: ParamSpec, layer: int | None) -> StoredTensor:
         return shard_row(spec, arch, shard, layer=layer, dtype=dtype, qkv_rows=_interleaved_by_group)
@@ -142,7 +142,7 @@ def rank_tensors(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterat
                     yield RankTensor(spec, chunk, sharded(spec, layer), local, layer)
                     continue
                 for index, expert in enumerate(experts.experts(moe_of(arch))):
-                    stored = shard_expert(spec, arch, experts.cut, layer=layer, expert=expert, dtype=dtype)
+                    stored = shard_expert(spec, arch, experts.etp, layer=layer, expert=expert, dtype=dtype)
                     yield RankTensor(spec, chunk, stored, local, layer, index, expert)
         if arch.tie_word_embeddings and last and not first:
             embedding = next(spec for spec in rows if spec.kind is Kind.VOCAB)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.distributed import shared_memory
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.resharding.buckets import NUM_BUFFERS
 from mrl.resharding.copy_op import Copy
 from mrl.resharding.dtypes import DTYPES
@@ -129,11 +129,11 @@ class MessageTransport:
 
     def _set_up(self, rank: int) -> None:
         """Collective over the job: allocates the buffers and determines which ranks can map which of them."""
-        with together():
+        with raise_on_all_ranks():
             sends, offers = self._allocate_sends()
         try:
             world = dist.get_world_size()
-            all_offers: list[list[shared_memory.Offer]] = [[] for _ in range(world)]
+            all_offers: list[list[shared_memory.SharedBufferHandle]] = [[] for _ in range(world)]
             dist.all_gather_object(all_offers, offers)
             for peer in {peer for _, receives in self.rounds for peer in receives}:
                 self._map(peer, all_offers[peer])
@@ -141,16 +141,16 @@ class MessageTransport:
             dist.all_gather_object(mapped_by_rank, set(self._mapped))
         finally:
             for offer in offers:
-                offer.withdraw()
+                offer.close()
         self._readers = {peer for peer, mapped in enumerate(mapped_by_rank) if rank in mapped}
-        with together():
+        with raise_on_all_ranks():
             receives = [self._empty(first, _RECEIVE) for first in range(NUM_BUFFERS)]
         self.buffers = list(zip(sends, receives, strict=True))
 
-    def _allocate_sends(self) -> tuple[list[Tensor], list[shared_memory.Offer]]:
+    def _allocate_sends(self) -> tuple[list[Tensor], list[shared_memory.SharedBufferHandle]]:
         on_host = self._device.type == "cpu"
         made = [
-            shared_memory.create(self._buffer_bytes(first, _SEND) if on_host else 0, share=self._share)
+            shared_memory.create_buffer(self._buffer_bytes(first, _SEND) if on_host else 0, share=self._share)
             for first in range(NUM_BUFFERS)
         ]
         sends = [send if on_host else self._empty(first, _SEND) for first, (send, _) in enumerate(made)]
@@ -159,7 +159,7 @@ class MessageTransport:
     def _empty(self, first: int, direction: int) -> Tensor:
         return torch.empty(self._buffer_bytes(first, direction), dtype=torch.uint8, device=self._device)
 
-    def _map(self, peer: int, offers: Sequence[shared_memory.Offer]) -> None:
+    def _map(self, peer: int, offers: Sequence[shared_memory.SharedBufferHandle]) -> None:
         """Maps a sender's buffers, if all of those with messages for this rank can be mapped."""
         if not self._share or self._device.type != "cpu":
             return

@@ -17,10 +17,10 @@ from mrl.resharding.shards import (
     TensorShard,
     check_divides,
     check_experts_divide,
-    pile,
+    concat_rows,
+    param_specs,
     shard_expert,
     shard_row,
-    table,
 )
 
 
@@ -77,13 +77,13 @@ def replica_layout(
     if arch.moe is not None:
         check_experts_divide(arch.moe, experts)
     layout: Layout = {}
-    for spec in table(arch):
+    for spec in param_specs(arch):
         for layer in range(arch.num_layers) if spec.place is Place.LAYER else (None,):
             name = name_of(spec, layer)
             if spec.kind.is_expert and layer is not None:
-                layout[name] = pile(
+                layout[name] = concat_rows(
                     [
-                        shard_expert(spec, arch, experts.cut, layer=layer, expert=expert, dtype=dtype)
+                        shard_expert(spec, arch, experts.etp, layer=layer, expert=expert, dtype=dtype)
                         for expert in experts.experts(moe_of(arch))
                     ]
                 )

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from mrl.resharding.buckets import peak_staging_bytes
 from mrl.resharding.copy_op import ITEM_BYTES, Copy
 from mrl.resharding.layout import Layout, Region, StoredTensor
-from mrl.resharding.layout_index import distinct, item_bytes, regions_by_name
-from mrl.resharding.regions import intersect, translate, union_volume, volume, whole, without
+from mrl.resharding.layout_index import distinct_layouts, item_bytes, regions_by_name
+from mrl.resharding.regions import full_region, intersect, subtract_intersection, translate, union_volume, volume
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,16 @@ def make_plan(
             an element that a target needs; the message names the tensor.
     """
     host = host_of if host_of is not None else lambda rank: 0
-    for layout in distinct(sources) + distinct(targets):
+    for layout in distinct_layouts(sources) + distinct_layouts(targets):
         for name, stored in layout.items():
-            check_cover(name, stored)
+            check_coverage(name, stored)
     shards = _index_shards(sources)
     sent: dict[int, int] = defaultdict(int)
     copies: list[tuple[int, Copy]] = []
     ranks_of: dict[int, list[int]] = defaultdict(list)
     for rank, layout in targets.items():
         ranks_of[id(layout)].append(rank)
-    for layout in distinct(targets):
+    for layout in distinct_layouts(targets):
         for position, (name, stored) in enumerate(layout.items()):
             for piece in stored.pieces:
                 for cell in _split_by_holders(piece.src, shards.get(piece.hf_name, []), host):
@@ -112,14 +112,14 @@ def make_plan(
     return _plan_with_cost(tuple(copy for _, copy in copies), _lower_bound(sources, targets))
 
 
-def check_cover(name: str, stored: StoredTensor) -> None:
+def check_coverage(name: str, stored: StoredTensor) -> None:
     """Checks that pieces and padding cover each element of a stored tensor exactly once.
 
     Raises:
         RuntimeError: They overlap, leave elements out, or lie outside the shape; the message names the tensor.
     """
     regions = [piece.dst for piece in stored.pieces] + list(stored.padding)
-    bounds = whole(stored.shape)
+    bounds = full_region(stored.shape)
     for piece in stored.pieces:
         if [stop - start for start, stop in piece.src] != [stop - start for start, stop in piece.dst]:
             raise RuntimeError(
@@ -164,7 +164,7 @@ def _split_by_holders(wanted: Region, shards: Iterable[_Shard], host: Callable[[
                 finer.append((region, inside))
             else:
                 finer.append((both, [*inside, shard]))
-                finer += [(rest, inside) for rest in without(region, both)]
+                finer += [(rest, inside) for rest in subtract_intersection(region, both)]
         cut = finer
     cells = []
     for region, inside in cut:
@@ -190,7 +190,7 @@ def _choose_source(cell: _Cell, rank: int, host: Callable[[int], int], sent: dic
 
 def _lower_bound(sources: Mapping[int, Layout], targets: Mapping[int, Layout]) -> int:
     """Sums the bytes that each target rank needs and does not store itself."""
-    widths = item_bytes(distinct(sources))
+    widths = item_bytes(distinct_layouts(sources))
     known_pairs: dict[tuple[int, int], int] = {}
     total = 0
     for rank, target in targets.items():

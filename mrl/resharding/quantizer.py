@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.resharding import fp8_quantize
 from mrl.resharding.copy_op import Copy
 from mrl.resharding.fp8 import Grids, block_indices
@@ -22,14 +22,14 @@ from mrl.resharding.regions import intersect, slices, translate
 
 
 class Quantizer:
-    """One rank's quantizer; call `measure` before each weight sync."""
+    """One rank's quantizer; call `compute_scales` before each weight sync."""
 
     def __init__(self, layout: Layout, sources: Mapping[str, Tensor], grids: Grids, device: torch.device) -> None:
         """Allocates space for the scales of all matrices.
 
         Args:
             layout: Layout of this rank's part of the actor.
-            sources: Its tensors; read by `measure` and when parts are quantized.
+            sources: Its tensors; read by `compute_scales` and when parts are quantized.
             grids: Hugging Face name -> block grid, for each quantized matrix.
             device: Device of the scales.
         """
@@ -45,13 +45,13 @@ class Quantizer:
         self._size = end
         self._multipliers = torch.empty(0)
 
-    def measure(self) -> None:
+    def compute_scales(self) -> None:
         """Collective over the job: computes the scales of the current actor weights.
 
         Raises:
             RuntimeError: A matrix has a value that is not finite; raised on every rank, naming the matrix.
         """
-        with together():
+        with raise_on_all_ranks():
             magnitudes = self._own_magnitudes()
         dist.all_reduce(magnitudes, op=dist.ReduceOp.MAX)
         if not bool(magnitudes.isfinite().all()):
@@ -68,14 +68,14 @@ class Quantizer:
         name, region = self._hf_region(copy)
         return fp8_quantize.quantize(values, self._block_multipliers(name, region), *self._blocks(name, region, values))
 
-    def meant(self, name: str, region: Region, values: Tensor) -> Tensor:
+    def roundtrip(self, name: str, region: Region, values: Tensor) -> Tensor:
         """Quantizes and dequantizes a region of a matrix: returns the weights that the engine computes with."""
         factors, blocks = self._block_multipliers(name, region), self._blocks(name, region, values)
         stored = fp8_quantize.quantize(values, factors, *blocks)
         return fp8_quantize.dequantize(stored, factors.reciprocal(), *blocks, torch.empty_like(values))
 
     def _block_multipliers(self, name: str, region: Region) -> Tensor:
-        return self._table(self._multipliers, name)[slices(self._grids[name].touched(region))]
+        return self._table(self._multipliers, name)[slices(self._grids[name].intersecting_blocks(region))]
 
     def _blocks(self, name: str, region: Region, values: Tensor) -> tuple[Tensor, Tensor]:
         return block_indices(self._grids[name], region, values.device)
@@ -89,7 +89,7 @@ class Quantizer:
         for source, pieces in self._pieces.items():
             for piece in pieces:
                 grid, values = self._grids[piece.hf_name], self._sources[source].detach()[slices(piece.dst)]
-                part = self._table(found, piece.hf_name)[slices(grid.touched(piece.src))]
+                part = self._table(found, piece.hf_name)[slices(grid.intersecting_blocks(piece.src))]
                 (row, _), (column, _) = piece.src
                 torch.maximum(part, fp8_quantize.block_magnitudes(values, (row, column), grid.block), out=part)
         return found.nan_to_num_(nan=torch.inf, posinf=torch.inf)

@@ -15,7 +15,7 @@ def volume(region: Region) -> int:
     return total
 
 
-def whole(shape: Iterable[int]) -> Region:
+def full_region(shape: Iterable[int]) -> Region:
     """Returns the region that covers a tensor of this shape."""
     return tuple((0, extent) for extent in shape)
 
@@ -55,12 +55,12 @@ def union_volume(regions: Iterable[Region]) -> int:
     for region in dict.fromkeys(regions):
         fresh = [region]
         for known in disjoint:
-            fresh = [part for item in fresh for part in without(item, known)]
+            fresh = [part for item in fresh for part in subtract_intersection(item, known)]
         disjoint += fresh
     return sum(volume(region) for region in disjoint)
 
 
-def without(region: Region, other: Region) -> list[Region]:
+def subtract_intersection(region: Region, other: Region) -> list[Region]:
     """Returns disjoint regions that cover `region` except its intersection with `other`."""
     both = intersect(region, other)
     return [region] if both is None else subtract(region, both)

@@ -30,18 +30,18 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class ExpertShard:
-    """One rank's experts: `spread` selects the experts that it has, `cut` its part of each."""
+    """One rank's experts: `ep` selects the experts that it has, `etp` its part of each."""
 
-    spread: TensorShard
-    cut: TensorShard
+    ep: TensorShard
+    etp: TensorShard
 
     def experts(self, moe: MoeSpec) -> range:
         """Returns the indices in the layer of the rank's experts."""
-        each = moe.num_experts // self.spread.size
-        return range(self.spread.rank * each, (self.spread.rank + 1) * each)
+        each = moe.num_experts // self.ep.size
+        return range(self.ep.rank * each, (self.ep.rank + 1) * each)
 
 
-def table(arch: ArchSpec) -> list[ParamSpec]:
+def param_specs(arch: ArchSpec) -> list[ParamSpec]:
     """Returns the rows of the family's table that exist for `arch`."""
     return [spec for spec in family_of(arch).params if spec.when(arch)]
 
@@ -104,8 +104,8 @@ def check_divides(arch: ArchSpec, shard: TensorShard) -> None:
 
 def check_experts_divide(moe: MoeSpec, expert: ExpertShard) -> None:
     """Raises UserError if `expert`'s parallel sizes do not divide the number or the width of the experts."""
-    _check_divides("experts", moe.num_experts, expert.spread)
-    _check_divides("moe_intermediate_size", moe.intermediate_size, expert.cut)
+    _check_divides("experts", moe.num_experts, expert.ep)
+    _check_divides("moe_intermediate_size", moe.intermediate_size, expert.etp)
 
 
 def _check_divides(what: str, size: int, shard: TensorShard) -> None:
@@ -178,7 +178,7 @@ def shard_expert(
     return stack(parts, segments, layer=layer, expert=expert, dim=dim, dtype=dtype)
 
 
-def pile(parts: Sequence[StoredTensor]) -> StoredTensor:
+def concat_rows(parts: Sequence[StoredTensor]) -> StoredTensor:
     """Concatenates stored matrices of equal shape by rows."""
     rows, *rest = parts[0].shape
     pieces = [
@@ -220,10 +220,10 @@ def stack(
     return StoredTensor(stored, dtype, tuple(pieces), (region(end, end + padding),) if padding else ())
 
 
-def copies_allowed(arch: ArchSpec) -> dict[str, tuple[str, int]]:
+def allowed_duplicates(arch: ArchSpec) -> dict[str, tuple[str, int]]:
     """Returns Hugging Face name -> (reason why its elements may be stored several times, first row concerned)."""
     found: dict[str, tuple[str, int]] = {}
-    for spec in table(arch):
+    for spec in param_specs(arch):
         parts = parts_of(spec, arch)
         if spec.kind is Kind.REPLICATED:
             rows = {part.name: ("replicated", 0) for part in parts}

@@ -46,8 +46,8 @@ class _TensorLocation:
 class _SharedTensors:
     """The shared buffers of a rank: its checksums, its tensors, and the location of each tensor."""
 
-    sums: shared_memory.Offer
-    buffers: tuple[shared_memory.Offer, ...]
+    sums: shared_memory.SharedBufferHandle
+    buffers: tuple[shared_memory.SharedBufferHandle, ...]
     locations: dict[str, _TensorLocation]
 
 
@@ -86,7 +86,7 @@ class SharedMemoryPeers:
         own, sums = torch.empty(0, dtype=torch.int64), None
         self._shared = located = self._locate() if share and exported else None
         if located is not None:
-            buffer, sums = shared_memory.create(8 * len(exported))
+            buffer, sums = shared_memory.create_buffer(8 * len(exported))
             own = buffer.view(torch.int64)
             self._shared = _SharedTensors(sums, located.buffers, located.locations) if sums.file >= 0 else None
         world = dist.get_world_size()
@@ -99,7 +99,7 @@ class SharedMemoryPeers:
         readers: list[set[int]] = [set() for _ in range(world)]
         dist.all_gather_object(readers, set(self._tensors))
         if sums is not None:
-            sums.withdraw()
+            sums.close()
         self.copies = [copy for copy in self._between if copy.source_rank in readers[copy.target_rank]]
         counts: dict[int, int] = {}
         self._slots = {}
@@ -107,14 +107,14 @@ class SharedMemoryPeers:
             self._slots[copy] = counts.get(copy.source_rank, 0)
             counts[copy.source_rank] = self._slots[copy] + 1
 
-    def unmoved(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Returns whether this rank's tensors are still at the locations that `exchange` published."""
         if self._shared is None:
             return True
         now = self._locate()
         return now is not None and (now.buffers, now.locations) == (self._shared.buffers, self._shared.locations)
 
-    def values(self, copy: Copy) -> Tensor:
+    def peer_view(self, copy: Copy) -> Tensor:
         """Returns a view of the source region of a copy in the peer's tensor, in the peer's dtype."""
         return self._tensors[copy.source_rank][copy.source_name][slices(copy.source_region)]
 
@@ -135,17 +135,17 @@ class SharedMemoryPeers:
 
     def _locate(self) -> _SharedTensors | None:
         """Returns the locations of this rank's tensors, without checksums; None if one is not in shared memory."""
-        buffers: dict[shared_memory.Offer, int] = {}
+        buffers: dict[shared_memory.SharedBufferHandle, int] = {}
         locations = {}
         for name in sorted(self._names):
             tensor = self._sources[name]
-            found = shared_memory.place_of(tensor)
+            found = shared_memory.shared_location(tensor)
             if found is None:
                 return None
             number = buffers.setdefault(found[0], len(buffers))
             shape, strides = tuple(tensor.shape), tuple(tensor.stride())
             locations[name] = _TensorLocation(number, found[1], shape, strides, _NAMES[tensor.dtype])
-        return _SharedTensors(shared_memory.NOWHERE, tuple(buffers), locations)
+        return _SharedTensors(shared_memory.NO_BUFFER, tuple(buffers), locations)
 
     def _attach(self, peer: int, shared: _SharedTensors | None) -> None:
         """Maps a peer's buffers. If one of them cannot be mapped, the peer's tensors are not read."""

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.distributed.collectives import any_rank, raise_together
+from mrl.distributed.collectives import any_rank, raise_error_on_all_ranks
 from mrl.resharding.buckets import round_bytes, rounds, schedule_local_copies
 from mrl.resharding.checked_copy import copy_bits, sum_bits
 from mrl.resharding.checksum import MODULUS, bits
@@ -136,7 +136,7 @@ class Transfer:
                 state.attempt(self._pack_round, number + 1)
                 if any_rank(state.error is not None):
                     _wait(in_transit)
-                    raise_together(state.error)
+                    raise_error_on_all_ranks(state.error)
                 posted = self._messages.send(number + 1)
                 state.attempt(self._unpack_shared, number + 1, sink)
             for bucket in self._local_copies[number + 1]:
@@ -147,11 +147,11 @@ class Transfer:
             in_transit = posted
         if peers.copies:
             state.attempt(self._publish_sums, peers)
-            raise_together(state.error)
+            raise_error_on_all_ranks(state.error)
             state.attempt(self._check_peer_sums, peers)
         if verify is not None:
             state.attempt(verify, state.total % MODULUS)
-        raise_together(state.error)
+        raise_error_on_all_ranks(state.error)
         return state.total % MODULUS
 
     def _prepare(self) -> SharedMemoryPeers:
@@ -160,7 +160,7 @@ class Transfer:
         No rank changes its tensors after this until the run ends.
         """
         peers = self._peers
-        if peers is None or (peers.copies and any_rank(not peers.unmoved())):
+        if peers is None or (peers.copies and any_rank(not peers.is_unchanged())):
             self._peers = None  # a failure below repeats the setup at the next run
             peers = SharedMemoryPeers(self._copies, self._sources, self._rank)
             if self._between:
@@ -195,7 +195,7 @@ class Transfer:
         for copy, sent in peers.peer_sums():
             found = int(self._read_sums[copy])
             if sent != found:
-                item = WeightSlice(copy.target_name, copy.target_region, peers.values(copy))
+                item = WeightSlice(copy.target_name, copy.target_region, peers.peer_view(copy))
                 raise RuntimeError(f"read from rank {copy.source_rank}: {describe_mismatch(item, sent, found)}")
 
     def _pack_round(self, number: int) -> None:
@@ -214,7 +214,7 @@ class Transfer:
     def _source(self, copy: Copy) -> Tensor:
         """Returns a copy's source values: a view in the stored dtype, or the quantized values if FP8 is sent."""
         if copy.source_rank != self._rank and self._peers is not None:
-            return self._peers.values(copy)
+            return self._peers.peer_view(copy)
         values = self._sources[copy.source_name].detach()[slices(copy.source_region)]
         return values if self._quantize is None or copy.wire_dtype != FP8 else self._quantize(copy, values)
 

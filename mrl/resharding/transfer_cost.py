@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.resharding.layout import Layout, Region
-from mrl.resharding.layout_index import distinct, item_bytes, regions_by_name
-from mrl.resharding.regions import union_volume, volume, without
+from mrl.resharding.layout_index import distinct_layouts, item_bytes, regions_by_name
+from mrl.resharding.regions import subtract_intersection, union_volume, volume
 
 
 @dataclass(frozen=True)
-class Bytes:
+class ReceivedBytes:
     """Bytes received, by distance of the source.
 
     Attributes:
@@ -41,8 +41,8 @@ class Traffic:
         full_gather_bytes: Bytes sent if every rank gathered every full tensor, for comparison.
     """
 
-    total: Bytes
-    shares: tuple[Bytes, ...]
+    total: ReceivedBytes
+    shares: tuple[ReceivedBytes, ...]
     full_gather_bytes: int
 
 
@@ -68,8 +68,8 @@ def traffic(
     Raises:
         RuntimeError: A target needs an element that no source layout contains.
     """
-    held = {id(layout): regions_by_name(layout) for layout in distinct(sources)}
-    widths = item_bytes(distinct(sources))
+    held = {id(layout): regions_by_name(layout) for layout in distinct_layouts(sources)}
+    widths = item_bytes(distinct_layouts(sources))
     times = times or {}
     on_node: dict[int, frozenset[int]] = {}
     for rank in targets:
@@ -87,7 +87,7 @@ def traffic(
         place: _bytes_received(layouts[place[2]], held.get(place[0], {}), nodes[place[1]], everywhere, widths, times)
         for place in places
     }
-    total = Bytes(
+    total = ReceivedBytes(
         sum(shares[place].local * count for place, count in places.items()),
         sum(shares[place].intra_node * count for place, count in places.items()),
         sum(shares[place].inter_node * count for place, count in places.items()),
@@ -119,7 +119,7 @@ def _bytes_received(
     everywhere: _Regions,
     widths: Mapping[str, int],
     times: Mapping[str, int],
-) -> Bytes:
+) -> ReceivedBytes:
     """Returns the bytes that one rank receives, each element from its nearest holder."""
     counts = [0, 0, 0]
     for name, stored in target.items():
@@ -132,10 +132,10 @@ def _bytes_received(
                 for region in near.get(piece.hf_name, ()):
                     if not missing:
                         break
-                    missing = [part for item in missing for part in without(item, region)]
+                    missing = [part for item in missing for part in subtract_intersection(item, region)]
                 counts[distance] += (before - sum(volume(region) for region in missing)) * width
             if missing:
                 raise RuntimeError(
                     f"'{name}' needs '{piece.hf_name}'{list(missing[0])}, which no source layout contains"
                 )
-    return Bytes(*counts)
+    return ReceivedBytes(*counts)

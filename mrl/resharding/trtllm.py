@@ -30,12 +30,12 @@ from mrl.resharding.shards import (
     TensorShard,
     check_divides,
     check_experts_divide,
+    concat_rows,
     equal_parts,
+    param_specs,
     parts_of,
-    pile,
     shard_row,
     stack,
-    table,
 )
 
 HEAD = "lm_head.weight"
@@ -153,7 +153,7 @@ def trtllm_layout(arch: ArchSpec, mapping: TrtllmMapping, rank: int, dtype: str)
         ):
             layout[name if layer is None else name.format(layer=local)] = stored
     if arch.tie_word_embeddings and pp_rank == mapping.pp_size - 1:
-        embedding = next(spec for spec in table(arch) if spec.kind is Kind.VOCAB)
+        embedding = next(spec for spec in param_specs(arch) if spec.kind is Kind.VOCAB)
         layout[HEAD] = shard_row(embedding, arch, shard, layer=None, dtype=dtype, qkv_rows=by_projection)
     return dict(sorted(layout.items(), key=lambda item: item[1].dtype != "float32"))
 
@@ -196,7 +196,7 @@ def linear_modules(arch: ArchSpec, mapping: TrtllmMapping, rank: int) -> dict[st
 def _stage_rows(arch: ArchSpec, mapping: TrtllmMapping, pp_rank: int) -> list[tuple[ParamSpec, int, int | None]]:
     """Returns (row, layer index in the stage, layer index in the model) of every tensor of a stage."""
     found: list[tuple[ParamSpec, int, int | None]] = []
-    for spec in table(arch):
+    for spec in param_specs(arch):
         if not spec.trtllm:
             raise UserError(f"TensorRT-LLM has no tensor for '{spec.hf[0]}' of a {arch.family} model.")
         if spec.place is Place.LAYER:
@@ -242,8 +242,8 @@ def _expert_tensor(
     """Returns the rank's experts as one tensor, [up; gate] of each; it has three dimensions in the file."""
     parts = parts_of(spec, arch)[::-1]
     dim = 1 if spec.kind is Kind.EXPERT_DOWN else 0
-    segments = equal_parts(len(parts), parts[0].shape[dim], place.cut)
+    segments = equal_parts(len(parts), parts[0].shape[dim], place.etp)
     experts = [
         stack(parts, segments, layer=layer, expert=expert, dim=dim, dtype=dtype) for expert in place.experts(moe)
     ]
-    return replace(pile(experts), view=(len(experts), *experts[0].shape))
+    return replace(concat_rows(experts), view=(len(experts), *experts[0].shape))

@@ -19,10 +19,10 @@ from functools import cache
 from mrl.models.base import ArchSpec
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout, Piece, Region, StoredTensor
-from mrl.resharding.regions import intersect, translate, whole
+from mrl.resharding.regions import full_region, intersect, translate
 from mrl.resharding.trtllm import TrtllmMapping, trtllm_layout
 
-WHOLE_ONLY = frozenset({"phi3"})
+UNSHARDED_ONLY = frozenset({"phi3"})
 """Families whose `load_weights` does not support partial loading (`_torch/models/modeling_phi3.py`)."""
 
 _EXPERT = re.compile(r"^(?P<module>.+\.experts)\.(?P<number>\d+)\.")
@@ -49,7 +49,7 @@ class TrtllmModule:
     expert: int | None = None
 
 
-def reader_of(name: str) -> TrtllmModule:
+def reading_module(name: str) -> TrtllmModule:
     """Returns the module that reads a Hugging Face tensor (`HfWeightMapper.map_weights`)."""
     expert = _EXPERT.match(name)
     if expert is not None:
@@ -93,13 +93,13 @@ def cut_dim(part: StoredTensor, full: StoredTensor) -> int | None:
     return next((dim for dim, (extent, whole_extent) in enumerate(extents) if extent < whole_extent), None)
 
 
-def placed(part: StoredTensor, region: Region) -> list[tuple[Region, Region]]:
+def to_full_region(part: StoredTensor, region: Region) -> list[tuple[Region, Region]]:
     """Maps a region of a part into the full tensor: (region inside `region`, region of the full tensor) per piece."""
     found = []
     for piece in part.pieces:
         both = intersect(region, piece.dst)
         if both is not None:
-            inside = translate(both, region, whole([stop - start for start, stop in region]))
+            inside = translate(both, region, full_region([stop - start for start, stop in region]))
             found.append((inside, translate(both, piece.dst, piece.src)))
     return found
 

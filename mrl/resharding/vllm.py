@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from mrl.models.base import ArchSpec, Kind, ParamSpec
 from mrl.parallel_layout import Grid
-from mrl.resharding.fp8 import grids_of, in_fp8, scale_tables
+from mrl.resharding.fp8 import block_grids, fp8_layout, scale_tables
 from mrl.resharding.layout import Layout
 from mrl.resharding.native import replica_layout
 
@@ -42,8 +42,8 @@ def vllm_layout(
         UserError: `tp_size` does not divide the model's heads or MLP, or `ep_size` its experts.
     """
     own = replica_layout(arch, tp_size, tp_rank, dtype, ep_size=ep_size, name_of=_name, vocab_multiple=VOCAB_MULTIPLE)
-    grids = grids_of(arch, quantization)
-    stored = in_fp8(own, grids)
+    grids = block_grids(arch, quantization)
+    stored = fp8_layout(own, grids)
     return {**stored, **scale_tables(stored, grids)}
 
 

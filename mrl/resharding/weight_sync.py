@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.config.config import CheckpointEngineConfig
-from mrl.distributed.collectives import from_rank, together
+from mrl.distributed.collectives import broadcast_object, raise_on_all_ranks
 from mrl.resharding.checksum import MODULUS
 from mrl.resharding.copy_op import num_bytes
 from mrl.resharding.dtypes import DTYPES, check_tensors
@@ -74,7 +74,7 @@ class WeightSync:
         """
         rank, grids = dist.get_rank(), grids or {}
         target_layout = engine.layout()
-        with together():
+        with raise_on_all_ranks():
             check_tensors(source_layout, sources)
             _check_quantized(target_layout, grids)
         self._scales = {name: stored for name, stored in target_layout.items() if is_scale_table(stored)}
@@ -122,15 +122,15 @@ class WeightSync:
         start = time.perf_counter()
         verified = self._verified and self._engine.policy_version >= 0
         self._verified = False
-        with together():
+        with raise_on_all_ranks():
             self._engine.begin_update()
             self._engine.update_weights(self._zero_padding())
         if self._quantizer is not None:
-            self._quantizer.measure()
+            self._quantizer.compute_scales()
         self._transfer.run(self._engine.update_weights, partial(self._verify, verified=verified))
         elapsed = time.perf_counter() - start
         try:
-            with together():
+            with raise_on_all_ranks():
                 self._engine.finish_update(policy_version)
         except Exception:
             self._engine.begin_update()  # this rank's engine may already accept requests
@@ -203,6 +203,6 @@ def gather_layouts(layout: Layout) -> dict[int, Layout]:
     shared: dict[str, Layout] = {}
     for rank, found in enumerate(digests):
         if found not in shared:
-            sent = from_rank(rank, layout if found == digest else None)
+            sent = broadcast_object(rank, layout if found == digest else None)
             shared[found] = layout if sent is None else sent
     return {rank: shared[found] for rank, found in enumerate(digests)}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.config.reasoning import without_reasoning
-from mrl.distributed.worker_processes.folders import owned_folder
+from mrl.distributed.worker_processes.folders import temporary_folder
 from mrl.distributed.worker_processes.sandbox import SandboxLimits, SandboxResult, run_python
 from mrl.rewards._arguments import check_positive
 from mrl.rewards._blocks import extract_program
@@ -136,7 +136,7 @@ def _text(lines: Any) -> str:
 def _problem(program: str, test: Test, bounds: SandboxLimits, *, allow_unconfined: bool) -> str:
     """Runs a test; returns why it failed, "" if it passed."""
     mark = "" if test.expected is not None else secrets.token_hex(16)
-    with owned_folder("code") as folder:
+    with temporary_folder("code") as folder:
         ran = run_python(program, folder, bounds, stdin=test.given, then=_after(test, mark))
     if ran.missing and not allow_unconfined:
         raise RuntimeError(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.data.packing import balance_families
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 from mrl.parallel_layout import Coords
 from mrl.rollout.all_to_all import RankMessage, send_messages
@@ -118,7 +118,7 @@ def dispatch_samples(
         routed_experts_P=None if routing is None else dispatch.routed_experts(routing),
         support_R=dispatch.kept_tokens(table["kept_ids"].long().tolist()) if "kept_ids" in table.columns else None,
     )
-    minibatches = _local_rows(rows, groups.coords.dp) if groups.trains else []
+    minibatches = _local_rows(rows, groups.coords.dp) if groups.is_trainer else []
     return StepBatch(batch, minibatches, index_B)
 
 
@@ -140,13 +140,13 @@ class _Dispatch:
     ) -> None:
         self._groups, self._mask_offpolicy = groups, mask_offpolicy
         self._wanted = [[row for minibatch in rows for row in minibatch[dp]] for dp in range(groups.grid.dp)]
-        self.own_rows = self._wanted[groups.coords.dp] if groups.trains else []
+        self.own_rows = self._wanted[groups.coords.dp] if groups.is_trainer else []
         self._senders = table["rank"].long().tolist()
         self._responses = table["response_len"].long().tolist()
         self._lens = (table["prompt_len"] + table["response_len"]).long().tolist()
         keys = zip(table["uid"].long().tolist(), table["sample_index"].long().tolist(), strict=True)
         row_of = {key: row for row, key in enumerate(keys)}
-        found = ((row_of.get((one.prompt.uid, one.sample_index)), one) for one in rollouts if groups.leads_replica)
+        found = ((row_of.get((one.prompt.uid, one.sample_index)), one) for one in rollouts if groups.is_replica_leader)
         self._local = {row: rollout for row, rollout in found if row is not None}
 
     def tokens_and_logprobs(self) -> tuple[Tensor, Tensor]:
@@ -179,7 +179,7 @@ class _Dispatch:
             if self._senders[row] != receiver
         ]
         send_messages(messages, self._groups.rank, write, read)
-        receives = self._groups.trains and self._groups.rank == first_ranks[self._groups.coords.dp]
+        receives = self._groups.is_trainer and self._groups.rank == first_ranks[self._groups.coords.dp]
         for row in self.own_rows if receives else []:
             if self._senders[row] == self._groups.rank:
                 tokens[tokens_at[row]] = self._ids(row)
@@ -202,7 +202,7 @@ class _Dispatch:
             sizes: Number of kept ids of each row of the table.
         """
         last = self._groups.grid.pp - 1
-        on_last = self._groups.trains and self._groups.coords.pp == last
+        on_last = self._groups.is_trainer and self._groups.coords.pp == last
         counts_at, ids_at = self._slices(self._responses), self._slices(sizes)
         rows = self.own_rows if on_last else []
         counts_R = torch.empty(sum(self._responses[row] for row in rows), dtype=torch.int32)
@@ -239,10 +239,10 @@ class _Dispatch:
         Raises:
             RuntimeError: A rollout has no routing record.
         """
-        with together():
+        with raise_on_all_ranks():
             records = {row: _record(rollout, routing) for row, rollout in self._local.items()}
         slices = self._slices(self._lens)
-        layers = routing.layers[self._groups.coords.pp] if self._groups.trains else ()
+        layers = routing.layers[self._groups.coords.pp] if self._groups.is_trainer else ()
         count = sum(self._lens[row] for row in self.own_rows)
         routed_P = torch.empty(count, len(layers), routing.top_k, dtype=routing.dtype)
         stages = len(routing.layers)
@@ -282,7 +282,7 @@ class _Dispatch:
     def _broadcast(self, tensor: Tensor, *, over_stages: bool) -> None:
         """Collective over the data-parallel index: broadcasts from its first rank, or from the first of each stage."""
         groups = self._groups
-        if not groups.trains:
+        if not groups.is_trainer:
             return
         coords = groups.coords
         steps = [(groups.cp, replace(coords, cp=0), coords.tp == 0), (groups.tp, replace(coords, tp=0), True)]

@@ -52,7 +52,7 @@ def sample_until_complete(
     Returns:
         Samples of the completed groups on this replica, and the uids of these groups in order of completion.
     """
-    replica = ranks.grid.replica(ranks.rank) if ranks.samples else None
+    replica = ranks.grid.replica(ranks.rank) if ranks.is_sampler else None
     groups = _sorted(groups, buffer, history)
     own = [_work(group, buffer, sampling.n) for group in groups if replica is not None and group.replica == replica]
     waiting = [_work(group, buffer, sampling.n) for group in groups if group.replica is None]
@@ -110,6 +110,6 @@ def _gather_rows(
     rows: Sequence[Sequence[int]], width: int, ranks: ProcessGroups, over: dist.ProcessGroup
 ) -> list[list[int]]:
     """Collective over `over`: concatenates the rows of all replicas, as their first ranks have them."""
-    own = torch.tensor(rows if ranks.leads_replica else [], dtype=torch.int64).reshape(-1, width)
+    own = torch.tensor(rows if ranks.is_replica_leader else [], dtype=torch.int64).reshape(-1, width)
     gathered: list[list[int]] = all_gather_ragged(own, over).tolist()
     return gathered

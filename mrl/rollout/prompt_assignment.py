@@ -101,7 +101,7 @@ def generate(
     All ranks pass the same prompts. Ranks of a replica return the same rollouts, ranks that do not sample return none.
     With `run_episodes` each sample is a multi-turn episode.
     """
-    if not groups.samples:
+    if not groups.is_sampler:
         return []
     own = assign(prompts, groups.grid.num_replicas, sampling.n, history)[groups.grid.replica(groups.rank)]
     if not own:

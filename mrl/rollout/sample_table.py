@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.algorithms.base import Outcomes
-from mrl.distributed.collectives import all_gather_ragged, everyone, together
+from mrl.distributed.collectives import all_gather_ragged, raise_on_all_ranks, world_group
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.observability.metrics import is_correct
@@ -50,10 +50,10 @@ def gather_table(
     Raises:
         RuntimeError: `with_kept_tokens` is set and a rollout lacks the kept ids of some token.
     """
-    own = rollouts if groups.leads_replica else ()
+    own = rollouts if groups.is_replica_leader else ()
     kept: list[list[float]] = [[] for _ in own]
     if with_kept_tokens:
-        with together(over):
+        with raise_on_all_ranks(over):
             kept = [_kept_columns(rollout) for rollout in own]
     rows = [
         [
@@ -84,8 +84,8 @@ def gather_table(
         *(SampleTable.KEPT if with_kept_tokens else ()),
     )
     local = torch.from_numpy(np.array(rows, dtype=np.float64).reshape(len(rows), len(columns)))
-    rewards = gather_turn_rewards(own, over or everyone()) if with_turn_rewards else None
-    return SampleTable(columns, all_gather_ragged(local, over or everyone()), rewards)
+    rewards = gather_turn_rewards(own, over or world_group()) if with_turn_rewards else None
+    return SampleTable(columns, all_gather_ragged(local, over or world_group()), rewards)
 
 
 def _episode_columns(rollout: Rollout) -> tuple[int, int, int, int]:
@@ -113,9 +113,11 @@ def gather_failures(
     missing = len(table) - len(table.scored)
     if not (missing or table["failed"].any()):
         return ""
-    errors = [rollout.reward_error for rollout in (rollouts if groups.leads_replica else ()) if rollout.reward_error]
+    errors = [
+        rollout.reward_error for rollout in (rollouts if groups.is_replica_leader else ()) if rollout.reward_error
+    ]
     own = _to_bytes(errors[:NAMED])
-    lines = bytes(all_gather_ragged(own, over or everyone()).tolist()).splitlines()
+    lines = bytes(all_gather_ragged(own, over or world_group()).tolist()).splitlines()
     named = [json.loads(line) for line in lines[:NAMED]] or ["all reward functions returned None for them"]
     if missing == len(table):
         raise UserError(f"none of the {missing} samples has a score: {named[0]}")
@@ -151,10 +153,10 @@ def gather_reward_facts(
     """Collective over the job: returns the non-empty `reward_facts` of all samples, by (uid, sample index)."""
     own = [
         [rollout.prompt.uid, rollout.sample_index, rollout.reward_facts]
-        for rollout in (rollouts if groups.leads_replica else ())
+        for rollout in (rollouts if groups.is_replica_leader else ())
         if rollout.reward_facts
     ]
-    gathered = all_gather_ragged(_to_bytes(own), everyone())
+    gathered = all_gather_ragged(_to_bytes(own), world_group())
     rows = (json.loads(line) for line in bytes(gathered.tolist()).splitlines())
     return {(uid, sample): facts for uid, sample, facts in rows}
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.checkpoint.formats.hf import load_from_hf
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.actor import Actor
 from mrl.megatron.param_broadcast import first_here, share
@@ -35,7 +35,7 @@ def read_weights(model: TrainableModel, arch: ArchSpec, folder: str, tensors: Ma
         tensors: Tensors to fill: those of the model, or another set of weights with its layout.
     """
     layout, own = model.layout(), first_here(model.chunks)
-    with together():
+    with raise_on_all_ranks():
         load_from_hf(
             folder,
             arch,
@@ -74,7 +74,7 @@ class ActorWeights:
                 self._read(config.model.path, tensors)
             else:
                 layout, deviation = self._policy.layout(), initializer_range(config.model.overrides)
-                with together():
+                with raise_on_all_ranks():
                     random_init(arch, layout, tensors, config.run.seed, deviation)
             self._policy.weights_changed()
 
@@ -105,7 +105,7 @@ class ActorWeights:
             dist.all_gather_object(hosts, socket.gethostname())
             writers = [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
             export_to_hf(folder, self._plan.arch, layouts, tensors, dtype=model.dtype, like=model.path, writers=writers)
-            with together():
+            with raise_on_all_ranks():
                 if self._groups.rank == 0:
                     self._plan.tokenizer.save(folder)
 
@@ -120,7 +120,7 @@ class ActorWeights:
         """
         plan, model = self._plan, self._plan.config.model
         folder, dtype = plan.run.root / "model", plan.config.rollout.dtype or model.dtype
-        with together(self._groups.samplers):
+        with raise_on_all_ranks(self._groups.samplers):
             if self._groups.rank == self._groups.grid.samplers.start:
                 write_model_folder(folder, plan.arch, dtype, plan.tokenizer, like=model.path, further=further)
         return folder

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrl.checkpoint.run_dir.checkpoint import Checkpoints, PendingCheckpoint, ResumePoint
-from mrl.checkpoint.run_dir.manifest import STATE, read_object
+from mrl.checkpoint.run_dir.checkpoint import CheckpointManager, PendingCheckpoint, ResumePoint
+from mrl.checkpoint.run_dir.manifest import STATE_FILE, read_json_object
 from mrl.config.config import CheckpointConfig
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron import checkpoint as megatron_checkpoint
@@ -58,7 +58,7 @@ class Checkpointing:
     def __init__(
         self,
         config: CheckpointConfig,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointManager,
         found: ResumePoint | None,
         *,
         groups: ProcessGroups,
@@ -114,7 +114,7 @@ class Checkpointing:
         self._pending = None
         began = time.monotonic()
         with self._timers.phase("save_checkpoint"):
-            path = self.checkpoints.finish(pending.unfinished)
+            path = self.checkpoints.finish_save(pending.unfinished)
             if self.checkpoints.rank == 0:
                 self._drop_unused_references()
         pending.standing.committed = True
@@ -141,7 +141,7 @@ class Checkpointing:
                 if len(self._savers) > 1:
                     self._models[name].offload()
             groups = self._groups
-            replica = groups.grid.replica(groups.rank) if groups.leads_replica else None
+            replica = groups.grid.replica(groups.rank) if groups.is_replica_leader else None
             first = groups.rank == groups.grid.samplers.start
             inflight_samples.write(folder, standing.samples, replica=replica, first=first)
             started.append(megatron_checkpoint.Writings(each))
@@ -153,7 +153,7 @@ class Checkpointing:
         began = time.monotonic()
         self._log.sync()
         with self._timers.phase("save_checkpoint"):
-            unfinished = self.checkpoints.begin(standing.state["step"], write, standing.state, metric)
+            unfinished = self.checkpoints.begin_save(standing.state["step"], write, standing.state, metric)
         self._pending = _Pending(standing, unfinished, started[0], time.monotonic() - began)
         if beside:
             self._progress.writes_beside()
@@ -177,7 +177,7 @@ class Checkpointing:
         if state["warm_start"] is not None:
             self._log.note(f"resumed from {path}, in the warm start")
             return None
-        with together(), not_of_a_run(path):
+        with raise_on_all_ranks(), not_of_a_run(path):
             record = self._state.restore(state)
             restarted = self._restore_samples(path, state["in_flight"])
         self._progress.standing.samples = self._state.kept_samples()
@@ -192,7 +192,7 @@ class Checkpointing:
         buffer, groups = self._state.in_flight, self._groups
         if state is None:
             return ""
-        replica = groups.grid.replica(groups.rank) if groups.samples else None
+        replica = groups.grid.replica(groups.rank) if groups.is_sampler else None
         num_replicas = groups.grid.num_replicas
         kept = inflight_samples.read(path, replica=replica, num_replicas=num_replicas, prompt_at=self._state.source.at)
         buffer.load_state(state, kept.columns, kept.tables)
@@ -215,7 +215,7 @@ class Checkpointing:
             UserError: There is no such checkpoint.
         """
         if which is None:
-            found = self.checkpoints.newest(mends=False)
+            found = self.checkpoints.find_latest(repair=False)
             if found is None:
                 self._weights.load_initial()
                 return "the initial model"
@@ -236,7 +236,7 @@ class Checkpointing:
         """Loads models and optimizers of a checkpoint whose hashes were verified."""
         with on_trainers(self._groups):
             for name, model in self._models.items():  # empty on ranks that only sample
-                with together():
+                with raise_on_all_ranks():
                     megatron_checkpoint.load(path / name, model)
                 if len(self._models) > 1:
                     model.offload()
@@ -245,7 +245,10 @@ class Checkpointing:
     def _drop_unused_references(self) -> None:
         """Deletes reference folders that no checkpoint uses."""
         try:
-            used = {read_object(self.checkpoints.path(step), STATE)["reference"] for step in self.checkpoints.steps()}
+            used = {
+                read_json_object(self.checkpoints.path(step), STATE_FILE)["reference"]
+                for step in self.checkpoints.steps()
+            }
         except (UserError, KeyError):
             return  # a checkpoint is damaged, so its reference is unknown
         used.add(self._state.reference.record)  # may be newer than all checkpoints

@@ -15,7 +15,7 @@ from mrl.algorithms._critic import ValueObjective
 from mrl.algorithms.base import SumReduce, required
 from mrl.algorithms.functional.distributed_stats import spread_metrics, spread_sums
 from mrl.checkpoint.formats.hf import HfSource
-from mrl.distributed.collectives import reduce, together
+from mrl.distributed.collectives import all_reduce_, raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.actor import Actor
 from mrl.megatron.critic import Critic
@@ -106,8 +106,8 @@ class RunCritic:
             "": returns_R - values_R,
         }
         sums, largest = spread_sums(list(columns.values()), batch.valued_R)
-        reduce(sums, self._groups.dp)
-        reduce(largest, self._groups.dp, dist.ReduceOp.MAX)
+        all_reduce_(sums, self._groups.dp)
+        all_reduce_(largest, self._groups.dp, dist.ReduceOp.MAX)
         found = dict(zip(columns, spread_metrics(sums, largest), strict=True))
         metrics = {
             f"{name}/{what}": getattr(spread, what)
@@ -122,7 +122,7 @@ class RunCritic:
         """Collective over the ranks that train: reads weights; a value head that the folder lacks becomes zero."""
         model, own = self.model, first_here(self.model.chunks)
         tensors = model.named_tensors()
-        with together(), closing(HfSource(folder)) as weights:
+        with raise_on_all_ranks(), closing(HfSource(folder)) as weights:
             weights.check()
             wanted = {
                 name: stored

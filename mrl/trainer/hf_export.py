@@ -20,9 +20,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mrl.checkpoint.formats.hf import assign_files, write_companions
+from mrl.checkpoint.formats.hf import assign_files, write_metadata_files
 from mrl.data.tokenizer import Tokenizer
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.resharding.copy_op import Copy
@@ -67,7 +67,7 @@ def export_to_hf(
     rank = dist.get_rank()
     target = Path(folder)
     partial = target.with_name(target.name + ".partial")
-    with together(), _disk_errors():
+    with raise_on_all_ranks(), _disk_errors():
         if rank == 0:
             _prepare(target, partial)
     files = assign_files(hf_layout(arch, dtype), max_file_bytes)
@@ -83,9 +83,9 @@ def export_to_hf(
         copies_now = [copy for copy in copies if copy.target_name in names_now]
         own = {file: content for file, content in batch.items() if writer_of[file] == rank}
         _write_files(partial, own, copies_now, tensors, bucket_bytes)
-    with together(), _disk_errors():
+    with raise_on_all_ranks(), _disk_errors():
         if rank == 0:
-            write_companions(partial, arch, files, None if like is None else Path(like))
+            write_metadata_files(partial, arch, files, None if like is None else Path(like))
             os.replace(partial, target)
 
 
@@ -97,7 +97,7 @@ def _write_files(
     received = allocate(content)
     dtypes = {name: stored.dtype for name, stored in content.items()}
     Transfer(copies, tensors, dtypes, rank=dist.get_rank(), bucket_bytes=bucket_bytes).run(bind(_write, received))
-    with together(), _disk_errors():
+    with raise_on_all_ranks(), _disk_errors():
         for file in own:
             save_file(received, folder / file, metadata={"format": "pt"})
 
@@ -129,7 +129,7 @@ def write_model_folder(
     with _disk_errors():
         folder.mkdir(parents=True, exist_ok=True)
         files = assign_files(hf_layout(arch, dtype), sys.maxsize)
-        write_companions(folder, arch, files, None if like is None else Path(like), further)
+        write_metadata_files(folder, arch, files, None if like is None else Path(like), further)
         tokenizer.save(folder)
 
 

@@ -111,14 +111,14 @@ class RunProgress:
 
         False while ranks run different work (`apart`), because that work's result is used.
         """
-        return self.stop is not None and self.stop.told and not self._is_apart
+        return self.stop is not None and self.stop.is_requested and not self._is_apart
 
     def ends_sampling(self) -> bool:
         """Returns whether the engine must stop sampling.
 
         While updates run concurrently, partial rollouts are kept, and sampling stops only when the time runs short.
         """
-        return self.abort_requested() or (self._is_apart and self.stop is not None and self.stop.is_short)
+        return self.abort_requested() or (self._is_apart and self.stop is not None and self.stop.is_time_short)
 
     def reached(
         self,
@@ -154,10 +154,10 @@ class RunProgress:
             error.everywhere = True
             raise error
         if standing is None:
-            stop.say(" before there was anything to save")
+            stop.print_reason(" before there was anything to save")
             return
         if is_new:
             commit(standing)
         warm = standing.state["warm_start"]
         where = f"step {standing.state['step']}" if warm is None else f"warm start step {warm['step']}"
-        stop.say(f" after {where}; its checkpoint {'was written' if is_new else 'existed already'}")
+        stop.print_reason(f" after {where}; its checkpoint {'was written' if is_new else 'existed already'}")

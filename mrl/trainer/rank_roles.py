@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
-from mrl.distributed.collectives import from_rank, together
+from mrl.distributed.collectives import broadcast_object, raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 
 T = TypeVar("T")
@@ -24,13 +24,13 @@ def on_trainers(groups: ProcessGroups) -> Iterator[bool]:
     if groups.trainers is None:
         yield True
         return
-    with together(), groups.among_trainers() if groups.trains else nullcontext():
-        yield groups.trains
+    with raise_on_all_ranks(), groups.trainers_as_world() if groups.is_trainer else nullcontext():
+        yield groups.is_trainer
 
 
 def of_samplers(groups: ProcessGroups, value: T) -> T:
     """Collective over the job: returns the value of the first rank that samples; `value` must be plain data."""
     if groups.samplers is None:
         return value
-    found: T = from_rank(groups.grid.samplers.start, value)
+    found: T = broadcast_object(groups.grid.samplers.start, value)
     return found

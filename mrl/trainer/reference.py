@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mrl.config.config import ReferenceConfig
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import raise_on_all_ranks
 
 
 class Reference:
@@ -109,7 +109,7 @@ class Reference:
 
     def _freeze(self, step: int) -> None:
         folder = self._folder / f"reference-{step:08d}"
-        with together():
+        with raise_on_all_ranks():
             if dist.get_rank() == 0:
                 shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed before its next checkpoint
         self._export(folder)

@@ -15,8 +15,8 @@ from pathlib import Path
 from mrl.algorithms import base as algorithms
 from mrl.algorithms.base import PROXIMAL, Algorithm
 from mrl.checkpoint.formats.hf import HfSource
-from mrl.checkpoint.formats.hub import local_models
-from mrl.checkpoint.run_dir.manifest import has_record
+from mrl.checkpoint.formats.hub import resolve_hub_models
+from mrl.checkpoint.run_dir.manifest import has_manifest
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.config.config import AlgorithmConfig, Config, DataConfig, ModelConfig
 from mrl.config.registry import find, names
@@ -139,13 +139,13 @@ def prepare(config: Config, *, resumes: bool = True) -> RunPlan:
     """
     if not isinstance(config, Config):
         raise UserError(f"Got {shown(config)}, expected a Config. Pass the result of `mrl.load_config`.")
-    here = launch.environment()
+    here = launch.get_launcher_env()
     support = engine_support(config.rollout.name)
     if support.sees_own_device_only:
-        launch.see_own_device_only()  # before torch enumerates the devices
+        launch.hide_other_devices()  # before torch enumerates the devices
     device = launch.choose_device(config.run.device)
-    check_switches(config, launch.variables(*SWITCHES))
-    found = check_run(local_models(config, download=True), here.world_size, launcher=here.launcher)
+    check_switches(config, launch.get_env(*SWITCHES))
+    found = check_run(resolve_hub_models(config, download=True), here.world_size, launcher=here.launcher)
     transformer_engine.check(found.config, found.arch, device)
     check_device(found.config, device)
     if found.needs_engine:
@@ -172,7 +172,7 @@ def check_run(
     """
     if launcher is not None:
         engine_support(config.rollout.name).check_launcher(config.rollout, launcher)
-    config = local_models(config)
+    config = resolve_hub_models(config)
     found = resolve(config, world_size)
     _check_engine(config.rollout.name)
     _check_loggers(config, tell)
@@ -192,7 +192,7 @@ def check_run(
         check_is_given(best, evaluation_names(config.rollout.val_kwargs.n, episodes=config.rollout.multi_turn.enable))
     peeked = source.peek(PEEKED_PROMPTS)
     one_worker = replace(config.reward, num_workers=1)
-    with Scorer(one_worker, tokenizer.decode, tokenizer.eos_ids, variables=launch.variables) as scorer:
+    with Scorer(one_worker, tokenizer.decode, tokenizer.eos_ids, variables=launch.get_env) as scorer:
         episodes = config.rollout.multi_turn.enable
         try:
             warnings = _check_training(config, found, tools, scorer, peeked)
@@ -239,7 +239,7 @@ def resolve(config: Config, world_size: int) -> Resolved:
     algorithm = algorithms.build(config.algorithm, config.rollout)
     if not algorithm.supervised and (corrected := corrected_ahead(config)) is not config:
         config, algorithm = corrected, algorithms.build(corrected.algorithm, config.rollout)
-    config = local_models(replace(config, algorithm=algorithm.config))
+    config = resolve_hub_models(replace(config, algorithm=algorithm.config))
     arch, tokenizer = load_model_facts(config)
     validate.check(config, arch, world_size, tokenizer.vocab_size, learns_from=algorithm.learns_from)
     grid = grid_of(config, world_size)
@@ -278,7 +278,7 @@ def _teachers(config: Config, arch: ArchSpec) -> tuple[ArchSpec, ...]:
 
 def load_model_facts(config: Config) -> tuple[ArchSpec, Tokenizer]:
     """Reads the architecture and the tokenizer of the config's model."""
-    model = local_models(config).model
+    model = resolve_hub_models(config).model
     if model.path is not None:
         arch = arch_from_folder(model.path)
         return arch, load_tokenizer(model, config.data, arch.vocab_size)
@@ -296,7 +296,9 @@ def check_run_folder(config: Config) -> None:
     """
     run = RunDir(Path(config.run.output_dir))
     steps = run.committed_steps()
-    if steps or not any(has_record(path) for path in run.checkpoints.glob("step-*")):  # damaged ones are reported later
+    if steps or not any(
+        has_manifest(path) for path in run.checkpoints.glob("step-*")
+    ):  # damaged ones are reported later
         check_resume(config, run, steps[-1] if steps else None)
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mrl.distributed.collectives import all_gather_ragged, everyone, together
+from mrl.distributed.collectives import all_gather_ragged, raise_on_all_ranks, world_group
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron.actor import Actor
@@ -77,15 +77,15 @@ class RunRewardModel:
             Scores of these samples; NaN with an error message for a sample that the model cannot read.
         """
         failed: dict[Key, Outcome] = {}
-        with together():
-            encoded = self._encode(rollouts if self._groups.leads_replica else (), failed)
+        with raise_on_all_ranks():
+            encoded = self._encode(rollouts if self._groups.is_replica_leader else (), failed)
         table = gather_table(encoded, self._groups, ())
         if not len(table):
             return failed
         data = dispatch_samples(encoded, table, self._groups, table.num_prompts, keep_groups=self._shares)
         with on_trainers(self._groups):
             own = self._scores(data)
-        by_row = dict(all_gather_ragged(own, everyone()).tolist())
+        by_row = dict(all_gather_ragged(own, world_group()).tolist())
         keys = zip(table["uid"].long().tolist(), table["sample_index"].long().tolist(), strict=True)
         scores = {key: by_row[row] for row, key in enumerate(keys)}
         return failed | {_key(one): _outcome(scores[_key(one)]) for one in encoded}

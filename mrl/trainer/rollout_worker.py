@@ -13,13 +13,13 @@ from functools import partial
 import torch
 
 from mrl.config.registry import find
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 from mrl.engines._null_engine import NullEngine
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.megatron.actor import Actor
-from mrl.resharding.dtypes import DTYPES, choice_dtype
-from mrl.resharding.fp8 import grids_of
+from mrl.resharding.dtypes import DTYPES, expert_index_dtype
+from mrl.resharding.fp8 import block_grids
 from mrl.resharding.megatron import stage_layers
 from mrl.resharding.weight_sync import WeightSync
 from mrl.rollout.dispatch import StageRoutingFormat
@@ -78,17 +78,19 @@ class RolloutWorker:
             timeout_s=config.run.collective_timeout_s,
             trains_on_logprobs=config.algorithm.rollout_correction.takes_sampled,
         )
-        with together() if groups.grid.has_roles else nullcontext():  # without roles the engine's start is collective
-            if not groups.samples:
+        with (
+            raise_on_all_ranks() if groups.grid.has_roles else nullcontext()
+        ):  # without roles the engine's start is collective
+            if not groups.is_sampler:
                 engine.start_without_engine()
-            self.engine: RolloutEngine = (engine if groups.samples else NullEngine)(spec)
+            self.engine: RolloutEngine = (engine if groups.is_sampler else NullEngine)(spec)
         for note in of_samplers(groups, self.engine.notes):
             tell(note)
         try:
             if self._frees:  # before the actor's weights return to the device
                 self.engine.sleep()
                 self.engine.release()
-            grids = grids_of(plan.arch, rollout.quantization)
+            grids = block_grids(plan.arch, rollout.quantization)
             source = (policy.layout(), policy.named_tensors()) if policy is not None else ({}, {})
             self.refit = WeightSync(*source, self.engine, rollout.checkpoint_engine, grids)
         except Exception:
@@ -101,7 +103,9 @@ class RolloutWorker:
         moe = plan.arch.moe
         if rollout.enable_rollout_routing_replay and moe is not None:
             layers = stage_layers(plan.arch, groups.grid)
-            self.routing = StageRoutingFormat(plan.arch.num_layers, moe.top_k, choice_dtype(moe.num_experts), layers)
+            self.routing = StageRoutingFormat(
+                plan.arch.num_layers, moe.top_k, expert_index_dtype(moe.num_experts), layers
+            )
 
     @contextmanager
     def awake(self) -> Iterator[RolloutEngine]:

@@ -13,11 +13,11 @@ from typing import NoReturn
 import torch
 
 from mrl.checkpoint.formats.hub import check_same_models
-from mrl.checkpoint.run_dir.checkpoint import Checkpoints, ResumePoint
+from mrl.checkpoint.run_dir.checkpoint import CheckpointManager, ResumePoint
 from mrl.checkpoint.run_dir.run_dir import RunDir
-from mrl.checkpoint.run_dir.run_lock import LONGEST_SILENCE_S, take, this_process
+from mrl.checkpoint.run_dir.run_lock import MAX_SILENCE_S, acquire_run_lock, current_owner
 from mrl.distributed import launch
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.distributed.watchdog import abort
 from mrl.distributed.watchdog.signals import FAILED
 from mrl.distributed.watchdog.watchdog import MARGIN_S, SAMPLING_S, Watchdog
@@ -40,7 +40,7 @@ def open_job(plan: RunPlan, *, log: bool = True, trains: bool = True) -> Iterato
     """
     run, timeout_s = plan.config.run, plan.config.run.collective_timeout_s + MARGIN_S
     watchdog = Watchdog(
-        launch.environment(),
+        launch.get_launcher_env(),
         collective_timeout_s=run.collective_timeout_s,
         heartbeat_timeout_s=run.heartbeat_timeout_s,
         device_is_busy=launch.device_is_busy if launch.choose_device(run.device) == "cuda" else None,
@@ -48,10 +48,10 @@ def open_job(plan: RunPlan, *, log: bool = True, trains: bool = True) -> Iterato
         secret=launch.job_token,
     )
     with watchdog:
-        store = launch.private(launch.meet(timeout_s)) if plan.grid.world_size > 1 else None
+        store = launch.job_store(launch.connect_store(timeout_s)) if plan.grid.world_size > 1 else None
         if store is not None:
             watchdog.start(store)
-        device = launch.start(run.device, num_threads=run.num_threads, timeout_s=SAMPLING_S, store=store)
+        device = launch.init_distributed(run.device, num_threads=run.num_threads, timeout_s=SAMPLING_S, store=store)
         failed = True
         try:
             groups = parallel_state.initialize(plan.grid, seed=run.seed, timeout_s=timeout_s, sampling_s=SAMPLING_S)
@@ -62,20 +62,20 @@ def open_job(plan: RunPlan, *, log: bool = True, trains: bool = True) -> Iterato
             ):
                 job = Trainer(plan, groups, device, run_log, checkpoints, found, trains=trains)
                 watchdog.where = lambda: job.timers.where
-                job.sampler.engine.on_forward = watchdog.sampled
+                job.sampler.engine.on_forward = watchdog.record_forward
                 try:
                     with disk_errors():
                         yield job
                 except BaseException as error:
                     if isinstance(error, UserError):
                         error.at = job.timers.where if job.timers.has_begun else ""
-                    watchdog.tell(error)
+                    watchdog.report_error(error)
                     raise
                 finally:
                     job.close()
             failed = False
         except BaseException as error:
-            watchdog.tell(error)  # before the shutdown, because other ranks may be waiting in a collective
+            watchdog.report_error(error)  # before the shutdown, because other ranks may be waiting in a collective
             if plan.grid.world_size == 1 and out_of_memory(error):
                 raise UserError(
                     f"The run does not fit into the memory of this machine: {first_line(error)}. `mrl plan` shows how "
@@ -84,13 +84,13 @@ def open_job(plan: RunPlan, *, log: bool = True, trains: bool = True) -> Iterato
             raise
         finally:
             parallel_state.destroy()
-            launch.stop(in_order=not failed)
+            launch.shutdown_distributed(in_order=not failed)
 
 
 @contextmanager
 def _run_folder(
     plan: RunPlan, rank: int, device: torch.device, watchdog: Watchdog, *, log: bool
-) -> Iterator[tuple[Checkpoints, ResumePoint | None, RunLog]]:
+) -> Iterator[tuple[CheckpointManager, ResumePoint | None, RunLog]]:
     """Collective over the job: locks the run folder, finds the checkpoint to resume from and opens the log.
 
     If the folder is only read (`log` is False), it is not locked.
@@ -98,21 +98,21 @@ def _run_folder(
     config, run, size = plan.config, plan.run, plan.grid.world_size
     if not log:
         with RunLog(config, run, None, rank=-1) as silent:
-            yield Checkpoints(run.checkpoints, config.checkpoint), None, silent
+            yield CheckpointManager(run.checkpoints, config.checkpoint), None, silent
         return
-    with together():
+    with raise_on_all_ranks():
         if rank == 0:
-            run.make()
-    silent_s = min(config.run.heartbeat_timeout_s, LONGEST_SILENCE_S)
-    with take(run.root, this_process(size, silent_s), rank) as owner:
-        owner.keep(silent_s, lambda why: _abort_lost_lock(why, watchdog, run))
+            run.create()
+    silent_s = min(config.run.heartbeat_timeout_s, MAX_SILENCE_S)
+    with acquire_run_lock(run.root, current_owner(size, silent_s), rank) as owner:
+        owner.start_heartbeat(silent_s, lambda why: _abort_lost_lock(why, watchdog, run))
         layers = transformer_engine.described(config, plan.arch, device.type)
         notes = [*owner.notes, layers]
-        checkpoints = Checkpoints(run.checkpoints, config.checkpoint, notes.append, owner.check)
-        found = checkpoints.newest(mends=True)
+        checkpoints = CheckpointManager(run.checkpoints, config.checkpoint, notes.append, owner.check)
+        found = checkpoints.find_latest(repair=True)
         step = found.step if found else None
         notes += found.notes if found else []
-        with together():
+        with raise_on_all_ranks():
             check_resume(config, run, step)
             if rank == 0:
                 facts = {"device": launch.device_name(device), "layers": layers}
@@ -120,7 +120,7 @@ def _run_folder(
                 if changes:
                     notes += ["settings changed since the last start:", *(f"  {change}" for change in changes)]
         with RunLog(config, run, step, rank=rank) as run_log:
-            checkpoints.tell = run_log.note
+            checkpoints.log = run_log.note
             for note in notes:
                 run_log.note(note)
             yield checkpoints, found, run_log
@@ -128,9 +128,9 @@ def _run_folder(
 
 def _abort_lost_lock(why: str, watchdog: Watchdog, run: RunDir) -> NoReturn:
     """Aborts this process from the lock's thread, because another job has taken over the run folder."""
-    watchdog.tell(RuntimeError(why))
-    abort.say(why, lambda: _resume_advice(run))
-    abort.leave(FAILED)
+    watchdog.report_error(RuntimeError(why))
+    abort.print_error(why, lambda: _resume_advice(run))
+    abort.hard_exit(FAILED)
 
 
 def _resume_advice(run: RunDir) -> str:

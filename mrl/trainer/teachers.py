@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mrl.algorithms.base import required
 from mrl.checkpoint.formats.hf import HfSource
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.actor import Actor
 from mrl.megatron.distillation_targets import Comparison
@@ -62,13 +62,13 @@ class RunTeachers:
                 read_weights(teacher.model, teacher.arch, config.model_path, teacher.tensors())
             else:
                 seed, deviation = self._config.run.seed + 1 + index, initializer_range(config.overrides)
-                with together():
+                with raise_on_all_ranks():
                     random_init(teacher.arch, teacher.model.layout(), teacher.tensors(), seed, deviation)
         distilled = self._config.distillation
         if not distilled.distillation_loss.is_sampled:
             weights = []
             for teacher, config in zip(self._teachers, self._configs, strict=True):
-                with together():
+                with raise_on_all_ranks():
                     if self._is_last_stage:
                         weights.append(self._output_weight(teacher, config.model_path))
             rollout, actor = self._config.rollout, self._config.actor

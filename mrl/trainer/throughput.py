@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mrl.distributed import launch
-from mrl.distributed.collectives import from_rank
+from mrl.distributed.collectives import broadcast_object
 from mrl.engines.base import RolloutEngine
 from mrl.observability import metrics as measure
 from mrl.observability.timers import Timers
@@ -53,6 +53,6 @@ class Rates:
         )
         stats = self._engine.stats()
         if grid.has_roles:
-            stats = from_rank(grid.samplers.start, stats)
+            stats = broadcast_object(grid.samplers.start, stats)
         engine = {f"perf/rollout/{name}": value for name, value in stats.items()}
         return timings | rates | engine | self._timers.ledger.metrics()

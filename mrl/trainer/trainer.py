@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.checkpoint.run_dir.checkpoint import Checkpoints, ResumePoint
-from mrl.distributed.collectives import everyone, from_first_rank, from_rank, sum_over
+from mrl.checkpoint.run_dir.checkpoint import CheckpointManager, ResumePoint
+from mrl.distributed.collectives import all_reduce_sum, broadcast_from_rank_0, broadcast_object, world_group
 from mrl.distributed.groups import ProcessGroups
-from mrl.distributed.launch import variables
+from mrl.distributed.launch import get_env
 from mrl.megatron.actor import Actor
 from mrl.observability import data_sources
 from mrl.observability import metrics as measure
@@ -81,7 +81,7 @@ class Trainer:
         groups: ProcessGroups,
         device: torch.device,
         log: RunLog,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointManager,
         found: ResumePoint | None,
         *,
         trains: bool,
@@ -101,7 +101,7 @@ class Trainer:
         self.weights = ActorWeights(plan, self._policy, groups)
         self.reward_model = RunRewardModel.of(plan, groups, device, self._policy)
         self.sampler = RolloutWorker(plan, groups, device, self._policy, self.weights, log.note)
-        self.scorer = _scorer(plan, groups, keeps=trains) if groups.leads_replica else None
+        self.scorer = _scorer(plan, groups, keeps=trains) if groups.is_replica_leader else None
         self.reward_weights, self.timers = part_weights(config.reward), Timers(device, log.phase)
         self.state = TrainingState(
             plan.source,
@@ -166,7 +166,7 @@ class Trainer:
         return self._policy
 
     def _episodes(self, plan: RunPlan) -> Episodes | None:
-        if not (self.config.rollout.multi_turn.enable and self.groups.samples):
+        if not (self.config.rollout.multi_turn.enable and self.groups.is_sampler):
             return None
         stop = self.progress.abort_requested
         return Episodes(self.config.rollout, plan.tokenizer, plan.tools, self.groups.rollout_tp, abort_requested=stop)
@@ -226,7 +226,7 @@ class Trainer:
 
     def _from_rank_0(self, own: list[T]) -> T:
         """Collective over the job: returns this rank's result, or rank 0's where `own` is empty; syncs the version."""
-        first, self.state.policy_version = from_first_rank((own, self.state.policy_version))
+        first, self.state.policy_version = broadcast_from_rank_0((own, self.state.policy_version))
         result: T = (own or first)[0]
         return result
 
@@ -276,7 +276,7 @@ class Trainer:
         """
         samplers = self.groups.samplers
         if samplers is None:
-            sample(everyone())
+            sample(world_group())
             self.sampler.rest()
             return train()
         own: list[T] = []
@@ -293,8 +293,8 @@ class Trainer:
         """Collective over the job: copies buffer metadata, data position and timings to ranks that only train."""
         buffer, source, first = self.state.in_flight, self.state.source, self.groups.grid.samplers.start
         own = (buffer.state_dict(), *buffer.tables(), source.state_dict(), self.timers.metrics())
-        state, columns, tables, position, timings = from_rank(first, own if self.groups.samples else None)
-        if not self.groups.samples:
+        state, columns, tables, position, timings = broadcast_object(first, own if self.groups.is_sampler else None)
+        if not self.groups.is_sampler:
             buffer.load_state(state, columns, tables)
             source.load_state_dict(position)
             self.timers.heard(timings)
@@ -316,7 +316,7 @@ class Trainer:
 
     def sum_over_dp(self, tensor: Tensor) -> Tensor:
         """Collective over data-parallel ranks: returns the elementwise sum, fp64."""
-        return sum_over(tensor.double(), self.groups.dp)
+        return all_reduce_sum(tensor.double(), self.groups.dp)
 
 
 def _scorer(plan: RunPlan, groups: ProcessGroups, *, keeps: bool) -> Scorer:
@@ -324,4 +324,4 @@ def _scorer(plan: RunPlan, groups: ProcessGroups, *, keeps: bool) -> Scorer:
     scores = plan.run.scores / f"replica{groups.grid.replica(groups.rank)}" if keeps else None
     tokenizer = plan.tokenizer
     texts = tokenizer.decode, tokenizer.eos_ids, tokenizer.special_ids
-    return Scorer(plan.config.reward, *texts, variables, scores)
+    return Scorer(plan.config.reward, *texts, get_env, scores)

@@ -6,7 +6,7 @@ from mrl.algorithms import base as algorithms
 from mrl.algorithms.base import Algorithm
 from mrl.config.config import AlgorithmConfig
 from mrl.data.prompts import PromptSource, load_training
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.trainer.learning_rate import warm_start_learning_rate
 from mrl.trainer.rank_roles import on_trainers
 from mrl.trainer.trainer import Trainer
@@ -29,7 +29,7 @@ def begin_warm_start(job: Trainer) -> tuple[Algorithm, PromptSource, int]:
     with on_trainers(job.groups) as here:
         if here:
             job.policy.follow(rate)
-    with together(), not_of_a_run(job.commits.checkpoints.path(0)):
+    with raise_on_all_ranks(), not_of_a_run(job.commits.checkpoints.path(0)):
         source.load_state_dict(saved["source"])
     job.log.warm_start_resumed(saved["step"])
     return sft, source, int(saved["step"])

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from mrl.config.config import RolloutConfig
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.engines._support import engine_support
 from mrl.engines.base import SamplingConfig
 from mrl.models.base import ArchSpec
@@ -149,15 +149,15 @@ def check(
     Raises:
         RuntimeError: The responses of some replica differ by more than rounding; raised on every rank.
     """
-    with together():
+    with raise_on_all_ranks():
         before = answers(generate, arch, rollout)
     refit()
-    with together():
+    with raise_on_all_ranks():
         after = answers(generate, arch, rollout)
     moved = None
     if len(before) == len(after) == NUM_PROMPTS:
         moved = compare(before, after)
-    with together():
+    with raise_on_all_ranks():
         if moved is not None and not moved.within(tolerance_of(device)):
             raise RuntimeError(
                 f"Weight-sync self-test failed: syncing the same weights twice changed the output of "

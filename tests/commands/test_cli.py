@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 
 from mrl import __version__
-from mrl.checkpoint.run_dir.manifest import File, Manifest
-from mrl.checkpoint.run_dir.resume_hint import to_go_on
+from mrl.checkpoint.run_dir.manifest import FileRecord, Manifest
+from mrl.checkpoint.run_dir.resume_hint import resume_hint
 from mrl.commands import cli
 from mrl.config.config import Config, load
 from mrl.errors import UserError
@@ -209,10 +209,10 @@ def test_a_resume_tells_changed_settings_under_a_heading_and_step_0_has_its_own_
 
 def test_the_command_that_goes_on_may_resume_and_names_the_launcher(tmp_path, monkeypatch):
     config = Config(run=replace(Config().run, output_dir=str(tmp_path), resume="never"))
-    assert to_go_on(config, ["train", "a b.yaml"]).endswith("Start again with: mrl train 'a b.yaml'")
+    assert resume_hint(config, ["train", "a b.yaml"]).endswith("Start again with: mrl train 'a b.yaml'")
     commit = tmp_path / "checkpoints" / "step-00000007" / "commit.json"
     commit.parent.mkdir(parents=True)
-    commit.write_bytes(Manifest(7, None, {"state.json": File(0, "0" * 64)}).encode())
+    commit.write_bytes(Manifest(7, None, {"state.json": FileRecord(0, "0" * 64)}).encode())
     launcher = {
         "RANK": 0,
         "WORLD_SIZE": 2,
@@ -223,7 +223,7 @@ def test_the_command_that_goes_on_may_resume_and_names_the_launcher(tmp_path, mo
     }
     for name, value in launcher.items():
         monkeypatch.setenv(name, str(value))
-    told = to_go_on(config, ["train", "a.yaml"])
+    told = resume_hint(config, ["train", "a.yaml"])
     assert told.endswith(
         "of step 7, in " + str(tmp_path) + ". Continue with: the same launcher with -m mrl train a.yaml run.resume=auto"
     )

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.distributed.launcher_env import LauncherEnv
-from mrl.distributed.local_ranks import forks, free_port
+from mrl.distributed.local_ranks import fork_server_context, free_port
 from mrl.distributed.watchdog.watchdog import Watchdog
 from mrl.errors import UserError
 from tests.ranks import PRELOAD
@@ -38,7 +38,7 @@ def be_rank(rank, port, failing, kind, file):
         with Watchdog(environment, **limits, advice=lambda: "advice") as watchdog:
             watchdog.start(store)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=COLLECTIVE)
-            with together():
+            with raise_on_all_ranks():
                 if rank == failing:
                     raise errors[kind]
                 dist.barrier()
@@ -59,7 +59,7 @@ def test_it_ends_all_ranks_with_one_message(failing, kind, status, said, tmp_pat
     port, files = free_port(), [tmp_path / f"rank{rank}.txt" for rank in range(2)]
     began = time.monotonic()
     ranks = [
-        forks(PRELOAD).Process(target=be_rank, args=(rank, port, failing, kind, file))
+        fork_server_context(PRELOAD).Process(target=be_rank, args=(rank, port, failing, kind, file))
         for rank, file in enumerate(files)
     ]
     for each in ranks:

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from mrl.distributed.collectives import (
     all_gather_ragged,
-    raise_together,
+    all_reduce_sum,
+    raise_error_on_all_ranks,
     sum_in_rank_order,
-    sum_over,
 )
 from mrl.errors import UserError
 from tests.ranks import RankError, run_ranks
@@ -46,7 +46,7 @@ def test_all_gather_ragged_gives_what_was_put_in_for_any_numbers_of_rows(ranks):
 
 def _sum_transposed():
     matrix = torch.arange(6.0).view(2, 3).t()  # not contiguous: gloo alone would move the wrong bytes
-    return sum_over(matrix, dist.group.WORLD).tolist(), matrix.tolist()
+    return all_reduce_sum(matrix, dist.group.WORLD).tolist(), matrix.tolist()
 
 
 def test_sum_over_is_right_for_non_contiguous_input_and_leaves_it_alone():
@@ -74,7 +74,7 @@ def _raise(user):
     if rank in (2, 3):
         error = UserError(f"file of rank {rank}") if user else KeyError(f"rank {rank}")
     try:
-        raise_together(error)
+        raise_error_on_all_ranks(error)
     except (UserError, RuntimeError) as raised:
         return type(raised).__name__, str(raised), getattr(raised, "everywhere", None)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mrl.distributed.host_list import first_host, hosts_of, tasks_of_node
+from mrl.distributed.host_list import expand_host_list, first_host, num_tasks_on_node
 from mrl.errors import UserError
 
 LISTS = {
@@ -15,15 +15,15 @@ LISTS = {
 
 @pytest.mark.parametrize("text", LISTS)
 def test_a_node_list_is_its_hosts(text):
-    assert hosts_of(text) == LISTS[text]
+    assert expand_host_list(text) == LISTS[text]
     assert first_host(text) == LISTS[text][0]
 
 
 @pytest.mark.parametrize("text", ["", "node[1-", "node[a-b]", "node[3-1]", "a,,b", "a,"])
 def test_what_is_no_node_list_is_refused(text):
     with pytest.raises(UserError, match="Set MASTER_ADDR"):
-        hosts_of(text)
+        expand_host_list(text)
 
 
 def test_tasks_of_each_node():
-    assert [tasks_of_node("4(x2),3,12(x1)", node) for node in range(4)] == [4, 4, 3, 12]
+    assert [num_tasks_on_node("4(x2),3,12(x1)", node) for node in range(4)] == [4, 4, 3, 12]

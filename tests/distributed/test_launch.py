@@ -14,25 +14,25 @@ from tests.ranks import run_ranks
 
 def test_a_job_leaves_the_environment_as_it_was():
     before = dict(os.environ)
-    launch.start("cpu", num_threads=1)
+    launch.init_distributed("cpu", num_threads=1)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo" and dist.is_initialized()
-    launch.stop()
+    launch.shutdown_distributed()
     assert dict(os.environ) == before
 
 
 def test_a_job_keeps_torchs_attention_away_from_cudnn():
     """Of all libraries in the process: cuDNN would build a plan for each new shape."""
     torch.backends.cuda.enable_cudnn_sdp(True)
-    launch.start("cpu", num_threads=1)
-    launch.stop()
+    launch.init_distributed("cpu", num_threads=1)
+    launch.shutdown_distributed()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
 def test_an_interface_that_the_user_chose_stays(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    launch.start("cpu", num_threads=1)
-    launch.stop()
+    launch.init_distributed("cpu", num_threads=1)
+    launch.shutdown_distributed()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
@@ -41,7 +41,7 @@ def started_again(ports, wrong):
     from mrl.megatron import parallel_state
 
     parallel_state.destroy()  # what an earlier test of these ranks left
-    launch.stop()
+    launch.shutdown_distributed()
     os.environ["MASTER_PORT"] = str(ports[0])
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, files[1]))
@@ -54,16 +54,16 @@ def started_again(ports, wrong):
 
     dist.all_reduce = look
     try:
-        launch.start("cpu", num_threads=1)
+        launch.init_distributed("cpu", num_threads=1)
         return seen, resource.getrlimit(resource.RLIMIT_NOFILE) == (files[1], files[1])
     except ClusterError as error:
         return str(error)
     finally:
         dist.all_reduce = add
-        launch.stop()
+        launch.shutdown_distributed()
         resource.setrlimit(resource.RLIMIT_NOFILE, files)
         os.environ["MASTER_PORT"] = str(ports[1])
-        launch.start("cpu", num_threads=1)
+        launch.init_distributed("cpu", num_threads=1)
 
 
 def test_all_ranks_take_part_in_the_first_exchange_of_a_job_and_may_open_many_files():

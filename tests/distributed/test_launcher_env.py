@@ -5,7 +5,7 @@ The dictionaries are what OpenMPI 4.1.4, MPICH 5.0.2, SLURM 22.05 and torch 2.13
 
 import pytest
 
-from mrl.distributed.launcher_env import FIRST_PORT, NUM_PORTS, LauncherEnv, device_index, read
+from mrl.distributed.launcher_env import FIRST_PORT, NUM_PORTS, LauncherEnv, device_index, read_launcher_env
 from mrl.errors import UserError
 
 TORCHRUN = {
@@ -67,15 +67,15 @@ OF_STEP = {"launcher": "srun", "address": "node1", "port": FIRST_PORT + 12351 % 
     ],
 )  # fmt: skip
 def test_a_launchers_variables(variables, expected):
-    assert read(variables) == expected
+    assert read_launcher_env(variables) == expected
 
 
 def test_ranks_set_by_hand_in_a_step_must_be_its_own():
     by_hand = STEP | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     by_hand |= {"MASTER_ADDR": "node1", "MASTER_PORT": "29400"}
-    assert read(by_hand).launcher == "torchrun"
+    assert read_launcher_env(by_hand).launcher == "torchrun"
     with pytest.raises(UserError, match="RANK=2 SLURM_PROCID=3 WORLD_SIZE=4 SLURM_STEP_NUM_TASKS=4.* Unset RANK"):
-        read(by_hand | {"RANK": "2"})
+        read_launcher_env(by_hand | {"RANK": "2"})
 
 
 @pytest.mark.parametrize(
@@ -104,11 +104,11 @@ def test_ranks_set_by_hand_in_a_step_must_be_its_own():
 )  # fmt: skip
 def test_variables_that_do_not_fit_are_named_with_what_to_do(variables, said):
     with pytest.raises(UserError, match=said):
-        read(variables)
+        read_launcher_env(variables)
 
 
 def test_two_steps_of_a_job_meet_at_two_ports():
-    assert read(STEP).port != read(STEP | {"SLURM_STEP_ID": "7"}).port
+    assert read_launcher_env(STEP).port != read_launcher_env(STEP | {"SLURM_STEP_ID": "7"}).port
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from mrl.distributed import local_ranks
-from mrl.distributed.launch import environment
+from mrl.distributed.launch import get_launcher_env
 from mrl.distributed.local_ranks import PORTS, RankError, free_port, run_ranks
 from mrl.errors import UserError
 from tests.ranks import PRELOAD
@@ -30,14 +30,14 @@ def run(function, folder, *arguments, size=3, time_limit_s=LIMIT_S):
 
 
 def note(folder):
-    here = environment()
+    here = get_launcher_env()
     (folder / str(here.rank)).write_text(f"{here.world_size} {here.launcher} {os.getpid()}")
     sys.stdout.write(f"hello from {here.rank}\n")
 
 
 def misbehave(folder, how):
     note(folder)
-    if environment().rank == 1:
+    if get_launcher_env().rank == 1:
         if how == "mistake":
             error = UserError("rollout.n is odd")
             error.at = "step 3, gen"
@@ -61,7 +61,7 @@ def test_each_rank_knows_its_place_and_has_its_own_log(tmp_path):
     assert [(tmp_path / "logs" / f"rank{rank}.log").read_text() for rank in range(3)] == [
         f"hello from {rank}\n" for rank in range(3)
     ]
-    assert ran.seconds < LIMIT_S and environment().launcher == "none"
+    assert ran.seconds < LIMIT_S and get_launcher_env().launcher == "none"
     assert not any(psutil.pid_exists(pid) for pid in ranks_of(tmp_path))
 
 
@@ -76,7 +76,7 @@ def test_each_rank_knows_its_place_and_has_its_own_log(tmp_path):
 def test_one_rank_that_fails_ends_all_with_its_message(tmp_path, how, said):
     with pytest.raises(RankError, match=said) as failed:
         run(misbehave, tmp_path, how)
-    assert failed.value.rank == 1 and failed.value.is_mistake is (how == "mistake")
+    assert failed.value.rank == 1 and failed.value.is_user_error is (how == "mistake")
     assert failed.value.at == ("step 3, gen" if how == "mistake" else "")
     assert how == "death" or failed.value.frames[-1] == ("test_local_ranks.py", "misbehave")
     assert not any(psutil.pid_exists(pid) for pid in ranks_of(tmp_path))

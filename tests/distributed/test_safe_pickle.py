@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from mrl.distributed.safe_pickle import DataOnly, NotDataError, OtherError
+from mrl.distributed.safe_pickle import RemoteError, SafeUnpickler, UnsafePickleError
 from mrl.distributed.watchdog.watchdog import Watchdog
 from mrl.errors import UserError
 from mrl.types import Prompt
@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 
 
 def through(value):
-    return DataOnly(io.BytesIO(pickle.dumps(value))).load()
+    return SafeUnpickler(io.BytesIO(pickle.dumps(value))).load()
 
 
 class Payload:
@@ -54,7 +54,7 @@ def test_a_member_of_an_enumeration_arrives_by_name_and_no_other_attribute_does(
     """As Python 3.11.0 to 3.11.3 pickle it."""
     assert through(Payload(getattr, WriteItemType, "TENSOR")) is WriteItemType.TENSOR
     for owner, name in ((WriteItemType, "mro"), (WriteItemType, "__class__"), (UserError, "mro"), (Path("/"), "rmdir")):
-        with pytest.raises(NotDataError, match="getattr"):
+        with pytest.raises(UnsafePickleError, match="getattr"):
             through(Payload(getattr, owner, name))
 
 
@@ -68,7 +68,7 @@ def test_exceptions_arrive_and_no_foreign_class_is_called():
         told = through((error, traceback.extract_stack()))[0]
         assert type(told) is type(error) and told.args == error.args
     told = through(subprocess.CalledProcessError(3, "rm"))
-    assert isinstance(told, OtherError) and str(told) == "CalledProcessError: 3, rm"
+    assert isinstance(told, RemoteError) and str(told) == "CalledProcessError: 3, rm"
     assert str(through(told)) == str(told)
 
 
@@ -84,8 +84,8 @@ def test_exceptions_arrive_and_no_foreign_class_is_called():
 def test_nothing_else_is_built_or_called(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = pickle.dumps(Payload(*call)) if call[0] is not getattr else b"cposix\nsystem\n(S'touch harm'\ntR."
-    with pytest.raises(NotDataError, match="which is not data"):
-        DataOnly(io.BytesIO(data)).load()
+    with pytest.raises(UnsafePickleError, match="which is not data"):
+        SafeUnpickler(io.BytesIO(data)).load()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -95,7 +95,7 @@ def test_a_tensor_that_hides_a_pickle_is_refused(tmp_path):
     torch.save(Payload(os.mkdir, str(tmp_path / "harm")), inner)
     data = pickle.dumps(Payload(torch.storage._load_from_bytes, inner.getvalue()))
     with pytest.raises(pickle.UnpicklingError):
-        DataOnly(io.BytesIO(data)).load()
+        SafeUnpickler(io.BytesIO(data)).load()
     assert not (tmp_path / "harm").exists()
 
 
@@ -109,7 +109,7 @@ def gather(mark):
     ):
         try:
             collective()
-        except NotDataError as error:
+        except UnsafePickleError as error:
             told.append(str(error))
     return told
 

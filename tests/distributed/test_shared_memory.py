@@ -15,31 +15,31 @@ def refuses(descriptor, offset, size):
 
 
 def test_two_who_share_a_buffer_see_the_same_bytes_and_nobody_finds_it_afterwards():
-    buffer, offer = shared_memory.create(5000)
+    buffer, offer = shared_memory.create_buffer(5000)
     other = shared_memory.attach(offer)
-    offer.withdraw()
+    offer.close()
     assert shared_memory.attach(offer) is None
     buffer[4321] = 7
     assert other[4321] == 7
 
 
 def test_a_buffer_that_is_not_shared_is_not_found(monkeypatch):
-    assert shared_memory.attach(shared_memory.create(100, share=False)[1]) is None
+    assert shared_memory.attach(shared_memory.create_buffer(100, share=False)[1]) is None
     monkeypatch.setattr(os, "posix_fallocate", refuses)
-    buffer, offer = shared_memory.create(100)
+    buffer, offer = shared_memory.create_buffer(100)
     assert buffer.numel() == 100
     assert shared_memory.attach(offer) is None
 
 
 def test_another_file_of_the_same_number_is_not_taken_for_a_buffer(tmp_path):
-    _, offer = shared_memory.create(100)
+    _, offer = shared_memory.create_buffer(100)
     with (tmp_path / "x").open("wb+") as file:
         file.write(bytes(100))
         assert shared_memory.attach(replace(offer, file=file.fileno())) is None
     assert shared_memory.attach(replace(offer, process=1 << 22)) is None
     assert shared_memory.attach(replace(offer, size=1 << 40)) is None, "larger than it is"
     assert shared_memory.attach(offer) is not None
-    offer.withdraw()
+    offer.close()
 
 
 def tensors_with_views():
@@ -54,7 +54,7 @@ def test_tensors_keep_their_values_and_what_they_have_in_common():
     tensors = tensors_with_views()
     before = [tensor.detach().clone() for tensor in tensors]
     strides = [tensor.stride() for tensor in tensors]
-    assert shared_memory.place_of(tensors[0]) is None
+    assert shared_memory.shared_location(tensors[0]) is None
     assert shared_memory.share(tensors)
     assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
     assert [tensor.stride() for tensor in tensors] == strides
@@ -66,7 +66,7 @@ def test_tensors_keep_their_values_and_what_they_have_in_common():
 def test_others_find_them_by_their_place_until_the_last_is_gone():
     tensors = tensors_with_views()
     shared_memory.share(tensors)
-    offer, first = shared_memory.place_of(tensors[2])
+    offer, first = shared_memory.shared_location(tensors[2])
     other = shared_memory.attach(offer)
     tensors[2][1, 1] = 7.5
     at = first + 4 * (19 + 1)

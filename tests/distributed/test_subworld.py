@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from mrl.distributed.subworld import group_among
+from mrl.distributed.subworld import new_subgroup
 from tests.ranks import run_ranks
 
 
@@ -11,7 +11,7 @@ def sums(ranks):
     """Of this rank's number, in groups of the same ranks that are made one after the other and destroyed."""
     found = []
     for count in range(3):
-        group = group_among(ranks, f"test-{ranks}-{count}", backend="gloo")
+        group = new_subgroup(ranks, f"test-{ranks}-{count}", backend="gloo")
         if dist.get_rank() not in ranks:
             assert group is None
             continue

@@ -81,7 +81,7 @@ def test_a_strangers_state_is_passed_over_and_then_overwritten(secret, stores, t
     backend.set_state(pickle.dumps(state_of(4)))
     (key,) = stores[1].list_keys()
     payload = pickle.dumps(Payload(str(tmp_path / "harm")))
-    for written in (payload, b"", b"garbage", job_secret.seal("another", "rendezvous", encode(state_of(9))), None):
+    for written in (payload, b"", b"garbage", job_secret.sign_data("another", "rendezvous", encode(state_of(9))), None):
         if written is None:
             stores[1].delete_key(key)
         else:

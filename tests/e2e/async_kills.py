@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mrl.distributed.local_ranks import forks
+from mrl.distributed.local_ranks import fork_server_context
 from tests.e2e import runs
 from tests.ranks import PRELOAD
 
@@ -57,7 +57,7 @@ def killed_run(folder, kill_at, answer=None):
 
 def killed(folder, kill_at):
     """Whether the run ended by the kill."""
-    process = forks(PRELOAD).Process(target=killed_run, args=(folder, kill_at))
+    process = fork_server_context(PRELOAD).Process(target=killed_run, args=(folder, kill_at))
     process.start()
     process.join(JOIN_S)
     return process.exitcode == -signal.SIGKILL
@@ -65,8 +65,8 @@ def killed(folder, kill_at):
 
 def count_moments(folder):
     """Of a whole run."""
-    ours, theirs = forks(PRELOAD).Pipe()
-    process = forks(PRELOAD).Process(target=killed_run, args=(folder, 0, theirs))
+    ours, theirs = fork_server_context(PRELOAD).Pipe()
+    process = fork_server_context(PRELOAD).Process(target=killed_run, args=(folder, 0, theirs))
     process.start()
     count = ours.recv()
     process.join(JOIN_S)

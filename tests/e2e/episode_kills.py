@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from mrl.distributed.local_ranks import forks, free_port
+from mrl.distributed.local_ranks import fork_server_context, free_port
 from tests.e2e import runs
 from tests.ranks import PRELOAD
 
@@ -110,7 +110,7 @@ def start(folder, arguments, ranks, kill_at=0):
         AssertionError: A rank failed, or workers outlived theirs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    port, context = free_port(), forks(PRELOAD)
+    port, context = free_port(), fork_server_context(PRELOAD)
     processes = [
         context.Process(target=_rank, args=(folder, arguments, (rank, ranks, port), kill_at)) for rank in range(ranks)
     ]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from mrl.distributed.local_ranks import forks, free_port
+from mrl.distributed.local_ranks import fork_server_context, free_port
 from tests.e2e import runs
 from tests.ranks import PRELOAD
 
@@ -61,7 +61,9 @@ class Job:
             arguments, port = runs.arguments(folder, settings), free_port()
             self._process = None
             self._processes = [
-                forks(PRELOAD).Process(target=_rank, args=(folder, arguments, rank, port, dict(variables)))
+                fork_server_context(PRELOAD).Process(
+                    target=_rank, args=(folder, arguments, rank, port, dict(variables))
+                )
                 for rank in range(RANKS)
             ]
             for process in self._processes:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mrl.distributed.local_ranks import forks, free_port
+from mrl.distributed.local_ranks import fork_server_context, free_port
 from tests import warm
 from tests.ranks import PRELOAD, run_ranks
 
@@ -71,7 +71,9 @@ def train(folder, overrides=(), ranks=1):
 
 def fork(folder, overrides=(), **variables):
     """The process of a run of one rank, as `start` has it, that was spared the imports."""
-    process = forks(PRELOAD).Process(target=_alone, args=(str(folder), arguments(folder, overrides), variables))
+    process = fork_server_context(PRELOAD).Process(
+        target=_alone, args=(str(folder), arguments(folder, overrides), variables)
+    )
     process.start()
     return process
 
@@ -108,13 +110,13 @@ def in_rank(words, ports):
     from mrl.megatron import parallel_state
 
     parallel_state.destroy()  # what an earlier test of these ranks left
-    launch.stop()  # mrl starts the process group itself
+    launch.shutdown_distributed()  # mrl starts the process group itself
     os.environ["MASTER_PORT"] = str(ports[0])
     try:
         return main(words)
     finally:
         os.environ["MASTER_PORT"] = str(ports[1])
-        launch.start("cpu", num_threads=1)
+        launch.init_distributed("cpu", num_threads=1)
 
 
 def metrics(folder):

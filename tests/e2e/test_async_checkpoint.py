@@ -12,10 +12,10 @@ import time
 import pytest
 import torch.distributed as dist
 
-from mrl.checkpoint.run_dir.checkpoint import Checkpoints
-from mrl.checkpoint.run_dir.manifest import committed_steps, read_commit
+from mrl.checkpoint.run_dir.checkpoint import CheckpointManager
+from mrl.checkpoint.run_dir.manifest import committed_steps, read_manifest
 from mrl.config.config import CheckpointConfig
-from mrl.distributed.local_ranks import forks
+from mrl.distributed.local_ranks import fork_server_context
 from mrl.errors import UserError
 from mrl.megatron import checkpoint
 from tests.e2e import async_kills, runs
@@ -43,7 +43,7 @@ def whole(tmp_path_factory):
 
 def hashes(folder):
     commits = folder / "run" / "checkpoints"
-    return {path.name: read_commit(path).step for path in sorted(commits.glob("step-*"))}
+    return {path.name: read_manifest(path).step for path in sorted(commits.glob("step-*"))}
 
 
 def test_the_numbers_are_those_of_a_run_that_waits(whole, tmp_path):
@@ -145,7 +145,7 @@ def test_a_run_that_is_told_to_end_while_it_writes_goes_on_identically(
 ):
     folder, _ = whole
     before = 1 + next(index for index, row in enumerate(runs.metrics(folder)) if row["step"] == 0)  # warm start
-    process = forks(PRELOAD).Process(target=told_while_written, args=(tmp_path, number, before + steps))
+    process = fork_server_context(PRELOAD).Process(target=told_while_written, args=(tmp_path, number, before + steps))
     process.start()
     process.join(END_S)
     output = (tmp_path / "output.txt").read_text()
@@ -178,19 +178,19 @@ def refused_beside(folder):
     """What a rank hears of a commit of which rank 1 cannot write a file."""
     policy = make_policy(ARCHS["qwen2"], LAYOUTS["dp2"])
     policy.start_optimizer(RATE)
-    saver, commits = checkpoint.Saver(policy), Checkpoints(folder, CheckpointConfig())
+    saver, commits = checkpoint.Saver(policy), CheckpointManager(folder, CheckpointConfig())
 
     def begin(step):
-        return commits.begin(step, lambda path: saver.begin(path / "actor", beside=True), {"step": step})
+        return commits.begin_save(step, lambda path: saver.begin(path / "actor", beside=True), {"step": step})
 
-    commits.finish(begin(1))
+    commits.finish_save(begin(1))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
     try:
         unfinished = begin(2)
         train(policy, 1)
-        commits.finish(unfinished)
+        commits.finish_save(unfinished)
     except UserError as error:
         return str(error)
     finally:

@@ -73,11 +73,11 @@ def evaluated(folder):
     from mrl.train import evaluate
 
     parallel_state.destroy()
-    launch.stop()
+    launch.shutdown_distributed()
     try:
         return evaluate(load(f"{folder}/config-given.yaml", [f"run.output_dir={folder}/run", *STEPS]))
     finally:
-        launch.start("cpu", num_threads=1)
+        launch.init_distributed("cpu", num_threads=1)
 
 
 def test_an_evaluation_needs_no_critic(uninterrupted):

@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors.torch import save_file
 
-from mrl.checkpoint.formats.hf import SINGLE, write_companions
+from mrl.checkpoint.formats.hf import SINGLE, write_metadata_files
 from mrl.commands.cli import main
 from mrl.data.tokenizer import CharTokenizer
 from mrl.models.presets import arch_from_preset
@@ -40,7 +40,7 @@ def write_teacher(folder, preset, seed, characters=CHARACTERS, **overrides):
     random_init(arch, layout, tensors, seed)
     folder.mkdir()
     save_file({name: tensor * 5 for name, tensor in tensors.items()}, folder / SINGLE, metadata={"format": "pt"})
-    write_companions(folder, arch, {SINGLE: layout}, None)
+    write_metadata_files(folder, arch, {SINGLE: layout}, None)
     CharTokenizer(characters).save(folder)
 
 

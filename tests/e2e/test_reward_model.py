@@ -87,11 +87,11 @@ def evaluated(folder, overrides):
     from mrl.train import evaluate
 
     parallel_state.destroy()
-    launch.stop()
+    launch.shutdown_distributed()
     try:
         return evaluate(load(f"{folder}/config-given.yaml", [f"run.output_dir={folder}/run", *overrides]))
     finally:
-        launch.start("cpu", num_threads=1)
+        launch.init_distributed("cpu", num_threads=1)
 
 
 def test_an_evaluation_rewards_with_it(uninterrupted, overrides):

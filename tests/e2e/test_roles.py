@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from mrl.commands.plan import dryrun
-from mrl.commands.serve.serve import Listen, serve
+from mrl.commands.serve.serve import ListenOptions, serve
 from mrl.config.config import load
 from mrl.errors import UserError
 from mrl.trainer.resolve import check_run
@@ -154,7 +154,7 @@ def config_of(tmp_path, *overrides):
 def test_what_has_no_place_for_ranks_of_their_own_refuses_them(tmp_path):
     config = config_of(tmp_path, f"{OWN}=1")
     with pytest.raises(UserError, match=r"rollout.num_ranks=1: rank 0 would have no engine"):
-        serve(config, None, Listen("localhost", 0, None, ""), print)
+        serve(config, None, ListenOptions("localhost", 0, None, ""), print)
     with pytest.raises(UserError, match="the algorithm does not sample"):
         sft = ("~algorithm", "algorithm.name=sft", "train.minibatch_size=null")
         check_run(config_of(tmp_path, f"{OWN}=1", *sft), 2)

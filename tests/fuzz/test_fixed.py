@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from mrl.distributed.local_ranks import forks
+from mrl.distributed.local_ranks import fork_server_context
 from tests.fuzz import cases, configs, data_files, values
 from tests.fuzz.campaign import warm_up
 from tests.fuzz.cases import ROWS, Case
@@ -67,7 +67,7 @@ DRAWN = [kind.case(number) for kind in (configs, values, data_files) for number 
 @pytest.fixture(scope="module")
 def outcome_of():
     """`cases.run` in a process of its own: what forks must not hold the threads of earlier tests."""
-    with ProcessPoolExecutor(1, forks(PRELOAD), warm_up) as process:
+    with ProcessPoolExecutor(1, fork_server_context(PRELOAD), warm_up) as process:
         yield lambda case, folder: process.submit(cases.run, case, folder).result()
 
 

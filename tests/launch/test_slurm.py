@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mrl.distributed.host_list import hosts_of
+from mrl.distributed.host_list import expand_host_list
 from tests import warm
 from tests.e2e import runs
 from tests.e2e import told as told_run
@@ -126,4 +126,4 @@ def test_a_cancelled_job_leaves_no_process(cluster, rank, tmp_path):
 
 @pytest.mark.parametrize("text", ["node7", "node[1-3,07-09],login", "rack[1-2]-gpu[01-02]", "10.0.0.[9-11]"])
 def test_scontrol_reads_a_node_list_alike(text, cluster):
-    assert cluster.output("scontrol", "show", "hostnames", text).split() == hosts_of(text)
+    assert cluster.output("scontrol", "show", "hostnames", text).split() == expand_host_list(text)

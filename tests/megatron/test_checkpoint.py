@@ -15,7 +15,7 @@ import torch
 
 from mrl.algorithms.functional.learning_rate import LearningRate
 from mrl.distributed import launch
-from mrl.distributed.local_ranks import forks
+from mrl.distributed.local_ranks import fork_server_context
 from mrl.errors import UserError
 from mrl.megatron import checkpoint
 from tests.megatron.actors import ARCHS, CONSTANT, LAYOUTS, adam_steps, full_weights, make_policy, train
@@ -236,7 +236,7 @@ def test_a_missing_shard_is_a_users_error(copy):
 
 def killed_while_it_writes(folder):
     os.setsid()
-    launch.start("cpu", num_threads=1)
+    launch.init_distributed("cpu", num_threads=1)
     policy = make_policy(ARCHS["qwen2"], LAYOUTS["single"])
     rank = os.getpid()
 
@@ -249,7 +249,7 @@ def killed_while_it_writes(folder):
 
 
 def test_a_rank_that_is_killed_while_it_writes_leaves_no_process(tmp_path):
-    rank = forks(PRELOAD).Process(target=killed_while_it_writes, args=(tmp_path / "actor",))
+    rank = fork_server_context(PRELOAD).Process(target=killed_while_it_writes, args=(tmp_path / "actor",))
     rank.start()
     rank.join(60)
     assert rank.exitcode == -signal.SIGKILL

@@ -14,7 +14,7 @@ from mrl.megatron import checkpoint
 from mrl.models.base import critic_of
 from mrl.models.hf_config import family_of
 from mrl.parallel_layout import Grid
-from mrl.resharding.regions import whole
+from mrl.resharding.regions import full_region
 from tests.megatron.actors import (
     ARCHS,
     CONSTANT,
@@ -147,7 +147,7 @@ def test_a_critic_saved_at_tp2_goes_on_at_pp2_and_is_read_as_what_it_is(tmp_path
         source.check()
         assert source.arch.value_head
         for name, weight in weights.items():
-            assert torch.equal(source.read(name, whole(weight.shape)), weight), name
+            assert torch.equal(source.read(name, full_region(weight.shape)), weight), name
     for found, stepped in run_ranks(2, resumed, tmp_path / "critic", LAYOUTS["pp2"]):
         assert found.keys() == weights.keys() and "score.weight" in found
         assert all(torch.equal(found[name], weight) for name, weight in weights.items())

@@ -99,7 +99,7 @@ def _seen_from_outside(actor):
     policy = make_policy(UNTIED, Grid(2), actor=actor)
     policy.start_optimizer(CONSTANT)
     policy.update(own_part(make_batch(seed=1), policy), algorithm())
-    places = {name: shared_memory.place_of(tensor) for name, tensor in policy.named_tensors().items()}
+    places = {name: shared_memory.shared_location(tensor) for name, tensor in policy.named_tensors().items()}
     if None in places.values():
         return set(places.values())
     seen = {offer: shared_memory.attach(offer) for offer, _ in places.values()}

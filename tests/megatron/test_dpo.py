@@ -7,7 +7,7 @@ from mrl.algorithms.base import build
 from mrl.algorithms.functional.learning_rate import LearningRate
 from mrl.algorithms.functional.logprobs import Distribution
 from mrl.config.config import AlgorithmConfig, DpoConfig, RolloutConfig
-from mrl.distributed.collectives import sum_over
+from mrl.distributed.collectives import all_reduce_sum
 from mrl.parallel_layout import Grid
 from tests.megatron.actors import ARCHS, full_weights, make_batch, make_policy
 from tests.models.rope import both_spellings
@@ -63,7 +63,7 @@ def numbers(grid, budget):
     found = {}
     for config in CONFIGS:
         algorithm = dpo(config)
-        algorithm.weigh(batch, lambda tensor: sum_over(tensor.double(), policy._groups.dp))
+        algorithm.weigh(batch, lambda tensor: all_reduce_sum(tensor.double(), policy._groups.dp))
         found[str(config)] = policy.update(batch, algorithm)
     return found, full_weights(policy)
 

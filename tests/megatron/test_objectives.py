@@ -12,7 +12,7 @@ import torch
 from mrl.algorithms.base import build
 from mrl.algorithms.functional.learning_rate import LearningRate
 from mrl.config.config import AlgorithmConfig, KlCtrlConfig, RolloutConfig, RolloutCorrectionConfig
-from mrl.distributed.collectives import sum_over
+from mrl.distributed.collectives import all_reduce_sum
 from mrl.parallel_layout import Grid
 from mrl.types import RolloutBatch
 from tests.algorithms.ragged import outcomes_of
@@ -76,7 +76,7 @@ def numbers(grid):
     policy = make_policy(ARCH, grid)
     policy.start_optimizer(STILL)
     whole = whole_batch()
-    reduce = lambda tensor: sum_over(tensor.double(), policy._groups.dp)  # noqa: E731
+    reduce = lambda tensor: all_reduce_sum(tensor.double(), policy._groups.dp)  # noqa: E731
     found = {}
     for name, config in OBJECTIVES.items():
         algorithm = build(config, ROLLOUT)

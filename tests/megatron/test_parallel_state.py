@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mrl.distributed.subworld import as_whole_job
+from mrl.distributed.subworld import use_as_world
 from mrl.megatron import parallel_state as parallel
 from mrl.parallel_layout import Coords, Grid
 from tests.ranks import run_ranks
@@ -93,15 +93,15 @@ def roles_of(grid):
     names = ("tp", "cp", "dp", "pp", "rollout_tp")
     named = {name: dist.get_process_group_ranks(getattr(groups, name)) for name in names}
     whole = None
-    if groups.trains:
-        with groups.among_trainers():
+    if groups.is_trainer:
+        with groups.trainers_as_world():
             total = torch.tensor(1)
             dist.all_reduce(total)
             whole = (dist.get_rank(), dist.get_world_size(), int(total))
     total = torch.tensor(1)
     dist.all_reduce(total)
     assert (dist.get_world_size(), int(total)) == (4, 4)
-    return groups.trains, groups.samples, groups.leads_replica, named, whole
+    return groups.is_trainer, groups.is_sampler, groups.is_replica_leader, named, whole
 
 
 def test_ranks_that_only_sample_have_no_part_in_megatron_and_the_others_are_its_whole_world():
@@ -129,7 +129,7 @@ def test_ranks_that_only_sample_have_no_part_in_megatron_and_the_others_are_its_
 def not_first():
     group = dist.new_group([1])
     if dist.get_rank() == 1:
-        with pytest.raises(RuntimeError, match=r"ranks \[1\] are not the first ones"), as_whole_job(group):
+        with pytest.raises(RuntimeError, match=r"ranks \[1\] are not the first ones"), use_as_world(group):
             pass
         assert dist.get_world_size() == 2
         dist.destroy_process_group(group)

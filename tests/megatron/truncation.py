@@ -54,7 +54,7 @@ def sampled(policy: Actor, engine: RolloutEngine, cut: dict) -> tuple[StepBatch,
     rollouts = generate(engine, prompts, sampling, groups, LengthHistory(4.0))
     table = gather_table(rollouts, groups, [], with_kept_tokens=True)
     found: list = [None] * dist.get_world_size()
-    mine = rollouts if groups.leads_replica else []
+    mine = rollouts if groups.is_replica_leader else []
     dist.all_gather_object(found, {(one.prompt.uid, one.sample_index): one.log_kept_mass for one in mine})
     masses = {key: values for part in found for key, values in part.items()}
     mass = torch.tensor([value for key in sorted(masses) for value in masses[key]]).exp()

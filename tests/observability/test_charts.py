@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from mrl.observability.charts import COLOURS, FLAT, MOST_POINTS, Series, line_chart, smooth, stacked_bars
+from mrl.observability.charts import COLOURS, FLAT, MAX_POINTS, Series, line_chart, smooth, stacked_bars
 
 ROUNDING = 1e-9  # running sums of numbers below 1e6 in fp64
 
@@ -74,8 +74,8 @@ def test_a_spike_survives_thinning_and_the_smoothed_line_is_beside_it():
     points[54_321] = (54_321.0, 9.0)
     chart = line_chart("t", [Series("a", points)])
     (raw,), (line,) = drawn(chart, "raw"), drawn(chart, "line")
-    assert (54_321.0, 9.0) in raw and 2 < len(raw) <= MOST_POINTS + 2
-    assert max(y for _, y in line) < 0.01 and len(line) <= MOST_POINTS + 2
+    assert (54_321.0, 9.0) in raw and 2 < len(raw) <= MAX_POINTS + 2
+    assert max(y for _, y in line) < 0.01 and len(line) <= MAX_POINTS + 2
 
 
 def test_values_that_are_not_finite_break_the_line_and_are_marked():

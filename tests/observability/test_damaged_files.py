@@ -82,6 +82,6 @@ def test_a_folder_in_the_place_of_a_file_is_refused_by_its_name(name, run):
 
 def test_a_report_needs_no_config_and_no_facts(run):
     run.config.unlink()
-    run.facts.unlink()
+    run.run_info.unlink()
     assert write_report(run.root).read_bytes()
     assert RunDir(run.root).committed_steps() == []

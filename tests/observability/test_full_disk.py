@@ -5,7 +5,7 @@ from torch.utils.tensorboard.summary import scalar
 
 from mrl.checkpoint.io.atomic_files import replace_file
 from mrl.checkpoint.io.jsonl_log import StepFile, read_rows
-from mrl.checkpoint.run_dir.run_lock import LockFiles, this_process
+from mrl.checkpoint.run_dir.run_lock import LockFiles, current_owner
 from mrl.errors import UserError, disk_errors
 from mrl.observability.loggers.tensorboard import EventFile
 from mrl.observability.report import write_report
@@ -88,12 +88,12 @@ def test_a_line_that_grows_keeps_what_it_was(disk):
 def test_a_folder_on_a_full_disk_is_freed_and_not_taken(disk):
     folder, fill = disk
     claims = LockFiles(folder / "owner")
-    assert claims.add(1, this_process(1, 1.0)) == 1
+    assert claims.add(1, current_owner(1, 1.0)) == 1
     fill()
     claims.free(1)
     assert claims.last().is_free
     with pytest.raises(UserError, match="cannot be locked: .*No space left"):
-        claims.add(2, this_process(1, 1.0))
+        claims.add(2, current_owner(1, 1.0))
     assert claims.last().number == 1 and len(list(claims.folder.iterdir())) == 1
 
 

@@ -11,7 +11,7 @@ import pytest
 from bokeh.resources import Resources
 
 from mrl.algorithms.base import resolve
-from mrl.checkpoint.run_dir.manifest import File, Manifest
+from mrl.checkpoint.run_dir.manifest import FileRecord, Manifest
 from mrl.config.config import AlgorithmConfig
 from mrl.errors import UserError
 from mrl.observability.report import write_report
@@ -112,7 +112,7 @@ def test_the_best_step_without_a_checkpoint_is_told(whole):
     assert "whose checkpoint was not kept" in Page(write_report(whole.root)).words
     commit = whole.checkpoints / "step-00000006" / "commit.json"
     commit.parent.mkdir(parents=True)
-    commit.write_bytes(Manifest(6, None, {"state.json": File(0, "0" * 64)}).encode())
+    commit.write_bytes(Manifest(6, None, {"state.json": FileRecord(0, "0" * 64)}).encode())
     assert "checkpoint was not kept" not in Page(write_report(whole.root)).words
 
 

@@ -88,7 +88,7 @@ def test_of_processes_that_want_the_same_at_once_one_makes_it(tmp_path, monkeypa
 
     def want():
         together.wait(5)
-        found.append(machine.kept("kernels/x.so", make))
+        found.append(machine.cached("kernels/x.so", make))
 
     threads = [threading.Thread(target=want) for _ in range(4)]
     for thread in threads:

@@ -7,9 +7,16 @@ import pytest
 
 from mrl.models.presets import arch_from_preset
 from mrl.parallel_layout import Grid
-from mrl.resharding.dist_checkpoint import Spelling, extra_states, global_tensors, known_keys, rank_shards, spellings
+from mrl.resharding.dist_checkpoint import (
+    KeyFormat,
+    extra_state_keys,
+    global_tensors,
+    key_formats,
+    known_keys,
+    rank_shards,
+)
 from mrl.resharding.layout import StoredTensor
-from mrl.resharding.plan import check_cover
+from mrl.resharding.plan import check_coverage
 from mrl.resharding.regions import intersect
 from tests.resharding.archs import ARCHS, ODD_VOCAB
 
@@ -66,7 +73,7 @@ def test_boxes_are_apart_and_whole(arch, grid):
     held: dict = {}
     for rank in range(grid.world_size):
         for shard in rank_shards(arch, grid, rank, dtype="float32"):
-            check_cover(shard.name, shard.stored)
+            check_coverage(shard.name, shard.stored)
             region = tuple((o, o + s) for o, s in zip(shard.offsets, shard.stored.view, strict=True))
             assert all(intersect(region, other) is None for other in held.setdefault(shard.key, [])), shard.name
             held[shard.key].append(region)
@@ -74,9 +81,9 @@ def test_boxes_are_apart_and_whole(arch, grid):
 
 
 SPELLED = {
-    Spelling.STACKED: "decoder.layers.mlp.experts.experts.linear_fc1.weight",
-    Spelling.PER_LAYER: "decoder.layers.0.mlp.experts.experts.linear_fc1.weight",
-    Spelling.SINGLE: "decoder.layers.0.mlp.experts.experts.0.linear_fc1.weight_w",
+    KeyFormat.STACKED: "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+    KeyFormat.PER_LAYER: "decoder.layers.0.mlp.experts.experts.linear_fc1.weight",
+    KeyFormat.SINGLE: "decoder.layers.0.mlp.experts.experts.0.linear_fc1.weight_w",
 }
 
 
@@ -86,17 +93,17 @@ def test_each_spelling_is_found_by_its_keys(spelling):
     layout = global_tensors(MIXTURE, {SPELLED[spelling]})
     stored = layout[SPELLED[spelling]]
     assert stored.shape[-1] == MIXTURE.hidden_size
-    assert stored.shape[:-2] == {3: (layers, experts), 2: (experts,), 1: ()}[3 - list(Spelling).index(spelling)]
-    assert stored.shape[-2] == moe.intermediate_size * (1 if spelling is Spelling.SINGLE else 2)
-    assert spelling in spellings(MIXTURE, {SPELLED[spelling]})
+    assert stored.shape[:-2] == {3: (layers, experts), 2: (experts,), 1: ()}[3 - list(KeyFormat).index(spelling)]
+    assert stored.shape[-2] == moe.intermediate_size * (1 if spelling is KeyFormat.SINGLE else 2)
+    assert spelling in key_formats(MIXTURE, {SPELLED[spelling]})
     for key, stack in layout.items():
         lead = len(stack.shape) - len(stack.parts[0].piece.dst)
         for place in {part.lead for part in stack.parts}:
             pieces = tuple(part.piece for part in stack.parts if part.lead == place)
-            check_cover(key, StoredTensor(stack.shape[lead:], "float32", pieces))
+            check_coverage(key, StoredTensor(stack.shape[lead:], "float32", pieces))
         assert len({part.lead for part in stack.parts}) == math.prod(stack.shape[:lead])
         for part in stack.parts:
-            assert part.inward(part.outward(part.piece.src)) == part.piece.src
+            assert part.to_hf(part.to_global(part.piece.src)) == part.piece.src
 
 
 def test_a_norm_is_found_under_either_specs_name():
@@ -107,7 +114,7 @@ def test_a_norm_is_found_under_either_specs_name():
 
 def test_every_module_has_an_extra_state():
     """TransformerEngine's norms and core attention ask for one too."""
-    found = set(extra_states(MIXTURE))
+    found = set(extra_state_keys(MIXTURE))
     assert {
         "decoder.final_layernorm._extra_state/shard_0_1",
         "decoder.layers.self_attention.core_attention._extra_state/shard_3_4",

@@ -14,12 +14,12 @@ from mrl.engines.native.engine import NativeEngine
 from mrl.parallel_layout import Grid
 from mrl.resharding import fp8_quantize
 from mrl.resharding.dtypes import allocate
-from mrl.resharding.fp8 import SCALES, grids_of
+from mrl.resharding.fp8 import SCALES, block_grids
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.init import random_init
 from mrl.resharding.megatron import megatron_layout
 from mrl.resharding.native import native_layout
-from mrl.resharding.regions import whole
+from mrl.resharding.regions import full_region
 from mrl.resharding.weight_slice import WeightSlice
 from mrl.resharding.weight_sync import WeightSync
 from mrl.types import Prompt
@@ -56,7 +56,7 @@ def refitted(arch, grid, quantization, dtype="float32", bad=None):
     engine = NativeEngine(
         spec_of(settings(arch, quantization, grid), arch, tp_group=group, dtype=getattr(torch, dtype))
     )
-    refit = WeightSync(layout, sources, engine, CheckpointEngineConfig(1), grids_of(arch, quantization))
+    refit = WeightSync(layout, sources, engine, CheckpointEngineConfig(1), block_grids(arch, quantization))
     return engine, refit(3)
 
 
@@ -65,7 +65,7 @@ def whole_tensors(arch, quantization):
     hf = allocate(hf_layout(arch, "float32"))
     random_init(arch, hf_layout(arch, "float32"), hf, seed=7)
     found = {name: (tensor, tensor) for name, tensor in hf.items()}
-    for name, grid in grids_of(arch, quantization).items():
+    for name, grid in block_grids(arch, quantization).items():
         rows, columns = (
             torch.arange(size, dtype=torch.int32) // each for size, each in zip(grid.shape, grid.block, strict=True)
         )
@@ -128,10 +128,10 @@ def test_a_refit_in_fp8_sends_half_the_bytes_of_the_linear_layers():
     for plain, quantized in run_ranks(4, costs, arch, grid):
         saved = plain["refit/bytes_local"] + plain["refit/bytes_moved"]
         saved -= quantized["refit/bytes_local"] + quantized["refit/bytes_moved"]
-        elements = sum(rows * columns for rows, columns in (grid.shape for grid in grids_of(arch, "fp8").values()))
+        elements = sum(rows * columns for rows, columns in (grid.shape for grid in block_grids(arch, "fp8").values()))
         assert saved == 4 * elements  # a byte of each, on each of four engines
         assert quantized["refit/bytes_moved"] == quantized["refit/bytes_lower_bound"] < plain["refit/bytes_moved"]
-        blocks = sum(grid.counts[0] * grid.counts[1] for grid in grids_of(arch, "fp8").values())
+        blocks = sum(grid.counts[0] * grid.counts[1] for grid in block_grids(arch, "fp8").values())
         assert quantized["refit/bytes_scales"] == 4 * 4 * blocks
         assert "refit/bytes_scales" not in plain
 
@@ -150,7 +150,7 @@ def disagrees(arch, engine_has, refit_has):
     layout = megatron_layout(arch, grid, 0, dtype="float32", te=False)
     engine = NativeEngine(spec_of(settings(arch, engine_has, grid), arch))
     return outcome(
-        lambda: WeightSync(layout, allocate(layout), engine, CheckpointEngineConfig(1), grids_of(arch, refit_has))
+        lambda: WeightSync(layout, allocate(layout), engine, CheckpointEngineConfig(1), block_grids(arch, refit_has))
     )
 
 
@@ -167,7 +167,7 @@ def generates_what_the_meant_weights_give(arch, quantization):
     meant = {name: tensor for name, (_, tensor) in whole_tensors(arch, quantization).items()}
     plain.begin_update()
     plain.update_weights(
-        [WeightSlice(name, whole(tensor.shape), tensor) for name, tensor in filled(plain.layout(), meant).items()]
+        [WeightSlice(name, full_region(tensor.shape), tensor) for name, tensor in filled(plain.layout(), meant).items()]
     )
     plain.finish_update(3)
     prompts, sampling = [Prompt(0, (1, 2, 3), ""), Prompt(1, (4, 5), "")], SamplingConfig(2, 6, seed=1)

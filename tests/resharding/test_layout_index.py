@@ -1,7 +1,7 @@
 """Regions and widths of what layouts hold, by Hugging Face name."""
 
 from mrl.resharding.layout import Piece, StoredTensor
-from mrl.resharding.layout_index import distinct, item_bytes, regions_by_name
+from mrl.resharding.layout_index import distinct_layouts, item_bytes, regions_by_name
 
 UPPER, LOWER = ((0, 2), (0, 3)), ((2, 4), (0, 3))
 
@@ -22,4 +22,4 @@ def test_an_element_is_as_wide_as_where_it_is_stored_narrowest():
 
 def test_layouts_that_ranks_share_come_once():
     shared, other = holds("a", UPPER, dtype="float32"), holds("a", UPPER, dtype="float32")
-    assert [id(layout) for layout in distinct({0: shared, 1: other, 2: shared})] == [id(shared), id(other)]
+    assert [id(layout) for layout in distinct_layouts({0: shared, 1: other, 2: shared})] == [id(shared), id(other)]

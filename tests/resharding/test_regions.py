@@ -6,7 +6,17 @@ import random
 import pytest
 import torch
 
-from mrl.resharding.regions import intersect, slices, split, subtract, translate, union_volume, volume, whole, without
+from mrl.resharding.regions import (
+    full_region,
+    intersect,
+    slices,
+    split,
+    subtract,
+    subtract_intersection,
+    translate,
+    union_volume,
+    volume,
+)
 
 SHAPE = (5, 4, 3)
 
@@ -36,11 +46,11 @@ def test_intersection_holds_what_both_hold():
 
 def test_difference_is_disjoint_and_holds_the_rest():
     for a, b in PAIRS:
-        assert torch.equal(mask(*without(a, b)), mask(a) * (1 - mask(b)))
+        assert torch.equal(mask(*subtract_intersection(a, b)), mask(a) * (1 - mask(b)))
 
 
 def test_subtracting_all_leaves_nothing():
-    assert subtract(whole(SHAPE), whole(SHAPE)) == []
+    assert subtract(full_region(SHAPE), full_region(SHAPE)) == []
 
 
 def test_union_counts_each_element_once():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mrl.errors import UserError
-from mrl.resharding.plan import check_cover
+from mrl.resharding.plan import check_coverage
 from mrl.resharding.trtllm import TrtllmMapping, linear_modules, trtllm_layout
 from tests.checkpoint.formats.trtllm_cases import ARCHS, CASES
 
@@ -14,7 +14,7 @@ def test_each_element_of_each_tensor_is_covered_once():
         if not mapping.use_parallel_embedding:
             for rank in range(mapping.world_size):
                 for tensor, stored in trtllm_layout(ARCHS[name], mapping, rank, "bfloat16").items():
-                    check_cover(tensor, stored)
+                    check_coverage(tensor, stored)
 
 
 def test_the_first_stages_hold_one_layer_more():

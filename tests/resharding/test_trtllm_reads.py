@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.plan import check_cover
-from mrl.resharding.regions import slices, whole
-from mrl.resharding.trtllm_reads import cut_dim, placed, read_layout, reader_of
+from mrl.resharding.plan import check_coverage
+from mrl.resharding.regions import full_region, slices
+from mrl.resharding.trtllm_reads import cut_dim, read_layout, reading_module, to_full_region
 from tests.resharding.archs import counted, filled, small
 
 CASES = {
@@ -25,8 +25,8 @@ def test_ranks_read_every_element_together_and_parts_go_back_where_they_came_fro
     for rank in range(tp):
         layout = read_layout(arch, tp, ep, rank, "float32")
         for name, part in filled(layout, hf).items():
-            check_cover(name, layout[name])
-            for inside, place in placed(layout[name], whole(part.shape)):
+            check_coverage(name, layout[name])
+            for inside, place in to_full_region(layout[name], full_region(part.shape)):
                 seen[name][slices(place)] = part[slices(inside)]
             assert (cut_dim(layout[name], full[name]) is None) == (part.shape == hf[name].shape)
     for name, tensor in hf.items():
@@ -40,7 +40,7 @@ def test_a_part_of_a_part_is_placed():
     part, hf = read_layout(arch, 2, 1, 1, "float32")[name], counted(arch)[name]
     region = ((3, part.shape[0] - 1), (5, 9))  # over all three pieces
     values = filled({name: part}, {name: hf})[name][slices(region)]
-    found = placed(part, region)
+    found = to_full_region(part, region)
     assert len(found) == len(part.pieces) == 3
     for inside, place in found:
         assert torch.equal(hf[slices(place)], values[slices(inside)])
@@ -58,5 +58,5 @@ def test_a_part_of_a_part_is_placed():
     ],
 )
 def test_each_tensor_has_the_module_of_the_weight_mapper(name, path, expert):
-    reader = reader_of(name)
+    reader = reading_module(name)
     assert (reader.path, reader.expert) == (path, expert)

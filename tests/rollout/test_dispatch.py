@@ -14,7 +14,7 @@ def packed(grid_args, count, minibatch_size, routing=None, *, shares=True):
     rollouts = sampled(groups, count)
     table = gather_table(rollouts, groups, ["r"])
     data = dispatch_samples(rollouts, table, groups, minibatch_size, keep_groups=shares, routing=routing)
-    if not groups.trains:
+    if not groups.is_trainer:
         assert (data.minibatches, data.batch.tokens_P.numel(), data.index_B.numel()) == ([], 0, 0)
         return None, []
     if routing is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from acceptance.fixture import Bench
 from acceptance.result import CheckError, Facts
-from mrl.distributed.collectives import from_first_rank
+from mrl.distributed.collectives import broadcast_from_rank_0
 from mrl.engines.trtllm import inspection
 from mrl.resharding.megatron import stage_layers
 from mrl.trainer import weight_sync_check
@@ -58,7 +58,7 @@ def check_weight_syncs(bench: Bench) -> tuple[list[Rollout], Facts]:
 def sample(bench: Bench) -> list[Rollout]:
     """Returns samples under the session's settings, broadcast from rank 0, since the ranks score the same sequences."""
     prompts = bench.job.state.source.next(NUM_PROMPTS)
-    found: list[Rollout] = from_first_rank(bench.generate(prompts, bench.job.sampler.training))
+    found: list[Rollout] = broadcast_from_rank_0(bench.generate(prompts, bench.job.sampler.training))
     return found
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from acceptance.result import Spec
 from mrl.config.config import load
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.engines.base import SamplingConfig
-from mrl.resharding.fp8 import grids_of
+from mrl.resharding.fp8 import block_grids
 from mrl.resharding.init import random_init
 from mrl.resharding.quantizer import Quantizer
 from mrl.resharding.regions import slices
@@ -53,7 +53,7 @@ class Bench:
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         """Samples with the engine awake."""
-        with together(), self.job.sampler.awake() as engine:
+        with raise_on_all_ranks(), self.job.sampler.awake() as engine:
             return engine.generate(prompts, sampling)
 
     def greedy_responses(self) -> list[Rollout]:
@@ -72,15 +72,15 @@ class Bench:
     def rounded_weights(self) -> Iterator[None]:
         """Rounds the actor's weights as `rollout.quantization` does inside the block."""
         job = self.job
-        layout, grids = job.policy.layout(), grids_of(job.arch, job.config.rollout.quantization)
+        layout, grids = job.policy.layout(), block_grids(job.arch, job.config.rollout.quantization)
         with self._restored() as tensors:
             quantizer = Quantizer(layout, tensors, grids, job.device)
-            quantizer.measure()
+            quantizer.compute_scales()
             for name, stored in layout.items():
                 for piece in stored.pieces:
                     if piece.hf_name in grids:
                         values = tensors[name].detach()[slices(piece.dst)]
-                        values.copy_(quantizer.meant(piece.hf_name, piece.src, values))
+                        values.copy_(quantizer.roundtrip(piece.hf_name, piece.src, values))
             yield
 
     @contextmanager

@@ -141,7 +141,7 @@ def device(bench: Commands) -> Facts:
 def attention(bench: Commands) -> Facts:
     """Checks the cost of a new shape in torch's attention as used by actor and engine, and that scores are not kept."""
     device = torch.device(bench.device)
-    launch.choose_attention()
+    launch.disable_cudnn_attention()
     length = ATTENTION_LENGTH[device.type]
     facts: Facts = {}
     for name, make in ATTENTIONS.items():

@@ -31,7 +31,7 @@ def main(file: str) -> None:
     """Runs the session; called by every rank of the job."""
     logging.basicConfig(level=logging.INFO)
     spec = Spec(**json.loads(Path(file).read_text(encoding="utf-8")))
-    speaks = launch.environment().rank == 0
+    speaks = launch.get_launcher_env().rank == 0
 
     def tell(**line: object) -> None:
         if speaks:

@@ -69,7 +69,7 @@ def take_turns(makers: Mapping[str, Maker], repeats: int, device: torch.device, 
     contenders: dict[str, _Contender] = {}
     found = {name: Turns() for name in makers}
     try:
-        with launch.changed_variables(OMP_NUM_THREADS=str(num_threads)):
+        with launch.override_env(OMP_NUM_THREADS=str(num_threads)):
             for name, maker in makers.items():  # one at a time, since they share the cores
                 contenders[name] = _Contender(name, maker, device, num_threads)
                 contenders[name].call()

@@ -102,7 +102,7 @@ def _run(file: Path, ranks: int, folder: Path, time_limit_s: float) -> tuple[str
     except UserError as error:
         return "refused", str(error)
     except RankError as error:
-        return "refused" if error.is_mistake else "failed", str(error)
+        return "refused" if error.is_user_error else "failed", str(error)
     return "done", ""
 
 

@@ -26,7 +26,7 @@ from mrl.models.hf_config import TOKENIZER_FILES, arch_from_folder, family_of, r
 from mrl.resharding.copy_op import ITEM_BYTES, num_bytes
 from mrl.resharding.dtypes import check_tensors
 from mrl.resharding.hf import EMBEDDINGS, HEAD, VALUE_BIAS, VALUE_HEAD, hf_layout
-from mrl.resharding.hf_names import locate, unwrapped
+from mrl.resharding.hf_names import locate_tensors, unwrapped
 from mrl.resharding.layout import Layout, Region
 from mrl.resharding.regions import slices
 
@@ -64,7 +64,7 @@ class HfSource(Source):
             self.arch = critic_of(self.arch)
         shapes = {name: self._open(file).headers[name].shape for name, file in self._file_of.items()}
         try:
-            self._tensors = locate(self.arch, shapes)
+            self._tensors = locate_tensors(self.arch, shapes)
         except UserError as error:
             raise UserError(f"model folder '{folder}': {error}") from error
         names = (*sorted(set(self._file_of.values())), INDEX, "config.json")
@@ -289,7 +289,7 @@ class HfTarget(Target):
 
     def finish(self, folder: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
         """Implements `Target.finish`."""
-        write_companions(folder, self.arch, {file.name: file.layout for file in self.files}, self._like)
+        write_metadata_files(folder, self.arch, {file.name: file.layout for file in self.files}, self._like)
 
     def describe(self) -> dict[str, Any]:
         """Implements `Target.describe`."""
@@ -322,12 +322,12 @@ def assign_files(layout: Layout, max_file_bytes: int) -> dict[str, Layout]:
     return {f"model-{index:05}-of-{len(parts):05}.safetensors": part for index, part in enumerate(parts, 1)}
 
 
-def write_companions(
+def write_metadata_files(
     folder: Path,
     arch: ArchSpec,
     files: Mapping[str, Layout],
     like: Path | None,
-    further: Mapping[str, Any] | None = None,
+    extra_files: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes everything of a folder except weights: the index, copied files, and last config.json.
 
@@ -337,7 +337,7 @@ def write_companions(
         files: Return value of `assign_files`.
         like: Model folder whose tokenizer, generation settings and further config.json keys are copied; None: no
             copies.
-        further: Additional keys of config.json; None: no additional keys.
+        extra_files: Additional keys of config.json; None: no additional keys.
 
     Raises:
         UserError: `like` has no readable config.json.
@@ -362,5 +362,5 @@ def write_companions(
         for stored in content.values():
             dtypes[stored.dtype] += num_bytes(stored)
     dtype = dtypes.most_common(1)[0][0]
-    config |= {"dtype": dtype, "torch_dtype": dtype, **(further or {})}
+    config |= {"dtype": dtype, "torch_dtype": dtype, **(extra_files or {})}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -24,7 +24,7 @@ _WEIGHTS = ("*.safetensors", INDEX)
 _FILES = ("config.json", *TOKENIZER_FILES)
 
 
-def local_models(config: Config, *, download: bool = False) -> Config:
+def resolve_hub_models(config: Config, *, download: bool = False) -> Config:
     """Replaces the hub names in a config by local folders.
 
     Processes of a host that call it concurrently wait for one of them to download, as do hosts that share the cache.
@@ -38,16 +38,17 @@ def local_models(config: Config, *, download: bool = False) -> Config:
         UserError: The cache lacks the model, and `download` is False or the download failed.
     """
     model, reference, critic = config.model, config.reference, config.critic
-    path = local_folder("model.path", model.path, download=download)
-    tokenizer = local_folder("model.tokenizer", model.tokenizer, download=download, weights=False)
+    path = resolve_model_path("model.path", model.path, download=download)
+    tokenizer = resolve_model_path("model.tokenizer", model.tokenizer, download=download, weights=False)
     model = replace(model, path=path, tokenizer=tokenizer)
-    reference = replace(reference, path=local_folder("reference.path", reference.path, download=download))
-    critic = replace(critic, path=local_folder("critic.path", critic.path, download=download))
+    reference = replace(reference, path=resolve_model_path("reference.path", reference.path, download=download))
+    critic = replace(critic, path=resolve_model_path("critic.path", critic.path, download=download))
     scorer = config.reward.model
-    scorer = replace(scorer, path=local_folder("reward.model.path", scorer.path, download=download))
+    scorer = replace(scorer, path=resolve_model_path("reward.model.path", scorer.path, download=download))
     teachers = [
         replace(
-            teacher, model_path=local_folder(f"{TEACHERS}[{index}].model_path", teacher.model_path, download=download)
+            teacher,
+            model_path=resolve_model_path(f"{TEACHERS}[{index}].model_path", teacher.model_path, download=download),
         )
         for index, teacher in enumerate(config.distillation.teacher_models)
     ]
@@ -56,8 +57,8 @@ def local_models(config: Config, *, download: bool = False) -> Config:
     return replace(config, model=model, reference=reference, critic=critic, distillation=distillation, reward=reward)
 
 
-def local_folder(key: str, text: str | None, *, download: bool = False, weights: bool = True) -> str | None:
-    """Returns the local folder of one of the paths of `local_models`; other paths are returned unchanged.
+def resolve_model_path(key: str, text: str | None, *, download: bool = False, weights: bool = True) -> str | None:
+    """Returns the local folder of one of the paths of `resolve_hub_models`; other paths are returned unchanged.
 
     Args:
         key: Config key, for messages.
@@ -86,14 +87,14 @@ def check_same_models(config: Config) -> None:
     """
     import torch
 
-    from mrl.distributed.collectives import all_gather_ragged, everyone
+    from mrl.distributed.collectives import all_gather_ragged, world_group
 
     paths = [config.model.path, config.model.tokenizer, config.reference.path, config.critic.path]
     paths.append(config.reward.model.path)
     paths += [teacher.model_path for teacher in config.distillation.teacher_models]
     folders = [Path(path).name for path in paths if path]
     digest = int.from_bytes(hashlib.sha256("\n".join(folders).encode()).digest()[:7], "big")
-    found = all_gather_ragged(torch.tensor([digest]), everyone()).tolist()
+    found = all_gather_ragged(torch.tensor([digest]), world_group()).tolist()
     other = [rank for rank, value in enumerate(found) if value != found[0]]
     if other:
         error = UserError(

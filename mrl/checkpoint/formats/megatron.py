@@ -41,16 +41,16 @@ from mrl.resharding.dist_checkpoint import (
     EXTRA_STATE,
     Shard,
     StackedPiece,
-    extra_states,
+    extra_state_keys,
     global_tensors,
+    key_formats,
     known_keys,
     rank_shards,
-    spellings,
 )
 from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.layout import Layout, Region
 from mrl.resharding.megatron import OUTPUT, VOCABULARY
-from mrl.resharding.regions import intersect, slices, translate, volume, whole
+from mrl.resharding.regions import full_region, intersect, slices, translate, volume
 
 CONFIG = "config.json"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -138,7 +138,7 @@ class MegatronSource(Source):
         """Implements `Source.copy_into`; copies each box directly to its place."""
         found = 0
         for box in self._boxes(hf_name, region):
-            tensor[slices(translate(box.own, region, whole(tensor.shape)))] = self._read(box)
+            tensor[slices(translate(box.own, region, full_region(tensor.shape)))] = self._read(box)
             found += volume(box.own)
         if found != volume(region):
             raise UserError(f"checkpoint '{self.folder}' lacks a part of '{hf_name}' {list(region)}.")
@@ -149,8 +149,8 @@ class MegatronSource(Source):
             both = intersect(region, part.piece.src)
             if both is not None:
                 tensor = self._tensors[key]
-                for chunk, inside in tensor.chunks_in(part.outward(both)):
-                    yield _Box(chunk, inside, tensor.dtype, part.inward(inside))
+                for chunk, inside in tensor.chunks_in(part.to_global(both)):
+                    yield _Box(chunk, inside, tensor.dtype, part.to_hf(inside))
 
     def _read(self, box: _Box) -> Tensor:
         found = self._files.read(box.chunk, box.inside, box.dtype)
@@ -183,7 +183,7 @@ class MegatronSource(Source):
             "family": self.arch.family,
             "num_layers": self.arch.num_layers,
             "num_bytes": sum(chunk.num_bytes for key in tensors for chunk in self._tensors[key].chunks),
-            "spelling": sorted(spelling.value for spelling in spellings(self.arch, self._tensors.keys())),
+            "spelling": sorted(spelling.value for spelling in key_formats(self.arch, self._tensors.keys())),
             "tensors": tensors,
             "not_read": {"tensors": len(others), "objects": len(self._contents.pickled)},
         }
@@ -215,7 +215,7 @@ class MegatronSource(Source):
                 f"checkpoint '{self.folder}': '{key}' is stored as {tensor.dtype}; expected one of {', '.join(DTYPES)}."
             )
         try:
-            tensor.check_cover()
+            tensor.check_coverage()
         except ValueError as error:
             raise UserError(f"'{self.folder / METADATA}' is invalid: '{key}' {error}.") from error
 
@@ -277,7 +277,7 @@ class MegatronTarget(Target):
         tensors = {key: GlobalTensor(shapes[key], self._dtype, tuple(chunks[key])) for key in shapes}
         config = family_of(self._arch).arch_to_hf(self._arch)
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        write_contents(folder, tensors, empty=extra_states(self._arch), common=_COMMON)
+        write_contents(folder, tensors, empty=extra_state_keys(self._arch), common=_COMMON)
 
     def describe(self) -> dict[str, Any]:
         """Implements `Target.describe`."""

@@ -32,7 +32,7 @@ from mrl.checkpoint.io.atomic_files import write_file
 from mrl.errors import UserError
 from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.layout import Region
-from mrl.resharding.regions import intersect, volume, whole
+from mrl.resharding.regions import full_region, intersect, volume
 
 BACKEND_FILE = "metadata.json"
 COMMON = "common.pt"
@@ -90,20 +90,20 @@ class GlobalTensor:
                 if both is not None:
                     yield chunk, both
 
-    def check_cover(self) -> None:
+    def check_coverage(self) -> None:
         """Checks that the boxes cover the tensor exactly once.
 
         Raises:
             ValueError: A box lies outside the shape, boxes overlap, or elements are missing.
         """
         for chunk in self.chunks:
-            if len(chunk.sizes) != len(self.shape) or intersect(chunk.region, whole(self.shape)) != chunk.region:
+            if len(chunk.sizes) != len(self.shape) or intersect(chunk.region, full_region(self.shape)) != chunk.region:
                 raise ValueError(f"box {list(chunk.region)} is not inside its shape {list(self.shape)}")
         regions = [chunk.region for chunk in self.chunks]
         twice = _find_overlap(regions, 0)
         if twice is not None:
             raise ValueError(f"contains {list(twice)} twice")
-        lacking = volume(whole(self.shape)) - sum(map(volume, regions))
+        lacking = volume(full_region(self.shape)) - sum(map(volume, regions))
         if lacking:
             raise ValueError(f"lacks {lacking} of the elements of its shape {list(self.shape)}")
 

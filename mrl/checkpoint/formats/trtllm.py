@@ -32,7 +32,7 @@ from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.fp8_quantize import dequantize_matrix, quantize_matrices
 from mrl.resharding.hf import EMBEDDINGS
 from mrl.resharding.layout import Layout, Piece, Region, StoredTensor
-from mrl.resharding.regions import intersect, slices, translate, volume, whole, without
+from mrl.resharding.regions import full_region, intersect, slices, subtract_intersection, translate, volume
 from mrl.resharding.trtllm import HEAD, TrtllmMapping, current_name, linear_modules, trtllm_layout
 
 _FP8 = "float8_e4m3fn"
@@ -134,7 +134,7 @@ class TrtllmTarget(Target):
         linear = self._linear[rank]
         for name, stored in layout.items():
             item = ITEM_BYTES[_FP8 if name in linear else stored.dtype]
-            if volume(whole(stored.shape)) * item % _FP8_ALIGNMENT:
+            if volume(full_region(stored.shape)) * item % _FP8_ALIGNMENT:
                 raise UserError(
                     f"'{name}' of shape {list(stored.shape)} on rank {rank} is not a multiple of {_FP8_ALIGNMENT} "
                     "bytes with FP8, whose GEMMs need dimensions that are multiples of 16. Use a smaller tp_size, or "
@@ -248,8 +248,8 @@ class TrtllmSource(Source):
                     return values
                 if found is None:
                     found = torch.empty([stop - start for start, stop in region], dtype=dtype)
-                found[slices(translate(part, region, whole(found.shape)))] = values
-            left = [fresh for rest in left for fresh in without(rest, piece.src)]
+                found[slices(translate(part, region, full_region(found.shape)))] = values
+            left = [fresh for rest in left for fresh in subtract_intersection(rest, piece.src)]
             if not left:
                 break
         if left or found is None:

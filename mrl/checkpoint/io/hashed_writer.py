@@ -171,7 +171,7 @@ class OutputFile:
         return UserError(f"'{self._path}' cannot be written: {error.strerror or error}.")
 
 
-def hash_file(path: str | Path) -> str:
+def xxh3_file(path: str | Path) -> str:
     """Returns the hash of an existing file, equal to `OutputFile.xxh3`; reads the file once.
 
     Raises:

@@ -28,7 +28,7 @@ class StepFile:
     """Appends rows {"step", "phase", **values}; each row is one write to the operating system."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file for appending; call `cut_back` before."""
+        """Opens the file for appending; call `truncate_rows` before."""
         self._path = path
         self._last: Row = {}
         self._last_offset = 0
@@ -70,7 +70,7 @@ class StepFile:
         os.close(self._fd)
 
 
-def cut_back(path: Path, keep: Callable[[Row], bool], *, by_step: bool = True) -> None:
+def truncate_rows(path: Path, keep: Callable[[Row], bool], *, by_step: bool = True) -> None:
     """Keeps the rows for which `keep` is true and drops an unfinished last line; atomic.
 
     Raises:

@@ -6,7 +6,7 @@ nothing that looks finished, and repeating the command continues the work.
 
 Any number of processes may work on one folder, on one host or several. Each claims a part by a file lock, which the
 system releases when the process dies. Records of processes that have ended are not trusted but verified
-(`PartClaim.earlier`): the first process of a session, the one that finds no other alive, moves them aside.
+(`PartClaim.earlier_record`): the first process of a session, the one that finds no other alive, moves them aside.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class PartClaim:
     """A part that this process works on.
 
     Attributes:
-        earlier: Record of the part from an earlier session; None: no record.
+        earlier_record: Record of the part from an earlier session; None: no record.
     """
 
-    earlier: dict[str, Any] | None
+    earlier_record: dict[str, Any] | None
 
 
 class PartialFolder:
@@ -59,7 +59,7 @@ class PartialFolder:
         self.path = self.final.with_name(self.final.name + ".partial")
         self._state = self.path / _STATE
 
-    def finished(self, arguments: Mapping[str, Any]) -> bool:
+    def is_finished(self, arguments: Mapping[str, Any]) -> bool:
         """Returns whether the final folder exists and was made with these arguments; does a pending final rename first.
 
         Raises:
@@ -133,7 +133,7 @@ class PartialFolder:
         """Returns the path where a claimed file is written until it is complete."""
         return self._state / f"{quote(name, safe='')}.{os.getpid()}.writing"
 
-    def place(self, temporary: Path, name: str) -> None:
+    def publish(self, temporary: Path, name: str) -> None:
         """Renames a complete file to its name in the folder."""
         with disk_errors(self.path):
             target = self.path / name

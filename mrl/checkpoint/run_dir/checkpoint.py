@@ -27,21 +27,21 @@ import torch.distributed as dist
 
 from mrl.checkpoint.io.atomic_files import sync_folder, write_file
 from mrl.checkpoint.run_dir.manifest import (
-    RECORD,
-    STATE,
+    MANIFEST_FILE,
+    STATE_FILE,
     DamagedCheckpointError,
-    File,
+    FileRecord,
     Manifest,
     check_files,
     committed_steps,
     folder_name,
-    has_record,
-    read_commit,
-    read_object,
+    has_manifest,
+    read_json_object,
+    read_manifest,
     step_of,
 )
 from mrl.config.config import CheckpointConfig
-from mrl.distributed.collectives import from_first_rank, together
+from mrl.distributed.collectives import broadcast_from_rank_0, raise_on_all_ranks
 from mrl.errors import UserError
 
 LEFTOVERS = (".writing-*", ".replaced-*", ".removed-*")
@@ -72,7 +72,7 @@ class AsyncWrite(Protocol):
     def is_done(self) -> bool:
         """True if this rank's part is written or has failed."""
 
-    def finish(self) -> dict[Path, File]:
+    def finish(self) -> dict[Path, FileRecord]:
         """Collective over the job: waits for the writes, raises their errors, and returns the known hashes."""
 
 
@@ -93,16 +93,16 @@ class PendingCheckpoint:
     writing: AsyncWrite | None
 
 
-class Checkpoints:
+class CheckpointManager:
     """The checkpoints of one run; every rank has one object and all call each method together.
 
     Attributes:
-        tell: Called on rank 0 with a message about each folder that could not be removed.
+        log: Called on rank 0 with a message about each folder that could not be removed.
 
     Args:
         folder: `checkpoints/` of the run folder.
         config: Retention of checkpoints: `keep_last`, `keep_best`.
-        tell: Called on rank 0 with a message about each folder that could not be removed.
+        log: Called on rank 0 with a message about each folder that could not be removed.
         check: Called on rank 0 before a checkpoint is started and before it is renamed; raises if another job has taken
             the run folder.
     """
@@ -111,13 +111,13 @@ class Checkpoints:
         self,
         folder: Path,
         config: CheckpointConfig,
-        tell: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder = folder
         self.config = config
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.tell = tell
+        self.log = log
         self._check = check
         self._reported: set[Path] = set()
 
@@ -132,10 +132,10 @@ class Checkpoints:
     def save(
         self, step: int, write: Callable[[Path], AsyncWrite | None], state: dict[str, Any], metric: float | None = None
     ) -> Path:
-        """Collective over the job: writes a checkpoint synchronously (`begin`, then `finish`)."""
-        return self.finish(self.begin(step, write, state, metric))
+        """Collective over the job: writes a checkpoint synchronously (`begin_save`, then `finish_save`)."""
+        return self.finish_save(self.begin_save(step, write, state, metric))
 
-    def begin(
+    def begin_save(
         self, step: int, write: Callable[[Path], AsyncWrite | None], state: dict[str, Any], metric: float | None = None
     ) -> PendingCheckpoint:
         """Collective over the job: starts a checkpoint with the files that `write` produces, and `state`.
@@ -149,7 +149,7 @@ class Checkpoints:
         Raises:
             UserError: The disk is full or not writable; earlier checkpoints remain.
         """
-        temporary = self.folder / from_first_rank(_aside("writing", step))
+        temporary = self.folder / broadcast_from_rank_0(_hidden_name("writing", step))
         writing: AsyncWrite | None = None
         with self._removed_on_failure(temporary):
             with self._save_errors():
@@ -160,16 +160,16 @@ class Checkpoints:
                 writing = write(temporary)
             with self._save_errors():
                 if self.rank == 0:
-                    write_file(temporary / STATE, json.dumps(state, indent=1).encode())
+                    write_file(temporary / STATE_FILE, json.dumps(state, indent=1).encode())
         return PendingCheckpoint(step, metric, temporary, writing)
 
-    def is_written(self, unfinished: PendingCheckpoint) -> bool:
-        """Collective over the job: returns whether all ranks have written their parts; `finish` then does not wait."""
-        missing = torch.tensor(int(unfinished.writing is not None and not unfinished.writing.is_done))
+    def is_written(self, pending: PendingCheckpoint) -> bool:
+        """Returns whether all ranks have written their parts, so that `finish_save` does not wait; collective."""
+        missing = torch.tensor(int(pending.writing is not None and not pending.writing.is_done))
         dist.all_reduce(missing)
         return not missing
 
-    def finish(self, unfinished: PendingCheckpoint) -> Path:
+    def finish_save(self, unfinished: PendingCheckpoint) -> Path:
         """Collective over the job: waits until everything is written, then commits the checkpoint.
 
         Raises:
@@ -177,7 +177,7 @@ class Checkpoints:
         """
         temporary, final = unfinished.temporary, self.path(unfinished.step)
         with self._removed_on_failure(temporary):
-            written: dict[Path, File] = {}
+            written: dict[Path, FileRecord] = {}
             with self._save_errors():
                 if unfinished.writing is not None:
                     written = unfinished.writing.finish()
@@ -203,23 +203,23 @@ class Checkpoints:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    def newest(self, *, mends: bool) -> ResumePoint | None:
+    def find_latest(self, *, repair: bool) -> ResumePoint | None:
         """Collective over the job: returns the newest intact checkpoint; its notes name newer ones that are damaged.
 
         Args:
-            mends: Repair what a kill left first; only for the job that has the run lock.
+            repair: Repair what a kill left first; only for the job that has the run lock.
 
         Raises:
             UserError: All checkpoints are damaged, or one cannot be read or has another version.
         """
         candidates: list[Path] = []
-        with together():
+        with raise_on_all_ranks():
             if self.rank == 0:
-                if mends:
+                if repair:
                     self._repair()
                 found = [(step, path) for path in self.folder.glob("step-*") if (step := step_of(path)) is not None]
-                candidates = [path for _, path in sorted(found, reverse=True) if has_record(path)]
-        candidates = from_first_rank(candidates)
+                candidates = [path for _, path in sorted(found, reverse=True) if has_manifest(path)]
+        candidates = broadcast_from_rank_0(candidates)
         damaged: list[DamagedCheckpointError] = []
         for path in candidates:
             began = time.monotonic()
@@ -247,21 +247,21 @@ class Checkpoints:
         record: Manifest | None = None
         with self._damage_errors():
             if self.rank == 0:
-                record = read_commit(path)
+                record = read_manifest(path)
                 check_files(path, record)
-        commit: Manifest = from_first_rank(record)
+        commit: Manifest = broadcast_from_rank_0(record)
         with self._damage_errors():
             for name, facts in self._hash_share(path, sorted(commit.files)).items():
                 if facts != commit.files[name]:
                     raise DamagedCheckpointError(path, f"'{name}' has changed since it was written")
         with self._damage_errors():
-            return read_object(path, STATE)
+            return read_json_object(path, STATE_FILE)
 
     @contextmanager
     def _damage_errors(self) -> Iterator[None]:
         """Collective over the job: like `together`, but re-raises a rank's DamagedError as such on all ranks."""
         damage: DamagedCheckpointError | None = None
-        with together():
+        with raise_on_all_ranks():
             try:
                 yield
             except DamagedCheckpointError as error:
@@ -274,31 +274,31 @@ class Checkpoints:
             if each is not None:
                 raise each
 
-    def _hash_share(self, folder: Path, names: list[str]) -> dict[str, File]:
+    def _hash_share(self, folder: Path, names: list[str]) -> dict[str, FileRecord]:
         """Hashes this rank's share of the files."""
-        return {name: hash_file(folder / name) for name in names[self.rank :: self.world_size]}
+        return {name: sha256_file(folder / name) for name in names[self.rank :: self.world_size]}
 
-    def _gather(self, mine: dict[str, File]) -> dict[str, File]:
+    def _gather(self, mine: dict[str, FileRecord]) -> dict[str, FileRecord]:
         """Collective over the job: merges the dicts of all ranks."""
-        parts: list[dict[str, File]] = [{} for _ in range(self.world_size)]
+        parts: list[dict[str, FileRecord]] = [{} for _ in range(self.world_size)]
         dist.all_gather_object(parts, mine)
         return {name: facts for part in parts for name, facts in part.items()}
 
-    def _commit(self, temporary: Path, final: Path, commit: Manifest) -> None:
+    def _commit(self, temporary: Path, final: Path, manifest: Manifest) -> None:
         """Writes the manifest and renames the folder; an existing one is renamed aside, and restored after a kill."""
-        write_file(temporary / RECORD, commit.encode())
+        write_file(temporary / MANIFEST_FILE, manifest.encode())
         for folder in {temporary, *(path for path in temporary.rglob("*") if path.is_dir())}:
             sync_folder(folder)
         self._check()
         if final.exists():
-            final.rename(self.folder / _aside("replaced", commit.step))
+            final.rename(self.folder / _hidden_name("replaced", manifest.step))
         temporary.rename(final)
         sync_folder(self.folder)
 
     def _repair(self) -> None:
         """Restores folders that a kill left aside, and removes partially written or removed ones."""
-        aside = [path for path in self.folder.glob(".replaced-*") if (path / RECORD).is_file()]
-        for path in sorted(aside, key=lambda path: (path / RECORD).stat().st_mtime_ns):
+        aside = [path for path in self.folder.glob(".replaced-*") if (path / MANIFEST_FILE).is_file()]
+        for path in sorted(aside, key=lambda path: (path / MANIFEST_FILE).stat().st_mtime_ns):
             final = self.folder / f"step-{path.name.split('-')[1]}"
             if step_of(final) is not None and not final.exists():
                 path.rename(final)
@@ -312,12 +312,14 @@ class Checkpoints:
         steps = self.steps()
         keep = set(steps[-self.config.keep_last :])
         if self.config.keep_best:
-            metrics = {step: read_commit(self.path(step)).metric for step in steps}
+            metrics = {step: read_manifest(self.path(step)).metric for step in steps}
             ranked = [(metric, step) for step, metric in metrics.items() if metric is not None]
             keep |= {step for _, step in sorted(ranked, reverse=True)[: self.config.keep_best]}
         for step in sorted(set(steps) - keep):
             with self._report_if_not_removed(self.path(step)):
-                self.path(step).rename(self.folder / _aside("removed", step))  # must not look complete while removed
+                self.path(step).rename(
+                    self.folder / _hidden_name("removed", step)
+                )  # must not look complete while removed
         sync_folder(self.folder)
         self._remove_leftovers()
 
@@ -336,13 +338,13 @@ class Checkpoints:
             yield
         except OSError as error:
             if path not in self._reported:
-                self.tell(f"'{path}' cannot be removed ({error.strerror}) and still takes space")
+                self.log(f"'{path}' cannot be removed ({error.strerror}) and still takes space")
             self._reported.add(path)
 
     @contextmanager
     def _save_errors(self) -> Iterator[None]:
         """Collective over the job: raises an error of any rank on all ranks, with advice on disk errors."""
-        with together():
+        with raise_on_all_ranks():
             try:
                 yield
             except OSError as error:
@@ -366,7 +368,7 @@ def remove_folder(folder: Path) -> None:
             raise
 
 
-def _aside(why: str, step: int) -> str:
+def _hidden_name(why: str, step: int) -> str:
     """Returns a hidden name that no other save has used."""
     return f".{why}-{step:08d}-{secrets.token_hex(4)}"
 
@@ -375,12 +377,12 @@ def _file_names(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def hash_file(path: Path) -> File:
+def sha256_file(path: Path) -> FileRecord:
     """Returns the size and hash of a file after forcing it to the disk."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256") if hasattr(hashlib, "file_digest") else _digest(stream)
         os.fsync(stream.fileno())
-        return File(os.fstat(stream.fileno()).st_size, digest.hexdigest())
+        return FileRecord(os.fstat(stream.fileno()).st_size, digest.hexdigest())
 
 
 def _digest(stream: Iterable[bytes]) -> Any:

@@ -21,9 +21,9 @@ from mrl.config.did_you_mean import did_you_mean_path
 from mrl.errors import UserError
 
 FORMAT = 1
-RECORD, STATE = "commit.json", "state.json"
+MANIFEST_FILE, STATE_FILE = "commit.json", "state.json"
 ADVICE = "Remove that folder to continue from the one before it."
-GONE = (FileNotFoundError, NotADirectoryError)
+NOT_FOUND_ERRORS = (FileNotFoundError, NotADirectoryError)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -40,7 +40,7 @@ class DamagedCheckpointError(UserError):
 
 
 @dataclass(frozen=True)
-class File:
+class FileRecord:
     """Size and SHA-256 of a file of a checkpoint."""
 
     bytes: int
@@ -59,7 +59,7 @@ class Manifest:
 
     step: int
     metric: float | None
-    files: Mapping[str, File]
+    files: Mapping[str, FileRecord]
 
     def encode(self) -> bytes:
         """Returns the content of commit.json."""
@@ -81,11 +81,11 @@ def step_of(path: Path) -> int | None:
     return int(number)
 
 
-def has_record(path: Path) -> bool:
+def has_manifest(path: Path) -> bool:
     """Returns whether a folder has a manifest, valid or not; True if it cannot be read."""
     try:
-        (path / RECORD).lstat()
-    except GONE:
+        (path / MANIFEST_FILE).lstat()
+    except NOT_FOUND_ERRORS:
         return False
     except OSError:
         return True
@@ -97,7 +97,7 @@ def committed_steps(folder: Path) -> list[int]:
     steps = []
     for path in folder.glob("step-*"):
         try:
-            read_commit(path)
+            read_manifest(path)
         except UserError:
             continue
         if (step := step_of(path)) is not None:
@@ -105,40 +105,42 @@ def committed_steps(folder: Path) -> list[int]:
     return sorted(steps)
 
 
-def read_commit(path: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
     """Reads the manifest of a checkpoint folder.
 
     Raises:
         DamagedError: The manifest is invalid.
         UserError: The folder has no manifest, one of another version, or one that cannot be read.
     """
-    record = read_object(path, RECORD)
+    record = read_json_object(path, MANIFEST_FILE)
     version = record.get("format")
     if isinstance(version, int) and version != FORMAT:
         raise UserError(f"checkpoint '{path}' has format {version}, this version of mrl reads {FORMAT}.")
     if type(version) is not int:
-        raise DamagedCheckpointError(path, f"'{RECORD}' has no integer 'format'")
+        raise DamagedCheckpointError(path, f"'{MANIFEST_FILE}' has no integer 'format'")
     step, metric, files = record.get("step"), record.get("metric"), record.get("files")
     if type(step) is not int or step_of(path) not in (None, step):
-        raise DamagedCheckpointError(path, f"'{RECORD}' has another step than the folder's name ({_shortened(step)})")
+        raise DamagedCheckpointError(
+            path, f"'{MANIFEST_FILE}' has another step than the folder's name ({_shortened(step)})"
+        )
     if metric is not None and type(metric) is not float and type(metric) is not int:
-        raise DamagedCheckpointError(path, f"'metric' in '{RECORD}' is not a number ({_shortened(metric)})")
-    if not isinstance(files, dict) or STATE not in files:
-        raise DamagedCheckpointError(path, f"'files' in '{RECORD}' lacks '{STATE}' or is not an object")
+        raise DamagedCheckpointError(path, f"'metric' in '{MANIFEST_FILE}' is not a number ({_shortened(metric)})")
+    if not isinstance(files, dict) or STATE_FILE not in files:
+        raise DamagedCheckpointError(path, f"'files' in '{MANIFEST_FILE}' lacks '{STATE_FILE}' or is not an object")
     found = {name: _file_record(path, name, facts) for name, facts in files.items()}
     return Manifest(step, metric if metric is not None and abs(metric) < math.inf else None, found)
 
 
-def check_files(path: Path, commit: Manifest) -> None:
+def check_files(path: Path, manifest: Manifest) -> None:
     """Checks that all files exist with their recorded sizes; does not read their content.
 
     Raises:
         DamagedError: A file is missing, or shorter or longer than recorded.
     """
-    for name, facts in commit.files.items():
+    for name, facts in manifest.files.items():
         try:
             found = os.stat(path / name)
-        except (*GONE, ValueError) as error:
+        except (*NOT_FOUND_ERRORS, ValueError) as error:
             raise DamagedCheckpointError(path, f"'{name}' is missing") from error
         except OSError as error:
             raise _unreadable(path, name, error) from error
@@ -148,7 +150,7 @@ def check_files(path: Path, commit: Manifest) -> None:
             raise DamagedCheckpointError(path, f"'{name}' has {found.st_size} bytes, expected {facts.bytes}")
 
 
-def read_object(path: Path, name: str) -> dict[str, Any]:
+def read_json_object(path: Path, name: str) -> dict[str, Any]:
     """Reads a JSON object from a file of a checkpoint.
 
     Raises:
@@ -160,7 +162,7 @@ def read_object(path: Path, name: str) -> dict[str, Any]:
         if file.exists() and not file.is_file():
             raise DamagedCheckpointError(path, f"'{name}' is not a regular file")
         value = json.loads(file.read_bytes())
-    except GONE as error:
+    except NOT_FOUND_ERRORS as error:
         raise UserError(
             f"'{path}' is not a checkpoint: it has no {name}.{did_you_mean_path(path)} Give a folder such as "
             f"RUN/checkpoints/{folder_name(10)}."
@@ -174,17 +176,17 @@ def read_object(path: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def _file_record(path: Path, name: str, facts: Any) -> File:
+def _file_record(path: Path, name: str, facts: Any) -> FileRecord:
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name or str(PurePosixPath(name)) != name:
         raise DamagedCheckpointError(
-            path, f"'{RECORD}' lists {_shortened(name)}, which is not a path inside the folder"
+            path, f"'{MANIFEST_FILE}' lists {_shortened(name)}, which is not a path inside the folder"
         )
     size = facts.get("bytes") if isinstance(facts, dict) else None
     digest = facts.get("sha256") if isinstance(facts, dict) else None
     if type(size) is not int or size < 0 or not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-        raise DamagedCheckpointError(path, f"'{RECORD}' lacks a valid size or hash for {_shortened(name)}")
-    return File(size, digest)
+        raise DamagedCheckpointError(path, f"'{MANIFEST_FILE}' lacks a valid size or hash for {_shortened(name)}")
+    return FileRecord(size, digest)
 
 
 def _unreadable(path: Path, name: str, error: OSError) -> UserError:

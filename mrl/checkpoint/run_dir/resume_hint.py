@@ -11,22 +11,22 @@ from pathlib import Path
 
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.config.config import Config
-from mrl.distributed.launch import environment
+from mrl.distributed.launch import get_launcher_env
 from mrl.distributed.relaunch_command import started_by
 
 
-def to_go_on(config: Config, words: Sequence[str], at: str = "") -> str:
+def resume_hint(config: Config, argv: Sequence[str], at: str = "") -> str:
     """Returns the hint as sentences, the command last.
 
     Args:
         config: Config of the run.
-        words: Words of the command line after `mrl`.
+        argv: Words of the command line after `mrl`.
         at: Current activity of the job; "": unknown.
     """
     steps = RunDir(Path(config.run.output_dir)).committed_steps()
-    command, here = started_by(words), environment()
+    command, here = started_by(argv), get_launcher_env()
     if command is None:
-        command = f"the same launcher with -m {shlex.join(['mrl', *words])}"
+        command = f"the same launcher with -m {shlex.join(['mrl', *argv])}"
     elif here.launcher == "torchrun" and here.num_nodes > 1:
         command = f"the same command on each host, here {command}"
     if config.run.resume == "never" and steps:

@@ -55,7 +55,7 @@ class RunDir:
         return self.root / "config.yaml"
 
     @property
-    def facts(self) -> Path:
+    def run_info(self) -> Path:
         """run.json: versions, device and world size of every start."""
         return self.root / "run.json"
 
@@ -120,9 +120,9 @@ class RunDir:
             UserError: The path is a file or not writable, the resumed folder belongs to another run, or run.json is not
                 valid.
         """
-        self.make()
+        self.create()
         changes = self._changes(config) if resume_step is not None else []
-        starts = read_facts(self).get("starts", []) if resume_step is not None else []
+        starts = read_run_info(self).get("starts", []) if resume_step is not None else []
         now = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "resume_step": resume_step,
@@ -137,7 +137,7 @@ class RunDir:
         }
         contents = {
             self.config: config_module.to_yaml(config),
-            self.facts: json.dumps({"starts": [*starts, now]}, indent=2),
+            self.run_info: json.dumps({"starts": [*starts, now]}, indent=2),
         }
         for path, content in contents.items():
             try:
@@ -153,7 +153,7 @@ class RunDir:
             UserError: It is a file or below one, or is not writable.
         """
         key = f"run.output_dir is '{self.root}'"
-        self._check_own(key)
+        self._check_ownership(key)
         there = next((path for path in (self.root, *self.root.parents) if os.path.lexists(path)), Path())
         if not os.path.isdir(there):
             what = "which is a file" if there == self.root else f"but '{there}' is a file"
@@ -161,7 +161,7 @@ class RunDir:
         if not os.access(there, os.W_OK | os.X_OK):
             raise UserError(f"{key}, but '{there}' is not writable. Choose another folder, or change its permissions.")
 
-    def _check_own(self, key: str) -> None:
+    def _check_ownership(self, key: str) -> None:
         """Raises UserError for a folder not meant for a run, or with other files under the names that a run writes."""
         place, home = Path(os.path.realpath(self.root)), Path(os.path.realpath(os.path.expanduser("~")))
         advice = "Give a folder for this run alone, such as runs/NAME."
@@ -172,12 +172,12 @@ class RunDir:
         if os.path.isdir(self.checkpoints):
             return
         logs = (self.metrics, self.timings, self.samples, self.notes)
-        own = (self.config, self.facts, *logs, self.tensorboard, self.report)
+        own = (self.config, self.run_info, *logs, self.tensorboard, self.report)
         existing = next((path.name for path in own if os.path.lexists(path)), None)
         if existing is not None:
             raise UserError(f"{key}, which contains '{existing}' of something else; it would be overwritten. {advice}")
 
-    def make(self) -> None:
+    def create(self) -> None:
         """Creates the folder if needed, and writes a probe file into it.
 
         Raises:
@@ -197,8 +197,8 @@ class RunDir:
     def _changes(self, config: Config) -> list[str]:
         if not self.config.is_file():
             return []
-        before = flat(asdict(config_module.load(self.config)))
-        after = flat(asdict(config))
+        before = flatten(asdict(config_module.load(self.config)))
+        after = flatten(asdict(config))
         differing = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
         lines = {key: f"{key}: {_value_text(before.get(key))} -> {_value_text(after.get(key))}" for key in differing}
         identity = [key for key in differing if key.startswith(IDENTITY_KEYS) and key != HELD_OUT]
@@ -215,14 +215,14 @@ class RunDir:
         return reported
 
 
-def read_facts(run: RunDir) -> dict[str, Any]:
+def read_run_info(run: RunDir) -> dict[str, Any]:
     """Returns run.json as a dict; {} if it does not exist.
 
     Raises:
         UserError: The file is not valid.
     """
     try:
-        facts = json.loads(run.facts.read_bytes())
+        facts = json.loads(run.run_info.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError):
@@ -231,7 +231,7 @@ def read_facts(run: RunDir) -> dict[str, Any]:
     if isinstance(facts, dict) and isinstance(starts, list) and all(map(_is_start, starts)):
         return facts
     raise UserError(
-        f"'{run.facts}' is not a valid run.json of mrl. Restore it, or remove it; the next start writes a new one."
+        f"'{run.run_info}' is not a valid run.json of mrl. Restore it, or remove it; the next start writes a new one."
     )
 
 
@@ -252,12 +252,12 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Converts nested dicts to dotted keys; lists and empty dicts are values."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            leaves |= flat(value, f"{prefix}{key}.")
+            leaves |= flatten(value, f"{prefix}{key}.")
         else:
             leaves[f"{prefix}{key}"] = value
     return leaves

@@ -33,13 +33,13 @@ import torch.distributed as dist
 
 from mrl.checkpoint.io.atomic_files import write_file
 from mrl.distributed import launch
-from mrl.distributed.collectives import from_first_rank, together
+from mrl.distributed.collectives import broadcast_from_rank_0, raise_on_all_ranks
 from mrl.errors import UserError
 
 BEATS = 8
 """Heartbeats (touches of the file) per allowed time of silence."""
 
-LONGEST_SILENCE_S = 600.0
+MAX_SILENCE_S = 600.0
 """Upper bound of an owner's allowed silence, seconds; a file with a larger value is invalid."""
 
 POLL_S = 0.25
@@ -85,7 +85,7 @@ class LockOwner:
         """Command that stops the job."""
         return f"scancel {self.job}" if self.job else f"`kill {self.pid}` on {self.host}"
 
-    def lives(self) -> bool | None:
+    def is_alive(self) -> bool | None:
         """Returns whether the owner's process runs; None if it cannot be seen from this process."""
         return None if self.space != _pid_namespace() else _start_time(self.pid) == self.born
 
@@ -94,14 +94,14 @@ class LockOwner:
         return self.job != "" and self.job == other.job and self.life < other.life
 
 
-def this_process(ranks: int, silent_s: float) -> LockOwner:
+def current_owner(ranks: int, silent_s: float) -> LockOwner:
     """Describes this process as an owner.
 
     Args:
         ranks: World size of the job.
         silent_s: Allowed time without a heartbeat, seconds.
     """
-    slurm = launch.variables("SLURM_JOB_ID", "SLURM_RESTART_COUNT")
+    slurm = launch.get_env("SLURM_JOB_ID", "SLURM_RESTART_COUNT")
     life = slurm.get("SLURM_RESTART_COUNT", "")
     return LockOwner(
         socket.gethostname(), os.getpid(), _pid_namespace(), _start_time(os.getpid()), ranks,
@@ -120,23 +120,23 @@ class LockFile:
 
 
 class RunLock:
-    """The lock held by this job, from `take` to `close`; without effect on ranks other than 0.
+    """The lock held by this job, from `acquire_run_lock` to `close`; without effect on ranks other than 0.
 
     Attributes:
         notes: One line if the lock was taken over from a job that did not end properly.
     """
 
     def __init__(self, claims: LockFiles | None, number: int, notes: list[str]) -> None:
-        """Wraps the acquired claim; called by `take`."""
+        """Wraps the acquired claim; called by `acquire_run_lock`."""
         self.notes = notes
         self._claims, self._number = claims, number
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def keep(self, silent_s: float, lost: Callable[[str], object]) -> None:
-        """Starts the heartbeat thread; it calls `lost` with a message if another job has taken the folder."""
+    def start_heartbeat(self, silent_s: float, on_lost: Callable[[str], object]) -> None:
+        """Starts the heartbeat thread; it calls `on_lost` with a message if another job has taken the folder."""
         if self._claims is not None:
-            args = (self._claims, silent_s / BEATS, lost)
+            args = (self._claims, silent_s / BEATS, on_lost)
             self._thread = threading.Thread(target=self._heartbeat, args=args, name="owner", daemon=True)
             self._thread.start()
 
@@ -174,12 +174,12 @@ class RunLock:
                 return
 
 
-def take(root: Path, me: LockOwner, rank: int) -> RunLock:
+def acquire_run_lock(root: Path, owner: LockOwner, rank: int) -> RunLock:
     """Collective over the job: acquires the lock on a run folder. Nothing else may be written into it before.
 
     Args:
         root: Run folder; it exists.
-        me: Owner record of rank 0.
+        owner: Owner record of rank 0.
         rank: Global rank of this process.
 
     Raises:
@@ -189,17 +189,17 @@ def take(root: Path, me: LockOwner, rank: int) -> RunLock:
     last_dead, note = 0, ""
     while True:
         last, number = None, 0
-        with together():
+        with raise_on_all_ranks():
             if rank == 0:
                 last = claims.last()
                 if last is None or last.is_free or last.number <= last_dead:
-                    number = claims.add(last.number + 1 if last else 1, me)
-        last, number = from_first_rank((last, number))
+                    number = claims.add(last.number + 1 if last else 1, owner)
+        last, number = broadcast_from_rank_0((last, number))
         if number:
             return RunLock(claims if rank == 0 else None, number, [note] if note else [])
         if last is None or last.is_free or last.number <= last_dead:
             continue  # another job was faster
-        why = _takeover_reason(claims, last, me, rank)
+        why = _takeover_reason(claims, last, owner, rank)
         if why:
             last_dead = last.number
             note = f"took the run folder over from {last.owner or 'an unreadable owner file'}, {why}"
@@ -212,21 +212,21 @@ def _takeover_reason(claims: LockFiles, last: LockFile, me: LockOwner, rank: int
         UserError: The owner still runs.
     """
     seen: list[bool | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, last.owner.lives() if last.owner else None)
+    dist.all_gather_object(seen, last.owner.is_alive() if last.owner else None)
     if False in seen:
         return "which has ended"
     why = ""
-    with together():
+    with raise_on_all_ranks():
         if rank == 0:
             if last.owner is not None and last.owner.precedes(me) and True not in seen:
                 why = "which was this job before it was queued again"
-            elif True in seen or claims.changes(last):
+            elif True in seen or claims.has_changed(last):
                 now = claims.last()
                 if now == last:
                     raise UserError(_in_use_message(claims.folder.parent, last.owner))
             else:
                 why = f"which gave no sign of life for {_allowed_silence_s(last.owner):.0f} s"
-    return str(from_first_rank(why))
+    return str(broadcast_from_rank_0(why))
 
 
 class LockFiles:
@@ -280,7 +280,7 @@ class LockFiles:
                         self._path(each, kind).unlink(missing_ok=True)
         return number
 
-    def changes(self, claim: LockFile) -> bool:
+    def has_changed(self, claim: LockFile) -> bool:
         """Watches a file for its owner's allowed silence; returns whether it was touched, renamed or superseded."""
         before, deadline = self._state_of(claim), time.monotonic() + _allowed_silence_s(claim.owner)
         while time.monotonic() < deadline:
@@ -355,7 +355,7 @@ def _decode(path: Path) -> LockOwner | None:
         return None
     if any(type(value) not in kinds.get(name, (str,)) for name, value in values.items()):
         return None
-    return LockOwner(**values) if values["pid"] > 0 and 0 < values["silent_s"] <= LONGEST_SILENCE_S else None
+    return LockOwner(**values) if values["pid"] > 0 and 0 < values["silent_s"] <= MAX_SILENCE_S else None
 
 
 def _pid_namespace() -> str:

@@ -21,13 +21,13 @@ from mrl.checkpoint.formats.megatron import MegatronTarget
 from mrl.checkpoint.formats.trtllm import TrtllmTarget, read_activation_scales
 from mrl.checkpoint.io.partial_folder import MANIFEST
 from mrl.commands.convert.convert import Conversion, convert, plan_conversion
-from mrl.distributed.watchdog.stdio import outlive_readers
+from mrl.distributed.watchdog.stdio import tolerate_closed_pipes
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_folder
 from mrl.parallel_layout import Grid
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.regions import volume, whole
+from mrl.resharding.regions import full_region, volume
 from mrl.resharding.trtllm import TrtllmMapping
 
 AUTO = "auto"
@@ -63,7 +63,7 @@ def run_tool(parser: FlagParser, work: Callable[[argparse.Namespace], int]) -> i
     Returns:
         Exit status: the result of `work`, or 2 after a UserError.
     """
-    outlive_readers()
+    tolerate_closed_pipes()
     args = parser.parse()
     torch.set_num_threads(1)  # a process reads, writes and hashes in one thread each; parallelism is --num_workers
     try:
@@ -156,7 +156,7 @@ def common_dtype(source: Source, wanted: str) -> str:
         return wanted
     elements: Counter[str] = Counter()
     for name, stored in hf_layout(source.arch, "float32").items():
-        elements[source.dtype(name)] += volume(whole(stored.shape))
+        elements[source.dtype(name)] += volume(full_region(stored.shape))
     return elements.most_common(1)[0][0]
 
 

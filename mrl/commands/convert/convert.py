@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mrl import __version__
 from mrl.checkpoint.formats.base import OutFile, Source, Target
-from mrl.checkpoint.io.hashed_writer import hash_file
+from mrl.checkpoint.io.hashed_writer import xxh3_file
 from mrl.checkpoint.io.partial_folder import MANIFEST, PartialFolder, disk_errors
 from mrl.commands.convert.filler import PART_ELEMENTS, Filler
 from mrl.commands.convert.layout_proof import Proof, prove
@@ -117,10 +117,10 @@ def convert(
     plan = plan or plan_conversion(source, target)
     arguments = _arguments(source, target, allow_nan)
     partial = PartialFolder(folder)
-    if partial.finished(arguments):
+    if partial.is_finished(arguments):
         return _manifest_of(partial)
     with partial.session(arguments):
-        if partial.finished(arguments):  # another process finished since the check above
+        if partial.is_finished(arguments):  # another process finished since the check above
             partial.discard()
             return _manifest_of(partial)
         _check_space(partial, plan)
@@ -132,7 +132,7 @@ def convert(
         with partial.finishing() as is_last:
             if is_last and job.is_done():
                 job.finish(arguments, plan)
-    return _manifest_of(partial) if partial.finished(arguments) else None
+    return _manifest_of(partial) if partial.is_finished(arguments) else None
 
 
 class _Job:
@@ -156,7 +156,7 @@ class _Job:
                 for file in self._target.files:
                     with self._partial.claim(_target_part(file.name)) as claim:
                         if claim is not None:
-                            self._make(file, claim.earlier)
+                            self._make(file, claim.earlier_record)
             except BaseException:
                 self._stopped = True
                 raise
@@ -207,8 +207,8 @@ class _Job:
         temporary = self._partial.temporary(file.name)
         try:
             written = self._target.write(temporary, file, self._counted(file))
-            record = {"num_bytes": temporary.stat().st_size, "xxh3": written.get("xxh3") or hash_file(temporary)}
-            self._partial.place(temporary, file.name)
+            record = {"num_bytes": temporary.stat().st_size, "xxh3": written.get("xxh3") or xxh3_file(temporary)}
+            self._partial.publish(temporary, file.name)
         finally:
             temporary.unlink(missing_ok=True)
         self._partial.add_record(
@@ -229,7 +229,7 @@ class _Job:
                     continue
                 path = self._source.folder / name
                 record = _hashed(path)
-                if claim.earlier not in (None, record):
+                if claim.earlier_record not in (None, record):
                     raise UserError(
                         f"'{path}' has changed since the conversion was started. Remove '{self._partial.path}' and "
                         "start again."
@@ -323,7 +323,7 @@ def _check_space(partial: PartialFolder, plan: Conversion) -> None:
 
 
 def _hashed(path: Path) -> dict[str, Any]:
-    return {"num_bytes": path.stat().st_size, "xxh3": hash_file(path)}
+    return {"num_bytes": path.stat().st_size, "xxh3": xxh3_file(path)}
 
 
 def _is_as_recorded(path: Path, record: dict[str, Any]) -> bool:

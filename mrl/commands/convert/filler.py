@@ -18,7 +18,7 @@ from mrl.errors import UserError
 from mrl.resharding.copy_op import num_bytes
 from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.layout import Layout, StoredTensor
-from mrl.resharding.regions import slices, split, translate, whole
+from mrl.resharding.regions import full_region, slices, split, translate
 
 _AHEAD_MIN_BYTES = 1 << 18
 """Size below which handing a tensor to a thread costs more than filling it."""
@@ -96,7 +96,7 @@ class Filler:
         if stored.padding or len(stored.pieces) != 1:
             return None
         (piece,) = stored.pieces
-        if piece.dst != whole(stored.shape) or self._source.dtype(piece.hf_name) != stored.dtype:
+        if piece.dst != full_region(stored.shape) or self._source.dtype(piece.hf_name) != stored.dtype:
             return None
         part = self._source.view(piece.hf_name, piece.src)
         return part if part is not None and part.is_contiguous() else None

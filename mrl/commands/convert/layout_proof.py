@@ -15,9 +15,9 @@ from typing import Any
 from mrl.models.base import ArchSpec
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout, Region
-from mrl.resharding.plan import check_cover
-from mrl.resharding.regions import intersect, union_volume, volume, whole
-from mrl.resharding.shards import copies_allowed
+from mrl.resharding.plan import check_coverage
+from mrl.resharding.regions import full_region, intersect, union_volume, volume
+from mrl.resharding.shards import allowed_duplicates
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ def prove(arch: ArchSpec, layouts: Iterable[Layout]) -> Proof:
     stored_tensors = stored_elements = padding = 0
     for layout in layouts:
         for name, stored in layout.items():
-            check_cover(name, stored)
+            check_coverage(name, stored)
             stored_tensors += 1
-            stored_elements += volume(whole(stored.shape))
+            stored_elements += volume(full_region(stored.shape))
             padding += sum(volume(region) for region in stored.padding)
             for piece in stored.pieces:
                 stored_regions[piece.hf_name].append(piece.src)
@@ -69,10 +69,10 @@ def prove(arch: ArchSpec, layouts: Iterable[Layout]) -> Proof:
     unknown = [name for name in stored_regions if name not in expected]
     if unknown:
         raise RuntimeError(f"the target has '{unknown[0]}', which is not a tensor of a {arch.family} model")
-    reasons = copies_allowed(arch)
+    reasons = allowed_duplicates(arch)
     repeated: Counter[str] = Counter()
     for name, shape in expected.items():
-        bounds = whole(shape)
+        bounds = full_region(shape)
         regions = stored_regions[name]
         found = union_volume(regions)
         if found != volume(bounds) or any(intersect(region, bounds) != region for region in regions):
@@ -87,7 +87,7 @@ def prove(arch: ArchSpec, layouts: Iterable[Layout]) -> Proof:
             repeated[reason] += extra
     return Proof(
         len(expected),
-        sum(volume(whole(shape)) for shape in expected.values()),
+        sum(volume(full_region(shape)) for shape in expected.values()),
         stored_tensors,
         stored_elements,
         padding,

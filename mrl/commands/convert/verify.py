@@ -18,7 +18,7 @@ from mrl.checkpoint.formats.trtllm import TrtllmSource
 from mrl.commands.convert.filler import PART_ELEMENTS
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout, Region
-from mrl.resharding.regions import split, volume, whole
+from mrl.resharding.regions import full_region, split, volume
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -103,10 +103,10 @@ def verify(
         before = found.different_elements
         mismatch = _mismatch(name, a, b, left, right, ignore_dtypes=tolerance is not None)
         if mismatch is not None:
-            found.different_elements += volume(whole((left.get(name) or right[name]).shape))
+            found.different_elements += volume(full_region((left.get(name) or right[name]).shape))
             found.first = found.first or mismatch
         else:
-            for region in split(whole(left[name].shape), PART_ELEMENTS):
+            for region in split(full_region(left[name].shape), PART_ELEMENTS):
                 _compare(found, name, region, a.read(name, region), b.read(name, region), tolerance)
                 if progress is not None:
                     progress(volume(region))

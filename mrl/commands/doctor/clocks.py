@@ -21,7 +21,9 @@ MUNGE_S = 300.0
 NS = 1e9
 
 
-def offset(rank: int, leaders: Sequence[int], now: Callable[[], int] = time.time_ns) -> tuple[float, float] | None:
+def clock_offset(
+    rank: int, leaders: Sequence[int], now: Callable[[], int] = time.time_ns
+) -> tuple[float, float] | None:
     """Collective over `leaders`: measures this host's clock against rank 0's; the best of `PINGS` round trips.
 
     Args:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.commands.doctor.finding import Finding, ok, problem, warning
-from mrl.commands.doctor.ranks import spans
+from mrl.commands.doctor.ranks import format_ranges
 
 COUNT = 4099
 """Elements of a sum; a prime, so that no split over ranks is even."""
@@ -79,7 +79,7 @@ def check_sums(wrong: Sequence[Mapping[str, int]]) -> Iterator[Finding]:
         name, count = next(iter(first.items()))
         yield problem(
             "all-reduce",
-            f"wrong on rank(s) {spans(list(bad))}: {count} of {COUNT} sums of {name} on rank {rank}",
+            f"wrong on rank(s) {format_ranges(list(bad))}: {count} of {COUNT} sums of {name} on rank {rank}",
             "do not train here: look for a broken link or GPU (NCCL_DEBUG=INFO, dcgmi diag), or for duplicate ranks",
         )
     else:
@@ -142,7 +142,7 @@ def rounds(members: Sequence[int], at_most: int = MAX_ROUNDS) -> list[list[tuple
     return found
 
 
-def schedule(hosts: Mapping[str, Sequence[int]]) -> list[list[tuple[int, int]]]:
+def schedule_pairs(hosts: Mapping[str, Sequence[int]]) -> list[list[tuple[int, int]]]:
     """Returns rounds of pairs: first within all hosts concurrently, then between the first ranks of the hosts."""
     inside = [rounds(ranks) for ranks in hosts.values()]
     merged = [

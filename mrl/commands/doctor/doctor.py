@@ -96,7 +96,7 @@ class Doctor:
         config_problems = []
         with self._deadline.stage("launcher"):
             try:
-                self._environment = launch.environment()
+                self._environment = launch.get_launcher_env()
             except UserError as error:
                 config_problems.append(problem("launcher", str(error), ""))
         self._announces = self._environment.rank == 0
@@ -120,7 +120,7 @@ class Doctor:
         env = self._environment
         try:
             with self._deadline.stage("meeting"):
-                self._store = launch.meet(self._timeout_s)
+                self._store = launch.connect_store(self._timeout_s)
         except (RuntimeError, UserError) as error:
             if env.rank == 0:
                 self._found += [*config_problems, problem("meeting", str(error), "")]
@@ -145,7 +145,7 @@ class Doctor:
             status = gather.broadcast("end", status)
         if completed:
             with self._deadline.stage("end"):
-                launch.stop()
+                launch.shutdown_distributed()
             return status
         if env.rank == 0:
             time.sleep(LEAVING_S)
@@ -197,7 +197,7 @@ class Doctor:
         if seconds is not None:
             sizes, kind = (env.world_size, len(hosts)), self._own_device().type
             self._add("bandwidth", partial(collectives.check_all_reduce_rate, seconds[0], *sizes, kind))
-        plan = collectives.schedule(hosts)
+        plan = collectives.schedule_pairs(hosts)
         pairs = gather.stage("pairs", lambda: collectives.pair_rates(plan, env.rank, self._own_device()))
         if pairs is not None:
             rates = {pair: rate for each in pairs for pair, rate in each.items()}
@@ -205,7 +205,7 @@ class Doctor:
 
     def _between_hosts(self, gather: BoundedGather, hosts: Mapping[str, Sequence[int]], leaders: Sequence[int]) -> None:
         rank = self._environment.rank
-        offsets = gather.stage("clocks", lambda: clocks.offset(rank, leaders))
+        offsets = gather.stage("clocks", lambda: clocks.clock_offset(rank, leaders))
         others = {name: members[0] for name, members in hosts.items() if members[0] != 0}
         if offsets is not None:
             measured = {name: tuple(offsets[leader]) for name, leader in others.items()}
@@ -245,14 +245,14 @@ class Doctor:
 
     def _description(self) -> dict[str, Any]:
         env = self._environment
-        facts = {**versions.facts(), **devices.cuda_versions(), **network.interface_facts(env)}
+        facts = {**versions.version_facts(), **devices.cuda_versions(), **network.interface_facts(env)}
         if self._config is not None:
             facts["config"] = hashlib.sha256(to_yaml(self._config).encode()).hexdigest()[:12]
         return ranks.describe_rank(env, facts)
 
     def _join(self, device: str) -> None:
-        launch.start(
-            device, timeout_s=self._timeout_s, store=PrefixStore("mrl-doctor-group", launch.private(self._store))
+        launch.init_distributed(
+            device, timeout_s=self._timeout_s, store=PrefixStore("mrl-doctor-group", launch.job_store(self._store))
         )
 
     def _device(self) -> str:
@@ -280,7 +280,7 @@ class Doctor:
         return self._own
 
     def _checks(self) -> Iterator[tuple[str, Check]]:
-        env, clean = self._environment, launch.variables_without_launcher()
+        env, clean = self._environment, launch.env_without_launcher()
         yield "packages", lambda: versions.check_versions(versions.ranges(), self._needed())
         for extra, (name, module) in versions.OPTIONAL.items():
             if versions.installed(name) is not None and name != "mpi4py":  # `check_mpi` covers mpi4py
@@ -291,7 +291,7 @@ class Doctor:
         yield from self._limits()
         yield from self._network()
         yield "MPI", lambda: launchers.check_mpi(clean, wanted=env.launcher in ("mpirun", "mpi"))
-        job = launch.variables("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES")
+        job = launch.get_env("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES")
         yield "SLURM", lambda: launchers.check_slurm(clean, job, env.launcher)
         if self._config is not None:
             yield from self._files(self._config)
@@ -321,7 +321,7 @@ class Doctor:
             return
         import torch
 
-        hidden = launch.variables("CUDA_VISIBLE_DEVICES").get("CUDA_VISIBLE_DEVICES")
+        hidden = launch.get_env("CUDA_VISIBLE_DEVICES").get("CUDA_VISIBLE_DEVICES")
         yield from devices.check_hidden_gpus(devices.nvidia_files(), torch.version.cuda, hidden)
 
     def _cpu(self) -> Iterator[Finding]:
@@ -333,19 +333,19 @@ class Doctor:
     def _limits(self) -> Iterator[tuple[str, Check]]:
         env = self._environment
         files, locked = (resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
-        inside = launch.variables("container")
+        inside = launch.get_env("container")
         yield "open files", lambda: host.check_open_files(files, env.world_size)
         yield "locked memory", lambda: host.check_locked_memory(locked, host.infiniband_adapters())
         yield "/dev/shm", host.check_shared_memory
-        yield "container", lambda: host.check_container(host.infiniband_adapters(), host.container_kind(inside))
+        yield "container", lambda: host.check_container(host.infiniband_adapters(), host.container_type(inside))
 
     def _network(self) -> Iterator[tuple[str, Check]]:
         env, name = self._environment, socket.gethostname()
-        chosen = launch.variables("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        chosen = launch.get_env("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         yield "network", lambda: network.check_interface(env, network.read_interfaces(), chosen)
-        yield "host name", lambda: network.check_name(name, *network.look_up(name))
+        yield "host name", lambda: network.check_name(name, *network.resolve_name(name))
         if env.world_size == 1:  # otherwise the launcher uses the port
-            port = launch.variables("MASTER_PORT").get("MASTER_PORT", str(network.DEFAULT_PORT))
+            port = launch.get_env("MASTER_PORT").get("MASTER_PORT", str(network.DEFAULT_PORT))
             yield "port", lambda: network.check_port(int(port), network.outgoing_ports())
         sizes = (env.world_size, env.local_world_size)
         yield "ports", lambda: network.check_outgoing(network.outgoing_ports(), *sizes)
@@ -374,10 +374,12 @@ class Doctor:
         return ok("launcher", f"{env.launcher}: {env.world_size} ranks on {len(self._hosts)} host(s) met at {where}")
 
     def _absent(self, stage: str, missing: Sequence[int]) -> Finding:
-        at = [f"{host} ({ranks.spans(own)})" for host in self._hosts if (own := self._missing_on(host, missing))]
+        at = [
+            f"{host} ({ranks.format_ranges(own)})" for host in self._hosts if (own := self._missing_on(host, missing))
+        ]
         there = f" of {', '.join(at)}" if at else ""
         came = "did not come" if stage == "meeting" else f"did not finish '{stage}'"
-        found = f"rank(s) {ranks.spans(list(missing))}{there} {came} in {self._timeout_s:g} s"
+        found = f"rank(s) {ranks.format_ranges(list(missing))}{there} {came} in {self._timeout_s:g} s"
         return problem(stage, found, STAGE_ADVICE.get(stage, DEFAULT_ADVICE))
 
     def _missing_on(self, name: str, missing: Sequence[int]) -> list[int]:
@@ -444,4 +446,4 @@ class Doctor:
 
 
 def _own(store: Store) -> Store:
-    return PrefixStore("mrl-doctor", launch.private(store))
+    return PrefixStore("mrl-doctor", launch.job_store(store))

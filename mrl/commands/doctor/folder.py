@@ -29,7 +29,7 @@ SLOW_APPEAR_S = 1.0
 GONE_WITH_THE_HOST = ("tmpfs", "ramfs", "overlay", "aufs")
 
 
-def existing(folder: Path) -> Path:
+def nearest_existing(folder: Path) -> Path:
     """Returns the folder, or its nearest existing parent."""
     folder = folder.absolute()
     while not folder.exists() and folder != folder.parent:
@@ -37,7 +37,7 @@ def existing(folder: Path) -> Path:
     return folder
 
 
-def kind_of(folder: Path, mounts: Mapping[str, str] | None = None) -> str:
+def filesystem_type(folder: Path, mounts: Mapping[str, str] | None = None) -> str:
     """Returns the type of the file system of a folder: ext4, nfs4, lustre, overlay ...
 
     Args:
@@ -46,7 +46,7 @@ def kind_of(folder: Path, mounts: Mapping[str, str] | None = None) -> str:
     """
     if mounts is None:
         mounts = {each.mountpoint: each.fstype for each in psutil.disk_partitions(all=True)}
-    path = existing(folder).resolve()
+    path = nearest_existing(folder).resolve()
     for parent in (path, *path.parents):
         if str(parent) in mounts:
             return mounts[str(parent)]
@@ -62,7 +62,7 @@ def check_folder(folder: Path, needed_bytes: int | None) -> Iterator[Finding]:
     """
     advice = "make it writable, free space, or choose another run.output_dir"
     try:
-        there, kind = existing(folder), kind_of(folder)
+        there, kind = nearest_existing(folder), filesystem_type(folder)
     except OSError as error:
         yield problem("output folder", f"'{folder}': {error.strerror}", advice)
         return
@@ -141,7 +141,7 @@ def _commit(probe: Path) -> None:
 
 def write_probe(folder: Path, token: str, name: str) -> None:
     """Writes a probe file that another host looks for with `wait_for_probes`."""
-    path = existing(folder) / f"{PROBE}{token}-{name}"
+    path = nearest_existing(folder) / f"{PROBE}{token}-{name}"
     with path.open("w") as stream:
         stream.write(token + name)
         stream.flush()
@@ -161,7 +161,7 @@ def wait_for_probes(folder: Path, token: str, names: Sequence[str], patience_s: 
     seen: dict[str, float] = {}
     while True:
         for name in names:
-            if name not in seen and _read(existing(folder) / f"{PROBE}{token}-{name}") == token + name:
+            if name not in seen and _read(nearest_existing(folder) / f"{PROBE}{token}-{name}") == token + name:
                 seen[name] = time.monotonic() - start
         if len(seen) == len(names) or time.monotonic() - start > patience_s:
             return [seen.get(name) for name in names]
@@ -177,7 +177,7 @@ def _read(path: Path) -> str:
 
 def delete_probes(folder: Path, token: str) -> None:
     """Deletes all probe files of `write_probe`."""
-    for path in existing(folder).glob(f"{PROBE}{token}-*"):
+    for path in nearest_existing(folder).glob(f"{PROBE}{token}-*"):
         path.unlink(missing_ok=True)
 
 
@@ -192,7 +192,7 @@ def check_shared(folder: Path, seconds: Mapping[str, float | None]) -> Iterator[
     if apart:
         yield problem(
             "shared folder",
-            f"'{existing(folder)}' of {', '.join(apart)} is not rank 0's: neither sees the other's files",
+            f"'{nearest_existing(folder)}' of {', '.join(apart)} is not rank 0's: neither sees the other's files",
             "set run.output_dir to a folder that all hosts share (NFS, Lustre)",
         )
         return
@@ -205,4 +205,4 @@ def check_shared(folder: Path, seconds: Mapping[str, float | None]) -> Iterator[
             "mount with a shorter attribute cache",
         )
     else:
-        yield ok("shared folder", f"'{existing(folder)}' is the same on {len(seconds) + 1} hosts")
+        yield ok("shared folder", f"'{nearest_existing(folder)}' is the same on {len(seconds) + 1} hosts")

@@ -130,7 +130,7 @@ def check_container(adapters: Sequence[str], kind: str, devices: Path = Path("/d
         yield ok("container", kind)
 
 
-def container_kind(variables: dict[str, str], root: Path = Path("/")) -> str:
+def container_type(variables: dict[str, str], root: Path = Path("/")) -> str:
     """Returns the type of container (Docker, Podman, Apptainer ...), or "" outside a container.
 
     Args:

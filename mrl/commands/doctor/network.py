@@ -124,7 +124,7 @@ def check_name(name: str, seconds: float, addresses: Sequence[str]) -> Iterator[
         yield ok("host name", f"'{name}' is {addresses[0]}, looked up in {1000 * seconds:.0f} ms")
 
 
-def look_up(name: str) -> tuple[float, list[str]]:
+def resolve_name(name: str) -> tuple[float, list[str]]:
     """Returns (seconds, addresses) of the look-up of a name."""
     start = time.monotonic()
     try:

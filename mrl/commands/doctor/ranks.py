@@ -54,7 +54,7 @@ def hosts_of_ranks(descriptions: Sequence[Mapping[str, Any]]) -> dict[str, list[
 def check_hosts(descriptions: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Checks the placement of ranks on hosts."""
     hosts = hosts_of_ranks(descriptions)
-    shown = "; ".join(f"{host}: {spans(ranks)}" for host, ranks in list(hosts.items())[:MAX_SHOWN])
+    shown = "; ".join(f"{host}: {format_ranges(ranks)}" for host, ranks in list(hosts.items())[:MAX_SHOWN])
     found = shown + (f"; and {len(hosts) - MAX_SHOWN} more hosts" if len(hosts) > MAX_SHOWN else "")
     clean = True
     names = Counter(each["host"] for each in descriptions if each["local_rank"] == 0)
@@ -66,7 +66,8 @@ def check_hosts(descriptions: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
             clean = False
             yield warning(
                 "hosts",
-                f"{host} has ranks {spans(ranks)}: tensor parallel groups are consecutive ranks, and would span hosts",
+                f"{host} has ranks {format_ranges(ranks)}: tensor parallel groups are consecutive ranks, and would "
+                "span hosts",
                 "place consecutive ranks on a host (mpirun --map-by slot, srun --distribution=block)",
             )
             break
@@ -92,7 +93,7 @@ def check_same(descriptions: Sequence[Mapping[str, Any]], hosts: Mapping[str, Se
         differing = True
         most = max(by_value, key=lambda value: len(by_value[value]))
         others = "; ".join(
-            f"{value} on rank(s) {spans(ranks)} ({_some(dict.fromkeys(host_of[rank] for rank in ranks))})"
+            f"{value} on rank(s) {format_ranges(ranks)} ({_some(dict.fromkeys(host_of[rank] for rank in ranks))})"
             for value, ranks in by_value.items()
             if value != most
         )
@@ -103,7 +104,7 @@ def check_same(descriptions: Sequence[Mapping[str, Any]], hosts: Mapping[str, Se
         yield ok("same on all", f"{', '.join(list(names)[:3])} ({code}) and {len(names) - 3} more")
 
 
-def spans(ranks: Sequence[int]) -> str:
+def format_ranges(ranks: Sequence[int]) -> str:
     """Returns ranks as ranges: [0, 1, 2, 5] -> "0-2, 5"."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):

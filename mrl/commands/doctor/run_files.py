@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mrl.algorithms import base as algorithms
 from mrl.checkpoint.formats.hf import HfSource
-from mrl.checkpoint.formats.hub import local_folder
+from mrl.checkpoint.formats.hub import resolve_model_path
 from mrl.commands.doctor.finding import Finding, ok, problem
 from mrl.commands.plan.memory import num_parameters
 from mrl.commands.plan.optimizer_memory import optimizer_memory
@@ -62,7 +62,7 @@ def check_model_files(folder: str, topic: str = "model") -> Iterator[Finding]:
     Raises:
         UserError: A file is missing, truncated, unreadable, or does not match config.json.
     """
-    with HfSource(local_folder(f"{topic}.path", folder) or folder) as source:
+    with HfSource(resolve_model_path(f"{topic}.path", folder) or folder) as source:
         source.check()
         size = sum((source.folder / name).stat().st_size for name in source.files)
         yield ok(topic, f"'{folder}': {len(source.files)} files, {size / GB:.3g} GB, headers complete")

@@ -189,7 +189,7 @@ def check_import(name: str, module: str, timeout_s: float, *, needed: bool = Tru
     yield level(name, f"cannot be imported: {reason}", advice or f"reinstall it for {suited}")
 
 
-def facts() -> dict[str, str]:
+def version_facts() -> dict[str, str]:
     """Returns the versions that must agree on all ranks, by name."""
     found: dict[str, Any] = {"python": platform.python_version(), "mrl": __version__, "mrl's code": code_hash()}
     try:

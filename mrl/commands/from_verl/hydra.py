@@ -144,7 +144,7 @@ def _referred(match: re.Match[str], given: Settings) -> Any:
     resolver, name = match[1], match[2]
     if resolver == "env":
         default: str | None = match[3]
-        text = launch.variables(name).get(name, default)
+        text = launch.get_env(name).get(name, default)
         return match[0] if text is None else _value(text)
     if name in given and given[name] != match[0]:
         return given[name]

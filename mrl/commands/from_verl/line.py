@@ -23,7 +23,7 @@ SHELLS = ("bash", "sh", "zsh")
 STDIN = "-"
 
 
-def read(words: Sequence[str]) -> Settings:
+def read_settings(words: Sequence[str]) -> Settings:
     """Returns the settings of a config file, a shell script or a command line, with overrides applied in order.
 
     Args:

@@ -25,7 +25,7 @@ from pathlib import Path
 from mrl.commands.from_verl.prelude import PRELUDE, PROGRAMS, RENAMED
 from mrl.commands.from_verl.redirections import NOWHERE, without_redirections
 from mrl.config.verl_keys.verl_trainers import MENTIONED, program
-from mrl.distributed.worker_processes.folders import owned_folder
+from mrl.distributed.worker_processes.folders import temporary_folder
 from mrl.errors import UserError
 
 LIMIT_S = 20
@@ -185,7 +185,7 @@ def _run(
     bash = shutil.which("bash")
     if bash is None:
         raise UserError(f"'{name}' is a shell script, and there is no bash to expand it. {_INSTEAD}")
-    with owned_folder("verl") as folder:
+    with temporary_folder("verl") as folder:
         programs = Path(folder) / "programs"
         programs.mkdir()
         for one in PROGRAMS:

@@ -24,7 +24,7 @@ from mrl.commands.from_verl.rollout import lengths, rollout, without_refused
 from mrl.commands.from_verl.rollout_correction import rollout_correction
 from mrl.commands.from_verl.sft import SftRun
 from mrl.commands.from_verl.translation import Translation
-from mrl.commands.from_verl.verl_run import VerlRun, is_unset, shown
+from mrl.commands.from_verl.verl_run import VerlRun, format_value, is_unset
 from mrl.config.config import Config, RolloutConfig
 from mrl.config.keys import nested
 from mrl.config.megatron_fields.table import TABLE, is_own
@@ -347,7 +347,7 @@ def _differs(verl: VerlRun, num_gpus: int) -> Iterator[str]:
         yield "trainer.max_actor_ckpt_to_keep=null: verl keeps all checkpoints, mrl the newest 2 (checkpoint.keep_last)"
     memory = f"{ROLLOUT}gpu_memory_utilization"
     if memory in verl.given:
-        yield f"{memory}={shown(verl.given[memory])}: {MAPS[memory][2]}. `mrl plan CONFIG` shows the memory"
+        yield f"{memory}={format_value(verl.given[memory])}: {MAPS[memory][2]}. `mrl plan CONFIG` shows the memory"
     if not verl.megatron and num_gpus > 1:
         yield (
             f"FSDP shards the actor's weights over all {num_gpus} GPUs; in mrl each GPU has all weights unless "
@@ -359,20 +359,22 @@ def _sort(verl: VerlRun, found: Translation) -> None:
     """Adds every given setting that is not in the config to `missing` or `moot`, with the reason."""
     found.moot += [f"{key}: {why}" for key, why in verl.decided.items()]
     for key, why in verl.notes.items():
-        found.missing.append(f"{key}={shown(verl.given.get(key))}: {why}" if key in verl.given else f"{key}: {why}")
+        found.missing.append(
+            f"{key}={format_value(verl.given.get(key))}: {why}" if key in verl.given else f"{key}: {why}"
+        )
     unread = verl.unread()
     for key, value in unread.items():
         loud, why = not_read(key)
         listed = key in verl.notes or key in verl.decided or any(one.startswith(f"{key}=") for one in found.differs)
         if not listed:
-            (found.missing if loud else found.moot).append(f"{key}={shown(value)}: {why}")
+            (found.missing if loud else found.moot).append(f"{key}={format_value(value)}: {why}")
     for key, value in verl.given.items():
         what = verdict(key)
         if what.kind == "unknown":
-            found.missing.append(f"{key}={shown(value)}: not a key of verl 0.9.1's trainer config")
+            found.missing.append(f"{key}={format_value(value)}: not a key of verl 0.9.1's trainer config")
         elif what.kind == "missing":
             lost = not is_harmless(key, value)
-            (found.missing if lost else found.moot).append(f"{key}={shown(value)}: {what.text}")
+            (found.missing if lost else found.moot).append(f"{key}={format_value(value)}: {what.text}")
         elif what.kind == "moot" and not key.endswith("_target_"):
             found.moot.append(f"{key}: {what.text}")
 
@@ -384,7 +386,7 @@ def _count_of(verl: VerlRun, key: str, default: int) -> int:
         verl.notes[key] = f"it depends on the machine or on a variable that is not set; {default} is used"
         return default
     if type(value) is not int or value < 1:
-        raise UserError(f"{key}={shown(value)} came, expected an integer above 0.")
+        raise UserError(f"{key}={format_value(value)} came, expected an integer above 0.")
     return value
 
 

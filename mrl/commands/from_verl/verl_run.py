@@ -20,7 +20,7 @@ NUMBERS = {
 """Keys with numeric values whose default is null or a reference to another key."""
 
 
-class Given(dict[str, Any]):
+class TrackedSettings(dict[str, Any]):
     """Dotted keys and values that record which of them were read.
 
     Attributes:
@@ -45,7 +45,7 @@ class VerlRun:
     """verl's settings with its defaults; a value without a counterpart is noted when it is read."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        self.given = Given(given)
+        self.given = TrackedSettings(given)
         self.notes: dict[str, str] = {}
         self.decided: dict[str, str] = {}
         engine = f"{given.get('model_engine', '')}{given.get(f'{ACTOR}strategy', '')}"
@@ -59,14 +59,14 @@ class VerlRun:
             return default
         is_number = isinstance(default, (int, float)) or key in NUMBERS
         if is_number and isinstance(value, str) and is_unset(value):
-            self.notes[key] = f"no value: the script reads a variable that is not set; {shown(default)} is used"
+            self.notes[key] = f"no value: the script reads a variable that is not set; {format_value(default)} is used"
             return default
         if is_number and isinstance(value, (bool, int)):
             # in Python a bool is an int: verl accepts 0 and 1 for bools, and bools for integers
             value = bool(value) if isinstance(default, bool) and value in (0, 1) else int(value)
         fits = isinstance(value, _types(key, default)) and isinstance(value, bool) is isinstance(default, bool)
         if not fits and (default not in (None, "???") or key in NUMBERS):
-            raise UserError(f"{key}={shown(value)} came, expected a value like verl's {shown(default)}.")
+            raise UserError(f"{key}={format_value(value)} came, expected a value like verl's {format_value(default)}.")
         return value
 
     def one_of(self, key: str, known: dict[str, str] | tuple[str, ...], otherwise: str) -> str:
@@ -104,7 +104,7 @@ def _types(key: str, default: Any) -> tuple[type, ...]:
     return (str, list) if key in ("data.train_files", "data.val_files", "trainer.logger") else (type(default),)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Returns a value as text for a message, cut to 60 characters."""
     text = "null" if value is None else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

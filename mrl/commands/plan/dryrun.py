@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from mrl.commands.launch import start_words
+from mrl.commands.launch import launch_argv
 from mrl.commands.plan.memory import num_parameters, stage_memory
 from mrl.config.config import Config, TrainConfig, to_yaml
 from mrl.config.megatron_fields.defaults import ddp_defaults, overlaps_gradients, transformer_defaults
@@ -74,7 +74,7 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
     config, arch, grid = found.config, found.arch, found.grid
     model, train, rollout = config.model, config.train, config.rollout
     support = engine_support(rollout.name)
-    yield "start", start_words(grid.world_size, mpi=support.needs_mpi(rollout))
+    yield "start", launch_argv(grid.world_size, mpi=support.needs_mpi(rollout))
     yield "engine", support.describe(rollout.name) if found.needs_engine else "none: nothing is sampled"
     yield (
         "model",

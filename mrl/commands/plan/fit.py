@@ -95,7 +95,7 @@ def check_fits(found: Resolved, hardware: Hardware, stages: list[StageMemory]) -
     if short is None:
         return
     terms = sorted(short.stage.phases[short.phase].items(), key=lambda item: -item[1])
-    where = where_of(short.stage, found.grid)
+    where = describe_ranks(short.stage, found.grid)
     if short.phase == "rollout" and not short.stage.kv_rows:
         problem = (
             f"{where} has no room for one sequence in its KV cache: the cache may take "
@@ -114,7 +114,7 @@ def check_fits(found: Resolved, hardware: Hardware, stages: list[StageMemory]) -
     )
 
 
-def where_of(stage: StageMemory, grid: Grid) -> str:
+def describe_ranks(stage: StageMemory, grid: Grid) -> str:
     """Describes the ranks that a stage's memory belongs to."""
     if stage.stage is None:
         return "every rank that samples"
@@ -126,19 +126,20 @@ def where_of(stage: StageMemory, grid: Grid) -> str:
 def _advice(found: Resolved, hardware: Hardware) -> str:
     change = smallest_change(found, hardware)
     if change is not None:
-        return f"This fits: {words(change)}"
+        return f"This fits: {format_overrides(change)}"
     factor = 2
     while factor <= MAX_RANKS_FACTOR:
         more = found.grid.world_size * factor
         larger = _changed(found, {}, more)
         change = None if larger is None else smallest_change(larger, hardware)
         if change is not None:
-            return f"No layout of {found.grid.world_size} ranks fits; this does: --world-size {more} {words(change)}"
+            overrides = format_overrides(change)
+            return f"No layout of {found.grid.world_size} ranks fits; this does: --world-size {more} {overrides}"
         factor *= 2
     return f"No layout fits, of up to {found.grid.world_size * MAX_RANKS_FACTOR} ranks: shorten the sequences."
 
 
-def words(change: Overrides) -> str:
+def format_overrides(change: Overrides) -> str:
     """Formats overrides for the command line."""
     return " ".join(
         f"{key}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
@@ -156,7 +157,7 @@ def smallest_change(found: Resolved, hardware: Hardware) -> Overrides | None:
     if start == 0:
         return {}
     useful: list[tuple[int, int, Overrides]] = []  # (knob, cost, overrides)
-    for knob, alternatives in enumerate(_knobs(found.config, found.grid, hardware)):
+    for knob, alternatives in enumerate(_memory_options(found.config, found.grid, hardware)):
         for cost, overrides in enumerate(alternatives):
             other = _changed(found, overrides)
             if other is None:
@@ -183,7 +184,7 @@ def _greedy_change(found: Resolved, hardware: Hardware) -> Overrides | None:
     missing = _missing(found, hardware)
     while missing:
         best: tuple[int, Overrides, Resolved] | None = None
-        for overrides in itertools.chain(*_knobs(found.config, found.grid, hardware)):
+        for overrides in itertools.chain(*_memory_options(found.config, found.grid, hardware)):
             other = _changed(found, overrides)
             left = None if other is None else _missing(other, hardware)
             if other is not None and left is not None and left < (missing if best is None else best[0]):
@@ -210,7 +211,7 @@ def _missing(found: Resolved, hardware: Hardware) -> int:
     return missing
 
 
-def _knobs(config: Config, grid: Grid, hardware: Hardware) -> Iterator[list[Overrides]]:
+def _memory_options(config: Config, grid: Grid, hardware: Hardware) -> Iterator[list[Overrides]]:
     """Yields settings that save memory, cheap ones first; each with its alternatives, small changes first."""
     actor, rollout, parallel = config.actor, config.rollout, config.parallel
     if not rollout.free_cache_engine:
@@ -256,7 +257,7 @@ def _knobs(config: Config, grid: Grid, hardware: Hardware) -> Iterator[list[Over
     yield [{"parallel.pipeline_model_parallel_size": grid.pp * factor, **even} for factor in wider]
 
 
-def changed(found: Resolved, overrides: Overrides, world_size: int | None = None) -> Resolved:
+def with_overrides(found: Resolved, overrides: Overrides, world_size: int | None = None) -> Resolved:
     """Returns the run with other settings.
 
     Args:
@@ -279,7 +280,7 @@ def changed(found: Resolved, overrides: Overrides, world_size: int | None = None
 def _changed(found: Resolved, overrides: Overrides, world_size: int | None = None) -> Resolved | None:
     """Returns the run with other settings, None if validation rejects it."""
     try:
-        return changed(found, overrides, world_size)
+        return with_overrides(found, overrides, world_size)
     except UserError:
         return None
 

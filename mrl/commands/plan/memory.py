@@ -24,7 +24,7 @@ from mrl.models.transformer_engine import asked_for
 from mrl.parallel_layout import Grid
 from mrl.resharding.buckets import MIN_ROUND_BYTES, NUM_BUFFERS, PIPELINE_ROUNDS
 from mrl.resharding.copy_op import ITEM_BYTES
-from mrl.resharding.dtypes import choice_dtype
+from mrl.resharding.dtypes import expert_index_dtype
 from mrl.resharding.layout import Layout
 from mrl.resharding.megatron import chunk_layers, megatron_layout, padded_vocab, stage_layers
 from mrl.trainer.resolve import Resolved
@@ -421,7 +421,7 @@ def routing_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
 
 def _choice_bytes(config: Config, moe: MoeSpec) -> int:
     """Returns the routing record of a sequence in one layer, bytes."""
-    return config.rollout.longest * moe.top_k * choice_dtype(moe.num_experts).itemsize
+    return config.rollout.longest * moe.top_k * expert_index_dtype(moe.num_experts).itemsize
 
 
 def staging_bytes(config: Config, grid: Grid, moved_bytes: int) -> int:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.commands.launch import start_words
+from mrl.commands.launch import launch_argv
 from mrl.commands.plan.durations import predict_durations, step_time
-from mrl.commands.plan.fit import check_fits, device_of, words
+from mrl.commands.plan.fit import check_fits, device_of, format_overrides
 from mrl.commands.plan.memory import StageMemory, memory_by_stage, not_counted, num_parameters
 from mrl.commands.plan.refits import RefitPrediction, predict_refit
 from mrl.commands.plan.splits import Splits, find_splits, rows_of, splits_text
@@ -19,7 +19,7 @@ from mrl.config.config import Config
 from mrl.engines._support import engine_support, memory_plan
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
-from mrl.observability.text_format import counted
+from mrl.observability.text_format import format_count
 from mrl.rollout.async_schedule import RolloutSchedule
 from mrl.trainer.resolve import Resolved, check_run
 from mrl.trainer.validation.megatron import forced
@@ -68,18 +68,20 @@ def _with_split(error: UserError, splits: Splits | None, *, overlaps: bool) -> U
     if not ranked:
         return error
     best = ranked[0]
-    return UserError(f"{error} So does another split of the ranks, in which {best.described}: {words(best.overrides)}")
+    return UserError(
+        f"{error} So does another split of the ranks, in which {best.description}: {format_overrides(best.overrides)}"
+    )
 
 
 def _layout(found: Resolved, hardware: Hardware) -> Iterator[str]:
     arch, grid = found.arch, found.grid
     nodes = -(-grid.world_size // hardware.gpus_per_node)
-    yield f"{counted(grid.world_size, 'rank')} on {counted(nodes, 'node')} of {hardware.gpus_per_node}"
+    yield f"{format_count(grid.world_size, 'rank')} on {format_count(nodes, 'node')} of {hardware.gpus_per_node}"
     if grid.has_roles:
         train, sample = (f"{ranks.start}-{ranks.stop - 1}" for ranks in (grid.trainers, grid.samplers))
         yield f"roles     ranks {train} train, ranks {sample} only sample ({key_of(found.config.rollout)})"
     mpi = engine_support(found.config.rollout.name).needs_mpi(found.config.rollout)
-    yield f"start     {start_words(grid.world_size, mpi=mpi)}"
+    yield f"start     {launch_argv(grid.world_size, mpi=mpi)}"
     yield f"model     {num_parameters(arch) / GB:.2f} x 10^9 parameters, {found.config.model.dtype}"
     if found.critic is not None:
         yield f"critic    {num_parameters(found.critic) / GB:.2f} x 10^9 parameters, in the actor's layout"

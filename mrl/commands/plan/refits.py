@@ -14,8 +14,8 @@ from mrl.models.base import ArchSpec, Place
 from mrl.observability.hardware import Hardware
 from mrl.parallel_layout import Grid
 from mrl.resharding.megatron import chunk_layers, megatron_layouts
-from mrl.resharding.shards import parts_of, table
-from mrl.resharding.transfer_cost import Bytes, Traffic, traffic
+from mrl.resharding.shards import param_specs, parts_of
+from mrl.resharding.transfer_cost import ReceivedBytes, Traffic, traffic
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,9 @@ def predict_refit(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware
     )
     received = max(share.intra_node + share.inter_node for share in found.shares)
     senders = len(grid.trainers)
-    sent = Bytes(0, found.total.intra_node // senders, found.total.inter_node // senders)  # assumed evenly spread
+    sent = ReceivedBytes(
+        0, found.total.intra_node // senders, found.total.inter_node // senders
+    )  # assumed evenly spread
     return RefitPrediction(
         traffic=found,
         seconds=max(sum(_seconds(share, hardware)) for share in (*found.shares, sent)),
@@ -77,7 +79,7 @@ def one_layer_of_each(arch: ArchSpec, grid: Grid) -> tuple[ArchSpec, Grid, dict[
     real_layers, times = chunk_layers(arch, grid), {}
     for place, layers in chunk_layers(few, places).items():
         for layer in layers:
-            for spec in table(arch):
+            for spec in param_specs(arch):
                 if spec.place is Place.LAYER:
                     experts = range(arch.moe.num_experts) if arch.moe and spec.kind.is_expert else range(1)
                     for part in parts_of(spec, arch):
@@ -86,7 +88,7 @@ def one_layer_of_each(arch: ArchSpec, grid: Grid) -> tuple[ArchSpec, Grid, dict[
     return few, places, times
 
 
-def _seconds(share: Bytes, hardware: Hardware) -> tuple[float, float, float]:
+def _seconds(share: ReceivedBytes, hardware: Hardware) -> tuple[float, float, float]:
     """Returns the durations of local copies (read and write), of links inside the node and between nodes."""
     return (
         2 * share.local / hardware.memory_bytes_per_s,

@@ -15,14 +15,14 @@ from functools import cached_property
 from typing import Any
 
 from mrl.commands.plan.durations import Durations, StepTime, predict_durations, step_time
-from mrl.commands.plan.fit import Overrides, changed, device_of, shortage, where_of, words
+from mrl.commands.plan.fit import Overrides, describe_ranks, device_of, format_overrides, shortage, with_overrides
 from mrl.commands.plan.memory import StageMemory, memory_by_stage
 from mrl.commands.plan.refits import RefitPrediction, predict_refit
 from mrl.config.config import RolloutConfig
 from mrl.engines._support import engine_support
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
-from mrl.observability.text_format import counted
+from mrl.observability.text_format import format_count
 from mrl.parallel_layout import Grid
 from mrl.trainer.resolve import Resolved
 
@@ -67,17 +67,17 @@ class Split:
         """Returns the duration of a step."""
         return step_time(self.durations, self.refit.seconds, has_roles=self.grid.has_roles, overlaps=overlaps)
 
-    def at_least(self, *, overlaps: bool) -> float:
+    def step_lower_bound(self, *, overlaps: bool) -> float:
         """Returns the duration of a step without its weight sync, s, a lower bound."""
         return step_time(self.durations, 0.0, has_roles=self.grid.has_roles, overlaps=overlaps).step
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """Number of ranks that train and that sample, in words."""
         grid = self.grid
         if not grid.has_roles:
             return f"all {grid.world_size} ranks train and sample alternately"
-        return f"{counted(len(grid.trainers), 'rank')} train and {len(grid.samplers)} sample"
+        return f"{format_count(len(grid.trainers), 'rank')} train and {len(grid.samplers)} sample"
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ class Splits:
 
         A split that is slower without its weight sync than another one with it is not timed.
         """
-        order = sorted(self.fitting, key=lambda split: split.at_least(overlaps=overlaps))
+        order = sorted(self.fitting, key=lambda split: split.step_lower_bound(overlaps=overlaps))
         timed: list[Split] = []
         best = math.inf
         for split in order:
             few = (len(timed) + 1) * split.grid.world_size <= TIMED_RANKS
-            if not few and split.at_least(overlaps=overlaps) >= best:
+            if not few and split.step_lower_bound(overlaps=overlaps) >= best:
                 break
             timed.append(split)
             best = min(best, split.step(overlaps=overlaps).step)
@@ -122,7 +122,7 @@ def find_splits(found: Resolved, hardware: Hardware, refit: RefitPrediction | No
     for samplers in range(found.grid.world_size):
         overrides = _overrides(found.config.rollout, samplers)
         try:
-            other = changed(found, overrides)
+            other = with_overrides(found, overrides)
             support = engine_support(other.config.rollout.name)
             if support.needs_mpi(other.config.rollout):
                 support.check_hosts(other.grid, hardware.gpus_per_node)
@@ -133,7 +133,7 @@ def find_splits(found: Resolved, hardware: Hardware, refit: RefitPrediction | No
         stages = memory_by_stage(other, device)
         short = shortage(stages, device.capacity or 0)
         if short is not None:
-            left_out[f"{where_of(short.stage, other.grid)} lacks memory in its {short.phase}"] += 1
+            left_out[f"{describe_ranks(short.stage, other.grid)} lacks memory in its {short.phase}"] += 1
             continue
         durations = predict_durations(other, hardware, rows_of(stages))
         known = refit if other.grid == found.grid else None
@@ -188,7 +188,7 @@ def splits_text(splits: Splits, own: Grid, *, overlaps: bool) -> Iterator[str]:
     """Yields the table of splits, the best one, and the reason."""
     ranked = splits.ranked(overlaps=overlaps)
     yield (
-        f"splits of {counted(own.world_size, 'rank')} into those that train and those that sample, s a step, "
+        f"splits of {format_count(own.world_size, 'rank')} into those that train and those that sample, s a step, "
         f"{'both at the same time' if overlaps else 'one after the other (train.mode=sync)'}"
     )
     yield (
@@ -200,12 +200,12 @@ def splits_text(splits: Splits, own: Grid, *, overlaps: bool) -> Iterator[str]:
             yield _row(split, own, best=number == 0, overlaps=overlaps)
     slower = len(splits.fitting) - min(len(ranked), MAX_ROWS)
     if slower > 0:
-        yield f"  and {counted(slower, 'slower split')}"
+        yield f"  and {format_count(slower, 'slower split')}"
     if splits.left_out:
         yield f"  left out: {_reasons(splits)}"
-    yield f"  best: {why(ranked, overlaps=overlaps)}"
+    yield f"  best: {explain_fastest(ranked, overlaps=overlaps)}"
     if not overlaps and any(split.grid.has_roles for split in splits.fitting):
-        yield f"  best with train.mode=async: {why(splits.ranked(overlaps=True), overlaps=True)}"
+        yield f"  best with train.mode=async: {explain_fastest(splits.ranked(overlaps=True), overlaps=True)}"
 
 
 def _row(split: Split, own: Grid, *, best: bool, overlaps: bool) -> str:
@@ -229,10 +229,10 @@ def _sides(split: Split) -> tuple[list[StageMemory], list[StageMemory]]:
 
 
 def _reasons(splits: Splits) -> str:
-    return "; ".join(f"{counted(count, 'split')}: {why}" for why, count in splits.left_out.most_common())
+    return "; ".join(f"{format_count(count, 'split')}: {why}" for why, count in splits.left_out.most_common())
 
 
-def why(ranked: list[Split], *, overlaps: bool) -> str:
+def explain_fastest(ranked: list[Split], *, overlaps: bool) -> str:
     """Describes the fastest split and the reason.
 
     Args:
@@ -241,8 +241,8 @@ def why(ranked: list[Split], *, overlaps: bool) -> str:
     """
     best, others = ranked[0], ranked[1:]
     step = best.step(overlaps=overlaps)
-    keys = f" ({words(best.overrides)})" if best.overrides else ", as the config has it"
-    sentences = [f"{best.described}{keys}, {step.step:.2f} s a step"]
+    keys = f" ({format_overrides(best.overrides)})" if best.overrides else ", as the config has it"
+    sentences = [f"{best.description}{keys}, {step.step:.2f} s a step"]
     if best.grid.has_roles:
         longer = "rollouts take" if step.rollouts > step.training else "training takes"
         waits = "" if overlaps else ", and each kind waits while the other works"
@@ -255,6 +255,8 @@ def why(ranked: list[Split], *, overlaps: bool) -> str:
     sentences.append(f"the refit costs {step.refit / step.step:.1%}")
     rival = next((split for split in others if split.grid.has_roles != best.grid.has_roles), None)
     if rival is not None:
-        which = f"the fastest split, {rival.described}," if rival.grid.has_roles else f"the case that {rival.described}"
+        which = (
+            f"the fastest split, {rival.description}," if rival.grid.has_roles else f"the case that {rival.description}"
+        )
         sentences.append(f"{which} takes {rival.step(overlaps=overlaps).step / step.step:.2f} times as long")
     return "; ".join(sentences)

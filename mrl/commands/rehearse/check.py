@@ -16,7 +16,7 @@ from mrl.commands.rehearse.settings import NUM_VAL
 from mrl.config.config import Config
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
-from mrl.observability.text_format import counted
+from mrl.observability.text_format import format_count
 from mrl.trainer.resolve import Resolved, check_run
 from mrl.trainer.validation.world_size import world_size
 
@@ -39,7 +39,7 @@ class RealRun:
 
 
 def check_real_run(
-    config: Config, file: str, requested_ranks: int | None, hardware: Hardware, report: Report, *, stand_ins: bool
+    config: Config, file: str, requested_ranks: int | None, hardware: Hardware, report: Report, *, placeholders: bool
 ) -> RealRun:
     """Runs all checks of a real run that need no rank.
 
@@ -49,13 +49,13 @@ def check_real_run(
         requested_ranks: Ranks of the real run; None: by the rule of `trainer/validation/world_size.py`.
         hardware: GPUs of the real run.
         report: Receives the world size and warnings.
-        stand_ins: Replace missing files by placeholders.
+        placeholders: Replace missing files by placeholders.
 
     Raises:
         UserError: A mistake in the config, model folder, data, rewards or run folder.
     """
     missing = missing_paths(config)
-    if missing and stand_ins:
+    if missing and placeholders:
         config, replacements = with_placeholders(config)
         report.warnings += replacements
         missing = {}
@@ -75,4 +75,4 @@ def check_real_run(
     report.warnings += found.warnings
     prompts = [*found.peeked, *found.validation[:NUM_VAL]]
     longest = max(len(prompt.prompt_ids) for prompt in prompts)
-    return RealRun(config, found, longest, f"{counted(size.ranks, 'rank')} ({size.why})")
+    return RealRun(config, found, longest, f"{format_count(size.ranks, 'rank')} ({size.why})")

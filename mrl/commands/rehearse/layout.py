@@ -73,12 +73,12 @@ def _num_changed_orders(real: Grid, reduced: Grid) -> int:
     """Counts sizes whose order between actor and rollout changes, since the weight sync would differ."""
     pairs = [(grid.tp, grid.rollout_tp, grid.ep, grid.rollout_ep) for grid in (real, reduced)]
     (tp, rollout_tp, ep, rollout_ep), (small_tp, small_rollout_tp, small_ep, small_rollout_ep) = pairs
-    return (compared(tp, rollout_tp) != compared(small_tp, small_rollout_tp)) + (
-        compared(ep, rollout_ep) != compared(small_ep, small_rollout_ep)
+    return (compare(tp, rollout_tp) != compare(small_tp, small_rollout_tp)) + (
+        compare(ep, rollout_ep) != compare(small_ep, small_rollout_ep)
     )
 
 
-def compared(one: int, other: int) -> int:
+def compare(one: int, other: int) -> int:
     """Returns -1, 0 or 1 if `one` is smaller than, equal to or larger than `other`."""
     return (one > other) - (one < other)
 

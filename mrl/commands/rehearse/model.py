@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import count
 
 from mrl.commands.rehearse.engine import RehearsalEngine
-from mrl.commands.rehearse.layout import compared
+from mrl.commands.rehearse.layout import compare
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.parallel_layout import Grid
 from mrl.resharding.megatron import chunk_layers
@@ -67,7 +67,7 @@ def _depth(arch: ArchSpec, real: Grid, reduced: Grid) -> tuple[Grid, int]:
     ends = {}
     for end, wanted in ((0, real.first_stage_layers), (real.pp - 1, real.last_stage_layers)):
         if wanted is not None:
-            ends[end] = reduced.vpp * (2 + compared(stages[end], middle))
+            ends[end] = reduced.vpp * (2 + compare(stages[end], middle))
     first, last = ends.get(0), ends.get(real.pp - 1)
     if reduced.pp == 2 and first is not None and first == last and len(set(stages)) > 1:
         last += reduced.vpp  # with no stage in between, make the two differ from each other
@@ -82,7 +82,7 @@ def _kv_heads(arch: ArchSpec, real: Grid, reduced: Grid) -> int:
     pairs = ((real.tp, reduced.tp), (real.rollout_tp, reduced.rollout_tp))
 
     def distance(heads: int) -> tuple[int, int]:
-        changed = sum(compared(arch.num_kv_heads, full) != compared(heads, small) for full, small in pairs)
+        changed = sum(compare(arch.num_kv_heads, full) != compare(heads, small) for full, small in pairs)
         return 4 * ((heads > 1) != (arch.num_kv_heads > 1)) + changed, heads
 
     fitting = [

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from mrl.checkpoint.formats.hub import local_folder
+from mrl.checkpoint.formats.hub import resolve_model_path
 from mrl.commands.rehearse.engine import DEFAULT_ENGINE
 from mrl.config.config import Config, DataConfig, RewardFunctionConfig, RewardModelConfig
 from mrl.config.paths import CHAR_PREFIX
@@ -54,7 +54,7 @@ def _missing(config: Config) -> Iterator[tuple[str, str]]:
 
 def _exists(key: str, folder: str) -> bool:
     try:
-        return os.path.isdir(local_folder(key, folder, weights=key != "model.tokenizer") or "")
+        return os.path.isdir(resolve_model_path(key, folder, weights=key != "model.tokenizer") or "")
     except UserError:
         return False
 

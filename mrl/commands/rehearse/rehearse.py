@@ -23,8 +23,8 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from mrl.checkpoint.run_dir.run_dir import RunDir, flat
-from mrl.commands.launch import start_words
+from mrl.checkpoint.run_dir.run_dir import RunDir, flatten
+from mrl.commands.launch import launch_argv
 from mrl.commands.rehearse.check import check_real_run
 from mrl.commands.rehearse.conversion import to_hugging_face, to_trtllm
 from mrl.commands.rehearse.engine import DEFAULT_ENGINE, engine_for
@@ -50,7 +50,7 @@ from mrl.engines._support import engine_support
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec, critic_of
 from mrl.observability.hardware import Hardware
-from mrl.observability.text_format import counted
+from mrl.observability.text_format import format_count
 from mrl.parallel_layout import Grid
 from mrl.trainer.resolve import Resolved, resolve
 from mrl.trainer.validation.megatron import fitting, forced
@@ -130,7 +130,7 @@ class _Rehearsal:
         with self._stage("check"):
             config = load(self._file, self._overrides)
             real = check_real_run(
-                config, self._file, options.world_size, options.hardware, report, stand_ins=options.stand_ins
+                config, self._file, options.world_size, options.hardware, report, placeholders=options.stand_ins
             )
             if isinstance(real.found.tokenizer, HFTokenizer):
                 self._preload += (TOKENIZERS,)
@@ -170,14 +170,14 @@ class _Rehearsal:
             **{name: (real[name], reduced[name]) for name in real if real[name] > 1},
         }
         stages = ("vpp", "first_stage_layers", "last_stage_layers")
-        report.model = _differences(flat(asdict(found.arch)), flat(asdict(arch))) | {
+        report.model = _differences(flatten(asdict(found.arch)), flatten(asdict(arch))) | {
             name: (getattr(found.grid, name), getattr(grid, name))
             for name in stages
             if getattr(found.grid, name) not in (None, 1)
         }
-        report.settings = _differences(flat(asdict(config)), flat(asdict(small)))
+        report.settings = _differences(flatten(asdict(config)), flatten(asdict(small)))
         report.warnings += [
-            f"{name} {real[name]} is not rehearsed: {counted(max_ranks, 'rank')} are too few for it (--max-ranks)"
+            f"{name} {real[name]} is not rehearsed: {format_count(max_ranks, 'rank')} are too few for it (--max-ranks)"
             for name in real
             if real[name] > 1 and reduced[name] == 1
         ]
@@ -187,7 +187,7 @@ class _Rehearsal:
         elif engine.name != DEFAULT_ENGINE:
             report.not_covered.insert(0, f"{engine.name} on GPUs: its CPU build sampled")
         if engine_support(config.rollout.name).needs_mpi(config.rollout):
-            start = start_words(found.grid.world_size, mpi=True)
+            start = launch_argv(found.grid.world_size, mpi=True)
             report.not_covered.insert(1, f"MPI: mrl started the ranks itself. Start of the real run: {start}")
         if config.actor.moe_token_dispatcher_type != small.actor.moe_token_dispatcher_type:
             report.not_covered.append("the flex dispatcher: tokens were dispatched by alltoall")
@@ -263,7 +263,7 @@ class _Rehearsal:
         except RankError as error:
             stage = "resume" if resumes else stage_of(error)
             log = logs / f"rank{error.rank}.log"
-            where = "" if error.is_mistake else f"\nThe rank's output is in '{log}'."
+            where = "" if error.is_user_error else f"\nThe rank's output is in '{log}'."
             at = f" ({error.at})" if error.at else ""
             self._fail(stage, f"{error}{at}{where}", time.monotonic() - began)
         self.report.ranks.append(world_size)
@@ -305,7 +305,7 @@ class _Rehearsal:
 
     def _detail(self, stage: str, metrics: dict[str, float], small: _ReducedRun) -> str:
         if stage == "build":
-            return f"{counted(small.grid.world_size, 'rank')}: {_layout(small.grid)}"
+            return f"{format_count(small.grid.world_size, 'rank')}: {_layout(small.grid)}"
         if stage == "refit" and "refit/bytes_moved" in metrics:
             local, moved = metrics["refit/bytes_local"], metrics["refit/bytes_moved"]
             return f"{moved:.0f} bytes between ranks = lower bound; {local:.0f} inside them"
@@ -392,5 +392,5 @@ def _layout(grid: Grid) -> str:
     rollout = {"tp": grid.rollout_tp, "ep": grid.rollout_ep}
     actor = " x ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "one rank"
     replica = " x ".join(f"{name} {size}" for name, size in rollout.items() if size > 1) or "tp 1"
-    own = f" on {counted(grid.rollout_ranks, 'rank')} of their own" if grid.has_roles else ""
+    own = f" on {format_count(grid.rollout_ranks, 'rank')} of their own" if grid.has_roles else ""
     return f"actor {actor}, {grid.num_replicas} replica(s) of {replica}{own}"

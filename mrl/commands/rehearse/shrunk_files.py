@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from mrl.checkpoint.formats.hf import assign_files, write_companions
+from mrl.checkpoint.formats.hf import assign_files, write_metadata_files
 from mrl.config.config import DataConfig
 from mrl.models.base import ArchSpec
 from mrl.resharding.dtypes import allocate
@@ -40,7 +40,7 @@ def write_model(folder: Path, arch: ArchSpec, *, dtype: str, seed: int, like: Pa
     files = assign_files(layout, MAX_FILE_BYTES)
     for name, part in files.items():
         save_file({key: tensors[key] for key in part}, folder / name, metadata={"format": "pt"})
-    write_companions(folder, arch, files, like)
+    write_metadata_files(folder, arch, files, like)
 
 
 def with_first_rows(data: DataConfig, folder: Path) -> DataConfig:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from mrl.commands.serve.stream_state import StreamedAnswer
-from mrl.distributed.collectives import RankFailedError, from_first_rank, together
+from mrl.distributed.collectives import RankFailedError, broadcast_from_rank_0, raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.errors import UserError
@@ -144,7 +144,7 @@ class RequestQueue:
             answer.fail(f"the engine failed on this request: {error}", status)
             self._drop([answer])
 
-    def close(self, why: str) -> None:
+    def fail_all(self, why: str) -> None:
         """Fails all open answers and rejects further ones with the message `why`."""
         with self._lock:
             self._closed = why
@@ -204,7 +204,7 @@ def serve_rounds(engine: RolloutEngine, groups: ProcessGroups, request_queue: Re
         UserError, RankFailedError: The engine cannot generate any more.
     """
     history = LengthHistory(ROUND_TOKENS)
-    while (batches := from_first_rank(request_queue.next_batches() if request_queue else None)) is not None:
+    while (batches := broadcast_from_rank_0(request_queue.next_batches() if request_queue else None)) is not None:
         for index, batch in enumerate(batches):
             found, failed = _generate_or_bisect(engine, groups, history, batch)
             if request_queue is not None:
@@ -248,12 +248,12 @@ def _check_alive(
 def _generate(engine: RolloutEngine, groups: ProcessGroups, history: LengthHistory, batch: Batch) -> Generated:
     """Collective over all ranks: generates a batch; returns the results of all replicas on rank 0."""
     prompts = [Prompt(uid, ids, "", source=f"request {uid:x}") for uid, ids in batch.prompts]
-    with together():
+    with raise_on_all_ranks():
         rollouts = generate(engine, prompts, batch.sampling, groups, history)
     own: Generated = [
         (one.prompt.uid, one.response_ids, one.rollout_logprobs, one.finish_reason == "stop")
         for one in rollouts
-        if groups.leads_replica
+        if groups.is_replica_leader
     ]
     if dist.get_world_size() == 1:
         return own

@@ -36,7 +36,7 @@ MAX_SEED = 2**63 - 1
 MAX_STOPS, MAX_STOP_CHARS = 64, 4096
 """Limits of the number of stop strings and of their total length; each round searches for all of them."""
 
-PROMPT_FORMS = "expected a text, a list of texts, a list of token ids, or a list of such lists"
+PROMPT_FORMATS = "expected a text, a list of texts, a list of token ids, or a list of such lists"
 
 
 def _as_integer(value: object) -> object:
@@ -73,14 +73,14 @@ def _prompts(value: object) -> list[str | list[int]]:
             return value
         case list() if all(isinstance(one, list) for one in value):
             return [_token_ids(one) for one in value]
-    raise ValueError(PROMPT_FORMS)
+    raise ValueError(PROMPT_FORMATS)
 
 
 def _token_ids(value: list[object]) -> list[int]:
     """Checks token ids; the upper limit depends on the model and is checked later."""
     ids = [one for one in value if type(one) is int and one >= 0]
     if len(ids) < len(value):
-        raise ValueError(f"{PROMPT_FORMS}; a token id is an integer from 0")
+        raise ValueError(f"{PROMPT_FORMATS}; a token id is an integer from 0")
     return ids
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.commands.serve.batching import ROUND_TOKENS, RequestQueue, serve_rounds
 from mrl.config.config import Config, load
-from mrl.distributed.collectives import together
+from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.engines._support import engine_support
 from mrl.environments.formats import base as formats
 from mrl.errors import UserError, to_install
@@ -40,7 +40,7 @@ START_S = 30.0
 
 
 @dataclass(frozen=True)
-class Listen:
+class ListenOptions:
     """Address and options of the server.
 
     Attributes:
@@ -66,7 +66,7 @@ class Listen:
             return False
 
 
-def source(given: str, overrides: Sequence[str], checkpoint: str | None) -> tuple[Config, str | None]:
+def resolve_model(given: str, overrides: Sequence[str], checkpoint: str | None) -> tuple[Config, str | None]:
     """Returns the config to serve, and its checkpoint for `Commits.load_for_evaluation`, or INITIAL.
 
     Args:
@@ -107,7 +107,7 @@ def _of_model(folder: Path, overrides: Sequence[str]) -> Config:
     return load(fields, overrides)
 
 
-def check(listen: Listen) -> None:
+def check(listen: ListenOptions) -> None:
     """Checks options and packages before the job starts.
 
     Raises:
@@ -126,7 +126,7 @@ def check(listen: Listen) -> None:
         raise UserError(f"`mrl serve` needs {error.name}, which is not installed: {to_install('serve')}") from error
 
 
-def serve(config: Config, checkpoint: str | None, listen: Listen, say: Callable[[str], None]) -> None:
+def serve(config: Config, checkpoint: str | None, listen: ListenOptions, say: Callable[[str], None]) -> None:
     """Collective over all ranks: serves until an exception, such as KeyboardInterrupt, ends it.
 
     Raises:
@@ -146,11 +146,13 @@ def serve(config: Config, checkpoint: str | None, listen: Listen, say: Callable[
 
 
 @contextmanager
-def _listening(job: Trainer, listen: Listen, loaded: str, say: Callable[[str], None]) -> Iterator[RequestQueue | None]:
+def _listening(
+    job: Trainer, listen: ListenOptions, loaded: str, say: Callable[[str], None]
+) -> Iterator[RequestQueue | None]:
     """Collective over all ranks: runs the HTTP server on rank 0 inside the block; yields its queue (others: None)."""
     request_queue: RequestQueue | None = None
     opened: list[socket.socket] = []
-    with together():
+    with raise_on_all_ranks():
         if job.groups.rank == 0:
             opened.append(_bind(listen))
     if not opened:
@@ -184,13 +186,13 @@ def _listening(job: Trainer, listen: Listen, loaded: str, say: Callable[[str], N
     try:
         yield request_queue
     finally:
-        request_queue.close("the server is shutting down.")
+        request_queue.fail_all("the server is shutting down.")
         server.should_exit = True
         thread.join(5)
         opened[0].close()
 
 
-def _bind(listen: Listen) -> socket.socket:
+def _bind(listen: ListenOptions) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, socket.SOCK_STREAM)

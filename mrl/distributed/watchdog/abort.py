@@ -21,18 +21,18 @@ WAIT_S = 2.0
 _names: list[socket.socket] = []
 
 
-def say(text: str, advice: Callable[[], str]) -> None:
+def print_error(text: str, advice: Callable[[], str]) -> None:
     """Prints an error message, followed by the text of `advice` if that returns within WAIT_S."""
     sys.stderr.write(f"mrl: error: {text}\n")
     sys.stderr.flush()
     more: list[str] = []
-    _within(WAIT_S, lambda: more.append(advice()))
+    _call_with_timeout(WAIT_S, lambda: more.append(advice()))
     if more and more[0]:
         sys.stderr.write(f"{more[0]}\n")
         sys.stderr.flush()
 
 
-def is_mine_to_say(what: str) -> bool:
+def claim_message(what: str) -> bool:
     """Returns whether this is the first process of the host to claim the message `what`, until that process ends."""
     name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
@@ -44,14 +44,14 @@ def is_mine_to_say(what: str) -> bool:
     return True
 
 
-def leave(status: int) -> NoReturn:
+def hard_exit(status: int) -> NoReturn:
     """Kills this process's children, then exits without Python's clean-up."""
-    _within(WAIT_S, lambda: [child.kill() for child in psutil.Process().children(recursive=True)])
-    _within(WAIT_S, sys.stdout.flush)
+    _call_with_timeout(WAIT_S, lambda: [child.kill() for child in psutil.Process().children(recursive=True)])
+    _call_with_timeout(WAIT_S, sys.stdout.flush)
     os._exit(status)
 
 
-def _within(seconds: float, function: Callable[[], object]) -> None:
+def _call_with_timeout(seconds: float, function: Callable[[], object]) -> None:
     """Calls a function that may hang and waits at most `seconds` for it."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def quick_imports() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Disables garbage collection inside the block."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -22,7 +22,7 @@ def quick_imports() -> Iterator[None]:
 
 
 @contextmanager
-def frozen_imports() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """Excludes what was imported before from garbage collection, inside the block and at exit.
 
     Triton reports objects that are still alive at exit as leaks, so everything is unfrozen if it was imported.

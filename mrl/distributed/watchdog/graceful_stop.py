@@ -94,7 +94,7 @@ class Stop:
     def __init__(
         self, run: RunConfig, *, ends: Mapping[str, float], keeps_time: bool, say: Callable[[str], None]
     ) -> None:
-        """Creates the state; signals are handled inside `listening`.
+        """Creates the state; signals are handled inside `handle_signals`.
 
         Args:
             run: Config with `stop_timeout_s` and `term_timeout_s`.
@@ -118,7 +118,7 @@ class Stop:
     # this process
 
     @property
-    def told(self) -> bool:
+    def is_requested(self) -> bool:
         """True if a signal or time limit requests a stop of this process, even before the ranks agreed.
 
         Long work on a single rank polls this.
@@ -126,12 +126,12 @@ class Stop:
         return bool(self._reason(self.reserve_s))
 
     @property
-    def is_short(self) -> bool:
+    def is_time_short(self) -> bool:
         """True if half of the time left after a signal, without the reserve for a checkpoint, is over."""
         return self._halfway is not None and time.monotonic() + self.reserve_s >= self._halfway
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def handle_signals(self) -> Iterator[None]:
         """Turns SIGNALS into stop requests inside the block.
 
         Before the first `ask` there is nothing to save: SIGTERM and SIGHUP raise.
@@ -154,24 +154,24 @@ class Stop:
             raise
         except Exception as error:
             if self._received:  # often another rank gave up first, which broke a collective of this one
-                self.give_up(f"then failed ({type(error).__name__}: {first_line(error)})")
+                self.abort(f"then failed ({type(error).__name__}: {first_line(error)})")
             raise
         finally:
             for number, handler in before.items():
-                signal.signal(number, signals.after(handler))
-            signals.found()
+                signal.signal(number, signals.handler_to_restore(handler))
+            signals.cancel_forced_exit()
             signal.set_wakeup_fd(wakeup)
             os.close(self._writer)
             listener.join()
             os.close(reader)
 
-    def say(self, what: str) -> None:
+    def print_reason(self, what: str) -> None:
         """Prints the last message of the run on rank 0: the reason of the stop, followed by `what`."""
         self._say(f"stopped by {self.why}{what}")
         self._has_printed = True
         signals.ignore_interrupts()
 
-    def give_up(self, what: str) -> None:
+    def abort(self, what: str) -> None:
         """Ends this process at once; the last checkpoint remains valid."""
         if self._has_printed:
             os._exit(REQUEUE)
@@ -221,13 +221,13 @@ class Stop:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if number in URGENT and not self._asked and not self._is_ending:
             self._is_ending = True
-            signals.end(number, frame, REQUEUE)
+            signals.exit_on_signal(number, frame, REQUEUE)
 
     def _listen(self, reader: int) -> None:
         while True:
             left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
             if not select.select([reader], [], [], left)[0]:
-                self.give_up("not finished in time")
+                self.abort("not finished in time")
             numbers = os.read(reader, 64)
             if not numbers:
                 return
@@ -241,7 +241,7 @@ class Stop:
         if directly and number in URGENT:
             if self._first_urgent is not None:
                 if now - self._first_urgent > REPEAT_S:
-                    self.give_up("then requested again")
+                    self.abort("then requested again")
                 return
             self._first_urgent = now
         end = now + self._timeouts[number]

@@ -16,7 +16,7 @@ from typing import Any
 from mrl.distributed import job_secret
 from mrl.distributed.job_secret import AuthenticationError
 
-SHOWN = 4
+MAX_SHOWN_RANKS = 4
 """Number of ranks whose stacks are printed."""
 
 
@@ -82,7 +82,7 @@ def decode(data: bytes) -> RankState:
         raise AuthenticationError("a rank's published state is malformed, so no rank of this job wrote it") from error
 
 
-def seal_end(secret: str, text: str, status: int, speaker: int) -> str:
+def encode_end_record(secret: str, text: str, status: int, speaker: int) -> str:
     """Returns the authenticated end-of-job record for the store.
 
     Args:
@@ -92,20 +92,20 @@ def seal_end(secret: str, text: str, status: int, speaker: int) -> str:
         speaker: Rank that prints the message.
     """
     data = json.dumps({"text": text, "status": status, "speaker": speaker}).encode()
-    return job_secret.seal(secret, "end", data).decode()
+    return job_secret.sign_data(secret, "end", data).decode()
 
 
-def open_end(secret: str, sealed: bytes) -> dict[str, Any]:
+def decode_end_record(secret: str, sealed: bytes) -> dict[str, Any]:
     """Parses and verifies an end-of-job record.
 
     Raises:
         AuthenticationError: It was not written with this job's token.
     """
-    end: dict[str, Any] = json.loads(job_secret.unseal(secret, "end", sealed))
+    end: dict[str, Any] = json.loads(job_secret.verify_data(secret, "end", sealed))
     return end
 
 
-def process_space() -> str:
+def pid_namespace() -> str:
     """Returns a name of this process's pid namespace: boot id, pid namespace and network namespace.
 
     The network namespace is included because one of its own makes a separate host.
@@ -134,17 +134,17 @@ def diagnose(states: Mapping[int, RankState], gone: Mapping[int, str], size: int
     if left:
         stacks = _details([state for state in left if state.stack])
         return "\n".join(
-            [*(f"{state} left the job at {state.where}: {state.left}." for state in left[:SHOWN]), *stacks]
+            [*(f"{state} left the job at {state.where}: {state.left}." for state in left[:MAX_SHOWN_RANKS]), *stacks]
         )
     late = _late(states)
     if late and len(late) < len(alive):
-        late_ranks = f"{late[0]} is" if len(late) == 1 else f"{ranks([state.rank for state in late])} are"
+        late_ranks = f"{late[0]} is" if len(late) == 1 else f"{format_ranks([state.rank for state in late])} are"
         waited = max((state.waits_s or 0.0 for state in waiting), default=0.0)
-        rest = ranks([state.rank for state in alive if state not in late])
+        rest = format_ranks([state.rank for state in alive if state not in late])
         have = "has" if len(alive) - len(late) == 1 else "have"
         head = f"{late_ranks} late: {rest} {have} waited {waited:.0f} s in a collective."
         return "\n".join([head, *_details(late), *_example(waiting)])
-    alive_ranks = ranks([state.rank for state in alive])
+    alive_ranks = format_ranks([state.rank for state in alive])
     head = f"{alive_ranks} wait for each other, in collectives that do not match or cannot complete."
     return "\n".join([head, *_details(_distinct(alive))])
 
@@ -158,12 +158,12 @@ def are_sampling(states: Mapping[int, RankState], within_s: float) -> bool:
     return bool(sampling) and sampling.issuperset(state.rank for state in _late(states))
 
 
-def blames_other_ranks(states: Mapping[int, RankState], gone: Mapping[int, str], size: int) -> bool:
+def caused_by_other_ranks(states: Mapping[int, RankState], gone: Mapping[int, str], size: int) -> bool:
     """Returns whether other ranks caused a failed collective; arguments as for `diagnose`."""
     return bool(gone or len(states) < size or _left(states) or _late(states))
 
 
-def ranks(numbers: Iterable[int]) -> str:
+def format_ranks(numbers: Iterable[int]) -> str:
     """Formats rank numbers, such as "rank 3" or "ranks 0-7, 16"."""
     known = sorted(set(numbers))
     runs: list[list[int]] = []
@@ -176,7 +176,7 @@ def ranks(numbers: Iterable[int]) -> str:
     return f"{'rank' if len(known) == 1 else 'ranks'} {shown}"
 
 
-def last_report(state: RankState) -> str:
+def describe_last_phase(state: RankState) -> str:
     """Describes the last known phase of a rank that cannot send its stack."""
     return f"Its last report came from {state.where}, for {state.where_s:.0f} s; its stack is unknown."
 
@@ -192,30 +192,34 @@ def _late(states: Mapping[int, RankState]) -> list[RankState]:
 def _missing(
     states: Mapping[int, RankState], gone: Mapping[int, str], absent: Sequence[int], alive: Collection[RankState]
 ) -> str:
-    lines = [f"{ranks(absent)} never started."] if absent else []
+    lines = [f"{format_ranks(absent)} never started."] if absent else []
     hosts: dict[str, list[RankState]] = {}
     for rank in sorted(gone):
         hosts.setdefault(states[rank].host, []).append(states[rank])
     ended = {states[rank].host for rank, known in gone.items() if known == GONE}
     lost = [host for host in hosts if host not in {state.host for state in alive} | ended]
-    for host in lost[:SHOWN]:
-        lines.append(f"No rank of this job answers on host {host}: {ranks([state.rank for state in hosts[host]])}.")
-    if len(lost) > SHOWN:
-        lines.append(f"... nor on {len(lost) - SHOWN} more hosts.")
-    lines += [f"{states[rank]} {gone[rank]}. {last_report(states[rank])}" for rank in sorted(gone)[:SHOWN]]
-    if len(gone) > SHOWN:
-        lines.append(f"... and {len(gone) - SHOWN} more: {ranks(sorted(gone)[SHOWN:])}")
+    for host in lost[:MAX_SHOWN_RANKS]:
+        lines.append(
+            f"No rank of this job answers on host {host}: {format_ranks([state.rank for state in hosts[host]])}."
+        )
+    if len(lost) > MAX_SHOWN_RANKS:
+        lines.append(f"... nor on {len(lost) - MAX_SHOWN_RANKS} more hosts.")
+    lines += [
+        f"{states[rank]} {gone[rank]}. {describe_last_phase(states[rank])}" for rank in sorted(gone)[:MAX_SHOWN_RANKS]
+    ]
+    if len(gone) > MAX_SHOWN_RANKS:
+        lines.append(f"... and {len(gone) - MAX_SHOWN_RANKS} more: {format_ranks(sorted(gone)[MAX_SHOWN_RANKS:])}")
     waiting = [state for state in alive if state.waits_s is not None]
     return "\n".join([*lines, *_example(waiting)])
 
 
 def _details(states: Sequence[RankState]) -> list[str]:
     lines = []
-    for state in states[:SHOWN]:
+    for state in states[:MAX_SHOWN_RANKS]:
         lines.append(f"{state}, at {state.where} for {state.where_s:.0f} s:")
         lines.append(textwrap.indent(state.stack, "  "))
-    if len(states) > SHOWN:
-        lines.append(f"... and {len(states) - SHOWN} more")
+    if len(states) > MAX_SHOWN_RANKS:
+        lines.append(f"... and {len(states) - MAX_SHOWN_RANKS} more")
     return lines
 
 

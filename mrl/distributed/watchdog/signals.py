@@ -3,8 +3,8 @@
 `mrl/__main__.py` installs them before it imports anything else, so this file imports only modules that load fast.
 `graceful_stop.py` takes over all but Ctrl-C once a training run has something to save.
 
-    while modules are imported    the handler exits: code in an import may swallow or wrap an exception
-    inside `raising`              KeyboardInterrupt or Terminated; if that gets lost, the process exits LOST_S later
+    while modules are imported    the handler exits: code in an import may swallow or wrap an exception inside
+    `raise_on_signals`              KeyboardInterrupt or Terminated; if that gets lost, the process exits LOST_S later
     after it                      signals are ignored: the exit status is known and the last message printed
 """
 
@@ -46,18 +46,18 @@ class _State:
     raises = False
     is_training = False
     prints: Callable[[], bool] = staticmethod(lambda: True)
-    to_go_on: Callable[[], str] = staticmethod(str)
+    resume_hint: Callable[[], str] = staticmethod(str)
     lost_timer: Any = None
 
 
-def begin(*, is_training: bool) -> dict[int, Any]:
-    """Installs the handlers and returns the previous ones for `give_back`.
+def install_handlers(*, is_training: bool) -> dict[int, Any]:
+    """Installs the handlers and returns the previous ones for `restore_handlers`.
 
     Args:
         is_training: SIGTERM, SIGHUP and SIGUSR1 exit with REQUEUE; for other commands SIGUSR1 is ignored.
     """
     _State.raises, _State.is_training = False, is_training
-    _State.prints, _State.to_go_on = lambda: True, str
+    _State.prints, _State.resume_hint = lambda: True, str
     before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     for number in SIGNALS:
         if before[number] is signal.SIG_IGN and number != signal.SIGTERM:
@@ -67,7 +67,7 @@ def begin(*, is_training: bool) -> dict[int, Any]:
     return before
 
 
-def begin_interrupts() -> None:
+def install_interrupt_handler() -> None:
     """Makes Ctrl-C end this process at once with a message."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _end)
@@ -75,43 +75,43 @@ def begin_interrupts() -> None:
 
 
 @contextmanager
-def raising(prints: Callable[[], bool], to_go_on: Callable[[], str]) -> Iterator[None]:
+def raise_on_signals(prints: Callable[[], bool], resume_hint: Callable[[], str]) -> Iterator[None]:
     """Makes signals raise KeyboardInterrupt or Terminated inside the block.
 
     Args:
         prints: Returns whether this process prints the job's message.
-        to_go_on: Returns text to append to the message.
+        resume_hint: Returns text to append to the message.
     """
-    _State.prints, _State.to_go_on = prints, to_go_on
+    _State.prints, _State.resume_hint = prints, resume_hint
     _State.raises = True
     try:
         yield
     finally:
-        finish()
+        ignore_signals()
 
 
-def finish() -> None:
+def ignore_signals() -> None:
     """Ignores signals from here on, since the process is shutting down."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    found()
+    cancel_forced_exit()
 
 
-def found() -> None:
+def cancel_forced_exit() -> None:
     """Cancels the forced exit, because the exception of a signal was caught where it should be."""
     if _State.lost_timer is not None:
         _State.lost_timer.cancel()
         _State.lost_timer = None
 
 
-def give_back(handlers: dict[int, Any]) -> None:
-    """Restores the handlers from before `begin`, in a process that continues."""
-    finish()
+def restore_handlers(handlers: dict[int, Any]) -> None:
+    """Restores the handlers from before `install_handlers`, in a process that continues."""
+    ignore_signals()
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-def after(handler: Any) -> Any:
+def handler_to_restore(handler: Any) -> Any:
     """Returns the handler to install after another one is removed: `handler`, or SIG_IGN if it is this file's."""
     return signal.SIG_IGN if handler is _end else handler
 
@@ -122,7 +122,7 @@ def ignore_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def say(number: int) -> None:
+def print_signal_message(number: int) -> None:
     """Prints the message of a process that a signal ends."""
     if _State.prints():
         sys.stderr.write(_message(number))
@@ -132,13 +132,13 @@ def say(number: int) -> None:
 def _message(number: int) -> str:
     word = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
     try:
-        more = _State.to_go_on()
+        more = _State.resume_hint()
     except Exception:  # noqa: BLE001 -- missing advice must not hide the message
         more = ""
     return f"mrl: {word}.{more}\n"
 
 
-def end(number: int, frame: FrameType | None, status: int) -> NoReturn:
+def exit_on_signal(number: int, frame: FrameType | None, status: int) -> NoReturn:
     """Ends this process from a signal handler: by an exception, or at once where that could get lost."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
@@ -166,7 +166,7 @@ def _end(number: int, frame: FrameType | None) -> None:
         for each in SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         _leave(number, status)
-    end(number, frame, status)
+    exit_on_signal(number, frame, status)
 
 
 def _leave(number: int, status: int) -> NoReturn:

@@ -33,7 +33,7 @@ def failed_in_collective(error: BaseException) -> bool:
     )
 
 
-class MainThread:
+class MainThreadMonitor:
     """Detector of long waits of the main thread, polled every few seconds."""
 
     def __init__(
@@ -52,7 +52,7 @@ class MainThread:
         self._seen: tuple[object, ...] = ()
         self._began = 0.0
 
-    def look(self) -> float | None:
+    def poll(self) -> float | None:
         """Polls the main thread and returns how long it has been in the same collective, s; None if it is in none."""
         frame = _main_frame()
         gpu_works = self._device_is_busy is not None and self._device_is_busy()

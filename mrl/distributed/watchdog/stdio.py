@@ -54,7 +54,7 @@ class ResilientStream(io.TextIOWrapper):
         os.close(null)
 
 
-def outlive_readers() -> None:
+def tolerate_closed_pipes() -> None:
     """Replaces stdout and stderr by `ResilientStream`s, unless other code has already replaced them."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)

@@ -19,11 +19,11 @@ FORWARDED = {signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM}
 def main() -> int:
     """Runs torchrun with the command line's arguments and returns the exit status."""
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # inherited by the ranks: early signals stay pending there
-    signals.begin_interrupts()
-    with gc_control.quick_imports():
+    signals.install_interrupt_handler()
+    with gc_control.gc_disabled():
         from mrl.distributed.watchdog import torchrun_agent
     try:
-        with gc_control.frozen_imports():
+        with gc_control.gc_frozen():
             return torchrun_agent.run(sys.argv[1:])
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -136,10 +136,10 @@ POLL_S = 0.1
 def run(words: Sequence[str]) -> int:
     """Runs torchrun and returns the exit status; the caller has blocked `graceful_stop.SIGNALS` in every thread."""
     threading.Thread(target=_forward_signals, args=(handled_signals(),), name="signals", daemon=True).start()
-    launch.allow_sockets()
+    launch.raise_open_file_limit()
     vars(api)["LocalElasticAgent"] = Agent
     torchrun_rendezvous.install(launch.job_token(make=is_on_one_host(words)))
-    launch.share_no_store()
+    launch.serve_own_store()
     try:
         torchrun(without_log_dir(with_local_addr(words)))
     except UserError as error:

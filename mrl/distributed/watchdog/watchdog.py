@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from mrl.distributed import job_secret
-from mrl.distributed.collectives import RankFailedError, when_alone
+from mrl.distributed.collectives import RankFailedError, set_abort_callback
 from mrl.distributed.launcher_env import LauncherEnv
 from mrl.distributed.watchdog import abort, hang_diagnosis
 from mrl.distributed.watchdog.hang_diagnosis import RankState
 from mrl.distributed.watchdog.signals import FAILED
-from mrl.distributed.watchdog.stack_dump import MainThread, failed_in_collective, main_stack
+from mrl.distributed.watchdog.stack_dump import MainThreadMonitor, failed_in_collective, main_stack
 from mrl.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Watchdog:
             environment: Launcher's environment of this rank.
             collective_timeout_s: A longer wait in one collective is an alarm, s.
             heartbeat_timeout_s: A rank without a heartbeat for longer is considered lost, s.
-            device_is_busy: Returns whether the GPU has pending work, see `MainThread`.
+            device_is_busy: Returns whether the GPU has pending work, see `MainThreadMonitor`.
             advice: Returns what to do, printed after the message unless it takes too long.
             secret: Returns the job token, with which a message must be signed to end the job; known once the ranks have
                 met.
@@ -104,8 +104,8 @@ class Watchdog:
         self._collective_s, self._heartbeat_s = collective_timeout_s, heartbeat_timeout_s
         longest_s = max(1.0, environment.world_size / 1000)  # bounds the store's load in jobs of many ranks
         self._interval = min(longest_s, heartbeat_timeout_s / 4, collective_timeout_s / 4)
-        self._main = MainThread(device_is_busy=device_is_busy)
-        self._state = RankState(environment.rank, socket.gethostname(), os.getpid(), hang_diagnosis.process_space())
+        self._main = MainThreadMonitor(device_is_busy=device_is_busy)
+        self._state = RankState(environment.rank, socket.gethostname(), os.getpid(), hang_diagnosis.pid_namespace())
         self._where_since = time.monotonic()
         self._sampled: float | None = None
         self._progress_until = 0.0
@@ -128,16 +128,16 @@ class Watchdog:
         server = getattr(store, "underlying_store", store)
         self._address = f"{getattr(server, 'host', '')}:{getattr(server, 'port', '')}"
         self._store = store.clone()  # type: ignore[attr-defined]
-        self._beat()
+        self._send_heartbeat()
         self._threads = [
             threading.Thread(target=self._heartbeat_loop, name="watchdog", daemon=True),
             threading.Thread(target=self._guard_loop, name="watchdog's guard", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
-        when_alone(self._fail_alone)
+        set_abort_callback(self._fail_alone)
 
-    def tell(self, error: BaseException) -> None:
+    def report_error(self, error: BaseException) -> None:
         """Ends the job with this rank's error and does not return.
 
         It returns only if the rank can leave in order: the error is on all ranks, is a stop request, or is a UserError,
@@ -154,7 +154,7 @@ class Watchdog:
         else:
             self.close(type(error).__name__)
 
-    def sampled(self) -> None:
+    def record_forward(self) -> None:
         """Records a forward of this rank's engine; as long as forwards continue, waiting ranks do not time out."""
         self._sampled = time.monotonic()
 
@@ -167,9 +167,9 @@ class Watchdog:
         if self._store is None or self._closed.is_set():
             return
         with contextlib.suppress(RuntimeError):  # the store is gone, so nobody reads this
-            self._beat(left=left)
+            self._send_heartbeat(left=left)
         self._closed.set()
-        when_alone(None)
+        set_abort_callback(None)
         faulthandler.cancel_dump_traceback_later()
         for thread in self._threads:
             thread.join(GRACE_S)
@@ -182,7 +182,7 @@ class Watchdog:
     ) -> None:
         """Reports an error, if any, and stops watching."""
         if error is not None:
-            self.tell(error)
+            self.report_error(error)
         self.close()
 
     def _fail(self, error: Exception) -> None:
@@ -196,7 +196,7 @@ class Watchdog:
             self._end(self._describe(error))
         except RuntimeError as lost:
             self._end_without_store(first_line(lost))
-        abort.leave(FAILED)
+        abort.hard_exit(FAILED)
 
     def _post_mistake(self, error: UserError) -> None:
         """Posts a UserError of this rank only, for the other ranks.
@@ -233,7 +233,7 @@ class Watchdog:
         try:
             self._add("came")
             while not self._closed.wait(self._interval):
-                self._beat()
+                self._send_heartbeat()
                 if self._exists("alarm"):
                     self._follow_alarm()
                     return
@@ -271,13 +271,13 @@ class Watchdog:
             self._progress_until = now + self._collective_s / PROGRESS_CHECKS
         return now < self._progress_until
 
-    def _beat(self, *, left: str = "", stack: str = "") -> None:
+    def _send_heartbeat(self, *, left: str = "", stack: str = "") -> None:
         with self._lock:
             now, state, where = time.monotonic(), self._state, self.where()
             if where != state.where:
                 self._where_since = now
             self._state = replace(
-                state, beat=state.beat + 1, where=where, where_s=now - self._where_since, waits_s=self._main.look(),
+                state, beat=state.beat + 1, where=where, where_s=now - self._where_since, waits_s=self._main.poll(),
                 sampled_s=None if self._sampled is None else now - self._sampled,
                 left=left or state.left, stack=stack or state.stack,
             )  # fmt: skip
@@ -292,7 +292,7 @@ class Watchdog:
         self._publish_stack()
         states, gone = self._collect()
         error = reason if isinstance(reason, Exception) else None
-        if error is not None and not hang_diagnosis.blames_other_ranks(states, gone, self._environment.world_size):
+        if error is not None and not hang_diagnosis.caused_by_other_ranks(states, gone, self._environment.world_size):
             text = f"{self._state} failed at {self.where()}, in a collective:\n{_traceback(error)}"
         elif reason == LAUNCHER_ENDED:
             text = f"the launcher of {self._state}, process {self._parent} on that host, has ended."
@@ -303,7 +303,7 @@ class Watchdog:
     def _publish_stack(self) -> None:
         if not self._stack_published:
             self._stack_published = True
-            self._beat(stack=main_stack())
+            self._send_heartbeat(stack=main_stack())
 
     def _collect(self) -> tuple[dict[int, RankState], dict[int, str]]:
         """Returns all ranks' states with stacks, and a finding for each rank that does not answer in time."""
@@ -360,7 +360,7 @@ class Watchdog:
         if end["status"] != FAILED and self._closed.wait(GRACE_S):
             return  # the main thread has the same UserError and shuts down in order
         if end["speaker"] == NOBODY:
-            abort.leave(end["status"])
+            abort.hard_exit(end["status"])
         if self._environment.rank == end["speaker"]:
             self._print_message(end["text"])
             time.sleep(GRACE_S)  # this process may serve the store, which the others still read
@@ -370,11 +370,11 @@ class Watchdog:
                 time.sleep(POLL_S)
             if not self._exists("said"):
                 self._print_message(end["text"])
-        abort.leave(end["status"])
+        abort.hard_exit(end["status"])
 
     def _print_message(self, text: str) -> None:
         if self._post("speaker", str(self._environment.rank)):
-            abort.say(text, self._advice)
+            abort.print_error(text, self._advice)
             self._post("said", "1")
 
     def _end_without_store(self, why: str) -> None:
@@ -383,14 +383,14 @@ class Watchdog:
             return  # the job is done and rank 0 left first
         text = f"{self._state}, at {self.where()}, lost its connection to the job's store at {self._address}: {why}."
         if self._first_rank is not None:
-            host_ranks = hang_diagnosis.ranks(range(self._environment.local_world_size))
+            host_ranks = hang_diagnosis.format_ranks(range(self._environment.local_world_size))
             finding = self._process_state(self._first_rank) or f"is gone, or its host with {host_ranks}"
-            text = f"{self._first_rank} {finding}. {hang_diagnosis.last_report(self._first_rank)}\n{text}"
-        if abort.is_mine_to_say(self._address):
-            abort.say(text, self._advice)
+            text = f"{self._first_rank} {finding}. {hang_diagnosis.describe_last_phase(self._first_rank)}\n{text}"
+        if abort.claim_message(self._address):
+            abort.print_error(text, self._advice)
         else:
             time.sleep(GRACE_S)
-        abort.leave(FAILED)
+        abort.hard_exit(FAILED)
 
     def _end_after_intrusion(self, why: str) -> None:
         """Ends the job because a process outside of it wrote to the store; one rank per host prints the message."""
@@ -398,13 +398,15 @@ class Watchdog:
             f"{why}. {self._state}, at {self.where()}, read it from the job's store at {self._address}: a process "
             "outside this job can reach that port. Check the firewall, and start again."
         )
-        if abort.is_mine_to_say(self._address):
-            abort.say(text, self._advice)
+        if abort.claim_message(self._address):
+            abort.print_error(text, self._advice)
             with contextlib.suppress(RuntimeError):
-                self._connection.set("watchdog/end", hang_diagnosis.seal_end(self._secret(), text, FAILED, NOBODY))
+                self._connection.set(
+                    "watchdog/end", hang_diagnosis.encode_end_record(self._secret(), text, FAILED, NOBODY)
+                )
                 self._connection.set("watchdog/alarm", str(self._environment.rank))
         time.sleep(GRACE_S + 2 * self._interval)  # this process may serve the store, which the others still read
-        abort.leave(FAILED)
+        abort.hard_exit(FAILED)
 
     # the thread that watches the heartbeat thread
 
@@ -433,11 +435,11 @@ class Watchdog:
             return is_new and self._connection.compare_set(f"watchdog/{name}", "", text).decode() == text
 
     def _post_end(self, text: str, *, status: int, speaker: int) -> bool:
-        return self._post("end", hang_diagnosis.seal_end(self._secret(), text, status, speaker))
+        return self._post("end", hang_diagnosis.encode_end_record(self._secret(), text, status, speaker))
 
     def _read_end(self) -> dict[str, Any]:
         with self._lock:
-            return hang_diagnosis.open_end(self._secret(), self._connection.get("watchdog/end"))
+            return hang_diagnosis.decode_end_record(self._secret(), self._connection.get("watchdog/end"))
 
     def _exists(self, name: str) -> bool:
         with self._lock:

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import count
 
 MAX_DEPTH = 32
-"""Deepest nesting that `measure` follows, levels."""
+"""Deepest nesting that `folder_usage` follows, levels."""
 
 BLOCK_BYTES = 512
 """Unit of `st_blocks`, bytes, on every file system."""
@@ -27,7 +27,7 @@ _TRIES = 100
 
 
 @contextlib.contextmanager
-def owned_folder(kind: str) -> Iterator[str]:
+def temporary_folder(kind: str) -> Iterator[str]:
     """Yields a new temporary folder and removes it at the end; if this process is killed, a later one removes it.
 
     Args:
@@ -76,7 +76,7 @@ def _lock(opened: int) -> bool | None:
 
 
 def remove_abandoned(within: str) -> None:
-    """Removes folders in `within` that `owned_folder` made for this user on this host and whose owner has ended."""
+    """Removes folders in `within` that `temporary_folder` made for this user on this host and whose owner has ended."""
     pattern = re.compile(rf"mrl-[a-z]+-{re.escape(_host())}-\w+")
     with contextlib.suppress(OSError), os.scandir(within) as entries:
         for entry in entries:
@@ -151,15 +151,15 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
         return []
 
 
-def measure(folder: str, most_files: int) -> tuple[int, int]:
+def folder_usage(folder: str, max_files: int) -> tuple[int, int]:
     """Measures a folder that other processes may write into meanwhile.
 
     Args:
         folder: Path of the folder.
-        most_files: Number of entries above which counting stops.
+        max_files: Number of entries above which counting stops.
 
     Returns:
-        Bytes on disk, and the number of files and folders. The number is `most_files` + 1 if a folder is nested deeper
+        Bytes on disk, and the number of files and folders. The number is `max_files` + 1 if a folder is nested deeper
         than MAX_DEPTH or cannot be read, because it could hide more files.
     """
     num_bytes = num_files = 0
@@ -167,12 +167,12 @@ def measure(folder: str, most_files: int) -> tuple[int, int]:
     while todo:
         place, depth = todo.pop()
         if depth > MAX_DEPTH:
-            return num_bytes, most_files + 1
+            return num_bytes, max_files + 1
         try:
             with os.scandir(place) as entries:
                 for entry in entries:
                     num_files += 1
-                    if num_files > most_files:
+                    if num_files > max_files:
                         return num_bytes, num_files
                     with contextlib.suppress(FileNotFoundError):
                         num_bytes += entry.stat(follow_symlinks=False).st_blocks * BLOCK_BYTES
@@ -181,5 +181,5 @@ def measure(folder: str, most_files: int) -> tuple[int, int]:
         except (FileNotFoundError, NotADirectoryError):
             continue  # it was removed meanwhile
         except OSError:
-            return num_bytes, most_files + 1
+            return num_bytes, max_files + 1
     return num_bytes, num_files

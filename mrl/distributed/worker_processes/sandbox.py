@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mrl.distributed.worker_processes import prctl
-from mrl.distributed.worker_processes.folders import BLOCK_BYTES, empty, owned_folder
+from mrl.distributed.worker_processes.folders import BLOCK_BYTES, empty, temporary_folder
 from mrl.distributed.worker_processes.landlock_seccomp import Confinement, confine
 from mrl.distributed.worker_processes.usage import UsageLimits, folder_problem, process_problem
 
@@ -255,7 +255,7 @@ def bubblewrap_works() -> bool:
     """Returns whether bubblewrap is installed and can create its namespaces; tried once per process."""
     if _bubblewrap_path() is None:
         return False
-    with owned_folder("probe") as folder:
+    with temporary_folder("probe") as folder:
         try:
             done = subprocess.run(
                 [*_bubblewrap(folder), sys.executable, "-I", "-c", ""], capture_output=True, timeout=_PROBE_LIMIT_S

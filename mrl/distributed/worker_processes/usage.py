@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mrl.distributed.worker_processes.folders import BLOCK_BYTES, measure
+from mrl.distributed.worker_processes.folders import BLOCK_BYTES, folder_usage
 
 _TOO_MANY_BYTES = "it wrote more than {} MiB of files"
 _MEMORY_SLACK_MB = 64  # Linux's own limit, which a program can handle as a MemoryError, should come first
@@ -66,7 +66,7 @@ def process_problem(pid: int, limits: UsageLimits, own_bytes: int = 0) -> str:
 
 def folder_problem(folder: str, limits: UsageLimits) -> str:
     """Returns the limit that a program's folder exceeds, in words; "" if none."""
-    num_bytes, num_files = measure(folder, limits.files)
+    num_bytes, num_files = folder_usage(folder, limits.files)
     if num_files > limits.files:
         return f"it made more than {limits.files} files and folders, or folders that cannot be read"
     if num_bytes > limits.folder_mb << 20:

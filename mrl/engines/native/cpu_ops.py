@@ -147,7 +147,7 @@ def operations(
     if device.type != "cpu" or eager:
         return Operations(), None
     found, problem = library.library(dtype)
-    if machine.agreed(f"operations/{dtype}", PLAIN if found is None else "compiled") == PLAIN:
+    if machine.first_rank_value(f"operations/{dtype}", PLAIN if found is None else "compiled") == PLAIN:
         return Operations(), problem or "another rank of this job cannot compile"
     if found is None:
         raise UserError(

@@ -69,11 +69,11 @@ def costs(what: str, step: Callable[[int], object], attend: Callable[[int, int],
         most: Largest number of rows of a step.
     """
     name = f"steps/{machine.key(machine.processor(), torch.__version__, what)}"
-    place, own = machine.place(name), json.dumps(ASSUMED)
+    place, own = machine.cache_file(name), json.dumps(ASSUMED)
     if place is not None:
-        made = machine.kept(name, lambda: json.dumps(measured(step, attend)).encode()).decode()
+        made = machine.cached(name, lambda: json.dumps(measured(step, attend)).encode()).decode()
         own = made if place.exists() else own
-    agreed = machine.agreed(f"step/{what}", own)
+    agreed = machine.first_rank_value(f"step/{what}", own)
     if agreed != own:
         machine.keep(name, agreed.encode())
     return from_stored(json.loads(agreed), most)

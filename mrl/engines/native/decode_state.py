@@ -16,7 +16,7 @@ from torch import Tensor
 from mrl.config.config import RolloutConfig
 from mrl.engines.native.memory_range import tensors_in_range
 from mrl.models.base import ArchSpec
-from mrl.resharding.dtypes import choice_dtype
+from mrl.resharding.dtypes import expert_index_dtype
 
 ADVANCING = slice(1, 3)
 """Indices of positions and counts in the combined state tensor."""
@@ -46,7 +46,7 @@ def routing_format(arch: ArchSpec, config: RolloutConfig) -> RoutingFormat | Non
     """Returns the routing record that the config asks for; None: no recording."""
     if not config.enable_rollout_routing_replay or arch.moe is None:
         return None
-    return RoutingFormat(arch.num_layers, arch.moe.top_k, choice_dtype(arch.moe.num_experts))
+    return RoutingFormat(arch.num_layers, arch.moe.top_k, expert_index_dtype(arch.moe.num_experts))
 
 
 class DecodeState:

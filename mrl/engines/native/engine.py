@@ -44,7 +44,7 @@ from mrl.engines.native.stopping import Stopping
 from mrl.errors import UserError
 from mrl.resharding.checksum import MODULUS, bit_sum
 from mrl.resharding.dtypes import DTYPES
-from mrl.resharding.fp8 import SCALES, Grids, grids_of, in_fp8, is_quantized, scale_indices, scale_tables
+from mrl.resharding.fp8 import SCALES, Grids, block_grids, fp8_layout, is_quantized, scale_indices, scale_tables
 from mrl.resharding.layout import Layout
 from mrl.resharding.native import native_layout
 from mrl.resharding.weight_slice import WeightSlice
@@ -71,8 +71,8 @@ class NativeEngine(RolloutEngine):
         tp_size = 1 if tp_group is None else dist.get_world_size(tp_group)
         tp_rank = 0 if tp_group is None else dist.get_rank(tp_group)
         ep_size = config.expert_parallel_size
-        grids = grids_of(arch, config.quantization)
-        own = in_fp8(native_layout(arch, tp_size, tp_rank, spec.dtype_name, ep_size=ep_size), grids)
+        grids = block_grids(arch, config.quantization)
+        own = fp8_layout(native_layout(arch, tp_size, tp_rank, spec.dtype_name, ep_size=ep_size), grids)
         self._layout = {**own, **scale_tables(own, grids)}
         stored_as = [(stored.shape, DTYPES[stored.dtype]) for stored in self._layout.values()]
         self._stored, tensors = tensors_in_range(stored_as, device)

@@ -25,10 +25,10 @@ from mrl.engines.native.kv_cache import SLOT_MULTIPLE
 from mrl.engines.native.ngram_history import History
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import Grid
-from mrl.resharding.fp8 import grids_of, in_fp8
+from mrl.resharding.fp8 import block_grids, fp8_layout
 from mrl.resharding.fp8_quantize import BAND_ELEMENTS
 from mrl.resharding.layout import Layout
-from mrl.resharding.layout_index import distinct
+from mrl.resharding.layout_index import distinct_layouts
 from mrl.resharding.native import native_layouts
 
 
@@ -42,9 +42,9 @@ class NativeMemoryPlan(MemoryPlan):
 
     def layouts(self, config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layout]:
         """Returns rank -> layout of the tensors that its engine receives in a weight sync, without FP8 scales."""
-        dtype, grids = config.rollout.dtype or config.model.dtype, grids_of(arch, config.rollout.quantization)
+        dtype, grids = config.rollout.dtype or config.model.dtype, block_grids(arch, config.rollout.quantization)
         layouts = native_layouts(arch, grid, dtype)
-        converted = {id(layout): in_fp8(layout, grids) for layout in distinct(layouts)}
+        converted = {id(layout): fp8_layout(layout, grids) for layout in distinct_layouts(layouts)}
         return {rank: converted[id(layout)] for rank, layout in layouts.items()}
 
     def memory(self, run: PlannedRun) -> EngineMemory:

@@ -127,7 +127,7 @@ class LlmEngine(RolloutEngine):
         self._loaded_sum, self._num_buckets = 0, 0
         update = ExitStack()
         self._update = update
-        update.enter_context(launch.scrubbed_variables(hide=(), given=SETTINGS))
+        update.enter_context(launch.scrubbed_env(hide=(), given=SETTINGS))
         update.enter_context(self._runtime.paused())
         self._materialize(self._runtime.features.weight_tags)
         loader = self._runtime.executor.model_engine.model_loader
@@ -345,7 +345,7 @@ class LlmEngine(RolloutEngine):
         samples = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
         wave = len(samples)
         if with_logits:
-            most, ranks = self.spec.config.max_num_seqs, launch.environment().local_world_size
+            most, ranks = self.spec.config.max_num_seqs, launch.get_launcher_env().local_world_size
             wave = requests_at_a_time(sampling, self.spec.arch.vocab_size, most=most, ranks=ranks)
         rollouts: list[Rollout] = []
         for first in range(0, len(samples), wave):

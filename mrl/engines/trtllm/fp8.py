@@ -16,7 +16,7 @@ from mrl.engines.base import EngineSpec
 from mrl.engines.trtllm.features import Features
 from mrl.errors import UserError
 from mrl.resharding.dtypes import DTYPES
-from mrl.resharding.fp8 import DTYPE, grids_of, in_fp8
+from mrl.resharding.fp8 import DTYPE, block_grids, fp8_layout
 from mrl.resharding.native import native_layout
 from mrl.resharding.trtllm_reads import activation_scale_of
 
@@ -72,7 +72,7 @@ def _num_fp8_elements(spec: EngineSpec, tp_rank: int) -> int:
         spec.dtype_name,
         ep_size=config.expert_parallel_size,
     )
-    stored = in_fp8(layout, grids_of(spec.arch, config.quantization))
+    stored = fp8_layout(layout, block_grids(spec.arch, config.quantization))
     return sum(prod(each.shape) for each in stored.values() if each.dtype == DTYPE)
 
 

@@ -181,10 +181,10 @@ class LlmRuntime:
         Raises:
             UserError: TensorRT-LLM or MPI cannot start in this job, or it would use another rank's device.
         """
-        launcher = launch.environment().launcher
+        launcher = launch.get_launcher_env().launcher
         communicator = communicator_of(replica, config.name)
         with (
-            launch.scrubbed_variables(hide=hidden_variables(launcher), given=_start_variables(communicator)),
+            launch.scrubbed_env(hide=hidden_variables(launcher), given=_start_variables(communicator)),
             process_state_restored(device),
         ):
             self.features = find_features()
@@ -307,7 +307,7 @@ def _check_device(device: torch.device, replica: Replica) -> None:
 
         num_devices, rank = torch.cuda.device_count(), _utils.global_mpi_rank()
         if replica.size > 1:
-            check_hosts(rank - replica.rank, replica.size, num_devices, launch.environment().local_world_size)
+            check_hosts(rank - replica.rank, replica.size, num_devices, launch.get_launcher_env().local_world_size)
         check_choice(device, rank, num_devices)
 
 

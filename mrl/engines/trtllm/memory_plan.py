@@ -30,11 +30,11 @@ from mrl.engines.trtllm.kv_cache import kv_cache
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import Grid
 from mrl.resharding.copy_op import ITEM_BYTES
-from mrl.resharding.fp8 import grids_of, in_fp8, scale_tables
+from mrl.resharding.fp8 import block_grids, fp8_layout, scale_tables
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout
 from mrl.resharding.trtllm import TrtllmMapping, trtllm_layout
-from mrl.resharding.trtllm_reads import WHOLE_ONLY, read_layout
+from mrl.resharding.trtllm_reads import UNSHARDED_ONLY, read_layout
 
 
 class LlmMemoryPlan(MemoryPlan):
@@ -54,9 +54,9 @@ class LlmMemoryPlan(MemoryPlan):
 
     def layouts(self, config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layout]:
         """Returns rank -> layout of the tensors that its loader reads, without FP8 scales."""
-        dtype, grids = config.rollout.dtype or config.model.dtype, grids_of(arch, config.rollout.quantization)
+        dtype, grids = config.rollout.dtype or config.model.dtype, block_grids(arch, config.rollout.quantization)
         tp, ep = grid.rollout_tp, grid.rollout_ep
-        read = [in_fp8(read_layout(arch, tp, ep, rank, dtype), grids) for rank in range(grid.rollout_size)]
+        read = [fp8_layout(read_layout(arch, tp, ep, rank, dtype), grids) for rank in range(grid.rollout_size)]
         return {rank: read[grid.rollout_rank(rank)] for rank in grid.samplers}
 
     def cache_item_bytes(self, config: Config) -> float:
@@ -136,7 +136,7 @@ def _staged(config: Config, arch: ArchSpec, grid: Grid) -> dict[str, int]:
     dtype = config.rollout.dtype or config.model.dtype
     tp, ep, quantization = grid.rollout_tp, grid.rollout_ep, config.rollout.quantization
     unsharded = full_bytes(arch, tp, ep, dtype, quantization)
-    if arch.family in WHOLE_ONLY:
+    if arch.family in UNSHARDED_ONLY:
         return {"whole model of a refit": unsharded}
     largest = max(arch.vocab_size, arch.intermediate_size) * arch.hidden_size * ITEM_BYTES[dtype]
     staged = {"whole tensors of a refit": min(unsharded, 2 * (bucket_bytes(config) + largest))}
@@ -166,8 +166,8 @@ def _built_bytes(arch: ArchSpec, mapping: TrtllmMapping, dtype: str) -> int:
 def full_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> int:
     """Returns the size of the unsharded tensors of which the LLM API reads a part on a rank, with their FP8 scales."""
     few = replace(arch, num_layers=1)
-    full, grids = hf_layout(few, dtype), grids_of(few, quantization)
-    unsharded = in_fp8({name: full[name] for name in read_layout(few, tp, ep, 0, dtype)}, grids)
+    full, grids = hf_layout(few, dtype), block_grids(few, quantization)
+    unsharded = fp8_layout({name: full[name] for name in read_layout(few, tp, ep, 0, dtype)}, grids)
     return all_layers_bytes({**unsharded, **scale_tables(unsharded, grids)}, arch)
 
 
@@ -175,6 +175,6 @@ def full_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str |
 def _read_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> int:
     """Returns what the LLM API reads on the first rank of a replica, with complete scale tables; no rank reads more."""
     few = replace(arch, num_layers=1)
-    full, grids = hf_layout(few, dtype), grids_of(few, quantization)
-    read = in_fp8(read_layout(few, tp, ep, 0, dtype), grids)
+    full, grids = hf_layout(few, dtype), block_grids(few, quantization)
+    read = fp8_layout(read_layout(few, tp, ep, 0, dtype), grids)
     return all_layers_bytes({**read, **scale_tables({name: full[name] for name in read}, grids)}, arch)

@@ -35,7 +35,7 @@ def hidden_variables(launcher: str) -> tuple[str, ...]:
 
 def is_over_mpi(environment: LauncherEnv) -> bool:
     """Returns whether MPI started the ranks."""
-    alone = environment.launcher == "srun" and mpi.is_alone()
+    alone = environment.launcher == "srun" and mpi.is_single_rank()
     return environment.launcher not in ("none", "torchrun") and not alone
 
 
@@ -47,10 +47,10 @@ def import_without_engine() -> None:
     Raises:
         UserError: The import fails.
     """
-    environment = launch.environment()
+    environment = launch.get_launcher_env()
     if not is_over_mpi(environment):
         return
-    with launch.scrubbed_variables(hide=hidden_variables(environment.launcher), given=IMPORT_SETTINGS):
+    with launch.scrubbed_env(hide=hidden_variables(environment.launcher), given=IMPORT_SETTINGS):
         try:
             importlib.import_module("tensorrt_llm._utils")
         except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
@@ -70,13 +70,13 @@ def communicator_of(replica: Replica, name: str) -> Any:
     Raises:
         UserError: The replica needs MPI and MPI did not start the ranks, or MPI does not support threads.
     """
-    environment = launch.environment()
+    environment = launch.get_launcher_env()
     if not is_over_mpi(environment):
         if replica.size > 1:
             raise UserError(not_over_mpi(name, environment.launcher, replica.size))
         return None
     ranks = range(replica.first_rank, replica.first_rank + replica.size)
-    communicator = mpi.among(ranks, environment)
+    communicator = mpi.sub_communicator(ranks, environment)
     mpi.check_threads()  # TensorRT-LLM communicates in a separate thread
     return communicator
 

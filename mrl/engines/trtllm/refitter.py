@@ -20,7 +20,7 @@ from mrl.errors import UserError
 from mrl.resharding.checksum import MODULUS, bit_sum
 from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.layout import Layout
-from mrl.resharding.regions import volume, whole
+from mrl.resharding.regions import full_region, volume
 from mrl.resharding.trtllm import is_shared_head, parts_in_engine
 from mrl.resharding.weight_slice import WeightSlice
 
@@ -142,7 +142,7 @@ class EngineWeights:
         """Compares dtype and size of every weight with those the engine was built with."""
         for name in self._parts:
             prototype = self._refitter.get_weights_prototype(name)
-            kind, count = self._kinds[self._dtype(name)], volume(whole(self._shape(name)))
+            kind, count = self._kinds[self._dtype(name)], volume(full_region(self._shape(name)))
             if (prototype.dtype, prototype.size) != (kind, count):
                 raise UserError(
                     f"'{name}' of {self._where} has {prototype.size} elements of {prototype.dtype}; the model has "

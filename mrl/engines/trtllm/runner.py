@@ -77,7 +77,7 @@ class Runner:
         session = communicator_of(replica, "trtllm_engine")
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         given = {"DISABLE_TORCH_DEVICE_SET": "1"}  # read at import; otherwise it selects a device by rank
-        with launch.scrubbed_variables(hide=hidden_variables(launch.environment().launcher), given=given):
+        with launch.scrubbed_env(hide=hidden_variables(launch.get_launcher_env().launcher), given=given):
             check_version(folder)
             from tensorrt_llm.runtime import ModelRunner
 

@@ -17,7 +17,7 @@ from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm.features import Features
 from mrl.engines.trtllm.routing import REQUEST_ARGUMENT
 from mrl.models.base import ArchSpec
-from mrl.resharding.dtypes import choice_dtype
+from mrl.resharding.dtypes import expert_index_dtype
 from mrl.types import FinishReason, Prompt, Rollout
 
 NO_TOKEN = -1
@@ -114,7 +114,7 @@ def experts_of(output: Any, num_tokens: int, arch: ArchSpec) -> Tensor:
     known = found[: num_tokens - 1]
     if known.numel() and not (int(known.min()) >= -1 and int(known.max()) < moe.num_experts):
         raise RuntimeError(f"TensorRT-LLM returned expert {int(known.max())} of {moe.num_experts}")
-    routed = torch.full((num_tokens, *wanted), -1, dtype=choice_dtype(moe.num_experts))
+    routed = torch.full((num_tokens, *wanted), -1, dtype=expert_index_dtype(moe.num_experts))
     routed[: known.size(0)] = known.to(routed.dtype)
     return routed
 

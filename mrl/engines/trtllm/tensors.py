@@ -15,8 +15,8 @@ from torch import Tensor
 from mrl.resharding.checksum import bit_sum
 from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.layout import Layout
-from mrl.resharding.regions import slices, volume, whole
-from mrl.resharding.trtllm_reads import cut_dim, placed
+from mrl.resharding.regions import full_region, slices, volume
+from mrl.resharding.trtllm_reads import cut_dim, to_full_region
 from mrl.resharding.weight_slice import WeightSlice
 
 NAN_BYTE = 0xFF
@@ -64,7 +64,7 @@ class Assembler:
                     raise RuntimeError(f"'{item.name}' was complete, and more of it came: {item.region}")
                 self._begun.add(item.name)
                 buffer = self._allocate(item.name)
-                self._open[item.name] = (buffer, volume(whole(stored.shape)))
+                self._open[item.name] = (buffer, volume(full_region(stored.shape)))
                 self._bytes += buffer.nbytes
                 self.peak_bytes = max(self.peak_bytes, self._bytes)
             buffer, missing = self._open[item.name]
@@ -74,7 +74,7 @@ class Assembler:
                     f"'{item.name}' {item.region}: got {list(item.data.shape)} {item.data.dtype}, expected "
                     f"{extents} {dtype} and at most {missing} more elements"
                 )
-            for part, place in placed(stored, item.region):
+            for part, place in to_full_region(stored, item.region):
                 buffer[slices(place)].copy_(item.data[slices(part)])
             missing -= volume(item.region)
             self._open[item.name] = (buffer, missing)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.algorithms.functional.sampling import stream_key
-from mrl.distributed.collectives import any_rank, from_rank, together
+from mrl.distributed.collectives import any_rank, broadcast_object, raise_on_all_ranks
 from mrl.engines._kept_tokens import KeptTokens
 from mrl.engines._kv_budget import kv_budget
 from mrl.engines._prompt_checks import check_prompts
@@ -313,7 +313,7 @@ class BuiltEngine(RolloutEngine):
     # the replica ------------------------------------------------------------------------------------------------------
 
     def _together(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.spec.tp_group is None else together(self.spec.tp_group)
+        return nullcontext() if self.spec.tp_group is None else raise_on_all_ranks(self.spec.tp_group)
 
     def _stop_requested(self) -> bool:
         """Collective over the replica: returns whether any rank received a stop request."""
@@ -326,4 +326,4 @@ class BuiltEngine(RolloutEngine):
         if self.spec.tp_group is None:
             return value
         position = 0 if stage == 0 else self._mapping.world_size - self._mapping.tp_size
-        return from_rank(dist.get_global_rank(self.spec.tp_group, position), value, self.spec.tp_group)
+        return broadcast_object(dist.get_global_rank(self.spec.tp_group, position), value, self.spec.tp_group)

@@ -18,11 +18,11 @@ from mrl.errors import UserError
 from mrl.resharding.copy_op import num_bytes
 from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.fp8 import DTYPE as FP8
-from mrl.resharding.fp8 import Grids, grids_of, in_fp8, scale_tables
+from mrl.resharding.fp8 import Grids, block_grids, fp8_layout, scale_tables
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout, StoredTensor
 from mrl.resharding.trtllm import TrtllmMapping
-from mrl.resharding.trtllm_reads import cut_dim, read_layout, reader_of
+from mrl.resharding.trtllm_reads import cut_dim, read_layout, reading_module
 
 FILLED = ("weight", "bias", "w3_w1_weight", "w2_weight")
 """Parameters that a weight sync fills in modules that read tensors (`UnquantizedLinearMethod`, `FusedMoEMethodBase`).
@@ -63,14 +63,14 @@ class WeightShardMap:
         self.layout: Layout = {}
         silent: list[str] = []
         for name, full in self._full.items():
-            part, reader = expected.get(name), reader_of(name)
+            part, reader = expected.get(name), reading_module(name)
             if part is not None and cut_dim(part, full) is None and reader.expert is None:
                 self.layout[name] = full
                 continue
             module = modules.get(reader.path)
             if reader.expert is not None:
                 agreed = _has_experts(module, reader.expert, wanted=part is not None) and (
-                    part is None or _is_cut(module, part, full, experts.cut.size, experts.cut.rank)
+                    part is None or _is_cut(module, part, full, experts.etp.size, experts.etp.rank)
                 )
             else:
                 agreed = part is not None and _is_cut(module, part, full, size, rank, has_mode=True)
@@ -80,7 +80,7 @@ class WeightShardMap:
             elif part is not None:
                 self.layout[name] = part
                 self._read[reader.path] = module
-        self._quantise(grids_of(spec.arch, config.quantization))
+        self._quantise(block_grids(spec.arch, config.quantization))
         self.notes: tuple[str, ...] = ()
         if silent:
             self.notes = (
@@ -90,7 +90,7 @@ class WeightShardMap:
 
     def _quantise(self, grids: Grids) -> None:
         """Converts quantised tensors in the layouts to FP8, and adds their complete scale tables."""
-        self._full, self.layout = in_fp8(self._full, grids), in_fp8(self.layout, grids)
+        self._full, self.layout = fp8_layout(self._full, grids), fp8_layout(self.layout, grids)
         tables = scale_tables({name: self._full[name] for name in self.layout}, grids)
         self._full, self.layout = {**self._full, **tables}, {**self.layout, **tables}
 
@@ -100,7 +100,7 @@ class WeightShardMap:
 
     def never_synced(self) -> list[torch.Tensor]:
         """Returns the parameters that no weight sync fills."""
-        readers = {reader_of(name).path for name in self._full}
+        readers = {reading_module(name).path for name in self._full}
         filled = {f"{path}.{leaf}" for path in readers for leaf in FILLED}
         filled |= {f"{path}.backend.{leaf}" for path in readers for leaf in FILLED}
         return [weight for name, weight in self._model.named_parameters() if name not in filled]

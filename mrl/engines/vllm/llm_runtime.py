@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mrl.config.config import RolloutConfig
-from mrl.distributed.collectives import from_rank
+from mrl.distributed.collectives import broadcast_object
 from mrl.engines.base import EngineSpec
 from mrl.engines.vllm import patches
 from mrl.engines.vllm.engine_fields import INSTALL
@@ -226,4 +226,4 @@ def _refused(error: ValueError, config: RolloutConfig, version: str) -> str:
 def _name(group: dist.ProcessGroup | None) -> str:
     """Collective over the replica: returns a name that is unique among all replicas and jobs."""
     own = f"mrl-{uuid.uuid4().hex[:12]}-"
-    return own if group is None else str(from_rank(dist.get_global_rank(group, 0), own, group))
+    return own if group is None else str(broadcast_object(dist.get_global_rank(group, 0), own, group))

@@ -22,9 +22,9 @@ from mrl.engines.vllm.kv_cache import item_bytes as cache_element_bytes
 from mrl.engines.vllm.kv_cache import kv_cache
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import Grid
-from mrl.resharding.fp8 import grids_of, in_fp8
+from mrl.resharding.fp8 import block_grids, fp8_layout
 from mrl.resharding.layout import Layout
-from mrl.resharding.layout_index import distinct
+from mrl.resharding.layout_index import distinct_layouts
 from mrl.resharding.vllm import vllm_layout, vllm_layouts
 
 PINNED = 2
@@ -41,9 +41,9 @@ class VllmMemoryPlan(MemoryPlan):
 
     def layouts(self, config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layout]:
         """Returns rank -> layout of the parameters that a weight sync writes, without FP8 scales."""
-        dtype, grids = config.rollout.dtype or config.model.dtype, grids_of(arch, config.rollout.quantization)
+        dtype, grids = config.rollout.dtype or config.model.dtype, block_grids(arch, config.rollout.quantization)
         layouts = vllm_layouts(arch, grid, dtype)
-        converted = {id(layout): in_fp8(layout, grids) for layout in distinct(layouts)}
+        converted = {id(layout): fp8_layout(layout, grids) for layout in distinct_layouts(layouts)}
         return {rank: converted[id(layout)] for rank, layout in layouts.items()}
 
     def cache_item_bytes(self, config: Config) -> float:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from mrl.distributed.subworld import group_among
+from mrl.distributed.subworld import new_subgroup
 from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.errors import UserError
 
@@ -89,7 +89,7 @@ class _Distributed:
 
     def new_group(self, ranks: Sequence[int], **given: Any) -> Any:
         self._count += 1
-        return group_among(ranks, f"{self._name}{self._count}", **given)
+        return new_subgroup(ranks, f"{self._name}{self._count}", **given)
 
 
 class _Torch:

@@ -57,10 +57,10 @@ def process_state_restored(device: torch.device, *, place: int = 0, size: int = 
         place: Rank in the replica, which is the world for vLLM.
         size: Ranks of the replica.
     """
-    launch.give_variables(ALWAYS, unless_set=OWN)
+    launch.set_env(ALWAYS, unless_set=OWN)
     if device.type == "cpu":
         silence_triton_warnings()
-    here = launch.environment()
+    here = launch.get_launcher_env()
     local = device.index if device.type == "cuda" else here.local_rank  # vLLM uses LOCAL_RANK as the device index
     given = {"RANK": place, "WORLD_SIZE": size, "LOCAL_RANK": local}
     precision = torch.get_float32_matmul_precision()
@@ -68,7 +68,7 @@ def process_state_restored(device: torch.device, *, place: int = 0, size: int = 
     log = logging.getLogger()
     handlers = list(log.handlers)
     with (
-        launch.scrubbed_variables(hide=(), given={name: str(value) for name, value in given.items()}),
+        launch.scrubbed_env(hide=(), given={name: str(value) for name, value in given.items()}),
         rng_state_restored(device),
     ):
         try:

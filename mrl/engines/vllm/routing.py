@@ -18,7 +18,7 @@ from torch import Tensor
 from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec, MoeSpec
-from mrl.resharding.dtypes import choice_dtype
+from mrl.resharding.dtypes import expert_index_dtype
 
 CAPTURER = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
 
@@ -60,7 +60,7 @@ class VllmRoutingRecorder:
         except ValueError as error:
             raise self._refusal(str(error)) from error
         num_slots = cache.num_blocks * cache.kv_cache_groups[0].kv_cache_spec.block_size
-        self._kept = torch.full((num_slots, *self._shape), -1, dtype=choice_dtype(self._num_experts))
+        self._kept = torch.full((num_slots, *self._shape), -1, dtype=expert_index_dtype(self._num_experts))
         self._batch = runner.input_batch
         bookkeeping = runner._bookkeeping_sync  # called after each forward, before the batch changes
 

@@ -35,7 +35,7 @@ def compiles(dtype: torch.dtype) -> bool:
         UserError: Another rank compiles kernels but this one cannot: tensor-parallel ranks would round differently.
     """
     found, problem = library(dtype)
-    if machine.agreed(f"training/{dtype}", "plain" if found is None else "compiled") == "plain":
+    if machine.first_rank_value(f"training/{dtype}", "plain" if found is None else "compiled") == "plain":
         return False
     if found is None:
         raise UserError(

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from mrl.distributed.worker_processes.folders import owned_folder
+from mrl.distributed.worker_processes.folders import temporary_folder
 from mrl.models.kernels import machine
 
 COMPILERS = ("cc", "gcc", "clang")
@@ -46,8 +46,8 @@ def built(
         texts = [path.read_text(encoding="utf-8") for path in (*headers, *sources)]
         key = machine.key(*texts, *FLAGS, *flags, version, str(openmp), machine.processor())
         name = f"kernels/{key}.so"
-        made = machine.kept(name, lambda: _compile(compiler, sources, (*FLAGS, *flags), openmp))
-        return _load(machine.place(name), made), key
+        made = machine.cached(name, lambda: _compile(compiler, sources, (*FLAGS, *flags), openmp))
+        return _load(machine.cache_file(name), made), key
     except subprocess.SubprocessError as error:
         output = getattr(error, "stderr", "") or str(error)
         return None, f"{compiler} fails: {output.strip().splitlines()[-1]}"
@@ -56,7 +56,7 @@ def built(
 
 
 def _compile(compiler: str, sources: Sequence[Path], flags: Sequence[str], openmp: Path) -> bytes:
-    with owned_folder("build") as name:
+    with temporary_folder("build") as name:
         objects, library = [Path(name, f"{source.stem}.o") for source in sources], Path(name, "kernels.so")
         for command in (
             *(

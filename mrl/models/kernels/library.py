@@ -327,7 +327,7 @@ def check_alike(dtype: torch.dtype) -> None:
         UserError: This rank's library differs from that of the first rank to ask, or cannot be compiled.
     """
     own = required(dtype).key
-    if machine.agreed(f"kernels/{dtype}", own) != own:
+    if machine.first_rank_value(f"kernels/{dtype}", own) != own:
         raise UserError(
             "rollout.true_on_policy=true: this rank's compiled functions differ from those of another rank (another "
             "processor, compiler or version of mrl), so sums would be rounded differently. Use identical hosts, or "

@@ -43,18 +43,18 @@ def key(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def place(name: str) -> Path | None:
+def cache_file(name: str) -> Path | None:
     """Returns the cache file of a name, or None if there is no cache folder."""
     folder = launch.cache_folder()
     return None if folder is None else folder / name
 
 
-def kept(name: str, make: Callable[[], bytes]) -> bytes:
+def cached(name: str, make: Callable[[], bytes]) -> bytes:
     """Returns the cached bytes of a name; on a miss, one process of this machine calls `make` and stores the result.
 
     Without a writable cache folder every process calls `make`.
     """
-    path = place(name)
+    path = cache_file(name)
     if path is None:
         return make()
     with suppress(OSError):
@@ -69,7 +69,7 @@ def kept(name: str, make: Callable[[], bytes]) -> bytes:
 
 def keep(name: str, data: bytes) -> None:
     """Stores the bytes under a name, atomically, replacing an earlier value; does nothing without a writable cache."""
-    path = place(name)
+    path = cache_file(name)
     if path is None:
         return
     with suppress(OSError):
@@ -96,7 +96,7 @@ def _alone(path: Path) -> Iterator[None]:
             file.close()
 
 
-def agreed(name: str, own: str) -> str:
+def first_rank_value(name: str, own: str) -> str:
     """Returns the value that the first rank of the job passed under this name; `own` without torch.distributed."""
     if not dist.is_initialized():
         return own
@@ -116,8 +116,8 @@ def settled(place_name: str, job_name: str, find: Callable[[], str], otherwise: 
         find: Measures the value.
         otherwise: Value used if there is no cache folder, instead of measuring in every run.
     """
-    own = otherwise if place(place_name) is None else kept(place_name, lambda: find().encode()).decode()
-    value = agreed(job_name, own)
+    own = otherwise if cache_file(place_name) is None else cached(place_name, lambda: find().encode()).decode()
+    value = first_rank_value(job_name, own)
     if value != own:
         keep(place_name, value.encode())
     return value

@@ -1,4 +1,4 @@
-"""Interface of a logger. To add one, put a module into this folder that defines `LOGGER`, a function of an `Opening`.
+"""Interface of a logger. To add one, put a module into this folder that defines `LOGGER`, a function of `Opening`.
 
 `LOGGER` returns a `Logger`, or None where the config does not enable it, and raises UserError where it is enabled but
 cannot work. Loggers exist on rank 0 only. A logger that needs a package which mrl does not install also defines
@@ -36,7 +36,7 @@ class Opening:
     resume_step: int | None
 
 
-def installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """Returns whether a package can be imported; a plain folder of that name (wandb writes one) does not count."""
     found = find_spec(package)
     return found is not None and found.origin is not None

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from mrl.observability.data_sources import headlines
 from mrl.observability.loggers.base import Logger, Opening, Phase
-from mrl.observability.text_format import clock, short, visible
+from mrl.observability.text_format import format_duration, format_number, visible
 
 WATCHED: tuple[tuple[str, str], ...] = (
     ("reward", "critic/score/mean"),
@@ -130,10 +130,10 @@ class PlainConsole(Logger):
             self._line(f"evaluation after step {step}: {evaluation_summary(metrics, before)}")
         elif fresh and (phase == "train" or self._prints_warm_start(step)):
             groups = (
-                "  ".join(f"{word} {short(metrics[name])}" for word, name in group if name in metrics)
+                "  ".join(f"{word} {format_number(metrics[name])}" for word, name in group if name in metrics)
                 for group in PLAIN
             )
-            eta = f"left {clock(state.eta_s)}" if state.eta_s is not None else ""
+            eta = f"left {format_duration(state.eta_s)}" if state.eta_s is not None else ""
             width = len(str(state.total))
             head = f"{TITLES[phase]} {step:{width}d}/{state.total}"
             self._line(" | ".join(part for part in (head, *groups, eta) if part))
@@ -208,11 +208,15 @@ class RichConsole(Logger):
             head.add_column(ratio=1)
             head.add_column(justify="right")
             share = f"{state.step}/{state.total}  {100 * state.step / max(1, state.total):.0f}%"
-            left = f"  {clock(state.eta_s)} left" if state.eta_s is not None else ""
+            left = f"  {format_duration(state.eta_s)} left" if state.eta_s is not None else ""
             bar = ProgressBar(total=max(1, state.total), completed=state.step, complete_style="cyan")
             head.add_row(Text(TITLES[state.phase], style="bold"), bar, Text(share + left))
             cells = [
-                (Text(word, "dim"), Text(short(value), "bold"), Text(spark(state.history[name], blocks), "cyan"))
+                (
+                    Text(word, "dim"),
+                    Text(format_number(value), "bold"),
+                    Text(spark(state.history[name], blocks), "cyan"),
+                )
                 for word, name, value in state.watched()
             ]
         body = Table.grid(padding=(0, 1), expand=True)
@@ -254,8 +258,8 @@ def evaluation_summary(metrics: Mapping[str, float], before: float | None) -> st
         words.append(f"accuracy {metrics['val/accuracy']:.3f}{change}")
     for word, name in (("reward", "val/reward/mean"), ("response length", "val/response_length/mean")):
         if name in metrics:
-            words.append(f"{word} {short(metrics[name])}")
-    words += [f"{visible(source)} {short(metrics[name])}" for source, name in headlines(metrics).items()]
+            words.append(f"{word} {format_number(metrics[name])}")
+    words += [f"{visible(source)} {format_number(metrics[name])}" for source, name in headlines(metrics).items()]
     return "   ".join(words)
 
 
@@ -273,7 +277,7 @@ def sample_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _reward(row: Mapping[str, Any]) -> str:
-    return "none" if row["reward"] is None else short(row["reward"])
+    return "none" if row["reward"] is None else format_number(row["reward"])
 
 
 def spark(values: Sequence[float], most: int) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mrl.checkpoint.io.atomic_files import append
-from mrl.checkpoint.io.jsonl_log import Row, StepFile, cut_back, encode, read_rows
+from mrl.checkpoint.io.jsonl_log import Row, StepFile, encode, read_rows, truncate_rows
 from mrl.observability.loggers.base import Logger, Opening, Phase
 from mrl.observability.metrics import is_wall_clock
 
@@ -28,8 +28,8 @@ class Files(Logger):
             return resume_step is not None and (row["phase"] == "warm_start" or row["step"] <= resume_step)
 
         for path in (run.metrics, run.timings, run.samples):
-            cut_back(path, keep)
-        cut_back(run.notes, lambda row: True, by_step=False)
+            truncate_rows(path, keep)
+        truncate_rows(run.notes, lambda row: True, by_step=False)
         self._run = run
         self._metrics = StepFile(run.metrics)
         self._timings = StepFile(run.timings)
@@ -51,7 +51,7 @@ class Files(Logger):
         self._metrics.close()
         self._timings.close()
         for path in (self._run.metrics, self._run.timings):
-            cut_back(path, lambda row: row["phase"] == "warm_start" and row["step"] <= step)
+            truncate_rows(path, lambda row: row["phase"] == "warm_start" and row["step"] <= step)
         self._metrics, self._timings = StepFile(self._run.metrics), StepFile(self._run.timings)
 
     def samples(self, phase: Phase, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from mrl.checkpoint.io.atomic_files import append
 from mrl.config.config import Config
 from mrl.errors import UserError
-from mrl.observability.loggers.base import Logger, Opening, Phase, installed
+from mrl.observability.loggers.base import Logger, Opening, Phase, is_installed
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -108,7 +108,7 @@ class EventFile:
 
 def check(config: Config) -> None:
     """Raises UserError if TensorBoard is enabled and its package is not installed."""
-    if config.observe.tensorboard and not installed("tensorboard"):
+    if config.observe.tensorboard and not is_installed("tensorboard"):
         raise UserError(
             "observe.tensorboard is true, but the package 'tensorboard' is not installed. "
             "Run `pip install tensorboard`, or set observe.tensorboard=false."

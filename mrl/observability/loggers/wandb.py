@@ -13,7 +13,7 @@ from typing import Any
 
 from mrl.config.config import Config
 from mrl.errors import UserError
-from mrl.observability.loggers.base import Logger, Opening, Phase, installed
+from mrl.observability.loggers.base import Logger, Opening, Phase, is_installed
 
 
 class WandB(Logger):
@@ -64,7 +64,7 @@ class WandB(Logger):
 def check(config: Config) -> None:
     """Raises UserError if a project is set and the package `wandb` is not installed."""
     project = config.observe.wandb_project
-    if project is not None and not installed("wandb"):
+    if project is not None and not is_installed("wandb"):
         raise UserError(
             f"observe.wandb_project is '{project}', but the package 'wandb' is not installed. "
             "Run `pip install wandb`, or set observe.wandb_project=null."

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mrl.algorithms.functional.sampling import stream_key
 from mrl.config.config import RolloutConfig
 from mrl.data.tokenizer import Tokenizer
-from mrl.distributed.collectives import from_rank
+from mrl.distributed.collectives import broadcast_object
 from mrl.engines._multiturn_base import FinishedTurn, MultiTurnClient, SequenceKey
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.environments.formats import base as formats
@@ -271,7 +271,7 @@ class _EnvironmentClient(MultiTurnClient):
                 box = (make(), None)
             except UserError as error:
                 box = (None, str(error))
-        value, error_text = from_rank(dist.get_global_rank(self._group, 0), box, self._group)
+        value, error_text = broadcast_object(dist.get_global_rank(self._group, 0), box, self._group)
         if error_text is not None:
             raise UserError(error_text)
         result: T = value

@@ -13,7 +13,7 @@ from mrl.checkpoint.formats.hf import INDEX, HfSource, HfTarget
 from mrl.commands.convert.convert import convert
 from mrl.errors import UserError
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.regions import whole
+from mrl.resharding.regions import full_region
 from tests.checkpoint.formats.test_hf import write_folder
 from tests.resharding.archs import counted, small
 
@@ -58,7 +58,7 @@ def reads_or_refuses(files):
             with closing(HfSource(folder, ARCH)) as source:
                 source.check()
                 for name, stored in hf_layout(ARCH, "float32").items():
-                    assert torch.equal(source.read(name, whole(stored.shape)), EXPECTED[name]), name
+                    assert torch.equal(source.read(name, full_region(stored.shape)), EXPECTED[name]), name
         except UserError as error:
             assert folder in str(error)
 

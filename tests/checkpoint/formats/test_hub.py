@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from mrl.checkpoint.formats.hub import check_same_models, is_hub_name, local_folder, local_models
+from mrl.checkpoint.formats.hub import check_same_models, is_hub_name, resolve_hub_models, resolve_model_path
 from mrl.config.config import Config, ModelConfig, ReferenceConfig
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
@@ -64,7 +64,7 @@ def named(**model):
 def test_a_name_whose_model_is_in_the_cache_becomes_its_folder(download, cache, model):
     snapshot = str(fill(cache, model))
     config = Config(model=ModelConfig(path=NAME, tokenizer=NAME), reference=ReferenceConfig(path=NAME))
-    found = local_models(config, download=download)
+    found = resolve_hub_models(config, download=download)
     assert (found.model.path, found.model.tokenizer, found.reference.path) == (snapshot,) * 3
 
 
@@ -74,7 +74,7 @@ def test_what_the_cache_lacks_is_refused_with_the_command_that_downloads_it(with
     if without is not None:
         fill(cache, model, without=(without,))
     with pytest.raises(UserError) as refusal:
-        local_models(named(path=NAME), download=download)
+        resolve_hub_models(named(path=NAME), download=download)
     message = str(refusal.value)
     assert message.startswith(f"model.path: the folder '{NAME}' does not exist.")
     assert f"hf download {NAME}" in message and str(cache) in message
@@ -88,7 +88,7 @@ def test_a_run_reads_structure_and_tokenizer_of_a_name(cache, model):
 
 def test_a_tokenizer_needs_no_weights(cache, model):
     snapshot = fill(cache, model, without=("model.safetensors", "config.json"))
-    assert local_models(named(preset="qwen2_tiny", tokenizer=NAME)).model.tokenizer == str(snapshot)
+    assert resolve_hub_models(named(preset="qwen2_tiny", tokenizer=NAME)).model.tokenizer == str(snapshot)
 
 
 @pytest.mark.parametrize("text", ["char:0123/+", "models", "./acme/tiny", "/acme/tiny", "a/b/c", "acme/", "~/tiny"])
@@ -208,4 +208,4 @@ def test_a_mistyped_folder_is_said_not_to_exist_and_the_nearest_is_named(tmp_pat
     (tmp_path / "models" / "qwen2").mkdir(parents=True)
     for name in ("models/qwn2", "modles/qwen2"):
         with pytest.raises(UserError, match=rf"the folder '{name}' does not exist. Did you mean 'models/qwen2'\?"):
-            local_folder("model.path", name)
+            resolve_model_path("model.path", name)

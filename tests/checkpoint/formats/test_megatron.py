@@ -17,7 +17,7 @@ from mrl.models.presets import arch_from_preset
 from mrl.parallel_layout import Grid
 from mrl.resharding.dist_checkpoint import rank_shards
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.regions import slices, whole
+from mrl.resharding.regions import full_region, slices
 from tests.checkpoint.formats import megatron_jobs
 from tests.checkpoint.formats.megatron_jobs import same
 from tests.megatron.actors import ARCHS as LIVE
@@ -77,7 +77,7 @@ def read(folder, arch=None):
     with MegatronSource(folder, arch) as source:
         source.check()
         names = hf_layout(source.arch, "float32")
-        return {name: source.read(name, whole(stored.shape)) for name, stored in names.items()}
+        return {name: source.read(name, full_region(stored.shape)) for name, stored in names.items()}
 
 
 def grids_of(arch):
@@ -135,7 +135,7 @@ def test_only_what_one_box_holds_can_be_looked_at_and_all_can_be_copied_into_pla
     looked_at = set()
     with MegatronSource(tmp_path / "out") as source:
         for name, tensor in hf.items():
-            region = whole(tensor.shape)
+            region = full_region(tensor.shape)
             found = source.view(name, region)
             if found is not None:
                 assert torch.equal(found, tensor)
@@ -250,7 +250,7 @@ def refusal(folder, arch=None, *, checked=True):
         if checked:
             source.check()
         for name, stored in hf_layout(source.arch, "float32").items():
-            source.read(name, whole(stored.shape))
+            source.read(name, full_region(stored.shape))
     return str(caught.value)
 
 
@@ -406,6 +406,6 @@ def test_both_ends_go_to_another_process(tmp_path):
     assert pickle.loads(pickle.dumps(target)).files == target.files
     with MegatronSource(tmp_path / "out") as source:
         name = "model.layers.0.self_attn.k_proj.weight"
-        assert torch.equal(source.read(name, whole(hf[name].shape)), hf[name])
+        assert torch.equal(source.read(name, full_region(hf[name].shape)), hf[name])
         other = pickle.loads(pickle.dumps(source))
         assert torch.equal(other.read(name, ((3, 7), (0, 5))), hf[name][3:7, :5])

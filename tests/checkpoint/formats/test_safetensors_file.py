@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mrl.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors
-from mrl.checkpoint.io.hashed_writer import hash_file
+from mrl.checkpoint.io.hashed_writer import xxh3_file
 from mrl.errors import UserError
 
 FUZZED = 400
@@ -46,7 +46,7 @@ def test_safetensors_reads_what_is_written(tmp_path):
     tensors = example()
     record = write(tmp_path / "x.safetensors", tensors, {"format": "pt"})
     assert record["num_bytes"] == (tmp_path / "x.safetensors").stat().st_size
-    assert record["xxh3"] == hash_file(tmp_path / "x.safetensors")
+    assert record["xxh3"] == xxh3_file(tmp_path / "x.safetensors")
     found = load_file(tmp_path / "x.safetensors")
     assert set(found) == set(tensors)
     assert all(same(found[name].reshape(-1), tensors[name].reshape(-1)) for name in tensors)

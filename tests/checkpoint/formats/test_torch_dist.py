@@ -18,7 +18,7 @@ from mrl.checkpoint.formats.torch_dist import (
     write_contents,
 )
 from mrl.errors import UserError
-from mrl.resharding.regions import slices, whole
+from mrl.resharding.regions import full_region, slices
 
 
 def tensor_of(shape, *boxes):
@@ -60,10 +60,10 @@ PINWHEEL = [((0, 1), (0, 2)), ((0, 2), (2, 3)), ((2, 3), (1, 3)), ((1, 3), (0, 1
 def test_boxes_cover_a_tensor_exactly_once(boxes, words):
     tensor = tensor_of((3, 3), *boxes)
     if words is None:
-        tensor.check_cover()
+        tensor.check_coverage()
     else:
         with pytest.raises(ValueError, match=words):
-            tensor.check_cover()
+            tensor.check_coverage()
 
 
 @settings(max_examples=200, deadline=None)
@@ -76,10 +76,10 @@ def test_the_cover_agrees_with_counting(data):
         count[slices(box)] += 1
     tensor = tensor_of((4, 4, 4), *boxes)
     if bool((count == 1).all()):
-        tensor.check_cover()
+        tensor.check_coverage()
     else:
         with pytest.raises(ValueError, match="twice" if bool((count > 1).any()) else "lacks"):
-            tensor.check_cover()
+            tensor.check_coverage()
 
 
 def written(folder):
@@ -106,7 +106,7 @@ def test_what_is_written_is_what_is_read(tmp_path):
     files = ChunkFiles(tmp_path)
     files.check(chunk for tensor in contents.tensors.values() for chunk in tensor.chunks)
     for tensor, stored in zip(tensors, contents.tensors.values(), strict=True):
-        assert torch.equal(files.read(stored.chunks[0], whole(stored.shape), "float32"), tensor)
+        assert torch.equal(files.read(stored.chunks[0], full_region(stored.shape), "float32"), tensor)
     assert torch.load(tmp_path / "common.pt", weights_only=True) == {"iteration": 3}
 
 
@@ -136,7 +136,7 @@ def test_damaged_metadata_ends_in_one_error_or_is_read(tmp_path_factory, data):
         tensors = read_contents(folder).tensors.values()
         files.check(itertools.chain.from_iterable(tensor.chunks for tensor in tensors))
         for tensor in tensors:
-            tensor.check_cover()
+            tensor.check_coverage()
             for chunk in tensor.chunks:
                 files.read(chunk, chunk.region, tensor.dtype)
     except (UserError, ValueError) as error:

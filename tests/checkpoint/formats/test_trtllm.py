@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mrl.checkpoint.formats.trtllm import TrtllmSource, TrtllmTarget, read_activation_scales
-from mrl.checkpoint.io.hashed_writer import hash_file
+from mrl.checkpoint.io.hashed_writer import xxh3_file
 from mrl.errors import UserError
 from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.regions import whole
+from mrl.resharding.regions import full_region
 from mrl.resharding.trtllm import TrtllmMapping, linear_modules
 from tests.checkpoint.formats import trtllm_oracle as oracle
 from tests.checkpoint.formats.trtllm_cases import (
@@ -45,7 +45,7 @@ def files_of(folder, config):
 
 def assert_same_weights(source, hf, dtype):
     for name, tensor in hf.items():
-        found = source.read(name, whole(tensor.shape))
+        found = source.read(name, full_region(tensor.shape))
         assert source.dtype(name) == dtype and found.dtype == DTYPES[dtype], name
         assert torch.equal(found, tensor.to(DTYPES[dtype])), name
 
@@ -93,7 +93,7 @@ def test_a_router_that_the_dtype_cannot_hold_stays_fp32(tmp_path):
     hf[name] = hf[name] * (1 + 2**-12)
     with TrtllmSource(written(tmp_path, arch, LAYOUT, "bfloat16", hf)) as source:
         assert source.dtype(name) == "float32"
-        assert torch.equal(source.read(name, whole(hf[name].shape)), hf[name])
+        assert torch.equal(source.read(name, full_region(hf[name].shape)), hf[name])
         assert source.dtype("model.layers.0.mlp.gate.weight") == "bfloat16"
 
 
@@ -120,7 +120,7 @@ def test_the_record_of_a_file_has_its_size_and_hash(tmp_path):
     written_again = tmp_path / "again"
     written_again.mkdir()
     write_checkpoint(written_again, target, hf)
-    assert hash_file(path) == hash_file(written_again / path.name)
+    assert xxh3_file(path) == xxh3_file(written_again / path.name)
 
 
 def test_every_tensor_of_the_model_is_somewhere(tmp_path):
@@ -181,7 +181,7 @@ def test_a_shared_expert_beside_the_mlp_as_before_1_0_reads_too(tmp_path, fp8):
     new, old = (TrtllmSource(folder) for folder in folders)
     old.check(deep=True)
     for name, tensor in hf.items():
-        assert torch.equal(old.read(name, whole(tensor.shape)), new.read(name, whole(tensor.shape))), name
+        assert torch.equal(old.read(name, full_region(tensor.shape)), new.read(name, full_region(tensor.shape))), name
     scales = tmp_path / "scales.json"
     scales.write_text('{"transformer.layers.0.shared_expert.fc": 0.5}')
     assert read_activation_scales(scales) == {"transformer.layers.0.mlp.shared_expert.fc": 0.5}

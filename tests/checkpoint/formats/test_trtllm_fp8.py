@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from mrl.checkpoint.formats.hf import HfSource
 from mrl.checkpoint.formats.trtllm import TrtllmSource, TrtllmTarget, read_activation_scales
-from mrl.checkpoint.io.hashed_writer import hash_file
+from mrl.checkpoint.io.hashed_writer import xxh3_file
 from mrl.commands.convert.convert import convert
 from mrl.errors import UserError
 from mrl.models.hf_config import family_of
 from mrl.resharding.fp8_quantize import dequantize_matrix, quantize_matrices
-from mrl.resharding.regions import whole
+from mrl.resharding.regions import full_region
 from mrl.resharding.trtllm import TrtllmMapping, linear_modules
 from tests.checkpoint.formats import trtllm_oracle as oracle
 from tests.checkpoint.formats.trtllm_cases import ARCHS, as_nvidia_names, weights, written
@@ -112,7 +112,7 @@ def test_weights_read_back_within_the_error_of_fp8(tmp_path, family):
         assert source.config.fp8 and source.arch == arch
         exact = 0
         for name, tensor in hf.items():
-            found = source.read(name, whole(tensor.shape))
+            found = source.read(name, full_region(tensor.shape))
             largest = max(x.abs().max().item() for x in hf.values())
             assert_close(found, tensor, largest / 448)
             exact += torch.equal(found, tensor)
@@ -146,7 +146,7 @@ def test_a_conversion_writes_the_same_fp8_files(tmp_path):
         manifest = convert(source, target, tmp_path / "converted")
     plain = written(tmp_path / "plain", arch, MAPPING, "bfloat16", hf, activation_scales=given)
     for file in target.files:
-        assert manifest["target"]["files"][file.name]["xxh3"] == hash_file(plain / file.name)
+        assert manifest["target"]["files"][file.name]["xxh3"] == xxh3_file(plain / file.name)
     other = TrtllmTarget(arch, MAPPING, "bfloat16", activation_scales=dict.fromkeys(given, 1.0))
     assert other.describe() != target.describe()
 

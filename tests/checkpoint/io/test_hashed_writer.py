@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 from mrl.checkpoint.io import hashed_writer
-from mrl.checkpoint.io.hashed_writer import BLOCK_BYTES, OutputFile, hash_file
+from mrl.checkpoint.io.hashed_writer import BLOCK_BYTES, OutputFile, xxh3_file
 from mrl.errors import UserError
 
 
@@ -21,14 +21,14 @@ def test_the_hash_is_that_of_the_bytes_on_the_disk(tmp_path):
     data = (tmp_path / "x").read_bytes()
     assert data == b"".join(parts)
     assert file.num_bytes == len(data)
-    assert file.xxh3 == hash_file(tmp_path / "x") == xxhash.xxh3_64(data).hexdigest()
+    assert file.xxh3 == xxh3_file(tmp_path / "x") == xxhash.xxh3_64(data).hexdigest()
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path):
     with pytest.raises(UserError, match=r"nowhere/x' cannot be written: No such file"):
         OutputFile(tmp_path / "nowhere" / "x")
     with pytest.raises(UserError, match=r"nowhere' cannot be read: No such file"):
-        hash_file(tmp_path / "nowhere")
+        xxh3_file(tmp_path / "nowhere")
 
 
 def test_a_disk_that_takes_no_more_is_one_message(tmp_path):
@@ -66,7 +66,7 @@ def test_blocks_that_are_written_beside_the_caller_are_the_bytes_that_were_given
             file.write(data)
             data[:] = bytes(size)  # the buffer is the caller's again
     assert file.num_bytes == (tmp_path / "x").stat().st_size == sum(PIECES)
-    assert file.xxh3 == hash_file(tmp_path / "x") == digest.hexdigest()
+    assert file.xxh3 == xxh3_file(tmp_path / "x") == digest.hexdigest()
 
 
 def test_what_a_file_system_does_not_take_directly_goes_through_the_cache(tmp_path):

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from mrl.checkpoint.io.jsonl_log import StepFile, cut_back, encode, number, read_rows
+from mrl.checkpoint.io.jsonl_log import StepFile, encode, number, read_rows, truncate_rows
 from mrl.errors import UserError
 
 
@@ -83,7 +83,7 @@ def test_cut_back_keeps_bytes_and_drops_a_half_line(tmp_path):
     whole = b"".join(encode({"step": step, "phase": "train", "x": step / 3}) for step in (1, 2, 3))
     path.write_bytes(whole + b'{"step": 4, "pha')
     assert [row["step"] for row in read_rows(path)] == [1, 2, 3]
-    cut_back(path, lambda row: row["step"] <= 2)
+    truncate_rows(path, lambda row: row["step"] <= 2)
     assert path.read_bytes() == whole[: whole.index(b'{"step": 3')]
 
 
@@ -102,7 +102,7 @@ def test_all_bad_lines_are_named_in_one_error_up_to_ten(bad, named, num_more, tm
     kinds = (b"rubbish\n", b"[1]\n", b'{"phase": "train"}\n', b"\n", b'{"step": -1, "phase": "train"}\n')
     good = encode({"step": 1, "phase": "train"})
     path.write_bytes(b"".join(kinds[line % len(kinds)] if line in bad else good for line in range(1, 26)) + b"{half")
-    for read in (read_rows, StepFile, lambda file: cut_back(file, lambda row: True)):
+    for read in (read_rows, StepFile, lambda file: truncate_rows(file, lambda row: True)):
         before = path.read_bytes()
         with pytest.raises(UserError) as caught:
             read(path)
@@ -133,7 +133,7 @@ def test_after_kill_9_at_any_moment_every_line_is_whole(tmp_path):
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert len(rows) > 100
     assert all(row["y"] == row["step"] / 11 for row in rows[:-1])
-    cut_back(path, lambda row: row["step"] <= 100)
+    truncate_rows(path, lambda row: row["step"] <= 100)
     file = StepFile(path)
     file.put("train", 101, {"x": 0.0})
     file.close()

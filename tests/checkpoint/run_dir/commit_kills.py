@@ -14,7 +14,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from mrl.distributed.local_ranks import forks
+from mrl.distributed.local_ranks import fork_server_context
 from tests.ranks import PRELOAD
 
 OPERATIONS = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.link", "open")
@@ -23,7 +23,7 @@ OPERATIONS = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "
 
 class Committer:
     def __enter__(self):
-        context = forks(PRELOAD)
+        context = fork_server_context(PRELOAD)
         ours, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
@@ -105,7 +105,7 @@ def _save(folder, saves, settings, count):
 
 
 def _commit(folder, save, settings):
-    from mrl.checkpoint.run_dir.checkpoint import Checkpoints
+    from mrl.checkpoint.run_dir.checkpoint import CheckpointManager
     from mrl.config.config import CheckpointConfig
 
     def write(path):
@@ -115,7 +115,7 @@ def _commit(folder, save, settings):
 
     step, text = save
     state = {"step": step, "text": text}
-    Checkpoints(Path(folder), CheckpointConfig(**settings)).save(step, write, state, float(step % 3))
+    CheckpointManager(Path(folder), CheckpointConfig(**settings)).save(step, write, state, float(step % 3))
 
 
 def _go_on(folder, save, settings, count):
@@ -125,14 +125,14 @@ def _go_on(folder, save, settings, count):
 
 
 def _look(folder):
-    from mrl.checkpoint.run_dir.checkpoint import Checkpoints
-    from mrl.checkpoint.run_dir.manifest import check_files, read_commit
+    from mrl.checkpoint.run_dir.checkpoint import CheckpointManager
+    from mrl.checkpoint.run_dir.manifest import check_files, read_manifest
     from mrl.config.config import CheckpointConfig
 
-    checkpoints = Checkpoints(Path(folder), CheckpointConfig())
+    checkpoints = CheckpointManager(Path(folder), CheckpointConfig())
     for path in Path(folder).glob("step-*"):
-        check_files(path, read_commit(path))  # also one that was about to be removed
-    found = checkpoints.newest(mends=True)
+        check_files(path, read_manifest(path))  # also one that was about to be removed
+    found = checkpoints.find_latest(repair=True)
     steps = checkpoints.steps()
     for step in steps:
         checkpoints.read(checkpoints.path(step))

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mrl.checkpoint.run_dir.checkpoint import Checkpoints
-from mrl.checkpoint.run_dir.manifest import committed_steps, read_commit
+from mrl.checkpoint.run_dir.checkpoint import CheckpointManager
+from mrl.checkpoint.run_dir.manifest import committed_steps, read_manifest
 from mrl.config.config import CheckpointConfig
 from mrl.errors import UserError
 from tests.ranks import run_ranks
 
 
 def _save(folder, steps, keep_last=2, keep_best=0, metrics=None, fail_at=None):
-    checkpoints = Checkpoints(Path(folder), CheckpointConfig(keep_last=keep_last, keep_best=keep_best))
+    checkpoints = CheckpointManager(Path(folder), CheckpointConfig(keep_last=keep_last, keep_best=keep_best))
 
     def write(path):
         file = path / "actor" / f"rank{dist.get_rank()}.bin"
@@ -35,7 +35,7 @@ def _save(folder, steps, keep_last=2, keep_best=0, metrics=None, fail_at=None):
 
 def test_a_commit_holds_every_ranks_files_and_the_state(tmp_path):
     assert run_ranks(2, _save, str(tmp_path), [3]) == [[{"step": 3}]] * 2
-    commit = read_commit(tmp_path / "step-00000003")
+    commit = read_manifest(tmp_path / "step-00000003")
     assert sorted(commit.files) == ["actor/rank0.bin", "actor/rank1.bin", "state.json"]
 
 
@@ -62,7 +62,7 @@ def _message(folder, **settings):
 
 def _read(folder, step):
     try:
-        return Checkpoints(Path(folder), CheckpointConfig()).read(Path(folder) / f"step-{step:08d}")
+        return CheckpointManager(Path(folder), CheckpointConfig()).read(Path(folder) / f"step-{step:08d}")
     except UserError as error:
         return str(error)
 
@@ -80,12 +80,12 @@ def test_a_folder_without_commit_is_no_checkpoint(tmp_path):
     (tmp_path / "step-00000001").mkdir()
     assert committed_steps(tmp_path) == []
     with pytest.raises(UserError, match="not a checkpoint"):
-        read_commit(tmp_path / "step-00000001")
+        read_manifest(tmp_path / "step-00000001")
 
 
 def _newest(folder):
     try:
-        found = Checkpoints(Path(folder), CheckpointConfig()).newest(mends=True)
+        found = CheckpointManager(Path(folder), CheckpointConfig()).find_latest(repair=True)
     except UserError as error:
         return str(error)
     return found and (found.step, found.notes)
@@ -185,7 +185,7 @@ def _fixed(folder):
 
 def _save_and_tell(folder, steps):
     told = []
-    checkpoints = Checkpoints(Path(folder), CheckpointConfig(keep_last=1), told.append)
+    checkpoints = CheckpointManager(Path(folder), CheckpointConfig(keep_last=1), told.append)
     for step in steps:
         checkpoints.save(step, lambda path: (path / "actor").mkdir(exist_ok=True), {"step": step})
     return told

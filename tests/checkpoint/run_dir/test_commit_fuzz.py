@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.checkpoint.run_dir.checkpoint import Checkpoints
+from mrl.checkpoint.run_dir.checkpoint import CheckpointManager
 from mrl.config.config import CheckpointConfig, load
 from mrl.distributed import launch
 from mrl.errors import UserError
@@ -169,10 +169,10 @@ def fuzz(folder, changes, tell=lambda text: None):
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(whole, copy)
             what = change_folder(copy / "step-00000001")
-            job.commits.checkpoints = Checkpoints(copy, CheckpointConfig())
+            job.commits.checkpoints = CheckpointManager(copy, CheckpointConfig())
             signal.alarm(LIMIT_S)
             try:
-                job.commits.found = job.commits.checkpoints.newest(mends=True)
+                job.commits.found = job.commits.checkpoints.find_latest(repair=True)
                 job.resume()
                 counts[f"resumed from step {job.commits.found.step}"] += 1
             except UserError:
@@ -184,7 +184,7 @@ def fuzz(folder, changes, tell=lambda text: None):
                 signal.alarm(0)
             if case % 100 == 99:
                 tell(f"{case + 1} cases: {dict(counts)}, {len(wrong)} wrong")
-        job.commits.checkpoints = Checkpoints(whole, CheckpointConfig())
+        job.commits.checkpoints = CheckpointManager(whole, CheckpointConfig())
     return dict(counts), wrong
 
 
@@ -194,13 +194,13 @@ def hang(number, frame):
 
 def in_pool(folder, kind, arguments, ports):
     parallel_state.destroy()
-    launch.stop()
+    launch.shutdown_distributed()
     os.environ["MASTER_PORT"] = str(ports[0])
     try:
         return fuzz(folder, kind(*arguments))
     finally:
         os.environ["MASTER_PORT"] = str(ports[1])
-        launch.start("cpu", num_threads=1)
+        launch.init_distributed("cpu", num_threads=1)
 
 
 def test_a_changed_checkpoint_is_told_of_or_goes_on(tmp_path):

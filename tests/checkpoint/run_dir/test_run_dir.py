@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mrl.checkpoint.run_dir.run_dir import RunDir, read_facts
+from mrl.checkpoint.run_dir.run_dir import RunDir, read_run_info
 from mrl.config import config as config_module
 from mrl.errors import UserError
 from tests.observability.folders import config
@@ -17,7 +17,7 @@ def test_a_started_folder_describes_itself(tmp_path):
     made = config(run.root, data={"task": "addition"})
     assert run.start(made, resume_step=None, **START) == []
     assert config_module.load(run.config) == made
-    (start,) = read_facts(run)["starts"]
+    (start,) = read_run_info(run)["starts"]
     assert (start["world_size"], start["device"], start["resume_step"]) == (2, "cpu", None)
     assert {"mrl", "python", "torch", "megatron-core"} <= set(start["versions"])
     assert run.checkpoints.is_dir()
@@ -28,9 +28,9 @@ def test_resumed_starts_are_added_and_a_new_run_replaces_them(tmp_path):
     run = RunDir(tmp_path)
     for resume_step in (None, 3, 5):
         run.start(config(tmp_path), resume_step=resume_step, **START)
-    assert [start["resume_step"] for start in json.loads(run.facts.read_bytes())["starts"]] == [None, 3, 5]
+    assert [start["resume_step"] for start in json.loads(run.run_info.read_bytes())["starts"]] == [None, 3, 5]
     run.start(config(tmp_path), resume_step=None, **START)
-    assert len(read_facts(run)["starts"]) == 1
+    assert len(read_run_info(run)["starts"]) == 1
 
 
 def test_a_folder_of_another_run_is_refused_with_the_keys_that_differ(tmp_path):

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mrl.checkpoint.run_dir import run_lock
-from mrl.checkpoint.run_dir.run_lock import LockFiles, take, this_process
+from mrl.checkpoint.run_dir.run_lock import LockFiles, acquire_run_lock, current_owner
 from mrl.errors import UserError
 from tests.ranks import run_ranks
 
@@ -30,7 +30,7 @@ def claim(folder, **changes):
     """Writes the file of an owner that ended, or is elsewhere, without a word."""
     claims = LockFiles(folder / "owner")
     last = claims.last()
-    assert claims.add(last.number + 1 if last else 1, replace(this_process(2, SHORT_S), **changes))
+    assert claims.add(last.number + 1 if last else 1, replace(current_owner(2, SHORT_S), **changes))
     return claims
 
 
@@ -43,8 +43,8 @@ def taken(folder, silent_s=5.0, keep_s=0.0, variables=()):
             patch.setenv(name, value)
         rank = dist.get_rank()
         try:
-            with take(folder, this_process(dist.get_world_size(), silent_s), rank) as mine:
-                mine.keep(silent_s, lambda why: None)
+            with acquire_run_lock(folder, current_owner(dist.get_world_size(), silent_s), rank) as mine:
+                mine.start_heartbeat(silent_s, lambda why: None)
                 time.sleep(keep_s)
                 return ["", *mine.notes][-1]
         except UserError as error:
@@ -149,8 +149,8 @@ def test_a_job_that_slurm_has_queued_again_follows_its_earlier_life_at_once_and_
 
 def test_an_owner_that_was_followed_is_told_and_may_not_commit(tmp_path):
     claims, heard = LockFiles(tmp_path / "owner"), []
-    mine = run_lock.RunLock(claims, claims.add(1, this_process(1, SHORT_S)), [])
-    mine.keep(SHORT_S, heard.append)
+    mine = run_lock.RunLock(claims, claims.add(1, current_owner(1, SHORT_S)), [])
+    mine.start_heartbeat(SHORT_S, heard.append)
     mine.check()
     claim(tmp_path, **ELSEWHERE)
     with pytest.raises(UserError, match=r"no longer belongs to this job: process \d+ on host node7"):
@@ -168,8 +168,8 @@ def _race(folder, gate, results):
     claims = LockFiles(folder)
     gate.wait()
     last = claims.last()
-    me = this_process(1, 60)
-    free = last is None or last.is_free or last.owner.lives() is False
+    me = current_owner(1, 60)
+    free = last is None or last.is_free or last.owner.is_alive() is False
     number = claims.add(last.number + 1 if last else 1, me) if free else 0
     results.put(number)
     gate.wait()  # the winner lives until all have looked
@@ -197,10 +197,10 @@ def test_a_claim_that_is_followed_while_it_is_read_is_not_one_that_cannot_be_rea
 
     def follow():
         for number in range(2, 200):
-            claims.add(number, this_process(1, 60))
+            claims.add(number, current_owner(1, 60))
         ended.set()
 
-    claims.add(1, this_process(1, 60))
+    claims.add(1, current_owner(1, 60))
     threading.Thread(target=follow).start()
     while not ended.is_set():
         assert claims.last().owner is not None
@@ -211,11 +211,11 @@ VALUES = st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | 
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(st.binary() | st.dictionaries(st.sampled_from([*asdict(this_process(1, 1.0)), "x"]), VALUES))
+@given(st.binary() | st.dictionaries(st.sampled_from([*asdict(current_owner(1, 1.0)), "x"]), VALUES))
 def test_what_is_in_a_file_of_an_owner_is_an_owner_or_nothing(tmp_path_factory, content):
     if isinstance(content, dict):
-        content = json.dumps(asdict(this_process(1, 1.0)) | content).encode()
+        content = json.dumps(asdict(current_owner(1, 1.0)) | content).encode()
     path = tmp_path_factory.getbasetemp() / "owner.json"
     path.write_bytes(content)
     found = run_lock._decode(path)
-    assert found is None or (found.lives() in (True, False, None) and str(found))
+    assert found is None or (found.is_alive() in (True, False, None) and str(found))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from mrl.checkpoint.formats.base import OutFile
 from mrl.checkpoint.formats.hf import HfSource, HfTarget
-from mrl.checkpoint.io.hashed_writer import hash_file
+from mrl.checkpoint.io.hashed_writer import xxh3_file
 from mrl.commands.convert.convert import convert, plan_conversion
 from mrl.errors import UserError
 from mrl.resharding.hf import hf_layout
@@ -98,7 +98,7 @@ def test_the_target_holds_the_same_tensors_and_the_manifest_says_so(model, tmp_p
         files = {path.name for path in folder.iterdir()} - {"manifest.json"}
         assert set(manifest[side]["files"]) == files
         for name, record in manifest[side]["files"].items():
-            assert record == {"num_bytes": (folder / name).stat().st_size, "xxh3": hash_file(folder / name)}
+            assert record == {"num_bytes": (folder / name).stat().st_size, "xxh3": xxh3_file(folder / name)}
     elements = sum(t.numel() for t in expected.values())
     assert manifest["bijection"]["hf_elements"] == manifest["bijection"]["stored_elements"] == elements
     assert manifest["dtype_changes"] == {}

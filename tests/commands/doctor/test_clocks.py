@@ -3,14 +3,14 @@ import time
 import pytest
 import torch
 
-from mrl.commands.doctor.clocks import MAX_SKEW_S, check_clocks, offset
+from mrl.commands.doctor.clocks import MAX_SKEW_S, check_clocks, clock_offset
 from tests.ranks import run_ranks
 
 
 def offset_of_rank(ahead_s):
     """The offsets of two ranks, the second with a clock that is ahead."""
     rank = torch.distributed.get_rank()
-    return offset(rank, [0, 1], lambda: time.time_ns() + int(ahead_s * 1e9) * rank)
+    return clock_offset(rank, [0, 1], lambda: time.time_ns() + int(ahead_s * 1e9) * rank)
 
 
 def test_a_clock_that_is_ahead_is_measured():

@@ -54,7 +54,7 @@ def test_every_pair_meets_once_and_nobody_twice_in_a_round():
 
 
 def test_hosts_are_measured_by_their_first_ranks():
-    plan = collectives.schedule({"a": [0, 1], "b": [2, 3], "c": [4]})
+    plan = collectives.schedule_pairs({"a": [0, 1], "b": [2, 3], "c": [4]})
     assert plan[0] == [(0, 1), (2, 3)]
     assert {tuple(sorted(pair)) for each in plan[1:] for pair in each} == {(0, 2), (0, 4), (2, 4)}
 

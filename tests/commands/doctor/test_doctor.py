@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from mrl.distributed.local_ranks import forks
+from mrl.distributed.local_ranks import fork_server_context
 from tests.commands.doctor.test_versions import distribution
 from tests.e2e import runs
 from tests.ranks import PRELOAD
@@ -53,7 +53,7 @@ def forked(folder, *words, **variables):
     """As `doctor`, in a process that was spared the imports; `said` gives what it gives."""
     out, err = (folder / f"rank{variables.get('RANK', 0)}.{stream}" for stream in ("out", "err"))
     variables = CLEAN | {"PYTHONPATH": QUICK} | variables
-    process = forks(PRELOAD).Process(target=_main, args=(folder, words, variables, out, err))
+    process = fork_server_context(PRELOAD).Process(target=_main, args=(folder, words, variables, out, err))
     process.start()
     return process, out, err
 

@@ -17,7 +17,7 @@ def told(findings):
 
 def test_a_folder_that_works_is_left_as_it_was(tmp_path):
     wanted = tmp_path / "runs" / "new"
-    kind = folder.kind_of(wanted)
+    kind = folder.filesystem_type(wanted)
     first, second = folder.check_folder(wanted, 1)
     assert first.level in ("ok", "warning") and kind in first.found  # a warning where /tmp is a tmpfs or an overlay
     assert second.level == "ok" and list(tmp_path.iterdir()) == []
@@ -79,10 +79,10 @@ def test_a_slow_commit(tmp_path):
 def test_the_kind_is_that_of_the_nearest_mount(tmp_path):
     here = str(tmp_path)
     mounts = {"/": "ext4", here: "lustre", f"{here}/deep/er": "nfs4"}
-    assert folder.kind_of(tmp_path / "deep", mounts) == "lustre"
+    assert folder.filesystem_type(tmp_path / "deep", mounts) == "lustre"
     os.makedirs(tmp_path / "deep" / "er")
-    assert folder.kind_of(tmp_path / "deep" / "er" / "run", mounts) == "nfs4"
-    assert folder.kind_of(tmp_path, {}) == "unknown"
+    assert folder.filesystem_type(tmp_path / "deep" / "er" / "run", mounts) == "nfs4"
+    assert folder.filesystem_type(tmp_path, {}) == "unknown"
 
 
 def test_what_one_host_leaves_another_finds_or_not(tmp_path):

@@ -84,7 +84,7 @@ def test_a_container_without_the_hosts_adapters(tmp_path):
 
 
 def test_containers_are_known_by_their_marks(tmp_path):
-    assert host.container_kind({}, tmp_path) == ""
-    assert host.container_kind({"container": "lxc"}, tmp_path) == "lxc"
+    assert host.container_type({}, tmp_path) == ""
+    assert host.container_type({"container": "lxc"}, tmp_path) == "lxc"
     Path(tmp_path / ".dockerenv").touch()
-    assert host.container_kind({}, tmp_path) == "Docker"
+    assert host.container_type({}, tmp_path) == "Docker"

@@ -9,9 +9,9 @@ from mrl.commands.doctor.network import (
     check_outgoing,
     check_port,
     interface_facts,
-    look_up,
     outgoing_ports,
     read_interfaces,
+    resolve_name,
 )
 from mrl.distributed.launcher_env import LauncherEnv
 
@@ -60,9 +60,9 @@ def test_the_mtu_matters_between_hosts():
 def test_a_slow_name_server_is_told():
     assert told(check_name("node1", 10.2, ["10.0.0.1"]))[0] == "warning"
     assert told(check_name("node1", 0.01, []))[0] == "ok"
-    seconds, addresses = look_up("localhost")
+    seconds, addresses = resolve_name("localhost")
     assert "127.0.0.1" in addresses and seconds < 5
-    assert look_up("no-such-host.invalid")[1] == []
+    assert resolve_name("no-such-host.invalid")[1] == []
 
 
 def test_a_port_that_is_taken_or_may_be():

@@ -1,4 +1,4 @@
-from mrl.commands.doctor.ranks import check_hosts, check_same, describe_rank, hosts_of_ranks, spans
+from mrl.commands.doctor.ranks import check_hosts, check_same, describe_rank, format_ranges, hosts_of_ranks
 from mrl.distributed.launcher_env import LauncherEnv
 
 
@@ -60,4 +60,4 @@ def test_a_driver_may_differ_and_a_config_may_not():
 
 
 def test_ranks_in_spans():
-    assert spans([5, 0, 1, 2]) == "0-2, 5"
+    assert format_ranges([5, 0, 1, 2]) == "0-2, 5"

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from mrl.commands.from_verl.engine_arguments import NEEDLESS
-from mrl.commands.from_verl.line import read
+from mrl.commands.from_verl.line import read_settings
 from mrl.commands.from_verl.translate import translate
 from mrl.config.verl_keys.translated_keys import ENGINE_ARGUMENTS, MEGATRON, ROLLOUT
 from mrl.engines.vllm.engine_fields import DERIVED, KEYS
@@ -55,7 +55,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_an_example_that_tells_vllm_more_resolves(name, tmp_path):
-    found = translate(read(VLLM_LINES[name]))
+    found = translate(read_settings(VLLM_LINES[name]))
     config = resolved(found, tmp_path, *(["model.overrides.num_experts=512"] if "megatron" in name else []))
     values, told = EXPECTED[name]
     assert {key: getattr(config.rollout, key) for key in values} == values and config.rollout.name == "vllm"

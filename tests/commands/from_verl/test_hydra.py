@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from mrl.commands.cli import main
-from mrl.commands.from_verl.line import read
+from mrl.commands.from_verl.line import read_settings
 from mrl.commands.from_verl.translate import translate
 from mrl.config.config import load
 from mrl.errors import UserError
@@ -60,7 +60,7 @@ def test_a_config_file_is_read_where_the_script_names_it(options, repository, mo
         f'set -x\nPROJECT="$(pwd)"\n{TRAINER} {options} algorithm.adv_estimator=grpo '
         f"{TURNS}tool_config_path=tools.yaml data.train_batch_size=128\n"
     )
-    given = read([str(script)])
+    given = read_settings([str(script)])
     assert (given[f"{TURNS}enable"], given[f"{TURNS}max_assistant_turns"]) == (True, 5)
     assert (given["data.max_prompt_length"], given["data.train_batch_size"]) == (1024, 128)
     config = load(yaml.safe_load(translate(given).text))
@@ -71,12 +71,16 @@ def test_a_config_file_is_read_where_the_script_names_it(options, repository, mo
 def test_a_config_file_that_is_not_there_is_refused_with_its_name_and_what_to_give(repository):
     words = [*TRAINER.split(), "--config-name=multi", "algorithm.adv_estimator=grpo"]
     with pytest.raises(UserError, match=r"multi\.yaml.*--config-dir=FOLDER"):
-        read(words)
+        read_settings(words)
     folder = repository / "examples" / "multiturn" / "config"
     for option in ([f"--config-dir={folder}"], ["--config-dir", str(folder)]):
-        assert read([*option, *words])[f"{TURNS}enable"] is read([*words, *option])[f"{TURNS}enable"] is True
+        assert (
+            read_settings([*option, *words])[f"{TURNS}enable"]
+            is read_settings([*words, *option])[f"{TURNS}enable"]
+            is True
+        )
     with pytest.raises(UserError, match="--config-dir=nowhere is not a folder"):
-        read([*words, "--config-dir=nowhere"])
+        read_settings([*words, "--config-dir=nowhere"])
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,7 @@ def test_a_config_file_that_is_not_there_is_refused_with_its_name_and_what_to_gi
     ],
 )
 def test_files_of_verls_own_are_its_defaults(options, megatron):
-    given = read([*TRAINER.split(), *options.split(), "algorithm.adv_estimator=grpo"])
+    given = read_settings([*TRAINER.split(), *options.split(), "algorithm.adv_estimator=grpo"])
     assert ("megatron" in str(given.get("model_engine"))) is megatron and given.notes == []
 
 
@@ -109,7 +113,7 @@ def test_a_defaults_list_is_composed_in_its_order(tmp_path):
     for name, text in files.items():
         (tmp_path / "repo" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "repo" / name).write_text(text)
-    given = read([str(tmp_path / "repo" / "main.yaml"), "algorithm.adv_estimator=grpo", "~trainer.nnodes"])
+    given = read_settings([str(tmp_path / "repo" / "main.yaml"), "algorithm.adv_estimator=grpo", "~trainer.nnodes"])
     assert (given["data.train_batch_size"], given["data.seed"]) == (2, 1) and "trainer.nnodes" not in given
     assert given["actor_rollout_ref.actor.optim.weight_decay"] == 0.5
     assert (given["actor_rollout_ref.model.path"], given["actor_rollout_ref.rollout.n"]) == ("there/tiny", 2)
@@ -123,7 +127,7 @@ def test_a_defaults_list_is_composed_in_its_order(tmp_path):
 def test_a_defaults_list_that_cannot_be_followed_is_refused(listed, said, tmp_path):
     (tmp_path / "main.yaml").write_text(f"defaults:\n  {listed}\ndata: {{seed: 1}}\n")
     with pytest.raises(UserError, match=said):
-        read([str(tmp_path / "main.yaml")])
+        read_settings([str(tmp_path / "main.yaml")])
 
 
 @pytest.mark.parametrize(
@@ -138,11 +142,11 @@ def test_a_defaults_list_that_cannot_be_followed_is_refused(listed, said, tmp_pa
 )
 def test_a_word_that_is_no_setting_is_refused(word, said):
     with pytest.raises(UserError, match=said):
-        read([*TRAINER.split(), "algorithm.adv_estimator=grpo", word])
+        read_settings([*TRAINER.split(), "algorithm.adv_estimator=grpo", word])
 
 
 def test_words_without_a_meaning_and_groups_that_are_not_read_are_told():
-    given = read([*TRAINER.split(), "algorithm.adv_estimator=grpo", " ", "\\", "own/group=x", "~data.nothing"])
+    given = read_settings([*TRAINER.split(), "algorithm.adv_estimator=grpo", " ", "\\", "own/group=x", "~data.nothing"])
     assert len(given.notes) == 4 and "own/group=x" in "\n".join(translate(given).missing)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from mrl.commands.from_verl.line import read
+from mrl.commands.from_verl.line import read_settings
 from mrl.commands.from_verl.translate import translate
 from mrl.config.config import Config, load
 from mrl.config.keys import dotted_keys
@@ -142,7 +142,7 @@ ONE = f"python3 -m verl.experimental.one_step_off_policy.main_ppo {LINE} data.tr
 
 @pytest.mark.parametrize(("words", "steps"), [(FULLY, 400), (ONE, None)], ids=["fully_async", "one_step_off"])
 def test_a_recipe_is_one_step_off_on_ranks_of_its_own(words, steps, tmp_path):
-    for given in (read(words.split()), read([script(tmp_path, words)])):
+    for given in (read_settings(words.split()), read_settings([script(tmp_path, words)])):
         found = translate(given)
         tree = yaml.safe_load(found.text)
         train = tree["train"]
@@ -161,7 +161,7 @@ def script(folder, words):
 def test_the_name_of_a_recipe_is_enough():
     words = ["algorithm.adv_estimator=grpo"]
     one, fully = (
-        yaml.safe_load(translate(read([f"recipe/{recipe}/{file}.py", *words])).text)
+        yaml.safe_load(translate(read_settings([f"recipe/{recipe}/{file}.py", *words])).text)
         for recipe, file in (("one_step_off_policy", "main_ppo"), ("fully_async_policy", "fully_async_main"))
     )
     assert one["rollout"]["nnodes"] == fully["rollout"]["nnodes"] == 1
@@ -170,7 +170,7 @@ def test_the_name_of_a_recipe_is_enough():
 
 
 def test_a_threshold_of_none_is_no_step_ahead():
-    found = translate(read([*FULLY.split(), "async_training.staleness_threshold=0"]))
+    found = translate(read_settings([*FULLY.split(), "async_training.staleness_threshold=0"]))
     assert yaml.safe_load(found.text)["train"]["max_off_policy_steps"] == 0
 
 

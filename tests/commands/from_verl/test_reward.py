@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from mrl.commands.from_verl.line import read
+from mrl.commands.from_verl.line import read_settings
 from mrl.commands.from_verl.translate import translate
 
 
@@ -20,7 +20,9 @@ from mrl.commands.from_verl.translate import translate
     ],
 )
 def test_a_reward_model_takes_the_place_of_functions(line, section):
-    found = translate(read(["python3", "-m", "verl.trainer.main_ppo", "algorithm.adv_estimator=grpo", *line.split()]))
+    found = translate(
+        read_settings(["python3", "-m", "verl.trainer.main_ppo", "algorithm.adv_estimator=grpo", *line.split()])
+    )
     reward = yaml.safe_load(found.text)["reward"]
     assert reward == ({"functions": [{"name": "math"}]} if section is None else {"functions": [], "model": section})
     assert bool([one for one in found.missing if "custom_reward_function" in one]) == (section is None)
@@ -28,14 +30,16 @@ def test_a_reward_model_takes_the_place_of_functions(line, section):
 
 def test_a_reward_model_that_a_function_asks_is_told():
     line = "reward.reward_model.enable=True reward.reward_model.model_path=rm custom_reward_function.path=r.py"
-    found = translate(read(["python3", "-m", "verl.trainer.main_ppo", *line.split()]))
+    found = translate(read_settings(["python3", "-m", "verl.trainer.main_ppo", *line.split()]))
     assert yaml.safe_load(found.text)["reward"] == {"functions": [{"name": "r.py:compute_score"}]}
     assert [one for one in found.missing if one.startswith("reward.reward_model.enable=True: verl's function queries")]
 
 
 @pytest.mark.parametrize("key", ["reward_model.reward_manager", "reward.reward_manager.name"])
 def test_a_function_of_the_batch_manager_gets_all_samples(key):
-    given = read(["python3", "-m", "verl.trainer.main_ppo", "custom_reward_function.path=r.py", f"{key}=batch"])
+    given = read_settings(
+        ["python3", "-m", "verl.trainer.main_ppo", "custom_reward_function.path=r.py", f"{key}=batch"]
+    )
     found = yaml.safe_load(translate(given).text)["reward"]
     assert found == {"functions": [{"name": "r.py:compute_score", "batch": "replica"}]}
 
@@ -60,7 +64,7 @@ FILTER = " algorithm.filter_groups.enable=True algorithm.filter_groups.metric="
     ],
 )
 def test_scores_of_minus_one_are_listed_as_a_difference(words, is_listed):
-    found = translate(read((DAPO + words).split()))
+    found = translate(read_settings((DAPO + words).split()))
     assert bool([one for one in found.differs if "{wrong: -1.0}" in one]) == is_listed
 
 
@@ -78,7 +82,7 @@ def test_scores_of_minus_one_are_listed_as_a_difference(words, is_listed):
     ],
 )
 def test_a_metric_that_drops_other_groups_than_mrl_is_listed_as_a_difference(words, is_listed):
-    found = translate(read((DAPO + words).split()))
+    found = translate(read_settings((DAPO + words).split()))
     key = "algorithm.filter_groups.metric"
     assert [bool([one for one in lines if one.startswith(key)]) for lines in (found.differs, found.moot)] == [
         is_listed, not is_listed,
@@ -89,8 +93,8 @@ def test_a_metric_that_drops_other_groups_than_mrl_is_listed_as_a_difference(wor
 @pytest.mark.parametrize("key", ["reward_model.reward_manager", "reward.reward_manager.name"])
 def test_a_reward_manager_that_mrl_does_not_have_is_listed(key):
     for name, is_known in (("naive", True), ("dapo", True), ("batch", True), ("prime", True), ("mine", False)):
-        found = translate(read([*DAPO.split(), f"{key}={name}"]))
+        found = translate(read_settings([*DAPO.split(), f"{key}={name}"]))
         listed = [bool([one for one in lines if one.startswith(key)]) for lines in (found.missing, found.moot)]
         assert listed == [not is_known, is_known], name
-    found = translate(read([*DAPO.split(), "reward.reward_manager.module.path=mine.py"]))
+    found = translate(read_settings([*DAPO.split(), "reward.reward_manager.module.path=mine.py"]))
     assert [one for one in found.missing if one.startswith("reward.reward_manager.module.path=mine.py")]

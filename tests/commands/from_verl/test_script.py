@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mrl.commands.from_verl.line import read
+from mrl.commands.from_verl.line import read_settings
 from mrl.commands.from_verl.redirections import without_redirections
 from mrl.commands.from_verl.script import LIMIT_S, expand
 from mrl.commands.from_verl.translate import translate
@@ -40,7 +40,7 @@ def check_kind(kind, folder):
         file = folder / f"{kind}_{number}.sh"
         file.write_text(text)
         try:
-            given = read([str(file)])
+            given = read_settings([str(file)])
         except UserError as error:
             return number, str(error)
         return number, {key: given.get(key) for key, value in shapes.EXPECTED.items() if given.get(key) != value}
@@ -204,11 +204,11 @@ def test_the_arguments_of_a_script_go_where_it_puts_them(folder):
     (folder / "run.sh").write_text(
         f'ENGINE=$1; shift; {TRAINER} algorithm.adv_estimator=grpo rollout=$ENGINE "$@" z=1\n'
     )
-    given = read(["run.sh", "sglang", "z=2", "y=3"])
+    given = read_settings(["run.sh", "sglang", "z=2", "y=3"])
     assert (given["rollout"], given["z"], given["y"]) == ("sglang", 2, 3)
     (folder / "run.sh").write_text(f"{TRAINER} a=1\n")
     with pytest.raises(UserError, match="'sglang' is not a setting"):
-        read(["run.sh", "sglang"])
+        read_settings(["run.sh", "sglang"])
 
 
 def test_a_variable_that_nothing_sets_is_named_and_the_rest_is_translated(folder, monkeypatch):
@@ -217,12 +217,12 @@ def test_a_variable_that_nothing_sets_is_named_and_the_rest_is_translated(folder
     (folder / "run.sh").write_text(
         script + " trainer.nnodes=${NODES_OF_TEST} data.train_batch_size=${SIZE_OF_TEST:?}\n"
     )
-    found = translate(read(["run.sh"]))
+    found = translate(read_settings(["run.sh"]))
     said = "\n".join(found.missing)
     assert all(f"${name}_OF_TEST" in said for name in ("MODEL", "NODES", "SIZE")) and found.num_nodes == 1
     assert "path: MODEL_OF_TEST_IS_NOT_SET/x" in found.text
     monkeypatch.setenv("MODEL_OF_TEST", "models")
-    found = translate(read(["run.sh"]))
+    found = translate(read_settings(["run.sh"]))
     assert "path: models/x" in found.text and "$MODEL_OF_TEST" not in "\n".join(found.missing)
 
 
@@ -230,12 +230,12 @@ def test_a_variable_that_is_empty_without_set_u_is_named_by_its_key(folder, monk
     monkeypatch.delenv("TP_OF_TEST", raising=False)
     key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
     (folder / "run.sh").write_text(f"{TRAINER} algorithm.adv_estimator=grpo {key}=$TP_OF_TEST\n")
-    assert [one for one in translate(read(["run.sh"])).missing if one.startswith(f"{key}=: no value")]
+    assert [one for one in translate(read_settings(["run.sh"])).missing if one.startswith(f"{key}=: no value")]
 
 
 def test_several_runs_of_a_script_are_counted_and_the_first_is_translated(folder):
     (folder / "run.sh").write_text(f"for n in 4 8; do {TRAINER} algorithm.adv_estimator=grpo trainer.nnodes=$n; done\n")
-    given = read(["run.sh"])
+    given = read_settings(["run.sh"])
     assert given["trainer.nnodes"] == 4 and any("starts 2 different runs" in note for note in given.notes)
 
 
@@ -252,7 +252,7 @@ def test_several_runs_of_a_script_are_counted_and_the_first_is_translated(folder
 def test_a_script_without_a_run_is_refused_with_what_it_says(script, said, folder):
     (folder / "run.sh").write_text(script)
     with pytest.raises(UserError) as caught:
-        read(["run.sh"])
+        read_settings(["run.sh"])
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -260,9 +260,9 @@ def test_a_script_is_read_from_stdin_and_from_a_quoted_line(monkeypatch):
     import io
 
     monkeypatch.setattr("sys.stdin", io.StringIO(f'set -u; {TRAINER} a=1 b=$(basename "${{BASH_SOURCE[0]}}")'))
-    assert read(["-"])["a"] == 1
-    assert read([f"PYTHONUNBUFFERED=1 {TRAINER} a=1 'b=[x, y]' 2>&1 | tee log"])["b"] == ["x", "y"]
-    assert read(["bash", "-x", "inner.sh", "a=5"])["a"] == 5
+    assert read_settings(["-"])["a"] == 1
+    assert read_settings([f"PYTHONUNBUFFERED=1 {TRAINER} a=1 'b=[x, y]' 2>&1 | tee log"])["b"] == ["x", "y"]
+    assert read_settings(["bash", "-x", "inner.sh", "a=5"])["a"] == 5
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from mrl.commands.from_verl.line import read
+from mrl.commands.from_verl.line import read_settings
 from mrl.commands.from_verl.translate import translate
 from mrl.config.config import load
 from mrl.config.verl_keys.verl_trainers import REFUSED
@@ -27,13 +27,13 @@ OTHERS = {
 @pytest.mark.parametrize("program", RL)
 def test_a_trainer_with_the_keys_of_verls_own_is_translated(program):
     start = ["python3", program] if program.endswith(".py") else ["python3", "-m", program]
-    given = read([*start, "algorithm.adv_estimator=grpo", "data.train_batch_size=8"])
+    given = read_settings([*start, "algorithm.adv_estimator=grpo", "data.train_batch_size=8"])
     assert given["data.train_batch_size"] == 8 and given.notes == []
     assert load(yaml.safe_load(translate(given).text)).train.batch_size == 8
 
 
 def test_a_copy_of_a_trainer_is_translated_and_told():
-    given = read(["python3", "-m", "agent_system.trainer.main_ppo", "algorithm.adv_estimator=grpo"])
+    given = read_settings(["python3", "-m", "agent_system.trainer.main_ppo", "algorithm.adv_estimator=grpo"])
     assert [note for note in translate(given).missing if note.startswith("agent_system.trainer.main_ppo")]
 
 
@@ -42,10 +42,10 @@ def test_another_trainer_is_refused_by_name_with_what_mrl_has(program, tmp_path)
     (tmp_path / "run.sh").write_text(f"set -x\npython3 -m {program} data.train_batch_size=8 2>&1 | tee log\n")
     for words in (["python3", "-m", program, "data.train_batch_size=8"], [str(tmp_path / "run.sh")]):
         with pytest.raises(UserError) as caught:
-            read(words)
+            read_settings(words)
         assert program in str(caught.value)
     with pytest.raises(UserError) as caught:
-        read(["python3", "-m", program, "data.train_batch_size=8"])
+        read_settings(["python3", "-m", program, "data.train_batch_size=8"])
     assert OTHERS[program] in str(caught.value)
     assert REFUSED
 
@@ -63,7 +63,7 @@ def test_the_keys_of_dapo_are_translated():
         "+reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0 data.max_response_length=20480 "
         "+reward_model.reward_kwargs.overlong_buffer_cfg.log=False +reward_model.reward_kwargs.max_resp_len=20480"
     )
-    found = translate(read(line.split()))
+    found = translate(read_settings(line.split()))
     algorithm = load(yaml.safe_load(found.text)).algorithm
     assert (algorithm.dynamic_sampling, algorithm.max_sampling_rounds) == (True, 10)
     assert (algorithm.clip_high, algorithm.dual_clip, algorithm.loss_aggregation) == (0.28, 10.0, "token_mean")
@@ -75,7 +75,7 @@ def test_the_keys_of_dapo_are_translated():
 def test_the_token_level_loss_of_earlier_versions_keeps_its_meaning(is_token_level, mode):
     words = ["recipe.dapo.main_dapo", "algorithm.adv_estimator=grpo"]
     words.append(f"actor_rollout_ref.actor.use_token_level_loss={is_token_level}")
-    algorithm = load(yaml.safe_load(translate(read(["python3", "-m", *words])).text)).algorithm
+    algorithm = load(yaml.safe_load(translate(read_settings(["python3", "-m", *words])).text)).algorithm
     assert algorithm.loss_aggregation == mode or (mode == "seq_mean_token_mean" and algorithm.loss_aggregation is None)
 
 
@@ -112,7 +112,7 @@ SFT = (
 )  # fmt: skip
 def test_an_sft_run_is_translated(program, more, expected):
     line = f"torchrun --standalone --nnodes=1 --nproc_per_node=8 -m {program} {SFT} {more}"
-    found = translate(read(line.split()))
+    found = translate(read_settings(line.split()))
     config = load(yaml.safe_load(found.text))
     data, actor = config.data, config.actor
     assert (config.algorithm.name, config.model.path, config.train.batch_size) == ("sft", "tiny", 32)
@@ -131,7 +131,7 @@ def test_an_sft_run_is_translated(program, more, expected):
 def test_what_sft_has_no_place_for_is_listed():
     given = {"model.lora_rank": 8, "data.tools_key": "tools", "data.custom_cls.path": "own.py", "optim.unheard_of": 1}
     line = f"torchrun -m verl.trainer.sft_trainer {SFT} " + " ".join(f"{key}={value}" for key, value in given.items())
-    said = "\n".join(translate(read(line.split())).missing)
+    said = "\n".join(translate(read_settings(line.split())).missing)
     assert [key for key in given if key not in said] == []
 
 
@@ -149,7 +149,7 @@ def test_what_sft_has_no_place_for_is_listed():
     ],
 )
 def test_an_sft_run_is_listed_by_the_keys_of_its_trainer(program, words, key):
-    found = translate(read(f"torchrun -m verl.trainer.{program} data.train_files=a.parquet {words}".split()))
+    found = translate(read_settings(f"torchrun -m verl.trainer.{program} data.train_files=a.parquet {words}".split()))
     lines = [*found.missing, *found.moot, *found.differs]
     assert [one for one in lines if one.startswith(key)]
     assert not [one for one in lines if "actor_rollout_ref." in one]
@@ -158,4 +158,4 @@ def test_an_sft_run_is_listed_by_the_keys_of_its_trainer(program, words, key):
 def test_an_error_of_an_sft_run_has_the_key_of_its_trainer():
     words = "torchrun -m verl.trainer.sft_trainer data.train_files=a.parquet model.path=tiny optim.lr_warmup_steps=few"
     with pytest.raises(UserError, match=r"^optim\.lr_warmup_steps=few"):
-        translate(read(words.split()))
+        translate(read_settings(words.split()))

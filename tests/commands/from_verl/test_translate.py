@@ -11,10 +11,10 @@ from mrl.algorithms._policy_loss import LOSSES
 from mrl.algorithms.base import build
 from mrl.commands import launch
 from mrl.commands.cli import _parse, main
-from mrl.commands.from_verl.line import read
+from mrl.commands.from_verl.line import read_settings
 from mrl.commands.from_verl.objective import BY_SEQUENCE, UNCLIPPED
 from mrl.commands.from_verl.translate import translate
-from mrl.commands.launch import Start
+from mrl.commands.launch import LaunchOptions
 from mrl.config.config import Config, RolloutConfig, load
 from mrl.config.keys import dotted_keys
 from mrl.config.verl_keys.docs_page import tables
@@ -110,7 +110,7 @@ def resolved(found, folder, *overrides):
 
 @pytest.mark.parametrize("name", LINES)
 def test_a_command_line_of_an_example_resolves(name, tmp_path):
-    config = resolved(translate(read(LINES[name])), tmp_path)
+    config = resolved(translate(read_settings(LINES[name])), tmp_path)
     assert config.rollout.name == "vllm"
     assert config.algorithm.dual_clip == 3.0 and config.algorithm.loss_aggregation == "token_mean"
     assert config.algorithm.kl_in == "loss" and config.algorithm.rollout_correction.bypass_mode is False
@@ -138,7 +138,7 @@ def test_a_command_line_of_an_example_resolves(name, tmp_path):
 )
 def test_a_rollout_correction_keeps_its_meaning(given, section):
     words = ["algorithm.adv_estimator=grpo", *(f"algorithm.rollout_correction.{item}" for item in given.split())]
-    found = translate(read(words))
+    found = translate(read_settings(words))
     assert yaml.safe_load(found.text)["algorithm"].get("rollout_correction") == section
     assert len([one for one in found.missing if "rollout_correction" in one]) == (section == {"bypass_mode": True})
 
@@ -154,7 +154,7 @@ def test_values_are_translated():
         "trainer.experiment_name=e actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 data.truncation=left "
         "custom_reward_function.path=r.py ++custom_reward_function.reward_kwargs.bonus=2"
     )
-    found = yaml.safe_load(translate(read(["python3", "-m", "verl.trainer.main_ppo", *line.split()])).text)
+    found = yaml.safe_load(translate(read_settings(["python3", "-m", "verl.trainer.main_ppo", *line.split()])).text)
     assert found["train"] == {
         "batch_size": 64, "minibatch_size": 16, "num_epochs": 30, "num_steps": 9, "eval_interval": 5,
     }  # fmt: skip
@@ -176,7 +176,7 @@ def test_each_policy_loss_is_translated_with_its_settings(mode):
     )
     if mode != "cispo":
         line = line.replace("=10", "=0.25")
-    found = translate(read(line.split()))
+    found = translate(read_settings(line.split()))
     assert not [one for one in found.missing if actor in one]
     config = build(load(yaml.safe_load(found.text)).algorithm, RolloutConfig()).config
     loss = VERL_LOSSES[mode]
@@ -193,7 +193,7 @@ def test_each_policy_loss_is_translated_with_its_settings(mode):
 
 def test_a_policy_loss_that_is_not_there_is_listed():
     line = "algorithm.adv_estimator=gpg actor_rollout_ref.actor.policy_loss.loss_mode=tomorrow"
-    told = "\n".join(translate(read(line.split())).missing)
+    told = "\n".join(translate(read_settings(line.split())).missing)
     assert (
         "loss_mode=tomorrow: mrl has vanilla, gspo" in told and "adv_estimator=gpg: advantages are multiplied" in told
     )
@@ -216,7 +216,7 @@ def test_megatrons_own_fields_keep_their_names():
         f"{optimizer}override_optimizer_config.sgd_momentum=0.5 "
         f"{optimizer}use_precision_aware_optimizer=True {optimizer}main_grads_dtype=bf16 {optimizer}exp_avg_dtype=bf16"
     )
-    found = translate(read(line.split()))
+    found = translate(read_settings(line.split()))
     config = yaml.safe_load(found.text)
     assert config["megatron"] == {
         "transformer": {
@@ -246,7 +246,7 @@ def test_megatrons_own_fields_keep_their_names():
 def test_recompute_is_said_by_mrls_key_where_that_can_say_it(fields, recompute):
     prefix = "actor_rollout_ref.actor.megatron.override_transformer_config."
     words = ["algorithm.adv_estimator=grpo", "model_engine=megatron", *(f"{prefix}{item}" for item in fields.split())]
-    config = yaml.safe_load(translate(read(words)).text)
+    config = yaml.safe_load(translate(read_settings(words)).text)
     assert config.get("actor", {}).get("recompute") == recompute
     passed = config.get("megatron", {}).get("transformer", {})
     assert set(passed) == (set() if recompute else {item.split("=")[0] for item in fields.split()})
@@ -257,7 +257,7 @@ def test_recompute_is_said_by_mrls_key_where_that_can_say_it(fields, recompute):
 )
 def test_router_replay_keeps_its_meaning(given, rollout):
     line = f"algorithm.adv_estimator=grpo actor_rollout_ref.actor.megatron.router_replay.mode={given}"
-    found = translate(read(line.split()))
+    found = translate(read_settings(line.split()))
     config = yaml.safe_load(found.text)
     assert config.get("actor", {}).get("router_replay") == rollout
     assert config["algorithm"]["rollout_correction"]["bypass_mode"] is False  # verl's own default, which R2 needs
@@ -301,7 +301,7 @@ def test_gae_and_its_critic_are_translated():
         "algorithm.lam=0.95 critic.loss_agg_mode=seq-mean-token-mean trainer.critic_warmup=5 "
         "actor_rollout_ref.actor.strategy=megatron critic.megatron.param_offload=True critic.ppo_mini_batch_size=8"
     )
-    found = translate(read(words.split()))
+    found = translate(read_settings(words.split()))
     config = load(yaml.safe_load(found.text))
     critic = config.critic
     assert (config.algorithm.name, config.algorithm.lam, config.train.critic_warmup) == ("ppo", 0.95, 4)
@@ -328,7 +328,7 @@ def test_gae_and_its_critic_are_translated():
 def test_what_cannot_be_translated_is_one_message(words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=said):
-        translate(read(words))
+        translate(read_settings(words))
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,7 @@ def test_the_command_that_is_printed_starts_as_many_ranks_as_the_layout_needs(
     assert last.partition(" (on every host")[0].endswith(f": {command}")
     started = _parse(command.replace(" K ", " 0 ").split()[1:])
     if command.startswith("mrl launch"):
-        start = Start(started.via, started.nodes, started.gpus_per_node, node_rank=started.node_rank,
+        start = LaunchOptions(started.via, started.nodes, started.gpus_per_node, node_rank=started.node_rank,
                       master_addr=started.master_addr)  # fmt: skip
-        assert launch.line(start, ["train", "run.yaml"])
+        assert launch.launch_command(start, ["train", "run.yaml"])
         check_ranks(load(tmp_path / "run.yaml"), started.nodes * started.gpus_per_node)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mrl.commands.plan.fit import check_fits, device_of, shortage, smallest_change, words
+from mrl.commands.plan.fit import check_fits, device_of, format_overrides, shortage, smallest_change
 from mrl.commands.plan.memory import memory_by_stage
 from mrl.config.config import load
 from mrl.errors import UserError
@@ -78,8 +78,8 @@ def test_the_term_is_named_and_one_setting_mends_it(name, overrides, where, chan
     found = run(name, *overrides)
     message = refusal(found)
     assert where in message
-    assert message.endswith(f"This fits: {words(change)}")
-    check(run(name, *overrides, *words(change).split()))
+    assert message.endswith(f"This fits: {format_overrides(change)}")
+    check(run(name, *overrides, *format_overrides(change).split()))
 
 
 def test_several_settings_change_where_one_is_not_enough():
@@ -87,7 +87,7 @@ def test_several_settings_change_where_one_is_not_enough():
     found = run("235b", *broken)
     change = smallest_change(found, H100)
     assert change is not None and len(change) >= 2
-    check(run("235b", *broken, *words(change).split()))
+    check(run("235b", *broken, *format_overrides(change).split()))
 
 
 def test_more_ranks_are_named_where_no_layout_of_these_fits():

@@ -10,10 +10,10 @@ import pytest
 from mrl.commands.cli import main
 from mrl.commands.plan import splits as of_splits
 from mrl.commands.plan.durations import Durations, predict_durations, step_time
-from mrl.commands.plan.fit import check_fits, device_of, words
+from mrl.commands.plan.fit import check_fits, device_of, format_overrides
 from mrl.commands.plan.memory import memory_by_stage
 from mrl.commands.plan.refits import predict_refit
-from mrl.commands.plan.splits import find_splits, rows_of, splits_text, why
+from mrl.commands.plan.splits import explain_fastest, find_splits, rows_of, splits_text
 from mrl.config.config import load
 from mrl.errors import UserError
 from mrl.observability.hardware import HARDWARE
@@ -65,7 +65,7 @@ def test_a_split_takes_what_the_config_that_asks_for_it_takes(name, found):
     file, overrides, ranks = RUNS[name]
     _, splits = found[name]
     for split in splits.fitting:
-        asked = resolve(load(file, [*overrides, *words(split.overrides).split()]), ranks)
+        asked = resolve(load(file, [*overrides, *format_overrides(split.overrides).split()]), ranks)
         assert asked.grid == split.grid
         stages = memory_by_stage(asked, device_of(H100, asked.grid))
         check_fits(asked, H100, stages)
@@ -112,14 +112,14 @@ def test_a_step_is_its_parts_by_hand():
 def test_the_reason_names_the_longer_side_and_who_waits(found):
     _, splits = found["dense"]
     ranked = splits.ranked(overlaps=True)
-    said = why(ranked, overlaps=True)
+    said = explain_fastest(ranked, overlaps=True)
     best = ranked[0].step(overlaps=True)
     assert said.startswith(f"{len(ranked[0].grid.trainers)} ranks train and {len(ranked[0].grid.samplers)} sample (")
     assert ("rollouts take longer" if best.rollouts > best.training else "training takes longer") in said
     assert f"ranks that train wait {best.idle_trainers:.0%}" in said
     assert f"those that sample {best.idle_samplers:.0%}" in said
     assert "the case that all 16 ranks train and sample alternately takes 1." in said
-    assert "no rank waits for another kind of rank" in why(splits.ranked(overlaps=False), overlaps=False)
+    assert "no rank waits for another kind of rank" in explain_fastest(splits.ranked(overlaps=False), overlaps=False)
 
 
 def test_a_replica_across_nodes_waits_for_slower_links_and_tensorrt_llm_takes_none():

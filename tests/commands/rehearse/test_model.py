@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mrl.commands.rehearse.layout import compared, smallest_like
+from mrl.commands.rehearse.layout import compare, smallest_like
 from mrl.commands.rehearse.model import shrunk_model
 from mrl.models.presets import arch_from_preset
 from mrl.parallel_layout import Grid
@@ -52,7 +52,7 @@ def test_heads_lie_to_tensor_parallelism_as_before(preset):
     assert (small.num_heads > small.num_kv_heads) == (arch.num_heads > arch.num_kv_heads)
     for before, after in ((asked.tp, used.tp), (asked.rollout_tp, used.rollout_tp)):
         if (before > 1) == (after > 1):
-            assert compared(small.num_kv_heads, after) == compared(arch.num_kv_heads, before), (small, used)
+            assert compare(small.num_kv_heads, after) == compare(arch.num_kv_heads, before), (small, used)
 
 
 def test_experts_of_a_rank_stay_several_and_more_than_a_token_takes():

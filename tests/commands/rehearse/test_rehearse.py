@@ -12,7 +12,7 @@ from mrl.commands.rehearse.rehearse import FIRST, RESUME, Options, rehearse
 from mrl.commands.rehearse.report import FILE
 from mrl.commands.rehearse.stages import STAGE_OF_FUNCTION, STAGES, seconds_by_stage, stage_of
 from mrl.config.config import ParallelConfig, load
-from mrl.distributed.local_ranks import RankError, forks
+from mrl.distributed.local_ranks import RankError, fork_server_context
 from mrl.errors import UserError
 from mrl.observability.hardware import HARDWARE
 from mrl.trainer.resolve import resolve
@@ -51,7 +51,7 @@ LAYOUTS = {
 @pytest.fixture(scope="module", autouse=True)
 def server():
     """The one of this process imports what all tests need, not this file alone."""
-    forks(ranks.PRELOAD)
+    fork_server_context(ranks.PRELOAD)
 
 
 def options(folder, **changes):

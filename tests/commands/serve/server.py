@@ -7,7 +7,7 @@ import time
 
 import openai
 
-from mrl.distributed.local_ranks import forks
+from mrl.distributed.local_ranks import fork_server_context
 from tests.e2e.runs import REPOSITORY
 from tests.ranks import PRELOAD
 
@@ -20,7 +20,7 @@ class Server:
 
     def __init__(self, folder, words, **variables):
         self._output = folder / "serve.txt"
-        self.process = forks(PRELOAD).Process(target=_main, args=(str(self._output), words, variables))
+        self.process = fork_server_context(PRELOAD).Process(target=_main, args=(str(self._output), words, variables))
         self.process.start()
         ends = time.monotonic() + START_S
         while "serving " not in self.output:

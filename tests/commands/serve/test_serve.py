@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from mrl.commands.serve.batching import ROUND_TOKENS, RequestQueue, serve_rounds
-from mrl.commands.serve.serve import INITIAL, source
+from mrl.commands.serve.serve import INITIAL, resolve_model
 from mrl.commands.serve.stream_state import Sampling, StreamedAnswer
 from mrl.distributed import launch
 from mrl.distributed.local_ranks import free_port
@@ -212,11 +212,11 @@ def test_a_run_is_served_by_its_folder_with_a_key(tmp_path):
 def _answers(model, fields, ports):
     """What the ranks answer to some prompts; on the ranks of `tests/ranks.py`."""
     parallel_state.destroy()  # what an earlier test of these ranks left
-    launch.stop()
+    launch.shutdown_distributed()
     os.environ["MASTER_PORT"] = str(ports[0])
     found = {}
     try:
-        config, checkpoint = source(model, [*FIELDS, *fields], None)
+        config, checkpoint = resolve_model(model, [*FIELDS, *fields], None)
         assert checkpoint == INITIAL
         with open_job(prepare(config, resumes=False), log=False, trains=False) as job:
             job.weights.load_initial()
@@ -233,7 +233,7 @@ def _answers(model, fields, ports):
                 serve_rounds(engine, job.groups, request_queue)
     finally:
         os.environ["MASTER_PORT"] = str(ports[1])
-        launch.start("cpu", num_threads=1)
+        launch.init_distributed("cpu", num_threads=1)
     return {
         number: (pieces[-1].error, pieces[-1].status)
         if pieces[-1].error

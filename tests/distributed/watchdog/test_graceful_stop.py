@@ -24,13 +24,13 @@ def make_stop():
 
 def test_sigusr1_is_a_request_and_interrupts_nothing():
     stop, handler = make_stop(), signal.getsignal(signal.SIGUSR1)
-    with stop.listening():
-        assert not stop.told
+    with stop.handle_signals():
+        assert not stop.is_requested
         os.kill(os.getpid(), signal.SIGUSR1)
         deadline = time.monotonic() + WAIT_S
-        while not stop.told and time.monotonic() < deadline:
+        while not stop.is_requested and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert stop.told
+        assert stop.is_requested
     assert signal.getsignal(signal.SIGUSR1) == handler
 
 
@@ -38,20 +38,20 @@ def test_half_of_the_time_beside_that_of_a_commit_is_for_sampling(monkeypatch):
     stop, now = make_stop(), [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     stop.reserve_s = 10.0
-    assert not stop.is_short
+    assert not stop.is_time_short
     stop._receive(signal.SIGUSR1, directly=True)
     for later_s, is_short in ((34.9, False), (35.0, True)):  # 90 s / 2 - 10 s
         now[0] = 1000.0 + later_s
-        assert stop.is_short == is_short
+        assert stop.is_time_short == is_short
     now[0] = 1001.0
     stop._receive(signal.SIGTERM, directly=True)  # 25 s / 2 - 10 s from here
     for later_s, is_short in ((3.4, False), (3.5, True)):
         now[0] = 1000.0 + later_s
-        assert stop.is_short == is_short
+        assert stop.is_time_short == is_short
 
 
 def test_sigterm_with_nothing_to_keep_ends_once_and_asks_to_be_queued_again():
-    with pytest.raises(Terminated) as raised, make_stop().listening():
+    with pytest.raises(Terminated) as raised, make_stop().handle_signals():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(WAIT_S)
@@ -65,7 +65,7 @@ def test_a_signal_that_was_blocked_at_the_start_is_heard():
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # another thread would not have it blocked
-        with pytest.raises(Terminated), make_stop().listening():
+        with pytest.raises(Terminated), make_stop().handle_signals():
             time.sleep(WAIT_S)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -79,7 +79,7 @@ def test_a_clock_that_is_set_while_the_run_goes_on_moves_no_limit(jump_s, monkey
         ends = limits(RunConfig(max_time_s=alive_s + left_s), {END_TIME: str(now() + 7200)})
         stop = Stop(RunConfig(), ends=ends, keeps_time=True, say=print)
         monkeypatch.setattr(time, "time", lambda: now() + jump_s)
-        assert stop.told == told
+        assert stop.is_requested == told
         monkeypatch.undo()
 
 

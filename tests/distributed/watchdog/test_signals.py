@@ -70,7 +70,7 @@ class Process:
         assert passed < TIMEOUT_S, self.output.read_text()
         return self.process.poll()
 
-    def told(self):
+    def is_requested(self):
         lines = self.output.read_text().splitlines()
         return [line for line in lines if line.startswith(("mrl: ", "Traceback", "Exception", "Fatal"))]
 
@@ -106,7 +106,7 @@ def test_every_moment_ends_with_a_known_status_and_one_message_at_most(tmp_path)
             running.append((Process(folder, command, moments), moments))
         finish([process for process, _ in running])
         for process, moments in running:
-            status, told = process.poll(), process.told()
+            status, told = process.poll(), process.is_requested()
             allowed = {0, *(COMMANDS[process.command][number] for _, number in moments)}
             case = f"{process.command} {moments}: {status}\n{process.output.read_text()}"
             assert status in allowed, case
@@ -118,5 +118,5 @@ def test_a_hint_that_cannot_be_made_does_not_hide_what_happened(monkeypatch):
     def broken():
         raise ValueError("no environment")
 
-    monkeypatch.setattr(signals._State, "to_go_on", staticmethod(broken))
+    monkeypatch.setattr(signals._State, "resume_hint", staticmethod(broken))
     assert signals._message(signal.SIGINT) == "mrl: interrupted.\n"

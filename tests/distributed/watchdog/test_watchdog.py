@@ -15,12 +15,12 @@ from mrl.distributed.watchdog.hang_diagnosis import (
     GONE,
     RankState,
     are_sampling,
-    blames_other_ranks,
+    caused_by_other_ranks,
     decode,
     diagnose,
-    ranks,
+    format_ranks,
 )
-from mrl.distributed.watchdog.stack_dump import MainThread, failed_in_collective, main_stack
+from mrl.distributed.watchdog.stack_dump import MainThreadMonitor, failed_in_collective, main_stack
 from mrl.distributed.watchdog.torchrun_agent import reported_status, with_local_addr
 from tests.source import ROOT
 
@@ -45,8 +45,8 @@ def test_a_state_survives_the_store():
 
 
 def test_ranks_are_named_in_short():
-    assert ranks([5]) == "rank 5"
-    assert ranks([9, 0, 1, 2, 4]) == "ranks 0-2, 4, 9"
+    assert format_ranks([5]) == "rank 5"
+    assert format_ranks([9, 0, 1, 2, 4]) == "ranks 0-2, 4, 9"
 
 
 def test_the_rank_that_does_not_wait_is_late():
@@ -118,9 +118,9 @@ def test_ranks_that_make_forwards_are_waited_for(changed, goes_on):
 
 def test_a_failed_collective_is_blamed_on_itself_only_if_all_are_there():
     broken = {rank: replace(state, broken="Connection closed") for rank, state in job().items()}
-    assert not blames_other_ranks(broken, {}, 4)
-    assert blames_other_ranks(broken, {2: GONE}, 4)
-    assert blames_other_ranks({**broken, 1: BUSY}, {}, 4)
+    assert not caused_by_other_ranks(broken, {}, 4)
+    assert caused_by_other_ranks(broken, {2: GONE}, 4)
+    assert caused_by_other_ranks({**broken, 1: BUSY}, {}, 4)
 
 
 @pytest.fixture
@@ -136,14 +136,14 @@ class Looks:
 
     def __enter__(self):
         self.seen, self.stack, self.end = [], "", threading.Event()
-        self.thread = threading.Thread(target=self.look)
+        self.thread = threading.Thread(target=self.poll)
         self.thread.start()
         return self
 
-    def look(self):
-        main = MainThread(**self.options)
+    def poll(self):
+        main = MainThreadMonitor(**self.options)
         while not self.end.wait(0.1):
-            self.seen.append(main.look())
+            self.seen.append(main.poll())
             self.stack = self.stack or main_stack()
 
     def __exit__(self, *error):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from mrl.distributed.worker_processes.folders import measure, remove
+from mrl.distributed.worker_processes.folders import folder_usage, remove
 from mrl.distributed.worker_processes.sandbox import SandboxLimits, bubblewrap_works, run_python
 from tests.distributed.worker_processes.attacks import CALM, PRELUDE
 from tests.distributed.worker_processes.attacks_alone import ALONE, MEMORY_MB
@@ -125,7 +125,7 @@ def run_alone(place: Path, name: str, inside: bool) -> dict[str, str]:
     own = place / "own"
     own.mkdir(parents=True)
     ran = run_python(PRELUDE + ALONE[name] + "\nprint('effect', flush=True)", str(own), FOR_ONE, bubblewrap=inside)
-    num_bytes, num_files = measure(str(own), 10 * FOR_ONE.files)
+    num_bytes, num_files = folder_usage(str(own), 10 * FOR_ONE.files)
     if "effect\n" in ran.output and not ran.problem:
         return {name: f"no exception, status {ran.status}"}
     if num_bytes > FOR_ONE.folder_mb << 20 or num_files > FOR_ONE.files or len(ran.output) > FOR_ONE.output_bytes:

@@ -9,7 +9,7 @@ import tempfile
 import pytest
 
 from mrl.distributed.worker_processes import folders
-from mrl.distributed.worker_processes.folders import empty, measure, owned_folder, remove_abandoned
+from mrl.distributed.worker_processes.folders import empty, folder_usage, remove_abandoned, temporary_folder
 from tests.source import ROOT
 
 HOLD = """
@@ -46,7 +46,7 @@ def holding(place):
 
 
 def test_a_folder_goes_with_its_block(place):
-    with owned_folder("test") as folder:
+    with temporary_folder("test") as folder:
         assert os.listdir(folder) == [] and os.stat(folder).st_mode & 0o777 == 0o700
     assert list(place.iterdir()) == []
 
@@ -61,7 +61,7 @@ def test_the_folder_of_a_killed_owner_is_removed_and_no_other(place):
             path.mkdir()
         (place / own.name).symlink_to(kept[0])
         assert os.path.exists(left)
-        with owned_folder("test") as folder:
+        with temporary_folder("test") as folder:
             remove_abandoned(str(place))
             assert not os.path.exists(left)
             assert os.path.exists(folder) and os.path.exists(owner.folder)
@@ -99,7 +99,7 @@ def test_a_folder_that_is_removed_while_it_is_made_is_made_again(place, monkeypa
         return folder
 
     monkeypatch.setattr(folders.tempfile, "mkdtemp", removed_at_once)
-    with owned_folder("test") as folder:
+    with temporary_folder("test") as folder:
         assert folder == tries[2]
 
 
@@ -125,7 +125,7 @@ def test_a_folder_is_emptied_whatever_is_in_it(tmp_path):
         os.chdir(here)
     for path in (base / "locked" / "mrl-0", base / "locked"):
         path.chmod(0)
-    assert measure(str(base), 100)[1] == 101
+    assert folder_usage(str(base), 100)[1] == 101
     empty(str(base))
     assert list(base.iterdir()) == [] and (outside / "kept").read_text() == "x"
 
@@ -136,7 +136,7 @@ def test_a_folder_is_measured(tmp_path):
     (tmp_path / "link").symlink_to("/usr")
     with open(tmp_path / "sparse", "wb") as file:
         file.truncate(1 << 30)
-    num_bytes, num_files = measure(str(tmp_path), 10)
+    num_bytes, num_files = folder_usage(str(tmp_path), 10)
     assert num_files == 4 and 100_000 <= num_bytes < 200_000
-    assert measure(str(tmp_path), 2)[1] == 3
-    assert measure(str(tmp_path / "missing"), 10) == (0, 0)
+    assert folder_usage(str(tmp_path), 2)[1] == 3
+    assert folder_usage(str(tmp_path / "missing"), 10) == (0, 0)

@@ -181,7 +181,7 @@ def test_without_a_compiler_pytorchs_operators_run_and_the_reason_is_told(withou
 
 
 def test_a_rank_that_cannot_follow_the_others_is_refused(without_compiler, monkeypatch):
-    monkeypatch.setattr(machine, "agreed", lambda *_: "compiled")
+    monkeypatch.setattr(machine, "first_rank_value", lambda *_: "compiled")
     with pytest.raises(
         UserError, match=r"there is no C compiler .* install a C compiler .* or set rollout.enforce_eager"
     ):
@@ -190,7 +190,7 @@ def test_a_rank_that_cannot_follow_the_others_is_refused(without_compiler, monke
 
 @pytest.mark.compiler
 def test_a_rank_follows_those_that_cannot_compile(monkeypatch):
-    monkeypatch.setattr(machine, "agreed", lambda *_: "plain")
+    monkeypatch.setattr(machine, "first_rank_value", lambda *_: "plain")
     found, problem = operations(torch.float32, CPU, eager=False)
     assert (type(found), problem) == (Operations, "another rank of this job cannot compile")
 

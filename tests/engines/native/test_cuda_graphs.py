@@ -16,7 +16,7 @@ from mrl.engines.native.cuda_graphs import MAX_GRAPH_SETS, DecodeGraphs
 from mrl.engines.native.engine import NativeEngine
 from mrl.engines.native.packed_linear import Linear
 from mrl.models.presets import arch_from_preset
-from mrl.resharding.regions import whole
+from mrl.resharding.regions import full_region
 from mrl.resharding.weight_slice import WeightSlice
 from tests.engines.native.tiny import VOCAB, make_prompts
 from tests.engines.specs import spec_of
@@ -82,7 +82,7 @@ def fill(engine):
         value = torch.randn(stored.shape, generator=generator)
         value = value.abs().add_(0.1) if "scale" in name or value.dim() == 1 else value.mul_(0.3)
         value = value.to(getattr(torch, stored.dtype))
-        engine.update_weights([WeightSlice(name, whole(value.shape), value)])
+        engine.update_weights([WeightSlice(name, full_region(value.shape), value)])
     engine.finish_update(engine.policy_version + 1)
 
 

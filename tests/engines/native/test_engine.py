@@ -9,7 +9,7 @@ from mrl.engines.base import SamplingConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
-from mrl.resharding.regions import whole
+from mrl.resharding.regions import full_region
 from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Prompt
 from tests.engines.native.tiny import FAMILIES, VOCAB, make_checkpoint, make_engine, make_prompts, reference, refit
@@ -300,7 +300,7 @@ def test_released_weights_take_nothing_and_the_next_update_brings_them_back(qwen
     with pytest.raises(RuntimeError, match="weight update incomplete"):
         engine.generate(prompts, greedy)
     engine.begin_update()
-    engine.update_weights([WeightSlice(name, whole(value.shape), value) for name, value in kept.items()])
+    engine.update_weights([WeightSlice(name, full_region(value.shape), value) for name, value in kept.items()])
     assert engine.checksum() == checksum
     engine.finish_update(3)
     assert tokens(engine.generate(prompts, greedy)) == before
@@ -329,13 +329,13 @@ def test_update_refuses_what_does_not_fit(qwen):
     engine = make_engine(qwen)
     weight = torch.zeros(48)
     with pytest.raises(RuntimeError, match="begin_update"):
-        engine.update_weights([WeightSlice("final_norm", whole((48,)), weight)])
+        engine.update_weights([WeightSlice("final_norm", full_region((48,)), weight)])
     engine.begin_update()
     for bad in (
-        WeightSlice("no_such", whole((48,)), weight),
+        WeightSlice("no_such", full_region((48,)), weight),
         WeightSlice("final_norm", ((0, 47),), weight),
         WeightSlice("final_norm", ((1, 49),), weight),
-        WeightSlice("final_norm", whole((48,)), weight.bfloat16()),
+        WeightSlice("final_norm", full_region((48,)), weight.bfloat16()),
     ):
         with pytest.raises(RuntimeError, match=bad.name):
             engine.update_weights([bad])

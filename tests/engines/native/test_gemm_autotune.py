@@ -130,15 +130,15 @@ def test_small_products_and_machines_without_a_cache_are_not_measured(measured, 
     assert kernel_for((128, 160), torch.float32) is PACKED
     for dtype in (torch.float32, torch.bfloat16):
         assert kernel_for((128, 160), dtype, compiled=True) is row_by_row(128, dtype)
-    monkeypatch.setattr(machine, "place", lambda _: None)
+    monkeypatch.setattr(machine, "cache_file", lambda _: None)
     assert kernel_for(SHAPE, torch.float32) is PACKED
     assert measured[0] == []
 
 
 def test_what_the_job_takes_is_kept(measured, monkeypatch):
-    monkeypatch.setattr(machine, "agreed", lambda *_: "transposed")
+    monkeypatch.setattr(machine, "first_rank_value", lambda *_: "transposed")
     assert kernel_for(SHAPE, torch.float32) is TRANSPOSED
-    monkeypatch.setattr(machine, "agreed", lambda _, own: own)
+    monkeypatch.setattr(machine, "first_rank_value", lambda _, own: own)
     assert again() is TRANSPOSED
 
 
@@ -177,7 +177,7 @@ def test_a_compiled_form_is_taken_at_few_rows_though_it_wins_nothing_at_many(mon
 
 
 def agree():
-    return [machine.agreed("form", f"rank {dist.get_rank()}"), machine.agreed("other", "same")]
+    return [machine.first_rank_value("form", f"rank {dist.get_rank()}"), machine.first_rank_value("other", "same")]
 
 
 def test_ranks_take_what_the_first_to_ask_has():

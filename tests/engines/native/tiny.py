@@ -9,7 +9,7 @@ from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.config.config import RolloutConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.models.hf_config import arch_from_folder
-from mrl.resharding.regions import whole
+from mrl.resharding.regions import full_region
 from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Prompt
 from tests.engines.specs import spec_of
@@ -83,7 +83,7 @@ def refit(engine, folder, arch, version=0):
     tensors = {name: torch.zeros(stored.shape, dtype=getattr(torch, stored.dtype)) for name, stored in layout.items()}
     load_from_hf(folder, arch, layout, tensors)
     engine.begin_update()
-    engine.update_weights([WeightSlice(name, whole(value.shape), value) for name, value in tensors.items()])
+    engine.update_weights([WeightSlice(name, full_region(value.shape), value) for name, value in tensors.items()])
     engine.finish_update(version)
 
 

@@ -47,12 +47,12 @@ def main(folder):
     gc.disable()  # what is imported is no garbage, now and later
     from mrl.distributed import launch
 
-    launch.start("cpu", num_threads=1)
+    launch.init_distributed("cpu", num_threads=1)
     function, args = pickle.loads((folder / "task").read_bytes())
     gc.freeze()
     gc.enable()
-    (folder / str(launch.environment().rank)).write_bytes(pickle.dumps(function(*args)))
-    launch.stop()
+    (folder / str(launch.get_launcher_env().rank)).write_bytes(pickle.dumps(function(*args)))
+    launch.shutdown_distributed()
 
 
 if __name__ == "__main__":

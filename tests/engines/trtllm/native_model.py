@@ -17,7 +17,7 @@ from mrl.engines.native.engine import NativeEngine
 from mrl.resharding.dtypes import DTYPES, allocate
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.native import native_layout
-from mrl.resharding.regions import slices, whole
+from mrl.resharding.regions import full_region, slices
 from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Prompt
 from tests.engines.specs import spec_of
@@ -85,7 +85,7 @@ class NativeModel:
             values = torch.zeros(stored.shape, dtype=DTYPES[self._dtype])
             for piece in stored.pieces:
                 values[slices(piece.dst)] = hf[piece.hf_name][slices(piece.src)].to(values.dtype)
-            self._engine.update_weights([WeightSlice(name, whole(stored.shape), values)])
+            self._engine.update_weights([WeightSlice(name, full_region(stored.shape), values)])
         self._engine.finish_update(0)
 
     def generate(self, prompts, keys, sampling):

@@ -300,7 +300,7 @@ def looked_at(folder, overrides, built):
     from mrl.megatron import parallel_state
 
     parallel_state.destroy()
-    launch.stop()
+    launch.shutdown_distributed()
     sys.path.insert(0, str(STANDIN))
     forget()
     said = {}
@@ -318,7 +318,7 @@ def looked_at(folder, overrides, built):
             said[name, FP8] = _said("fp8", Bench(job, Path(folder)))
     sys.path.remove(str(STANDIN))
     forget()
-    launch.start("cpu", num_threads=1)
+    launch.init_distributed("cpu", num_threads=1)
     return said
 
 

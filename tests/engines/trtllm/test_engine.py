@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mrl.errors import UserError
-from mrl.resharding.regions import whole
+from mrl.resharding.regions import full_region
 from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Prompt
 from tests.engines.trtllm import tiny
@@ -139,7 +139,7 @@ def test_a_refit_that_ends_early_leaves_a_shut_engine(standin, tmp_path, weights
 def test_regions_are_held_against_the_model(standin, tmp_path, weights):
     with tiny.engine(tmp_path) as engine:
         name, tensor = next(iter(weights.items()))
-        item = WeightSlice(name, whole(tensor.shape), tensor)
+        item = WeightSlice(name, full_region(tensor.shape), tensor)
         with pytest.raises(RuntimeError, match="begin_update first"):
             engine.update_weights([item])
         engine.begin_update()

@@ -59,7 +59,7 @@ def refitted(folder, arch):
     forget()
     try:
         layout = megatron_layout(arch, Grid(1), dist.get_rank(), dtype="float32", te=False)
-        sources, grids = allocate(layout), fp8.grids_of(arch, "fp8")
+        sources, grids = allocate(layout), fp8.block_grids(arch, "fp8")
         random_init(arch, layout, sources, 7)
         native = NativeEngine(
             spec_of(
@@ -120,7 +120,7 @@ def over_mpi(folder, arch, rollout):
     rank = dist.get_rank()
     grid = Grid(2, tp=2, rollout_tp=2, rollout_ep=rollout.get("expert_parallel_size", 1))
     layout = megatron_layout(arch, grid, rank, dtype="float32", te=False)
-    sources, grids = allocate(layout), fp8.grids_of(arch, "fp8")
+    sources, grids = allocate(layout), fp8.block_grids(arch, "fp8")
     random_init(arch, layout, sources, 7)
     group, settings = make_rollout_group(grid, rank), {"tensor_model_parallel_size": 2, "timeout_s": 20.0, **rollout}
     with tiny.engine(Path(folder) / str(rank), arch, tp_group=group, **BF16, **settings) as engine:
@@ -175,7 +175,7 @@ def test_graphs_are_refused_where_a_refit_moves_what_they_captured(newer, tmp_pa
 
 def test_a_start_without_the_quantisation_is_seen(newer, tmp_path):
     newer.setattr("mrl.engines.trtllm.engine.config_keys", lambda rollout: {})
-    elements = sum(math.prod(grid.shape) for grid in fp8.grids_of(MODELS["dense"], "fp8").values())
+    elements = sum(math.prod(grid.shape) for grid in fp8.block_grids(MODELS["dense"], "fp8").values())
     assert f"started with 0 elements in FP8 on rank 0 of its replica, but a weight sync sends {elements}" in refusal(
         tmp_path
     )
@@ -223,7 +223,7 @@ def loaded(arch, tp, ep):
     given = allocate(layout)
     random_init(arch, layout, given, 7)
     found, expected, tensors = {}, {}, {}
-    for name, grid in fp8.grids_of(arch, "fp8").items():
+    for name, grid in fp8.block_grids(arch, "fp8").items():
         stored, expected[name] = whole[name]
         tensors[name], found[name] = stored.view(torch.uint8), torch.full(stored.shape, torch.nan)
         largest = functional.block_magnitudes(given[name], (0, 0), grid.block)

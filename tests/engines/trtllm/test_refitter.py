@@ -5,7 +5,7 @@ import torch
 
 from mrl.engines.trtllm.refitter import EngineWeights
 from mrl.errors import UserError
-from mrl.resharding.regions import whole
+from mrl.resharding.regions import full_region
 from mrl.resharding.trtllm import HEAD, TrtllmMapping, trtllm_layout
 from mrl.resharding.weight_slice import WeightSlice
 from tests.checkpoint.formats.trtllm_cases import ARCHS, weights
@@ -29,7 +29,7 @@ def brought(layout, arch):
 
 def refit(held, tensors):
     held.begin()
-    held.write([WeightSlice(name, whole(tensor.shape), tensor) for name, tensor in tensors.items()])
+    held.write([WeightSlice(name, full_region(tensor.shape), tensor) for name, tensor in tensors.items()])
     held.commit()
 
 

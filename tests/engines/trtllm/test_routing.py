@@ -180,7 +180,7 @@ class Shifted(NativeEngine):
 def accepted(folder, overrides):
     """What the acceptance run's check of the log-probabilities says of each engine."""
     parallel_state.destroy()
-    launch.stop()
+    launch.shutdown_distributed()
     said = {}
     for name in ("native", "tests.engines.trtllm.test_routing:Shifted"):
         config = load(Path(folder) / "config.yaml", [*overrides, f"rollout.name={name}"])
@@ -189,7 +189,7 @@ def accepted(folder, overrides):
                 said[name.rpartition(":")[2]] = FUNCTIONS["logprobs"](Bench(job, Path(folder)))["tokens"]
             except CheckError as error:
                 said[name.rpartition(":")[2]] = str(error)
-    launch.start("cpu", num_threads=1)
+    launch.init_distributed("cpu", num_threads=1)
     return said
 
 

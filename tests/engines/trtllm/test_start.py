@@ -37,7 +37,7 @@ def test_a_replica_of_several_ranks_under_torchrun_is_refused_before_anything_st
 @pytest.mark.parametrize("seen, own", [("", "1"), ("4,5", "5"), ("6", "6")])
 def test_under_torchrun_a_rank_sees_its_own_device_only(torchrun, seen, own):
     torchrun.setenv("CUDA_VISIBLE_DEVICES", seen)
-    launch.see_own_device_only()
+    launch.hide_other_devices()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == own and launch.OWN_DEVICE in os.environ
 
 
@@ -45,7 +45,7 @@ def test_one_process_keeps_what_it_sees(monkeypatch):
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     before = dict(os.environ)
-    launch.see_own_device_only()
+    launch.hide_other_devices()
     assert dict(os.environ) == before
 
 
@@ -71,13 +71,13 @@ def test_a_replica_is_inside_a_host_or_of_whole_hosts():
 def test_variables_are_hidden_given_and_put_back(monkeypatch):
     monkeypatch.setenv("SLURM_X", "1")
     monkeypatch.setenv("KEPT", "2")
-    before, outside = dict(os.environ), launch.environment()
-    with launch.scrubbed_variables(hide=("SLURM_",), given={"KEPT": "3", "NEW": "4"}):
+    before, outside = dict(os.environ), launch.get_launcher_env()
+    with launch.scrubbed_env(hide=("SLURM_",), given={"KEPT": "3", "NEW": "4"}):
         assert "SLURM_X" not in os.environ and os.environ["KEPT"] == "3" and os.environ["NEW"] == "4"
         os.environ["LEFT_BY_THE_LIBRARY"] = "5"
     assert dict(os.environ) == before
-    with launch.scrubbed_variables(hide=(), given={"RANK": "3"}):  # a signal now still finds how to go on
-        assert launch.environment() == outside
+    with launch.scrubbed_env(hide=(), given={"RANK": "3"}):  # a signal now still finds how to go on
+        assert launch.get_launcher_env() == outside
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(UserError, match="some of torchrun's variables"):
-        launch.environment()
+        launch.get_launcher_env()

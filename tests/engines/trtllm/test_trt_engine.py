@@ -16,7 +16,7 @@ from mrl.engines.trtllm.replica import Replica
 from mrl.engines.trtllm.runner import Runner
 from mrl.engines.trtllm.trt_engine import BuiltEngine
 from mrl.errors import UserError
-from mrl.resharding.regions import whole
+from mrl.resharding.regions import full_region
 from mrl.resharding.trtllm import TrtllmMapping
 from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Prompt
@@ -42,7 +42,9 @@ def decode(ids):
 def fill(engine, version=7, arch=ARCH):
     hf = {name: tensor * SHARPNESS for name, tensor in weights(arch, seed=3).items()}
     engine.begin_update()
-    engine.update_weights([WeightSlice(name, whole(t.shape), t) for name, t in filled(engine.layout(), hf).items()])
+    engine.update_weights(
+        [WeightSlice(name, full_region(t.shape), t) for name, t in filled(engine.layout(), hf).items()]
+    )
     engine.finish_update(version)
 
 

@@ -14,7 +14,7 @@ from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.init import random_init
 from mrl.resharding.megatron import megatron_layout
-from mrl.resharding.trtllm_reads import reader_of
+from mrl.resharding.trtllm_reads import reading_module
 from mrl.resharding.weight_sync import WeightSync
 from tests.engines.trtllm import tiny
 from tests.engines.trtllm.conftest import FAULTS
@@ -86,7 +86,7 @@ def test_a_replica_is_sent_what_its_ranks_read_and_samples_like_the_native_engin
         for rank, results in enumerate(ranks):
             found, given, sent, notes = results[name]
             assert_same(found, expected)
-            experts = {expert for each in given if (expert := reader_of(each).expert) is not None}
+            experts = {expert for each in given if (expert := reading_module(each).expert) is not None}
             assert len(notes) == (name == "no_parts")
             if name == "no_parts":
                 assert "tensors are sent complete to each rank of a replica" in notes[0]
@@ -107,7 +107,7 @@ def test_an_expert_of_the_rank_that_does_not_come_shows(standin, tmp_path):
         tiny.refit(engine, tiny.weights(MOE))
         executor = engine._runtime.executor
         model, loader = executor.model_engine.model, executor.model_engine.model_loader
-        lost = next(name for name in engine.layout() if reader_of(name).expert == 3)
+        lost = next(name for name in engine.layout() if reading_module(name).expert == 3)
         with executor.control_action():
             model.pre_reload_weights()
             some = {name: tensor for name, tensor in tiny.weights(MOE).items() if name != lost}

@@ -14,7 +14,7 @@ from mrl.engines.trtllm.engine import LlmEngine
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.init import random_init
-from mrl.resharding.regions import whole
+from mrl.resharding.regions import full_region
 from mrl.resharding.weight_slice import WeightSlice
 from mrl.trainer.hf_export import write_model_folder
 from mrl.types import Prompt
@@ -90,7 +90,7 @@ def fill(engine, tensors):
     wanted = engine.layout()
     parts = filled({name: wanted[name] for name in tensors if name in wanted}, tensors)
     for name, tensor in parts.items():
-        engine.update_weights([WeightSlice(name, whole(tensor.shape), tensor)])
+        engine.update_weights([WeightSlice(name, full_region(tensor.shape), tensor)])
 
 
 def native(tensors, arch=ARCH, **settings):
@@ -100,6 +100,6 @@ def native(tensors, arch=ARCH, **settings):
     layout = made.layout()
     made.begin_update()
     for name, tensor in filled(layout, tensors).items():
-        made.update_weights([WeightSlice(name, whole(tensor.shape), tensor)])
+        made.update_weights([WeightSlice(name, full_region(tensor.shape), tensor)])
     made.finish_update(0)
     return made

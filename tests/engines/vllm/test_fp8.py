@@ -23,7 +23,7 @@ from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
 from mrl.parallel_layout import Grid
 from mrl.resharding.dtypes import allocate
-from mrl.resharding.fp8 import grids_of
+from mrl.resharding.fp8 import block_grids
 from mrl.resharding.megatron import megatron_layout
 from mrl.resharding.weight_sync import WeightSync
 from tests.engines.native.test_engine import score
@@ -65,7 +65,7 @@ def quantised(folder, stored):
     arch = arch_from_folder(folder)
     tensors = {}
     for name, value in load_file(Path(folder) / "model.safetensors").items():
-        if name not in grids_of(arch, "fp8"):
+        if name not in block_grids(arch, "fp8"):
             tensors[name] = value
             continue
         value = value.bfloat16().float()  # as the actor has it
@@ -107,7 +107,7 @@ def refitted(plain, stored, grid):
     with engine_of(stored, arch, group) as engine:
         model = engine._runtime.model()
         addresses = {name: value.data_ptr() for name, value in model.named_parameters()}
-        refit = WeightSync(layout, sources, engine, CheckpointEngineConfig(1), grids_of(arch, "fp8"))
+        refit = WeightSync(layout, sources, engine, CheckpointEngineConfig(1), block_grids(arch, "fp8"))
         for version in range(2):
             cost = refit(version)
         for name, value in model.named_parameters():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.config.config import CheckpointEngineConfig
-from mrl.distributed.collectives import from_rank
+from mrl.distributed.collectives import broadcast_object
 from mrl.distributed.groups import make_rollout_group
 from mrl.models.hf_config import arch_from_folder
 from mrl.parallel_layout import Grid
@@ -82,7 +82,7 @@ def failures(side, prompts):
             whole, calls = getattr(engine, name), []
             setattr(engine, name, lambda given, whole=whole, calls=calls: calls.append(0) or whole(given))
             side.refit(1)
-            count = int(from_rank(rank, len(calls)))
+            count = int(broadcast_object(rank, len(calls)))
             for place in range(count):
                 left = itertools.count()
 

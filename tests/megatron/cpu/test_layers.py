@@ -55,13 +55,13 @@ def test_losses_and_gradients_are_those_of_pytorch(case):
 
 def test_a_rank_that_cannot_compile_where_another_can_is_refused(monkeypatch):
     monkeypatch.setattr(layers, "library", lambda dtype: (None, "there is no C compiler"))
-    monkeypatch.setattr(layers.machine, "agreed", lambda name, own: "compiled")
+    monkeypatch.setattr(layers.machine, "first_rank_value", lambda name, own: "compiled")
     with pytest.raises(UserError, match=r"another rank uses compiled.*there is no C compiler"):
         layers.compiles(torch.float32)
 
 
 def test_ranks_compute_by_pytorch_where_the_first_to_ask_cannot_compile(monkeypatch):
-    monkeypatch.setattr(layers.machine, "agreed", lambda name, own: "plain")
+    monkeypatch.setattr(layers.machine, "first_rank_value", lambda name, own: "plain")
     assert not layers.compiles(torch.float32)
 
 

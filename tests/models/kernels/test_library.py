@@ -126,7 +126,7 @@ def test_the_angles_at_a_position_do_not_depend_on_how_many_there_are(family):
 
 def test_ranks_with_other_functions_are_refused(monkeypatch):
     library.check_alike(torch.float32)
-    monkeypatch.setattr(machine, "agreed", lambda name, own: f"not {own}")
+    monkeypatch.setattr(machine, "first_rank_value", lambda name, own: f"not {own}")
     with pytest.raises(UserError, match=r"compiled functions differ from those of another rank .* Use identical hosts"):
         library.check_alike(torch.float32)
 

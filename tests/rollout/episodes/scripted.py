@@ -15,7 +15,7 @@ import torch
 from mrl.algorithms.functional.sampling import stream_key
 from mrl.config.config import load
 from mrl.distributed import launch
-from mrl.distributed.collectives import everyone
+from mrl.distributed.collectives import world_group
 from mrl.engines import _multiturn_sample
 from mrl.engines.native import cpu_ops, torch_ops
 from mrl.rollout.dispatch import dispatch_samples
@@ -163,7 +163,7 @@ def talked(words, form):
         for place, name, function in patched:
             setattr(place, name, function)
         try:
-            sample(job, 1, everyone())
+            sample(job, 1, world_group())
         finally:
             for place, name, function in before:
                 setattr(place, name, function)
@@ -192,5 +192,5 @@ def talked(words, form):
 if __name__ == "__main__":
     place = Path(sys.argv[1])
     words_given, form_given = pickle.loads((place / "task").read_bytes())
-    rank = launch.environment().rank  # before MPI's ranks end with the job
+    rank = launch.get_launcher_env().rank  # before MPI's ranks end with the job
     (place / str(rank)).write_bytes(pickle.dumps(talked(words_given, form_given)))

@@ -29,7 +29,7 @@ TEMPLATES = {"hermes": "hermes", "llama3_json": "llama", "qwen3_coder": "qwen"}
 def on_a_rank(forms, ports, flavour=None):
     """What each format gave, with a port for each and one for the ranks afterwards; `flavour`: of the stand-in."""
     parallel_state.destroy()  # what an earlier test of these ranks left
-    launch.stop()
+    launch.shutdown_distributed()
     try:
         if flavour:
             sys.path.insert(0, str(STANDIN))
@@ -47,7 +47,7 @@ def on_a_rank(forms, ports, flavour=None):
             del os.environ[FLAVOUR_VARIABLE]
             forget()
         os.environ["MASTER_PORT"] = str(ports[-1])
-        launch.start("cpu", num_threads=1)
+        launch.init_distributed("cpu", num_threads=1)
 
 
 def arguments(folder, form, more=()):

@@ -220,13 +220,13 @@ def looked_at(folder, models):
     from mrl.megatron import parallel_state
 
     parallel_state.destroy()
-    launch.stop()
+    launch.shutdown_distributed()
     said = {}
     for what, (check, settings, fault) in ASKED.items():
         own = [f"{key}={value}" for key, value in settings.items()]
         said[what] = _said(check, folder, [*models[CHECKS[check].model], *CHECKS[check].settings, *own], fault)
     facts = _said("update", folder, models["dense"], None)
-    launch.start("cpu", num_threads=1)
+    launch.init_distributed("cpu", num_threads=1)
     return said, facts
 
 

@@ -4,7 +4,7 @@
     results = run_ranks(4, function, *args)     # [function(*args) on rank 0, ..., on rank 3]
 
 `function` is a module-level function (it is imported by name in the ranks); arguments and results are pickled. In it
-the default process group exists (`mrl.distributed.launch.start` ran); `torch.distributed.get_rank()` tells the rank.
+the default process group exists (`launch.init_distributed` ran); `torch.distributed.get_rank()` tells the rank.
 A failing rank makes `run_ranks` raise RankError with that rank's traceback; the pool is then started anew. Ranks that
 give no answer are ended and the call is made once more in new ones: now and then gloo never finishes making a group.
 What really hangs, hangs twice.

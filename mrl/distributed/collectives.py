@@ -33,7 +33,7 @@ def world_group() -> dist.ProcessGroup:
     """Returns the default process group: all ranks of the job."""
     group = dist.group.WORLD
     if group is None:
-        raise RuntimeError("there is no default process group: call distributed.launch.start() first")
+        raise RuntimeError("there is no default process group: call distributed.launch.init_distributed() first")
     return group
 
 

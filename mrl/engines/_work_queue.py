@@ -1,4 +1,4 @@
-"""Work queue of `RolloutEngine.stream`, as an engine sees it. The rollout folder implements it."""
+"""Work queue of `RolloutEngine.generate_streaming`, as an engine sees it. The rollout folder implements it."""
 
 from __future__ import annotations
 

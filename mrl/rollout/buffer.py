@@ -216,8 +216,8 @@ class RolloutBuffer:
         Args:
             newly_complete: Uids of the groups completed since sampling started.
             step: Next step that consumes groups.
-            ahead: True to complete also groups of later steps (`RolloutSchedule.stock`, `RolloutSchedule.pace`),
-                because an update runs concurrently.
+            ahead: True to complete also groups of later steps (`RolloutSchedule.target_complete` and
+                `min_per_update`), because an update runs concurrently.
         """
         plan = self.schedule
         incomplete = [one for one in self._groups.values() if one.place is None and one.uid not in newly_complete]

@@ -47,7 +47,7 @@ def sample_until_complete(
         over: Process group that contains at least all ranks that sample.
         step: Next step that consumes groups.
         steps: Training steps done by the current weights.
-        ahead: Argument of `RolloutBuffer.enough`.
+        ahead: Argument of `RolloutBuffer.may_stop`.
 
     Returns:
         Samples of the completed groups on this replica, and the uids of these groups in order of completion.

@@ -44,7 +44,7 @@ def groups_of(grid_args):
 def sampled(groups, count):
     """What this rank's replica samples for its part of the prompts."""
     grid = groups.grid
-    if not groups.samples:
+    if not groups.is_sampler:
         return []
     mine = assign(prompts(count), grid.num_replicas, SAMPLES, LengthHistory(4.0))[grid.replica(groups.rank)]
     return [rollout for prompt in mine for rollout in rollouts_of(prompt)]

@@ -228,7 +228,7 @@ class NativeEngine(RolloutEngine):
         return self._run(prompts, sampling, client) if prompts else []
 
     def generate_streaming(self, work_queue: WorkQueue, sampling: SamplingConfig) -> list[PartialRollout]:
-        """Implements `RolloutEngine.stream`; can pause and resume between any two tokens (`partial_rollout`).
+        """Samples work from a queue; can pause and resume between any two tokens (`partial_rollout`).
 
         Raises:
             RuntimeError: See `generate`; or a partial rollout is invalid, or needs a routing record.

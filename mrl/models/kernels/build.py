@@ -1,6 +1,6 @@
 """Compiles C files on first use, once per processor and compiler, and loads the library.
 
-The result is cached in the user's cache folder (`machine.kept`). If several processes of a machine need it, one
+The result is cached in the user's cache folder (`machine.cached`). If several processes of a machine need it, one
 compiles and the others wait.
 """
 

@@ -243,7 +243,7 @@ class _EnvironmentClient(MultiTurnClient):
         return found
 
     def submit(self, turn: FinishedTurn) -> None:
-        """Implements `MultiTurnClient.ask`: sends the parsed turn to its environment."""
+        """Implements `MultiTurnClient.submit`: sends the parsed turn to its environment."""
         if self._pool is None:
             return
         action = self.conversations[turn.key].add_turn(turn.ids, turn.finish_reason)
@@ -252,13 +252,13 @@ class _EnvironmentClient(MultiTurnClient):
             self._pool.send(f"{turn.prompt_index}.{turn.sample_index}", action)
 
     def poll(self) -> None:
-        """Implements `MultiTurnClient.hear`: polls the workers and ends those that exceed their time limit."""
+        """Implements `MultiTurnClient.poll`: polls the workers and ends those that exceed their time limit."""
         if self._pool is not None and time.monotonic() >= self._polled_at + POLL_S:
             self._take(self._pool.poll())
             self._polled_at = time.monotonic()
 
     def wait_for_replies(self, keys: Sequence[SequenceKey]) -> list[Sequence[int] | None]:
-        """Implements `MultiTurnClient.answers`: waits for the answers and broadcasts them as token ids."""
+        """Implements `MultiTurnClient.wait_for_replies`: waits for the answers and broadcasts them as token ids."""
         return self.run_on_leader(lambda: self._answers(keys))
 
     def run_on_leader(self, make: Callable[[], T]) -> T:

@@ -60,16 +60,13 @@ class PromptQueue(WorkQueue):
             over: Process group that contains at least all ranks that sample.
             abort_requested: Returns whether this rank received a stop request; then all replicas stop.
         """
-        self.max_samples = max_samples
-        self._abort_requested = abort_requested
+        self.max_samples, self._abort_requested = max_samples, abort_requested
         self.rollouts: dict[int, list[Rollout]] = {}
         self.completed: list[int] = []
-        self._own = list(own)
-        self._waiting = deque(waiting)
-        self._missing = dict(missing)
+        self._own, self._waiting, self._missing = list(own), deque(waiting), dict(missing)
         self._may_stop = may_stop
         self._num_rows, self._grid, self._over = num_rows, grid, over
-        self._leads_replica = grid.rollout_rank(rank) == 0 and rank in grid.samplers
+        self._is_leader = grid.rollout_rank(rank) == 0 and rank in grid.samplers
         self._replica = grid.replica(rank) if rank in grid.samplers else -1
         self._load = dict.fromkeys(range(grid.num_replicas), 0)
         for uid, replica in replica_of.items():
@@ -79,7 +76,7 @@ class PromptQueue(WorkQueue):
         """Implements `WorkQueue.poll`: gives waiting prompts to the least loaded replica with free sequences."""
         for rollout in finished:
             self.rollouts.setdefault(rollout.prompt.uid, []).append(rollout)
-        own = [[rollout.prompt.uid, self._replica] for rollout in (finished if self._leads_replica else ())]
+        own = [[rollout.prompt.uid, self._replica] for rollout in (finished if self._is_leader else ())]
         own += [[ABORT, 0]] if self._abort_requested() else []
         reports = all_gather_ragged(torch.tensor(own, dtype=torch.int64).reshape(-1, 2), self._over).tolist()
         for uid, replica in reports:

@@ -24,7 +24,12 @@ CASES = {
     "as long as built for": ((1,) * 8, {}, {"longest": 8}, None),
     "in parts": ((1,) * 11, {}, {}, None),
     "in one pass": ((1,) * 11, ONE_PASS, {}, "max_num_batched_tokens=10, and chunked prefill is off. Raise it, or set"),
-    "never in parts": ((1,) * 11, {}, {"in_parts": False}, "chunked prefill is off. Raise it, or shorten the prompt."),
+    "never in parts": (
+        (1,) * 11,
+        {},
+        {"chunked_prefill": False},
+        "chunked prefill is off. Raise it, or shorten the prompt.",
+    ),
     "last token": ((0, ODD_VOCAB - 1), {}, {}, None),
     "behind the last": ((0, ODD_VOCAB), {}, {}, f"token id outside the model's vocabulary of {ODD_VOCAB}"),
     "negative": ((-1, 1), {}, {}, "token id outside the model's vocabulary"),

@@ -176,8 +176,8 @@ def hub(model):
 
 RANK = """
 from mrl.config.config import Config, ModelConfig
-from mrl.checkpoint.formats.hub import local_models
-print(local_models(Config(model=ModelConfig(path="acme/tiny-1.5")), download=True).model.path)
+from mrl.checkpoint.formats.hub import resolve_hub_models
+print(resolve_hub_models(Config(model=ModelConfig(path="acme/tiny-1.5")), download=True).model.path)
 """
 
 

@@ -14,8 +14,8 @@ from tests.source import ROOT
 
 HOLD = """
 import os, sys, time
-from mrl.distributed.worker_processes.folders import owned_folder
-with owned_folder("test") as folder:
+from mrl.distributed.worker_processes.folders import temporary_folder
+with temporary_folder("test") as folder:
     open(folder + "/file", "w").close()
     print(folder, flush=True)
     time.sleep(600)

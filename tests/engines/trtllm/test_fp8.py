@@ -174,7 +174,7 @@ def test_graphs_are_refused_where_a_refit_moves_what_they_captured(newer, tmp_pa
 
 
 def test_a_start_without_the_quantisation_is_seen(newer, tmp_path):
-    newer.setattr("mrl.engines.trtllm.engine.config_keys", lambda rollout: {})
+    newer.setattr("mrl.engines.trtllm.engine.quantization_config_keys", lambda rollout: {})
     elements = sum(math.prod(grid.shape) for grid in fp8.block_grids(MODELS["dense"], "fp8").values())
     assert f"started with 0 elements in FP8 on rank 0 of its replica, but a weight sync sends {elements}" in refusal(
         tmp_path

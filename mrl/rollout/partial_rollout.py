@@ -77,11 +77,8 @@ def sample_until_complete(
         buffer.partial_rollouts.setdefault(one.prompt.uid, []).append(one)
     for uid, rollouts in queue.rollouts.items():
         buffer.rollouts.setdefault(uid, []).extend(rollouts)
-    incomplete = {group.uid for group in groups} - set(queue.completed)
-    sizes = [
-        (uid, replica or 0, *buffer.local_size(uid))
-        for uid in sorted(incomplete & {*buffer.partial_rollouts, *buffer.rollouts})
-    ]
+    here = sorted(({group.uid for group in groups} - {*queue.completed}) & {*buffer.partial_rollouts, *buffer.rollouts})
+    sizes = [(uid, replica or 0, *buffer.local_size(uid)) for uid in here]
     buffer.mark_partial(_gather_rows(sizes, 4, ranks, over), steps)
     complete = [rollout for uid in queue.completed for rollout in buffer.rollouts.get(uid, ())]
     return sorted(complete, key=lambda one: (one.prompt.uid, one.sample_index)), queue.completed

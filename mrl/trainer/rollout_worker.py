@@ -62,8 +62,7 @@ class RolloutWorker:
             weights: Provider of a model folder without weights, from which engines read the model's structure.
             tell: Receives log lines.
         """
-        config, rollout = plan.config, plan.config.rollout
-        self._groups = groups
+        config, rollout, self._groups = plan.config, plan.config.rollout, groups
         self._rollout, self._arch, self._device, self._policy, self._tell = rollout, plan.arch, device, policy, tell
         self._frees = rollout.free_cache_engine and not groups.grid.has_roles  # no actor needs the memory otherwise
         engine = find("engines", rollout.name, "ENGINE") if plan.needs_engine else NullEngine
@@ -78,9 +77,7 @@ class RolloutWorker:
             timeout_s=config.run.collective_timeout_s,
             trains_on_logprobs=config.algorithm.rollout_correction.takes_sampled,
         )
-        with (
-            raise_on_all_ranks() if groups.grid.has_roles else nullcontext()
-        ):  # without roles the engine's start is collective
+        with raise_on_all_ranks() if groups.grid.has_roles else nullcontext():  # without roles the start is collective
             if not groups.is_sampler:
                 engine.start_without_engine()
             self.engine: RolloutEngine = (engine if groups.is_sampler else NullEngine)(spec)
@@ -103,9 +100,8 @@ class RolloutWorker:
         moe = plan.arch.moe
         if rollout.enable_rollout_routing_replay and moe is not None:
             layers = stage_layers(plan.arch, groups.grid)
-            self.routing = StageRoutingFormat(
-                plan.arch.num_layers, moe.top_k, expert_index_dtype(moe.num_experts), layers
-            )
+            index_dtype = expert_index_dtype(moe.num_experts)
+            self.routing = StageRoutingFormat(plan.arch.num_layers, moe.top_k, index_dtype, layers)
 
     @contextmanager
     def awake(self) -> Iterator[RolloutEngine]:

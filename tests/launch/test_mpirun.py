@@ -62,7 +62,7 @@ def test_ranks_that_mpi4py_does_not_know_of_are_refused(tmp_path):
     """As with the mpirun of another library: every process is alone in its own MPI world."""
     alone = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI"))}
     alone |= {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2", "OMP_NUM_THREADS": "1"}
-    code = "from mrl.distributed import mpi; from mrl.distributed.launch import environment; mpi.tell(1, environment())"
+    code = "from mrl.distributed import launch, mpi; mpi.broadcast(1, launch.get_launcher_env())"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=alone, capture_output=True, text=True, timeout=TIMEOUT_S,
         check=False,

@@ -175,7 +175,7 @@ def test_model_output_is_never_markup(tmp_path):
 def test_a_run_that_was_killed_has_a_report(whole):
     for path in (whole.metrics, whole.timings, whole.samples, whole.notes):
         path.write_bytes(path.read_bytes()[:-7])
-    whole.facts.write_text("{")
+    whole.run_info.write_text("{")
     whole.config.unlink()
     page = Page(write_report(whole.root))
     assert "answer of step 5" in page.words  # the last line of samples.jsonl was step 6

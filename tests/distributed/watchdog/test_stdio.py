@@ -36,7 +36,7 @@ def last_step(folder):
 
 @pytest.mark.parametrize("flags", [(), ("-u",)], ids=["plain", "unbuffered"])
 def test_a_reader_that_has_enough_is_no_failure(flags):
-    code = "from mrl.distributed.watchdog.stdio import tolerate_closed_pipes; tolerate_closed_pipes(); print('line\\n' * 100_000)"
+    code = "from mrl.distributed.watchdog import stdio; stdio.tolerate_closed_pipes(); print('line\\n' * 100_000)"
     words = [sys.executable, *flags, "-c", code]
     writer = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert writer.stdout.readline() == "line\n"

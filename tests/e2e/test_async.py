@@ -90,7 +90,7 @@ def _disturbed(words, ports, seed):
     from mrl.observability.timers import Timers
     from mrl.rollout.prompt_queue import PromptQueue
 
-    draw, slept, kept = random.Random(f"{seed} {os.environ['RANK']}"), [0], (Timers.phase, PromptQueue.pulse)
+    draw, slept, kept = random.Random(f"{seed} {os.environ['RANK']}"), [0], (Timers.phase, PromptQueue.poll)
 
     def late(call):
         def called(*args, **kwargs):
@@ -101,11 +101,11 @@ def _disturbed(words, ports, seed):
 
         return called
 
-    Timers.phase, PromptQueue.pulse = map(late, kept)
+    Timers.phase, PromptQueue.poll = map(late, kept)
     try:
         return runs.in_rank(words, ports), slept[0]
     finally:
-        Timers.phase, PromptQueue.pulse = kept
+        Timers.phase, PromptQueue.poll = kept
 
 
 @pytest.mark.parametrize("name", DISTURBED)

@@ -52,7 +52,7 @@ class Streaming(NativeEngine):
 
     def generate_streaming(self, feed, sampling):
         self.streams += 1
-        pulse, num_pulses, num_forwards, sampled = feed.pulse, 0, 0, self.on_forward
+        pulse, num_pulses, num_forwards, sampled = feed.poll, 0, 0, self.on_forward
 
         def crawling():
             nonlocal num_forwards
@@ -72,7 +72,7 @@ class Streaming(NativeEngine):
                     maybe_make_trouble(self.streams)
             return pulse(finished, num_waiting)
 
-        feed.pulse = troubled
+        feed.poll = troubled
         if crawls(self.streams):
             self.on_forward = crawling
         return super().generate_streaming(feed, sampling)

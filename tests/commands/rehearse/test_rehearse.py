@@ -100,7 +100,7 @@ def test_every_config_passes_with_its_structure_kept(name, tmp_path):
 @pytest.mark.parametrize("name", OF_VLLM)
 def test_a_config_of_vllm_is_checked_and_shrunk_where_vllm_is_not_installed(name, tmp_path, monkeypatch):
     """Its run with vLLM is in `tests/engines/vllm/test_rehearsal.py`, one with mrl's engine that of its like above."""
-    monkeypatch.setattr("mrl.commands.rehearse.engine.installed", lambda: None)
+    monkeypatch.setattr("mrl.engines.vllm.package_signature.installed", lambda: None)
     report = run(tmp_path, name, dry_run=True)
     assert report["passed"] and report["warnings"] == [] and report["engine"] == "native"
     assert all(used > 1 for asked, used in report["layout"].values() if asked > 1)

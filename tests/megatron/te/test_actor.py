@@ -79,7 +79,7 @@ CHOSEN = [
 def outcomes(tmp_path_factory):
     """Test -> its failure's text, None where it passed; "" stands for what pytest said."""
     folder = tmp_path_factory.mktemp("te")
-    words = ["-m", "pytest", "-q", "-p", "tests.megatron.te.active", "-p", "no:cacheprovider"]
+    words = ["-m", "pytest", "-q", "-m", "", "-p", "tests.megatron.te.active", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, *words, f"--junitxml={folder / 'outcomes.xml'}", f"--basetemp={folder / 'tmp'}", *CHOSEN],
         cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,

@@ -49,7 +49,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "microbatches": [(ForwardBackward, "microbatches")],
 }
 """Name in "shares" -> functions of an update; none of them calls another."""
-PHASES = {"answers": "rollouts", "score": "rewards", "dispatch_samples": "pack", "optimizer_step": "update"}
+PHASES = {"generate_rollouts": "rollouts", "score": "rewards", "dispatch_samples": "pack", "optimizer_step": "update"}
 """Functions of `mrl/train.py` -> name in "shares"."""
 
 

@@ -46,7 +46,7 @@ class LaunchOptions:
 
     @property
     def launcher(self) -> str:
-        """Program that starts the rank processes, spelled as `Environment.launcher`."""
+        """Program that starts the rank processes, spelled as `LauncherEnv.launcher`."""
         return self.mode if self.via == "sbatch" else self.via
 
 

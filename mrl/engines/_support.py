@@ -92,7 +92,7 @@ class EngineSupport:
 
         Args:
             rollout: Config section `rollout`.
-            launcher: Launcher as in `Environment.launcher`.
+            launcher: Launcher as in `LauncherEnv.launcher`.
         """
 
     def check_hosts(self, grid: Grid, gpus_per_node: int) -> None:

@@ -163,7 +163,7 @@ def check_run(
     Args:
         config: Config as loaded.
         world_size: Number of ranks of the run.
-        launcher: Launcher of the ranks as in `Environment.launcher`; None: unknown.
+        launcher: Launcher of the ranks as in `LauncherEnv.launcher`; None: unknown.
         tell: Receives notes about files that are missing here (weights, disk of the run folder), if the run may be on
             another machine. None: missing files are errors.
 

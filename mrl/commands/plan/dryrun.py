@@ -38,7 +38,7 @@ def describe(config: Config, size: WorldSize, *, launcher: str | None = None) ->
     Args:
         config: Config, not resolved.
         size: Number of ranks and its origin.
-        launcher: Launcher as in `Environment.launcher`; None: not known yet.
+        launcher: Launcher as in `LauncherEnv.launcher`; None: not known yet.
 
     Raises:
         UserError: The run is invalid.

@@ -20,6 +20,7 @@ from mrl.resharding.fp8 import DTYPE as FP8
 from mrl.resharding.fp8 import block_grids, fp8_layout, scale_tables
 from mrl.resharding.fp8_quantize import BAND_ELEMENTS
 from mrl.resharding.layout import Layout
+from mrl.resharding.layout_index import distinct_layouts
 from mrl.resharding.native import native_layout
 
 FP32_BYTES = 4
@@ -104,8 +105,8 @@ class MemoryPlan(ABC):
     """Predicted sizes of an engine.
 
     Attributes:
-        discards_weights: Description of who discards the weights of a sleeping engine instead of moving them to host
-            memory; "": nobody.
+        discards_weights: Name of the library if it discards the weights of a sleeping engine; "": they are moved to
+            host memory.
     """
 
     discards_weights = ""
@@ -201,6 +202,13 @@ def quantization_bytes(config: Config, arch: ArchSpec, grid: Grid) -> dict[str, 
         return {}
     in_fp8_bytes = native_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, quantization)[1]
     return {"quantising of a refit": FP8_WORK * FP32_BYTES * min(in_fp8_bytes, BAND_ELEMENTS)}
+
+
+def quantized_layouts(layouts: dict[int, Layout], config: Config, arch: ArchSpec) -> dict[int, Layout]:
+    """Returns rank -> layout with the matrices that `rollout.quantization` stores in FP8; equal layouts stay one."""
+    grids = block_grids(arch, config.rollout.quantization)
+    converted = {id(layout): fp8_layout(layout, grids) for layout in distinct_layouts(layouts)}
+    return {rank: converted[id(layout)] for rank, layout in layouts.items()}
 
 
 def all_layers_bytes(layout: Layout, arch: ArchSpec) -> int:

@@ -1,4 +1,4 @@
-"""What the rest of mrl asks about an engine before and without starting it: the `SUPPORT` of each engine's folder.
+"""Properties of an engine that the rest of mrl reads before and without starting it: `SUPPORT` of each engine's folder.
 
 A new engine derives from `EngineSupport` where the defaults do not fit; no file outside its folder names it. Imports no
 torch.

@@ -18,6 +18,7 @@ from mrl.engines._memory_plan import (
     longest,
     matrix_elements,
     native_bytes,
+    quantized_layouts,
     sequence_bytes,
 )
 from mrl.engines.native.decode_state import routing_format
@@ -25,10 +26,8 @@ from mrl.engines.native.kv_cache import SLOT_MULTIPLE
 from mrl.engines.native.ngram_history import History
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import Grid
-from mrl.resharding.fp8 import block_grids, fp8_layout
 from mrl.resharding.fp8_quantize import BAND_ELEMENTS
 from mrl.resharding.layout import Layout
-from mrl.resharding.layout_index import distinct_layouts
 from mrl.resharding.native import native_layouts
 
 
@@ -42,10 +41,8 @@ class NativeMemoryPlan(MemoryPlan):
 
     def layouts(self, config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layout]:
         """Returns rank -> layout of the tensors that its engine receives in a weight sync, without FP8 scales."""
-        dtype, grids = config.rollout.dtype or config.model.dtype, block_grids(arch, config.rollout.quantization)
-        layouts = native_layouts(arch, grid, dtype)
-        converted = {id(layout): fp8_layout(layout, grids) for layout in distinct_layouts(layouts)}
-        return {rank: converted[id(layout)] for rank, layout in layouts.items()}
+        dtype = config.rollout.dtype or config.model.dtype
+        return quantized_layouts(native_layouts(arch, grid, dtype), config, arch)
 
     def memory(self, run: PlannedRun) -> EngineMemory:
         """Returns the native engine's memory.

@@ -107,8 +107,8 @@ class StreamingGeneration(Generation):
                 continue
             self._rows.restore(row, begun.response_ids, begun.rollout_logprobs)
             if self._sampling.return_kept_tokens and begun.kept_tokens is not None:
-                support = begun.kept_tokens
-                state = support.ids_K.numpy().tobytes(), support.counts_R.tolist(), list(begun.log_kept_mass)
+                kept = begun.kept_tokens
+                state = kept.ids_K.numpy().tobytes(), kept.counts_R.tolist(), list(begun.log_kept_mass)
                 sample.kept_tokens = KeptTokens.of(state)
             self.stats["reread_tokens"] += sample.group.prompt_len
         return index

@@ -14,6 +14,7 @@ from mrl.engines._memory_plan import (
     generation_bytes,
     item_bytes,
     quantization_bytes,
+    quantized_layouts,
     share_of_free,
     token_elements,
 )
@@ -22,9 +23,7 @@ from mrl.engines.vllm.kv_cache import item_bytes as cache_element_bytes
 from mrl.engines.vllm.kv_cache import kv_cache
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import Grid
-from mrl.resharding.fp8 import block_grids, fp8_layout
 from mrl.resharding.layout import Layout
-from mrl.resharding.layout_index import distinct_layouts
 from mrl.resharding.vllm import vllm_layout, vllm_layouts
 
 PINNED = 2
@@ -41,10 +40,8 @@ class VllmMemoryPlan(MemoryPlan):
 
     def layouts(self, config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layout]:
         """Returns rank -> layout of the parameters that a weight sync writes, without FP8 scales."""
-        dtype, grids = config.rollout.dtype or config.model.dtype, block_grids(arch, config.rollout.quantization)
-        layouts = vllm_layouts(arch, grid, dtype)
-        converted = {id(layout): fp8_layout(layout, grids) for layout in distinct_layouts(layouts)}
-        return {rank: converted[id(layout)] for rank, layout in layouts.items()}
+        dtype = config.rollout.dtype or config.model.dtype
+        return quantized_layouts(vllm_layouts(arch, grid, dtype), config, arch)
 
     def cache_item_bytes(self, config: Config) -> float:
         """Returns the bytes of one element of vLLM's KV cache, which can be FP8."""

@@ -20,11 +20,11 @@ class UserError(ValueError):
     through `printable`.
 
     Attributes:
-        everywhere: True if every rank of the job raises this same error, so that only rank 0 prints it.
+        on_all_ranks: True if every rank of the job raises this same error, so that only rank 0 prints it.
         at: Step and phase in which the error occurred, for example "step 12, reward"; "" outside a step.
     """
 
-    everywhere: bool = False
+    on_all_ranks: bool = False
     at: str = ""
 
     def __init__(self, message: str) -> None:

@@ -33,7 +33,7 @@ class ExpertCoords:
 
 
 @dataclass(frozen=True)
-class Grid:
+class ParallelLayout:
     """Parallel layout of the actor and of the rollout replicas over `world_size` ranks.
 
     Attributes:
@@ -67,7 +67,7 @@ class Grid:
     rollout_ranks: int = 0
 
     @property
-    def has_roles(self) -> bool:
+    def has_separate_rollout(self) -> bool:
         """True if training and rollout run on separate ranks."""
         return self.rollout_ranks > 0
 
@@ -79,7 +79,7 @@ class Grid:
     @property
     def samplers(self) -> range:
         """Ranks that have the engine."""
-        return range(len(self.trainers) if self.has_roles else 0, self.world_size)
+        return range(len(self.trainers) if self.has_separate_rollout else 0, self.world_size)
 
     @property
     def dp(self) -> int:
@@ -107,11 +107,11 @@ class Grid:
         return self.rollout_tp // self.rollout_ep
 
     @property
-    def fewest_ranks(self) -> int:
+    def min_world_size(self) -> int:
         """Smallest world size that these parallel sizes allow."""
         experts = self.ep * self.expert_tp * self.pp
         actor = math.lcm(self.tp * self.cp * self.pp, experts)
-        return actor + self.rollout_ranks if self.has_roles else math.lcm(actor, self.rollout_size)
+        return actor + self.rollout_ranks if self.has_separate_rollout else math.lcm(actor, self.rollout_size)
 
     def coords(self, rank: int) -> Coords:
         """Returns the actor coordinates of a rank that trains."""

@@ -39,8 +39,8 @@ from mrl.rollout.prompt_assignment import drop_incomplete_groups, generate
 from mrl.rollout.sample_table import gather_failures, gather_reward_facts, gather_table, to_outcomes
 from mrl.trainer.learning_rate import learning_rate
 from mrl.trainer.rank_roles import on_trainers
-from mrl.trainer.resolve import prepare
-from mrl.trainer.startup import open_job
+from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.startup import open_trainer
 from mrl.trainer.supervised import supervised_batch
 from mrl.trainer.trainer import Trainer
 from mrl.trainer.warm_start import begin_warm_start
@@ -61,98 +61,101 @@ def train(config: Config, stop: Stop | None = None) -> None:
         UserError: Wrong input from the user; raised on every rank.
     """
     finished = False
-    with open_job(prepare(config)) as job, job.progress.stops_in_order(stop, job.commits.write_standing):
-        config = job.config
-        done = job.resume()
+    with (
+        open_trainer(build_run_plan(config)) as trainer,
+        trainer.progress.stop_gracefully(stop, trainer.checkpointing.write_saved_state),
+    ):
+        config = trainer.config
+        done = trainer.resume()
         if done is None:
             done = 0
-            warm_start(job)
-            with job.progress.step(done):
-                job.begin(done)
-                held_out_metrics = evaluate_if_due(job, done)
-            job.commits.write(done, held_out_metrics)
-        if job.is_last(done):
-            job.log.note(f"All {done} steps are done. Raise train.num_steps or train.num_epochs to continue.")
+            warm_start(trainer)
+            with trainer.progress.step(done):
+                trainer.init_reference_and_critic(done)
+                held_out_metrics = evaluate_if_due(trainer, done)
+            trainer.checkpointing.write(done, held_out_metrics)
+        if trainer.is_last(done):
+            trainer.log.note(f"All {done} steps are done. Raise train.num_steps or train.num_epochs to continue.")
         step = done
-        while not job.is_last(step):
+        while not trainer.is_last(step):
             step += 1
-            with job.progress.step(step):
-                job.commits.settle()
-                metrics = job.progress.unlogged(step) or one_step(job, step)
-                job.progress.reached(step, unlogged=metrics)
-                held_out_metrics = evaluate_if_due(job, step)
-            job.log.step(step, metrics | job.rates.metrics())
-            job.progress.reached(step, metrics | held_out_metrics)
-            if job.is_last(step) or is_due(step, config.checkpoint.interval):
-                job.commits.write(step, metrics | held_out_metrics)
-        job.commits.settle(wait=True)
+            with trainer.progress.step(step):
+                trainer.checkpointing.finish_pending()
+                metrics = trainer.progress.unlogged(step) or run_step(trainer, step)
+                trainer.progress.record_state(step, unlogged=metrics)
+                held_out_metrics = evaluate_if_due(trainer, step)
+            trainer.log.step(step, metrics | trainer.rates.metrics())
+            trainer.progress.record_state(step, metrics | held_out_metrics)
+            if trainer.is_last(step) or is_due(step, config.checkpoint.interval):
+                trainer.checkpointing.write(step, metrics | held_out_metrics)
+        trainer.checkpointing.finish_pending(wait=True)
         finished = True
-    if finished and job.groups.rank == 0 and config.observe.report:
+    if finished and trainer.groups.rank == 0 and config.observe.report:
         # After the process group is destroyed, so that no rank waits in a collective while rank 0 draws.
         from mrl.observability.report import report_at_end  # bokeh takes a second to import, and only rank 0 needs it
 
-        report_at_end(job.run.root, announces=config.observe.console != "off")
+        report_at_end(trainer.run.root, announces=config.observe.console != "off")
 
 
-def one_step(job: Trainer, step: int) -> Metrics:
+def run_step(trainer: Trainer, step: int) -> Metrics:
     """Runs one supervised or one RL step, depending on the algorithm."""
-    return supervised_step(job, step) if job.algorithm.supervised else reinforcement_step(job, step)
+    return supervised_step(trainer, step) if trainer.algorithm.supervised else reinforcement_step(trainer, step)
 
 
-def reinforcement_step(job: Trainer, step: int) -> Metrics:
+def reinforcement_step(trainer: Trainer, step: int) -> Metrics:
     """Runs one RL step: weight sync, sampling, dispatch, update. It can be abandoned until the update starts.
 
     With `train.mode=async` the samples of this step come from the buffer, and samples of later steps are generated
     while this one updates.
     """
-    config, phase, buffer = job.config, job.progress.phase, job.state.in_flight
+    config, phase, buffer = trainer.config, trainer.progress.phase, trainer.state.buffer
     # 1. sync weights
     with phase("update_weights"):
-        metrics = job.refit_if_stale()
-    buffer.record_policy_version(job.state.policy_version, step - 1)
+        metrics = trainer.sync_weights_if_stale()
+    buffer.record_policy_version(trainer.state.policy_version, step - 1)
 
     # 2. sample
     if buffer.num_missing or not buffer.schedule.lead:
-        sample(job, step, world_group())
-    table, rollouts, sampling_metrics = job.take(step)
-    job.log_samples(step, rollouts, "train")
+        sample_rollouts(trainer, step, world_group())
+    table, rollouts, sampling_metrics = trainer.take_batch(step)
+    trainer.log_samples(step, rollouts, "train")
 
     # 3. dispatch
     with phase("pack"):
         data = dispatch_samples(
             rollouts,
             table,
-            job.groups,
+            trainer.groups,
             config.train.minibatch_size or config.train.batch_size,
             keep_groups=config.actor.use_prefix_grouper,
-            routing=job.sampler.routing,
+            routing=trainer.rollout_worker.routing,
             mask_offpolicy=config.rollout.mask_offpolicy,
         )
     # 4. prepare and 5. update; in asynchronous mode the other ranks sample for the next steps meanwhile
     if buffer.schedule.lead:
-        work = partial(prepare_and_update, job, step, data, table)
-        outcome_metrics, actor_metrics, critic_metrics = job.train_while_sampling(
-            work, partial(sample, job, step + 1, overlapped=True)
+        work = partial(prepare_and_update, trainer, step, data, table)
+        outcome_metrics, actor_metrics, critic_metrics = trainer.train_while_sampling(
+            work, partial(sample_rollouts, trainer, step + 1, overlapped=True)
         )
     else:
-        job.sampler.rest()
-        outcome_metrics = job.on_trainers(partial(prepare_batch, job, step, data, table), may_stop=True)
-        actor_metrics, critic_metrics = job.on_trainers(partial(update_models, job, step, data))
+        trainer.rollout_worker.release_engine()
+        outcome_metrics = trainer.run_on_trainers(partial(prepare_batch, trainer, step, data, table), may_stop=True)
+        actor_metrics, critic_metrics = trainer.run_on_trainers(partial(update_models, trainer, step, data))
 
-    job.state.reference.update(step)
-    job.rates.trained(table["prompt_len"], table["response_len"])
+    trainer.state.reference.update(step)
+    trainer.rates.record_step(table["prompt_len"], table["response_len"])
     metrics |= actor_metrics | sampling_metrics | outcome_metrics | critic_metrics
-    return metrics | measure.progress_metrics(global_step=step, epoch=job.state.epoch)
+    return metrics | measure.progress_metrics(global_step=step, epoch=trainer.state.epoch)
 
 
 def prepare_and_update(
-    job: Trainer, step: int, data: StepBatch, table: SampleTable
+    trainer: Trainer, step: int, data: StepBatch, table: SampleTable
 ) -> tuple[Metrics, Metrics, Metrics]:
     """Collective over the trainer ranks: runs `prepare_batch`, then `update_models`."""
-    return prepare_batch(job, step, data, table), *update_models(job, step, data)
+    return prepare_batch(trainer, step, data, table), *update_models(trainer, step, data)
 
 
-def prepare_batch(job: Trainer, step: int, data: StepBatch, table: SampleTable) -> Metrics:
+def prepare_batch(trainer: Trainer, step: int, data: StepBatch, table: SampleTable) -> Metrics:
     """Collective over the trainer ranks: fills in the batch's log-probabilities, values and advantages.
 
     Returns metrics of rewards and advantages.
@@ -160,246 +163,246 @@ def prepare_batch(job: Trainer, step: int, data: StepBatch, table: SampleTable) 
     One forward pass of the actor can serve three purposes: proximal log-probabilities, those of the reference while
     both have the same weights, and the current ones of a single minibatch.
     """
-    algorithm, phase = job.algorithm, job.progress.phase
-    skipped = skipped_logprobs(job, step, data)
+    algorithm, phase = trainer.algorithm, trainer.progress.phase
+    skipped = skipped_logprobs(trainer, step, data)
     actor_scores = None  # log-probabilities and entropies at the weights before the update
     if algorithm.needs_proximal and PROXIMAL not in skipped:
         with phase("old_log_prob"):
-            actor_scores = job.policy.proximal(data.batch)
+            actor_scores = trainer.actor.score_proximal(data.batch)
             data.batch.proximal_logprobs_R = actor_scores[0]
     if algorithm.needs_reference and REFERENCE not in skipped:
-        ref_scores = actor_scores if job.policy.scores_as_reference else None
+        ref_scores = actor_scores if trainer.actor.equals_reference else None
         if ref_scores is None:
-            with phase("ref"), job.policy.reference():
-                ref_scores = job.policy.score(data.batch)
-            if job.policy.scores_as_reference and len(data.minibatches) == 1:
+            with phase("ref"), trainer.actor.using_reference():
+                ref_scores = trainer.actor.score(data.batch)
+            if trainer.actor.equals_reference and len(data.minibatches) == 1:
                 actor_scores = ref_scores
         data.batch.ref_logprobs_R = ref_scores[0]
     if algorithm.needs_current and actor_scores is not None:
         data.batch.current_logprobs_R, data.batch.current_entropy_R = actor_scores
-    if job.teachers is not None:
+    if trainer.teachers is not None:
         with phase("teacher"):
-            job.teachers.score(data.batch)
-    if job.critic is not None:
+            trainer.teachers.score(data.batch)
+    if trainer.critic is not None:
         with phase("values"):
-            job.critic.values(data.batch)
+            trainer.critic.values(data.batch)
     with phase("adv"):
-        samples = to_outcomes(table, job.reward_weights)
+        samples = to_outcomes(table, trainer.reward_weights)
         samples = replace(samples, rewards_N=algorithm.shape_rewards(samples))
         data.batch.rewards_B = samples.rewards_N[data.index_B].float()
         credited, index_U = samples, data.index_B
         if algorithm.config.credit == "turn":
-            credited, index_U = turn_credit.assign_turn_credit(samples, table, data, job.config.reward)
+            credited, index_U = turn_credit.assign_turn_credit(samples, table, data, trainer.config.reward)
         advantages_N = algorithm.outcome_advantages(credited)
-        algorithm.advantages(data.batch, advantages_N[index_U], job.sum_over_dp)
+        algorithm.advantages(data.batch, advantages_N[index_U], trainer.sum_over_dp)
     return measure.outcome_metrics(table, rewards_N=samples.rewards_N, advantages_N=advantages_N)
 
 
-def skipped_logprobs(job: Trainer, step: int, data: StepBatch) -> Collection[str]:
+def skipped_logprobs(trainer: Trainer, step: int, data: StepBatch) -> Collection[str]:
     """Returns which of PROXIMAL and REFERENCE need no forward pass before the update.
 
     A single minibatch gets them from the forward pass of its own update. A step without an actor update
     (`train.critic_warmup`) needs only those that the advantages read.
     """
-    if step <= job.config.train.critic_warmup:
-        return {PROXIMAL, REFERENCE} - job.algorithm.reads_early
-    return job.policy.own_scores(job.algorithm) if len(data.minibatches) == 1 else ()
+    if step <= trainer.config.train.critic_warmup:
+        return {PROXIMAL, REFERENCE} - trainer.algorithm.reads_early
+    return trainer.actor.logprobs_from_update(trainer.algorithm) if len(data.minibatches) == 1 else ()
 
 
-def update_models(job: Trainer, step: int, data: StepBatch) -> tuple[Metrics, Metrics]:
+def update_models(trainer: Trainer, step: int, data: StepBatch) -> tuple[Metrics, Metrics]:
     """Collective over the trainer ranks: updates the critic, then the actor; returns the metrics (actor, critic)."""
     actor_metrics: Metrics = {}
     critic_metrics: Metrics = {}
-    if job.critic is not None:
-        with job.timers.phase("update_critic"):
-            critic_metrics = job.critic.update(data, job.sum_over_dp)
-    if step > job.config.train.critic_warmup:
-        with job.timers.phase("update_actor"):
-            actor_metrics = update_actor(job, data)
+    if trainer.critic is not None:
+        with trainer.timers.phase("update_critic"):
+            critic_metrics = trainer.critic.update(data, trainer.sum_over_dp)
+    if step > trainer.config.train.critic_warmup:
+        with trainer.timers.phase("update_actor"):
+            actor_metrics = update_actor(trainer, data)
     return actor_metrics, critic_metrics
 
 
-def sample(job: Trainer, step: int, over: dist.ProcessGroup, *, overlapped: bool = False) -> None:
-    """Collective over `over`: samples and scores until the buffer has a batch of complete groups for `step`.
+def sample_rollouts(trainer: Trainer, step: int, process_group: dist.ProcessGroup, *, overlapped: bool = False) -> None:
+    """Collective over `process_group`: samples and scores until the buffer has a batch of complete groups for `step`.
 
     Dynamic sampling drops groups without a learning signal and draws as many new prompts, at most
     `algorithm.max_sampling_rounds` times.
 
     Args:
-        job: The run.
+        trainer: The run.
         step: Next step that trains.
-        over: Process group that contains at least all ranks that sample.
+        process_group: Process group that contains at least all ranks that sample.
         overlapped: True if the update of `step - 1` is not done yet (`train.mode=async`).
     """
-    config, buffer, sampling = job.config, job.state.in_flight, job.sampler.training
+    config, buffer, sampling = trainer.config, trainer.state.buffer, trainer.rollout_worker.train_sampling
     dynamic, ahead = config.algorithm.dynamic_sampling, overlapped
     steps_done = step - 2 if overlapped else step - 1  # training steps done by the weights that sample
     buffer.restart_too_old(step)
     for _ in range(config.algorithm.max_sampling_rounds if dynamic else 1):
-        buffer.draw(job.state.source.next(buffer.num_drawable(step, concurrent=overlapped)))
+        buffer.draw(trainer.state.source.next(buffer.num_drawable(step, concurrent=overlapped)))
         groups = buffer.unfinished(step, concurrent=overlapped)
         if not groups or buffer.may_stop((), step, ahead=ahead):
             return
-        with job.progress.phase("gen"), raise_on_all_ranks(over), job.sampler.awake() as engine:
+        with trainer.progress.phase("gen"), raise_on_all_ranks(process_group), trainer.rollout_worker.awake() as engine:
             if buffer.schedule.by_parts:
-                args = sampling, job.groups, job.state.history, over
+                args = sampling, trainer.groups, trainer.state.history, process_group
                 rollouts, complete = sample_until_complete(
                     engine, buffer, groups, *args, step=step, steps=steps_done, ahead=ahead
                 )
             else:
-                found = generate_rollouts(job, engine, [buffer.prompt(group.uid) for group in groups], sampling)
-                rollouts, uids = drop_incomplete_groups(found, sampling.n, over)
+                found = generate_rollouts(trainer, engine, [buffer.prompt(group.uid) for group in groups], sampling)
+                rollouts, uids = drop_incomplete_groups(found, sampling.n, process_group)
                 complete = [group.uid for group in groups if group.uid in uids]
         if not complete:  # a stop was requested before any group was complete
             return
-        table = score(job, rollouts, sampling, over, buffer.tally.notes.append)
+        table = score(trainer, rollouts, sampling, process_group, buffer.tally.notes.append)
         informative = table.scored
         if dynamic:
             informative = informative.keep(
-                job.algorithm.informative_groups(to_outcomes(informative, job.reward_weights))
+                trainer.algorithm.informative_groups(to_outcomes(informative, trainer.reward_weights))
             )
-        buffer.complete(complete, rollouts, table, informative, steps_done, job.groups.grid)
+        buffer.complete(complete, rollouts, table, informative, steps_done, trainer.groups.grid)
         ahead = False
         if not buffer.num_missing:
             return
 
 
 def generate_rollouts(
-    job: Trainer, engine: RolloutEngine, prompts: Sequence[Prompt], sampling: SamplingConfig
+    trainer: Trainer, engine: RolloutEngine, prompts: Sequence[Prompt], sampling: SamplingConfig
 ) -> list[Rollout]:
     """Collective over the ranks that sample: returns this replica's finished rollouts for its share of the prompts."""
-    converse = None if job.episodes is None else job.episodes.run
-    return generate(engine, prompts, sampling, job.groups, job.state.history, converse)
+    converse = None if trainer.episodes is None else trainer.episodes.run
+    return generate(engine, prompts, sampling, trainer.groups, trainer.state.history, converse)
 
 
 def score(
-    job: Trainer,
+    trainer: Trainer,
     rollouts: list[Rollout],
     sampling: SamplingConfig,
-    over: dist.ProcessGroup,
+    process_group: dist.ProcessGroup,
     log: Callable[[str], None],
 ) -> SampleTable:
-    """Collective over `over`: sets the rewards of this replica's rollouts; returns the table of all replicas' samples.
+    """Collective over `process_group`: scores this replica's rollouts; returns the sample table of all replicas.
 
     Args:
-        job: The run.
+        trainer: The run.
         rollouts: Samples of this replica.
         sampling: Their distribution; it says whether the kept token ids are in the table.
-        over: Process group that contains at least all ranks that sample.
+        process_group: Process group that contains at least all ranks that sample.
         log: Receives a warning about samples that could not be scored.
     """
     model_scores = None
-    if job.reward_model is not None:
-        with job.progress.phase("reward_model"):
-            model_scores = job.reward_model.score(rollouts)
-    with job.progress.phase("reward"), raise_on_all_ranks(over):
-        if job.scorer is not None:
-            job.scorer.score(rollouts, job.progress.abort_requested, model_scores)
+    if trainer.reward_model is not None:
+        with trainer.progress.phase("reward_model"):
+            model_scores = trainer.reward_model.score(rollouts)
+    with trainer.progress.phase("reward"), raise_on_all_ranks(process_group):
+        if trainer.scorer is not None:
+            trainer.scorer.score(rollouts, trainer.progress.abort_requested, model_scores)
     columns = {
         "with_kept_tokens": sampling.return_kept_tokens,
-        "with_turn_rewards": job.algorithm.config.credit == "turn",
+        "with_turn_rewards": trainer.algorithm.config.credit == "turn",
     }
-    table = gather_table(rollouts, job.groups, list(job.reward_weights), over=over, **columns)
-    if failures := gather_failures(rollouts, table, job.groups, over):
+    table = gather_table(rollouts, trainer.groups, list(trainer.reward_weights), over=process_group, **columns)
+    if failures := gather_failures(rollouts, table, trainer.groups, process_group):
         log(f"WARNING {failures}")
     return table
 
 
-def update_actor(job: Trainer, data: StepBatch) -> Metrics:
+def update_actor(trainer: Trainer, data: StepBatch) -> Metrics:
     """Runs `actor.ppo_epochs` passes of optimizer steps over the minibatches; returns metrics over all of them."""
     stats: list[Metrics] = []
     is_one = len(data.minibatches) == 1  # not copied: the first update stores its log-probabilities in the batch
-    for _ in range(job.config.actor.ppo_epochs):
+    for _ in range(trainer.config.actor.ppo_epochs):
         for rows in data.minibatches:
             minibatch = data.batch if is_one else data.batch.select(rows)
-            stats.append(optimizer_step(job, minibatch, job.algorithm, first=not stats))
+            stats.append(optimizer_step(trainer, minibatch, trainer.algorithm, first=not stats))
     return measure.combine(stats)
 
 
-def optimizer_step(job: Trainer, minibatch: RolloutBatch, algorithm: Algorithm, *, first: bool = False) -> Metrics:
+def optimizer_step(trainer: Trainer, minibatch: RolloutBatch, algorithm: Algorithm, *, first: bool = False) -> Metrics:
     """Runs one optimizer step of the actor on a minibatch.
 
     Args:
-        job: The run.
+        trainer: The run.
         minibatch: Sequences of this data-parallel index.
         algorithm: Gives the loss and the weight of each token.
         first: True before any update of this step has changed the weights.
     """
     if algorithm.needs_current and not (first and minibatch.current_logprobs_R is not None):
-        minibatch.current_logprobs_R, minibatch.current_entropy_R = job.policy.score(minibatch)
-    algorithm.weigh(minibatch, job.sum_over_dp)
-    job.state.policy_version += 1
-    metrics = job.policy.update(minibatch, algorithm, compare=first)
-    return metrics | algorithm.entropy_control.follow(metrics)
+        minibatch.current_logprobs_R, minibatch.current_entropy_R = trainer.actor.score(minibatch)
+    algorithm.weigh(minibatch, trainer.sum_over_dp)
+    trainer.state.policy_version += 1
+    metrics = trainer.actor.update(minibatch, algorithm, is_first_update=first)
+    return metrics | algorithm.entropy_control.update(metrics)
 
 
-def warm_start(job: Trainer) -> None:
+def warm_start(trainer: Trainer) -> None:
     """Runs the supervised steps before RL (`train.warm_start`), on the training prompts in another order."""
-    config = job.config.train.warm_start
+    config = trainer.config.train.warm_start
     if not config.num_steps:
         return
-    job.log.note(f"warm start: {config.num_steps} supervised steps")
-    algorithm, source, done = begin_warm_start(job)
+    trainer.log.note(f"warm start: {config.num_steps} supervised steps")
+    algorithm, source, done = begin_warm_start(trainer)
     for step in range(done + 1, config.num_steps + 1):
-        with job.progress.step(step), job.timers.phase("warm_start"):
+        with trainer.progress.step(step), trainer.timers.phase("warm_start"):
             prompts = source.next(config.batch_size)
-            metrics = job.on_trainers(partial(warm_start_step, job, prompts, algorithm))
-        job.log.warm_start(step, metrics | job.timers.metrics())
-        job.progress.reached(0, warm_start={"step": step, "source": source.state_dict()})
-    with on_trainers(job.groups) as here:
+            metrics = trainer.run_on_trainers(partial(warm_start_step, trainer, prompts, algorithm))
+        trainer.log.warm_start(step, metrics | trainer.timers.metrics())
+        trainer.progress.record_state(0, warm_start={"step": step, "source": source.state_dict()})
+    with on_trainers(trainer.groups) as here:
         if here:
-            job.policy.start_optimizer(learning_rate(job.config))
+            trainer.actor.start_optimizer(learning_rate(trainer.config))
 
 
-def warm_start_step(job: Trainer, prompts: list[Prompt], algorithm: Algorithm) -> Metrics:
+def warm_start_step(trainer: Trainer, prompts: list[Prompt], algorithm: Algorithm) -> Metrics:
     """Collective over the trainer ranks: runs one supervised step on these prompts and their responses."""
-    batch, _ = supervised_batch(prompts, job.tokenizer, job.groups, job.config, job.tools)
-    return optimizer_step(job, batch, algorithm)
+    batch, _ = supervised_batch(prompts, trainer.tokenizer, trainer.groups, trainer.config, trainer.tools)
+    return optimizer_step(trainer, batch, algorithm)
 
 
-def supervised_step(job: Trainer, step: int) -> Metrics:
+def supervised_step(trainer: Trainer, step: int) -> Metrics:
     """Runs one step of `algorithm.name=sft` or `algorithm.name=dpo`; DPO also scores with the reference."""
-    job.sampler.rest()  # the last evaluation may have left the engine's weights on the device
-    with job.timers.phase("pack"):
-        prompts = job.state.source.next(job.config.train.batch_size)
-        learns_from = job.algorithm.learns_from
+    trainer.rollout_worker.release_engine()  # the last evaluation may have left the engine's weights on the device
+    with trainer.timers.phase("pack"):
+        prompts = trainer.state.source.next(trainer.config.train.batch_size)
+        learns_from = trainer.algorithm.learns_from
         batch, lens_N2 = supervised_batch(
-            prompts, job.tokenizer, job.groups, job.config, job.tools, learns_from=learns_from
+            prompts, trainer.tokenizer, trainer.groups, trainer.config, trainer.tools, learns_from=learns_from
         )
-    if job.algorithm.needs_reference:
-        with job.timers.phase("ref"), job.policy.reference():
-            batch.ref_logprobs_R, _ = job.policy.score(batch, supervised=True)
-    with job.timers.phase("update_actor"):
-        metrics = optimizer_step(job, batch, job.algorithm)
-    job.state.reference.update(step)
-    job.rates.trained(lens_N2[:, 0], lens_N2[:, 1])
+    if trainer.algorithm.needs_reference:
+        with trainer.timers.phase("ref"), trainer.actor.using_reference():
+            batch.ref_logprobs_R, _ = trainer.actor.score(batch, supervised=True)
+    with trainer.timers.phase("update_actor"):
+        metrics = optimizer_step(trainer, batch, trainer.algorithm)
+    trainer.state.reference.update(step)
+    trainer.rates.record_step(lens_N2[:, 0], lens_N2[:, 1])
     return metrics
 
 
-def evaluate_if_due(job: Trainer, step: int) -> Metrics:
+def evaluate_if_due(trainer: Trainer, step: int) -> Metrics:
     """Evaluates and logs at step 0, every `train.eval_interval` steps and at the last step; returns {} otherwise."""
-    interval = job.config.train.eval_interval
-    if not job.validation or not (step == 0 or job.is_last(step) or is_due(step, interval)):
+    interval = trainer.config.train.eval_interval
+    if not trainer.validation or not (step == 0 or trainer.is_last(step) or is_due(step, interval)):
         return {}
-    with job.timers.phase("testing"):
-        metrics, rollouts = held_out(job)
-    if job.config.checkpoint.keep_best:
-        measure.check_is_given(job.config.checkpoint.best_metric, metrics)
-    job.log.evaluation(step, metrics)
-    job.log_samples(step, rollouts, "val")
+    with trainer.timers.phase("testing"):
+        metrics, rollouts = run_validation(trainer)
+    if trainer.config.checkpoint.keep_best:
+        measure.check_is_given(trainer.config.checkpoint.best_metric, metrics)
+    trainer.log.evaluation(step, metrics)
+    trainer.log_samples(step, rollouts, "val")
     return metrics
 
 
-def held_out(job: Trainer) -> tuple[Metrics, list[Rollout]]:
+def run_validation(trainer: Trainer) -> tuple[Metrics, list[Rollout]]:
     """Samples and scores the held-out prompts; returns metrics, and this replica's rollouts in prompt order."""
-    job.refit_if_stale()
-    sampling = job.sampler.held_out
-    with job.progress.phase("gen"), raise_on_all_ranks(), job.sampler.awake() as engine:
-        rollouts = generate_rollouts(job, engine, job.validation, sampling)
-    table = score(job, rollouts, sampling, world_group(), job.log.note)
+    trainer.sync_weights_if_stale()
+    sampling = trainer.rollout_worker.val_sampling
+    with trainer.progress.phase("gen"), raise_on_all_ranks(), trainer.rollout_worker.awake() as engine:
+        rollouts = generate_rollouts(trainer, engine, trainer.validation, sampling)
+    table = score(trainer, rollouts, sampling, world_group(), trainer.log.note)
     rollouts.sort(key=lambda rollout: (rollout.prompt.uid, rollout.sample_index))
-    names = {prompt.uid: prompt.data_source for prompt in job.validation}
-    by_source = data_sources.held_out_metrics(table, names, gather_reward_facts(rollouts, job.groups))
+    names = {prompt.uid: prompt.data_source for prompt in trainer.validation}
+    by_source = data_sources.held_out_metrics(table, names, gather_reward_facts(rollouts, trainer.groups))
     return measure.evaluation_metrics(table) | by_source, rollouts
 
 
@@ -422,9 +425,9 @@ def evaluate(config: Config, checkpoint: str | None = None) -> dict[str, Any]:
     Raises:
         UserError: There are no held-out prompts, or no such checkpoint.
     """
-    with open_job(prepare(config, resumes=False), log=False, trains=False) as job:
-        if not job.validation:
+    with open_trainer(build_run_plan(config, resumes=False), log=False, trains=False) as trainer:
+        if not trainer.validation:
             raise UserError("mrl evaluate found no held-out prompts in the config. Set data.val_files, or data.task.")
-        loaded = job.commits.load_for_evaluation(checkpoint)
-        metrics, _ = held_out(job)
+        loaded = trainer.checkpointing.load_for_evaluation(checkpoint)
+        metrics, _ = run_validation(trainer)
         return {"checkpoint": loaded, **metrics}

@@ -5,7 +5,7 @@ A tensor's suffix names its dimensions:
     P  packed tokens: prompt and response of every sequence, concatenated, without padding
     R  packed response tokens, in the same order
     N  samples of the step (in `rollout/`), attention heads (in models)
-    K  kept token ids (in `Support`), KV heads (in models)
+    K  kept token ids (in `SamplingMask`), KV heads (in models)
     U  turns of episodes    T  positions of one sequence    V  vocabulary
     H  hidden size    D  head size    E  experts
 
@@ -111,7 +111,7 @@ class Episode:
 
 
 @dataclass(frozen=True)
-class Support:
+class SamplingMask:
     """Sampling mask: the vocabulary ids that top-k, top-p or min-p kept at each response token.
 
     Ragged, and always on the CPU; chunks of it are copied to the device when logits are masked.
@@ -124,26 +124,26 @@ class Support:
     ids_K: Tensor
     counts_R: Tensor
 
-    def split(self, lens: Sequence[int]) -> list[Support]:
+    def split(self, lens: Sequence[int]) -> list[SamplingMask]:
         """Returns consecutive parts with `lens` response tokens each."""
         counts = torch.split(self.counts_R, list(lens))
         ids = torch.split(self.ids_K, [int(count_R.sum()) for count_R in counts])
-        return [Support(*part) for part in zip(ids, counts, strict=True)]
+        return [SamplingMask(*part) for part in zip(ids, counts, strict=True)]
 
     @staticmethod
-    def of_observed(count: int) -> Support:
+    def of_observed(count: int) -> SamplingMask:
         """Returns the mask of `count` observed tokens, which keeps no ids."""
-        return Support(torch.zeros(0, dtype=torch.int32), torch.zeros(count, dtype=torch.int32))
+        return SamplingMask(torch.zeros(0, dtype=torch.int32), torch.zeros(count, dtype=torch.int32))
 
     @staticmethod
-    def join(parts: Sequence[Support]) -> Support:
+    def join(parts: Sequence[SamplingMask]) -> SamplingMask:
         """Concatenates masks along the response tokens."""
-        parts = parts or [Support.of_observed(0)]
-        return Support(torch.cat([part.ids_K for part in parts]), torch.cat([part.counts_R for part in parts]))
+        parts = parts or [SamplingMask.of_observed(0)]
+        return SamplingMask(torch.cat([part.ids_K for part in parts]), torch.cat([part.counts_R for part in parts]))
 
-    def where(self, mask_R: Tensor) -> Support:
+    def where(self, mask_R: Tensor) -> SamplingMask:
         """Returns the entries of the response tokens selected by a bool mask [R]."""
-        return Support(self.ids_K[mask_R.repeat_interleave(self.counts_R)], self.counts_R[mask_R])
+        return SamplingMask(self.ids_K[mask_R.repeat_interleave(self.counts_R)], self.counts_R[mask_R])
 
 
 @dataclass
@@ -192,7 +192,7 @@ class Rollout:
     routed_experts: Tensor | None = field(default=None, repr=False, compare=False)
     sampled_mask: list[bool] | None = None
     episode: Episode | None = None
-    kept_tokens: Support | None = field(default=None, repr=False, compare=False)
+    kept_tokens: SamplingMask | None = field(default=None, repr=False, compare=False)
     log_kept_mass: list[float] = field(default_factory=list, repr=False, compare=False)
     version_runs: tuple[tuple[int, int], ...] = ()
 
@@ -239,7 +239,7 @@ class PartialRollout:
     response_ids: tuple[int, ...]
     rollout_logprobs: tuple[float, ...]
     version_runs: tuple[tuple[int, int], ...]
-    kept_tokens: Support | None = field(default=None, repr=False, compare=False)
+    kept_tokens: SamplingMask | None = field(default=None, repr=False, compare=False)
     log_kept_mass: tuple[float, ...] = field(default=(), repr=False, compare=False)
 
 
@@ -291,7 +291,7 @@ class RolloutBatch:
         routed_experts_P: Routing record to replay in the layers of this rank's pipeline stage, from the engine or from
             the actor before its updates, [P, layers, top_k], dtype as in `Rollout`; -1 at the last token of a response.
             None without router replay.
-        support_R: Token ids that truncation kept at each response token, on ranks of the last pipeline stage; None
+        kept_tokens_R: Token ids that truncation kept at each response token, on ranks of the last pipeline stage; None
             without truncation and on other stages.
     """
 
@@ -324,7 +324,7 @@ class RolloutBatch:
     truncated_B: Tensor | None = None
     turn_R: Tensor | None = None
     routed_experts_P: Tensor | None = None
-    support_R: Support | None = None
+    kept_tokens_R: SamplingMask | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -348,7 +348,7 @@ class RolloutBatch:
         return rows.repeat_interleave(self.response_lens_B, output_size=self.response_mask_R.numel())
 
     @property
-    def credited_R(self) -> Tensor:
+    def advantage_index_R(self) -> Tensor:
         """Index of the advantage of each response token, int64: its turn if turns are credited, else its sequence."""
         return self.sequence_R if self.turn_R is None else self.turn_R
 
@@ -356,18 +356,22 @@ class RolloutBatch:
         """Returns a copy of the sequences `rows`, in this order."""
         chosen: dict[str, Any] = {}
         index_B = torch.tensor(rows, dtype=torch.int64)
-        index = {"B": index_B, "P": ragged(self.seq_lens_B, index_B), "R": ragged(self.response_lens_B, index_B)}
+        index = {
+            "B": index_B,
+            "P": ragged_indices(self.seq_lens_B, index_B),
+            "R": ragged_indices(self.response_lens_B, index_B),
+        }
         for item in fields(self):
             value: Any = getattr(self, item.name)
-            if isinstance(value, Support):
+            if isinstance(value, SamplingMask):
                 supports = value.split(self.response_lens_B.tolist())
-                chosen[item.name] = Support.join([supports[row] for row in rows])
+                chosen[item.name] = SamplingMask.join([supports[row] for row in rows])
             elif value is not None:
                 chosen[item.name] = value[index[item.name[-1]]]
         return replace(self, **chosen)
 
 
-def ragged(lens_B: Tensor, index: Tensor) -> Tensor:
+def ragged_indices(lens_B: Tensor, index: Tensor) -> Tensor:
     """Returns the positions of the elements of rows `index` in a packed tensor of rows with `lens_B` elements."""
     starts_B = lens_B.cumsum(0) - lens_B
     return ranges(starts_B[index], starts_B[index] + lens_B[index])

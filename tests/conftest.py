@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from mrl.distributed.worker_processes.sandbox import bubblewrap_works
-from mrl.models.kernels.library import library
+from mrl.models.kernels.library import load_library
 from tests import imports, ranks, tiers, warm
 from tests.launch.cluster import missing_programs
 from tests.source import PACKAGE
@@ -48,7 +48,7 @@ def _missing(marker: str) -> str | None:
         return "needs a CUDA device"
     if marker == "multigpu" and torch.cuda.device_count() < 2:
         return "needs two CUDA devices"
-    if marker == "compiler" and (problem := library(torch.float32)[1]):
+    if marker == "compiler" and (problem := load_library(torch.float32)[1]):
         return f"needs compiled functions: {problem}"
     if marker == "te" and any(importlib.util.find_spec(name) is None for name in ("transformer_engine", "einops")):
         return "needs the wheel transformer-engine and einops"

@@ -13,12 +13,12 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron import parallel_state as parallel
 from mrl.megatron.forward_backward import ForwardBackward
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 
 MOST = 6
 """Layouts that are kept: each of their groups has threads."""
 
-_kept: dict[Grid, tuple[ProcessGroups, dict[str, Any]]] = {}
+_kept: dict[ParallelLayout, tuple[ProcessGroups, dict[str, Any]]] = {}
 """Layout -> its groups, and what Megatron's globals say of it."""
 _globals: list[dict[str, Any]] = []
 """Megatron's, of no layout."""
@@ -26,7 +26,7 @@ _broken = [False]
 """Whether a pipeline was left by an error: messages that nobody took would be taken by the next one."""
 
 
-def groups_of(grid: Grid, seed: int = 0) -> ProcessGroups:
+def groups_of(grid: ParallelLayout, seed: int = 0) -> ProcessGroups:
     """Collective over the job: as `parallel.initialize(grid, seed=seed)`, and others that were made here stay.
 
     Whoever calls `parallel.initialize` or `parallel.destroy` ends them all.

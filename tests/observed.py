@@ -38,9 +38,9 @@ from mrl.megatron.critic import Critic
 from mrl.megatron.model import transformer_config
 from mrl.observability.metrics import is_wall_clock
 from mrl.resharding.megatron import megatron_layouts
-from mrl.train import held_out, one_step, train, warm_start
-from mrl.trainer.resolve import prepare, resolve
-from mrl.trainer.startup import open_job
+from mrl.train import run_step, run_validation, train, warm_start
+from mrl.trainer.resolve import build_run_plan, resolve
+from mrl.trainer.startup import open_trainer
 from mrl.trainer.supervised import examples
 from mrl.trainer.trainer import Trainer
 
@@ -121,50 +121,50 @@ def _settle() -> None:
 def course(config: Config) -> Facts:
     """The steps of a run without its commits."""
     _settle()
-    with open_job(prepare(config), log=False) as job:
-        job.resume()
-        warm_start(job)
-        job.begin(0)
-        facts: Facts = {"threads": torch.get_num_threads(), **_held_out(job)}
+    with open_trainer(build_run_plan(config), log=False) as trainer:
+        trainer.resume()
+        warm_start(trainer)
+        trainer.init_reference_and_critic(0)
+        facts: Facts = {"threads": torch.get_num_threads(), **_held_out(trainer)}
         step = 0
-        while not job.is_last(step):
+        while not trainer.is_last(step):
             step += 1
-            with Operators() as ran, job.progress.step(step):
-                metrics = one_step(job, step)
+            with Operators() as ran, trainer.progress.step(step):
+                metrics = run_step(trainer, step)
             facts |= {f"{step} {name}": value for name, value in metrics.items() if not is_wall_clock(name)}
             facts |= {
                 f"{step} engine {name}": value
-                for name, value in job.sampler.engine.stats().items()
+                for name, value in trainer.rollout_worker.engine.stats().items()
                 if name[-2:] != "_s"
             }
             facts |= {f"{step} operators": (ran.count, ran.elements)}
-        return facts | {"steps": step, "position": job.state.source.position, **_machinery(job)}
+        return facts | {"steps": step, "position": trainer.state.source.position, **_machinery(trainer)}
 
 
-def _held_out(job: Trainer) -> Facts:
-    if not job.validation:
+def _held_out(trainer: Trainer) -> Facts:
+    if not trainer.validation:
         return {}
-    metrics, rollouts = held_out(job)
+    metrics, rollouts = run_validation(trainer)
     kept = {name: value for name, value in metrics.items() if not is_wall_clock(name)}
     return {**kept, "held out": [(rollout.response_ids, rollout.finish_reason) for rollout in rollouts]}
 
 
-def _machinery(job: Trainer) -> Facts:
+def _machinery(trainer: Trainer) -> Facts:
     """What stands behind the numbers: kinds, sizes, what is asleep."""
-    optimizer = job.policy.optimizer
-    asleep = getattr(job.sampler.engine, "_cache").allocated_bytes  # noqa: B009
-    job.policy.offload()
+    optimizer = trainer.actor.optimizer
+    asleep = getattr(trainer.rollout_worker.engine, "_cache").allocated_bytes  # noqa: B009
+    trainer.actor.offload()
     return {
         "optimizer": type(optimizer.chained_optimizers[0]).__name__,
-        "updates": job.policy.num_updates,
-        "gradients reduced in the backward": job.policy.chunks[0].config.grad_sync_func is not None,
-        "engine": sorted({stored.dtype for stored in job.sampler.engine.layout().values()}),
+        "updates": trainer.actor.num_updates,
+        "gradients reduced in the backward": trainer.actor.chunks[0].config.grad_sync_func is not None,
+        "engine": sorted({stored.dtype for stored in trainer.rollout_worker.engine.layout().values()}),
         "cache": asleep,
         "away": {
-            part: sum(tensor.untyped_storage().nbytes() for tensor in job.policy._tensors_of(part))
+            part: sum(tensor.untyped_storage().nbytes() for tensor in trainer.actor._tensors_of(part))
             for part in ("weights", "gradients", "optimizer")
         },
-        "critic": {} if job.critic is None else _critic(job.critic.model),
+        "critic": {} if trainer.critic is None else _critic(trainer.critic.model),
     }
 
 

@@ -8,7 +8,7 @@ import pytest
 from mrl.commands.cli import main
 from mrl.config.config import load
 from mrl.engines.trtllm.fields import needs_mpi
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.trainer.resolve import resolve
 from tests.source import ROOT
 
@@ -32,7 +32,7 @@ def world_size(path: Path) -> int:
     return int(found["nodes"]) * int(found["gpus"])
 
 
-def layout_name(grid: Grid) -> str:
+def layout_name(grid: ParallelLayout) -> str:
     sizes = {"tp": grid.tp, "pp": grid.pp, "vpp": grid.vpp, "cp": grid.cp, "ep": grid.ep}
     return "".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
 
@@ -52,7 +52,7 @@ def test_a_config_is_allowed_at_its_world_size_and_named_after_its_layout(file):
     name = NAME.fullmatch(file.name)
     assert (name["layout"] or "") == layout_name(found.grid)
     assert found.config.rollout.name == (name["engine"] or "trtllm")
-    assert bool(name["roles"]) == found.grid.has_roles
+    assert bool(name["roles"]) == found.grid.has_separate_rollout
     assert name["algorithm"] == ("opd" if found.teachers else found.config.algorithm.name)
     assert bool(name["agent"]) == found.config.rollout.multi_turn.enable
     assert re.sub("[-_]", "", name["model"]) == re.sub("[-_]", "", found.config.model.preset)

@@ -177,7 +177,7 @@ def test_only_weights_knows_how_tensors_are_cut():
     for path in modules():
         for node in ast.walk(tree_of(path)):
             names_a_kind = (
-                isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Kind"
+                isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ShardKind"
             )
             cuts = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in made
             if names_a_kind or cuts:

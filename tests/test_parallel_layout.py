@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from mrl.megatron.parallel_state import parallel_state
-from mrl.parallel_layout import Coords, Grid
+from mrl.parallel_layout import Coords, ParallelLayout
 
 GRIDS = [
-    Grid(8, tp=2, pp=2),
-    Grid(16, tp=2, cp=2, pp=2),
-    Grid(16, tp=2, pp=2, ep=4, etp=1),
-    Grid(16, tp=4, cp=2, ep=2, etp=2),
-    Grid(32, tp=2, cp=2, pp=2, ep=4),
+    ParallelLayout(8, tp=2, pp=2),
+    ParallelLayout(16, tp=2, cp=2, pp=2),
+    ParallelLayout(16, tp=2, pp=2, ep=4, etp=1),
+    ParallelLayout(16, tp=4, cp=2, ep=2, etp=2),
+    ParallelLayout(32, tp=2, cp=2, pp=2, ep=4),
 ]
 
 
@@ -48,9 +48,9 @@ def test_a_rank_is_found_by_its_coordinates(grid):
 
 
 ROLES = [
-    Grid(3, rollout_ranks=1),
-    Grid(4, tp=2, rollout_tp=2, rollout_ranks=2),
-    Grid(14, tp=2, pp=2, ep=2, etp=1, rollout_tp=3, rollout_ranks=6),
+    ParallelLayout(3, rollout_ranks=1),
+    ParallelLayout(4, tp=2, rollout_tp=2, rollout_ranks=2),
+    ParallelLayout(14, tp=2, pp=2, ep=2, etp=1, rollout_tp=3, rollout_ranks=6),
 ]
 
 
@@ -64,10 +64,10 @@ def test_ranks_that_train_stand_as_in_a_job_of_their_own_and_replicas_are_of_the
     assert [(grid.replica(rank), grid.rollout_rank(rank)) for rank in grid.samplers] == [
         (replica, place) for replica in range(grid.num_replicas) for place in range(grid.rollout_size)
     ]
-    assert grid.fewest_ranks <= grid.world_size
-    assert replace(grid, world_size=grid.fewest_ranks).dp >= 1
+    assert grid.min_world_size <= grid.world_size
+    assert replace(grid, world_size=grid.min_world_size).dp >= 1
 
 
 def test_without_roles_every_rank_does_both():
-    grid = Grid(4, tp=2)
+    grid = ParallelLayout(4, tp=2)
     assert list(grid.trainers) == list(grid.samplers) == list(range(4))

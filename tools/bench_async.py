@@ -36,9 +36,9 @@ from bench.measure import commit, device_name, spread
 from mrl.config.config import load
 from mrl.distributed.local_ranks import free_port
 from mrl.engines.native.decode_state import DecodeState
-from mrl.train import one_step
-from mrl.trainer.resolve import prepare
-from mrl.trainer.startup import open_job
+from mrl.train import run_step
+from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.startup import open_trainer
 from mrl.trainer.trainer import Trainer
 
 WARM_UP = {"overlap": 2, "tail": 8}
@@ -76,12 +76,12 @@ def settings(folder: Path, part: str, *, steps: int, batch_size: int, **rollout:
     }
 
 
-def measured(job: Trainer, step: int) -> dict[str, float]:
+def measured(trainer: Trainer, step: int) -> dict[str, float]:
     """Runs a step and returns the time of its phases and of the step, s."""
-    with job.timers.step(step):
-        metrics = one_step(job, step)
-    timings = job.timers.metrics()
-    job.log.step(step, metrics | job.rates.metrics())
+    with trainer.timers.step(step):
+        metrics = run_step(trainer, step)
+    timings = trainer.timers.metrics()
+    trainer.log.step(step, metrics | trainer.rates.metrics())
     return {name.removeprefix("timing_s/"): seconds for name, seconds in timings.items()}
 
 
@@ -92,11 +92,11 @@ def rank_of_overlap(rank: int, port: int, config: dict[str, Any], pipe: Connecti
     where = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in where.items()}, MASTER_ADDR="127.0.0.1")
     found = []
-    with open_job(prepare(load(config), resumes=False)) as job:
-        job.resume()
-        job.begin(0)
+    with open_trainer(build_run_plan(load(config), resumes=False)) as trainer:
+        trainer.resume()
+        trainer.init_reference_and_critic(0)
         for step in range(1, config["train"]["num_steps"] + 1):
-            found.append(measured(job, step))
+            found.append(measured(trainer, step))
     if pipe is not None:
         pipe.send(found)
 
@@ -160,11 +160,11 @@ def lengths_by_key(short: int, factor: int, slow: float) -> None:
 def run_of_tail(config: dict[str, Any], trace: tuple[int, int, float], pipe: Connection) -> None:
     """Runs one side of "tail": takes a step per message and answers with the time of its phases."""
     lengths_by_key(*trace)
-    with open_job(prepare(load(config), resumes=False)) as job:
-        job.resume()
-        job.begin(0)
+    with open_trainer(build_run_plan(load(config), resumes=False)) as trainer:
+        trainer.resume()
+        trainer.init_reference_and_critic(0)
         for _ in range(config["train"]["num_steps"]):
-            phases = measured(job, pipe.recv())
+            phases = measured(trainer, pipe.recv())
             pipe.send(phases)
 
 

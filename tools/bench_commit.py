@@ -29,8 +29,8 @@ from bench.measure import add_device, commit, device_name, seconds, spread
 
 from mrl.config.config import Config, load
 from mrl.train import reinforcement_step
-from mrl.trainer.resolve import prepare
-from mrl.trainer.startup import open_job
+from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.startup import open_trainer
 from mrl.trainer.trainer import Trainer
 
 WARM_UP = 2
@@ -100,20 +100,22 @@ def measure(config: Config, repeats: int) -> dict[str, Any]:
     plain: list[float] = []
     overlapped: list[Written] = []
     waiting: list[float] = []
-    with open_job(prepare(config)) as job:
-        job.resume()
+    with open_trainer(build_run_plan(config)) as trainer:
+        trainer.resume()
         step = 0
         for pair in range(-WARM_UP, repeats):
             for writes in (True, False) if pair % 2 else (False, True):
                 step += 1
-                found = step_while_writing(job, step) if writes else plain_step(job, step)
+                found = step_while_writing(trainer, step) if writes else plain_step(trainer, step)
                 if pair >= 0:
                     (overlapped if isinstance(found, Written) else plain).append(found)  # type: ignore[arg-type]
         for _ in range(min(3, repeats)):
             step += 1
-            standing = job.progress.reached(step, {})
-            waiting.append(seconds(partial(job.commits.write_standing, standing), job.device))
-        files = [file.stat().st_size for file in job.commits.checkpoints.path(step).rglob("*") if file.is_file()]
+            standing = trainer.progress.record_state(step, {})
+            waiting.append(seconds(partial(trainer.checkpointing.write_saved_state, standing), trainer.device))
+        files = [
+            file.stat().st_size for file in trainer.checkpointing.checkpoints.path(step).rglob("*") if file.is_file()
+        ]
     pairs = list(zip(overlapped, plain, strict=True))
     return {
         "ratio_step": round(statistics.median(one.step / other for one, other in pairs), 3),
@@ -131,25 +133,25 @@ def measure(config: Config, repeats: int) -> dict[str, Any]:
     }
 
 
-def plain_step(job: Trainer, step: int) -> float:
+def plain_step(trainer: Trainer, step: int) -> float:
     """Returns the time of a step, s."""
-    with job.timers.step(step):
-        return seconds(lambda: reinforcement_step(job, step), job.device)
+    with trainer.timers.step(step):
+        return seconds(lambda: reinforcement_step(trainer, step), trainer.device)
 
 
-def step_while_writing(job: Trainer, step: int) -> Written:
+def step_while_writing(trainer: Trainer, step: int) -> Written:
     """Starts a checkpoint, runs a step, and returns the times of both."""
     began = time.perf_counter()
-    job.commits.write(step, {})
-    waited, writing = time.perf_counter() - began, job.commits.writing
+    trainer.checkpointing.write(step, {})
+    waited, writing = time.perf_counter() - began, trainer.checkpointing.pending_writes
     if writing is None:
         raise RuntimeError("no checkpoint is being written")
-    took = plain_step(job, step)
+    took = plain_step(trainer, step)
     done = writing.is_done
     while not writing.is_done:  # training does not wait here if steps are long
         time.sleep(0.01)
     began = time.perf_counter()
-    job.commits.settle(wait=True)
+    trainer.checkpointing.finish_pending(wait=True)
     return Written(took, waited + time.perf_counter() - began, writing.seconds, done)
 
 

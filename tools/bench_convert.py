@@ -47,7 +47,7 @@ from mrl.checkpoint.io.hashed_writer import xxh3_file
 from mrl.commands.convert.convert import convert, plan_conversion
 from mrl.models.base import ArchSpec
 from mrl.models.presets import arch_from_preset
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.trtllm import TrtllmMapping
 
 _SHAPE = {
@@ -91,7 +91,9 @@ def write_random(folder: Path, arch: ArchSpec, max_file_bytes: int) -> int:
 def make_target(kind: str, arch: ArchSpec, moe: bool) -> Target:
     """Returns the measured layout of a format."""
     if kind == "megatron":
-        return MegatronTarget(arch, Grid(4, tp=2, pp=2, ep=2 if moe else 1, etp=1 if moe else None), "bfloat16")
+        return MegatronTarget(
+            arch, ParallelLayout(4, tp=2, pp=2, ep=2 if moe else 1, etp=1 if moe else None), "bfloat16"
+        )
     return TrtllmTarget(arch, TrtllmMapping(4, 1, moe_ep_size=2 if moe else 0), "bfloat16")
 
 

@@ -28,7 +28,7 @@ from bench.measure import commit, device_name
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mrl.distributed.groups import ProcessGroups
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import expert_index_dtype
 from mrl.rollout.dispatch import StageRoutingFormat, dispatch_samples
 from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
@@ -62,7 +62,7 @@ def main() -> None:
 
 def run(args: argparse.Namespace, million_tokens: float) -> dict[str, Any]:
     """Measures one number of tokens in this process."""
-    grid = Grid(args.ranks, tp=TP, pp=PP, rollout_tp=REPLICA)
+    grid = ParallelLayout(args.ranks, tp=TP, pp=PP, rollout_tp=REPLICA)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.ranks)
     vars(dist)["all_to_all_single"] = moves_nothing  # the fake group rejects a round in which rank 0 only receives
     own = dist.new_group([0])
@@ -105,7 +105,7 @@ def moves_nothing(*tensors_and_sizes: Any) -> None:
     """Replaces a collective."""
 
 
-def make_table(tokens: int, sample_tokens: int, grid: Grid) -> SampleTable:
+def make_table(tokens: int, sample_tokens: int, grid: ParallelLayout) -> SampleTable:
     """Returns a table of samples with `tokens` tokens in total; prompts are distributed round-robin over replicas."""
     prompts = max(grid.num_replicas, tokens // (sample_tokens * SAMPLES))
     generator = torch.Generator().manual_seed(0)

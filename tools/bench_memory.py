@@ -41,13 +41,13 @@ from mrl.config.config import load
 from mrl.distributed.local_ranks import free_port
 from mrl.engines._memory_plan import Device
 from mrl.engines.native.packed_linear import compute_dtype
-from mrl.models.kernels.library import library
+from mrl.models.kernels.library import load_library
 from mrl.models.transformer_engine import why_local
 from mrl.resharding.copy_op import Copy
 from mrl.resharding.dtypes import DTYPES
 from mrl.train import reinforcement_step
-from mrl.trainer.resolve import RunPlan, prepare
-from mrl.trainer.startup import open_job
+from mrl.trainer.resolve import RunPlan, build_run_plan
+from mrl.trainer.startup import open_trainer
 from mrl.trainer.trainer import Trainer
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -127,17 +127,17 @@ SEED = 0
 def run_rank(layout: str, folder: Path, port: str) -> None:
     """Runs one rank of two jobs, the second of which connects at `port`, and writes its prediction and measurement."""
     given = [*LAYOUTS[layout][1]]
-    small = prepare(load(folder / "run.yaml", [*given, *SMALL]))
+    small = build_run_plan(load(folder / "run.yaml", [*given, *SMALL]))
     before = held_bytes(small.config.run.device)
     with two_steps(small):
         pass
     os.environ["MASTER_PORT"] = port
-    plan = prepare(load(folder / "run.yaml", given))
+    plan = build_run_plan(load(folder / "run.yaml", given))
     baseline = held_bytes(plan.config.run.device)
-    with two_steps(plan) as job:
-        device, rank, stage = predicted_on(job), job.groups.rank, job.groups.coords.pp
-        moved = most_moved_bytes(job.sampler.refit.plan.copies)
-        peaks = job.timers.ledger.peaks
+    with two_steps(plan) as trainer:
+        device, rank, stage = predicted_on(trainer), trainer.groups.rank, trainer.groups.coords.pp
+        moved = most_moved_bytes(trainer.rollout_worker.weight_sync.plan.copies)
+        peaks = trainer.timers.ledger.peaks
     predicted = memory_by_stage(plan, device, moved_bytes=moved)[stage]
     measured = {predicted_phase: peaks[phase] - baseline for phase, predicted_phase in PHASES.items()}
     rows = {
@@ -155,14 +155,14 @@ def run_rank(layout: str, folder: Path, port: str) -> None:
 @contextmanager
 def two_steps(plan: RunPlan) -> Iterator[Trainer]:
     """Collective over the job: runs two steps; the body runs with everything still allocated."""
-    with open_job(plan, log=False) as job:
-        job.resume()
-        with job.timers.step(0):
-            job.begin(0)
+    with open_trainer(plan, log=False) as trainer:
+        trainer.resume()
+        with trainer.timers.step(0):
+            trainer.init_reference_and_critic(0)
         for step in (1, 2):
-            with job.timers.step(step):
-                reinforcement_step(job, step)
-        yield job
+            with trainer.timers.step(step):
+                reinforcement_step(trainer, step)
+        yield trainer
 
 
 def held_bytes(device: str) -> int:
@@ -171,13 +171,13 @@ def held_bytes(device: str) -> int:
     return torch.cuda.memory_allocated() if device == "cuda" else psutil.Process().memory_info().rss
 
 
-def predicted_on(job: Trainer) -> Device:
+def predicted_on(trainer: Trainer) -> Device:
     """Returns this rank's device, for the prediction."""
-    if job.device.type == "cuda":
-        return Device(te=why_local(job.config, job.arch, job.device.type) is None)
-    dtype = DTYPES[job.config.rollout.dtype or job.config.model.dtype]
-    copies = compute_dtype(dtype, job.device).itemsize
-    compiles = library(DTYPES[job.config.model.dtype])[0] is not None
+    if trainer.device.type == "cuda":
+        return Device(te=why_local(trainer.config, trainer.arch, trainer.device.type) is None)
+    dtype = DTYPES[trainer.config.rollout.dtype or trainer.config.model.dtype]
+    copies = compute_dtype(dtype, trainer.device).itemsize
+    compiles = load_library(DTYPES[trainer.config.model.dtype])[0] is not None
     return Device(te=False, engine_copies=copies, is_host=True, compiles=compiles)
 
 

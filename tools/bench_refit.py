@@ -49,7 +49,7 @@ from mrl.distributed.groups import make_rollout_group
 from mrl.engines.base import EngineSpec, RolloutEngine
 from mrl.models.base import ArchSpec
 from mrl.models.presets import PRESETS, arch_from_preset
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding import checked_copy
 from mrl.resharding.buckets import MIN_ROUND_BYTES
 from mrl.resharding.copy_op import ITEM_BYTES
@@ -63,7 +63,7 @@ from mrl.resharding.transfer_cost import traffic
 from mrl.resharding.vllm import vllm_layouts
 from mrl.resharding.weight_sync import WeightSync
 
-LAYOUTS: dict[str, Callable[[ArchSpec, Grid, str], Mapping[int, Layout]]] = {
+LAYOUTS: dict[str, Callable[[ArchSpec, ParallelLayout, str], Mapping[int, Layout]]] = {
     "native": native_layouts,
     "vllm": vllm_layouts,
 }
@@ -134,7 +134,7 @@ def main() -> int:
 
 @contextmanager
 def refit_of(
-    args: argparse.Namespace, arch: ArchSpec, grid: Grid, device: torch.device
+    args: argparse.Namespace, arch: ArchSpec, grid: ParallelLayout, device: torch.device
 ) -> Iterator[tuple[WeightSync, RolloutEngine]]:
     """Collective over the job: yields a weight sync of random weights, and its engine."""
     rank = dist.get_rank()
@@ -217,7 +217,7 @@ def measure(
 def run_case(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Collective over the job: measures one layout."""
     arch = arch_from_preset(args.preset, {"num_hidden_layers": args.num_layers, **args.overrides}, None)
-    grid = Grid(
+    grid = ParallelLayout(
         dist.get_world_size(),
         args.tp,
         args.pp,
@@ -277,7 +277,7 @@ def send_around(num_bytes: int, buffers: tuple[torch.Tensor, torch.Tensor]) -> N
             work.wait()
 
 
-def described(arch: ArchSpec, grid: Grid) -> str:
+def described(arch: ArchSpec, grid: ParallelLayout) -> str:
     """Returns the layout as text."""
     actor, engine = f"tp {grid.tp} x dp {grid.dp} x pp {grid.pp}", f"tp {grid.rollout_tp}"
     if arch.moe is not None:
@@ -286,7 +286,7 @@ def described(arch: ArchSpec, grid: Grid) -> str:
     return f"{actor} -> rollout {engine}, {grid.world_size} ranks"
 
 
-def full_gather_bytes(engine: str, arch: ArchSpec, grid: Grid, dtype: str) -> int:
+def full_gather_bytes(engine: str, arch: ArchSpec, grid: ParallelLayout, dtype: str) -> int:
     """Returns the bytes that ranks would receive if every rank gathered every full tensor."""
     sources = megatron_layouts(arch, grid, dtype=dtype, te=False)
     return traffic(sources, LAYOUTS[engine](arch, grid, dtype), grid.world_size).full_gather_bytes

@@ -307,7 +307,7 @@ def own_runner(work: Work) -> Iterator[Action]:
         dtype=spec.dtype_name,
         skip_tokenizer_init=True,
         generation_config="vllm",
-        max_model_len=spec.config.longest,
+        max_model_len=spec.config.max_sequence_length,
         max_num_seqs=spec.config.max_num_seqs,
         max_num_batched_tokens=spec.config.max_num_batched_tokens,
         enable_prefix_caching=False,

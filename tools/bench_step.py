@@ -51,8 +51,8 @@ from bench.roofline import Shape, limits, now
 from mrl.config import config as mrl_config
 from mrl.rewards.regex import regex
 from mrl.train import reinforcement_step
-from mrl.trainer.resolve import prepare
-from mrl.trainer.startup import open_job
+from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.startup import open_trainer
 from mrl.trainer.trainer import Trainer
 
 LEARNING_RATE = 1e-5
@@ -136,23 +136,23 @@ def run_case(case: Case, dtype: str, folder: Path, device: str, *, iterations: i
     times: dict[str, list[float]] = {"mrl": [], "trl": []}
     phases: list[dict[str, float]] = []
     config = job_config(case, dtype, folder, device, num_threads, steps=case.warm_up + iterations)
-    with open_job(prepare(config)) as job:
-        job.resume()
+    with open_trainer(build_run_plan(config)) as trainer:
+        trainer.resume()
 
         def after_step(step: int, seconds: float) -> None:
             """Runs a step of mrl after each step of TRL."""
             began = now()
-            timings = mrl_step(job, case, step)
-            synchronize(job.device)
+            timings = mrl_step(trainer, case, step)
+            synchronize(trainer.device)
             if step > case.warm_up:
                 times["mrl"].append(now() - began)
                 times["trl"].append(seconds)
                 phases.append(timings)
 
-        rate = matrix_rate(getattr(torch, dtype), job.device, now)
+        rate = matrix_rate(getattr(torch, dtype), trainer.device, now)
         batch = best_trl_batch(case, dtype, folder, device, rows)
         run_trl(case, dtype, folder, device, rows, case.warm_up + iterations, after_step, batch)
-        rate = max(rate, matrix_rate(getattr(torch, dtype), job.device, now))
+        rate = max(rate, matrix_rate(getattr(torch, dtype), trainer.device, now))
     ratios = [theirs / ours for theirs, ours in zip(times["trl"], times["mrl"], strict=True)]
     return {
         **described(case, dtype),
@@ -237,14 +237,14 @@ def run_two(
 
 def serve_steps(config: mrl_config.Config, case: Case, pipe: Connection) -> None:
     """Runs a job in a subprocess: takes a step per message and answers with its time and that of its phases, s."""
-    with open_job(prepare(config)) as job:
-        job.resume()
-        job.begin(0)
+    with open_trainer(build_run_plan(config)) as trainer:
+        trainer.resume()
+        trainer.init_reference_and_critic(0)
         for _ in range(config.train.num_steps or 0):
             step = pipe.recv()
             began = time.perf_counter()
-            timings = mrl_step(job, case, step)
-            synchronize(job.device)
+            timings = mrl_step(trainer, case, step)
+            synchronize(trainer.device)
             pipe.send((time.perf_counter() - began, timings))
 
 
@@ -383,12 +383,12 @@ def job_config(
     return mrl_config.load(path)
 
 
-def mrl_step(job: Trainer, case: Case, step: int) -> dict[str, float]:
+def mrl_step(trainer: Trainer, case: Case, step: int) -> dict[str, float]:
     """Runs one iteration of `mrl.train.train`; returns the time of its phases, s."""
-    with job.timers.step(step):
-        metrics = reinforcement_step(job, step)
-    timings = job.timers.metrics()
-    job.log.step(step, metrics | job.rates.metrics())
+    with trainer.timers.step(step):
+        metrics = reinforcement_step(trainer, step)
+    timings = trainer.timers.metrics()
+    trainer.log.step(step, metrics | trainer.rates.metrics())
     if metrics["response_length/min"] != case.response_len:
         raise RuntimeError("a response of mrl is too short")
     return {name.removeprefix("timing_s/"): seconds for name, seconds in timings.items()}

@@ -35,17 +35,23 @@ from mrl.algorithms.functional.logprobs import _LinearLogprobs
 from mrl.megatron import model
 from mrl.megatron.cpu import layers
 from mrl.megatron.forward_backward import ForwardBackward
-from mrl.models.kernels.training import Training
-from mrl.trainer.resolve import prepare
-from mrl.trainer.startup import open_job
+from mrl.models.kernels.training import TrainingKernels
+from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.startup import open_trainer
 from mrl.trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "products": [(layers, "rows_times"), (layers, "_accumulate_weight_gradient")],
     "head": [(_LinearLogprobs, "forward"), (_LinearLogprobs, "backward")],
-    "attention": [(Training, "attend"), (Training, "attention_gradients"), (Training, "turned")],
-    "norms and activations": [(Training, name) for name in ("normed", "norm_gradients", "gated", "gate_gradient")],
+    "attention": [
+        (TrainingKernels, "attend"),
+        (TrainingKernels, "attention_backward"),
+        (TrainingKernels, "rope_forward"),
+    ],
+    "norms and activations": [
+        (TrainingKernels, name) for name in ("norm_forward", "norm_gradients", "gate_forward", "gate_gradient")
+    ],
     "microbatches": [(ForwardBackward, "microbatches")],
 }
 """Name in "shares" -> functions of an update; none of them calls another."""
@@ -56,7 +62,7 @@ PHASES = {"generate_rollouts": "rollouts", "score": "rewards", "dispatch_samples
 class Clock(PartTimes):
     """Timer of the functions of a step."""
 
-    def attach(self, job: Trainer) -> None:
+    def attach(self, trainer: Trainer) -> None:
         """Wraps the functions of this process."""
         for part, functions in PARTS.items():
             for owner, name in functions:
@@ -64,8 +70,8 @@ class Clock(PartTimes):
         train = importlib.import_module("mrl.train")
         for name, part in PHASES.items():
             self._time(part, train, name)
-        self._time("refit", job, "refit_if_stale")
-        self._time("optimizer", job.policy.optimizer, "step")
+        self._time("refit", trainer, "sync_weights_if_stale")
+        self._time("optimizer", trainer.actor.optimizer, "step")
 
     def _time(self, part: str, owner: Any, name: str) -> None:
         setattr(owner, name, self.timed(part, getattr(owner, name)))
@@ -94,14 +100,14 @@ def profile(case: Case, dtype: str, folder: Path, steps: int) -> dict[str, Any]:
     warm_up = 3 if steps > 1 else 2
     config = job_config(case, dtype, folder, "cpu", 1, steps=warm_up + steps)
     clock, step_times = Clock(), []
-    with open_job(prepare(config)) as job:
-        job.resume()
-        clock.attach(job)
+    with open_trainer(build_run_plan(config)) as trainer:
+        trainer.resume()
+        clock.attach(trainer)
         for step in range(1, warm_up + steps + 1):
             if step == warm_up + 1:
                 clock.seconds.clear()
             began = time.thread_time()
-            mrl_step(job, case, step)
+            mrl_step(trainer, case, step)
             step_times.append(time.thread_time() - began)
         rate = matrix_rate(getattr(torch, dtype), CPU, time.thread_time)
     step_times, parts = step_times[warm_up:], dict(clock.seconds)

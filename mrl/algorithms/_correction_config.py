@@ -55,7 +55,7 @@ def parse(config: RolloutCorrectionConfig) -> CorrectionSpec:
         UserError: A preset, test or threshold is unknown or malformed, or a field contradicts the preset.
     """
     _check_preset(config)
-    acting = config.acting
+    acting = config.resolved
     rejections = _parse_rejections(acting.rollout_rs, acting.rollout_rs_threshold)
     weighing = None
     if acting.rollout_is is not None:
@@ -72,7 +72,7 @@ def parse(config: RolloutCorrectionConfig) -> CorrectionSpec:
 
 def unused_fields(config: RolloutCorrectionConfig) -> dict[str, str]:
     """Returns the fields without effect, each with the reason."""
-    acting, found = config.acting, dict[str, str]()
+    acting, found = config.resolved, dict[str, str]()
     clips = acting.bypass_mode and acting.loss_type == "ppo_clip"
     if not acting.bypass_mode and acting.loss_type == "reinforce":
         found["loss_type"] = f"{KEY}.bypass_mode is false: the loss is the algorithm's"
@@ -100,7 +100,7 @@ def check_policy_loss(policy_loss: str | None, config: RolloutCorrectionConfig) 
 
 def is_reinforce(config: RolloutCorrectionConfig) -> bool:
     """Returns whether the loss is -w A log pi, without a ratio that could be clipped."""
-    acting = config.acting
+    acting = config.resolved
     return bool(acting.bypass_mode) and acting.loss_type == "reinforce"
 
 
@@ -108,7 +108,7 @@ def with_preset(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
     """Returns the section with the fields of its preset filled in."""
     if config.preset is None:
         return config
-    acting = config.acting
+    acting = config.resolved
     return replace(acting, loss_type=acting.loss_type if acting.bypass_mode else None)
 
 

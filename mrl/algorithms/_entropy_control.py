@@ -25,17 +25,17 @@ class EntropyControl:
         self._config = config.entropy_ctrl
 
     @property
-    def adapts(self) -> bool:
+    def is_adaptive(self) -> bool:
         """True if the coefficient is adaptive."""
         return self._config.type == "adaptive"
 
     @property
-    def applied(self) -> float:
+    def effective_coef(self) -> float:
         """Coefficient of the next optimizer step; if adaptive, 0 unless the last entropy is at or below the target."""
         low = self.last is not None and self.last <= self._config.target_entropy
-        return self.coef if low or not self.adapts else 0.0
+        return self.coef if low or not self.is_adaptive else 0.0
 
-    def follow(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def update(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Adapts the coefficient after an optimizer step.
 
         It rises by `delta` if the entropy is at or below its target and falls by `delta` otherwise, clamped to
@@ -53,14 +53,14 @@ class EntropyControl:
 
         Source: Skywork-OR1, arXiv 2505.22312; TRL's `use_adaptive_entropy`.
         """
-        if not self.adapts:
+        if not self.is_adaptive:
             return {}
         if ENTROPY not in metrics:
             raise UserError(
                 f"algorithm.entropy_ctrl.type=adaptive follows {ENTROPY}, which the algorithm's loss does not report. "
                 f"Return it among the metrics of `loss`, or set algorithm.entropy_ctrl.type=fixed."
             )
-        applied, entropy = self.applied, metrics[ENTROPY]
+        applied, entropy = self.effective_coef, metrics[ENTROPY]
         step = self._config.delta if entropy <= self._config.target_entropy else -self._config.delta
         self.coef = min(max(self.coef + step, self._config.min_coef), self._config.max_coef)
         self.last = entropy

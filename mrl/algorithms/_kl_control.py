@@ -24,7 +24,7 @@ class KlControl:
         self._config = config.kl_ctrl
 
     @property
-    def adapts(self) -> bool:
+    def is_adaptive(self) -> bool:
         """True if the coefficient is adaptive."""
         return self._config.type == "adaptive"
 
@@ -42,7 +42,7 @@ class KlControl:
         verl's `AdaptiveKLController`.
         """
         self.charged = self.coef
-        if self.adapts:
+        if self.is_adaptive:
             error = min(max(mean_kl / self._config.target_kl - 1, -MAX_ERROR), MAX_ERROR)
             self.coef *= 1 + error * num_sequences / self._config.horizon
         return self.charged * kl_R

@@ -85,7 +85,7 @@ class PolicyGradient(Algorithm):
         estimated at the sampler's log-probabilities. `overlong.mask_truncated` narrows the mask first.
         """
         mask_R = self._narrow_mask(batch, reduce)
-        advantages_R = outcome_advantages_B.double()[batch.credited_R]
+        advantages_R = outcome_advantages_B.double()[batch.advantage_index_R]
         if self.config.kl_in == "reward":
             advantages_R = advantages_R - reward_to_go(self._kl_charge_R(batch, reduce), batch.response_lens_B)
         if self.whitens:
@@ -204,8 +204,8 @@ class PolicyGradient(Algorithm):
             nll_R = torch.where(microbatch.nll_weights_R > 0, -logprobs_R, 0.0)
             loss = loss + config.positive_example_nll_weight * (microbatch.nll_weights_R * nll_R).sum()
             metrics["actor/positive_nll_loss"] = _sum(nll_R, microbatch.nll_weights_R)
-        if config.entropy_coef != 0 or self.entropy_control.adapts:
-            loss = loss - self.entropy_control.applied * (weights_R * entropy_R).sum()
+        if config.entropy_coef != 0 or self.entropy_control.is_adaptive:
+            loss = loss - self.entropy_control.effective_coef * (weights_R * entropy_R).sum()
             metrics["actor/entropy_loss"] = _sum(entropy_R, weights_R)
         metrics["actor/loss"] = loss.detach().double()
         return loss, metrics

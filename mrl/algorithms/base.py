@@ -120,7 +120,7 @@ class Algorithm(ABC):
     @property
     def needs_proximal(self) -> bool:
         """True if `proximal_logprobs_R` must be set before the update."""
-        return not self.config.rollout_correction.acting.bypass_mode
+        return not self.config.rollout_correction.resolved.bypass_mode
 
     @property
     def reads_early(self) -> frozenset[str]:
@@ -166,7 +166,7 @@ class Algorithm(ABC):
 
         Args:
             batch: Sequences of this rank.
-            outcome_advantages_B: Outcome advantages, indexed by `batch.credited_R`.
+            outcome_advantages_B: Outcome advantages, indexed by `batch.advantage_index_R`.
             reduce: Elementwise sum over the data-parallel ranks.
         """
 

@@ -57,7 +57,7 @@ class Ppo(PolicyGradient):
         config, mask_R = self.config, self._narrow_mask(batch, reduce)
         batch.critic_mask_R = self.correction.accepted_R(batch)
         valued_R, values_R = batch.valued_R, required(batch.values_R, "values_R")
-        rewards_R = _rewards_at_last_token(valued_R, outcome_advantages_B, batch.credited_R)
+        rewards_R = _rewards_at_last_token(valued_R, outcome_advantages_B, batch.advantage_index_R)
         if config.kl_in == "reward":
             rewards_R = rewards_R - self._kl_charge_R(batch, reduce)
         lens_B = torch.zeros(batch.num_sequences, dtype=torch.float64)

@@ -24,7 +24,7 @@ from mrl import __version__
 from mrl.checkpoint.run_dir.resume_hint import resume_hint
 from mrl.commands.launch import SCRIPTS, LaunchOptions, launch_command
 from mrl.config.config import Config, load
-from mrl.config.paths import expanded
+from mrl.config.paths import expand_path
 from mrl.distributed.launch import exec_program, get_env, get_launcher_env
 from mrl.distributed.watchdog import signals
 from mrl.distributed.watchdog.abort import claim_message
@@ -33,7 +33,7 @@ from mrl.distributed.watchdog.graceful_stop import END_TIME, Stop, limits
 from mrl.distributed.watchdog.signals import REQUEUE, Terminated
 from mrl.distributed.watchdog.stdio import tolerate_closed_pipes
 from mrl.errors import ClusterError, UserError, printable
-from mrl.trainer.validation.off_policy import told_correction
+from mrl.trainer.validation.off_policy import describe_correction
 
 WORLD_SIZE_HELP = (
     "number of ranks of the real run; default: nodes x GPUs as in the config's file name (4x8), else the fewest ranks "
@@ -120,7 +120,7 @@ def _should_print(error: UserError) -> bool:
         here = get_launcher_env()
     except UserError:
         return True  # the error is in the launcher's variables
-    return here.rank == 0 if error.everywhere else here.local_rank == 0
+    return here.rank == 0 if error.on_all_ranks else here.local_rank == 0
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -178,7 +178,7 @@ def _start_line(config: Config) -> str:
     model, ranks = config.model.path or config.model.preset, get_launcher_env().world_size
     how = " asynchronously" if config.train.mode == "async" else ""
     what = f"{config.algorithm.name}{how} on {model}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
-    return printable(f"mrl {__version__}: starting {what}, in {config.run.output_dir}{told_correction(config)}")
+    return printable(f"mrl {__version__}: starting {what}, in {config.run.output_dir}{describe_correction(config)}")
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
@@ -316,7 +316,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _path(text: str) -> str:
     try:
-        return expanded(text)
+        return expand_path(text)
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -528,14 +528,14 @@ class RolloutConfig:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
 
     @property
-    def longest(self) -> int:
+    def max_sequence_length(self) -> int:
         """Longest sequence (prompt and response), tokens."""
         return self.max_model_len or self.prompt_length + self.response_length
 
     @property
     def longest_prompt(self) -> int:
         """Longest prompt of one engine call, tokens; in multi-turn episodes it contains all earlier turns."""
-        return self.longest if self.multi_turn.enable else self.prompt_length
+        return self.max_sequence_length if self.multi_turn.enable else self.prompt_length
 
 
 @dataclass(frozen=True)
@@ -616,14 +616,14 @@ class RolloutCorrectionConfig:
     minus the actor's log-probability is above this value; null: off."""
 
     @property
-    def takes_sampled(self) -> bool:
+    def uses_rollout_logprobs(self) -> bool:
         """True if the log-probabilities captured while sampling enter the loss."""
-        acting = self.acting
+        acting = self.resolved
         corrects = acting.rollout_is or acting.rollout_rs or acting.off_policy_mask_threshold is not None
         return bool(acting.bypass_mode or corrects)
 
     @property
-    def acting(self) -> RolloutCorrectionConfig:
+    def resolved(self) -> RolloutCorrectionConfig:
         """Copy in which the preset's values and the defaults replace null; an unknown preset counts as null."""
         given: dict[str, Any] = {
             item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from mrl.config.did_you_mean import nearest
-from mrl.config.verl_keys.foreign_names import elsewhere
+from mrl.config.verl_keys.foreign_names import key_hint
 from mrl.errors import UserError
 
 NEAR = 0.75
@@ -87,7 +87,7 @@ def _foreign(key: str, value: Any) -> str:
     while isinstance(value, dict) and value:
         inner, value = next(iter(value.items()))
         key = f"{key}.{inner}"
-    return elsewhere(key)
+    return key_hint(key)
 
 
 def _nearest(key: str, path: str, siblings: list[str], schema: type) -> str | None:

@@ -1,6 +1,6 @@
 """Path fields of the config, and the expansion of `~` and `$VARIABLES` in them.
 
-`config.py` annotates path fields with `FilePath` and `TokenizerPath`; `values.py` calls `expanded` on their values.
+`config.py` annotates path fields with `FilePath` and `TokenizerPath`; `values.py` calls `expand_path` on their values.
 Whether a path exists is checked where it is used.
 """
 
@@ -60,7 +60,7 @@ def _mark(kind: Any) -> IsPath | None:
     return own[0] if own else next((found for found in inner if found), None)
 
 
-def expanded(text: str, mark: IsPath | None = None) -> str:
+def expand_path(text: str, mark: IsPath | None = None) -> str:
     """Returns a path with its home folder and variables expanded; references to other keys (`${run.seed}`) stay.
 
     Raises:

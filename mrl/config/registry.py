@@ -42,7 +42,7 @@ def find(folder: str, name: str, attribute: str, default: Any = _REQUIRED) -> An
     Raises:
         UserError: There is no such plugin (the message suggests the nearest name), or the path cannot be imported.
     """
-    if user_code.is_own(name):
+    if user_code.is_user_code(name):
         try:
             return user_code.load(name)
         except UserError as error:

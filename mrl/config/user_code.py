@@ -24,12 +24,12 @@ FORMS = "'package.module:object' or 'path/to/file.py:object'"
 """Accepted forms of a path to user code, for messages."""
 
 
-def is_own(name: str) -> bool:
+def is_user_code(name: str) -> bool:
     """Returns whether a name is a path to user code, and not the name of something in mrl."""
     return "." in name or ":" in name
 
 
-def located(name: str, folders: Sequence[Path]) -> str:
+def make_absolute(name: str, folders: Sequence[Path]) -> str:
     """Returns a path with its file made absolute: `rewards.py:score` -> `/home/me/rewards.py:score`.
 
     A module in one of the folders becomes its file; an installed one, or one on PYTHONPATH, stays unchanged.
@@ -41,7 +41,7 @@ def located(name: str, folders: Sequence[Path]) -> str:
     Raises:
         UserError: The file does not exist, or the path names no object in it.
     """
-    if not is_own(name):
+    if not is_user_code(name):
         return name
     place, target = _parts(name)
     if place.endswith(".py"):

@@ -19,9 +19,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ValidationError
 
 from mrl.config.keys import is_key, leaves, nested
-from mrl.config.paths import IsPath, expanded, path_keys
-from mrl.config.user_code import located
-from mrl.config.verl_keys.foreign_names import called
+from mrl.config.paths import IsPath, expand_path, path_keys
+from mrl.config.user_code import make_absolute
+from mrl.config.verl_keys.foreign_names import value_hint
 from mrl.config.yaml_file import MAX_DEPTH, UNREADABLE, check_events, reason
 from mrl.errors import UserError
 
@@ -47,7 +47,7 @@ class Values:
 
     def update(self, raw: Any, where: str) -> None:
         """Sets the values in nested dicts and lists; `where` describes their origin in messages."""
-        with explained(where):
+        with explain_yaml_errors(where):
             found = leaves(raw, self._schema)
         for key, value, kind in found:
             self._set(key, value, kind, where)
@@ -63,7 +63,7 @@ class Values:
             return
         if not (key and equals):
             raise UserError(f"override '{_cut(item)}' is not section.key=value, for example train.num_steps=10.")
-        with explained(where):
+        with explain_yaml_errors(where):
             check_events(text)
             parsed: Any = OmegaConf.from_dotlist([f"value={text}"])
             value = OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[index, call-overload]
@@ -82,14 +82,14 @@ class Values:
             above, _, rest = key.partition("[*]")
             entries = range(len(OmegaConf.select(self._node, above))) if rest else ()
             for each in [f"{above}[{index}]{rest}" for index in entries] if rest else [key]:
-                with explained(f"of '{each}'"):
+                with explain_yaml_errors(f"of '{each}'"):
                     name = OmegaConf.select(self._node, each)
                 if isinstance(name, str):
-                    OmegaConf.update(self._node, each, located(name, folders))
+                    OmegaConf.update(self._node, each, make_absolute(name, folders))
 
     def made(self, where: str) -> Any:
         """Returns an instance of the schema with references between keys (`${run.seed}`) resolved."""
-        with explained(where):
+        with explain_yaml_errors(where):
             return OmegaConf.to_object(self._node)
 
     def _take_back(self, key: str, where: str) -> None:
@@ -121,7 +121,7 @@ class Values:
             raise UserError(f"config key '{key}' {where}: {error}.") from error
         except UNREADABLE as error:
             got = "null" if value is None else _cut(repr(value))
-            hint = called(key, value)
+            hint = value_hint(key, value)
             raise UserError(f"config key '{key}' {where}: got {got}, expected {expected(kind)}.{hint}") from error
         self._open(key)
 
@@ -154,7 +154,7 @@ def expected(kind: Any) -> str:
 
 
 @contextmanager
-def explained(where: str) -> Iterator[None]:
+def explain_yaml_errors(where: str) -> Iterator[None]:
     """Converts exceptions of YAML and OmegaConf into a one-line UserError that names the key."""
     try:
         yield
@@ -177,7 +177,7 @@ def _with_paths(value: Any, mark: IsPath | None) -> Any:
         return value
     if isinstance(value, list):
         return [_with_paths(item, mark) for item in value]
-    return expanded(value, mark) if isinstance(value, str) else value
+    return expand_path(value, mark) if isinstance(value, str) else value
 
 
 def _check_texts(value: Any, depth: int = 0) -> None:

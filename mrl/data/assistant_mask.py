@@ -63,7 +63,7 @@ def render_with_turns(
         UserError: There is no chat template, or the template rejects the messages, is not append-only, or writes a turn
             without an end token.
     """
-    rendering = tokenizer.render_chat(messages, begins_answer=False, tools=tools)
+    rendering = tokenizer.render_chat(messages, add_generation_prompt=False, tools=tools)
     text = rendering.text
     ids, offsets = tokenizer.encode_with_offsets(rendering)
     begins, ends = [begin for begin, _ in offsets], [end for _, end in offsets]
@@ -71,10 +71,10 @@ def render_with_turns(
     for index in range(first, len(messages)):
         if messages[index]["role"] != "assistant":
             continue
-        start = _prefix_length(messages[:index], tokenizer, tools, text, begins_answer=True)
+        start = _prefix_length(messages[:index], tokenizer, tools, text, add_generation_prompt=True)
         stop = len(text)
         if index + 1 < len(messages):
-            stop = _prefix_length(messages[: index + 1], tokenizer, tools, text, begins_answer=False)
+            stop = _prefix_length(messages[: index + 1], tokenizer, tools, text, add_generation_prompt=False)
         token, end = bisect_right(ends, start), bisect_left(begins, stop)
         over = next((place for place in range(token, end) if ids[place] in tokenizer.eos_ids), None)
         if over is None:
@@ -96,7 +96,7 @@ def end_token_warning(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] =
     """
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANY_TURN}]
     try:
-        text = tokenizer.render_chat(turn, begins_answer=False, tools=tools).text
+        text = tokenizer.render_chat(turn, add_generation_prompt=False, tools=tools).text
     except UserError:  # a template that rejects this conversation is checked on the data's conversations
         return None
     _, found, after = text.rpartition(ANY_TURN)
@@ -122,10 +122,10 @@ def _prefix_length(
     tools: Sequence[Mapping[str, Any]],
     text: str,
     *,
-    begins_answer: bool,
+    add_generation_prompt: bool,
 ) -> int:
     """Returns the length, in characters, of a rendered prefix of the conversation."""
-    part = tokenizer.render_chat(messages, begins_answer=begins_answer, tools=tools).text
+    part = tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools).text
     if not text.startswith(part):
         at = next((index for index, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), len(text))
         near = slice(max(0, at - 20), at + 20)

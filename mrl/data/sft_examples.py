@@ -26,21 +26,21 @@ from mrl.errors import UserError
 from mrl.types import Prompt
 
 
-class Example(NamedTuple):
+class SftExample(NamedTuple):
     """Token sequence of a supervised step.
 
     Attributes:
         prompt_ids: Tokens before the first trained token, at least one.
         response_ids: Tokens from the first to the last trained one.
-        trained: Loss mask of `response_ids`.
+        response_mask: True where a token of `response_ids` is trained.
     """
 
     prompt_ids: list[int]
     response_ids: list[int]
-    trained: list[bool]
+    response_mask: list[bool]
 
 
-class Encoder:
+class SftEncoder:
     """Converter from prompts and their rows to supervised examples."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Encoder:
         self._data, self._has_episodes = data, rollout.multi_turn.enable
         self._prompt_length, self._response_length = rollout.prompt_length, rollout.response_length
 
-    def supervised(self, prompt: Prompt) -> Example:
+    def supervised(self, prompt: Prompt) -> SftExample:
         """Returns the example of a row: its complete conversation, or else the response to its prompt.
 
         Raises:
@@ -75,7 +75,7 @@ class Encoder:
         value = prompt.answer if key is None else prompt.row.get(key)
         return self.answered(prompt, value, "data.answer_key" if key is None else f"data.response_key={key}")
 
-    def pair(self, prompt: Prompt) -> tuple[Example, Example]:
+    def pair(self, prompt: Prompt) -> tuple[SftExample, SftExample]:
         """Returns the (chosen, rejected) examples of a preference pair.
 
         Raises:
@@ -102,7 +102,7 @@ class Encoder:
             )
         return chosen, rejected
 
-    def answered(self, prompt: Prompt, value: Any, key: str) -> Example:
+    def answered(self, prompt: Prompt, value: Any, key: str) -> SftExample:
         """Returns the example of a prompt and a given response.
 
         Args:
@@ -132,7 +132,7 @@ class Encoder:
             "of an episode."
         )
 
-    def _from_contents(self, prompt: Prompt, answer: Messages) -> Example:
+    def _from_contents(self, prompt: Prompt, answer: Messages) -> SftExample:
         """Concatenates the prompt and message contents; adds end tokens to the assistant's and masks the others."""
         ids: list[int] = []
         trained: list[bool] = []
@@ -160,7 +160,7 @@ class Encoder:
         masked = [False] * len(prompt.prompt_ids)
         return self._example(prompt, [*prompt.prompt_ids, *ids[:limit]], [*masked, *trained[:limit]])
 
-    def _from_turns(self, prompt: Prompt, answer: Messages, *, first: int) -> Example:
+    def _from_turns(self, prompt: Prompt, answer: Messages, *, first: int) -> SftExample:
         """Renders the prompt's messages and an answer; the assistant's turns from message `first` on are trained."""
         messages = [*(prompt.question if isinstance(prompt.question, list) else []), *answer]
         first = len(messages) - 1 if self._data.train_on_turns == "last" else first
@@ -171,7 +171,7 @@ class Encoder:
         return self._example(prompt, *self._within_limits(found, prompt.source))
 
     @staticmethod
-    def _example(prompt: Prompt, ids: list[int], trained: list[bool]) -> Example:
+    def _example(prompt: Prompt, ids: list[int], trained: list[bool]) -> SftExample:
         """Returns the example whose response spans the first to the last trained token."""
         if True not in trained:
             raise UserError(
@@ -179,7 +179,7 @@ class Encoder:
                 "rollout.prompt_length and rollout.response_length allow. Raise them, or remove the row."
             )
         begin, end = trained.index(True), len(ids) - trained[::-1].index(True)
-        return Example(ids[:begin], ids[begin:end], trained[begin:end])
+        return SftExample(ids[:begin], ids[begin:end], trained[begin:end])
 
     def _within_limits(self, found: RenderedConversation, source: str) -> tuple[list[int], list[bool]]:
         """Returns ids and loss mask cut to the configured lengths; the first token is never trained."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from mrl.types import ranges
 
 
-class Prefixes(NamedTuple):
+class SharedPrefixes(NamedTuple):
     """Deduplication of packed tokens: two tokens are equal if they and all tokens before them in their sequences are.
 
     Attributes:
@@ -26,12 +26,12 @@ class Prefixes(NamedTuple):
     origin_D: Tensor
 
 
-def each_token(count: int) -> Prefixes:
+def each_token(count: int) -> SharedPrefixes:
     """Returns the identity deduplication, in which every token is distinct."""
-    return Prefixes(torch.arange(count), torch.arange(count))
+    return SharedPrefixes(torch.arange(count), torch.arange(count))
 
 
-def shared_prefixes(tokens_P: Tensor, lens: Sequence[int]) -> Prefixes:
+def shared_prefixes(tokens_P: Tensor, lens: Sequence[int]) -> SharedPrefixes:
     """Finds the longest prefix that each sequence shares with any other sequence.
 
     Args:
@@ -52,7 +52,7 @@ def shared_prefixes(tokens_P: Tensor, lens: Sequence[int]) -> Prefixes:
     distinct, starts = distinct_P.numpy(), starts_B.tolist()
     for start, before, shared in zip(starts[1:], starts, shared_B[1:].tolist(), strict=False):
         distinct[start : start + shared] = distinct[before : before + shared]
-    return Prefixes(distinct_P, origin_D)
+    return SharedPrefixes(distinct_P, origin_D)
 
 
 def _shared_with_predecessor(tokens_P: Tensor, starts_B: Tensor, lens_B: Tensor) -> Tensor:

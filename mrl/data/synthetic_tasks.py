@@ -346,7 +346,7 @@ def make_task(name: str, kwargs: Mapping[str, Any]) -> Task:
     """
     if name in TASKS:
         factory = TASKS[name]
-    elif user_code.is_own(name):
+    elif user_code.is_user_code(name):
         factory = registry.find("data", name, "")
         if not (isinstance(factory, type) and issubclass(factory, Task)):
             raise UserError(

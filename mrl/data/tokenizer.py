@@ -51,7 +51,8 @@ class Tokenizer(ABC):
         """Returns the token ids of a text.
 
         Args:
-            text: Special tokens written out in it become their ids, except inside `ChatText.quoted` spans.
+            text: Special tokens written out in it become their ids, except inside `ChatText.quoted`
+                spans.
             prompt: True to prepend the beginning-of-sequence token if this tokenizer uses one. It is not added
                 twice: a text that starts with it (from a chat template) stays unchanged.
 
@@ -72,7 +73,7 @@ class Tokenizer(ABC):
     def vocabulary(self) -> dict[str, int]:
         """Token ids by token text."""
 
-    def quoted(self, text: str) -> ChatText:
+    def escape_special_tokens(self, text: str) -> ChatText:
         """Marks all special tokens in an untrusted text (such as an environment's) as ordinary characters."""
         return ChatText(text)
 
@@ -88,14 +89,14 @@ class Tokenizer(ABC):
         Raises:
             UserError: The tokenizer has no chat template, or the template rejects the messages.
         """
-        return self.encode(self.render_chat(messages, begins_answer=True, tools=tools))
+        return self.encode(self.render_chat(messages, add_generation_prompt=True, tools=tools))
 
     @abstractmethod
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        begins_answer: bool,
+        add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] = (),
         trusted: Collection[str] = TRUSTED_ROLES,
     ) -> ChatText:
@@ -103,7 +104,7 @@ class Tokenizer(ABC):
 
         Args:
             messages: At least one chat message with "role" and "content".
-            begins_answer: True to append the generation prompt of the assistant.
+            add_generation_prompt: True to append the generation prompt of the assistant.
             tools: JSON schemas of the functions that the assistant may call.
             trusted: Roles whose messages may contain special tokens; in other messages they are encoded as ordinary
                 characters.
@@ -198,7 +199,7 @@ class CharTokenizer(Tokenizer):
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        begins_answer: bool,
+        add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] = (),
         trusted: Collection[str] = TRUSTED_ROLES,
     ) -> ChatText:
@@ -318,8 +319,8 @@ class HFTokenizer(Tokenizer):
         lacks_bos = prompt and self.bos_id is not None and ids[:1] != [self.bos_id]
         return [self.bos_id, *ids] if lacks_bos and self.bos_id is not None else ids
 
-    def quoted(self, text: str) -> ChatText:
-        """Implements `Tokenizer.quoted`."""
+    def escape_special_tokens(self, text: str) -> ChatText:
+        """Implements `Tokenizer.escape_special_tokens`."""
         return ChatText(text, tuple(match.span() for match in self._special.finditer(text)) if self._special else ())
 
     def _ids(self, text: str, split_special_tokens: bool = False) -> list[int]:
@@ -361,7 +362,7 @@ class HFTokenizer(Tokenizer):
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        begins_answer: bool,
+        add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] = (),
         trusted: Collection[str] = TRUSTED_ROLES,
     ) -> ChatText:
@@ -377,7 +378,7 @@ class HFTokenizer(Tokenizer):
                 escaper.messages,
                 tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
-                add_generation_prompt=begins_answer,
+                add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # the template is user code and may raise anything
             raise UserError(f"the chat template of '{self.name}' failed: {first_line(error)}.") from error

@@ -129,7 +129,7 @@ def raise_error_on_all_ranks(error: Exception | None, group: dist.ProcessGroup |
         is_user_error, described, message = report
         if is_user_error:
             shared = UserError(message)
-            shared.everywhere = True
+            shared.on_all_ranks = True
             raise shared from error
         raise RankFailedError(dist.get_global_rank(group or world_group(), rank), described) from error
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from mrl.distributed.subworld import use_as_world
-from mrl.parallel_layout import Coords, Grid
+from mrl.parallel_layout import Coords, ParallelLayout
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ProcessGroups:
     """
 
     rank: int
-    grid: Grid
+    grid: ParallelLayout
     tp: dist.ProcessGroup
     cp: dist.ProcessGroup
     dp: dist.ProcessGroup
@@ -69,7 +69,7 @@ class ProcessGroups:
         return self.is_sampler and self.grid.rollout_rank(self.rank) == 0
 
 
-def make_rollout_group(grid: Grid, rank: int) -> dist.ProcessGroup:
+def make_rollout_group(grid: ParallelLayout, rank: int) -> dist.ProcessGroup:
     """Collective over all ranks: creates each replica's group; returns this rank's (itself alone if it only trains)."""
     own: dist.ProcessGroup | None = None
     for replica in range(grid.num_replicas):
@@ -86,7 +86,7 @@ def make_rollout_group(grid: Grid, rank: int) -> dist.ProcessGroup:
 
 
 def make_role_groups(
-    grid: Grid, timeout_s: float, sampling_timeout_s: float
+    grid: ParallelLayout, timeout_s: float, sampling_timeout_s: float
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """Collective over all ranks: creates the groups (trainers, samplers); (None, None) if all ranks do both.
 
@@ -95,7 +95,7 @@ def make_role_groups(
         timeout_s: Timeout of collectives among training ranks, s.
         sampling_timeout_s: Timeout of collectives among sampling ranks, s.
     """
-    if not grid.has_roles:
+    if not grid.has_separate_rollout:
         return None, None
     trainers = dist.new_group(list(grid.trainers), timeout=timedelta(seconds=timeout_s))
     return trainers, dist.new_group(list(grid.samplers), timeout=timedelta(seconds=sampling_timeout_s))

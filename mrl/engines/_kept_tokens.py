@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mrl.types import Rollout, Support
+from mrl.types import Rollout, SamplingMask
 
 
 class KeptTokens:
@@ -57,7 +57,7 @@ class KeptTokens:
         if not found_R.all():
             place = int((~found_R).nonzero()[0])
             raise RuntimeError(f"response token {place} ({int(tokens[place])}) is not among the kept token ids")
-        rollout.kept_tokens = Support(ids_K, counts_R)
+        rollout.kept_tokens = SamplingMask(ids_K, counts_R)
         rollout.log_kept_mass = self._log_mass[: tokens.numel()].tolist()
 
 

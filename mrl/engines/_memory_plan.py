@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from mrl.config.config import Config
 from mrl.engines.native.experts import work_bytes
 from mrl.models.base import ArchSpec
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.copy_op import ITEM_BYTES, num_bytes
 from mrl.resharding.fp8 import DTYPE as FP8
 from mrl.resharding.fp8 import block_grids, fp8_layout, scale_tables
@@ -93,7 +93,7 @@ class PlannedRun:
 
     config: Config
     arch: ArchSpec
-    grid: Grid
+    grid: ParallelLayout
     device: Device
     weights: int
     actor: int
@@ -112,15 +112,15 @@ class MemoryPlan(ABC):
     discards_weights = ""
 
     @abstractmethod
-    def weight_bytes(self, config: Config, arch: ArchSpec, grid: Grid) -> int:
+    def weight_bytes(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> int:
         """Returns the size of the engine's weights on the fullest rank of a replica, bytes."""
 
-    def arriving_bytes(self, config: Config, arch: ArchSpec, grid: Grid) -> int:
+    def arriving_bytes(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> int:
         """Returns the most bytes that a weight sync sends to a rank's engine."""
         return self.weight_bytes(config, arch, grid)
 
     @abstractmethod
-    def layouts(self, config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layout]:
+    def layouts(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> dict[int, Layout]:
         """Returns rank -> layout of the tensors that its engine receives in a weight sync, without FP8 scales.
 
         Equal layouts are one object.
@@ -156,7 +156,7 @@ def sequence_bytes(arch: ArchSpec, slots: int, tp: int, size: int, *, layers: in
     return slots * token_elements(arch, tp, layers=layers) * size
 
 
-def experts_work(arch: ArchSpec, grid: Grid, tokens: int) -> int:
+def experts_work(arch: ArchSpec, grid: ParallelLayout, tokens: int) -> int:
     """Returns the work memory of the native engine's MoE layer, bytes."""
     if arch.moe is None:
         return 0
@@ -195,7 +195,7 @@ def share_of_free(run: PlannedRun, taken: int) -> int:
     return int(max(0, free) * run.config.rollout.gpu_memory_utilization)
 
 
-def quantization_bytes(config: Config, arch: ArchSpec, grid: Grid) -> dict[str, int]:
+def quantization_bytes(config: Config, arch: ArchSpec, grid: ParallelLayout) -> dict[str, int]:
     """Returns the work memory for a band of a matrix that a weight sync quantizes to FP8."""
     quantization, dtype = config.rollout.quantization, config.rollout.dtype or config.model.dtype
     if quantization is None:

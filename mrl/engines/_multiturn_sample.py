@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from mrl.algorithms.functional.sampling import stream_key
 from mrl.engines._multiturn_base import FinishedTurn, SequenceKey
-from mrl.types import FinishReason, Prompt, Rollout, Support
+from mrl.types import FinishReason, Prompt, Rollout, SamplingMask
 
 LATER_UID = 1 << 62
 """Smallest uid of a later turn, above the uids of all prompts: a later turn is sampled as a prompt with its own uid."""
@@ -27,7 +27,7 @@ class MultiTurnSample:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
-    kept_tokens: list[Support] = field(default_factory=list)
+    kept_tokens: list[SamplingMask] = field(default_factory=list)
     log_kept_mass: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "stop"
     num_seen: int = 0
@@ -65,7 +65,7 @@ class MultiTurnSample:
         self.logprobs += [0.0] * len(ids)
         self.mask += [False] * len(ids)
         if self.kept_tokens:
-            self.kept_tokens.append(Support.of_observed(len(ids)))
+            self.kept_tokens.append(SamplingMask.of_observed(len(ids)))
             self.log_kept_mass += [0.0] * len(ids)
 
     def to_rollout(self, version: int) -> Rollout:
@@ -78,6 +78,6 @@ class MultiTurnSample:
             self.finish_reason,
             version,
             sampled_mask=self.mask,
-            kept_tokens=Support.join(self.kept_tokens) if self.kept_tokens else None,
+            kept_tokens=SamplingMask.join(self.kept_tokens) if self.kept_tokens else None,
             log_kept_mass=self.log_kept_mass,
         )

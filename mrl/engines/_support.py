@@ -15,7 +15,7 @@ from mrl.config import registry
 from mrl.config.config import Config, RolloutConfig
 from mrl.engines._config_support import Fields
 from mrl.models.base import ArchSpec
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 
 if TYPE_CHECKING:
     from mrl.engines._memory_plan import MemoryPlan
@@ -95,7 +95,7 @@ class EngineSupport:
             launcher: Launcher as in `LauncherEnv.launcher`.
         """
 
-    def check_hosts(self, grid: Grid, gpus_per_node: int) -> None:
+    def check_hosts(self, grid: ParallelLayout, gpus_per_node: int) -> None:
         """Raises UserError if a replica's ranks cannot be placed on nodes with this number of GPUs."""
 
     def config_errors(self, rollout: RolloutConfig) -> Iterator[str]:
@@ -125,7 +125,7 @@ class EngineSupport:
         """Returns the predicted sizes of the engine; the default is the prediction for the default engine."""
         return engine_support(RolloutConfig.name).memory_plan()
 
-    def on_cpu(self, reduced: Grid) -> CpuRun:
+    def on_cpu(self, reduced: ParallelLayout) -> CpuRun:
         """Returns whether the engine samples on this machine's CPU with the layout `reduced`."""
         return CpuRun("it needs GPUs")
 

@@ -96,7 +96,7 @@ class EngineSpec:
     @property
     def max_len(self) -> int:
         """Longest sequence (prompt and response), tokens."""
-        return self.config.longest
+        return self.config.max_sequence_length
 
 
 RENAMED = {

@@ -29,7 +29,7 @@ from mrl.config.config import Config
 from mrl.distributed.collectives import all_reduce_
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
-from mrl.megatron.distillation_targets import Comparison
+from mrl.megatron.distillation_targets import DistillationSpec
 from mrl.megatron.forward_backward import Loss
 from mrl.megatron.microbatch import PackedMicrobatch
 from mrl.megatron.offload import pinned_like
@@ -75,7 +75,7 @@ class Actor(TrainableModel):
         self._saved_weights: dict[str, Tensor] = {}
         distilled = config.distillation
         self._distillation = Distillation(distilled.distillation_loss) if distilled.enabled else None
-        self.comparison: Comparison | None = None
+        self.distillation: DistillationSpec | None = None
 
     # weights
 
@@ -88,7 +88,7 @@ class Actor(TrainableModel):
             self._reference = self.empty_weights()
         return self._reference
 
-    def take_reference(self) -> None:
+    def copy_to_reference(self) -> None:
         """Collective over data-parallel after an update: copies the actor's current weights into the reference."""
         live = self.named_tensors()
         with torch.no_grad():
@@ -109,7 +109,7 @@ class Actor(TrainableModel):
         self._reference_is_actor = not differing
 
     @property
-    def scores_as_reference(self) -> bool:
+    def equals_reference(self) -> bool:
         """True if the actor's scores equal the reference's bit for bit, the same on all ranks.
 
         This needs equal weights, and that no sampled expert routing is replayed.
@@ -128,7 +128,7 @@ class Actor(TrainableModel):
         return {name: make(tensor).fill_(torch.nan) for name, tensor in self.named_tensors().items()}
 
     @contextmanager
-    def reference(self) -> Iterator[None]:
+    def using_reference(self) -> Iterator[None]:
         """Runs the body with the reference's weights, see `using_weights`."""
         if not self._reference:
             raise RuntimeError("there is no reference: fill reference_tensors() first")
@@ -182,7 +182,7 @@ class Actor(TrainableModel):
 
         Args:
             batch: Sequences of this data-parallel index, the same on its tp and pp ranks; may be empty. If sampling was
-                truncated, tokens are scored over those that the engine kept, `support_R`.
+                truncated, tokens are scored over those that the engine kept, `kept_tokens_R`.
             supervised: True if the batch comes from a data set: scored under the model's own distribution (temperature
                 1, full vocabulary), as in `update`.
 
@@ -190,14 +190,14 @@ class Actor(TrainableModel):
             logprobs_R and entropy_R, fp32 on the CPU, in the batch's order, the same on all ranks of the index.
 
         Raises:
-            RuntimeError: Sampling was truncated, and the batch has no `support_R`.
+            RuntimeError: Sampling was truncated, and the batch has no `kept_tokens_R`.
         """
         if not supervised:
             self._check_support(batch)
         scored = self._score(batch, self._full_distribution if supervised else self._sampling_distribution, 2)
         return scored[0], scored[1]
 
-    def proximal(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    def score_proximal(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
         """Collective over the job: returns the result of `score` with the weights before the update.
 
         With `actor.router_replay=recompute` it also sets `batch.routed_experts_P`, the experts chosen in this pass.
@@ -214,29 +214,32 @@ class Actor(TrainableModel):
         scored = self._score(batch, self._sampling_distribution, 2, choices)
         return scored[0], scored[1]
 
-    def own_scores(self, algorithm: Algorithm) -> list[str]:
+    def logprobs_from_update(self, algorithm: Algorithm) -> list[str]:
         """Returns the batch fields that the forward pass of a step's first update can compute for `algorithm.loss`.
 
-        These log-probabilities are bit-identical to those of `proximal` or `score` over the same sequences, which then
-        need not be called. With `actor.router_replay=recompute` there are none, since updates replay the experts that
-        `proximal` recorded.
+        These log-probabilities are bit-identical to those of `score_proximal` or `score` over the same sequences, which
+        then need not be called. With `actor.router_replay=recompute` there are none, since updates replay the experts
+        that `score_proximal` recorded.
         """
         if algorithm.supervised or (self._config.router_replay == "recompute" and self._arch.moe is not None):
             return []
         found = [PROXIMAL] if algorithm.needs_proximal else []
-        if algorithm.needs_reference and self.scores_as_reference:
+        if algorithm.needs_reference and self.equals_reference:
             found.append(REFERENCE)
         return [name for name in found if name not in algorithm.reads_early]
 
-    def update(self, minibatch: RolloutBatch, algorithm: Algorithm, *, compare: bool = False) -> dict[str, float]:
+    def update(
+        self, minibatch: RolloutBatch, algorithm: Algorithm, *, is_first_update: bool = False
+    ) -> dict[str, float]:
         """Collective over the job: takes one optimizer step on a minibatch.
 
         Args:
             minibatch: Part of this data-parallel index, with `weights_R` set; may be empty.
             algorithm: Algorithm whose `loss` is minimised. Supervised algorithms see the model's own distribution
                 (temperature 1, full vocabulary), others the sampling distribution, see `score`.
-            compare: True if this is the first update of the step. It then also reports metrics of the mismatch between
-                sampler and actor, and fields of `own_scores` that are None are set on ranks of the last pipeline stage.
+            is_first_update: True if this is the first update of the step. It then also reports metrics of the mismatch
+                between sampler and actor, and fields of `logprobs_from_update` that are None are set on ranks of the
+                last pipeline stage.
 
         Returns:
             The algorithm's metrics over the global minibatch, actor/grad_norm (before clipping), actor/lr, and for MoE
@@ -250,7 +253,11 @@ class Actor(TrainableModel):
         if not algorithm.supervised:
             self._check_support(minibatch)
 
-        missing = [name for name in self.own_scores(algorithm) if compare and getattr(minibatch, name) is None]
+        missing = [
+            name
+            for name in self.logprobs_from_update(algorithm)
+            if is_first_update and getattr(minibatch, name) is None
+        ]
 
         def first_update_metrics(microbatches: list[PackedMicrobatch], reports: Reports) -> dict[str, float]:
             logprobs_R = in_batch_order(minibatch, microbatches, reports, 2)[0]
@@ -263,7 +270,7 @@ class Actor(TrainableModel):
             distribution = self._full_distribution
         elif self._distillation is not None:
             loss = self._distillation.training_loss(algorithm)
-            self._forward_backward.comparison = self.comparison.on(self.device) if self.comparison else None
+            self._forward_backward.distillation = self.distillation.on(self.device) if self.distillation else None
         if missing:
             loss = _with_own_logprobs(loss, missing)
         try:
@@ -271,11 +278,11 @@ class Actor(TrainableModel):
                 minibatch,
                 distribution,
                 loss,
-                first_update_metrics if compare else None,
+                first_update_metrics if is_first_update else None,
                 keep_groups_together=algorithm.learns_from == "pairs",
             )
         finally:
-            self._forward_backward.comparison = None
+            self._forward_backward.distillation = None
             self._reference_is_actor = False
         return algorithm.finalize_metrics(metrics)
 
@@ -288,11 +295,11 @@ class Actor(TrainableModel):
                 "checkpoint is not affected. With rollout.true_on_policy=false the run would continue and report "
                 "training/rollout_probs_diff_max."
             )
-            error.everywhere = True
+            error.on_all_ranks = True
             raise error
 
     def _check_support(self, batch: RolloutBatch) -> None:
-        if self._truncated and self._is_last_stage and batch.support_R is None:
+        if self._truncated and self._is_last_stage and batch.kept_tokens_R is None:
             raise RuntimeError(
                 "rollout.top_k, top_p or min_p truncates sampling, but the batch has no support_R (the kept tokens)"
             )
@@ -331,7 +338,7 @@ def _with_own_logprobs(loss: Loss, names: Sequence[str]) -> Loss:
 
 
 def sampled_distribution(config: Config) -> Distribution:
-    """Returns the distribution that the engine samples from; truncation comes from `RolloutBatch.support_R`."""
+    """Returns the distribution that the engine samples from; truncation comes from `RolloutBatch.kept_tokens_R`."""
     return Distribution(config.rollout.temperature, config.actor.logprob_chunk_tokens)
 
 

@@ -18,12 +18,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from mrl.data.shared_prefix import Prefixes
+from mrl.data.shared_prefix import SharedPrefixes
 from mrl.megatron.attention_segments import AttentionSegments, rank_segments
 from mrl.megatron.router import Routing
 from mrl.megatron.row_gather import RowGather, gather_plan
 from mrl.models.kernels.sdpa import attend
-from mrl.models.kernels.training import Angles, Families
+from mrl.models.kernels.training import Angles, SharedPrefixMask
 
 MAX_PADDING = 0.25
 """Largest fraction of a group's scores that may be padding."""
@@ -69,7 +69,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
         positions: Position of each row of this rank in its sequence.
         routing: Input of an MoE model's routers; None for a dense model.
         group: Ranks that share the microbatch; None: this rank has all of it.
-        families: Plan of compiled attention, instead of groups, slots and keys; None: it is not used.
+        prefix_mask: Plan of compiled attention, instead of groups, slots and keys; None: it is not used.
         angles: Rotary angles of each row of this rank, for compiled attention; set by the model.
     """
 
@@ -81,13 +81,13 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     routing: Routing | None = None
     group: dist.ProcessGroup | None = None
-    families: Families | None = None
+    prefix_mask: SharedPrefixMask | None = None
     angles: Angles | None = None
 
 
 def pack(
     lens: Sequence[int],
-    prefixes: Prefixes,
+    prefixes: SharedPrefixes,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
     *,
@@ -145,21 +145,27 @@ def pack(
     return packed
 
 
-def pack_compiled(lens: Sequence[int], prefixes: Prefixes, group: dist.ProcessGroup | None = None) -> PackedSequences:
+def pack_compiled(
+    lens: Sequence[int], prefixes: SharedPrefixes, group: dist.ProcessGroup | None = None
+) -> PackedSequences:
     """Builds the plan for compiled attention; arguments as for `pack`."""
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    seen, longest = families(rank_segments(size, rank, lens, prefixes)), max(lens)
-    return PackedSequences(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, group=group, families=seen)
+    seen, longest = shared_prefix_mask(rank_segments(size, rank, lens, prefixes)), max(lens)
+    return PackedSequences(
+        qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, group=group, prefix_mask=seen
+    )
 
 
-def families(segments: AttentionSegments) -> Families:
+def shared_prefix_mask(segments: AttentionSegments) -> SharedPrefixMask:
     """Groups the segments by the first row of their sequence: sequences that share tokens start with the same row."""
     root_N = segments.row_P[segments.first_N]
     order = root_N.argsort(stable=True)
     counts_F = torch.unique_consecutive(root_N[order], return_counts=True)[1]
     first_R, begin_R, end_R = segments.first_N[order], segments.begin_N[order], segments.end_N[order]
     bound_F = torch.cat([counts_F.new_zeros(1), counts_F.cumsum(0)])
-    return Families(segments.row_P, first_R, begin_R, end_R, bound_F, segments.offset, int((end_R - first_R).max()))
+    return SharedPrefixMask(
+        segments.row_P, first_R, begin_R, end_R, bound_F, segments.offset, int((end_R - first_R).max())
+    )
 
 
 def _group_by_length(segments: AttentionSegments, *, extends: bool) -> list[tuple[Tensor, bool]]:
@@ -287,7 +293,7 @@ class CoreAttention(PackedAttention):
         rows, heads, dim = query.size(0), query.size(2), query.size(3)
         scale = self.scale_of(query)
         queries = _ToSlots.apply(query.reshape(rows, -1), plan.query_slots, plan.row_to_slot)  # type: ignore[no-untyped-call]
-        keys, values = (plan.keys.of(of_all_ranks(x, plan.group).flatten(1)) for x in (key, value))
+        keys, values = (plan.keys.gather(gather_cp(x, plan.group).flatten(1)) for x in (key, value))
         parts = [
             x.split_with_sizes([group.size * count for group, count in zip(plan.groups, counts, strict=True)])
             for x, counts in (
@@ -305,7 +311,7 @@ class CoreAttention(PackedAttention):
         return attended.view(rows, 1, heads * dim)
 
 
-def of_all_ranks(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def gather_cp(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Collective over the group: gathers all ranks' keys or values, in rank order; differentiable."""
     if group is None:
         return rows

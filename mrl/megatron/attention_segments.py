@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrl.data.shared_prefix import Prefixes
+from mrl.data.shared_prefix import SharedPrefixes
 from mrl.megatron.context_parallel import own_rows
 
 
@@ -43,7 +43,7 @@ class AttentionSegments:
         return AttentionSegments(self.row_P, self.first_N[order], self.begin_N[order], self.end_N[order], self.offset)
 
 
-def rank_segments(size: int, rank: int, lens: Sequence[int], prefixes: Prefixes) -> AttentionSegments:
+def rank_segments(size: int, rank: int, lens: Sequence[int], prefixes: SharedPrefixes) -> AttentionSegments:
     """Returns the segments of rank `rank` of `size`; each of its rows is in exactly one.
 
     Args:

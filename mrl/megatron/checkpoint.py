@@ -79,29 +79,29 @@ class Saver:
     plans are gathered until they were the same twice; later saves exchange only the shards' offsets in the files.
     """
 
-    def __init__(self, policy: TrainableModel) -> None:
+    def __init__(self, model: TrainableModel) -> None:
         """Stores the model, an actor or a critic."""
-        self._policy = policy
+        self._model = model
         self._strategy: Any = None
         self._had_optimizer = False
 
-    def begin(self, folder: Path, *, beside: bool = False) -> ShardWriter:
+    def begin(self, folder: Path, *, async_save: bool = False) -> ShardWriter:
         """Collective over the job: starts to save model, optimizer, update count and config.json into a new folder.
 
         Args:
             folder: Folder to create; it is a checkpoint once `finish` of the result has returned.
-            beside: True if a thread writes copies in host memory while the caller continues; otherwise everything is
-                written before the return.
+            async_save: True if a thread writes copies in host memory while the caller continues; otherwise everything
+                is written before the return.
 
         Raises:
             OSError: The disk cannot be written; raised only on the rank that wrote, while others may wait for it.
         """
-        with self._policy.groups.trainers_as_world():
-            return self._begin(folder, beside=beside)
+        with self._model.groups.trainers_as_world():
+            return self._begin(folder, async_save=async_save)
 
-    def _begin(self, folder: Path, *, beside: bool) -> ShardWriter:
-        policy = self._policy
-        policy.bring("weights", "optimizer")
+    def _begin(self, folder: Path, *, async_save: bool) -> ShardWriter:
+        policy = self._model
+        policy.onload("weights", "optimizer")
         if dist.get_rank() == 0:
             folder.mkdir(parents=True)
         dist.barrier()
@@ -130,7 +130,7 @@ class Saver:
             arch = policy.chunks[0].arch
             config = family_of(arch).arch_to_hf(arch)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        return ShardWriter(folder, request, _training_storages(policy) if beside else None, policy.groups)
+        return ShardWriter(folder, request, _training_storages(policy) if async_save else None, policy.groups)
 
 
 class ShardWriter:
@@ -195,7 +195,7 @@ class ShardWriter:
             raise self._error
         return self._hashes
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         """Cancels the write: no file is written to after the return, and the folder never becomes a checkpoint."""
         self._dropped.set()
         if self._thread is not None:
@@ -211,7 +211,7 @@ class ShardWriter:
         self.seconds = time.monotonic() - began
 
 
-class Writings:
+class PendingWrites:
     """Several checkpoints being written, handled as one."""
 
     def __init__(self, each: Sequence[ShardWriter]) -> None:
@@ -232,10 +232,10 @@ class Writings:
         """Collective over the job: finishes each, see `ShardWriter.finish`."""
         return {path: file for writing in self._each for path, file in writing.finish().items()}
 
-    def drop(self) -> None:
+    def cancel(self) -> None:
         """Cancels all writes."""
         for writing in self._each:
-            writing.drop()
+            writing.cancel()
 
 
 def save(folder: Path, policy: TrainableModel) -> None:
@@ -302,13 +302,13 @@ def load(folder: Path, policy: TrainableModel) -> None:
     Raises:
         UserError: The folder is no such checkpoint, is of another model, or contains pickled objects.
     """
-    saved = refuse_code(folder / METADATA)
+    saved = read_safe_metadata(folder / METADATA)
     with policy.groups.trainers_as_world():
         _load(folder, policy, saved)
 
 
 def _load(folder: Path, policy: TrainableModel, saved: list[str]) -> None:
-    policy.bring("weights", "optimizer")
+    policy.onload("weights", "optimizer")
     state = _model_state(policy)
     if policy.optimizer is not None:
         state["moments"] = to_load(policy.optimizer, state, _metadata(), saved)
@@ -338,7 +338,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def refuse_code(file: Path) -> list[str]:
+def read_safe_metadata(file: Path) -> list[str]:
     """Returns the names of the checkpoint's tensors from its metadata; rejects entries that torch would unpickle.
 
     Raises:

@@ -47,7 +47,7 @@ def explain_errors(section: str, given: Iterable[str]) -> Iterator[None]:
             f"Megatron rejects this configuration: {first_line(error).rstrip('.')}. The config sets "
             f"{', '.join(names)}: change or remove the fields that Megatron names, or add those that it asks for."
         )
-        refusal.everywhere = True
+        refusal.on_all_ranks = True
         raise refusal from error
 
 
@@ -63,7 +63,7 @@ def check_te(section: str, given: Iterable[str], *, te: bool) -> None:
             f"{', '.join(names)} needs TransformerEngine, which is not in use. Remove it on a CPU; on a GPU install "
             f"TransformerEngine ({to_install('gpu')}; see README)."
         )
-        refusal.everywhere = True
+        refusal.on_all_ranks = True
         raise refusal
 
 

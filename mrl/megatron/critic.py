@@ -27,7 +27,7 @@ class Critic(TrainableModel):
     section: ClassVar[str] = "critic"
     loss_metric: ClassVar[str] = "critic/vf_loss"
 
-    def take(self, actor: Mapping[str, Tensor]) -> None:
+    def init_from_actor(self, actor: Mapping[str, Tensor]) -> None:
         """Copies the actor's layers and sets the value head to zero, so that every value is 0.
 
         Args:

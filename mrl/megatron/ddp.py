@@ -83,7 +83,7 @@ class DataParallelChunks:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
 
-    def share(self) -> None:
+    def share_memory(self) -> None:
         """Moves CPU weights into shared memory, which other ranks of the host read.
 
         Must be called before the optimizer is created, as its shards are views of the weights.

@@ -13,14 +13,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from mrl.algorithms.functional.divergences import Divergence, Kind, OutputLayer, linear_divergence
+from mrl.algorithms.functional.divergences import Divergence, DivergenceKind, OutputLayer, linear_divergence
 from mrl.algorithms.functional.logprobs import VocabShard
 from mrl.algorithms.functional.topk_distillation import linear_logprobs_of, top_forward_kl, top_tokens
 from mrl.config.config import TOP_K, DistillationLossConfig
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DistillationSpec:
     """Settings and output weights for the comparison with teachers.
 
     Attributes:
@@ -36,7 +36,7 @@ class Comparison:
     chunk_rows: int
     weights: Sequence[Tensor]
 
-    def on(self, device: torch.device) -> Comparison:
+    def on(self, device: torch.device) -> DistillationSpec:
         """Copies the weights to a device."""
         return replace(self, weights=[weight.to(device, non_blocking=True) for weight in self.weights])
 
@@ -47,7 +47,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Compared:
+class DistillationTargets:
     """Teachers of the scored tokens.
 
     Attributes:
@@ -56,11 +56,11 @@ class Compared:
         states_RH: Final hidden state of that teacher where it predicts the token; in host memory until it is used.
     """
 
-    comparison: Comparison
+    comparison: DistillationSpec
     teacher_R: Tensor
     states_RH: Tensor
 
-    def at(self, mask_R: Tensor) -> Compared:
+    def at(self, mask_R: Tensor) -> DistillationTargets:
         """Selects the tokens where the mask is True."""
         return replace(self, teacher_R=self.teacher_R[mask_R], states_RH=self.states_RH[mask_R])
 
@@ -98,7 +98,7 @@ class Compared:
         mode = comparison.config.loss_mode
         if mode != TOP_K:
             divergence = Divergence(
-                cast(Kind, mode), comparison.config.beta, comparison.temperature, comparison.chunk_rows
+                cast(DivergenceKind, mode), comparison.config.beta, comparison.temperature, comparison.chunk_rows
             )
             return (linear_divergence(hidden_PH, weight_VH, rows_R, teacher, shard=shard, divergence=divergence),)
         all_rows = torch.arange(rows_R.numel(), device=rows_R.device)

@@ -27,7 +27,7 @@ from mrl.distributed.collectives import all_reduce_
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.attention import PackedSequences, pack, pack_compiled
 from mrl.megatron.context_parallel import context_targets
-from mrl.megatron.distillation_targets import Compared, Comparison
+from mrl.megatron.distillation_targets import DistillationSpec, DistillationTargets
 from mrl.megatron.microbatch import (
     PackedMicrobatch,
     RowLayout,
@@ -53,9 +53,9 @@ class ForwardBackward:
     """Splits batches into microbatches and runs them through the model chunks of this rank.
 
     Attributes:
-        shares: True if a prefix shared by several sequences is computed once; may be changed between batches.
+        share_prefixes: True if a prefix shared by several sequences is computed once; may be changed between batches.
         replay: True if tokens are routed to the experts in the batch's `routed_experts_P`.
-        comparison: Teachers' output weights for batches with `teacher_B` and `teacher_states_R`; None: no comparison.
+        distillation: Teachers' output weights for batches with `teacher_B` and `teacher_states_R`; None: no comparison.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ForwardBackward:
         *,
         max_tokens: int,
         te: bool,
-        shares: bool = True,
+        share_prefixes: bool = True,
         num_experts: int = 0,
         layers: Sequence[int] = (),
         equal_lengths: bool = False,
@@ -81,7 +81,7 @@ class ForwardBackward:
             device: Device of the chunks.
             max_tokens: Token budget of a microbatch.
             te: True if attention is TransformerEngine's.
-            shares: True if a prefix shared by several sequences is computed once.
+            share_prefixes: True if a prefix shared by several sequences is computed once.
             num_experts: Experts per layer; 0 for a dense model.
             layers: Layer indices of this rank's pipeline stage, to which `routed_experts_P` refers.
             equal_lengths: True if microbatches are padded to the same length on all data-parallel ranks.
@@ -90,10 +90,10 @@ class ForwardBackward:
             compiled: True if attention uses the compiled CPU kernels.
         """
         self._chunks, self._groups, self._device = list(chunks), groups, device
-        self._max_tokens, self._te, self.shares = max_tokens, te, shares
+        self._max_tokens, self._te, self.share_prefixes = max_tokens, te, share_prefixes
         self._num_experts, self._layers = num_experts, layers
         self._equal_lengths, self.replay, self._compiled = equal_lengths, replay, compiled
-        self.comparison: Comparison | None = None
+        self.distillation: DistillationSpec | None = None
 
     def microbatches(
         self, batch: RolloutBatch, distribution: Distribution | None, *, keep_groups_together: bool = False
@@ -134,7 +134,7 @@ class ForwardBackward:
         loss: Loss,
         *,
         backward: bool,
-        choices: RoutingRecorder | None = None,
+        routing_recorder: RoutingRecorder | None = None,
     ) -> list[dict[str, Tensor]]:
         """Collective over the actor's replica: runs the forward pass, and the backward pass if requested.
 
@@ -142,7 +142,7 @@ class ForwardBackward:
             microbatches: Microbatches of this data-parallel index.
             loss: Loss of a microbatch.
             backward: True if gradients are computed.
-            choices: Recorder of the experts that tokens are routed to, for MoE models.
+            routing_recorder: Recorder of the experts that tokens are routed to, for MoE models.
 
         Returns:
             On the last pipeline stage, for each microbatch the metrics of `loss` and its "scores" (detached, [n, R]);
@@ -157,8 +157,8 @@ class ForwardBackward:
             index, micro = next(data)
             packed, kept = micro.packed, None
             if packed.routing is not None:  # moved late, so that it is on the device only during this microbatch
-                if choices is not None:
-                    kept = choices.allocate(micro.tokens.size(1), self._device)
+                if routing_recorder is not None:
+                    kept = routing_recorder.allocate(micro.tokens.size(1), self._device)
                 packed = replace(packed, routing=replace(packed.routing.to(self._device), chosen_nLK=kept))
             output = chunk(
                 input_ids=micro.tokens,
@@ -167,8 +167,8 @@ class ForwardBackward:
                 labels=micro.targets,
                 packed_seq_params=packed,
             )
-            if choices is not None and kept is not None:
-                choices.record(index, kept)
+            if routing_recorder is not None and kept is not None:
+                routing_recorder.record(index, kept)
             return output, lambda scored: self._report(scored, index, micro, loss)
 
         lengths = [micro.tokens.size(1) for micro in microbatches]
@@ -196,7 +196,7 @@ class ForwardBackward:
     def _prompt_groups(self, batch: RolloutBatch) -> list[tuple[list[int], int]]:
         """Returns groups of sequences with the same prompt that fit a microbatch, each with its number of inputs."""
         prompt_lens, response_lens = batch.prompt_lens_B.tolist(), batch.response_lens_B.tolist()
-        if not self.shares:
+        if not self.share_prefixes:
             return [([row], sum(lens) - 1) for row, lens in enumerate(zip(prompt_lens, response_lens, strict=True))]
         size, raw = batch.tokens_P.element_size(), batch.tokens_P.numpy().tobytes()
         members: list[list[int]] = []
@@ -231,7 +231,7 @@ class ForwardBackward:
         part = batch.select(rows)
         is_input_P = input_mask(part)
         inputs_I, lens = part.tokens_P[is_input_P], (part.seq_lens_B - 1).tolist()
-        prefixes = shared_prefixes(inputs_I, lens) if self.shares else each_token(inputs_I.numel())
+        prefixes = shared_prefixes(inputs_I, lens) if self.share_prefixes else each_token(inputs_I.numel())
         grid = self._groups.grid
         # sequence parallelism shards the packed length, context parallelism cuts it into two segments for each rank
         unit = grid.tp * (2 * grid.cp if grid.cp > 1 else 1)
@@ -246,7 +246,7 @@ class ForwardBackward:
         tokens, positions, row_I = inputs_I.new_zeros(layout.count), layout.positions, layout.row_I
         tokens[row_I] = inputs_I
         routing = self._routing(part, layout, is_input_P)
-        targets = Targets(*scored_tokens(part, layout), distribution, part.support_R, None, self._compared(part))
+        targets = Targets(*scored_tokens(part, layout), distribution, part.kept_tokens_R, None, self._compared(part))
         if grid.cp > 1:
             shard = shard_for_cp(layout, targets.rows_R, grid.cp, self._groups.coords.cp)
             tokens, positions, row_I = tokens[shard.rows], positions[shard.rows], shard.row_I
@@ -257,7 +257,7 @@ class ForwardBackward:
         packed.routing = routing
         return PackedMicrobatch(
             rows,
-            _to_device(replace(part, routed_experts_P=None, support_R=None, teacher_states_R=None), self._device),
+            _to_device(replace(part, routed_experts_P=None, kept_tokens_R=None, teacher_states_R=None), self._device),
             tokens[None].to(self._device),
             positions[None].to(self._device),
             packed,
@@ -273,11 +273,11 @@ class ForwardBackward:
         chosen_I = None if chosen_P is None else chosen_P[is_input_P]
         return packed_routing(layout.row_I, layout.count, chosen_I, self._layers, num_experts=self._num_experts)
 
-    def _compared(self, part: RolloutBatch) -> Compared | None:
-        if self.comparison is None:
+    def _compared(self, part: RolloutBatch) -> DistillationTargets | None:
+        if self.distillation is None:
             return None
         teacher_B, states_R = required(part.teacher_B, "teacher_B"), required(part.teacher_states_R, "teacher_states_R")
-        return Compared(self.comparison, teacher_B[part.sequence_R], states_R)
+        return DistillationTargets(self.distillation, teacher_B[part.sequence_R], states_R)
 
     def _packed(self, layout: RowLayout, *, unshared_te: bool) -> PackedSequences:
         """Returns the packing for the attention in use."""

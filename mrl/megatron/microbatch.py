@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mrl.data.shared_prefix import Prefixes, each_token
+from mrl.data.shared_prefix import SharedPrefixes, each_token
 from mrl.megatron.attention import PackedSequences
 from mrl.megatron.context_parallel import ContextTargets, own_rows, own_rows_by_sequence
 from mrl.megatron.model import Targets
@@ -61,7 +61,7 @@ class RowLayout:
 
     count: int
     lens: list[int]
-    prefixes: Prefixes
+    prefixes: SharedPrefixes
     row_I: Tensor
     positions: Tensor
     by_sequence: bool = False
@@ -93,7 +93,7 @@ def input_mask(batch: RolloutBatch) -> Tensor:
     return is_input_P
 
 
-def lay_out(lens: list[int], prefixes: Prefixes, *, unit: int, at_least: int = 0) -> RowLayout:
+def lay_out(lens: list[int], prefixes: SharedPrefixes, *, unit: int, at_least: int = 0) -> RowLayout:
     """Lays out the distinct inputs, then padding up to a multiple of `unit`, which is a sequence of its own.
 
     Args:
@@ -107,7 +107,7 @@ def lay_out(lens: list[int], prefixes: Prefixes, *, unit: int, at_least: int = 0
     count, end = origin_D.numel() + padding, sum(lens)
     all_lens = [*lens, padding] if padding else lens
     positions = _positions(all_lens)
-    padded = Prefixes(
+    padded = SharedPrefixes(
         torch.cat([distinct_P, torch.arange(count - padding, count)]),
         torch.cat([origin_D, torch.arange(end, end + padding)]),
     )
@@ -174,7 +174,7 @@ def shard_targets(targets: Targets, shard: CpShard, context: ContextTargets) -> 
         tokens_R=targets.tokens_R[own_R],
         support=None if targets.support is None else targets.support.where(own_R),
         context=context,
-        compared=None if targets.compared is None else targets.compared.at(own_R),
+        distillation=None if targets.distillation is None else targets.distillation.at(own_R),
     )
 
 

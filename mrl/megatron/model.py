@@ -31,24 +31,24 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mrl.algorithms.functional.logprobs import OPERATORS, Distribution, RowResults, VocabShard, linear_logprobs
+from mrl.algorithms.functional.logprobs import OPERATORS, Distribution, RowKernels, VocabShard, linear_logprobs
 from mrl.config.config import ActorConfig, MegatronConfig, ParallelConfig
 from mrl.config.megatron_fields.defaults import transformer_defaults
 from mrl.megatron.attention import CoreAttention, PackedSequences
 from mrl.megatron.config_passthrough import check_te, explain_errors, megatron_values
 from mrl.megatron.context_parallel import ContextTargets
 from mrl.megatron.cpu.layers import CompiledNorm, adds_gradient, compiled_layer, compiles
-from mrl.megatron.distillation_targets import Compared
+from mrl.megatron.distillation_targets import DistillationTargets
 from mrl.megatron.moe import load_balance, moe_config, with_router
 from mrl.megatron.norm import RMSNorm
-from mrl.megatron.on_policy_layers import ExactHead, Tables, engine_rotary_tables, exact_layer
+from mrl.megatron.on_policy_layers import BatchInvariantHead, Tables, batch_invariant_layer, engine_rotary_tables
 from mrl.megatron.router import LoadBalance
 from mrl.megatron.te_attention import with_shared_tokens
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.models.kernels.library import check_alike
-from mrl.models.kernels.training import Angles, training
+from mrl.models.kernels.training import Angles, training_kernels
 from mrl.resharding.megatron import padded_vocab
-from mrl.types import Support
+from mrl.types import SamplingMask
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,15 @@ class Targets:
         distribution: Temperature and chunk size; None: final hidden states are returned instead of scores.
         support: Tokens that the engine kept at each position; None: all.
         context: Gathers the scores of other context-parallel ranks, if rows and tokens are only this rank's; else None.
-        compared: Teachers with whose distributions these are compared; None: no comparison.
+        distillation: Teachers with whose distributions these are compared; None: no comparison.
     """
 
     rows_R: Tensor
     tokens_R: Tensor
     distribution: Distribution | None
-    support: Support | None = None
+    support: SamplingMask | None = None
     context: ContextTargets | None = None
-    compared: Compared | None = None
+    distillation: DistillationTargets | None = None
 
 
 class ValueHead(torch.nn.Linear):
@@ -128,7 +128,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
             vp_stage=vp_stage,
         )
         self.arch, self._is_exact, self.compiled = arch, tables is not None, compiled
-        self._of_rows: RowResults = training(config.params_dtype) if compiled or self._is_exact else OPERATORS
+        self._of_rows: RowKernels = training_kernels(config.params_dtype) if compiled or self._is_exact else OPERATORS
         if arch.value_head and self.post_process:
             self.output_layer = ValueHead(config)
         if not self._is_exact:
@@ -207,7 +207,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         if labels.distribution is None:
             return tuple(hidden.squeeze(1).index_select(0, labels.rows_R).T.unbind())
         shard = self._shard(weight)
-        only_use = self.compiled and labels.compared is None and not self.share_embeddings_and_output_weights
+        only_use = self.compiled and labels.distillation is None and not self.share_embeddings_and_output_weights
         scores: tuple[Tensor, ...] = linear_logprobs(
             hidden.squeeze(1),
             weight,
@@ -215,14 +215,14 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
             labels.tokens_R,
             shard=shard,
             distribution=labels.distribution,
-            support=labels.support,
-            head=ExactHead(weight, self.arch.vocab_size, self.pg_collection.tp) if self._is_exact else None,
+            kept_tokens=labels.support,
+            head=BatchInvariantHead(weight, self.arch.vocab_size, self.pg_collection.tp) if self._is_exact else None,
             of_rows=self._of_rows,
             # into Megatron's buffer, if nothing else contributes to this weight's gradient
             adds_gradient=adds_gradient(weight) if only_use else None,
         )
-        if labels.compared is not None:
-            scores += labels.compared.scores(hidden.squeeze(1), weight, labels.rows_R, shard)
+        if labels.distillation is not None:
+            scores += labels.distillation.scores(hidden.squeeze(1), weight, labels.rows_R, shard)
         return scores
 
 
@@ -409,7 +409,7 @@ def _block_spec(
     layer = with_router(layer, moe, balance)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     if tables is not None:
-        layer = exact_layer(layer, tables, qk_norm=config.qk_layernorm)
+        layer = batch_invariant_layer(layer, tables, qk_norm=config.qk_layernorm)
         return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=CompiledNorm)
     if compiled:
         layer = compiled_layer(layer, qk_norm=config.qk_layernorm, moe=moe is not None)

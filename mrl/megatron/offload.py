@@ -47,7 +47,7 @@ class Offload:
         self._away: dict[Part, list[_Offloaded]] = {}
         self._hosts: dict[Part, dict[int, Tensor]] = {}
 
-    def release(self, tensors: Callable[[Part], Iterable[Tensor]], *, keep: Collection[Part] = ()) -> None:
+    def offload(self, tensors: Callable[[Part], Iterable[Tensor]], *, keep: Collection[Part] = ()) -> None:
         """Frees the storages of all parts except `keep`, after copying them to host memory.
 
         Args:
@@ -72,7 +72,7 @@ class Offload:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def bring(self, *parts: Part) -> None:
+    def onload(self, *parts: Part) -> None:
         """Moves these parts back to the device with their values; gradients are allocated but not filled."""
         for part in parts:
             for item in self._away.pop(part, ()):

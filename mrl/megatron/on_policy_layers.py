@@ -34,7 +34,7 @@ Tables = tuple[Tensor, Tensor]
 """(cos, sin) from `rotary_tables`."""
 
 
-class ExactColumnParallel(ColumnParallelLinear):  # type: ignore[misc]  # megatron.core has no types
+class BatchInvariantColumnParallel(ColumnParallelLinear):  # type: ignore[misc]  # megatron.core has no types
     """Megatron's column-parallel linear layer with the engine's product."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
@@ -48,7 +48,7 @@ class ExactColumnParallel(ColumnParallelLinear):  # type: ignore[misc]  # megatr
         return product
 
 
-class ExactRowParallel(RowParallelLinear):  # type: ignore[misc]
+class BatchInvariantRowParallel(RowParallelLinear):  # type: ignore[misc]
     """Megatron's row-parallel linear layer with the engine's product; partial products are summed in rank order."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
@@ -57,13 +57,13 @@ class ExactRowParallel(RowParallelLinear):  # type: ignore[misc]
         return _RankSum.apply(partial, self.tp_group, self.sequence_parallel), None  # type: ignore[no-untyped-call]
 
 
-class ExactMlp(CompiledMlp):
+class BatchInvariantMlp(CompiledMlp):
     """Gated MLP with the linear layers of this file."""
 
-    linear = ExactColumnParallel, ExactRowParallel
+    linear = BatchInvariantColumnParallel, BatchInvariantRowParallel
 
 
-class ExactAttention(CoreAttention):
+class BatchInvariantAttention(CoreAttention):
     """Attention by the engine's functions: rotates queries and keys, then attends over all earlier slots."""
 
     def __init__(self, *args: Any, tables: Tables, **options: Any) -> None:
@@ -96,7 +96,7 @@ class ExactAttention(CoreAttention):
         return super().attend(query, key, value, plan)
 
 
-class ExactHead:
+class BatchInvariantHead:
     """Output layer: logits and log-probabilities with this rank's part of the output weight.
 
     Args:
@@ -128,10 +128,12 @@ class ExactHead:
         return required(logits_CV.dtype).score(logits_CV, targets_C, temperature)
 
 
-def exact_layer(layer: ModuleSpec, tables: Tables, *, qk_norm: bool) -> ModuleSpec:
+def batch_invariant_layer(layer: ModuleSpec, tables: Tables, *, qk_norm: bool) -> ModuleSpec:
     """Replaces modules in Megatron's local layer spec of a dense model by those of this file."""
-    attention = ModuleSpec(module=ExactAttention, params={"tables": tables})
-    return replace_modules(layer, (ExactColumnParallel, ExactRowParallel), attention, ExactMlp, qk_norm=qk_norm)
+    attention = ModuleSpec(module=BatchInvariantAttention, params={"tables": tables})
+    return replace_modules(
+        layer, (BatchInvariantColumnParallel, BatchInvariantRowParallel), attention, BatchInvariantMlp, qk_norm=qk_norm
+    )
 
 
 def engine_rotary_tables(arch: ArchSpec, num_positions: int, dtype: torch.dtype) -> Tables:
@@ -180,7 +182,7 @@ class _RankSum(torch.autograd.Function):
 class _EngineAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences, attention: ExactAttention
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences, attention: BatchInvariantAttention
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.plan, ctx.attention = plan, attention

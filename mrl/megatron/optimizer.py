@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from mrl.config.config import ActorConfig
-from mrl.config.megatron_fields.table import own_value
+from mrl.config.megatron_fields.table import default_value
 from mrl.megatron.adam import adam_of, counts_by_parameter
 from mrl.megatron.config_passthrough import explain_errors, megatron_values
 
@@ -47,7 +47,7 @@ def build_optimizer(
         "bf16": bf16,
         "params_dtype": dtype,
         "use_distributed_optimizer": actor.use_distributed_optimizer,
-        "optimizer_offload_fraction": own_value("optimizer", "optimizer_offload_fraction"),
+        "optimizer_offload_fraction": default_value("optimizer", "optimizer_offload_fraction"),
     }
     with explain_errors("optimizer", given or ()):
         config = OptimizerConfig(**{**own, **megatron_values("optimizer", given or {})})

@@ -1,4 +1,4 @@
-"""Megatron's parallel state for a `Grid`, as mrl's `ProcessGroups`.
+"""Megatron's parallel state for a `ParallelLayout`, as mrl's `ProcessGroups`.
 
 All code takes groups from the returned bundle; only Megatron itself reads its globals.
 """
@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from mrl.distributed.groups import ProcessGroups, make_role_groups, make_rollout_group, single_rank_group
 from mrl.distributed.subworld import sync_group_counter, use_as_world
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 
 MARGIN_MINUTES = 2
 """Margin of Megatron's timeout beyond mrl's. NCCL's timeout ends a process without an error message, and counts from
@@ -24,7 +24,9 @@ _own_groups: list[dist.ProcessGroup] = []
 """Groups that `initialize` created in addition to Megatron's."""
 
 
-def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0, sampling_s: float = 600.0) -> ProcessGroups:
+def initialize(
+    grid: ParallelLayout, *, seed: int, timeout_s: float = 600.0, sampling_s: float = 600.0
+) -> ProcessGroups:
     """Collective over the job: creates the process groups of `grid`; destroys those of an earlier layout.
 
     Args:
@@ -71,7 +73,7 @@ def initialize(grid: Grid, *, seed: int, timeout_s: float = 600.0, sampling_s: f
     return groups
 
 
-def _make_megatron_groups(grid: Grid, seed: int, timeout_s: float) -> None:
+def _make_megatron_groups(grid: ParallelLayout, seed: int, timeout_s: float) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=grid.tp,
         pipeline_model_parallel_size=grid.pp,
@@ -84,7 +86,7 @@ def _make_megatron_groups(grid: Grid, seed: int, timeout_s: float) -> None:
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
-def _check_order(grid: Grid, rank: int) -> None:
+def _check_order(grid: ParallelLayout, rank: int) -> None:
     """Raises RuntimeError if Megatron orders ranks differently from the grid."""
     coords, experts = grid.coords(rank), grid.expert_coords(rank)
     expected = {

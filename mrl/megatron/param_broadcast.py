@@ -21,7 +21,7 @@ def first_here(chunks: Sequence[ScoringModel]) -> set[str]:
     return {name for name, group in _groups(chunks).items() if dist.get_rank(group) == 0}
 
 
-def share(chunks: Sequence[ScoringModel], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+def broadcast_params(chunks: Sequence[ScoringModel], tensors: Mapping[str, Tensor], device: torch.device) -> None:
     """Collective over the job: copies each parameter from the first rank that has it to the others.
 
     Args:

@@ -29,25 +29,28 @@ class Routing:
     """Input of the routers for a microbatch.
 
     Attributes:
-        copies_D: Number of batch tokens that each computed token represents in losses and metrics, fp32; 0 for padding.
+        token_counts_D: Number of batch tokens that each computed token represents in losses and metrics, fp32; 0 for
+            padding.
         layers: Indices of the layers of this rank's pipeline stage.
         experts_DLK: Experts to replay in each of `layers`, integers; -1 where the router chooses. None: it always does.
         chosen_nLK: Buffer that receives the experts of the tokens on this rank, most likely first; None: not recorded.
     """
 
-    copies_D: Tensor
+    token_counts_D: Tensor
     layers: Sequence[int]
     experts_DLK: Tensor | None = None
     chosen_nLK: Tensor | None = None
 
     def select(self, rows: Tensor) -> Routing:
         """Returns the routing of some of the tokens."""
-        return Routing(self.copies_D[rows], self.layers, None if self.experts_DLK is None else self.experts_DLK[rows])
+        return Routing(
+            self.token_counts_D[rows], self.layers, None if self.experts_DLK is None else self.experts_DLK[rows]
+        )
 
     def to(self, device: torch.device) -> Routing:
         """Returns the routing on another device."""
         experts = None if self.experts_DLK is None else self.experts_DLK.to(device)
-        return Routing(self.copies_D.to(device), self.layers, experts)
+        return Routing(self.token_counts_D.to(device), self.layers, experts)
 
 
 def packed_routing(
@@ -119,7 +122,7 @@ class LoadBalance:
         self._sums_LM.zero_()
         self._replayed_2.zero_()
         if self._has_losses:
-            tokens = torch.tensor(sum(int(routing.copies_D.sum()) for routing in routings if routing is not None))
+            tokens = torch.tensor(sum(int(routing.token_counts_D.sum()) for routing in routings if routing is not None))
             dist.all_reduce(tokens, group=dp_group)
             self._minibatch_tokens = max(1, int(tokens))
 
@@ -267,7 +270,7 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
         if self.scale_to_one:
             probs = probs / probs.sum(-1, keepdim=True)
         if self.training and torch.is_grad_enabled():  # with recomputation, only the second forward has gradients
-            copies = self._local_rows(plan.copies_D)
+            copies = self._local_rows(plan.token_counts_D)
             if replayed is not None:
                 self.balance.count_replayed(replayed, choice.own_nK, copies)
             logits_nE = logits.view(-1, logits.size(-1))

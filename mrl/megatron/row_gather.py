@@ -28,7 +28,7 @@ class RowGather:
     order_S: Tensor
     starts_D: Tensor
 
-    def of(self, rows: Tensor) -> Tensor:
+    def gather(self, rows: Tensor) -> Tensor:
         """Gathers copies [S, n] of rows [D, n]; differentiable."""
         copied: Tensor = _Copied.apply(rows, self)  # type: ignore[no-untyped-call]
         return copied

@@ -23,7 +23,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from mrl.data.shared_prefix import Prefixes
+from mrl.data.shared_prefix import SharedPrefixes
 from mrl.megatron.attention import PackedSequences
 from mrl.megatron.attention_segments import rank_segments
 from mrl.megatron.row_gather import RowGather, gather_plan
@@ -66,7 +66,7 @@ def pack_for_te(lens: Sequence[int], device: torch.device) -> PackedSequences:
 
 
 def pack_shared_for_te(
-    lens: Sequence[int], prefixes: Prefixes, device: torch.device, group: dist.ProcessGroup | None = None
+    lens: Sequence[int], prefixes: SharedPrefixes, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> SharedSequences:
     """Describes sequences that share tokens; the distinct tokens lie in the order of their numbers.
 
@@ -145,4 +145,4 @@ def _copied(rows: Tensor, keys: RowGather, group: dist.ProcessGroup | None) -> T
     """Collective over the group: gathers keys or values [n, 1, K, D] and copies them for each segment [S, K, D]."""
     if group is not None:
         rows = gather_from_sequence_parallel_region(rows.contiguous(), group=group)
-    return keys.of(rows.flatten(1)).view(-1, *rows.shape[2:])
+    return keys.gather(rows.flatten(1)).view(-1, *rows.shape[2:])

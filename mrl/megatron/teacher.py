@@ -41,22 +41,22 @@ class Teacher(ABC):
         """Collective over the job: returns the log-probability of every response token, fp32 [R] on the CPU."""
 
     @abstractmethod
-    def states(self, batch: RolloutBatch) -> Tensor:
-        """Collective over the job: returns the final hidden states [R, H], see `TrainableModel.states`."""
+    def final_hidden_states(self, batch: RolloutBatch) -> Tensor:
+        """Collective over the job: returns the final hidden states [R, H], see `TrainableModel.final_hidden_states`."""
 
 
 class SharedWeightTeacher(Teacher):
     """Teacher with the student's architecture, whose weights are swapped into the student's modules."""
 
-    def __init__(self, policy: Actor, arch: ArchSpec) -> None:
+    def __init__(self, student: Actor, arch: ArchSpec) -> None:
         """Allocates the weights.
 
         Args:
-            policy: Student.
+            student: Student.
             arch: Architecture of student and teacher.
         """
-        self.model, self.arch = policy, arch
-        self._policy, self._tensors = policy, policy.empty_weights()
+        self.model, self.arch = student, arch
+        self._student, self._tensors = student, student.empty_weights()
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Implements `Teacher.tensors`."""
@@ -64,20 +64,20 @@ class SharedWeightTeacher(Teacher):
 
     def logprobs(self, batch: RolloutBatch) -> Tensor:
         """Implements `Teacher.logprobs`."""
-        with self._policy.using_weights(self._tensors):
-            return self._policy.score(batch)[0]
+        with self._student.using_weights(self._tensors):
+            return self._student.score(batch)[0]
 
-    def states(self, batch: RolloutBatch) -> Tensor:
-        """Implements `Teacher.states`."""
-        with self._policy.using_weights(self._tensors):
-            return self._policy.states(batch)
+    def final_hidden_states(self, batch: RolloutBatch) -> Tensor:
+        """Implements `Teacher.final_hidden_states`."""
+        with self._student.using_weights(self._tensors):
+            return self._student.final_hidden_states(batch)
 
 
 class SeparateTeacher(Teacher):
     """Teacher with its own layers, in the student's parallel layout; the student is offloaded while it runs."""
 
     def __init__(
-        self, config: Config, arch: ArchSpec, groups: ProcessGroups, device: torch.device, policy: Actor
+        self, config: Config, arch: ArchSpec, groups: ProcessGroups, device: torch.device, student: Actor
     ) -> None:
         """Collective over the job: builds the model, without weights, and offloads it.
 
@@ -86,9 +86,9 @@ class SeparateTeacher(Teacher):
             arch: Architecture of the teacher.
             groups: Process groups of the layout.
             device: Device of this rank.
-            policy: Student.
+            student: Student.
         """
-        self._forward, self._config, self._policy = ForwardOnlyModel(config, arch, groups, device), config, policy
+        self._forward, self._config, self._student = ForwardOnlyModel(config, arch, groups, device), config, student
         self.model, self.arch = self._forward, arch
         self._forward.offload()
 
@@ -98,14 +98,14 @@ class SeparateTeacher(Teacher):
 
     def logprobs(self, batch: RolloutBatch) -> Tensor:
         """Implements `Teacher.logprobs`; offloads the student, then itself."""
-        self._policy.offload()
+        self._student.offload()
         found = self._forward.logprobs(batch, self._config)
         self._forward.offload()
         return found
 
-    def states(self, batch: RolloutBatch) -> Tensor:
-        """Implements `Teacher.states`; offloads the student, then itself."""
-        self._policy.offload()
-        found = self._forward.states(batch)
+    def final_hidden_states(self, batch: RolloutBatch) -> Tensor:
+        """Implements `Teacher.final_hidden_states`; offloads the student, then itself."""
+        self._student.offload()
+        found = self._forward.final_hidden_states(batch)
         self._forward.offload()
         return found

@@ -29,10 +29,10 @@ from mrl.megatron.offload import PARTS, Offload, Part
 from mrl.megatron.optimizer import build_optimizer, optimizer_tensors, reload_masters
 from mrl.megatron.routing_record import RoutingRecorder
 from mrl.models.base import ArchSpec
-from mrl.models.transformer_engine import shares, why_local
+from mrl.models.transformer_engine import supports_prefix_sharing, why_local
 from mrl.resharding.layout import Layout
 from mrl.resharding.megatron import megatron_layout, stage_layers
-from mrl.types import RolloutBatch, ragged
+from mrl.types import RolloutBatch, ragged_indices
 
 Reports = list[dict[str, Tensor]]
 """Metrics that the loss reported for each microbatch, with its "scores" [n, R]; on the last pipeline stage."""
@@ -58,7 +58,7 @@ class TrainableModel:
     loss_metric: ClassVar[str]
     """Name of the loss among the metrics."""
 
-    samples: ClassVar[bool] = False
+    used_by_engine: ClassVar[bool] = False
     """True if the engine samples with these weights; with `rollout.true_on_policy` the model then computes like the
     engine."""
 
@@ -78,7 +78,7 @@ class TrainableModel:
         self._megatron = config.megatron
         self._dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         self._te = why_local(config, arch, device.type) is None
-        self._exact = self.samples and config.rollout.true_on_policy
+        self._exact = self.used_by_engine and config.rollout.true_on_policy
         self._balance = load_balance(arch, config.actor)
         self.chunks = build_chunks(
             arch,
@@ -88,21 +88,21 @@ class TrainableModel:
             te=self._te,
             balance=self._balance,
             megatron=config.megatron,
-            exact_positions=config.rollout.longest if self._exact else 0,
+            exact_positions=config.rollout.max_sequence_length if self._exact else 0,
             device=device,
         )
         for chunk in self.chunks:
             chunk.to(device)
         self._data_parallel = DataParallelChunks(self.chunks, config, te=self._te, trained=self.trained)
-        if self.samples and not config.actor.param_offload:  # shared memory cannot be freed for offloading
-            self._data_parallel.share()
+        if self.used_by_engine and not config.actor.param_offload:  # shared memory cannot be freed for offloading
+            self._data_parallel.share_memory()
         self._forward_backward = ForwardBackward(
             self._data_parallel.chunks,
             groups,
             device,
             max_tokens=config.actor.max_tokens_per_microbatch,
             te=self._te,
-            shares=config.actor.use_prefix_grouper and (not self._te or shares(config, arch)),
+            share_prefixes=config.actor.use_prefix_grouper and (not self._te or supports_prefix_sharing(config, arch)),
             num_experts=arch.moe.num_experts if arch.moe else 0,
             layers=stage_layers(arch, groups.grid)[groups.coords.pp],
             equal_lengths=groups.grid.ep > 1 and config.actor.moe_token_dispatcher_type == "allgather",
@@ -127,13 +127,13 @@ class TrainableModel:
         return self._te
 
     @property
-    def shares(self) -> bool:
+    def share_prefixes(self) -> bool:
         """True if a prompt shared by several sequences is computed once; may be set between batches."""
-        return self._forward_backward.shares
+        return self._forward_backward.share_prefixes
 
-    @shares.setter
-    def shares(self, once: bool) -> None:
-        self._forward_backward.shares = once
+    @share_prefixes.setter
+    def share_prefixes(self, once: bool) -> None:
+        self._forward_backward.share_prefixes = once
 
     # memory
 
@@ -146,14 +146,14 @@ class TrainableModel:
             keep: Parts that stay on the device.
         """
         self._data_parallel.gather()
-        self._offload.release(self._tensors_of, keep=keep)
+        self._offload.offload(self._tensors_of, keep=keep)
 
-    def bring(self, *parts: Part) -> None:
+    def onload(self, *parts: Part) -> None:
         """Collective over data-parallel after an update: moves these parts to the device, with the weights gathered.
 
         For callers that read or write them directly.
         """
-        self._offload.bring(*parts)
+        self._offload.onload(*parts)
         if "weights" in parts:
             self._data_parallel.gather()
 
@@ -173,7 +173,7 @@ class TrainableModel:
 
         The tensors are live: writing to them changes the model.
         """
-        self.bring("weights")
+        self.onload("weights")
         return named_tensors(self.chunks)
 
     def layout(self) -> Layout:
@@ -184,14 +184,14 @@ class TrainableModel:
     def weights_changed(self) -> None:
         """Reloads the optimizer's master weights; must be called after parameters were written from outside."""
         if self.optimizer is not None:
-            self.bring("weights", "optimizer")
+            self.onload("weights", "optimizer")
             reload_masters(self.optimizer)
 
     # scoring and training
 
     def start_optimizer(self, learning_rate: LearningRate) -> None:
         """Collective over the job: creates a new optimizer for the current weights, with a learning-rate schedule."""
-        self.bring(*PARTS)
+        self.onload(*PARTS)
         bf16 = self._dtype == torch.bfloat16
         check_te("optimizer", self._megatron.optimizer, te=self._te)
         self.optimizer = build_optimizer(
@@ -200,12 +200,16 @@ class TrainableModel:
         self._learning_rate = learning_rate
         self.num_updates = 0
 
-    def follow(self, learning_rate: LearningRate) -> None:
+    def set_lr_schedule(self, learning_rate: LearningRate) -> None:
         """Replaces the learning-rate schedule; the optimizer's state is kept."""
         self._learning_rate = learning_rate
 
     def _score(
-        self, batch: RolloutBatch, distribution: Distribution, count: int, choices: RoutingRecorder | None = None
+        self,
+        batch: RolloutBatch,
+        distribution: Distribution,
+        count: int,
+        routing_recorder: RoutingRecorder | None = None,
     ) -> Tensor:
         """Collective over the job: returns `count` scores of every response token, without gradient.
 
@@ -213,17 +217,19 @@ class TrainableModel:
             batch: Sequences of this data-parallel index, the same on its tp and pp ranks; may be empty.
             distribution: Distribution under which tokens are scored.
             count: Number of scores per token that the last stage computes.
-            choices: Recorder of the experts that tokens are routed to, which sets the batch's `routed_experts_P`.
+            routing_recorder: Recorder of the experts of each token, which sets the batch's `routed_experts_P`.
 
         Returns:
             Scores [count, R], fp32 on the CPU, in the batch's order, the same on all ranks of the index.
         """
-        self.bring("weights")
+        self.onload("weights")
         microbatches = self._forward_backward.microbatches(batch, distribution)
         with torch.no_grad():
-            reports = self._forward_backward.run(microbatches, _no_loss, backward=False, choices=choices)
-        if choices is not None:
-            batch.routed_experts_P = choices.in_batch_order(
+            reports = self._forward_backward.run(
+                microbatches, _no_loss, backward=False, routing_recorder=routing_recorder
+            )
+        if routing_recorder is not None:
+            batch.routed_experts_P = routing_recorder.in_batch_order(
                 batch, [(micro.rows, micro.row_I) for micro in microbatches]
             )
         scored = torch.zeros(count, batch.response_mask_R.numel())
@@ -232,7 +238,7 @@ class TrainableModel:
         self._broadcast_from_last_stage(scored)
         return scored
 
-    def states(self, batch: RolloutBatch) -> Tensor:
+    def final_hidden_states(self, batch: RolloutBatch) -> Tensor:
         """Collective over the job: returns the final hidden state that predicts each response token, without gradient.
 
         Args:
@@ -241,7 +247,7 @@ class TrainableModel:
         Returns:
             [R, H] in the model's dtype on the CPU, in the batch's order; [R, 0] except on the last pipeline stage.
         """
-        self.bring("weights")
+        self.onload("weights")
         microbatches = self._forward_backward.microbatches(batch, None)
         with torch.no_grad():
             reports = self._forward_backward.run(microbatches, _no_loss, backward=False)
@@ -276,7 +282,7 @@ class TrainableModel:
         """
         if self.optimizer is None or self._learning_rate is None:
             raise RuntimeError("update was called before start_optimizer")
-        self._offload.bring(*PARTS)  # with overlap_param_gather, the forward gathers the weights layer by layer
+        self._offload.onload(*PARTS)  # with overlap_param_gather, the forward gathers the weights layer by layer
         rate = self._learning_rate.at(self.num_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -303,7 +309,7 @@ class TrainableModel:
                 f"{metrics.get(self.loss_metric)}. The last checkpoint is not affected; lower {self.section}.lr or "
                 "check the rewards."
             )
-            error.everywhere = True
+            error.on_all_ranks = True
             raise error
         return metrics | {f"{self.section}/grad_norm": float(grad_norm), f"{self.section}/lr": rate}
 
@@ -359,7 +365,7 @@ def in_batch_order(batch: RolloutBatch, microbatches: list[PackedMicrobatch], re
     scored = torch.zeros(count, batch.response_mask_R.numel(), dtype=reports[0]["scores"].dtype)
     for micro, report in zip(microbatches, reports, strict=True):
         if micro.rows:
-            index_R = ragged(batch.response_lens_B, torch.tensor(micro.rows))
+            index_R = ragged_indices(batch.response_lens_B, torch.tensor(micro.rows))
             scored[:, index_R] = report["scores"][:count].cpu()
     return scored
 

@@ -12,7 +12,7 @@ from mrl.errors import UserError
 from mrl.models._keys import refuse_sliding_window
 from mrl.models._rope import read_rope, write_rope
 from mrl.models._values import flag, positive_float, positive_int, value_of
-from mrl.models.base import ArchSpec, ConfigKeys, Family, Kind, MoeSpec, ParamSpec, Place
+from mrl.models.base import ArchSpec, ConfigKeys, Family, MoeSpec, ParamSpec, PipelineStage, ShardKind
 
 ATTENTION: tuple[ParamSpec, ...] = (
     ParamSpec(
@@ -21,8 +21,8 @@ ATTENTION: tuple[ParamSpec, ...] = (
         megatron="embedding.word_embeddings.weight",
         native="embed",
         trtllm=("transformer.vocab_embedding.weight",),
-        kind=Kind.VOCAB,
-        place=Place.FIRST,
+        kind=ShardKind.VOCAB,
+        place=PipelineStage.FIRST,
     ),
     ParamSpec(
         hf=("model.layers.{layer}.input_layernorm.weight",),
@@ -31,8 +31,8 @@ ATTENTION: tuple[ParamSpec, ...] = (
         megatron_te="decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight",
         native="layers.{layer}.input_norm",
         trtllm=("transformer.layers.{layer}.input_layernorm.weight",),
-        kind=Kind.REPLICATED,
-        place=Place.LAYER,
+        kind=ShardKind.REPLICATED,
+        place=PipelineStage.LAYER,
     ),
     ParamSpec(
         hf=(
@@ -44,8 +44,8 @@ ATTENTION: tuple[ParamSpec, ...] = (
         megatron="decoder.layers.{layer}.self_attention.linear_qkv.weight",
         native="layers.{layer}.qkv",
         trtllm=("transformer.layers.{layer}.attention.qkv.weight",),
-        kind=Kind.QKV,
-        place=Place.LAYER,
+        kind=ShardKind.QKV,
+        place=PipelineStage.LAYER,
     ),
     ParamSpec(
         hf=(
@@ -57,8 +57,8 @@ ATTENTION: tuple[ParamSpec, ...] = (
         megatron="decoder.layers.{layer}.self_attention.linear_qkv.bias",
         native="layers.{layer}.qkv_bias",
         trtllm=("transformer.layers.{layer}.attention.qkv.bias",),
-        kind=Kind.QKV,
-        place=Place.LAYER,
+        kind=ShardKind.QKV,
+        place=PipelineStage.LAYER,
         when=lambda arch: arch.qkv_bias,
     ),
     ParamSpec(
@@ -67,8 +67,8 @@ ATTENTION: tuple[ParamSpec, ...] = (
         megatron="decoder.layers.{layer}.self_attention.q_layernorm.weight",
         native="layers.{layer}.q_norm",
         trtllm=("transformer.layers.{layer}.attention.q_layernorm.weight",),
-        kind=Kind.REPLICATED,
-        place=Place.LAYER,
+        kind=ShardKind.REPLICATED,
+        place=PipelineStage.LAYER,
         when=lambda arch: arch.qk_norm,
     ),
     ParamSpec(
@@ -77,8 +77,8 @@ ATTENTION: tuple[ParamSpec, ...] = (
         megatron="decoder.layers.{layer}.self_attention.k_layernorm.weight",
         native="layers.{layer}.k_norm",
         trtllm=("transformer.layers.{layer}.attention.k_layernorm.weight",),
-        kind=Kind.REPLICATED,
-        place=Place.LAYER,
+        kind=ShardKind.REPLICATED,
+        place=PipelineStage.LAYER,
         when=lambda arch: arch.qk_norm,
     ),
     ParamSpec(
@@ -87,8 +87,8 @@ ATTENTION: tuple[ParamSpec, ...] = (
         megatron="decoder.layers.{layer}.self_attention.linear_proj.weight",
         native="layers.{layer}.o",
         trtllm=("transformer.layers.{layer}.attention.dense.weight",),
-        kind=Kind.ROW,
-        place=Place.LAYER,
+        kind=ShardKind.ROW,
+        place=PipelineStage.LAYER,
     ),
 )
 """Embedding, and the attention half of a decoder layer."""
@@ -101,8 +101,8 @@ DENSE_MLP: tuple[ParamSpec, ...] = (
         megatron_te="decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight",
         native="layers.{layer}.post_norm",
         trtllm=("transformer.layers.{layer}.post_layernorm.weight",),
-        kind=Kind.REPLICATED,
-        place=Place.LAYER,
+        kind=ShardKind.REPLICATED,
+        place=PipelineStage.LAYER,
     ),
     ParamSpec(
         hf=("model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"),
@@ -110,8 +110,8 @@ DENSE_MLP: tuple[ParamSpec, ...] = (
         megatron="decoder.layers.{layer}.mlp.linear_fc1.weight",
         native="layers.{layer}.gate_up",
         trtllm=("transformer.layers.{layer}.mlp.fc.weight", "transformer.layers.{layer}.mlp.gate.weight"),
-        kind=Kind.GATE_UP,
-        place=Place.LAYER,
+        kind=ShardKind.GATE_UP,
+        place=PipelineStage.LAYER,
     ),
     ParamSpec(
         hf=("model.layers.{layer}.mlp.down_proj.weight",),
@@ -119,8 +119,8 @@ DENSE_MLP: tuple[ParamSpec, ...] = (
         megatron="decoder.layers.{layer}.mlp.linear_fc2.weight",
         native="layers.{layer}.down",
         trtllm=("transformer.layers.{layer}.mlp.proj.weight",),
-        kind=Kind.ROW,
-        place=Place.LAYER,
+        kind=ShardKind.ROW,
+        place=PipelineStage.LAYER,
     ),
 )
 """MLP half of a decoder layer: the norm and the dense MLP."""
@@ -132,8 +132,8 @@ HEAD: tuple[ParamSpec, ...] = (
         megatron="decoder.final_layernorm.weight",
         native="final_norm",
         trtllm=("transformer.ln_f.weight",),
-        kind=Kind.REPLICATED,
-        place=Place.LAST,
+        kind=ShardKind.REPLICATED,
+        place=PipelineStage.LAST,
     ),
     ParamSpec(
         hf=("lm_head.weight",),
@@ -141,8 +141,8 @@ HEAD: tuple[ParamSpec, ...] = (
         megatron="output_layer.weight",
         native="lm_head",
         trtllm=("lm_head.weight",),
-        kind=Kind.VOCAB,
-        place=Place.LAST,
+        kind=ShardKind.VOCAB,
+        place=PipelineStage.LAST,
         when=lambda arch: not arch.tie_word_embeddings and not arch.value_head,
     ),
     ParamSpec(
@@ -150,8 +150,8 @@ HEAD: tuple[ParamSpec, ...] = (
         shapes=("one hidden",),
         megatron="output_layer.weight",
         native="value_head",
-        kind=Kind.REPLICATED,
-        place=Place.LAST,
+        kind=ShardKind.REPLICATED,
+        place=PipelineStage.LAST,
         when=lambda arch: arch.value_head,
     ),
 )

@@ -13,7 +13,7 @@ from mrl.errors import UserError, shown
 from mrl.models._decoder import DENSE_MLP
 from mrl.models._keys import OF_TRANSFORMERS
 from mrl.models._values import flag, positive_int
-from mrl.models.base import Kind, MoeSpec, ParamSpec, Place
+from mrl.models.base import MoeSpec, ParamSpec, PipelineStage, ShardKind
 
 ROUTER_WITHOUT_EFFECT: Mapping[str, str] = {
     "output_router_logits": OF_TRANSFORMERS,
@@ -58,8 +58,8 @@ def moe_layer(
             native="layers.{layer}.router",
             trtllm=("transformer.layers.{layer}.mlp.router.weight",),
             trtllm_dtype="float32",
-            kind=Kind.REPLICATED,
-            place=Place.LAYER,
+            kind=ShardKind.REPLICATED,
+            place=PipelineStage.LAYER,
         ),
         ParamSpec(
             hf=(f"{prefix}experts.{{expert}}.{gate}.weight", f"{prefix}experts.{{expert}}.{up}.weight"),
@@ -68,8 +68,8 @@ def moe_layer(
             megatron_te=f"{experts}.linear_fc1.weight{{expert}}",
             native="layers.{layer}.experts_gate_up",
             trtllm=("transformer.layers.{layer}.mlp.fc.weight",),
-            kind=Kind.EXPERT_GATE_UP,
-            place=Place.LAYER,
+            kind=ShardKind.EXPERT_GATE_UP,
+            place=PipelineStage.LAYER,
         ),
         ParamSpec(
             hf=(f"{prefix}experts.{{expert}}.{down}.weight",),
@@ -78,8 +78,8 @@ def moe_layer(
             megatron_te=f"{experts}.linear_fc2.weight{{expert}}",
             native="layers.{layer}.experts_down",
             trtllm=("transformer.layers.{layer}.mlp.proj.weight",),
-            kind=Kind.EXPERT_DOWN,
-            place=Place.LAYER,
+            kind=ShardKind.EXPERT_DOWN,
+            place=PipelineStage.LAYER,
         ),
     )
 
@@ -94,8 +94,8 @@ def shared_expert(prefix: str) -> tuple[ParamSpec, ...]:
             megatron=f"{shared}.linear_fc1.weight",
             native="layers.{layer}.shared_gate_up",
             trtllm=("transformer.layers.{layer}.mlp.shared_expert.fc.weight",),
-            kind=Kind.GATE_UP,
-            place=Place.LAYER,
+            kind=ShardKind.GATE_UP,
+            place=PipelineStage.LAYER,
         ),
         ParamSpec(
             hf=(f"{prefix}shared_expert.down_proj.weight",),
@@ -103,8 +103,8 @@ def shared_expert(prefix: str) -> tuple[ParamSpec, ...]:
             megatron=f"{shared}.linear_fc2.weight",
             native="layers.{layer}.shared_down",
             trtllm=("transformer.layers.{layer}.mlp.shared_expert.proj.weight",),
-            kind=Kind.ROW,
-            place=Place.LAYER,
+            kind=ShardKind.ROW,
+            place=PipelineStage.LAYER,
         ),
         ParamSpec(
             hf=(f"{prefix}shared_expert_gate.weight",),
@@ -112,8 +112,8 @@ def shared_expert(prefix: str) -> tuple[ParamSpec, ...]:
             megatron=f"{shared}.gate_weight",
             native="layers.{layer}.shared_gate",
             trtllm=("transformer.layers.{layer}.mlp.shared_expert_gate.weight",),
-            kind=Kind.REPLICATED,
-            place=Place.LAYER,
+            kind=ShardKind.REPLICATED,
+            place=PipelineStage.LAYER,
         ),
     )
 

@@ -92,7 +92,7 @@ def moe_of(arch: ArchSpec) -> MoeSpec:
     return arch.moe
 
 
-class Kind(Enum):
+class ShardKind(Enum):
     """Sharding of a parameter under tensor and expert parallelism; each layout of `resharding/` has a rule per kind."""
 
     REPLICATED = "replicated"
@@ -106,10 +106,10 @@ class Kind(Enum):
     @property
     def is_expert(self) -> bool:
         """True if the table row describes one tensor per expert."""
-        return self in (Kind.EXPERT_GATE_UP, Kind.EXPERT_DOWN)
+        return self in (ShardKind.EXPERT_GATE_UP, ShardKind.EXPERT_DOWN)
 
 
-class Place(Enum):
+class PipelineStage(Enum):
     """Pipeline stage that has a parameter: the first, the one with the layer, or the last."""
 
     FIRST = "first"
@@ -142,8 +142,8 @@ class ParamSpec:
     shapes: tuple[str, ...]
     megatron: str
     native: str
-    kind: Kind
-    place: Place
+    kind: ShardKind
+    place: PipelineStage
     megatron_te: str | None = None
     trtllm: tuple[str, ...] = ()
     trtllm_dtype: str | None = None

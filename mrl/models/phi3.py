@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from mrl.models._decoder import DECODER, decoder_family
 from mrl.models._keys import TRAINING, config_keys
-from mrl.models.base import Kind, ParamSpec
+from mrl.models.base import ParamSpec, ShardKind
 
 _FUSED = {
-    Kind.QKV: "model.layers.{layer}.self_attn.qkv_proj.weight",
-    Kind.GATE_UP: "model.layers.{layer}.mlp.gate_up_proj.weight",
+    ShardKind.QKV: "model.layers.{layer}.self_attn.qkv_proj.weight",
+    ShardKind.GATE_UP: "model.layers.{layer}.mlp.gate_up_proj.weight",
 }
 
 

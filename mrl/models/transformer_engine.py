@@ -78,10 +78,10 @@ def attention(config: Config, arch: ArchSpec) -> Attention | None:
         config: Run config; in addition to `why_local`, `megatron.transformer.attention_backend` is read.
         arch: Structure of the model.
     """
-    return _attention(config, arch, shared=shares(config, arch))
+    return _attention(config, arch, shared=supports_prefix_sharing(config, arch))
 
 
-def shares(config: Config, arch: ArchSpec) -> bool:
+def supports_prefix_sharing(config: Config, arch: ArchSpec) -> bool:
     """Returns whether attention runs with shared prompt prefixes (`actor.use_prefix_grouper`).
 
     Prefix sharing needs more keys than queries. It is turned off if only TransformerEngine's unfused attention supports
@@ -99,7 +99,7 @@ def _attention(config: Config, arch: ArchSpec, *, shared: bool) -> Attention | N
     tp = parallel.tensor_model_parallel_size
     shape = arch.num_heads // tp, max(1, arch.num_kv_heads // tp), arch.head_dim
     ring = parallel.context_parallel_size > 1 and not shared
-    possible = _attentions(shape, config.rollout.longest, config.model.dtype, ring, shared)
+    possible = _attentions(shape, config.rollout.max_sequence_length, config.model.dtype, ring, shared)
     found = [kind for kind in possible if wanted in ("auto", kind)]
     return found[0] if found else None
 
@@ -175,7 +175,7 @@ def described(config: Config, arch: ArchSpec, device: str) -> str:
         f"; it is slow, and its memory grows with the square of the length: {FLASH_ATTN}" if kind == "unfused" else ""
     )
     alone = ""
-    if config.actor.use_prefix_grouper and not shares(config, arch):
+    if config.actor.use_prefix_grouper and not supports_prefix_sharing(config, arch):
         alone = "; it does not support a shared prompt prefix: the prompt is computed once per sample"
     version = metadata.version(NAME)
     return f"the actor's layers are TransformerEngine's ({version}), with its {kind} attention{slow}{alone}"

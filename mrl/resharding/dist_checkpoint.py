@@ -17,8 +17,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mrl.models.base import ArchSpec, Kind, ParamSpec, Place, moe_of
-from mrl.parallel_layout import Grid
+from mrl.models.base import ArchSpec, ParamSpec, PipelineStage, ShardKind, moe_of
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.layout import Piece, Region, StoredTensor
 from mrl.resharding.megatron import RankTensor, rank_tensors
 from mrl.resharding.regions import full_region, intersect, translate
@@ -30,7 +30,7 @@ _FUSED_NORMS = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 )
-_GATED = (Kind.GATE_UP, Kind.EXPERT_GATE_UP)
+_GATED = (ShardKind.GATE_UP, ShardKind.EXPERT_GATE_UP)
 _HALVES = ("_w", "_v")
 _CORE_ATTENTION = "decoder.layers.self_attention.core_attention"
 
@@ -65,7 +65,7 @@ class Shard:
         return f"{self.key}[{','.join(map(str, self.offsets))}]"
 
 
-def rank_shards(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterator[Shard]:
+def rank_shards(arch: ArchSpec, grid: ParallelLayout, rank: int, *, dtype: str) -> Iterator[Shard]:
     """Yields the boxes that `rank` writes: its tensors that no lower data-, context- or tensor-parallel copy also has.
 
     Keys are those of homogeneous layers (`KeyFormat.STACKED`). A norm whose key depends on the layer spec is written
@@ -82,14 +82,14 @@ def rank_shards(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterato
             is_writer, size, index = experts.edp == 0, grid.expert_tp, experts.etp
         else:
             is_writer, size, index = first_copy and not tensor.is_copy, grid.tp, coords.tp
-        if spec.kind is Kind.REPLICATED:
+        if spec.kind is ShardKind.REPLICATED:
             is_writer, size, index = is_writer and index == 0, 1, 0
         if not is_writer:
             continue
         lead = _leading_dims(tensor, KeyFormat.STACKED, arch)
         parts = _split_rows_in_half(tensor.stored) if spec.kind in _GATED else [tensor.stored]
         for number, part in enumerate(parts):
-            axis = 1 if spec.kind in (Kind.ROW, Kind.EXPERT_DOWN) else 0
+            axis = 1 if spec.kind in (ShardKind.ROW, ShardKind.EXPERT_DOWN) else 0
             shape, offsets = list(part.shape), [0] * len(part.shape)
             shape[axis] *= size * len(parts)
             offsets[axis] = (number * size + index) * part.shape[axis]
@@ -137,7 +137,7 @@ def global_tensors(arch: ArchSpec, keys: Collection[str]) -> dict[str, Stack]:
     """
     found: dict[str, Stack] = {}
     chosen: dict[ParamSpec, tuple[str, KeyFormat]] = {}
-    for tensor in rank_tensors(arch, Grid(1), 0, dtype="float32"):
+    for tensor in rank_tensors(arch, ParallelLayout(1), 0, dtype="float32"):
         spec = tensor.spec
         if spec not in chosen:
             chosen[spec] = _find_key_format(spec, keys)
@@ -154,13 +154,13 @@ def global_tensors(arch: ArchSpec, keys: Collection[str]) -> dict[str, Stack]:
 
 def key_formats(arch: ArchSpec, keys: Collection[str]) -> set[KeyFormat]:
     """Returns the spellings of the layers' tensors in a checkpoint."""
-    rows = {tensor.spec for tensor in rank_tensors(arch, Grid(1), 0, dtype="float32")}
-    return {_find_key_format(spec, keys)[1] for spec in rows if spec.place is Place.LAYER}
+    rows = {tensor.spec for tensor in rank_tensors(arch, ParallelLayout(1), 0, dtype="float32")}
+    return {_find_key_format(spec, keys)[1] for spec in rows if spec.place is PipelineStage.LAYER}
 
 
 def known_keys(arch: ArchSpec) -> set[str]:
     """Returns every key that `rank_shards` can yield, under any parallel layout."""
-    return {shard.key for shard in rank_shards(arch, Grid(1), 0, dtype="float32")}
+    return {shard.key for shard in rank_shards(arch, ParallelLayout(1), 0, dtype="float32")}
 
 
 def extra_state_keys(arch: ArchSpec) -> list[str]:
@@ -169,12 +169,12 @@ def extra_state_keys(arch: ArchSpec) -> list[str]:
     The local layer spec has one for every linear; TransformerEngine also for the core attention and its norms.
     """
     found: dict[str, None] = {}
-    for tensor in rank_tensors(arch, Grid(1), 0, dtype="float32"):
-        if tensor.spec.place is Place.FIRST:
+    for tensor in rank_tensors(arch, ParallelLayout(1), 0, dtype="float32"):
+        if tensor.spec.place is PipelineStage.FIRST:
             continue
         lead = _leading_dims(tensor, KeyFormat.STACKED, arch)
         modules = [_key(stem, KeyFormat.STACKED).rpartition(".")[0] for stem in _written_key_stems(tensor.spec)]
-        if tensor.spec.kind is Kind.QKV:
+        if tensor.spec.kind is ShardKind.QKV:
             modules.append(_CORE_ATTENTION)
         for module in modules:
             place = ".".join(str(index) for index, _ in lead) or "0"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mrl.models.base import ArchSpec, Kind
+from mrl.models.base import ArchSpec, ShardKind
 from mrl.resharding.layout import Layout, Piece, Region, StoredTensor
 from mrl.resharding.shards import hf_tensors, param_specs
 
@@ -63,7 +63,7 @@ def block_grids(arch: ArchSpec, quantization: str | None) -> dict[str, BlockGrid
         return found
     experts = range(arch.moe.num_experts) if arch.moe else range(0)
     for spec in param_specs(arch):
-        if spec.kind in (Kind.REPLICATED, Kind.VOCAB):
+        if spec.kind in (ShardKind.REPLICATED, ShardKind.VOCAB):
             continue
         for name, shape in hf_tensors(spec, arch).items():
             if len(shape) != 2:

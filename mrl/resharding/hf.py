@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mrl.models.base import ArchSpec, Place
+from mrl.models.base import ArchSpec, PipelineStage
 from mrl.resharding.layout import Layout, Piece, StoredTensor
 from mrl.resharding.regions import full_region
 from mrl.resharding.shards import hf_tensors, param_specs
@@ -24,8 +24,8 @@ def hf_layout(arch: ArchSpec, dtype: str) -> Layout:
     rows = param_specs(arch)
     experts = range(arch.moe.num_experts) if arch.moe else range(0)
     layout: Layout = {}
-    for place in Place:
-        for layer in range(arch.num_layers) if place is Place.LAYER else (None,):
+    for place in PipelineStage:
+        for layer in range(arch.num_layers) if place is PipelineStage.LAYER else (None,):
             for spec in rows:
                 if spec.place is not place:
                     continue

@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mrl.errors import UserError
-from mrl.models.base import ArchSpec, Kind
+from mrl.models.base import ArchSpec, ShardKind
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.shards import hf_tensors, param_specs
 
 _WRAPPERS = re.compile(r"^module\.|(?:(?<=^)|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _PREFIX = "model."
-_FUSED = {Kind.EXPERT_GATE_UP: "gate_up_proj", Kind.EXPERT_DOWN: "down_proj"}
+_FUSED = {ShardKind.EXPERT_GATE_UP: "gate_up_proj", ShardKind.EXPERT_DOWN: "down_proj"}
 _MIXTRAL_BLOCK, _MIXTRAL_BLOCK_OF_5 = ".block_sparse_moe.", ".mlp."
 
 

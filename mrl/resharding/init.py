@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mrl.models.base import ArchSpec, Kind
+from mrl.models.base import ArchSpec, ShardKind
 from mrl.models.presets import INITIALIZER_RANGE
 from mrl.resharding.dtypes import check_tensors
 from mrl.resharding.hf import hf_layout
@@ -62,7 +62,7 @@ def _constant_values(arch: ArchSpec) -> dict[str, float]:
         for name, shape in hf_tensors(spec, arch).items():
             if len(shape) == 1:
                 for layer in range(arch.num_layers):
-                    found[name.format(layer=layer)] = 1.0 if spec.kind is Kind.REPLICATED else 0.0
+                    found[name.format(layer=layer)] = 1.0 if spec.kind is ShardKind.REPLICATED else 0.0
     return found
 
 

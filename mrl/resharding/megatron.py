@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from mrl.errors import UserError
-from mrl.models.base import ArchSpec, Kind, ParamSpec, Place, moe_of
-from mrl.parallel_layout import Grid
+from mrl.models.base import ArchSpec, ParamSpec, PipelineStage, ShardKind, moe_of
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout, Piece, StoredTensor
 from mrl.resharding.shards import (
@@ -42,7 +42,7 @@ def padded_vocab(arch: ArchSpec, tp: int) -> int:
     return padded_rows(arch.vocab_size, tp)
 
 
-def stage_layers(arch: ArchSpec, grid: Grid) -> list[list[int]]:
+def stage_layers(arch: ArchSpec, grid: ParallelLayout) -> list[list[int]]:
     """Returns the layer indices of each pipeline stage, ascending.
 
     Raises:
@@ -52,7 +52,7 @@ def stage_layers(arch: ArchSpec, grid: Grid) -> list[list[int]]:
     return [[layer for chunk in range(grid.vpp) for layer in layers[stage, chunk]] for stage in range(grid.pp)]
 
 
-def chunk_layers(arch: ArchSpec, grid: Grid) -> dict[tuple[int, int], range]:
+def chunk_layers(arch: ArchSpec, grid: ParallelLayout) -> dict[tuple[int, int], range]:
     """Returns (stage, chunk) -> its layer indices.
 
     Raises:
@@ -111,7 +111,7 @@ class RankTensor:
     is_copy: bool = False
 
 
-def rank_tensors(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterator[RankTensor]:
+def rank_tensors(arch: ArchSpec, grid: ParallelLayout, rank: int, *, dtype: str) -> Iterator[RankTensor]:
     """Yields the tensors of `rank` in the order of Megatron's chunks.
 
     Raises:
@@ -133,8 +133,8 @@ def rank_tensors(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterat
         first = coords.pp == 0 and chunk == 0
         last = coords.pp == grid.pp - 1 and chunk == grid.vpp - 1
         for spec in rows:
-            if spec.place is not Place.LAYER:
-                if first if spec.place is Place.FIRST else last:
+            if spec.place is not PipelineStage.LAYER:
+                if first if spec.place is PipelineStage.FIRST else last:
                     yield RankTensor(spec, chunk, sharded(spec, None))
                 continue
             for local, layer in enumerate(layers[coords.pp, chunk]):
@@ -145,11 +145,11 @@ def rank_tensors(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str) -> Iterat
                     stored = shard_expert(spec, arch, experts.etp, layer=layer, expert=expert, dtype=dtype)
                     yield RankTensor(spec, chunk, stored, local, layer, index, expert)
         if arch.tie_word_embeddings and last and not first:
-            embedding = next(spec for spec in rows if spec.kind is Kind.VOCAB)
+            embedding = next(spec for spec in rows if spec.kind is ShardKind.VOCAB)
             yield RankTensor(embedding, chunk, sharded(embedding, None), is_copy=True)
 
 
-def megatron_layout(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str, te: bool) -> Layout:
+def megatron_layout(arch: ArchSpec, grid: ParallelLayout, rank: int, *, dtype: str, te: bool) -> Layout:
     """Returns the layout of `rank`: "chunk{v}.{parameter name inside GPTModel}" -> tensor.
 
     Args:
@@ -172,7 +172,7 @@ def megatron_layout(arch: ArchSpec, grid: Grid, rank: int, *, dtype: str, te: bo
     return layout
 
 
-def expert_shard(grid: Grid, rank: int) -> ExpertShard:
+def expert_shard(grid: ParallelLayout, rank: int) -> ExpertShard:
     """Returns a rank's experts and its part of each."""
     place = grid.expert_coords(rank)
     return ExpertShard(
@@ -207,7 +207,7 @@ def _slice_segments(segments: list[Segment], start: int, stop: int) -> list[Segm
     return found
 
 
-def megatron_layouts(arch: ArchSpec, grid: Grid, *, dtype: str, te: bool) -> dict[int, Layout]:
+def megatron_layouts(arch: ArchSpec, grid: ParallelLayout, *, dtype: str, te: bool) -> dict[int, Layout]:
     """Returns rank -> `megatron_layout`; data- and context-parallel copies share one object."""
     shared: dict[tuple[int, ...], Layout] = {}
     found = {}

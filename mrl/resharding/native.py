@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mrl.models.base import ArchSpec, ParamSpec, Place, moe_of
-from mrl.parallel_layout import Grid
+from mrl.models.base import ArchSpec, ParamSpec, PipelineStage, moe_of
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.layout import Layout
 from mrl.resharding.shards import (
     ExpertShard,
@@ -78,7 +78,7 @@ def replica_layout(
         check_experts_divide(arch.moe, experts)
     layout: Layout = {}
     for spec in param_specs(arch):
-        for layer in range(arch.num_layers) if spec.place is Place.LAYER else (None,):
+        for layer in range(arch.num_layers) if spec.place is PipelineStage.LAYER else (None,):
             name = name_of(spec, layer)
             if spec.kind.is_expert and layer is not None:
                 layout[name] = concat_rows(
@@ -118,7 +118,7 @@ def by_projection(arch: ArchSpec, shard: TensorShard) -> list[Segment]:
     return [(0, shard.rank * queries, (shard.rank + 1) * queries), (1, *keys), (2, *keys)]
 
 
-def native_layouts(arch: ArchSpec, grid: Grid, dtype: str) -> dict[int, Layout]:
+def native_layouts(arch: ArchSpec, grid: ParallelLayout, dtype: str) -> dict[int, Layout]:
     """Returns rank -> `native_layout`; replicas share layout objects."""
     shared = [
         native_layout(arch, grid.rollout_tp, position, dtype, ep_size=grid.rollout_ep)

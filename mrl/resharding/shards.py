@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mrl.errors import UserError
-from mrl.models.base import ArchSpec, Kind, MoeSpec, ParamSpec, Place, dims
+from mrl.models.base import ArchSpec, MoeSpec, ParamSpec, PipelineStage, ShardKind, dims
 from mrl.models.hf_config import family_of
 from mrl.resharding.layout import Piece, Region, StoredTensor
 
@@ -136,17 +136,17 @@ def shard_row(
     """
     parts = parts_of(spec, arch)
     padding = 0
-    dim = 1 if spec.kind is Kind.ROW else 0
+    dim = 1 if spec.kind is ShardKind.ROW else 0
     size = parts[0].shape[dim]
-    if spec.kind is Kind.REPLICATED:
+    if spec.kind is ShardKind.REPLICATED:
         segments = [(0, 0, size)]
-    elif spec.kind is Kind.VOCAB:
+    elif spec.kind is ShardKind.VOCAB:
         each = padded_rows(padded_rows(size, vocab_multiple), shard.size) // shard.size
         start = min(size, shard.rank * each)
         stop = min(size, start + each)
         segments = [(0, start, stop)]
         padding = each - (stop - start)
-    elif spec.kind is Kind.QKV:
+    elif spec.kind is ShardKind.QKV:
         segments = qkv_rows(arch, shard)
     else:  # COLUMN, ROW and GATE_UP
         segments = equal_parts(len(parts), size, shard)
@@ -173,7 +173,7 @@ def shard_expert(
         dtype: Stored dtype.
     """
     parts = parts_of(spec, arch)
-    dim = 1 if spec.kind is Kind.EXPERT_DOWN else 0
+    dim = 1 if spec.kind is ShardKind.EXPERT_DOWN else 0
     segments = equal_parts(len(parts), parts[0].shape[dim], cut)
     return stack(parts, segments, layer=layer, expert=expert, dim=dim, dtype=dtype)
 
@@ -225,17 +225,17 @@ def allowed_duplicates(arch: ArchSpec) -> dict[str, tuple[str, int]]:
     found: dict[str, tuple[str, int]] = {}
     for spec in param_specs(arch):
         parts = parts_of(spec, arch)
-        if spec.kind is Kind.REPLICATED:
+        if spec.kind is ShardKind.REPLICATED:
             rows = {part.name: ("replicated", 0) for part in parts}
-        elif spec.kind is Kind.VOCAB:
+        elif spec.kind is ShardKind.VOCAB:
             rows = {part.name: ("embedding", 0) for part in parts}
-        elif spec.kind is Kind.QKV:
+        elif spec.kind is ShardKind.QKV:
             rows = {}
             for part in reversed(parts[1:]):  # keys and values
                 rows[part.name] = ("key/value heads", part.first_row)
         else:
             continue
         for name, reason in rows.items():
-            for layer in range(arch.num_layers) if spec.place is Place.LAYER else (None,):
+            for layer in range(arch.num_layers) if spec.place is PipelineStage.LAYER else (None,):
                 found[name if layer is None else name.format(layer=layer)] = reason
     return found

@@ -20,7 +20,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from mrl.errors import UserError
-from mrl.models.base import ArchSpec, Kind, MoeSpec, ParamSpec, Place, moe_of
+from mrl.models.base import ArchSpec, MoeSpec, ParamSpec, PipelineStage, ShardKind, moe_of
 from mrl.resharding.layout import Layout, StoredTensor
 from mrl.resharding.native import by_projection
 from mrl.resharding.shards import (
@@ -153,7 +153,7 @@ def trtllm_layout(arch: ArchSpec, mapping: TrtllmMapping, rank: int, dtype: str)
         ):
             layout[name if layer is None else name.format(layer=local)] = stored
     if arch.tie_word_embeddings and pp_rank == mapping.pp_size - 1:
-        embedding = next(spec for spec in param_specs(arch) if spec.kind is Kind.VOCAB)
+        embedding = next(spec for spec in param_specs(arch) if spec.kind is ShardKind.VOCAB)
         layout[HEAD] = shard_row(embedding, arch, shard, layer=None, dtype=dtype, qkv_rows=by_projection)
     return dict(sorted(layout.items(), key=lambda item: item[1].dtype != "float32"))
 
@@ -185,7 +185,7 @@ def linear_modules(arch: ArchSpec, mapping: TrtllmMapping, rank: int) -> dict[st
     """
     found = {}
     for spec, local, layer in _stage_rows(arch, mapping, rank // mapping.tp_size):
-        if spec.kind in (Kind.REPLICATED, Kind.VOCAB):
+        if spec.kind in (ShardKind.REPLICATED, ShardKind.VOCAB):
             continue
         for name in spec.trtllm:
             if name.endswith(".weight"):
@@ -199,9 +199,9 @@ def _stage_rows(arch: ArchSpec, mapping: TrtllmMapping, pp_rank: int) -> list[tu
     for spec in param_specs(arch):
         if not spec.trtllm:
             raise UserError(f"TensorRT-LLM has no tensor for '{spec.hf[0]}' of a {arch.family} model.")
-        if spec.place is Place.LAYER:
+        if spec.place is PipelineStage.LAYER:
             found += [(spec, local, layer) for local, layer in enumerate(mapping.layers(arch, pp_rank))]
-        elif pp_rank == (0 if spec.place is Place.FIRST else mapping.pp_size - 1):
+        elif pp_rank == (0 if spec.place is PipelineStage.FIRST else mapping.pp_size - 1):
             found.append((spec, 0, None))
     return found
 
@@ -212,11 +212,11 @@ def _stored_tensors(
     """Returns the tensors that a rank stores for a row, one for each of its names."""
     if spec.kind.is_expert and layer is not None:
         return [_expert_tensor(spec, arch, moe_of(arch), mapping.experts(shard.rank), layer, dtype)]
-    if spec.kind is Kind.GATE_UP:
+    if spec.kind is ShardKind.GATE_UP:
         parts = parts_of(spec, arch)
         groups = [parts[::-1]] if len(spec.trtllm) == 1 else [[part] for part in parts]
         return [_column_parallel(group, shard, layer, dtype) for group in groups]
-    if spec.kind is Kind.VOCAB and spec.place is Place.FIRST:
+    if spec.kind is ShardKind.VOCAB and spec.place is PipelineStage.FIRST:
         return [_embedding_tensor(spec, arch, mapping, shard, dtype)]
     return [shard_row(spec, arch, shard, layer=layer, dtype=dtype, qkv_rows=by_projection)]
 
@@ -241,7 +241,7 @@ def _expert_tensor(
 ) -> StoredTensor:
     """Returns the rank's experts as one tensor, [up; gate] of each; it has three dimensions in the file."""
     parts = parts_of(spec, arch)[::-1]
-    dim = 1 if spec.kind is Kind.EXPERT_DOWN else 0
+    dim = 1 if spec.kind is ShardKind.EXPERT_DOWN else 0
     segments = equal_parts(len(parts), parts[0].shape[dim], place.etp)
     experts = [
         stack(parts, segments, layer=layer, expert=expert, dim=dim, dtype=dtype) for expert in place.experts(moe)

@@ -8,8 +8,8 @@ every name and shape with vLLM's own parameters.
 
 from __future__ import annotations
 
-from mrl.models.base import ArchSpec, Kind, ParamSpec
-from mrl.parallel_layout import Grid
+from mrl.models.base import ArchSpec, ParamSpec, ShardKind
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.fp8 import block_grids, fp8_layout, scale_tables
 from mrl.resharding.layout import Layout
 from mrl.resharding.native import replica_layout
@@ -20,7 +20,7 @@ VOCAB_MULTIPLE = 64
 FUSED = (("q_proj", "qkv_proj"), ("gate_proj", "gate_up_proj"))
 """(first of the projections that vLLM fuses, vLLM's name of the fused tensor)."""
 
-EXPERTS = {Kind.EXPERT_GATE_UP: "w13_weight", Kind.EXPERT_DOWN: "w2_weight"}
+EXPERTS = {ShardKind.EXPERT_GATE_UP: "w13_weight", ShardKind.EXPERT_DOWN: "w2_weight"}
 
 
 def vllm_layout(
@@ -53,12 +53,12 @@ def _name(spec: ParamSpec, layer: int | None) -> str:
     if spec.kind.is_expert:
         return f"{name.partition('.experts.')[0]}.experts.{EXPERTS[spec.kind]}"
     for first, fused in FUSED:
-        if spec.kind in (Kind.QKV, Kind.GATE_UP):
+        if spec.kind in (ShardKind.QKV, ShardKind.GATE_UP):
             name = name.replace(f".{first}.", f".{fused}.")
     return name
 
 
-def vllm_layouts(arch: ArchSpec, grid: Grid, dtype: str) -> dict[int, Layout]:
+def vllm_layouts(arch: ArchSpec, grid: ParallelLayout, dtype: str) -> dict[int, Layout]:
     """Returns rank -> `vllm_layout`; replicas share layout objects."""
     shared = [
         vllm_layout(arch, grid.rollout_tp, position, dtype, ep_size=grid.rollout_ep)

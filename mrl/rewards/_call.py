@@ -15,7 +15,7 @@ from typing import Any
 
 from mrl.config import registry
 from mrl.config.did_you_mean import did_you_mean
-from mrl.config.user_code import is_own
+from mrl.config.user_code import is_user_code
 from mrl.errors import UserError
 from mrl.rewards._arguments import check_types
 from mrl.rewards._signatures import Sample, Signature
@@ -106,7 +106,7 @@ class RewardCall:
 
     def _check_values(self) -> None:
         """Raises UserError for kwargs that can only fail, such as a pattern that does not compile."""
-        own = is_own(self.name)
+        own = is_user_code(self.name)
         check = getattr(self._function, "check_kwargs", None) if own else None
         if not own:
             check = registry.find("rewards", self.name, "CHECK", default=None)

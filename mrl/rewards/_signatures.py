@@ -47,7 +47,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Started:
+class PendingCall:
     """A call of a reward function that may have to be awaited.
 
     Attributes:
@@ -110,10 +110,10 @@ class Signature:
             "extra": dict(sample.extra)
         }
 
-    def start(self, samples: Sequence[Sample]) -> Started:
+    def start(self, samples: Sequence[Sample]) -> PendingCall:
         """Calls the function."""
         returned = self._function(**{**self.given(samples), **self._kwargs})
-        return Started(returned, lambda value: _listed(value, len(samples)) if self.takes_lists else [value])
+        return PendingCall(returned, lambda value: _listed(value, len(samples)) if self.takes_lists else [value])
 
     def _taken(self, arguments: Arguments) -> Arguments:
         """Returns the arguments that the function has a parameter for; all if it takes `**kwargs`."""
@@ -169,7 +169,7 @@ class Trl(Signature):
         columns |= {"completion_ids": [list(one.response_ids) for one in samples]}
         return self._taken(columns)
 
-    def start(self, samples: Sequence[Sample]) -> Started:
+    def start(self, samples: Sequence[Sample]) -> PendingCall:
         """Overrides `Signature.start`; adds the metrics that the function logs to its values."""
         logged: list[dict[str, Any]] = [{} for _ in samples]
         loggers = self._taken({"log_metric": partial(_log_metric, logged), "log_extra": partial(_log_extra, logged)})
@@ -179,7 +179,7 @@ class Trl(Signature):
             listed = zip(_listed(value, len(samples)), logged, strict=True)
             return [one if one is None or not facts else {**facts, "score": one} for one, facts in listed]
 
-        return Started(returned, values)
+        return PendingCall(returned, values)
 
 
 _MARKS = {"solution_str": Verl, "solution_strs": VerlBatch, "completions": Trl, "completion_ids": Trl}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mrl.config import registry
 from mrl.config.config import RewardConfig, RewardFunctionConfig
-from mrl.config.user_code import is_own
+from mrl.config.user_code import is_user_code
 from mrl.errors import UserError
 from mrl.rewards._cache import CacheLookup, ScoreCache, functions_identity
 from mrl.rewards._call import Outcome, RewardCall
@@ -248,7 +248,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         for index, judge in self._judges.items():
             problems[index] = {row: error for row, one in enumerate(samples) if (error := judge.problem_with(one))}
         if self._pool is not None:
-            own = [is_own(self._config.functions[index].name) for index in self._remote]
+            own = [is_user_code(self._config.functions[index].name) for index in self._remote]
             calls = [place for place, is_users in enumerate(own) if not is_users]
             tasks = [ScoringTask((place,), ((row,),)) for place in calls for row in range(len(samples))]
             self._pool.run(samples, tasks, len(samples), on_scored=collect)
@@ -359,12 +359,12 @@ def _empty_sample(prompt: Prompt, *, episodes: bool) -> Sample:
 
 def _builtin_flag(name: str, attribute: str) -> bool:
     """Returns a built-in function's flag such as `IN_PROCESS`; False for users' functions."""
-    return not is_own(name) and bool(registry.find("rewards", name, attribute, default=False))
+    return not is_user_code(name) and bool(registry.find("rewards", name, attribute, default=False))
 
 
 def _check_limit(function: RewardFunctionConfig, time_limit_s: float) -> None:
     """Raises UserError if a function's own limit is not below the worker's, because its samples would fail."""
-    default = None if is_own(function.name) else registry.find("rewards", function.name, "LIMIT_S", default=None)
+    default = None if is_user_code(function.name) else registry.find("rewards", function.name, "LIMIT_S", default=None)
     if default is None:
         return
     limit_s = function.kwargs.get("limit_s", default)

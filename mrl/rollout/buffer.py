@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.rollout.async_schedule import RolloutSchedule
 from mrl.rollout.length_bias import Acceptance, sizes_of
 from mrl.types import PartialRollout, Prompt, Rollout, SampleTable
@@ -267,7 +267,7 @@ class RolloutBuffer:
         table: SampleTable,
         train_table: SampleTable,
         steps: int,
-        grid: Grid,
+        grid: ParallelLayout,
     ) -> None:
         """Marks groups as complete; drops those without a learning signal.
 

@@ -26,7 +26,7 @@ from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 from mrl.parallel_layout import Coords
 from mrl.rollout.all_to_all import RankMessage, send_messages
-from mrl.types import Rollout, RolloutBatch, SampleTable, Support
+from mrl.types import Rollout, RolloutBatch, SampleTable, SamplingMask
 
 Rows = list[list[list[int]]]
 """Row numbers of the sample table, by [minibatch][data-parallel index]."""
@@ -58,7 +58,7 @@ class StepBatch:
 
     Attributes:
         batch: Sequences of this data-parallel index, equal on all its ranks except for `routed_experts_P` (layers of
-            the rank's pipeline stage) and `support_R` (last stage only).
+            the rank's pipeline stage) and `kept_tokens_R` (last stage only).
         minibatches: Rows of `batch` for each optimizer step; a minibatch may be empty on this rank. Empty list on ranks
             that do not train.
         index_B: Row of the step's sample table for each sequence, int64.
@@ -116,7 +116,7 @@ def dispatch_samples(
         sample_index_B=table["sample_index"].long()[index_B],
         correct_B=table["correct"].bool()[index_B],
         routed_experts_P=None if routing is None else dispatch.routed_experts(routing),
-        support_R=dispatch.kept_tokens(table["kept_ids"].long().tolist()) if "kept_ids" in table.columns else None,
+        kept_tokens_R=dispatch.kept_tokens(table["kept_ids"].long().tolist()) if "kept_ids" in table.columns else None,
     )
     minibatches = _local_rows(rows, groups.coords.dp) if groups.is_trainer else []
     return StepBatch(batch, minibatches, index_B)
@@ -195,7 +195,7 @@ class _Dispatch:
         ids.extend(_encode_trained(rollout, mask_offpolicy=self._mask_offpolicy))
         return ids
 
-    def kept_tokens(self, sizes: Sequence[int]) -> Support | None:
+    def kept_tokens(self, sizes: Sequence[int]) -> SamplingMask | None:
         """Collective over the job: returns support_R of `own_rows` on the last pipeline stage, None elsewhere.
 
         Args:
@@ -231,7 +231,7 @@ class _Dispatch:
         send_messages(messages, self._groups.rank, write, read)
         for tensor in (counts_R, ids_K):
             self._broadcast(tensor, over_stages=False)
-        return Support(ids_K, counts_R) if on_last else None
+        return SamplingMask(ids_K, counts_R) if on_last else None
 
     def routed_experts(self, routing: StageRoutingFormat) -> Tensor:
         """Collective over the job: returns routed_experts_P of `own_rows` for the layers of this pipeline stage.

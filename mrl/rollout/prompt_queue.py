@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mrl.distributed.collectives import all_gather_ragged
 from mrl.engines._work_queue import PromptWork, WorkQueue
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.types import Rollout
 
 ABORT = -1
@@ -40,7 +40,7 @@ class PromptQueue(WorkQueue):
         *,
         max_samples: int,
         num_rows: int,
-        grid: Grid,
+        grid: ParallelLayout,
         rank: int,
         over: dist.ProcessGroup,
         abort_requested: Callable[[], bool] = lambda: False,

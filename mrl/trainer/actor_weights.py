@@ -14,7 +14,7 @@ from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.actor import Actor
-from mrl.megatron.param_broadcast import first_here, share
+from mrl.megatron.param_broadcast import broadcast_params, first_here
 from mrl.megatron.trainable import TrainableModel
 from mrl.models.base import ArchSpec
 from mrl.models.presets import initializer_range
@@ -42,7 +42,7 @@ def read_weights(model: TrainableModel, arch: ArchSpec, folder: str, tensors: Ma
             {name: stored for name, stored in layout.items() if name in own},
             {name: tensor for name, tensor in tensors.items() if name in own},
         )
-    share(model.chunks, tensors, model.device)
+    broadcast_params(model.chunks, tensors, model.device)
 
 
 class ActorWeights:
@@ -50,18 +50,18 @@ class ActorWeights:
 
     Args:
         plan: Resolved and validated config.
-        policy: Actor of this rank; None on ranks that only sample.
+        actor: Actor of this rank; None on ranks that only sample.
         groups: Process groups and coordinates of this rank.
     """
 
-    def __init__(self, plan: RunPlan, policy: Actor | None, groups: ProcessGroups) -> None:
-        self._plan, self._actor, self._groups = plan, policy, groups
+    def __init__(self, plan: RunPlan, actor: Actor | None, groups: ProcessGroups) -> None:
+        self._plan, self._optional_actor, self._groups = plan, actor, groups
 
     @property
-    def _policy(self) -> Actor:
-        if self._actor is None:
+    def _actor(self) -> Actor:
+        if self._optional_actor is None:
             raise RuntimeError(f"rank {self._groups.rank} only samples and has no actor")
-        return self._actor
+        return self._optional_actor
 
     def load_initial(self) -> None:
         """Collective over the job: fills the actor from `model.path`, or with random weights for a preset."""
@@ -69,38 +69,38 @@ class ActorWeights:
         with on_trainers(self._groups) as here:
             if not here:
                 return
-            tensors = self._policy.named_tensors()
+            tensors = self._actor.named_tensors()
             if config.model.path is not None:
                 self._read(config.model.path, tensors)
             else:
-                layout, deviation = self._policy.layout(), initializer_range(config.model.overrides)
+                layout, deviation = self._actor.layout(), initializer_range(config.model.overrides)
                 with raise_on_all_ranks():
                     random_init(arch, layout, tensors, config.run.seed, deviation)
-            self._policy.weights_changed()
+            self._actor.weights_changed()
 
     def load_reference(self, path: str) -> None:
         """Collective over the job: fills the reference's tensors from a Hugging Face folder."""
         with on_trainers(self._groups) as here:
             if here:
-                self._read(path, self._policy.reference_tensors())
-                self._policy.compare_reference()
+                self._read(path, self._actor.reference_tensors())
+                self._actor.compare_reference()
 
-    def take_reference(self) -> None:
+    def copy_to_reference(self) -> None:
         """Collective over the job: copies the current actor weights into the reference."""
         with on_trainers(self._groups) as here:
             if here:
-                self._policy.take_reference()
+                self._actor.copy_to_reference()
 
     def _read(self, folder: str, tensors: Mapping[str, Tensor]) -> None:
-        read_weights(self._policy, self._plan.arch, folder, tensors)
+        read_weights(self._actor, self._plan.arch, folder, tensors)
 
     def export(self, folder: Path) -> None:
         """Collective over the job: writes the actor as a Hugging Face folder; one rank of each host writes files."""
         with on_trainers(self._groups) as here:
             if not here:
                 return
-            layouts, model = gather_layouts(self._policy.layout()), self._plan.config.model
-            tensors = self._policy.named_tensors()
+            layouts, model = gather_layouts(self._actor.layout()), self._plan.config.model
+            tensors = self._actor.named_tensors()
             hosts = [""] * dist.get_world_size()
             dist.all_gather_object(hosts, socket.gethostname())
             writers = [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]

@@ -27,7 +27,7 @@ from mrl.trainer import inflight_samples
 from mrl.trainer.actor_weights import ActorWeights
 from mrl.trainer.preemption import RunProgress
 from mrl.trainer.rank_roles import on_trainers
-from mrl.trainer.training_state import SavedState, TrainingState, not_of_a_run, resumed
+from mrl.trainer.training_state import SavedState, TrainingState, malformed_state_is_user_error, parse_state
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Pending:
 
     standing: SavedState
     unfinished: PendingCheckpoint
-    writing: megatron_checkpoint.Writings
+    writing: megatron_checkpoint.PendingWrites
     waited_s: float
 
 
@@ -52,17 +52,17 @@ class Checkpointing:
 
     Attributes:
         checkpoints: Checkpoint folders of the run.
-        found: Checkpoint to resume from; None for a new run.
+        resume_point: Checkpoint to resume from; None for a new run.
     """
 
     def __init__(
         self,
         config: CheckpointConfig,
         checkpoints: CheckpointManager,
-        found: ResumePoint | None,
+        resume_point: ResumePoint | None,
         *,
         groups: ProcessGroups,
-        policy: Actor | None,
+        actor: Actor | None,
         critic: Critic | None,
         weights: ActorWeights,
         state: TrainingState,
@@ -70,8 +70,8 @@ class Checkpointing:
         timers: Timers,
         log: RunLog,
     ) -> None:
-        self.checkpoints, self.found = checkpoints, found
-        models = {"actor": policy, "critic": critic}
+        self.checkpoints, self.resume_point = checkpoints, resume_point
+        models = {"actor": actor, "critic": critic}
         self._models: dict[str, TrainableModel] = {name: model for name, model in models.items() if model is not None}
         self._groups = groups
         self._config, self._weights, self._state = config, weights, state
@@ -80,7 +80,7 @@ class Checkpointing:
         self._pending: _Pending | None = None
 
     @property
-    def writing(self) -> megatron_checkpoint.Writings | None:
+    def pending_writes(self) -> megatron_checkpoint.PendingWrites | None:
         """Background writers of the unfinished checkpoint; None if there is none."""
         return None if self._pending is None else self._pending.writing
 
@@ -91,18 +91,18 @@ class Checkpointing:
             step: Number of steps done.
             metrics: Metrics of that step, among them `checkpoint.best_metric`.
         """
-        self._begin(self._progress.reached(step, metrics), beside=self._config.async_save)
+        self._begin(self._progress.record_state(step, metrics), async_save=self._config.async_save)
         if not self._config.async_save:
-            self.settle(wait=True)
+            self.finish_pending(wait=True)
         self._log.step(step, self._timers.metrics())
 
-    def write_standing(self, standing: SavedState) -> None:
+    def write_saved_state(self, saved_state: SavedState) -> None:
         """Collective over the job: writes this state and the current weights, and waits until they are on disk."""
-        if self._pending is None or self._pending.standing is not standing:
-            self._begin(standing, beside=False)
-        self.settle(wait=True)
+        if self._pending is None or self._pending.standing is not saved_state:
+            self._begin(saved_state, async_save=False)
+        self.finish_pending(wait=True)
 
-    def settle(self, *, wait: bool = False) -> None:
+    def finish_pending(self, *, wait: bool = False) -> None:
         """Collective over the job: finishes the checkpoint that is being written once all ranks have written.
 
         Args:
@@ -117,34 +117,34 @@ class Checkpointing:
             path = self.checkpoints.finish_save(pending.unfinished)
             if self.checkpoints.rank == 0:
                 self._drop_unused_references()
-        pending.standing.committed = True
+        pending.standing.is_saved = True
         waited_s, written_s = pending.waited_s + time.monotonic() - began, pending.writing.seconds
-        self._progress.took(commit_s=waited_s + written_s)
+        self._progress.record_save_time(save_s=waited_s + written_s)
         times = f", written in the background in {written_s:.1f} s; training waited {waited_s:.1f} s"
         self._log.note(f"checkpoint {path}{times if written_s else ''}")
 
     def close(self) -> None:
         """Discards an unfinished checkpoint, when the job ends by an error or Ctrl-C."""
-        if self.writing is not None:
-            self.writing.drop()
+        if self.pending_writes is not None:
+            self.pending_writes.cancel()
         self._pending = None
 
-    def _begin(self, standing: SavedState, *, beside: bool) -> None:
+    def _begin(self, standing: SavedState, *, async_save: bool) -> None:
         """Collective over the job: starts writing a checkpoint, after the previous one is finished."""
-        self.settle(wait=True)
-        started: list[megatron_checkpoint.Writings] = []
+        self.finish_pending(wait=True)
+        started: list[megatron_checkpoint.PendingWrites] = []
 
-        def write(folder: Path) -> megatron_checkpoint.Writings:
+        def write(folder: Path) -> megatron_checkpoint.PendingWrites:
             each = []
             for name, saver in self._savers.items():
-                each.append(saver.begin(folder / name, beside=beside))
+                each.append(saver.begin(folder / name, async_save=async_save))
                 if len(self._savers) > 1:
                     self._models[name].offload()
             groups = self._groups
             replica = groups.grid.replica(groups.rank) if groups.is_replica_leader else None
             first = groups.rank == groups.grid.samplers.start
             inflight_samples.write(folder, standing.samples, replica=replica, first=first)
-            started.append(megatron_checkpoint.Writings(each))
+            started.append(megatron_checkpoint.PendingWrites(each))
             if self._config.export_hf:
                 self._weights.export(folder / "hf")
             return started[0]
@@ -155,8 +155,8 @@ class Checkpointing:
         with self._timers.phase("save_checkpoint"):
             unfinished = self.checkpoints.begin_save(standing.state["step"], write, standing.state, metric)
         self._pending = _Pending(standing, unfinished, started[0], time.monotonic() - began)
-        if beside:
-            self._progress.writes_beside()
+        if async_save:
+            self._progress.reserve_for_async_save()
 
     def resume(self) -> int | None:
         """Collective over the job: loads the run's last checkpoint, or the initial weights.
@@ -164,23 +164,23 @@ class Checkpointing:
         Returns:
             Number of steps that are done and logged; None if step 0 has no checkpoint yet.
         """
-        if self.found is None:
+        if self.resume_point is None:
             self._weights.load_initial()
             return None
-        path = self.checkpoints.path(self.found.step)
+        path = self.checkpoints.path(self.resume_point.step)
         began = time.monotonic()
-        self._progress.standing = resumed(self.found.state, path)
-        state = self._progress.standing.state
+        self._progress.last_state = parse_state(self.resume_point.state, path)
+        state = self._progress.last_state.state
         self._load(path, state)
-        loaded_s = self.found.compared_s + time.monotonic() - began
-        self._progress.took(commit_s=loaded_s)  # estimate until the first checkpoint of this start is written
+        loaded_s = self.resume_point.compared_s + time.monotonic() - began
+        self._progress.record_save_time(save_s=loaded_s)  # estimate until the first checkpoint of this start is written
         if state["warm_start"] is not None:
             self._log.note(f"resumed from {path}, in the warm start")
             return None
-        with raise_on_all_ranks(), not_of_a_run(path):
+        with raise_on_all_ranks(), malformed_state_is_user_error(path):
             record = self._state.restore(state)
             restarted = self._restore_samples(path, state["in_flight"])
-        self._progress.standing.samples = self._state.kept_samples()
+        self._progress.last_state.samples = self._state.snapshot_buffer()
         self._log.note(f"resumed from {path}{restarted}")
         changed = self._state.reference.resume(state["step"], record)
         if changed:
@@ -189,7 +189,7 @@ class Checkpointing:
 
     def _restore_samples(self, path: Path, state: Mapping[str, Any] | None) -> str:
         """Loads the rollout buffer; returns the end of the log line."""
-        buffer, groups = self._state.in_flight, self._groups
+        buffer, groups = self._state.buffer, self._groups
         if state is None:
             return ""
         replica = groups.grid.replica(groups.rank) if groups.is_sampler else None
@@ -198,7 +198,7 @@ class Checkpointing:
         buffer.load_state(state, kept.columns, kept.tables)
         start, size = groups.grid.samplers.start, groups.grid.rollout_size
         buffer.replace_samples(
-            kept.rollouts, kept.begun, {replica: start + replica * size for replica in range(num_replicas)}
+            kept.rollouts, kept.partial_rollouts, {replica: start + replica * size for replica in range(num_replicas)}
         )
         if state["schedule"] == buffer.state_dict()["schedule"]:
             return ""
@@ -229,7 +229,7 @@ class Checkpointing:
                     f"{', '.join(map(str, self.checkpoints.steps())) or 'none'}."
                 )
             state = self.checkpoints.read(path)
-        self._load(path, resumed(state, path).state)
+        self._load(path, parse_state(state, path).state)
         return str(path)
 
     def _load(self, path: Path, state: Mapping[str, Any]) -> None:
@@ -251,5 +251,5 @@ class Checkpointing:
             }
         except (UserError, KeyError):
             return  # a checkpoint is damaged, so its reference is unknown
-        used.add(self._state.reference.record)  # may be newer than all checkpoints
+        used.add(self._state.reference.stored_path)  # may be newer than all checkpoints
         self._state.reference.drop_unused(used, self.checkpoints.discard)

@@ -19,7 +19,7 @@ from mrl.distributed.collectives import all_reduce_, raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.actor import Actor
 from mrl.megatron.critic import Critic
-from mrl.megatron.param_broadcast import first_here, share
+from mrl.megatron.param_broadcast import broadcast_params, first_here
 from mrl.models.base import ArchSpec
 from mrl.observability.metrics import combine
 from mrl.resharding.megatron import OUTPUT
@@ -43,7 +43,7 @@ class RunCritic:
     """
 
     def __init__(
-        self, plan: RunPlan, arch: ArchSpec, groups: ProcessGroups, device: torch.device, policy: Actor
+        self, plan: RunPlan, arch: ArchSpec, groups: ProcessGroups, device: torch.device, actor: Actor
     ) -> None:
         """Collective over the ranks that train: builds the model without weights.
 
@@ -52,9 +52,9 @@ class RunCritic:
             arch: Architecture of the critic.
             groups: Process groups and coordinates of this rank.
             device: Device of this rank.
-            policy: Actor, offloaded while the critic is on the device.
+            actor: Actor, offloaded while the critic is on the device.
         """
-        self._config, self._groups, self._policy = critic_config(plan.config), groups, policy
+        self._config, self._groups, self._actor = critic_config(plan.config), groups, actor
         self.model = Critic(self._config, arch, groups, device)
         self.model.offload()
         self._path = plan.config.critic.path
@@ -69,7 +69,7 @@ class RunCritic:
         """Collective over the ranks that train: loads `critic.path`, or copies the actor's current weights."""
         with self._on_device():
             if self._path is None:
-                self.model.take(self._policy.named_tensors())
+                self.model.init_from_actor(self._actor.named_tensors())
             else:
                 self._read(self._path)
 
@@ -92,7 +92,7 @@ class RunCritic:
     @contextmanager
     def _on_device(self) -> Iterator[None]:
         """Offloads the actor, as far as `actor.*_offload` asks for it, and the critic at the end."""
-        self._policy.offload()
+        self._actor.offload()
         yield
         self.model.offload()
 
@@ -134,5 +134,5 @@ class RunCritic:
                 for name in own:
                     if name.endswith(OUTPUT):
                         tensors[name].zero_()
-        share(model.chunks, tensors, model.device)
+        broadcast_params(model.chunks, tensors, model.device)
         model.weights_changed()

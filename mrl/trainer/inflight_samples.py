@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mrl.checkpoint.io.atomic_files import write_file
 from mrl.errors import UserError
-from mrl.types import Episode, PartialRollout, Prompt, Rollout, Support
+from mrl.types import Episode, PartialRollout, Prompt, Rollout, SamplingMask
 
 FOLDER = "in_flight"
 
@@ -37,13 +37,13 @@ class BufferSnapshot:
         columns: Column names of the tables.
         tables: Rows of the tables, fp64 [N, columns], by name; see `InFlight.tables`.
         rollouts: Finished responses.
-        begun: Partial responses.
+        partial_rollouts: Partial responses.
     """
 
     columns: tuple[str, ...] = ()
     tables: Mapping[str, Tensor] = field(default_factory=dict)
     rollouts: Sequence[Rollout] = ()
-    begun: Sequence[PartialRollout] = ()
+    partial_rollouts: Sequence[PartialRollout] = ()
 
 
 def write(folder: Path, kept: BufferSnapshot, *, replica: int | None, first: bool) -> None:
@@ -65,7 +65,7 @@ def write(folder: Path, kept: BufferSnapshot, *, replica: int | None, first: boo
         tensors = {name: rows.clone() for name, rows in kept.tables.items()}  # safetensors rejects shared memory
         write_file(folder / FOLDER / "table.safetensors", save(tensors, {"columns": json.dumps(kept.columns)}))
     if replica is not None:
-        records, tensors = _packed([*kept.rollouts, *kept.begun])
+        records, tensors = _packed([*kept.rollouts, *kept.partial_rollouts])
         write_file(folder / FOLDER / f"replica-{replica}.json", json.dumps(records).encode())
         write_file(folder / FOLDER / f"replica-{replica}.safetensors", save(tensors))
 
@@ -216,7 +216,7 @@ def _unpacked(
         support, log_mass = None, list[float]()
         if record["kept"] is not None:
             counts_R = reader.next("support_counts", count)
-            support = Support(reader.next("support_ids", int(record["kept"])), counts_R)
+            support = SamplingMask(reader.next("support_ids", int(record["kept"])), counts_R)
             log_mass = reader.next("log_kept_mass", count).tolist()
         ids, logprobs = reader.next("ids", count).tolist(), reader.next("logprobs", count).tolist()
         runs = tuple((int(version), int(length)) for version, length in record["version_runs"])

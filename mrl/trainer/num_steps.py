@@ -45,7 +45,7 @@ def with_num_steps(config: Config, num_rows: int) -> Config:
     return replace(config, train=replace(train, num_steps=steps))
 
 
-def minibatches_of_a_step(config: Config) -> int:
+def minibatches_per_step(config: Config) -> int:
     """Returns the number of minibatches, and so of optimizer steps, in one pass over a batch."""
     train = config.train
     return train.batch_size // (train.minibatch_size or train.batch_size)
@@ -56,7 +56,7 @@ def optimizer_steps(config: Config) -> int | None:
     steps = config.train.num_steps
     if steps is None:
         return None
-    return max(0, steps - config.train.critic_warmup) * config.actor.ppo_epochs * minibatches_of_a_step(config)
+    return max(0, steps - config.train.critic_warmup) * config.actor.ppo_epochs * minibatches_per_step(config)
 
 
 def is_over(train: TrainConfig, step: int, *, position: int, num_rows: int) -> bool:

@@ -41,7 +41,7 @@ class RunProgress:
         samples: Callable[[], BufferSnapshot] = BufferSnapshot,
     ) -> None:
         self.stop: Stop | None = None
-        self.standing: SavedState | None = None
+        self.last_state: SavedState | None = None
         self._commit_s = 0.0
         self._is_apart = False
         self._steps_s: deque[float] = deque(maxlen=RECENT)
@@ -50,7 +50,7 @@ class RunProgress:
         self._samples = samples
 
     @contextmanager
-    def stops_in_order(self, stop: Stop | None, commit: Callable[[SavedState], None]) -> Iterator[None]:
+    def stop_gracefully(self, stop: Stop | None, commit: Callable[[SavedState], None]) -> Iterator[None]:
         """Collective over the job: ends the body at its next check after a stop request and writes a checkpoint.
 
         Args:
@@ -58,7 +58,7 @@ class RunProgress:
             commit: Collective function that writes a checkpoint.
         """
         self.stop = stop
-        self.took(commit_s=self._commit_s)
+        self.record_save_time(save_s=self._commit_s)
         try:
             yield
         except StopRequested:
@@ -79,10 +79,10 @@ class RunProgress:
         with self._timers.phase(name):
             yield
         if not self._is_apart:
-            self.ask()
+            self.check_stop()
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def without_stop_checks(self) -> Iterator[None]:
         """Disables the checks while ranks run different work, because a check is collective over all ranks."""
         self._is_apart = True
         try:
@@ -90,37 +90,37 @@ class RunProgress:
         finally:
             self._is_apart = False
 
-    def ask(self) -> None:
+    def check_stop(self) -> None:
         """Collective over the job: raises `StopRequested` on all ranks if a stop was requested on any."""
         if self.stop is not None:
             self.stop.ask()
 
-    def took(self, *, commit_s: float) -> None:
+    def record_save_time(self, *, save_s: float) -> None:
         """Records the duration of the last checkpoint; so much time, with a margin, is reserved before a time limit."""
-        self._commit_s = commit_s
+        self._commit_s = save_s
         if self.stop is not None:
-            self.stop.reserve_s = MARGIN * commit_s
+            self.stop.reserve_s = MARGIN * save_s
 
-    def writes_beside(self) -> None:
-        """Doubles the reserved time until `took`: a stop waits for the background checkpoint and writes its own."""
+    def reserve_for_async_save(self) -> None:
+        """Doubles the reserved time until `record_save_time`: a stop awaits the background save, then saves."""
         if self.stop is not None:
             self.stop.reserve_s = 2 * MARGIN * self._commit_s
 
     def abort_requested(self) -> bool:
         """Returns whether a stop was requested, so that work within a phase may end early with an unused result.
 
-        False while ranks run different work (`apart`), because that work's result is used.
+        False while ranks run different work (`without_stop_checks`), because that work's result is used.
         """
         return self.stop is not None and self.stop.is_requested and not self._is_apart
 
-    def ends_sampling(self) -> bool:
+    def must_stop_sampling(self) -> bool:
         """Returns whether the engine must stop sampling.
 
         While updates run concurrently, partial rollouts are kept, and sampling stops only when the time runs short.
         """
         return self.abort_requested() or (self._is_apart and self.stop is not None and self.stop.is_time_short)
 
-    def reached(
+    def record_state(
         self,
         step: int,
         metrics: Mapping[str, float] | None = None,
@@ -130,28 +130,28 @@ class RunProgress:
     ) -> SavedState:
         """Records the state for the next checkpoint; see `SavedState`."""
         state = {"step": step, **self._snapshot(), "unlogged": unlogged, "warm_start": warm_start}
-        self.standing = SavedState(state, metrics or unlogged or {}, self._samples())
-        return self.standing
+        self.last_state = SavedState(state, metrics or unlogged or {}, self._samples())
+        return self.last_state
 
     def unlogged(self, step: int) -> dict[str, float] | None:
         """Returns the metrics of `step` if the run stopped after its update and before it was logged, else None."""
-        if self.standing is None or self.standing.state["step"] != step:
+        if self.last_state is None or self.last_state.state["step"] != step:
             return None
-        metrics: dict[str, float] | None = self.standing.state["unlogged"]
+        metrics: dict[str, float] | None = self.last_state.state["unlogged"]
         return metrics
 
     def _stop_here(self, commit: Callable[[SavedState], None]) -> None:
         """Writes a checkpoint of the recorded state unless there is one, and logs it."""
-        stop, standing = self.stop, self.standing
+        stop, standing = self.stop, self.last_state
         if stop is None:
             raise RuntimeError("Stopped was raised without a source of stop requests")
-        is_new = standing is not None and not standing.committed
+        is_new = standing is not None and not standing.is_saved
         if stop.why in LIMITS and not self._steps_s and not is_new:
             error = UserError(
                 f"{stop.why} was reached before one step was done, and a restart would end the same way. Raise the "
                 "limit, or make steps shorter with train.batch_size, rollout.n or rollout.response_length."
             )
-            error.everywhere = True
+            error.on_all_ranks = True
             raise error
         if standing is None:
             stop.print_reason(" before there was anything to save")

@@ -28,7 +28,7 @@ def on_trainers(groups: ProcessGroups) -> Iterator[bool]:
         yield groups.is_trainer
 
 
-def of_samplers(groups: ProcessGroups, value: T) -> T:
+def broadcast_from_sampler(groups: ProcessGroups, value: T) -> T:
     """Collective over the job: returns the value of the first rank that samples; `value` must be plain data."""
     if groups.samplers is None:
         return value

@@ -50,7 +50,7 @@ class Reference:
         self._load, self._take, self._export = load, take, export
 
     @property
-    def record(self) -> str | None:
+    def stored_path(self) -> str | None:
         """Path as stored in checkpoints: only the name for a folder inside the run, so that the run can be moved."""
         return Path(self.path).name if self.path and Path(self.path).parent == self._folder else self.path
 
@@ -78,7 +78,7 @@ class Reference:
 
         Args:
             step: Step of the checkpoint.
-            path: Value of `record` in the checkpoint.
+            path: Value of `stored_path` in the checkpoint.
 
         Returns:
             Log line about a changed reference; "" if it is unchanged.
@@ -99,7 +99,7 @@ class Reference:
         """Discards the reference folders that no checkpoint uses; call it on one rank.
 
         Args:
-            used: Values of `record` in all checkpoints.
+            used: Values of `stored_path` in all checkpoints.
             discard: Function that removes a folder.
         """
         names = {Path(record).name for record in used if record is not None}

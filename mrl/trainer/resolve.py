@@ -1,8 +1,8 @@
 """Resolution and validation of a config before any process group exists: model, data, rewards, run folder.
 
 `check_run` has all checks that `mrl train`, its dry run, `launch`, `plan` and `rehearse` share, so that a mistake is
-found before GPUs are in use. `prepare` adds the checks that only a starting run can do. `trainer.py` builds the run
-from the result.
+found before GPUs are in use. `build_run_plan` adds the checks that only a starting run can do. `trainer.py` builds the
+run from the result.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from mrl.models.base import ArchSpec, critic_of
 from mrl.models.hf_config import arch_from_folder
 from mrl.models.presets import arch_from_preset
 from mrl.observability.metrics import check_is_given, evaluation_names
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.rewards.scorer import Scorer
 from mrl.rollout.episodes.episodes import Schema, check_environment
 from mrl.trainer.num_steps import with_num_steps
-from mrl.trainer.reward_model_inputs import RewardModelEncoder, reader_of
+from mrl.trainer.reward_model_inputs import RewardModelEncoder, build_reward_encoder
 from mrl.trainer.supervised import examples
 from mrl.trainer.validation import validate
 from mrl.trainer.validation.critic import check_critic
-from mrl.trainer.validation.distillation import check_distillation, check_named, teacher_of
+from mrl.trainer.validation.distillation import check_distillation, check_named, teacher_index
 from mrl.trainer.validation.megatron import SWITCHES, check_switches
-from mrl.trainer.validation.off_policy import corrected_ahead
-from mrl.trainer.validation.parallel import grid_of
+from mrl.trainer.validation.off_policy import with_async_correction
+from mrl.trainer.validation.parallel import build_parallel_layout
 from mrl.trainer.validation.reward_model import check_reward_model, reward_arch
 from mrl.trainer.validation.true_on_policy import check_device
 from mrl.types import Prompt
@@ -71,18 +71,18 @@ class Resolved:
         critic: Architecture of the critic; None if the algorithm has none.
         teachers: Architectures of `distillation.teacher_models`, in order; empty without distillation.
         reward: Architecture of the reward model; None if there is none.
-        reader: Encoder of samples for the reward model.
+        reward_encoder: Encoder of samples for the reward model.
     """
 
     config: Config
     arch: ArchSpec
     tokenizer: Tokenizer
     algorithm: Algorithm
-    grid: Grid
+    grid: ParallelLayout
     critic: ArchSpec | None
     teachers: tuple[ArchSpec, ...]
     reward: ArchSpec | None
-    reader: RewardModelEncoder | None
+    reward_encoder: RewardModelEncoder | None
 
     @property
     def needs_engine(self) -> bool:
@@ -104,14 +104,14 @@ class CheckedConfig(Resolved):
     Attributes:
         source: Training prompts, at the first one.
         validation: Held-out prompts; may be empty.
-        peeked: First `PEEKED_PROMPTS` training prompts.
+        first_prompts: First `PEEKED_PROMPTS` training prompts.
         tools: Tool schemas of the environment.
         warnings: Log lines about likely mistakes.
     """
 
     source: PromptSource
     validation: list[Prompt]
-    peeked: list[Prompt]
+    first_prompts: list[Prompt]
     tools: list[Schema]
     warnings: list[str]
 
@@ -127,7 +127,7 @@ class RunPlan(CheckedConfig):
     run: RunDir
 
 
-def prepare(config: Config, *, resumes: bool = True) -> RunPlan:
+def build_run_plan(config: Config, *, resumes: bool = True) -> RunPlan:
     """Resolves and checks the config of a run that starts now, without communication.
 
     Args:
@@ -208,7 +208,7 @@ def check_run(
         **vars(found),
         source=source,
         validation=validation,
-        peeked=peeked,
+        first_prompts=peeked,
         tools=tools,
         warnings=[*warnings, *([] if warning is None else [warning])],
     )
@@ -219,9 +219,11 @@ def _check_training(
 ) -> list[str]:
     """Checks training prompts with teachers, reward model, supervised loss and reward functions; returns warnings."""
     for prompt in prompts if found.teachers else ():
-        teacher_of(config.distillation, prompt)
-    for prompt in prompts if found.reader is not None and found.reader.own is not None else ():
-        _check_rendered(found.reader, prompt)
+        teacher_index(config.distillation, prompt)
+    for prompt in (
+        prompts if found.reward_encoder is not None and found.reward_encoder.own_tokenizer is not None else ()
+    ):
+        _check_rendered(found.reward_encoder, prompt)
     if found.algorithm.supervised:
         examples(prompts, found.tokenizer, config, tools, learns_from=found.algorithm.learns_from)
     if config.train.warm_start.num_steps:
@@ -237,12 +239,12 @@ def resolve(config: Config, world_size: int) -> Resolved:
         UserError: A mistake in the config or the model folder.
     """
     algorithm = algorithms.build(config.algorithm, config.rollout)
-    if not algorithm.supervised and (corrected := corrected_ahead(config)) is not config:
+    if not algorithm.supervised and (corrected := with_async_correction(config)) is not config:
         config, algorithm = corrected, algorithms.build(corrected.algorithm, config.rollout)
     config = resolve_hub_models(replace(config, algorithm=algorithm.config))
-    arch, tokenizer = load_model_facts(config)
+    arch, tokenizer = load_arch_and_tokenizer(config)
     validate.check(config, arch, world_size, tokenizer.vocab_size, learns_from=algorithm.learns_from)
-    grid = grid_of(config, world_size)
+    grid = build_parallel_layout(config, world_size)
     critic = None
     if algorithm.needs_values:
         critic = critic_of(arch if config.critic.path is None else arch_from_folder(config.critic.path))
@@ -253,8 +255,8 @@ def resolve(config: Config, world_size: int) -> Resolved:
         config, arch, teachers, grid, own, supervised=algorithm.supervised, critic=algorithm.needs_values
     )
     reward = reward_arch(config)
-    reader = None if reward is None else reader_of(config, tokenizer, reward)
-    check_reward_model(config, arch, reward, grid, retokenizes=reader is not None and reader.own is not None)
+    reader = None if reward is None else build_reward_encoder(config, tokenizer, reward)
+    check_reward_model(config, arch, reward, grid, retokenizes=reader is not None and reader.own_tokenizer is not None)
     return Resolved(config, arch, tokenizer, algorithm, grid, critic, teachers, reward, reader)
 
 
@@ -276,7 +278,7 @@ def _teachers(config: Config, arch: ArchSpec) -> tuple[ArchSpec, ...]:
     return tuple(found)
 
 
-def load_model_facts(config: Config) -> tuple[ArchSpec, Tokenizer]:
+def load_arch_and_tokenizer(config: Config) -> tuple[ArchSpec, Tokenizer]:
     """Reads the architecture and the tokenizer of the config's model."""
     model = resolve_hub_models(config).model
     if model.path is not None:

@@ -38,12 +38,12 @@ class RunRewardModel:
     """Reward model of the run; every method is collective over the job."""
 
     @staticmethod
-    def of(plan: RunPlan, groups: ProcessGroups, device: torch.device, policy: Actor | None) -> RunRewardModel | None:
+    def of(plan: RunPlan, groups: ProcessGroups, device: torch.device, actor: Actor | None) -> RunRewardModel | None:
         """Collective over the job: returns the run's reward model, None if the config has none."""
-        return None if plan.reward is None else RunRewardModel(plan, plan.reward, groups, device, policy)
+        return None if plan.reward is None else RunRewardModel(plan, plan.reward, groups, device, actor)
 
     def __init__(
-        self, plan: RunPlan, arch: ArchSpec, groups: ProcessGroups, device: torch.device, policy: Actor | None
+        self, plan: RunPlan, arch: ArchSpec, groups: ProcessGroups, device: torch.device, actor: Actor | None
     ) -> None:
         """Collective over the job: builds the model, reads its weights and offloads them to host memory.
 
@@ -52,17 +52,17 @@ class RunRewardModel:
             arch: Architecture of the reward model.
             groups: Process groups and coordinates of this rank.
             device: Device of this rank.
-            policy: Actor, offloaded while the reward model is on the device; None on ranks that only sample.
+            actor: Actor, offloaded while the reward model is on the device; None on ranks that only sample.
         """
         path = plan.config.reward.model.path
-        if path is None or plan.reader is None:
-            raise RuntimeError("RunRewardModel needs reward.model.path and plan.reader, and one of them is None")
-        self._groups, self._policy, self._reader = groups, policy, plan.reader
+        if path is None or plan.reward_encoder is None:
+            raise RuntimeError("RunRewardModel needs reward.model.path and plan.reward_encoder; one of them is None")
+        self._groups, self._actor, self._reader = groups, actor, plan.reward_encoder
         self._shares = plan.config.actor.use_prefix_grouper
         self._model: ForwardOnlyModel | None = None
         with on_trainers(groups):
-            if policy is not None:
-                policy.offload()
+            if actor is not None:
+                actor.offload()
                 self._model = ForwardOnlyModel(forward_only_config(plan.config), arch, groups, device)
                 read_weights(self._model, arch, path, self._model.named_tensors())
                 self._model.offload()
@@ -92,9 +92,9 @@ class RunRewardModel:
 
     def _scores(self, data: StepBatch) -> Tensor:
         """Collective over the ranks that train: returns (row of the table, score) on one rank of each dp index."""
-        if self._model is None or self._policy is None:
+        if self._model is None or self._actor is None:
             return torch.empty(0, 2, dtype=torch.float64)
-        self._policy.offload()
+        self._actor.offload()
         values_R = self._model.values(data.batch)
         self._model.offload()
         scores_B = values_R[data.batch.response_lens_B.cumsum(0) - 1]
@@ -107,7 +107,7 @@ class RunRewardModel:
         ids: dict[Key, list[int]] = {}
         for rollout in rollouts:
             try:
-                ids[_key(rollout)] = self._reader.read(rollout)
+                ids[_key(rollout)] = self._reader.encode(rollout)
             except UserError as error:
                 failed[_key(rollout)] = Outcome(math.nan, str(error))
         shared = self._prompt_lens(ids)

@@ -18,28 +18,28 @@ class RewardModelEncoder:
     """Encoder of samples for a reward model.
 
     Attributes:
-        actors: Tokenizer of the actor.
-        own: Tokenizer of the reward model; None to use the actor's token ids.
+        actor_tokenizer: Tokenizer of the actor.
+        own_tokenizer: Tokenizer of the reward model; None to use the actor's token ids.
         pad_id: Padding id, removed from the end of a sample as in transformers' sequence classifiers; None if unknown.
         longest: Maximum positions of the reward model, tokens.
     """
 
-    actors: Tokenizer
-    own: Tokenizer | None
+    actor_tokenizer: Tokenizer
+    own_tokenizer: Tokenizer | None
     pad_id: int | None
     longest: int
 
-    def read(self, rollout: Rollout) -> list[int]:
+    def encode(self, rollout: Rollout) -> list[int]:
         """Returns the token ids of prompt and response.
 
         Raises:
             UserError: The text cannot be rendered or encoded, or exceeds the model's positions.
         """
-        if self.own is None:
+        if self.own_tokenizer is None:
             ids = [*rollout.prompt.prompt_ids, *rollout.response_ids]
         else:
-            kept = [token for token in rollout.response_ids if token not in self.actors.special_ids]
-            ids = self.render(rollout.prompt, self.actors.decode(kept))
+            kept = [token for token in rollout.response_ids if token not in self.actor_tokenizer.special_ids]
+            ids = self.render(rollout.prompt, self.actor_tokenizer.decode(kept))
         if len(ids) > self.longest:
             raise UserError(
                 f"prompt and response have {len(ids)} reward model tokens, more than its {self.longest} positions"
@@ -55,18 +55,22 @@ class RewardModelEncoder:
         Raises:
             UserError: The text cannot be rendered or encoded.
         """
-        if self.own is None:
+        if self.own_tokenizer is None:
             raise RuntimeError("render() needs the reward model's own tokenizer; without it, use the actor's token ids")
         question = prompt.question or prompt.text
         if isinstance(question, str):
-            return self.own.encode(ChatText(question).joined(self.own.quoted(response)), prompt=True)
+            return self.own_tokenizer.encode(
+                ChatText(question).joined(self.own_tokenizer.escape_special_tokens(response)), prompt=True
+            )
         messages = [*question, {"role": "assistant", "content": response}]
         # Sampled special tokens are removed already. Text of the response must not be encoded as special tokens.
         trusted = TRUSTED_ROLES - {"assistant"}
-        return self.own.encode(self.own.render_chat(messages, begins_answer=False, trusted=trusted))
+        return self.own_tokenizer.encode(
+            self.own_tokenizer.render_chat(messages, add_generation_prompt=False, trusted=trusted)
+        )
 
 
-def reader_of(config: Config, actors: Tokenizer, arch: ArchSpec) -> RewardModelEncoder:
+def build_reward_encoder(config: Config, actors: Tokenizer, arch: ArchSpec) -> RewardModelEncoder:
     """Builds the reader of the config's reward model.
 
     Args:

@@ -26,7 +26,7 @@ from mrl.rollout.dispatch import StageRoutingFormat
 from mrl.rollout.sampling_params import training_sampling, validation_sampling
 from mrl.trainer import weight_sync_check
 from mrl.trainer.actor_weights import ActorWeights
-from mrl.trainer.rank_roles import of_samplers
+from mrl.trainer.rank_roles import broadcast_from_sampler
 from mrl.trainer.resolve import RunPlan
 from mrl.types import Prompt, Rollout
 
@@ -36,9 +36,9 @@ class RolloutWorker:
 
     Attributes:
         engine: Rollout engine; a placeholder on ranks that do not sample.
-        refit: Transfer of the actor's weights into the engine.
-        training: Sampling distribution of training rollouts.
-        held_out: Sampling distribution of held-out rollouts.
+        weight_sync: Transfer of the actor's weights into the engine.
+        train_sampling: Sampling distribution of training rollouts.
+        val_sampling: Sampling distribution of held-out rollouts.
         routing: Format of the engine's routing records; None without router replay.
     """
 
@@ -47,7 +47,7 @@ class RolloutWorker:
         plan: RunPlan,
         groups: ProcessGroups,
         device: torch.device,
-        policy: Actor | None,
+        actor: Actor | None,
         weights: ActorWeights,
         tell: Callable[[str], None],
     ) -> None:
@@ -57,45 +57,32 @@ class RolloutWorker:
             plan: Resolved and validated config.
             groups: Process groups and coordinates of this rank.
             device: Device of this rank.
-            policy: Actor, already offloaded so that the engine measures the free memory; None on ranks that only
+            actor: Actor, already offloaded so that the engine measures the free memory; None on ranks that only
                 sample.
             weights: Provider of a model folder without weights, from which engines read the model's structure.
             tell: Receives log lines.
         """
         config, rollout, self._groups = plan.config, plan.config.rollout, groups
-        self._rollout, self._arch, self._device, self._policy, self._tell = rollout, plan.arch, device, policy, tell
-        self._frees = rollout.free_cache_engine and not groups.grid.has_roles  # no actor needs the memory otherwise
-        engine = find("engines", rollout.name, "ENGINE") if plan.needs_engine else NullEngine
-        spec = EngineSpec(
-            config=replace(rollout, free_cache_engine=self._frees),
-            arch=plan.arch,
-            tp_group=groups.rollout_tp,
-            device=device,
-            dtype=DTYPES[rollout.dtype or config.model.dtype],
-            decode=plan.tokenizer.decode,
-            write_model_folder=weights.model_folder,
-            timeout_s=config.run.collective_timeout_s,
-            trains_on_logprobs=config.algorithm.rollout_correction.takes_sampled,
-        )
-        with raise_on_all_ranks() if groups.grid.has_roles else nullcontext():  # without roles the start is collective
-            if not groups.is_sampler:
-                engine.start_without_engine()
-            self.engine: RolloutEngine = (engine if groups.is_sampler else NullEngine)(spec)
-        for note in of_samplers(groups, self.engine.notes):
+        self._rollout, self._arch, self._device, self._actor, self._tell = rollout, plan.arch, device, actor, tell
+        self._frees = (
+            rollout.free_cache_engine and not groups.grid.has_separate_rollout
+        )  # else nothing needs the memory
+        self.engine = self._start_engine(plan, weights)
+        for note in broadcast_from_sampler(groups, self.engine.notes):
             tell(note)
         try:
             if self._frees:  # before the actor's weights return to the device
                 self.engine.sleep()
                 self.engine.release()
             grids = block_grids(plan.arch, rollout.quantization)
-            source = (policy.layout(), policy.named_tensors()) if policy is not None else ({}, {})
-            self.refit = WeightSync(*source, self.engine, rollout.checkpoint_engine, grids)
+            source = (actor.layout(), actor.named_tensors()) if actor is not None else ({}, {})
+            self.weight_sync = WeightSync(*source, self.engine, rollout.checkpoint_engine, grids)
         except Exception:
             self.engine.close()
             raise
         self._self_test_is_due = weight_sync_check.is_wanted(rollout)
-        self.training = training_sampling(config, plan.tokenizer.eos_ids)
-        self.held_out = validation_sampling(config, plan.tokenizer.eos_ids)
+        self.train_sampling = training_sampling(config, plan.tokenizer.eos_ids)
+        self.val_sampling = validation_sampling(config, plan.tokenizer.eos_ids)
         self.routing: StageRoutingFormat | None = None
         moe = plan.arch.moe
         if rollout.enable_rollout_routing_replay and moe is not None:
@@ -103,22 +90,42 @@ class RolloutWorker:
             index_dtype = expert_index_dtype(moe.num_experts)
             self.routing = StageRoutingFormat(plan.arch.num_layers, moe.top_k, index_dtype, layers)
 
+    def _start_engine(self, plan: RunPlan, weights: ActorWeights) -> RolloutEngine:
+        config, rollout, groups = plan.config, plan.config.rollout, self._groups
+        engine = find("engines", rollout.name, "ENGINE") if plan.needs_engine else NullEngine
+        spec = EngineSpec(
+            config=replace(rollout, free_cache_engine=self._frees),
+            arch=plan.arch,
+            tp_group=groups.rollout_tp,
+            device=self._device,
+            dtype=DTYPES[rollout.dtype or config.model.dtype],
+            decode=plan.tokenizer.decode,
+            write_model_folder=weights.model_folder,
+            timeout_s=config.run.collective_timeout_s,
+            trains_on_logprobs=config.algorithm.rollout_correction.uses_rollout_logprobs,
+        )
+        # without separate rollout ranks the start itself is collective
+        with raise_on_all_ranks() if groups.grid.has_separate_rollout else nullcontext():
+            if not groups.is_sampler:
+                engine.start_without_engine()
+            return (engine if groups.is_sampler else NullEngine)(spec)
+
     @contextmanager
     def awake(self) -> Iterator[RolloutEngine]:
         """Offloads the actor and wakes the engine; at the end `rollout.free_cache_engine` frees the KV cache."""
-        if self._policy is not None:
-            self._policy.offload()
+        if self._actor is not None:
+            self._actor.offload()
         self.engine.wake()
         yield self.engine
         if self._frees:
             self.engine.sleep()
 
-    def rest(self) -> None:
+    def release_engine(self) -> None:
         """Frees the engine's weights too before an update, with `rollout.free_cache_engine`."""
         if self._frees:
             self.engine.release()
 
-    def refit_if_stale(self, policy_version: int) -> dict[str, float]:
+    def sync_weights_if_stale(self, policy_version: int) -> dict[str, float]:
         """Collective over the job: copies the actor's weights into the engine if the engine has an older version.
 
         After an evaluation the engine already has them. The transferred bytes are returned in either case, so that a
@@ -131,23 +138,23 @@ class RolloutWorker:
             Cost metrics of a weight sync.
         """
         if self.engine.policy_version == policy_version:
-            return self.refit.cost()
+            return self.weight_sync.cost()
         cost = self._refit(policy_version)
         if self._self_test_is_due:
             self._self_test_is_due = False
             moved = weight_sync_check.check(
                 partial(self._refit, policy_version), self._generate, self._arch, self._rollout, self._device
             )
-            result = of_samplers(self._groups, None if moved is None else str(moved))
+            result = broadcast_from_sampler(self._groups, None if moved is None else str(moved))
             if result is not None:
                 self._tell(f"weight-sync self-test: same weights synced twice: {result}")
         return cost
 
     def _refit(self, policy_version: int) -> dict[str, float]:
-        if self._policy is not None:
-            self._policy.offload(keep=["weights"])
-            self._policy.bring("weights")
-        return self.refit(policy_version)
+        if self._actor is not None:
+            self._actor.offload(keep=["weights"])
+            self._actor.onload("weights")
+        return self.weight_sync(policy_version)
 
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         with self.awake() as engine:

@@ -30,7 +30,7 @@ from mrl.trainer.trainer import Trainer
 
 
 @contextmanager
-def open_job(plan: RunPlan, *, log: bool = True, trains: bool = True) -> Iterator[Trainer]:
+def open_trainer(plan: RunPlan, *, log: bool = True, trains: bool = True) -> Iterator[Trainer]:
     """Collective over the job: initializes torch.distributed, builds the job, and shuts both down at the end.
 
     Args:
@@ -60,19 +60,19 @@ def open_job(plan: RunPlan, *, log: bool = True, trains: bool = True) -> Iterato
                 disk_errors(),
                 _run_folder(plan, groups.rank, device, watchdog, log=log) as (checkpoints, found, run_log),
             ):
-                job = Trainer(plan, groups, device, run_log, checkpoints, found, trains=trains)
-                watchdog.where = lambda: job.timers.where
-                job.sampler.engine.on_forward = watchdog.record_forward
+                trainer = Trainer(plan, groups, device, run_log, checkpoints, found, trains=trains)
+                watchdog.where = lambda: trainer.timers.where
+                trainer.rollout_worker.engine.on_forward = watchdog.record_forward
                 try:
                     with disk_errors():
-                        yield job
+                        yield trainer
                 except BaseException as error:
                     if isinstance(error, UserError):
-                        error.at = job.timers.where if job.timers.has_begun else ""
+                        error.at = trainer.timers.where if trainer.timers.has_begun else ""
                     watchdog.report_error(error)
                     raise
                 finally:
-                    job.close()
+                    trainer.close()
             failed = False
         except BaseException as error:
             watchdog.report_error(error)  # before the shutdown, because other ranks may be waiting in a collective

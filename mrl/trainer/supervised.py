@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mrl.config.config import Config, LearnsFrom
 from mrl.data.packing import balance
-from mrl.data.sft_examples import Encoder, Example
+from mrl.data.sft_examples import SftEncoder, SftExample
 from mrl.data.tokenizer import Tokenizer
 from mrl.distributed.groups import ProcessGroups
 from mrl.types import Prompt, RolloutBatch
@@ -26,7 +26,7 @@ def examples(
     tools: Sequence[Mapping[str, Any]] = (),
     *,
     learns_from: LearnsFrom = "responses",
-) -> list[tuple[Example, ...]]:
+) -> list[tuple[SftExample, ...]]:
     """Encodes the responses of each prompt: one, or a (chosen, rejected) pair.
 
     Args:
@@ -39,7 +39,7 @@ def examples(
     Raises:
         UserError: A prompt has no response, or one that is too long.
     """
-    encoder = Encoder(tokenizer, config.data, config.rollout, tools)
+    encoder = SftEncoder(tokenizer, config.data, config.rollout, tools)
     return [encoder.pair(prompt) if learns_from == "pairs" else (encoder.supervised(prompt),) for prompt in prompts]
 
 
@@ -73,7 +73,7 @@ def supervised_batch(
     rows = sorted(balance(costs, groups.grid.dp)[groups.coords.dp])
     own = [(prompts[row].uid, index, example) for row in rows for index, example in enumerate(found[row])]
     sequences = [example for _, _, example in own]
-    mask_R = torch.tensor([each for example in sequences for each in example.trained], dtype=torch.bool)
+    mask_R = torch.tensor([each for example in sequences for each in example.response_mask], dtype=torch.bool)
     batch = RolloutBatch(
         tokens_P=_ids([i for example in sequences for i in (*example.prompt_ids, *example.response_ids)]),
         prompt_lens_B=_ids([len(example.prompt_ids) for example in sequences]),

@@ -18,7 +18,7 @@ from mrl.checkpoint.formats.hf import HfSource
 from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.actor import Actor
-from mrl.megatron.distillation_targets import Comparison
+from mrl.megatron.distillation_targets import DistillationSpec
 from mrl.megatron.teacher import SeparateTeacher, SharedWeightTeacher, Teacher
 from mrl.models.presets import initializer_range
 from mrl.resharding.dtypes import allocate
@@ -26,7 +26,7 @@ from mrl.resharding.init import random_init
 from mrl.resharding.megatron import OUTPUT, output_name, output_rows
 from mrl.trainer.actor_weights import read_weights
 from mrl.trainer.resolve import RunPlan
-from mrl.trainer.validation.distillation import teacher_of
+from mrl.trainer.validation.distillation import teacher_index
 from mrl.trainer.validation.frozen_models import forward_only_config
 from mrl.types import Prompt, RolloutBatch
 
@@ -34,24 +34,24 @@ from mrl.types import Prompt, RolloutBatch
 class RunTeachers:
     """Teachers of the run; methods are collective over the ranks that train unless they say otherwise."""
 
-    def __init__(self, plan: RunPlan, groups: ProcessGroups, device: torch.device, policy: Actor) -> None:
+    def __init__(self, plan: RunPlan, groups: ProcessGroups, device: torch.device, actor: Actor) -> None:
         """Collective over the ranks that train: builds the teachers without weights.
 
         Args:
             plan: Resolved and validated config.
             groups: Process groups and coordinates of this rank.
             device: Device of this rank.
-            policy: Student (the actor).
+            actor: Student (the actor).
         """
-        self._config, self._policy = plan.config, policy
+        self._config, self._actor = plan.config, actor
         self._configs = plan.config.distillation.teacher_models
         self._teachers: list[Teacher] = [
-            SharedWeightTeacher(policy, arch)
+            SharedWeightTeacher(actor, arch)
             if arch == plan.arch
-            else SeparateTeacher(forward_only_config(plan.config), arch, groups, device, policy)
+            else SeparateTeacher(forward_only_config(plan.config), arch, groups, device, actor)
             for arch in plan.teachers
         ]
-        policy.offload()  # before the engine measures the free memory
+        actor.offload()  # before the engine measures the free memory
         self._is_last_stage = groups.coords.pp == groups.grid.pp - 1
         self._teacher_of: dict[int, int] = {}
 
@@ -72,7 +72,7 @@ class RunTeachers:
                     if self._is_last_stage:
                         weights.append(self._output_weight(teacher, config.model_path))
             rollout, actor = self._config.rollout, self._config.actor
-            self._policy.comparison = Comparison(
+            self._actor.distillation = DistillationSpec(
                 distilled.distillation_loss, rollout.temperature, actor.logprob_chunk_tokens, weights
             )
         for teacher in self._teachers:
@@ -81,7 +81,7 @@ class RunTeachers:
 
     def route(self, prompts: Sequence[Prompt]) -> None:
         """Assigns the prompts of the step to teachers; `prompts` must be the same on every rank."""
-        self._teacher_of |= {prompt.uid: teacher_of(self._config.distillation, prompt) for prompt in prompts}
+        self._teacher_of |= {prompt.uid: teacher_index(self._config.distillation, prompt) for prompt in prompts}
 
     def score(self, batch: RolloutBatch) -> None:
         """Collective over the ranks that train: sets `teacher_B`, and `teacher_logprobs_R` or `teacher_states_R`.
@@ -98,7 +98,7 @@ class RunTeachers:
             teacher, own_B = self._teachers[index], batch.teacher_B == index
             part = batch.select(own_B.nonzero().flatten().tolist())
             sampled = self._config.distillation.distillation_loss.is_sampled
-            parts[index] = teacher.logprobs(part) if sampled else teacher.states(part)
+            parts[index] = teacher.logprobs(part) if sampled else teacher.final_hidden_states(part)
         if self._config.distillation.distillation_loss.is_sampled:
             batch.teacher_logprobs_R = joined(batch, parts)
         else:
@@ -110,7 +110,7 @@ class RunTeachers:
             tensors = teacher.tensors()
             name = output_name(tensors)
             return tensors[name].clone() if folder is None else tensors[name]
-        own = self._policy.layout()
+        own = self._actor.layout()
         stored = output_rows(own[output_name(own)], teacher.arch)
         found = allocate({OUTPUT: stored})
         with closing(HfSource(folder, teacher.arch)) as weights:

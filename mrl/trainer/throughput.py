@@ -28,7 +28,7 @@ class Rates:
         self._seq_lens: list[int] = []
         self._num_response_tokens = 0
 
-    def trained(self, prompt_lens_N: Tensor, response_lens_N: Tensor) -> None:
+    def record_step(self, prompt_lens_N: Tensor, response_lens_N: Tensor) -> None:
         """Records the lengths of all sequences of a step, over all ranks, in tokens."""
         self._seq_lens = (prompt_lens_N + response_lens_N).long().tolist()
         self._num_response_tokens = int(response_lens_N.sum())
@@ -52,7 +52,7 @@ class Rates:
             device_name=launch.device_name(self._device) if known else "",
         )
         stats = self._engine.stats()
-        if grid.has_roles:
+        if grid.has_separate_rollout:
             stats = broadcast_object(grid.samplers.start, stats)
         engine = {f"perf/rollout/{name}": value for name, value in stats.items()}
         return timings | rates | engine | self._timers.ledger.metrics()

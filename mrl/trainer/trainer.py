@@ -1,6 +1,6 @@
 """Construction of a run: builds the models, the rollout engine and everything else that the loop in `train.py` uses.
 
-`startup.open_job` constructs a `Trainer` after the process groups exist.
+`startup.open_trainer` constructs a `Trainer` after the process groups exist.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mrl.trainer.critic import RunCritic
 from mrl.trainer.learning_rate import learning_rate
 from mrl.trainer.num_steps import is_over
 from mrl.trainer.preemption import RunProgress
-from mrl.trainer.rank_roles import of_samplers, on_trainers
+from mrl.trainer.rank_roles import broadcast_from_sampler, on_trainers
 from mrl.trainer.reference import Reference
 from mrl.trainer.resolve import RunPlan
 from mrl.trainer.reward_model import RunRewardModel
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class Trainer:
-    """All parts of a run on this rank; constructed by `open_job`.
+    """All parts of a run on this rank; constructed by `open_trainer`.
 
     Args:
         plan: Resolved and validated config.
@@ -65,13 +65,13 @@ class Trainer:
         critic: Critic on ranks that train; None if the algorithm has none.
         teachers: Distillation teachers on ranks that train; None without distillation.
         reward_model: Reward model; None if the config has none.
-        sampler: Rollout engine and weight sync.
+        rollout_worker: Rollout engine and weight sync.
         reward_weights: Weight of each reward function, by its name in `Rollout.reward_parts`.
         scorer: Reward functions for this replica's samples, on the first rank of each replica; None elsewhere.
         episodes: Multi-turn episodes; None for single-turn samples and on ranks that do not sample.
         state: Training state besides model weights and optimizers.
         progress: Position in the run and handling of stop requests.
-        commits: Writer and reader of checkpoints.
+        checkpointing: Writer and reader of checkpoints.
         rates: Throughput metrics.
     """
 
@@ -82,7 +82,7 @@ class Trainer:
         device: torch.device,
         log: RunLog,
         checkpoints: CheckpointManager,
-        found: ResumePoint | None,
+        resume_point: ResumePoint | None,
         *,
         trains: bool,
     ) -> None:
@@ -97,10 +97,10 @@ class Trainer:
         with on_trainers(groups) as here:
             if here:
                 models = self._models(plan, trains=trains)
-        self._policy, self.critic, self.teachers = models
-        self.weights = ActorWeights(plan, self._policy, groups)
-        self.reward_model = RunRewardModel.of(plan, groups, device, self._policy)
-        self.sampler = RolloutWorker(plan, groups, device, self._policy, self.weights, log.note)
+        self._actor, self.critic, self.teachers = models
+        self.weights = ActorWeights(plan, self._actor, groups)
+        self.reward_model = RunRewardModel.of(plan, groups, device, self._actor)
+        self.rollout_worker = RolloutWorker(plan, groups, device, self._actor, self.weights, log.note)
         self.scorer = _scorer(plan, groups, keeps=trains) if groups.is_replica_leader else None
         self.reward_weights, self.timers = part_weights(config.reward), Timers(device, log.phase)
         self.state = TrainingState(
@@ -111,17 +111,17 @@ class Trainer:
             plan.algorithm.entropy_control,
             RolloutBuffer(RolloutSchedule.of(config), plan.source.at),
         )
-        self.progress = RunProgress(self.timers, self.state.snapshot, self.state.kept_samples)
+        self.progress = RunProgress(self.timers, self.state.snapshot, self.state.snapshot_buffer)
         self.episodes = self._episodes(plan)
         # Episodes cannot be continued later, so they are not cut when only the time for the step runs out.
-        stops = self.progress.ends_sampling if self.episodes is None else self.progress.abort_requested
-        self.sampler.engine.abort_requested = stops
-        self.commits = Checkpointing(
+        stops = self.progress.must_stop_sampling if self.episodes is None else self.progress.abort_requested
+        self.rollout_worker.engine.abort_requested = stops
+        self.checkpointing = Checkpointing(
             config.checkpoint,
             checkpoints,
-            found,
+            resume_point,
             groups=groups,
-            policy=self._policy,
+            actor=self._actor,
             critic=None if self.critic is None else self.critic.model,
             weights=self.weights,
             state=self.state,
@@ -129,18 +129,18 @@ class Trainer:
             timers=self.timers,
             log=log,
         )
-        self.rates = Rates(plan, device, self.timers, self.sampler.engine)
+        self.rates = Rates(plan, device, self.timers, self.rollout_worker.engine)
 
     def _models(self, plan: RunPlan, *, trains: bool) -> tuple[Actor, RunCritic | None, RunTeachers | None]:
         """Collective over the ranks that train: builds the actor and, except for evaluation, critic and teachers."""
-        policy = Actor(self.config, plan.arch, self.groups, self.device)
-        policy.offload()  # before the engine measures the free memory
+        actor = Actor(self.config, plan.arch, self.groups, self.device)
+        actor.offload()  # before the engine measures the free memory
         critic = teachers = None
         if plan.critic is not None and trains:
-            critic = RunCritic(plan, plan.critic, self.groups, self.device, policy)
+            critic = RunCritic(plan, plan.critic, self.groups, self.device, actor)
         if plan.teachers and trains:
-            teachers = RunTeachers(plan, self.groups, self.device, policy)
-        return policy, critic, teachers
+            teachers = RunTeachers(plan, self.groups, self.device, actor)
+        return actor, critic, teachers
 
     def _reference(self, plan: RunPlan) -> Reference:
         config = plan.config
@@ -150,20 +150,20 @@ class Trainer:
             needed=plan.algorithm.needs_reference,
             initial=None if config.train.warm_start.num_steps else config.model.path,
             load=self.weights.load_reference,
-            take=self.weights.take_reference,
+            take=self.weights.copy_to_reference,
             export=self.weights.export,
         )
 
     @property
-    def policy(self) -> Actor:
+    def actor(self) -> Actor:
         """Actor of this rank.
 
         Raises:
             RuntimeError: This rank only samples.
         """
-        if self._policy is None:
+        if self._actor is None:
             raise RuntimeError(f"rank {self.groups.rank} only samples and has no actor")
-        return self._policy
+        return self._actor
 
     def _episodes(self, plan: RunPlan) -> Episodes | None:
         if not (self.config.rollout.multi_turn.enable and self.groups.is_sampler):
@@ -173,12 +173,12 @@ class Trainer:
 
     def close(self) -> None:
         """Ends worker processes, discards an unfinished checkpoint and frees the engine."""
-        self.commits.close()
+        self.checkpointing.close()
         if self.scorer is not None:
             self.scorer.close()
         if self.episodes is not None:
             self.episodes.close()
-        self.sampler.engine.close()
+        self.rollout_worker.engine.close()
 
     def resume(self) -> int | None:
         """Collective over the job: creates the optimizers, then loads the last checkpoint or the initial weights.
@@ -188,14 +188,14 @@ class Trainer:
         """
         with on_trainers(self.groups) as here:
             if here:
-                self.policy.start_optimizer(learning_rate(self.config))
+                self.actor.start_optimizer(learning_rate(self.config))
             if self.critic is not None:
                 self.critic.start_optimizer()
             if self.teachers is not None:
                 self.teachers.load()
-        return self.commits.resume()
+        return self.checkpointing.resume()
 
-    def begin(self, step: int) -> None:
+    def init_reference_and_critic(self, step: int) -> None:
         """Collective over the job: initializes reference and critic, from their own folders or the current actor.
 
         Args:
@@ -206,7 +206,7 @@ class Trainer:
             if self.critic is not None:
                 self.critic.start()
 
-    def on_trainers(self, work: Callable[[], T], *, may_stop: bool = False) -> T:
+    def run_on_trainers(self, work: Callable[[], T], *, may_stop: bool = False) -> T:
         """Collective over the job: runs `work` on the ranks that train; other ranks wait and return rank 0's result.
 
         Args:
@@ -216,12 +216,12 @@ class Trainer:
         if self.groups.trainers is None:
             return work()
         own: list[T] = []
-        with self.progress.apart(), on_trainers(self.groups) as here:
+        with self.progress.without_stop_checks(), on_trainers(self.groups) as here:
             if here:
                 own.append(work())
         result = self._from_rank_0(own)
         if may_stop:
-            self.progress.ask()
+            self.progress.check_stop()
         return result
 
     def _from_rank_0(self, own: list[T]) -> T:
@@ -230,7 +230,7 @@ class Trainer:
         result: T = (own or first)[0]
         return result
 
-    def take(self, step: int) -> tuple[SampleTable, list[Rollout], dict[str, float]]:
+    def take_batch(self, step: int) -> tuple[SampleTable, list[Rollout], dict[str, float]]:
         """Collective over the job: removes the samples that `step` trains on from the rollout buffer.
 
         Returns:
@@ -239,7 +239,7 @@ class Trainer:
         Raises:
             RuntimeError: A token is older than `train.max_off_policy_steps`.
         """
-        buffer = self.state.in_flight
+        buffer = self.state.buffer
         taken = buffer.take(step)
         tally, table = taken.tally, taken.table
         for note in tally.notes:
@@ -277,10 +277,10 @@ class Trainer:
         samplers = self.groups.samplers
         if samplers is None:
             sample(world_group())
-            self.sampler.rest()
+            self.rollout_worker.release_engine()
             return train()
         own: list[T] = []
-        with self.progress.apart(), on_trainers(self.groups) as here:
+        with self.progress.without_stop_checks(), on_trainers(self.groups) as here:
             if here:
                 own.append(train())
             else:
@@ -291,7 +291,7 @@ class Trainer:
 
     def _follow_samplers(self) -> None:
         """Collective over the job: copies buffer metadata, data position and timings to ranks that only train."""
-        buffer, source, first = self.state.in_flight, self.state.source, self.groups.grid.samplers.start
+        buffer, source, first = self.state.buffer, self.state.source, self.groups.grid.samplers.start
         own = (buffer.state_dict(), *buffer.tables(), source.state_dict(), self.timers.metrics())
         state, columns, tables, position, timings = broadcast_object(first, own if self.groups.is_sampler else None)
         if not self.groups.is_sampler:
@@ -302,7 +302,7 @@ class Trainer:
     def log_samples(self, step: int, rollouts: Sequence[Rollout], phase: str) -> None:
         """Collective over the job: logs the first `observe.num_samples` samples of the first replica."""
         rows = sample_rows(rollouts, phase=phase, num_samples=self.config.observe.num_samples)
-        self.log.samples(step, of_samplers(self.groups, rows))
+        self.log.samples(step, broadcast_from_sampler(self.groups, rows))
 
     def is_last(self, step: int) -> bool:
         """Returns whether the run ends after `step` steps; False if the next step is done but not logged yet."""
@@ -310,9 +310,9 @@ class Trainer:
         over = is_over(self.config.train, step, position=self.state.position, num_rows=source.num_rows)
         return over and self.progress.unlogged(step + 1) is None
 
-    def refit_if_stale(self) -> dict[str, float]:
+    def sync_weights_if_stale(self) -> dict[str, float]:
         """Collective over the job: syncs weights to the engine if it has older ones; returns the cost metrics."""
-        return self.sampler.refit_if_stale(self.state.policy_version)
+        return self.rollout_worker.sync_weights_if_stale(self.state.policy_version)
 
     def sum_over_dp(self, tensor: Tensor) -> Tensor:
         """Collective over data-parallel ranks: returns the elementwise sum, fp64."""

@@ -28,7 +28,7 @@ class TrainingState:
         reference: KL reference.
         kl_control: Adaptive coefficient of the KL in the reward.
         entropy_control: Adaptive coefficient of the entropy bonus.
-        in_flight: Rollout buffer.
+        buffer: Rollout buffer.
         policy_version: Optimizer steps taken in this run.
     """
 
@@ -37,24 +37,24 @@ class TrainingState:
     reference: Reference
     kl_control: KlControl
     entropy_control: EntropyControl
-    in_flight: RolloutBuffer
+    buffer: RolloutBuffer
     policy_version: int = 0
 
     @property
     def position(self) -> int:
         """Uid of the first prompt that was not trained on."""
-        return self.in_flight.first_untrained(self.source.position)
+        return self.buffer.first_untrained(self.source.position)
 
     @property
     def epoch(self) -> float:
         """Number of passes over the data that were trained on; a fraction."""
         return self.position / self.source.num_rows
 
-    def kept_samples(self) -> BufferSnapshot:
+    def snapshot_buffer(self) -> BufferSnapshot:
         """Returns this rank's samples in the rollout buffer, for a checkpoint."""
-        if not self.in_flight.needs_checkpoint:
+        if not self.buffer.needs_checkpoint:
             return BufferSnapshot()
-        return BufferSnapshot(*self.in_flight.tables(), *self.in_flight.samples())
+        return BufferSnapshot(*self.buffer.tables(), *self.buffer.samples())
 
     def snapshot(self) -> dict[str, Any]:
         """Returns the state, JSON-serializable."""
@@ -63,10 +63,10 @@ class TrainingState:
             "policy_version": self.policy_version,
             "source": self.source.state_dict(),
             "history": self.history.state_dict(),
-            "reference": self.reference.record,
-            "kl_coef": self.kl_control.coef if self.kl_control.adapts else None,
-            "entropy_ctrl": [entropy.coef, entropy.last] if entropy.adapts else None,
-            "in_flight": self.in_flight.state_dict() if self.in_flight.needs_checkpoint else None,
+            "reference": self.reference.stored_path,
+            "kl_coef": self.kl_control.coef if self.kl_control.is_adaptive else None,
+            "entropy_ctrl": [entropy.coef, entropy.last] if entropy.is_adaptive else None,
+            "in_flight": self.buffer.state_dict() if self.buffer.needs_checkpoint else None,
         }
 
     def restore(self, state: Mapping[str, Any]) -> str | None:
@@ -76,14 +76,14 @@ class TrainingState:
             Reference path of the snapshot, for `Reference.resume`.
 
         Raises:
-            UserError: The snapshot belongs to other training data. Malformed state raises errors that `not_of_a_run`
-                converts.
+            UserError: The snapshot belongs to other training data. Malformed state raises errors that
+                `malformed_state_is_user_error` converts.
         """
         self.source.load_state_dict(state["source"])
         self.history.load_state_dict(state["history"])
-        if self.kl_control.adapts and state["kl_coef"] is not None:
+        if self.kl_control.is_adaptive and state["kl_coef"] is not None:
             self.kl_control.coef = state["kl_coef"]
-        if self.entropy_control.adapts and state["entropy_ctrl"] is not None:
+        if self.entropy_control.is_adaptive and state["entropy_ctrl"] is not None:
             self.entropy_control.coef, self.entropy_control.last = state["entropy_ctrl"]
         record: str | None = state["reference"]
         return record
@@ -98,13 +98,13 @@ class SavedState:
             and logged. `warm_start`: steps of the warm start and the position in its prompts, before step 0.
         metrics: Metrics of the step, among them `checkpoint.best_metric`.
         samples: Samples in the rollout buffer on this rank.
-        committed: True if a checkpoint of this state exists.
+        is_saved: True if a checkpoint of this state exists.
     """
 
     state: dict[str, Any]
     metrics: Mapping[str, float] = field(default_factory=dict)
     samples: BufferSnapshot = field(default_factory=BufferSnapshot)
-    committed: bool = False
+    is_saved: bool = False
 
 
 STATE_KINDS: dict[str, tuple[type, ...]] = {
@@ -125,7 +125,7 @@ ENTROPY_KINDS: list[list[type]] = [[], [float, float], [float, type(None)]]
 """Allowed types of `entropy_ctrl`: nothing, or the coefficient and the entropy of the last step (or None)."""
 
 
-def resumed(state: Mapping[str, Any], path: Path) -> SavedState:
+def parse_state(state: Mapping[str, Any], path: Path) -> SavedState:
     """Validates the state of the checkpoint in folder `path`.
 
     Raises:
@@ -140,11 +140,11 @@ def resumed(state: Mapping[str, Any], path: Path) -> SavedState:
         wrong = ["entropy_ctrl"]
     if wrong:
         raise _invalid(path, f"missing or wrong type: {', '.join(wrong)}")
-    return SavedState(dict(state), committed=True)
+    return SavedState(dict(state), is_saved=True)
 
 
 @contextmanager
-def not_of_a_run(path: Path) -> Iterator[None]:
+def malformed_state_is_user_error(path: Path) -> Iterator[None]:
     """Converts errors of malformed state in the checkpoint folder `path` into a UserError."""
     try:
         yield

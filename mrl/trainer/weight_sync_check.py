@@ -42,7 +42,7 @@ Generate = Callable[[Sequence[Prompt], SamplingConfig], list[Rollout]]
 
 
 @dataclass(frozen=True)
-class Movement:
+class ResponseDiff:
     """Difference between the responses after two weight syncs.
 
     Attributes:
@@ -96,11 +96,11 @@ def prompts_of(arch: ArchSpec, rollout: RolloutConfig) -> list[Prompt]:
 
 def sampling_of(rollout: RolloutConfig) -> SamplingConfig:
     """Returns greedy sampling at temperature 1 without truncation, which every engine scores exactly."""
-    room = rollout.longest - min(PROMPT_LEN, rollout.prompt_length)
+    room = rollout.max_sequence_length - min(PROMPT_LEN, rollout.prompt_length)
     return SamplingConfig(n=1, max_tokens=min(MAX_TOKENS, rollout.response_length, room), greedy=True, ignore_eos=True)
 
 
-def answers(generate: Generate, arch: ArchSpec, rollout: RolloutConfig) -> list[Rollout]:
+def sample_responses(generate: Generate, arch: ArchSpec, rollout: RolloutConfig) -> list[Rollout]:
     """Collective over the replica: samples the fixed prompts, each alone in its batch.
 
     Returns:
@@ -110,7 +110,7 @@ def answers(generate: Generate, arch: ArchSpec, rollout: RolloutConfig) -> list[
     return [found for prompt in prompts_of(arch, rollout) for found in generate([prompt], sampling)]
 
 
-def compare(before: Sequence[Rollout], after: Sequence[Rollout]) -> Movement:
+def compare(before: Sequence[Rollout], after: Sequence[Rollout]) -> ResponseDiff:
     """Compares two lists of responses, token by token until the tokens differ."""
     largest, where, compared, parted = 0.0, "", 0, 0
     for one, other in zip(before, after, strict=True):
@@ -124,7 +124,7 @@ def compare(before: Sequence[Rollout], after: Sequence[Rollout]) -> Movement:
             if token != new_token:
                 parted += 1
                 break
-    return Movement(largest, compared, parted, where)
+    return ResponseDiff(largest, compared, parted, where)
 
 
 def check(
@@ -133,7 +133,7 @@ def check(
     arch: ArchSpec,
     rollout: RolloutConfig,
     device: torch.device,
-) -> Movement | None:
+) -> ResponseDiff | None:
     """Collective over the job, after a weight sync: syncs the same weights again and compares the responses.
 
     Args:
@@ -150,10 +150,10 @@ def check(
         RuntimeError: The responses of some replica differ by more than rounding; raised on every rank.
     """
     with raise_on_all_ranks():
-        before = answers(generate, arch, rollout)
+        before = sample_responses(generate, arch, rollout)
     refit()
     with raise_on_all_ranks():
-        after = answers(generate, arch, rollout)
+        after = sample_responses(generate, arch, rollout)
     moved = None
     if len(before) == len(after) == NUM_PROMPTS:
         moved = compare(before, after)

@@ -204,7 +204,7 @@ def _tokens(case: Case, batch: RolloutBatch) -> list[Token]:
 def _token_loss(case: Case, advantage: float, logp_V: Tensor, target: int, old: list[Tensor], weight: float) -> Tensor:
     config, logp, (rollout, proximal, ref) = case.config, logp_V[target], old
     section = config.rollout_correction
-    ratio = torch.exp(logp - (rollout if section.acting.bypass_mode else proximal))
+    ratio = torch.exp(logp - (rollout if section.resolved.bypass_mode else proximal))
     clipped = min(max(ratio, torch.tensor(1 - case.low)), torch.tensor(1 + case.high))
     objective = min(ratio * advantage, clipped * advantage)
     if config.dual_clip and advantage < 0:
@@ -235,7 +235,7 @@ def _reference(case: Case, batch: RolloutBatch, logits_RV: Tensor) -> Tensor:
     trained = {b: sum(token.sequence == b for token in tokens) for b, _, _ in tokens}
     section = case.config.rollout_correction
     actor = (
-        logprobs_RV.gather(1, torch.tensor(targets)[:, None])[:, 0].detach() if section.acting.bypass_mode else old[1]
+        logprobs_RV.gather(1, torch.tensor(targets)[:, None])[:, 0].detach() if section.resolved.bypass_mode else old[1]
     )
     drift = (actor - old[0]).tolist()
     kept = [not section.rollout_rs or -math.log(5) <= -drift[token.row] <= math.log(5) for token in tokens]

@@ -57,7 +57,7 @@ ROLLOUT = RolloutConfig(n=3, response_length=7)
 
 
 def _id(config: AlgorithmConfig) -> str:
-    acting = config.rollout_correction.acting
+    acting = config.rollout_correction.resolved
     how = [acting.loss_type, acting.rollout_is, acting.rollout_rs and acting.rollout_rs_denominator]
     return " ".join(
         [

@@ -326,16 +326,16 @@ def test_an_adaptive_entropy_coefficient_follows_its_target_as_in_trl() -> None:
     control = EntropyControl(
         AlgorithmConfig(entropy_coef=0.1, entropy_ctrl=EntropyCtrlConfig("adaptive", 1.0, 0.05, 0.02, 0.18))
     )
-    assert control.applied == 0.0
+    assert control.effective_coef == 0.0
     told = [
-        control.follow({"actor/entropy": entropy})["actor/entropy_coef"]
+        control.update({"actor/entropy": entropy})["actor/entropy_coef"]
         for entropy in (0.9, 0.8, 0.7, 1.2, 1.3, 1.4, 1.5, 1.0)
     ]
     assert told == pytest.approx([0.0, 0.15, 0.18, 0.18, 0.0, 0.0, 0.0, 0.0])
     assert (control.coef, control.last) == (pytest.approx(0.07), 1.0)
-    assert control.applied == control.coef
+    assert control.effective_coef == control.coef
     fixed = EntropyControl(AlgorithmConfig(entropy_coef=0.1))
-    assert (fixed.follow({"actor/entropy": 9.0}), fixed.applied) == ({}, 0.1)
+    assert (fixed.update({"actor/entropy": 9.0}), fixed.effective_coef) == ({}, 0.1)
 
 
 def test_gpg_makes_up_for_groups_that_teach_nothing() -> None:

@@ -145,7 +145,7 @@ def test_off_policy_metrics_equal_verls_and_add_up() -> None:
 
 def test_presets_set_what_verls_class_methods_set() -> None:
     for name, want in VERL["presets"].items():
-        acting = RolloutCorrectionConfig(preset=name).acting
+        acting = RolloutCorrectionConfig(preset=name).resolved
         got = {key: getattr(acting, key) for key in want}
         if want["rollout_is"] is None:
             got["rollout_is_threshold"] = want["rollout_is_threshold"]
@@ -222,10 +222,10 @@ def test_a_resolved_config_resolves_to_itself() -> None:
     for preset in ("decoupled_seq_is_rs", "bypass_pg_geo_rs_token_tis", "disabled", None):
         once = resolve(AlgorithmConfig(rollout_correction=RolloutCorrectionConfig(preset=preset)))
         assert resolve(once) == once
-        assert once.rollout_correction.acting == replace(once.rollout_correction.acting)
+        assert once.rollout_correction.resolved == replace(once.rollout_correction.resolved)
     section = RolloutCorrectionConfig(preset="decoupled_seq_is_rs", rollout_is_threshold="3", rollout_rs_threshold="4")
-    assert asdict(section.acting) | {"bypass_mode": False} == asdict(section.acting)
-    assert section.acting.rollout_is_threshold == "3" and section.acting.rollout_rs == "seq_sum_k1"
+    assert asdict(section.resolved) | {"bypass_mode": False} == asdict(section.resolved)
+    assert section.resolved.rollout_is_threshold == "3" and section.resolved.rollout_rs == "seq_sum_k1"
 
 
 IS = {"bypass_mode": False, "rollout_is": "token"}

@@ -325,7 +325,7 @@ def test_the_adaptive_entropy_coefficient_is_the_one_of_trl(model_folder: Path) 
             control = EntropyControl(AlgorithmConfig(entropy_coef=0.02, entropy_ctrl=made))
         with_bonus = trainer.compute_loss(trainer.model, inputs).item()
         gap = trainer._metrics["train"]["policy_loss"][-1] - with_bonus
-        assert control.applied * mean == pytest.approx(gap, abs=1e-6)
-        control.follow({"actor/entropy": mean})
+        assert control.effective_coef * mean == pytest.approx(gap, abs=1e-6)
+        control.update({"actor/entropy": mean})
         assert control.coef == pytest.approx(trainer.entropy_coef)
     assert control is not None and control.coef != 0.02

@@ -251,7 +251,7 @@ def test_one_rank_speaks_for_the_job_or_for_its_host(rank, local_rank, everywher
     for name, value in {**launcher, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     error = UserError("the message")
-    error.everywhere = everywhere
+    error.on_all_ranks = everywhere
     assert cli._should_print(error) == speaks
 
 

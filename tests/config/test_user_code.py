@@ -10,8 +10,8 @@ import pytest
 from mrl.commands.cli import main
 from mrl.config import registry
 from mrl.config.config import load, to_yaml
-from mrl.config.paths import expanded
-from mrl.config.user_code import label, located
+from mrl.config.paths import expand_path
+from mrl.config.user_code import label, make_absolute
 from mrl.errors import UserError
 from tests.e2e import runs
 from tests.source import ROOT
@@ -77,10 +77,10 @@ def test_a_file_beside_the_config_comes_before_one_of_the_working_folder_and_hom
     for folder in ("configs", "working"):
         (project / folder / "same.py").write_text("")
     folders = [project / "configs", Path()]
-    assert located("same.py:f", folders) == f"{project}/configs/same.py:f"
+    assert make_absolute("same.py:f", folders) == f"{project}/configs/same.py:f"
     monkeypatch.setenv("HOME", str(project / "working"))
-    assert located(expanded("~/same.py:f"), folders) == f"{project}/working/same.py:f"
-    assert located("json.decoder:JSONDecoder", folders) == "json.decoder:JSONDecoder"
+    assert make_absolute(expand_path("~/same.py:f"), folders) == f"{project}/working/same.py:f"
+    assert make_absolute("json.decoder:JSONDecoder", folders) == "json.decoder:JSONDecoder"
 
 
 def test_files_of_one_name_and_of_a_name_that_python_has_are_told_apart(project):
@@ -131,7 +131,7 @@ def test_code_that_cannot_be_used_is_refused_in_one_message(project, name, messa
     for file, text in texts.items():
         (project / "configs" / f"{file}.py").write_text(text)
     with pytest.raises(UserError, match=message):
-        registry.find("data", located(name, [project / "configs", Path()]), "")
+        registry.find("data", make_absolute(name, [project / "configs", Path()]), "")
 
 
 @pytest.mark.slow
@@ -171,6 +171,6 @@ def test_a_mistyped_file_or_name_in_it_is_offered_the_nearest(project, monkeypat
     (project / "working" / "my_module.py").write_text("def score():\n    pass\n")
     monkeypatch.chdir(project / "working")
     with pytest.raises(UserError) as caught:
-        registry.find("rewards", located(name, [project / "configs", project, Path()]), "")
+        registry.find("rewards", make_absolute(name, [project / "configs", project, Path()]), "")
     said = str(caught.value)
     assert ("Did you mean" in said) == (meant is not None) and (meant is None or f"{meant}'?" in said)

@@ -144,5 +144,5 @@ def test_a_response_writes_no_control_tokens_into_what_a_reward_model_reads(toke
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_large_number_of_the_assistant_stays_where_a_user_quotes_a_token(tokenizer, number):
     messages = messages_of([("user", f"{SPECIAL[0]} twice"), ("assistant", number)])
-    text = tokenizer.render_chat(messages, begins_answer=False)
+    text = tokenizer.render_chat(messages, add_generation_prompt=False)
     assert f"{SPECIAL[0]} twice" in text.text and number in text.text and len(text.quoted) == 1

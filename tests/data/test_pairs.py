@@ -6,7 +6,7 @@ import pytest
 
 from mrl.config.config import DataConfig, RolloutConfig
 from mrl.data.prompts import load_training
-from mrl.data.sft_examples import Encoder, Example
+from mrl.data.sft_examples import SftEncoder, SftExample
 from mrl.errors import UserError
 from tests.data.test_sft_examples import ASKED, TALK, chat_tokenizer, digits, pieces  # noqa: F401
 
@@ -18,7 +18,7 @@ def pair(tokenizer, tmp_path, row, lengths=None, **data):
     file.write_text(json.dumps(row) + "\n", encoding="utf-8")
     config, rollout = DataConfig(train_files=[str(file)], **data), RolloutConfig(**(lengths or {}))
     prompt = load_training(config, tokenizer, prompt_length=rollout.prompt_length, seed=0).next(1)[0]
-    return Encoder(tokenizer, config, rollout).pair(prompt)
+    return SftEncoder(tokenizer, config, rollout).pair(prompt)
 
 
 def says(content):
@@ -28,8 +28,8 @@ def says(content):
 def test_texts_follow_the_prompt_and_end(tmp_path, digits):  # noqa: F811
     row = {"prompt": "<1+2>", "chosen": "3", "rejected": "12"}
     chosen, rejected = pair(digits, tmp_path, row)
-    assert chosen == Example(digits.encode("<1+2>"), digits.encode("3#"), [True, True])
-    assert rejected == Example(digits.encode("<1+2>"), digits.encode("12#"), [True] * 3)
+    assert chosen == SftExample(digits.encode("<1+2>"), digits.encode("3#"), [True, True])
+    assert rejected == SftExample(digits.encode("<1+2>"), digits.encode("12#"), [True] * 3)
     named = {"q": "<1+2>", "good": "3", "bad": "12"}
     keys = {"prompt_key": "q", "chosen_key": "good", "rejected_key": "bad"}
     assert pair(digits, tmp_path, named, **keys) == (chosen, rejected)

@@ -6,7 +6,7 @@ import pytest
 
 from mrl.config.config import DataConfig, ModelConfig, RolloutConfig
 from mrl.data.prompts import load_training
-from mrl.data.sft_examples import Encoder, Example
+from mrl.data.sft_examples import SftEncoder, SftExample
 from mrl.data.tokenizer import load_tokenizer
 from mrl.errors import UserError
 from tests.data.folders import byte_bpe_folder
@@ -29,7 +29,7 @@ def prompt_and_encoder(tokenizer, tmp_path, row, lengths, data):
     file.write_text(json.dumps(row) + "\n", encoding="utf-8")
     config, rollout = DataConfig(train_files=[str(file)], **data), RolloutConfig(**lengths)
     source = load_training(config, tokenizer, prompt_length=rollout.prompt_length, seed=0)
-    return source.next(1)[0], Encoder(tokenizer, config, rollout)
+    return source.next(1)[0], SftEncoder(tokenizer, config, rollout)
 
 
 def example(tokenizer, tmp_path, row, lengths=None, **data):
@@ -41,7 +41,7 @@ def example(tokenizer, tmp_path, row, lengths=None, **data):
 def pieces(tokenizer, found):
     """Text of the prompt, and of each run of the response with whether it is trained."""
     runs = []
-    for index, trained in zip(found.response_ids, found.trained, strict=True):
+    for index, trained in zip(found.response_ids, found.response_mask, strict=True):
         if not runs or runs[-1][1] != trained:
             runs.append(([], trained))
         runs[-1][0].append(index)
@@ -50,7 +50,7 @@ def pieces(tokenizer, found):
 
 def test_of_a_prompt_it_is_the_answer_and_the_end_token(tmp_path, digits):
     found = example(digits, tmp_path, {"prompt": "<1+2>", "answer": 3})
-    assert found == Example(digits.encode("<1+2>"), digits.encode("3#"), [True, True])
+    assert found == SftExample(digits.encode("<1+2>"), digits.encode("3#"), [True, True])
 
 
 def test_a_named_column_is_taken_and_a_row_without_it_is_refused(tmp_path, digits):
@@ -68,8 +68,9 @@ def test_a_rendered_response_gets_no_second_beginning_or_end_token(tmp_path, res
     for prompt, answer in rows.items():
         found = example(tokenizer, tmp_path, {"prompt": prompt, "answer": answer})
         text = prompt.removeprefix("<s>")
-        assert found == Example([3, *tokenizer.encode(text)], tokenizer.encode("four<|im_end|>"), found.trained)
-        assert all(found.trained)
+        text_ids = [3, *tokenizer.encode(text)]
+        assert found == SftExample(text_ids, tokenizer.encode("four<|im_end|>"), found.response_mask)
+        assert all(found.response_mask)
         pair = {"prompt": prompt, "chosen": answer, "rejected": "two"}
         chosen, rejected = prompt_and_encoder(tokenizer, tmp_path, pair, {}, {})[1].pair(
             prompt_and_encoder(tokenizer, tmp_path, pair, {}, {})[0]
@@ -128,7 +129,7 @@ def test_too_long_is_refused_or_cut_on_the_right(tmp_path, digits, chat_tokenize
     with pytest.raises(UserError, match=r"6 tokens with its end token, more than rollout.response_length=4"):
         example(digits, tmp_path, row, lengths)
     found = example(digits, tmp_path, row, lengths, overlong_responses="truncate_right")
-    assert found == Example(digits.encode("<1>"), digits.encode("1234"), [True] * 4)
+    assert found == SftExample(digits.encode("<1>"), digits.encode("1234"), [True] * 4)
 
     whole = example(chat_tokenizer, tmp_path, {"messages": TALK})
     count = len(whole.prompt_ids) + len(whole.response_ids)
@@ -144,13 +145,13 @@ def test_too_long_is_refused_or_cut_on_the_right(tmp_path, digits, chat_tokenize
                 example(chat_tokenizer, tmp_path, {"messages": TALK}, limits)
         found = example(chat_tokenizer, tmp_path, {"messages": TALK}, limits, overlong_responses="truncate_right")
         assert found.response_ids == whole.response_ids[: len(whole.response_ids) - left]
-        assert found.trained == whole.trained[: len(whole.trained) - left]
+        assert found.response_mask == whole.response_mask[: len(whole.response_mask) - left]
 
 
 def test_a_conversation_cut_on_the_left_keeps_its_last_answer(tmp_path, chat_tokenizer):
     """Cut where the prompt of the last answer is as long as it may be, so also in the middle of an answer."""
     whole = example(chat_tokenizer, tmp_path, {"messages": TALK})
-    ids, trained = whole.prompt_ids + whole.response_ids, [False] * len(whole.prompt_ids) + whole.trained
+    ids, trained = whole.prompt_ids + whole.response_ids, [False] * len(whole.prompt_ids) + whole.response_mask
     last = example(chat_tokenizer, tmp_path, {"messages": TALK}, train_on_turns="last")
     before = len(last.prompt_ids)
     for cut in range(before):
@@ -158,7 +159,7 @@ def test_a_conversation_cut_on_the_left_keeps_its_last_answer(tmp_path, chat_tok
         found = example(chat_tokenizer, tmp_path, {"messages": TALK}, lengths, overlong_prompts="truncate_left")
         assert found.prompt_ids + found.response_ids == ids[cut:]
         kept = [False, *trained[cut + 1 :]]  # nothing predicts the first token
-        assert [False] * len(found.prompt_ids) + found.trained == kept
+        assert [False] * len(found.prompt_ids) + found.response_mask == kept
 
 
 def test_a_conversation_with_nothing_left_to_imitate_is_refused(tmp_path, chat_tokenizer):

@@ -84,7 +84,7 @@ def test_a_prompt_begins_with_one_beginning_token(tmp_path, text):
     tokenizer = load(byte_bpe_folder(tmp_path, bos=True, chat_template=WITH_BOS))
     ids = tokenizer.encode(text, prompt=True)
     assert ids == [3, *tokenizer.encode(text.removeprefix("<s>"))]
-    rendered = tokenizer.render_chat(MESSAGES, begins_answer=True)
+    rendered = tokenizer.render_chat(MESSAGES, add_generation_prompt=True)
     assert tokenizer.encode(rendered.text, prompt=True) == tokenizer.apply_chat_template(MESSAGES)
 
 

@@ -76,7 +76,7 @@ def _raise(user):
     try:
         raise_error_on_all_ranks(error)
     except (UserError, RuntimeError) as raised:
-        return type(raised).__name__, str(raised), getattr(raised, "everywhere", None)
+        return type(raised).__name__, str(raised), getattr(raised, "on_all_ranks", None)
 
 
 def test_all_ranks_raise_the_first_failing_ranks_user_error():

@@ -84,7 +84,7 @@ def trained_on_while_written(folder, distributed):
     lock.acquire()
     threading.Thread.start = held_back
     try:
-        writing = checkpoint.Saver(policy).begin(folder, beside=True)
+        writing = checkpoint.Saver(policy).begin(folder, async_save=True)
     finally:
         threading.Thread.start = start
     assert not writing.is_done and not list(folder.glob("*.distcp"))
@@ -181,7 +181,7 @@ def refused_beside(folder):
     saver, commits = checkpoint.Saver(policy), CheckpointManager(folder, CheckpointConfig())
 
     def begin(step):
-        return commits.begin_save(step, lambda path: saver.begin(path / "actor", beside=True), {"step": step})
+        return commits.begin_save(step, lambda path: saver.begin(path / "actor", async_save=True), {"step": step})
 
     commits.finish_save(begin(1))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

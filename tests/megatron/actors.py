@@ -26,7 +26,7 @@ from mrl.megatron.critic import Critic
 from mrl.megatron.trainable import TrainableModel
 from mrl.models.base import ArchSpec, critic_of
 from mrl.models.presets import arch_from_preset
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.init import random_init
 from mrl.types import RolloutBatch
 from tests.layouts import groups_of
@@ -47,31 +47,31 @@ MIXTURES = {
 }
 SHALLOW_MIXTURE = replace(MIXTURES["qwen2_moe"], num_layers=2)
 LAYOUTS = {
-    "single": Grid(1),
-    "tp2": Grid(2, tp=2),
-    "pp2": Grid(2, pp=2),
-    "pp2_vpp2": Grid(2, pp=2, vpp=2),
-    "dp2": Grid(2),
-    "tp2_pp2": Grid(4, tp=2, pp=2),
+    "single": ParallelLayout(1),
+    "tp2": ParallelLayout(2, tp=2),
+    "pp2": ParallelLayout(2, pp=2),
+    "pp2_vpp2": ParallelLayout(2, pp=2, vpp=2),
+    "dp2": ParallelLayout(2),
+    "tp2_pp2": ParallelLayout(4, tp=2, pp=2),
 }
 CONTEXT_LAYOUTS = {
-    "cp2": Grid(2, cp=2),
-    "cp4": Grid(4, cp=4),
-    "cp2_tp2": Grid(4, tp=2, cp=2),
-    "cp2_pp2": Grid(4, pp=2, cp=2),
-    "cp2_dp2": Grid(4, cp=2),
+    "cp2": ParallelLayout(2, cp=2),
+    "cp4": ParallelLayout(4, cp=4),
+    "cp2_tp2": ParallelLayout(4, tp=2, cp=2),
+    "cp2_pp2": ParallelLayout(4, pp=2, cp=2),
+    "cp2_dp2": ParallelLayout(4, cp=2),
 }
 EXPERT_LAYOUTS = {
-    "ep2": Grid(2, ep=2),
-    "tp2": Grid(2, tp=2),
-    "tp2_ep2": Grid(2, tp=2, ep=2, etp=1),
-    "ep4": Grid(4, ep=4),
-    "ep2_dp2": Grid(4, ep=2),
-    "tp2_ep2_etp2": Grid(4, tp=2, ep=2),
-    "ep2_pp2": Grid(4, pp=2, ep=2),
-    "tp2_ep2_pp2": Grid(4, tp=2, pp=2, ep=2, etp=1),
-    "ep2_pp2_vpp2": Grid(4, pp=2, vpp=2, ep=2),
-    "cp2_ep2": Grid(2, cp=2, ep=2),
+    "ep2": ParallelLayout(2, ep=2),
+    "tp2": ParallelLayout(2, tp=2),
+    "tp2_ep2": ParallelLayout(2, tp=2, ep=2, etp=1),
+    "ep4": ParallelLayout(4, ep=4),
+    "ep2_dp2": ParallelLayout(4, ep=2),
+    "tp2_ep2_etp2": ParallelLayout(4, tp=2, ep=2),
+    "ep2_pp2": ParallelLayout(4, pp=2, ep=2),
+    "tp2_ep2_pp2": ParallelLayout(4, tp=2, pp=2, ep=2, etp=1),
+    "ep2_pp2_vpp2": ParallelLayout(4, pp=2, vpp=2, ep=2),
+    "cp2_ep2": ParallelLayout(2, cp=2, ep=2),
 }
 SEED = 11
 PEAK = 1e-3
@@ -79,7 +79,7 @@ CONSTANT = LearningRate(PEAK, 0.0, "constant", 0, 100)
 
 
 def config_for(
-    grid: Grid,
+    grid: ParallelLayout,
     *,
     parallel: dict | None = None,
     actor: dict | None = None,
@@ -96,7 +96,7 @@ def config_for(
     )
 
 
-def _parallel(grid: Grid) -> ParallelConfig:
+def _parallel(grid: ParallelLayout) -> ParallelConfig:
     return ParallelConfig(
         tensor_model_parallel_size=grid.tp,
         pipeline_model_parallel_size=grid.pp,
@@ -111,7 +111,7 @@ def _parallel(grid: Grid) -> ParallelConfig:
 
 
 def make_policy(
-    arch: ArchSpec, grid: Grid, *, seed: int | None = SEED, groups: ProcessGroups | None = None, **options
+    arch: ArchSpec, grid: ParallelLayout, *, seed: int | None = SEED, groups: ProcessGroups | None = None, **options
 ) -> Actor:
     """Collective over the job: an actor with random weights, norms and biases too; seed None leaves them NaN.
 
@@ -134,7 +134,7 @@ def _filled(policy: AnyModel, seed: int | None) -> AnyModel:
 
 
 def make_critic(
-    arch: ArchSpec, grid: Grid, *, seed: int | None = SEED, groups: ProcessGroups | None = None, **options
+    arch: ArchSpec, grid: ParallelLayout, *, seed: int | None = SEED, groups: ProcessGroups | None = None, **options
 ) -> Critic:
     """Collective over the job: as `make_policy`, a critic with the layers of a model."""
     groups = groups or groups_of(grid)

@@ -10,7 +10,7 @@ from mrl.algorithms.base import build
 from mrl.algorithms.functional.learning_rate import LearningRate
 from mrl.config.config import AlgorithmConfig, RolloutConfig
 from mrl.errors import UserError
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import (
     ARCHS,
     CONSTANT,
@@ -35,7 +35,7 @@ EMBEDDING = "model.embed_tokens.weight"
 @pytest.fixture(scope="module")
 def single():
     known = {}
-    return lambda name: known.setdefault(name, run(ARCHS[name], Grid(1)))
+    return lambda name: known.setdefault(name, run(ARCHS[name], ParallelLayout(1)))
 
 
 SHARDED = ["tp2", "pp2", "pp2_vpp2", "dp2", "tp2_pp2"]
@@ -105,7 +105,7 @@ def by_transformers():
     """Loss and gradient norm of `sft_step`."""
     import transformers
 
-    weights = run_ranks(1, sft_step, Grid(1))[0][1]
+    weights = run_ranks(1, sft_step, ParallelLayout(1))[0][1]
     arch = ARCHS["qwen2"]
     model = transformers.Qwen2ForCausalLM(
         transformers.Qwen2Config(
@@ -161,11 +161,11 @@ def swap(grid):
     expected = scores(other, batch)
     for name, tensor in other.named_tensors().items():
         policy.reference_tensors()[name].copy_(tensor)
-    with policy.reference():
+    with policy.using_reference():
         inside = scores(policy, batch)
     after = scores(policy, batch)
     try:
-        with policy.reference():
+        with policy.using_reference():
             raise KeyError("inside")
     except KeyError:
         pass
@@ -196,8 +196,8 @@ def test_the_reference_scores_in_the_actors_modules_and_leaves_no_trace(layout, 
 
 
 def no_reference():
-    policy = make_policy(ARCHS["qwen2"], Grid(1))
-    with pytest.raises(RuntimeError, match="no reference"), policy.reference():
+    policy = make_policy(ARCHS["qwen2"], ParallelLayout(1))
+    with pytest.raises(RuntimeError, match="no reference"), policy.using_reference():
         pass
     with pytest.raises(RuntimeError, match="start_optimizer"):
         policy.update(make_batch(), algorithm())
@@ -243,7 +243,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run():
 
 
 def warmed_up():
-    policy = make_policy(ARCHS["qwen2"], Grid(1))
+    policy = make_policy(ARCHS["qwen2"], ParallelLayout(1))
     rate = LearningRate(1e-3, 1e-4, "linear", 2, 5)
     return [metrics["actor/lr"] for metrics in train(policy, 5, rate=rate)], [rate.at(step) for step in range(5)]
 
@@ -255,7 +255,7 @@ def test_the_learning_rate_is_the_schedules():
 
 def decayed(weight_decay):
     arch = replace(ARCHS["qwen2"], num_layers=2)
-    policy = make_policy(arch, Grid(1), actor={"weight_decay": weight_decay})
+    policy = make_policy(arch, ParallelLayout(1), actor={"weight_decay": weight_decay})
     before = full_weights(policy)
     policy.start_optimizer(CONSTANT)
     batch = make_batch()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.data.shared_prefix import Prefixes, each_token, shared_prefixes
+from mrl.data.shared_prefix import SharedPrefixes, each_token, shared_prefixes
 from mrl.megatron.attention import MAX_PADDING, SMALL_GROUP_TOKENS, CoreAttention, pack
 from mrl.megatron.te_attention import pack_for_te
 
@@ -118,7 +118,7 @@ def test_distinct_tokens_may_be_numbered_in_any_order(lens, random):
     inputs = [torch.randn(sum(lens), 1, count, 4, generator=generator) for count in (2, 1, 1)]
     attention = CoreAttention(None, 1, None, "self")
     laid = [rows[origin] for rows in inputs]
-    found = attention(*laid, None, packed_seq_params=pack(lens, Prefixes(number_of, origin), CPU))
+    found = attention(*laid, None, packed_seq_params=pack(lens, SharedPrefixes(number_of, origin), CPU))
     torch.testing.assert_close(found[number_of], dense(*inputs, lens), rtol=VALUE, atol=VALUE)
 
 

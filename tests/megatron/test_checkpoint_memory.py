@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mrl.megatron import checkpoint
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import ARCHS, make_policy, train
 from tests.megatron.test_checkpoint import RATE
 from tests.ranks import run_ranks
@@ -33,7 +33,7 @@ def growth(folder):
 
     The peaks are of one that the caller waits for, and of one beside it.
     """
-    policy = make_policy(WIDE, Grid(RANKS), dtype="bfloat16")
+    policy = make_policy(WIDE, ParallelLayout(RANKS), dtype="bfloat16")
     policy.start_optimizer(RATE)
     train(policy, 1)
     saver, grown = checkpoint.Saver(policy), []
@@ -43,7 +43,7 @@ def growth(folder):
         ctypes.CDLL(None).malloc_trim(0)  # what was freed is not used again unseen
         Path("/proc/self/clear_refs").write_text("5")
         before = memory("VmRSS")
-        saver.begin(folder / name, beside=beside).finish()
+        saver.begin(folder / name, async_save=beside).finish()
         grown.append(memory("VmHWM") - before)
     written = sum(file.stat().st_size for file in (folder / "second").glob(f"__{dist.get_rank()}_*.distcp"))
     groups = (group for part in policy.optimizer.chained_optimizers for group in part.optimizer.param_groups)
@@ -61,7 +61,7 @@ def test_a_rank_holds_no_more_than_its_own_part(tmp_path):
 
 def several(folder):
     """Sizes of what is exchanged as objects at each of five saves, and the last one's tensors loaded again."""
-    policy = make_policy(ARCHS["qwen2"], Grid(2, pp=2))
+    policy = make_policy(ARCHS["qwen2"], ParallelLayout(2, pp=2))
     policy.start_optimizer(RATE)
     saver, sent, gathered = checkpoint.Saver(policy), [], dist.all_gather_object
     try:
@@ -80,7 +80,7 @@ def several(folder):
         dist.all_gather_object = gathered
     weights = {name: tensor.clone() for name, tensor in policy.named_tensors().items()}
     metrics = train(policy, 1, first=5)
-    again = make_policy(ARCHS["qwen2"], Grid(2, pp=2), seed=None)
+    again = make_policy(ARCHS["qwen2"], ParallelLayout(2, pp=2), seed=None)
     again.start_optimizer(RATE)
     checkpoint.load(folder / "4", again)
     same = all(torch.equal(tensor, weights[name]) for name, tensor in again.named_tensors().items())

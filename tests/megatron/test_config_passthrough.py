@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from mrl.config.megatron_fields.installed import CLASSES, fields_of
-from mrl.config.megatron_fields.table import FREE, OWN
+from mrl.config.megatron_fields.table import FREE, MRL_DEFAULTS
 from mrl.errors import UserError
 from mrl.megatron.config_passthrough import explain_errors, megatron_values
 from mrl.megatron.model import TransformerConfig
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import ARCHS, CONSTANT, MIXTURES, make_policy
 from tests.megatron.trainings import assert_same, run
 from tests.ranks import run_ranks
@@ -21,7 +21,7 @@ FREELY = {
 
 
 def test_free_fields_and_finer_recompute_change_no_number():
-    plain = run(ARCHS["qwen3"], Grid(2), actor={"overlap_grad_reduce": True})
+    plain = run(ARCHS["qwen3"], ParallelLayout(2), actor={"overlap_grad_reduce": True})
     transformer = {
         **FREELY["transformer"],
         "recompute_granularity": "selective",
@@ -30,19 +30,19 @@ def test_free_fields_and_finer_recompute_change_no_number():
     ddp = {**FREELY["ddp"], "bucket_size": 5000, "pad_buckets_for_high_nccl_busbw": True}
     passed = {"transformer": transformer, "ddp": ddp, "optimizer": FREELY["optimizer"]}
     assert sum(map(len, FREELY.values())) > 5
-    assert_same(run(ARCHS["qwen3"], Grid(2), actor={"overlap_grad_reduce": True}, megatron=passed), plain)
+    assert_same(run(ARCHS["qwen3"], ParallelLayout(2), actor={"overlap_grad_reduce": True}, megatron=passed), plain)
 
 
 @pytest.mark.slow
 def test_experts_are_recomputed_as_they_were():
     modules = {"recompute_granularity": "selective", "recompute_modules": ["moe", "layernorm"]}
-    grid = Grid(2, ep=2)
+    grid = ParallelLayout(2, ep=2)
     plain = run(MIXTURES["qwen3_moe"], grid)
     assert_same(run(MIXTURES["qwen3_moe"], grid, megatron={"transformer": modules}), plain)
 
 
 def _told(megatron):
-    policy = make_policy(ARCHS["qwen2"], Grid(1), megatron=megatron)
+    policy = make_policy(ARCHS["qwen2"], ParallelLayout(1), megatron=megatron)
     told = policy.chunks[0].config, policy._data_parallel.chunks[0].ddp_config
     policy.start_optimizer(CONSTANT)
     return told[0].bias_dropout_fusion, told[1].grad_reduce_in_fp32, policy.optimizer.config.decoupled_weight_decay
@@ -60,21 +60,21 @@ def test_each_section_reaches_its_class():
 
 def _without():
     """mrl's own values, as Megatron has them where nothing is passed on."""
-    policy = make_policy(ARCHS["qwen2"], Grid(1))
+    policy = make_policy(ARCHS["qwen2"], ParallelLayout(1))
     policy.start_optimizer(CONSTANT)
     wrapped = policy._data_parallel.chunks[0]
     told = {"transformer": wrapped.config, "ddp": wrapped.ddp_config, "optimizer": policy.optimizer.config}
-    return {(section, name): getattr(told[section], name) for section, name in OWN}
+    return {(section, name): getattr(told[section], name) for section, name in MRL_DEFAULTS}
 
 
 def test_own_values_are_those_that_megatron_has_without_any():
-    assert run_ranks(1, _without) == [OWN]
+    assert run_ranks(1, _without) == [MRL_DEFAULTS]
 
 
 def _refused(megatron):
     with pytest.raises(UserError) as caught:
-        make_policy(ARCHS["qwen2"], Grid(1), megatron=megatron)
-    assert caught.value.everywhere
+        make_policy(ARCHS["qwen2"], ParallelLayout(1), megatron=megatron)
+    assert caught.value.on_all_ranks
     return str(caught.value)
 
 

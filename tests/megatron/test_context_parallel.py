@@ -5,13 +5,13 @@ import torch
 
 from mrl.data.shared_prefix import each_token
 from mrl.megatron.context_parallel import own_rows, own_rows_by_sequence
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import ARCHS, CONTEXT_LAYOUTS, MIXTURES, make_batch, make_policy, scores, train
 from tests.ranks import run_ranks
 
 PARITY = 1e-4  # the bound; measured below 1e-5
 STEPS = 3
-MIXED = {"cp2_ep2": Grid(2, cp=2, ep=2), "cp2_tp2_ep2": Grid(4, tp=2, cp=2, ep=2, etp=1)}
+MIXED = {"cp2_ep2": ParallelLayout(2, cp=2, ep=2), "cp2_tp2_ep2": ParallelLayout(4, tp=2, cp=2, ep=2, etp=1)}
 CASES = [
     *((layout, grid, "qwen3") for layout, grid in CONTEXT_LAYOUTS.items()),
     *((layout, grid, "qwen3_moe") for layout, grid in MIXED.items()),
@@ -29,7 +29,7 @@ def scored_and_trained(grid, name):
 
 @pytest.fixture(scope="module")
 def alone():
-    return {name: run_ranks(1, scored_and_trained, Grid(1), name)[0] for name in ("qwen3", "qwen3_moe")}
+    return {name: run_ranks(1, scored_and_trained, ParallelLayout(1), name)[0] for name in ("qwen3", "qwen3_moe")}
 
 
 @pytest.mark.slow

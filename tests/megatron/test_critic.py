@@ -13,7 +13,7 @@ from mrl.config.config import CriticConfig, RolloutConfig
 from mrl.megatron import checkpoint
 from mrl.models.base import critic_of
 from mrl.models.hf_config import family_of
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.regions import full_region
 from tests.megatron.actors import (
     ARCHS,
@@ -68,7 +68,7 @@ def by_transformers():
 
     def found(name):
         if name not in known:
-            values_R, metrics, gradients, weights = run_ranks(1, step, name, Grid(1))[0]
+            values_R, metrics, gradients, weights = run_ranks(1, step, name, ParallelLayout(1))[0]
             single = (
                 values_R.double(),
                 metrics["critic/vf_loss"],
@@ -160,7 +160,7 @@ def taken(grid):
     """Values under a head of zeros, and of an actor's weights both models."""
     policy = make_policy(ARCHS["qwen2"], grid)
     critic = make_critic(ARCHS["qwen2"], grid, seed=None, groups=policy._groups)
-    critic.take(policy.named_tensors())
+    critic.init_from_actor(policy.named_tensors())
     return critic.values(make_batch()), full_weights(policy), full_weights(critic)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from mrl.distributed import shared_memory
 from mrl.megatron import checkpoint, ddp
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import ARCHS, CONSTANT, MIXTURES, algorithm, full_weights, make_batch, make_policy, own_part
 from tests.megatron.trainings import assert_same, run
 from tests.ranks import run_ranks
@@ -21,10 +21,10 @@ ALIGNED = {"ddp": {**GATHERED["ddp"], "align_param_gather": True}}
 @pytest.mark.parametrize(
     ("arch", "grid", "megatron"),
     [
-        (UNTIED, Grid(2), GATHERED),
-        (ARCHS["qwen3"], Grid(4, pp=2), GATHERED),
-        (UNTIED, Grid(4, pp=2, vpp=2), ALIGNED),
-        (MIXTURES["qwen3_moe"], Grid(4, ep=2), GATHERED),
+        (UNTIED, ParallelLayout(2), GATHERED),
+        (ARCHS["qwen3"], ParallelLayout(4, pp=2), GATHERED),
+        (UNTIED, ParallelLayout(4, pp=2, vpp=2), ALIGNED),
+        (MIXTURES["qwen3_moe"], ParallelLayout(4, ep=2), GATHERED),
     ],
     ids=["dp2 untied", "dp2_pp2 tied", "dp2_pp2_vpp2 aligned", "ep2_dp2"],
 )
@@ -44,7 +44,7 @@ def _two_updates(grid, asks):
         return metrics, {name: tensor.clone() for name, tensor in policy.named_tensors().items()}
 
 
-@pytest.mark.parametrize("grid", [Grid(1), Grid(2, tp=2)], ids=["alone", "tp2"])
+@pytest.mark.parametrize("grid", [ParallelLayout(1), ParallelLayout(2, tp=2)], ids=["alone", "tp2"])
 def test_a_rank_that_shares_its_weights_with_no_other_needs_no_collectives(grid):
     found, right = (run_ranks(grid.world_size, _two_updates, grid, asks) for asks in (False, True))
     for (metrics, weights), (expected, others) in zip(found, right, strict=True):
@@ -56,7 +56,7 @@ def test_a_rank_that_shares_its_weights_with_no_other_needs_no_collectives(grid)
 def _between_updates(megatron, folder):
     """What scoring, offloading, a reference and a checkpoint see, each right behind an update."""
     actor = {**OVERLAPPED, "param_offload": True}
-    policy = make_policy(UNTIED, Grid(2), actor=actor, megatron=megatron)
+    policy = make_policy(UNTIED, ParallelLayout(2), actor=actor, megatron=megatron)
     policy.start_optimizer(CONSTANT)
     batch, seen = make_batch(seed=9), []
 
@@ -68,7 +68,7 @@ def _between_updates(megatron, folder):
     for name, tensor in policy.reference_tensors().items():
         tensor.copy_(policy.named_tensors()[name])
     update(2)
-    with policy.reference():
+    with policy.using_reference():
         seen.append(torch.stack(policy.score(batch)))
     seen.append(torch.stack(policy.score(batch)))
     update(3)
@@ -96,7 +96,7 @@ def test_whoever_reads_weights_between_updates_has_them_whole(tmp_path):
 
 def _seen_from_outside(actor):
     """After an update: whether another process would find the weights, and see what the model computes with."""
-    policy = make_policy(UNTIED, Grid(2), actor=actor)
+    policy = make_policy(UNTIED, ParallelLayout(2), actor=actor)
     policy.start_optimizer(CONSTANT)
     policy.update(own_part(make_batch(seed=1), policy), algorithm())
     places = {name: shared_memory.shared_location(tensor) for name, tensor in policy.named_tensors().items()}

@@ -16,10 +16,10 @@ from mrl.algorithms._distillation import DUAL_CLIP, Distillation
 from mrl.algorithms.functional.logprobs import VocabShard
 from mrl.config.config import SAMPLED as SAMPLED_MODES
 from mrl.config.config import DistillationLossConfig
-from mrl.megatron.distillation_targets import Compared, Comparison
+from mrl.megatron.distillation_targets import DistillationSpec, DistillationTargets
 from mrl.megatron.teacher import SeparateTeacher, SharedWeightTeacher
 from mrl.models.hf_config import family_of
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.init import random_init
 from mrl.resharding.megatron import output_name
 from mrl.trainer.teachers import joined
@@ -46,12 +46,12 @@ GRADIENT = 3e-6  # of the gradient's norm, all parameters as one vector
 STUDENT, OTHER = (replace(ARCHS[name], num_heads=4, num_kv_heads=4, num_layers=2) for name in ("qwen2_untied", "qwen3"))
 TEMPERATURE, TOPK, LOW, CLAMP = 0.8, 7, -6.0, 3.0
 LAYOUTS = {
-    "dp2": Grid(2),
-    "tp2": Grid(2, tp=2),
-    "tp4": Grid(4, tp=4),
-    "pp2": Grid(2, pp=2),
-    "cp2": Grid(2, cp=2),
-    "tp2_pp2": Grid(4, tp=2, pp=2),
+    "dp2": ParallelLayout(2),
+    "tp2": ParallelLayout(2, tp=2),
+    "tp4": ParallelLayout(4, tp=4),
+    "pp2": ParallelLayout(2, pp=2),
+    "cp2": ParallelLayout(2, cp=2),
+    "tp2_pp2": ParallelLayout(4, tp=2, pp=2),
 }
 MODES = {
     "reverse_kl": {},
@@ -107,7 +107,9 @@ def numbers(grid, same=False):
         index: batch.select((batch.teacher_B == index).nonzero().flatten().tolist()) for index in range(len(teachers))
     }
     batch.teacher_logprobs_R = joined(batch, {index: teachers[index].logprobs(part) for index, part in parts.items()})
-    batch.teacher_states_R = joined(batch, {index: teachers[index].states(part) for index, part in parts.items()})
+    batch.teacher_states_R = joined(
+        batch, {index: teachers[index].final_hidden_states(part) for index, part in parts.items()}
+    )
     last = grid.pp == 1 or policy._is_last_stage
     outputs = [dict(teacher.tensors())[output_name(teacher.tensors())].clone() for teacher in teachers] if last else []
     policy.start_optimizer(replace(CONSTANT, peak=0.0))
@@ -115,7 +117,7 @@ def numbers(grid, same=False):
     for mode, more in MODES.items():
         loss = DistillationLossConfig(loss_mode=mode, use_task_rewards=False, **more)
         policy._distillation = Distillation(loss)
-        policy.comparison = None if loss.is_sampled else Comparison(loss, TEMPERATURE, 16, outputs)
+        policy.distillation = None if loss.is_sampled else DistillationSpec(loss, TEMPERATURE, 16, outputs)
         found[mode] = policy.update(batch, algorithm()), full_gradients(policy)
     return found, weights
 
@@ -198,8 +200,8 @@ def test_two_teachers_never_make_logits_of_all_tokens(mode):
     rows, tokens, chunk = 64, 512, 8
     hidden, weight = torch.randn(rows, 4, requires_grad=True), torch.randn(tokens, 4, requires_grad=True)
     loss = DistillationLossConfig(loss_mode=mode, topk=5)
-    how = Comparison(loss, TEMPERATURE, chunk, [torch.randn(tokens, 6), torch.randn(tokens - 9, 3)])
-    compared = Compared(how, torch.arange(rows) % 2, torch.randn(rows, 6))
+    how = DistillationSpec(loss, TEMPERATURE, chunk, [torch.randn(tokens, 6), torch.randn(tokens - 9, 3)])
+    compared = DistillationTargets(how, torch.arange(rows) % 2, torch.randn(rows, 6))
     with Peak() as peak:
         scores = compared.scores(hidden, weight, torch.arange(rows), VocabShard(0, tokens))
         scores[0].sum().backward()

@@ -8,7 +8,7 @@ from mrl.algorithms.functional.learning_rate import LearningRate
 from mrl.algorithms.functional.logprobs import Distribution
 from mrl.config.config import AlgorithmConfig, DpoConfig, RolloutConfig
 from mrl.distributed.collectives import all_reduce_sum
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import ARCHS, full_weights, make_batch, make_policy
 from tests.models.rope import both_spellings
 from tests.ranks import run_ranks
@@ -19,13 +19,13 @@ STILL = LearningRate(0.0, 0.0, "constant", 0, 100)
 RELATIVE = 1e-4  # end to end; fp32 sums in another order give 1e-5
 ABSOLUTE = 1e-5
 LAYOUTS = {
-    "dp2": Grid(2),
-    "dp4": Grid(4),
-    "tp2": Grid(2, tp=2),
-    "pp2": Grid(2, pp=2),
-    "pp2_vpp2": Grid(2, pp=2, vpp=2),
-    "cp2": Grid(2, cp=2),
-    "tp2_pp2": Grid(4, tp=2, pp=2),
+    "dp2": ParallelLayout(2),
+    "dp4": ParallelLayout(4),
+    "tp2": ParallelLayout(2, tp=2),
+    "pp2": ParallelLayout(2, pp=2),
+    "pp2_vpp2": ParallelLayout(2, pp=2, vpp=2),
+    "cp2": ParallelLayout(2, cp=2),
+    "tp2_pp2": ParallelLayout(4, tp=2, pp=2),
 }
 CONFIGS = [
     DpoConfig(beta=0.3),
@@ -58,7 +58,7 @@ def numbers(grid, budget):
     cuts = {1: [7], 2: [2, 5], 4: [3, 0, 1, 3]}[size]
     start = sum(cuts[:index])
     batch = pairs().select(list(range(2 * start, 2 * (start + cuts[index]))))
-    with policy.reference():
+    with policy.using_reference():
         batch.ref_logprobs_R, _ = policy.score(batch, supervised=True)
     found = {}
     for config in CONFIGS:
@@ -70,7 +70,7 @@ def numbers(grid, budget):
 
 @pytest.fixture(scope="module")
 def single():
-    return run_ranks(1, numbers, Grid(1), 10_000)[0]
+    return run_ranks(1, numbers, ParallelLayout(1), 10_000)[0]
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_every_layout_has_the_numbers_of_one_rank(layout, single):
 
 @pytest.mark.parametrize("budget", [1, 30])
 def test_microbatches_change_nothing(budget, single):
-    found, _ = run_ranks(1, numbers, Grid(1), budget)[0]
+    found, _ = run_ranks(1, numbers, ParallelLayout(1), budget)[0]
     for name, expected in single[0].items():
         assert found[name] == pytest.approx(expected, rel=RELATIVE, abs=ABSOLUTE), name
 
@@ -97,7 +97,7 @@ def microbatches(grid, budget):
 
 
 def test_a_pair_shares_a_microbatch_and_what_it_begins_with():
-    made = run_ranks(1, microbatches, Grid(1), 30)[0]
+    made = run_ranks(1, microbatches, ParallelLayout(1), 30)[0]
     assert sorted(row for rows, _ in made for row in rows) == list(range(14))
     assert all({row ^ 1 for row in rows} == set(rows) for rows, _ in made)
     batch = pairs()

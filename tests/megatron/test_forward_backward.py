@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import ARCHS, LAYOUTS, make_batch, make_policy
 from tests.ranks import run_ranks
 
 BUDGET = 40
-FOUR = {**LAYOUTS, "dp2_pp2_vpp2": Grid(4, pp=2, vpp=2)}
+FOUR = {**LAYOUTS, "dp2_pp2_vpp2": ParallelLayout(4, pp=2, vpp=2)}
 
 
 def cut(grid, shares):
@@ -28,7 +28,7 @@ def sequences(batch):
 
 def test_each_response_token_is_scored_at_the_position_before_it():
     everything = list(range(20))
-    micros = run_ranks(1, cut, Grid(1), [everything])[0]
+    micros = run_ranks(1, cut, ParallelLayout(1), [everything])[0]
     assert sorted(row for rows, *_ in micros for row in rows) == everything
     known = sequences(make_batch(20))
     for rows, tokens, positions, rows_R, tokens_R in micros:
@@ -43,7 +43,7 @@ def _responses(tokens, prompt_len):
 
 
 def test_what_sequences_begin_with_alike_is_packed_once_and_last_tokens_never():
-    micros = run_ranks(1, cut, Grid(1), [list(range(20))])[0]
+    micros = run_ranks(1, cut, ParallelLayout(1), [list(range(20))])[0]
     known = sequences(make_batch(20))
     for rows, tokens, *_ in micros:
         distinct = {tuple(known[row][0][: end + 1].tolist()) for row in rows for end in range(len(known[row][0]) - 1)}

@@ -5,7 +5,7 @@ import torch
 
 from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.models.hf_config import arch_from_folder
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import ARCHS, LAYOUTS, VOCAB, make_batch, make_policy, scores
 from tests.models.rope import both_spellings
 from tests.ranks import run_ranks
@@ -39,7 +39,7 @@ MODELS = {
     "phi3": ("Phi3", {**SIZES, "tie_word_embeddings": False, "pad_token_id": None}),
 }
 FAMILIES = [(family, layout) for family in MODELS for layout in LAYOUTS if family != "phi3" or layout == "tp2_pp2"]
-WIDE = Grid(4, tp=4)
+WIDE = ParallelLayout(4, tp=4)
 """More tensor-parallel ranks than key-value heads."""
 
 
@@ -124,7 +124,7 @@ def test_parameters_are_those_of_the_layout_and_nan_until_loaded(name, layout):
 
 
 def forgotten():
-    policy = make_policy(ARCHS["qwen2"], Grid(1), seed=None)
+    policy = make_policy(ARCHS["qwen2"], ParallelLayout(1), seed=None)
     return scores(policy, make_batch(3))
 
 

@@ -5,14 +5,14 @@ import torch
 
 from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.models.hf_config import arch_from_folder
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import EXPERT_LAYOUTS, MIXTURES, make_batch, make_policy, scores
 from tests.megatron.mixtures import MODELS, by_transformers, make_model
 from tests.ranks import run_ranks
 
 PARITY = 1e-4  # the bound on log-probabilities in fp32; measured below 2e-5
-LAYOUTS = {"single": Grid(1), **EXPERT_LAYOUTS}
-UNEVEN = Grid(2, pp=2, first_stage_layers=3, last_stage_layers=1)
+LAYOUTS = {"single": ParallelLayout(1), **EXPERT_LAYOUTS}
+UNEVEN = ParallelLayout(2, pp=2, first_stage_layers=3, last_stage_layers=1)
 CASES = [("qwen3_moe", layout) for layout in LAYOUTS] + [
     (family, layout)
     for family in ("qwen2_moe", "mixtral")

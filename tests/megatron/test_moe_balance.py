@@ -10,7 +10,7 @@ from mrl.algorithms.base import build
 from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.config.config import AlgorithmConfig, CriticConfig, RolloutConfig
 from mrl.models.hf_config import arch_from_folder
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import CONSTANT, EXPERT_LAYOUTS, make_batch, make_critic, make_policy, own_part
 from tests.megatron.mixtures import by_hand, load_model, make_model
 from tests.ranks import run_ranks
@@ -25,7 +25,7 @@ BALANCED = {
     "max_tokens_per_microbatch": 10_000,
     "clip_grad": 0.0,
 }
-LAYOUTS = {"single": Grid(1), "ep1_dp2": Grid(2), **EXPERT_LAYOUTS}
+LAYOUTS = {"single": ParallelLayout(1), "ep1_dp2": ParallelLayout(2), **EXPERT_LAYOUTS}
 DP2_CUT = 3
 """Where `own_part` cuts 14 sequences for two data-parallel ranks."""
 
@@ -120,7 +120,7 @@ def value_step(folder, grid):
     policy = make_policy(arch, grid, seed=None)
     load_from_hf(folder, arch, policy.layout(), policy.named_tensors())
     critic = make_critic(arch, grid, seed=None, groups=policy._groups, actor=BALANCED)
-    critic.take(policy.named_tensors())
+    critic.init_from_actor(policy.named_tensors())
     critic.start_optimizer(CONSTANT)
     batch = own_part(make_batch(), critic)
     batch.values_R = batch.returns_R = critic.values(batch)

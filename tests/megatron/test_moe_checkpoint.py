@@ -7,7 +7,7 @@ import torch
 
 from mrl.algorithms.functional.learning_rate import LearningRate
 from mrl.megatron import checkpoint
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import EXPERT_LAYOUTS, SHALLOW_MIXTURE, adam_steps, full_weights, make_policy, train
 from tests.ranks import run_ranks
 
@@ -15,7 +15,7 @@ RELATIVE = 1e-4  # fp32 sums in another order, after a step of Adam
 ABSOLUTE = 2e-6  # losses around zero
 BEFORE, AFTER = 2, 1
 RATE = LearningRate(1e-3, 0.0, "linear", 0, BEFORE + AFTER)
-LAYOUTS = {"single": Grid(1), "tp2_pp2": Grid(4, tp=2, pp=2), **EXPERT_LAYOUTS}
+LAYOUTS = {"single": ParallelLayout(1), "tp2_pp2": ParallelLayout(4, tp=2, pp=2), **EXPERT_LAYOUTS}
 CASES = [
     ("tp2_ep2_etp2", ["single", "ep4", "tp2_pp2"]),
     ("single", ["ep2"]),

@@ -12,7 +12,7 @@ from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.config.config import AlgorithmConfig, RolloutConfig, RolloutCorrectionConfig
 from mrl.megatron.router import Router
 from mrl.models.hf_config import arch_from_folder
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import stage_layers
 from tests.megatron.actors import CONSTANT, EXPERT_LAYOUTS, full_gradients, make_batch, make_policy, own_part
 from tests.megatron.mixtures import by_hand, load_model, make_model
@@ -26,7 +26,7 @@ REPLAY = {"router_replay": "recompute", "clip_grad": 0.0}
 ALL_IN_ONE, SMALLER = 1000, 24
 """Tokens of a microbatch: one holds the batch; in the other the updates cut it as the scoring pass did not."""
 CASES = {
-    "single": (Grid(1), {}),
+    "single": (ParallelLayout(1), {}),
     "ep2_dp2": (EXPERT_LAYOUTS["ep2_dp2"], {"moe_token_dispatcher_type": "allgather"}),
     "cp2_ep2": (EXPERT_LAYOUTS["cp2_ep2"], {}),
     "tp2_ep2_pp2": (EXPERT_LAYOUTS["tp2_ep2_pp2"], {"recompute": "full"}),
@@ -77,7 +77,7 @@ def score_and_update(folders, grid, chosen, actor):
     whole.routed_experts_P = chosen[:, stage_layers(arch, grid)[grid.coords(dist.get_rank()).pp]]
     batch = own_part(whole, policy)
     wanted, batch.routed_experts_P = batch.routed_experts_P, None
-    scored, _ = policy.proximal(batch)
+    scored, _ = policy.score_proximal(batch)
     assert torch.equal(batch.routed_experts_P.long(), wanted)
     policy.start_optimizer(CONSTANT)
     load(policy, folders[1])
@@ -117,7 +117,7 @@ def ratios_and_routes(folder, replay):
     """Two updates of a policy gradient on one batch: ratios, and where the tokens went, in the pass before them too."""
     policy = make_policy(
         arch_from_folder(folder),
-        Grid(1),
+        ParallelLayout(1),
         seed=None,
         actor={**REPLAY, "router_replay": replay, "max_tokens_per_microbatch": ALL_IN_ONE},
     )
@@ -127,7 +127,7 @@ def ratios_and_routes(folder, replay):
         AlgorithmConfig(name="grpo", rollout_correction=RolloutCorrectionConfig(bypass_mode=False)), RolloutConfig(n=2)
     )
     seen = watched(policy)
-    batch.proximal_logprobs_R, _ = policy.proximal(batch)
+    batch.proximal_logprobs_R, _ = policy.score_proximal(batch)
     routes = [dict(seen)]
     policy.start_optimizer(CONSTANT)
     ratios = []
@@ -166,7 +166,10 @@ def gradients(folders, replay):
     actor = {**REPLAY, "use_distributed_optimizer": False, "max_tokens_per_microbatch": ALL_IN_ONE}
     theirs = replay == "megatron"
     policy = make_policy(
-        arch_from_folder(folders[0]), Grid(1), seed=None, actor={**actor, "router_replay": "none" if theirs else replay}
+        arch_from_folder(folders[0]),
+        ParallelLayout(1),
+        seed=None,
+        actor={**actor, "router_replay": "none" if theirs else replay},
     )
     RouterReplay.clear_global_router_replay_instances()
     routers = [module for chunk in policy.chunks for module in chunk.modules() if isinstance(module, Router)]
@@ -176,7 +179,7 @@ def gradients(folders, replay):
     load(policy, folders[0])
     batch = make_batch(longest=12)
     RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
-    policy.proximal(batch)
+    policy.score_proximal(batch)
     if theirs:
         chosen = RouterReplay.get_recorded_data()
         RouterReplay.set_replay_data(chosen)
@@ -212,7 +215,7 @@ def of_a_rank_without_sequences(folder):
     load(policy, folder)
     batch = make_batch(longest=12)
     batch = batch if dist.get_rank() == 0 else batch.select([])
-    logprobs, _ = policy.proximal(batch)
+    logprobs, _ = policy.score_proximal(batch)
     policy.start_optimizer(CONSTANT)
     policy.update(batch, supervised())
     return logprobs.shape, batch.routed_experts_P.shape

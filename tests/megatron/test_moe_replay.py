@@ -12,7 +12,7 @@ from mrl.config.config import AlgorithmConfig, RolloutConfig
 from mrl.data.shared_prefix import shared_prefixes
 from mrl.megatron.router import packed_routing
 from mrl.models.hf_config import arch_from_folder
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import stage_layers
 from tests.megatron.actors import CONSTANT, EXPERT_LAYOUTS, algorithm, make_batch, make_policy, own_part, scores
 from tests.megatron.mixtures import SIZES, by_hand, load_model, make_model
@@ -25,7 +25,7 @@ RELATIVE = 1e-4  # fp32 against fp64
 FAMILIES = {"qwen3_moe": 8, "qwen2_moe": 4}
 """Family -> experts; the first scales the weights of the chosen ones to a sum of 1, the second does not."""
 TOP_K, LAYERS = SIZES["num_experts_per_tok"], SIZES["num_hidden_layers"]
-LAYOUTS = {"single": Grid(1), **EXPERT_LAYOUTS}
+LAYOUTS = {"single": ParallelLayout(1), **EXPERT_LAYOUTS}
 CASES = [
     *((family, layout, {}) for family in FAMILIES for layout in ("single", "tp2_ep2")),
     ("qwen3_moe", "ep2_dp2", {}),
@@ -81,7 +81,7 @@ def replay(folder, grid, chosen, actor):
     scored = scores(policy, batch)
     for name, tensor in policy.named_tensors().items():
         policy.reference_tensors()[name].copy_(tensor)
-    with policy.reference():
+    with policy.using_reference():
         own = scores(policy, batch)
     policy.start_optimizer(CONSTANT)
     sft = build(AlgorithmConfig(name="sft"), RolloutConfig())
@@ -104,8 +104,8 @@ def test_replayed_experts_are_the_references_and_their_router_learns(family, lay
 
 def both(folder, chosen):
     """Scores and update with the given experts, and with the actor's own."""
-    replayed, own, metrics = replay(folder, Grid(1), chosen, {})
-    _, _, plain = replay(folder, Grid(1), None, {"router_replay": "none"})
+    replayed, own, metrics = replay(folder, ParallelLayout(1), chosen, {})
+    _, _, plain = replay(folder, ParallelLayout(1), None, {"router_replay": "none"})
     return replayed, own, metrics, plain
 
 
@@ -126,7 +126,7 @@ def test_a_shared_token_is_routed_as_the_sequence_that_knows_it():
     routing = packed_routing(prefixes.distinct_P, 5, chosen, [0], num_experts=4)
     by_token = routing.experts_DLK[prefixes.distinct_P][:, 0].tolist()
     assert by_token == [[0, 1], [2, 3], [0, 1], [2, 3], [-1, -1]]
-    assert routing.copies_D.tolist() == [2, 2, 1, 0, 0]
+    assert routing.token_counts_D.tolist() == [2, 2, 1, 0, 0]
     assert routing.experts_DLK[3:].unique().tolist() == [-1]
 
 
@@ -147,13 +147,13 @@ def test_choices_of_other_layers_are_refused():
 def test_no_sequences_have_a_routing():
     nothing = torch.empty(0, dtype=torch.int64)
     routing = packed_routing(nothing, 2, torch.empty(0, 4, 2), range(4), num_experts=4)
-    assert routing.copies_D.tolist() == [0, 0]
+    assert routing.token_counts_D.tolist() == [0, 0]
     assert routing.experts_DLK.shape == (2, 4, 2)
 
 
 def without_choice(folder):
     """An update of rollouts without experts is refused; supervised steps have none."""
-    policy = make_policy(arch_from_folder(folder), Grid(1), actor={"router_replay": "rollout"})
+    policy = make_policy(arch_from_folder(folder), ParallelLayout(1), actor={"router_replay": "rollout"})
     policy.start_optimizer(CONSTANT)
     policy.update(make_batch(), build(AlgorithmConfig(name="sft"), RolloutConfig()))
     with pytest.raises(RuntimeError, match="routed_experts_P is not set"):

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import (
     CONSTANT,
     EXPERT_LAYOUTS,
@@ -24,7 +24,7 @@ BF16 = 0.05  # bf16 has 8 bits, and some tokens go to other experts
 
 @pytest.fixture(scope="module")
 def single():
-    return run(SHALLOW_MIXTURE, Grid(1))
+    return run(SHALLOW_MIXTURE, ParallelLayout(1))
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def lonely(grid):
 
 
 def test_a_rank_without_sequences_computes_its_experts():
-    expected = run_ranks(1, lonely, Grid(1))[0]
+    expected = run_ranks(1, lonely, ParallelLayout(1))[0]
     for metrics in run_ranks(2, lonely, EXPERT_LAYOUTS["ep2"]):
         for key, value in expected.items():
             assert math.isclose(metrics[key], value, rel_tol=RELATIVE, abs_tol=ABSOLUTE), key
@@ -71,7 +71,7 @@ def test_a_rank_without_sequences_computes_its_experts():
 
 def is_gone():
     """Whether an actor's model is freed when the actor is dropped after training."""
-    policy = make_policy(SHALLOW_MIXTURE, Grid(2, ep=2))
+    policy = make_policy(SHALLOW_MIXTURE, ParallelLayout(2, ep=2))
     train(policy, 1)
     model = weakref.ref(policy.chunks[0])
     del policy

@@ -13,7 +13,7 @@ from mrl.algorithms.base import build
 from mrl.algorithms.functional.learning_rate import LearningRate
 from mrl.config.config import AlgorithmConfig, KlCtrlConfig, RolloutConfig, RolloutCorrectionConfig
 from mrl.distributed.collectives import all_reduce_sum
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.types import RolloutBatch
 from tests.algorithms.ragged import outcomes_of
 from tests.algorithms.test_invariance import CONFIGS
@@ -30,12 +30,12 @@ STILL = LearningRate(0.0, 0.0, "constant", 0, 100)
 RELATIVE = 1e-4  # end to end; fp32 sums in another order give 1e-5
 ABSOLUTE = 1e-5  # of what is zero but for rounding
 LAYOUTS = {
-    "dp2": Grid(2),
-    "dp4": Grid(4),
-    "tp2": Grid(2, tp=2),
-    "pp2": Grid(2, pp=2),
-    "cp2": Grid(2, cp=2),
-    "tp2_pp2": Grid(4, tp=2, pp=2),
+    "dp2": ParallelLayout(2),
+    "dp4": ParallelLayout(4),
+    "tp2": ParallelLayout(2, tp=2),
+    "pp2": ParallelLayout(2, pp=2),
+    "cp2": ParallelLayout(2, cp=2),
+    "tp2_pp2": ParallelLayout(4, tp=2, pp=2),
 }
 ADAPTIVE = AlgorithmConfig(
     name="ppo", kl_in="reward", kl_coef=0.2, kl_ctrl=KlCtrlConfig("adaptive", target_kl=0.05, horizon=50)
@@ -99,7 +99,7 @@ def numbers(grid):
 
 @pytest.fixture(scope="module")
 def single():
-    return run_ranks(1, numbers, Grid(1))[0]
+    return run_ranks(1, numbers, ParallelLayout(1))[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -89,7 +89,7 @@ def copied_bytes(actor):
     for _ in range(2):
         policy.offload()
         sizes.append(sum(host.numel() for hosts in policy._offload._hosts.values() for host in hosts.values()))
-        policy.bring(*PARTS)
+        policy.onload(*PARTS)
     return own, sizes
 
 

@@ -12,7 +12,7 @@ from mrl.config.config import AlgorithmConfig, RolloutConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.errors import UserError
 from mrl.models.presets import arch_from_preset
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.engines.specs import spec_of
 from tests.megatron import truncation
 from tests.megatron.actors import (
@@ -31,12 +31,12 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.compiler
 
 LAYOUTS = {
-    "single": Grid(1),
-    "tp2": Grid(2, tp=2, rollout_tp=2),  # and sequence parallel
-    "dp2": Grid(2),
-    "pp2": Grid(2, pp=2),
-    "tp4": Grid(4, tp=4, rollout_tp=4),
-    "tp2_pp2": Grid(4, tp=2, pp=2, rollout_tp=2),
+    "single": ParallelLayout(1),
+    "tp2": ParallelLayout(2, tp=2, rollout_tp=2),  # and sequence parallel
+    "dp2": ParallelLayout(2),
+    "pp2": ParallelLayout(2, pp=2),
+    "tp4": ParallelLayout(4, tp=4, rollout_tp=4),
+    "tp2_pp2": ParallelLayout(4, tp=2, pp=2, rollout_tp=2),
 }
 MODELS = {
     **ARCHS,  # so narrow that PyTorch's own products often add in the same order
@@ -82,7 +82,7 @@ def test_engine_and_actor_have_the_same_bits_in_every_layout(layout, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_the_mode_they_differ(dtype):
     """The same comparison sees that: it is no comparison of a thing with itself."""
-    (found,) = run_ranks(1, differences, Grid(1), [("qwen2", "none"), ("qwen3", "top_p")], dtype, exact=False)
+    (found,) = run_ranks(1, differences, ParallelLayout(1), [("qwen2", "none"), ("qwen3", "top_p")], dtype, exact=False)
     assert all(largest > 0.0 and count > 0 for largest, count in found)
 
 
@@ -100,7 +100,9 @@ def test_without_the_mode_they_differ(dtype):
 )
 def test_microbatches_chunks_and_how_the_engine_reads_change_no_bit(options):
     for dtype in ("float32", "bfloat16"):
-        (found,) = run_ranks(1, differences, Grid(1), [("qwen2", "none"), ("qwen3", "together")], dtype, **options)
+        (found,) = run_ranks(
+            1, differences, ParallelLayout(1), [("qwen2", "none"), ("qwen3", "together")], dtype, **options
+        )
         assert found == [(0.0, 0)] * 2
 
 
@@ -123,7 +125,7 @@ def in_any_company(grid, dtype, seeds):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_sequence_is_scored_alike_in_any_company(dtype):
-    run_ranks(1, in_any_company, Grid(1), dtype, 0)
+    run_ranks(1, in_any_company, ParallelLayout(1), dtype, 0)
 
 
 def gradients_of(grid, name, exact, options):
@@ -174,10 +176,10 @@ def first_update(grid, spoil):
     policy.start_optimizer(CONSTANT)
     before = {name: tensor.clone() for name, tensor in policy.named_tensors().items()}
     try:
-        metrics = policy.update(batch, grpo, compare=True)
+        metrics = policy.update(batch, grpo, is_first_update=True)
     except UserError as error:
         assert all(torch.equal(tensor, before[name]) for name, tensor in policy.named_tensors().items())
-        return str(error), error.everywhere
+        return str(error), error.on_all_ranks
     return metrics
 
 

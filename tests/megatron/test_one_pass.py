@@ -8,7 +8,7 @@ import torch
 from mrl.algorithms._distillation import Distillation
 from mrl.algorithms.base import build
 from mrl.config.config import AlgorithmConfig, DistillationLossConfig, RolloutConfig, RolloutCorrectionConfig
-from mrl.megatron.distillation_targets import Comparison
+from mrl.megatron.distillation_targets import DistillationSpec
 from mrl.resharding.megatron import output_name
 from tests.megatron.actors import (
     ARCHS,
@@ -48,7 +48,7 @@ def updated(name, arch, grid, options, *, before):
     """Metrics and weights of updates with passes before them, or without."""
     policy, algorithm = make_policy(arch, grid, **options), objective()
     policy.start_optimizer(CONSTANT)
-    policy.take_reference()
+    policy.copy_to_reference()
     batch = own_part(make_batch(), policy)
     batch.rollout_logprobs_R = policy.score(batch)[0]
     if not options.get("rollout"):
@@ -60,14 +60,14 @@ def updated(name, arch, grid, options, *, before):
         loss = DistillationLossConfig(loss_mode="reverse_kl")
         policy._distillation = Distillation(loss)
         batch.teacher_B = torch.zeros(batch.num_sequences, dtype=torch.int64)
-        batch.teacher_states_R = policy.states(batch)
+        batch.teacher_states_R = policy.final_hidden_states(batch)
         named = policy.named_tensors()
-        policy.comparison = Comparison(loss, 1.0, 16, [named[output_name(named)].clone()])
+        policy.distillation = DistillationSpec(loss, 1.0, 16, [named[output_name(named)].clone()])
     if before:
-        batch.proximal_logprobs_R, _ = policy.proximal(batch)
-        with policy.reference():
+        batch.proximal_logprobs_R, _ = policy.score_proximal(batch)
+        with policy.using_reference():
             batch.ref_logprobs_R, _ = policy.score(batch)
-    metrics = [policy.update(batch, algorithm, compare=not index) for index in range(UPDATES)]
+    metrics = [policy.update(batch, algorithm, is_first_update=not index) for index in range(UPDATES)]
     return metrics, {name: tensor.clone() for name, tensor in policy.named_tensors().items()}
 
 
@@ -96,22 +96,22 @@ def told():
     policy, algorithm, batch = make_policy(ARCHS["qwen2"], LAYOUTS["dp2"]), objective(), make_batch()
     batch = own_part(batch, policy)
     policy.start_optimizer(CONSTANT)
-    at = {"at first": policy.own_scores(algorithm)}
+    at = {"at first": policy.logprobs_from_update(algorithm)}
     for name, tensor in policy.named_tensors().items():
         policy.reference_tensors()[name].copy_(tensor)
-    at["filled"] = policy.own_scores(algorithm)
+    at["filled"] = policy.logprobs_from_update(algorithm)
     policy.compare_reference()
-    at["compared"] = policy.own_scores(algorithm)
-    policy.update(batch, algorithm, compare=True)
-    at["updated"] = policy.own_scores(algorithm)
-    policy.take_reference()
-    at["taken"] = policy.own_scores(algorithm)
+    at["compared"] = policy.logprobs_from_update(algorithm)
+    policy.update(batch, algorithm, is_first_update=True)
+    at["updated"] = policy.logprobs_from_update(algorithm)
+    policy.copy_to_reference()
+    at["taken"] = policy.logprobs_from_update(algorithm)
     policy.weights_changed()
-    at["written to"] = policy.own_scores(algorithm)
+    at["written to"] = policy.logprobs_from_update(algorithm)
     if torch.distributed.get_rank() == 1:
         policy.reference_tensors()["chunk0.decoder.final_layernorm.weight"][0] += 1
     policy.compare_reference()
-    at["other on one rank"] = policy.own_scores(algorithm)
+    at["other on one rank"] = policy.logprobs_from_update(algorithm)
     return at
 
 
@@ -131,8 +131,8 @@ def test_the_reference_is_the_actor_until_one_of_them_changes():
 
 def replayed(replay):
     policy = make_policy(MIXTURES["qwen3_moe"], LAYOUTS["single"], actor={"router_replay": replay})
-    policy.take_reference()
-    return policy.own_scores(objective()), policy.scores_as_reference
+    policy.copy_to_reference()
+    return policy.logprobs_from_update(objective()), policy.equals_reference
 
 
 def test_replayed_routes_are_not_the_references():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.types import RolloutBatch
 from tests.megatron.actors import (
     ARCHS,
@@ -29,14 +29,14 @@ ENTROPY = 0.3
 
 DENSE = ARCHS["qwen3"]
 LAYOUTS = {
-    "single": (Grid(1), DENSE, 24),
-    "tp2": (Grid(2, tp=2), DENSE, 6),
-    "pp2_vpp2": (Grid(2, pp=2, vpp=2), DENSE, 6),
-    "dp2": (Grid(2), DENSE, 6),
-    "cp2": (Grid(2, cp=2), DENSE, 6),
-    "cp2_tp2": (Grid(4, tp=2, cp=2), DENSE, 4),
-    "single_experts": (Grid(1), SHALLOW_MIXTURE, 10),
-    "tp2_ep2": (Grid(2, tp=2, ep=2, etp=1), SHALLOW_MIXTURE, 5),
+    "single": (ParallelLayout(1), DENSE, 24),
+    "tp2": (ParallelLayout(2, tp=2), DENSE, 6),
+    "pp2_vpp2": (ParallelLayout(2, pp=2, vpp=2), DENSE, 6),
+    "dp2": (ParallelLayout(2), DENSE, 6),
+    "cp2": (ParallelLayout(2, cp=2), DENSE, 6),
+    "cp2_tp2": (ParallelLayout(4, tp=2, cp=2), DENSE, 4),
+    "single_experts": (ParallelLayout(1), SHALLOW_MIXTURE, 10),
+    "tp2_ep2": (ParallelLayout(2, tp=2, ep=2, etp=1), SHALLOW_MIXTURE, 5),
 }
 """Name -> layout, model, how many of the drawn batches, the last ones: they are the largest."""
 EXAMPLES = 24
@@ -124,9 +124,9 @@ def alone():
     def of(arch):
         if arch.family not in known:
             most = max(count for _, other, count in LAYOUTS.values() if other is arch)
-            known[arch.family] = run_ranks(1, measured, Grid(1), arch, [(pairs, None) for pairs, _ in drawn()[-most:]])[
-                0
-            ]
+            known[arch.family] = run_ranks(
+                1, measured, ParallelLayout(1), arch, [(pairs, None) for pairs, _ in drawn()[-most:]]
+            )[0]
         return known[arch.family]
 
     return of

@@ -8,10 +8,16 @@ import torch.distributed as dist
 
 from mrl.distributed.subworld import use_as_world
 from mrl.megatron import parallel_state as parallel
-from mrl.parallel_layout import Coords, Grid
+from mrl.parallel_layout import Coords, ParallelLayout
 from tests.ranks import run_ranks
 
-GRIDS = [Grid(4, tp=2, pp=2), Grid(4, tp=4, rollout_tp=2), Grid(4, pp=2, vpp=2, rollout_tp=4), Grid(4, pp=4), Grid(4)]
+GRIDS = [
+    ParallelLayout(4, tp=2, pp=2),
+    ParallelLayout(4, tp=4, rollout_tp=2),
+    ParallelLayout(4, pp=2, vpp=2, rollout_tp=4),
+    ParallelLayout(4, pp=4),
+    ParallelLayout(4),
+]
 
 
 def groups_of(grid):
@@ -34,14 +40,19 @@ def test_groups_follow_the_grid_however_often_it_changes():
 
 def wrong_size():
     with pytest.raises(RuntimeError, match="the job has 1 ranks, the grid 2"):
-        parallel.initialize(Grid(2), seed=0)
+        parallel.initialize(ParallelLayout(2), seed=0)
 
 
 def test_a_grid_of_another_size_is_refused():
     run_ranks(1, wrong_size)
 
 
-MIXTURES = [Grid(4, tp=2, ep=2), Grid(4, tp=2, ep=4, etp=1), Grid(4, tp=2, pp=2, ep=2, etp=1), Grid(4, ep=2)]
+MIXTURES = [
+    ParallelLayout(4, tp=2, ep=2),
+    ParallelLayout(4, tp=2, ep=4, etp=1),
+    ParallelLayout(4, tp=2, pp=2, ep=2, etp=1),
+    ParallelLayout(4, ep=2),
+]
 
 
 def expert_groups(grid):
@@ -72,7 +83,7 @@ def test_expert_groups_follow_the_grid(grid):
 
 
 def timeouts(timeout_s):
-    groups = parallel.initialize(Grid(2), seed=1, timeout_s=timeout_s)
+    groups = parallel.initialize(ParallelLayout(2), seed=1, timeout_s=timeout_s)
     found = groups.dp._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     parallel.destroy()
     return found
@@ -85,7 +96,11 @@ def test_a_group_waits_for_longer_than_was_asked_for(timeout_s):
         assert timeout_s + 60 <= found <= timeout_s + 200
 
 
-ROLES = [Grid(4, tp=2, rollout_ranks=2), Grid(4, rollout_tp=2, rollout_ranks=2), Grid(4, pp=3, rollout_ranks=1)]
+ROLES = [
+    ParallelLayout(4, tp=2, rollout_ranks=2),
+    ParallelLayout(4, rollout_tp=2, rollout_ranks=2),
+    ParallelLayout(4, pp=3, rollout_ranks=1),
+]
 
 
 def roles_of(grid):

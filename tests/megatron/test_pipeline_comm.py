@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from mrl.megatron.pipeline_comm import P2PCommunicator
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import ARCHS, MIXTURES, full_weights, make_batch, make_policy, scores, train
 from tests.megatron.trainings import assert_same
 from tests.ranks import run_ranks
@@ -40,19 +40,19 @@ def _trained(arch, grid, options):
 @pytest.mark.parametrize(
     ("arch", "grid", "passed"),
     [
-        (ARCHS["qwen3"], Grid(2, pp=2), {}),
-        (ARCHS["qwen3"], Grid(2, pp=2, vpp=2), {}),
-        (ARCHS["qwen3"], Grid(2, pp=2, vpp=2), GROUPS),
-        (ARCHS["qwen3"], Grid(2, pp=2, vpp=2), EARLY),
-        (ARCHS["qwen2_untied"], Grid(4, pp=4), {}),
-        (ARCHS["qwen2"], Grid(4, tp=2, pp=2), {}),
-        (ARCHS["qwen2"], Grid(4, cp=2, pp=2), {}),
-        (MIXTURES["qwen3_moe"], Grid(4, pp=2, vpp=2, ep=2), {}),
+        (ARCHS["qwen3"], ParallelLayout(2, pp=2), {}),
+        (ARCHS["qwen3"], ParallelLayout(2, pp=2, vpp=2), {}),
+        (ARCHS["qwen3"], ParallelLayout(2, pp=2, vpp=2), GROUPS),
+        (ARCHS["qwen3"], ParallelLayout(2, pp=2, vpp=2), EARLY),
+        (ARCHS["qwen2_untied"], ParallelLayout(4, pp=4), {}),
+        (ARCHS["qwen2"], ParallelLayout(4, tp=2, pp=2), {}),
+        (ARCHS["qwen2"], ParallelLayout(4, cp=2, pp=2), {}),
+        (MIXTURES["qwen3_moe"], ParallelLayout(4, pp=2, vpp=2, ep=2), {}),
     ],
     ids=["pp2", "pp2_vpp2", "pp2_vpp2_groups", "pp2_vpp2_early", "pp4", "tp2_pp2", "cp2_pp2", "ep2_pp2_vpp2"],
 )
 def test_stages_know_how_long_each_microbatch_is(arch, grid, passed):
-    ((plain, scored, _, _),) = run_ranks(1, _trained, arch, Grid(1), {"actor": SHORT})
+    ((plain, scored, _, _),) = run_ranks(1, _trained, arch, ParallelLayout(1), {"actor": SHORT})
     options = {"actor": SHORT, "megatron": {"transformer": passed}}
     for found, before, asked, lengths in run_ranks(grid.world_size, _trained, arch, grid, options):
         assert lengths > 1 and asked == 0
@@ -79,6 +79,6 @@ def _scored_by_a_slow_stage(arch, grid):
 
 
 def test_a_message_arrives_however_late_it_is_asked_for():
-    ((_, plain, _, _),) = run_ranks(1, _trained, ARCHS["qwen3"], Grid(1), {"actor": SHORT})
-    for found in run_ranks(2, _scored_by_a_slow_stage, ARCHS["qwen3"], Grid(2, pp=2, vpp=2)):
+    ((_, plain, _, _),) = run_ranks(1, _trained, ARCHS["qwen3"], ParallelLayout(1), {"actor": SHORT})
+    for found in run_ranks(2, _scored_by_a_slow_stage, ARCHS["qwen3"], ParallelLayout(2, pp=2, vpp=2)):
         assert (found - plain).abs().max() < 1e-4

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mrl.algorithms._critic import ValueObjective
 from mrl.config.config import CriticConfig, RolloutConfig
 from mrl.data.shared_prefix import shared_prefixes
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import stage_layers
 from mrl.types import RolloutBatch
 from tests.megatron.actors import (
@@ -39,13 +39,13 @@ EXPERTS = {
     "router_replay": "rollout",
 }
 CASES = {
-    "single": (Grid(1), DENSE, {}),
-    "tp2_sp": (Grid(2, tp=2), DENSE, {"recompute": "selective"}),
-    "pp2": (Grid(2, pp=2), DENSE, {"recompute": "full"}),
-    "cp2": (Grid(2, cp=2), DENSE, {}),
-    "cp2_recomputed": (Grid(2, cp=2), DENSE, {"recompute": "full"}),
-    "experts": (Grid(2, tp=2, ep=2, etp=1), SHALLOW_MIXTURE, EXPERTS),
-    "cp2_experts": (Grid(2, cp=2, ep=2), SHALLOW_MIXTURE, EXPERTS),
+    "single": (ParallelLayout(1), DENSE, {}),
+    "tp2_sp": (ParallelLayout(2, tp=2), DENSE, {"recompute": "selective"}),
+    "pp2": (ParallelLayout(2, pp=2), DENSE, {"recompute": "full"}),
+    "cp2": (ParallelLayout(2, cp=2), DENSE, {}),
+    "cp2_recomputed": (ParallelLayout(2, cp=2), DENSE, {"recompute": "full"}),
+    "experts": (ParallelLayout(2, tp=2, ep=2, etp=1), SHALLOW_MIXTURE, EXPERTS),
+    "cp2_experts": (ParallelLayout(2, cp=2, ep=2), SHALLOW_MIXTURE, EXPERTS),
 }
 
 # few tokens: some prompts are the beginnings of others, and so are some answers

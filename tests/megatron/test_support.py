@@ -5,7 +5,7 @@ import torch
 
 from mrl.algorithms.functional.sampling import keep_threshold
 from mrl.engines.native.engine import NativeEngine
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.engines.specs import spec_of
 from tests.megatron import truncation
 from tests.megatron.actors import ARCHS, CONSTANT, VOCAB, make_batch, make_policy
@@ -16,12 +16,12 @@ RATIO = 1e-5
 """The project's bound."""
 RELATIVE = 1e-4  # fp32 sums in another order, through an update of Adam
 LAYOUTS = {
-    "tp2": Grid(2, tp=2, rollout_tp=2),
-    "dp2": Grid(2),
-    "pp2": Grid(2, pp=2),
-    "pp2_vpp2": Grid(2, pp=2, vpp=2, rollout_tp=2),
-    "cp2": Grid(2, cp=2),
-    "tp2_pp2": Grid(4, tp=2, pp=2),
+    "tp2": ParallelLayout(2, tp=2, rollout_tp=2),
+    "dp2": ParallelLayout(2),
+    "pp2": ParallelLayout(2, pp=2),
+    "pp2_vpp2": ParallelLayout(2, pp=2, vpp=2, rollout_tp=2),
+    "cp2": ParallelLayout(2, cp=2),
+    "tp2_pp2": ParallelLayout(4, tp=2, pp=2),
 }
 
 
@@ -37,7 +37,7 @@ def step(grid, cuts, actor=None):
         engine = NativeEngine(spec)
         data, mass = truncation.sampled(policy, engine, CUTS[name])
         batch = data.batch
-        assert (batch.support_R is None) == (groups.coords.pp < grid.pp - 1)
+        assert (batch.kept_tokens_R is None) == (groups.coords.pp < grid.pp - 1)
         logprobs_R, entropy_R = policy.score(batch)
         told = torch.stack([logprobs_R, truncation.uncorrected(policy, batch)]) - batch.rollout_logprobs_R
         ordered = truncation.in_order(policy, batch, torch.cat([told, entropy_R[None]]))
@@ -48,7 +48,7 @@ def step(grid, cuts, actor=None):
 
 @pytest.fixture(scope="module")
 def single():
-    return run_ranks(1, step, Grid(1), list(CUTS))[0]
+    return run_ranks(1, step, ParallelLayout(1), list(CUTS))[0]
 
 
 @pytest.mark.parametrize("name", CUTS)
@@ -75,7 +75,7 @@ def test_every_layout_has_the_ratios_and_the_updates_of_one_rank(layout, single)
 
 @pytest.mark.parametrize("actor", [{"max_tokens_per_microbatch": 8}, {"logprob_chunk_tokens": 1}], ids=str)
 def test_microbatches_and_chunks_change_nothing(actor, single):
-    (found,) = run_ranks(1, step, Grid(1), ["together"], actor)
+    (found,) = run_ranks(1, step, ParallelLayout(1), ["together"], actor)
     for ours, theirs in zip(found["together"][:4], single["together"][:4], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=RELATIVE, atol=RELATIVE)
     for ours, theirs in zip(found["together"][4], single["together"][4], strict=True):
@@ -101,7 +101,7 @@ def after_an_update(grid):
 
 
 def test_after_an_update_the_support_is_still_the_engines():
-    ((kept, now, probabilities, expected),) = run_ranks(1, after_an_update, Grid(1))
+    ((kept, now, probabilities, expected),) = run_ranks(1, after_an_update, ParallelLayout(1))
     assert set(kept) != set(now)  # a cut of the trainer's own would be another
     torch.testing.assert_close(probabilities, expected, rtol=1e-4, atol=1e-6)
     assert abs(float(probabilities.sum()) - 1) < RATIO
@@ -114,4 +114,4 @@ def without_support(grid):
 
 
 def test_samples_without_their_support_are_not_scored_under_truncation():
-    run_ranks(1, without_support, Grid(1))
+    run_ranks(1, without_support, ParallelLayout(1))

@@ -17,7 +17,7 @@ from mrl.resharding.weight_sync import WeightSync
 from mrl.rollout.dispatch import StepBatch, dispatch_samples
 from mrl.rollout.prompt_assignment import LengthHistory, generate
 from mrl.rollout.sample_table import gather_table
-from mrl.types import Prompt, RolloutBatch, Support
+from mrl.types import Prompt, RolloutBatch, SamplingMask
 
 CUTS = {
     "top_p": {"top_p": 0.8},
@@ -91,7 +91,7 @@ def updated(policy: Actor, data: StepBatch) -> list[dict[str, float]]:
         uids = batch.group_id_B + batch.sample_index_B
         algorithm.advantages(batch, (uids % 3 - 1.0).double(), reduce)
         algorithm.weigh(batch, reduce)
-        found.append(policy.update(batch, algorithm, compare=not found))
+        found.append(policy.update(batch, algorithm, is_first_update=not found))
     return found
 
 
@@ -110,5 +110,5 @@ def of_each(batch: RolloutBatch, ids: list[int]) -> RolloutBatch:
 
 def last_support(batch: RolloutBatch) -> list[int]:
     """What was kept at the last token of the first sequence."""
-    support: Support = batch.select([0]).support_R
+    support: SamplingMask = batch.select([0]).kept_tokens_R
     return support.split([support.counts_R.numel() - 1, 1])[1].ids_K.tolist()

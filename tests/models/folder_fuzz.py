@@ -29,7 +29,7 @@ from mrl.errors import UserError
 from mrl.models.presets import arch_from_preset
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.native import native_layout
-from mrl.trainer.resolve import load_model_facts
+from mrl.trainer.resolve import load_arch_and_tokenizer
 from tests.checkpoint.formats.test_hf import write_folder
 from tests.data.folders import byte_bpe_folder
 
@@ -205,7 +205,7 @@ def warm_up() -> None:
 
 def _read(folder: Path) -> None:
     """As `mrl train` reads a model folder."""
-    arch, tokenizer = load_model_facts(Config(model=ModelConfig(path=str(folder), dtype="float32")))
+    arch, tokenizer = load_arch_and_tokenizer(Config(model=ModelConfig(path=str(folder), dtype="float32")))
     tokenizer.decode(tokenizer.encode("two plus two", prompt=True))
     with HfSource(folder, arch) as source:
         source.check()

@@ -26,7 +26,7 @@ from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_config, arch_from_folder, families
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.layouts import groups_of
 from tests.megatron.actors import make_batch, make_policy, scores
 from tests.models.values import THETA, VALUES
@@ -210,12 +210,12 @@ def by_transformers(model: Any) -> torch.Tensor:
 
 
 def by_megatron(folders: list[str]) -> list[torch.Tensor]:
-    found, groups = [], groups_of(Grid(1))
+    found, groups = [], groups_of(ParallelLayout(1))
     for folder in folders:
         arch = arch_from_folder(folder)
         policy = make_policy(
             arch,
-            Grid(1),
+            ParallelLayout(1),
             seed=None,
             groups=groups,
             actor={"max_tokens_per_microbatch": 400, "logprob_chunk_tokens": 64},

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from mrl.models.presets import arch_from_preset
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dist_checkpoint import (
     KeyFormat,
     extra_state_keys,
@@ -37,12 +37,12 @@ def boxes(arch, grid, key):
 def test_gate_halves_of_all_ranks_come_before_up_halves():
     key = "decoder.layers.mlp.linear_fc1.weight"
     half, hidden = DENSE.intermediate_size // 2, DENSE.hidden_size
-    found = boxes(DENSE, Grid(2, tp=2), key)
+    found = boxes(DENSE, ParallelLayout(2, tp=2), key)
     assert found[1][:2] == [
         ((0, half, 0), (1, half, hidden)),
         ((0, 3 * half, 0), (1, half, hidden)),
     ]
-    (first, second, *_) = [s for s in rank_shards(DENSE, Grid(2, tp=2), 1, dtype="float32") if s.key == key]
+    (first, second, *_) = [s for s in rank_shards(DENSE, ParallelLayout(2, tp=2), 1, dtype="float32") if s.key == key]
     assert first.stored.pieces[0].hf_name.endswith("gate_proj.weight")
     assert second.stored.pieces[0].hf_name.endswith("up_proj.weight")
     assert first.global_shape == (DENSE.num_layers, 4 * half, hidden)
@@ -50,25 +50,27 @@ def test_gate_halves_of_all_ranks_come_before_up_halves():
 
 def test_an_expert_is_written_by_the_first_of_its_copies():
     key = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
-    found = boxes(MIXTURE, Grid(8, tp=2, ep=2, etp=1, pp=2), key)
+    found = boxes(MIXTURE, ParallelLayout(8, tp=2, ep=2, etp=1, pp=2), key)
     experts = MIXTURE.moe.num_experts
     assert sorted(found) == [0, 1, 4, 5], "one of two expert-data-parallel ranks in each stage"
     assert {offsets[1] for offsets, _ in found[1]} == set(range(experts // 2, experts))
 
 
 def test_the_vocabulary_is_padded_to_the_ranks():
-    found = boxes(DENSE, Grid(4, tp=4), "embedding.word_embeddings.weight")
+    found = boxes(DENSE, ParallelLayout(4, tp=4), "embedding.word_embeddings.weight")
     rows = -(-ODD_VOCAB // 4)
     assert [found[rank][0][0] for rank in range(4)] == [(rank * rows, 0) for rank in range(4)]
 
 
 def test_the_last_stages_copy_of_a_tied_embedding_is_not_written():
-    assert not boxes(DENSE, Grid(2, pp=2), "output_layer.weight")
+    assert not boxes(DENSE, ParallelLayout(2, pp=2), "output_layer.weight")
     assert "output_layer.weight" not in known_keys(DENSE)
 
 
 @pytest.mark.parametrize("arch", [DENSE, MIXTURE])
-@pytest.mark.parametrize("grid", [Grid(4, tp=2, pp=2), Grid(2, pp=2, vpp=2), Grid(8, tp=2, pp=2)])
+@pytest.mark.parametrize(
+    "grid", [ParallelLayout(4, tp=2, pp=2), ParallelLayout(2, pp=2, vpp=2), ParallelLayout(8, tp=2, pp=2)]
+)
 def test_boxes_are_apart_and_whole(arch, grid):
     held: dict = {}
     for rank in range(grid.world_size):

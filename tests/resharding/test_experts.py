@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mrl.errors import UserError
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.layout import Layout
 from mrl.resharding.megatron import chunk_layers, megatron_layout
 from mrl.resharding.native import native_layout, native_layouts
@@ -41,15 +41,15 @@ def of_experts(arch, hf, layer, held, cut, rank):
 
 
 MEGATRON = [
-    Grid(1),
-    Grid(2, ep=2),
-    Grid(4, ep=4),
-    Grid(2, tp=2),
-    Grid(4, tp=2, ep=2, etp=2),
-    Grid(4, tp=2, ep=2, etp=1),
-    Grid(4, tp=2, ep=4, etp=1),
-    Grid(8, tp=2, pp=2, ep=2, etp=1),
-    Grid(4, tp=1, ep=2, etp=2),
+    ParallelLayout(1),
+    ParallelLayout(2, ep=2),
+    ParallelLayout(4, ep=4),
+    ParallelLayout(2, tp=2),
+    ParallelLayout(4, tp=2, ep=2, etp=2),
+    ParallelLayout(4, tp=2, ep=2, etp=1),
+    ParallelLayout(4, tp=2, ep=4, etp=1),
+    ParallelLayout(8, tp=2, pp=2, ep=2, etp=1),
+    ParallelLayout(4, tp=1, ep=2, etp=2),
 ]
 
 
@@ -130,7 +130,7 @@ def test_any_actor_layout_refits_any_engine_layout(name, engine, layouts):
         {"pp": 2, "ep": 2},
     ]
     for actor, (rollout_tp, rollout_ep) in itertools.product(actors, layouts):
-        refitted(arch, Grid(8, **actor, rollout_tp=rollout_tp, rollout_ep=rollout_ep), hf, engine=engine)
+        refitted(arch, ParallelLayout(8, **actor, rollout_tp=rollout_tp, rollout_ep=rollout_ep), hf, engine=engine)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_any_actor_layout_refits_any_engine_layout(name, engine, layouts):
 def test_sixteen_ranks_move_the_least(actor, engine):
     """Two ranks a host: what a host holds is taken there, and still no byte moves that need not."""
     arch, (rollout_tp, rollout_ep) = MOE["qwen2_moe"], engine
-    grid = Grid(16, **actor, rollout_tp=rollout_tp, rollout_ep=rollout_ep)
+    grid = ParallelLayout(16, **actor, rollout_tp=rollout_tp, rollout_ep=rollout_ep)
     plan, _, _ = refitted(arch, grid, counted(arch), te=True, host_of=lambda rank: rank // 2)
     assert plan.bytes_moved > 0
 
@@ -155,12 +155,15 @@ def test_sixteen_ranks_move_the_least(actor, engine):
 @pytest.mark.parametrize(
     "grid, stages",
     [
-        (Grid(2, pp=2, first_stage_layers=1), {(0, 0): [0], (1, 0): [1, 2, 3, 4, 5]}),
+        (ParallelLayout(2, pp=2, first_stage_layers=1), {(0, 0): [0], (1, 0): [1, 2, 3, 4, 5]}),
         (
-            Grid(4, pp=4, first_stage_layers=1, last_stage_layers=1),
+            ParallelLayout(4, pp=4, first_stage_layers=1, last_stage_layers=1),
             {(0, 0): [0], (1, 0): [1, 2], (2, 0): [3, 4], (3, 0): [5]},
         ),
-        (Grid(2, pp=2, vpp=2, last_stage_layers=2), {(0, 0): [0, 1], (1, 0): [2], (0, 1): [3, 4], (1, 1): [5]}),
+        (
+            ParallelLayout(2, pp=2, vpp=2, last_stage_layers=2),
+            {(0, 0): [0, 1], (1, 0): [2], (0, 1): [3, 4], (1, 1): [5]},
+        ),
     ],
     ids=str,
 )
@@ -180,7 +183,7 @@ def layers_of(layout: Layout) -> set[str]:
 
 def test_uneven_stages_hold_their_layers():
     arch = small("llama_tiny", num_hidden_layers=6)
-    grid = Grid(2, pp=2, last_stage_layers=2)
+    grid = ParallelLayout(2, pp=2, last_stage_layers=2)
     first, last = (megatron_layout(arch, grid, rank, dtype="float32", te=False) for rank in range(2))
     assert layers_of(first) == set("0123")
     assert layers_of(last) == set("45")
@@ -189,10 +192,13 @@ def test_uneven_stages_hold_their_layers():
 @pytest.mark.parametrize(
     "grid, message",
     [
-        (Grid(3, ep=3), r"expert_model_parallel_size=3 does not divide the model's experts \(4\)"),
-        (Grid(8, etp=8), r"expert_tensor_parallel_size=8 does not divide the model's moe_intermediate_size \(20\)"),
+        (ParallelLayout(3, ep=3), r"expert_model_parallel_size=3 does not divide the model's experts \(4\)"),
         (
-            Grid(2, pp=2, first_stage_layers=3),
+            ParallelLayout(8, etp=8),
+            r"expert_tensor_parallel_size=8 does not divide the model's moe_intermediate_size \(20\)",
+        ),
+        (
+            ParallelLayout(2, pp=2, first_stage_layers=3),
             r"num_layers_in_first_pipeline_stage=3 does not divide the model's 2 lay",
         ),
     ],

@@ -11,7 +11,7 @@ from mrl.config.config import CheckpointEngineConfig, Config, ModelConfig, Rollo
 from mrl.engines._support import memory_plan
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.engine import NativeEngine
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding import fp8_quantize
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.fp8 import SCALES, block_grids
@@ -33,8 +33,14 @@ WIDE = {"hidden_size": 144, "intermediate_size": 208, "num_hidden_layers": 2, "n
 DENSE = small("qwen2_tiny", **{key: size for key, size in WIDE.items() if key != "head_dim"})
 MOE = small("qwen2_moe_tiny", **WIDE, moe_intermediate_size=136, shared_expert_intermediate_size=152)
 GRIDS = {
-    "dense": (DENSE, [Grid(4, 2, 2), Grid(4, 4, rollout_tp=2), Grid(4, 1, 2, rollout_tp=4)]),
-    "experts": (MOE, [Grid(4, 1, 2, ep=2, rollout_tp=2), Grid(4, 2, 2, ep=2, etp=1, rollout_tp=4, rollout_ep=2)]),
+    "dense": (
+        DENSE,
+        [ParallelLayout(4, 2, 2), ParallelLayout(4, 4, rollout_tp=2), ParallelLayout(4, 1, 2, rollout_tp=4)],
+    ),
+    "experts": (
+        MOE,
+        [ParallelLayout(4, 1, 2, ep=2, rollout_tp=2), ParallelLayout(4, 2, 2, ep=2, etp=1, rollout_tp=4, rollout_ep=2)],
+    ),
 }
 
 
@@ -124,7 +130,7 @@ def costs(arch, grid):
 
 
 def test_a_refit_in_fp8_sends_half_the_bytes_of_the_linear_layers():
-    arch, grid = replace(DENSE, tie_word_embeddings=True), Grid(4, 2, 2)
+    arch, grid = replace(DENSE, tie_word_embeddings=True), ParallelLayout(4, 2, 2)
     for plain, quantized in run_ranks(4, costs, arch, grid):
         saved = plain["refit/bytes_local"] + plain["refit/bytes_moved"]
         saved -= quantized["refit/bytes_local"] + quantized["refit/bytes_moved"]
@@ -137,7 +143,7 @@ def test_a_refit_in_fp8_sends_half_the_bytes_of_the_linear_layers():
 
 
 def refuses_nan(arch):
-    return outcome(lambda: refitted(arch, Grid(2), "fp8", bad="layers.1.mlp.linear_fc2"))
+    return outcome(lambda: refitted(arch, ParallelLayout(2), "fp8", bad="layers.1.mlp.linear_fc2"))
 
 
 def test_a_value_that_is_not_finite_is_named_on_every_rank():
@@ -146,7 +152,7 @@ def test_a_value_that_is_not_finite_is_named_on_every_rank():
 
 
 def disagrees(arch, engine_has, refit_has):
-    grid = Grid(1)
+    grid = ParallelLayout(1)
     layout = megatron_layout(arch, grid, 0, dtype="float32", te=False)
     engine = NativeEngine(spec_of(settings(arch, engine_has, grid), arch))
     return outcome(
@@ -162,8 +168,8 @@ def test_an_engine_that_stores_something_else_is_refused(engine_has, refit_has):
 
 def generates_what_the_meant_weights_give(arch, quantization):
     """Against an engine without quantisation that holds what the stored values stand for."""
-    engine, _ = refitted(arch, Grid(1), quantization)
-    plain = NativeEngine(spec_of(settings(arch, None, Grid(1)), arch))
+    engine, _ = refitted(arch, ParallelLayout(1), quantization)
+    plain = NativeEngine(spec_of(settings(arch, None, ParallelLayout(1)), arch))
     meant = {name: tensor for name, (_, tensor) in whole_tensors(arch, quantization).items()}
     plain.begin_update()
     plain.update_weights(
@@ -174,7 +180,7 @@ def generates_what_the_meant_weights_give(arch, quantization):
     ours, theirs = (each.generate(prompts, sampling) for each in (engine, plain))
     assert [one.response_ids for one in ours] == [one.response_ids for one in theirs]
     assert [one.rollout_logprobs for one in ours] == [one.rollout_logprobs for one in theirs]
-    exact, _ = refitted(arch, Grid(1), None)
+    exact, _ = refitted(arch, ParallelLayout(1), None)
     assert [one.rollout_logprobs for one in exact.generate(prompts, sampling)] != [one.rollout_logprobs for one in ours]
 
 
@@ -200,6 +206,6 @@ def test_the_plan_of_a_run_knows_the_engines_bytes_and_the_refits(model):
 
 
 def test_scales_lie_beside_their_matrices():
-    engine = NativeEngine(spec_of(settings(DENSE, "fp8", Grid(1)), DENSE))
+    engine = NativeEngine(spec_of(settings(DENSE, "fp8", ParallelLayout(1)), DENSE))
     scaled = {name.removesuffix(SCALES) for name in engine.layout() if name.endswith(SCALES)}
     assert scaled == {f"layers.{i}.{name}" for i in range(2) for name in ("qkv", "o", "gate_up", "down")}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import megatron_layout
 from mrl.resharding.native import native_layout
 from tests.resharding.archs import counted, filled, small
@@ -29,7 +29,9 @@ def test_the_ranks_hold_the_same(tp):
     apart = counted(APART)
     fused = fuse(dict(apart))
     for rank in range(tp):
-        megatron = [megatron_layout(arch, Grid(tp, tp=tp), rank, dtype="float32", te=False) for arch in (FUSED, APART)]
+        megatron = [
+            megatron_layout(arch, ParallelLayout(tp, tp=tp), rank, dtype="float32", te=False) for arch in (FUSED, APART)
+        ]
         native = [native_layout(arch, tp, rank, "float32") for arch in (FUSED, APART)]
         for ours, theirs in (megatron, native):
             found, expected = filled(ours, fused), filled(theirs, apart)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.checksum import MODULUS, bit_sum
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
@@ -25,8 +25,8 @@ def model(arch, seed=0, dtype="float32", **options):
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
 def test_every_layout_gets_the_same_model(arch):
     hf = model(arch)
-    layouts = [megatron_layout(arch, Grid(8, 4, 2), rank, dtype="float32", te=True) for rank in range(8)]
-    layouts += [megatron_layout(arch, Grid(2, 1, 2, 2), rank, dtype="float32", te=False) for rank in range(2)]
+    layouts = [megatron_layout(arch, ParallelLayout(8, 4, 2), rank, dtype="float32", te=True) for rank in range(8)]
+    layouts += [megatron_layout(arch, ParallelLayout(2, 1, 2, 2), rank, dtype="float32", te=False) for rank in range(2)]
     layouts += [native_layout(arch, 8, rank, "float32") for rank in range(8)]
     for layout in layouts:
         tensors = allocate(layout)
@@ -42,7 +42,12 @@ def test_every_layout_gets_the_same_experts(name):
     arch = MOE[name]
     hf = model(arch)
     assert len({tensor.sum().item() for key, tensor in hf.items() if "experts." in key}) == 2 * 4 * 3  # each its own
-    grids = [Grid(8, ep=4), Grid(8, 2, ep=2, etp=1), Grid(8, 2, ep=2), Grid(8, pp=2, ep=2, etp=2)]
+    grids = [
+        ParallelLayout(8, ep=4),
+        ParallelLayout(8, 2, ep=2, etp=1),
+        ParallelLayout(8, 2, ep=2),
+        ParallelLayout(8, pp=2, ep=2, etp=2),
+    ]
     layouts = [megatron_layout(arch, grid, rank, dtype="float32", te=True) for grid in grids for rank in range(8)]
     sums = {sum(map(bit_sum, hf.values())) % MODULUS}
     for tp, ep in ((2, 2), (4, 2)):

@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from mrl.errors import UserError
-from mrl.parallel_layout import Coords, Grid
+from mrl.parallel_layout import Coords, ParallelLayout
 from mrl.resharding.megatron import megatron_layout, megatron_layouts, padded_vocab
 from tests.resharding.archs import ARCHS, counted, filled, small
 
 GRIDS = [
-    Grid(1),
-    Grid(2, tp=2),
-    Grid(4, tp=4),
-    Grid(8, tp=8),
-    Grid(2, pp=2),
-    Grid(4, pp=4),
-    Grid(4, tp=2, pp=2),
-    Grid(2, pp=2, vpp=2),
-    Grid(8, tp=2, pp=2, vpp=2),
+    ParallelLayout(1),
+    ParallelLayout(2, tp=2),
+    ParallelLayout(4, tp=4),
+    ParallelLayout(8, tp=8),
+    ParallelLayout(2, pp=2),
+    ParallelLayout(4, pp=4),
+    ParallelLayout(4, tp=2, pp=2),
+    ParallelLayout(2, pp=2, vpp=2),
+    ParallelLayout(8, tp=2, pp=2, vpp=2),
 ]
 
 
@@ -94,8 +94,8 @@ def test_every_rank_holds_what_megatron_fuses_and_cuts(arch, grid):
 
 def test_with_transformer_engine_only_the_names_of_fused_norms_differ():
     arch = ARCHS["q/k norm, head_dim apart, tied"]
-    local = megatron_layout(arch, Grid(1), 0, dtype="bfloat16", te=False)
-    fused = megatron_layout(arch, Grid(1), 0, dtype="bfloat16", te=True)
+    local = megatron_layout(arch, ParallelLayout(1), 0, dtype="bfloat16", te=False)
+    fused = megatron_layout(arch, ParallelLayout(1), 0, dtype="bfloat16", te=True)
     assert list(local.values()) == list(fused.values())
     layer = "chunk0.decoder.layers.0."
     renamed = {old: new for old, new in zip(local, fused, strict=True) if old != new and old.startswith(layer)}
@@ -106,7 +106,7 @@ def test_with_transformer_engine_only_the_names_of_fused_norms_differ():
 
 
 def test_data_parallel_copies_share_one_layout():
-    grid = Grid(8, tp=2, pp=2)
+    grid = ParallelLayout(8, tp=2, pp=2)
     layouts = megatron_layouts(ARCHS["biases, tied"], grid, dtype="float32", te=False)
     assert layouts[grid.rank(Coords(1, 0, 1))] is layouts[grid.rank(Coords(1, 1, 1))]
     assert len({id(layout) for layout in layouts.values()}) == 4
@@ -117,16 +117,24 @@ def test_data_parallel_copies_share_one_layout():
 @pytest.mark.parametrize(
     "overrides, grid, message",
     [
-        ({}, Grid(3, tp=3), "tensor_model_parallel_size=3 does not divide the model's attention heads (8)"),
-        ({"intermediate_size": 50}, Grid(4, tp=4), "intermediate_size (50)"),
-        ({"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4}, Grid(2, tp=2), "3 key/value heads"),
+        ({}, ParallelLayout(3, tp=3), "tensor_model_parallel_size=3 does not divide the model's attention heads (8)"),
+        ({"intermediate_size": 50}, ParallelLayout(4, tp=4), "intermediate_size (50)"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4},
+            ParallelLayout(2, tp=2),
+            "3 key/value heads",
+        ),
         (
             {"num_key_value_heads": 1, "hidden_size": 16},
-            Grid(8, tp=8),
+            ParallelLayout(8, tp=8),
             "does not divide the 20 rows of the fused query, key and value",
         ),
-        ({}, Grid(3, pp=3), "pipeline_model_parallel_size=3 does not divide the model's 4 layers"),
-        ({}, Grid(2, pp=2, vpp=3), "virtual_pipeline_model_parallel_size=3 does not divide the model's 4 layers"),
+        ({}, ParallelLayout(3, pp=3), "pipeline_model_parallel_size=3 does not divide the model's 4 layers"),
+        (
+            {},
+            ParallelLayout(2, pp=2, vpp=3),
+            "virtual_pipeline_model_parallel_size=3 does not divide the model's 4 layers",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide_are_named(overrides, grid, message):

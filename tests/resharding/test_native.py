@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mrl.errors import UserError
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.native import native_layout, native_layouts
 from tests.resharding.archs import ARCHS, counted, filled, small
 
@@ -61,7 +61,7 @@ def test_a_vocabulary_smaller_than_the_shards_leaves_ranks_with_padding_only():
 
 
 def test_replicas_share_their_layouts():
-    layouts = native_layouts(ARCHS["biases, tied"], Grid(8, rollout_tp=2), "bfloat16")
+    layouts = native_layouts(ARCHS["biases, tied"], ParallelLayout(8, rollout_tp=2), "bfloat16")
     assert len({id(layout) for layout in layouts.values()}) == 2
     assert layouts[0] is layouts[2] is layouts[6]
 

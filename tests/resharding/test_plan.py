@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mrl.models.presets import arch_from_preset
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.buckets import buckets, round_bytes, rounds
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Piece, StoredTensor
@@ -83,7 +83,7 @@ def test_megatron_to_an_engine_equals_hugging_face_to_it(arch, engine):
     """All pairs of layouts for the weights; moved bytes meet the bound for each."""
     hf = counted(arch)
     for (tp, pp, vpp), rollout_tp in PAIRS:
-        plan, targets, wanted = refitted(arch, Grid(8, tp, pp, vpp, rollout_tp=rollout_tp), hf, engine=engine)
+        plan, targets, wanted = refitted(arch, ParallelLayout(8, tp, pp, vpp, rollout_tp=rollout_tp), hf, engine=engine)
         total = sum(
             tensor.numel() - sum(tensor[slices(region)].numel() for region in targets[rank][name].padding)
             for rank, tensors in wanted.items()
@@ -97,14 +97,14 @@ def test_megatron_to_an_engine_equals_hugging_face_to_it(arch, engine):
 def test_hugging_face_to_megatron_and_back_is_the_same(arch, actor):
     hf = counted(arch)
     whole = {0: hf_layout(arch, "float32")}
-    megatron = megatron_layouts(arch, Grid(8, *actor), dtype="float32", te=True)
+    megatron = megatron_layouts(arch, ParallelLayout(8, *actor), dtype="float32", te=True)
     there = carried_out(make_plan(whole, megatron).copies, {0: hf}, megatron)
     assert_same(carried_out(make_plan(megatron, whole).copies, there, whole), {0: hf})
 
 
 def test_a_rank_that_holds_what_it_needs_moves_nothing():
     arch = ARCHS["no biases, untied, one kv head per query head"]
-    grid = Grid(4)
+    grid = ParallelLayout(4)
     plan = make_plan(megatron_layouts(arch, grid, dtype="float32", te=False), native_layouts(arch, grid, "float32"))
     assert plan.bytes_moved == plan.lower_bound_bytes == 0
     assert plan.link_bytes == {}
@@ -123,7 +123,7 @@ def test_the_bound_counts_what_is_lacking():
 
 def test_the_nearest_copy_is_taken_and_the_load_is_spread():
     arch = ARCHS["no biases, untied, one kv head per query head"]
-    grid = Grid(8, tp=2, rollout_tp=4)  # four data-parallel copies, two on each host of four ranks
+    grid = ParallelLayout(8, tp=2, rollout_tp=4)  # four data-parallel copies, two on each host of four ranks
     plan = make_plan(
         megatron_layouts(arch, grid, dtype="float32", te=False),
         native_layouts(arch, grid, "float32"),
@@ -136,9 +136,9 @@ def test_the_nearest_copy_is_taken_and_the_load_is_spread():
 
 def test_a_hole_in_the_sources_is_named():
     arch = ARCHS["biases, tied"]
-    sources = megatron_layouts(arch, Grid(2, tp=2), dtype="float32", te=False)
+    sources = megatron_layouts(arch, ParallelLayout(2, tp=2), dtype="float32", te=False)
     with pytest.raises(RuntimeError, match=r"'model\.embed_tokens\.weight'.*which no source layout contains"):
-        make_plan({0: sources[0]}, native_layouts(arch, Grid(1), "float32"))
+        make_plan({0: sources[0]}, native_layouts(arch, ParallelLayout(1), "float32"))
 
 
 ROWS = ((0, 4), (0, 3))
@@ -188,7 +188,7 @@ def test_random_overlapping_sources_fill_random_targets():
 def test_rounds_stay_within_the_bucket_and_hold_every_copy(bucket_bytes):
     arch = ARCHS["biases, tied"]
     hf = counted(arch)
-    grid = Grid(4, tp=2, pp=2, rollout_tp=4)
+    grid = ParallelLayout(4, tp=2, pp=2, rollout_tp=4)
     sources = megatron_layouts(arch, grid, dtype="float32", te=False)
     targets = native_layouts(arch, grid, "float32")
     plan = make_plan(sources, targets)
@@ -215,7 +215,7 @@ def test_rounds_stay_within_the_bucket_and_hold_every_copy(bucket_bytes):
 def test_pipeline_stages_send_side_by_side():
     """Every receiver begins with the first layers; a stage that had to wait for them would send long after them."""
     arch = arch_from_preset("llama3.1_8b", {"num_hidden_layers": 8}, None)
-    grid = Grid(8, tp=2, pp=4, rollout_tp=2)
+    grid = ParallelLayout(8, tp=2, pp=4, rollout_tp=2)
     plan = make_plan(megatron_layouts(arch, grid, dtype="bfloat16", te=True), native_layouts(arch, grid, "bfloat16"))
     busy = Counter()
     for copy in plan.copies:
@@ -229,7 +229,7 @@ def test_pipeline_stages_send_side_by_side():
 def test_a_large_job_is_planned_without_walking_every_pair_of_ranks():
     """128 ranks, 80 layers: copies are counted, not timed, since this machine is shared."""
     arch = arch_from_preset("llama3.1_8b", {"num_hidden_layers": 80}, None)
-    grid = Grid(128, tp=8, pp=4, rollout_tp=8)
+    grid = ParallelLayout(128, tp=8, pp=4, rollout_tp=8)
     plan = make_plan(
         megatron_layouts(arch, grid, dtype="bfloat16", te=True),
         native_layouts(arch, grid, "bfloat16"),

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from mrl.distributed import shared_memory
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.transfer import Transfer
 from tests.ranks import run_ranks
 from tests.resharding.test_transfer import LostSource, Setup, arrives_in_both_sinks
@@ -41,7 +41,7 @@ def reads_peers(grid, source_dtype, target_dtype, hidden, bucket_bytes=3000):
     return len(transfer.read), others, transfer.num_rounds, transfer.staging_bytes, transfer.sorted, transfer.summed
 
 
-PIPELINE = Grid(4, 2, 2, rollout_tp=4)
+PIPELINE = ParallelLayout(4, 2, 2, rollout_tp=4)
 
 
 @pytest.mark.parametrize("source, target", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")])
@@ -52,7 +52,7 @@ def test_tensors_of_peers_are_read_without_messages(source, target):
 
 
 def test_sums_of_own_copies_are_reused():
-    for read, _, _, _, _, summed in run_ranks(2, reads_peers, Grid(2, 2), "float32", "float32", ()):
+    for read, _, _, _, _, summed in run_ranks(2, reads_peers, ParallelLayout(2, 2), "float32", "float32", ()):
         assert read > 0 == summed
 
 
@@ -64,7 +64,7 @@ def test_ranks_without_shared_tensors_send_messages():
 
 def moves_between_runs():
     """Rank 1's tensors move into another buffer, then out of any."""
-    setup = SharedSetup("biases, tied", Grid(2, 2))
+    setup = SharedSetup("biases, tied", ParallelLayout(2, 2))
     transfer, rounds = setup.transfer(3000, CountingTransfer, True), []
     for change in (lambda: None, lambda: shared_memory.share(setup.sources.values()), leaves_shared_memory(setup)):
         if dist.get_rank() == 1:
@@ -117,7 +117,7 @@ class MisreadsBit(Transfer):
 
 
 def fails_to_read(kind, target="float32"):
-    setup = SharedSetup("biases, tied", Grid(2, 1, 2), "float32", target)
+    setup = SharedSetup("biases, tied", ParallelLayout(2, 1, 2), "float32", target)
     transfer = setup.transfer(1 << 20, kind, True)
     try:
         transfer.run(setup.write)

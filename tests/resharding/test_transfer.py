@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.checksum import MODULUS, bit_sum
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.megatron import megatron_layouts
@@ -87,10 +87,10 @@ SHARING = [
 @pytest.mark.parametrize(
     "grid",
     [
-        Grid(4, 2, 2, 1, rollout_tp=1),
-        Grid(4, 1, 2, 2, rollout_tp=4),
-        Grid(4, 4, 1, 1, rollout_tp=2),
-        Grid(4, 2, 1, 1, rollout_tp=4),
+        ParallelLayout(4, 2, 2, 1, rollout_tp=1),
+        ParallelLayout(4, 1, 2, 2, rollout_tp=4),
+        ParallelLayout(4, 4, 1, 1, rollout_tp=2),
+        ParallelLayout(4, 2, 1, 1, rollout_tp=4),
     ],
     ids=str,
 )
@@ -101,7 +101,7 @@ def test_every_rank_gets_its_bytes(name, grid):
 @pytest.mark.parametrize("kind, share", SHARING)
 @pytest.mark.parametrize("source, target", [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
 def test_many_small_rounds_and_casts_give_the_same(source, target, kind, share):
-    grid = Grid(4, 2, 2, 1, rollout_tp=4)
+    grid = ParallelLayout(4, 2, 2, 1, rollout_tp=4)
     rounds = run_ranks(4, arrives, "biases, tied", grid, 1000, source, target, kind, share)
     assert len(set(rounds)) == 1
     assert rounds[0] > 10
@@ -117,8 +117,10 @@ class SlowReader(Transfer):
 
 
 def sends_through_memory(bucket_bytes):
-    arrives("biases, tied", Grid(4, 2, 2, rollout_tp=4), bucket_bytes, "float32", "float32", SlowReader, True)
-    transfer = Setup("biases, tied", Grid(4, 2, 2, rollout_tp=4)).transfer(bucket_bytes, RecordingTransfer, True)
+    arrives("biases, tied", ParallelLayout(4, 2, 2, rollout_tp=4), bucket_bytes, "float32", "float32", SlowReader, True)
+    transfer = Setup("biases, tied", ParallelLayout(4, 2, 2, rollout_tp=4)).transfer(
+        bucket_bytes, RecordingTransfer, True
+    )
     transfer.run(lambda items: None)
     received = sum(receive.numel() for _, receive in transfer._messages.buffers)
     return received, [number for name, number in transfer.events if name == "shared"], transfer.num_rounds
@@ -165,7 +167,7 @@ class LostSource(Transfer):
 
 
 def fails(kind, bucket_bytes, share=False):
-    setup = Setup("biases, tied", Grid(4, 2, 2, 1, rollout_tp=1))
+    setup = Setup("biases, tied", ParallelLayout(4, 2, 2, 1, rollout_tp=1))
     try:
         setup.transfer(bucket_bytes, kind, share).run(setup.write)
     except RuntimeError as error:
@@ -202,7 +204,7 @@ def refuses_one_tensor(arrivals):
 
 
 def sink_fails(bucket_bytes):
-    setup = Setup("biases, tied", Grid(4, 2, 2, 1, rollout_tp=1))
+    setup = Setup("biases, tied", ParallelLayout(4, 2, 2, 1, rollout_tp=1))
     try:
         setup.transfer(bucket_bytes).run(refuses_one_tensor)
     except RuntimeError as error:
@@ -243,7 +245,7 @@ class RecordingTransfer(Transfer):
 
 
 def records_events(bucket_bytes):
-    setup = Setup("biases, tied", Grid(4, 2, 2, rollout_tp=4))
+    setup = Setup("biases, tied", ParallelLayout(4, 2, 2, rollout_tp=4))
     transfer = setup.transfer(bucket_bytes, RecordingTransfer)
     before, places = transfer.staging_bytes, []
     for _ in range(2):

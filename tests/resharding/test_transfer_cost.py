@@ -3,20 +3,20 @@
 import pytest
 
 from mrl.models.presets import arch_from_preset
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import megatron_layouts
 from mrl.resharding.native import native_layouts
 from mrl.resharding.plan import make_plan
 from mrl.resharding.transfer_cost import traffic
 
 GRIDS = [
-    Grid(1),
-    Grid(4, rollout_tp=2),
-    Grid(8, tp=2, pp=2, rollout_tp=4),
-    Grid(8, tp=4, rollout_tp=2),
-    Grid(8, pp=4, rollout_tp=8),
-    Grid(8, tp=2, ep=4, etp=1, rollout_tp=4, rollout_ep=2),
-    Grid(16, tp=2, pp=2, ep=2, etp=2, rollout_tp=8, rollout_ep=4),
+    ParallelLayout(1),
+    ParallelLayout(4, rollout_tp=2),
+    ParallelLayout(8, tp=2, pp=2, rollout_tp=4),
+    ParallelLayout(8, tp=4, rollout_tp=2),
+    ParallelLayout(8, pp=4, rollout_tp=8),
+    ParallelLayout(8, tp=2, ep=4, etp=1, rollout_tp=4, rollout_ep=2),
+    ParallelLayout(16, tp=2, pp=2, ep=2, etp=2, rollout_tp=8, rollout_ep=4),
 ]
 
 
@@ -38,7 +38,7 @@ def test_it_is_what_the_plan_moves(preset, grid, gpus_per_node):
 
 def test_a_gather_of_whole_tensors_brings_each_rank_all_that_it_lacks():
     arch = arch_from_preset("llama_tiny", {}, 128)
-    grid = Grid(4, tp=4, rollout_tp=4)
+    grid = ParallelLayout(4, tp=4, rollout_tp=4)
     sources = megatron_layouts(arch, grid, dtype="bfloat16", te=False)
     found = traffic(sources, native_layouts(arch, grid, "bfloat16"), 4)
     matrices = 2 * 128 * 64 + arch.num_layers * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128)
@@ -47,7 +47,7 @@ def test_a_gather_of_whole_tensors_brings_each_rank_all_that_it_lacks():
 
 def test_thousands_of_ranks_share_the_work():
     arch = arch_from_preset("qwen3_30b_a3b", {"num_hidden_layers": 8}, None)
-    grid = Grid(4096, tp=2, pp=4, ep=8, etp=1, rollout_tp=8, rollout_ep=8)
+    grid = ParallelLayout(4096, tp=2, pp=4, ep=8, etp=1, rollout_tp=8, rollout_ep=8)
     sources = megatron_layouts(arch, grid, dtype="bfloat16", te=True)
     found = traffic(sources, native_layouts(arch, grid, "bfloat16"), 8)
     assert found.total.inter_node > 0

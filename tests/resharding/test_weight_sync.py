@@ -13,7 +13,7 @@ from mrl.distributed.groups import make_rollout_group
 from mrl.engines._null_engine import NullEngine
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.engine import NativeEngine
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.init import random_init
 from mrl.resharding.megatron import megatron_layout
@@ -35,7 +35,7 @@ SAMPLING = SamplingConfig(n=1, max_tokens=4, greedy=True, ignore_eos=True)
 @functools.cache
 def rollout_group(world, rollout_tp, rollout_ranks=0):
     """One group per layout and world: each costs threads for as long as the process lives."""
-    grid = Grid(world.size(), rollout_tp=rollout_tp, rollout_ranks=rollout_ranks)
+    grid = ParallelLayout(world.size(), rollout_tp=rollout_tp, rollout_ranks=rollout_ranks)
     return make_rollout_group(grid, dist.get_rank())
 
 
@@ -98,11 +98,11 @@ def refits_twice(arch, grid, source_dtype, target_dtype):
 
 
 ROLES = [
-    (2, Grid(2, rollout_ranks=1)),
-    (3, Grid(3, tp=2, rollout_ranks=1)),
-    (3, Grid(3, rollout_tp=2, rollout_ranks=2)),
-    (4, Grid(4, pp=2, rollout_tp=2, rollout_ranks=2)),
-    (4, Grid(4, rollout_ranks=2)),
+    (2, ParallelLayout(2, rollout_ranks=1)),
+    (3, ParallelLayout(3, tp=2, rollout_ranks=1)),
+    (3, ParallelLayout(3, rollout_tp=2, rollout_ranks=2)),
+    (4, ParallelLayout(4, pp=2, rollout_tp=2, rollout_ranks=2)),
+    (4, ParallelLayout(4, rollout_ranks=2)),
 ]
 
 
@@ -129,7 +129,13 @@ def test_a_rank_without_an_engine_takes_nothing():
 
 @pytest.mark.parametrize("name", ARCHS)
 @pytest.mark.parametrize(
-    "grid", [Grid(4, 2, 2, 1, rollout_tp=1), Grid(4, 1, 2, 2, rollout_tp=2), Grid(4, 2, 1, 1, rollout_tp=4)], ids=str
+    "grid",
+    [
+        ParallelLayout(4, 2, 2, 1, rollout_tp=1),
+        ParallelLayout(4, 1, 2, 2, rollout_tp=2),
+        ParallelLayout(4, 2, 1, 1, rollout_tp=4),
+    ],
+    ids=str,
 )
 def test_the_engine_holds_the_actors_weights_in_place(name, grid):
     for metrics in run_ranks(4, refits_twice, ARCHS[name], grid, "float32", "float32"):
@@ -139,26 +145,26 @@ def test_the_engine_holds_the_actors_weights_in_place(name, grid):
 
 EXPERT_PAIRS = [
     # of the actor (tp, ep, etp ...) -> of the engine (rollout_tp, rollout_ep)
-    Grid(4),
-    Grid(4, ep=4),
-    Grid(4, ep=4, rollout_tp=4),
-    Grid(4, ep=2, rollout_tp=2, rollout_ep=2),
-    Grid(4, ep=2, etp=2, rollout_tp=4, rollout_ep=4),
-    Grid(4, ep=2, rollout_tp=4, rollout_ep=2),
-    Grid(4, 2, rollout_tp=2, rollout_ep=2),
-    Grid(4, 4, rollout_tp=4, rollout_ep=4),
-    Grid(4, 4, ep=4, etp=1, rollout_tp=4),
-    Grid(4, 2, ep=2, etp=1, rollout_tp=4, rollout_ep=2),
-    Grid(4, 2, ep=2, etp=2, rollout_tp=2),
-    Grid(4, 2, ep=4, etp=1, rollout_tp=2, rollout_ep=2),
-    Grid(4, 1, 2, ep=2, rollout_tp=2, rollout_ep=2),
-    Grid(4, 2, 2, ep=2, etp=1, rollout_tp=4, rollout_ep=4),
-    Grid(4, 1, 2, 2, ep=2, rollout_tp=4, rollout_ep=2),
-    Grid(4, 2, cp=2, ep=2, rollout_tp=2),
+    ParallelLayout(4),
+    ParallelLayout(4, ep=4),
+    ParallelLayout(4, ep=4, rollout_tp=4),
+    ParallelLayout(4, ep=2, rollout_tp=2, rollout_ep=2),
+    ParallelLayout(4, ep=2, etp=2, rollout_tp=4, rollout_ep=4),
+    ParallelLayout(4, ep=2, rollout_tp=4, rollout_ep=2),
+    ParallelLayout(4, 2, rollout_tp=2, rollout_ep=2),
+    ParallelLayout(4, 4, rollout_tp=4, rollout_ep=4),
+    ParallelLayout(4, 4, ep=4, etp=1, rollout_tp=4),
+    ParallelLayout(4, 2, ep=2, etp=1, rollout_tp=4, rollout_ep=2),
+    ParallelLayout(4, 2, ep=2, etp=2, rollout_tp=2),
+    ParallelLayout(4, 2, ep=4, etp=1, rollout_tp=2, rollout_ep=2),
+    ParallelLayout(4, 1, 2, ep=2, rollout_tp=2, rollout_ep=2),
+    ParallelLayout(4, 2, 2, ep=2, etp=1, rollout_tp=4, rollout_ep=4),
+    ParallelLayout(4, 1, 2, 2, ep=2, rollout_tp=4, rollout_ep=2),
+    ParallelLayout(4, 2, cp=2, ep=2, rollout_tp=2),
 ]
 
 
-ALIGNED = [Grid(4), *(Grid(4, ep=2, rollout_tp=tp, rollout_ep=2) for tp in (2, 4))]
+ALIGNED = [ParallelLayout(4), *(ParallelLayout(4, ep=2, rollout_tp=tp, rollout_ep=2) for tp in (2, 4))]
 """Each rank of the actor holds what its engine wants."""
 
 
@@ -179,19 +185,19 @@ def test_experts_spread_or_cut_fill_engines_that_spread_or_cut_them(name):
 def test_a_stack_of_experts_larger_than_the_bucket_is_split():
     """4 experts of 1.5 MiB in one tensor of the engine, each a tensor of the actor, through buffers of 1 MiB."""
     arch = replace(small("qwen3_moe_tiny", hidden_size=128, moe_intermediate_size=1536), num_layers=1)
-    refits = run_ranks(2, refits_each, arch, [Grid(2, ep=2), Grid(2, ep=2, rollout_tp=2)])
+    refits = run_ranks(2, refits_each, arch, [ParallelLayout(2, ep=2), ParallelLayout(2, ep=2, rollout_tp=2)])
     assert all(found["refit/bytes_moved"] > 0 for metrics in refits for found in metrics)
 
 
 def test_an_actor_in_float32_fills_an_engine_in_bfloat16():
-    full = run_ranks(2, refits_twice, ARCHS[NAME], Grid(2, 2), "float32", "float32")
-    half = run_ranks(2, refits_twice, ARCHS[NAME], Grid(2, 2), "float32", "bfloat16")
+    full = run_ranks(2, refits_twice, ARCHS[NAME], ParallelLayout(2, 2), "float32", "float32")
+    half = run_ranks(2, refits_twice, ARCHS[NAME], ParallelLayout(2, 2), "float32", "bfloat16")
     for key in ("refit/bytes_moved", "refit/bytes_local", "refit/bytes_lower_bound"):
         assert half[0][key] == full[0][key] / 2
 
 
 def test_one_rank_moves_nothing():
-    metrics = run_ranks(1, refits_twice, ARCHS[NAME], Grid(1), "float32", "float32")[0]
+    metrics = run_ranks(1, refits_twice, ARCHS[NAME], ParallelLayout(1), "float32", "float32")[0]
     assert metrics["refit/bytes_moved"] == metrics["refit/bytes_lower_bound"] == 0
     assert metrics["refit/bytes_local"] > 0
 
@@ -199,7 +205,7 @@ def test_one_rank_moves_nothing():
 def test_a_tensor_larger_than_the_bucket_is_split():
     """Embeddings of 8 MiB through buffers of 1 MiB."""
     arch = small("qwen2_tiny", hidden_size=128, vocab_size=16384, num_hidden_layers=2)
-    run_ranks(2, refits_twice, arch, Grid(2, 1, 2), "float32", "float32")
+    run_ranks(2, refits_twice, arch, ParallelLayout(2, 1, 2), "float32", "float32")
 
 
 class Failing(NativeEngine):
@@ -244,7 +250,7 @@ def outcome(call):
 
 
 def breaks_and_recovers(kind):
-    side = Side(ARCHS[NAME], Grid(2, 2), engine=kind)
+    side = Side(ARCHS[NAME], ParallelLayout(2, 2), engine=kind)
     side.train_to(seed=0)
     side.refit(0)
     before = outcome(lambda: side.engine.generate([PROMPT], SAMPLING))
@@ -285,7 +291,7 @@ class Counting(NativeEngine):
 
 
 def counts_sums():
-    side = Side(ARCHS[NAME], Grid(2, 2), engine=Counting)
+    side = Side(ARCHS[NAME], ParallelLayout(2, 2), engine=Counting)
     side.train_to(seed=0)
     found = []
     for what in ("first", "second", "third", "fails", "after a failure", "then", "released", "last"):
@@ -309,7 +315,7 @@ def test_the_sum_of_all_that_is_stored_is_asked_for_in_first_refits_and_after_fa
 
 
 def shares_storage():
-    side = Side(ARCHS[NAME], Grid(2, 2))
+    side = Side(ARCHS[NAME], ParallelLayout(2, 2))
     weights = side.engine._weights
     if dist.get_rank() == 1:
         weights["layers.1.down"] = weights["layers.0.down"]
@@ -324,7 +330,7 @@ def test_a_tensor_that_lies_where_another_one_does_is_found_before_anything_is_s
 
 
 def builds_with_wrong_tensors():
-    side = Side(ARCHS[NAME], Grid(2, 2))
+    side = Side(ARCHS[NAME], ParallelLayout(2, 2))
     if dist.get_rank() == 1:
         del side.sources["chunk0.decoder.final_layernorm.weight"]
     return outcome(lambda: WeightSync(side.layout, side.sources, side.engine, CheckpointEngineConfig()))

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.rollout.prompt_assignment import LengthHistory, assign
 from mrl.types import Prompt, Rollout
 from tests import layouts
@@ -38,7 +38,7 @@ def routed(ids):
 
 def groups_of(grid_args):
     """This rank's groups in a job of that layout."""
-    return layouts.groups_of(Grid(dist.get_world_size(), **grid_args))
+    return layouts.groups_of(ParallelLayout(dist.get_world_size(), **grid_args))
 
 
 def sampled(groups, count):

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.errors import UserError
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.rollout.async_schedule import RolloutSchedule
 from mrl.rollout.buffer import RolloutBuffer
-from mrl.trainer.training_state import not_of_a_run
+from mrl.trainer.training_state import malformed_state_is_user_error
 from mrl.types import PartialRollout, Prompt, Rollout, SampleTable
 from tests.checkpoint.run_dir.test_commit_fuzz import change_value
 
 SAMPLES = 2
-RANKS = Grid(2)
+RANKS = ParallelLayout(2)
 """Two replicas of one rank each."""
 
 
@@ -352,7 +352,7 @@ def test_a_state_that_no_run_left_is_refused_in_words_or_taken_up():
         change_value(draw, state)
         other = RolloutBuffer(flight.schedule, prompt_at)
         try:
-            with not_of_a_run(Path("step-00000003")):
+            with malformed_state_is_user_error(Path("step-00000003")):
                 other.load_state(state, *flight.tables())
                 other.replace_samples(*flight.samples(), {0: 0, 1: 1})
         except UserError:

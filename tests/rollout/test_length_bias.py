@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.rollout import length_bias
 from mrl.rollout.async_schedule import RolloutSchedule
 from mrl.rollout.buffer import RolloutBuffer
 from mrl.rollout.length_bias import Acceptance, by_quarter
 from mrl.types import PartialRollout, Prompt, Rollout, SampleTable
 
-ALONE = Grid(1)
+ALONE = ParallelLayout(1)
 
 
 def prompt_at(uid):

@@ -14,7 +14,7 @@ from mrl.checkpoint.formats.hf import HfSource, load_from_hf
 from mrl.data.tokenizer import CharTokenizer
 from mrl.models.hf_config import arch_from_folder, family_of, read_config
 from mrl.models.kernels.rope import inverse_frequencies
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.init import random_init
@@ -93,7 +93,7 @@ def for_the_engine(folder, root, dtype):
         model=SimpleNamespace(path=str(folder), dtype="float32"), rollout=SimpleNamespace(dtype=dtype)
     )
     plan = SimpleNamespace(arch=arch, config=settings, run=SimpleNamespace(root=root), tokenizer=tokenizer)
-    groups = SimpleNamespace(rank=0, samplers=None, grid=Grid(1))
+    groups = SimpleNamespace(rank=0, samplers=None, grid=ParallelLayout(1))
     made = ActorWeights(plan, None, groups).model_folder({})
     read = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(made))
     return read_config(made), read.model.rotary_emb.inv_freq

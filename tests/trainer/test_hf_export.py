@@ -12,7 +12,7 @@ from mrl.data.tokenizer import CharTokenizer, HFTokenizer
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
 from mrl.models.presets import PRESETS, arch_from_preset
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.megatron import megatron_layouts
@@ -40,8 +40,8 @@ def exports(folder, arch, grid, like, dtype="float32", **how):
 @pytest.mark.parametrize(
     "grid, how",
     [
-        (Grid(4, 2, 2), {"max_file_bytes": 30_000, "bucket_bytes": 10_000, "writers": (0, 3)}),
-        (Grid(4, 1, 2, 2), {}),
+        (ParallelLayout(4, 2, 2), {"max_file_bytes": 30_000, "bucket_bytes": 10_000, "writers": (0, 3)}),
+        (ParallelLayout(4, 1, 2, 2), {}),
     ],
     ids=["several files, two writers", "one file"],
 )
@@ -64,7 +64,7 @@ def test_transformers_loads_the_same_tensors_and_computes_the_same(arch, grid, h
 def test_bfloat16_files_hold_the_cast_and_say_so(tmp_path):
     arch = ARCHS["biases, tied"]
     original = save_model(arch, tmp_path / "in")
-    run_ranks(4, exports, tmp_path / "out", arch, Grid(4, 2, 2), tmp_path / "in", "bfloat16")
+    run_ranks(4, exports, tmp_path / "out", arch, ParallelLayout(4, 2, 2), tmp_path / "in", "bfloat16")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert model.dtype == torch.bfloat16
     assert all(torch.equal(tensor, original[name].bfloat16()) for name, tensor in model.state_dict().items())
@@ -111,7 +111,7 @@ def test_tokenizer_and_further_settings_come_along(tmp_path):
     (tmp_path / "in" / "tokenizer.json").write_text('{"kept": true}')
     config = json.loads((tmp_path / "in" / "config.json").read_text())
     (tmp_path / "in" / "config.json").write_text(json.dumps({**config, "eos_token_id": 7}))
-    run_ranks(1, exports, tmp_path / "out", arch, Grid(1), tmp_path / "in")
+    run_ranks(1, exports, tmp_path / "out", arch, ParallelLayout(1), tmp_path / "in")
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"kept": true}'
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 7
 
@@ -120,7 +120,7 @@ def test_a_folder_that_exists_is_left_alone_and_every_rank_hears_of_it(tmp_path)
     arch = ARCHS["biases, tied"]
     save_model(arch, tmp_path / "in")
     before = (tmp_path / "in" / "model.safetensors").read_bytes()
-    messages = run_ranks(4, exports, tmp_path / "in", arch, Grid(4, 2, 2), tmp_path / "in")
+    messages = run_ranks(4, exports, tmp_path / "in", arch, ParallelLayout(4, 2, 2), tmp_path / "in")
     assert all("exists already. Choose a new folder" in message for message in messages)
     assert (tmp_path / "in" / "model.safetensors").read_bytes() == before
 
@@ -129,7 +129,7 @@ def test_a_place_that_cannot_be_written_leaves_nothing_that_looks_whole(tmp_path
     arch = ARCHS["biases, tied"]
     save_model(arch, tmp_path / "in")
     (tmp_path / "file").write_text("in the way")
-    messages = run_ranks(4, exports, tmp_path / "file" / "out", arch, Grid(4, 2, 2), tmp_path / "in")
+    messages = run_ranks(4, exports, tmp_path / "file" / "out", arch, ParallelLayout(4, 2, 2), tmp_path / "in")
     assert all("Cannot write the Hugging Face export" in message for message in messages)
 
 
@@ -138,7 +138,7 @@ def test_a_remnant_of_an_export_that_was_cut_off_is_replaced(tmp_path):
     save_model(arch, tmp_path / "in")
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "model-00001-of-00009.safetensors").write_bytes(b"half")
-    run_ranks(1, exports, tmp_path / "out", arch, Grid(1), tmp_path / "in")
+    run_ranks(1, exports, tmp_path / "out", arch, ParallelLayout(1), tmp_path / "in")
     assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.suffix == ".safetensors") == [
         "model.safetensors"
     ]

@@ -11,7 +11,7 @@ import torch
 from mrl.errors import UserError
 from mrl.trainer import inflight_samples
 from mrl.trainer.inflight_samples import BufferSnapshot
-from mrl.types import Episode, PartialRollout, Prompt, Rollout, SampleTable, Support
+from mrl.types import Episode, PartialRollout, Prompt, Rollout, SampleTable, SamplingMask
 from tests.full_disk import full_disk
 
 TALK = Episode(
@@ -41,7 +41,7 @@ def prompt_at(uid):
 def support_of(draw, count):
     counts = [draw.randrange(4) for _ in range(count)]
     ids = [draw.randrange(150_000) for _ in range(sum(counts))]
-    return Support(torch.tensor(ids, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
+    return SamplingMask(torch.tensor(ids, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
 
 
 def samples(seed, uids, *, kept=False, routed=None):
@@ -98,7 +98,7 @@ def bits(value):
         return {key: bits(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value), [bits(item) for item in value]
-    if isinstance(value, Support | Rollout | PartialRollout | Episode):
+    if isinstance(value, SamplingMask | Rollout | PartialRollout | Episode):
         return type(value), {item.name: bits(getattr(value, item.name)) for item in fields(value)}
     return value
 
@@ -143,7 +143,7 @@ def test_each_replica_gets_its_samples_back_bit_for_bit(kind, tmp_path):
     for replica, (whole, begun) in enumerate(parts):
         found = read(tmp_path, replica, 2)
         assert bits(by_place(found.rollouts)) == bits(by_place(whole))
-        assert bits(by_place(found.begun)) == bits(by_place(begun))
+        assert bits(by_place(found.partial_rollouts)) == bits(by_place(begun))
         assert found.columns == SampleTable.FACTS and bits(dict(found.tables)) == bits(TABLES)
 
 
@@ -151,17 +151,17 @@ def test_each_replica_gets_its_samples_back_bit_for_bit(kind, tmp_path):
 def test_another_number_of_replicas_shares_the_same_samples(number, tmp_path):
     parts = written(tmp_path, {"kept": True}, replicas=3)
     found = [read(tmp_path, replica, number) for replica in range(number)]
-    for name, place in (("rollouts", 0), ("begun", 1)):
+    for name, place in (("rollouts", 0), ("partial_rollouts", 1)):
         all_found = [one for kept in found for one in getattr(kept, name)]
         assert bits(by_place(all_found)) == bits(by_place([one for part in parts for one in part[place]]))
-    homes = {one.prompt.uid: at for at, kept in enumerate(found) for one in (*kept.rollouts, *kept.begun)}
+    homes = {one.prompt.uid: at for at, kept in enumerate(found) for one in (*kept.rollouts, *kept.partial_rollouts)}
     assert homes == {uid: uid // 4 % number for uid in homes}
 
 
 def test_a_rank_that_does_not_sample_gets_the_tables_alone(tmp_path):
     written(tmp_path, {})
     found = read(tmp_path, None, 2)
-    assert (found.rollouts, found.begun) == ([], []) and bits(dict(found.tables)) == bits(TABLES)
+    assert (found.rollouts, found.partial_rollouts) == ([], []) and bits(dict(found.tables)) == bits(TABLES)
 
 
 def test_a_prompt_keeps_the_ids_with_which_it_was_sampled(tmp_path):
@@ -169,8 +169,8 @@ def test_a_prompt_keeps_the_ids_with_which_it_was_sampled(tmp_path):
     longer = inflight_samples.read(
         tmp_path, replica=0, num_replicas=2, prompt_at=lambda uid: replace(prompt_at(uid), prompt_ids=(1, 2, 3, 4))
     )
-    assert {one.prompt.prompt_ids for one in (*longer.rollouts, *longer.begun)} == {(0, 7), (1, 7)}
-    assert bits(by_place(longer.rollouts)) == bits(by_place(whole)) and len(longer.begun) == len(begun)
+    assert {one.prompt.prompt_ids for one in (*longer.rollouts, *longer.partial_rollouts)} == {(0, 7), (1, 7)}
+    assert bits(by_place(longer.rollouts)) == bits(by_place(whole)) and len(longer.partial_rollouts) == len(begun)
 
 
 def test_nothing_in_flight_writes_nothing(tmp_path):
@@ -182,7 +182,7 @@ def test_nothing_in_flight_writes_nothing(tmp_path):
 def test_a_table_alone_comes_back_without_samples(tmp_path):
     inflight_samples.write(tmp_path, BufferSnapshot(SampleTable.FACTS, TABLES), replica=0, first=True)
     found = read(tmp_path, 0, 1)
-    assert (found.rollouts, found.begun) == ([], [])
+    assert (found.rollouts, found.partial_rollouts) == ([], [])
 
 
 def test_a_full_disk_is_named(tmp_path):

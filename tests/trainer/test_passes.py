@@ -4,9 +4,9 @@ import pytest
 
 from mrl.config.config import load
 from mrl.megatron.forward_backward import ForwardBackward
-from mrl.train import one_step
-from mrl.trainer.resolve import prepare
-from mrl.trainer.startup import open_job
+from mrl.train import run_step
+from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.startup import open_trainer
 from tests.observed import CONFIG
 
 KL = "algorithm.kl_in=loss"
@@ -56,12 +56,12 @@ def test_no_pass_is_made_twice(case, tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text(CONFIG)
     config = load(tmp_path / "config.yaml", [f"run.output_dir={tmp_path}/run", "train.num_steps=2", *overrides])
     passes = []
-    with open_job(prepare(config), log=False) as job:
-        job.resume()
-        job.begin(0)
+    with open_trainer(build_run_plan(config), log=False) as trainer:
+        trainer.resume()
+        trainer.init_reference_and_critic(0)
         for step in (1, 2):
             ran.clear()
-            with job.progress.step(step):
-                one_step(job, step)
+            with trainer.progress.step(step):
+                run_step(trainer, step)
             passes.append(ran.count(False))
     assert passes == expected

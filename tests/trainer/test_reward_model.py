@@ -12,7 +12,7 @@ from mrl.data.tokenizer import CharTokenizer
 from mrl.errors import UserError
 from mrl.megatron import parallel_state
 from mrl.megatron.actor import Actor
-from mrl.trainer.resolve import check_run, prepare, resolve
+from mrl.trainer.resolve import build_run_plan, check_run, resolve
 from mrl.trainer.reward_model import RunRewardModel
 from mrl.types import Prompt, Rollout
 from tests.data.folders import byte_bpe_folder
@@ -87,7 +87,7 @@ def samples():
 
 def score(config):
     """The scores of this rank's replica."""
-    plan = prepare(config)
+    plan = build_run_plan(config)
     groups = parallel_state.initialize(plan.grid, seed=0)
     device = torch.device("cpu")
     policy = Actor(plan.config, plan.arch, groups, device)
@@ -136,7 +136,7 @@ def stranger(folder):
 
 
 def score_texts(config):
-    plan = prepare(config)
+    plan = build_run_plan(config)
     groups = parallel_state.initialize(plan.grid, seed=0)
     policy = Actor(plan.config, plan.arch, groups, torch.device("cpu"))
     scorer = RunRewardModel(plan, plan.reward, groups, torch.device("cpu"), policy)
@@ -170,11 +170,11 @@ def test_padding_at_the_end_is_not_read_as_in_transformers(folder, model_of):
     model.save_pretrained(folder / "padded")
     tokenizer = CharTokenizer(CHARACTERS)
     tokenizer.save(folder / "padded")
-    reader = resolve(config_of(folder, "padded"), 1).reader
+    reader = resolve(config_of(folder, "padded"), 1).reward_encoder
     sequences = [rollout_of(tokenizer, "<1+2>", "3"), rollout_of(tokenizer, "<1+2>", "#3", end=False)]
     whole = [[*one.prompt.prompt_ids, *one.response_ids] for one in sequences]
     assert reader.pad_id == 13 and whole[0][-1] == 13
-    read = [reader.read(one) for one in sequences]
+    read = [reader.encode(one) for one in sequences]
     assert [len(ids) - len(own) for ids, own in zip(whole, read, strict=True)] == [1, 0]
     with torch.no_grad():
         last = [model(input_ids=torch.tensor([ids])).logits for ids in whole]

@@ -8,7 +8,7 @@ import torch
 
 from mrl.config.config import CheckpointEngineConfig, RolloutConfig
 from mrl.engines.native.engine import NativeEngine
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.checksum import MODULUS, bit_sum
 from mrl.resharding.init import random_init
 from mrl.trainer import weight_sync_check
@@ -77,7 +77,9 @@ def sing(engine, grid):
     return moved
 
 
-@pytest.mark.parametrize("grid", [Grid(2, 2, rollout_tp=2), Grid(2, 1, 2)], ids=["tp2", "pp2, two replicas"])
+@pytest.mark.parametrize(
+    "grid", [ParallelLayout(2, 2, rollout_tp=2), ParallelLayout(2, 1, 2)], ids=["tp2", "pp2, two replicas"]
+)
 def test_it_is_silent_where_nothing_moves(grid):
     for moved in run_ranks(2, sing, NativeEngine, grid):
         assert (moved.largest, moved.num_parted, moved.num_compared) == (0.0, 0, 4 * 8)
@@ -85,7 +87,7 @@ def test_it_is_silent_where_nothing_moves(grid):
 
 @pytest.mark.parametrize("engine", [Drops, Scales])
 def test_it_names_what_moved_on_every_rank(engine):
-    first, second = run_ranks(2, sing, engine, Grid(2, 2, rollout_tp=2))
+    first, second = run_ranks(2, sing, engine, ParallelLayout(2, 2, rollout_tp=2))
     assert first == second
     for said in ("Weight-sync self-test failed", "expected at most 0 nats", f"rollout.name={engine.__name__}"):
         assert said in first

@@ -17,14 +17,14 @@ END_TOKENS, NUM_SAMPLES = 16, 4
 
 def pause(bench: Bench) -> Facts:
     """Pauses several times in a row, then pauses and idles longer than the hang detector's timeout."""
-    job = bench.job
-    with inspection.short_hang_timeout(job.sampler.engine, PATIENCE_S) as watched:
+    trainer = bench.trainer
+    with inspection.short_hang_timeout(trainer.rollout_worker.engine, PATIENCE_S) as watched:
         if not watched:
             raise NotHereError("only the LLM API's event loop has a hang detector, since 1.2")
         for _ in range(NUM_PAUSES):
             bench.refit()
             bench.greedy_responses()  # wakes and sleeps
-        with inspection.paused(job.sampler.engine):
+        with inspection.paused(trainer.rollout_worker.engine):
             time.sleep(2 * PATIENCE_S)
         bench.greedy_responses()
         time.sleep(2 * PATIENCE_S)  # as while the actor trains
@@ -34,16 +34,16 @@ def pause(bench: Bench) -> Facts:
 
 def ends(bench: Bench) -> Facts:
     """Checks that an end token that is certain to be sampled ends its response and stays part of it."""
-    job = bench.job
+    trainer = bench.trainer
     bench.refit()
-    (prompt,) = job.state.source.next(1)
+    (prompt,) = trainer.state.source.next(1)
     straight = replace(
-        job.sampler.training,
+        trainer.rollout_worker.train_sampling,
         n=1,
         greedy=True,
         ignore_eos=True,
         stop=(),
-        max_tokens=min(END_TOKENS, job.sampler.training.max_tokens),
+        max_tokens=min(END_TOKENS, trainer.rollout_worker.train_sampling.max_tokens),
     )
     (whole,) = bench.generate([prompt], straight)
     tokens = whole.response_ids
@@ -60,8 +60,8 @@ def ends(bench: Bench) -> Facts:
 def seeds(bench: Bench) -> Facts:
     """Records whether a sample depends on its own seed only (mrl does not need it); fails if all are equal."""
     bench.refit()
-    (prompt,) = bench.job.state.source.next(1)
-    setting = replace(bench.job.sampler.training, n=NUM_SAMPLES, stop=())
+    (prompt,) = bench.trainer.state.source.next(1)
+    setting = replace(bench.trainer.rollout_worker.train_sampling, n=NUM_SAMPLES, stop=())
     first, again = (
         [each.response_ids for each in bench.generate([prompt], replace(setting, n=count))[:1]]
         for count in (NUM_SAMPLES, 1)

@@ -40,23 +40,25 @@ ALLOWED = 0.9
 
 def device(bench: Bench) -> Facts:
     """Checks the device of the engine and the current device of this process."""
-    job = bench.job
-    facts: Facts = {"rank's device": str(job.device), "process": os.getpid()}
-    if job.device.type == "cuda":
+    trainer = bench.trainer
+    facts: Facts = {"rank's device": str(trainer.device), "process": os.getpid()}
+    if trainer.device.type == "cuda":
         current = torch.cuda.current_device()
-        mine = str(torch.cuda.get_device_properties(job.device).uuid)
+        mine = str(torch.cuda.get_device_properties(trainer.device).uuid)
         uuids = [""] * dist.get_world_size()
         dist.all_gather_object(uuids, mine)
-        facts |= {"name": launch.device_name(job.device), "current": current, "uuids of ranks": uuids}
-        if current != job.device.index:
-            raise CheckError(f"the engine's start left cuda:{current} as the current device instead of {job.device}")
+        facts |= {"name": launch.device_name(trainer.device), "current": current, "uuids of ranks": uuids}
+        if current != trainer.device.index:
+            raise CheckError(
+                f"the engine's start left cuda:{current} as the current device instead of {trainer.device}"
+            )
         if len(set(uuids)) != len(uuids):
             raise CheckError(f"ranks share a GPU: {uuids}")
-    if inspection.is_llm(job.sampler.engine):
-        facts["features"] = inspection.features(job.sampler.engine)
-        facts["parameters on"] = found = inspection.devices(job.sampler.engine)
-        if found and found != [str(job.device)]:
-            raise CheckError(f"the engine's parameters are on {found} instead of {job.device}")
+    if inspection.is_llm(trainer.rollout_worker.engine):
+        facts["features"] = inspection.features(trainer.rollout_worker.engine)
+        facts["parameters on"] = found = inspection.devices(trainer.rollout_worker.engine)
+        if found and found != [str(trainer.device)]:
+            raise CheckError(f"the engine's parameters are on {found} instead of {trainer.device}")
     return facts
 
 
@@ -69,21 +71,21 @@ def refit(bench: Bench) -> Facts:
 
 def qkv(bench: Bench) -> Facts:
     """Compares the first and the last layer's fused matrix with the model's files."""
-    job = bench.job
-    if not inspection.is_llm(job.sampler.engine):
+    trainer = bench.trainer
+    if not inspection.is_llm(trainer.rollout_worker.engine):
         raise NotHereError("only the LLM API's model can be inspected; 'refit' and 'logprobs' cover it")
     bench.refit()
-    rollout, grid = job.config.rollout, job.groups.grid
-    dtype = rollout.dtype or job.config.model.dtype
-    layout = native_layout(job.arch, grid.rollout_tp, grid.rollout_tp_rank(job.groups.rank), dtype)
+    rollout, grid = trainer.config.rollout, trainer.groups.grid
+    dtype = rollout.dtype or trainer.config.model.dtype
+    layout = native_layout(trainer.arch, grid.rollout_tp, grid.rollout_tp_rank(trainer.groups.rank), dtype)
     facts: Facts = {}
-    with HfSource(job.config.model.path or "") as source:
-        for layer in (0, job.arch.num_layers - 1):
+    with HfSource(trainer.config.model.path or "") as source:
+        for layer in (0, trainer.arch.num_layers - 1):
             stored = layout[f"layers.{layer}.qkv"]
             expected = torch.zeros(stored.shape, dtype=DTYPES[dtype])
             for piece in stored.pieces:
                 expected[slices(piece.dst)] = source.read(piece.hf_name, piece.src).to(expected.dtype)
-            facts |= _same(f"layer {layer}", inspection.fused_qkv(job.sampler.engine, layer), expected)
+            facts |= _same(f"layer {layer}", inspection.fused_qkv(trainer.rollout_worker.engine, layer), expected)
     return facts
 
 
@@ -104,38 +106,42 @@ def _same(what: str, found: Tensor | None, expected: Tensor) -> Facts:
 
 def sleep(bench: Bench) -> Facts:
     """Compares memory and responses: awake, after sleeping alone, and after an update with a weight sync."""
-    job = bench.job
+    trainer = bench.trainer
     bench.refit()
-    job.policy.offload()
-    job.sampler.engine.wake()
-    rollout = job.config.rollout
-    first = weight_sync_check.answers(job.sampler.engine.generate, job.arch, rollout)
+    trainer.actor.offload()
+    trainer.rollout_worker.engine.wake()
+    rollout = trainer.config.rollout
+    first = weight_sync_check.sample_responses(trainer.rollout_worker.engine.generate, trainer.arch, rollout)
     awake = bench.used()
-    job.sampler.engine.sleep()
-    job.sampler.engine.wake()
-    moved = weight_sync_check.compare(first, weight_sync_check.answers(job.sampler.engine.generate, job.arch, rollout))
-    job.sampler.engine.sleep()
-    job.sampler.rest()
+    trainer.rollout_worker.engine.sleep()
+    trainer.rollout_worker.engine.wake()
+    moved = weight_sync_check.compare(
+        first, weight_sync_check.sample_responses(trainer.rollout_worker.engine.generate, trainer.arch, rollout)
+    )
+    trainer.rollout_worker.engine.sleep()
+    trainer.rollout_worker.release_engine()
     asleep = bench.used()
-    allowed = _allowed(job.device)
-    trainer = torch.cuda.memory_reserved(job.device) if job.device.type == "cuda" else 0
+    allowed = _allowed(trainer.device)
+    reserved = torch.cuda.memory_reserved(trainer.device) if trainer.device.type == "cuda" else 0
     bench.refit()
-    job.policy.offload()
-    job.sampler.engine.wake()
-    rested = weight_sync_check.compare(first, weight_sync_check.answers(job.sampler.engine.generate, job.arch, rollout))
+    trainer.actor.offload()
+    trainer.rollout_worker.engine.wake()
+    rested = weight_sync_check.compare(
+        first, weight_sync_check.sample_responses(trainer.rollout_worker.engine.generate, trainer.arch, rollout)
+    )
     again = bench.used()
-    job.sampler.engine.sleep()
+    trainer.rollout_worker.engine.sleep()
     freed = awake - asleep
-    weights = memory_plan(job.config).weight_bytes(job.config, job.arch, job.groups.grid)
+    weights = memory_plan(trainer.config).weight_bytes(trainer.config, trainer.arch, trainer.groups.grid)
     facts: Facts = {"answers": str(moved), "answers after rest and refit": str(rested)}
-    if job.device.type == "cuda":
+    if trainer.device.type == "cuda":
         facts |= {
             "GiB in use awake": awake / GIB,
             "GiB freed by sleeping": freed / GIB,
             "GiB in use after waking": again / GIB,
             "GiB of the weights": weights / GIB,
             "GiB that the trainer could allocate meanwhile": allowed / GIB,
-            "GiB that stay, the trainer's tensors aside": (asleep - trainer) / GIB,
+            "GiB that stay, the trainer's tensors aside": (asleep - reserved) / GIB,
         }
     else:
         facts["memory"] = "a CPU: nothing to measure"
@@ -143,13 +149,15 @@ def sleep(bench: Bench) -> Facts:
         raise CheckError(f"the responses changed after sleeping and waking: {moved}", facts)
     if not rested.within(bench.tolerance):
         raise CheckError(f"the responses changed after a release and a weight sync: {rested}", facts)
-    if job.device.type == "cuda" and allowed < ALLOWED * freed:
+    if trainer.device.type == "cuda" and allowed < ALLOWED * freed:
         raise CheckError(
             f"the trainer could allocate only {allowed / GIB:.3f} GiB while the engine slept, although it freed "
             f"{freed / GIB:.3f} GiB; is torch's allocator capped?",
             facts,
         )
-    if job.device.type == "cuda" and freed < (FREED * weights if inspection.is_llm(job.sampler.engine) else 1):
+    if trainer.device.type == "cuda" and freed < (
+        FREED * weights if inspection.is_llm(trainer.rollout_worker.engine) else 1
+    ):
         raise CheckError(f"sleeping freed {freed / GIB:.3f} GiB; the weights take {weights / GIB:.3f}", facts)
     return facts
 
@@ -211,7 +219,7 @@ def experts(bench: Bench) -> Facts:
 
 def contract(bench: Bench) -> Facts:
     """Scores samples under temperature and truncation, where raw log-probabilities would differ."""
-    rollout = bench.job.config.rollout
+    rollout = bench.trainer.config.rollout
     asked: Facts = {"temperature": rollout.temperature, "top_p": rollout.top_p}
     try:
         return asked | logprobs(bench)
@@ -221,7 +229,7 @@ def contract(bench: Bench) -> Facts:
 
 def graphs(bench: Bench) -> Facts:
     """Compares responses with CUDA graphs with those without, also after weight syncs."""
-    if bench.job.device.type != "cuda" and not inspection.is_llm(bench.job.sampler.engine):
+    if bench.trainer.device.type != "cuda" and not inspection.is_llm(bench.trainer.rollout_worker.engine):
         raise NotHereError("a CPU has no CUDA graphs")
     file = bench.folder / "answers.json"
     if not file.is_file():
@@ -231,7 +239,7 @@ def graphs(bench: Bench) -> Facts:
     with bench.other_weights():
         bench.refit()
         bench.greedy_responses()  # captures graphs if that has not happened yet
-    bench.job.sampler.rest()
+    bench.trainer.rollout_worker.release_engine()
     bench.refit()
     eager = [replace(one, **kept) for one, kept in zip(first, json.loads(file.read_text()), strict=True)]
     facts: Facts = {}
@@ -245,7 +253,7 @@ def graphs(bench: Bench) -> Facts:
 
 def graphs_asleep(bench: Bench) -> Facts:
     """Does the same with a sleeping engine, if its graphs survive sleep."""
-    engine = bench.job.sampler.engine
+    engine = bench.trainer.rollout_worker.engine
     if (without := inspection.without_graphs(engine)) is not None:
         raise NotHereError(without)
     return graphs(bench)
@@ -270,6 +278,6 @@ FUNCTIONS: dict[str, Callable[[Bench], Facts]] = {
 
 def _keep(bench: Bench, rollouts: Sequence[Rollout]) -> None:
     """Saves the responses of rank 0's replica for another session."""
-    if bench.job.groups.rank == 0:
+    if bench.trainer.groups.rank == 0:
         kept = [{key: asdict(each)[key] for key in ("response_ids", "rollout_logprobs")} for each in rollouts]
         (bench.folder / "answers.json").write_text(json.dumps(kept))

@@ -18,7 +18,7 @@ from mrl.distributed.collectives import broadcast_from_rank_0
 from mrl.engines.trtllm import inspection
 from mrl.resharding.megatron import stage_layers
 from mrl.trainer import weight_sync_check
-from mrl.types import Rollout, RolloutBatch, Support
+from mrl.types import Rollout, RolloutBatch, SamplingMask
 
 NUM_PROMPTS = 8
 MEAN_NATS = 0.05
@@ -57,19 +57,19 @@ def check_weight_syncs(bench: Bench) -> tuple[list[Rollout], Facts]:
 
 def sample(bench: Bench) -> list[Rollout]:
     """Returns samples under the session's settings, broadcast from rank 0, since the ranks score the same sequences."""
-    prompts = bench.job.state.source.next(NUM_PROMPTS)
-    found: list[Rollout] = broadcast_from_rank_0(bench.generate(prompts, bench.job.sampler.training))
+    prompts = bench.trainer.state.source.next(NUM_PROMPTS)
+    found: list[Rollout] = broadcast_from_rank_0(bench.generate(prompts, bench.trainer.rollout_worker.train_sampling))
     return found
 
 
 def actor_logprobs(bench: Bench, rollouts: Sequence[Rollout]) -> Tensor:
     """Returns the actor's log-probabilities of all sampled tokens, with the engine's experts where it returned them."""
-    job, batch = bench.job, batch_of(rollouts)
+    trainer, batch = bench.trainer, batch_of(rollouts)
     routed = [each.routed_experts for each in rollouts if each.routed_experts is not None]
     if routed:
-        own = list(stage_layers(job.arch, job.groups.grid)[job.groups.coords.pp])
+        own = list(stage_layers(trainer.arch, trainer.groups.grid)[trainer.groups.coords.pp])
         batch.routed_experts_P = torch.cat(routed)[:, own]
-    found, _ = job.policy.score(batch)
+    found, _ = trainer.actor.score(batch)
     return found
 
 
@@ -89,7 +89,7 @@ def difference_facts(bench: Bench, apart: Tensor) -> Facts:
         "99 of 100 below, nats": float(apart.quantile(0.99)),
         "histogram, nats": dict(zip(edges, counts, strict=True)),
     }
-    found = inspection.probe_result(bench.job.sampler.engine)
+    found = inspection.probe_result(bench.trainer.rollout_worker.engine)
     if found is not None:
         facts["probe"] = f"scores {found.scores.value}; logits are {'' if found.has_logits else 'not '}returned"
     return facts
@@ -108,5 +108,5 @@ def batch_of(rollouts: Sequence[Rollout]) -> RolloutBatch:
         rollout_logprobs_R=engine_logprobs(rollouts),
         group_id_B=torch.tensor([each.prompt.uid for each in rollouts]),
         rewards_B=torch.zeros(len(rollouts)),
-        support_R=Support.join(supports) if supports else None,
+        kept_tokens_R=SamplingMask.join(supports) if supports else None,
     )

@@ -18,8 +18,8 @@ from mrl.resharding.init import random_init
 from mrl.resharding.quantizer import Quantizer
 from mrl.resharding.regions import slices
 from mrl.trainer import weight_sync_check
-from mrl.trainer.resolve import prepare
-from mrl.trainer.startup import open_job
+from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.startup import open_trainer
 from mrl.trainer.trainer import Trainer
 from mrl.types import Prompt, Rollout
 
@@ -31,50 +31,52 @@ class Bench:
         folder: Output folder of the engine, shared by its sessions.
     """
 
-    def __init__(self, job: Trainer, folder: Path) -> None:
+    def __init__(self, trainer: Trainer, folder: Path) -> None:
         """Loads the initial weights.
 
         Args:
-            job: Started job without weights.
+            trainer: Started job without weights.
             folder: Existing output folder.
         """
-        self.job, self.folder = job, folder
-        job.weights.load_initial()
+        self.trainer, self.folder = trainer, folder
+        trainer.weights.load_initial()
 
     @property
     def tolerance(self) -> float:
         """Tolerance of the weight-sync self-test, nats."""
-        return weight_sync_check.tolerance_of(self.job.device)
+        return weight_sync_check.tolerance_of(self.trainer.device)
 
     def refit(self) -> None:
         """Syncs the actor's weights into the engine, even if the engine already has them."""
-        self.job.state.policy_version += 1
-        self.job.refit_if_stale()
+        self.trainer.state.policy_version += 1
+        self.trainer.sync_weights_if_stale()
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         """Samples with the engine awake."""
-        with raise_on_all_ranks(), self.job.sampler.awake() as engine:
+        with raise_on_all_ranks(), self.trainer.rollout_worker.awake() as engine:
             return engine.generate(prompts, sampling)
 
     def greedy_responses(self) -> list[Rollout]:
         """Returns greedy responses to the prompts of the weight-sync self-test."""
-        return weight_sync_check.answers(self.generate, self.job.arch, self.job.config.rollout)
+        return weight_sync_check.sample_responses(self.generate, self.trainer.arch, self.trainer.config.rollout)
 
     @contextmanager
     def other_weights(self) -> Iterator[None]:
         """Gives the actor random weights inside the block."""
-        job = self.job
+        trainer = self.trainer
         with self._restored():
-            random_init(job.arch, job.policy.layout(), job.policy.named_tensors(), seed=job.config.run.seed + 1)
+            random_init(
+                trainer.arch, trainer.actor.layout(), trainer.actor.named_tensors(), seed=trainer.config.run.seed + 1
+            )
             yield
 
     @contextmanager
     def rounded_weights(self) -> Iterator[None]:
         """Rounds the actor's weights as `rollout.quantization` does inside the block."""
-        job = self.job
-        layout, grids = job.policy.layout(), block_grids(job.arch, job.config.rollout.quantization)
+        trainer = self.trainer
+        layout, grids = trainer.actor.layout(), block_grids(trainer.arch, trainer.config.rollout.quantization)
         with self._restored() as tensors:
-            quantizer = Quantizer(layout, tensors, grids, job.device)
+            quantizer = Quantizer(layout, tensors, grids, trainer.device)
             quantizer.compute_scales()
             for name, stored in layout.items():
                 for piece in stored.pieces:
@@ -86,26 +88,26 @@ class Bench:
     @contextmanager
     def _restored(self) -> Iterator[dict[str, Tensor]]:
         """Restores the actor's tensors when the block ends."""
-        tensors = self.job.policy.named_tensors()
+        tensors = self.trainer.actor.named_tensors()
         kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         try:
             yield tensors
         finally:
-            for name, tensor in self.job.policy.named_tensors().items():
+            for name, tensor in self.trainer.actor.named_tensors().items():
                 tensor.detach().copy_(kept[name])
 
     def used(self) -> int:
         """Returns the bytes of the device in use by all processes; 0 on a CPU."""
-        if self.job.device.type != "cuda":
+        if self.trainer.device.type != "cuda":
             return 0
-        torch.cuda.synchronize(self.job.device)
+        torch.cuda.synchronize(self.trainer.device)
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.job.device)
+        free, total = torch.cuda.mem_get_info(self.trainer.device)
         return total - free
 
 
 @contextmanager
 def opened(spec: Spec) -> Iterator[Bench]:
     """Collective over the job: creates the fixture of a session."""
-    with open_job(prepare(load(spec.config, spec.overrides)), log=False) as job:
-        yield Bench(job, Path(spec.folder))
+    with open_trainer(build_run_plan(load(spec.config, spec.overrides)), log=False) as trainer:
+        yield Bench(trainer, Path(spec.folder))

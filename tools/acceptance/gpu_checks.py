@@ -100,33 +100,35 @@ def parity(bench: Bench) -> Facts:
 
     In bfloat16 the actor may be about as far from fp32 as transformers' own bfloat16 is.
     """
-    job = bench.job
-    return _against_transformers(bench, random_batch(job.arch.vocab_size, NUM_SEQUENCES, job.config.rollout.longest))
+    trainer = bench.trainer
+    return _against_transformers(
+        bench, random_batch(trainer.arch.vocab_size, NUM_SEQUENCES, trainer.config.rollout.max_sequence_length)
+    )
 
 
 def parity_local(bench: Bench) -> Facts:
     """Compares Megatron's local layers with transformers, if `parity` used TransformerEngine's."""
-    if (why := transformer_engine.why_unusable(bench.job.device.type)) is not None:
+    if (why := transformer_engine.why_unusable(bench.trainer.device.type)) is not None:
         raise NotHereError(f"'parity' already uses Megatron's local layers: {why}")
     return parity(bench)
 
 
 def shared(bench: Bench) -> Facts:
     """Compares samples with shared prompts computed once with transformers, and with separately computed prompts."""
-    job = bench.job
-    if not job.policy.shares:
+    trainer = bench.trainer
+    if not trainer.actor.share_prefixes:
         raise NotHereError("TransformerEngine's attention does not support shared tokens here")
-    longest = job.config.rollout.longest
-    batch = samples_of_prompts(job.arch.vocab_size, NUM_SEQUENCES, prompt=4 * longest // 5, answer=longest // 5)
+    longest = trainer.config.rollout.max_sequence_length
+    batch = samples_of_prompts(trainer.arch.vocab_size, NUM_SEQUENCES, prompt=4 * longest // 5, answer=longest // 5)
     facts = _against_transformers(bench, batch)
-    once, _ = job.policy.score(batch)
-    once_s = best_time(lambda: job.policy.score(batch), job.device, 3)
-    job.policy.shares = False
-    alone, _ = job.policy.score(batch)
-    alone_s = best_time(lambda: job.policy.score(batch), job.device, 3)
-    job.policy.shares = True
+    once, _ = trainer.actor.score(batch)
+    once_s = best_time(lambda: trainer.actor.score(batch), trainer.device, 3)
+    trainer.actor.share_prefixes = False
+    alone, _ = trainer.actor.score(batch)
+    alone_s = best_time(lambda: trainer.actor.score(batch), trainer.device, 3)
+    trainer.actor.share_prefixes = True
     facts |= {"time of each alone, over that of all": alone_s / once_s, "apart, nats": _mean_difference(once, alone)}
-    own = facts.get(f"transformers' {job.config.model.dtype}, log-probabilities")
+    own = facts.get(f"transformers' {trainer.config.model.dtype}, log-probabilities")
     bound = OF_PEER * (own if isinstance(own, float) else 0.0) + EXACT
     if _mean_difference(once, alone) > bound:
         raise CheckError(
@@ -139,22 +141,22 @@ def shared(bench: Bench) -> Facts:
 
 def _against_transformers(bench: Bench, batch: RolloutBatch) -> Facts:
     """Compares the actor with transformers on these sequences; see `parity`."""
-    job = bench.job
-    own = batch if job.groups.coords.dp == 0 else batch.select([])
-    scored, _ = job.policy.score(own)
-    job.policy.start_optimizer(learning_rate(job.config))
-    algorithm = build(AlgorithmConfig(name="sft"), job.config.rollout)
-    metrics = job.policy.update(own, algorithm)
-    folder, low = job.config.model.path or "", DTYPES[job.config.model.dtype]
-    exact, loss, norm = by_transformers(folder, torch.float32, batch, job.device)
-    facts: Facts = {"layers": _layers(bench), "dtype": job.config.model.dtype, "tokens": exact.numel()}
+    trainer = bench.trainer
+    own = batch if trainer.groups.coords.dp == 0 else batch.select([])
+    scored, _ = trainer.actor.score(own)
+    trainer.actor.start_optimizer(learning_rate(trainer.config))
+    algorithm = build(AlgorithmConfig(name="sft"), trainer.config.rollout)
+    metrics = trainer.actor.update(own, algorithm)
+    folder, low = trainer.config.model.path or "", DTYPES[trainer.config.model.dtype]
+    exact, loss, norm = by_transformers(folder, torch.float32, batch, trainer.device)
+    facts: Facts = {"layers": _layers(bench), "dtype": trainer.config.model.dtype, "tokens": exact.numel()}
     facts |= {"loss": loss, "gradient norm": norm}
     bounds = {"log-probabilities": EXACT, "loss": EXACT, "gradient": EXACT}
     if low != torch.float32:
-        near, near_loss, near_norm = by_transformers(folder, low, batch, job.device)
+        near, near_loss, near_norm = by_transformers(folder, low, batch, trainer.device)
         peer = _mean_difference(near, exact), abs(near_loss / loss - 1), abs(near_norm / norm - 1)
         facts |= {
-            f"transformers' {job.config.model.dtype}, {name}": each for name, each in zip(bounds, peer, strict=True)
+            f"transformers' {trainer.config.model.dtype}, {name}": each for name, each in zip(bounds, peer, strict=True)
         }
         bounds = {
             "log-probabilities": OF_PEER * peer[0] + EXACT,
@@ -176,7 +178,7 @@ def _against_transformers(bench: Bench, batch: RolloutBatch) -> Facts:
 
 
 def _layers(bench: Bench) -> str:
-    return "TransformerEngine's" if bench.job.policy.uses_te else "Megatron's local ones"
+    return "TransformerEngine's" if bench.trainer.actor.uses_te else "Megatron's local ones"
 
 
 def _mean_difference(found: Tensor, expected: Tensor) -> float:
@@ -256,22 +258,22 @@ def by_transformers(
 
 def update(bench: Bench) -> Facts:
     """Compares tokens per second with plain Megatron-Core on the same batch; records MFU."""
-    job, config = bench.job, bench.job.config
-    num, length = config.train.batch_size, config.rollout.longest
-    batch = random_batch(job.arch.vocab_size, num, length, ragged=False)
+    trainer, config = bench.trainer, bench.trainer.config
+    num, length = config.train.batch_size, config.rollout.max_sequence_length
+    batch = random_batch(trainer.arch.vocab_size, num, length, ragged=False)
     algorithm = build(AlgorithmConfig(name="sft"), config.rollout)
-    job.policy.start_optimizer(learning_rate(config))
-    own_s = best_time(lambda: job.policy.update(batch, algorithm), job.device, 3)
-    job.policy.offload()
-    te, dtype = job.policy.uses_te, DTYPES[config.model.dtype]
-    plain = PlainMegatron(job.arch, dtype=dtype, device=job.device, te=te)
+    trainer.actor.start_optimizer(learning_rate(config))
+    own_s = best_time(lambda: trainer.actor.update(batch, algorithm), trainer.device, 3)
+    trainer.actor.offload()
+    te, dtype = trainer.actor.uses_te, DTYPES[config.model.dtype]
+    plain = PlainMegatron(trainer.arch, dtype=dtype, device=trainer.device, te=te)
     tokens_BT, rows = batch.tokens_P.view(num, length), max(1, config.actor.max_tokens_per_microbatch // length)
-    if job.device.type == "cuda":
+    if trainer.device.type == "cuda":
         torch.cuda.empty_cache()
-        rows = fitting_rows(job.arch, length, rows, torch.cuda.mem_get_info(job.device)[0], te=te)
-    plain_s = best_time(lambda: plain.update(tokens_BT, rows), job.device, 3)
+        rows = fitting_rows(trainer.arch, length, rows, torch.cuda.mem_get_info(trainer.device)[0], te=te)
+    plain_s = best_time(lambda: plain.update(tokens_BT, rows), trainer.device, 3)
     lens = [length] * num
-    rate = 3 * forward_flops(job.arch, lens) / own_s
+    rate = 3 * forward_flops(trainer.arch, lens) / own_s
     facts: Facts = {
         "layers": _layers(bench),
         "tokens of a microbatch": config.actor.max_tokens_per_microbatch,
@@ -279,10 +281,10 @@ def update(bench: Bench) -> Facts:
         "tokens/s": num * length / own_s,
         "tokens/s of plain Megatron-Core": num * length / plain_s,
         "ratio": plain_s / own_s,
-        "of the product's rate measured here": rate / matrix_rate(dtype, job.device),
+        "of the product's rate measured here": rate / matrix_rate(dtype, trainer.device),
     }
-    name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else ""
-    facts |= mfu_metrics(job.arch, lens, update_s=own_s, num_passes=1, world_size=1, device_name=name)
+    name = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else ""
+    facts |= mfu_metrics(trainer.arch, lens, update_s=own_s, num_passes=1, world_size=1, device_name=name)
     if plain_s / own_s < SLOWEST:
         raise CheckError(f"an update reaches {plain_s / own_s:.2f} of plain Megatron-Core's tokens per second", facts)
     return facts
@@ -293,19 +295,19 @@ def update(bench: Bench) -> Facts:
 
 def offload(bench: Bench) -> Facts:
     """Measures device and host memory over two offloads, and checks that the weights are the same afterwards."""
-    job, policy = bench.job, bench.job.policy
-    policy.start_optimizer(learning_rate(job.config))
-    batch = random_batch(job.arch.vocab_size, 2, job.config.rollout.longest)
-    policy.update(batch, build(AlgorithmConfig(name="sft"), job.config.rollout))
-    expected = stage_memory(job.config, job.arch, job.groups.grid)[0]
-    before, sums = _allocated(job.device), _sum(bench)
+    trainer, policy = bench.trainer, bench.trainer.actor
+    policy.start_optimizer(learning_rate(trainer.config))
+    batch = random_batch(trainer.arch.vocab_size, 2, trainer.config.rollout.max_sequence_length)
+    policy.update(batch, build(AlgorithmConfig(name="sft"), trainer.config.rollout))
+    expected = stage_memory(trainer.config, trainer.arch, trainer.groups.grid)[0]
+    before, sums = _allocated(trainer.device), _sum(bench)
     host = psutil.Process().memory_info().rss
     began = time.perf_counter()
     policy.offload()
-    synchronize(job.device)
+    synchronize(trainer.device)
     away_s = time.perf_counter() - began
-    freed, grown = before - _allocated(job.device), psutil.Process().memory_info().rss - host
-    back_s = seconds(lambda: policy.bring(*PARTS), job.device)
+    freed, grown = before - _allocated(trainer.device), psutil.Process().memory_info().rss - host
+    back_s = seconds(lambda: policy.onload(*PARTS), trainer.device)
     again = _sum(bench)
     policy.offload()
     twice = psutil.Process().memory_info().rss - host
@@ -318,7 +320,7 @@ def offload(bench: Bench) -> Facts:
     }
     if sums != again:
         raise CheckError(f"the restored weights have checksum {again:016x}, the offloaded ones {sums:016x}", facts)
-    if job.device.type == "cpu":
+    if trainer.device.type == "cpu":
         return facts | {"memory": "a CPU: nothing to measure"}
     facts |= {"GiB freed": freed / GIB, "GiB of the host": grown / GIB, "GiB of the host, the second time": twice / GIB}
     if freed < FREED * held:
@@ -338,29 +340,29 @@ def _allocated(device: torch.device) -> int:
 
 
 def _sum(bench: Bench) -> int:
-    return sum(bit_sum(tensor) for tensor in bench.job.policy.named_tensors().values())
+    return sum(bit_sum(tensor) for tensor in bench.trainer.actor.named_tensors().values())
 
 
 def cycles(bench: Bench) -> Facts:
     """Checks memory and responses over cycles of weight sync, sampling, sleep and an update with learning rate 0."""
-    job, engine = bench.job, bench.job.sampler.engine
-    batch = random_batch(job.arch.vocab_size, NUM_SEQUENCES, job.config.rollout.longest)
-    algorithm = build(AlgorithmConfig(name="sft"), job.config.rollout)
-    job.policy.start_optimizer(LearningRate(0.0, 0.0, "constant", 0, CYCLES))  # the weights do not change
+    trainer, engine = bench.trainer, bench.trainer.rollout_worker.engine
+    batch = random_batch(trainer.arch.vocab_size, NUM_SEQUENCES, trainer.config.rollout.max_sequence_length)
+    algorithm = build(AlgorithmConfig(name="sft"), trainer.config.rollout)
+    trainer.actor.start_optimizer(LearningRate(0.0, 0.0, "constant", 0, CYCLES))  # the weights do not change
     first: list[Any] = []
     asleep, awake, caches, captured = [], [], [], []
     for _ in range(CYCLES):
         bench.refit()
-        job.policy.offload()
+        trainer.actor.offload()
         engine.wake()
-        found = weight_sync_check.answers(engine.generate, job.arch, job.config.rollout)
+        found = weight_sync_check.sample_responses(engine.generate, trainer.arch, trainer.config.rollout)
         first = first or found
         awake.append(bench.used())
         caches.append(engine.stats()["kv_cache_bytes"])
         captured.append(int(engine.stats().get("captured_graphs", 0)))
         engine.sleep()
-        job.sampler.rest()
-        job.policy.update(batch, algorithm)  # its allocations must not stay in the memory of the cache
+        trainer.rollout_worker.release_engine()
+        trainer.actor.update(batch, algorithm)  # its allocations must not stay in the memory of the cache
         asleep.append(bench.used())
         moved = weight_sync_check.compare(first, found)
         if not moved.within(bench.tolerance):
@@ -368,7 +370,7 @@ def cycles(bench: Bench) -> Facts:
     facts: Facts = {"answers": str(moved), "GiB of the cache": max(caches) / GIB, "graphs captured": captured}
     if any(captured[1:]):
         raise CheckError(f"CUDA graphs were captured again after the engine slept: {captured}", facts)
-    if job.device.type == "cpu":
+    if trainer.device.type == "cpu":
         return facts | {"memory": "a CPU: nothing to measure"}
     facts |= {
         "GiB in use awake": [round(each / GIB, 3) for each in awake],
@@ -418,7 +420,7 @@ def links(device: torch.device) -> Facts:
 
 def _experts(bench: Bench) -> Facts:
     """Compares a MoE model with transformers; uses TransformerEngine's grouped GEMMs."""
-    if bench.job.arch.moe is None:
+    if bench.trainer.arch.moe is None:
         raise NotHereError("the given model has no experts")
     return parity(bench)
 
@@ -438,7 +440,7 @@ FUNCTIONS: dict[str, Callable[[Any], Facts]] = {
     "cycles": cycles,
     "offload": offload,
     "update": update,
-    "links": lambda bench: links(bench.job.device),
+    "links": lambda bench: links(bench.trainer.device),
     "parity_tp2": parity,
     "parity_pp2": parity,
     "parity_ep2": _experts,

@@ -9,7 +9,7 @@ from mrl.config.config import Config
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.init import random_init
-from mrl.trainer.resolve import load_model_facts
+from mrl.trainer.resolve import load_arch_and_tokenizer
 
 SPREAD = 4.0
 """Factor on random matrices. Without it the output would be almost uniform, and a wrong distribution would look right.
@@ -48,7 +48,7 @@ observe: {console: plain, tensorboard: false, report: false}
 
 def write_random(config: Config, folder: Path) -> list[str]:
     """Writes the config's model with random weights as a Hugging Face folder; returns the overrides that select it."""
-    arch, tokenizer = load_model_facts(config)
+    arch, tokenizer = load_arch_and_tokenizer(config)
     layout = hf_layout(arch, config.model.dtype)
     tensors = allocate(layout)
     random_init(arch, layout, tensors, config.run.seed)

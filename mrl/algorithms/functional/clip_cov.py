@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mrl.algorithms.functional.distributed_topk import largest
+from mrl.algorithms.functional.distributed_topk import top_k_mask
 from mrl.algorithms.functional.importance import at_least_fp32
 from mrl.algorithms.functional.losses import Surrogate, clipped_surrogate, token_log_ratio
 
@@ -82,7 +82,9 @@ def clip_cov_choice(
     surrogate = clipped_surrogate(logprobs_R, old_logprobs_R, advantages_R, clip_low=clip_low, clip_high=clip_high)
     between_R = (covariances_R > clip_cov_lb) & (covariances_R < clip_cov_ub)
     eligible_R = mask_R & between_R & (surrogate.clipped_R == 0)
-    return largest(torch.zeros_like(covariances_R), eligible_R, max(int(clip_cov_ratio * num), 1), uniforms_R, reduce)
+    return top_k_mask(
+        torch.zeros_like(covariances_R), eligible_R, max(int(clip_cov_ratio * num), 1), uniforms_R, reduce
+    )
 
 
 def clip_cov(
@@ -122,7 +124,7 @@ def kl_cov_choice(
     `clip_cov_choice`; `old_logprobs_R` is not used.
     """
     covariances_R, num = covariances(logprobs_R, advantages_R, mask_R, reduce)
-    return largest(covariances_R, mask_R, max(int(kl_cov_ratio * num), 1), uniforms_R, reduce)
+    return top_k_mask(covariances_R, mask_R, max(int(kl_cov_ratio * num), 1), uniforms_R, reduce)
 
 
 def kl_cov(

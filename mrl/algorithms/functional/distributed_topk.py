@@ -39,7 +39,9 @@ def kth_largest(values_R: Tensor, mask_R: Tensor, k: int, reduce: Callable[[Tens
     return _value(found)
 
 
-def largest(values_R: Tensor, mask_R: Tensor, k: int, uniforms_R: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+def top_k_mask(
+    values_R: Tensor, mask_R: Tensor, k: int, uniforms_R: Tensor, reduce: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Collective over data-parallel: returns True at the k largest of all ranks' values (all if fewer), bool [R].
 
     Args:

@@ -20,7 +20,7 @@ from torch import Tensor
 from mrl.algorithms.functional.importance import at_least_fp32
 from mrl.algorithms.functional.logprobs import VocabShard, chunks, gather_shards
 
-Kind = Literal["reverse_kl", "forward_kl", "jsd"]
+DivergenceKind = Literal["reverse_kl", "forward_kl", "jsd"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Divergence:
         chunk_rows: Number of rows of logits in memory at a time.
     """
 
-    kind: Kind
+    kind: DivergenceKind
     beta: float = 0.5
     temperature: float = 1.0
     chunk_rows: int = 1024
@@ -98,8 +98,8 @@ def linear_divergence(
 
 
 def _check(divergence: Divergence, rows_R: Tensor, teacher: OutputLayer, shard: VocabShard) -> None:
-    if divergence.kind not in get_args(Kind):
-        raise ValueError(f"divergence '{divergence.kind}' is unknown, expected {', '.join(get_args(Kind))}.")
+    if divergence.kind not in get_args(DivergenceKind):
+        raise ValueError(f"divergence '{divergence.kind}' is unknown, expected {', '.join(get_args(DivergenceKind))}.")
     if divergence.temperature <= 0 or divergence.chunk_rows < 1:
         raise ValueError(f"temperature={divergence.temperature}, chunk_rows={divergence.chunk_rows}: must be positive.")
     if divergence.kind == "jsd" and not 0 < divergence.beta < 1:

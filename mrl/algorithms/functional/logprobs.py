@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrl.types import Support
+from mrl.types import SamplingMask
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class VocabShard:
     group: dist.ProcessGroup | None = None
 
 
-class RowResults(Protocol):
+class RowKernels(Protocol):
     """Row-wise kernels on fp32 logits: softmax sums and gradients."""
 
     def sums(self, logits_CV: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -66,10 +66,10 @@ class RowResults(Protocol):
 
 
 class Operators:
-    """`RowResults` in PyTorch operators, for any device."""
+    """`RowKernels` in PyTorch operators, for any device."""
 
     def sums(self, logits_CV: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Implements `RowResults.sums`; the largest logit is subtracted."""
+        """Implements `RowKernels.sums`; the largest logit is subtracted."""
         if not logits_CV.size(1):  # a rank may have no token
             return logits_CV.new_tensor([[_LEAST], [0.0], [0.0]]).expand(3, logits_CV.size(0)), None
         largest = logits_CV.amax(1).clamp(min=_LEAST)
@@ -78,7 +78,7 @@ class Operators:
         return torch.stack([largest, total, powers.mul_(logits_CV).sum(1)]), largest
 
     def gradient(self, logits_CV: Tensor, normalizer_C: Tensor, slope_C: Tensor, bend_C: Tensor | None) -> Tensor:
-        """Implements `RowResults.gradient`."""
+        """Implements `RowKernels.gradient`."""
         probs = logits_CV.sub_(normalizer_C[:, None]).exp_()
         surprise = None if bend_C is None else torch.xlogy(probs, probs).mul_(bend_C[:, None])
         probs.mul_(-slope_C[:, None])
@@ -117,9 +117,9 @@ def linear_logprobs(
     *,
     shard: VocabShard,
     distribution: Distribution,
-    support: Support | None = None,
+    kept_tokens: SamplingMask | None = None,
     head: LogprobHead | None = None,
-    of_rows: RowResults = OPERATORS,
+    of_rows: RowKernels = OPERATORS,
     adds_gradient: AddsGradient | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Collective over `shard.group`: returns log p(target) and entropy of p = softmax(hidden weight^T / temperature).
@@ -135,7 +135,7 @@ def linear_logprobs(
         targets_R: Token id scored at each of these positions.
         shard: Vocabulary range of the weight's rows.
         distribution: Temperature and chunk size.
-        support: Tokens kept at each of the R rows, the same on all ranks of the group; None: all.
+        kept_tokens: Tokens kept at each of the R rows, the same on all ranks of the group; None: all.
         head: Output layer that computes the values; gradients and entropy are those of its logits. None: PyTorch.
         of_rows: Kernels for softmax sums and gradients.
         adds_gradient: Function that accumulates the weight's gradient, chunk by chunk; None: autograd does.
@@ -151,10 +151,10 @@ def linear_logprobs(
         raise ValueError(
             f"temperature={distribution.temperature}, chunk_rows={distribution.chunk_rows}: must be positive."
         )
-    if support is not None and support.counts_R.numel() != rows_R.numel():
-        raise ValueError(f"the support has {support.counts_R.numel()} rows, expected {rows_R.numel()}.")
+    if kept_tokens is not None and kept_tokens.counts_R.numel() != rows_R.numel():
+        raise ValueError(f"the support has {kept_tokens.counts_R.numel()} rows, expected {rows_R.numel()}.")
     logprobs_R, entropy_R = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_PH, weight_VH, rows_R, targets_R, shard, distribution, support, head, of_rows, adds_gradient
+        hidden_PH, weight_VH, rows_R, targets_R, shard, distribution, kept_tokens, head, of_rows, adds_gradient
     )
     return logprobs_R, entropy_R
 
@@ -169,9 +169,9 @@ class _LinearLogprobs(torch.autograd.Function):
         targets_R: Tensor,
         shard: VocabShard,
         distribution: Distribution,
-        support: Support | None,
+        support: SamplingMask | None,
         head: LogprobHead | None,
-        of_rows: RowResults,
+        of_rows: RowKernels,
         adds_gradient: AddsGradient | None,
     ) -> tuple[Tensor, Tensor]:
         weight = weight_VH[: shard.size]
@@ -270,7 +270,7 @@ def _scaled(logits: Tensor, targets: Tensor, shard: VocabShard, distribution: Di
 
 
 def _logprobs_of_head(
-    head: LogprobHead, logits: Tensor, targets: Tensor, temperature: float, kept: Support | None
+    head: LogprobHead, logits: Tensor, targets: Tensor, temperature: float, kept: SamplingMask | None
 ) -> Tensor:
     """Collective over the group: returns the log-probabilities of a chunk's targets over the kept tokens."""
     full_logits = head.full_logits(logits)
@@ -287,12 +287,12 @@ def _own_columns(targets: Tensor, shard: VocabShard) -> Tensor:
     return torch.where((own >= 0) & (own < shard.size), own, -1)
 
 
-def _support_of_chunks(support: Support | None, chunks: list[slice]) -> Sequence[Support | None]:
+def _support_of_chunks(support: SamplingMask | None, chunks: list[slice]) -> Sequence[SamplingMask | None]:
     """Returns the support of each chunk."""
     return [None] * len(chunks) if support is None else support.split([part.stop - part.start for part in chunks])
 
 
-def _drop(logits: Tensor, own: Tensor, kept: Support, shard: VocabShard) -> None:
+def _drop(logits: Tensor, own: Tensor, kept: SamplingMask, shard: VocabShard) -> None:
     """Sets the logits of tokens that a chunk does not keep to `_DROPPED`, in place, except the target's."""
     rows = torch.arange(logits.size(0)).repeat_interleave(kept.counts_R)
     columns = kept.ids_K.long() - shard.start

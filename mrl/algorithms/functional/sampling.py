@@ -1,7 +1,7 @@
 """Token sampling: truncation, counter-based random numbers, and inverse-CDF sampling.
 
 Every function treats each row independently, so that a token does not depend on the rest of the batch. The trainer does
-not truncate: it scores over the tokens that the engine kept (`types.Support`).
+not truncate: it scores over the tokens that the engine kept (`types.SamplingMask`).
 
 Shapes: N rows (one next token each), V true vocabulary, K candidates.
 """

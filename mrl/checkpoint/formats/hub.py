@@ -102,7 +102,7 @@ def check_same_models(config: Config) -> None:
             "model.tokenizer, reference.path, critic.path, reward.model.path or a teacher's). Download it again on "
             "every host, or give a folder that all hosts share."
         )
-        error.everywhere = True
+        error.on_all_ranks = True
         raise error
 
 

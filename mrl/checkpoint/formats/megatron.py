@@ -36,7 +36,7 @@ from mrl.config.did_you_mean import did_you_mean_path
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec, critic_of
 from mrl.models.hf_config import arch_from_folder, family_of
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dist_checkpoint import (
     EXTRA_STATE,
     Shard,
@@ -229,7 +229,7 @@ class MegatronSource(Source):
 class MegatronTarget(Target):
     """A distributed checkpoint, written as the ranks of a parallel layout would save it."""
 
-    def __init__(self, arch: ArchSpec, grid: Grid, dtype: str) -> None:
+    def __init__(self, arch: ArchSpec, grid: ParallelLayout, dtype: str) -> None:
         """Plans the files: one for each rank that writes anything.
 
         Args:

@@ -25,7 +25,7 @@ from mrl.distributed.watchdog.stdio import tolerate_closed_pipes
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_folder
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.regions import full_region, volume
 from mrl.resharding.trtllm import TrtllmMapping
@@ -180,7 +180,7 @@ def megatron_target(args: argparse.Namespace, source: Source) -> MegatronTarget:
     stage = tp
     while stage % (ep * (tp if etp is None else etp)):
         stage += tp
-    grid = Grid(
+    grid = ParallelLayout(
         stage * pp,
         tp=tp,
         pp=pp,

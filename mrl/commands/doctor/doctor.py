@@ -357,12 +357,12 @@ class Doctor:
         yield "data", lambda: run_files.check_data(config)
 
     def _checkpoint_bytes(self) -> int | None:
-        from mrl.trainer.resolve import load_model_facts
+        from mrl.trainer.resolve import load_arch_and_tokenizer
 
         if self._config is None:
             return None
         try:
-            return run_files.checkpoint_bytes(self._config, load_model_facts(self._config)[0])
+            return run_files.checkpoint_bytes(self._config, load_arch_and_tokenizer(self._config)[0])
         except UserError:
             return None  # `check_config` reports it
 

@@ -39,7 +39,7 @@ def check_config(config: Config, file: str, started: int) -> Iterator[Finding]:
     grid = found.grid
     layout = f"fits {grid.world_size} ranks ({size.why}): "
     layout += f"tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}"
-    layout += f", and {grid.rollout_ranks} for rollouts only" if grid.has_roles else ""
+    layout += f", and {grid.rollout_ranks} for rollouts only" if grid.has_separate_rollout else ""
     model = config.model.path or config.model.preset
     yield ok("config", f"{model}: {num_parameters(found.arch) / GB:.3g} x 10^9 parameters; {layout}")
 

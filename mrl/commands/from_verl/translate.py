@@ -27,7 +27,7 @@ from mrl.commands.from_verl.translation import Translation
 from mrl.commands.from_verl.verl_run import VerlRun, format_value, is_unset
 from mrl.config.config import Config, RolloutConfig
 from mrl.config.keys import nested
-from mrl.config.megatron_fields.table import TABLE, is_own
+from mrl.config.megatron_fields.table import TABLE, is_default
 from mrl.config.values import Values
 from mrl.config.verl_keys import translated_keys
 from mrl.config.verl_keys.translated_keys import (
@@ -48,7 +48,7 @@ from mrl.config.verl_keys.translated_keys import (
 from mrl.config.verl_keys.verl_renamed import with_current_names
 from mrl.engines._support import engine_support
 from mrl.errors import UserError
-from mrl.trainer.validation.parallel import grid_of
+from mrl.trainer.validation.parallel import build_parallel_layout
 
 Pair = tuple[str, Any]
 
@@ -216,7 +216,7 @@ def _passed(verl: VerlRun) -> Iterator[Pair]:
                 verl.notes[key] = "Megatron has no such field"
             elif what.kind == "derived":
                 verl.decided[key] = what.why
-            elif is_own(section, name, value):
+            elif is_default(section, name, value):
                 verl.decided[key] = "it is the default"
             elif what.why:
                 verl.notes[key] = what.why
@@ -406,10 +406,10 @@ def _hosts(verl: VerlRun, rollout: RolloutConfig) -> tuple[int, int]:
 
 def _ranks_of_a_host(config: Config, num_nodes: int, gpus: int) -> int:
     """Returns the fewest ranks per host, at least its GPUs, that the config's parallel layout divides."""
-    grid = grid_of(config, 1)
+    grid = build_parallel_layout(config, 1)
     own = grid.rollout_ranks
-    unit = grid.fewest_ranks - own
-    for ranks in range(gpus, gpus + grid.fewest_ranks + 1):
+    unit = grid.min_world_size - own
+    for ranks in range(gpus, gpus + grid.min_world_size + 1):
         training = num_nodes * ranks - own
         if training > 0 and training % unit == 0:
             return ranks

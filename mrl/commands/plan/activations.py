@@ -14,7 +14,7 @@ from mrl.algorithms.functional.sampling import truncates
 from mrl.commands.plan.recompute import recompute_of
 from mrl.config.config import Config, LearnsFrom
 from mrl.models.base import ArchSpec
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import chunk_layers, padded_vocab
 
 FP32 = 4
@@ -43,7 +43,9 @@ class LargestMicrobatch:
     count: int
 
 
-def largest_microbatch(config: Config, grid: Grid, *, learns_from: LearnsFrom = "samples") -> LargestMicrobatch:
+def largest_microbatch(
+    config: Config, grid: ParallelLayout, *, learns_from: LearnsFrom = "samples"
+) -> LargestMicrobatch:
     """Returns the microbatch that needs most memory, before context parallelism splits it.
 
     Args:
@@ -108,7 +110,7 @@ class ActorShape:
         self,
         config: Config,
         arch: ArchSpec,
-        grid: Grid,
+        grid: ParallelLayout,
         *,
         te: bool,
         compiled: bool = False,
@@ -132,7 +134,7 @@ class ActorShape:
             self._masks -= self._masks // self.microbatch.together
         # with context parallelism the keys of a rank's segments start before its own tokens
         if grid.cp > 1 and self.microbatch.together > 1:
-            self._keys = min(self.microbatch.slots, self._slots + 2 * config.rollout.longest)
+            self._keys = min(self.microbatch.slots, self._slots + 2 * config.rollout.max_sequence_length)
         self._scored = -(-self.microbatch.scored // grid.cp)
         self._own_tokens = self._tokens // (grid.tp if config.parallel.sequence_parallel else 1)
         self._vocab = padded_vocab(arch, grid.tp) // grid.tp

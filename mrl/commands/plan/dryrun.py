@@ -19,7 +19,7 @@ from mrl.config.megatron_fields.defaults import ddp_defaults, overlaps_gradients
 from mrl.engines._support import engine_support, memory_plan
 from mrl.models.base import ArchSpec
 from mrl.models.transformer_engine import asked_for
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import megatron_layouts
 from mrl.resharding.plan import TransferPlan, make_plan
 from mrl.trainer.resolve import Resolved, check_run, check_run_folder
@@ -48,7 +48,7 @@ def describe(config: Config, size: WorldSize, *, launcher: str | None = None) ->
     config, grid = found.config, found.grid
     context = f" x cp {grid.cp}" if grid.cp > 1 else ""
     stages = f" x pp {grid.rollout_pp}" if grid.rollout_pp > 1 else ""
-    own = f" + {grid.rollout_ranks} that only sample" if grid.has_roles else ""
+    own = f" + {grid.rollout_ranks} that only sample" if grid.has_separate_rollout else ""
     shown = range(min(grid.world_size, MAX_ROWS))
     lines = [
         f"dry run of {grid.world_size} rank(s) ({size.why}), nothing was started",
@@ -83,7 +83,7 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
     )
     warm = train.warm_start.num_steps
     yield "steps", f"{_steps(train)} of {config.algorithm.name}" + (f" after {warm} supervised" if warm else "")
-    each = config.rollout.longest
+    each = config.rollout.max_sequence_length
     supervised = found.algorithm.supervised
     num_samples = train.batch_size * found.algorithm.num_samples
     product = {
@@ -118,14 +118,14 @@ def _memory(found: Resolved) -> Iterator[tuple[str, str]]:
         "optimizer": fullest.optimizer,
         **({"engine's weights": fullest.engine} if found.needs_engine else {}),
     }
-    of_engine = parts.pop("engine's weights") if grid.has_roles else 0
+    of_engine = parts.pop("engine's weights") if grid.has_separate_rollout else 0
+    which = " that trains" if grid.has_separate_rollout else ""
     yield (
         "memory",
         " + ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items())
-        + f" = {sum(parts.values()) / MIB:,.1f} MiB on the fullest rank{' that trains' if grid.has_roles else ''}, by "
-        "the shapes of the tensors",
+        + f" = {sum(parts.values()) / MIB:,.1f} MiB on the fullest rank{which}, by the shapes of the tensors",
     )
-    if grid.has_roles:
+    if grid.has_separate_rollout:
         yield "", f"engine's weights {of_engine / MIB:,.1f} MiB on a rank that samples"
     if found.critic is not None:
         own = max(stage_memory(critic_config(config), found.critic, grid), key=lambda one: one.total)
@@ -168,13 +168,13 @@ def _steps(train: TrainConfig) -> str:
 
 def _num_microbatches(found: Resolved, num_sequences: int) -> int:
     """Returns the number of full-length microbatches, a multiple of the stages of an interleaved pipeline."""
-    together = found.config.actor.max_tokens_per_microbatch // found.config.rollout.longest
+    together = found.config.actor.max_tokens_per_microbatch // found.config.rollout.max_sequence_length
     count = math.ceil(num_sequences / max(1, together))
     multiple = found.grid.pp if found.grid.vpp > 1 else 1
     return -(-count // multiple) * multiple
 
 
-def _refit(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[str]:
+def _refit(config: Config, arch: ArchSpec, grid: ParallelLayout) -> Iterator[str]:
     cost = refit_plan(config, arch, grid)
     bucket_bytes = config.rollout.checkpoint_engine.update_weights_bucket_megabytes * MIB
     yield "# refit, each time the weights change"
@@ -185,14 +185,14 @@ def _refit(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[str]:
     yield ""
 
 
-def refit_plan(config: Config, arch: ArchSpec, grid: Grid) -> TransferPlan:
+def refit_plan(config: Config, arch: ArchSpec, grid: ParallelLayout) -> TransferPlan:
     """Plans the copies of a weight sync between all ranks of a layout."""
     dtype = config.model.dtype
     sources = megatron_layouts(arch, grid, dtype=dtype, te=False)
     return make_plan(sources, memory_plan(config).layouts(config, arch, grid))
 
 
-def _row(grid: Grid, rank: int) -> str:
+def _row(grid: ParallelLayout, rank: int) -> str:
     at = grid.coords(rank) if rank in grid.trainers else None
     places = ["-"] * 3 if at is None else [at.tp, at.dp, at.pp]
     replica = grid.replica(rank) if rank in grid.samplers else "-"

@@ -18,7 +18,7 @@ from mrl.engines._support import memory_plan
 from mrl.models.base import ArchSpec
 from mrl.observability.hardware import Hardware
 from mrl.observability.metrics import forward_flops
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.trainer.resolve import Resolved
 from mrl.trainer.validation.critic import critic_config
@@ -93,7 +93,9 @@ def _trained_flops(found: Resolved, arch: ArchSpec) -> float:
     """Returns the FLOPs of one forward over a step's samples; samples of a microbatch share their prompt's."""
     rollout, count = found.config.rollout, found.config.train.batch_size * found.algorithm.num_samples
     together = largest_microbatch(found.config, found.grid, learns_from=found.algorithm.learns_from).together
-    prompt, sequence = (forward_flops(arch, [length]) for length in (rollout.prompt_length, rollout.longest))
+    prompt, sequence = (
+        forward_flops(arch, [length]) for length in (rollout.prompt_length, rollout.max_sequence_length)
+    )
     return count * (sequence - prompt) + math.ceil(count / together) * prompt
 
 
@@ -145,7 +147,7 @@ def _bubble(found: Resolved) -> float:
 
 
 def _rollout(
-    config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware, kv_rows: int
+    config: Config, arch: ArchSpec, grid: ParallelLayout, hardware: Hardware, kv_rows: int
 ) -> tuple[float, float, int, str]:
     """Returns (prefill s, decode s, decode passes, bottleneck) of the replica with most prompts."""
     rollout = config.rollout
@@ -166,7 +168,9 @@ def _rollout(
     return prefill, steps * each, steps, "all-reduces" if links > max(memory, times["FLOPs"]) else bound_by
 
 
-def _decode_pass(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware, rows: int) -> dict[str, float]:
+def _decode_pass(
+    config: Config, arch: ArchSpec, grid: ParallelLayout, hardware: Hardware, rows: int
+) -> dict[str, float]:
     """Returns the duration of each part of a decode pass over `rows` sequences, s."""
     rollout = config.rollout
     size = ITEM_BYTES[rollout.dtype or config.model.dtype]
@@ -190,7 +194,7 @@ def _decode_pass(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware,
     }
 
 
-def _unread_bytes(arch: ArchSpec, grid: Grid, rows: int, size: int) -> float:
+def _unread_bytes(arch: ArchSpec, grid: ParallelLayout, rows: int, size: int) -> float:
     """Returns the bytes of the embedding, which is only looked up, and the expected bytes of experts without tokens."""
     unread = 0.0
     if not arch.tie_word_embeddings:

@@ -15,10 +15,10 @@ from mrl.config.config import Config
 from mrl.engines._memory_plan import Device
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.trainer.resolve import Resolved
 from mrl.trainer.validation import validate
-from mrl.trainer.validation.parallel import grid_of
+from mrl.trainer.validation.parallel import build_parallel_layout
 
 GB = 1e9
 MAX_CHANGES = 3
@@ -50,7 +50,7 @@ class Shortage:
     missing: int
 
 
-def device_of(hardware: Hardware, grid: Grid) -> Device:
+def device_of(hardware: Hardware, grid: ParallelLayout) -> Device:
     """Returns a GPU's usable memory and the allowance for context and communicators."""
     stage = len(grid.trainers) // grid.pp
     experts = (grid.ep, grid.expert_tp, stage // (grid.ep * grid.expert_tp)) if grid.ep * grid.expert_tp > 1 else ()
@@ -114,13 +114,13 @@ def check_fits(found: Resolved, hardware: Hardware, stages: list[StageMemory]) -
     )
 
 
-def describe_ranks(stage: StageMemory, grid: Grid) -> str:
+def describe_ranks(stage: StageMemory, grid: ParallelLayout) -> str:
     """Describes the ranks that a stage's memory belongs to."""
     if stage.stage is None:
         return "every rank that samples"
     if grid.pp > 1:
         return f"stage {stage.stage} (rank {stage.rank} and others)"
-    return "every rank that trains" if grid.has_roles else "every rank"
+    return "every rank that trains" if grid.has_separate_rollout else "every rank"
 
 
 def _advice(found: Resolved, hardware: Hardware) -> str:
@@ -211,7 +211,7 @@ def _missing(found: Resolved, hardware: Hardware) -> int:
     return missing
 
 
-def _memory_options(config: Config, grid: Grid, hardware: Hardware) -> Iterator[list[Overrides]]:
+def _memory_options(config: Config, grid: ParallelLayout, hardware: Hardware) -> Iterator[list[Overrides]]:
     """Yields settings that save memory, cheap ones first; each with its alternatives, small changes first."""
     actor, rollout, parallel = config.actor, config.rollout, config.parallel
     if not rollout.free_cache_engine:
@@ -230,7 +230,7 @@ def _memory_options(config: Config, grid: Grid, hardware: Hardware) -> Iterator[
     if not (actor.grad_offload and actor.optimizer_offload and actor.param_offload):
         yield [dict.fromkeys(offloads[:count], True) for count in (1, 2, 3)]
     yield [{"actor.recompute": name} for name in RECOMPUTE[RECOMPUTE.index(actor.recompute) + 1 :]]
-    longest = config.rollout.longest
+    longest = config.rollout.max_sequence_length
     smaller = (actor.max_tokens_per_microbatch // part for part in (2, 4, 8))
     yield [{"actor.max_tokens_per_microbatch": size} for size in smaller if size >= longest]
     wider = [2**power for power in range(1, 8)]
@@ -274,7 +274,7 @@ def with_overrides(found: Resolved, overrides: Overrides, world_size: int | None
     ranks = world_size or found.grid.world_size
     validate.check(config, found.arch, ranks, found.tokenizer.vocab_size, learns_from=found.algorithm.learns_from)
     own = {item.name: getattr(found, item.name) for item in fields(Resolved)}
-    return Resolved(**{**own, "config": config, "grid": grid_of(config, ranks)})
+    return Resolved(**{**own, "config": config, "grid": build_parallel_layout(config, ranks)})
 
 
 def _changed(found: Resolved, overrides: Overrides, world_size: int | None = None) -> Resolved | None:

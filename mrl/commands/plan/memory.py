@@ -21,7 +21,7 @@ from mrl.engines._memory_plan import FP32_BYTES, Device, EngineMemory
 from mrl.engines._support import memory_plan
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.models.transformer_engine import asked_for
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.buckets import MIN_ROUND_BYTES, NUM_BUFFERS, PIPELINE_ROUNDS
 from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.resharding.dtypes import expert_index_dtype
@@ -112,7 +112,7 @@ class StageMemory:
         return max(self.phases, key=self.total)
 
 
-def stage_memory(config: Config, arch: ArchSpec, grid: Grid) -> list[Memory]:
+def stage_memory(config: Config, arch: ArchSpec, grid: ParallelLayout) -> list[Memory]:
     """Returns the permanent memory of the actor on a rank of each pipeline stage, and its engine's weights."""
     in_fp32 = config.megatron.ddp.get("grad_reduce_in_fp32", True)
     gradient_bytes = GRADIENT_BYTES if in_fp32 else ITEM_BYTES[config.model.dtype]
@@ -162,7 +162,7 @@ def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None 
         _trainer(found, device, stage, arriving, shape.activations(stage), own, others)
         for stage, (own, *others) in enumerate(models)
     ]
-    return [*stages, _sampler(found, device, arriving)] if grid.has_roles and found.needs_engine else stages
+    return [*stages, _sampler(found, device, arriving)] if grid.has_separate_rollout and found.needs_engine else stages
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def _trainer(
 ) -> StageMemory:
     """Returns the memory of a rank that trains; `others` are the holders of critic, teachers and reward model."""
     config, grid, algorithm = found.config, found.grid, found.algorithm
-    samples = found.needs_engine and not grid.has_roles
+    samples = found.needs_engine and not grid.has_separate_rollout
     moved = arriving if samples else arriving * math.ceil(len(grid.samplers) / len(grid.trainers))
     critic, teachers, reward = others
     actor, staying, away = _trained(config, grid, own, device)
@@ -256,7 +256,7 @@ def _trainer(
 
 
 def _trained(
-    config: Config, grid: Grid, own: Memory, device: Device
+    config: Config, grid: ParallelLayout, own: Memory, device: Device
 ) -> tuple[list[_Holder], dict[str, int], dict[str, int]]:
     """Returns (holders of host copies, parts that stay on the device, offloaded parts) of a trained model."""
     host_copies = offloaded(config, own)
@@ -387,7 +387,7 @@ def offloaded(config: Config, own: Memory) -> dict[str, int]:
     return {part: size for part, (is_offloaded, size) in copies.items() if is_offloaded}
 
 
-def checkpoint_copy_bytes(config: Config, grid: Grid, own: Memory) -> int:
+def checkpoint_copy_bytes(config: Config, grid: ParallelLayout, own: Memory) -> int:
     """Returns the copies of a rank's shard for an asynchronous checkpoint, bytes; data-parallel ranks split it."""
     if not config.checkpoint.async_save:
         return 0
@@ -397,7 +397,7 @@ def checkpoint_copy_bytes(config: Config, grid: Grid, own: Memory) -> int:
     return math.ceil(own.weights / writers) + optimizer
 
 
-def replayed_bytes(config: Config, arch: ArchSpec, grid: Grid, stage: int) -> int:
+def replayed_bytes(config: Config, arch: ArchSpec, grid: ParallelLayout, stage: int) -> int:
     """Returns the routing record on a rank of a stage, bytes, if every response has its full length.
 
     It has the samples of its data-parallel index in the stage's layers, twice those of a minibatch for the split into
@@ -408,10 +408,12 @@ def replayed_bytes(config: Config, arch: ArchSpec, grid: Grid, stage: int) -> in
         return 0
     in_minibatch = (config.train.minibatch_size or config.train.batch_size) * config.rollout.n
     own = (math.ceil(samples / grid.dp) + 2 * math.ceil(in_minibatch / grid.dp)) * len(stage_layers(arch, grid)[stage])
-    return own * _choice_bytes(config, arch.moe) + (0 if grid.has_roles else routing_bytes(config, arch, grid))
+    return own * _choice_bytes(config, arch.moe) + (
+        0 if grid.has_separate_rollout else routing_bytes(config, arch, grid)
+    )
 
 
-def routing_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
+def routing_bytes(config: Config, arch: ArchSpec, grid: ParallelLayout) -> int:
     """Returns the engine's routing record of all layers on the rank that sends a replica's samples, bytes."""
     if config.actor.router_replay != "rollout" or arch.moe is None:
         return 0
@@ -421,10 +423,10 @@ def routing_bytes(config: Config, arch: ArchSpec, grid: Grid) -> int:
 
 def _choice_bytes(config: Config, moe: MoeSpec) -> int:
     """Returns the routing record of a sequence in one layer, bytes."""
-    return config.rollout.longest * moe.top_k * expert_index_dtype(moe.num_experts).itemsize
+    return config.rollout.max_sequence_length * moe.top_k * expert_index_dtype(moe.num_experts).itemsize
 
 
-def staging_bytes(config: Config, grid: Grid, moved_bytes: int) -> int:
+def staging_bytes(config: Config, grid: ParallelLayout, moved_bytes: int) -> int:
     """Returns the buffers of a weight sync, bytes: two to send and two to receive, or one of each for one round."""
     if grid.world_size == 1 or not moved_bytes:
         return 0
@@ -445,7 +447,7 @@ def _update(used: Activations, step: int) -> dict[str, int]:
     return {"activations": used.saved, "backward of a layer": used.backward}
 
 
-def _actor_elements(arch: ArchSpec, grid: Grid) -> list[tuple[int, int]]:
+def _actor_elements(arch: ArchSpec, grid: ParallelLayout) -> list[tuple[int, int]]:
     """Returns (dense elements, expert elements) of a rank of each stage."""
     layers = chunk_layers(arch, grid)
     sizes = _actor_parts(arch, grid.tp, grid.ep, grid.expert_tp)
@@ -471,7 +473,7 @@ class _Parts:
 @functools.cache
 def _actor_parts(arch: ArchSpec, tp: int, ep: int, etp: int) -> _Parts:
     """Returns the elements of a layer, of its experts, of the embedding, and of final norm and output layer."""
-    grid = Grid(math.lcm(tp, ep * etp), tp=tp, ep=ep, etp=etp)
+    grid = ParallelLayout(math.lcm(tp, ep * etp), tp=tp, ep=ep, etp=etp)
     layout = megatron_layout(replace(arch, num_layers=1), grid, 0, dtype="bfloat16", te=False)
     layer = {name: stored for name, stored in layout.items() if ".layers." in name}
     experts = {name: stored for name, stored in layer.items() if ".experts." in name}

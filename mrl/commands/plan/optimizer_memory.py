@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mrl.config.config import Config
-from mrl.config.megatron_fields.table import own_value
+from mrl.config.megatron_fields.table import default_value
 from mrl.config.megatron_fields.values import DTYPES
 from mrl.resharding.copy_op import ITEM_BYTES
 
@@ -90,11 +90,11 @@ def _hybrid(config: Config, owned: int, held: int, masters: int, saved: int) -> 
 
 def _field(config: Config, name: str) -> float:
     """Returns the value of an optimizer field or its default; flags as 1 or 0."""
-    return float(config.megatron.optimizer.get(name, own_value("optimizer", name)))
+    return float(config.megatron.optimizer.get(name, default_value("optimizer", name)))
 
 
 def _dtype(config: Config, name: str) -> str:
-    return DTYPES[config.megatron.optimizer.get(name, own_value("optimizer", name))]
+    return DTYPES[config.megatron.optimizer.get(name, default_value("optimizer", name))]
 
 
 def _bytes(config: Config, name: str) -> int:

@@ -77,7 +77,7 @@ def _layout(found: Resolved, hardware: Hardware) -> Iterator[str]:
     arch, grid = found.arch, found.grid
     nodes = -(-grid.world_size // hardware.gpus_per_node)
     yield f"{format_count(grid.world_size, 'rank')} on {format_count(nodes, 'node')} of {hardware.gpus_per_node}"
-    if grid.has_roles:
+    if grid.has_separate_rollout:
         train, sample = (f"{ranks.start}-{ranks.stop - 1}" for ranks in (grid.trainers, grid.samplers))
         yield f"roles     ranks {train} train, ranks {sample} only sample ({key_of(found.config.rollout)})"
     mpi = engine_support(found.config.rollout.name).needs_mpi(found.config.rollout)
@@ -112,7 +112,7 @@ def _memory(found: Resolved, stages: list[StageMemory], capacity: int, hardware:
     fullest = _fullest(trainers)
     if fullest.host:
         yield f"  host memory: {fullest.host / GB:.2f} GB for models and engine that are offloaded"
-        sleeps = found.config.rollout.free_cache_engine and not found.grid.has_roles
+        sleeps = found.config.rollout.free_cache_engine and not found.grid.has_separate_rollout
         engine = memory_plan(found.config)
         if found.needs_engine and engine.discards_weights and sleeps:
             size = engine.weight_bytes(found.config, found.arch, found.grid) / GB
@@ -175,8 +175,8 @@ def _times(
     bubble = f", {times.bubble_frac:.0%} pipeline bubble" if times.bubble_frac else ""
     rows += [("update", times.update, f"{hardware.train_flops_frac:.0%} of {_rate(hardware)}{bubble}")]
     refit_s = 0.0 if found.algorithm.supervised else refit.seconds
-    total, note = step_time(times, refit_s, has_roles=found.grid.has_roles, overlaps=overlaps), ""
-    if found.grid.has_roles:
+    total, note = step_time(times, refit_s, has_roles=found.grid.has_separate_rollout, overlaps=overlaps), ""
+    if found.grid.has_separate_rollout:
         note = "rollouts and training at the same time; " if overlaps else ""
         note += f"ranks that train wait {total.idle_trainers:.0%} of it, those that sample {total.idle_samplers:.0%}"
     rows += [("total", total.step, note)]

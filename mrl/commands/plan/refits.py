@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from mrl.commands.plan.memory import staging_bytes
 from mrl.config.config import Config
 from mrl.engines._support import memory_plan
-from mrl.models.base import ArchSpec, Place
+from mrl.models.base import ArchSpec, PipelineStage
 from mrl.observability.hardware import Hardware
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import chunk_layers, megatron_layouts
 from mrl.resharding.shards import param_specs, parts_of
 from mrl.resharding.transfer_cost import ReceivedBytes, Traffic, traffic
@@ -40,7 +40,7 @@ class RefitPrediction:
     staging_bytes: int
 
 
-def predict_refit(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware) -> RefitPrediction:
+def predict_refit(config: Config, arch: ArchSpec, grid: ParallelLayout, hardware: Hardware) -> RefitPrediction:
     """Predicts bytes and duration of a weight sync."""
     few, places, times = one_layer_of_each(arch, grid) if grid.rollout_pp == 1 else (arch, grid, {})
     sources = megatron_layouts(few, places, dtype=config.model.dtype, te=True)
@@ -69,7 +69,7 @@ def predict_refit(config: Config, arch: ArchSpec, grid: Grid, hardware: Hardware
     )
 
 
-def one_layer_of_each(arch: ArchSpec, grid: Grid) -> tuple[ArchSpec, Grid, dict[str, int]]:
+def one_layer_of_each(arch: ArchSpec, grid: ParallelLayout) -> tuple[ArchSpec, ParallelLayout, dict[str, int]]:
     """Returns a model with one layer per chunk of each stage, its layout, and each tensor's number of real layers.
 
     All layers of a chunk are sharded alike, so the prediction for thousands of ranks takes seconds.
@@ -80,7 +80,7 @@ def one_layer_of_each(arch: ArchSpec, grid: Grid) -> tuple[ArchSpec, Grid, dict[
     for place, layers in chunk_layers(few, places).items():
         for layer in layers:
             for spec in param_specs(arch):
-                if spec.place is Place.LAYER:
+                if spec.place is PipelineStage.LAYER:
                     experts = range(arch.moe.num_experts) if arch.moe and spec.kind.is_expert else range(1)
                     for part in parts_of(spec, arch):
                         for expert in experts:

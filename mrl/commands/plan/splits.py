@@ -23,7 +23,7 @@ from mrl.engines._support import engine_support
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
 from mrl.observability.text_format import format_count
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.trainer.resolve import Resolved
 
 TIMED_RANKS = 1 << 13
@@ -54,7 +54,7 @@ class Split:
     known: RefitPrediction | None = None
 
     @property
-    def grid(self) -> Grid:
+    def grid(self) -> ParallelLayout:
         """Parallel layout of all ranks."""
         return self.found.grid
 
@@ -65,17 +65,19 @@ class Split:
 
     def step(self, *, overlaps: bool) -> StepTime:
         """Returns the duration of a step."""
-        return step_time(self.durations, self.refit.seconds, has_roles=self.grid.has_roles, overlaps=overlaps)
+        return step_time(
+            self.durations, self.refit.seconds, has_roles=self.grid.has_separate_rollout, overlaps=overlaps
+        )
 
     def step_lower_bound(self, *, overlaps: bool) -> float:
         """Returns the duration of a step without its weight sync, s, a lower bound."""
-        return step_time(self.durations, 0.0, has_roles=self.grid.has_roles, overlaps=overlaps).step
+        return step_time(self.durations, 0.0, has_roles=self.grid.has_separate_rollout, overlaps=overlaps).step
 
     @property
     def description(self) -> str:
         """Number of ranks that train and that sample, in words."""
         grid = self.grid
-        if not grid.has_roles:
+        if not grid.has_separate_rollout:
             return f"all {grid.world_size} ranks train and sample alternately"
         return f"{format_count(len(grid.trainers), 'rank')} train and {len(grid.samplers)} sample"
 
@@ -184,7 +186,7 @@ def _exclusion_reason(message: str) -> str:
 # words ----------------------------------------------------------------------------------------------------------------
 
 
-def splits_text(splits: Splits, own: Grid, *, overlaps: bool) -> Iterator[str]:
+def splits_text(splits: Splits, own: ParallelLayout, *, overlaps: bool) -> Iterator[str]:
     """Yields the table of splits, the best one, and the reason."""
     ranked = splits.ranked(overlaps=overlaps)
     yield (
@@ -204,17 +206,17 @@ def splits_text(splits: Splits, own: Grid, *, overlaps: bool) -> Iterator[str]:
     if splits.left_out:
         yield f"  left out: {_reasons(splits)}"
     yield f"  best: {explain_fastest(ranked, overlaps=overlaps)}"
-    if not overlaps and any(split.grid.has_roles for split in splits.fitting):
+    if not overlaps and any(split.grid.has_separate_rollout for split in splits.fitting):
         yield f"  best with train.mode=async: {explain_fastest(splits.ranked(overlaps=True), overlaps=True)}"
 
 
-def _row(split: Split, own: Grid, *, best: bool, overlaps: bool) -> str:
+def _row(split: Split, own: ParallelLayout, *, best: bool, overlaps: bool) -> str:
     grid, step = split.grid, split.step(overlaps=overlaps)
     mark = "*" if best else " "
     marker = "  this config" if grid == own else ""
     sizes = [max((stage.total(stage.peak) for stage in part), default=0) for part in _sides(split)]
-    samples = str(len(grid.samplers)) if grid.has_roles else "same"
-    waits = [f"{idle:.0%}" if grid.has_roles else "-" for idle in (step.idle_trainers, step.idle_samplers)]
+    samples = str(len(grid.samplers)) if grid.has_separate_rollout else "same"
+    waits = [f"{idle:.0%}" if grid.has_separate_rollout else "-" for idle in (step.idle_trainers, step.idle_samplers)]
     memory = ", ".join(f"{size / GB:.0f}" for size in sizes if size)
     return (
         f"{mark:>2}{len(grid.trainers):>7}{samples:>8}{step.refit:>9.3f}{step.rollouts:>10.2f}{step.training:>10.2f}"
@@ -243,7 +245,7 @@ def explain_fastest(ranked: list[Split], *, overlaps: bool) -> str:
     step = best.step(overlaps=overlaps)
     keys = f" ({format_overrides(best.overrides)})" if best.overrides else ", as the config has it"
     sentences = [f"{best.description}{keys}, {step.step:.2f} s a step"]
-    if best.grid.has_roles:
+    if best.grid.has_separate_rollout:
         longer = "rollouts take" if step.rollouts > step.training else "training takes"
         waits = "" if overlaps else ", and each kind waits while the other works"
         sentences.append(
@@ -253,10 +255,12 @@ def explain_fastest(ranked: list[Split], *, overlaps: bool) -> str:
     else:
         sentences.append("no rank waits for another kind of rank")
     sentences.append(f"the refit costs {step.refit / step.step:.1%}")
-    rival = next((split for split in others if split.grid.has_roles != best.grid.has_roles), None)
+    rival = next((split for split in others if split.grid.has_separate_rollout != best.grid.has_separate_rollout), None)
     if rival is not None:
         which = (
-            f"the fastest split, {rival.description}," if rival.grid.has_roles else f"the case that {rival.description}"
+            f"the fastest split, {rival.description},"
+            if rival.grid.has_separate_rollout
+            else f"the case that {rival.description}"
         )
         sentences.append(f"{which} takes {rival.step(overlaps=overlaps).step / step.step:.2f} times as long")
     return "; ".join(sentences)

@@ -73,6 +73,6 @@ def check_real_run(
     except UserError as error:
         report.warnings.append(f"mrl plan rejects the real run: {error}")
     report.warnings += found.warnings
-    prompts = [*found.peeked, *found.validation[:NUM_VAL]]
+    prompts = [*found.first_prompts, *found.validation[:NUM_VAL]]
     longest = max(len(prompt.prompt_ids) for prompt in prompts)
     return RealRun(config, found, longest, f"{format_count(size.ranks, 'rank')} ({size.why})")

@@ -13,7 +13,7 @@ from mrl.commands.convert.verify import verify
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import family_of
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.trtllm import TrtllmMapping
 
 
@@ -27,7 +27,7 @@ def to_hugging_face(checkpoint: Path, folder: Path, arch: ArchSpec, dtype: str) 
         return _convert(source, HfTarget(arch, dtype), HfSource, folder)
 
 
-def to_trtllm(hugging_face: Path, folder: Path, arch: ArchSpec, dtype: str, grid: Grid) -> str | None:
+def to_trtllm(hugging_face: Path, folder: Path, arch: ArchSpec, dtype: str, grid: ParallelLayout) -> str | None:
     """Converts a Hugging Face folder for a replica's ranks and returns a summary; None if TensorRT-LLM lacks the model.
 
     Raises:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mrl.config import user_code
 from mrl.config.config import RolloutConfig
 from mrl.engines._support import CpuRun, engine_support
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 
 DEFAULT_ENGINE = RolloutConfig.name
 """`rollout.name` of the engine that runs on any machine."""
@@ -33,9 +33,9 @@ class RehearsalEngine:
     why: str = ""
 
 
-def engine_for(rollout: RolloutConfig, reduced: Grid) -> RehearsalEngine:
+def engine_for(rollout: RolloutConfig, reduced: ParallelLayout) -> RehearsalEngine:
     """Returns the engine for a rehearsal of `rollout` with the layout `reduced`."""
-    if user_code.is_own(rollout.name):
+    if user_code.is_user_code(rollout.name):
         return RehearsalEngine(why="it is not mrl's")
     found = engine_support(rollout.name).on_cpu(reduced)
     return RehearsalEngine(why=found.why_not) if found.why_not else RehearsalEngine(rollout.name, found)

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 
 WEIGHTS = {
     "tensor parallel": 8,
@@ -28,7 +28,7 @@ WEIGHTS = {
 """Importance of keeping each dimension split, if the ranks do not suffice for all."""
 
 
-def sizes(grid: Grid, *, experts: bool) -> dict[str, int]:
+def sizes(grid: ParallelLayout, *, experts: bool) -> dict[str, int]:
     """Returns the size of every dimension of a layout, in ranks."""
     found = {
         "tensor parallel": grid.tp,
@@ -49,19 +49,19 @@ def sizes(grid: Grid, *, experts: bool) -> dict[str, int]:
     return found
 
 
-def smallest_like(real: Grid, max_ranks: int, *, experts: bool) -> Grid:
+def smallest_like(real: ParallelLayout, max_ranks: int, *, experts: bool) -> ParallelLayout:
     """Returns `real` if it fits into `max_ranks`, otherwise the smallest of the most similar layouts.
 
     A reduced layout has no uneven pipeline stages, since the model's depth is not known here (`model.py` adds them).
     Rollout replicas have no pipeline, as in the native engine. Ranks that only sample are kept, which takes two ranks
     at least.
     """
-    max_ranks = max(max_ranks, 2) if real.has_roles else max_ranks
+    max_ranks = max(max_ranks, 2) if real.has_separate_rollout else max_ranks
     if real.world_size <= max_ranks:
         return replace(real, rollout_pp=1)
     goal = sizes(real, experts=experts)
 
-    def distance(grid: Grid) -> tuple[int, int, int, int]:
+    def distance(grid: ParallelLayout) -> tuple[int, int, int, int]:
         found = sizes(grid, experts=experts)
         lost = sum(WEIGHTS[name] for name in goal if (goal[name] > 1) != (found[name] > 1))
         return lost, _num_changed_orders(real, grid), grid.world_size, sum(found.values())
@@ -69,7 +69,7 @@ def smallest_like(real: Grid, max_ranks: int, *, experts: bool) -> Grid:
     return min(_candidates(real, max_ranks, experts=experts), key=distance)
 
 
-def _num_changed_orders(real: Grid, reduced: Grid) -> int:
+def _num_changed_orders(real: ParallelLayout, reduced: ParallelLayout) -> int:
     """Counts sizes whose order between actor and rollout changes, since the weight sync would differ."""
     pairs = [(grid.tp, grid.rollout_tp, grid.ep, grid.rollout_ep) for grid in (real, reduced)]
     (tp, rollout_tp, ep, rollout_ep), (small_tp, small_rollout_tp, small_ep, small_rollout_ep) = pairs
@@ -83,8 +83,8 @@ def compare(one: int, other: int) -> int:
     return (one > other) - (one < other)
 
 
-def _candidates(real: Grid, max_ranks: int, *, experts: bool) -> Iterator[Grid]:
-    most = max_ranks - 1 if real.has_roles else max_ranks
+def _candidates(real: ParallelLayout, max_ranks: int, *, experts: bool) -> Iterator[ParallelLayout]:
+    most = max_ranks - 1 if real.has_separate_rollout else max_ranks
     for tp, cp, pp in itertools.product(_smaller(real.tp, most), _smaller(real.cp, most), _smaller(real.pp, most)):
         model = tp * cp * pp
         for dp in _smaller(real.dp, most // model) if model <= most else ():
@@ -100,9 +100,9 @@ def _candidates(real: Grid, max_ranks: int, *, experts: bool) -> Iterator[Grid]:
                 yield from _expert_layouts(real, dense, stage) if experts else (dense,)
 
 
-def _replicas(real: Grid, train: int, max_ranks: int) -> Iterator[tuple[int, int, int]]:
+def _replicas(real: ParallelLayout, train: int, max_ranks: int) -> Iterator[tuple[int, int, int]]:
     """Yields (ranks of the job, size of a replica, ranks that only sample) for a number of training ranks."""
-    if not real.has_roles:
+    if not real.has_separate_rollout:
         yield from ((train, size, 0) for size in _smaller(real.rollout_tp, train) if train % size == 0)
         return
     left = max_ranks - train
@@ -111,7 +111,7 @@ def _replicas(real: Grid, train: int, max_ranks: int) -> Iterator[tuple[int, int
             yield train + count * size, size, count * size
 
 
-def _expert_layouts(real: Grid, dense: Grid, stage: int) -> Iterator[Grid]:
+def _expert_layouts(real: ParallelLayout, dense: ParallelLayout, stage: int) -> Iterator[ParallelLayout]:
     """Yields a dense layout with every expert layout over the ranks of a stage and of a replica."""
     cuts: list[int | None] = [None] if real.etp is None else list(_smaller(real.etp, stage))
     for ep, etp, rollout_ep in itertools.product(

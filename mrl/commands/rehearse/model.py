@@ -14,7 +14,7 @@ from itertools import count
 from mrl.commands.rehearse.engine import RehearsalEngine
 from mrl.commands.rehearse.layout import compare
 from mrl.models.base import ArchSpec, MoeSpec
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import chunk_layers
 
 SMALLEST = RehearsalEngine()
@@ -24,8 +24,8 @@ MAX_SMALL_HEADS = 8
 
 
 def shrunk_model(
-    arch: ArchSpec, real: Grid, reduced: Grid, *, tokens: int, engine: RehearsalEngine = SMALLEST
-) -> tuple[ArchSpec, Grid]:
+    arch: ArchSpec, real: ParallelLayout, reduced: ParallelLayout, *, tokens: int, engine: RehearsalEngine = SMALLEST
+) -> tuple[ArchSpec, ParallelLayout]:
     """Returns the reduced model for a tokenizer of `tokens` ids, and `reduced` with uneven stages if `real` has any."""
     reduced, num_layers = _depth(arch, real, reduced)
     kv_heads = _kv_heads(arch, real, reduced)
@@ -55,7 +55,7 @@ def _multiple(size: float, of: int) -> int:
     return max(1, math.ceil(size / of)) * of
 
 
-def _depth(arch: ArchSpec, real: Grid, reduced: Grid) -> tuple[Grid, int]:
+def _depth(arch: ArchSpec, real: ParallelLayout, reduced: ParallelLayout) -> tuple[ParallelLayout, int]:
     """Returns the reduced layout with its uneven stages, and the number of layers."""
     if reduced.pp == 1:
         return replace(reduced, first_stage_layers=None, last_stage_layers=None), min(2, arch.num_layers)
@@ -77,7 +77,7 @@ def _depth(arch: ArchSpec, real: Grid, reduced: Grid) -> tuple[Grid, int]:
     )
 
 
-def _kv_heads(arch: ArchSpec, real: Grid, reduced: Grid) -> int:
+def _kv_heads(arch: ArchSpec, real: ParallelLayout, reduced: ParallelLayout) -> int:
     """Returns the fewest key/value heads whose order relative to both TP sizes is that of the real model."""
     pairs = ((real.tp, reduced.tp), (real.rollout_tp, reduced.rollout_tp))
 
@@ -93,7 +93,7 @@ def _kv_heads(arch: ArchSpec, real: Grid, reduced: Grid) -> int:
     return min(fitting, key=distance)
 
 
-def _group(arch: ArchSpec, kv_heads: int, reduced: Grid) -> int:
+def _group(arch: ArchSpec, kv_heads: int, reduced: ParallelLayout) -> int:
     """Returns the query heads per key/value head: one if the real model has one, otherwise two or three."""
     group = arch.num_heads // arch.num_kv_heads
     first = 1 if group == 1 else 3 if group % 2 and group <= MAX_SMALL_HEADS else 2
@@ -102,7 +102,7 @@ def _group(arch: ArchSpec, kv_heads: int, reduced: Grid) -> int:
     )
 
 
-def _experts(moe: MoeSpec, real: Grid, reduced: Grid, hidden: int, width_multiple: int) -> MoeSpec:
+def _experts(moe: MoeSpec, real: ParallelLayout, reduced: ParallelLayout, hidden: int, width_multiple: int) -> MoeSpec:
     experts_per_rank = min(moe.num_experts // real.ep, moe.num_experts // real.rollout_ep)
     ep_multiple = math.lcm(reduced.ep, reduced.rollout_ep)
     top_k = min(moe.top_k, 2)
@@ -120,7 +120,7 @@ def _experts(moe: MoeSpec, real: Grid, reduced: Grid, hidden: int, width_multipl
     )
 
 
-def _vocabulary(arch: ArchSpec, real: Grid, reduced: Grid, tokens: int) -> int:
+def _vocabulary(arch: ArchSpec, real: ParallelLayout, reduced: ParallelLayout, tokens: int) -> int:
     """Returns the smallest vocabulary for the tokenizer, padded for TP only if the real one is."""
     pairs = [
         (full, small) for full, small in ((real.tp, reduced.tp), (real.rollout_tp, reduced.rollout_tp)) if small > 1

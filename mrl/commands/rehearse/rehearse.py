@@ -51,10 +51,10 @@ from mrl.errors import UserError
 from mrl.models.base import ArchSpec, critic_of
 from mrl.observability.hardware import Hardware
 from mrl.observability.text_format import format_count
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.trainer.resolve import Resolved, resolve
-from mrl.trainer.validation.megatron import fitting, forced
-from mrl.trainer.validation.parallel import grid_of
+from mrl.trainer.validation.megatron import forced, without_refused_fields
+from mrl.trainer.validation.parallel import build_parallel_layout
 
 FIRST, RESUME = "first.yaml", "resume.yaml"
 """Files in the output folder with the reduced configs of the two runs."""
@@ -160,13 +160,13 @@ class _Rehearsal:
         small = shrunk_config(config, found, Sizes(arch, grid, prompt_length, engine), self._folder)
         report.engine = engine.name
         small = replace(small, data=_with_few_rows(small.data, self._folder / "data"))
-        small, left_out = fitting(small, arch, grid)
+        small, left_out = without_refused_fields(small, arch, grid)
         report.not_covered += left_out
         report.warnings += forced(config, found.arch, found.grid)
         real, reduced = sizes(found.grid, experts=experts), sizes(grid, experts=experts)
         report.layout = {
             ALL: (found.grid.world_size, grid.world_size),
-            **({SAMPLING: (found.grid.rollout_ranks, grid.rollout_ranks)} if grid.has_roles else {}),
+            **({SAMPLING: (found.grid.rollout_ranks, grid.rollout_ranks)} if grid.has_separate_rollout else {}),
             **{name: (real[name], reduced[name]) for name in real if real[name] > 1},
         }
         stages = ("vpp", "first_stage_layers", "last_stage_layers")
@@ -242,7 +242,7 @@ class _Rehearsal:
                 self.report.stages.append(Stage(name, "not covered", 0.0, "the run has no such phase"))
 
     def _resume(self, config: Config, world_size: int) -> None:
-        grid = grid_of(config, world_size)
+        grid = build_parallel_layout(config, world_size)
         ran = self._train("resume", config, world_size, resumes=True)
         self._metrics()
         steps = self._run.committed_steps()
@@ -254,7 +254,7 @@ class _Rehearsal:
         logs = self._folder / f"logs-{name}"
         began = time.monotonic()
         left = max(1.0, self._options.timeout_s - (began - self.began))
-        layout = _layout(grid_of(config, world_size))
+        layout = _layout(build_parallel_layout(config, world_size))
         self._console.print(f"{name} run: {world_size} rank(s), {layout}", highlight=False, soft_wrap=True)
         try:
             ran = run_ranks(
@@ -347,7 +347,7 @@ class _Rehearsal:
 class _ReducedRun:
     config: Config
     arch: ArchSpec
-    grid: Grid
+    grid: ParallelLayout
 
 
 def _prepare_folder(folder: Path) -> None:
@@ -387,10 +387,10 @@ def _differences(real: dict[str, Any], reduced: dict[str, Any]) -> dict[str, tup
     return {key: (real.get(key), size) for key, size in reduced.items() if real.get(key) != size}
 
 
-def _layout(grid: Grid) -> str:
+def _layout(grid: ParallelLayout) -> str:
     named = {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "vpp": grid.vpp, "dp": grid.dp, "ep": grid.ep}
     rollout = {"tp": grid.rollout_tp, "ep": grid.rollout_ep}
     actor = " x ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "one rank"
     replica = " x ".join(f"{name} {size}" for name, size in rollout.items() if size > 1) or "tp 1"
-    own = f" on {format_count(grid.rollout_ranks, 'rank')} of their own" if grid.has_roles else ""
+    own = f" on {format_count(grid.rollout_ranks, 'rank')} of their own" if grid.has_separate_rollout else ""
     return f"actor {actor}, {grid.num_replicas} replica(s) of {replica}{own}"

@@ -33,13 +33,13 @@ from mrl.models._keys import DECODER_KEYS
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import family_of
 from mrl.models.presets import PRESETS
-from mrl.parallel_layout import Grid
-from mrl.trainer.num_steps import minibatches_of_a_step, optimizer_steps
+from mrl.parallel_layout import ParallelLayout
+from mrl.trainer.num_steps import minibatches_per_step, optimizer_steps
 from mrl.trainer.resolve import Resolved
 from mrl.trainer.validation import validate
 from mrl.trainer.validation.critic import critic_config
-from mrl.trainer.validation.megatron import fitting
-from mrl.trainer.validation.parallel import grid_of
+from mrl.trainer.validation.megatron import without_refused_fields
+from mrl.trainer.validation.parallel import build_parallel_layout
 
 SAMPLES = 4
 """Limit of samples per prompt."""
@@ -79,7 +79,7 @@ class Sizes:
     """
 
     arch: ArchSpec
-    grid: Grid
+    grid: ParallelLayout
     prompt_length: int
     engine: RehearsalEngine
 
@@ -97,8 +97,8 @@ def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -
     rollout = _rollout(config.rollout, sizes)
     actor, observe = config.actor, config.observe
     train = _train(config, sizes.grid, rollout)
-    longest, rounds = rollout.longest, config.algorithm.max_sampling_rounds
-    several = config.actor.max_tokens_per_microbatch >= 2 * config.rollout.longest
+    longest, rounds = rollout.max_sequence_length, config.algorithm.max_sampling_rounds
+    several = config.actor.max_tokens_per_microbatch >= 2 * config.rollout.max_sequence_length
     shrunk = replace(
         config,
         run=replace(
@@ -196,7 +196,7 @@ def with_steps(config: Config, num_steps: int) -> Config:
 
 
 def other_layout(
-    config: Config, arch: ArchSpec, reduced: Grid, tokenizer_size: int, *, learns_from: LearnsFrom
+    config: Config, arch: ArchSpec, reduced: ParallelLayout, tokenizer_size: int, *, learns_from: LearnsFrom
 ) -> tuple[Config, int]:
     """Returns the reduced config at another layout of at most two ranks, and its number of ranks.
 
@@ -219,7 +219,7 @@ def other_layout(
                     moe_tensor_parallel_size=None,
                 ),
             )
-            changed, _ = fitting(changed, arch, grid_of(changed, world_size))
+            changed, _ = without_refused_fields(changed, arch, build_parallel_layout(changed, world_size))
             try:
                 validate.check(changed, arch, world_size, tokenizer_size, learns_from=learns_from)
             except UserError:
@@ -228,9 +228,11 @@ def other_layout(
     raise RuntimeError(f"the reduced model has no valid layout other than {reduced} (a bug)")
 
 
-def _other_layouts(config: Config, arch: ArchSpec, reduced: Grid) -> Iterator[tuple[ParallelConfig, int, int]]:
+def _other_layouts(
+    config: Config, arch: ArchSpec, reduced: ParallelLayout
+) -> Iterator[tuple[ParallelConfig, int, int]]:
     """Yields (parallel sizes, number of ranks, how many of them only sample)."""
-    if reduced.has_roles and reduced.world_size > 2:
+    if reduced.has_separate_rollout and reduced.world_size > 2:
         yield ParallelConfig(), 2, 1
     if arch.moe is not None and reduced.ep == 1:
         yield ParallelConfig(expert_model_parallel_size=2), 2, 0
@@ -242,10 +244,10 @@ def _other_layouts(config: Config, arch: ArchSpec, reduced: Grid) -> Iterator[tu
     yield ParallelConfig(), 1, 0
 
 
-def _train(config: Config, grid: Grid, rollout: RolloutConfig) -> TrainConfig:
+def _train(config: Config, grid: ParallelLayout, rollout: RolloutConfig) -> TrainConfig:
     """Returns two minibatches if there are several, two samples per data-parallel rank and one prompt per replica."""
     train, warm = config.train, config.train.warm_start
-    minibatches = min(2, minibatches_of_a_step(config))
+    minibatches = min(2, minibatches_per_step(config))
     minibatch = max(2, math.ceil(2 * grid.dp / rollout.n), math.ceil(grid.num_replicas / minibatches))
     return replace(
         train,
@@ -261,7 +263,7 @@ def _train(config: Config, grid: Grid, rollout: RolloutConfig) -> TrainConfig:
     )
 
 
-def _parallel(parallel: ParallelConfig, grid: Grid) -> ParallelConfig:
+def _parallel(parallel: ParallelConfig, grid: ParallelLayout) -> ParallelConfig:
     return replace(
         parallel,
         tensor_model_parallel_size=grid.tp,

@@ -31,7 +31,7 @@ STAGE_OF_FUNCTION = {
     ("reference.py", "start"): "build",
     ("critic.py", "start"): "build",
     ("teachers.py", "load"): "build",
-    ("rollout_worker.py", "refit_if_stale"): "refit",
+    ("rollout_worker.py", "sync_weights_if_stale"): "refit",
     ("prompt_assignment.py", "generate"): "rollout",
     ("scorer.py", "score"): "reward",
     ("reward_model.py", "__init__"): "build",
@@ -39,7 +39,7 @@ STAGE_OF_FUNCTION = {
     ("train.py", "optimizer_step"): "update",
     ("train.py", "reinforcement_step"): "update",
     ("checkpointing.py", "write"): "checkpoint",
-    ("checkpointing.py", "settle"): "checkpoint",
+    ("checkpointing.py", "finish_pending"): "checkpoint",
     ("checkpoint.py", "begin"): "checkpoint",
     ("checkpoint.py", "finish"): "checkpoint",
 }

@@ -24,8 +24,8 @@ from mrl.engines._support import engine_support
 from mrl.environments.formats import base as formats
 from mrl.errors import UserError, to_install
 from mrl.models.hf_config import read_json
-from mrl.trainer.resolve import prepare
-from mrl.trainer.startup import open_job
+from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.startup import open_trainer
 from mrl.trainer.trainer import Trainer
 from mrl.trainer.validation.roles import refuse_roles
 
@@ -134,26 +134,26 @@ def serve(config: Config, checkpoint: str | None, listen: ListenOptions, say: Ca
     """
     check(listen)
     refuse_roles(config, "rank 0 would have no engine to serve", "Serve with rollout.num_ranks=0 and rollout.nnodes=0.")
-    with open_job(prepare(config, resumes=False), log=False, trains=False) as job:
+    with open_trainer(build_run_plan(config, resumes=False), log=False, trains=False) as trainer:
         if checkpoint == INITIAL:
-            job.weights.load_initial()
+            trainer.weights.load_initial()
             loaded = str(config.model.path)
         else:
-            loaded = job.commits.load_for_evaluation(checkpoint)
-        job.refit_if_stale()
-        with job.sampler.awake() as engine, _listening(job, listen, loaded, say) as request_queue:
-            serve_rounds(engine, job.groups, request_queue)
+            loaded = trainer.checkpointing.load_for_evaluation(checkpoint)
+        trainer.sync_weights_if_stale()
+        with trainer.rollout_worker.awake() as engine, _listening(trainer, listen, loaded, say) as request_queue:
+            serve_rounds(engine, trainer.groups, request_queue)
 
 
 @contextmanager
 def _listening(
-    job: Trainer, listen: ListenOptions, loaded: str, say: Callable[[str], None]
+    trainer: Trainer, listen: ListenOptions, loaded: str, say: Callable[[str], None]
 ) -> Iterator[RequestQueue | None]:
     """Collective over all ranks: runs the HTTP server on rank 0 inside the block; yields its queue (others: None)."""
     request_queue: RequestQueue | None = None
     opened: list[socket.socket] = []
     with raise_on_all_ranks():
-        if job.groups.rank == 0:
+        if trainer.groups.rank == 0:
             opened.append(_bind(listen))
     if not opened:
         yield request_queue
@@ -161,16 +161,16 @@ def _listening(
     from mrl.commands.serve.app import ServedModel, make_app
     from mrl.commands.serve.http_server import make_server
 
-    rollout = job.config.rollout
-    name = listen.model_name or Path(job.config.model.path or str(job.config.model.preset)).name
+    rollout = trainer.config.rollout
+    name = listen.model_name or Path(trainer.config.model.path or str(trainer.config.model.preset)).name
     served = ServedModel(
-        name, rollout.longest, job.tokenizer, int(time.time()), formats.find_format(listen.tool_format)
+        name, rollout.max_sequence_length, trainer.tokenizer, int(time.time()), formats.find_format(listen.tool_format)
     )
     part = rollout.response_length
     if not engine_support(rollout.name).has_fixed_prompt_length:  # a part of an answer can join the next prompt
         part = min(ROUND_TOKENS, part)
-    most = rollout.max_num_seqs * job.groups.grid.num_replicas
-    request_queue = RequestQueue(served.longest, part, most, job.tokenizer.eos_ids)
+    most = rollout.max_num_seqs * trainer.groups.grid.num_replicas
+    request_queue = RequestQueue(served.longest, part, most, trainer.tokenizer.eos_ids)
     app = make_app(served, request_queue, listen.key, local=listen.is_local and not listen.key)
     server = make_server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": opened}, name="serve", daemon=True)

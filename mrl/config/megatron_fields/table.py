@@ -17,7 +17,7 @@ from typing import Any, Literal
 from mrl.config.megatron_fields.installed import fields_of
 from mrl.config.megatron_fields.values import DTYPES, names_dtype
 
-Kind = Literal["derived", "model", "guarded", "free"]
+FieldKind = Literal["derived", "model", "guarded", "free"]
 Rows = dict[str, dict[str, str]]
 """Section -> field names, separated by spaces -> reason or rule."""
 
@@ -109,7 +109,7 @@ MODEL: Rows = {
 }
 """Part of the model that each field would change."""
 
-OWN: dict[tuple[str, str], Any] = {
+MRL_DEFAULTS: dict[tuple[str, str], Any] = {
     ("transformer", "hidden_dropout"): 0.0,
     ("transformer", "attention_dropout"): 0.0,
     ("transformer", "normalization"): "RMSNorm",
@@ -186,7 +186,7 @@ LACKING: Rows = {
 }
 """Guarded fields that mrl never allows -> what mrl lacks for them."""
 
-ASKED: Rows = {
+RULE_CHECKED: Rows = {
     "transformer": {
         "attention_backend": "attention",
         "apply_rope_fusion moe_permute_fusion gradient_accumulation_fusion use_te_activation_func": "te",
@@ -253,14 +253,14 @@ def te_only(section: str, name: str) -> bool:
     return name in TE_ONLY[section].split()
 
 
-def own_value(section: str, name: str) -> Any:
+def default_value(section: str, name: str) -> Any:
     """Returns the value of a field that the config does not set: mrl's, else Megatron's default."""
-    return OWN.get((section, name), fields_of(section)[name].default)
+    return MRL_DEFAULTS.get((section, name), fields_of(section)[name].default)
 
 
-def is_own(section: str, name: str, value: Any) -> bool:
+def is_default(section: str, name: str, value: Any) -> bool:
     """Returns whether setting a field to this value changes nothing."""
-    own = own_value(section, name)
+    own = default_value(section, name)
     if isinstance(value, str) and names_dtype(fields_of(section)[name].kind):
         value = DTYPES.get(value, value)
     return type(own) is type(value) and bool(own == value)
@@ -276,7 +276,7 @@ class Verdict:
         rule: Name of the rule that decides about a guarded field; "" if it is always refused.
     """
 
-    kind: Kind
+    kind: FieldKind
     why: str = ""
     rule: str = ""
 
@@ -290,7 +290,7 @@ def verdicts() -> Iterator[tuple[str, str, Verdict]]:
             yield section, name, Verdict("model", f"the engine would sample from another model: it changes {why}")
         for name, why in _opened(LACKING[section]):
             yield section, name, Verdict("guarded", why)
-        for name, rule in _opened(ASKED[section]):
+        for name, rule in _opened(RULE_CHECKED[section]):
             yield section, name, Verdict("guarded", rule=rule)
         for name in FREE[section].split():
             yield section, name, Verdict("free")

@@ -77,7 +77,7 @@ MEGATRON = {
 """Argument of Megatron's training script or its config -> mrl's key."""
 
 
-def called(key: str, value: Any) -> str:
+def value_hint(key: str, value: Any) -> str:
     """Returns a hint about another trainer's value of a field, " 'x' is y."; "" if no trainer has this value."""
     found = VALUES.get((key, value)) if isinstance(value, str) else None
     return f" '{value}' {found}." if found else ""
@@ -90,7 +90,7 @@ BEFORE = {
 """Key of an earlier mrl version -> its replacement."""
 
 
-def elsewhere(key: str) -> str:
+def key_hint(key: str) -> str:
     """Returns the mrl key for a key of another trainer or of an earlier mrl, or why there is none; "" if unknown."""
     if key in BEFORE:
         return f"'{key}' is {BEFORE[key]}."

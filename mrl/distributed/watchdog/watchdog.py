@@ -145,7 +145,7 @@ class Watchdog:
         """
         if self._store is None or self._closed.is_set():
             return
-        if isinstance(error, UserError) and not error.everywhere:
+        if isinstance(error, UserError) and not error.on_all_ranks:
             self._post_mistake(error)
         elif isinstance(error, Exception) and not isinstance(error, UserError):
             if threading.current_thread() is threading.main_thread():

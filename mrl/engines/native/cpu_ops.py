@@ -146,7 +146,7 @@ def operations(
         return BatchInvariantOperations(library.required(dtype), library.required(torch.float32)), None
     if device.type != "cpu" or eager:
         return Operations(), None
-    found, problem = library.library(dtype)
+    found, problem = library.load_library(dtype)
     if machine.first_rank_value(f"operations/{dtype}", PLAIN if found is None else "compiled") == PLAIN:
         return Operations(), problem or "another rank of this job cannot compile"
     if found is None:

@@ -75,7 +75,7 @@ def costs(what: str, step: Callable[[int], object], attend: Callable[[int, int],
         own = made if place.exists() else own
     agreed = machine.first_rank_value(f"step/{what}", own)
     if agreed != own:
-        machine.keep(name, agreed.encode())
+        machine.write_cache(name, agreed.encode())
     return from_stored(json.loads(agreed), most)
 
 

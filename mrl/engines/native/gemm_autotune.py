@@ -149,7 +149,7 @@ def _chosen(outputs: int, inputs: int, dtype: torch.dtype, compiled: bool) -> st
     what = f"{str(dtype).removeprefix('torch.')}-{outputs}x{inputs}{'-compiled' if compiled else ''}"
     code = library.required(dtype).key if compiled else ""
     name = f"products/{machine.key(machine.processor(), torch.__version__, code, str(TRIED_ROWS))}/{what}"
-    found = machine.settled(
+    found = machine.measure_once(
         name, f"product/{what}", lambda: measure_fastest((outputs, inputs), dtype, compiled=compiled).name, PACKED.name
     )
     return found if found in known else PACKED.name

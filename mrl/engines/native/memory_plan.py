@@ -25,7 +25,7 @@ from mrl.engines.native.decode_state import routing_format
 from mrl.engines.native.kv_cache import SLOT_MULTIPLE
 from mrl.engines.native.ngram_history import History
 from mrl.models.base import ArchSpec
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.fp8_quantize import BAND_ELEMENTS
 from mrl.resharding.layout import Layout
 from mrl.resharding.native import native_layouts
@@ -34,12 +34,12 @@ from mrl.resharding.native import native_layouts
 class NativeMemoryPlan(MemoryPlan):
     """Memory of the native engine."""
 
-    def weight_bytes(self, config: Config, arch: ArchSpec, grid: Grid) -> int:
+    def weight_bytes(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> int:
         """Returns the size of the engine's weights on the fullest rank of a replica, bytes."""
         dtype = config.rollout.dtype or config.model.dtype
         return native_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, config.rollout.quantization)[0]
 
-    def layouts(self, config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layout]:
+    def layouts(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> dict[int, Layout]:
         """Returns rank -> layout of the tensors that its engine receives in a weight sync, without FP8 scales."""
         dtype = config.rollout.dtype or config.model.dtype
         return quantized_layouts(native_layouts(arch, grid, dtype), config, arch)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mrl.engines._support import CpuRun, EngineSupport
 from mrl.engines.native.fields import FIELDS
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 
 if TYPE_CHECKING:
     from mrl.engines._memory_plan import MemoryPlan
@@ -23,7 +23,7 @@ class NativeSupport(EngineSupport):
 
         return NativeMemoryPlan()
 
-    def on_cpu(self, reduced: Grid) -> CpuRun:
+    def on_cpu(self, reduced: ParallelLayout) -> CpuRun:
         """Returns that the engine samples on any CPU."""
         return CpuRun()
 

@@ -182,7 +182,7 @@ def wanted_engine(config: Config, arch: ArchSpec) -> Wanted:
         dtype=rollout.dtype or config.model.dtype,
         batch_size=rollout.max_num_seqs,
         input_len=rollout.prompt_length,
-        seq_len=config.rollout.longest,
+        seq_len=config.rollout.max_sequence_length,
         num_tokens=rollout.max_num_batched_tokens,
     )
 

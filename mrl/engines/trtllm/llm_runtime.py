@@ -74,8 +74,8 @@ def arguments(
         "dtype": str(dtype).removeprefix("torch."),
         "max_batch_size": config.max_num_seqs,
         "max_num_tokens": config.max_num_batched_tokens,
-        "max_input_len": config.longest,  # a paused request is resubmitted with the tokens it has sampled
-        "max_seq_len": config.longest,
+        "max_input_len": config.max_sequence_length,  # a paused request is resubmitted with the tokens it has sampled
+        "max_seq_len": config.max_sequence_length,
         "kv_cache_config": {
             "enable_block_reuse": config.enable_prefix_caching,
             "free_gpu_memory_fraction": config.gpu_memory_utilization,

@@ -28,7 +28,7 @@ from mrl.engines._memory_plan import (
 from mrl.engines.trtllm.engine_dir import read_engine_folder
 from mrl.engines.trtllm.kv_cache import kv_cache
 from mrl.models.base import ArchSpec
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.resharding.fp8 import block_grids, fp8_layout, scale_tables
 from mrl.resharding.hf import hf_layout
@@ -42,17 +42,17 @@ class LlmMemoryPlan(MemoryPlan):
 
     discards_weights = "TensorRT-LLM 1.3"
 
-    def weight_bytes(self, config: Config, arch: ArchSpec, grid: Grid) -> int:
+    def weight_bytes(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> int:
         """Returns the size of the engine's weights on the fullest rank of a replica, bytes."""
         dtype = config.rollout.dtype or config.model.dtype
         return native_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, config.rollout.quantization)[0]
 
-    def arriving_bytes(self, config: Config, arch: ArchSpec, grid: Grid) -> int:
+    def arriving_bytes(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> int:
         """Returns the most bytes that a weight sync sends to a rank: what its loader reads."""
         dtype = config.rollout.dtype or config.model.dtype
         return _read_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, config.rollout.quantization)
 
-    def layouts(self, config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layout]:
+    def layouts(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> dict[int, Layout]:
         """Returns rank -> layout of the tensors that its loader reads, without FP8 scales."""
         dtype, grids = config.rollout.dtype or config.model.dtype, block_grids(arch, config.rollout.quantization)
         tp, ep = grid.rollout_tp, grid.rollout_ep
@@ -93,11 +93,11 @@ class LlmMemoryPlan(MemoryPlan):
 class BuiltMemoryPlan(MemoryPlan):
     """Memory of built TensorRT engines."""
 
-    def weight_bytes(self, config: Config, arch: ArchSpec, grid: Grid) -> int:
+    def weight_bytes(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> int:
         """Returns the weights of the fullest rank, bytes."""
         return _built_bytes(arch, mapping_of(config), config.rollout.dtype or config.model.dtype)
 
-    def layouts(self, config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layout]:
+    def layouts(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> dict[int, Layout]:
         """Returns rank -> layout of the tensors of its engine."""
         dtype = config.rollout.dtype or config.model.dtype
         shared = [trtllm_layout(arch, mapping_of(config), rank, dtype) for rank in range(grid.rollout_size)]
@@ -131,7 +131,7 @@ class BuiltMemoryPlan(MemoryPlan):
         )
 
 
-def _staged(config: Config, arch: ArchSpec, grid: Grid) -> dict[str, int]:
+def _staged(config: Config, arch: ArchSpec, grid: ParallelLayout) -> dict[str, int]:
     """Returns the staging of a weight sync into the LLM API: a bucket of full tensors, and as much being assembled."""
     dtype = config.rollout.dtype or config.model.dtype
     tp, ep, quantization = grid.rollout_tp, grid.rollout_ep, config.rollout.quantization

@@ -14,7 +14,7 @@ from mrl.engines.trtllm import built_fields, engine_dir, engine_kwargs, fields, 
 from mrl.engines.trtllm.hosts import check_hosts
 from mrl.errors import to_install
 from mrl.models.base import ArchSpec
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 
 if TYPE_CHECKING:
     from mrl.engines._memory_plan import MemoryPlan
@@ -34,7 +34,7 @@ class TrtllmSupport(EngineSupport):
         """Raises UserError if a replica of several ranks was not started by MPI."""
         fields.check_launcher(rollout, launcher)
 
-    def check_hosts(self, grid: Grid, gpus_per_node: int) -> None:
+    def check_hosts(self, grid: ParallelLayout, gpus_per_node: int) -> None:
         """Raises UserError if a replica is neither inside a node nor on complete nodes."""
         for first in grid.samplers[:: grid.rollout_size]:
             check_hosts(first, grid.rollout_size, gpus_per_node, gpus_per_node)

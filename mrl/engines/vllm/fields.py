@@ -127,7 +127,7 @@ FIELDS: Fields = {
             Refusal(
                 "if false and `max_num_batched_tokens` is below the longest sequence",
                 "a complete sequence must then fit into a forward of vLLM",
-                lambda r: not r.enable_chunked_prefill and r.max_num_batched_tokens < r.longest,
+                lambda r: not r.enable_chunked_prefill and r.max_num_batched_tokens < r.max_sequence_length,
                 "Raise rollout.max_num_batched_tokens to rollout.max_model_len, or to prompt_length + response_length.",
             ),
         ),

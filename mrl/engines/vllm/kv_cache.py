@@ -37,8 +37,9 @@ class KVCacheSize:
         """
         if self.sequence_bytes > budget:
             raise UserError(
-                f"The KV cache of one sequence of {rollout.longest} tokens takes {self.sequence_bytes / 1e6:,.1f} MB, "
-                f"and rollout.gpu_memory_utilization={rollout.gpu_memory_utilization} leaves {budget / 1e6:,.1f} MB. "
+                f"The KV cache of one sequence of {rollout.max_sequence_length} tokens takes "
+                f"{self.sequence_bytes / 1e6:,.1f} MB, and rollout.gpu_memory_utilization="
+                f"{rollout.gpu_memory_utilization} leaves {budget / 1e6:,.1f} MB. "
                 "Raise it, or lower rollout.max_model_len, or raise rollout.tensor_model_parallel_size."
             )
         return min(budget, self.wanted_bytes)
@@ -65,6 +66,6 @@ def kv_cache(rollout: RolloutConfig, arch: ArchSpec, engine_bytes: int) -> KVCac
     """
     heads = max(1, arch.num_kv_heads // rollout.tensor_model_parallel_size)
     block = block_tokens(rollout)
-    tokens = (-(-rollout.longest // block) + 1) * block  # vLLM reserves one block
+    tokens = (-(-rollout.max_sequence_length // block) + 1) * block  # vLLM reserves one block
     each = tokens * 2 * arch.num_layers * heads * arch.head_dim * item_bytes(rollout, engine_bytes)
     return KVCacheSize(each, each * rollout.max_num_seqs)

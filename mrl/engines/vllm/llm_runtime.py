@@ -87,7 +87,7 @@ def arguments(spec: EngineSpec, cache_bytes: int, version: str) -> dict[str, Any
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "enable_expert_parallel": config.expert_parallel_size > 1,
         "dtype": spec.dtype_name,
-        "max_model_len": config.longest,
+        "max_model_len": config.max_sequence_length,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_chunked_prefill": config.enable_chunked_prefill,

@@ -22,7 +22,7 @@ from mrl.engines.native.decode_state import routing_format
 from mrl.engines.vllm.kv_cache import item_bytes as cache_element_bytes
 from mrl.engines.vllm.kv_cache import kv_cache
 from mrl.models.base import ArchSpec
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.layout import Layout
 from mrl.resharding.vllm import vllm_layout, vllm_layouts
 
@@ -33,12 +33,12 @@ PINNED = 2
 class VllmMemoryPlan(MemoryPlan):
     """Memory of vLLM; its additional memory on a GPU is assumed to be TensorRT-LLM's."""
 
-    def weight_bytes(self, config: Config, arch: ArchSpec, grid: Grid) -> int:
+    def weight_bytes(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> int:
         """Returns the size of vLLM's weights on a rank, bytes."""
         dtype = config.rollout.dtype or config.model.dtype
         return _vllm_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, config.rollout.quantization)
 
-    def layouts(self, config: Config, arch: ArchSpec, grid: Grid) -> dict[int, Layout]:
+    def layouts(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> dict[int, Layout]:
         """Returns rank -> layout of the parameters that a weight sync writes, without FP8 scales."""
         dtype = config.rollout.dtype or config.model.dtype
         return quantized_layouts(vllm_layouts(arch, grid, dtype), config, arch)

@@ -12,7 +12,7 @@ from mrl.engines.vllm.engine_fields import VERSION
 from mrl.engines.vllm.fields import FIELDS, NAME
 from mrl.errors import UserError, to_install
 from mrl.models.base import ArchSpec
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 
 if TYPE_CHECKING:
     from mrl.engines._memory_plan import MemoryPlan
@@ -58,7 +58,7 @@ class VllmSupport(EngineSupport):
 
         return VllmMemoryPlan()
 
-    def on_cpu(self, reduced: Grid) -> CpuRun:
+    def on_cpu(self, reduced: ParallelLayout) -> CpuRun:
         """Returns whether the build for CPUs is installed and works here."""
         import torch  # reached by rehearsals alone
 

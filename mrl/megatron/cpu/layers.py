@@ -21,11 +21,11 @@ from torch import Tensor
 
 from mrl.algorithms.functional.logprobs import AddsGradient
 from mrl.errors import UserError
-from mrl.megatron.attention import PackedAttention, PackedSequences, of_all_ranks
+from mrl.megatron.attention import PackedAttention, PackedSequences, gather_cp
 from mrl.megatron.norm import RMSNorm
 from mrl.models.kernels import build, machine
-from mrl.models.kernels.library import library
-from mrl.models.kernels.training import training
+from mrl.models.kernels.library import load_library
+from mrl.models.kernels.training import training_kernels
 
 
 def compiles(dtype: torch.dtype) -> bool:
@@ -34,7 +34,7 @@ def compiles(dtype: torch.dtype) -> bool:
     Raises:
         UserError: Another rank compiles kernels but this one cannot: tensor-parallel ranks would round differently.
     """
-    found, problem = library(dtype)
+    found, problem = load_library(dtype)
     if machine.first_rank_value(f"training/{dtype}", "plain" if found is None else "compiled") == "plain":
         return False
     if found is None:
@@ -85,7 +85,7 @@ class CompiledNorm(RMSNorm):
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
-        self._compiled = training(config.params_dtype)
+        self._compiled = training_kernels(config.params_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalised rows, in the dtype of `x`."""
@@ -114,7 +114,7 @@ class CompiledMlp(MLP):  # type: ignore[misc]
     def __init__(self, config: Any, **options: Any) -> None:
         layers = MLPSubmodules(linear_fc1=self.linear[0], linear_fc2=self.linear[1])
         super().__init__(config, layers, ffn_hidden_size=config.ffn_hidden_size, **options)
-        self._compiled = training(config.params_dtype)
+        self._compiled = training_kernels(config.params_dtype)
 
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
         """Collective over tensor-parallel: returns (the output, None for the bias)."""
@@ -128,18 +128,18 @@ class CompiledAttention(PackedAttention):
 
     def __init__(self, config: Any, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
-        self._compiled = training(config.params_dtype)
+        self._compiled = training_kernels(config.params_dtype)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
         """Computes attention, see `PackedAttention.forward`; queries and keys are not rotated yet."""
-        if plan.families is None or plan.angles is None:
+        if plan.prefix_mask is None or plan.angles is None:
             raise ValueError("attention takes sequences from `pack`, with their angles")
         angles = plan.angles
-        q_PND, k_PKD = (self._compiled.turn(x.squeeze(1), angles) for x in (query, key))
+        q_PND, k_PKD = (self._compiled.apply_rope(x.squeeze(1), angles) for x in (query, key))
         v_PKD = value.squeeze(1)
         if plan.group is not None:
-            k_PKD, v_PKD = (of_all_ranks(x.flatten(1), plan.group).view(-1, *x.shape[1:]) for x in (k_PKD, v_PKD))
-        attended = self._compiled.attention(q_PND, k_PKD, v_PKD, plan.families, self.scale_of(query))
+            k_PKD, v_PKD = (gather_cp(x.flatten(1), plan.group).view(-1, *x.shape[1:]) for x in (k_PKD, v_PKD))
+        attended = self._compiled.attention(q_PND, k_PKD, v_PKD, plan.prefix_mask, self.scale_of(query))
         return attended.flatten(1)[:, None]
 
 
@@ -208,7 +208,7 @@ def _by_onednn() -> bool:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     name = f"products/{machine.key(machine.processor(), torch.__version__)}/float32-training"
-    return machine.settled(name, "training/product", _faster, ONEDNN) == ONEDNN
+    return machine.measure_once(name, "training/product", _faster, ONEDNN) == ONEDNN
 
 
 def _faster() -> str:

@@ -311,7 +311,7 @@ def required(dtype: torch.dtype) -> Library:
     Raises:
         UserError: The functions cannot be compiled on this machine.
     """
-    found, problem = library(dtype)
+    found, problem = load_library(dtype)
     if found is None:
         raise UserError(
             f"rollout.true_on_policy=true needs compiled CPU functions, which this machine cannot build: {problem}. "
@@ -336,7 +336,7 @@ def check_alike(dtype: torch.dtype) -> None:
 
 
 @cache
-def library(dtype: torch.dtype) -> tuple[Library | None, str | None]:
+def load_library(dtype: torch.dtype) -> tuple[Library | None, str | None]:
     """Returns (library, None), or (None, reason) if the functions cannot be compiled."""
     if dtype not in DTYPES:
         return None, f"there are none for {dtype}"

@@ -63,11 +63,11 @@ def cached(name: str, make: Callable[[], bytes]) -> bytes:
         with suppress(OSError):
             return path.read_bytes()
         made = make()
-        keep(name, made)
+        write_cache(name, made)
         return made
 
 
-def keep(name: str, data: bytes) -> None:
+def write_cache(name: str, data: bytes) -> None:
     """Stores the bytes under a name, atomically, replacing an earlier value; does nothing without a writable cache."""
     path = cache_file(name)
     if path is None:
@@ -105,7 +105,7 @@ def first_rank_value(name: str, own: str) -> str:
     return found.decode()
 
 
-def settled(place_name: str, job_name: str, find: Callable[[], str], otherwise: str) -> str:
+def measure_once(place_name: str, job_name: str, find: Callable[[], str], otherwise: str) -> str:
     """Returns a value that is measured once per machine and equal on all ranks of a job.
 
     The first rank to ask decides; the other ranks store its value in their machine's cache.
@@ -119,7 +119,7 @@ def settled(place_name: str, job_name: str, find: Callable[[], str], otherwise: 
     own = otherwise if cache_file(place_name) is None else cached(place_name, lambda: find().encode()).decode()
     value = first_rank_value(job_name, own)
     if value != own:
-        keep(place_name, value.encode())
+        write_cache(place_name, value.encode())
     return value
 
 

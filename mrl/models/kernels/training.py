@@ -1,6 +1,7 @@
-"""Differentiable tensor interface of the compiled functions of `training.c`: norm, gated activation, RoPE, attention.
+"""Differentiable tensor interface of the compiled functions of `training_kernels.c`.
 
-`mrl/megatron/cpu/layers.py` selects the modules that use them. Two functions for logits are not differentiable.
+They are the norm, the gated activation, RoPE and attention. `mrl/megatron/cpu/layers.py` selects the modules that use
+them. Two functions for logits are not differentiable.
 
 Shapes: P packed tokens, H columns, N heads and K KV heads, D head dim, I inner columns, R runs of queries, F families.
 """
@@ -35,7 +36,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Families:
+class SharedPrefixMask:
     """Attention mask of packed tokens whose sequences may share a prefix.
 
     Run r has the queries of the tokens `begin_R[r]` to `end_R[r] - 1`, and the keys of the tokens from `first_R[r]` on;
@@ -61,7 +62,7 @@ class Families:
     longest: int
 
 
-class Training:
+class TrainingKernels:
     """Differentiable compiled functions for CPU tensors of one dtype."""
 
     def __init__(self, library: Library) -> None:
@@ -85,7 +86,7 @@ class Training:
         gated: Tensor = _Gate.apply(gate_up, self)  # type: ignore[no-untyped-call]
         return gated
 
-    def turn(self, x_PND: Tensor, angles: Angles) -> Tensor:
+    def apply_rope(self, x_PND: Tensor, angles: Angles) -> Tensor:
         """Applies RoPE: rotates heads by the angles of their row; differentiable.
 
         Args:
@@ -95,7 +96,9 @@ class Training:
         turned: Tensor = _Turn.apply(x_PND, angles, self)  # type: ignore[no-untyped-call]
         return turned
 
-    def attention(self, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, families: Families, scale: float) -> Tensor:
+    def attention(
+        self, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, families: SharedPrefixMask, scale: float
+    ) -> Tensor:
         """Returns softmax(q k^T scale) v [P, N, D] under the mask `families`; differentiable.
 
         Args:
@@ -110,7 +113,7 @@ class Training:
 
     # functions without autograd
 
-    def normed(self, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    def norm_forward(self, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         """Returns the result of `norm` without autograd; x is contiguous."""
         return self._library.norm(x.view(-1, x.size(-1)), weight_H, eps).view(x.shape)
 
@@ -132,7 +135,7 @@ class Training:
         )
         return grad_x, grad_weight.to(weight_H.dtype)
 
-    def gated(self, gate_up: Tensor) -> Tensor:
+    def gate_forward(self, gate_up: Tensor) -> Tensor:
         """Returns the result of `gate` without autograd; `gate_up` is contiguous."""
         return self._library.gate(gate_up.view(-1, gate_up.size(-1))).view(*gate_up.shape[:-1], -1)
 
@@ -145,8 +148,8 @@ class Training:
         )
         return out
 
-    def turned(self, x_PND: Tensor, angles: Angles, sign: float) -> Tensor:
-        """Returns the result of `turn` without autograd; sign -1 rotates back."""
+    def rope_forward(self, x_PND: Tensor, angles: Angles, sign: float) -> Tensor:
+        """Returns the result of `apply_rope` without autograd; sign -1 rotates back."""
         if x_PND.stride(2) != 1:
             x_PND = x_PND.contiguous()
         out_PND = torch.empty(x_PND.shape, dtype=x_PND.dtype)
@@ -157,7 +160,7 @@ class Training:
         return out_PND
 
     def attend(
-        self, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, families: Families, scale: float
+        self, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, families: SharedPrefixMask, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Returns the result of `attention` without autograd, and the log-sum-exp [P, N] that the gradient needs."""
         out_PND, lse_PN = torch.empty_like(q_PND), q_PND.new_empty(q_PND.shape[:2], dtype=torch.float32)
@@ -165,12 +168,12 @@ class Training:
         self._call["attention"](*inputs, out_PND.data_ptr(), lse_PN.data_ptr(), rooms.data_ptr(), threads)
         return out_PND, lse_PN
 
-    def attention_gradients(
+    def attention_backward(
         self,
         q_PND: Tensor,
         k_PKD: Tensor,
         v_PKD: Tensor,
-        families: Families,
+        families: SharedPrefixMask,
         scale: float,
         outcome: tuple[Tensor, Tensor],
         grad_PND: Tensor,
@@ -205,7 +208,7 @@ class Training:
         return out_CV
 
     def _attention_arguments(
-        self, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, families: Families, scale: float, *, backward: bool
+        self, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, families: SharedPrefixMask, scale: float, *, backward: bool
     ) -> tuple[tuple[Any, ...], Tensor, int]:
         """Returns the leading C arguments of both attention functions, their buffer, and the number of threads."""
         _, heads, dim = q_PND.shape
@@ -223,63 +226,63 @@ class Training:
 
 
 @cache
-def training(dtype: torch.dtype) -> Training:
+def training_kernels(dtype: torch.dtype) -> TrainingKernels:
     """Returns the functions of the `required` library of a dtype."""
-    return Training(required(dtype))
+    return TrainingKernels(required(dtype))
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, training: Training) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, training: TrainingKernels) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.training = eps, training
-        return training.normed(x, weight, eps)
+        ctx.eps, ctx.kernels = eps, training
+        return training.norm_forward(x, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        return *ctx.training.norm_gradients(x, weight, grads[0], ctx.eps), None, None
+        return *ctx.kernels.norm_gradients(x, weight, grads[0], ctx.eps), None, None
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, training: Training) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, training: TrainingKernels) -> Tensor:
         gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
-        ctx.training = training
-        return training.gated(gate_up)
+        ctx.kernels = training
+        return training.gate_forward(gate_up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.training.gate_gradient(ctx.saved_tensors[0], grads[0]), None
+        return ctx.kernels.gate_gradient(ctx.saved_tensors[0], grads[0]), None
 
 
 class _Turn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, angles: Angles, training: Training) -> Tensor:
-        ctx.angles, ctx.training = angles, training
-        return training.turned(x, angles, 1.0)
+    def forward(ctx: Any, x: Tensor, angles: Angles, training: TrainingKernels) -> Tensor:
+        ctx.angles, ctx.kernels = angles, training
+        return training.rope_forward(x, angles, 1.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.training.turned(grads[0], ctx.angles, -1.0), None, None
+        return ctx.kernels.rope_forward(grads[0], ctx.angles, -1.0), None, None
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, families: Families, scale: float, training: Training
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, families: SharedPrefixMask, scale: float, training: TrainingKernels
     ) -> Tensor:
         q = q.contiguous()
         k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
         out, lse = training.attend(q, k, v, families, scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.families, ctx.scale, ctx.training = families, scale, training
+        ctx.families, ctx.scale, ctx.kernels = families, scale, training
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *outcome = ctx.saved_tensors
-        found = ctx.training.attention_gradients(q, k, v, ctx.families, ctx.scale, outcome, grads[0])
+        found = ctx.kernels.attention_backward(q, k, v, ctx.families, ctx.scale, outcome, grads[0])
         return *found, None, None, None

@@ -86,7 +86,7 @@ class PlainRendering(Rendering):
 
     def observation_text(self, observed: Sequence[Message]) -> ChatText:
         """Implements `Rendering.observation_text`: the concatenated contents."""
-        return self._tokenizer.quoted("".join(str(message["content"]) for message in observed))
+        return self._tokenizer.escape_special_tokens("".join(str(message["content"]) for message in observed))
 
 
 class ChatRendering(Rendering):
@@ -109,7 +109,7 @@ class ChatRendering(Rendering):
     def observation_text(self, observed: Sequence[Message]) -> ChatText:
         """Implements `Rendering.observation_text` with the chat template."""
         turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANY_TURN}]
-        text = self._tokenizer.render_chat([*turn, *observed], begins_answer=True, tools=self._tools)
+        text = self._tokenizer.render_chat([*turn, *observed], add_generation_prompt=True, tools=self._tools)
         place = text.text.find(ANY_TURN)  # the first match; observed messages may contain the placeholder too
         if place < 0:
             raise UserError(
@@ -155,7 +155,7 @@ class ChatRendering(Rendering):
                 )
 
     def _rendered(self, messages: Sequence[Message]) -> str:
-        return self._tokenizer.render_chat(messages, begins_answer=True, tools=self._tools).text
+        return self._tokenizer.render_chat(messages, add_generation_prompt=True, tools=self._tools).text
 
 
 def _same(rendered: str, built: str, mode: CheckMode) -> bool:

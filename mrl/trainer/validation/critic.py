@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from mrl.config.config import ActorConfig, Config, CriticConfig
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import expert_shard
 from mrl.resharding.shards import check_experts_divide
 from mrl.trainer.num_steps import optimizer_steps
@@ -27,7 +27,7 @@ def critic_config(config: Config) -> Config:
     return replace(config, actor=actor, train=replace(config.train, critic_warmup=0))
 
 
-def check_critic(config: Config, arch: ArchSpec, critic: ArchSpec | None, grid: Grid) -> None:
+def check_critic(config: Config, arch: ArchSpec, critic: ArchSpec | None, grid: ParallelLayout) -> None:
     """Checks the section `critic` and `train.critic_warmup`.
 
     Args:
@@ -52,7 +52,7 @@ def _idle(config: Config) -> Iterator[str]:
         yield f"train.critic_warmup is set, but {why}. Remove it, or change that."
 
 
-def _rules(config: Config, arch: ArchSpec, critic: ArchSpec, grid: Grid) -> Iterator[str]:
+def _rules(config: Config, arch: ArchSpec, critic: ArchSpec, grid: ParallelLayout) -> Iterator[str]:
     own, path = critic_config(config), config.critic.path
     yield from rate_rules("critic", own.actor, optimizer_steps(own))
     steps, warmup = config.train.num_steps, config.train.critic_warmup
@@ -71,10 +71,10 @@ def _rules(config: Config, arch: ArchSpec, critic: ArchSpec, grid: Grid) -> Iter
             f"critic.path={path}: one of actor and critic is an MoE model and the other dense, but both use one "
             "parallel layout. Choose a model of the actor's kind, or remove critic.path."
         )
-    if critic.max_position_embeddings < config.rollout.longest:
+    if critic.max_position_embeddings < config.rollout.max_sequence_length:
         yield (
             f"critic.path={path} has positions for {critic.max_position_embeddings} tokens, fewer than the "
-            f"{config.rollout.longest} of prompt and response. Choose another critic, or lower "
+            f"{config.rollout.max_sequence_length} of prompt and response. Choose another critic, or lower "
             "rollout.prompt_length or rollout.response_length."
         )
     for message in division_rules(critic, replace(grid, rollout_tp=1)):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mrl.config.config import TOP_K, AlgorithmConfig, Config, DistillationConfig, DistillationLossConfig
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.trainer.validation.frozen_models import forward_only_rules
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ TASK = (
 """Fields of `algorithm` that only its advantages and its policy loss read."""
 
 
-def teacher_of(config: DistillationConfig, prompt: Prompt) -> int:
+def teacher_index(config: DistillationConfig, prompt: Prompt) -> int:
     """Returns the index of the teacher that scores this prompt's samples.
 
     Raises:
@@ -50,7 +50,7 @@ def check_distillation(
     config: Config,
     arch: ArchSpec,
     teachers: Sequence[ArchSpec],
-    grid: Grid,
+    grid: ParallelLayout,
     own: AlgorithmConfig,
     *,
     supervised: bool,
@@ -169,7 +169,7 @@ def _enabled_rules(config: Config, own: AlgorithmConfig, *, supervised: bool, cr
 def _task_loss_settings(config: Config, own: AlgorithmConfig, *, critic: bool) -> Iterator[str]:
     """Yields the settings in `algorithm` that only the loss on task rewards reads."""
     algorithm, by_gradient = config.algorithm, config.distillation.distillation_loss.use_policy_gradient
-    correction = algorithm.rollout_correction.acting
+    correction = algorithm.rollout_correction.resolved
     for name, is_set in (
         ("kl_in", algorithm.kl_in != "none"),
         ("entropy_coef", algorithm.entropy_coef != 0),
@@ -215,7 +215,9 @@ def _loss_rules(loss: DistillationLossConfig) -> Iterator[str]:
             yield f"{where}.{name}={value} would have no effect because {why}. Remove it, or change that."
 
 
-def _model_rules(config: Config, arch: ArchSpec, teacher: ArchSpec, grid: Grid, *, preset: bool) -> Iterator[str]:
+def _model_rules(
+    config: Config, arch: ArchSpec, teacher: ArchSpec, grid: ParallelLayout, *, preset: bool
+) -> Iterator[str]:
     if teacher == arch:
         return
     if preset and teacher.vocab_size != arch.vocab_size:

@@ -43,11 +43,11 @@ def episode_rules(config: Config) -> Iterator[str]:
             "prefills the conversation again, and the first routing of its tokens is lost. Set "
             "actor.router_replay=recompute or none."
         )
-    if not rollout.enable_chunked_prefill and rollout.longest > rollout.max_num_batched_tokens:
+    if not rollout.enable_chunked_prefill and rollout.max_sequence_length > rollout.max_num_batched_tokens:
         yield (
             f"rollout.enable_chunked_prefill=false with rollout.multi_turn.enable needs rollout.max_num_batched_tokens "
-            f"of at least {rollout.longest}, got {rollout.max_num_batched_tokens}: a later turn prefills the complete "
-            "conversation. Raise it, or remove rollout.enable_chunked_prefill."
+            f"of at least {rollout.max_sequence_length}, got {rollout.max_num_batched_tokens}: a later turn prefills "
+            "the complete conversation. Raise it, or remove rollout.enable_chunked_prefill."
         )
     if config.algorithm.credit == "turn" and not any(
         function.name == REWARD and function.weight for function in config.reward.functions

@@ -8,14 +8,14 @@ from dataclasses import fields
 from mrl.config.config import ActorConfig, Config, ParallelConfig
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec, MoeSpec
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import expert_shard
 from mrl.resharding.native import expert_shard as rollout_expert_shard
 from mrl.resharding.shards import check_experts_divide
 from mrl.trainer.validation.megatron import te_possible
 
 
-def expert_rules(config: Config, arch: ArchSpec, grid: Grid, *, supervised: bool = False) -> Iterator[str]:
+def expert_rules(config: Config, arch: ArchSpec, grid: ParallelLayout, *, supervised: bool = False) -> Iterator[str]:
     """Yields a message for each broken rule, with the keys and what to do."""
     if arch.moe is None:
         yield from _idle(config)
@@ -42,7 +42,7 @@ def _idle(config: Config) -> Iterator[str]:
             yield f"{section}.{name}={value} is set, but {why}. Remove it."
 
 
-def _experts(config: Config, moe: MoeSpec, grid: Grid) -> Iterator[str]:
+def _experts(config: Config, moe: MoeSpec, grid: ParallelLayout) -> Iterator[str]:
     actor = config.actor
     if grid.tp > 1 and not config.parallel.sequence_parallel:
         yield (
@@ -81,7 +81,7 @@ def _experts(config: Config, moe: MoeSpec, grid: Grid) -> Iterator[str]:
         )
 
 
-def _flex(config: Config, grid: Grid) -> Iterator[str]:
+def _flex(config: Config, grid: ParallelLayout) -> Iterator[str]:
     if not te_possible(config):
         yield "actor.moe_token_dispatcher_type=flex needs GPUs and DeepEP or HybridEP. Use alltoall."
     if grid.ep * grid.expert_tp == 1:
@@ -96,7 +96,7 @@ def _flex(config: Config, grid: Grid) -> Iterator[str]:
         )
 
 
-def _rollout(config: Config, moe: MoeSpec, grid: Grid) -> Iterator[str]:
+def _rollout(config: Config, moe: MoeSpec, grid: ParallelLayout) -> Iterator[str]:
     rollout = config.rollout
     tp, ep, moe_tp = grid.rollout_tp, grid.rollout_ep, rollout.moe_tensor_parallel_size
     if tp % ep or (moe_tp is not None and ep * moe_tp != tp):
@@ -120,7 +120,7 @@ def _replay(config: Config, supervised: bool) -> Iterator[str]:
             f"actor.router_replay={replay} would have no effect because algorithm.name={config.algorithm.name} does "
             "not sample, so no routing exists before the update. Remove it, or change that."
         )
-    elif replay == "recompute" and config.algorithm.rollout_correction.acting.bypass_mode:
+    elif replay == "recompute" and config.algorithm.rollout_correction.resolved.bypass_mode:
         yield (
             "actor.router_replay=recompute replays the routing of the forward pass for proximal log-probabilities, "
             "which algorithm.rollout_correction.bypass_mode=true skips. Set bypass_mode to false, or use "

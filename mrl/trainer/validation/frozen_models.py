@@ -8,7 +8,7 @@ from dataclasses import replace
 from mrl.config.config import Config
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import expert_shard
 from mrl.resharding.shards import check_experts_divide
 from mrl.trainer.validation.parallel import division_rules
@@ -24,7 +24,7 @@ def forward_only_config(config: Config) -> Config:
 
 
 def forward_only_rules(
-    config: Config, arch: ArchSpec, other: ArchSpec, grid: Grid, *, host: str, name: str
+    config: Config, arch: ArchSpec, other: ArchSpec, grid: ParallelLayout, *, host: str, name: str
 ) -> Iterator[str]:
     """Yields the end of a message for each broken rule.
 
@@ -41,10 +41,11 @@ def forward_only_rules(
             f": one of {host} and {name} is an MoE model and the other is dense, but both use one parallel layout. "
             f"Choose a {name} of the {host}'s kind."
         )
-    if other.max_position_embeddings < config.rollout.longest:
+    if other.max_position_embeddings < config.rollout.max_sequence_length:
         yield (
-            f" has positions for {other.max_position_embeddings} tokens, fewer than the {config.rollout.longest} of "
-            f"prompt and response. Choose another {name}, or lower rollout.prompt_length or rollout.response_length."
+            f" has positions for {other.max_position_embeddings} tokens, fewer than the "
+            f"{config.rollout.max_sequence_length} of prompt and response. Choose another {name}, or lower "
+            "rollout.prompt_length or rollout.response_length."
         )
     for message in division_rules(other, replace(grid, rollout_tp=1)):
         yield f": {message}"

@@ -15,12 +15,12 @@ from mrl.config.config import Config, MegatronConfig
 from mrl.config.did_you_mean import did_you_mean
 from mrl.config.megatron_fields.defaults import ddp_defaults, overlaps_gradients
 from mrl.config.megatron_fields.installed import CLASSES, fields_of, version
-from mrl.config.megatron_fields.table import TABLE, Verdict, is_own, own_value, te_only
+from mrl.config.megatron_fields.table import TABLE, Verdict, default_value, is_default, te_only
 from mrl.config.megatron_fields.values import DTYPES, expected, fits
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.models.transformer_engine import asked_for
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 
 CP_WAYS = ("p2p", "a2a")
 """Values of cp_comm_type that TransformerEngine supports for packed sequences with one level of process groups."""
@@ -47,7 +47,7 @@ class RuleContext:
     value: Any
     section: Mapping[str, Any]
     config: Config
-    grid: Grid
+    grid: ParallelLayout
     arch: ArchSpec
 
 
@@ -66,8 +66,8 @@ def changes(config: MegatronConfig) -> Iterator[tuple[str, str, Any, Any]]:
     for section in CLASSES:
         known = fields_of(section)
         for name, value in section_of(config, section).items():
-            if name in known and not is_own(section, name, value):
-                yield section, name, own_value(section, name), value
+            if name in known and not is_default(section, name, value):
+                yield section, name, default_value(section, name), value
 
 
 def name_rules(config: Config) -> Iterator[str]:
@@ -86,7 +86,7 @@ def name_rules(config: Config) -> Iterator[str]:
                 yield f"{key} is {_shown(value)}, expected {takes}."
 
 
-def megatron_rules(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[str]:
+def megatron_rules(config: Config, arch: ArchSpec, grid: ParallelLayout) -> Iterator[str]:
     """Yields a message for each refused field, with the reason and what to do."""
     for section, name, refusal, can_be_forced in _refusals(config, arch, grid):
         if not (can_be_forced and config.megatron.unchecked):
@@ -94,7 +94,7 @@ def megatron_rules(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[str]:
             yield f"megatron.{section}.{name} is refused: {refusal}.{way}"
 
 
-def forced(config: Config, arch: ArchSpec, grid: Grid) -> list[str]:
+def forced(config: Config, arch: ArchSpec, grid: ParallelLayout) -> list[str]:
     """Returns a warning for each refused field that is used because of `megatron.unchecked`."""
     if not config.megatron.unchecked:
         return []
@@ -105,7 +105,7 @@ def forced(config: Config, arch: ArchSpec, grid: Grid) -> list[str]:
     ]
 
 
-def fitting(config: Config, arch: ArchSpec, grid: Grid) -> tuple[Config, list[str]]:
+def without_refused_fields(config: Config, arch: ArchSpec, grid: ParallelLayout) -> tuple[Config, list[str]]:
     """Removes the fields of `megatron` that would be refused or need an absent TransformerEngine.
 
     Returns:
@@ -168,7 +168,7 @@ def te_possible(config: Config) -> bool:
     return config.run.device != "cpu" and asked_for(config)
 
 
-def _refusals(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[tuple[str, str, str, bool]]:
+def _refusals(config: Config, arch: ArchSpec, grid: ParallelLayout) -> Iterator[tuple[str, str, str, bool]]:
     """Yields section, field, reason, and whether `megatron.unchecked` can override the refusal."""
     for section in CLASSES:
         given = section_of(config.megatron, section)
@@ -176,7 +176,7 @@ def _refusals(config: Config, arch: ArchSpec, grid: Grid) -> Iterator[tuple[str,
             verdict = TABLE.get((section, name), Verdict("free"))
             if verdict.kind == "derived":
                 yield section, name, verdict.why, False
-            elif not is_own(section, name, value):
+            elif not is_default(section, name, value):
                 for reason in _reasons(section, name, verdict, RuleContext(value, given, config, grid, arch)):
                     yield section, name, reason, True
 
@@ -412,7 +412,9 @@ RULES: dict[str, tuple[Needs, ...]] = {
         (
             lambda ctx: (
                 ctx.config.megatron.ddp.get("grad_reduce_in_fp32", True)
-                or ctx.section.get("optimizer_offload_fraction", own_value("optimizer", "optimizer_offload_fraction"))
+                or ctx.section.get(
+                    "optimizer_offload_fraction", default_value("optimizer", "optimizer_offload_fraction")
+                )
                 == 1
             ),
             "Megatron converts bfloat16 gradients to float32 in another CUDA stream than the device's optimizer step, "

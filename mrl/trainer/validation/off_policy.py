@@ -12,12 +12,12 @@ from dataclasses import replace
 from mrl.config.config import Config, RolloutCorrectionConfig
 from mrl.rollout.async_schedule import RolloutSchedule
 
-AHEAD = "decoupled_token_is"
+ASYNC_PRESET = "decoupled_token_is"
 """Default of `algorithm.rollout_correction.preset` for asynchronous runs that set no field of the section. Clipping
 around the rollout policy would clip tokens because of the updates of earlier steps."""
 
 
-def corrected_ahead(config: Config) -> Config:
+def with_async_correction(config: Config) -> Config:
     """Returns the config with the rollout correction AHEAD if it samples ahead and sets no correction.
 
     Distillation without task rewards and policy gradient stays unchanged, because its loss has no importance weights.
@@ -27,12 +27,14 @@ def corrected_ahead(config: Config) -> Config:
     is_default = algorithm.rollout_correction == RolloutCorrectionConfig()
     if not RolloutSchedule.of(config).lead or not is_default or only_teacher:
         return config
-    return replace(config, algorithm=replace(algorithm, rollout_correction=RolloutCorrectionConfig(preset=AHEAD)))
+    return replace(
+        config, algorithm=replace(algorithm, rollout_correction=RolloutCorrectionConfig(preset=ASYNC_PRESET))
+    )
 
 
-def told_correction(config: Config) -> str:
+def describe_correction(config: Config) -> str:
     """Returns the end of a log line about the rollout correction of an asynchronous run; "" for other runs."""
-    corrected, given = corrected_ahead(config), config.algorithm.rollout_correction
+    corrected, given = with_async_correction(config), config.algorithm.rollout_correction
     if corrected is not config:
         preset = corrected.algorithm.rollout_correction.preset
         return f"; rollout correction {preset}, the default for sampling with older weights"
@@ -72,10 +74,14 @@ def off_policy_rules(config: Config, *, supervised: bool) -> Iterator[str]:
             "one of them, or use train.mode=async."
         )
     tokens = rollout.max_num_batched_tokens
-    if RolloutSchedule.of(config).by_parts and not rollout.enable_chunked_prefill and tokens < rollout.longest:
+    if (
+        RolloutSchedule.of(config).by_parts
+        and not rollout.enable_chunked_prefill
+        and tokens < rollout.max_sequence_length
+    ):
         yield (
             f"rollout.enable_chunked_prefill=false with rollout.max_num_batched_tokens={tokens}: a partial rollout is "
-            f"prefilled together with its prompt, up to {rollout.longest} tokens. Raise "
+            f"prefilled together with its prompt, up to {rollout.max_sequence_length} tokens. Raise "
             "rollout.max_num_batched_tokens, or set rollout.enable_chunked_prefill=true."
         )
     if rollout.enable_rollout_routing_replay and RolloutSchedule.of(config).by_parts:

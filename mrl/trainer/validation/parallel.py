@@ -1,4 +1,4 @@
-"""Parallel layout from the config (`grid_of`), and rules that it fits the ranks and the model. Imports no torch.
+"""Parallel layout from the config (`build_parallel_layout`), and rules that it fits ranks and model. Imports no torch.
 
 Rules of MoE layouts are in `experts.py`.
 """
@@ -14,19 +14,19 @@ from mrl.config.config import Config
 from mrl.engines._support import engine_support
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import chunk_layers
 from mrl.resharding.shards import TensorShard, check_divides
 from mrl.trainer.validation.ranges import value_at
-from mrl.trainer.validation.roles import key_of, own_ranks
+from mrl.trainer.validation.roles import key_of, num_rollout_ranks
 
 MAX_RANKS = 1 << 17
 """Upper limit on the number of ranks; sharding plans are computed for every rank."""
 
 
-def grid_of(config: Config, world_size: int) -> Grid:
+def build_parallel_layout(config: Config, world_size: int) -> ParallelLayout:
     """Returns the parallel layout of the config."""
-    return Grid(
+    return ParallelLayout(
         world_size=world_size,
         tp=config.parallel.tensor_model_parallel_size,
         pp=config.parallel.pipeline_model_parallel_size,
@@ -39,7 +39,7 @@ def grid_of(config: Config, world_size: int) -> Grid:
         rollout_tp=config.rollout.tensor_model_parallel_size,
         rollout_ep=config.rollout.expert_parallel_size,
         rollout_pp=config.rollout.pipeline_model_parallel_size,
-        rollout_ranks=own_ranks(config.rollout),
+        rollout_ranks=num_rollout_ranks(config.rollout),
     )
 
 
@@ -54,7 +54,7 @@ def check_ranks(config: Config, world_size: int) -> None:
     names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
     sizes = {name: getattr(config.parallel, name) for name in names}
     num_ranks = math.prod(sizes.values())
-    own = own_ranks(config.rollout)
+    own = num_rollout_ranks(config.rollout)
     if own >= world_size > 0 and own:
         raise UserError(
             f"{key_of(config.rollout)} leaves none of this job's {world_size} rank(s) to train. Reserve fewer. "
@@ -69,7 +69,7 @@ def check_ranks(config: Config, world_size: int) -> None:
         raise UserError(f"{product}{equals} does not divide {of}. {_how_many_ranks(config)}")
 
 
-def layout_rules(config: Config, grid: Grid) -> Iterator[str]:
+def layout_rules(config: Config, grid: ParallelLayout) -> Iterator[str]:
     """Yields a message for each broken rule between the sizes of the layout."""
     if grid.vpp > 1 and grid.pp == 1:
         yield (
@@ -90,7 +90,7 @@ def layout_rules(config: Config, grid: Grid) -> Iterator[str]:
             f"{_how_many_ranks(config)}"
         )
     if grid.rollout_pp > 1 and not engine_support(config.rollout.name).has_pipeline_parallelism:
-        if user_code.is_own(config.rollout.name):  # mrl's own engines refuse it in their FIELDS
+        if user_code.is_user_code(config.rollout.name):  # mrl's own engines refuse it in their FIELDS
             yield (
                 f"rollout.pipeline_model_parallel_size={grid.rollout_pp} is not supported with rollout.name="
                 f"{config.rollout.name}: only rollout.name=trtllm_engine has pipeline parallelism. Set it to 1."
@@ -99,12 +99,12 @@ def layout_rules(config: Config, grid: Grid) -> Iterator[str]:
         stages = f" x rollout.pipeline_model_parallel_size={grid.rollout_pp}" if grid.rollout_pp > 1 else ""
         yield (
             f"rollout.tensor_model_parallel_size={grid.rollout_tp}{stages} does not divide the {len(grid.samplers)} "
-            f"rank(s) of this job{' that sample' if grid.has_roles else ''}, and all replicas have equal sizes. "
-            f"{_how_many_ranks(config)}"
+            f"{'rank(s) of this job that sample' if grid.has_separate_rollout else 'rank(s) of this job'}, "
+            f"and all replicas have equal sizes. {_how_many_ranks(config)}"
         )
 
 
-def division_rules(arch: ArchSpec, grid: Grid) -> Iterator[str]:
+def division_rules(arch: ArchSpec, grid: ParallelLayout) -> Iterator[str]:
     """Yields a message for each dimension of the model that the layout does not divide."""
     attempts: tuple[Callable[[], object], ...] = (
         lambda: check_divides(arch, TensorShard(grid.tp, 0, "parallel.tensor_model_parallel_size")),
@@ -121,7 +121,7 @@ def division_rules(arch: ArchSpec, grid: Grid) -> Iterator[str]:
 def _how_many_ranks(config: Config) -> str:
     """Returns advice: how to start enough ranks, how to check the config without them, how to run on one rank."""
     parallel, rollout = config.parallel, config.rollout
-    num_ranks = grid_of(config, 1).fewest_ranks
+    num_ranks = build_parallel_layout(config, 1).min_world_size
     names = {
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
@@ -137,7 +137,7 @@ def _how_many_ranks(config: Config) -> str:
     if engine_support(rollout.name).needs_mpi(rollout):
         start = f"NPROC={num_ranks} launch/mpirun.sh ..."
     how_many = f"a multiple of {num_ranks} ranks"
-    if own := own_ranks(rollout):
+    if own := num_rollout_ranks(rollout):
         how_many = f"{num_ranks} ranks, {own} of them for rollouts, or more in steps of {num_ranks - own}"
     return (
         f"Start {how_many}: {start}; or only check the config: mrl train ... --dry-run --world-size "

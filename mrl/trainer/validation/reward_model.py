@@ -8,7 +8,7 @@ from mrl.config.config import Config, RewardModelConfig
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec, critic_of
 from mrl.models.hf_config import arch_from_folder, read_config
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.trainer.validation.frozen_models import forward_only_rules
 
 LABELS = "id2label"
@@ -46,7 +46,7 @@ def reward_arch(config: Config) -> ArchSpec | None:
 
 
 def check_reward_model(
-    config: Config, arch: ArchSpec, reward: ArchSpec | None, grid: Grid, *, retokenizes: bool
+    config: Config, arch: ArchSpec, reward: ArchSpec | None, grid: ParallelLayout, *, retokenizes: bool
 ) -> None:
     """Checks the section `reward.model`.
 
@@ -72,6 +72,8 @@ def check_reward_model(
             "actor's tokenizer."
         )
     if retokenizes:
-        reward = replace(reward, max_position_embeddings=max(reward.max_position_embeddings, config.rollout.longest))
+        reward = replace(
+            reward, max_position_embeddings=max(reward.max_position_embeddings, config.rollout.max_sequence_length)
+        )
     for message in forward_only_rules(config, arch, reward, grid, host="actor", name="reward model"):
         raise UserError(f"{where}{message}")

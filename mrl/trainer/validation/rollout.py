@@ -20,7 +20,7 @@ def length_rules(config: Config) -> Iterator[str]:
     """Yields a message for each length limit that is smaller than it must be."""
     rollout = config.rollout
     both = rollout.prompt_length + rollout.response_length
-    longest = config.rollout.longest
+    longest = config.rollout.max_sequence_length
     if longest < both:
         yield (
             f"rollout.max_model_len={longest} is below rollout.prompt_length={rollout.prompt_length} + "
@@ -42,7 +42,7 @@ def length_rules(config: Config) -> Iterator[str]:
 
 def position_rules(config: Config, arch: ArchSpec) -> Iterator[str]:
     """Yields a message if sequences can exceed the model's positions."""
-    longest = config.rollout.longest
+    longest = config.rollout.max_sequence_length
     if longest > arch.max_position_embeddings:
         yield (
             f"Sequences of {longest} tokens (rollout.max_model_len, or rollout.prompt_length + "
@@ -55,7 +55,7 @@ def sampling_rules(config: Config) -> Iterator[str]:
     """Yields a message for each broken rule about the engine and its sampling."""
     rollout, val = config.rollout, config.rollout.val_kwargs
     engines = registry.names("engines")
-    if rollout.name not in engines and not user_code.is_own(rollout.name):
+    if rollout.name not in engines and not user_code.is_user_code(rollout.name):
         yield (
             f"rollout.name={rollout.name} is unknown; expected one of {', '.join(engines)}, or a path "
             f"{user_code.FORMS}.{did_you_mean(rollout.name, engines)}"
@@ -117,7 +117,7 @@ def _speculative_rules(drafts: SpeculativeConfig) -> Iterator[str]:
 def _quantization_rules(config: Config) -> Iterator[str]:
     """Yields a message if quantized rollouts would be trained on without importance weights."""
     rollout, correction = config.rollout, config.algorithm.rollout_correction
-    if rollout.quantization is not None and not correction.takes_sampled:
+    if rollout.quantization is not None and not correction.uses_rollout_logprobs:
         yield (
             f"rollout.quantization={rollout.quantization} with algorithm.rollout_correction.bypass_mode=false and no "
             "rollout_is would train on samples of the quantized weights as if the actor had sampled them. Set "

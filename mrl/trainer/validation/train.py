@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.config import ActorConfig, Config
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.trainer.num_steps import optimizer_steps
 
 MAX_SEQUENCES = 1 << 24
 """Maximum number of sequences in a step: prompts x samples."""
 
 
-def step_rules(config: Config, grid: Grid) -> Iterator[str]:
+def step_rules(config: Config, grid: ParallelLayout) -> Iterator[str]:
     """Yields a message for each broken rule about batch sizes, numbers of steps and the actor's learning rate."""
     train = config.train
     if train.batch_size * config.rollout.n > MAX_SEQUENCES:
@@ -57,7 +57,7 @@ def rate_rules(section: str, rates: ActorConfig, total: int | None) -> Iterator[
         )
 
 
-def share_rules(config: Config, grid: Grid, *, supervised: bool) -> Iterator[str]:
+def share_rules(config: Config, grid: ParallelLayout, *, supervised: bool) -> Iterator[str]:
     """Yields a message if a minibatch has fewer sequences than data-parallel ranks; `supervised`: without sampling."""
     prompts = config.train.minibatch_size or config.train.batch_size
     if prompts * (1 if supervised else config.rollout.n) < grid.dp:

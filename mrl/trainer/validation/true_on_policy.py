@@ -11,7 +11,7 @@ from mrl.config import user_code
 from mrl.config.config import Config
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.rollout.async_schedule import RolloutSchedule
 
 KEY = "rollout.true_on_policy=true"
@@ -21,7 +21,7 @@ NO_DEVICE = (
 )
 
 
-def true_on_policy_rules(config: Config, grid: Grid, *, supervised: bool) -> Iterator[str]:
+def true_on_policy_rules(config: Config, grid: ParallelLayout, *, supervised: bool) -> Iterator[str]:
     """Yields a message for each setting under which log-probabilities would differ, or that the mode does not support.
 
     Args:
@@ -38,7 +38,7 @@ def _engine(config: Config, *, supervised: bool) -> Iterator[str]:
     rollout, dtype = config.rollout, config.model.dtype
     if supervised:
         yield f"{KEY} would have no effect because algorithm.name={config.algorithm.name} does not sample. Remove it."
-    if user_code.is_own(rollout.name):
+    if user_code.is_user_code(rollout.name):
         yield (
             f"{KEY} with rollout.name={rollout.name}: this engine does not compute log-probabilities with the actor's "
             "kernels. Use rollout.name=native."
@@ -68,7 +68,7 @@ def _engine(config: Config, *, supervised: bool) -> Iterator[str]:
         )
 
 
-def _actor(config: Config, grid: Grid) -> Iterator[str]:
+def _actor(config: Config, grid: ParallelLayout) -> Iterator[str]:
     rollout, actor = config.rollout, config.actor
     if config.run.device == "cuda":
         yield f"{KEY} with run.device=cuda: {NO_DEVICE}. Set run.device=cpu, or remove it."

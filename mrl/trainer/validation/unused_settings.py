@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.config import Config, DataConfig, LearnsFrom, RolloutConfig
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 
 Case = tuple[str, bool, str]
 """(key, True if it is set without effect, reason)."""
 
 
-def idle_rules(config: Config, grid: Grid, *, learns_from: LearnsFrom = "samples") -> Iterator[str]:
+def unused_setting_rules(config: Config, grid: ParallelLayout, *, learns_from: LearnsFrom = "samples") -> Iterator[str]:
     """Yields a message for each setting that would have no effect.
 
     Args:
@@ -31,7 +31,7 @@ def idle_rules(config: Config, grid: Grid, *, learns_from: LearnsFrom = "samples
             yield f"{key} is set, but would have no effect because {reason}. Remove it, or change that."
 
 
-def _training(config: Config, grid: Grid, learns_from: LearnsFrom) -> Iterator[Case]:
+def _training(config: Config, grid: ParallelLayout, learns_from: LearnsFrom) -> Iterator[Case]:
     actor, reference, train = config.actor, config.reference, config.train
     supervised = learns_from != "samples"
     yield "model.overrides", bool(config.model.overrides) and config.model.path is not None, "model.path is set"

@@ -20,13 +20,13 @@ from mrl.trainer.validation.experts import expert_rules
 from mrl.trainer.validation.megatron import megatron_rules, name_rules
 from mrl.trainer.validation.model import check_size, model_rules, token_rules
 from mrl.trainer.validation.off_policy import off_policy_rules
-from mrl.trainer.validation.parallel import check_ranks, division_rules, grid_of, layout_rules
+from mrl.trainer.validation.parallel import build_parallel_layout, check_ranks, division_rules, layout_rules
 from mrl.trainer.validation.ranges import fixed_rules, range_rules
 from mrl.trainer.validation.roles import role_rules
 from mrl.trainer.validation.rollout import length_rules, position_rules, sampling_rules
 from mrl.trainer.validation.train import share_rules, step_rules
 from mrl.trainer.validation.true_on_policy import expert_rule, true_on_policy_rules
-from mrl.trainer.validation.unused_settings import idle_rules
+from mrl.trainer.validation.unused_settings import unused_setting_rules
 
 
 def check_config(
@@ -45,7 +45,7 @@ def check_config(
         UserError: Message with all broken rules, their keys and what to do.
     """
     _raise([*range_rules(config), *fixed_rules(config), *name_rules(config)])
-    grid = grid_of(config, world_size)
+    grid = build_parallel_layout(config, world_size)
     not_divided = [] if arch is None else list(division_rules(arch, grid))
     try:
         check_ranks(config, world_size)
@@ -65,7 +65,7 @@ def check_config(
         *evaluation_rules(config),
         *share_rules(config, grid, supervised=learns_from != "samples"),
         *episode_rules(config),
-        *idle_rules(config, grid, learns_from=learns_from),
+        *unused_setting_rules(config, grid, learns_from=learns_from),
     ]
     _raise([*not_divided, *broken] if broken else [])
 
@@ -92,7 +92,7 @@ def check(
     """
     check_size(arch)
     check_config(config, world_size, learns_from=learns_from, arch=arch)
-    grid = grid_of(config, world_size)
+    grid = build_parallel_layout(config, world_size)
     broken = [
         *division_rules(arch, grid),
         *position_rules(config, arch),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.config.config import Config
-from mrl.trainer.validation.parallel import grid_of
+from mrl.trainer.validation.parallel import build_parallel_layout
 
 
 @dataclass(frozen=True)
@@ -43,4 +43,4 @@ def world_size(config: Config, file: str, asked: int | None, *, started: int = 1
     named = re.search(r"_(\d{1,9})x(\d{1,9})(?=[_.])", Path(file).name)
     if named:
         return WorldSize(int(named[1]) * int(named[2]), f"{named[1]}x{named[2]} of the config's name")
-    return WorldSize(grid_of(config, 1).fewest_ranks, "the fewest of this layout: --world-size")
+    return WorldSize(build_parallel_layout(config, 1).min_world_size, "the fewest of this layout: --world-size")

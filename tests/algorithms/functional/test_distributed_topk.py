@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.algorithms.functional.distributed_topk import highest, kth_largest, largest
+from mrl.algorithms.functional.distributed_topk import highest, kth_largest, top_k_mask
 from tests.algorithms.ragged import on_values
 
 
@@ -23,12 +23,12 @@ def test_largest_are_those_of_a_sort_on_any_ranks(cuts: list[int]) -> None:
     order = sorted(torch.arange(60)[mask].tolist(), key=lambda row: (values[row].item(), own[row].item()), reverse=True)
     parts = list(zip(values.split(cuts), mask.split(cuts), own.split(cuts), strict=True))
     for k in (1, 2, 17, len(order) - 1, len(order), len(order) + 5):
-        found = torch.cat(on_values(parts, lambda part, reduce, k=k: largest(part[0], part[1], k, part[2], reduce)))
+        found = torch.cat(on_values(parts, lambda part, reduce, k=k: top_k_mask(part[0], part[1], k, part[2], reduce)))
         assert sorted(torch.arange(60)[found].tolist()) == sorted(order[:k])
         if k <= len(order):
             (value, *_) = on_values(parts, lambda part, reduce, k=k: kth_largest(part[0], part[1], k, reduce))
             assert value == values[order[k - 1]]
-    assert not largest(values, mask, 0, own, lambda tensor: tensor).any()
+    assert not top_k_mask(values, mask, 0, own, lambda tensor: tensor).any()
 
 
 def test_largest_of_extreme_numbers() -> None:

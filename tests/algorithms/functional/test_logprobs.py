@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from mrl.algorithms.functional.logprobs import OPERATORS, Distribution, VocabShard, linear_logprobs
 from mrl.algorithms.functional.sampling import keep_threshold
-from mrl.models.kernels.training import training
-from mrl.types import Support
+from mrl.models.kernels.training import training_kernels
+from mrl.types import SamplingMask
 from tests.ranks import run_ranks
 
 VALUE = 2e-6  # fp32 log-sum-exp of 50 logits against float64
@@ -42,7 +42,7 @@ def kept_of(temperature, cut):
 
 
 def support_of(kept):
-    return Support(kept.nonzero()[:, 1].int(), kept.sum(1).int())
+    return SamplingMask(kept.nonzero()[:, 1].int(), kept.sum(1).int())
 
 
 def dense(temperature, cut):
@@ -86,8 +86,8 @@ def fused(temperature, cut, chunk_rows, dtype="float32", sizes=None, compiled=Fa
         targets,
         shard=VocabShard(start, min(max(TOKENS - start, 0), count), group),
         distribution=Distribution(temperature, chunk_rows),
-        support=None if cut == CUTS["none"] else support_of(kept_of(temperature, cut)),
-        of_rows=training(kind) if compiled else OPERATORS,
+        kept_tokens=None if cut == CUTS["none"] else support_of(kept_of(temperature, cut)),
+        of_rows=training_kernels(kind) if compiled else OPERATORS,
         adds_gradient=adds if elsewhere else None,
     )
     ((chosen * grads[0]).sum() + (entropy * grads[1]).sum()).backward()
@@ -149,9 +149,9 @@ def test_bf16_weights_score_in_fp32_with_the_gradient_of_their_logits():
 def test_a_row_that_keeps_nothing_but_its_target_is_certain_and_learns_nothing():
     hidden, weight, rows, targets, _ = inputs()
     hidden.requires_grad_()
-    nothing = Support(torch.zeros(0, dtype=torch.int32), torch.zeros(len(ROWS), dtype=torch.int32))
+    nothing = SamplingMask(torch.zeros(0, dtype=torch.int32), torch.zeros(len(ROWS), dtype=torch.int32))
     shard, distribution = VocabShard(0, TOKENS), Distribution(1.0, 4)
-    found = linear_logprobs(hidden, weight, rows, targets, shard=shard, distribution=distribution, support=nothing)
+    found = linear_logprobs(hidden, weight, rows, targets, shard=shard, distribution=distribution, kept_tokens=nothing)
     (found[0].sum() + found[1].sum()).backward()
     assert all(torch.equal(values, torch.zeros(len(ROWS))) for values in found)
     assert torch.equal(hidden.grad, torch.zeros_like(hidden))
@@ -162,7 +162,7 @@ def test_a_support_of_other_rows_is_refused():
     other = support_of(torch.ones(len(ROWS) - 1, TOKENS, dtype=torch.bool))
     with pytest.raises(ValueError, match="the support has 8 rows, expected 9"):
         linear_logprobs(
-            hidden, weight, rows, targets, shard=VocabShard(0, TOKENS), distribution=Distribution(), support=other
+            hidden, weight, rows, targets, shard=VocabShard(0, TOKENS), distribution=Distribution(), kept_tokens=other
         )
 
 
@@ -205,7 +205,7 @@ def test_logits_of_all_rows_never_exist_forward_or_backward(truncated):
     rows, tokens, chunk = 64, 512, 8
     hidden = torch.randn(rows, 4, requires_grad=True)
     weight = torch.randn(tokens, 4, requires_grad=True)
-    support = Support(torch.arange(3 * rows, dtype=torch.int32), torch.full((rows,), 3, dtype=torch.int32))
+    support = SamplingMask(torch.arange(3 * rows, dtype=torch.int32), torch.full((rows,), 3, dtype=torch.int32))
     with Peak() as peak:
         logprobs, entropy = linear_logprobs(
             hidden,
@@ -214,7 +214,7 @@ def test_logits_of_all_rows_never_exist_forward_or_backward(truncated):
             torch.zeros(rows, dtype=torch.int64),
             shard=VocabShard(0, tokens),
             distribution=Distribution(0.7, chunk),
-            support=support if truncated else None,
+            kept_tokens=support if truncated else None,
         )
         (logprobs.sum() + entropy.sum()).backward()
     assert peak.largest == chunk * tokens

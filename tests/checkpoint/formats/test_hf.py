@@ -18,7 +18,7 @@ from mrl.checkpoint.formats.hf import HfSource, HfTarget, load_from_hf
 from mrl.commands.convert.convert import convert
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder, family_of
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.megatron import megatron_layout
@@ -50,7 +50,7 @@ def test_each_rank_gets_its_slices_of_what_transformers_saved(arch, shard_size, 
     hf = save_model(arch, tmp_path, max_shard_size=shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "20KB")
     assert arch_from_folder(tmp_path) == arch
-    grid = Grid(8, tp=4, pp=2)
+    grid = ParallelLayout(8, tp=4, pp=2)
     layouts = [megatron_layout(arch, grid, rank, dtype="float32", te=False) for rank in range(8)]
     layouts += [native_layout(arch, 2, rank, "float32") for rank in range(2)]
     for layout in layouts:
@@ -353,7 +353,7 @@ def test_a_rank_holds_its_shard_never_the_model(tmp_path):
     script = """
         import sys, threading, time
         import torch
-        from mrl.parallel_layout import Grid
+        from mrl.parallel_layout import ParallelLayout
         from mrl.models.hf_config import arch_from_folder
         from mrl.checkpoint.formats.hf import load_from_hf
         from mrl.resharding.megatron import megatron_layout
@@ -370,7 +370,7 @@ def test_a_rank_holds_its_shard_never_the_model(tmp_path):
 
         folder, running = sys.argv[1], True
         arch = arch_from_folder(folder)
-        layout = megatron_layout(arch, Grid(4, tp=2, pp=2), 0, dtype="float32", te=False)
+        layout = megatron_layout(arch, ParallelLayout(4, tp=2, pp=2), 0, dtype="float32", te=False)
         tensors = allocate(layout)
         before, seen = anonymous_mib(), []
         thread = threading.Thread(target=watch)

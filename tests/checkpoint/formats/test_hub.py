@@ -16,7 +16,7 @@ from mrl.config.config import Config, ModelConfig, ReferenceConfig
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
 from mrl.models.presets import arch_from_preset
-from mrl.trainer.resolve import load_model_facts
+from mrl.trainer.resolve import load_arch_and_tokenizer
 from tests.checkpoint.formats.test_hf import write_folder
 from tests.data.folders import byte_bpe_folder
 from tests.ranks import run_ranks
@@ -82,7 +82,7 @@ def test_what_the_cache_lacks_is_refused_with_the_command_that_downloads_it(with
 
 def test_a_run_reads_structure_and_tokenizer_of_a_name(cache, model):
     fill(cache, model)
-    arch, tokenizer = load_model_facts(named(path=NAME))
+    arch, tokenizer = load_arch_and_tokenizer(named(path=NAME))
     assert arch == arch_from_folder(model) and tokenizer.decode(tokenizer.encode("two")) == "two"
 
 

@@ -14,7 +14,7 @@ from mrl.checkpoint.formats.torch_dist import read_contents
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_config, family_of
 from mrl.models.presets import arch_from_preset
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dist_checkpoint import rank_shards
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.regions import full_region, slices
@@ -34,22 +34,22 @@ MODELS = {
     "mixtral": arch_from_preset("mixtral_tiny", WIDE, ODD_VOCAB),
 }
 GRIDS = {
-    "single": Grid(1),
-    "tp2": Grid(2, tp=2),
-    "tp4": Grid(4, tp=4),
-    "pp2": Grid(2, pp=2),
-    "pp2_vpp2": Grid(2, pp=2, vpp=2),
-    "tp2_pp2": Grid(4, tp=2, pp=2),
-    "tp2_pp2_dp2": Grid(8, tp=2, pp=2),
-    "uneven": Grid(2, pp=2, first_stage_layers=1),
+    "single": ParallelLayout(1),
+    "tp2": ParallelLayout(2, tp=2),
+    "tp4": ParallelLayout(4, tp=4),
+    "pp2": ParallelLayout(2, pp=2),
+    "pp2_vpp2": ParallelLayout(2, pp=2, vpp=2),
+    "tp2_pp2": ParallelLayout(4, tp=2, pp=2),
+    "tp2_pp2_dp2": ParallelLayout(8, tp=2, pp=2),
+    "uneven": ParallelLayout(2, pp=2, first_stage_layers=1),
 }
 EXPERT_GRIDS = {
-    "ep2": Grid(2, ep=2),
-    "tp2_etp2": Grid(2, tp=2, etp=2),
-    "tp2_ep2_etp1": Grid(2, tp=2, ep=2, etp=1),
-    "tp2_ep2_etp2": Grid(4, tp=2, ep=2, etp=2),
-    "tp2_ep4_etp1_pp2": Grid(8, tp=2, ep=4, etp=1, pp=2),
-    "ep2_pp2_vpp2_cp2": Grid(4, ep=2, pp=2, vpp=2, cp=2),
+    "ep2": ParallelLayout(2, ep=2),
+    "tp2_etp2": ParallelLayout(2, tp=2, etp=2),
+    "tp2_ep2_etp1": ParallelLayout(2, tp=2, ep=2, etp=1),
+    "tp2_ep2_etp2": ParallelLayout(4, tp=2, ep=2, etp=2),
+    "tp2_ep4_etp1_pp2": ParallelLayout(8, tp=2, ep=4, etp=1, pp=2),
+    "ep2_pp2_vpp2_cp2": ParallelLayout(4, ep=2, pp=2, vpp=2, cp=2),
 }
 
 
@@ -159,13 +159,13 @@ def test_copies_write_nothing(tmp_path):
 # ---- Megatron itself
 
 SAVES = [
-    ("qwen2", Grid(4, tp=2, pp=2), {}),
-    ("qwen2_untied", Grid(2, pp=2, vpp=2), {"non_homogeneous_layers": True}),
-    ("qwen3_moe", Grid(4, tp=2, ep=2, etp=1, pp=2), {}),
-    ("qwen2_moe", Grid(4, tp=2, ep=2), {}),
-    ("qwen2_moe", Grid(2, ep=2), {"non_homogeneous_layers": True}),
-    ("qwen2_moe", Grid(2, ep=2), {"singleton_local_shards": True}),
-    ("mixtral", Grid(2, tp=2), {"singleton_local_shards": True}),
+    ("qwen2", ParallelLayout(4, tp=2, pp=2), {}),
+    ("qwen2_untied", ParallelLayout(2, pp=2, vpp=2), {"non_homogeneous_layers": True}),
+    ("qwen3_moe", ParallelLayout(4, tp=2, ep=2, etp=1, pp=2), {}),
+    ("qwen2_moe", ParallelLayout(4, tp=2, ep=2), {}),
+    ("qwen2_moe", ParallelLayout(2, ep=2), {"non_homogeneous_layers": True}),
+    ("qwen2_moe", ParallelLayout(2, ep=2), {"singleton_local_shards": True}),
+    ("mixtral", ParallelLayout(2, tp=2), {"singleton_local_shards": True}),
 ]
 ALL = {**LIVE, **MIXTURES}
 
@@ -199,13 +199,13 @@ def test_what_megatron_saved_is_read(name, grid, spelling, tmp_path):
 
 
 LOADS = [
-    ("qwen2", Grid(2, tp=2), Grid(2, pp=2, vpp=2)),
-    ("qwen2", Grid(2, pp=2, vpp=2), Grid(4, tp=2, pp=2)),
-    ("qwen2_untied", Grid(8, tp=4, pp=2), Grid(1)),
-    ("llama", Grid(2, pp=2, first_stage_layers=1), Grid(2)),
-    ("qwen3_moe", Grid(2, ep=2), Grid(4, tp=2, ep=2, etp=1, pp=2)),
-    ("qwen2_moe", Grid(2, tp=2, etp=2), Grid(2, ep=2)),
-    ("mixtral", Grid(8, tp=2, ep=4, etp=1, pp=2), Grid(4, tp=2, ep=2)),
+    ("qwen2", ParallelLayout(2, tp=2), ParallelLayout(2, pp=2, vpp=2)),
+    ("qwen2", ParallelLayout(2, pp=2, vpp=2), ParallelLayout(4, tp=2, pp=2)),
+    ("qwen2_untied", ParallelLayout(8, tp=4, pp=2), ParallelLayout(1)),
+    ("llama", ParallelLayout(2, pp=2, first_stage_layers=1), ParallelLayout(2)),
+    ("qwen3_moe", ParallelLayout(2, ep=2), ParallelLayout(4, tp=2, ep=2, etp=1, pp=2)),
+    ("qwen2_moe", ParallelLayout(2, tp=2, etp=2), ParallelLayout(2, ep=2)),
+    ("mixtral", ParallelLayout(8, tp=2, ep=4, etp=1, pp=2), ParallelLayout(4, tp=2, ep=2)),
 ]
 
 
@@ -219,15 +219,15 @@ def test_megatron_loads_what_was_written(name, source, target, tmp_path):
 
 
 def test_a_run_loads_what_was_written(tmp_path):
-    arch, grid = ALL["qwen2"], Grid(2, tp=2)
+    arch, grid = ALL["qwen2"], ParallelLayout(2, tp=2)
     hf = random_model(arch)
-    write(tmp_path / "out", arch, Grid(4, tp=2, pp=2), hf)
+    write(tmp_path / "out", arch, ParallelLayout(4, tp=2, pp=2), hf)
     for found in run_ranks(2, megatron_jobs.resumed, tmp_path / "out", arch, grid):
         assert same(found, hf)
 
 
 def test_a_commit_of_a_run_is_read_without_being_told_the_model(tmp_path):
-    arch, grid = ALL["qwen2"], Grid(4, tp=2, pp=2)
+    arch, grid = ALL["qwen2"], ParallelLayout(4, tp=2, pp=2)
     weights = run_ranks(4, megatron_jobs.committed, tmp_path / "actor", arch, grid)[0]
     assert same(read(tmp_path), weights)
     with MegatronSource(tmp_path) as source:

@@ -27,8 +27,8 @@ from mrl.config.config import CheckpointConfig, load
 from mrl.distributed import launch
 from mrl.errors import UserError
 from mrl.megatron import parallel_state
-from mrl.trainer.resolve import prepare
-from mrl.trainer.startup import open_job
+from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.startup import open_trainer
 from tests.e2e import runs
 from tests.ranks import run_ranks
 
@@ -155,12 +155,12 @@ def fuzz(folder, changes, tell=lambda text: None):
     """What became of each case; the ones that end in something else than a message."""
     folder = Path(folder)
     words = runs.arguments(folder, STEPS)[1:]
-    plan = prepare(load(words[0], words[1:]))
-    with open_job(plan) as job:
-        job.resume()
-        job.commits.write(0, {})
-        job.commits.write(1, {})
-        whole = job.run.checkpoints
+    plan = build_run_plan(load(words[0], words[1:]))
+    with open_trainer(plan) as trainer:
+        trainer.resume()
+        trainer.checkpointing.write(0, {})
+        trainer.checkpointing.write(1, {})
+        whole = trainer.run.checkpoints
         counts, wrong = Counter(), []
         signal.signal(signal.SIGALRM, hang)
         assert len(json.loads((whole / "step-00000001" / "state.json").read_bytes())) <= MOST_KEYS
@@ -169,12 +169,12 @@ def fuzz(folder, changes, tell=lambda text: None):
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(whole, copy)
             what = change_folder(copy / "step-00000001")
-            job.commits.checkpoints = CheckpointManager(copy, CheckpointConfig())
+            trainer.checkpointing.checkpoints = CheckpointManager(copy, CheckpointConfig())
             signal.alarm(LIMIT_S)
             try:
-                job.commits.found = job.commits.checkpoints.find_latest(repair=True)
-                job.resume()
-                counts[f"resumed from step {job.commits.found.step}"] += 1
+                trainer.checkpointing.resume_point = trainer.checkpointing.checkpoints.find_latest(repair=True)
+                trainer.resume()
+                counts[f"resumed from step {trainer.checkpointing.resume_point.step}"] += 1
             except UserError:
                 counts["refused"] += 1
             except BaseException:  # noqa: BLE001 -- what is looked for
@@ -184,7 +184,7 @@ def fuzz(folder, changes, tell=lambda text: None):
                 signal.alarm(0)
             if case % 100 == 99:
                 tell(f"{case + 1} cases: {dict(counts)}, {len(wrong)} wrong")
-        job.commits.checkpoints = CheckpointManager(whole, CheckpointConfig())
+        trainer.checkpointing.checkpoints = CheckpointManager(whole, CheckpointConfig())
     return dict(counts), wrong
 
 

@@ -8,7 +8,7 @@ from mrl.checkpoint.formats.hf import HfSource, HfTarget
 from mrl.checkpoint.formats.megatron import MegatronSource, MegatronTarget
 from mrl.commands.convert.convert import convert
 from mrl.megatron import checkpoint
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import ARCHS, MIXTURES, make_batch, make_policy, scores, train
 from tests.megatron.test_model import PARITY, SIZES, TEMPERATURE, by_transformers
 from tests.ranks import run_ranks
@@ -25,8 +25,8 @@ MODELS = {
         "norm_topk_prob": True,
     },
 }
-WRITTEN = {"qwen2": Grid(4, tp=4), "qwen3_moe": Grid(4, pp=2, ep=2)}
-LIVE = {"qwen2": Grid(2, pp=2), "qwen3_moe": Grid(4, tp=2, ep=2, etp=1)}
+WRITTEN = {"qwen2": ParallelLayout(4, tp=4), "qwen3_moe": ParallelLayout(4, pp=2, ep=2)}
+LIVE = {"qwen2": ParallelLayout(2, pp=2), "qwen3_moe": ParallelLayout(4, tp=2, ep=2, etp=1)}
 OPTIONS = {"rollout": {"temperature": TEMPERATURE}, "actor": {"max_tokens_per_microbatch": 150}}
 
 

@@ -14,7 +14,7 @@ from mrl.checkpoint.formats.hf import HfSource, HfTarget
 from mrl.checkpoint.formats.megatron import MegatronSource, MegatronTarget
 from mrl.checkpoint.formats.trtllm import TrtllmSource, TrtllmTarget
 from mrl.commands.convert.convert import convert
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.trtllm import TrtllmMapping
@@ -47,7 +47,7 @@ def grids(arch):
         if arch.moe and (tp == 8 or (stages["pp"] == 4 and ep > 2)):
             continue
         world = stages["pp"] * math.lcm(tp, ep * (tp if etp is None else etp))
-        yield Grid(world, tp=tp, ep=ep, etp=etp, **stages)
+        yield ParallelLayout(world, tp=tp, ep=ep, etp=etp, **stages)
 
 
 def mappings(arch):
@@ -85,7 +85,7 @@ def model(request, memory):
     write_folder(arch, folder / "saved", tensors)
     with closing(HfSource(folder / "saved")) as source:
         convert(source, HfTarget(arch, dtype), folder / "hf")
-        convert(source, MegatronTarget(arch, Grid(4, tp=2, pp=2), dtype), folder / "megatron")
+        convert(source, MegatronTarget(arch, ParallelLayout(4, tp=2, pp=2), dtype), folder / "megatron")
     return arch, dtype, folder
 
 

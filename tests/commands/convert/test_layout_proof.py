@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mrl.commands.convert.layout_proof import prove
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Piece
 from mrl.resharding.megatron import megatron_layouts
@@ -27,7 +27,7 @@ def test_a_plain_folder_holds_each_element_once():
 @pytest.mark.parametrize(
     "layouts",
     [
-        [*megatron_layouts(ARCH, Grid(4, tp=2, pp=2), dtype="float32", te=False).values()],
+        [*megatron_layouts(ARCH, ParallelLayout(4, tp=2, pp=2), dtype="float32", te=False).values()],
         [native_layout(ARCH, 4, rank, "float32") for rank in range(4)],
         [trtllm_layout(ARCH, TrtllmMapping(4, 2), rank, "float32") for rank in range(8)],
     ],

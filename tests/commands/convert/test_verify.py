@@ -13,7 +13,7 @@ from mrl.checkpoint.formats.trtllm import TrtllmSource, TrtllmTarget
 from mrl.commands.convert.convert import convert
 from mrl.commands.convert.verify import verify
 from mrl.errors import UserError
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.trtllm import TrtllmMapping
 from tests.checkpoint.formats.test_hf import write_folder
@@ -30,7 +30,9 @@ def folders(tmp_path_factory):
     (folder / "hf").mkdir()
     write_folder(ARCH, folder / "hf")
     with closing(HfSource(folder / "hf")) as source:
-        convert(source, MegatronTarget(ARCH, Grid(4, tp=2, pp=2, ep=2, etp=1), "float32"), folder / "megatron")
+        convert(
+            source, MegatronTarget(ARCH, ParallelLayout(4, tp=2, pp=2, ep=2, etp=1), "float32"), folder / "megatron"
+        )
         convert(source, TrtllmTarget(ARCH, TrtllmMapping(4, 2, moe_ep_size=2), "float32"), folder / "trtllm")
         convert(source, HfTarget(ARCH, "bfloat16", max_file_bytes=50_000), folder / "half")
     return folder

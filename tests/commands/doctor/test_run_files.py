@@ -5,7 +5,7 @@ import pytest
 from mrl.commands.doctor.finding import findings_of
 from mrl.commands.doctor.run_files import check_config, check_data, check_model_files, checkpoint_bytes
 from mrl.config.config import load
-from mrl.trainer.resolve import load_model_facts
+from mrl.trainer.resolve import load_arch_and_tokenizer
 from tests.checkpoint.formats.test_hf import write_folder
 from tests.e2e import runs
 from tests.resharding.archs import ARCHS
@@ -68,7 +68,7 @@ def test_checkpoints_take_on_the_disk_what_was_foretold(tmp_path):
     bigger += ["model.overrides={hidden_size: 256, num_hidden_layers: 2, intermediate_size: 1024}"]
     runs.train_in_pool(tmp_path, bigger, 2)
     config = load(tmp_path / "run" / "config.yaml")
-    foretold = checkpoint_bytes(config, load_model_facts(config)[0])
+    foretold = checkpoint_bytes(config, load_arch_and_tokenizer(config)[0])
     written = sum(path.stat().st_size for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file())
     one = sum(path.stat().st_size for path in (tmp_path / "run/checkpoints/step-00000001").rglob("*") if path.is_file())
     assert foretold < written + one < DISK_FACTOR * foretold

@@ -18,7 +18,7 @@ from mrl.commands.launch import LaunchOptions
 from mrl.config.config import Config, RolloutConfig, load
 from mrl.config.keys import dotted_keys
 from mrl.config.verl_keys.docs_page import tables
-from mrl.config.verl_keys.foreign_names import MEGATRON, TRL, elsewhere
+from mrl.config.verl_keys.foreign_names import MEGATRON, TRL, key_hint
 from mrl.config.verl_keys.loss_names import VERL_LOSSES
 from mrl.config.verl_keys.translated_keys import MAPS, MISSING, is_harmless, verdict
 from mrl.errors import UserError
@@ -53,7 +53,7 @@ def test_each_key_maps_or_is_told_why_not_and_is_answered_in_a_config():
         else:
             assert found.text, key
             assert found.kind == "moot" or is_harmless(key, default), key
-        assert found.to in elsewhere(key) and found.text in elsewhere(key), key
+        assert found.to in key_hint(key) and found.text in key_hint(key), key
 
 
 def test_what_memory_depends_on_and_is_not_the_same_is_told():

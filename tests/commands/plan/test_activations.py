@@ -10,7 +10,7 @@ from mrl.algorithms.base import build
 from mrl.commands.plan.activations import ActorShape
 from mrl.config.config import ActorConfig, AlgorithmConfig, RolloutConfig, TrainConfig
 from mrl.megatron import model
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.types import RolloutBatch
 from tests.megatron.actors import ARCHS, CONSTANT, MIXTURES, config_for, make_policy
 from tests.ranks import run_ranks
@@ -78,8 +78,8 @@ def saved_of_a_pass(arch, grid, options, patch) -> int:
 
     for micro in microbatches:
         packed = micro.packed
-        if packed.families is not None:
-            own = [packed.families.row_P]
+        if packed.prefix_mask is not None:
+            own = [packed.prefix_mask.row_P]
         else:
             of_keys = (packed.keys.order_S, packed.keys.starts_D, packed.keys.row_S)
             masks = [group.unseen for group in packed.groups if group.unseen is not None]
@@ -96,17 +96,17 @@ def saved_of_a_pass(arch, grid, options, patch) -> int:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe", "qwen2_moe"])
 def test_saved_tensors_are_counted(name, recompute):
-    check({**ARCHS, **MIXTURES}[name], Grid(1), recompute, "float32")
+    check({**ARCHS, **MIXTURES}[name], ParallelLayout(1), recompute, "float32")
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize(
     ("name", "grid", "dtype"),
     [
-        ("qwen3", Grid(1), "bfloat16"),
-        ("qwen3", Grid(2, tp=2), "float32"),
-        ("qwen3_moe", Grid(2, tp=2, ep=2, etp=1), "float32"),
-        ("qwen3_moe", Grid(2, tp=2), "float32"),
+        ("qwen3", ParallelLayout(1), "bfloat16"),
+        ("qwen3", ParallelLayout(2, tp=2), "float32"),
+        ("qwen3_moe", ParallelLayout(2, tp=2, ep=2, etp=1), "float32"),
+        ("qwen3_moe", ParallelLayout(2, tp=2), "float32"),
     ],
 )
 def test_saved_tensors_are_counted_when_ranks_share_them(name, grid, dtype):
@@ -126,13 +126,13 @@ def test_saved_tensors_are_counted_when_ranks_share_them(name, grid, dtype):
     ids=str,
 )
 def test_what_megatrons_own_recompute_leaves_is_counted(name, fields):
-    check({**ARCHS, **MIXTURES}[name], Grid(1), "none", "float32", megatron={"transformer": fields})
+    check({**ARCHS, **MIXTURES}[name], ParallelLayout(1), "none", "float32", megatron={"transformer": fields})
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_moe"])
 def test_saved_tensors_are_counted_where_nothing_is_compiled(name, recompute):
-    check({**ARCHS, **MIXTURES}[name], Grid(1), recompute, "float32", compiled=False)
+    check({**ARCHS, **MIXTURES}[name], ParallelLayout(1), recompute, "float32", compiled=False)
 
 
 def check(arch, grid, recompute, dtype, megatron=None, *, compiled=True):

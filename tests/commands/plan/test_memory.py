@@ -11,7 +11,7 @@ from mrl.config.config import Config, load
 from mrl.engines._memory_plan import Device
 from mrl.models.base import critic_of
 from mrl.models.presets import arch_from_preset
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import megatron_layouts
 from mrl.resharding.native import native_layouts
 from mrl.trainer.resolve import resolve
@@ -57,7 +57,7 @@ def held(name, grid, options):
     ],
 )
 def test_memory_is_what_a_rank_holds(layout, name, options):
-    grid: Grid = LAYOUTS[layout]
+    grid: ParallelLayout = LAYOUTS[layout]
     config: Config = config_for(grid, **options)
     stages = stage_memory(config, ARCHS[name], grid)
     for rank, found in enumerate(run_ranks(grid.world_size, held, name, grid, options)):
@@ -72,8 +72,8 @@ def test_memory_is_what_a_rank_holds(layout, name, options):
     [
         *((name, grid) for name in ("qwen2", "qwen2_untied") for grid in LAYOUTS.values()),
         *(("qwen2_moe", grid) for grid in EXPERT_LAYOUTS.values()),
-        ("qwen3", Grid(4, pp=4, first_stage_layers=1, rollout_tp=2)),
-        ("qwen3_moe", Grid(4, rollout_tp=4, rollout_ep=2)),
+        ("qwen3", ParallelLayout(4, pp=4, first_stage_layers=1, rollout_tp=2)),
+        ("qwen3_moe", ParallelLayout(4, rollout_tp=4, rollout_ep=2)),
     ],
     ids=str,
 )
@@ -275,7 +275,7 @@ def kept_experts(grid, config):
     prompts, responses = config.rollout.prompt_length, config.rollout.response_length
     total = count * responses
     batch = RolloutBatch(
-        tokens_P=torch.randint(0, 9, (count * config.rollout.longest,)),
+        tokens_P=torch.randint(0, 9, (count * config.rollout.max_sequence_length,)),
         prompt_lens_B=torch.full((count,), prompts),
         response_lens_B=torch.full((count,), responses),
         response_mask_R=torch.ones(total, dtype=torch.bool),
@@ -283,7 +283,7 @@ def kept_experts(grid, config):
         group_id_B=torch.zeros(count, dtype=torch.int64),
         rewards_B=torch.zeros(count),
     )
-    policy.proximal(batch)
+    policy.score_proximal(batch)
     return batch.routed_experts_P.nbytes
 
 

@@ -12,11 +12,11 @@ from mrl.config.config import load
 from mrl.errors import UserError
 from mrl.models.presets import arch_from_preset
 from mrl.observability.hardware import HARDWARE, load_hardware
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import megatron_layouts
 from mrl.resharding.native import native_layouts
 from mrl.resharding.transfer_cost import traffic
-from mrl.trainer.validation.parallel import grid_of
+from mrl.trainer.validation.parallel import build_parallel_layout
 from tests.source import ROOT
 
 SECONDS = 20  # of CPU time; 2 to 3 are usual
@@ -42,7 +42,8 @@ def test_slower_links_take_longer_and_the_bound_is_below(config):
     loaded = load(config)
     arch = arch_from_preset("qwen3_tiny", {}, None)
     times = {
-        name: predict_refit(loaded, arch, grid_of(loaded, 16), HARDWARE[name]) for name in ("a100", "h100", "b200")
+        name: predict_refit(loaded, arch, build_parallel_layout(loaded, 16), HARDWARE[name])
+        for name in ("a100", "h100", "b200")
     }
     assert times["a100"].seconds > times["h100"].seconds > times["b200"].seconds
     for found in times.values():
@@ -83,11 +84,11 @@ def test_a_run_that_does_not_fit_is_refused_with_the_term_and_what_fits(config, 
 @pytest.mark.parametrize(
     ("preset", "grid"),
     [
-        ("qwen3_tiny", Grid(16, tp=2, rollout_tp=4)),
-        ("qwen2_tiny", Grid(16, tp=2, pp=2, vpp=2, rollout_tp=2)),
-        ("llama_tiny", Grid(8, pp=4, first_stage_layers=1, rollout_tp=2)),
-        ("qwen3_moe_tiny", Grid(16, tp=2, pp=2, ep=4, etp=1, rollout_tp=4, rollout_ep=2)),
-        ("qwen2_moe_tiny", Grid(8, ep=2, rollout_tp=4)),
+        ("qwen3_tiny", ParallelLayout(16, tp=2, rollout_tp=4)),
+        ("qwen2_tiny", ParallelLayout(16, tp=2, pp=2, vpp=2, rollout_tp=2)),
+        ("llama_tiny", ParallelLayout(8, pp=4, first_stage_layers=1, rollout_tp=2)),
+        ("qwen3_moe_tiny", ParallelLayout(16, tp=2, pp=2, ep=4, etp=1, rollout_tp=4, rollout_ep=2)),
+        ("qwen2_moe_tiny", ParallelLayout(8, ep=2, rollout_tp=4)),
     ],
 )
 def test_one_layer_of_each_stage_stands_for_all(preset, grid):

@@ -72,7 +72,7 @@ def test_a_split_takes_what_the_config_that_asks_for_it_takes(name, found):
         refit_s = predict_refit(asked.config, asked.arch, asked.grid, H100).seconds
         times = predict_durations(asked, H100, rows_of(stages))
         for overlaps in (False, True):
-            expected = step_time(times, refit_s, has_roles=asked.grid.has_roles, overlaps=overlaps)
+            expected = step_time(times, refit_s, has_roles=asked.grid.has_separate_rollout, overlaps=overlaps)
             assert split.step(overlaps=overlaps) == expected
 
 
@@ -95,7 +95,7 @@ def test_longer_responses_move_ranks_to_rollouts():
     for length in (256, 512, 1024, 2048, 4096):
         run = resolve(load(DENSE, [NATIVE, f"rollout.response_length={length}"]), 32)
         ranked = find_splits(run, H100).ranked(overlaps=True)
-        samplers.append(next(len(split.grid.samplers) for split in ranked if split.grid.has_roles))
+        samplers.append(next(len(split.grid.samplers) for split in ranked if split.grid.has_separate_rollout))
     assert samplers == sorted(samplers) and samplers[0] < samplers[-1], samplers
 
 

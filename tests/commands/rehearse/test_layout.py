@@ -5,16 +5,18 @@ from dataclasses import replace
 import pytest
 
 from mrl.commands.rehearse.layout import WEIGHTS, sizes, smallest_like
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 
-DENSE = Grid(64, tp=8, pp=4, rollout_tp=8)
-EXPERTS = Grid(256, tp=4, pp=8, ep=8, etp=1, rollout_tp=32, rollout_ep=32, first_stage_layers=11, last_stage_layers=11)
-CUT_EXPERTS = Grid(256, tp=4, cp=2, pp=2, ep=4, etp=2, rollout_tp=8, rollout_ep=4)
-CONTEXT = Grid(64, tp=4, cp=2, pp=4, vpp=2, rollout_tp=2)
+DENSE = ParallelLayout(64, tp=8, pp=4, rollout_tp=8)
+EXPERTS = ParallelLayout(
+    256, tp=4, pp=8, ep=8, etp=1, rollout_tp=32, rollout_ep=32, first_stage_layers=11, last_stage_layers=11
+)
+CUT_EXPERTS = ParallelLayout(256, tp=4, cp=2, pp=2, ep=4, etp=2, rollout_tp=8, rollout_ep=4)
+CONTEXT = ParallelLayout(64, tp=4, cp=2, pp=4, vpp=2, rollout_tp=2)
 
 
-ROLES = Grid(16, tp=2, rollout_tp=1, rollout_ranks=8)
-EXPERT_ROLES = Grid(32, tp=2, ep=8, etp=1, rollout_tp=4, rollout_ep=4, rollout_ranks=16)
+ROLES = ParallelLayout(16, tp=2, rollout_tp=1, rollout_ranks=8)
+EXPERT_ROLES = ParallelLayout(32, tp=2, ep=8, etp=1, rollout_tp=4, rollout_ep=4, rollout_ranks=16)
 
 
 def lost(asked, used, *, experts):
@@ -31,7 +33,9 @@ def test_eight_ranks_hold_every_dimension_of_three_that_split(asked, experts):
 
 
 def test_a_layout_that_fits_stays_as_it_is():
-    assert smallest_like(Grid(8, tp=2, rollout_tp=2), 8, experts=False) == Grid(8, tp=2, rollout_tp=2)
+    assert smallest_like(ParallelLayout(8, tp=2, rollout_tp=2), 8, experts=False) == ParallelLayout(
+        8, tp=2, rollout_tp=2
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,7 @@ def test_every_layout_found_is_one_that_ranks_can_take(asked, max_ranks):
 @pytest.mark.parametrize("max_ranks", [1, 2, 3, 6, 8, 12])
 def test_ranks_of_their_own_stay_so(asked, max_ranks):
     used = smallest_like(asked, max_ranks, experts=asked.ep > 1)
-    assert used.has_roles and used.world_size <= max(2, max_ranks)
+    assert used.has_separate_rollout and used.world_size <= max(2, max_ranks)
     assert used.tp * used.dp == len(used.trainers) and len(used.samplers) == used.num_replicas * used.rollout_tp
     assert len(used.trainers) % (used.ep * used.expert_tp) == 0 and used.rollout_tp % used.rollout_ep == 0
     if max_ranks >= 8:
@@ -76,4 +80,4 @@ def test_replicas_lose_their_pipeline():
 
 def test_every_dimension_has_a_weight_and_a_layout_its_fewest_ranks():
     assert set(WEIGHTS) == set(sizes(EXPERTS, experts=True))
-    assert CUT_EXPERTS.fewest_ranks == 16 and EXPERTS.fewest_ranks == 64 and Grid(1).fewest_ranks == 1
+    assert CUT_EXPERTS.min_world_size == 16 and EXPERTS.min_world_size == 64 and ParallelLayout(1).min_world_size == 1

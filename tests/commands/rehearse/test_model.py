@@ -7,7 +7,7 @@ import pytest
 from mrl.commands.rehearse.layout import compare, smallest_like
 from mrl.commands.rehearse.model import shrunk_model
 from mrl.models.presets import arch_from_preset
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import chunk_layers, megatron_layout
 from mrl.resharding.native import native_layout
 
@@ -15,14 +15,14 @@ TOKENS = 15
 MAX_ELEMENTS = 300_000  # of the largest small model; a rank of it takes no time
 
 CASES = {
-    "qwen2.5_0.5b": Grid(1),
-    "qwen2.5_7b": Grid(8, tp=4, rollout_tp=8),
-    "qwen3_8b": Grid(8, tp=2, rollout_tp=2),
-    "llama3.1_70b": Grid(64, tp=8, pp=4, vpp=5, rollout_tp=8),
-    "phi3_tiny": Grid(4, tp=2, rollout_tp=4),
-    "mixtral_tiny": Grid(16, tp=2, ep=4, rollout_tp=4, rollout_ep=2),
-    "qwen2_moe_tiny": Grid(8, tp=2, ep=4, etp=1, rollout_tp=2, rollout_ep=2),
-    "qwen3_235b_a22b": Grid(
+    "qwen2.5_0.5b": ParallelLayout(1),
+    "qwen2.5_7b": ParallelLayout(8, tp=4, rollout_tp=8),
+    "qwen3_8b": ParallelLayout(8, tp=2, rollout_tp=2),
+    "llama3.1_70b": ParallelLayout(64, tp=8, pp=4, vpp=5, rollout_tp=8),
+    "phi3_tiny": ParallelLayout(4, tp=2, rollout_tp=4),
+    "mixtral_tiny": ParallelLayout(16, tp=2, ep=4, rollout_tp=4, rollout_ep=2),
+    "qwen2_moe_tiny": ParallelLayout(8, tp=2, ep=4, etp=1, rollout_tp=2, rollout_ep=2),
+    "qwen3_235b_a22b": ParallelLayout(
         256, tp=4, pp=8, ep=8, etp=1, rollout_tp=32, rollout_ep=32, first_stage_layers=11, last_stage_layers=11
     ),
 }
@@ -66,7 +66,7 @@ def test_stages_stay_uneven():
     arch, asked, small, used = shrunk("qwen3_235b_a22b")
     stages = [len(layers) for layers in chunk_layers(small, used).values()]
     assert (used.first_stage_layers, used.last_stage_layers) == (1, 2) and stages == [1, 2]
-    three, used = shrunk_model(arch, asked, Grid(3, pp=3, ep=1), tokens=TOKENS)
+    three, used = shrunk_model(arch, asked, ParallelLayout(3, pp=3, ep=1), tokens=TOKENS)
     assert [len(layers) for layers in chunk_layers(three, used).values()] == [1, 2, 1]
 
 

@@ -293,7 +293,7 @@ def test_the_shrunk_config_keeps_what_it_does_not_have_to_shrink(tmp_path):
     small = load(tmp_path / "out" / FIRST)
     assert small.actor.weight_decay == 0.1 and small.actor.recompute == "full" and small.actor.param_offload
     assert small.actor.router_replay == "recompute"
-    acting = small.algorithm.rollout_correction.acting
+    acting = small.algorithm.rollout_correction.resolved
     assert small.algorithm.name == "dapo" and acting.rollout_is_threshold == "2.5" and not acting.bypass_mode
     assert small.model.dtype == "bfloat16"
     assert small.algorithm.overlong.buffer_length == 2 and small.rollout.response_length == 8

@@ -16,8 +16,8 @@ from mrl.commands.serve.stream_state import Sampling, StreamedAnswer
 from mrl.distributed import launch
 from mrl.distributed.local_ranks import free_port
 from mrl.megatron import parallel_state
-from mrl.trainer.resolve import prepare
-from mrl.trainer.startup import open_job
+from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.startup import open_trainer
 from tests.commands.serve.server import FIELDS, Server
 from tests.data.folders import byte_bpe_folder
 from tests.engines.native.tiny import make_checkpoint, reference
@@ -218,19 +218,19 @@ def _answers(model, fields, ports):
     try:
         config, checkpoint = resolve_model(model, [*FIELDS, *fields], None)
         assert checkpoint == INITIAL
-        with open_job(prepare(config, resumes=False), log=False, trains=False) as job:
-            job.weights.load_initial()
-            job.refit_if_stale()
+        with open_trainer(build_run_plan(config, resumes=False), log=False, trains=False) as trainer:
+            trainer.weights.load_initial()
+            trainer.sync_weights_if_stale()
             request_queue = None
-            if job.groups.rank == 0:
-                request_queue = RequestQueue(160, ROUND_TOKENS, 2, job.tokenizer.eos_ids)
+            if trainer.groups.rank == 0:
+                request_queue = RequestQueue(160, ROUND_TOKENS, 2, trainer.tokenizer.eos_ids)
                 for number in range(5):
                     sampling = Sampling(40 + number, temperature=number % 2, seed=number, ignore_eos=True)
                     pieces = found.setdefault(number, [])
                     request_queue.submit([StreamedAnswer([5 + number, 7], sampling, 0, str, pieces.append)])
                 request_queue.finish()
-            with job.sampler.awake() as engine:
-                serve_rounds(engine, job.groups, request_queue)
+            with trainer.rollout_worker.awake() as engine:
+                serve_rounds(engine, trainer.groups, request_queue)
     finally:
         os.environ["MASTER_PORT"] = str(ports[1])
         launch.init_distributed("cpu", num_threads=1)

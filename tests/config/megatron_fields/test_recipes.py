@@ -10,7 +10,7 @@ from mrl.config.config import MegatronConfig, load
 from mrl.config.megatron_fields.installed import CLASSES
 from mrl.models.presets import arch_from_preset
 from mrl.trainer.validation.megatron import megatron_rules, name_rules
-from mrl.trainer.validation.parallel import grid_of
+from mrl.trainer.validation.parallel import build_parallel_layout
 from mrl.trainer.validation.validate import check
 
 RECIPES = yaml.safe_load((Path(__file__).parent / "recipes.yaml").read_text())
@@ -42,7 +42,7 @@ def made(recipe, *, without=()):
 def test_each_field_of_a_recipe_passes_or_is_refused_with_the_reason(name):
     recipe = RECIPES[name]
     config, arch = made(recipe)
-    told = [*name_rules(config), *megatron_rules(config, arch, grid_of(config, RANKS))]
+    told = [*name_rules(config), *megatron_rules(config, arch, build_parallel_layout(config, RANKS))]
     found = {}
     for message in told:
         key = message.partition(" ")[0].partition("=")[0].removeprefix("megatron.")

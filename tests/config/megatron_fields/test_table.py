@@ -10,7 +10,7 @@ import torch
 from mrl.config.config import Config
 from mrl.config.keys import dotted_keys
 from mrl.config.megatron_fields.installed import CLASSES, UNREADABLE, enum_members, fields_of
-from mrl.config.megatron_fields.table import ASKED, OWN, TABLE, TE_ONLY, verdicts
+from mrl.config.megatron_fields.table import MRL_DEFAULTS, RULE_CHECKED, TABLE, TE_ONLY, verdicts
 from mrl.config.megatron_fields.values import expected, fits
 from mrl.megatron.ddp import DistributedDataParallelConfig
 from mrl.megatron.model import TransformerConfig
@@ -71,11 +71,11 @@ def test_values_stand_by_megatrons_names(kind, good, bad):
 
 
 def test_names_in_the_table_exist():
-    assert {rule for rows in ASKED.values() for rule in rows.values()} == set(RULES)
+    assert {rule for rows in RULE_CHECKED.values() for rule in rows.values()} == set(RULES)
     assert {section: set(names.split()) - set(fields_of(section)) for section, names in TE_ONLY.items()} == {
         "transformer": set(), "ddp": set(), "optimizer": set(),
     }  # fmt: skip
-    assert set(OWN) <= set(TABLE)
+    assert set(MRL_DEFAULTS) <= set(TABLE)
     assert enum_members("AttnBackend") == ("flash", "fused", "unfused", "local", "auto")
     known = dotted_keys(Config)
     for (_, name), verdict in TABLE.items():

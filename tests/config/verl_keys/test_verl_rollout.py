@@ -7,7 +7,7 @@ import pytest
 from mrl.commands.from_verl.translate import translate
 from mrl.config.config import Config, load
 from mrl.config.keys import dotted_keys
-from mrl.config.verl_keys.foreign_names import elsewhere
+from mrl.config.verl_keys.foreign_names import key_hint
 from mrl.config.verl_keys.translated_keys import ROLLOUT, is_harmless, verdict
 from mrl.config.verl_keys.verl_rollout import ABSENT, FIELDS, MAPS, NEEDLESS
 from mrl.errors import UserError
@@ -48,7 +48,7 @@ def test_a_field_acts_or_is_answered_in_a_config_with_the_reason(field):
     if found.kind == "maps":
         assert found.to in dotted_keys(Config)
     else:
-        assert found.text in elsewhere(f"rollout.{field}")
+        assert found.text in key_hint(f"rollout.{field}")
         assert found.kind == "moot" or is_harmless(f"{ROLLOUT}{field}", VERL[field])
 
 

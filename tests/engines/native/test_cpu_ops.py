@@ -170,9 +170,9 @@ def test_eager_and_other_devices_have_pytorchs_operators():
 @pytest.fixture
 def without_compiler(monkeypatch):
     monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
-    library.library.cache_clear()
+    library.load_library.cache_clear()
     yield
-    library.library.cache_clear()
+    library.load_library.cache_clear()
 
 
 def test_without_a_compiler_pytorchs_operators_run_and_the_reason_is_told(without_compiler):
@@ -207,6 +207,6 @@ def test_it_is_compiled_once_where_the_cache_folder_can_be_written(tmp_path, mon
     compile_it = build._compile
     monkeypatch.setattr(build, "_compile", lambda *given: made.append(given) or compile_it(*given))
     for _ in range(2):
-        library.library.cache_clear()
+        library.load_library.cache_clear()
         assert type(operations(torch.float32, CPU, eager=False)[0]) is Compiled
     assert len(made) == (1 if writable else 2)

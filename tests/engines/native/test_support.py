@@ -56,7 +56,13 @@ def ratios(support, kinds, tokens, logprobs):
     """Of an actor with the same logits."""
     weight, hidden = logits_of_kinds().T.contiguous(), torch.eye(KINDS)
     found, _ = linear_logprobs(
-        hidden, weight, kinds, tokens, shard=VocabShard(0, VOCAB), distribution=Distribution(1.0, 256), support=support
+        hidden,
+        weight,
+        kinds,
+        tokens,
+        shard=VocabShard(0, VOCAB),
+        distribution=Distribution(1.0, 256),
+        kept_tokens=support,
     )
     return (found - logprobs).exp()
 

@@ -22,8 +22,8 @@ from mrl.config.config import load
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
 from mrl.resharding.trtllm import TrtllmMapping
-from mrl.trainer.resolve import prepare
-from mrl.trainer.startup import open_job
+from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.startup import open_trainer
 from tests import warm
 from tests.engines.trtllm.conftest import STANDIN, forget
 from tests.engines.trtllm.engines import build_engines
@@ -308,14 +308,14 @@ def looked_at(folder, overrides, built):
         engine = f"tests.engines.trtllm.test_acceptance:{name}" if name[0].isupper() else name
         own = [f"rollout.name={engine}", *([f"rollout.engine_dir={built}"] if name == "trtllm_engine" else [])]
         config = load(Path(folder) / "config.yaml", [*overrides, *own])
-        with open_job(prepare(config), log=False) as job:
-            bench = Bench(job, Path(folder))
+        with open_trainer(build_run_plan(config), log=False) as trainer:
+            bench = Bench(trainer, Path(folder))
             said[name] = {check: _said(check, bench) for check in ASKED}
     for name in IN_FP8:
         engine = f"tests.engines.trtllm.test_acceptance:{name}" if name[0].isupper() else name
         own = [f"rollout.name={engine}", *SETTINGS[FP8]]
-        with open_job(prepare(load(Path(folder) / "config.yaml", [*overrides, *own])), log=False) as job:
-            said[name, FP8] = _said("fp8", Bench(job, Path(folder)))
+        with open_trainer(build_run_plan(load(Path(folder) / "config.yaml", [*overrides, *own])), log=False) as trainer:
+            said[name, FP8] = _said("fp8", Bench(trainer, Path(folder)))
     sys.path.remove(str(STANDIN))
     forget()
     launch.init_distributed("cpu", num_threads=1)

@@ -6,7 +6,7 @@ import pytest
 
 from mrl.config.config import load
 from mrl.resharding.trtllm import TrtllmMapping
-from mrl.trainer.resolve import load_model_facts
+from mrl.trainer.resolve import load_arch_and_tokenizer
 from tests.e2e import runs
 from tests.e2e.test_layouts import TOKENS, assert_same
 from tests.engines.trtllm.conftest import FAULTS
@@ -39,7 +39,7 @@ def train(folder, replica, **variables):
     """A run of such replicas."""
     ranks, mapping, size = REPLICAS[replica]
     words = runs.arguments(folder, [*SHORT, *SETTINGS, f"rollout.engine_dir={folder}/built/engines", size])
-    arch, _ = load_model_facts(load(words[1], words[2:]))
+    arch, _ = load_arch_and_tokenizer(load(words[1], words[2:]))
     build_engines(folder / "built", arch, mapping, **LIMITS)
     return mpirun(ranks, "-m", "mrl", *words, **variables)
 

@@ -7,7 +7,7 @@ from mrl.commands.rehearse.rehearse import FIRST, Options, rehearse
 from mrl.config.config import load, to_yaml
 from mrl.engines.trtllm.fields import needs_mpi
 from mrl.observability.hardware import HARDWARE
-from mrl.trainer.validation.roles import own_ranks
+from mrl.trainer.validation.roles import num_rollout_ranks
 from tests.e2e import runs
 from tests.engines.trtllm import mpi_ranks
 from tests.engines.trtllm.test_runs import _with_standin
@@ -24,7 +24,7 @@ ALONE = [file for file in FILES if file not in OVER_MPI]
 
 def shrunk(file, folder):
     """The config that a rehearsal would start, with the engine that it has, and its ranks."""
-    most = RANKS + (own_ranks(load(file).rollout) > 0)
+    most = RANKS + (num_rollout_ranks(load(file).rollout) > 0)
     options = Options(HARDWARE["h100"], max_ranks=most, output_dir=str(folder / "rehearsal"), dry_run=True)
     report = rehearse(str(file), [], options, Console(quiet=True))
     small = folder / "small.yaml"

@@ -18,7 +18,7 @@ from mrl.engines._support import memory_plan
 from mrl.engines.native.engine import NativeEngine
 from mrl.engines.trtllm import fp8_support
 from mrl.errors import UserError
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding import fp8
 from mrl.resharding import fp8_quantize as functional
 from mrl.resharding.dtypes import allocate
@@ -58,7 +58,7 @@ def refitted(folder, arch):
     os.environ[FLAVOUR_VARIABLE] = "1.3"
     forget()
     try:
-        layout = megatron_layout(arch, Grid(1), dist.get_rank(), dtype="float32", te=False)
+        layout = megatron_layout(arch, ParallelLayout(1), dist.get_rank(), dtype="float32", te=False)
         sources, grids = allocate(layout), fp8.block_grids(arch, "fp8")
         random_init(arch, layout, sources, 7)
         native = NativeEngine(
@@ -95,10 +95,10 @@ def test_samples_and_their_log_probabilities_are_the_native_engines_under_the_sa
     assert differ == []
     assert (started["quant_method"], started["weight_block_size"]) == ("fp8", list(fp8.BLOCK))
     config = Config(model=ModelConfig(dtype="float32"), rollout=tiny.rollout(dtype="bfloat16", quantization="fp8"))
-    plan = refit_plan(config, arch, Grid(1))
+    plan = refit_plan(config, arch, ParallelLayout(1))
     assert (plan.bytes_local, plan.bytes_moved) == (told["refit/bytes_local"], told["refit/bytes_moved"])
     assert (
-        memory_plan(config).arriving_bytes(config, arch, Grid(1))
+        memory_plan(config).arriving_bytes(config, arch, ParallelLayout(1))
         == told["arrived"]
         == plan.bytes_local + told["refit/bytes_scales"]
     )
@@ -118,7 +118,7 @@ def newer(standin):
 def over_mpi(folder, arch, rollout):
     """What rank 0's replica multiplies with that is not what FP8 stands for; why it fails, where modules read more."""
     rank = dist.get_rank()
-    grid = Grid(2, tp=2, rollout_tp=2, rollout_ep=rollout.get("expert_parallel_size", 1))
+    grid = ParallelLayout(2, tp=2, rollout_tp=2, rollout_ep=rollout.get("expert_parallel_size", 1))
     layout = megatron_layout(arch, grid, rank, dtype="float32", te=False)
     sources, grids = allocate(layout), fp8.block_grids(arch, "fp8")
     random_init(arch, layout, sources, 7)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mrl.config.config import CheckpointEngineConfig
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding import buckets
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
@@ -60,7 +60,12 @@ def refits(folder, arch, grid, megabytes):
 
 @pytest.mark.parametrize(
     "arch, grid, megabytes",
-    [(WIDE, Grid(2, 2), 1), (WIDE, Grid(2, 2), 16), (WIDE, Grid(2, 1, 2), 16), (MOE, Grid(2, 2, ep=2, etp=1), 1)],
+    [
+        (WIDE, ParallelLayout(2, 2), 1),
+        (WIDE, ParallelLayout(2, 2), 16),
+        (WIDE, ParallelLayout(2, 1, 2), 16),
+        (MOE, ParallelLayout(2, 2, ep=2, etp=1), 1),
+    ],
     ids=["tp2", "tp2, large buckets", "pp2, large buckets", "moe tp2 ep2"],
 )
 def test_whole_tensors_arrive_bit_by_bit_in_bounded_staging(tmp_path, arch, grid, megabytes):
@@ -102,7 +107,7 @@ def _failure(call):
 
 def test_a_refit_that_fails_on_one_rank_names_the_bucket_on_all_and_shuts_every_engine(tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
-    for refit, sample in run_ranks(2, breaks, str(tmp_path), small("qwen2_tiny"), Grid(2, 2), name):
+    for refit, sample in run_ranks(2, breaks, str(tmp_path), small("qwen2_tiny"), ParallelLayout(2, 2), name):
         assert "rank 1 failed: " in refit and "TensorRT-LLM rejected bucket 1 of the weight sync, 'model." in refit
         assert f"shape mismatch in {name}" in refit
         assert "weight update incomplete" in sample

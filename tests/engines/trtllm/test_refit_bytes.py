@@ -15,7 +15,7 @@ from mrl.commands.convert.convert import convert
 from mrl.config.config import CheckpointEngineConfig, RolloutConfig
 from mrl.distributed.groups import make_rollout_group
 from mrl.engines.trtllm.trt_engine import BuiltEngine
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.megatron import megatron_layout
 from mrl.resharding.trtllm import TrtllmMapping
@@ -38,10 +38,10 @@ MODELS = {
     "moe, shared expert": small("qwen2_moe_tiny", **MOE),
 }
 ACTORS = {
-    "dense": Grid(4, tp=2, pp=2),
-    "dense, untied": Grid(4, tp=2, pp=2),
-    "moe": Grid(4, pp=2, ep=2),
-    "moe, shared expert": Grid(4, tp=2, pp=2, ep=2, etp=1),
+    "dense": ParallelLayout(4, tp=2, pp=2),
+    "dense, untied": ParallelLayout(4, tp=2, pp=2),
+    "moe": ParallelLayout(4, pp=2, ep=2),
+    "moe, shared expert": ParallelLayout(4, tp=2, pp=2, ep=2, etp=1),
 }
 ENGINES = {
     # of one replica, and the dtype
@@ -93,7 +93,7 @@ def refits_built_engines(cases):
     """Each case's weights that differ between this rank's engine and its file."""
     differ = {}
     for name, (arch, grid, mapping, dtype, root) in cases.items():
-        grid = Grid(**{**vars(grid), "rollout_tp": mapping.tp_size, "rollout_pp": mapping.pp_size})
+        grid = ParallelLayout(**{**vars(grid), "rollout_tp": mapping.tp_size, "rollout_pp": mapping.pp_size})
         config = RolloutConfig(
             engine_dir=str(root / "engines"), prompt_length=8, response_length=8, gpu_memory_utilization=0.01
         )

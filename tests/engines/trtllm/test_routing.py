@@ -16,8 +16,8 @@ from mrl.distributed import launch
 from mrl.engines.native.engine import NativeEngine
 from mrl.errors import UserError
 from mrl.megatron import parallel_state
-from mrl.trainer.resolve import prepare
-from mrl.trainer.startup import open_job
+from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.startup import open_trainer
 from mrl.trainer.validation.rollout import sampling_rules
 from tests.e2e import runs
 from tests.e2e.test_experts import MODEL, REPLAY
@@ -184,9 +184,9 @@ def accepted(folder, overrides):
     said = {}
     for name in ("native", "tests.engines.trtllm.test_routing:Shifted"):
         config = load(Path(folder) / "config.yaml", [*overrides, f"rollout.name={name}"])
-        with open_job(prepare(config), log=False) as job:
+        with open_trainer(build_run_plan(config), log=False) as trainer:
             try:
-                said[name.rpartition(":")[2]] = FUNCTIONS["logprobs"](Bench(job, Path(folder)))["tokens"]
+                said[name.rpartition(":")[2]] = FUNCTIONS["logprobs"](Bench(trainer, Path(folder)))["tokens"]
             except CheckError as error:
                 said[name.rpartition(":")[2]] = str(error)
     launch.init_distributed("cpu", num_threads=1)

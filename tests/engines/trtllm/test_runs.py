@@ -9,7 +9,7 @@ import pytest
 
 from mrl.config.config import load
 from mrl.resharding.trtllm import TrtllmMapping
-from mrl.trainer.resolve import load_model_facts
+from mrl.trainer.resolve import load_arch_and_tokenizer
 from tests import warm
 from tests.e2e import runs
 from tests.e2e.test_layouts import TOKENS
@@ -106,7 +106,7 @@ def test_grpo_on_a_rank_of_its_own_has_them_and_its_canary_is_told(tmp_path, exp
 
 def test_grpo_on_a_built_engine_in_process_has_its_numbers(standin, tmp_path, expected):
     words = runs.arguments(tmp_path, [*SHORT, *SETTINGS, f"rollout.engine_dir={tmp_path}/built/engines"])
-    arch, _ = load_model_facts(load(words[1], words[2:]))
+    arch, _ = load_arch_and_tokenizer(load(words[1], words[2:]))
     build_engines(tmp_path / "built", arch, TrtllmMapping(1), **LIMITS)
     assert_same_numbers(trained(tmp_path, words), expected)
 

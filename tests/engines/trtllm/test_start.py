@@ -10,7 +10,7 @@ from mrl.distributed import launch
 from mrl.engines.trtllm.hosts import check_hosts
 from mrl.engines.trtllm.llm_runtime import check_choice
 from mrl.errors import UserError
-from mrl.trainer.resolve import prepare
+from mrl.trainer.resolve import build_run_plan
 from tests.source import ROOT
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
@@ -30,7 +30,7 @@ def torchrun(monkeypatch):
 def test_a_replica_of_several_ranks_under_torchrun_is_refused_before_anything_starts(torchrun, tmp_path):
     overrides = (f"run.output_dir={tmp_path}/run", "rollout.name=trtllm", "rollout.tensor_model_parallel_size=2")
     with pytest.raises(UserError, match="needs ranks started by MPI.*launch/mpirun.sh"):
-        prepare(load(str(ROOT / "configs" / "quickstart.yaml"), overrides))
+        build_run_plan(load(str(ROOT / "configs" / "quickstart.yaml"), overrides))
     assert not (tmp_path / "run").exists()
 
 

@@ -9,7 +9,7 @@ import torch
 
 from mrl.config.config import RolloutConfig
 from mrl.engines.trtllm.engine import LlmEngine
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.trtllm import TrtllmMapping
 from mrl.trainer.hf_export import write_model_folder
 from tests.engines.specs import spec_of
@@ -54,7 +54,9 @@ def ratios(kind, folder):
     try:
         with closing(made(kind, folder)) as engine:
             for name, cut in truncation.CUTS.items():
-                policy = make_policy(ARCH, Grid(1), rollout=vars(truncation.rollout_config(cut)), groups=groups)
+                policy = make_policy(
+                    ARCH, ParallelLayout(1), rollout=vars(truncation.rollout_config(cut)), groups=groups
+                )
                 groups = policy._groups
                 data, mass = truncation.sampled(policy, engine, cut)
                 told = torch.stack([policy.score(data.batch)[0], truncation.uncorrected(policy, data.batch)])

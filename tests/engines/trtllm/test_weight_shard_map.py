@@ -9,7 +9,7 @@ import torch.distributed as dist
 from mrl.config.config import CheckpointEngineConfig
 from mrl.distributed.groups import make_rollout_group
 from mrl.errors import UserError
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.init import random_init
@@ -49,7 +49,7 @@ def seeded(arch, layout):
 def refitted(folder, arch, rollout):
     """(what it samples or how it failed, names that `reload` was given, bytes that ranks got, notes) of an engine."""
     rank = dist.get_rank()
-    grid = Grid(2, tp=2, rollout_tp=2, rollout_ep=rollout.get("expert_parallel_size", 1))
+    grid = ParallelLayout(2, tp=2, rollout_tp=2, rollout_ep=rollout.get("expert_parallel_size", 1))
     layout = megatron_layout(arch, grid, rank, dtype="float32", te=False)
     group = make_rollout_group(grid, rank)
     settings = {"tensor_model_parallel_size": 2, "timeout_s": 20.0, **rollout}

@@ -12,7 +12,7 @@ from mrl.distributed.groups import make_rollout_group
 from mrl.engines.base import SamplingConfig
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.engines.native.test_engine import score, tokens
 from tests.engines.native.tiny import make_prompts, reference, refit
 from tests.engines.vllm import tiny
@@ -160,7 +160,7 @@ def test_replicas_of_one_rank_sample_what_it_does_alone(family, folders):
     """1+1+1+1; replicas of two ranks are in `test_refit.py`."""
     folder = folders(family)
     model = reference(folder)
-    for rollouts in run_ranks(4, of_replicas, folder, Grid(4)):
+    for rollouts in run_ranks(4, of_replicas, folder, ParallelLayout(4)):
         assert_scored(model, rollouts, SETTINGS["cut"])
 
 

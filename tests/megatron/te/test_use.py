@@ -78,7 +78,7 @@ def on_gpu(monkeypatch):
     def become(why=None, kind="fused"):
         monkeypatch.setattr(transformer_engine, "why_unusable", lambda device: why)
         monkeypatch.setattr(transformer_engine, "attention", lambda config, arch: kind)
-        monkeypatch.setattr(transformer_engine, "shares", lambda config, arch: kind == "fused")
+        monkeypatch.setattr(transformer_engine, "supports_prefix_sharing", lambda config, arch: kind == "fused")
 
     return become
 

@@ -133,11 +133,11 @@ def test_ranks_with_other_functions_are_refused(monkeypatch):
 
 def test_without_a_compiler_the_mode_is_refused(monkeypatch):
     monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
-    for known in (library.library, library.required):
+    for known in (library.load_library, library.required):
         known.cache_clear()
     try:
         with pytest.raises(UserError, match=r"rollout.true_on_policy=true needs .* there is no C compiler"):
             required(torch.float32)
     finally:
-        for known in (library.library, library.required):
+        for known in (library.load_library, library.required):
             known.cache_clear()

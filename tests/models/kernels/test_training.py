@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from mrl.algorithms.functional.logprobs import OPERATORS
 from mrl.data.shared_prefix import shared_prefixes
-from mrl.megatron.attention import families
+from mrl.megatron.attention import shared_prefix_mask
 from mrl.megatron.attention_segments import rank_segments
-from mrl.models.kernels.training import training
+from mrl.models.kernels.training import training_kernels
 
 pytestmark = pytest.mark.compiler
 
@@ -43,7 +43,7 @@ def compare(found, right, inputs, dtype):
 def test_a_norm(dtype, rows, cols):
     x, weight = numbers(rows, 1, cols, dtype=dtype, seed=rows), numbers(cols, dtype=dtype, seed=cols)
     compare(
-        lambda x, w: training(dtype).norm(x, w, 1e-3),
+        lambda x, w: training_kernels(dtype).norm(x, w, 1e-3),
         lambda x, w: x * (x.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * w,
         [x, weight],
         dtype,
@@ -58,7 +58,7 @@ def test_a_gate(dtype, rows, cols):
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
 
-    compare(training(dtype).gate, right, [numbers(rows, 1, 2 * cols, dtype=dtype, seed=rows) * 3], dtype)
+    compare(training_kernels(dtype).gate, right, [numbers(rows, 1, 2 * cols, dtype=dtype, seed=rows) * 3], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -74,7 +74,7 @@ def test_a_rotation_of_heads_that_lie_apart(dtype, rows, heads, half):
         return torch.cat([low * c - high * s, high * c + low * s], -1)
 
     x = numbers(rows, heads, 3 + 2 * half, dtype=dtype, seed=rows)
-    compare(lambda x: training(dtype).turn(x[:, :, 3:], (cos, sin)), right, [x], dtype)
+    compare(lambda x: training_kernels(dtype).apply_rope(x[:, :, 3:], (cos, sin)), right, [x], dtype)
 
 
 def dense(q, k, v, lens, prefixes):
@@ -104,10 +104,10 @@ def test_attention_of_sequences_that_share_tokens(dtype, drawn, long, shape):
     drawn = [[0] * long + part for part in drawn]
     lens, tokens = [len(part) for part in drawn], torch.tensor([token for part in drawn for token in part])
     prefixes = shared_prefixes(tokens, lens)
-    seen, rows = families(rank_segments(1, 0, lens, prefixes)), prefixes.origin_D.numel()
+    seen, rows = shared_prefix_mask(rank_segments(1, 0, lens, prefixes)), prefixes.origin_D.numel()
     q, mixed = numbers(rows, heads, dim, dtype=dtype, seed=1), numbers(rows, kv_heads, 2 * dim, dtype=dtype, seed=2)
     compare(
-        lambda q, kv: training(dtype).attention(q, kv[:, :, :dim], kv[:, :, dim:], seen, 0.3),
+        lambda q, kv: training_kernels(dtype).attention(q, kv[:, :, :dim], kv[:, :, dim:], seen, 0.3),
         lambda q, kv: dense(q, kv[:, :, :dim], kv[:, :, dim:], lens, prefixes),
         [q, mixed],
         dtype,
@@ -116,11 +116,11 @@ def test_attention_of_sequences_that_share_tokens(dtype, drawn, long, shape):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_threads_change_no_bit(dtype):
-    compiled, before = training(dtype), torch.get_num_threads()
+    compiled, before = training_kernels(dtype), torch.get_num_threads()
     lens, dim = [90, 50, 90, 7] * 3, 24
     tokens = torch.randint(0, 9, (sum(lens),), generator=torch.Generator().manual_seed(0))
     prefixes = shared_prefixes(tokens, lens)
-    seen, rows = families(rank_segments(1, 0, lens, prefixes)), prefixes.origin_D.numel()
+    seen, rows = shared_prefix_mask(rank_segments(1, 0, lens, prefixes)), prefixes.origin_D.numel()
     x = numbers(rows, 4 * dim, dtype=dtype, seed=3)
     found = []
     try:
@@ -146,11 +146,11 @@ def test_sums_and_gradients_of_logits(dtype, rows, cols, dropped, bent):
     logits = torch.randn(rows, cols, generator=generator) * 9 + 50
     logits[:, 1 : 1 + dropped] = -1e30
     normalizer, slope, bend = logits.logsumexp(1), *torch.randn(2, rows, generator=generator)
-    sums, taken = training(dtype).sums(logits)
+    sums, taken = training_kernels(dtype).sums(logits)
     right, _ = OPERATORS.sums(logits.double())
     assert taken is None
     torch.testing.assert_close(sums.double(), right, rtol=2e-6, atol=2e-6)
-    found = training(dtype).gradient(logits.clone(), normalizer, slope, bend if bent else None)
+    found = training_kernels(dtype).gradient(logits.clone(), normalizer, slope, bend if bent else None)
     log_probs = logits.double() - normalizer.double()[:, None]
     expected = -log_probs.exp() * (slope[:, None] + (bend[:, None] * log_probs if bent else 0))
     torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)

@@ -20,9 +20,9 @@ from mrl.engines import _multiturn_sample
 from mrl.engines.native import cpu_ops, torch_ops
 from mrl.rollout.dispatch import dispatch_samples
 from mrl.rollout.episodes import episodes
-from mrl.train import sample
-from mrl.trainer.resolve import prepare
-from mrl.trainer.startup import open_job
+from mrl.train import sample_rollouts
+from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.startup import open_trainer
 from tests.environments.test_adapters import listed
 
 HERE = Path(__file__).parent
@@ -117,11 +117,11 @@ class _Script:
 def talked(words, form):
     """On a rank: what the engine saw turn by turn, what would be trained, and how the two score it."""
     config = load(words[1], words[2:])
-    with open_job(prepare(config), log=False) as job:
-        job.resume()
-        job.begin(0)
-        job.refit_if_stale()
-        told = _Script(job.tokenizer, form)
+    with open_trainer(build_run_plan(config), log=False) as trainer:
+        trainer.resume()
+        trainer.init_reference_and_critic(0)
+        trainer.sync_weights_if_stale()
+        told = _Script(trainer.tokenizer, form)
         seen, uids = {}, []
         asked, run, ask, answers = (
             _multiturn_sample.MultiTurnSample.as_prompt,
@@ -163,13 +163,13 @@ def talked(words, form):
         for place, name, function in patched:
             setattr(place, name, function)
         try:
-            sample(job, 1, world_group())
+            sample_rollouts(trainer, 1, world_group())
         finally:
             for place, name, function in before:
                 setattr(place, name, function)
-        table, rollouts, _ = job.take(1)
-        batch = dispatch_samples(rollouts, table, job.groups, config.train.batch_size, keep_groups=True).batch
-        scored, _ = job.policy.score(batch)
+        table, rollouts, _ = trainer.take_batch(1)
+        batch = dispatch_samples(rollouts, table, trainer.groups, config.train.batch_size, keep_groups=True).batch
+        scored, _ = trainer.actor.score(batch)
         ids = [part.tolist() for part in torch.split(batch.tokens_P, batch.seq_lens_B.tolist())]
         lens = batch.response_lens_B.tolist()
         trained = {}

@@ -123,7 +123,9 @@ def test_a_thought_that_the_template_opened_makes_no_calls(tokenizer, tmp_path):
         tools_of(tokenizer),
         chat_tokenizer(tmp_path, template.replace(opening, "<|im_start|>assistant\\n<think>\\n' }}{%- endif"), end),
     )
-    assert tokenizer.render_chat([{"role": "user", "content": "?"}], begins_answer=True).text.endswith("<think>\n")
+    assert tokenizer.render_chat([{"role": "user", "content": "?"}], add_generation_prompt=True).text.endswith(
+        "<think>\n"
+    )
     call = CALLS["hermes"][0]
     texts = [f"I could {call}.</think>{call}", f"and {call}</think>4"]
     config = config_of({"tokenization_sanity_check_mode": "disable"})

@@ -7,7 +7,7 @@ import pytest
 
 from mrl.config.config import AgentConfig, DataConfig, MultiTurnConfig, RolloutConfig
 from mrl.data.prompts import load_training
-from mrl.data.sft_examples import Encoder
+from mrl.data.sft_examples import SftEncoder
 from mrl.data.synthetic_tasks import Calculating, Guessing
 from mrl.data.tokenizer import CharTokenizer
 from mrl.environments.base import Action
@@ -32,7 +32,7 @@ def encoded(tokenizer, row, tools=(), **data):
     source = load_training(config, tokenizer, prompt_length=500, seed=0, tools=tools)
     source._rows.row = lambda index: row
     (prompt,) = source.next(1)
-    return prompt, Encoder(tokenizer, config, ROLLOUT, tools).supervised(prompt)
+    return prompt, SftEncoder(tokenizer, config, ROLLOUT, tools).supervised(prompt)
 
 
 def ledger(rendering, prompt, turns, answers):
@@ -62,7 +62,7 @@ def is_the_ledger(example, expected):
     ids, trained = expected
     return (
         example.prompt_ids + example.response_ids == ids
-        and [False] * len(example.prompt_ids) + example.trained == trained
+        and [False] * len(example.prompt_ids) + example.response_mask == trained
     )
 
 

@@ -153,12 +153,12 @@ class Recaptures(NativeEngine):
 
 
 def _bend_a_norm(bench):
-    tensors = bench.job.policy.named_tensors()
+    tensors = bench.trainer.actor.named_tensors()
     tensors[next(name for name in tensors if "norm" in name)].mul_(1.01)
 
 
 def _bring_others(bench):
-    bring, policy = bench.job.policy.bring, bench.job.policy
+    bring, policy = bench.trainer.actor.onload, bench.trainer.actor
 
     def bring_and_spoil(*parts):
         bring(*parts)
@@ -169,13 +169,13 @@ def _bring_others(bench):
 
 def _mix_up_prompts(bench):
     """Those that share a prompt see it without its first token."""
-    schedule = bench.job.policy._forward_backward
+    schedule = bench.trainer.actor._forward_backward
     lay = schedule._packed
 
     def laid(*given, **options):
         packed = lay(*given, **options)
-        if packed.families is not None:
-            runs = packed.families
+        if packed.prefix_mask is not None:
+            runs = packed.prefix_mask
             runs.first_R[runs.first_R < runs.begin_R] += 1
         else:
             packed.keys.row_S[packed.keys.row_S == 0] = 1  # nothing is compiled here: the second one's in its place
@@ -185,8 +185,8 @@ def _mix_up_prompts(bench):
 
 
 def _skip_the_update(bench):
-    update = bench.job.policy.update
-    bench.job.policy.update = lambda *given: update(*given) | {"actor/grad_norm": 0.0}
+    update = bench.trainer.actor.update
+    bench.trainer.actor.update = lambda *given: update(*given) | {"actor/grad_norm": 0.0}
 
 
 ASKED = {

@@ -9,7 +9,7 @@ from mrl.models.base import critic_of
 from mrl.models.presets import arch_from_preset
 from mrl.trainer.resolve import check_run
 from mrl.trainer.validation.critic import check_critic, critic_config
-from mrl.trainer.validation.parallel import grid_of
+from mrl.trainer.validation.parallel import build_parallel_layout
 from tests.trainer.validation.runs import ARCH, PP, TP, make
 
 CRITIC = critic_of(ARCH)
@@ -18,7 +18,7 @@ MIXTURE = critic_of(arch_from_preset("qwen2_moe_tiny", {}, None))
 
 def refusal(config, critic, world_size=1):
     with pytest.raises(UserError) as error:
-        check_critic(config, ARCH, critic, grid_of(config, world_size))
+        check_critic(config, ARCH, critic, build_parallel_layout(config, world_size))
     return str(error.value)
 
 

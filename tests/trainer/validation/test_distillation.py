@@ -5,7 +5,7 @@ import pytest
 from mrl.config.config import DistillationConfig, TeacherConfig, load
 from mrl.errors import UserError
 from mrl.trainer.resolve import resolve
-from mrl.trainer.validation.distillation import teacher_of
+from mrl.trainer.validation.distillation import teacher_index
 from mrl.types import Prompt
 from tests.observed import CONFIG
 
@@ -141,9 +141,9 @@ def prompt(**row):
 
 def test_a_prompt_is_the_teachers_whose_key_its_column_holds():
     several = [TeacherConfig(key="maths"), TeacherConfig(key="sums")]
-    assert teacher_of(DistillationConfig(True, several), prompt()) == 1
-    assert teacher_of(DistillationConfig(True, several, "school"), prompt(school="maths")) == 0
-    assert teacher_of(DistillationConfig(True, several[:1]), prompt()) == 0
+    assert teacher_index(DistillationConfig(True, several), prompt()) == 1
+    assert teacher_index(DistillationConfig(True, several, "school"), prompt(school="maths")) == 0
+    assert teacher_index(DistillationConfig(True, several[:1]), prompt()) == 0
     for wrong in (prompt(school="law"), prompt()):
         with pytest.raises(UserError, match=r"rows\.jsonl:1: column 'school' .*maths, sums"):
-            teacher_of(DistillationConfig(True, several, "school"), wrong)
+            teacher_index(DistillationConfig(True, several, "school"), wrong)

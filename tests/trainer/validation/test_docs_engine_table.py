@@ -196,7 +196,7 @@ def is_told(case, before, refusal: Refusal) -> bool:
     if refusal is SAME:
         return case.value != (was or before.model.dtype)
     if refusal is FITS:
-        return case.value > (was or before.rollout.longest)
+        return case.value > (was or before.rollout.max_sequence_length)
     if refusal is OTHER_ENGINE:
         return before.rollout.name not in case.value
     return case.value is None or case.key == "engine_kwargs"

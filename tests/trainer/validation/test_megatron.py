@@ -15,7 +15,7 @@ from mrl.megatron.config_passthrough import enums
 from mrl.megatron.model import GPTModel
 from mrl.models.presets import arch_from_preset
 from mrl.trainer.validation.megatron import BACKENDS, RULES, SWITCHES, changes, check_switches, forced
-from mrl.trainer.validation.parallel import grid_of
+from mrl.trainer.validation.parallel import build_parallel_layout
 from mrl.trainer.validation.validate import check
 from tests.source import ROOT
 from tests.trainer.validation.runs import ARCH, PP, TP, make, refusal
@@ -163,9 +163,9 @@ def test_every_reason_of_a_rule_is_given_somewhere_above():
 def test_unchecked_lets_through_with_a_warning_what_does_not_follow_from_other_keys():
     config = make(f"{T}={{softmax_scale: 0.5, fp8: hybrid}}", "megatron.unchecked=true")
     check(config, ARCH, world_size=1, tokenizer_vocab_size=12)
-    told = forced(config, ARCH, grid_of(config, 1))
+    told = forced(config, ARCH, build_parallel_layout(config, 1))
     assert [one.split()[0] for one in told] == [f"{T}.softmax_scale", f"{T}.fp8"]
-    assert forced(make(), ARCH, grid_of(config, 1)) == []
+    assert forced(make(), ARCH, build_parallel_layout(config, 1)) == []
     still = refusal(make(f"{T}={{softmax_scale: 0.5, num_layers: 2}}", "megatron.unchecked=true"))
     assert "num_layers is refused" in still and "softmax_scale" not in still
     assert "softmax_scale is refused" in refusal(make(f"{T}={{softmax_scale: 0.5}}"))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mrl.trainer.validation.off_policy import AHEAD, corrected_ahead
+from mrl.trainer.validation.off_policy import ASYNC_PRESET, with_async_correction
 from mrl.trainer.validation.validate import check_config
 from tests.trainer.validation.runs import make, refusal
 
@@ -75,9 +75,9 @@ def test_what_can_be_is_let_pass(overrides):
 @pytest.mark.parametrize(
     ("overrides", "preset"),
     [
-        ([ASYNC], AHEAD),
-        ([ASYNC, "train.max_off_policy_steps=4"], AHEAD),
-        ([ASYNC, "algorithm.rollout_correction.preset=null"], AHEAD),
+        ([ASYNC], ASYNC_PRESET),
+        ([ASYNC, "train.max_off_policy_steps=4"], ASYNC_PRESET),
+        ([ASYNC, "algorithm.rollout_correction.preset=null"], ASYNC_PRESET),
         ([ASYNC, "train.max_off_policy_steps=0"], None),
         ([ASYNC, "algorithm.rollout_correction.bypass_mode=true"], None),
         ([ASYNC, "algorithm.rollout_correction.preset=bypass_ppo_clip"], "bypass_ppo_clip"),
@@ -88,13 +88,13 @@ def test_what_can_be_is_let_pass(overrides):
     ids=str,
 )
 def test_who_samples_ahead_and_asks_for_no_correction_gets_one(overrides, preset):
-    found = corrected_ahead(make(*overrides))
+    found = with_async_correction(make(*overrides))
     assert found.algorithm.rollout_correction.preset == preset
-    assert corrected_ahead(found) == found
+    assert with_async_correction(found) == found
 
 
 def test_where_only_a_teacher_is_learned_from_nothing_is_weighed():
     config = make(ASYNC)
     loss = replace(config.distillation.distillation_loss, use_task_rewards=False, use_policy_gradient=False)
     config = replace(config, distillation=replace(config.distillation, enabled=True, distillation_loss=loss))
-    assert corrected_ahead(config) == config
+    assert with_async_correction(config) == config

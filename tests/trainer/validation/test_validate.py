@@ -3,7 +3,7 @@
 import pytest
 
 from mrl.errors import UserError
-from mrl.trainer.validation.parallel import grid_of
+from mrl.trainer.validation.parallel import build_parallel_layout
 from mrl.trainer.validation.validate import check, check_config
 from tests.trainer.validation.runs import ARCH, make, refusal
 
@@ -14,9 +14,9 @@ def test_a_good_config_passes():
     more = ("parallel.virtual_pipeline_model_parallel_size=2", "parallel.sequence_parallel=true")
     config = make(*layout, *more, "rollout.tensor_model_parallel_size=4")
     check(config, ARCH, world_size=8, tokenizer_vocab_size=128)
-    grid = grid_of(config, 8)
+    grid = build_parallel_layout(config, 8)
     assert (grid.tp, grid.pp, grid.vpp, grid.dp, grid.num_replicas) == (2, 2, 2, 2, 2)
-    assert config.rollout.longest == 24
+    assert config.rollout.max_sequence_length == 24
 
 
 def test_all_broken_rules_are_told_at_once():

@@ -139,17 +139,15 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
-class ActorConfig:
-    """Optimizer, and forward and backward of the training model."""
+class OptimizerConfig:
+    """AdamW, its learning rate and the memory of a trained model; the part that `actor` and `critic` share."""
 
-    ppo_epochs: int = 1
-    """Passes over the samples of each step (verl's name)."""
     lr: float = 1e-6
     """Peak learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of the schedule."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after warm-up, over all optimizer steps of the run."""
+    """Shape after warm-up, over all of the model's optimizer steps."""
     lr_warmup_steps: int = 0
     """Optimizer steps of linear warm-up from 0."""
     weight_decay: float = 0.0
@@ -162,6 +160,20 @@ class ActorConfig:
     """Epsilon of Adam's denominator."""
     clip_grad: float = 1.0
     """Maximum of the global gradient norm; 0: no clipping."""
+    param_offload: bool = False
+    """Keep the weights in host memory outside the model's own phases."""
+    grad_offload: bool = False
+    """Free the gradient buffers between updates; they are not copied."""
+    optimizer_offload: bool = False
+    """Keep master weights and moments in host memory except during updates and checkpoints."""
+
+
+@dataclass(frozen=True)
+class ActorConfig(OptimizerConfig):
+    """Optimizer, and forward and backward of the training model."""
+
+    ppo_epochs: int = 1
+    """Passes over the samples of each step (verl's name)."""
     max_tokens_per_microbatch: int = 16384
     """Most tokens of a microbatch; sequences are packed up to it."""
     use_prefix_grouper: bool = True
@@ -174,12 +186,6 @@ class ActorConfig:
     """Shard the optimizer state over data-parallel ranks."""
     overlap_grad_reduce: Optional[bool] = None
     """Reduce gradients during the backward pass; null: only with TransformerEngine."""
-    param_offload: bool = False
-    """Keep the actor's weights in host memory during generation."""
-    grad_offload: bool = False
-    """Free the gradient buffers between updates; they are not copied."""
-    optimizer_offload: bool = False
-    """Keep master weights and moments in host memory except during updates and checkpoints."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recompute: selective: core attention only; full: complete layers."""
     logprob_chunk_tokens: int = 1024
@@ -202,7 +208,7 @@ class ActorConfig:
 
 
 @dataclass(frozen=True)
-class CriticConfig:
+class CriticConfig(OptimizerConfig):
     """Critic of ppo and vapo; its parallel layout, microbatches and recompute are the actor's."""
 
     path: Optional[FilePath] = None
@@ -219,28 +225,6 @@ class CriticConfig:
     """Aggregation of the value loss over tokens, with the choices of `algorithm.loss_aggregation`."""
     lr: float = 1e-5
     """Peak learning rate."""
-    min_lr: float = 0.0
-    """Learning rate at the end of the schedule."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after warm-up, over all optimizer steps of the critic."""
-    lr_warmup_steps: int = 0
-    """Optimizer steps of linear warm-up from 0."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay (AdamW); not applied to norms and biases."""
-    adam_beta1: float = 0.9
-    """Decay rate of the first moment."""
-    adam_beta2: float = 0.95
-    """Decay rate of the second moment."""
-    adam_eps: float = 1e-8
-    """Epsilon of Adam's denominator."""
-    clip_grad: float = 1.0
-    """Maximum of the global gradient norm; 0: no clipping."""
-    param_offload: bool = False
-    """Keep the critic's weights in host memory outside its own phases."""
-    grad_offload: bool = False
-    """Free the gradient buffers between updates; they are not copied."""
-    optimizer_offload: bool = False
-    """Keep master weights and moments in host memory except during updates and checkpoints."""
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ class EngineSpec:
             read, and returns its path. Collective over the ranks that run an engine.
         timeout_s: Longest wait for another rank or process, s.
         trains_on_logprobs: Whether the loss uses `rollout_logprobs`; False: only metrics do.
+        abort_requested: See `RolloutEngine.abort_requested`.
+        on_forward: See `RolloutEngine.on_forward`.
     """
 
     config: RolloutConfig
@@ -82,6 +84,8 @@ class EngineSpec:
     write_model_folder: Callable[[Mapping[str, Any]], Path]
     timeout_s: float
     trains_on_logprobs: bool
+    abort_requested: Callable[[], bool] = lambda: False
+    on_forward: Callable[[], object] = lambda: None
 
     @property
     def dtype_name(self) -> str:
@@ -144,12 +148,12 @@ class RolloutEngine(ABC):
     notes: tuple[str, ...] = ()
     """Deviations of the installed engine version from the config, logged at the start."""
 
-    abort_requested: Callable[[], bool] = staticmethod(lambda: False)
+    abort_requested: Callable[[], bool]
     """Returns whether an abort was requested on this rank. `generate` polls it between forwards and agrees with the
     other ranks of the replica; if any rank returns True, all return the finished responses at once. An engine that does
     not poll delays the stop."""
 
-    on_forward: Callable[[], object] = staticmethod(lambda: None)
+    on_forward: Callable[[], object]
     """Callback after each forward. Other ranks that wait for this one take it as a sign of progress; an engine that
     does not call it must finish a call within `run.collective_timeout_s`."""
 
@@ -165,6 +169,7 @@ class RolloutEngine(ABC):
     def __init__(self, spec: EngineSpec) -> None:
         """Collective over the job: creates this rank's part of an engine replica, without weights."""
         self.spec = spec
+        self.abort_requested, self.on_forward = spec.abort_requested, spec.on_forward
         self.policy_version = -1
 
     @abstractmethod

@@ -54,7 +54,7 @@ class Actor(TrainableModel):
 
     section: ClassVar[str] = "actor"
     loss_metric: ClassVar[str] = "actor/loss"
-    samples: ClassVar[bool] = True
+    used_by_engine: ClassVar[bool] = True
 
     def __init__(self, config: Config, arch: ArchSpec, groups: ProcessGroups, device: torch.device) -> None:
         """Collective over the job: builds the model, see `TrainableModel`.
@@ -301,7 +301,7 @@ class Actor(TrainableModel):
     def _check_support(self, batch: RolloutBatch) -> None:
         if self._truncated and self._is_last_stage and batch.kept_tokens_R is None:
             raise RuntimeError(
-                "rollout.top_k, top_p or min_p truncates sampling, but the batch has no support_R (the kept tokens)"
+                "rollout.top_k, top_p or min_p truncates sampling, but the batch has no kept_tokens_R (the kept tokens)"
             )
 
     def _mismatch(self, batch: RolloutBatch, logprobs_R: Tensor) -> dict[str, float]:

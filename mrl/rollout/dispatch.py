@@ -196,7 +196,7 @@ class _Dispatch:
         return ids
 
     def kept_tokens(self, sizes: Sequence[int]) -> SamplingMask | None:
-        """Collective over the job: returns support_R of `own_rows` on the last pipeline stage, None elsewhere.
+        """Collective over the job: returns kept_tokens_R of `own_rows` on the last pipeline stage, None elsewhere.
 
         Args:
             sizes: Number of kept ids of each row of the table.

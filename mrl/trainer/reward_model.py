@@ -26,7 +26,7 @@ from mrl.rollout.sample_table import gather_table
 from mrl.trainer.actor_weights import read_weights
 from mrl.trainer.rank_roles import on_trainers
 from mrl.trainer.resolve import RunPlan
-from mrl.trainer.validation.frozen_models import forward_only_config
+from mrl.trainer.validation.forward_only import forward_only_config
 from mrl.types import Rollout
 
 PADDING = 0

@@ -10,11 +10,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
-import torch
-
 from mrl.config.registry import find
 from mrl.distributed.collectives import raise_on_all_ranks
-from mrl.distributed.groups import ProcessGroups
 from mrl.engines._null_engine import NullEngine
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.megatron.actor import Actor
@@ -28,6 +25,7 @@ from mrl.trainer import weight_sync_check
 from mrl.trainer.actor_weights import ActorWeights
 from mrl.trainer.rank_roles import broadcast_from_sampler
 from mrl.trainer.resolve import RunPlan
+from mrl.trainer.run_context import RunContext
 from mrl.types import Prompt, Rollout
 
 
@@ -45,31 +43,29 @@ class RolloutWorker:
     def __init__(
         self,
         plan: RunPlan,
-        groups: ProcessGroups,
-        device: torch.device,
+        context: RunContext,
         actor: Actor | None,
         weights: ActorWeights,
-        tell: Callable[[str], None],
+        abort_requested: Callable[[], bool],
     ) -> None:
         """Collective over the job: builds the engine.
 
         Args:
             plan: Resolved and validated config.
-            groups: Process groups and coordinates of this rank.
-            device: Device of this rank.
+            context: Process groups, device and log.
             actor: Actor, already offloaded so that the engine measures the free memory; None on ranks that only
                 sample.
             weights: Provider of a model folder without weights, from which engines read the model's structure.
-            tell: Receives log lines.
+            abort_requested: Returns whether this rank's engine must stop sampling.
         """
-        config, rollout, self._groups = plan.config, plan.config.rollout, groups
-        self._rollout, self._arch, self._device, self._actor, self._tell = rollout, plan.arch, device, actor, tell
-        self._frees = (
-            rollout.free_cache_engine and not groups.grid.has_separate_rollout
-        )  # else nothing needs the memory
-        self.engine = self._start_engine(plan, weights)
+        config, rollout, groups = plan.config, plan.config.rollout, context.groups
+        self._rollout, self._arch, self._actor = rollout, plan.arch, actor
+        self._groups, self._device, self._log = groups, context.device, context.log
+        # with separate rollout ranks no actor needs the engine's memory
+        self._frees = rollout.free_cache_engine and not groups.grid.has_separate_rollout
+        self.engine = self._start_engine(plan, weights, context.on_forward, abort_requested)
         for note in broadcast_from_sampler(groups, self.engine.notes):
-            tell(note)
+            self._log.note(note)
         try:
             if self._frees:  # before the actor's weights return to the device
                 self.engine.sleep()
@@ -90,7 +86,13 @@ class RolloutWorker:
             index_dtype = expert_index_dtype(moe.num_experts)
             self.routing = StageRoutingFormat(plan.arch.num_layers, moe.top_k, index_dtype, layers)
 
-    def _start_engine(self, plan: RunPlan, weights: ActorWeights) -> RolloutEngine:
+    def _start_engine(
+        self,
+        plan: RunPlan,
+        weights: ActorWeights,
+        on_forward: Callable[[], object],
+        abort_requested: Callable[[], bool],
+    ) -> RolloutEngine:
         config, rollout, groups = plan.config, plan.config.rollout, self._groups
         engine = find("engines", rollout.name, "ENGINE") if plan.needs_engine else NullEngine
         spec = EngineSpec(
@@ -103,6 +105,8 @@ class RolloutWorker:
             write_model_folder=weights.model_folder,
             timeout_s=config.run.collective_timeout_s,
             trains_on_logprobs=config.algorithm.rollout_correction.uses_rollout_logprobs,
+            abort_requested=abort_requested,
+            on_forward=on_forward,
         )
         # without separate rollout ranks the start itself is collective
         with raise_on_all_ranks() if groups.grid.has_separate_rollout else nullcontext():
@@ -147,7 +151,7 @@ class RolloutWorker:
             )
             result = broadcast_from_sampler(self._groups, None if moved is None else str(moved))
             if result is not None:
-                self._tell(f"weight-sync self-test: same weights synced twice: {result}")
+                self._log.note(f"weight-sync self-test: same weights synced twice: {result}")
         return cost
 
     def _refit(self, policy_version: int) -> dict[str, float]:

@@ -25,7 +25,9 @@ from mrl.errors import UserError, disk_errors, first_line, out_of_memory
 from mrl.megatron import parallel_state
 from mrl.models import transformer_engine
 from mrl.observability.run_log import RunLog
+from mrl.observability.timers import CurrentPhase, Timers
 from mrl.trainer.resolve import RunPlan, check_resume
+from mrl.trainer.run_context import RunContext
 from mrl.trainer.trainer import Trainer
 
 
@@ -34,13 +36,15 @@ def open_trainer(plan: RunPlan, *, log: bool = True, trains: bool = True) -> Ite
     """Collective over the job: initializes torch.distributed, builds the job, and shuts both down at the end.
 
     Args:
-        plan: Result of `prepare`.
+        plan: Result of `build_run_plan`.
         log: False to only read the run folder.
         trains: False for an evaluation, which needs neither critic nor teachers.
     """
     run, timeout_s = plan.config.run, plan.config.run.collective_timeout_s + MARGIN_S
+    current = CurrentPhase()
     watchdog = Watchdog(
         launch.get_launcher_env(),
+        where=current.describe,
         collective_timeout_s=run.collective_timeout_s,
         heartbeat_timeout_s=run.heartbeat_timeout_s,
         device_is_busy=launch.device_is_busy if launch.choose_device(run.device) == "cuda" else None,
@@ -60,15 +64,15 @@ def open_trainer(plan: RunPlan, *, log: bool = True, trains: bool = True) -> Ite
                 disk_errors(),
                 _run_folder(plan, groups.rank, device, watchdog, log=log) as (checkpoints, found, run_log),
             ):
-                trainer = Trainer(plan, groups, device, run_log, checkpoints, found, trains=trains)
-                watchdog.where = lambda: trainer.timers.where
-                trainer.rollout_worker.engine.on_forward = watchdog.record_forward
+                timers = Timers(device, run_log.phase, current)
+                context = RunContext(groups, device, run_log, timers, watchdog.record_forward, checkpoints, found)
+                trainer = Trainer(plan, context, trains=trains)
                 try:
                     with disk_errors():
                         yield trainer
                 except BaseException as error:
                     if isinstance(error, UserError):
-                        error.at = trainer.timers.where if trainer.timers.has_begun else ""
+                        error.at = current.describe() if current.has_begun else ""
                     watchdog.report_error(error)
                     raise
                 finally:

@@ -27,7 +27,7 @@ from mrl.resharding.megatron import OUTPUT, output_name, output_rows
 from mrl.trainer.actor_weights import read_weights
 from mrl.trainer.resolve import RunPlan
 from mrl.trainer.validation.distillation import teacher_index
-from mrl.trainer.validation.frozen_models import forward_only_config
+from mrl.trainer.validation.forward_only import forward_only_config
 from mrl.types import Prompt, RolloutBatch
 
 

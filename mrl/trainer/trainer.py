@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mrl.checkpoint.run_dir.checkpoint import CheckpointManager, ResumePoint
 from mrl.distributed.collectives import all_reduce_sum, broadcast_from_rank_0, broadcast_object, world_group
 from mrl.distributed.groups import ProcessGroups
 from mrl.distributed.launch import get_env
@@ -21,8 +19,7 @@ from mrl.megatron.actor import Actor
 from mrl.observability import data_sources
 from mrl.observability import metrics as measure
 from mrl.observability.off_policy import staleness_metrics
-from mrl.observability.run_log import RunLog, sample_rows
-from mrl.observability.timers import Timers
+from mrl.observability.run_log import sample_rows
 from mrl.rewards.scorer import Scorer, part_weights
 from mrl.rollout.async_schedule import RolloutSchedule
 from mrl.rollout.buffer import RolloutBuffer
@@ -39,6 +36,7 @@ from mrl.trainer.reference import Reference
 from mrl.trainer.resolve import RunPlan
 from mrl.trainer.reward_model import RunRewardModel
 from mrl.trainer.rollout_worker import RolloutWorker
+from mrl.trainer.run_context import RunContext
 from mrl.trainer.teachers import RunTeachers
 from mrl.trainer.throughput import Rates
 from mrl.trainer.training_state import TrainingState
@@ -53,11 +51,7 @@ class Trainer:
 
     Args:
         plan: Resolved and validated config.
-        groups: Process groups and coordinates of this rank.
-        device: Device of this rank.
-        log: Log of the run.
-        checkpoints: Checkpoint folders of the run.
-        found: Checkpoint to resume from; None to start a new run.
+        context: Process groups, device, log, timers and checkpoint folders.
         trains: False for an evaluation, which needs neither critic nor teachers.
 
     Attributes:
@@ -75,22 +69,12 @@ class Trainer:
         rates: Throughput metrics.
     """
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        groups: ProcessGroups,
-        device: torch.device,
-        log: RunLog,
-        checkpoints: CheckpointManager,
-        resume_point: ResumePoint | None,
-        *,
-        trains: bool,
-    ) -> None:
+    def __init__(self, plan: RunPlan, context: RunContext, *, trains: bool) -> None:
         """Collective over the job: builds all parts."""
-        config, tokenizer = plan.config, plan.tokenizer
-        self.config, self.arch, self.tokenizer, self.algorithm = config, plan.arch, tokenizer, plan.algorithm
-        self.validation, self.run, self.groups, self.device, self.log = plan.validation, plan.run, groups, device, log
-        self.tools = plan.tools
+        config, groups, device, log = plan.config, context.groups, context.device, context.log
+        self.config, self.arch, self.tokenizer, self.algorithm = config, plan.arch, plan.tokenizer, plan.algorithm
+        self.groups, self.device, self.log, self.timers = groups, device, log, context.timers
+        self.validation, self.run, self.tools = plan.validation, plan.run, plan.tools
         for warning in [*forced(config, plan.arch, plan.grid), *plan.warnings]:
             log.note(f"WARNING {warning}")
         models: tuple[Actor | None, RunCritic | None, RunTeachers | None] = (None, None, None)
@@ -100,9 +84,6 @@ class Trainer:
         self._actor, self.critic, self.teachers = models
         self.weights = ActorWeights(plan, self._actor, groups)
         self.reward_model = RunRewardModel.of(plan, groups, device, self._actor)
-        self.rollout_worker = RolloutWorker(plan, groups, device, self._actor, self.weights, log.note)
-        self.scorer = _scorer(plan, groups, keeps=trains) if groups.is_replica_leader else None
-        self.reward_weights, self.timers = part_weights(config.reward), Timers(device, log.phase)
         self.state = TrainingState(
             plan.source,
             LengthHistory(config.rollout.response_length),
@@ -112,14 +93,17 @@ class Trainer:
             RolloutBuffer(RolloutSchedule.of(config), plan.source.at),
         )
         self.progress = RunProgress(self.timers, self.state.snapshot, self.state.snapshot_buffer)
-        self.episodes = self._episodes(plan)
         # Episodes cannot be continued later, so they are not cut when only the time for the step runs out.
-        stops = self.progress.must_stop_sampling if self.episodes is None else self.progress.abort_requested
-        self.rollout_worker.engine.abort_requested = stops
+        multi_turn = config.rollout.multi_turn.enable
+        stops = self.progress.abort_requested if multi_turn else self.progress.must_stop_sampling
+        self.rollout_worker = RolloutWorker(plan, context, self._actor, self.weights, stops)
+        self.scorer = _scorer(plan, groups, keeps=trains) if groups.is_replica_leader else None
+        self.reward_weights = part_weights(config.reward)
+        self.episodes = self._episodes(plan)
         self.checkpointing = Checkpointing(
             config.checkpoint,
-            checkpoints,
-            resume_point,
+            context.checkpoints,
+            context.resume_point,
             groups=groups,
             actor=self._actor,
             critic=None if self.critic is None else self.critic.model,

@@ -23,7 +23,7 @@ from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.init import random_init
 from mrl.resharding.megatron import output_name
 from mrl.trainer.teachers import joined
-from mrl.trainer.validation.frozen_models import forward_only_config
+from mrl.trainer.validation.forward_only import forward_only_config
 from tests.algorithms.functional.test_divergences import Peak, by_definition
 from tests.layouts import groups_of
 from tests.megatron.actors import (

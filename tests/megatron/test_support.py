@@ -109,7 +109,7 @@ def test_after_an_update_the_support_is_still_the_engines():
 
 def without_support(grid):
     policy = make_policy(ARCHS["qwen2"], grid, rollout={"top_k": 5})
-    with pytest.raises(RuntimeError, match="the batch has no support_R"):
+    with pytest.raises(RuntimeError, match="the batch has no kept_tokens_R"):
         policy.score(make_batch(4))
 
 

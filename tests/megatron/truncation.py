@@ -76,7 +76,7 @@ def uncorrected(policy: Actor, batch: RolloutBatch) -> Tensor:
     """Log-probabilities of the whole distribution, as a trainer gives them that knows of no support."""
     policy._truncated = False
     try:
-        return policy.score(replace(batch, support_R=None))[0]
+        return policy.score(replace(batch, kept_tokens_R=None))[0]
     finally:
         policy._truncated = True
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from mrl.observability.timers import Timers
+from mrl.observability.timers import CurrentPhase, Timers
 
 NAP_S = 0.02
 SLACK_S = 0.5  # a loaded machine wakes late
@@ -28,20 +28,21 @@ def test_phases_add_up_within_a_step_and_are_forgotten_after_it():
 
 
 def test_where_names_step_and_phase_and_tells_each_new_phase():
-    told = []
-    timers = Timers(on_phase=told.append)
-    assert timers.where == "the start"
+    told, current = [], CurrentPhase()
+    timers = Timers(on_phase=told.append, current=current)
+    assert current.describe() == "the start"
     with timers.step(7):
-        assert timers.where == "step 7, between phases"
+        assert current.describe() == "step 7, between phases"
         with timers.phase("update_actor"), timers.phase("forward"):
-            assert timers.where == "step 7, update_actor/forward"
+            assert current.describe() == "step 7, update_actor/forward"
     assert told == ["step 7, update_actor", "step 7, update_actor/forward"]
 
 
 def test_after_an_error_where_names_the_phase_that_failed():
-    timers = Timers()
+    current = CurrentPhase()
+    timers = Timers(current=current)
     with pytest.raises(KeyError), timers.step(3), timers.phase("update_actor"), timers.phase("forward"):
         raise KeyError("x")
-    assert timers.where == "step 3, update_actor/forward"
+    assert current.describe() == "step 3, update_actor/forward"
     with timers.phase("gen"):
-        assert timers.where == "step 3, gen"
+        assert current.describe() == "step 3, gen"

@@ -72,11 +72,7 @@ POLL_S = 0.1
 
 
 class Watchdog:
-    """This rank's part of the watchdog; does nothing in a job of one rank.
-
-    Attributes:
-        where: Returns the current step and phase, "step 12, reward"; the trainer sets it once that is known.
-    """
+    """This rank's part of the watchdog; does nothing in a job of one rank."""
 
     def __init__(
         self,
@@ -84,6 +80,7 @@ class Watchdog:
         *,
         collective_timeout_s: float,
         heartbeat_timeout_s: float,
+        where: Callable[[], str] = lambda: "the start",
         device_is_busy: Callable[[], bool] | None = None,
         advice: Callable[[], str] = str,
         secret: Callable[[], str] = str,
@@ -94,12 +91,13 @@ class Watchdog:
             environment: Launcher's environment of this rank.
             collective_timeout_s: A longer wait in one collective is an alarm, s.
             heartbeat_timeout_s: A rank without a heartbeat for longer is considered lost, s.
+            where: Returns the current step and phase, "step 12, reward".
             device_is_busy: Returns whether the GPU has pending work, see `MainThreadMonitor`.
             advice: Returns what to do, printed after the message unless it takes too long.
             secret: Returns the job token, with which a message must be signed to end the job; known once the ranks have
                 met.
         """
-        self.where: Callable[[], str] = lambda: "the start"
+        self._where = where
         self._environment, self._advice, self._secret = environment, advice, secret
         self._collective_s, self._heartbeat_s = collective_timeout_s, heartbeat_timeout_s
         longest_s = max(1.0, environment.world_size / 1000)  # bounds the store's load in jobs of many ranks
@@ -215,8 +213,8 @@ class Watchdog:
 
     def _describe(self, error: Exception) -> str:
         if isinstance(error, UserError):
-            return f"{error}\nRaised on {self._state}, at {self.where()}."
-        return f"{self._state} failed at {self.where()}:\n{_traceback(error)}"
+            return f"{error}\nRaised on {self._state}, at {self._where()}."
+        return f"{self._state} failed at {self._where()}:\n{_traceback(error)}"
 
     def _fail_alone(self, error: Exception) -> None:
         """Ends the job from a thread, since the others wait in a collective that this rank's main thread has left."""
@@ -273,7 +271,7 @@ class Watchdog:
 
     def _send_heartbeat(self, *, left: str = "", stack: str = "") -> None:
         with self._lock:
-            now, state, where = time.monotonic(), self._state, self.where()
+            now, state, where = time.monotonic(), self._state, self._where()
             if where != state.where:
                 self._where_since = now
             self._state = replace(
@@ -293,7 +291,7 @@ class Watchdog:
         states, gone = self._collect()
         error = reason if isinstance(reason, Exception) else None
         if error is not None and not hang_diagnosis.caused_by_other_ranks(states, gone, self._environment.world_size):
-            text = f"{self._state} failed at {self.where()}, in a collective:\n{_traceback(error)}"
+            text = f"{self._state} failed at {self._where()}, in a collective:\n{_traceback(error)}"
         elif reason == LAUNCHER_ENDED:
             text = f"the launcher of {self._state}, process {self._parent} on that host, has ended."
         else:
@@ -381,7 +379,7 @@ class Watchdog:
         """Ends this rank because the store does not answer: its host or the process that served it is gone."""
         if self._closed.wait(GRACE_S):
             return  # the job is done and rank 0 left first
-        text = f"{self._state}, at {self.where()}, lost its connection to the job's store at {self._address}: {why}."
+        text = f"{self._state}, at {self._where()}, lost its connection to the job's store at {self._address}: {why}."
         if self._first_rank is not None:
             host_ranks = hang_diagnosis.format_ranks(range(self._environment.local_world_size))
             finding = self._process_state(self._first_rank) or f"is gone, or its host with {host_ranks}"
@@ -395,7 +393,7 @@ class Watchdog:
     def _end_after_intrusion(self, why: str) -> None:
         """Ends the job because a process outside of it wrote to the store; one rank per host prints the message."""
         text = (
-            f"{why}. {self._state}, at {self.where()}, read it from the job's store at {self._address}: a process "
+            f"{why}. {self._state}, at {self._where()}, read it from the job's store at {self._address}: a process "
             "outside this job can reach that port. Check the firewall, and start again."
         )
         if abort.claim_message(self._address):

@@ -71,7 +71,7 @@ class Logger(ABC):
         """Writes a one-line message about an event, such as a resume."""
 
     def phase(self, where: str) -> None:  # noqa: B027 - optional
-        """Shows the current activity, the text of `Timers.where`."""
+        """Shows the current activity, the text of `CurrentPhase.describe`."""
 
     def sync(self) -> None:  # noqa: B027 - optional
         """Flushes everything recorded so far to disk; called before a checkpoint is committed."""

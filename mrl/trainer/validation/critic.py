@@ -5,25 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from mrl.config.config import ActorConfig, Config, CriticConfig
+from mrl.config.config import Config, CriticConfig, OptimizerConfig
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
-from mrl.resharding.megatron import expert_shard
-from mrl.resharding.shards import check_experts_divide
 from mrl.trainer.num_steps import optimizer_steps
-from mrl.trainer.validation.parallel import division_rules
+from mrl.trainer.validation.parallel import same_layout_rules
 from mrl.trainer.validation.train import rate_rules
-
-SHARED = {item.name for item in fields(ActorConfig)} & {item.name for item in fields(CriticConfig)}
-"""Fields that the sections `actor` and `critic` share."""
 
 
 def critic_config(config: Config) -> Config:
     """Returns the config with the critic's settings in the section `actor`, and no `train.critic_warmup`."""
-    own = {name: getattr(config.critic, name) for name in SHARED}
-    own["ppo_epochs"] = config.critic.ppo_epochs or config.actor.ppo_epochs
-    actor = replace(config.actor, **own, router_replay="none")
+    own = {item.name: getattr(config.critic, item.name) for item in fields(OptimizerConfig)}
+    epochs = config.critic.ppo_epochs or config.actor.ppo_epochs
+    actor = replace(config.actor, **own, ppo_epochs=epochs, router_replay="none")
     return replace(config, actor=actor, train=replace(config.train, critic_warmup=0))
 
 
@@ -66,21 +61,5 @@ def _rules(config: Config, arch: ArchSpec, critic: ArchSpec, grid: ParallelLayou
             f"critic.path={path} has a vocabulary of {critic.vocab_size} tokens, but the actor has {arch.vocab_size}, "
             "and the critic reads the actor's tokens. Choose a model with the same tokenizer, or remove critic.path."
         )
-    if (critic.moe is None) != (arch.moe is None):
-        yield (
-            f"critic.path={path}: one of actor and critic is an MoE model and the other dense, but both use one "
-            "parallel layout. Choose a model of the actor's kind, or remove critic.path."
-        )
-    if critic.max_position_embeddings < config.rollout.max_sequence_length:
-        yield (
-            f"critic.path={path} has positions for {critic.max_position_embeddings} tokens, fewer than the "
-            f"{config.rollout.max_sequence_length} of prompt and response. Choose another critic, or lower "
-            "rollout.prompt_length or rollout.response_length."
-        )
-    for message in division_rules(critic, replace(grid, rollout_tp=1)):
-        yield f"critic.path={path}: {message}"
-    if critic.moe is not None:
-        try:
-            check_experts_divide(critic.moe, expert_shard(grid, 0))
-        except UserError as error:
-            yield f"critic.path={path}: {error}"
+    for message in same_layout_rules(config, arch, critic, grid, host="actor", name="critic"):
+        yield f"critic.path={path}{message}"

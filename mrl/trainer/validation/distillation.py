@@ -12,7 +12,7 @@ from mrl.config.config import TOP_K, AlgorithmConfig, Config, DistillationConfig
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
-from mrl.trainer.validation.frozen_models import forward_only_rules
+from mrl.trainer.validation.parallel import same_layout_rules
 
 if TYPE_CHECKING:
     from mrl.types import Prompt
@@ -225,4 +225,4 @@ def _model_rules(
             f" has {teacher.vocab_size} tokens, but the student has {arch.vocab_size}. Remove vocab_size from the "
             "preset's overrides."
         )
-    yield from forward_only_rules(config, arch, teacher, grid, host="student", name="teacher")
+    yield from same_layout_rules(config, arch, teacher, grid, host="student", name="teacher")

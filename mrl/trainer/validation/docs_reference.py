@@ -50,9 +50,13 @@ def _section(path: str, kind: Any) -> str:
 
 def _documentation(kind: Any) -> dict[str, str]:
     """Returns the docstring of each field of a dataclass, on one line."""
-    body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
+    bodies = [
+        ast.parse(inspect.getsource(each)).body[0].body  # type: ignore[attr-defined]
+        for each in reversed(kind.__mro__[:-1])
+    ]
     return {
         ast.unparse(above.target): " ".join(str(ast.literal_eval(below.value)).split())
+        for body in bodies
         for above, below in itertools.pairwise(body)
         if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr)
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from mrl.config import user_code
 from mrl.config.config import Config
@@ -15,8 +15,8 @@ from mrl.engines._support import engine_support
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
-from mrl.resharding.megatron import chunk_layers
-from mrl.resharding.shards import TensorShard, check_divides
+from mrl.resharding.megatron import chunk_layers, expert_shard
+from mrl.resharding.shards import TensorShard, check_divides, check_experts_divide
 from mrl.trainer.validation.ranges import value_at
 from mrl.trainer.validation.roles import key_of, num_rollout_ranks
 
@@ -143,3 +143,36 @@ def _how_many_ranks(config: Config) -> str:
         f"Start {how_many}: {start}; or only check the config: mrl train ... --dry-run --world-size "
         f"{num_ranks}; or use one process: {alone}"
     )
+
+
+def same_layout_rules(
+    config: Config, arch: ArchSpec, other: ArchSpec, grid: ParallelLayout, *, host: str, name: str
+) -> Iterator[str]:
+    """Yields the end of a message for each reason why a second model cannot use the actor's layout and sequences.
+
+    Args:
+        config: Config with the algorithm's defaults filled in.
+        arch: Architecture of the actor.
+        other: Architecture of the second model.
+        grid: Parallel layout of both.
+        host: Noun for the actor in messages ("student").
+        name: Noun for the model in messages ("teacher").
+    """
+    if (other.moe is None) != (arch.moe is None):
+        yield (
+            f": one of {host} and {name} is an MoE model and the other is dense, but both use one parallel layout. "
+            f"Choose a {name} of the {host}'s kind."
+        )
+    if other.max_position_embeddings < config.rollout.max_sequence_length:
+        yield (
+            f" has positions for {other.max_position_embeddings} tokens, fewer than the "
+            f"{config.rollout.max_sequence_length} of prompt and response. Choose another {name}, or lower "
+            "rollout.prompt_length or rollout.response_length."
+        )
+    for message in division_rules(other, replace(grid, rollout_tp=1)):
+        yield f": {message}"
+    if other.moe is not None:
+        try:
+            check_experts_divide(other.moe, expert_shard(grid, 0))
+        except UserError as error:
+            yield f": {error}"

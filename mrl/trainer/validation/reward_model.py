@@ -9,7 +9,7 @@ from mrl.errors import UserError
 from mrl.models.base import ArchSpec, critic_of
 from mrl.models.hf_config import arch_from_folder, read_config
 from mrl.parallel_layout import ParallelLayout
-from mrl.trainer.validation.frozen_models import forward_only_rules
+from mrl.trainer.validation.parallel import same_layout_rules
 
 LABELS = "id2label"
 _UNLABELLED = 2
@@ -75,5 +75,5 @@ def check_reward_model(
         reward = replace(
             reward, max_position_embeddings=max(reward.max_position_embeddings, config.rollout.max_sequence_length)
         )
-    for message in forward_only_rules(config, arch, reward, grid, host="actor", name="reward model"):
+    for message in same_layout_rules(config, arch, reward, grid, host="actor", name="reward model"):
         raise UserError(f"{where}{message}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.config import ActorConfig, Config
+from mrl.config.config import Config, OptimizerConfig
 from mrl.parallel_layout import ParallelLayout
 from mrl.trainer.num_steps import optimizer_steps
 
@@ -35,7 +35,7 @@ def step_rules(config: Config, grid: ParallelLayout) -> Iterator[str]:
     yield from rate_rules("actor", config.actor, optimizer_steps(config))
 
 
-def rate_rules(section: str, rates: ActorConfig, total: int | None) -> Iterator[str]:
+def rate_rules(section: str, rates: OptimizerConfig, total: int | None) -> Iterator[str]:
     """Yields a message for each broken rule about a learning rate.
 
     Args:

@@ -41,7 +41,7 @@ RULES = [
     (["critic.lr_schedule=linear", "critic.lr_warmup_steps=100"], CRITIC, 1, "none of the run's 100 optimizer"),
     (["train.critic_warmup=100"], CRITIC, 1, "leaves none of train.num_steps=100"),
     (["critic.path=x"], replace(CRITIC, vocab_size=7), 1, "the critic reads the actor's tokens"),
-    (["critic.path=x"], MIXTURE, 1, "is an MoE model and the other dense"),
+    (["critic.path=x"], MIXTURE, 1, "is an MoE model and the other is dense"),
     (["critic.path=x"], replace(CRITIC, max_position_embeddings=20), 1, "positions for 20 tokens, fewer than the 24"),
     (["critic.path=x", f"{PP}=2"], replace(CRITIC, num_layers=3), 2, "does not divide the model's 3 layers"),
     (["critic.path=x", f"{TP}=2"], replace(CRITIC, num_heads=3, num_kv_heads=3), 2, "critic.path=x: "),

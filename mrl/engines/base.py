@@ -285,11 +285,11 @@ class RolloutEngine(ABC):
         """
         finished: list[Rollout] = []
         while (work := work_queue.poll(finished, 0)) is not None:
-            begun = sum(len(one.partial_rollouts) for one in work)
-            if begun:
+            num_partial = sum(len(one.partial_rollouts) for one in work)
+            if num_partial:
                 raise RuntimeError(
-                    f"rollout.name={self.spec.config.name} cannot resume partial rollouts ({begun} pending). Use the "
-                    "engine that sampled them, such as rollout.name=native."
+                    f"rollout.name={self.spec.config.name} cannot resume partial rollouts ({num_partial} pending). Use "
+                    "the engine that sampled them, such as rollout.name=native."
                 )
             asked = {(one.prompt.uid, sample) for one in work for sample in one.new_indices}
             prompts = {one.prompt.uid: one.prompt for one in work if one.new_indices}

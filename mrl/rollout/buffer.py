@@ -422,19 +422,19 @@ class RolloutBuffer:
         return rollouts, [one for found in self.partial_rollouts.values() for one in found]
 
     def replace_samples(
-        self, rollouts: Iterable[Rollout], begun: Iterable[PartialRollout], rank_of: Mapping[int, int]
+        self, rollouts: Iterable[Rollout], partials: Iterable[PartialRollout], rank_of: Mapping[int, int]
     ) -> None:
         """Replaces the samples that this rank stores, after a `load_state`.
 
         Args:
             rollouts: Finished responses.
-            begun: Partial responses.
+            partials: Partial responses.
             rank_of: First rank of each replica. Groups of replica k move to replica k modulo the number of replicas.
         """
         self.rollouts, self.partial_rollouts = {}, {}
         for rollout in rollouts:
             self.rollouts.setdefault(rollout.prompt.uid, []).append(rollout)
-        for partial in begun:
+        for partial in partials:
             self.partial_rollouts.setdefault(partial.prompt.uid, []).append(partial)
         rank_of_group = dict[int, int]()
         for group in self._groups.values():

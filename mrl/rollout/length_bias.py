@@ -61,8 +61,10 @@ class Acceptance:
 
     def metrics(self, carried: tuple[int, int]) -> dict[str, float]:
         """Returns metrics after a step consumed its groups; `carried` is (samples, tokens) left in the buffer."""
-        begun = [sum(counts) for counts in zip(self.taken, self.discarded, carried, strict=True)]
-        return acceptance_metrics(accepted=self.taken, started=begun, carried=carried, quarters=self.rate_by_quarter())
+        started = [sum(counts) for counts in zip(self.taken, self.discarded, carried, strict=True)]
+        return acceptance_metrics(
+            accepted=self.taken, started=started, carried=carried, quarters=self.rate_by_quarter()
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all counts, JSON-serializable."""

@@ -70,10 +70,10 @@ def sample_until_complete(
         over=over,
         abort_requested=engine.abort_requested,
     )
-    begun = engine.generate_streaming(queue, sampling)
+    partials = engine.generate_streaming(queue, sampling)
     for group in groups:
         buffer.partial_rollouts.pop(group.uid, None)
-    for one in begun:
+    for one in partials:
         buffer.partial_rollouts.setdefault(one.prompt.uid, []).append(one)
     for uid, rollouts in queue.rollouts.items():
         buffer.rollouts.setdefault(uid, []).extend(rollouts)
@@ -97,10 +97,10 @@ def _sorted(groups: Sequence[PromptGroup], buffer: RolloutBuffer, history: Lengt
 
 def _work(group: PromptGroup, buffer: RolloutBuffer, num_samples: int) -> PromptWork:
     """Returns the unfinished samples of a group as work for an engine."""
-    begun = tuple(sorted(buffer.partial_rollouts.get(group.uid, ()), key=lambda one: one.sample_index))
-    started = {one.sample_index for one in (*begun, *buffer.rollouts.get(group.uid, ()))}
+    partials = tuple(sorted(buffer.partial_rollouts.get(group.uid, ()), key=lambda one: one.sample_index))
+    started = {one.sample_index for one in (*partials, *buffer.rollouts.get(group.uid, ()))}
     new = tuple(index for index in range(num_samples) if index not in started)
-    return PromptWork(buffer.prompt(group.uid), new, begun)
+    return PromptWork(buffer.prompt(group.uid), new, partials)
 
 
 def _gather_rows(

@@ -85,7 +85,7 @@ def read(folder: Path, *, replica: int | None, num_replicas: int, prompt_at: Cal
     if not (folder / FOLDER).is_dir():
         return BufferSnapshot()
     rollouts: list[Rollout] = []
-    begun: list[PartialRollout] = []
+    partials: list[PartialRollout] = []
     parts = {int(path.stem.split("-")[1]): path for path in (folder / FOLDER).glob("replica-*.json")}
     for number, path in sorted(parts.items()):
         if number % num_replicas == replica:
@@ -94,7 +94,7 @@ def read(folder: Path, *, replica: int | None, num_replicas: int, prompt_at: Cal
                 tensors, _ = _tensors(path.with_suffix(".safetensors"), _DTYPES)
                 found = _unpacked(records, tensors, prompt_at)
             rollouts += [sample for sample in found if isinstance(sample, Rollout)]
-            begun += [sample for sample in found if isinstance(sample, PartialRollout)]
+            partials += [sample for sample in found if isinstance(sample, PartialRollout)]
     table = folder / FOLDER / "table.safetensors"
     with _malformed_is_user_error(folder, table):
         tables, metadata = _tensors(table, {})
@@ -102,7 +102,7 @@ def read(folder: Path, *, replica: int | None, num_replicas: int, prompt_at: Cal
         for name, rows in tables.items():
             if rows.dtype != torch.float64 or rows.dim() != 2 or rows.size(1) != len(columns):
                 raise ValueError(f"{name} is {rows.dtype} {list(rows.shape)}, expected float64 [rows, {len(columns)}]")
-    return BufferSnapshot(columns, tables, rollouts, begun)
+    return BufferSnapshot(columns, tables, rollouts, partials)
 
 
 @contextmanager

@@ -276,10 +276,10 @@ class Generation:
         if self._speculation is not None:
             for row in samples:
                 self._speculation.history.end(row)
-        begun, moves = self._scheduler.retire(samples, self._num_steps, waiting)
+        started, moves = self._scheduler.retire(samples, self._num_steps, waiting)
         for move in moves:
             self._move(move)
-        return begun
+        return started
 
     def _end(self, rollouts: Mapping[int, Rollout]) -> dict[int, SequenceKey]:
         """Stores the rollouts of ended rows; returns the rows whose sequences continue later."""

@@ -81,11 +81,11 @@ class StreamingGeneration(Generation):
     def _enqueue(self, work: Sequence[PromptWork]) -> None:
         """Queues the work, partial rollouts before new samples."""
         self._check([one.prompt for one in work], self._sampling.max_tokens)
-        for begun in self._unrecorded([each for one in work for each in one.partial_rollouts]):
-            check_resumable(begun, self._sampling)
-            so_far = replace(begun.prompt, prompt_ids=(*begun.prompt.prompt_ids, *begun.response_ids))
-            self._check([so_far], self._sampling.max_tokens - len(begun.response_ids))
-            self._scheduler.enqueue(so_far, [begun.sample_index], begun)
+        for partial in self._unrecorded([each for one in work for each in one.partial_rollouts]):
+            check_resumable(partial, self._sampling)
+            so_far = replace(partial.prompt, prompt_ids=(*partial.prompt.prompt_ids, *partial.response_ids))
+            self._check([so_far], self._sampling.max_tokens - len(partial.response_ids))
+            self._scheduler.enqueue(so_far, [partial.sample_index], partial)
         for one in work:
             if one.new_indices:
                 self._scheduler.enqueue(one.prompt, one.new_indices)
@@ -102,13 +102,13 @@ class StreamingGeneration(Generation):
     def _place(self, rows: Sequence[int], samples: Sequence[RunningSample]) -> Tensor:
         index = super()._place(rows, samples)
         for row, sample in zip(rows, samples, strict=True):
-            begun = sample.group.partial_rollout
-            if begun is None:
+            partial = sample.group.partial_rollout
+            if partial is None:
                 continue
-            self._rows.restore(row, begun.response_ids, begun.rollout_logprobs)
-            if self._sampling.return_kept_tokens and begun.kept_tokens is not None:
-                kept = begun.kept_tokens
-                state = kept.ids_K.numpy().tobytes(), kept.counts_R.tolist(), list(begun.log_kept_mass)
+            self._rows.restore(row, partial.response_ids, partial.rollout_logprobs)
+            if self._sampling.return_kept_tokens and partial.kept_tokens is not None:
+                kept = partial.kept_tokens
+                state = kept.ids_K.numpy().tobytes(), kept.counts_R.tolist(), list(partial.log_kept_mass)
                 sample.kept_tokens = KeptTokens.of(state)
             self.stats["reread_tokens"] += sample.group.prompt_len
         return index
@@ -120,11 +120,11 @@ class StreamingGeneration(Generation):
     def _rollout(
         self, row: int, sample: RunningSample, said: tuple[list[int], list[float]], policy_version: int
     ) -> Rollout:
-        rollout, begun = super()._rollout(row, sample, said, policy_version), sample.group.partial_rollout
-        if begun is not None:
-            rollout.prompt = begun.prompt
-            own = len(rollout.response_ids) - len(begun.response_ids)
-            runs = merge_versions((*begun.version_runs, (policy_version, own)))
+        rollout, partial = super()._rollout(row, sample, said, policy_version), sample.group.partial_rollout
+        if partial is not None:
+            rollout.prompt = partial.prompt
+            own = len(rollout.response_ids) - len(partial.response_ids)
+            runs = merge_versions((*partial.version_runs, (policy_version, own)))
             rollout.version_runs = runs if len(runs) > 1 else ()
         return rollout
 
@@ -153,25 +153,25 @@ def merge_versions(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ..
     return tuple((version, sum(count for _, count in part)) for version, part in parts)
 
 
-def check_resumable(begun: PartialRollout, sampling: SamplingConfig) -> None:
+def check_resumable(partial: PartialRollout, sampling: SamplingConfig) -> None:
     """Checks that a partial rollout can be resumed.
 
     Raises:
         RuntimeError: It has no token or no room for another, its parts differ in length, or kept token ids are
             requested but missing.
     """
-    count = len(begun.response_ids)
-    name = f"partial rollout {begun.sample_index} of prompt {begun.prompt.source or begun.prompt.uid}"
+    count = len(partial.response_ids)
+    name = f"partial rollout {partial.sample_index} of prompt {partial.prompt.source or partial.prompt.uid}"
     if not 0 < count < sampling.max_tokens:
         raise RuntimeError(f"{name} has {count} tokens; 1 to {sampling.max_tokens - 1} are allowed")
-    scored, versioned = len(begun.rollout_logprobs), sum(tokens for _, tokens in begun.version_runs)
+    scored, versioned = len(partial.rollout_logprobs), sum(tokens for _, tokens in partial.version_runs)
     if (scored, versioned) != (count, count):
         raise RuntimeError(
             f"{name} has {count} tokens, log-probabilities of {scored}, and versions of {versioned}; they must be equal"
         )
     if sampling.return_kept_tokens:
-        kept = 0 if begun.kept_tokens is None else begun.kept_tokens.counts_R.numel()
-        if (kept, len(begun.log_kept_mass)) != (count, count):
+        kept = 0 if partial.kept_tokens is None else partial.kept_tokens.counts_R.numel()
+        if (kept, len(partial.log_kept_mass)) != (count, count):
             raise RuntimeError(
                 f"{name} has kept token ids for {kept} of its {count} tokens; the sampling mask needs all of them"
             )

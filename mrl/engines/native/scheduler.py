@@ -122,11 +122,11 @@ class Scheduler:
         for prompt in prompts:
             self.enqueue(prompt, range(num_samples))
 
-    def enqueue(self, prompt: Prompt, samples: Sequence[int], begun: PartialRollout | None = None) -> None:
+    def enqueue(self, prompt: Prompt, samples: Sequence[int], partial_rollout: PartialRollout | None = None) -> None:
         """Queues samples of a prompt, or the partial rollout `partial_rollout`, after all that wait."""
         for part in [samples] if self._share_prefill else [[sample] for sample in samples]:
             self._waiting.append(
-                PrefillGroup(self._num_prompts, prompt, deque(part), self._room, partial_rollout=begun)
+                PrefillGroup(self._num_prompts, prompt, deque(part), self._room, partial_rollout=partial_rollout)
             )
         self._num_prompts += 1
 
@@ -221,7 +221,7 @@ class Scheduler:
                 keeps its prompt's slots; only the state after the prompt is new.
         """
         self._alike = None
-        begun: set[int] = set()
+        started: set[int] = set()
         moves: list[RowCopy] = []
         for row in sorted(rows, reverse=True):
             group = self.running[row].group
@@ -230,17 +230,17 @@ class Scheduler:
                 moves += self.parking.park(waiting[row], row, length, len(self.running))
             if group.pending:
                 self.running[row] = RunningSample(group, group.pending.popleft(), step)
-                begun.add(row)
+                started.add(row)
                 continue
             last = len(self.running) - 1
             moved = self.running.pop()
             if row != last:
                 self.running[row] = moved
                 moves.append(RowCopy(last, row, moved.num_cached(step)))
-                if last in begun:
-                    begun.remove(last)
-                    begun.add(row)
-        return sorted(begun), moves
+                if last in started:
+                    started.remove(last)
+                    started.add(row)
+        return sorted(started), moves
 
     def longest(self, step: int) -> int:
         """Returns the slots of the longest running sequence, including its newest token."""

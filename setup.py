@@ -44,7 +44,7 @@ setup(
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6,<3",
-        "megatron-core>=0.16.1,<0.17",
+        "megatron-core>=0.16.1,<0.20",
         "numpy>=1.26,<3",
         "packaging>=23,<27",
         "transformers>=4.57,<6",

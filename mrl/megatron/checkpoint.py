@@ -11,6 +11,7 @@ modules' extra states, which may be such, are skipped. Megatron reads `common.pt
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import os
 import pickle
@@ -23,19 +24,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from mrl.checkpoint.formats.checkpoint_metadata import METADATA, read_metadata
+from mrl.checkpoint.formats.checkpoint_metadata import COMMON_STATE, METADATA, read_metadata
+from mrl.checkpoint.formats.torch_dist import COMMON
 from mrl.checkpoint.run_dir.checkpoint import sha256_file
 from mrl.checkpoint.run_dir.manifest import FileRecord
 from mrl.distributed.groups import ProcessGroups
@@ -61,6 +66,11 @@ UNLOADABLE = (
     ValueError,
 )
 """Errors that Megatron and torch raise if the metadata or common.pt are inconsistent."""
+
+_OWN_WRITER = (
+    {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
+)
+"""Arguments for `dist_checkpointing.save`: from 0.17 on it uses nvidia-resiliency-ext unless told otherwise."""
 
 
 ERRNO = re.compile(r"\[Errno (\d+)\]")
@@ -109,7 +119,7 @@ class Saver:
         group = metadata.pop("dp_cp_group")
         first = self._strategy is None or self._had_optimizer != (policy.optimizer is not None)
         if first:
-            self._strategy = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
+            self._strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=2, cached_metadata=True)
             if group.size() > 1:
                 self._strategy = FullyParallelSaveStrategyWrapper(self._strategy, group, do_cache_distribution=True)
             self._had_optimizer = policy.optimizer is not None
@@ -125,7 +135,12 @@ class Saver:
                 content_metadata=metadata,
                 validate_access_integrity=first,
                 async_sharded_save=True,
+                **_OWN_WRITER,
             )
+            if dist.get_rank() == 0 and not (folder / COMMON).exists():
+                # 0.19 writes none, and older versions cannot load a checkpoint without it
+                common = {name: value for name, value in state.items() if isinstance(value, int)}
+                torch.save({**common, "content_metadata": metadata}, folder / COMMON)
         if dist.get_rank() == 0:
             arch = policy.chunks[0].arch
             config = family_of(arch).arch_to_hf(arch)
@@ -314,7 +329,7 @@ def _load(folder: Path, policy: TrainableModel, saved: list[str]) -> None:
         state["moments"] = to_load(policy.optimizer, state, _metadata(), saved)
     group = _metadata()["dp_cp_group"]
     try:
-        strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), group)
+        strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), group)
         loaded = dist_checkpointing.load(state, str(folder), strategy)
     except UNLOADABLE as error:
         raise UserError(
@@ -346,7 +361,7 @@ def read_safe_metadata(file: Path) -> list[str]:
     """
     found = read_metadata(file).state_dict_metadata
     for key, stored in found.items():
-        if not isinstance(stored, TensorStorageMetadata) and EXTRA_STATE not in key:
+        if not isinstance(stored, TensorStorageMetadata) and EXTRA_STATE not in key and key != COMMON_STATE:
             raise UserError(
                 f"'{file}': '{key}' is a pickled object ({type(stored).__name__}), expected a tensor. mrl did not "
                 "write this file and does not load it."

@@ -58,7 +58,7 @@ def with_router(layer: ModuleSpec, moe: MoeSpec | None, balance: LoadBalance | N
     """Returns the layer spec with mrl's router; unchanged for a dense model."""
     if moe is not None and balance is not None:
         layer.module = RoutedLayer
-        layer.submodules.mlp.submodules.router = functools.partial(
-            Router, balance=balance, scale_to_one=moe.norm_topk_prob and moe.top_k == 1
-        )
+        mlp = layer.submodules.mlp  # a ModuleSpec in 0.16 and 0.17, a partial in 0.18 and 0.19
+        parts = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+        parts.router = functools.partial(Router, balance=balance, scale_to_one=moe.norm_topk_prob and moe.top_k == 1)
     return layer

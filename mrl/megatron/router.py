@@ -232,6 +232,9 @@ class _ExpertSelection:
     ) -> tuple[Tensor, Tensor]:
         """Returns scores and indices of the experts: replayed ones where given, else the `top_k` largest."""
         scores_nK, chosen_nK = own(scores_nE, top_k, num_groups, group_topk)
+        if not torch.is_grad_enabled():  # from 0.18 on Megatron's top-k is not sorted then
+            order_nK = scores_nK.argsort(dim=1, descending=True, stable=True)
+            scores_nK, chosen_nK = scores_nK.gather(1, order_nK), chosen_nK.gather(1, order_nK)
         self.own_nK = chosen_nK
         if self.given_nK is not None:
             chosen_nK = torch.where(self.given_nK >= 0, self.given_nK, chosen_nK)
@@ -248,7 +251,15 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
     balancing losses only, as in transformers.
     """
 
-    def __init__(self, config: Any, pg_collection: Any = None, *, balance: LoadBalance, scale_to_one: bool) -> None:
+    def __init__(
+        self,
+        config: Any,
+        pg_collection: Any = None,
+        *,
+        balance: LoadBalance,
+        scale_to_one: bool,
+        is_mtp_layer: bool = False,  # given by 0.17 and later; mrl has no multi-token prediction
+    ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.balance = balance
         self.scale_to_one = scale_to_one

@@ -11,13 +11,16 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from mrl.distributed.pickled_enums import member_getter
-from mrl.errors import UserError
+from mrl.errors import UserError, first_line
 
 METADATA = ".metadata"
 """Name of the file."""
+COMMON_STATE = "common_state/shard_0_1"
+"""Entry in which megatron-core 0.19 stores what older versions store in `common.pt`."""
 
 _CLASSES = frozenset(
     {
@@ -65,6 +68,30 @@ def read_metadata(file: Path) -> dcp.Metadata:
     if not isinstance(metadata, dcp.Metadata):
         raise UserError(f"'{file}' contains a {type(metadata).__name__}, not the metadata of a distributed checkpoint.")
     return metadata
+
+
+def read_common_state(folder: Path) -> Any:
+    """Returns the values besides tensors of a checkpoint by megatron-core 0.19, read without executing code.
+
+    Args:
+        folder: Checkpoint folder without `common.pt`.
+
+    Raises:
+        UserError: The folder has no such values, or they contain more than plain data and tensors.
+    """
+    for index, place in read_metadata(folder / METADATA).storage_data.items():
+        if index.fqn == COMMON_STATE:
+            with (folder / place.relative_path).open("rb") as file:
+                file.seek(place.offset)
+                data = file.read(place.length)
+            try:
+                return torch.load(io.BytesIO(data), weights_only=True)[0]
+            except Exception as error:  # a broken pickle raises anything
+                raise UserError(
+                    f"'{folder}': its common state cannot be read as data: {type(error).__name__}: "
+                    f"{first_line(error)}. It was not written by mrl or Megatron, and is not loaded."
+                ) from error
+    raise UserError(f"'{folder}' is not a complete Megatron checkpoint: it has neither common.pt nor a common state.")
 
 
 class _MegatronMetadata(dcp.Metadata):

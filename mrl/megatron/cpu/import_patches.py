@@ -1,4 +1,4 @@
-"""Patches that let megatron-core 0.16 run without a CUDA device or without TransformerEngine.
+"""Patches that let megatron-core 0.16 to 0.19 run without a CUDA device or without TransformerEngine.
 
 `prepare` installs a hook on the import of `megatron.*`, which patches each module right after it ran; so nothing is
 imported early, and later imports are patched too. Other libraries see the unchanged torch: on a CPU, Megatron's modules
@@ -11,10 +11,13 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import importlib.util
+import logging
 import queue
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -33,8 +36,17 @@ _CUDA_TYPE_NAMES = {
     "torch.HalfTensor": "torch.cuda.HalfTensor",
     "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
 }
-_UNUSED = ("wandb", "tensorboard")
-"""Optional packages that Megatron would import for features that mrl does not use."""
+_UNUSED = ("wandb", "tensorboard", "nvidia_resiliency_ext")
+"""Optional packages that Megatron would import for features that mrl does not use; from 0.17 on an old
+nvidia-resiliency-ext would stop its import."""
+_NOISY = (
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.distributed.distributed_data_parallel",
+    "megatron.core.dist_checkpointing.serialization",
+    "megatron.core.dist_checkpointing.strategies.torch",
+)
+"""Loggers that from 0.18 on warn at each start about what mrl chose: GPTModel, its own writer of checkpoints."""
+_load_from_bytes = torch.storage._load_from_bytes
 _hidden: tuple[str, ...] = _UNUSED
 """Packages that Megatron cannot import. Includes TransformerEngine where it is unusable: Megatron would fail on a
 broken one, and use its optimizer on a CPU."""
@@ -73,6 +85,8 @@ def prepare(device: str) -> None:
     else:
         fixes.update(_CUDA_FIXES)
         sys.meta_path.insert(0, _Finder(fixes, None))
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
     for name in ("all_reduce", "broadcast", "scatter"):
         setattr(dist, name, _refuse_non_contiguous(name, getattr(dist, name)))
     _prepared = device
@@ -90,7 +104,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
         self._own_torch = own_torch
 
     def exec_module(self, module: ModuleType) -> None:
-        with _not_installed(*_hidden):
+        needs_triton = module.__name__ in _TRITON_KERNELS and b"\nimport triton\n" in self.get_data(self.path)
+        with _not_installed(*_hidden), _triton_placeholder() if needs_triton else contextlib.nullcontext():
             super().exec_module(module)
         if self._own_torch is not None and module.__dict__.get("torch") is torch:
             module.__dict__["torch"] = self._own_torch
@@ -109,6 +124,28 @@ def _not_installed(*names: str) -> Iterator[None]:
         for name in names:
             del sys.modules[name]
         sys.modules.update(kept)
+
+
+_TRITON_KERNELS = ("megatron.core.transformer.moe.paged_stash", "megatron.core.transformer.moe.ops.paged_stash")
+"""Modules of 0.18 and 0.19 that import triton, which a CPU build of torch lacks; every pipeline schedule needs them."""
+
+
+@contextlib.contextmanager
+def _triton_placeholder() -> Iterator[None]:
+    """Makes triton importable inside if it is not installed; the kernels become functions that nothing calls."""
+    if importlib.util.find_spec("triton") is not None:
+        yield
+        return
+    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    vars(triton).update(language=language, jit=lambda kernel: kernel)
+    vars(language).update(constexpr=object)
+    placeholders = {"triton": triton, "triton.language": language}
+    sys.modules.update(placeholders)
+    try:
+        yield
+    finally:
+        for name in placeholders:
+            del sys.modules[name]
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -274,7 +311,13 @@ def _refuse_non_contiguous(name: str, collective: Callable[..., Any]) -> Callabl
     return guarded
 
 
-# ---- patches by module; each comment says what 0.16.1 does without the patch
+# ---- patches by module; each comment says what Megatron does without the patch, in all versions unless it names some
+
+
+def _fix_core(module: Any) -> None:
+    # from 0.17 on replaces torch.storage._load_from_bytes in the whole process: pickles of CPU tensors would name a
+    # function of Megatron, which processes without Megatron (reward workers, clients of `mrl serve`) cannot import
+    torch.storage._load_from_bytes = _load_from_bytes
 
 
 def _fix_mappings(module: Any) -> None:
@@ -343,9 +386,19 @@ def _fix_random(module: Any) -> None:
         module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
+def _copy_storage(emptied: torch.Tensor, source: torch.Tensor) -> None:
+    """Restores a freed tensor from a recomputed one; 0.16 copies too, later versions share the storage by C++ code."""
+    with torch.no_grad():
+        storage = emptied.untyped_storage()
+        storage.resize_(source.untyped_storage().size())
+        storage.copy_(source.untyped_storage())
+
+
 def _fix_random_cpu(module: Any) -> None:
     _fix_random(module)
     module._lazy_call = lambda callback, **kwargs: callback()  # would wait for CUDA to be initialised
+    if hasattr(module, "_get_share_storage"):  # from 0.17 on compiles C++ code at the first selective recompute
+        module._get_share_storage = lambda: _copy_storage
 
 
 def _fix_jit(module: Any) -> None:
@@ -356,9 +409,29 @@ def _fix_jit(module: Any) -> None:
 def _fix_filesystem(module: Any) -> None:
     # a synchronous save forks a writer for each file, which hangs when its rank is killed, and spawns a manager for
     # their results, which runs __main__ again; here threads of the rank write the files
-    module._get_write_results_queue = queue.SimpleQueue
     writer = module.FileSystemWriterAsync
-    writer.write_preloaded_data_multiproc = staticmethod(functools.partial(_write_files, writer.write_preloaded_data))
+    write = staticmethod(functools.partial(_write_files, writer.write_preloaded_data))
+    if hasattr(module, "_get_write_results_queue"):  # 0.16
+        module._get_write_results_queue = queue.SimpleQueue
+        writer.write_preloaded_data_multiproc = write
+    else:  # from 0.17 on uses threads, but one after another, and loses an error of all but the last
+        module.get_write_results_queue = lambda mp_mode="spawn": queue.SimpleQueue()
+        writer.write_preloaded_data_multithread = write
+
+
+def _fix_serialization(module: Any) -> None:
+    # 0.19 stores what is no tensor in the shards' files and reads it by torch's planner, which would execute code
+    if not hasattr(module, "_legacy_common_state_exists"):
+        return
+    from mrl.checkpoint.formats.checkpoint_metadata import read_common_state  # only where checkpoints are used
+
+    def load_common_state_dict(checkpoint_dir: Any) -> Any:
+        module.verify_checkpoint(str(checkpoint_dir))
+        if module._legacy_common_state_exists(checkpoint_dir):
+            return module.load_common(checkpoint_dir)
+        return read_common_state(Path(checkpoint_dir))
+
+    module.load_common_state_dict = load_common_state_dict
 
 
 def _write_files(
@@ -400,10 +473,12 @@ def _fix_clip_grads(module: Any) -> None:
 
 
 _ANY_DEVICE_FIXES: dict[str, Callable[[ModuleType], None]] = {
+    "megatron.core": _fix_core,
     "megatron.core.tensor_parallel.mappings": _fix_mappings,
     "megatron.core.tensor_parallel.random": _fix_random,
     "megatron.core.transformer.moe.moe_utils": _fix_moe_utils,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _fix_filesystem,
+    "megatron.core.dist_checkpointing.serialization": _fix_serialization,
 }
 _CUDA_FIXES: dict[str, Callable[[ModuleType], None]] = {"megatron.core.optimizer.clip_grads": _fix_clip_grads}
 _CPU_FIXES: dict[str, Callable[[ModuleType], None]] = {

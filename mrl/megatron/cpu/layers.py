@@ -57,7 +57,12 @@ def compiled_layer(layer: ModuleSpec, *, qk_norm: bool, moe: bool) -> ModuleSpec
 
 
 def replace_modules(
-    layer: ModuleSpec, linear: tuple[type, type], core: type | ModuleSpec, mlp: type | None, *, qk_norm: bool
+    layer: ModuleSpec,
+    linear: tuple[type, type],
+    core: type | ModuleSpec,
+    mlp: type[CompiledMlp] | None,
+    *,
+    qk_norm: bool,
 ) -> ModuleSpec:
     """Replaces the linear layers, attention and norms of a local layer spec.
 
@@ -76,7 +81,8 @@ def replace_modules(
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = CompiledNorm
     if mlp is not None:
-        parts.mlp = mlp
+        # 0.18 and 0.19 call a builder, which their MLP class has as a method; older versions build a class
+        parts.mlp = mlp.as_mlp_submodule if hasattr(MLP, "as_mlp_submodule") else mlp
     return layer
 
 
@@ -113,8 +119,15 @@ class CompiledMlp(MLP):  # type: ignore[misc]
 
     def __init__(self, config: Any, **options: Any) -> None:
         layers = MLPSubmodules(linear_fc1=self.linear[0], linear_fc2=self.linear[1])
-        super().__init__(config, layers, ffn_hidden_size=config.ffn_hidden_size, **options)
+        known = {name: value for name, value in options.items() if name in ("tp_group", "name")}
+        super().__init__(config, layers, ffn_hidden_size=config.ffn_hidden_size, **known)
         self._compiled = training_kernels(config.params_dtype)
+
+    @classmethod
+    def as_mlp_submodule(cls, config: Any, pg_collection: Any = None, **options: Any) -> CompiledMlp:
+        """Builds the MLP of a layer, as megatron-core 0.18 and 0.19 call it."""
+        group = {} if pg_collection is None else {"tp_group": pg_collection.tp}
+        return cls(config, **options, **group)
 
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
         """Collective over tensor-parallel: returns (the output, None for the bias)."""

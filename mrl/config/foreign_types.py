@@ -84,7 +84,7 @@ def _fits_inside(node: ast.Subscript, value: object, names: Names) -> bool:
     if _name(node) not in SEQUENCES or not isinstance(value, list):
         return False
     inside = _inside(node)
-    if _name(node) in ("tuple", "Tuple") and len(inside) != len(value):
+    if _name(node) in ("tuple", "Tuple") and not _is_any_length(node) and len(inside) != len(value):
         return False
     return all(any(_fits(each, item, names) for each in inside) for item in value)
 
@@ -107,7 +107,17 @@ def _name(node: ast.Subscript) -> str:
 
 
 def _inside(node: ast.Subscript) -> list[ast.expr]:
-    return node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    return [item for item in items if not _is_ellipsis(item)]
+
+
+def _is_any_length(node: ast.Subscript) -> bool:
+    """Returns whether the annotation is `tuple[X, ...]`."""
+    return isinstance(node.slice, ast.Tuple) and any(map(_is_ellipsis, node.slice.elts))
+
+
+def _is_ellipsis(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is Ellipsis
 
 
 def _values(node: ast.Subscript) -> list[Any]:

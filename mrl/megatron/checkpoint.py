@@ -127,6 +127,8 @@ class Saver:
         if policy.optimizer is not None:
             state["optimizer"] = to_save(policy.optimizer, state, _metadata())
             state["num_updates"] = policy.num_updates
+            if policy.num_skipped:
+                state["num_skipped"] = policy.num_skipped
         with _disk_errors(folder):
             request = dist_checkpointing.save(
                 state,
@@ -342,8 +344,8 @@ def _load(folder: Path, policy: TrainableModel, saved: list[str]) -> None:
         if wrong:
             raise RuntimeError(f"checkpoint '{folder}': Megatron did not load {', '.join(wrong)}")
     if policy.optimizer is not None:
-        policy.num_updates = int(loaded["num_updates"])
-        restore(policy.optimizer, loaded["moments"], policy.num_updates)
+        policy.num_updates, policy.num_skipped = int(loaded["num_updates"]), int(loaded.get("num_skipped", 0))
+        restore(policy.optimizer, loaded["moments"], policy.num_updates - policy.num_skipped)
 
 
 def _reason(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from mrl.algorithms.functional.learning_rate import LearningRate
 from mrl.algorithms.functional.logprobs import Distribution
 from mrl.config.config import Config
+from mrl.config.megatron_fields.defaults import equal_lengths
 from mrl.distributed.collectives import all_reduce_, broadcast_object
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
@@ -49,7 +50,8 @@ class TrainableModel:
         chunks: GPTModel chunks of this rank, by virtual stage.
         device: Device of this rank.
         optimizer: Megatron's optimizer; None before `start_optimizer`.
-        num_updates: Optimizer steps since `start_optimizer`.
+        num_updates: Optimizer steps since `start_optimizer`, skipped ones too.
+        num_skipped: Steps that `grad_norm_skip_threshold` skipped.
     """
 
     section: ClassVar[str]
@@ -105,7 +107,7 @@ class TrainableModel:
             share_prefixes=config.actor.use_prefix_grouper and (not self._te or supports_prefix_sharing(config, arch)),
             num_experts=arch.moe.num_experts if arch.moe else 0,
             layers=stage_layers(arch, groups.grid)[groups.coords.pp],
-            equal_lengths=groups.grid.ep > 1 and config.actor.moe_token_dispatcher_type == "allgather",
+            equal_lengths=groups.grid.ep > 1 and equal_lengths(config.actor, config.megatron),
             replay=config.actor.router_replay != "none",
             compiled=self.chunks[0].compiled,
         )
@@ -114,7 +116,7 @@ class TrainableModel:
         self._offload = Offload([part for part, leaves in offloaded if leaves], device)
         self._learning_rate: LearningRate | None = None
         self.optimizer: Any = None
-        self.num_updates = 0
+        self.num_updates = self.num_skipped = 0
 
     @property
     def groups(self) -> ProcessGroups:
@@ -198,7 +200,7 @@ class TrainableModel:
             self._data_parallel.chunks, self._config, bf16=bf16, dtype=self._dtype, given=self._megatron.optimizer
         )
         self._learning_rate = learning_rate
-        self.num_updates = 0
+        self.num_updates = self.num_skipped = 0
 
     def set_lr_schedule(self, learning_rate: LearningRate) -> None:
         """Replaces the learning-rate schedule; the optimizer's state is kept."""
@@ -299,7 +301,10 @@ class TrainableModel:
         if self._balance is not None:
             balance = self._balance.metrics().items()
             metrics |= {name.replace("actor/", f"{self.section}/"): value for name, value in balance}
-        _, grad_norm, _ = self.optimizer.step()
+        is_updated, grad_norm, _ = self.optimizer.step()
+        if "grad_norm_skip_threshold" in self._megatron.optimizer:
+            metrics[f"{self.section}/update_skipped"] = float(not is_updated)
+            self.num_skipped += not is_updated
         self.optimizer.zero_grad()  # frees fp32 copies of gradients, if the buffer has another dtype
         self._data_parallel.mark_updated()
         self.num_updates += 1

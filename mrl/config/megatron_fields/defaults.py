@@ -37,6 +37,17 @@ def overlaps_gradients(actor: ActorConfig, *, te: bool) -> bool:
     return te if actor.overlap_grad_reduce is None else actor.overlap_grad_reduce
 
 
+def equal_lengths(actor: ActorConfig, megatron: MegatronConfig) -> bool:
+    """Returns whether microbatches must have one length on all expert-parallel ranks.
+
+    HybridEP needs it too, unless it pads by itself (megatron-core 0.19).
+    """
+    fields = megatron.transformer
+    hybridep = actor.moe_token_dispatcher_type == "flex" and fields.get("moe_flex_dispatcher_backend") == "hybridep"
+    pads_itself = bool(fields.get("moe_hybridep_pad_uneven_dispatch_inputs"))
+    return actor.moe_token_dispatcher_type == "allgather" or (hybridep and not pads_itself)
+
+
 def ddp_defaults(actor: ActorConfig, megatron: MegatronConfig, *, te: bool) -> dict[str, Any]:
     """Returns the fields of `megatron.ddp` to enable, without those that the config sets: `overlap_param_gather`."""
     gathers = te and actor.use_distributed_optimizer and overlaps_gradients(actor, te=te)

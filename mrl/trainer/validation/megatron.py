@@ -17,6 +17,7 @@ from mrl.config.megatron_fields.defaults import ddp_defaults, overlaps_gradients
 from mrl.config.megatron_fields.installed import CLASSES, fields_of, version
 from mrl.config.megatron_fields.table import TABLE, Verdict, default_value, is_default, te_only
 from mrl.config.megatron_fields.values import DTYPES, expected, fits
+from mrl.config.megatron_fields.versions import FIRST, first_release, removed_in
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.models.transformer_engine import asked_for
@@ -77,7 +78,9 @@ def name_rules(config: Config) -> Iterator[str]:
         known = fields_of(section) if given else {}
         for name, value in given.items():
             key = f"megatron.{section}.{name}"
-            if name not in known:
+            if name not in known and (section, name) in TABLE:
+                yield f"{key} is no field of megatron-core {version()}: {_versions_with(section, name)}"
+            elif name not in known:
                 yield f"{key} is unknown to megatron-core {version()}.{_meant(str(name), section)}"
             elif (section, name) not in TABLE:
                 yield f"{key} is new in megatron-core {version()} and unknown to mrl. Remove it."
@@ -205,6 +208,15 @@ def _meant(name: str, section: str) -> str:
     return did_you_mean(name, fields_of(section)) or " Look up the fields in Megatron's documentation."
 
 
+def _versions_with(section: str, name: str) -> str:
+    first, removed = first_release(section, name), removed_in(section, name)
+    if removed and first == FIRST:
+        return f"{removed} removed it. Remove it, or install an older megatron-core."
+    if removed:
+        return f"{first} added it and {removed} removed it. Remove it, or install one of the versions in between."
+    return f"{first} added it. Remove it, or install megatron-core>={first} (Python 3.12 or later)."
+
+
 def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
@@ -255,6 +267,10 @@ PIPELINED: Needs = (lambda ctx: ctx.grid.pp > 1, _none("a pipeline (parallel.pip
 PRECISE: Needs = (_set("use_precision_aware_optimizer"), _none("use_precision_aware_optimizer: true"))
 RECOMPUTED = {"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"}
 """Values that Megatron accepts in recompute_modules."""
+FLEX: Needs = (
+    lambda ctx: ctx.config.actor.moe_token_dispatcher_type == "flex",
+    _none("actor.moe_token_dispatcher_type=flex"),
+)
 NOT_HYBRID: Needs = (
     lambda ctx: not ctx.section.get("optimizer_cpu_offload"),
     "it would have no effect with optimizer_cpu_offload: true, whose master weights and moments are float32",
@@ -322,12 +338,39 @@ RULES: dict[str, tuple[Needs, ...]] = {
             "because nothing would wait for the all-gather of the shared expert's gate weight",
         ),
     ),
-    "flex": (
+    "flex": (FLEX,),
+    "flex_backend": (
+        FLEX,
         (
-            lambda ctx: ctx.config.actor.moe_token_dispatcher_type == "flex",
-            _none("actor.moe_token_dispatcher_type=flex"),
+            lambda ctx: (
+                ctx.value != "hybridep"
+                or (ctx.grid.pp == 1 and ctx.grid.cp == 1)
+                or ctx.section.get("moe_hybridep_pad_uneven_dispatch_inputs")
+            ),
+            "HybridEP takes equally many tokens from each rank, and mrl pads packed microbatches only without pipeline "
+            "and context parallelism: add moe_hybridep_pad_uneven_dispatch_inputs: true (megatron-core 0.19)",
+        ),
+        (
+            lambda ctx: ctx.value != "ncclep",
+            "nobody has tried NCCL EP with packed microbatches, which differ in their number of tokens",
         ),
     ),
+    "hybridep": (
+        FLEX,
+        (
+            lambda ctx: ctx.section.get("moe_flex_dispatcher_backend") == "hybridep",
+            _none("moe_flex_dispatcher_backend: hybridep"),
+        ),
+    ),
+    "mlp_chunks": (
+        (lambda ctx: ctx.value > 0, "expected a number of chunks of at least 1"),
+        (
+            lambda ctx: ctx.arch.moe is None,
+            "the router of an MoE model replays and balances all tokens of a microbatch at once",
+        ),
+    ),
+    "bucket_count": (OVERLAPPED, (lambda ctx: ctx.section.get("bucket_size") is None, "bucket_size is set as well")),
+    "skip": ((lambda ctx: ctx.value > 0, "expected a gradient norm above 0"),),
     "context": (
         (lambda ctx: ctx.grid.cp > 1, _none("parallel.context_parallel_size above 1")),
         (_cp_ways, f"for packed sequences TransformerEngine supports only {' and '.join(CP_WAYS)}"),

@@ -332,7 +332,7 @@ SETTINGS = {
         LARGE,
         [
             "actor={recompute: none, moe_token_dispatcher_type: flex, overlap_grad_reduce: true}",
-            "megatron.transformer={moe_permute_fusion: true, moe_flex_dispatcher_backend: hybridep, "
+            "megatron.transformer={moe_permute_fusion: true, moe_deepep_num_sms: 24, "
             "recompute_granularity: selective, recompute_modules: [layernorm], deallocate_pipeline_outputs: false}",
             "megatron.ddp={overlap_param_gather: true, bucket_size: 100000000}",
         ],

@@ -30,7 +30,7 @@ def test_preparing_again_does_nothing_and_another_device_is_refused():
 @pytest.mark.slow
 def test_an_import_of_megatron_before_prepare_is_refused():
     code = "import sys; sys.modules['transformer_engine'] = None; "  # without a GPU the wheel is none that imports
-    code += "import megatron.core; from mrl.megatron.cpu.import_patches import prepare; prepare('cpu')"
+    code += "sys.modules['megatron.core'] = sys; from mrl.megatron.cpu.import_patches import prepare; prepare('cpu')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert "was imported before" in found.stderr
 
@@ -104,7 +104,8 @@ def test_megatron_reduces_a_non_contiguous_input():
 def test_a_synchronous_save_needs_no_manager_process():
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    results = filesystem_async._get_write_results_queue()
+    make_queue = getattr(filesystem_async, "_get_write_results_queue", None) or filesystem_async.get_write_results_queue
+    results = make_queue()
     results.put({0: []})
     assert results.get_nowait() == {0: []}
 

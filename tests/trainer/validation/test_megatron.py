@@ -10,6 +10,8 @@ import pytest
 
 from mrl.commands.cli import main
 from mrl.config.megatron_fields.defaults import ddp_defaults, transformer_defaults
+from mrl.config.megatron_fields.installed import CLASSES, fields_of
+from mrl.config.megatron_fields.table import RULE_CHECKED
 from mrl.errors import UserError
 from mrl.megatron.config_passthrough import enums
 from mrl.megatron.model import GPTModel
@@ -93,6 +95,8 @@ REFUSED = [
      "needs actor.moe_token_dispatcher_type=alltoall"),
     ([f"{T}={{moe_shared_expert_overlap: true}}"], 1, "alltoall, and overlap_param_gather: false in megatron.ddp"),
     ([f"{T}={{moe_flex_dispatcher_backend: hybridep}}"], 1, "no effect without actor.moe_token_dispatcher_type=flex"),
+    ([f"{T}={{moe_flex_dispatcher_backend: hybridep}}", "actor.moe_token_dispatcher_type=flex", f"{PP}=2",
+      "parallel.expert_model_parallel_size=2"], 4, "add moe_hybridep_pad_uneven_dispatch_inputs: true"),
     ([f"{T}={{cp_comm_type: a2a}}"], 1, "no effect without parallel.context_parallel_size above 1"),
     ([f"{T}={{cp_comm_type: all_gather}}", "parallel.context_parallel_size=2"], 2, "supports only p2p and a2a"),
     ([f"{T}={{microbatch_group_size_per_vp_stage: 4}}", f"{PP}=2"], 2, f"no effect without {VPP}"),
@@ -112,6 +116,37 @@ REFUSED = [
      "flex needs GPUs"),
     (["actor.moe_token_dispatcher_type=flex"], 1, "flex needs parallel.expert_model_parallel_size above 1"),
 ]  # fmt: skip
+
+
+IS_NEWER = "moe_hybridep_pad_uneven_dispatch_inputs" in fields_of("transformer")  # megatron-core 0.19
+NCCL_EP = "nobody has tried NCCL EP with packed microbatches, which differ in their number of tokens"
+EP = ("actor.moe_token_dispatcher_type=flex", "parallel.expert_model_parallel_size=2")
+REFUSED_IF_NEWER = IS_NEWER * [
+    ([f"{T}={{moe_flex_dispatcher_backend: ncclep}}", *EP], 2, NCCL_EP),
+    ([f"{T}={{moe_hybridep_pad_uneven_dispatch_inputs: true}}", *EP], 2, "moe_flex_dispatcher_backend: hybridep"),
+    ([f"{T}={{mlp_chunks_for_training: 0}}"], 1, "at least 1"),
+    ([f"{T}={{mlp_chunks_for_training: 2}}", "actor.moe_router_dtype=fp64"], 1, "the router of an MoE model"),
+    ([f"{D}={{num_buckets: 4}}", "actor.overlap_grad_reduce=false"], 1, "actor.overlap_grad_reduce=true"),
+    ([f"{D}={{num_buckets: 4, bucket_size: 1000}}", "actor.overlap_grad_reduce=true"], 1, "bucket_size is set as well"),
+    ([f"{O}={{grad_norm_skip_threshold: 0.0}}"], 1, "expected a gradient norm above 0"),
+]  # fmt: skip
+ALLOWED_IF_NEWER = IS_NEWER * [
+    ([f"{T}={{moe_flex_dispatcher_backend: hybridep, moe_hybridep_pad_uneven_dispatch_inputs: true}}", f"{PP}=2",
+      *EP], 4),
+    ([f"{T}={{mlp_chunks_for_training: 2}}"], 1),
+    ([f"{D}={{num_buckets: 4}}", "actor.overlap_grad_reduce=true"], 1),
+    ([f"{O}={{grad_norm_skip_threshold: 10.0}}"], 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "world_size", "said"), REFUSED_IF_NEWER)
+def test_a_refusal_of_a_newer_megatrons_field_says_why(overrides, world_size, said):
+    assert said in refusal(make(*overrides), world_size, arch_of(overrides, said))
+
+
+@pytest.mark.parametrize(("overrides", "world_size"), ALLOWED_IF_NEWER)
+def test_what_a_newer_megatron_may_be_given_is(overrides, world_size):
+    check(make(*overrides), arch_of(overrides), world_size=world_size, tokenizer_vocab_size=12)
 
 
 @pytest.mark.parametrize(("overrides", "world_size", "said"), REFUSED, ids=[row[2][:40] for row in REFUSED])
@@ -156,8 +191,13 @@ def test_a_norm_on_queries_and_keys_may_be_decayed():
 
 
 def test_every_reason_of_a_rule_is_given_somewhere_above():
-    told = " ".join(refusal(make(*row[0]), row[1], arch_of(row[0], row[2])) for row in REFUSED)
-    assert [why for needs in RULES.values() for _, why in needs if why not in told] == []
+    told = " ".join(refusal(make(*row[0]), row[1], arch_of(row[0], row[2])) for row in (*REFUSED, *REFUSED_IF_NEWER))
+    fields = {rule: name for rows in RULE_CHECKED.values() for names, rule in rows.items() for name in names.split()}
+    known = {name for section in CLASSES for name in fields_of(section)}
+    rules = {rule: needs for rule, needs in RULES.items() if fields[rule] in known}
+    assert {why for needs in rules.values() for _, why in needs if why not in told} <= (
+        set() if IS_NEWER else {NCCL_EP}
+    )
 
 
 def test_unchecked_lets_through_with_a_warning_what_does_not_follow_from_other_keys():
@@ -214,7 +254,9 @@ def test_megatron_sets_the_switches_that_the_table_says():
             for switch in SWITCHES:
                 patched.delenv(switch, raising=False)
             GPTModel._set_attention_backend(
-                SimpleNamespace(config=SimpleNamespace(attention_backend=enums.AttnBackend[name]))
+                SimpleNamespace(
+                    config=SimpleNamespace(attention_backend=enums.AttnBackend[name], flash_attention_version=None)
+                )
             )
             found[name] = "".join(os.environ[switch] for switch in SWITCHES)
             for switch in SWITCHES:

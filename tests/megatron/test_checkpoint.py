@@ -8,12 +8,14 @@ import pickle
 import shutil
 import signal
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 import torch
 
 from mrl.algorithms.functional.learning_rate import LearningRate
+from mrl.checkpoint.formats.checkpoint_metadata import COMMON_STATE
 from mrl.distributed import launch
 from mrl.distributed.local_ranks import fork_server_context
 from mrl.errors import UserError
@@ -206,6 +208,44 @@ def test_metadata_that_carries_code_is_refused_and_not_run(copy, tmp_path):
 def test_common_state_that_carries_code_is_refused_and_not_run(copy, tmp_path):
     torch.save({"optimizer": Attack(tmp_path / "harm")}, copy / "common.pt")
     run_ranks(1, refusal, copy)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_every_release_of_megatron_finds_the_plain_values(written):
+    """0.16 to 0.18 read them from common.pt, which 0.19 does not write."""
+    folder, _, _ = written("single", "qwen2")
+    found = torch.load(folder / "common.pt", weights_only=True)
+    assert found.keys() == {"num_updates", "content_metadata"} and found["num_updates"] == BEFORE
+
+
+def place_of_common_state(folder):
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    found = [index for index in metadata.storage_data if index.fqn == COMMON_STATE]
+    if not found:
+        pytest.skip("megatron-core before 0.19 stores no common state in the shards")
+    return metadata, found[0]
+
+
+def test_without_common_pt_the_common_state_of_the_shards_is_read(copy, written):
+    place_of_common_state(copy)
+    (copy / "common.pt").unlink()
+    _, _, metrics = written("single", "qwen2")
+    ((_, stepped, num_updates, _),) = run_ranks(1, resumed, copy, LAYOUTS["single"], "qwen2", BEFORE)
+    assert stepped == metrics and num_updates == BEFORE + AFTER
+
+
+def test_a_common_state_of_the_shards_that_carries_code_is_refused_and_not_run(copy, tmp_path):
+    metadata, index = place_of_common_state(copy)
+    (copy / "common.pt").unlink()
+    torch.save([{"num_updates": Attack(tmp_path / "harm")}], copy / "evil.distcp")
+    metadata.storage_data[index] = replace(
+        metadata.storage_data[index],
+        relative_path="evil.distcp",
+        offset=0,
+        length=(copy / "evil.distcp").stat().st_size,
+    )
+    (copy / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "cannot be read as data" in run_ranks(1, refusal, copy)[0]
     assert not (tmp_path / "harm").exists()
 
 

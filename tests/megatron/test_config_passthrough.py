@@ -6,10 +6,11 @@ import torch
 from mrl.config.megatron_fields.installed import CLASSES, fields_of
 from mrl.config.megatron_fields.table import FREE, MRL_DEFAULTS
 from mrl.errors import UserError
+from mrl.megatron.checkpoint import load, save
 from mrl.megatron.config_passthrough import explain_errors, megatron_values
 from mrl.megatron.model import TransformerConfig
 from mrl.parallel_layout import ParallelLayout
-from tests.megatron.actors import ARCHS, CONSTANT, MIXTURES, make_policy
+from tests.megatron.actors import ARCHS, CONSTANT, MIXTURES, adam_steps, full_weights, make_policy, train
 from tests.megatron.trainings import assert_same, run
 from tests.ranks import run_ranks
 
@@ -31,6 +32,34 @@ def test_free_fields_and_finer_recompute_change_no_number():
     passed = {"transformer": transformer, "ddp": ddp, "optimizer": FREELY["optimizer"]}
     assert sum(map(len, FREELY.values())) > 5
     assert_same(run(ARCHS["qwen3"], ParallelLayout(2), actor={"overlap_grad_reduce": True}, megatron=passed), plain)
+
+
+@pytest.mark.skipif("mlp_chunks_for_training" not in fields_of("transformer"), reason="needs megatron-core 0.18")
+@pytest.mark.parametrize("grid", [ParallelLayout(1), ParallelLayout(2, tp=2)], ids=str)
+def test_an_mlp_in_chunks_changes_no_number(grid):
+    plain = run(ARCHS["qwen3"], grid)
+    assert_same(run(ARCHS["qwen3"], grid, megatron={"transformer": {"mlp_chunks_for_training": 3}}), plain)
+
+
+def _skips(folder, threshold):
+    """Weights before and after two updates above a threshold, their metrics, and Adam's steps after a resume."""
+    optimizer = {"grad_norm_skip_threshold": threshold}
+    policy = make_policy(ARCHS["qwen2"], ParallelLayout(1), megatron={"optimizer": optimizer})
+    policy.start_optimizer(CONSTANT)
+    before = full_weights(policy)
+    metrics = train(policy, 2)
+    save(folder, policy)
+    again = make_policy(ARCHS["qwen2"], ParallelLayout(1), seed=None, megatron={"optimizer": optimizer})
+    again.start_optimizer(CONSTANT)
+    load(folder, again)
+    changed = any(not torch.equal(tensor, before[name]) for name, tensor in full_weights(policy).items())
+    return changed, [each["actor/update_skipped"] for each in metrics], {float(step) for step in adam_steps(again)}
+
+
+@pytest.mark.skipif("grad_norm_skip_threshold" not in fields_of("optimizer"), reason="needs megatron-core 0.18")
+def test_an_update_above_the_threshold_is_skipped_and_reported(tmp_path):
+    assert run_ranks(1, _skips, tmp_path / "a", 1e-9) == [(False, [1.0, 1.0], {0.0})]
+    assert run_ranks(1, _skips, tmp_path / "b", 1e9) == [(True, [0.0, 0.0], {2.0})]
 
 
 @pytest.mark.slow

@@ -1,13 +1,16 @@
 """A metadata pickle is read without running what it asks for."""
 
+import io
 import os
 import pickle
 
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from mrl.checkpoint.formats.checkpoint_metadata import read_metadata
+from mrl.checkpoint.formats.checkpoint_metadata import COMMON_STATE, METADATA, read_common_state, read_metadata
 from mrl.errors import UserError
 
 MODULE = "megatron.core.dist_checkpointing.strategies.torch"
@@ -79,3 +82,31 @@ def test_what_is_no_metadata_is_named(data, words, tmp_path):
     (tmp_path / ".metadata").write_bytes(data)
     assert words in refusal(tmp_path / ".metadata")
     assert "has no .other" in refusal(tmp_path / ".other")
+
+
+def with_common_state(folder, value, *, name=COMMON_STATE):
+    """A checkpoint folder whose shard file has `value` as its common state, behind other bytes."""
+    data = io.BytesIO()
+    torch.save([value], data)
+    (folder / "__0_0.distcp").write_bytes(b"other" + data.getvalue() + b"behind")
+    place = _StorageInfo("__0_0.distcp", len(b"other"), len(data.getvalue()))
+    metadata = Metadata({name: BytesStorageMetadata()}, storage_data={MetadataIndex(name): place})
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def test_the_common_state_is_read_from_the_shards(tmp_path):
+    with_common_state(tmp_path, {"num_updates": 3, "content_metadata": {"a": [1, None, "b"]}})
+    assert read_common_state(tmp_path) == {"num_updates": 3, "content_metadata": {"a": [1, None, "b"]}}
+
+
+def test_a_common_state_that_carries_code_is_refused_and_not_run(tmp_path):
+    with_common_state(tmp_path, {"args": Attack(tmp_path / "harm")})
+    with pytest.raises(UserError, match="cannot be read as data"):
+        read_common_state(tmp_path)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_checkpoint_without_a_common_state_is_a_users_error(tmp_path):
+    with_common_state(tmp_path, {}, name="another/shard_0_1")
+    with pytest.raises(UserError, match="neither common.pt nor a common state"):
+        read_common_state(tmp_path)

@@ -1,5 +1,6 @@
 """Megatron on a CPU: what is corrected, and that other libraries see the torch they know."""
 
+import pickle
 import subprocess
 import sys
 import types
@@ -199,3 +200,12 @@ def test_on_a_gpu_only_megatrons_own_norm_is_replaced(home, replaced):
     from megatron.core.optimizer import clip_grads as on_a_cpu
 
     assert on_a_cpu.l2_norm_impl.__module__ == "megatron.core.utils"  # numbers on a CPU are those of Megatron
+
+
+def test_a_pickled_tensor_names_a_function_of_torch():
+    """megatron-core 0.17 and later put one of their own in its place, for the whole process."""
+    import megatron.core
+
+    assert megatron.core.__version__
+    assert torch.storage._load_from_bytes.__module__ == "torch.storage"
+    assert b"megatron" not in pickle.dumps(torch.zeros(2))

@@ -42,6 +42,7 @@ setup(
     package_data={"mrl": ["py.typed", "mkdocs.yml", "docs/*.md", "models/kernels/*.[ch]", "resharding/*.c"]},
     cmdclass={"build_py": BuildPy},
     python_requires=">=3.10",
+    classifiers=[f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)],
     install_requires=[
         "torch>=2.6,<3",
         "megatron-core>=0.16.1,<0.20",
@@ -80,7 +81,7 @@ setup(
             "pytest-xdist>=3.6,<4",
             "transformer-engine==2.11.0",  # its Python code only: tests/megatron/te
             "einops>=0.7,<1",  # which that needs
-            "trl>=1.16,<2",
+            "trl>=1.14,<2",  # Python 3.10 takes 1.14, the last one for it
             "wandb>=0.19,<1",
             "starlette>=0.40,<2",  # mrl serve, and its clients
             "pydantic>=2.8,<3",

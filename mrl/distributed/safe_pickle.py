@@ -72,7 +72,7 @@ class SafeUnpickler(pickle.Unpickler):
         """Returns the class of that name.
 
         Raises:
-            NotDataError: The class is not in the allowed list.
+            UnsafePickleError: The class is not in the allowed list.
         """
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage

@@ -49,7 +49,7 @@ class Actor(TrainableModel):
     """The actor, with further sets of weights for its modules (reference, teachers).
 
     Attributes:
-        comparison: Teachers' output weights, if updates compare full distributions; set by the trainer.
+        distillation: Teachers' output weights, if updates compare full distributions; set by the trainer.
     """
 
     section: ClassVar[str] = "actor"

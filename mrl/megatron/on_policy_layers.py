@@ -76,7 +76,7 @@ class BatchInvariantAttention(CoreAttention):
         return attended
 
     def engine_attention(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
-        """Computes attention with the engine's functions, without gradient: [P, 1, N * D]."""
+        """Applies RoPE and computes attention with the engine's functions, not differentiable: [P, 1, N * D]."""
         compiled, heads = required(query.dtype), query.size(2)
         qkv = torch.cat([query, key, value], 2).squeeze(1)
         positions_P = plan.positions
@@ -89,7 +89,7 @@ class BatchInvariantAttention(CoreAttention):
         return compiled.attend_at(q_PND, plan.row_to_first, positions_P, keys, values).flatten(1)[:, None]
 
     def torch_attention(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
-        """Computes attention with PyTorch's operators, with gradient."""
+        """Applies RoPE and computes attention with PyTorch's operators, differentiable; used for the backward pass."""
         positions_P = plan.positions
         cos, sin = (table[positions_P][:, None, None] for table in self._tables)
         query, key = (x * cos + x.roll(x.size(-1) // 2, -1) * sin for x in (query, key))

@@ -82,7 +82,7 @@ class SeparateTeacher(Teacher):
         """Collective over the job: builds the model, without weights, and offloads it.
 
         Args:
-            config: Config of the teacher, see `trainer/validation/forward_only.py: guest_config`.
+            config: Config of the teacher, see `forward_only_config` of `trainer/validation/forward_only.py`.
             arch: Architecture of the teacher.
             groups: Process groups of the layout.
             device: Device of this rank.

@@ -215,20 +215,18 @@ def check_run(
 
 
 def _check_training(
-    config: Config, found: Resolved, tools: list[Schema], scorer: Scorer, prompts: list[Prompt]
+    config: Config, plan: Resolved, tools: list[Schema], scorer: Scorer, prompts: list[Prompt]
 ) -> list[str]:
     """Checks training prompts with teachers, reward model, supervised loss and reward functions; returns warnings."""
-    for prompt in prompts if found.teachers else ():
+    for prompt in prompts if plan.teachers else ():
         teacher_index(config.distillation, prompt)
-    for prompt in (
-        prompts if found.reward_encoder is not None and found.reward_encoder.own_tokenizer is not None else ()
-    ):
-        _check_rendered(found.reward_encoder, prompt)
-    if found.algorithm.supervised:
-        examples(prompts, found.tokenizer, config, tools, learns_from=found.algorithm.learns_from)
+    for prompt in prompts if plan.reward_encoder is not None and plan.reward_encoder.own_tokenizer is not None else ():
+        _check_rendered(plan.reward_encoder, prompt)
+    if plan.algorithm.supervised:
+        examples(prompts, plan.tokenizer, config, tools, learns_from=plan.algorithm.learns_from)
     if config.train.warm_start.num_steps:
-        examples(prompts, found.tokenizer, config, tools)
-    scored = [] if found.algorithm.supervised else prompts[:CHECKED_ROWS]
+        examples(prompts, plan.tokenizer, config, tools)
+    scored = [] if plan.algorithm.supervised else prompts[:CHECKED_ROWS]
     return scorer.check_rows(scored, "training", episodes=config.rollout.multi_turn.enable)
 
 
@@ -356,21 +354,21 @@ def _check_output_dir(folder: str, tell: Tell | None) -> None:
         RunDir(Path(folder)).check_writable()
 
 
-def _check_models(config: Config, found: Resolved, tell: Tell | None) -> None:
+def _check_models(config: Config, plan: Resolved, tell: Tell | None) -> None:
     """Checks the weight files of every model that the config names, and the teachers' tokenizers."""
     for key, path, arch in (
-        ("model.path", config.model.path, found.arch),
-        ("reference.path", config.reference.path, found.arch),
+        ("model.path", config.model.path, plan.arch),
+        ("reference.path", config.reference.path, plan.arch),
         ("critic.path", config.critic.path, None),
-        ("reward.model.path", config.reward.model.path, found.reward),
+        ("reward.model.path", config.reward.model.path, plan.reward),
     ):
         if path is not None:
             _check_weights(key, path, arch, tell)
-    for index, (teacher, arch) in enumerate(zip(config.distillation.teacher_models, found.teachers, strict=False)):
+    for index, (teacher, arch) in enumerate(zip(config.distillation.teacher_models, plan.teachers, strict=False)):
         if teacher.model_path is not None:
             key = f"distillation.teacher_models[{index}].model_path"
             _check_weights(key, teacher.model_path, arch, tell)
-            _check_tokens(key, teacher.model_path, found.tokenizer)
+            _check_tokens(key, teacher.model_path, plan.tokenizer)
 
 
 def _check_rendered(reader: RewardModelEncoder | None, prompt: Prompt) -> None:

@@ -1,8 +1,9 @@
 """Weight-sync self-test: syncing the same weights twice must not change the engine's output. Runs once per start.
 
-`Refit` verifies the bytes that the engine receives. An engine that splits, fuses or rearranges them itself, or reads
-them at cached addresses (CUDA graphs), can still be wrong. So a few fixed prompts are answered greedily after a weight
-sync, the engine sleeps and wakes, the same weights are synced again, and tokens and log-probabilities must be the same.
+`WeightSync` verifies the bytes that the engine receives. An engine that splits, fuses or rearranges them itself, or
+reads them at cached addresses (CUDA graphs), can still be wrong. So a few fixed prompts are answered greedily after a
+weight sync, the engine sleeps and wakes, the same weights are synced again, and tokens and log-probabilities must be
+the same.
 
 An error that is the same every time, such as a tensor that is never read, is not found. `tools/accept_trtllm.py` and
 `tools/accept_vllm.py` compare with the actor's log-probabilities for that.

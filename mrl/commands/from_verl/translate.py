@@ -105,7 +105,7 @@ def _translated(given: Mapping[str, Any], notes: Sequence[str], supervised: SftR
             _put(tree, key, value)
     config = typed.made("from verl's settings")
     for key, value in without_refused(config, verl.notes):
-        _take(tree, key)
+        _remove(tree, key)
         if value is not None:
             _put(tree, key, value)
     found = Translation(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
@@ -429,8 +429,8 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[last] = value
 
 
-def _take(tree: dict[str, Any], key: str) -> None:
-    """Removes a key, and its section if that is empty then."""
+def _remove(tree: dict[str, Any], key: str) -> None:
+    """Removes a `section.key` from a nested config, and the section if it becomes empty."""
     section, _, name = key.partition(".")
     tree.get(section, {}).pop(name, None)
     if not tree.get(section, True):

@@ -27,13 +27,13 @@ class RealRun:
 
     Attributes:
         config: Real config, with placeholders for missing files.
-        found: Same config, resolved at its world size.
+        plan: Same config, resolved at its world size.
         prompt_length: Longest of the first prompts, tokens.
         ranks: World size and its origin, in words.
     """
 
     config: Config
-    found: Resolved
+    plan: Resolved
     prompt_length: int
     ranks: str
 

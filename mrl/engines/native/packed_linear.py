@@ -22,7 +22,13 @@ from mrl.models.kernels.library import Packed
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device, *, exact: bool = False) -> torch.dtype:
-    """Returns the dtype of activations for stored weights of `dtype`; `exact`: the same as the actor's."""
+    """Returns the dtype of activations: float32 for bfloat16 weights on a CPU without AVX512-BF16, else `dtype`.
+
+    Args:
+        dtype: Dtype of the stored weights.
+        device: Device of the weights.
+        exact: Always return `dtype`, as the actor does (`rollout.true_on_policy`).
+    """
     if not exact and device.type == "cpu" and dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
         return torch.float32
     return dtype

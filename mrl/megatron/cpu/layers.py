@@ -46,7 +46,7 @@ def compiles(dtype: torch.dtype) -> bool:
 
 
 def compiled_layer(layer: ModuleSpec, *, qk_norm: bool, moe: bool) -> ModuleSpec:
-    """Replaces modules in Megatron's local layer spec by those of this file; experts stay Megatron's."""
+    """Replaces modules of Megatron's local layer spec, in place, by those of this file; experts stay Megatron's."""
     return replace_modules(
         layer,
         (CompiledColumnParallel, CompiledRowParallel),

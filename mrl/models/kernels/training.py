@@ -1,4 +1,4 @@
-"""Differentiable tensor interface of the compiled functions of `training_kernels.c`.
+"""Differentiable tensor interface of the compiled functions of `training.c`.
 
 They are the norm, the gated activation, RoPE and attention. `mrl/megatron/cpu/layers.py` selects the modules that use
 them. Two functions for logits are not differentiable.

@@ -41,7 +41,7 @@ def length_rules(config: Config) -> Iterator[str]:
 
 
 def position_rules(config: Config, arch: ArchSpec) -> Iterator[str]:
-    """Yields a message if sequences can exceed the model's positions."""
+    """Yields a message if sequences can exceed `max_position_embeddings`."""
     longest = config.rollout.max_sequence_length
     if longest > arch.max_position_embeddings:
         yield (

@@ -1,4 +1,4 @@
-"""A tiny model in the LLM API's engine, refitted as `Refit` does it, without ranks."""
+"""A tiny model in the LLM API's engine, updated as `WeightSync` does it, without ranks."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config import registry
-from mrl.engines._support import EngineSupport, engine_support
+from mrl.engines._capabilities import EngineCapabilities, engine_capabilities
 from tests.source import PACKAGE, ROOT, imports, modules, name_of, tree_of
 
 LAYERS = {
@@ -143,7 +143,7 @@ def test_nothing_outside_the_engines_names_one():
         if ".".join(target.split(".")[:3]) in folders and part_of(name_of(path)) != "engines"
     }
     assert naming == {"mrl/commands/from_verl/engine_arguments.py"}
-    assert {name for name in engines if type(engine_support(name)) is not EngineSupport} == set(engines)
+    assert {name for name in engines if type(engine_capabilities(name)) is not EngineCapabilities} == set(engines)
 
 
 @pytest.mark.parametrize("package", ROOMS)

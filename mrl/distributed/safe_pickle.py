@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from mrl.distributed.pickled_enums import member_getter
+from mrl.distributed.enum_unpickling import member_getter
 
 PACKAGES = ("mrl.", "torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
 """Packages whose records and exceptions a rank may send."""

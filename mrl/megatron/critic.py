@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mrl.algorithms.functional.logprobs import Distribution
 from mrl.megatron.forward_backward import Loss
-from mrl.megatron.trainable import TrainableModel
+from mrl.megatron.trainable_model import TrainableModel
 from mrl.resharding.megatron import OUTPUT
 from mrl.types import RolloutBatch
 

@@ -45,7 +45,7 @@ from mrl.megatron.on_policy_layers import BatchInvariantHead, Tables, batch_inva
 from mrl.megatron.router import LoadBalance
 from mrl.megatron.te_attention import with_shared_tokens
 from mrl.models.base import ArchSpec, MoeSpec
-from mrl.models.kernels.library import check_alike
+from mrl.models.kernels.bindings import check_alike
 from mrl.models.kernels.training import Angles, training_kernels
 from mrl.resharding.megatron import padded_vocab
 from mrl.types import SamplingMask

@@ -27,8 +27,8 @@ from mrl.distributed.collectives import sum_in_rank_order
 from mrl.megatron.attention import CoreAttention, PackedSequences
 from mrl.megatron.cpu.layers import CompiledMlp, replace_modules
 from mrl.models.base import ArchSpec
-from mrl.models.kernels.library import required
-from mrl.models.kernels.rotary import rotary_tables
+from mrl.models.kernels.bindings import required
+from mrl.models.kernels.rope_tables import rotary_tables
 
 Tables = tuple[Tensor, Tensor]
 """(cos, sin) from `rotary_tables`."""

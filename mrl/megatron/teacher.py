@@ -15,8 +15,8 @@ from torch import Tensor
 from mrl.config.config import Config
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.actor import Actor
-from mrl.megatron.forward_only import ForwardOnlyModel
-from mrl.megatron.trainable import TrainableModel
+from mrl.megatron.forward_only_model import ForwardOnlyModel
+from mrl.megatron.trainable_model import TrainableModel
 from mrl.models.base import ArchSpec
 from mrl.types import RolloutBatch
 

@@ -19,7 +19,7 @@ import torch
 
 from mrl.config.config import RolloutConfig
 from mrl.distributed.collectives import raise_on_all_ranks
-from mrl.engines._support import engine_support
+from mrl.engines._capabilities import engine_capabilities
 from mrl.engines.base import SamplingConfig
 from mrl.models.base import ArchSpec
 from mrl.types import Prompt, Rollout
@@ -73,7 +73,7 @@ class ResponseDiff:
 def is_wanted(rollout: RolloutConfig) -> bool:
     """Returns `rollout.checkpoint_engine.canary`; null: the engine's `checks_weight_sync`."""
     wanted = rollout.checkpoint_engine.canary
-    return engine_support(rollout.name).checks_weight_sync if wanted is None else wanted
+    return engine_capabilities(rollout.name).checks_weight_sync if wanted is None else wanted
 
 
 def tolerance_of(device: torch.device) -> float:

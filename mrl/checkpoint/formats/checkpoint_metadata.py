@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import metadata as dcp
 
-from mrl.distributed.pickled_enums import member_getter
+from mrl.distributed.enum_unpickling import member_getter
 from mrl.errors import UserError
 
 METADATA = ".metadata"

@@ -16,13 +16,13 @@ from mrl.commands.launch import launch_argv
 from mrl.commands.plan.memory import num_parameters, stage_memory
 from mrl.config.config import Config, TrainConfig, to_yaml
 from mrl.config.megatron_fields.defaults import ddp_defaults, overlaps_gradients, transformer_defaults
-from mrl.engines._support import engine_support, memory_plan
+from mrl.engines._capabilities import engine_capabilities, memory_plan
 from mrl.models.base import ArchSpec
 from mrl.models.transformer_engine import asked_for
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import megatron_layouts
 from mrl.resharding.plan import TransferPlan, make_plan
-from mrl.trainer.resolve import Resolved, check_run, check_run_folder
+from mrl.trainer.run_plan import Resolved, check_run, check_run_folder
 from mrl.trainer.validation.critic import critic_config
 from mrl.trainer.validation.megatron import changes, forced
 from mrl.trainer.validation.world_size import WorldSize
@@ -73,9 +73,9 @@ def describe(config: Config, size: WorldSize, *, launcher: str | None = None) ->
 def _summary(plan: Resolved) -> Iterator[tuple[str, str]]:
     config, arch, grid = plan.config, plan.arch, plan.grid
     model, train, rollout = config.model, config.train, config.rollout
-    support = engine_support(rollout.name)
-    yield "start", launch_argv(grid.world_size, mpi=support.needs_mpi(rollout))
-    yield "engine", support.describe(rollout.name) if plan.needs_engine else "none: nothing is sampled"
+    capabilities = engine_capabilities(rollout.name)
+    yield "start", launch_argv(grid.world_size, mpi=capabilities.needs_mpi(rollout))
+    yield "engine", capabilities.describe(rollout.name) if plan.needs_engine else "none: nothing is sampled"
     yield (
         "model",
         f"{model.path or model.preset} ({arch.family}): {arch.num_layers} layers, hidden {arch.hidden_size}, "

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from mrl.commands.plan.activations import largest_microbatch
 from mrl.commands.plan.recompute import recompute_of
 from mrl.config.config import Config
+from mrl.engines._capabilities import memory_plan
 from mrl.engines._memory_plan import token_elements
-from mrl.engines._support import memory_plan
 from mrl.models.base import ArchSpec
 from mrl.observability.hardware import Hardware
 from mrl.observability.metrics import forward_flops
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.copy_op import ITEM_BYTES
-from mrl.trainer.resolve import Resolved
+from mrl.trainer.run_plan import Resolved
 from mrl.trainer.validation.critic import critic_config
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from mrl.engines._capabilities import memory_plan
 from mrl.engines._memory_plan import Device, EngineMemory, PlannedRun
-from mrl.engines._support import memory_plan
 from mrl.rollout.async_schedule import RolloutSchedule
-from mrl.trainer.resolve import Resolved
+from mrl.trainer.run_plan import Resolved
 
 
 def engine_memory(plan: Resolved, device: Device, *, weights: int, actor: int) -> EngineMemory:

@@ -16,7 +16,7 @@ from mrl.engines._memory_plan import Device
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
 from mrl.parallel_layout import ParallelLayout
-from mrl.trainer.resolve import Resolved
+from mrl.trainer.run_plan import Resolved
 from mrl.trainer.validation import validate
 from mrl.trainer.validation.parallel import build_parallel_layout
 

@@ -17,8 +17,8 @@ from mrl.commands.plan.activations import Activations, ActorShape
 from mrl.commands.plan.engine_memory import engine_memory
 from mrl.commands.plan.optimizer_memory import OptimizerMemory
 from mrl.config.config import Config
+from mrl.engines._capabilities import memory_plan
 from mrl.engines._memory_plan import FP32_BYTES, Device, EngineMemory
-from mrl.engines._support import memory_plan
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.models.transformer_engine import asked_for
 from mrl.parallel_layout import ParallelLayout
@@ -27,7 +27,7 @@ from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.resharding.dtypes import expert_index_dtype
 from mrl.resharding.layout import Layout
 from mrl.resharding.megatron import chunk_layers, megatron_layout, padded_vocab, stage_layers
-from mrl.trainer.resolve import Resolved
+from mrl.trainer.run_plan import Resolved
 from mrl.trainer.validation.critic import critic_config
 from mrl.trainer.validation.megatron import changes
 

@@ -1,8 +1,9 @@
 """`mrl plan CONFIG --world-size N`: predicts the cost of a run on a cluster of any size, without running it.
 
 This file formats the report. Memory comes from `memory.py` and is checked by `fit.py`, times come from `durations.py`
-and `refits.py`, the best split into training and sampling ranks from `splits.py`. Everything is computed from shapes
-(`resharding/transfer_cost.py`) and the hardware's stated figures (`observability/hardware.py`); nothing is measured.
+and `weight_sync_cost.py`, the best split into training and sampling ranks from `rank_split.py`. Everything is computed
+from shapes (`resharding/transfer_cost.py`) and the hardware's stated figures (`observability/hardware.py`); nothing is
+measured.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from mrl.commands.launch import launch_argv
 from mrl.commands.plan.durations import predict_durations, step_time
 from mrl.commands.plan.fit import check_fits, device_of, format_overrides
 from mrl.commands.plan.memory import StageMemory, memory_by_stage, not_counted, num_parameters
-from mrl.commands.plan.refits import RefitPrediction, predict_refit
-from mrl.commands.plan.splits import Splits, find_splits, rows_of, splits_text
+from mrl.commands.plan.rank_split import Splits, find_splits, rows_of, splits_text
+from mrl.commands.plan.weight_sync_cost import RefitPrediction, predict_refit
 from mrl.config.config import Config
-from mrl.engines._support import engine_support, memory_plan
+from mrl.engines._capabilities import engine_capabilities, memory_plan
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
 from mrl.observability.text_format import format_count
 from mrl.rollout.async_schedule import RolloutSchedule
-from mrl.trainer.resolve import Resolved, check_run
+from mrl.trainer.run_plan import Resolved, check_run
 from mrl.trainer.validation.megatron import forced
-from mrl.trainer.validation.roles import key_of
+from mrl.trainer.validation.rollout_ranks import key_of
 
 GB = 1e9
 
@@ -80,7 +81,7 @@ def _layout(plan: Resolved, hardware: Hardware) -> Iterator[str]:
     if grid.has_separate_rollout:
         train, sample = (f"{ranks.start}-{ranks.stop - 1}" for ranks in (grid.trainers, grid.samplers))
         yield f"roles     ranks {train} train, ranks {sample} only sample ({key_of(plan.config.rollout)})"
-    mpi = engine_support(plan.config.rollout.name).needs_mpi(plan.config.rollout)
+    mpi = engine_capabilities(plan.config.rollout.name).needs_mpi(plan.config.rollout)
     yield f"start     {launch_argv(grid.world_size, mpi=mpi)}"
     yield f"model     {num_parameters(arch) / GB:.2f} x 10^9 parameters, {plan.config.model.dtype}"
     if plan.critic is not None:

@@ -30,6 +30,7 @@ from mrl.commands.rehearse.conversion import to_hugging_face, to_trtllm
 from mrl.commands.rehearse.engine import DEFAULT_ENGINE, engine_for
 from mrl.commands.rehearse.layout import sizes, smallest_like
 from mrl.commands.rehearse.model import shrunk_model
+from mrl.commands.rehearse.reduced_files import with_first_rows, write_model
 from mrl.commands.rehearse.report import ALL, FILE, Report, Stage
 from mrl.commands.rehearse.settings import (
     NUM_VAL,
@@ -40,19 +41,18 @@ from mrl.commands.rehearse.settings import (
     small_teacher,
     with_steps,
 )
-from mrl.commands.rehearse.shrunk_files import with_first_rows, write_model
 from mrl.commands.rehearse.stages import STAGES, seconds_by_stage, stage_of
 from mrl.config.config import Config, load, to_yaml
 from mrl.data.synthetic_tasks import make_task
 from mrl.data.tokenizer import HFTokenizer
 from mrl.distributed.local_ranks import TOKENIZERS, TRAINING, RankError, RankUsage, run_ranks
-from mrl.engines._support import engine_support
+from mrl.engines._capabilities import engine_capabilities
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec, critic_of
 from mrl.observability.hardware import Hardware
 from mrl.observability.text_format import format_count
 from mrl.parallel_layout import ParallelLayout
-from mrl.trainer.resolve import Resolved, resolve
+from mrl.trainer.run_plan import Resolved, resolve
 from mrl.trainer.validation.megatron import forced, without_refused_fields
 from mrl.trainer.validation.parallel import build_parallel_layout
 
@@ -186,7 +186,7 @@ class _Rehearsal:
             report.not_covered.insert(0, f"the engine {config.rollout.name}: {replacement}")
         elif engine.name != DEFAULT_ENGINE:
             report.not_covered.insert(0, f"{engine.name} on GPUs: its CPU build sampled")
-        if engine_support(config.rollout.name).needs_mpi(config.rollout):
+        if engine_capabilities(config.rollout.name).needs_mpi(config.rollout):
             start = launch_argv(plan.grid.world_size, mpi=True)
             report.not_covered.insert(1, f"MPI: mrl started the ranks itself. Start of the real run: {start}")
         if config.actor.moe_token_dispatcher_type != small.actor.moe_token_dispatcher_type:

@@ -34,8 +34,8 @@ from mrl.models.base import ArchSpec
 from mrl.models.hf_config import family_of
 from mrl.models.presets import PRESETS
 from mrl.parallel_layout import ParallelLayout
-from mrl.trainer.num_steps import minibatches_per_step, optimizer_steps
-from mrl.trainer.resolve import Resolved
+from mrl.trainer.run_length import minibatches_per_step, optimizer_steps
+from mrl.trainer.run_plan import Resolved
 from mrl.trainer.validation import validate
 from mrl.trainer.validation.critic import critic_config
 from mrl.trainer.validation.megatron import without_refused_fields

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.gemm_autotune import ROW_BY_ROW, GemmKernel, kernel_for, row_by_row
-from mrl.models.kernels.library import Packed
+from mrl.models.kernels.bindings import Packed
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device, *, exact: bool = False) -> torch.dtype:

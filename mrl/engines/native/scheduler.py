@@ -2,7 +2,7 @@
 
 Running samples fill rows 0 .. num_running - 1. A prompt is prefilled into one row and copied to the rows of its other
 samples; samples without a free row start later in a row of the same prompt, whose first slots still contain it. A
-paused sequence is kept in a row after the running ones if there is one (`parked_slots`).
+paused sequence is kept in a row after the running ones if there is one (`paused_sequences`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from mrl.engines._kept_tokens import KeptTokens
 from mrl.engines._multiturn_base import SequenceKey
 from mrl.engines.native.attention import PrefillChunk
-from mrl.engines.native.parked_slots import PausedSequences, RowCopy
+from mrl.engines.native.paused_sequences import PausedSequences, RowCopy
 from mrl.types import PartialRollout, Prompt
 
 SharedPrefixes = tuple[list[int], list[int]]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mrl.engines.base import EngineSpec
-from mrl.engines.trtllm.tensors import Assembler
+from mrl.engines.trtllm.weight_staging import Assembler
 from mrl.errors import UserError
 from mrl.resharding.copy_op import num_bytes
 from mrl.resharding.dtypes import DTYPES

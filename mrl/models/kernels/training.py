@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.models.kernels.library import Library, required
+from mrl.models.kernels.bindings import Library, required
 
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {

@@ -9,7 +9,7 @@ import torch
 
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.engines.native.multiturn import MAX_ACTIVE_RATIO, pool_rows
-from mrl.engines.native.parked_slots import PausedSequences
+from mrl.engines.native.paused_sequences import PausedSequences
 from mrl.engines.native.scheduler import PrefillGroup, Scheduler
 from mrl.types import Prompt
 from tests.engines.native.test_converse import ENDS, LENGTHS, Scripted

@@ -24,7 +24,7 @@ from mrl.data.assistant_mask import end_token_warning
 from mrl.data.prompts import PromptSource, load_training, load_validation
 from mrl.data.tokenizer import Tokenizer, load_tokenizer
 from mrl.distributed import launch
-from mrl.engines._support import engine_support
+from mrl.engines._capabilities import engine_capabilities
 from mrl.engines.base import RolloutEngine
 from mrl.errors import UserError, shown
 from mrl.models import transformer_engine
@@ -35,8 +35,8 @@ from mrl.observability.metrics import check_is_given, evaluation_names
 from mrl.parallel_layout import ParallelLayout
 from mrl.rewards.scorer import Scorer
 from mrl.rollout.episodes.episodes import Schema, check_environment
-from mrl.trainer.num_steps import with_num_steps
 from mrl.trainer.reward_model_inputs import RewardModelEncoder, build_reward_encoder
+from mrl.trainer.run_length import with_num_steps
 from mrl.trainer.supervised import examples
 from mrl.trainer.validation import validate
 from mrl.trainer.validation.critic import check_critic
@@ -140,8 +140,8 @@ def build_run_plan(config: Config, *, resumes: bool = True) -> RunPlan:
     if not isinstance(config, Config):
         raise UserError(f"Got {shown(config)}, expected a Config. Pass the result of `mrl.load_config`.")
     here = launch.get_launcher_env()
-    support = engine_support(config.rollout.name)
-    if support.sees_own_device_only:
+    capabilities = engine_capabilities(config.rollout.name)
+    if capabilities.sees_own_device_only:
         launch.hide_other_devices()  # before torch enumerates the devices
     device = launch.choose_device(config.run.device)
     check_switches(config, launch.get_env(*SWITCHES))
@@ -149,7 +149,7 @@ def build_run_plan(config: Config, *, resumes: bool = True) -> RunPlan:
     transformer_engine.check(found.config, found.arch, device)
     check_device(found.config, device)
     if found.needs_engine:
-        support.check_installed()
+        capabilities.check_installed()
     if resumes:
         check_run_folder(config)
     return RunPlan(**vars(found), run=RunDir(Path(config.run.output_dir)))
@@ -171,7 +171,7 @@ def check_run(
         UserError: A mistake in the config, the model folder, the data, the rewards or the run folder.
     """
     if launcher is not None:
-        engine_support(config.rollout.name).check_launcher(config.rollout, launcher)
+        engine_capabilities(config.rollout.name).check_launcher(config.rollout, launcher)
     config = resolve_hub_models(config)
     found = resolve(config, world_size)
     _check_engine(config.rollout.name)

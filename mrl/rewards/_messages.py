@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mrl.distributed.worker_processes import protocol
-from mrl.rewards._call import Outcome
+from mrl.rewards._bound_reward import Outcome
 
 
 @dataclass(frozen=True)

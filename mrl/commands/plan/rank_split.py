@@ -1,7 +1,8 @@
 """Finds the fastest split of a job's ranks into those that train and those that sample, and describes the result.
 
 A split is the same config with another number of sampling ranks; layouts and everything else are unchanged. Its
-duration and memory are predicted by `durations.py`, `refits.py` and `memory.py`, as for a config with that split.
+duration and memory are predicted by `durations.py`, `weight_sync_cost.py` and `memory.py`, as for a config with that
+split.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import Any
 from mrl.commands.plan.durations import Durations, StepTime, predict_durations, step_time
 from mrl.commands.plan.fit import Overrides, describe_ranks, device_of, format_overrides, shortage, with_overrides
 from mrl.commands.plan.memory import StageMemory, memory_by_stage
-from mrl.commands.plan.refits import RefitPrediction, predict_refit
+from mrl.commands.plan.weight_sync_cost import RefitPrediction, predict_refit
 from mrl.config.config import RolloutConfig
-from mrl.engines._support import engine_support
+from mrl.engines._capabilities import engine_capabilities
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
 from mrl.observability.text_format import format_count
 from mrl.parallel_layout import ParallelLayout
-from mrl.trainer.resolve import Resolved
+from mrl.trainer.run_plan import Resolved
 
 TIMED_RANKS = 1 << 13
 """Limit of splits x ranks whose weight sync is predicted even though they cannot be the fastest."""
@@ -125,9 +126,9 @@ def find_splits(plan: Resolved, hardware: Hardware, refit: RefitPrediction | Non
         overrides = _overrides(plan.config.rollout, samplers)
         try:
             other = with_overrides(plan, overrides)
-            support = engine_support(other.config.rollout.name)
-            if support.needs_mpi(other.config.rollout):
-                support.check_hosts(other.grid, hardware.gpus_per_node)
+            capabilities = engine_capabilities(other.config.rollout.name)
+            if capabilities.needs_mpi(other.config.rollout):
+                capabilities.check_hosts(other.grid, hardware.gpus_per_node)
         except UserError as error:
             left_out[_exclusion_reason(str(error))] += 1
             continue

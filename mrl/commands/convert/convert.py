@@ -2,8 +2,8 @@
 
 `convert` fills each file of the target tensor by tensor from the source; the two formats do not know each other. At
 most two tensors of the target are in memory (`tensor_writer.py`). `checkpoint/io/partial_folder.py` makes the work
-restartable and shares it between processes. The result's `manifest.json` contains hashes of both sides and the proof
-that every element was copied (`layout_proof.py`).
+restartable and shares it between processes. The result's `manifest.json` contains hashes of both sides and the
+result of the check that every element was copied (`layout_proof.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Confinement that a Linux process applies to itself and its descendants, without privileges or a helper program.
 
 *Landlock* (Linux 5.13) restricts writing, and optionally reading, to named folders. *seccomp* (`seccomp.py`) restricts
-system calls. *Resource limits* restrict memory, processor time, file size and open files. None of them can be undone.
+system calls. *Resource limits* restrict memory, CPU time, file size and open files. None of them can be undone.
 `confine` returns the parts that a machine does not support.
 
 Not restricted: checking whether a file exists and reading its size and times; changing mode, owner, times and

@@ -6,7 +6,7 @@ so that such a run depends only on config and seed. So are they if there is no c
 
 Otherwise they are measured once and stored in the user's cache folder, by processor, PyTorch, model and shard. All
 ranks use the measurement of the first engine that asked, so that a replica drafts alike. It is made with one thread, in
-processor time.
+CPU time.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def measured(step: Callable[[int], object], attend: Callable[[int, int], object]
 
 
 def _best(work: Callable[..., object], *given: int) -> int:
-    """Returns the shortest processor time of this thread, ns; the first round warms up."""
+    """Returns the shortest CPU time of this thread, ns; the first round warms up."""
     times = []
     for _ in range(1 + ROUNDS):
         start = time.thread_time_ns()

@@ -1,6 +1,6 @@
 """GEMM autotuning for products with few rows on a CPU: selects the fastest kernel per weight shape.
 
-Each kernel's product of a shape is timed once per machine (milliseconds), on one thread in processor time, so that
+Each kernel's product of a shape is timed once per machine (milliseconds), on one thread in CPU time, so that
 other programs do not influence the choice. The name of the fastest is stored in the user's cache folder by processor,
 PyTorch, compiled functions, dtype and shape.
 

@@ -63,7 +63,7 @@ class CpuRun:
 
 
 class EngineCapabilities:
-    """Answers about an engine; the defaults are those of an engine without special needs.
+    """Capabilities and requirements of an engine; the defaults are those of an engine without special needs.
 
     Attributes:
         fields: Effect of each field of `rollout`, and rejected values.
@@ -131,7 +131,7 @@ class EngineCapabilities:
 
 
 def engine_capabilities(name: str) -> EngineCapabilities:
-    """Returns the answers of an engine, `CAPABILITIES` of its module.
+    """Returns the capabilities of an engine, `CAPABILITIES` of its module.
 
     Args:
         name: `rollout.name`. A path to user code has the defaults; so has an unknown name, which validation reports.

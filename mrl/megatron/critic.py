@@ -22,7 +22,7 @@ _NO_DISTRIBUTION = Distribution(1.0, 1)
 
 
 class Critic(TrainableModel):
-    """A value for each response token, computed from the tokens before it."""
+    """Critic: predicts a value for each response token from the tokens before it."""
 
     section: ClassVar[str] = "critic"
     loss_metric: ClassVar[str] = "critic/vf_loss"

@@ -129,7 +129,7 @@ class BatchInvariantHead:
 
 
 def batch_invariant_layer(layer: ModuleSpec, tables: Tables, *, qk_norm: bool) -> ModuleSpec:
-    """Replaces modules in Megatron's local layer spec of a dense model by those of this file."""
+    """Replaces modules of a dense model's local layer spec, in place, by those of this file."""
     attention = ModuleSpec(module=BatchInvariantAttention, params={"tables": tables})
     return replace_modules(
         layer, (BatchInvariantColumnParallel, BatchInvariantRowParallel), attention, BatchInvariantMlp, qk_norm=qk_norm
@@ -137,12 +137,12 @@ def batch_invariant_layer(layer: ModuleSpec, tables: Tables, *, qk_norm: bool) -
 
 
 def engine_rotary_tables(arch: ArchSpec, num_positions: int, dtype: torch.dtype) -> Tables:
-    """Returns the engine's rotary tables."""
+    """Returns the engine's RoPE tables, cosine and sine, on the CPU."""
     return rotary_tables(arch, num_positions, dtype, torch.device("cpu"))
 
 
 class _Product(torch.autograd.Function):
-    """x weight^T + bias for rows [..., I]."""
+    """Linear layer x weight^T + bias for rows [..., I], with the engine's product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ _MAX_PARSED_CHARS = 1 << 16
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
+    """Fenced code block of a response.
 
     Attributes:
         label: Info string of the fence, such as "python title=x".

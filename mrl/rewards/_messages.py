@@ -13,7 +13,7 @@ from mrl.rewards._bound_reward import Outcome
 
 @dataclass(frozen=True)
 class ScoredSample:
-    """A worker's answer about one sample.
+    """Result of one sample, as a worker sends it.
 
     Attributes:
         serial: Number of the task, counted from the worker's start.

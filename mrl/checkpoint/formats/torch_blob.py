@@ -42,7 +42,7 @@ class InvalidBlobError(Exception):
 
 @dataclass(frozen=True)
 class BlobTensor:
-    """A tensor in a file.
+    """Tensor in a `torch.save` blob of a file.
 
     Attributes:
         dtype: Dtype of the tensor.

@@ -195,7 +195,7 @@ def _phases(holders: Sequence[_Holder], names: Sequence[str]) -> dict[str, dict[
 
 
 def _offloaded_terms(terms: dict[str, int], device: Device) -> _Holder:
-    """Returns a holder of terms that wait in host memory, which on a CPU is the device's."""
+    """Returns a holder of offloaded terms: in host memory, or on a CPU always in the device's own memory."""
     return _Holder(always=terms) if device.is_host else _Holder(host=sum(terms.values()))
 
 

@@ -1,4 +1,4 @@
-"""Answers about the native engine before it starts (`engines/_capabilities.py`). Imports no torch."""
+"""Capabilities of the native engine, read before it starts (`engines/_capabilities.py`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class NativeCapabilities(EngineCapabilities):
-    """The native engine needs no package and runs on any machine."""
+    """Capabilities of the native engine, which needs no package and runs on any machine."""
 
     fields = FIELDS
 

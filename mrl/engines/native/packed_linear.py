@@ -92,7 +92,7 @@ class Linear:
 
     @property
     def num_inputs(self) -> int:
-        """Columns of the stored weight."""
+        """Number of input features, the columns of the stored weight."""
         return self._stored[0].size(1)
 
     @property

@@ -25,7 +25,7 @@ SharedPrefixes = tuple[list[int], list[int]]
 
 @dataclass
 class PrefillGroup:
-    """A prompt and the samples that share its prefill.
+    """Prompt and the samples that share its prefill.
 
     Attributes:
         index: Order in the call.
@@ -63,7 +63,7 @@ class PrefillGroup:
 
 @dataclass
 class RunningSample:
-    """A running response.
+    """Sample whose response is being generated.
 
     Attributes:
         group: Group of its prompt.
@@ -85,7 +85,7 @@ class RunningSample:
         return self.group.resumed_key or (self.group.index, self.sample_index)
 
     def num_cached(self, step: int) -> int:
-        """Returns the slots that it has filled after `step` decode steps."""
+        """Returns the number of cache slots that the sample has filled after `step` decode steps."""
         return self.group.prompt_len + step - self.started + self.ahead
 
 

@@ -1,4 +1,4 @@
-"""Answers about TensorRT-LLM's LLM API and its built engines before they start (`engines/_capabilities.py`).
+"""Capabilities of TensorRT-LLM's LLM API and built engines, read before they start (`engines/_capabilities.py`).
 
 Imports neither torch nor TensorRT-LLM.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TrtllmCapabilities(EngineCapabilities):
-    """Common to the LLM API and built engines: replicas of several ranks communicate over MPI."""
+    """Common capabilities of the LLM API and built engines: replicas of several ranks communicate over MPI."""
 
     packages = (EnginePackage("trtllm", "tensorrt-llm", "tensorrt_llm"),)
     checks_weight_sync = True
@@ -48,7 +48,7 @@ class TrtllmCapabilities(EngineCapabilities):
 
 
 class LlmCapabilities(TrtllmCapabilities):
-    """The LLM API, which loads PyTorch models."""
+    """Capabilities of the LLM API, which loads PyTorch models."""
 
     fields = fields.FIELDS
     arguments = engine_kwargs
@@ -72,7 +72,7 @@ class LlmCapabilities(TrtllmCapabilities):
 
 
 class BuiltCapabilities(TrtllmCapabilities):
-    """Built engines, whose shapes are those of the build."""
+    """Capabilities of built engines, whose shapes are fixed when they are built."""
 
     fields = built_fields.FIELDS
     has_pipeline_parallelism = True

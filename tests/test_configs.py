@@ -9,7 +9,7 @@ from mrl.commands.cli import main
 from mrl.config.config import load
 from mrl.engines.trtllm.fields import needs_mpi
 from mrl.parallel_layout import ParallelLayout
-from mrl.trainer.resolve import resolve
+from mrl.trainer.run_plan import resolve
 from tests.source import ROOT
 
 NAME = re.compile(

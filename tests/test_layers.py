@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from mrl.config import registry
-from mrl.engines._support import EngineSupport, engine_support
+from mrl.engines._capabilities import EngineCapabilities, engine_capabilities
 from tests.source import PACKAGE, ROOT, imports, modules, name_of, tree_of
 
 LAYERS = {
-    "start": "__main__ > commands",
-    "loop": "train > trainer",
-    "stages": "rollout",
+    "entry points": "__main__ > commands",
+    "training loop": "train > trainer",
+    "rollout pipeline": "rollout",
     "workers": "megatron engines",
-    "records": "observability > checkpoint",
-    "parts": "resharding rewards environments algorithms data > models > distributed",
-    "ground": "config > types parallel_layout > errors",
+    "logging and storage": "observability > checkpoint",
+    "components": "resharding rewards environments algorithms data > models > distributed",
+    "base": "config > types parallel_layout > errors",
 }
 """Top to bottom, as README draws them. A part may import itself and what stands lower: in a lower layer, or behind a
 `>` of its own."""
@@ -50,7 +50,7 @@ def rows_of_readme() -> list[tuple[str, str, str, str]]:
     """Layer, name, "/" or ".py", and words of each row of the table; a row without a layer stands in the last one."""
     found, layer = [], ""
     for line in ARCHITECTURE.splitlines():
-        if row := re.fullmatch(r"\| (\w*) ?\| `(\w+)(/|\.py)` \| (.+) \|", line):
+        if row := re.fullmatch(r"\| ([\w ]*?) ?\| `(\w+)(/|\.py)` \| (.+) \|", line):
             layer = row[1] or layer
             found.append((layer, row[2], row[3], row[4]))
     return found
@@ -143,7 +143,7 @@ def test_nothing_outside_the_engines_names_one():
         if ".".join(target.split(".")[:3]) in folders and part_of(name_of(path)) != "engines"
     }
     assert naming == {"mrl/commands/from_verl/engine_arguments.py"}
-    assert {name for name in engines if type(engine_support(name)) is not EngineSupport} == set(engines)
+    assert {name for name in engines if type(engine_capabilities(name)) is not EngineCapabilities} == set(engines)
 
 
 @pytest.mark.parametrize("package", ROOMS)

@@ -5,7 +5,10 @@ import ast
 from tests.source import ROOT, modules, tree_of
 
 PLACES = {
-    "mrl/checkpoint/formats/checkpoint_metadata.py": {"pickle": "an unpickler of metadata classes alone"},
+    "mrl/checkpoint/formats/checkpoint_metadata.py": {
+        "pickle": "an unpickler of metadata classes alone",
+        "load": "weights_only",
+    },
     "mrl/distributed/safe_pickle.py": {
         "pickle": "the unpickler of data that all object collectives have",
         "load": "weights_only",

@@ -7,7 +7,7 @@ r"""Acceptance test of mrl on a GPU: correctness against a CPU and transformers,
 The actor is compared with transformers in fp32, the native engine with the actor, with and without CUDA graphs, and
 each speed with plain Megatron-Core, transformers or the device's own limits in the same run. Each check runs in its own
 process; one that fails, hangs or crashes does not stop the others. Checks that measure neither time nor memory run
-concurrently (--lanes), the others one by one. The report, OUTPUT_DIR/acceptance-gpu.md (and .json), lists for each
+concurrently (--workers), the others one by one. The report, OUTPUT_DIR/acceptance-gpu.md (and .json), lists for each
 check the result, its meaning and the remedy, with versions and measurements. Only OUTPUT_DIR is modified.
 
 Exit status: 0 no check fails, 1 a check fails, 2 invalid arguments or no GPU.
@@ -23,13 +23,13 @@ from acceptance import tool
 from acceptance.gpu import GpuAcceptance
 from acceptance.gpu_table import CHECKS, PAGE
 
-MOST_LANES, LANE_CORES = 4, 3
+MOST_WORKERS, CORES_PER_WORKER = 4, 3
 """Most checks that run concurrently, and CPU cores for each."""
 
 
-def default_lanes(device: str) -> int:
+def default_workers(device: str) -> int:
     """Returns how many checks run concurrently; one on a CPU, where each uses all cores."""
-    return 1 if device == "cpu" else max(1, min(MOST_LANES, len(os.sched_getaffinity(0)) // LANE_CORES))
+    return 1 if device == "cpu" else max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // CORES_PER_WORKER))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -37,8 +37,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
     parser.add_argument("--checks", nargs="+", default=list(CHECKS), metavar="CHECK", help=f"among {', '.join(CHECKS)}")
-    many = f"number of checks that run concurrently; default: {MOST_LANES} with enough CPU cores, 1 on a CPU"
-    parser.add_argument("--lanes", type=_positive, metavar="NUM", help=many)
+    many = f"number of checks that run concurrently; default: {MOST_WORKERS} with enough CPU cores, 1 on a CPU"
+    parser.add_argument("--workers", type=_positive, metavar="NUM", help=many)
     tool.add_options(parser, folder="acceptance-gpu", start_timeout_s=180.0, timeout_s=300.0)
     return tool.parse(parser, arguments, ("checks",))
 
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
             tools=Path(__file__).resolve().parent,
             checks=given.checks,
             device=given.device,
-            lanes=given.lanes or default_lanes(given.device),
+            num_workers=given.workers or default_workers(given.device),
             overrides=given.overrides,
             start_timeout_s=given.start_timeout_s,
             timeout_s=given.timeout_s,

@@ -37,7 +37,7 @@ from mrl.config.config import load
 from mrl.distributed.local_ranks import free_port
 from mrl.engines.native.decode_state import DecodeState
 from mrl.train import run_step
-from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.run_plan import build_run_plan
 from mrl.trainer.startup import open_trainer
 from mrl.trainer.trainer import Trainer
 

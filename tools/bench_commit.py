@@ -29,7 +29,7 @@ from bench.measure import add_device, commit, device_name, seconds, spread
 
 from mrl.config.config import Config, load
 from mrl.train import reinforcement_step
-from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.run_plan import build_run_plan
 from mrl.trainer.startup import open_trainer
 from mrl.trainer.trainer import Trainer
 

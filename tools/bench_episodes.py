@@ -46,7 +46,7 @@ from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.models.hf_config import arch_from_config
 from mrl.resharding.dtypes import allocate
-from mrl.resharding.init import random_init
+from mrl.resharding.random_init import random_init
 from mrl.resharding.regions import full_region
 from mrl.resharding.weight_slice import WeightSlice
 from mrl.rollout.episodes.episodes import Episodes

@@ -41,12 +41,12 @@ from mrl.config.config import load
 from mrl.distributed.local_ranks import free_port
 from mrl.engines._memory_plan import Device
 from mrl.engines.native.packed_linear import compute_dtype
-from mrl.models.kernels.library import load_library
+from mrl.models.kernels.bindings import load_library
 from mrl.models.transformer_engine import why_local
 from mrl.resharding.copy_op import Copy
 from mrl.resharding.dtypes import DTYPES
 from mrl.train import reinforcement_step
-from mrl.trainer.resolve import RunPlan, build_run_plan
+from mrl.trainer.run_plan import RunPlan, build_run_plan
 from mrl.trainer.startup import open_trainer
 from mrl.trainer.trainer import Trainer
 

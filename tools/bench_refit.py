@@ -55,10 +55,10 @@ from mrl.resharding.buckets import MIN_ROUND_BYTES
 from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.init import random_init
 from mrl.resharding.layout import Layout
 from mrl.resharding.megatron import megatron_layout, megatron_layouts
 from mrl.resharding.native import native_layouts
+from mrl.resharding.random_init import random_init
 from mrl.resharding.transfer_cost import traffic
 from mrl.resharding.vllm import vllm_layouts
 from mrl.resharding.weight_sync import WeightSync

@@ -57,7 +57,7 @@ from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_config, arch_from_folder
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.init import random_init
+from mrl.resharding.random_init import random_init
 from mrl.resharding.regions import full_region
 from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import Prompt

@@ -51,7 +51,7 @@ from bench.roofline import Shape, limits, now
 from mrl.config import config as mrl_config
 from mrl.rewards.regex import regex
 from mrl.train import reinforcement_step
-from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.run_plan import build_run_plan
 from mrl.trainer.startup import open_trainer
 from mrl.trainer.trainer import Trainer
 

@@ -33,7 +33,7 @@ from mrl.engines.native.cpu_ops import Compiled
 from mrl.engines.native.packed_linear import Linear
 from mrl.engines.native.torch_ops import Operations
 from mrl.models.hf_config import arch_from_config
-from mrl.models.kernels.library import Library
+from mrl.models.kernels.bindings import Library
 
 BETWEEN = ("norm", "gate", "sample")
 INSIDE = {"rotation": "rotate", "decode_attention": "attend"}

@@ -36,7 +36,7 @@ from mrl.megatron import model
 from mrl.megatron.cpu import layers
 from mrl.megatron.forward_backward import ForwardBackward
 from mrl.models.kernels.training import TrainingKernels
-from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.run_plan import build_run_plan
 from mrl.trainer.startup import open_trainer
 from mrl.trainer.trainer import Trainer
 

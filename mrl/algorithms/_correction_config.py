@@ -29,7 +29,7 @@ TESTS = (
 
 @dataclass(frozen=True)
 class CorrectionSpec:
-    """The parsed section.
+    """Parsed config section `algorithm.rollout_correction`.
 
     Attributes:
         decoupled: True if the log-ratio is that of the proximal policy to the sampler; else that of the current policy.

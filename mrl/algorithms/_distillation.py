@@ -1,4 +1,4 @@
-"""The distillation loss, added to an algorithm's loss or used distill_only.
+"""Distillation loss, added to an algorithm's loss or used alone.
 
 Divergences of full distributions are computed with the logits (`megatron/distillation_targets.py`); estimates at the
 sampled token are computed here.
@@ -29,7 +29,7 @@ DUAL_CLIP = 3.0
 
 
 class Distillation:
-    """The distillation loss of a run."""
+    """Distillation loss of a run."""
 
     def __init__(self, config: DistillationLossConfig) -> None:
         """Stores the config, which `trainer/validation/distillation.py` has checked."""

@@ -111,7 +111,7 @@ class PolicyGradient(Algorithm):
     @property
     def needs_current(self) -> bool:
         """True if tokens are selected or corrected with statistics of the full minibatch at its current weights."""
-        selects = self._policy_loss.choice is not None or self.config.top_entropy_quantile < 1
+        selects = self._policy_loss.token_selection is not None or self.config.top_entropy_quantile < 1
         return selects or self.correction.needs_current
 
     @property
@@ -139,7 +139,7 @@ class PolicyGradient(Algorithm):
             self.correction.measure(minibatch, reduce)
         super().weigh(minibatch, reduce)
         mask_R, quantile = minibatch.response_mask_R, self.config.top_entropy_quantile
-        if self._policy_loss.choice is not None:
+        if self._policy_loss.token_selection is not None:
             old_R = self._denominator_R(minibatch)
             current_R = required(minibatch.current_logprobs_R, "current_logprobs_R")
             advantages_R = required(minibatch.advantages_R, "advantages_R")

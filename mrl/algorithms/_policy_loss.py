@@ -35,33 +35,33 @@ Collective over data-parallel: selects the tokens of the full minibatch that a l
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A policy loss.
+    """Policy loss, with the config keys that it reads.
 
     Attributes:
         function: Formula, in `losses`, `sequence_losses` or `clip_cov` of `algorithms/functional/`.
         reads: Config keys below `algorithm` that become arguments of `function`, named by their last part.
         defaults: Values for null config fields if this loss replaces the algorithm's own.
         fixed: Arguments of `function` that are not configurable.
-        choice: Selection of tokens that the loss treats separately; None: no selection.
-        choice_reads: Config keys that become arguments of `choice`.
+        token_selection: Selects tokens that the loss treats separately; None: no selection.
+        token_selection_reads: Config keys that become arguments of `choice`.
     """
 
     function: Callable[..., Surrogate]
     reads: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    choice: Chooser | None = None
-    choice_reads: tuple[str, ...] = ()
+    token_selection: Chooser | None = None
+    token_selection_reads: tuple[str, ...] = ()
 
     @property
     def keys(self) -> frozenset[str]:
         """All config keys that it reads, below `algorithm`."""
-        return frozenset((*self.reads, *self.choice_reads))
+        return frozenset((*self.reads, *self.token_selection_reads))
 
     def __call__(
         self, tokens: Tokens, sequences: Sequences, config: AlgorithmConfig, chosen_R: Tensor | None = None
     ) -> Surrogate:
-        """Computes the loss of each token; `chosen_R` is the result of `choose`, for losses with a choice."""
+        """Computes the loss of each token; `chosen_R` is the result of `choose`, for losses with a token selection."""
         more: tuple[Any, ...] = () if chosen_R is None else (chosen_R,)
         if self.function.__module__ == sequence_losses.__name__:
             more = (sequences,)
@@ -84,9 +84,11 @@ class PolicyLoss:
             reduce: Elementwise sum over the data-parallel ranks.
             config: Resolved config.
         """
-        if self.choice is None:
-            raise RuntimeError("choose was called for a policy loss without a choice")
-        return self.choice(*tokens, mask_R, uniforms_R, reduce, **_settings(self.choice_reads, config))
+        if self.token_selection is None:
+            raise RuntimeError("choose was called for a policy loss without a token selection")
+        return self.token_selection(
+            *tokens, mask_R, uniforms_R, reduce, **_settings(self.token_selection_reads, config)
+        )
 
 
 def _settings(keys: tuple[str, ...], config: AlgorithmConfig) -> dict[str, float]:
@@ -118,14 +120,14 @@ LOSSES: dict[str, PolicyLoss] = {
         clip_cov.clip_cov,
         CLIPS,
         {"clip_low": 0.2, "clip_high": 0.2},
-        choice=clip_cov.clip_cov_choice,
-        choice_reads=(*CLIPS, "clip_cov.clip_cov_ratio", "clip_cov.clip_cov_lb", "clip_cov.clip_cov_ub"),
+        token_selection=clip_cov.clip_cov_choice,
+        token_selection_reads=(*CLIPS, "clip_cov.clip_cov_ratio", "clip_cov.clip_cov_lb", "clip_cov.clip_cov_ub"),
     ),
     "kl_cov": PolicyLoss(
         clip_cov.kl_cov,
         ("kl_cov.ppo_kl_coef",),
-        choice=clip_cov.kl_cov_choice,
-        choice_reads=("kl_cov.kl_cov_ratio",),
+        token_selection=clip_cov.kl_cov_choice,
+        token_selection_reads=("kl_cov.kl_cov_ratio",),
     ),
     "dro": PolicyLoss(losses.dro, ("dro.dro_beta",)),
 }

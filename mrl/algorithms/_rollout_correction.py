@@ -45,7 +45,7 @@ class Corrected(NamedTuple):
 
 
 class Correction:
-    """The rollout correction of a run; `spec` is its parsed config."""
+    """Rollout correction of a run; `spec` is its parsed config."""
 
     def __init__(self, config: RolloutCorrectionConfig) -> None:
         self.spec = parse(config)

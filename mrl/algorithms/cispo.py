@@ -11,7 +11,7 @@ from mrl.algorithms.grpo import Grpo
 
 
 class Cispo(Grpo):
-    """GRPO's advantages; -sg(clip(r)) A log pi."""
+    """GRPO's advantages; loss -sg(clip(r)) A log pi."""
 
     defaults: ClassVar[dict[str, Any]] = Grpo.defaults | {
         "loss_aggregation": "token_mean",

@@ -11,7 +11,7 @@ from mrl.algorithms.grpo import Grpo
 
 
 class ClipCov(Grpo):
-    """GRPO's advantages; PPO's clipped surrogate, 0 at tokens drawn from those with a high covariance."""
+    """GRPO's advantages; loss: PPO's clipped surrogate, 0 at tokens drawn from those with a high covariance."""
 
     defaults: ClassVar[dict[str, Any]] = Grpo.defaults | {"loss_aggregation": "token_mean", "policy_loss": "clip_cov"}
 

@@ -11,7 +11,7 @@ from mrl.algorithms._policy_gradient import PolicyGradient
 
 
 class Dapo(PolicyGradient):
-    """(R - mean of the group) / (sigma + eps); every token of the batch has the same weight."""
+    """Advantage (R - mean(R)) / (std(R) + eps) over the group; every token of the batch has the same weight."""
 
     baseline = "mean"
     defaults: ClassVar[dict[str, Any]] = {

@@ -20,7 +20,7 @@ from mrl.types import RolloutBatch
 
 
 class Dpo(Algorithm):
-    """Mean over pairs of a loss of log(pi / pi_ref), plus the weighted likelihood of the preferred responses."""
+    """Loss: mean over pairs of a function of log(pi / pi_ref), plus the weighted NLL of the preferred responses."""
 
     learns_from: ClassVar[LearnsFrom] = "pairs"
     defaults: ClassVar[dict[str, Any]] = {}

@@ -11,7 +11,7 @@ from mrl.algorithms.grpo import Grpo
 
 
 class Dppo(Grpo):
-    """GRPO's advantages; -sg(min(r, cap)) A log pi where the token's probability is within the trust region."""
+    """GRPO's advantages; loss -sg(min(r, cap)) A log pi where the token's probability is within the trust region."""
 
     defaults: ClassVar[dict[str, Any]] = Grpo.defaults | {
         "policy_loss": "dppo_tv",

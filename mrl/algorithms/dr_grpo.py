@@ -11,7 +11,7 @@ from mrl.algorithms._policy_gradient import PolicyGradient
 
 
 class DrGrpo(PolicyGradient):
-    """R - mean of the group."""
+    """Advantage R - mean(R) over the group."""
 
     baseline = "mean"
     defaults: ClassVar[dict[str, Any]] = {

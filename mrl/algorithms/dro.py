@@ -11,7 +11,7 @@ from mrl.algorithms.grpo import Grpo
 
 
 class Dro(Grpo):
-    """GRPO's advantages; -A log pi + (beta / 2) (log r)^2."""
+    """GRPO's advantages; loss -A log pi + (beta / 2) (log r)^2."""
 
     defaults: ClassVar[dict[str, Any]] = Grpo.defaults | {"loss_aggregation": "token_mean", "policy_loss": "dro"}
 

@@ -17,7 +17,10 @@ from mrl.algorithms.grpo import Grpo
 
 
 class Gdpo(Grpo):
-    """S = weighted sum of (R_f - mean of the group) / (sigma + eps); (S - mean) / (sigma + eps) over the batch."""
+    """Advantage of GRPO for each reward function, weighted and summed, then normalised over the batch.
+
+    S = sum_f w_f (R_f - mean(R_f)) / (std(R_f) + eps) over the group; A = (S - mean(S)) / (std(S) + eps).
+    """
 
     unused = frozenset({"advantage_std_over", "credit"})
     defaults: ClassVar[dict[str, Any]] = dict(Grpo.defaults)

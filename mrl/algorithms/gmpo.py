@@ -11,7 +11,7 @@ from mrl.algorithms.grpo import Grpo
 
 
 class Gmpo(Grpo):
-    """GRPO's advantages; -A times the geometric mean of the clipped ratios."""
+    """GRPO's advantages; loss -A times the geometric mean of the clipped ratios."""
 
     defaults: ClassVar[dict[str, Any]] = Grpo.defaults | {
         "policy_loss": "gmpo",

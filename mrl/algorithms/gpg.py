@@ -16,7 +16,7 @@ from mrl.algorithms.grpo import Grpo
 
 
 class Gpg(Grpo):
-    """(R - mean of the group) N / (N - M); -A log pi."""
+    """Advantage (R - mean(R)) N / (N - M), mean over the group; loss -A log pi."""
 
     defaults: ClassVar[dict[str, Any]] = Grpo.defaults | {
         "advantage_std": "none",

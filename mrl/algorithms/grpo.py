@@ -12,7 +12,7 @@ from mrl.algorithms._policy_gradient import PolicyGradient
 
 
 class Grpo(PolicyGradient):
-    """(R - mean of the group) / (sigma + eps)."""
+    """Advantage (R - mean(R)) / (std(R) + eps) over the group."""
 
     baseline = "mean"
     defaults: ClassVar[dict[str, Any]] = {

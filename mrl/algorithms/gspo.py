@@ -12,7 +12,7 @@ from mrl.algorithms.grpo import Grpo
 
 
 class Gspo(Grpo):
-    """GRPO's advantages; the clipped surrogate of exp(mean of log(pi / pi_old))."""
+    """GRPO's advantages; loss: the clipped surrogate of exp(mean of log(pi / pi_old))."""
 
     defaults: ClassVar[dict[str, Any]] = Grpo.defaults | {
         "policy_loss": "gspo",

@@ -11,7 +11,7 @@ from mrl.algorithms.grpo import Grpo
 
 
 class KlCov(Grpo):
-    """GRPO's advantages; -r A, with a penalty at the tokens with the highest covariance."""
+    """GRPO's advantages; loss -r A, with a penalty at the tokens with the highest covariance."""
 
     defaults: ClassVar[dict[str, Any]] = Grpo.defaults | {"loss_aggregation": "token_mean", "policy_loss": "kl_cov"}
 

@@ -12,7 +12,7 @@ from mrl.algorithms.gspo import Gspo
 
 
 class Luspo(Gspo):
-    """GSPO, summed over the tokens of a sequence instead of averaged."""
+    """GSPO's advantages and ratio; loss summed over the tokens of a sequence instead of averaged."""
 
     defaults: ClassVar[dict[str, Any]] = Gspo.defaults | {
         "loss_aggregation": "seq_mean_token_sum",

@@ -16,7 +16,7 @@ from mrl.algorithms.grpo import Grpo
 
 
 class Maxrl(Grpo):
-    """(R - mean of the group) / mean of the group; 0 where that mean is not above 0."""
+    """Advantage (R - mean(R)) / mean(R) over the group; 0 where that mean is not above 0."""
 
     unused = frozenset({"advantage_std", "advantage_eps", "advantage_std_over"})
     defaults: ClassVar[dict[str, Any]] = Grpo.defaults | {"loss_aggregation": "token_mean"}

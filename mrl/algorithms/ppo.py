@@ -19,7 +19,7 @@ from mrl.types import RolloutBatch
 
 
 class Ppo(PolicyGradient):
-    """(A - mean over the batch's tokens) / sqrt(sigma^2 + eps), with A from the critic's values."""
+    """Advantage (A - mean(A)) / sqrt(var(A) + eps) over the batch's tokens, with A from the critic's values."""
 
     baseline = "none"
     needs_values = True

@@ -11,7 +11,7 @@ from mrl.algorithms._policy_gradient import PolicyGradient
 
 
 class ReinforcePp(PolicyGradient):
-    """(return - mean over the batch's tokens) / (sigma + eps)."""
+    """Advantage (G - mean(G)) / (std(G) + eps) over the batch's tokens, with G = the reward-to-go."""
 
     baseline = "none"
     whitens = True

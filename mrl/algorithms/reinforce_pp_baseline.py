@@ -11,7 +11,7 @@ from mrl.algorithms._policy_gradient import PolicyGradient
 
 
 class ReinforcePpBaseline(PolicyGradient):
-    """x = R - mean of the group; (x - mean over the batch's tokens) / (sigma + eps)."""
+    """Advantage (x - mean(x)) / (std(x) + eps) over the batch's tokens, with x = R - mean of R in the group."""
 
     baseline = "mean"
     whitens = True

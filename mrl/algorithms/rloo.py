@@ -12,7 +12,7 @@ from mrl.algorithms._policy_gradient import PolicyGradient
 
 
 class Rloo(PolicyGradient):
-    """R - mean of the other samples of the group."""
+    """Advantage R - mean of R over the other samples of the group."""
 
     baseline = "leave_one_out"
     defaults: ClassVar[dict[str, Any]] = {

@@ -11,7 +11,7 @@ from mrl.algorithms.grpo import Grpo
 
 
 class Sapo(Grpo):
-    """GRPO's advantages; -(4 / tau) sigmoid(tau (r - 1)) A."""
+    """GRPO's advantages; loss -(4 / tau) sigmoid(tau (r - 1)) A."""
 
     defaults: ClassVar[dict[str, Any]] = Grpo.defaults | {
         "policy_loss": "sapo",

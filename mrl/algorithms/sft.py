@@ -15,7 +15,7 @@ from mrl.types import RolloutBatch
 
 
 class Sft(Algorithm):
-    """-log pi(response | prompt)."""
+    """Loss -log pi(response | prompt)."""
 
     learns_from = "responses"
     defaults: ClassVar[dict[str, Any]] = {"loss_aggregation": "token_mean"}

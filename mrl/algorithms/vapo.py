@@ -11,7 +11,7 @@ from mrl.algorithms.ppo import Ppo
 
 
 class Vapo(Ppo):
-    """Lambda 1 for the critic, 1 - 1 / (alpha l) for the policy."""
+    """GAE with lambda 1 for the critic and 1 - 1 / (alpha l) for the policy, with l = the response length."""
 
     defaults: ClassVar[dict[str, Any]] = {
         **Ppo.defaults,

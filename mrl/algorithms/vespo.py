@@ -11,7 +11,7 @@ from mrl.algorithms.grpo import Grpo
 
 
 class Vespo(Grpo):
-    """GRPO's advantages; -sg(w^k exp(lambda (1 - w))) A log pi."""
+    """GRPO's advantages; loss -sg(w^k exp(lambda (1 - w))) A log pi."""
 
     defaults: ClassVar[dict[str, Any]] = Grpo.defaults | {
         "loss_aggregation": "token_mean",

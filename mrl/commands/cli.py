@@ -230,7 +230,7 @@ def _rehearse(arguments: argparse.Namespace) -> None:
 
 
 def _launch(arguments: argparse.Namespace) -> None:
-    from mrl.trainer.resolve import check_run
+    from mrl.trainer.run_plan import check_run
 
     config = load(arguments.config, arguments.overrides)
     start = LaunchOptions(
@@ -267,7 +267,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _from_verl(arguments: argparse.Namespace) -> None:
-    from mrl.commands.from_verl.line import read_settings
+    from mrl.commands.from_verl.command_line import read_settings
     from mrl.commands.from_verl.translate import translate
 
     folders = [f"--config-dir={folder}" for folder in arguments.config_dir]

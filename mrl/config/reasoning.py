@@ -93,7 +93,7 @@ def is_tag_token(token: str) -> bool:
 
 
 def _closed(text: str, place: int, opening: str) -> int:
-    """Returns the index after the tag that closes `opening`, from `place` on; without one the end of the text."""
+    """Returns the index after the tag that closes `opening`, from `place` on; else the end of the text."""
     for tag, closing in _TAGS:
         if found := re.fullmatch(tag, opening, re.IGNORECASE):
             name = found.groupdict().get("name") or ""

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from mrl.distributed.subworld import use_as_world
+from mrl.distributed.subset_groups import use_as_world
 from mrl.parallel_layout import Coords, ParallelLayout
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from mrl.distributed.pickled_enums import member_getter
+from mrl.distributed.enum_unpickling import member_getter
 
 PACKAGES = ("mrl.", "torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
 """Packages whose records and exceptions a rank may send."""
@@ -72,7 +72,7 @@ class SafeUnpickler(pickle.Unpickler):
         """Returns the class of that name.
 
         Raises:
-            NotDataError: The class is not in the allowed list.
+            UnsafePickleError: The class is not in the allowed list.
         """
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage

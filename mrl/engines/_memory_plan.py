@@ -200,12 +200,12 @@ def quantization_bytes(config: Config, arch: ArchSpec, grid: ParallelLayout) -> 
     quantization, dtype = config.rollout.quantization, config.rollout.dtype or config.model.dtype
     if quantization is None:
         return {}
-    in_fp8_bytes = native_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, quantization)[1]
-    return {"quantising of a refit": FP8_WORK * FP32_BYTES * min(in_fp8_bytes, BAND_ELEMENTS)}
+    in_fp8_bytes = native_weight_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, quantization)[1]
+    return {"quantization in a weight sync": FP8_WORK * FP32_BYTES * min(in_fp8_bytes, BAND_ELEMENTS)}
 
 
 def quantized_layouts(layouts: dict[int, Layout], config: Config, arch: ArchSpec) -> dict[int, Layout]:
-    """Returns rank -> layout with the matrices that `rollout.quantization` stores in FP8; equal layouts stay one."""
+    """Returns rank -> layout with the matrices of `rollout.quantization` in FP8; equal layouts stay shared."""
     grids = block_grids(arch, config.rollout.quantization)
     converted = {id(layout): fp8_layout(layout, grids) for layout in distinct_layouts(layouts)}
     return {rank: converted[id(layout)] for rank, layout in layouts.items()}
@@ -231,10 +231,17 @@ def matrix_elements(arch: ArchSpec, tp: int, ep: int) -> tuple[int, int]:
 
 
 @functools.cache
-def native_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> tuple[int, int]:
-    """Returns (bytes of the native engine's tensors on a rank, with scales; those of them in FP8).
+def native_weight_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> tuple[int, int]:
+    """Returns (bytes of the native engine's weights and FP8 scales on a rank, bytes of the FP8 weights among them).
 
-    Ranks differ only in the number of FP8 blocks that their shards touch, and so of scales; this is the largest.
+    The maximum over the tensor-parallel ranks, which differ in the number of scales.
+
+    Args:
+        arch: Architecture of the model.
+        tp: Tensor-parallel size of the replica.
+        ep: Expert-parallel size of the replica.
+        dtype: Dtype of weights that are not quantized.
+        quantization: `rollout.quantization`.
     """
     few = replace(arch, num_layers=1)
     grids = block_grids(few, quantization)

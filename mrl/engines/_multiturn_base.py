@@ -46,7 +46,7 @@ class MultiTurnClient(ABC):
 
     @abstractmethod
     def wait_for_replies(self, keys: Sequence[SequenceKey]) -> list[Sequence[int] | None]:
-        """Collective over the replica: waits for the replies to these sequences, each submitted before.
+        """Collective over the replica: waits for the replies to these sequences, all of them submitted.
 
         Returns:
             Token ids to append to each sequence, at least one; None: the episode is over.

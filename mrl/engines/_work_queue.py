@@ -25,7 +25,7 @@ class PromptWork:
 
     @property
     def num_samples(self) -> int:
-        """Sequences that it adds to the running ones."""
+        """Number of sequences to sample: new and resumed ones."""
         return len(self.new_indices) + len(self.partial_rollouts)
 
 

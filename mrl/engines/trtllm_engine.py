@@ -1,15 +1,15 @@
 """`rollout.name=trtllm_engine`: TensorRT engines built ahead of time; see `trtllm/trt_engine.py`.
 
-`ENGINE` is imported on first use, so that `SUPPORT` can be read without torch and TensorRT-LLM.
+`ENGINE` is imported on first use, so that `CAPABILITIES` can be read without torch and TensorRT-LLM.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from mrl.engines.trtllm.support import BUILT_SUPPORT
+from mrl.engines.trtllm.capabilities import BUILT_CAPABILITIES
 
-SUPPORT = BUILT_SUPPORT
+CAPABILITIES = BUILT_CAPABILITIES
 
 
 def __getattr__(name: str) -> Any:

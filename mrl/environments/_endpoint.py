@@ -94,7 +94,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores errors of closed connections; prints others."""
+        """Ignores every OSError, such as that of a closed connection; prints other errors."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 

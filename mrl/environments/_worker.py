@@ -18,8 +18,8 @@ from mrl.distributed.worker_processes.folders import temporary_folder
 from mrl.distributed.worker_processes.landlock_seccomp import Confinement, confine
 from mrl.distributed.worker_processes.worker_main import ParentPipe, run_worker
 from mrl.environments._factory import find_environment
+from mrl.environments._messages import TooLargeError, encode
 from mrl.environments._schemas import schema_of
-from mrl.environments._wire import TooLargeError, encode
 from mrl.environments.base import Environment, Schema
 from mrl.errors import UserError
 

@@ -26,7 +26,7 @@ from typing import Any, Literal
 from mrl.distributed.worker_processes.landlock_seccomp import Confinement
 from mrl.distributed.worker_processes.pool import WorkerHandle, WorkerPool
 from mrl.distributed.worker_processes.worker_process import Channel, wait_for
-from mrl.environments._wire import decode, digest
+from mrl.environments._messages import decode, digest
 from mrl.environments.base import Action, Observation, Schema
 
 MAX_PROCESSES = 64

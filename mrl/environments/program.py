@@ -77,7 +77,7 @@ class Program(Environment):
 
     @property
     def tools(self) -> Sequence[Schema]:
-        """The schemas of the config."""
+        """JSON schemas of the tools, as given in the config; the agent program offers the same ones in its requests."""
         return self._tools
 
     def reset(self, seed: int, row: Mapping[str, Any]) -> Observation:

@@ -34,7 +34,7 @@ from mrl.megatron.forward_backward import Loss
 from mrl.megatron.microbatch import PackedMicrobatch
 from mrl.megatron.offload import pinned_like
 from mrl.megatron.routing_record import RoutingRecorder
-from mrl.megatron.trainable import Reports, TrainableModel, in_batch_order
+from mrl.megatron.trainable_model import Reports, TrainableModel, in_batch_order
 from mrl.models.base import ArchSpec
 from mrl.resharding.dtypes import expert_index_dtype
 from mrl.resharding.megatron import stage_layers
@@ -49,7 +49,7 @@ class Actor(TrainableModel):
     """The actor, with further sets of weights for its modules (reference, teachers).
 
     Attributes:
-        comparison: Teachers' output weights, if updates compare full distributions; set by the trainer.
+        distillation: Teachers' output weights, if updates compare full distributions; set by the trainer.
     """
 
     section: ClassVar[str] = "actor"

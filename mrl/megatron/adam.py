@@ -48,7 +48,7 @@ class Adam:
                 yield parameter, self._inner.state[parameter]
 
     def make_state(self) -> None:
-        """Initialises the state of parameters without one: zero moments, master weights equal to the weights."""
+        """Initialises the state of parameters that have none yet: zero moments, master weights equal to the weights."""
         _make_state(self._inner)
 
     def read(self, parameter: Tensor) -> dict[str, Tensor]:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from mrl.data.shared_prefix import SharedPrefixes
 from mrl.megatron.attention_segments import AttentionSegments, rank_segments
+from mrl.megatron.deterministic_gather import RowGather, gather_plan
 from mrl.megatron.router import Routing
-from mrl.megatron.row_gather import RowGather, gather_plan
 from mrl.models.kernels.sdpa import attend
 from mrl.models.kernels.training import Angles, SharedPrefixMask
 

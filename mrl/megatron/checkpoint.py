@@ -47,7 +47,7 @@ from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron.optimizer import optimizer_tensors
 from mrl.megatron.optimizer_state import restore, to_load, to_save
-from mrl.megatron.trainable import TrainableModel
+from mrl.megatron.trainable_model import TrainableModel
 from mrl.models.hf_config import family_of
 from mrl.resharding.dist_checkpoint import EXTRA_STATE
 

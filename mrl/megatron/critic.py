@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mrl.algorithms.functional.logprobs import Distribution
 from mrl.megatron.forward_backward import Loss
-from mrl.megatron.trainable import TrainableModel
+from mrl.megatron.trainable_model import TrainableModel
 from mrl.resharding.megatron import OUTPUT
 from mrl.types import RolloutBatch
 
@@ -22,7 +22,7 @@ _NO_DISTRIBUTION = Distribution(1.0, 1)
 
 
 class Critic(TrainableModel):
-    """A value for each response token, computed from the tokens before it."""
+    """Critic: predicts a value for each response token from the tokens before it."""
 
     section: ClassVar[str] = "critic"
     loss_metric: ClassVar[str] = "critic/vf_loss"

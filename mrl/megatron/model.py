@@ -45,7 +45,7 @@ from mrl.megatron.on_policy_layers import BatchInvariantHead, Tables, batch_inva
 from mrl.megatron.router import LoadBalance
 from mrl.megatron.te_attention import with_shared_tokens
 from mrl.models.base import ArchSpec, MoeSpec
-from mrl.models.kernels.library import check_alike
+from mrl.models.kernels.bindings import check_alike
 from mrl.models.kernels.training import Angles, training_kernels
 from mrl.resharding.megatron import padded_vocab
 from mrl.types import SamplingMask
@@ -123,7 +123,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
             post_process=parallel_state.is_pipeline_last_stage(**stage),
             share_embeddings_and_output_weights=arch.tie_word_embeddings,
-            position_embedding_type="none" if tables else "rope",  # "none": ExactAttention rotates with its tables
+            position_embedding_type="none" if tables else "rope",  # "none": BatchInvariantAttention applies RoPE
             rotary_base=arch.rope_theta,
             vp_stage=vp_stage,
         )
@@ -394,9 +394,16 @@ def _block_spec(
     tables: Tables | None,
     compiled: bool,
 ) -> Any:
-    """Returns the layer spec of one chunk: TransformerEngine's with shared-prefix attention, or Megatron's local one.
+    """Returns the block spec of a pipeline chunk: TransformerEngine's or Megatron's local spec, with mrl's modules.
 
-    The local spec gets mrl's attention and norms, the final norm included; on a CPU the compiled ones.
+    Args:
+        config: Megatron's transformer config.
+        moe: Expert settings; None: a dense model.
+        te: Use TransformerEngine's layers, with attention that supports shared prefixes.
+        vp_stage: Virtual-pipeline stage of the chunk; None without virtual pipeline parallelism.
+        balance: Load-balancing settings of the router; None: no balancing.
+        tables: RoPE tables; if given, the layers are the batch-invariant ones of `rollout.true_on_policy`.
+        compiled: Use the compiled CPU kernels for attention, norms and the dense MLP.
     """
     experts = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
     layer: ModuleSpec

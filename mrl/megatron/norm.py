@@ -28,7 +28,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """x r w with r = (mean x^2 + eps)^-1/2, in fp32. Saves x and r of each row; torch's norm on a CPU saves more."""
+    """RMSNorm x r w with r = (mean x^2 + eps)^-1/2, in fp32. Saves only x and r of each row for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -27,8 +27,8 @@ from mrl.distributed.collectives import sum_in_rank_order
 from mrl.megatron.attention import CoreAttention, PackedSequences
 from mrl.megatron.cpu.layers import CompiledMlp, replace_modules
 from mrl.models.base import ArchSpec
-from mrl.models.kernels.library import required
-from mrl.models.kernels.rotary import rotary_tables
+from mrl.models.kernels.bindings import required
+from mrl.models.kernels.rope_tables import rotary_tables
 
 Tables = tuple[Tensor, Tensor]
 """(cos, sin) from `rotary_tables`."""
@@ -76,7 +76,7 @@ class BatchInvariantAttention(CoreAttention):
         return attended
 
     def engine_attention(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
-        """Computes attention with the engine's functions, without gradient: [P, 1, N * D]."""
+        """Applies RoPE and computes attention with the engine's functions, not differentiable: [P, 1, N * D]."""
         compiled, heads = required(query.dtype), query.size(2)
         qkv = torch.cat([query, key, value], 2).squeeze(1)
         positions_P = plan.positions
@@ -89,7 +89,7 @@ class BatchInvariantAttention(CoreAttention):
         return compiled.attend_at(q_PND, plan.row_to_first, positions_P, keys, values).flatten(1)[:, None]
 
     def torch_attention(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
-        """Computes attention with PyTorch's operators, with gradient."""
+        """Applies RoPE and computes attention with PyTorch's operators, differentiable; used for the backward pass."""
         positions_P = plan.positions
         cos, sin = (table[positions_P][:, None, None] for table in self._tables)
         query, key = (x * cos + x.roll(x.size(-1) // 2, -1) * sin for x in (query, key))
@@ -129,7 +129,7 @@ class BatchInvariantHead:
 
 
 def batch_invariant_layer(layer: ModuleSpec, tables: Tables, *, qk_norm: bool) -> ModuleSpec:
-    """Replaces modules in Megatron's local layer spec of a dense model by those of this file."""
+    """Replaces modules of a dense model's local layer spec, in place, by those of this file."""
     attention = ModuleSpec(module=BatchInvariantAttention, params={"tables": tables})
     return replace_modules(
         layer, (BatchInvariantColumnParallel, BatchInvariantRowParallel), attention, BatchInvariantMlp, qk_norm=qk_norm
@@ -137,12 +137,12 @@ def batch_invariant_layer(layer: ModuleSpec, tables: Tables, *, qk_norm: bool) -
 
 
 def engine_rotary_tables(arch: ArchSpec, num_positions: int, dtype: torch.dtype) -> Tables:
-    """Returns the engine's rotary tables."""
+    """Returns the engine's RoPE tables, cosine and sine, on the CPU."""
     return rotary_tables(arch, num_positions, dtype, torch.device("cpu"))
 
 
 class _Product(torch.autograd.Function):
-    """x weight^T + bias for rows [..., I]."""
+    """Linear layer x weight^T + bias for rows [..., I], with the engine's product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -91,7 +91,10 @@ def restore(optimizer: Any, loaded: LoadRequest, num_updates: int) -> None:
 
 
 def _by_parameter(state: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Returns Megatron's forms of an optimizer's sharded state in one structure."""
+    """Converts an optimizer's sharded state dict to parameter index -> {"param", "exp_avg", "exp_avg_sq"}.
+
+    Accepts the state of Megatron's FP32Optimizer and of its Float16OptimizerWithFloat16Params.
+    """
     if "fp32_from_fp16_params" not in state:
         return dict(state["state"])
     masters = [tensor for group in state["fp32_from_fp16_params"] for tensor in group]

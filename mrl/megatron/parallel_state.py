@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from mrl.distributed.groups import ProcessGroups, make_role_groups, make_rollout_group, single_rank_group
-from mrl.distributed.subworld import sync_group_counter, use_as_world
+from mrl.distributed.subset_groups import sync_group_counter, use_as_world
 from mrl.parallel_layout import ParallelLayout
 
 MARGIN_MINUTES = 2

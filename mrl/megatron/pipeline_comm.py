@@ -4,12 +4,12 @@ All stages of a data-parallel index have the same microbatches, so a stage need 
 length: Megatron would send three numbers before every tensor and synchronise with the device twice. Tensors of either
 direction arrive in the order of the schedule's own table (`get_schedule_table`).
 
-An interleaved schedule sends while it computes, and frees an output (`deallocate_pipeline_outputs`) before it has
-waited for its send. The process group keeps the tensor that it was given, not its memory; so it gets a detached one,
-which is never freed early. Megatron's exchange of shapes only made it likely that the data had left.
+An interleaved schedule frees an output (`deallocate_pipeline_outputs` replaces its `.data`) while its asynchronous
+send may still be running. A detached tensor, which shares the storage, is sent instead, so the storage lives until the
+send is done. Megatron's own exchange of shapes hides this race: it delays the schedule until the data has usually left.
 
-The schedule also drops its last sends without waiting for them. Gloo forgets a send whose request is deleted before the
-receiver asked for it, and the receiver hangs; so requests are kept until they are done.
+The schedule also discards the handles of its last sends. Gloo cancels a send whose handle is deleted before the
+receiver has posted its receive, and the receiver hangs; so the handles are kept until the sends are done.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from torch import Tensor
 from mrl.data.shared_prefix import SharedPrefixes
 from mrl.megatron.attention import PackedSequences
 from mrl.megatron.attention_segments import rank_segments
-from mrl.megatron.row_gather import RowGather, gather_plan
+from mrl.megatron.deterministic_gather import RowGather, gather_plan
 from mrl.models.transformer_engine import LENGTH_UNIT
 from mrl.types import ranges
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from mrl.config.config import Config
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.actor import Actor
-from mrl.megatron.forward_only import ForwardOnlyModel
-from mrl.megatron.trainable import TrainableModel
+from mrl.megatron.forward_only_model import ForwardOnlyModel
+from mrl.megatron.trainable_model import TrainableModel
 from mrl.models.base import ArchSpec
 from mrl.types import RolloutBatch
 
@@ -82,7 +82,7 @@ class SeparateTeacher(Teacher):
         """Collective over the job: builds the model, without weights, and offloads it.
 
         Args:
-            config: Config of the teacher, see `trainer/validation/forward_only.py: guest_config`.
+            config: Config of the teacher, see `forward_only_config` of `trainer/validation/forward_only.py`.
             arch: Architecture of the teacher.
             groups: Process groups of the layout.
             device: Device of this rank.

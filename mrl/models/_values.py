@@ -26,7 +26,17 @@ def value_of(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -
 
 
 def positive_int(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any], *, most: int = LARGEST) -> int:
-    """Returns an integer from 1 to `most`."""
+    """Returns an integer of config.json from 1 to `most`, or its default.
+
+    Args:
+        config: Content of config.json.
+        key: Key of the value.
+        defaults: Values of missing keys.
+        most: Largest accepted value.
+
+    Raises:
+        UserError: The value is missing, of another type or out of range.
+    """
     value = value_of(config, key, defaults)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"config.json: {key} is {shown(value)}; expected an integer above 0.")
@@ -36,7 +46,16 @@ def positive_int(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any
 
 
 def positive_float(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> float:
-    """Returns a finite number above 0."""
+    """Returns a finite number above 0 of config.json, or its default.
+
+    Args:
+        config: Content of config.json.
+        key: Key of the value.
+        defaults: Values of missing keys.
+
+    Raises:
+        UserError: The value is missing, of another type or out of range.
+    """
     value = value_of(config, key, defaults)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise UserError(f"config.json: {key} is {shown(value)}; expected a number above 0.")
@@ -47,7 +66,16 @@ def positive_float(config: Mapping[str, Any], key: str, defaults: Mapping[str, A
 
 
 def flag(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> bool:
-    """Returns a boolean."""
+    """Returns a boolean of config.json, or its default.
+
+    Args:
+        config: Content of config.json.
+        key: Key of the value.
+        defaults: Values of missing keys.
+
+    Raises:
+        UserError: The value is missing or not a boolean.
+    """
     value = value_of(config, key, defaults)
     if not isinstance(value, bool):
         raise UserError(f"config.json: {key} is {shown(value)}; expected true or false.")

@@ -13,7 +13,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 def num_bytes(stored: StoredTensor) -> int:
-    """Returns the bytes of a stored tensor, padding included."""
+    """Returns the size of a stored tensor, padding included, bytes."""
     return volume(full_region(stored.shape)) * ITEM_BYTES[stored.dtype]
 
 

@@ -60,19 +60,20 @@ def _max_per_block(values: Tensor, dim: int, start: int, block: int) -> Tensor:
 
 
 def multipliers(magnitudes: Tensor) -> Tensor:
-    """Converts largest magnitudes to the multipliers of their blocks, fp32; 1 for blocks of zeros."""
+    """Converts the amax of blocks to their multipliers FP8_MAX / amax, fp32; 1 for blocks of zeros."""
     found = torch.where(magnitudes > 0, magnitudes.reciprocal() * FP8_MAX, 1.0)
     return found.clamp_max(MAX_MULTIPLIER)
 
 
 def quantize(values_MN: Tensor, multipliers_RC: Tensor, rows_M: Tensor, columns_N: Tensor) -> Tensor:
-    """Quantizes a part of a matrix to float8_e4m3fn [M, N].
+    """Quantizes a part of a matrix to float8_e4m3fn [M, N], with one scale per block.
 
     Args:
-        values_MN: Any float dtype; finite, and at most the largest magnitude of its block.
-        multipliers_RC: Multiplier of each block, fp32.
-        rows_M: Row of the table for each row of the part, int.
-        columns_N: Column of the table for each column of the part, int.
+        values_MN: Part of the matrix, any float dtype, finite.
+        multipliers_RC: FP8_MAX / amax of each block, the inverse of its scale, fp32; amax is over the entire block,
+            which may extend beyond the part.
+        rows_M: Row index into `multipliers_RC` for each row of the part, int.
+        columns_N: Column index into `multipliers_RC` for each column of the part, int.
     """
     quantized = torch.empty(values_MN.shape, dtype=DTYPE, device=values_MN.device)
     for band, factors in _row_bands(multipliers_RC, rows_M, columns_N):
@@ -86,8 +87,8 @@ def dequantize(stored_MN: Tensor, scales_RC: Tensor, rows_M: Tensor, columns_N: 
     Args:
         stored_MN: Part of a matrix, float8_e4m3fn.
         scales_RC: Scale of each block, fp32.
-        rows_M: Row of the table for each row of the part, int.
-        columns_N: Column of the table for each column of the part, int.
+        rows_M: Row index into `scales_RC` for each row of the part, int.
+        columns_N: Column index into `scales_RC` for each column of the part, int.
         out_MN: Output; filled and returned.
     """
     for band, factors in _row_bands(scales_RC, rows_M, columns_N):
@@ -96,7 +97,7 @@ def dequantize(stored_MN: Tensor, scales_RC: Tensor, rows_M: Tensor, columns_N: 
 
 
 def _row_bands(table_RC: Tensor, rows_M: Tensor, columns_N: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yields a few rows of a part at a time, with the table's entry for each of their elements."""
+    """Yields a few rows of a part at a time, with the entry of `table_RC` for each of their elements."""
     step = max(1, BAND_ELEMENTS // len(columns_N))
     for first in range(0, len(rows_M), step):
         band = slice(first, first + step)

@@ -104,7 +104,7 @@ class Transfer:
 
     @property
     def num_rounds(self) -> int:
-        """Rounds of messages per run, equal on all ranks; 0 before the first run."""
+        """Number of message rounds per run, equal on all ranks; 0 before the first run."""
         return self._messages.num_rounds
 
     @property

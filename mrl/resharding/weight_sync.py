@@ -10,9 +10,10 @@ the checksum of each part at its source must equal that of the part written into
 of all ranks -> `finish_update`.
 
 Checksums are computed while bytes are copied, without an additional pass over memory. They do not detect a later write
-to the same memory, as by tensors that share storage. Therefore the engine's own checksum of its stored weights is also
-compared with the sum of the sent ones: at the first sync, at the first one after a failure or after the engine released
-its weights, and always for an engine that stores slices for later.
+to the same memory, for example through another tensor with the same storage. Therefore the engine's own checksum of its
+stored weights is also compared with the sum of the sent ones: at the first sync, at the first one after a failure or
+after the engine released its weights, and in every sync for an engine that stages the slices and applies them in
+`finish_update`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Reward functions, one file each, and the workers that run yours with limits of time and memory."""
+"""Reward functions, one file each, and worker processes that run user-defined rewards with time and memory limits."""

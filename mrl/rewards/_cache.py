@@ -18,7 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from mrl.rewards._call import Outcome
+from mrl.rewards._bound_reward import Outcome
 from mrl.rewards._signatures import Sample
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mrl.errors import UserError
-from mrl.rewards._call import CallStyle
+from mrl.rewards._bound_reward import CallStyle
 
 SAMPLE, GROUP, REPLICA = "sample", "group", "replica"
 

@@ -27,7 +27,7 @@ _MAX_SENTENCE_CHARS = 300
 
 @dataclass(frozen=True)
 class MarkedAnswer:
-    """A part of a response that is marked as its answer.
+    """Part of a response that states its final answer.
 
     Attributes:
         kind: BOX, TAGS, HASHES or SENTENCE.
@@ -39,9 +39,9 @@ class MarkedAnswer:
 
 
 def final_answer(text: str) -> MarkedAnswer | None:
-    r"""Returns the marked answer of a text; None if there is no mark.
+    r"""Returns the final answer of a text; None if no form of it is found.
 
-    The first kind of mark in the text is used, in this order: the last closed \boxed{...} or \fbox{...}; the text after
+    The first form found is used, in this order: the last closed \boxed{...} or \fbox{...}; the text after
     the last opening answer tag; the last line that begins with ####; the rest of the last sentence "answer ... is",
     preferring sentences with a number, a formula or a letter.
 
@@ -66,7 +66,7 @@ def final_answer(text: str) -> MarkedAnswer | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns the content of the last closed \boxed{...} or \fbox{...}, braces balanced; None without one."""
+    r"""Returns the content of the last closed \boxed{...} or \fbox{...}, braces balanced; None if there is none."""
     open_braces: list[tuple[int, bool]] = []
     last: tuple[int, int] | None = None
     for match in _BRACE.finditer(text):

@@ -15,7 +15,7 @@ from typing import Any
 from mrl.config import registry
 from mrl.errors import UserError
 from mrl.rewards._arguments import check_types
-from mrl.rewards._call import Outcome
+from mrl.rewards._bound_reward import Outcome
 from mrl.rewards._endpoint import JudgeEndpoint, NoReplyError
 from mrl.rewards._signatures import Sample
 from mrl.rewards.judge import Judge

@@ -16,8 +16,8 @@ from typing import Any
 
 from mrl.distributed.worker_processes.pool import WorkerHandle, WorkerPool, wait_ready
 from mrl.distributed.worker_processes.worker_process import Channel, wait_for
-from mrl.rewards import _wire
-from mrl.rewards._call import CallStyle, Outcome
+from mrl.rewards import _messages
+from mrl.rewards._bound_reward import CallStyle, Outcome
 from mrl.rewards._call_batches import ScoringTask
 from mrl.rewards._signatures import Sample
 
@@ -80,7 +80,7 @@ class RewardWorker(WorkerHandle):
         found: list[Scored] = []
         while self.pending and not self.lost:
             task, message = self.pending[0], self.channel.receive()
-            answer = None if message is None else _wire.decode(message, self._num_calls)
+            answer = None if message is None else _messages.decode(message, self._num_calls)
             if answer is not None and self._is_for(task, answer):
                 outcomes, places = list(answer.outcomes), [answer.place]
                 self.lost = any(outcome.lost for outcome in outcomes)
@@ -119,7 +119,7 @@ class RewardWorker(WorkerHandle):
                 self._left = list(range(len(self.pending[0].rows)))
             self.deadline = time.monotonic() + self._time_limit_s * self.pending[0].num_timed
 
-    def _is_for(self, task: ScoringTask, answer: _wire.ScoredSample) -> bool:
+    def _is_for(self, task: ScoringTask, answer: _messages.ScoredSample) -> bool:
         expected = answer.serial == self._num_done and answer.place in self._left
         return expected and 0 < len(answer.outcomes) == len(task.calls)
 

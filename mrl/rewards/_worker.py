@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from mrl.distributed.worker_processes import protocol
 from mrl.distributed.worker_processes.worker_main import ParentPipe, run_worker
 from mrl.errors import UserError
-from mrl.rewards import _wire
-from mrl.rewards._call import Outcome, RewardCall
+from mrl.rewards import _messages
+from mrl.rewards._bound_reward import Outcome, RewardCall
 from mrl.rewards._signatures import Sample
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _tasks(pipe: ParentPipe) -> Iterator[tuple[Sequence[int], Sequence[Sequence[
 def _send(pipe: ParentPipe, serial: int, first: int, by_call: Sequence[Sequence[Outcome]]) -> None:
     """Sends the outcomes of a call's samples; `first` is the index of its first sample in the task."""
     for place, outcomes in enumerate(zip(*by_call, strict=True), first):
-        pipe.send(**_wire.encode(serial, place, outcomes))
+        pipe.send(**_messages.encode(serial, place, outcomes))
 
 
 async def _score_concurrently(

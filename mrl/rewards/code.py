@@ -1,9 +1,9 @@
 """Code reward: runs the Python program of a response on the row's tests, each in a sandbox.
 
-`_blocks.py` finds the program in the response. Expected outputs never enter the program's process, so it cannot read
-them. Tests that are Python statements run after the program in its process. A malicious program can deceive them: it
-can return objects that compare equal to everything, or read the statements from their file descriptor. Only tests with
-inputs and outputs are safe against that.
+`_code_blocks.py` finds the program in the response. Expected outputs never enter the program's process, so it cannot
+read them. Tests that are Python statements run after the program in its process. A malicious program can deceive them:
+it can return objects that compare equal to everything, or read the statements from their file descriptor. Only tests
+with inputs and outputs are safe against that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mrl.config.reasoning import without_reasoning
 from mrl.distributed.worker_processes.folders import temporary_folder
 from mrl.distributed.worker_processes.sandbox import SandboxLimits, SandboxResult, run_python
 from mrl.rewards._arguments import check_positive
-from mrl.rewards._blocks import extract_program
+from mrl.rewards._code_blocks import extract_program
 
 IN_PROCESS = False
 LIMIT_S = 8.0

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mrl.config.reasoning import without_reasoning
-from mrl.rewards._call import Facts, source_digest
+from mrl.rewards._bound_reward import Facts, source_digest
 from mrl.rewards._endpoint import JudgeEndpoint, Messages
 from mrl.rewards._numbers import to_ascii
 from mrl.rewards._signatures import Sample

@@ -26,7 +26,7 @@ def math(
     correct: float = 1.0,
     wrong: float = 0.0,
 ) -> dict[str, float | str]:
-    r"""Compares the marked answer of the response, or else its last expression, with the row's answer.
+    r"""Compares the final answer of the response, or without one its last expression, with the row's answer.
 
     Args:
         prompt: Text of the prompt; it may end with the opening tag of the reasoning.
@@ -34,7 +34,7 @@ def math(
         answer: A number, LaTeX, a boxed expression, a quantity with a unit, the letter of a choice, or words.
         extra: Not used.
         require_boxed: True if a response without \boxed{...} is wrong.
-        max_chars: Length above which a marked answer is wrong; without a mark, this many last characters are read.
+        max_chars: Length above which a final answer is wrong; without one, this many last characters are read.
         correct: Score of an equal answer.
         wrong: Score of any other response.
 

@@ -58,7 +58,11 @@ def numeric(
 
 
 def number_of(text: str) -> WrittenNumber | None:
-    """Returns the last number of the marked answer of a text, else of the text; None without one."""
+    """Returns the number in the final answer of a text; None if there is none.
+
+    That is the last number of the answer in a box, in tags or after ####. After "the answer is" without a number, and
+    without a final answer, it is the last number of the text.
+    """
     marked = final_answer(text)
     found = None if marked is None else last_number(marked.text)
     return last_number(text) if marked is None or (found is None and marked.kind == SENTENCE) else found

@@ -1,6 +1,6 @@
 """Format reward: checks whether a regular expression matches the response.
 
-The pattern is applied to the complete response with its reasoning, so that it can require the tags.
+The pattern is applied to the complete response with its reasoning, so that it can require the reasoning tags.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.config.reasoning import without_reasoning
-from mrl.rewards._call import Facts
+from mrl.rewards._bound_reward import Facts
 from mrl.rewards._signatures import Sample
 from mrl.rewards.judge import Judge, json_object
 

@@ -16,8 +16,8 @@ from mrl.config import registry
 from mrl.config.config import RewardConfig, RewardFunctionConfig
 from mrl.config.user_code import is_user_code
 from mrl.errors import UserError
+from mrl.rewards._bound_reward import Outcome, RewardCall
 from mrl.rewards._cache import CacheLookup, ScoreCache, functions_identity
-from mrl.rewards._call import Outcome, RewardCall
 from mrl.rewards._call_batches import CallBatch, Order, ScoringTask, check_batch, group_calls
 from mrl.rewards._endpoint import scoring_arguments
 from mrl.rewards._judge_client import JudgeQueries, make_judge

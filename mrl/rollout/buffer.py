@@ -1,7 +1,8 @@
 """Rollout buffer: prompts drawn from the data that no step has trained on yet, with their samples.
 
 A group is a prompt with its `rollout.n` samples. It is pending (no token sampled), partial (some samples unfinished) or
-complete (all samples finished and scored). Each step consumes `batch_size` complete groups:
+complete (all samples finished and scored). Each step consumes `batch_size` complete groups. `lead`, `extra` and
+`max_age` are attributes of `RolloutSchedule`:
 
 - `RolloutSchedule.in_order`: in prompt order. Sampling waits for the next batch, so no token is more than `lead` steps
   old.

@@ -15,14 +15,14 @@ from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.actor import Actor
 from mrl.megatron.param_broadcast import broadcast_params, first_here
-from mrl.megatron.trainable import TrainableModel
+from mrl.megatron.trainable_model import TrainableModel
 from mrl.models.base import ArchSpec
 from mrl.models.presets import initializer_range
-from mrl.resharding.init import random_init
+from mrl.resharding.random_init import random_init
 from mrl.resharding.weight_sync import gather_layouts
 from mrl.trainer.hf_export import export_to_hf, write_model_folder
 from mrl.trainer.rank_roles import on_trainers
-from mrl.trainer.resolve import RunPlan
+from mrl.trainer.run_plan import RunPlan
 
 
 def read_weights(model: TrainableModel, arch: ArchSpec, folder: str, tensors: Mapping[str, Tensor]) -> None:

@@ -20,7 +20,7 @@ from mrl.errors import UserError
 from mrl.megatron import checkpoint as megatron_checkpoint
 from mrl.megatron.actor import Actor
 from mrl.megatron.critic import Critic
-from mrl.megatron.trainable import TrainableModel
+from mrl.megatron.trainable_model import TrainableModel
 from mrl.observability.run_log import RunLog
 from mrl.observability.timers import Timers
 from mrl.trainer import inflight_samples

@@ -25,7 +25,7 @@ from mrl.observability.metrics import combine
 from mrl.resharding.megatron import OUTPUT
 from mrl.rollout.dispatch import StepBatch
 from mrl.trainer.learning_rate import learning_rate
-from mrl.trainer.resolve import RunPlan
+from mrl.trainer.run_plan import RunPlan
 from mrl.trainer.validation.critic import critic_config
 from mrl.types import RolloutBatch
 

@@ -35,7 +35,7 @@ class BufferSnapshot:
 
     Attributes:
         columns: Column names of the tables.
-        tables: Rows of the tables, fp64 [N, columns], by name; see `InFlight.tables`.
+        tables: Rows of the tables, fp64 [N, columns], by name; see `RolloutBuffer.tables`.
         rollouts: Finished responses.
         partial_rollouts: Partial responses.
     """

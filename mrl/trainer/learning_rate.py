@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mrl.algorithms.functional.learning_rate import LearningRate
 from mrl.config.config import Config
-from mrl.trainer.num_steps import optimizer_steps
+from mrl.trainer.run_length import optimizer_steps
 
 
 def learning_rate(config: Config) -> LearningRate:

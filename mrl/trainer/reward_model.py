@@ -17,15 +17,15 @@ from mrl.distributed.collectives import all_gather_ragged, raise_on_all_ranks, w
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron.actor import Actor
-from mrl.megatron.forward_only import ForwardOnlyModel
+from mrl.megatron.forward_only_model import ForwardOnlyModel
 from mrl.models.base import ArchSpec
-from mrl.rewards._call import Outcome
+from mrl.rewards._bound_reward import Outcome
 from mrl.rewards.scorer import Key
 from mrl.rollout.dispatch import StepBatch, dispatch_samples
 from mrl.rollout.sample_table import gather_table
 from mrl.trainer.actor_weights import read_weights
 from mrl.trainer.rank_roles import on_trainers
-from mrl.trainer.resolve import RunPlan
+from mrl.trainer.run_plan import RunPlan
 from mrl.trainer.validation.forward_only import forward_only_config
 from mrl.types import Rollout
 

@@ -33,7 +33,7 @@ class RewardModelEncoder:
         """Returns the token ids of prompt and response.
 
         Raises:
-            UserError: The text cannot be rendered or encoded, or exceeds the model's positions.
+            UserError: The text cannot be rendered or encoded, or exceeds `max_position_embeddings`.
         """
         if self.own_tokenizer is None:
             ids = [*rollout.prompt.prompt_ids, *rollout.response_ids]

@@ -24,8 +24,8 @@ from mrl.rollout.sampling_params import training_sampling, validation_sampling
 from mrl.trainer import weight_sync_check
 from mrl.trainer.actor_weights import ActorWeights
 from mrl.trainer.rank_roles import broadcast_from_sampler
-from mrl.trainer.resolve import RunPlan
 from mrl.trainer.run_context import RunContext
+from mrl.trainer.run_plan import RunPlan
 from mrl.types import Prompt, Rollout
 
 

@@ -1,7 +1,7 @@
 """Startup and shutdown of a run, also after an error.
 
 Order: watchdog, rendezvous, process groups, run folder and its lock, checkpoint to resume from, log, `Trainer`.
-Everything that can be checked without a process group is checked earlier, in `resolve.py`.
+Everything that can be checked without a process group is checked earlier, in `run_plan.py`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from mrl.megatron import parallel_state
 from mrl.models import transformer_engine
 from mrl.observability.run_log import RunLog
 from mrl.observability.timers import CurrentPhase, Timers
-from mrl.trainer.resolve import RunPlan, check_resume
 from mrl.trainer.run_context import RunContext
+from mrl.trainer.run_plan import RunPlan, check_resume
 from mrl.trainer.trainer import Trainer
 
 

@@ -22,10 +22,10 @@ from mrl.megatron.distillation_targets import DistillationSpec
 from mrl.megatron.teacher import SeparateTeacher, SharedWeightTeacher, Teacher
 from mrl.models.presets import initializer_range
 from mrl.resharding.dtypes import allocate
-from mrl.resharding.init import random_init
 from mrl.resharding.megatron import OUTPUT, output_name, output_rows
+from mrl.resharding.random_init import random_init
 from mrl.trainer.actor_weights import read_weights
-from mrl.trainer.resolve import RunPlan
+from mrl.trainer.run_plan import RunPlan
 from mrl.trainer.validation.distillation import teacher_index
 from mrl.trainer.validation.forward_only import forward_only_config
 from mrl.types import Prompt, RolloutBatch

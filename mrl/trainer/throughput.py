@@ -10,7 +10,7 @@ from mrl.distributed.collectives import broadcast_object
 from mrl.engines.base import RolloutEngine
 from mrl.observability import metrics as measure
 from mrl.observability.timers import Timers
-from mrl.trainer.resolve import RunPlan
+from mrl.trainer.run_plan import RunPlan
 
 
 class Rates:

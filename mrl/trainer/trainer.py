@@ -29,14 +29,14 @@ from mrl.trainer.actor_weights import ActorWeights
 from mrl.trainer.checkpointing import Checkpointing
 from mrl.trainer.critic import RunCritic
 from mrl.trainer.learning_rate import learning_rate
-from mrl.trainer.num_steps import is_over
 from mrl.trainer.preemption import RunProgress
 from mrl.trainer.rank_roles import broadcast_from_sampler, on_trainers
 from mrl.trainer.reference import Reference
-from mrl.trainer.resolve import RunPlan
 from mrl.trainer.reward_model import RunRewardModel
 from mrl.trainer.rollout_worker import RolloutWorker
 from mrl.trainer.run_context import RunContext
+from mrl.trainer.run_length import is_over
+from mrl.trainer.run_plan import RunPlan
 from mrl.trainer.teachers import RunTeachers
 from mrl.trainer.throughput import Rates
 from mrl.trainer.training_state import TrainingState

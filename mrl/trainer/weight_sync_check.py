@@ -1,8 +1,9 @@
 """Weight-sync self-test: syncing the same weights twice must not change the engine's output. Runs once per start.
 
-`Refit` verifies the bytes that the engine receives. An engine that splits, fuses or rearranges them itself, or reads
-them at cached addresses (CUDA graphs), can still be wrong. So a few fixed prompts are answered greedily after a weight
-sync, the engine sleeps and wakes, the same weights are synced again, and tokens and log-probabilities must be the same.
+`WeightSync` verifies the bytes that the engine receives. An engine that splits, fuses or rearranges them itself, or
+reads them at cached addresses (CUDA graphs), can still be wrong. So a few fixed prompts are answered greedily after a
+weight sync, the engine sleeps and wakes, the same weights are synced again, and tokens and log-probabilities must be
+the same.
 
 An error that is the same every time, such as a tensor that is never read, is not found. `tools/accept_trtllm.py` and
 `tools/accept_vllm.py` compare with the actor's log-probabilities for that.
@@ -18,7 +19,7 @@ import torch
 
 from mrl.config.config import RolloutConfig
 from mrl.distributed.collectives import raise_on_all_ranks
-from mrl.engines._support import engine_support
+from mrl.engines._capabilities import engine_capabilities
 from mrl.engines.base import SamplingConfig
 from mrl.models.base import ArchSpec
 from mrl.types import Prompt, Rollout
@@ -72,7 +73,7 @@ class ResponseDiff:
 def is_wanted(rollout: RolloutConfig) -> bool:
     """Returns `rollout.checkpoint_engine.canary`; null: the engine's `checks_weight_sync`."""
     wanted = rollout.checkpoint_engine.canary
-    return engine_support(rollout.name).checks_weight_sync if wanted is None else wanted
+    return engine_capabilities(rollout.name).checks_weight_sync if wanted is None else wanted
 
 
 def tolerance_of(device: torch.device) -> float:

@@ -11,7 +11,7 @@ from mrl.data.tokenizer import CharTokenizer
 from mrl.models.presets import arch_from_preset
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.init import random_init
+from mrl.resharding.random_init import random_init
 from tests.e2e import runs
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from mrl.commands.plan import dryrun
 from mrl.commands.serve.serve import ListenOptions, serve
 from mrl.config.config import load
 from mrl.errors import UserError
-from mrl.trainer.resolve import check_run
+from mrl.trainer.run_plan import check_run
 from mrl.trainer.validation.world_size import WorldSize
 from tests.e2e import runs
 

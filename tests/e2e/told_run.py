@@ -5,7 +5,7 @@ import time
 
 from mrl.algorithms.grpo import Grpo
 from mrl.data.synthetic_tasks import Addition
-from mrl.trainer.resolve import PEEKED_PROMPTS
+from mrl.trainer.run_plan import PEEKED_PROMPTS
 from tests.e2e.told import LONG_S, number, tells
 
 

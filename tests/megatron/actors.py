@@ -23,11 +23,11 @@ from mrl.config.config import (
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.actor import Actor
 from mrl.megatron.critic import Critic
-from mrl.megatron.trainable import TrainableModel
+from mrl.megatron.trainable_model import TrainableModel
 from mrl.models.base import ArchSpec, critic_of
 from mrl.models.presets import arch_from_preset
 from mrl.parallel_layout import ParallelLayout
-from mrl.resharding.init import random_init
+from mrl.resharding.random_init import random_init
 from mrl.types import RolloutBatch
 from tests.layouts import groups_of
 from tests.ranks import bytes_of, tensor_of

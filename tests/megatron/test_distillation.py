@@ -20,8 +20,8 @@ from mrl.megatron.distillation_targets import DistillationSpec, DistillationTarg
 from mrl.megatron.teacher import SeparateTeacher, SharedWeightTeacher
 from mrl.models.hf_config import family_of
 from mrl.parallel_layout import ParallelLayout
-from mrl.resharding.init import random_init
 from mrl.resharding.megatron import output_name
+from mrl.resharding.random_init import random_init
 from mrl.trainer.teachers import joined
 from mrl.trainer.validation.forward_only import forward_only_config
 from tests.algorithms.functional.test_divergences import Peak, by_definition

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mrl.distributed.subworld import use_as_world
+from mrl.distributed.subset_groups import use_as_world
 from mrl.megatron import parallel_state as parallel
 from mrl.parallel_layout import Coords, ParallelLayout
 from tests.ranks import run_ranks

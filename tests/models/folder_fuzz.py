@@ -29,7 +29,7 @@ from mrl.errors import UserError
 from mrl.models.presets import arch_from_preset
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.native import native_layout
-from mrl.trainer.resolve import load_arch_and_tokenizer
+from mrl.trainer.run_plan import load_arch_and_tokenizer
 from tests.checkpoint.formats.test_hf import write_folder
 from tests.data.folders import byte_bpe_folder
 

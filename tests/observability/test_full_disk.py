@@ -88,12 +88,12 @@ def test_a_line_that_grows_keeps_what_it_was(disk):
 def test_a_folder_on_a_full_disk_is_freed_and_not_taken(disk):
     folder, fill = disk
     claims = LockFiles(folder / "owner")
-    assert claims.add(1, current_owner(1, 1.0)) == 1
+    assert claims.acquire(1, current_owner(1, 1.0)) == 1
     fill()
     claims.free(1)
     assert claims.last().is_free
     with pytest.raises(UserError, match="cannot be locked: .*No space left"):
-        claims.add(2, current_owner(1, 1.0))
+        claims.acquire(2, current_owner(1, 1.0))
     assert claims.last().number == 1 and len(list(claims.folder.iterdir())) == 1
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from mrl.models.kernels import build, machine
+from mrl.models.kernels import build, build_cache
 from mrl.resharding import checked_copy
 from mrl.resharding.checked_copy import copy_bits, sum_bits
 from mrl.resharding.checksum import MODULUS, bit_sum
@@ -88,7 +88,7 @@ def test_of_processes_that_want_the_same_at_once_one_makes_it(tmp_path, monkeypa
 
     def want():
         together.wait(5)
-        found.append(machine.cached("kernels/x.so", make))
+        found.append(build_cache.cached("kernels/x.so", make))
 
     threads = [threading.Thread(target=want) for _ in range(4)]
     for thread in threads:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from mrl.commands.plan.dryrun import refit_plan
 from mrl.config.config import CheckpointEngineConfig, Config, ModelConfig, RolloutConfig
-from mrl.engines._support import memory_plan
+from mrl.engines._capabilities import memory_plan
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.parallel_layout import ParallelLayout
@@ -16,9 +16,9 @@ from mrl.resharding import fp8_quantize
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.fp8 import SCALES, block_grids
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.init import random_init
 from mrl.resharding.megatron import megatron_layout
 from mrl.resharding.native import native_layout
+from mrl.resharding.random_init import random_init
 from mrl.resharding.regions import full_region
 from mrl.resharding.weight_slice import WeightSlice
 from mrl.resharding.weight_sync import WeightSync

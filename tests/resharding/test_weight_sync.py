@@ -15,9 +15,9 @@ from mrl.engines.base import SamplingConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
-from mrl.resharding.init import random_init
 from mrl.resharding.megatron import megatron_layout
 from mrl.resharding.native import native_layout
+from mrl.resharding.random_init import random_init
 from mrl.resharding.regions import volume
 from mrl.resharding.weight_slice import WeightSlice
 from mrl.resharding.weight_sync import WeightSync

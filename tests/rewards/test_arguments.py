@@ -6,9 +6,9 @@ import pytest
 
 from mrl.config.config import RewardConfig, RewardFunctionConfig, load
 from mrl.errors import UserError
-from mrl.rewards._call import RewardCall
+from mrl.rewards._bound_reward import RewardCall
 from mrl.rewards.scorer import Scorer
-from mrl.trainer.resolve import check_run
+from mrl.trainer.run_plan import check_run
 from tests.rewards.rollouts import TOKENIZER, rollout, scorer
 
 HERE = "tests.rewards.test_arguments"

@@ -10,7 +10,7 @@ import torch
 
 from mrl.config.config import RewardConfig, RewardFunctionConfig
 from mrl.errors import UserError
-from mrl.rewards._call import RewardCall
+from mrl.rewards._bound_reward import RewardCall
 from mrl.rewards._call_batches import CallBatch, ScoringTask
 from mrl.rewards.scorer import Scorer
 from mrl.types import Prompt

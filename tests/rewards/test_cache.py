@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.config.config import RewardConfig, RewardFunctionConfig
+from mrl.rewards._bound_reward import Outcome
 from mrl.rewards._cache import MIB, ScoreCache
-from mrl.rewards._call import Outcome
 from mrl.rewards.scorer import Scorer
 from tests.e2e import runs
 from tests.rewards.judge_server import judge_server

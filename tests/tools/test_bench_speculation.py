@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from mrl.config.config import load
-from mrl.trainer.resolve import resolve
+from mrl.trainer.run_plan import resolve
 from tests.source import ROOT
 
 

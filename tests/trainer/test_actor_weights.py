@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mrl.checkpoint.formats.hf import HfSource, load_from_hf
 from mrl.data.tokenizer import CharTokenizer
 from mrl.models.hf_config import arch_from_folder, family_of, read_config
-from mrl.models.kernels.rope import inverse_frequencies
+from mrl.models.kernels.rope_frequencies import inverse_frequencies
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.init import random_init
+from mrl.resharding.random_init import random_init
 from mrl.trainer.actor_weights import ActorWeights
 from tests.checkpoint.formats.test_hf import write_folder
 from tests.megatron.actors import ARCHS, CONTEXT_LAYOUTS, EXPERT_LAYOUTS, LAYOUTS, MIXTURES, make_policy

@@ -5,7 +5,7 @@ import pytest
 from mrl.config.config import load
 from mrl.megatron.forward_backward import ForwardBackward
 from mrl.train import run_step
-from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.run_plan import build_run_plan
 from mrl.trainer.startup import open_trainer
 from tests.observed import CONFIG
 

@@ -12,8 +12,8 @@ from mrl.data.tokenizer import CharTokenizer
 from mrl.errors import UserError
 from mrl.megatron import parallel_state
 from mrl.megatron.actor import Actor
-from mrl.trainer.resolve import build_run_plan, check_run, resolve
 from mrl.trainer.reward_model import RunRewardModel
+from mrl.trainer.run_plan import build_run_plan, check_run, resolve
 from mrl.types import Prompt, Rollout
 from tests.data.folders import byte_bpe_folder
 from tests.e2e.runs import CONFIG

@@ -10,7 +10,7 @@ from mrl.config.config import CheckpointEngineConfig, RolloutConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.checksum import MODULUS, bit_sum
-from mrl.resharding.init import random_init
+from mrl.resharding.random_init import random_init
 from mrl.trainer import weight_sync_check
 from mrl.types import Rollout
 from tests.e2e import runs

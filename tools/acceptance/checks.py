@@ -19,7 +19,7 @@ from acceptance.fixture import Bench, opened
 from acceptance.result import CheckError, Facts, NotHereError
 from mrl.checkpoint.formats.hf import HfSource
 from mrl.distributed import launch
-from mrl.engines._support import memory_plan
+from mrl.engines._capabilities import memory_plan
 from mrl.engines.trtllm import inspection
 from mrl.errors import UserError
 from mrl.resharding.checksum import bit_sum

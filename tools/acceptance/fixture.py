@@ -14,11 +14,11 @@ from mrl.config.config import load
 from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.engines.base import SamplingConfig
 from mrl.resharding.fp8 import block_grids
-from mrl.resharding.init import random_init
 from mrl.resharding.quantizer import Quantizer
+from mrl.resharding.random_init import random_init
 from mrl.resharding.regions import slices
 from mrl.trainer import weight_sync_check
-from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.run_plan import build_run_plan
 from mrl.trainer.startup import open_trainer
 from mrl.trainer.trainer import Trainer
 from mrl.types import Prompt, Rollout

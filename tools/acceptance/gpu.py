@@ -61,14 +61,14 @@ class GpuAcceptance(Sessions):
         module: Module of the checks.
         checks: Names of the checks to run.
         device: "cuda", "cpu" or "auto".
-        lanes: Number of checks that run concurrently, out of those that measure neither time nor memory.
+        num_workers: Number of checks that run concurrently, out of those that measure neither time nor memory.
     """
 
     known: Mapping[str, Check] = field(default_factory=lambda: CHECKS)
     module: str = "acceptance.gpu_checks"
     checks: Sequence[str] = tuple(CHECKS)
     device: str = "cuda"
-    lanes: int = 1
+    num_workers: int = 1
 
     def __post_init__(self) -> None:
         """Chooses the device and creates the folders.
@@ -102,7 +102,7 @@ class GpuAcceptance(Sessions):
         return found | {"CUDA of torch": str(torch.version.cuda), "python": platform.python_version()}
 
     def run(self) -> list[Result]:
-        """Runs all checks that measure neither time nor memory, `lanes` at a time, then the others one by one.
+        """Runs all checks that measure neither time nor memory, `num_workers` at a time, then the others one by one.
 
         Returns:
             Results in the order of the page.
@@ -123,7 +123,7 @@ class GpuAcceptance(Sessions):
             model: self._model(model) for model in dict.fromkeys(CHECKS[name].model for name in asked)
         }
         try:
-            self._in_lanes(chains(asked), models)
+            self._in_parallel(chains(asked), models)
             for name in asked:
                 if CHECKS[name].alone:
                     self._check(name, models)
@@ -131,9 +131,9 @@ class GpuAcceptance(Sessions):
             self.results.sort(key=lambda result: list(CHECKS).index(result.check))
         return self.results
 
-    def _in_lanes(self, chained: Sequence[Sequence[str]], models: Mapping[str, list[str]]) -> None:
+    def _in_parallel(self, chained: Sequence[Sequence[str]], models: Mapping[str, list[str]]) -> None:
         """Runs chains of checks concurrently; an interrupt by the user ends all of them."""
-        with ThreadPoolExecutor(self.lanes) as pool:
+        with ThreadPoolExecutor(self.num_workers) as pool:
             running = [pool.submit(self._chain, names, models) for names in chained]
             try:
                 for each in as_completed(running):

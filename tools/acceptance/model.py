@@ -8,8 +8,8 @@ from mrl.checkpoint.formats.hf import HfTarget
 from mrl.config.config import Config
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.init import random_init
-from mrl.trainer.resolve import load_arch_and_tokenizer
+from mrl.resharding.random_init import random_init
+from mrl.trainer.run_plan import load_arch_and_tokenizer
 
 SPREAD = 4.0
 """Factor on random matrices. Without it the output would be almost uniform, and a wrong distribution would look right.

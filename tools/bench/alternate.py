@@ -1,7 +1,7 @@
 """Timing of several programs in alternation, each in its own process.
 
 Separate processes keep threads, environment variables and random state apart. All get the same number of threads, and
-those that wait use no processor time.
+those that wait use no CPU time.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def synchronize(device: torch.device) -> None:
 
 
 Seconds = Callable[[], float]
-"""Clock function: wall time, or processor time of a thread or a process."""
+"""Clock function: wall time, or CPU time of a thread or a process."""
 
 
 def seconds(action: Callable[[], object], device: torch.device, clock: Seconds = time.perf_counter) -> float:

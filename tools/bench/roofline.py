@@ -40,7 +40,7 @@ class Shape:
 
 
 def now() -> float:
-    """Returns seconds of the wall clock, or of processor time if only one thread computes."""
+    """Returns seconds of the wall clock, or of CPU time if only one thread computes."""
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 

@@ -24,7 +24,7 @@ from mrl.errors import UserError
 from mrl.models.presets import arch_from_preset
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.init import random_init
+from mrl.resharding.random_init import random_init
 from mrl.trainer.hf_export import write_model_folder
 
 PRELOAD = (*TRAINING, TOKENIZERS, "pyarrow.parquet")

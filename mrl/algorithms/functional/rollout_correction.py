@@ -44,7 +44,7 @@ class Weighing:
 
 @dataclass(frozen=True)
 class Rejection:
-    """A test that a token or response must pass to stay in the loss.
+    """Test that a token or response must pass to stay in the loss.
 
     Attributes:
         name: Name in the config, such as `seq_mean_k3`.

@@ -24,7 +24,7 @@ MIN_LOG_WEIGHT = math.log(1e-8)
 
 
 class Sequences(NamedTuple):
-    """The mapping of response tokens to sequences.
+    """Mapping of response tokens to sequences.
 
     Attributes:
         mask_R: True where the token is trained.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from mrl.distributed.pickled_enums import member_getter
+from mrl.distributed.enum_unpickling import member_getter
 from mrl.errors import UserError, first_line
 
 METADATA = ".metadata"

@@ -75,7 +75,7 @@ class HfSource(Source):
         return self._header(hf_name).dtype
 
     def read(self, hf_name: str, region: Region) -> Tensor:
-        """Implements `Source.read`; always a view of a private map of the file."""
+        """Implements `Source.read`; a view of a private memory mapping of the file; misaligned tensors are copied."""
         return self._tensor(hf_name)[slices(region)]
 
     def check(self) -> None:

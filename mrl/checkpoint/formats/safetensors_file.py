@@ -187,9 +187,9 @@ class SafetensorsFile:
         }
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a tensor as a view of a private map of the file; only accessed pages are read.
+        """Returns a tensor as a view of a private memory mapping (mmap) of the file; only accessed pages are read.
 
-        The map lives as long as its views.
+        The mapping lives as long as its views. A misaligned tensor is copied.
 
         Raises:
             UserError: The file is gone, or its size has changed since its header was validated.

@@ -42,7 +42,7 @@ class InvalidBlobError(Exception):
 
 @dataclass(frozen=True)
 class BlobTensor:
-    """A tensor in a file.
+    """Tensor in a `torch.save` blob of a file.
 
     Attributes:
         dtype: Dtype of the tensor.
@@ -81,7 +81,7 @@ def read_blob(file: BinaryIO, offset: int, length: int) -> BlobTensor:
     """Locates the tensor in the blob of `length` bytes at `offset`.
 
     Raises:
-        DamagedError: The bytes are not a tensor, or incomplete.
+        InvalidBlobError: The bytes are not a tensor, or incomplete.
     """
     try:
         with zipfile.ZipFile(_FileWindow(file, offset, length)) as archive:
@@ -181,7 +181,7 @@ class _TensorDescription:
     strides: tuple[int, ...]
 
     def check(self, entry: zipfile.ZipInfo, room: int) -> None:
-        """Raises DamagedError if the tensor exceeds its storage, or the storage exceeds the blob."""
+        """Raises InvalidBlobError if the tensor exceeds its storage, or the storage exceeds the blob."""
         numbers = (self.first, *self.shape, *self.strides, self.storage.numel)
         if len(self.shape) != len(self.strides) or not all(type(number) is int and number >= 0 for number in numbers):
             raise InvalidBlobError("its description is not one of a tensor")

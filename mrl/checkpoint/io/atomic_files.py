@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes and fsyncs a file; a kill may leave a part of it.
+    """Writes and fsyncs a file; if the process is killed meanwhile, the file may be incomplete.
 
     Raises:
         OSError: The file cannot be written; the error names `path`.

@@ -60,10 +60,13 @@ class PartialFolder:
         self._state = self.path / _STATE
 
     def is_finished(self, arguments: Mapping[str, Any]) -> bool:
-        """Returns whether the final folder exists and was made with these arguments; does a pending final rename first.
+        """Returns whether the final folder exists; first completes a rename that an earlier process did not finish.
+
+        Args:
+            arguments: Arguments of the command that writes the folder.
 
         Raises:
-            UserError: The final or the partial path exists and is something else.
+            UserError: The final folder was made with other arguments, or a path exists that this class did not create.
         """
         if _is_occupied(self.path) and not self._state.is_dir():
             self._complete_rename(arguments)

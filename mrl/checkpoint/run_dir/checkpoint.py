@@ -241,7 +241,7 @@ class CheckpointManager:
         """Collective over the job: verifies every file of a checkpoint and returns its state.
 
         Raises:
-            DamagedError: The manifest is invalid, or a file is missing or differs.
+            DamagedCheckpointError: The manifest is invalid, or a file is missing or differs.
             UserError: The folder is not a checkpoint, has another version, or cannot be read.
         """
         record: Manifest | None = None
@@ -259,7 +259,7 @@ class CheckpointManager:
 
     @contextmanager
     def _damage_errors(self) -> Iterator[None]:
-        """Collective over the job: like `together`, but re-raises a rank's DamagedError as such on all ranks."""
+        """Collective over the job: like `raise_on_all_ranks`, but keeps a rank's DamagedCheckpointError as such."""
         damage: DamagedCheckpointError | None = None
         with raise_on_all_ranks():
             try:

@@ -109,7 +109,7 @@ def read_manifest(path: Path) -> Manifest:
     """Reads the manifest of a checkpoint folder.
 
     Raises:
-        DamagedError: The manifest is invalid.
+        DamagedCheckpointError: The manifest is invalid.
         UserError: The folder has no manifest, one of another version, or one that cannot be read.
     """
     record = read_json_object(path, MANIFEST_FILE)
@@ -135,7 +135,7 @@ def check_files(path: Path, manifest: Manifest) -> None:
     """Checks that all files exist with their recorded sizes; does not read their content.
 
     Raises:
-        DamagedError: A file is missing, or shorter or longer than recorded.
+        DamagedCheckpointError: A file is missing, or shorter or longer than recorded.
     """
     for name, facts in manifest.files.items():
         try:
@@ -154,7 +154,7 @@ def read_json_object(path: Path, name: str) -> dict[str, Any]:
     """Reads a JSON object from a file of a checkpoint.
 
     Raises:
-        DamagedError: The file has other content.
+        DamagedCheckpointError: The file has other content.
         UserError: The file does not exist or cannot be read.
     """
     file = path / name

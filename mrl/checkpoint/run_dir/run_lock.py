@@ -193,7 +193,7 @@ def acquire_run_lock(root: Path, owner: LockOwner, rank: int) -> RunLock:
             if rank == 0:
                 last = claims.last()
                 if last is None or last.is_free or last.number <= last_dead:
-                    number = claims.add(last.number + 1 if last else 1, owner)
+                    number = claims.acquire(last.number + 1 if last else 1, owner)
         last, number = broadcast_from_rank_0((last, number))
         if number:
             return RunLock(claims if rank == 0 else None, number, [note] if note else [])
@@ -230,13 +230,13 @@ def _takeover_reason(claims: LockFiles, last: LockFile, me: LockOwner, rank: int
 
 
 class LockFiles:
-    """The files of `owner/`; only rank 0 uses them."""
+    """Lock files in `owner/`, numbered by acquisition; only rank 0 uses them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def last(self) -> LockFile | None:
-        """Returns the claim with the highest number; None if there is none."""
+        """Returns the lock file with the highest number; None if there is none."""
         while found := self._numbers():
             number = max(found)
             if found[number] == "free":
@@ -246,8 +246,14 @@ class LockFiles:
                 return LockFile(number, False, owner)
         return None
 
-    def add(self, number: int, owner: LockOwner) -> int:
-        """Adds the file with this number; returns the number, 0 if another job was faster.
+    def acquire(self, number: int, owner: LockOwner) -> int:
+        """Takes the lock by creating lock file `number`; returns the number, or 0 if another job was faster.
+
+        On success removes the files with lower numbers. On failure removes its own.
+
+        Args:
+            number: Number of the new file, above all existing ones.
+            owner: Identity of this job, the content of the file.
 
         Raises:
             UserError: The folder cannot be written.
@@ -290,7 +296,7 @@ class LockFiles:
         return False
 
     def touch(self, number: int) -> None:
-        """Writes a heartbeat."""
+        """Writes a heartbeat: updates the modification time of the lock file."""
         os.utime(self._path(number))
 
     def free(self, number: int) -> None:
@@ -299,7 +305,7 @@ class LockFiles:
             self._path(number).rename(self._path(number, "free"))
 
     def lost(self, number: int) -> str:
-        """Returns which job has taken the folder instead of claim `number`; "" if none, or if it cannot be read now."""
+        """Returns which job has taken the folder since lock file `number`; "" if none, or if it cannot be read now."""
         try:
             found = self._numbers()
         except OSError:

@@ -1,9 +1,9 @@
 """Conversion of a checkpoint from one format and parallel layout into another.
 
 `convert` fills each file of the target tensor by tensor from the source; the two formats do not know each other. At
-most two tensors of the target are in memory (`filler.py`). `checkpoint/io/partial_folder.py` makes the work restartable
-and shares it between processes. The result's `manifest.json` contains hashes of both sides and the proof that every
-element was copied (`layout_proof.py`).
+most two tensors of the target are in memory (`tensor_writer.py`). `checkpoint/io/partial_folder.py` makes the work
+restartable and shares it between processes. The result's `manifest.json` contains hashes of both sides and the
+result of the check that every element was copied (`layout_proof.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mrl import __version__
 from mrl.checkpoint.formats.base import OutFile, Source, Target
 from mrl.checkpoint.io.hashed_writer import xxh3_file
 from mrl.checkpoint.io.partial_folder import MANIFEST, PartialFolder, disk_errors
-from mrl.commands.convert.filler import PART_ELEMENTS, Filler
 from mrl.commands.convert.layout_proof import Proof, prove
+from mrl.commands.convert.tensor_writer import PART_ELEMENTS, Filler
 from mrl.errors import UserError
 from mrl.resharding.copy_op import ITEM_BYTES, num_bytes
 from mrl.resharding.regions import volume

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mrl.checkpoint.formats.base import Source
 from mrl.checkpoint.formats.trtllm import TrtllmSource
-from mrl.commands.convert.filler import PART_ELEMENTS
+from mrl.commands.convert.tensor_writer import PART_ELEMENTS
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout, Region
 from mrl.resharding.regions import full_region, split, volume

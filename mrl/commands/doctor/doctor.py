@@ -357,7 +357,7 @@ class Doctor:
         yield "data", lambda: run_files.check_data(config)
 
     def _checkpoint_bytes(self) -> int | None:
-        from mrl.trainer.resolve import load_arch_and_tokenizer
+        from mrl.trainer.run_plan import load_arch_and_tokenizer
 
         if self._config is None:
             return None

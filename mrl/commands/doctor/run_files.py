@@ -17,7 +17,7 @@ from mrl.commands.plan.optimizer_memory import optimizer_memory
 from mrl.config.config import Config
 from mrl.models.base import ArchSpec
 from mrl.resharding.copy_op import ITEM_BYTES
-from mrl.trainer.resolve import resolve
+from mrl.trainer.run_plan import resolve
 from mrl.trainer.validation.world_size import world_size
 
 GB = 1e9

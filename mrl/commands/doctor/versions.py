@@ -23,7 +23,7 @@ from mrl.commands.doctor.devices import read_gpu_count
 from mrl.commands.doctor.finding import Finding, ok, problem, warning
 from mrl.config import registry
 from mrl.distributed.worker_processes.imports import import_problem
-from mrl.engines._support import EngineSupport, engine_packages, engine_support
+from mrl.engines._capabilities import EngineCapabilities, engine_capabilities, engine_packages
 from mrl.errors import UserError, to_install
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ OPTIONAL = {
 """Extra -> (distribution, module to import)."""
 ENGINES = tuple(engine_packages())
 """Extras of rollout engines; without them a run with that engine does not start."""
-NO_ENGINE = EngineSupport()
+NO_ENGINE = EngineCapabilities()
 SHOWN = ("torch", "megatron-core", "transformers", "numpy")
 
 
@@ -50,13 +50,13 @@ class Ranges:
 
 def engine_extra(engine: str) -> str | None:
     """Returns the extra that a rollout engine needs on this machine, or None."""
-    package = engine_support(engine).package(has_gpu=bool(read_gpu_count()))
+    package = engine_capabilities(engine).package(has_gpu=bool(read_gpu_count()))
     return None if package is None else package.extra
 
 
-def _engine_of(distribution: str) -> EngineSupport:
+def _engine_of(distribution: str) -> EngineCapabilities:
     """Returns the engine whose package this is; one without packages if there is none."""
-    engines = map(engine_support, registry.names("engines"))
+    engines = map(engine_capabilities, registry.names("engines"))
     return next((one for one in engines if any(each.distribution == distribution for each in one.packages)), NO_ENGINE)
 
 

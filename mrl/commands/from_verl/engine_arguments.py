@@ -23,7 +23,7 @@ NEEDLESS = frozenset(_NEEDLESS.split())
 
 
 def engine_arguments(verl: VerlRun, engine: str) -> Iterator[tuple[str, Any]]:
-    """Yields keys of `rollout` with their values; arguments that are not passed on are noted.
+    """Yields keys of `rollout` with their values; records why arguments are left out.
 
     Args:
         verl: Settings of the run.
@@ -34,32 +34,50 @@ def engine_arguments(verl: VerlRun, engine: str) -> Iterator[tuple[str, Any]]:
         if engine != owner:
             verl.decided |= {f"{prefix}{path}": "arguments of an engine that is not the run's" for path in given}
             continue
-        handed_on: dict[str, Any] = {}
+        passed_on: dict[str, Any] = {}
         for path, value in given.items():
             if engine == "trtllm":
-                _of_trtllm(verl, path, value, handed_on)
+                _translate_trtllm_argument(verl, path, value, passed_on)
             else:
-                yield from _of_vllm(verl, path, value, handed_on)
+                yield from _translate_vllm_argument(verl, path, value, passed_on)
         if engine == "vllm":
-            _graph_sizes(verl, handed_on)
-        yield "rollout.engine_kwargs", {engine: handed_on} if handed_on else None
+            _graph_sizes(verl, passed_on)
+        yield "rollout.engine_kwargs", {engine: passed_on} if passed_on else None
 
 
-def _of_trtllm(verl: VerlRun, path: str, value: Any, handed_on: dict[str, Any]) -> None:
-    """Passes on, or notes, one argument of TensorRT-LLM; keys inside a mapping argument are passed on with it."""
+def _translate_trtllm_argument(verl: VerlRun, path: str, value: Any, passed_on: dict[str, Any]) -> None:
+    """Copies an argument of TensorRT-LLM to `passed_on`, or records why it is left out.
+
+    Args:
+        verl: The verl run; receives the reason in `notes`, or in `decided` where mrl sets the argument itself.
+        path: Dotted name below verl's `engine_kwargs.trtllm`; keys inside a mapping argument are copied with it.
+        value: Its value.
+        passed_on: Arguments for `rollout.engine_kwargs.trtllm`, extended in place.
+    """
     key = f"{ENGINE_ARGUMENTS['trtllm']}{path}"
     name, _, inner = path.partition(".")
     what = llm_fields.TABLE.get(name if inner and name not in llm_fields.SECTIONS else path)
     if what is None:
         verl.notes[key] = f"TensorRT-LLM {llm_fields.VERSION} has no such argument"
     elif what.kind == "free":
-        _put(handed_on, path.split("."), value)
+        _put(passed_on, path.split("."), value)
     else:
         (verl.decided if what.kind == "derived" else verl.notes)[key] = what.why
 
 
-def _of_vllm(verl: VerlRun, path: str, value: Any, handed_on: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Passes on, translates or notes one argument of vLLM; like verl, drops nulls and accepts a mapping as JSON."""
+def _translate_vllm_argument(
+    verl: VerlRun, path: str, value: Any, passed_on: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Copies an argument of vLLM to `passed_on`, yields it as a config key, or records why it is left out.
+
+    Like verl, drops nulls and accepts a mapping as JSON.
+
+    Args:
+        verl: The verl run; receives the reason in `notes`, or in `decided` where nothing is lost.
+        path: Dotted name below verl's `engine_kwargs.vllm`.
+        value: Its value.
+        passed_on: Arguments for `rollout.engine_kwargs.vllm`, extended in place.
+    """
     key, name = f"{ENGINE_ARGUMENTS['vllm']}{path}", path.partition(".")[0]
     if value is None:
         verl.decided[key] = "null in verl, the same as not set"
@@ -75,19 +93,19 @@ def _of_vllm(verl: VerlRun, path: str, value: Any, handed_on: dict[str, Any]) ->
     elif name not in engine_fields.NAMES:
         verl.notes[key] = f"vLLM {engine_fields.VERSION} has no such argument of its engine"
     else:
-        _put(handed_on, path.split("."), _parsed(value))
+        _put(passed_on, path.split("."), _parsed(value))
 
 
-def _graph_sizes(verl: VerlRun, handed_on: dict[str, Any]) -> None:
+def _graph_sizes(verl: VerlRun, passed_on: dict[str, Any]) -> None:
     """Adds verl's CUDA graph sizes to `compilation_config`, as verl does."""
     graphs, name = verl[f"{ROLLOUT}cudagraph_capture_sizes"], "compilation_config"
     if not graphs:
         return
-    if not isinstance(handed_on.setdefault(name, {}), dict):
+    if not isinstance(passed_on.setdefault(name, {}), dict):
         key = f"{ENGINE_ARGUMENTS['vllm']}{name}"
         verl.notes[key] = f"left out: it is not a mapping, and verl adds {ROLLOUT}cudagraph_capture_sizes to it"
-        handed_on[name] = {}
-    handed_on[name]["cudagraph_capture_sizes"] = graphs
+        passed_on[name] = {}
+    passed_on[name]["cudagraph_capture_sizes"] = graphs
 
 
 def _parsed(value: Any) -> Any:

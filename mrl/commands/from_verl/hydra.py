@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from mrl.config.did_you_mean import did_you_mean_path
-from mrl.config.verl_keys.verl_trainers import CONFIGS, GROUPS
+from mrl.config.verl_keys.trainer_programs import CONFIGS, GROUPS
 from mrl.config.yaml_file import read_yaml
 from mrl.distributed import launch
 from mrl.errors import UserError

@@ -16,8 +16,8 @@ from mrl.config import registry
 from mrl.config.config import Config
 from mrl.config.verl_keys import verl_rollout
 from mrl.config.verl_keys.translated_keys import DTYPES, MAPS, ROLLOUT
-from mrl.engines import _config_support
-from mrl.engines._support import engine_support, engines_with_arguments
+from mrl.engines import _field_support
+from mrl.engines._capabilities import engine_capabilities, engines_with_arguments
 
 Pair = tuple[str, Any]
 
@@ -130,8 +130,8 @@ def without_refused(config: Config, notes: dict[str, str]) -> Iterator[tuple[str
             "refused with rollout.name=vllm: it follows from tensor_model_parallel_size and expert_parallel_size"
         )
         yield "rollout.moe_tensor_parallel_size", None
-    for field, refusal in _config_support.unsupported_fields(
-        engine_support(name).fields, config.rollout, on_a_cpu=False
+    for field, refusal in _field_support.unsupported_fields(
+        engine_capabilities(name).fields, config.rollout, on_a_cpu=False
     ):
         notes[f"{ROLLOUT}{field}"] = f"refused with rollout.name={name}: {refusal.why}. {refusal.instead}"
         yield f"rollout.{field}", None

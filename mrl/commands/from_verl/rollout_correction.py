@@ -10,7 +10,7 @@ from mrl.config.verl_keys.translated_keys import CORRECTION
 
 
 def rollout_correction(verl: VerlRun) -> Iterator[tuple[str, Any]]:
-    """Yields the fields that have an effect; notes the others."""
+    """Yields the fields that have an effect; records why the others are left out."""
     notes = verl.notes
     given = {name: value for name, value in verl.under(f"{CORRECTION}.").items() if value not in (None, "null", "None")}
     bypass, names = bool(given.get("bypass_mode", False)), ["rollout_is", "rollout_rs"]

@@ -1,7 +1,7 @@
 """Expands a shell script with bash into the command lines that it would start, without starting or changing anything.
 
-Bash runs in restricted mode with a few programs that only print (see `prelude.py`). If the kernel supports it, it is
-also confined: no network, no writes outside a temporary folder, no signals to the parent process. Scripts that the
+Bash runs in restricted mode with a few programs that only print (see `bash_prelude.py`). If the kernel supports it, it
+is also confined: no network, no writes outside a temporary folder, no signals to the parent process. Scripts that the
 script sources or starts are expanded with it.
 """
 
@@ -22,9 +22,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mrl.commands.from_verl.prelude import PRELUDE, PROGRAMS, RENAMED
+from mrl.commands.from_verl.bash_prelude import PRELUDE, PROGRAMS, RENAMED
 from mrl.commands.from_verl.redirections import NOWHERE, without_redirections
-from mrl.config.verl_keys.verl_trainers import MENTIONED, program
+from mrl.config.verl_keys.trainer_programs import MENTIONED, program
 from mrl.distributed.worker_processes.folders import temporary_folder
 from mrl.errors import UserError
 
@@ -280,7 +280,7 @@ def _printed(process: subprocess.Popen[bytes], records: int, name: str) -> str:
 
 
 def _records(raw: bytes) -> Iterator[tuple[str, list[str]]]:
-    """Yields kind and words of each record; see `prelude.py`."""
+    """Yields kind and words of each record; see `bash_prelude.py`."""
     fields = raw.decode("utf-8", "replace").replace("\1", "\n").split("\0")[:-1]
     words: dict[str, list[str]] = {}
     parts: dict[str, str] = {}

@@ -30,6 +30,7 @@ from mrl.config.keys import nested
 from mrl.config.megatron_fields.table import TABLE, is_default
 from mrl.config.values import Values
 from mrl.config.verl_keys import translated_keys
+from mrl.config.verl_keys.renamed_keys import with_current_names
 from mrl.config.verl_keys.translated_keys import (
     ACTOR,
     DDP,
@@ -45,8 +46,7 @@ from mrl.config.verl_keys.translated_keys import (
     not_read,
     verdict,
 )
-from mrl.config.verl_keys.verl_renamed import with_current_names
-from mrl.engines._support import engine_support
+from mrl.engines._capabilities import engine_capabilities
 from mrl.errors import UserError
 from mrl.trainer.validation.parallel import build_parallel_layout
 
@@ -105,14 +105,14 @@ def _translated(given: Mapping[str, Any], notes: Sequence[str], supervised: SftR
             _put(tree, key, value)
     config = typed.made("from verl's settings")
     for key, value in without_refused(config, verl.notes):
-        _take(tree, key)
+        _remove(tree, key)
         if value is not None:
             _put(tree, key, value)
     found = Translation(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
     found.missing += notes
     num_nodes, gpus = _hosts(verl, config.rollout)
     found.num_nodes, found.gpus_per_node = num_nodes, _ranks_of_a_host(config, num_nodes, gpus)
-    found.via = "mpirun" if engine_support(config.rollout.name).needs_mpi(config.rollout) else "torchrun"
+    found.via = "mpirun" if engine_capabilities(config.rollout.name).needs_mpi(config.rollout) else "torchrun"
     found.differs = [
         *_differs(verl, num_nodes * gpus),
         *differs(verl, tree.get("rollout", {}), config.train.mode),
@@ -429,8 +429,8 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[last] = value
 
 
-def _take(tree: dict[str, Any], key: str) -> None:
-    """Removes a key, and its section if that is empty then."""
+def _remove(tree: dict[str, Any], key: str) -> None:
+    """Removes a `section.key` from a nested config, and the section if it becomes empty."""
     section, _, name = key.partition(".")
     tree.get(section, {}).pop(name, None)
     if not tree.get(section, True):

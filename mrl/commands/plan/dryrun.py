@@ -16,13 +16,13 @@ from mrl.commands.launch import launch_argv
 from mrl.commands.plan.memory import num_parameters, stage_memory
 from mrl.config.config import Config, TrainConfig, to_yaml
 from mrl.config.megatron_fields.defaults import ddp_defaults, overlaps_gradients, transformer_defaults
-from mrl.engines._support import engine_support, memory_plan
+from mrl.engines._capabilities import engine_capabilities, memory_plan
 from mrl.models.base import ArchSpec
 from mrl.models.transformer_engine import asked_for
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import megatron_layouts
 from mrl.resharding.plan import TransferPlan, make_plan
-from mrl.trainer.resolve import Resolved, check_run, check_run_folder
+from mrl.trainer.run_plan import Resolved, check_run, check_run_folder
 from mrl.trainer.validation.critic import critic_config
 from mrl.trainer.validation.megatron import changes, forced
 from mrl.trainer.validation.world_size import WorldSize
@@ -70,12 +70,12 @@ def describe(config: Config, size: WorldSize, *, launcher: str | None = None) ->
     return "\n".join(lines)
 
 
-def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
-    config, arch, grid = found.config, found.arch, found.grid
+def _summary(plan: Resolved) -> Iterator[tuple[str, str]]:
+    config, arch, grid = plan.config, plan.arch, plan.grid
     model, train, rollout = config.model, config.train, config.rollout
-    support = engine_support(rollout.name)
-    yield "start", launch_argv(grid.world_size, mpi=support.needs_mpi(rollout))
-    yield "engine", support.describe(rollout.name) if found.needs_engine else "none: nothing is sampled"
+    capabilities = engine_capabilities(rollout.name)
+    yield "start", launch_argv(grid.world_size, mpi=capabilities.needs_mpi(rollout))
+    yield "engine", capabilities.describe(rollout.name) if plan.needs_engine else "none: nothing is sampled"
     yield (
         "model",
         f"{model.path or model.preset} ({arch.family}): {arch.num_layers} layers, hidden {arch.hidden_size}, "
@@ -84,13 +84,13 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
     warm = train.warm_start.num_steps
     yield "steps", f"{_steps(train)} of {config.algorithm.name}" + (f" after {warm} supervised" if warm else "")
     each = config.rollout.max_sequence_length
-    supervised = found.algorithm.supervised
-    num_samples = train.batch_size * found.algorithm.num_samples
+    supervised = plan.algorithm.supervised
+    num_samples = train.batch_size * plan.algorithm.num_samples
     product = {
         "samples": f"prompts x {rollout.n} samples = {num_samples:,} sequences",
         "responses": "examples",
         "pairs": f"pairs = {num_samples:,} sequences",
-    }[found.algorithm.learns_from]
+    }[plan.algorithm.learns_from]
     yield (
         "each step",
         f"{train.batch_size} {product} of at most {each:,} tokens: at most {num_samples * each:,} tokens",
@@ -102,21 +102,21 @@ def _summary(found: Resolved) -> Iterator[tuple[str, str]]:
         "update",
         f"{train.batch_size // prompts} minibatch(es) of {in_minibatch:,} sequences"
         + (f", {config.actor.ppo_epochs} times" if config.actor.ppo_epochs > 1 and not supervised else "")
-        + f"; {per_rank:,} for each of {grid.dp} data-parallel rank(s), in about {_num_microbatches(found, per_rank)} "
+        + f"; {per_rank:,} for each of {grid.dp} data-parallel rank(s), in about {_num_microbatches(plan, per_rank)} "
         f"microbatch(es) of {config.actor.max_tokens_per_microbatch:,} tokens if all are of full length",
     )
-    yield from _memory(found)
+    yield from _memory(plan)
 
 
-def _memory(found: Resolved) -> Iterator[tuple[str, str]]:
-    config, arch, grid = found.config, found.arch, found.grid
+def _memory(plan: Resolved) -> Iterator[tuple[str, str]]:
+    config, arch, grid = plan.config, plan.arch, plan.grid
     fullest = max(stage_memory(config, arch, grid), key=lambda one: one.total)
-    fullest = fullest if found.needs_engine else replace(fullest, engine=0)
+    fullest = fullest if plan.needs_engine else replace(fullest, engine=0)
     parts = {
         "weights": fullest.weights,
         "gradients": fullest.gradients,
         "optimizer": fullest.optimizer,
-        **({"engine's weights": fullest.engine} if found.needs_engine else {}),
+        **({"engine's weights": fullest.engine} if plan.needs_engine else {}),
     }
     of_engine = parts.pop("engine's weights") if grid.has_separate_rollout else 0
     which = " that trains" if grid.has_separate_rollout else ""
@@ -127,23 +127,23 @@ def _memory(found: Resolved) -> Iterator[tuple[str, str]]:
     )
     if grid.has_separate_rollout:
         yield "", f"engine's weights {of_engine / MIB:,.1f} MiB on a rank that samples"
-    if found.critic is not None:
-        own = max(stage_memory(critic_config(config), found.critic, grid), key=lambda one: one.total)
+    if plan.critic is not None:
+        own = max(stage_memory(critic_config(config), plan.critic, grid), key=lambda one: one.total)
         yield (
             "critic",
             f"weights {own.weights / MIB:,.1f} + gradients {own.gradients / MIB:,.1f} + optimizer "
             f"{own.optimizer / MIB:,.1f} = {own.total / MIB:,.1f} MiB on its fullest rank",
         )
-    more = ", the reference's weights in host memory" if found.algorithm.needs_reference else ""
-    more += f", the weights of {len(found.teachers)} teacher(s) in host memory" if found.teachers else ""
-    more += ", the reward model's weights in host memory" if found.reward is not None else ""
-    cache = ", the engine's KV cache" if found.needs_engine else ""
+    more = ", the reference's weights in host memory" if plan.algorithm.needs_reference else ""
+    more += f", the weights of {len(plan.teachers)} teacher(s) in host memory" if plan.teachers else ""
+    more += ", the reward model's weights in host memory" if plan.reward is not None else ""
+    cache = ", the engine's KV cache" if plan.needs_engine else ""
     yield "", f"not included: activations, logits, buffers of collectives{cache}{more}"
 
 
-def _megatron(found: Resolved) -> Iterator[str]:
+def _megatron(plan: Resolved) -> Iterator[str]:
     """Yields the Megatron fields that `megatron` changes and those that mrl switches on for GPUs."""
-    config, moe, te = found.config, found.arch.moe is not None, asked_for(found.config)
+    config, moe, te = plan.config, plan.arch.moe is not None, asked_for(plan.config)
     given = config.megatron.transformer
     on = [f"transformer.{name}" for name in transformer_defaults(given, te=te, moe=moe)]
     on += [f"ddp.{name}" for name in ddp_defaults(config.actor, config.megatron, te=te)]
@@ -153,7 +153,7 @@ def _megatron(found: Resolved) -> Iterator[str]:
         yield f"megatron.{section}.{name}: {_value(before)} -> {_value(after)}"
     condition = "with TransformerEngine" if te else "without TransformerEngine, as configured"
     yield f"switched on {condition}: {', '.join(on) or 'nothing'}"
-    yield from (f"WARNING {warning}" for warning in forced(config, found.arch, found.grid))
+    yield from (f"WARNING {warning}" for warning in forced(config, plan.arch, plan.grid))
     yield ""
 
 
@@ -166,11 +166,11 @@ def _steps(train: TrainConfig) -> str:
     return ", or ".join([*([] if train.num_steps is None else [str(train.num_steps)]), *epochs])
 
 
-def _num_microbatches(found: Resolved, num_sequences: int) -> int:
+def _num_microbatches(plan: Resolved, num_sequences: int) -> int:
     """Returns the number of full-length microbatches, a multiple of the stages of an interleaved pipeline."""
-    together = found.config.actor.max_tokens_per_microbatch // found.config.rollout.max_sequence_length
+    together = plan.config.actor.max_tokens_per_microbatch // plan.config.rollout.max_sequence_length
     count = math.ceil(num_sequences / max(1, together))
-    multiple = found.grid.pp if found.grid.vpp > 1 else 1
+    multiple = plan.grid.pp if plan.grid.vpp > 1 else 1
     return -(-count // multiple) * multiple
 
 

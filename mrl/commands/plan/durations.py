@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from mrl.commands.plan.activations import largest_microbatch
 from mrl.commands.plan.recompute import recompute_of
 from mrl.config.config import Config
+from mrl.engines._capabilities import memory_plan
 from mrl.engines._memory_plan import token_elements
-from mrl.engines._support import memory_plan
 from mrl.models.base import ArchSpec
 from mrl.observability.hardware import Hardware
 from mrl.observability.metrics import forward_flops
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.copy_op import ITEM_BYTES
-from mrl.trainer.resolve import Resolved
+from mrl.trainer.run_plan import Resolved
 from mrl.trainer.validation.critic import critic_config
 
 
@@ -48,34 +48,34 @@ class Durations:
     bubble_frac: float
 
 
-def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Durations:
+def predict_durations(plan: Resolved, hardware: Hardware, kv_rows: int) -> Durations:
     """Predicts the durations of a step's phases.
 
     Args:
-        found: Resolved run.
+        plan: Resolved config of the run.
         hardware: Rates of GPUs and links.
         kv_rows: Number of sequences that a replica decodes concurrently.
     """
-    config, arch, grid = found.config, found.arch, found.grid
+    config, arch, grid = plan.config, plan.arch, plan.grid
     passes = float(config.actor.ppo_epochs)
     prefill, decode, steps, bound_by = 0.0, 0.0, 0, ""
-    scorings = int(found.algorithm.needs_reference)
-    if found.algorithm.supervised:
+    scorings = int(plan.algorithm.needs_reference)
+    if plan.algorithm.supervised:
         passes = 1.0
     else:
-        scorings += int(found.scores_proximal)
-        scorings += config.actor.ppo_epochs * int(found.algorithm.needs_current)
+        scorings += int(plan.scores_proximal)
+        scorings += config.actor.ppo_epochs * int(plan.algorithm.needs_current)
         prefill, decode, steps, bound_by = _rollout(config, arch, grid, hardware, kv_rows)
     rate = len(grid.trainers) * hardware.bf16_flops * hardware.train_flops_frac
-    forward = _trained_flops(found, arch) / rate
-    bubble = _bubble(found)
+    forward = _trained_flops(plan, arch) / rate
+    bubble = _bubble(plan)
     score, update = scorings * forward, passes * (3 + recompute_of(config).forwards(arch)) * forward
-    score += sum(_trained_flops(found, teacher) / rate for teacher in found.teachers)
-    if found.reward is not None and not found.algorithm.supervised:
-        score += _trained_flops(found, found.reward) / rate
-    if found.critic is not None:
-        critic_settings, critic = critic_config(config), found.critic
-        forward = _trained_flops(found, critic) / rate
+    score += sum(_trained_flops(plan, teacher) / rate for teacher in plan.teachers)
+    if plan.reward is not None and not plan.algorithm.supervised:
+        score += _trained_flops(plan, plan.reward) / rate
+    if plan.critic is not None:
+        critic_settings, critic = critic_config(config), plan.critic
+        forward = _trained_flops(plan, critic) / rate
         score += forward
         update += critic_settings.actor.ppo_epochs * (3 + recompute_of(critic_settings).forwards(critic)) * forward
     return Durations(
@@ -89,10 +89,10 @@ def predict_durations(found: Resolved, hardware: Hardware, kv_rows: int) -> Dura
     )
 
 
-def _trained_flops(found: Resolved, arch: ArchSpec) -> float:
+def _trained_flops(plan: Resolved, arch: ArchSpec) -> float:
     """Returns the FLOPs of one forward over a step's samples; samples of a microbatch share their prompt's."""
-    rollout, count = found.config.rollout, found.config.train.batch_size * found.algorithm.num_samples
-    together = largest_microbatch(found.config, found.grid, learns_from=found.algorithm.learns_from).together
+    rollout, count = plan.config.rollout, plan.config.train.batch_size * plan.algorithm.num_samples
+    together = largest_microbatch(plan.config, plan.grid, learns_from=plan.algorithm.learns_from).together
     prompt, sequence = (
         forward_flops(arch, [length]) for length in (rollout.prompt_length, rollout.max_sequence_length)
     )
@@ -135,13 +135,13 @@ def step_time(times: Durations, refit_s: float, *, has_roles: bool, overlaps: bo
     return StepTime(refit_s, rollouts, training, step, *idle)
 
 
-def _bubble(found: Resolved) -> float:
+def _bubble(plan: Resolved) -> float:
     """Returns the fraction of pipeline bubble.
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2: (p - 1) / (v m) of the ideal time.
     """
-    grid = found.grid
-    count = largest_microbatch(found.config, grid, learns_from=found.algorithm.learns_from).count
+    grid = plan.grid
+    count = largest_microbatch(plan.config, grid, learns_from=plan.algorithm.learns_from).count
     idle = (grid.pp - 1) / (grid.vpp * count)
     return idle / (1 + idle)
 

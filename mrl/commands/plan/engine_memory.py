@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 
+from mrl.engines._capabilities import memory_plan
 from mrl.engines._memory_plan import Device, EngineMemory, PlannedRun
-from mrl.engines._support import memory_plan
 from mrl.rollout.async_schedule import RolloutSchedule
-from mrl.trainer.resolve import Resolved
+from mrl.trainer.run_plan import Resolved
 
 
-def engine_memory(found: Resolved, device: Device, *, weights: int, actor: int) -> EngineMemory:
+def engine_memory(plan: Resolved, device: Device, *, weights: int, actor: int) -> EngineMemory:
     """Returns the memory of the run's engine on a rank.
 
     Args:
-        found: Resolved run.
+        plan: Resolved config of the run.
         device: Device of the rank.
         weights: Size of the engine's weights, from `MemoryPlan.weight_bytes`, bytes.
         actor: Actor memory on the device when the engine measures the free memory, bytes.
     """
-    config, schedule = found.config, RolloutSchedule.of(found.config)
-    num_samples = math.ceil(config.train.batch_size / found.grid.num_replicas) * config.rollout.n
+    config, schedule = plan.config, RolloutSchedule.of(plan.config)
+    num_samples = math.ceil(config.train.batch_size / plan.grid.num_replicas) * config.rollout.n
     most = schedule.max_in_flight * config.rollout.n if schedule.by_parts else num_samples
-    run = PlannedRun(config, found.arch, found.grid, device, weights, actor, num_samples, most)
+    run = PlannedRun(config, plan.arch, plan.grid, device, weights, actor, num_samples, most)
     return memory_plan(config).memory(run)

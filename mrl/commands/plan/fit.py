@@ -16,7 +16,7 @@ from mrl.engines._memory_plan import Device
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
 from mrl.parallel_layout import ParallelLayout
-from mrl.trainer.resolve import Resolved
+from mrl.trainer.run_plan import Resolved
 from mrl.trainer.validation import validate
 from mrl.trainer.validation.parallel import build_parallel_layout
 
@@ -83,23 +83,23 @@ def shortage(stages: list[StageMemory], capacity: int) -> Shortage | None:
     return max(found, key=lambda one: one.missing, default=None)
 
 
-def check_fits(found: Resolved, hardware: Hardware, stages: list[StageMemory]) -> None:
+def check_fits(plan: Resolved, hardware: Hardware, stages: list[StageMemory]) -> None:
     """Rejects a run that would run out of memory.
 
     Raises:
         UserError: The run does not fit; the message names the largest term and a change that fits.
     """
-    device = device_of(hardware, found.grid)
+    device = device_of(hardware, plan.grid)
     capacity = device.capacity or 0
     short = shortage(stages, capacity)
     if short is None:
         return
     terms = sorted(short.stage.phases[short.phase].items(), key=lambda item: -item[1])
-    where = describe_ranks(short.stage, found.grid)
+    where = describe_ranks(short.stage, plan.grid)
     if short.phase == "rollout" and not short.stage.kv_rows:
         problem = (
             f"{where} has no room for one sequence in its KV cache: the cache may take "
-            f"rollout.gpu_memory_utilization={found.config.rollout.gpu_memory_utilization} of the memory that is free "
+            f"rollout.gpu_memory_utilization={plan.config.rollout.gpu_memory_utilization} of the memory that is free "
             f"when the engine starts, and a sequence takes {short.stage.phases['rollout']['KV cache'] / GB:.2f} GB"
         )
     else:
@@ -110,7 +110,7 @@ def check_fits(found: Resolved, hardware: Hardware, stages: list[StageMemory]) -
     listed = ", ".join(f"{term} {size / GB:.2f}" for term, size in terms)
     raise UserError(
         f"the run does not fit GPUs of {hardware.memory_bytes / GB:g} GB, of which {capacity / GB:.4g} GB can be "
-        f"used: {problem}. Terms, GB: {listed}. {_advice(found, hardware)}"
+        f"used: {problem}. Terms, GB: {listed}. {_advice(plan, hardware)}"
     )
 
 
@@ -123,20 +123,20 @@ def describe_ranks(stage: StageMemory, grid: ParallelLayout) -> str:
     return "every rank that trains" if grid.has_separate_rollout else "every rank"
 
 
-def _advice(found: Resolved, hardware: Hardware) -> str:
-    change = smallest_change(found, hardware)
+def _advice(plan: Resolved, hardware: Hardware) -> str:
+    change = smallest_change(plan, hardware)
     if change is not None:
         return f"This fits: {format_overrides(change)}"
     factor = 2
     while factor <= MAX_RANKS_FACTOR:
-        more = found.grid.world_size * factor
-        larger = _changed(found, {}, more)
+        more = plan.grid.world_size * factor
+        larger = _changed(plan, {}, more)
         change = None if larger is None else smallest_change(larger, hardware)
         if change is not None:
             overrides = format_overrides(change)
-            return f"No layout of {found.grid.world_size} ranks fits; this does: --world-size {more} {overrides}"
+            return f"No layout of {plan.grid.world_size} ranks fits; this does: --world-size {more} {overrides}"
         factor *= 2
-    return f"No layout fits, of up to {found.grid.world_size * MAX_RANKS_FACTOR} ranks: shorten the sequences."
+    return f"No layout fits, of up to {plan.grid.world_size * MAX_RANKS_FACTOR} ranks: shorten the sequences."
 
 
 def format_overrides(change: Overrides) -> str:
@@ -147,19 +147,19 @@ def format_overrides(change: Overrides) -> str:
     )
 
 
-def smallest_change(found: Resolved, hardware: Hardware) -> Overrides | None:
+def smallest_change(plan: Resolved, hardware: Hardware) -> Overrides | None:
     """Returns overrides with which the run fits; {} if it already does, None if none were found.
 
     Tries each setting alone, then two and three together, cheap ones first. Then it changes settings one by one, each
     time the one that saves most.
     """
-    start = _missing(found, hardware)
+    start = _missing(plan, hardware)
     if start == 0:
         return {}
     useful: list[tuple[int, int, Overrides]] = []  # (knob, cost, overrides)
-    for knob, alternatives in enumerate(_memory_options(found.config, found.grid, hardware)):
+    for knob, alternatives in enumerate(_memory_options(plan.config, plan.grid, hardware)):
         for cost, overrides in enumerate(alternatives):
-            other = _changed(found, overrides)
+            other = _changed(plan, overrides)
             if other is None:
                 continue
             missing = _missing(other, hardware)
@@ -173,33 +173,33 @@ def smallest_change(found: Resolved, hardware: Hardware) -> Overrides | None:
         ]
         for parts in sorted(combinations, key=lambda parts: sum(knob + cost for knob, cost, _ in parts)):
             overrides = {key: value for _, _, part in parts for key, value in part.items()}
-            other = _changed(found, overrides)
+            other = _changed(plan, overrides)
             if other is not None and _missing(other, hardware) == 0:
                 return overrides
-    return _greedy_change(found, hardware)
+    return _greedy_change(plan, hardware)
 
 
-def _greedy_change(found: Resolved, hardware: Hardware) -> Overrides | None:
+def _greedy_change(plan: Resolved, hardware: Hardware) -> Overrides | None:
     total: dict[str, Any] = {}
-    missing = _missing(found, hardware)
+    missing = _missing(plan, hardware)
     while missing:
         best: tuple[int, Overrides, Resolved] | None = None
-        for overrides in itertools.chain(*_memory_options(found.config, found.grid, hardware)):
-            other = _changed(found, overrides)
+        for overrides in itertools.chain(*_memory_options(plan.config, plan.grid, hardware)):
+            other = _changed(plan, overrides)
             left = None if other is None else _missing(other, hardware)
             if other is not None and left is not None and left < (missing if best is None else best[0]):
                 best = (left, overrides, other)
         if best is None:
             return None
-        missing, overrides, found = best
+        missing, overrides, plan = best
         total |= overrides
     return total
 
 
-def _missing(found: Resolved, hardware: Hardware) -> int:
+def _missing(plan: Resolved, hardware: Hardware) -> int:
     """Returns the missing bytes of the worst stage of each phase, summed over phases."""
-    device = device_of(hardware, found.grid)
-    stages = memory_by_stage(found, device)
+    device = device_of(hardware, plan.grid)
+    stages = memory_by_stage(plan, device)
     capacity = device.capacity or 0
     phases = dict.fromkeys(phase for stage in stages for phase in stage.phases)
     missing = sum(
@@ -257,30 +257,30 @@ def _memory_options(config: Config, grid: ParallelLayout, hardware: Hardware) ->
     yield [{"parallel.pipeline_model_parallel_size": grid.pp * factor, **even} for factor in wider]
 
 
-def with_overrides(found: Resolved, overrides: Overrides, world_size: int | None = None) -> Resolved:
+def with_overrides(plan: Resolved, overrides: Overrides, world_size: int | None = None) -> Resolved:
     """Returns the run with other settings.
 
     Args:
-        found: Resolved run.
+        plan: Resolved config of the run.
         overrides: Settings to change.
         world_size: Number of ranks; None: unchanged.
 
     Raises:
         UserError: Validation rejects the changed config.
     """
-    config = found.config
+    config = plan.config
     for key, value in overrides.items():
         config = _with(config, key.split("."), value)
-    ranks = world_size or found.grid.world_size
-    validate.check(config, found.arch, ranks, found.tokenizer.vocab_size, learns_from=found.algorithm.learns_from)
-    own = {item.name: getattr(found, item.name) for item in fields(Resolved)}
+    ranks = world_size or plan.grid.world_size
+    validate.check(config, plan.arch, ranks, plan.tokenizer.vocab_size, learns_from=plan.algorithm.learns_from)
+    own = {item.name: getattr(plan, item.name) for item in fields(Resolved)}
     return Resolved(**{**own, "config": config, "grid": build_parallel_layout(config, ranks)})
 
 
-def _changed(found: Resolved, overrides: Overrides, world_size: int | None = None) -> Resolved | None:
+def _changed(plan: Resolved, overrides: Overrides, world_size: int | None = None) -> Resolved | None:
     """Returns the run with other settings, None if validation rejects it."""
     try:
-        return with_overrides(found, overrides, world_size)
+        return with_overrides(plan, overrides, world_size)
     except UserError:
         return None
 

@@ -17,8 +17,8 @@ from mrl.commands.plan.activations import Activations, ActorShape
 from mrl.commands.plan.engine_memory import engine_memory
 from mrl.commands.plan.optimizer_memory import OptimizerMemory
 from mrl.config.config import Config
+from mrl.engines._capabilities import memory_plan
 from mrl.engines._memory_plan import FP32_BYTES, Device, EngineMemory
-from mrl.engines._support import memory_plan
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.models.transformer_engine import asked_for
 from mrl.parallel_layout import ParallelLayout
@@ -27,7 +27,7 @@ from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.resharding.dtypes import expert_index_dtype
 from mrl.resharding.layout import Layout
 from mrl.resharding.megatron import chunk_layers, megatron_layout, padded_vocab, stage_layers
-from mrl.trainer.resolve import Resolved
+from mrl.trainer.run_plan import Resolved
 from mrl.trainer.validation.critic import critic_config
 from mrl.trainer.validation.megatron import changes
 
@@ -138,31 +138,31 @@ def stage_memory(config: Config, arch: ArchSpec, grid: ParallelLayout) -> list[M
     return found
 
 
-def memory_by_stage(found: Resolved, device: Device, *, moved_bytes: int | None = None) -> list[StageMemory]:
+def memory_by_stage(plan: Resolved, device: Device, *, moved_bytes: int | None = None) -> list[StageMemory]:
     """Returns the memory of a rank of each pipeline stage, and of a rank that only samples, if there are such.
 
     Args:
-        found: Resolved run.
+        plan: Resolved config of the run.
         device: Device of a rank.
         moved_bytes: Most bytes that a rank sends or receives in a weight sync; None: the engine's weights, and for
             ranks that send to several engines a multiple of them.
     """
-    config, arch, grid = found.config, found.arch, found.grid
-    shape = _actor_shape(found, device)
+    config, arch, grid = plan.config, plan.arch, plan.grid
+    shape = _actor_shape(plan, device)
     engine = memory_plan(config)
     arriving = engine.arriving_bytes(config, arch, grid) if moved_bytes is None else moved_bytes
     models = zip(
         stage_memory(config, arch, grid),
-        _critics(found, device),
-        _teachers(found, device),
-        _reward_models(found, device),
+        _critics(plan, device),
+        _teachers(plan, device),
+        _reward_models(plan, device),
         strict=True,
     )
     stages = [
-        _trainer(found, device, stage, arriving, shape.activations(stage), own, others)
+        _trainer(plan, device, stage, arriving, shape.activations(stage), own, others)
         for stage, (own, *others) in enumerate(models)
     ]
-    return [*stages, _sampler(found, device, arriving)] if grid.has_separate_rollout and found.needs_engine else stages
+    return [*stages, _sampler(plan, device, arriving)] if grid.has_separate_rollout and plan.needs_engine else stages
 
 
 @dataclass(frozen=True)
@@ -195,12 +195,12 @@ def _phases(holders: Sequence[_Holder], names: Sequence[str]) -> dict[str, dict[
 
 
 def _offloaded_terms(terms: dict[str, int], device: Device) -> _Holder:
-    """Returns a holder of terms that wait in host memory, which on a CPU is the device's."""
+    """Returns a holder of offloaded terms: in host memory, or on a CPU always in the device's own memory."""
     return _Holder(always=terms) if device.is_host else _Holder(host=sum(terms.values()))
 
 
 def _trainer(
-    found: Resolved,
+    plan: Resolved,
     device: Device,
     stage: int,
     arriving: int,
@@ -209,23 +209,23 @@ def _trainer(
     others: Sequence[Sequence[_Holder]],
 ) -> StageMemory:
     """Returns the memory of a rank that trains; `others` are the holders of critic, teachers and reward model."""
-    config, grid, algorithm = found.config, found.grid, found.algorithm
-    samples = found.needs_engine and not grid.has_separate_rollout
+    config, grid, algorithm = plan.config, plan.grid, plan.algorithm
+    samples = plan.needs_engine and not grid.has_separate_rollout
     moved = arriving if samples else arriving * math.ceil(len(grid.samplers) / len(grid.trainers))
     critic, teachers, reward = others
     actor, staying, away = _trained(config, grid, own, device)
     beside_engine = staying.get("weights", 0) + staying.get("gradients", 0)
     beside_engine += sum(critic[0].always.values()) if critic else 0
-    engine = engine_memory(found, device, weights=own.engine, actor=beside_engine) if samples else NO_ENGINE
-    replayed = replayed_bytes(config, found.arch, grid, stage)
+    engine = engine_memory(plan, device, weights=own.engine, actor=beside_engine) if samples else NO_ENGINE
+    replayed = replayed_bytes(config, plan.arch, grid, stage)
     weights = {part: size for part, size in away.items() if part == "weights"}
     scoring = {"activations": used.scoring}
     holders = [
         _Holder(staying, {"refit": weights, "score": weights, "update": away}),
         _engine(engine, keeps_cache=not config.rollout.free_cache_engine),
-        _Holder({"refit staging": staging_bytes(config, grid, moved) if found.needs_engine else 0}),
+        _Holder({"refit staging": staging_bytes(config, grid, moved) if plan.needs_engine else 0}),
         _offloaded_terms({"reference": own.weights if algorithm.needs_reference else 0}, device),
-        _Holder(host=own.weights if algorithm.needs_reference or found.arch in found.teachers else 0),  # while swapped
+        _Holder(host=own.weights if algorithm.needs_reference or plan.arch in plan.teachers else 0),  # while swapped
         *teachers,
         *reward,
         *critic,
@@ -236,10 +236,10 @@ def _trainer(
         _Holder(phases={"update": {"experts to replay": replayed if device.is_host else 0}}, host=replayed),
     ]
     there = {
-        "refit": found.needs_engine,
+        "refit": plan.needs_engine,
         "rollout": samples,
-        "score": any((algorithm.needs_reference, found.scores_proximal, algorithm.needs_current, found.teachers)),
-        "teacher": any(teacher != found.arch for teacher in found.teachers),
+        "score": any((algorithm.needs_reference, plan.scores_proximal, algorithm.needs_current, plan.teachers)),
+        "teacher": any(teacher != plan.arch for teacher in plan.teachers),
         "reward": reward,
         "critic": critic,
         "update": True,
@@ -282,13 +282,13 @@ def _engine(engine: EngineMemory, *, keeps_cache: bool) -> _Holder:
     )
 
 
-def _sampler(found: Resolved, device: Device, arriving: int) -> StageMemory:
+def _sampler(plan: Resolved, device: Device, arriving: int) -> StageMemory:
     """Returns the memory of a rank that only samples; its engine never sleeps."""
-    grid = found.grid
-    config = replace(found.config, rollout=replace(found.config.rollout, free_cache_engine=False))
-    weights = memory_plan(config).weight_bytes(config, found.arch, grid)
-    engine = engine_memory(replace(found, config=config), device, weights=weights, actor=0)
-    routing = routing_bytes(config, found.arch, grid)
+    grid = plan.grid
+    config = replace(plan.config, rollout=replace(plan.config.rollout, free_cache_engine=False))
+    weights = memory_plan(config).weight_bytes(config, plan.arch, grid)
+    engine = engine_memory(replace(plan, config=config), device, weights=weights, actor=0)
+    routing = routing_bytes(config, plan.arch, grid)
     holders = [
         _engine(engine, keeps_cache=True),
         _Holder({"refit staging": staging_bytes(config, grid, arriving)}),
@@ -300,24 +300,24 @@ def _sampler(found: Resolved, device: Device, arriving: int) -> StageMemory:
     return StageMemory(None, grid.samplers.start, phases, engine.rows, host, 0 if device.is_host else routing)
 
 
-def _actor_shape(found: Resolved, device: Device) -> ActorShape:
-    config = found.config
+def _actor_shape(plan: Resolved, device: Device) -> ActorShape:
+    config = plan.config
     te = device.te and asked_for(config)
     compiled = device.is_host and device.compiles and not config.rollout.true_on_policy
-    learns_from = found.algorithm.learns_from
-    return ActorShape(config, found.arch, found.grid, te=te, compiled=compiled, learns_from=learns_from)
+    learns_from = plan.algorithm.learns_from
+    return ActorShape(config, plan.arch, plan.grid, te=te, compiled=compiled, learns_from=learns_from)
 
 
-def _critics(found: Resolved, device: Device) -> list[list[_Holder]]:
+def _critics(plan: Resolved, device: Device) -> list[list[_Holder]]:
     """Returns the critic's holders on a rank of each pipeline stage; the first one is its parts on the device."""
-    grid = found.grid
-    if found.critic is None:
+    grid = plan.grid
+    if plan.critic is None:
         return [[] for _ in range(grid.pp)]
-    config = critic_config(found.config)
+    config = critic_config(plan.config)
     te = device.te and asked_for(config)
-    shape = ActorShape(config, found.critic, grid, te=te, compiled=device.is_host and device.compiles)
+    shape = ActorShape(config, plan.critic, grid, te=te, compiled=device.is_host and device.compiles)
     stages = []
-    for stage, own in enumerate(stage_memory(config, found.critic, grid)):
+    for stage, own in enumerate(stage_memory(config, plan.critic, grid)):
         holders, staying, away = _trained(config, grid, own, device)
         terms = [{f"critic's {part}": size for part, size in parts.items()} for parts in (staying, away)]
         update = _update(shape.activations(stage), own.states.step)
@@ -325,14 +325,14 @@ def _critics(found: Resolved, device: Device) -> list[list[_Holder]]:
     return stages
 
 
-def _teachers(found: Resolved, device: Device) -> list[list[_Holder]]:
+def _teachers(plan: Resolved, device: Device) -> list[list[_Holder]]:
     """Returns the teachers' holders on a rank of each pipeline stage.
 
     Weights and final hidden states (of a step's tokens, and a copy of a minibatch's) wait in host memory. A teacher
     with layers of its own is on the device while it runs. An update needs the output weights of all of them, and one
     chunk of both sides' logits.
     """
-    config, grid, teachers = found.config, found.grid, found.teachers
+    config, grid, teachers = plan.config, plan.grid, plan.teachers
     item, train, stages = ITEM_BYTES[config.model.dtype], config.train, []
     elements = [_actor_elements(teacher, grid) for teacher in teachers]
     for stage in range(grid.pp if teachers else 0):
@@ -342,10 +342,10 @@ def _teachers(found: Resolved, device: Device) -> list[list[_Holder]]:
             samples = (train.batch_size + (train.minibatch_size or train.batch_size)) * config.rollout.n
             tokens = math.ceil(samples / grid.dp) * config.rollout.response_length
             states = tokens * max(teacher.hidden_size for teacher in teachers) * item
-            rows = padded_vocab(found.arch, grid.tp) // grid.tp
+            rows = padded_vocab(plan.arch, grid.tp) // grid.tp
             output = sum(rows * teacher.hidden_size * item for teacher in teachers)
             output += TEACHER_LOGITS * FP32_BYTES * rows * min(config.actor.logprob_chunk_tokens, tokens)
-        own_layers = (size for size, teacher in zip(weights, teachers, strict=True) if teacher != found.arch)
+        own_layers = (size for size, teacher in zip(weights, teachers, strict=True) if teacher != plan.arch)
         running = {"a teacher's weights": max(own_layers, default=0)}
         stages.append(
             [
@@ -356,13 +356,13 @@ def _teachers(found: Resolved, device: Device) -> list[list[_Holder]]:
     return stages or [[] for _ in range(grid.pp)]
 
 
-def _reward_models(found: Resolved, device: Device) -> list[list[_Holder]]:
+def _reward_models(plan: Resolved, device: Device) -> list[list[_Holder]]:
     """Returns the reward model's holders on a rank of each pipeline stage; none if it is not used."""
-    unused = found.algorithm.supervised and not found.config.train.eval_interval
-    if found.reward is None or unused:
-        return [[] for _ in range(found.grid.pp)]
-    item = ITEM_BYTES[found.config.model.dtype]
-    sizes = [sum(part) * item for part in _actor_elements(found.reward, found.grid)]
+    unused = plan.algorithm.supervised and not plan.config.train.eval_interval
+    if plan.reward is None or unused:
+        return [[] for _ in range(plan.grid.pp)]
+    item = ITEM_BYTES[plan.config.model.dtype]
+    sizes = [sum(part) * item for part in _actor_elements(plan.reward, plan.grid)]
     return [
         [_offloaded_terms({"reward model": size}, device), _Holder(phases={"reward": {REWARD: size}})] for size in sizes
     ]

@@ -1,8 +1,9 @@
 """`mrl plan CONFIG --world-size N`: predicts the cost of a run on a cluster of any size, without running it.
 
 This file formats the report. Memory comes from `memory.py` and is checked by `fit.py`, times come from `durations.py`
-and `refits.py`, the best split into training and sampling ranks from `splits.py`. Everything is computed from shapes
-(`resharding/transfer_cost.py`) and the hardware's stated figures (`observability/hardware.py`); nothing is measured.
+and `weight_sync_cost.py`, the best split into training and sampling ranks from `rank_split.py`. Everything is computed
+from shapes (`resharding/transfer_cost.py`) and the hardware's stated figures (`observability/hardware.py`); nothing is
+measured.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from mrl.commands.launch import launch_argv
 from mrl.commands.plan.durations import predict_durations, step_time
 from mrl.commands.plan.fit import check_fits, device_of, format_overrides
 from mrl.commands.plan.memory import StageMemory, memory_by_stage, not_counted, num_parameters
-from mrl.commands.plan.refits import RefitPrediction, predict_refit
-from mrl.commands.plan.splits import Splits, find_splits, rows_of, splits_text
+from mrl.commands.plan.rank_split import Splits, find_splits, rows_of, splits_text
+from mrl.commands.plan.weight_sync_cost import RefitPrediction, predict_refit
 from mrl.config.config import Config
-from mrl.engines._support import engine_support, memory_plan
+from mrl.engines._capabilities import engine_capabilities, memory_plan
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
 from mrl.observability.text_format import format_count
 from mrl.rollout.async_schedule import RolloutSchedule
-from mrl.trainer.resolve import Resolved, check_run
+from mrl.trainer.run_plan import Resolved, check_run
 from mrl.trainer.validation.megatron import forced
-from mrl.trainer.validation.roles import key_of
+from mrl.trainer.validation.rollout_ranks import key_of
 
 GB = 1e9
 
@@ -73,35 +74,35 @@ def _with_split(error: UserError, splits: Splits | None, *, overlaps: bool) -> U
     )
 
 
-def _layout(found: Resolved, hardware: Hardware) -> Iterator[str]:
-    arch, grid = found.arch, found.grid
+def _layout(plan: Resolved, hardware: Hardware) -> Iterator[str]:
+    arch, grid = plan.arch, plan.grid
     nodes = -(-grid.world_size // hardware.gpus_per_node)
     yield f"{format_count(grid.world_size, 'rank')} on {format_count(nodes, 'node')} of {hardware.gpus_per_node}"
     if grid.has_separate_rollout:
         train, sample = (f"{ranks.start}-{ranks.stop - 1}" for ranks in (grid.trainers, grid.samplers))
-        yield f"roles     ranks {train} train, ranks {sample} only sample ({key_of(found.config.rollout)})"
-    mpi = engine_support(found.config.rollout.name).needs_mpi(found.config.rollout)
+        yield f"roles     ranks {train} train, ranks {sample} only sample ({key_of(plan.config.rollout)})"
+    mpi = engine_capabilities(plan.config.rollout.name).needs_mpi(plan.config.rollout)
     yield f"start     {launch_argv(grid.world_size, mpi=mpi)}"
-    yield f"model     {num_parameters(arch) / GB:.2f} x 10^9 parameters, {found.config.model.dtype}"
-    if found.critic is not None:
-        yield f"critic    {num_parameters(found.critic) / GB:.2f} x 10^9 parameters, in the actor's layout"
-    for teacher in found.teachers:
+    yield f"model     {num_parameters(arch) / GB:.2f} x 10^9 parameters, {plan.config.model.dtype}"
+    if plan.critic is not None:
+        yield f"critic    {num_parameters(plan.critic) / GB:.2f} x 10^9 parameters, in the actor's layout"
+    for teacher in plan.teachers:
         layers = "the student's layers" if teacher == arch else "layers of its own"
         yield f"teacher   {num_parameters(teacher) / GB:.2f} x 10^9 parameters, {layers}, in the actor's layout"
-    if found.reward is not None:
-        yield f"reward    model of {num_parameters(found.reward) / GB:.2f} x 10^9 parameters, in the actor's layout"
+    if plan.reward is not None:
+        yield f"reward    model of {num_parameters(plan.reward) / GB:.2f} x 10^9 parameters, in the actor's layout"
     yield f"actor     tp {grid.tp} x cp {grid.cp} x dp {grid.dp} x pp {grid.pp}" + (
         f", experts ep {grid.ep} x etp {grid.expert_tp}" if arch.moe else ""
     )
     stages = f" x pp {grid.rollout_pp}" if grid.rollout_pp > 1 else ""
-    if not found.needs_engine:
+    if not plan.needs_engine:
         return
     yield f"rollout   {grid.num_replicas} replica(s) of tp {grid.rollout_tp}{stages}" + (
         f", experts ep {grid.rollout_ep} x tp {grid.rollout_moe_tp}" if arch.moe else ""
     )
 
 
-def _memory(found: Resolved, stages: list[StageMemory], capacity: int, hardware: Hardware) -> Iterator[str]:
+def _memory(plan: Resolved, stages: list[StageMemory], capacity: int, hardware: Hardware) -> Iterator[str]:
     """Yields the fullest stage term by term and the other stages' totals; likewise for ranks that only sample."""
     trainers = [stage for stage in stages if stage.stage is not None]
     yield (
@@ -112,10 +113,10 @@ def _memory(found: Resolved, stages: list[StageMemory], capacity: int, hardware:
     fullest = _fullest(trainers)
     if fullest.host:
         yield f"  host memory: {fullest.host / GB:.2f} GB for models and engine that are offloaded"
-        sleeps = found.config.rollout.free_cache_engine and not found.grid.has_separate_rollout
-        engine = memory_plan(found.config)
-        if found.needs_engine and engine.discards_weights and sleeps:
-            size = engine.weight_bytes(found.config, found.arch, found.grid) / GB
+        sleeps = plan.config.rollout.free_cache_engine and not plan.grid.has_separate_rollout
+        engine = memory_plan(plan.config)
+        if plan.needs_engine and engine.discards_weights and sleeps:
+            size = engine.weight_bytes(plan.config, plan.arch, plan.grid) / GB
             yield f"  of it {size:.2f} GB for the engine's weights, which {engine.discards_weights} discards instead"
         if fullest.replayed:
             yield f"  of it {fullest.replayed / GB:.2f} GB for the experts to replay"
@@ -124,8 +125,8 @@ def _memory(found: Resolved, stages: list[StageMemory], capacity: int, hardware:
         yield from _terms(samplers)
         if samplers[0].host:
             yield f"  host memory: {samplers[0].host / GB:.2f} GB"
-    if found.needs_engine and (rows := rows_of(stages)):
-        yield f"  the KV cache has room for {rows} sequence(s) of {_longest(found)} tokens in each replica"
+    if plan.needs_engine and (rows := rows_of(stages)):
+        yield f"  the KV cache has room for {rows} sequence(s) of {_longest(plan)} tokens in each replica"
 
 
 def _terms(stages: list[StageMemory]) -> Iterator[str]:
@@ -148,23 +149,23 @@ def _name_of(stage: StageMemory) -> str:
     return "a rank that samples" if stage.stage is None else f"stage {stage.stage}"
 
 
-def _megatron_notes(found: Resolved) -> Iterator[str]:
+def _megatron_notes(plan: Resolved) -> Iterator[str]:
     """Yields notes on Megatron's own fields that the figures do not account for."""
-    yield from forced(found.config, found.arch, found.grid)
-    if names := not_counted(found.config):
+    yield from forced(plan.config, plan.arch, plan.grid)
+    if names := not_counted(plan.config):
         yield f"not counted: {', '.join(names)}"
 
 
-def _longest(found: Resolved) -> int:
-    return found.config.rollout.prompt_length + found.config.rollout.response_length
+def _longest(plan: Resolved) -> int:
+    return plan.config.rollout.prompt_length + plan.config.rollout.response_length
 
 
 def _times(
-    found: Resolved, hardware: Hardware, refit: RefitPrediction, kv_rows: int, *, overlaps: bool
+    plan: Resolved, hardware: Hardware, refit: RefitPrediction, kv_rows: int, *, overlaps: bool
 ) -> Iterator[str]:
-    times = predict_durations(found, hardware, kv_rows)
+    times = predict_durations(plan, hardware, kv_rows)
     yield "a step, s, if every response has its full length, at assumed fractions of the peak rates (--hardware)"
-    rows = [] if found.algorithm.supervised else [("refit", refit.seconds, "links and memory at their peak")]
+    rows = [] if plan.algorithm.supervised else [("refit", refit.seconds, "links and memory at their peak")]
     if times.decode_steps:
         assumed = f"{hardware.decode_frac:.0%} of memory and FLOP rate"
         note = f"{times.decode_steps:,} passes, bound by {times.bound_by}; {assumed}"
@@ -174,9 +175,9 @@ def _times(
         rows += [("score", times.score, f"{hardware.train_flops_frac:.0%} of {_rate(hardware)}")]
     bubble = f", {times.bubble_frac:.0%} pipeline bubble" if times.bubble_frac else ""
     rows += [("update", times.update, f"{hardware.train_flops_frac:.0%} of {_rate(hardware)}{bubble}")]
-    refit_s = 0.0 if found.algorithm.supervised else refit.seconds
-    total, note = step_time(times, refit_s, has_roles=found.grid.has_separate_rollout, overlaps=overlaps), ""
-    if found.grid.has_separate_rollout:
+    refit_s = 0.0 if plan.algorithm.supervised else refit.seconds
+    total, note = step_time(times, refit_s, has_roles=plan.grid.has_separate_rollout, overlaps=overlaps), ""
+    if plan.grid.has_separate_rollout:
         note = "rollouts and training at the same time; " if overlaps else ""
         note += f"ranks that train wait {total.idle_trainers:.0%} of it, those that sample {total.idle_samplers:.0%}"
     rows += [("total", total.step, note)]

@@ -1,7 +1,7 @@
 """First stage of a rehearsal: the checks of a real run, on a machine that could not run it.
 
-The rules are those of `mrl train` (`trainer/resolve.py`) and `mrl plan` (`commands/plan/fit.py`), at the real sizes and
-ranks. Missing files that exist only on the cluster get a hint.
+The rules are those of `mrl train` (`trainer/run_plan.py`) and `mrl plan` (`commands/plan/fit.py`), at the real sizes
+and ranks. Missing files that exist only on the cluster get a hint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mrl.config.config import Config
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
 from mrl.observability.text_format import format_count
-from mrl.trainer.resolve import Resolved, check_run
+from mrl.trainer.run_plan import Resolved, check_run
 from mrl.trainer.validation.world_size import world_size
 
 
@@ -27,13 +27,13 @@ class RealRun:
 
     Attributes:
         config: Real config, with placeholders for missing files.
-        found: Same config, resolved at its world size.
+        plan: Same config, resolved at its world size.
         prompt_length: Longest of the first prompts, tokens.
         ranks: World size and its origin, in words.
     """
 
     config: Config
-    found: Resolved
+    plan: Resolved
     prompt_length: int
     ranks: str
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mrl.config import user_code
 from mrl.config.config import RolloutConfig
-from mrl.engines._support import CpuRun, engine_support
+from mrl.engines._capabilities import CpuRun, engine_capabilities
 from mrl.parallel_layout import ParallelLayout
 
 DEFAULT_ENGINE = RolloutConfig.name
@@ -37,5 +37,5 @@ def engine_for(rollout: RolloutConfig, reduced: ParallelLayout) -> RehearsalEngi
     """Returns the engine for a rehearsal of `rollout` with the layout `reduced`."""
     if user_code.is_user_code(rollout.name):
         return RehearsalEngine(why="it is not mrl's")
-    found = engine_support(rollout.name).on_cpu(reduced)
+    found = engine_capabilities(rollout.name).on_cpu(reduced)
     return RehearsalEngine(why=found.why_not) if found.why_not else RehearsalEngine(rollout.name, found)

@@ -30,6 +30,7 @@ from mrl.commands.rehearse.conversion import to_hugging_face, to_trtllm
 from mrl.commands.rehearse.engine import DEFAULT_ENGINE, engine_for
 from mrl.commands.rehearse.layout import sizes, smallest_like
 from mrl.commands.rehearse.model import shrunk_model
+from mrl.commands.rehearse.reduced_files import with_first_rows, write_model
 from mrl.commands.rehearse.report import ALL, FILE, Report, Stage
 from mrl.commands.rehearse.settings import (
     NUM_VAL,
@@ -40,19 +41,18 @@ from mrl.commands.rehearse.settings import (
     small_teacher,
     with_steps,
 )
-from mrl.commands.rehearse.shrunk_files import with_first_rows, write_model
 from mrl.commands.rehearse.stages import STAGES, seconds_by_stage, stage_of
 from mrl.config.config import Config, load, to_yaml
 from mrl.data.synthetic_tasks import make_task
 from mrl.data.tokenizer import HFTokenizer
 from mrl.distributed.local_ranks import TOKENIZERS, TRAINING, RankError, RankUsage, run_ranks
-from mrl.engines._support import engine_support
+from mrl.engines._capabilities import engine_capabilities
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec, critic_of
 from mrl.observability.hardware import Hardware
 from mrl.observability.text_format import format_count
 from mrl.parallel_layout import ParallelLayout
-from mrl.trainer.resolve import Resolved, resolve
+from mrl.trainer.run_plan import Resolved, resolve
 from mrl.trainer.validation.megatron import forced, without_refused_fields
 from mrl.trainer.validation.parallel import build_parallel_layout
 
@@ -132,13 +132,13 @@ class _Rehearsal:
             real = check_real_run(
                 config, self._file, options.world_size, options.hardware, report, placeholders=options.stand_ins
             )
-            if isinstance(real.found.tokenizer, HFTokenizer):
+            if isinstance(real.plan.tokenizer, HFTokenizer):
                 self._preload += (TOKENIZERS,)
             self._done("check", f"{real.ranks}, as mrl train and mrl plan check them")
         self._console.print("reducing the config and its models ...", highlight=False, soft_wrap=True)
-        small, tokens = self._shrink(real.config, real.found, real.prompt_length)
+        small, tokens = self._shrink(real.config, real.plan, real.prompt_length)
         changed, world_size = other_layout(
-            small.config, small.arch, small.grid, tokens, learns_from=real.found.algorithm.learns_from
+            small.config, small.arch, small.grid, tokens, learns_from=real.plan.algorithm.learns_from
         )
         (self._folder / FIRST).write_text(to_yaml(small.config), encoding="utf-8")
         (self._folder / RESUME).write_text(to_yaml(with_steps(changed, 2)), encoding="utf-8")
@@ -148,32 +148,32 @@ class _Rehearsal:
             self._convert(small)
         report.finished = True
 
-    def _shrink(self, config: Config, found: Resolved, prompt_length: int) -> tuple[_ReducedRun, int]:
+    def _shrink(self, config: Config, plan: Resolved, prompt_length: int) -> tuple[_ReducedRun, int]:
         """Builds the reduced run and records in the report how it differs from the real one."""
         report = self.report
-        experts = found.arch.moe is not None
-        tokens = found.tokenizer.vocab_size
+        experts = plan.arch.moe is not None
+        tokens = plan.tokenizer.vocab_size
         max_ranks = self._options.max_ranks or _ranks_that_fit(tokens)
-        grid = smallest_like(found.grid, max_ranks, experts=experts)
+        grid = smallest_like(plan.grid, max_ranks, experts=experts)
         engine = engine_for(config.rollout, grid)
-        arch, grid = shrunk_model(found.arch, found.grid, grid, tokens=tokens, engine=engine)
-        small = shrunk_config(config, found, Sizes(arch, grid, prompt_length, engine), self._folder)
+        arch, grid = shrunk_model(plan.arch, plan.grid, grid, tokens=tokens, engine=engine)
+        small = shrunk_config(config, plan, Sizes(arch, grid, prompt_length, engine), self._folder)
         report.engine = engine.name
         small = replace(small, data=_with_few_rows(small.data, self._folder / "data"))
         small, left_out = without_refused_fields(small, arch, grid)
         report.not_covered += left_out
-        report.warnings += forced(config, found.arch, found.grid)
-        real, reduced = sizes(found.grid, experts=experts), sizes(grid, experts=experts)
+        report.warnings += forced(config, plan.arch, plan.grid)
+        real, reduced = sizes(plan.grid, experts=experts), sizes(grid, experts=experts)
         report.layout = {
-            ALL: (found.grid.world_size, grid.world_size),
-            **({SAMPLING: (found.grid.rollout_ranks, grid.rollout_ranks)} if grid.has_separate_rollout else {}),
+            ALL: (plan.grid.world_size, grid.world_size),
+            **({SAMPLING: (plan.grid.rollout_ranks, grid.rollout_ranks)} if grid.has_separate_rollout else {}),
             **{name: (real[name], reduced[name]) for name in real if real[name] > 1},
         }
         stages = ("vpp", "first_stage_layers", "last_stage_layers")
-        report.model = _differences(flatten(asdict(found.arch)), flatten(asdict(arch))) | {
-            name: (getattr(found.grid, name), getattr(grid, name))
+        report.model = _differences(flatten(asdict(plan.arch)), flatten(asdict(arch))) | {
+            name: (getattr(plan.grid, name), getattr(grid, name))
             for name in stages
-            if getattr(found.grid, name) not in (None, 1)
+            if getattr(plan.grid, name) not in (None, 1)
         }
         report.settings = _differences(flatten(asdict(config)), flatten(asdict(small)))
         report.warnings += [
@@ -186,8 +186,8 @@ class _Rehearsal:
             report.not_covered.insert(0, f"the engine {config.rollout.name}: {replacement}")
         elif engine.name != DEFAULT_ENGINE:
             report.not_covered.insert(0, f"{engine.name} on GPUs: its CPU build sampled")
-        if engine_support(config.rollout.name).needs_mpi(config.rollout):
-            start = launch_argv(found.grid.world_size, mpi=True)
+        if engine_capabilities(config.rollout.name).needs_mpi(config.rollout):
+            start = launch_argv(plan.grid.world_size, mpi=True)
             report.not_covered.insert(1, f"MPI: mrl started the ranks itself. Start of the real run: {start}")
         if config.actor.moe_token_dispatcher_type != small.actor.moe_token_dispatcher_type:
             report.not_covered.append("the flex dispatcher: tokens were dispatched by alltoall")
@@ -200,28 +200,26 @@ class _Rehearsal:
                 f"your reward alone: {VARIETY.weight} x {VARIETY.name} was added, so that samples of a random model "
                 "differ and the update has a gradient"
             )
-        self._write_models(config, found, arch)
+        self._write_models(config, plan, arch)
         try:
             resolve(small, grid.world_size)
         except UserError as error:
             raise RuntimeError(f"mrl reduced the config to one that its own checks reject (a bug): {error}") from error
         return _ReducedRun(small, arch, grid), tokens
 
-    def _write_models(self, config: Config, found: Resolved, arch: ArchSpec) -> None:
+    def _write_models(self, config: Config, plan: Resolved, arch: ArchSpec) -> None:
         """Writes reduced models for all model folders that the config names."""
-        like, critic = config.critic.path, found.critic
+        like, critic = config.critic.path, plan.critic
         if critic is not None and critic.family != arch.family:
             self.report.not_covered.append(f"the critic's layers ({critic.family}): it used the actor's")
             like = config.model.path or like
         folders = [("model", config.model.path, arch), ("reference", config.reference.path, arch)]
         folders += [("critic", like if config.critic.path else None, critic_of(arch))]
-        teachers = zip(config.distillation.teacher_models, found.teachers, strict=False)
+        teachers = zip(config.distillation.teacher_models, plan.teachers, strict=False)
         for index, (teacher, teacher_arch) in enumerate(teachers):
-            folders.append((f"teacher{index}", teacher.model_path, small_teacher(teacher_arch, found.arch, arch)))
-        if found.reward is not None:
-            scorer = replace(
-                critic_of(small_teacher(found.reward, found.arch, arch)), vocab_size=found.reward.vocab_size
-            )
+            folders.append((f"teacher{index}", teacher.model_path, small_teacher(teacher_arch, plan.arch, arch)))
+        if plan.reward is not None:
+            scorer = replace(critic_of(small_teacher(plan.reward, plan.arch, arch)), vocab_size=plan.reward.vocab_size)
             folders.append(("reward", config.reward.model.path, scorer))
         for seed, (name, source, small) in enumerate(folders):
             if source is not None:

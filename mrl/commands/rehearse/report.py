@@ -109,7 +109,7 @@ class Report:
                 console.print(f"  - {line}", markup=False, soft_wrap=True)
         console.print(
             f"{'passed' if self.passed else 'failed'} in {self.seconds:.0f} s; the ranks took {self.cpu_s:.0f} s of "
-            f"processor time and at most {self.peak_bytes / GB:.1f} GB of memory",
+            f"CPU time and at most {self.peak_bytes / GB:.1f} GB of memory",
             soft_wrap=True,
         )
 

@@ -34,8 +34,8 @@ from mrl.models.base import ArchSpec
 from mrl.models.hf_config import family_of
 from mrl.models.presets import PRESETS
 from mrl.parallel_layout import ParallelLayout
-from mrl.trainer.num_steps import minibatches_per_step, optimizer_steps
-from mrl.trainer.resolve import Resolved
+from mrl.trainer.run_length import minibatches_per_step, optimizer_steps
+from mrl.trainer.run_plan import Resolved
 from mrl.trainer.validation import validate
 from mrl.trainer.validation.critic import critic_config
 from mrl.trainer.validation.megatron import without_refused_fields
@@ -84,12 +84,12 @@ class Sizes:
     engine: RehearsalEngine
 
 
-def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -> Config:
+def shrunk_config(config: Config, plan: Resolved, sizes: Sizes, folder: Path) -> Config:
     """Returns the config of the reduced run with one step.
 
     Args:
         config: Real config, without the algorithm's defaults filled in.
-        found: Same config, resolved.
+        plan: Same config, resolved.
         sizes: Sizes of the reduced run.
         folder: Parent of the run folder `run/` and of the reduced models' folders `model/`, `reference/`, `critic/`,
             `reward/` and `teacher0/` ..., which replace the folders that the config names.
@@ -111,7 +111,7 @@ def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -
             collective_timeout_s=min(config.run.collective_timeout_s, 300.0),
         ),
         train=train,
-        model=_model(config.model, found.arch, sizes.arch, folder),
+        model=_model(config.model, plan.arch, sizes.arch, folder),
         parallel=_parallel(config.parallel, sizes.grid),
         actor=replace(
             actor,
@@ -127,19 +127,19 @@ def shrunk_config(config: Config, found: Resolved, sizes: Sizes, folder: Path) -
             update_interval=min(config.reference.update_interval, 1),
         ),
         critic=_critic(config.critic, folder),
-        distillation=_distillation(config.distillation, found.teachers, found.arch, sizes.arch, folder),
+        distillation=_distillation(config.distillation, plan.teachers, plan.arch, sizes.arch, folder),
         rollout=rollout,
         algorithm=replace(
             config.algorithm,
             loss_norm_length=_scaled(config.algorithm.loss_norm_length, rollout, config.rollout),
-            max_sampling_rounds=min(rounds, ROUNDS) if found.config.algorithm.dynamic_sampling else rounds,
+            max_sampling_rounds=min(rounds, ROUNDS) if plan.config.algorithm.dynamic_sampling else rounds,
             overlong=replace(
                 config.algorithm.overlong,
                 buffer_length=_scaled(config.algorithm.overlong.buffer_length, rollout, config.rollout) or 0,
             ),
         ),
-        reward=_reward(config.reward, folder, samples=not found.algorithm.supervised),
-        data=_data(config, rollout, imitates=found.algorithm.supervised or config.train.warm_start.num_steps > 0),
+        reward=_reward(config.reward, folder, samples=not plan.algorithm.supervised),
+        data=_data(config, rollout, imitates=plan.algorithm.supervised or config.train.warm_start.num_steps > 0),
         checkpoint=replace(config.checkpoint, interval=min(config.checkpoint.interval, 1)),
         observe=replace(observe, console="plain", wandb_project=None, num_samples=min(observe.num_samples, 2)),
     )

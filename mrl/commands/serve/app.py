@@ -122,7 +122,7 @@ class ActiveRequest:
 
 
 def make_app(served: ServedModel, request_queue: RequestQueue, key: str, *, local: bool) -> Starlette:
-    """Returns the application.
+    """Returns the ASGI application of an OpenAI-compatible server.
 
     Args:
         served: Model to offer.

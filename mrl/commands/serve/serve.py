@@ -20,14 +20,14 @@ from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.commands.serve.batching import ROUND_TOKENS, RequestQueue, serve_rounds
 from mrl.config.config import Config, load
 from mrl.distributed.collectives import raise_on_all_ranks
-from mrl.engines._support import engine_support
+from mrl.engines._capabilities import engine_capabilities
 from mrl.environments.formats import base as formats
 from mrl.errors import UserError, to_install
 from mrl.models.hf_config import read_json
-from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.run_plan import build_run_plan
 from mrl.trainer.startup import open_trainer
 from mrl.trainer.trainer import Trainer
-from mrl.trainer.validation.roles import refuse_roles
+from mrl.trainer.validation.rollout_ranks import refuse_roles
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 3072, 1024
 """Limits for a Hugging Face folder, tokens, reduced to its number of positions; a config has its own."""
@@ -167,7 +167,7 @@ def _listening(
         name, rollout.max_sequence_length, trainer.tokenizer, int(time.time()), formats.find_format(listen.tool_format)
     )
     part = rollout.response_length
-    if not engine_support(rollout.name).has_fixed_prompt_length:  # a part of an answer can join the next prompt
+    if not engine_capabilities(rollout.name).has_fixed_prompt_length:  # a part of an answer can join the next prompt
         part = min(ROUND_TOKENS, part)
     most = rollout.max_num_seqs * trainer.groups.grid.num_replicas
     request_queue = RequestQueue(served.longest, part, most, trainer.tokenizer.eos_ids)

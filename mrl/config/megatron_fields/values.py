@@ -1,6 +1,6 @@
 """Value types of Megatron's fields, from their annotations.
 
-Adds the names of enum members and torch dtypes to `config/foreign_types.py`; `megatron/config_passthrough.py`
+Adds the names of enum members and torch dtypes to `config/type_annotations.py`; `megatron/config_passthrough.py`
 constructs the values.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from mrl.config import foreign_types
+from mrl.config import type_annotations
 from mrl.config.megatron_fields.installed import enum_members
 
 DTYPES = {
@@ -22,22 +22,22 @@ DTYPE = "torch.dtype"
 
 def fits(kind: str, value: object) -> bool:
     """Returns whether a field with this annotation accepts a YAML value."""
-    return foreign_types.fits(kind, value, _names)
+    return type_annotations.fits(kind, value, _names)
 
 
 def expected(kind: str) -> str:
     """Returns a description of the values that an annotation accepts; "" if YAML cannot express any."""
-    return foreign_types.expected(kind, _names)
+    return type_annotations.expected(kind, _names)
 
 
 def names_dtype(kind: str) -> bool:
     """Returns whether the value is the name of a torch.dtype."""
-    return DTYPE in foreign_types.choices(kind)
+    return DTYPE in type_annotations.choices(kind)
 
 
 def enum_of(kind: str) -> str | None:
     """Returns the name of the enum that the annotation names; None if it names none."""
-    return next((name for name in foreign_types.choices(kind) if enum_members(name)), None)
+    return next((name for name in type_annotations.choices(kind) if enum_members(name)), None)
 
 
 def _names(kind: str) -> Collection[str]:

@@ -88,14 +88,14 @@ class Watchdog:
         """Creates the watchdog, which is inactive before `start`.
 
         Args:
-            environment: Launcher's environment of this rank.
-            collective_timeout_s: A longer wait in one collective is an alarm, s.
-            heartbeat_timeout_s: A rank without a heartbeat for longer is considered lost, s.
+            environment: Launcher environment of this rank.
+            collective_timeout_s: Timeout of a single collective, s; when it is exceeded the watchdog raises an alarm.
+            heartbeat_timeout_s: Timeout of a rank's heartbeat, s; when it is exceeded the rank is considered lost.
             where: Returns the current step and phase, "step 12, reward".
             device_is_busy: Returns whether the GPU has pending work, see `MainThreadMonitor`.
-            advice: Returns what to do, printed after the message unless it takes too long.
-            secret: Returns the job token, with which a message must be signed to end the job; known once the ranks have
-                met.
+            advice: Returns a hint for the user, appended to the error message; omitted if the call takes too long.
+            secret: Returns the job's secret token, which signs the messages that end the job; available after the
+                rendezvous.
         """
         self._where = where
         self._environment, self._advice, self._secret = environment, advice, secret

@@ -1,7 +1,7 @@
 """Confinement that a Linux process applies to itself and its descendants, without privileges or a helper program.
 
 *Landlock* (Linux 5.13) restricts writing, and optionally reading, to named folders. *seccomp* (`seccomp.py`) restricts
-system calls. *Resource limits* restrict memory, processor time, file size and open files. None of them can be undone.
+system calls. *Resource limits* restrict memory, CPU time, file size and open files. None of them can be undone.
 `confine` returns the parts that a machine does not support.
 
 Not restricted: checking whether a file exists and reading its size and times; changing mode, owner, times and
@@ -92,9 +92,9 @@ def confine(confinement: Confinement) -> list[str]:
     if confinement.writable is not None or confinement.readable is not None:
         problems += [("files", _landlock(confinement))]
     if confinement.calls == "program":
-        problems += [("network and processes", seccomp.install(seccomp.of_programs(), only=True))]
+        problems += [("network and processes", seccomp.install(seccomp.program_allow_list(), only=True))]
     if confinement.calls == "worker":
-        problems += [("system calls", seccomp.install(seccomp.of_workers(), only=False))]
+        problems += [("system calls", seccomp.install(seccomp.worker_deny_list(), only=False))]
     if confinement.calls != "program" and not confinement.network:
         problems += [("network", seccomp.install(seccomp.without_sockets(), only=False))]
     return [f"{what}: {problem}" for what, problem in problems if problem]

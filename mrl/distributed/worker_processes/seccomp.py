@@ -85,7 +85,7 @@ Rules = Mapping[str, tuple[Check, ...] | int]
 """Name of a call -> the checks after which it is allowed, or the error with which it fails."""
 
 
-def of_programs() -> Rules:
+def program_allow_list() -> Rules:
     """Returns the allow list of an untrusted program; calls that it does not name are refused."""
     own = os.getpid()
     itself = (Check(0, (0, own)),)
@@ -111,10 +111,12 @@ def of_programs() -> Rules:
     return {**_UNREADABLE, **checked, **{name: () for name in PROGRAMS if name not in checked}}
 
 
-def of_workers() -> Rules:
-    """Returns the deny list of a worker and its programs: shared state, and processes above the worker.
+def worker_deny_list() -> Rules:
+    """Returns the deny list of a worker and its descendants.
 
-    Signals to the supervisor are refused by its pid, for kernels whose Landlock has no signal scope (before 6.12).
+    It refuses System V IPC, namespaces, mounts and other system-wide state; changes of the limits, priority and
+    affinity of other processes; and signals to the supervisor. Signals are refused by the supervisor's pid, because
+    Landlock before Linux 6.12 cannot scope them.
     """
     own, supervisor = os.getpid(), os.getppid()
     itself = (Check(0, (0, own)),)

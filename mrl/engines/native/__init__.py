@@ -1,13 +1,13 @@
 """The native engine, plain PyTorch on the training ranks themselves; see `engine.py`.
 
-`ENGINE` is imported on first use, so that `SUPPORT` can be read without torch.
+`ENGINE` is imported on first use, so that `CAPABILITIES` can be read without torch.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from mrl.engines.native.support import SUPPORT as SUPPORT
+from mrl.engines.native.capabilities import CAPABILITIES as CAPABILITIES
 
 
 def __getattr__(name: str) -> Any:

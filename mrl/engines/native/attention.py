@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.engines.native.kv_cache import KVCache
-from mrl.models.kernels.library import Library
+from mrl.models.kernels.bindings import Library
 from mrl.models.kernels.sdpa import attend
 
 

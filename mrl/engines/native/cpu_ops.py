@@ -17,8 +17,8 @@ from mrl.engines.native.ngram_history import History
 from mrl.engines.native.packed_linear import Linear
 from mrl.engines.native.torch_ops import Attention, HeadNorms, Heads, Operations, Rotation
 from mrl.errors import UserError
-from mrl.models.kernels import build, library, machine
-from mrl.models.kernels.library import Library
+from mrl.models.kernels import bindings, build, build_cache
+from mrl.models.kernels.bindings import Library
 
 PLAIN = "plain"
 
@@ -142,12 +142,12 @@ def operations(
         UserError: Another rank compiles but this one cannot, or `exact` is set and this rank cannot compile.
     """
     if exact:
-        library.check_alike(dtype)
-        return BatchInvariantOperations(library.required(dtype), library.required(torch.float32)), None
+        bindings.check_alike(dtype)
+        return BatchInvariantOperations(bindings.required(dtype), bindings.required(torch.float32)), None
     if device.type != "cpu" or eager:
         return Operations(), None
-    found, problem = library.load_library(dtype)
-    if machine.first_rank_value(f"operations/{dtype}", PLAIN if found is None else "compiled") == PLAIN:
+    found, problem = bindings.load_library(dtype)
+    if build_cache.first_rank_value(f"operations/{dtype}", PLAIN if found is None else "compiled") == PLAIN:
         return Operations(), problem or "another rank of this job cannot compile"
     if found is None:
         raise UserError(

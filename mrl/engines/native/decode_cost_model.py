@@ -6,7 +6,7 @@ so that such a run depends only on config and seed. So are they if there is no c
 
 Otherwise they are measured once and stored in the user's cache folder, by processor, PyTorch, model and shard. All
 ranks use the measurement of the first engine that asked, so that a replica drafts alike. It is made with one thread, in
-processor time.
+CPU time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mrl.models.kernels import machine
+from mrl.models.kernels import build_cache
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of rows of the measured steps."""
@@ -68,14 +68,14 @@ def costs(what: str, step: Callable[[int], object], attend: Callable[[int, int],
         attend: Runs the attention of so many tokens over so many slots, in all layers.
         most: Largest number of rows of a step.
     """
-    name = f"steps/{machine.key(machine.processor(), torch.__version__, what)}"
-    place, own = machine.cache_file(name), json.dumps(ASSUMED)
+    name = f"steps/{build_cache.key(build_cache.processor(), torch.__version__, what)}"
+    place, own = build_cache.cache_file(name), json.dumps(ASSUMED)
     if place is not None:
-        made = machine.cached(name, lambda: json.dumps(measured(step, attend)).encode()).decode()
+        made = build_cache.cached(name, lambda: json.dumps(measured(step, attend)).encode()).decode()
         own = made if place.exists() else own
-    agreed = machine.first_rank_value(f"step/{what}", own)
+    agreed = build_cache.first_rank_value(f"step/{what}", own)
     if agreed != own:
-        machine.write_cache(name, agreed.encode())
+        build_cache.write_cache(name, agreed.encode())
     return from_stored(json.loads(agreed), most)
 
 
@@ -102,7 +102,7 @@ def measured(step: Callable[[int], object], attend: Callable[[int, int], object]
 
 
 def _best(work: Callable[..., object], *given: int) -> int:
-    """Returns the shortest processor time of this thread, ns; the first round warms up."""
+    """Returns the shortest CPU time of this thread, ns; the first round warms up."""
     times = []
     for _ in range(1 + ROUNDS):
         start = time.thread_time_ns()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mrl.config.config import RolloutConfig
-from mrl.engines.native.memory_range import tensors_in_range
+from mrl.engines.native.releasable_memory import tensors_in_range
 from mrl.models.base import ArchSpec
 from mrl.resharding.dtypes import expert_index_dtype
 

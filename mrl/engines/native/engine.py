@@ -1,9 +1,8 @@
 """Native engine: generates on the training ranks themselves, in plain PyTorch.
 
-This module manages weights and memory. Generation: `generation` (the loop), `multiturn` (episodes), `partial_rollout`
-(streaming), `scheduler`, `parked_slots` (paused sequences), `decode_state`, `kv_cache`, `model`, `attention`,
-`sampler`, `stopping`, `cuda_graphs`. Speculative decoding: `drafting`, `speculation`, `ngram_history`,
-`decode_cost_model`.
+This module manages weights and memory. Generation: `generation` (the loop), `multiturn` (episodes),
+`streaming_generation`, `scheduler`, `paused_sequences`, `decode_state`, `kv_cache`, `model`, `attention`, `sampler`,
+`stopping`, `cuda_graphs`. Speculative decoding: `drafting`, `speculation`, `ngram_history`, `decode_cost_model`.
 
 On a CPU it is tested against transformers. On CUDA the same code runs, with CUDA graphs for decoding unless
 `rollout.enforce_eager`; that path has not been run on a GPU.
@@ -32,15 +31,15 @@ from mrl.engines.native.drafting import NOT_HERE, Drafting
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.generation import Generation
 from mrl.engines.native.kv_cache import KVCache
-from mrl.engines.native.memory_range import MemoryRange, tensors_in_range
 from mrl.engines.native.model import Decoder
 from mrl.engines.native.multiturn import MultiTurnGeneration, pool_rows
 from mrl.engines.native.ngram_history import History
 from mrl.engines.native.packed_linear import compute_dtype
-from mrl.engines.native.parked_slots import PausedSequences
-from mrl.engines.native.partial_rollout import StreamingGeneration
+from mrl.engines.native.paused_sequences import PausedSequences
+from mrl.engines.native.releasable_memory import MemoryRange, tensors_in_range
 from mrl.engines.native.scheduler import Scheduler
 from mrl.engines.native.stopping import Stopping
+from mrl.engines.native.streaming_generation import StreamingGeneration
 from mrl.errors import UserError
 from mrl.resharding.checksum import MODULUS, bit_sum
 from mrl.resharding.dtypes import DTYPES
@@ -228,7 +227,7 @@ class NativeEngine(RolloutEngine):
         return self._run(prompts, sampling, client) if prompts else []
 
     def generate_streaming(self, work_queue: WorkQueue, sampling: SamplingConfig) -> list[PartialRollout]:
-        """Samples work from a queue; can pause and resume between any two tokens (`partial_rollout`).
+        """Samples work from a queue; can pause and resume between any two tokens (`streaming_generation`).
 
         Raises:
             RuntimeError: See `generate`; or a partial rollout is invalid, or needs a routing record.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mrl.engines._config_support import ENGINE_DIR, Fields, FieldSupport, Refusal, refused
+from mrl.engines._field_support import ENGINE_DIR, Fields, FieldSupport, Refusal, refused
 
 FIELDS: Fields = {
     "engine_dir": ENGINE_DIR,

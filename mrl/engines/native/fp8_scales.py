@@ -16,8 +16,8 @@ class Scales:
 
     Attributes:
         table_RC: Stored scales, fp32; weight sync updates them in place.
-        rows_M: Row of the table for each row of the matrix, int32.
-        columns_N: Column of the table for each column of the matrix, int32.
+        rows_M: Row index into `table_RC` for each row of the matrix, int32.
+        columns_N: Column index into `table_RC` for each column of the matrix, int32.
     """
 
     table_RC: Tensor

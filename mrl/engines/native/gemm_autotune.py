@@ -1,6 +1,6 @@
 """GEMM autotuning for products with few rows on a CPU: selects the fastest kernel per weight shape.
 
-Each kernel's product of a shape is timed once per machine (milliseconds), on one thread in processor time, so that
+Each kernel's product of a shape is timed once per machine (milliseconds), on one thread in CPU time, so that
 other programs do not influence the choice. The name of the fastest is stored in the user's cache folder by processor,
 PyTorch, compiled functions, dtype and shape.
 
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mrl.models.kernels import library, machine
+from mrl.models.kernels import bindings, build_cache
 
 ROWS_HINT = 64
 """Row count for which oneDNN chooses its weight layout; any value from 8 up gives the same layout."""
@@ -121,7 +121,7 @@ def row_by_row(outputs: int, dtype: torch.dtype) -> GemmKernel:
     Raises:
         UserError: Nothing can be compiled here.
     """
-    compiled = library.required(dtype)
+    compiled = bindings.required(dtype)
 
     def product(x_PI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
         return compiled.product(x_PI, packed, bias_O, outputs)
@@ -147,9 +147,9 @@ def kernel_for(shape: tuple[int, ...], dtype: torch.dtype, *, compiled: bool = F
 def _chosen(outputs: int, inputs: int, dtype: torch.dtype, compiled: bool) -> str:
     known = candidates(outputs, dtype, compiled=compiled)
     what = f"{str(dtype).removeprefix('torch.')}-{outputs}x{inputs}{'-compiled' if compiled else ''}"
-    code = library.required(dtype).key if compiled else ""
-    name = f"products/{machine.key(machine.processor(), torch.__version__, code, str(TRIED_ROWS))}/{what}"
-    found = machine.measure_once(
+    code = bindings.required(dtype).key if compiled else ""
+    name = f"products/{build_cache.key(build_cache.processor(), torch.__version__, code, str(TRIED_ROWS))}/{what}"
+    found = build_cache.measure_once(
         name, f"product/{what}", lambda: measure_fastest((outputs, inputs), dtype, compiled=compiled).name, PACKED.name
     )
     return found if found in known else PACKED.name
@@ -164,7 +164,7 @@ def measure_fastest(shape: tuple[int, int], dtype: torch.dtype, *, compiled: boo
     part = dict.fromkeys(packed, 0.0)
     for rows in ROWS:
         x_PI = torch.empty(rows, shape[1]).uniform_(-1.0, 1.0, generator=generator).to(dtype)
-        best = machine.best_times({form: partial(form, x_PI, packed[form], None) for form in forms})
+        best = build_cache.best_times({form: partial(form, x_PI, packed[form], None) for form in forms})
         for form in forms:
             part[form] += best[form] / best[PACKED] / len(ROWS)
     ranked = sorted(part, key=lambda form: part[form])

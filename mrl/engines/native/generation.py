@@ -24,7 +24,7 @@ from mrl.engines.base import SamplingConfig
 from mrl.engines.native.decode_state import DecodeState
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.model import Decoder
-from mrl.engines.native.parked_slots import RowCopy
+from mrl.engines.native.paused_sequences import RowCopy
 from mrl.engines.native.sampler import TokenSampler
 from mrl.engines.native.scheduler import PrefillGroup, RunningSample, Scheduler, prefill_chunks
 from mrl.engines.native.speculation import Drafted, Speculation

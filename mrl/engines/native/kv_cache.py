@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mrl.engines.native.memory_range import MemoryRange
+from mrl.engines.native.releasable_memory import MemoryRange
 from mrl.errors import UserError
 
 SLOT_MULTIPLE = 16

@@ -17,7 +17,7 @@ from mrl.engines._memory_plan import (
     item_bytes,
     longest,
     matrix_elements,
-    native_bytes,
+    native_weight_bytes,
     quantized_layouts,
     sequence_bytes,
 )
@@ -37,7 +37,7 @@ class NativeMemoryPlan(MemoryPlan):
     def weight_bytes(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> int:
         """Returns the size of the engine's weights on the fullest rank of a replica, bytes."""
         dtype = config.rollout.dtype or config.model.dtype
-        return native_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, config.rollout.quantization)[0]
+        return native_weight_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, config.rollout.quantization)[0]
 
     def layouts(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> dict[int, Layout]:
         """Returns rank -> layout of the tensors that its engine receives in a weight sync, without FP8 scales."""
@@ -54,7 +54,7 @@ class NativeMemoryPlan(MemoryPlan):
         copies, in_fp8_bytes = matrix_elements(arch, grid.rollout_tp, grid.rollout_ep)[0] * run.device.engine_copies, 0
         if rollout.quantization is not None:
             dtype = rollout.dtype or config.model.dtype
-            in_fp8_bytes = native_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, rollout.quantization)[1]
+            in_fp8_bytes = native_weight_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, rollout.quantization)[1]
             copies = copies or in_fp8_bytes * item_bytes(config)  # dequantized weights for the products
         size = run.device.engine_copies or item_bytes(config)
         slots = math.ceil(longest(config) / SLOT_MULTIPLE) * SLOT_MULTIPLE

@@ -25,7 +25,7 @@ from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.packed_linear import Linear, compute_dtype
 from mrl.engines.native.torch_ops import Attention, HeadNorms, Heads, Operations
 from mrl.models.base import ArchSpec
-from mrl.models.kernels.rotary import rotary_tables
+from mrl.models.kernels.rope_tables import rotary_tables
 from mrl.resharding.native import expert_shard
 
 

@@ -59,7 +59,7 @@ class MultiTurnGeneration(Generation):
     """Multi-turn episodes of one call, in the order that the module docstring describes.
 
     Args:
-        talk: Multi-turn client.
+        client: Multi-turn client.
         sampling: Distribution of each turn; `max_tokens` limits the episode.
         parts: Further arguments of `Generation`.
     """
@@ -93,7 +93,7 @@ class MultiTurnGeneration(Generation):
     def _admit(self) -> list[PrefillGroup]:
         """Returns new prompts and resumed episodes, with their cached slots moved into their rows."""
         scheduler = self._scheduler
-        num_active = len(scheduler.running) + scheduler.num_due
+        num_active = len(scheduler.running) + scheduler.num_prefilled_waiting
         admitted = scheduler.admit(MAX_ACTIVE_RATIO * scheduler.num_rows - num_active - len(self._queue))
         resumed = self._take_resumable(num_active + sum(len(group.pending) for group in admitted))
         for move in scheduler.resume(list(resumed.values()), admitted):

@@ -18,11 +18,17 @@ from torch import Tensor
 
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.gemm_autotune import ROW_BY_ROW, GemmKernel, kernel_for, row_by_row
-from mrl.models.kernels.library import Packed
+from mrl.models.kernels.bindings import Packed
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device, *, exact: bool = False) -> torch.dtype:
-    """Returns the dtype of activations for stored weights of `dtype`; `exact`: the same as the actor's."""
+    """Returns the dtype of activations: float32 for bfloat16 weights on a CPU without AVX512-BF16, else `dtype`.
+
+    Args:
+        dtype: Dtype of the stored weights.
+        device: Device of the weights.
+        exact: Always return `dtype`, as the actor does (`rollout.true_on_policy`).
+    """
     if not exact and device.type == "cpu" and dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
         return torch.float32
     return dtype
@@ -86,7 +92,7 @@ class Linear:
 
     @property
     def num_inputs(self) -> int:
-        """Columns of the stored weight."""
+        """Number of input features, the columns of the stored weight."""
         return self._stored[0].size(1)
 
     @property

@@ -2,7 +2,7 @@
 
 Running samples fill rows 0 .. num_running - 1. A prompt is prefilled into one row and copied to the rows of its other
 samples; samples without a free row start later in a row of the same prompt, whose first slots still contain it. A
-paused sequence is kept in a row after the running ones if there is one (`parked_slots`).
+paused sequence is kept in a row after the running ones if there is one (`paused_sequences`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from mrl.engines._kept_tokens import KeptTokens
 from mrl.engines._multiturn_base import SequenceKey
 from mrl.engines.native.attention import PrefillChunk
-from mrl.engines.native.parked_slots import PausedSequences, RowCopy
+from mrl.engines.native.paused_sequences import PausedSequences, RowCopy
 from mrl.types import PartialRollout, Prompt
 
 SharedPrefixes = tuple[list[int], list[int]]
@@ -25,7 +25,7 @@ SharedPrefixes = tuple[list[int], list[int]]
 
 @dataclass
 class PrefillGroup:
-    """A prompt and the samples that share its prefill.
+    """Prompt and the samples that share its prefill.
 
     Attributes:
         index: Order in the call.
@@ -63,7 +63,7 @@ class PrefillGroup:
 
 @dataclass
 class RunningSample:
-    """A running response.
+    """Sample whose response is being generated.
 
     Attributes:
         group: Group of its prompt.
@@ -85,7 +85,7 @@ class RunningSample:
         return self.group.resumed_key or (self.group.index, self.sample_index)
 
     def num_cached(self, step: int) -> int:
-        """Returns the slots that it has filled after `step` decode steps."""
+        """Returns the number of cache slots that the sample has filled after `step` decode steps."""
         return self.group.prompt_len + step - self.started + self.ahead
 
 
@@ -93,7 +93,7 @@ class Scheduler:
     """Queue of waiting prompts, and running samples by row.
 
     Args:
-        prompts: Prompts that wait first, in the order in which they start.
+        prompts: Initial queue, in the order in which prompts start.
         num_samples: Samples per prompt.
         num_rows: Sequences that run at a time.
         room: Longest response, tokens.
@@ -123,7 +123,13 @@ class Scheduler:
             self.enqueue(prompt, range(num_samples))
 
     def enqueue(self, prompt: Prompt, samples: Sequence[int], partial_rollout: PartialRollout | None = None) -> None:
-        """Queues samples of a prompt, or the partial rollout `partial_rollout`, after all that wait."""
+        """Appends samples of a prompt to the queue.
+
+        Args:
+            prompt: Prompt to prefill; with a partial rollout its last tokens are the response so far.
+            samples: Sample indices; they share one prefill if `share_prefill`.
+            partial_rollout: Partial rollout that the samples resume; None: they are new.
+        """
         for part in [samples] if self._share_prefill else [[sample] for sample in samples]:
             self._waiting.append(
                 PrefillGroup(self._num_prompts, prompt, deque(part), self._room, partial_rollout=partial_rollout)
@@ -136,14 +142,14 @@ class Scheduler:
         return not self.running and not self._waiting
 
     @property
-    def num_due(self) -> int:
-        """Samples of prefilled prompts that start before any other."""
+    def num_prefilled_waiting(self) -> int:
+        """Number of samples whose prompt is prefilled and that wait for a free row; they start before new prompts."""
         return sum(len(group.pending) for group in self._started)
 
     @property
     def num_waiting(self) -> int:
-        """Samples that have not started for lack of a row."""
-        return self.num_due + sum(len(group.pending) for group in self._waiting)
+        """Number of samples that have not started: those of prefilled prompts and those of queued ones."""
+        return self.num_prefilled_waiting + sum(len(group.pending) for group in self._waiting)
 
     @property
     def not_resumed(self) -> list[PartialRollout]:
@@ -157,7 +163,7 @@ class Scheduler:
             most: Stop after so many samples; None: no limit.
         """
         admitted: list[PrefillGroup] = []
-        free = self.num_rows - len(self.running) - self.num_due
+        free = self.num_rows - len(self.running) - self.num_prefilled_waiting
         room = free if most is None else most
         while self._waiting and free > 0 and room > 0:
             group = self._waiting.popleft()
@@ -174,7 +180,7 @@ class Scheduler:
             admitted: Groups from `admit`.
         """
         first = len(self.running)
-        others = self.num_due + sum(len(group.pending) for group in admitted)
+        others = self.num_prefilled_waiting + sum(len(group.pending) for group in admitted)
         needed = min(self.num_rows, first + len(groups) + others)
         keys = [group.resumed_key for group in groups if group.resumed_key is not None]
         moves, lengths = self.parking.resume(keys, first, needed)

@@ -55,7 +55,7 @@ class Drafted:
 
     @property
     def num_drafted(self) -> int:
-        """Drafted tokens of all rows."""
+        """Number of drafted tokens, over all rows."""
         return self.tokens_P.size - self.firsts_B.size + 1
 
     def matches(self, drawn_P: Ints) -> npt.NDArray[np.bool_]:

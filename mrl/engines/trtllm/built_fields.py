@@ -6,7 +6,7 @@ the fields here only mention it. Imports no torch.
 
 from __future__ import annotations
 
-from mrl.engines._config_support import (
+from mrl.engines._field_support import (
     NO_PARTIAL_ROLLOUTS,
     Fields,
     FieldSupport,

@@ -14,7 +14,7 @@ from typing import Any
 
 from mrl.config.config import RolloutConfig
 from mrl.config.did_you_mean import did_you_mean
-from mrl.config.foreign_types import expected, fits, literals
+from mrl.config.type_annotations import expected, fits, literals
 from mrl.engines.trtllm.llm_fields import AT_LEAST_ONE, MAPPING, SECTIONS, TABLE, VERSION
 from mrl.engines.trtllm.package_signature import accepted_strings, is_installed
 from mrl.errors import UserError

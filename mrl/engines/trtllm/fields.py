@@ -6,7 +6,7 @@ Built engines have `built_fields.py`. `trainer/validation/` reads both before an
 from __future__ import annotations
 
 from mrl.config.config import RolloutConfig
-from mrl.engines._config_support import (
+from mrl.engines._field_support import (
     ENGINE_DIR,
     NO_PARTIAL_ROLLOUTS,
     OTHER_ENGINE,

@@ -28,9 +28,9 @@ from mrl.engines.trtllm.engine_kwargs import merge_arguments, user_arguments
 from mrl.engines.trtllm.features import Features
 from mrl.engines.trtllm.features import find as find_features
 from mrl.engines.trtllm.fp8 import check_features
-from mrl.engines.trtllm.hosts import check_hosts
 from mrl.engines.trtllm.mpi_env import communicator_of, hidden_variables, set_world_communicator
 from mrl.engines.trtllm.process_state import process_state_restored
+from mrl.engines.trtllm.rank_placement import check_hosts
 from mrl.engines.trtllm.replica import EXCHANGE_INTERVAL_S, Replica
 from mrl.engines.trtllm.routing import engine_arguments
 from mrl.errors import UserError, first_line
@@ -144,7 +144,7 @@ def _needs_logits(config: RolloutConfig, features: Features, *, trains_on_logpro
 
 
 class LlmRuntime:
-    """A started engine.
+    """Running engine of TensorRT-LLM's LLM API.
 
     Attributes:
         llm: TensorRT-LLM's `LLM`.

@@ -19,7 +19,7 @@ from mrl.engines._memory_plan import (
     hidden_bytes,
     item_bytes,
     longest,
-    native_bytes,
+    native_weight_bytes,
     quantization_bytes,
     sequence_bytes,
     share_of_free,
@@ -45,7 +45,7 @@ class LlmMemoryPlan(MemoryPlan):
     def weight_bytes(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> int:
         """Returns the size of the engine's weights on the fullest rank of a replica, bytes."""
         dtype = config.rollout.dtype or config.model.dtype
-        return native_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, config.rollout.quantization)[0]
+        return native_weight_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, config.rollout.quantization)[0]
 
     def arriving_bytes(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> int:
         """Returns the most bytes that a weight sync sends to a rank: what its loader reads."""

@@ -55,7 +55,7 @@ class BatchOutput:
 
 
 class Runner:
-    """A loaded engine.
+    """Loaded TensorRT engine, run by `ModelRunner`.
 
     Args:
         folder: Folder of the engines.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mrl.engines.base import EngineSpec
-from mrl.engines.trtllm.tensors import Assembler
+from mrl.engines.trtllm.weight_staging import Assembler
 from mrl.errors import UserError
 from mrl.resharding.copy_op import num_bytes
 from mrl.resharding.dtypes import DTYPES
@@ -133,7 +133,7 @@ class WeightShardMap:
         named = list(self._weights())
         if not named:
             return
-        sums = torch.stack([_sum(weight.detach()) for _, weight in named])
+        sums = torch.stack([_nan_probe(weight.detach()) for _, weight in named])
         if bool(sums.isfinite().all()):
             return
         wrong = next(name for (name, _), total in zip(named, sums.tolist(), strict=True) if total - total != 0.0)
@@ -150,8 +150,8 @@ class WeightShardMap:
                     yield f"{path}.{name}", weight
 
 
-def _sum(weight: torch.Tensor) -> torch.Tensor:
-    """Returns NaN if an element is NaN; FP8 has no sums and is checked by its bits."""
+def _nan_probe(weight: torch.Tensor) -> torch.Tensor:
+    """Returns a scalar that is not finite if an element is not: the sum, or for FP8 a check of the bits for NaN."""
     if weight.dtype != DTYPES[FP8]:
         return weight.sum(dtype=torch.float32)
     largest = (weight.view(torch.uint8) & FP8_NAN).max().float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.config import RolloutConfig
-from mrl.engines._config_support import (
+from mrl.engines._field_support import (
     ENGINE_DIR,
     NO_PARTIAL_ROLLOUTS,
     OTHER_ENGINE,

@@ -156,7 +156,7 @@ class VllmRuntime:
                 patches.disable_numa_binding(self.version)
                 patches.restrict_kernel_search(self.version)
             self.kept_tokens = KeptTokensRecorder(self.version)
-            self.experts = self._experts(spec)
+            self.experts = self._register_recorders(spec)
             from vllm import LLM
 
             cache = kv_cache(spec.config, spec.arch, spec.dtype.itemsize).within(budget, spec.config)
@@ -173,8 +173,15 @@ class VllmRuntime:
                 ) from error
         self._core = self.llm.llm_engine.engine_core
 
-    def _experts(self, spec: EngineSpec) -> VllmRoutingRecorder | None:
-        """Returns the routing recorder or None; registers it and the sampling recorder before vLLM starts."""
+    def _register_recorders(self, spec: EngineSpec) -> VllmRoutingRecorder | None:
+        """Registers the recorders of kept tokens and, for router replay, of routed experts; must precede vLLM's start.
+
+        Args:
+            spec: Constructor argument of the engine.
+
+        Returns:
+            Recorder of routed experts; None for dense models or without `rollout.enable_rollout_routing_replay`.
+        """
         moe = spec.arch.moe if spec.config.enable_rollout_routing_replay else None
         found = None if moe is None else VllmRoutingRecorder(spec.arch, moe, self.version)
         if found is not None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from mrl.distributed.subworld import new_subgroup
+from mrl.distributed.subset_groups import new_subgroup
 from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.errors import UserError
 

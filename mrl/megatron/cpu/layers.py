@@ -23,8 +23,8 @@ from mrl.algorithms.functional.logprobs import AddsGradient
 from mrl.errors import UserError
 from mrl.megatron.attention import PackedAttention, PackedSequences, gather_cp
 from mrl.megatron.norm import RMSNorm
-from mrl.models.kernels import build, machine
-from mrl.models.kernels.library import load_library
+from mrl.models.kernels import build, build_cache
+from mrl.models.kernels.bindings import load_library
 from mrl.models.kernels.training import training_kernels
 
 
@@ -35,7 +35,7 @@ def compiles(dtype: torch.dtype) -> bool:
         UserError: Another rank compiles kernels but this one cannot: tensor-parallel ranks would round differently.
     """
     found, problem = load_library(dtype)
-    if machine.first_rank_value(f"training/{dtype}", "plain" if found is None else "compiled") == "plain":
+    if build_cache.first_rank_value(f"training/{dtype}", "plain" if found is None else "compiled") == "plain":
         return False
     if found is None:
         raise UserError(
@@ -46,7 +46,7 @@ def compiles(dtype: torch.dtype) -> bool:
 
 
 def compiled_layer(layer: ModuleSpec, *, qk_norm: bool, moe: bool) -> ModuleSpec:
-    """Replaces modules in Megatron's local layer spec by those of this file; experts stay Megatron's."""
+    """Replaces modules of Megatron's local layer spec, in place, by those of this file; experts stay Megatron's."""
     return replace_modules(
         layer,
         (CompiledColumnParallel, CompiledRowParallel),
@@ -167,7 +167,7 @@ def _product(megatron_product: Any, input: Tensor, weight: Tensor, options: dict
 
 
 class _Product(torch.autograd.Function):
-    """x weight^T + bias for rows [..., I]; the gradient of x is summed over the group."""
+    """Linear layer x weight^T + bias for rows [..., I]; the gradient of x is summed over the group."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
@@ -220,8 +220,8 @@ def _by_onednn() -> bool:
     """Returns whether oneDNN computes fp32 products instead of `matmul`; measured once per machine."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
-    name = f"products/{machine.key(machine.processor(), torch.__version__)}/float32-training"
-    return machine.measure_once(name, "training/product", _faster, ONEDNN) == ONEDNN
+    name = f"products/{build_cache.key(build_cache.processor(), torch.__version__)}/float32-training"
+    return build_cache.measure_once(name, "training/product", _faster, ONEDNN) == ONEDNN
 
 
 def _faster() -> str:
@@ -232,7 +232,7 @@ def _faster() -> str:
         product(rows, weight, None)
         product(grad, weight.T, None)
 
-    times = machine.best_times({by: partial(both, product) for by, product in PRODUCTS.items()})
+    times = build_cache.best_times({by: partial(both, product) for by, product in PRODUCTS.items()})
     return MATMUL if times[MATMUL] < MARGIN * times[ONEDNN] else ONEDNN
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mrl.distributed.worker_processes.folders import temporary_folder
-from mrl.models.kernels import machine
+from mrl.models.kernels import build_cache
 
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
@@ -44,10 +44,10 @@ def built(
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
         texts = [path.read_text(encoding="utf-8") for path in (*headers, *sources)]
-        key = machine.key(*texts, *FLAGS, *flags, version, str(openmp), machine.processor())
+        key = build_cache.key(*texts, *FLAGS, *flags, version, str(openmp), build_cache.processor())
         name = f"kernels/{key}.so"
-        made = machine.cached(name, lambda: _compile(compiler, sources, (*FLAGS, *flags), openmp))
-        return _load(machine.cache_file(name), made), key
+        made = build_cache.cached(name, lambda: _compile(compiler, sources, (*FLAGS, *flags), openmp))
+        return _load(build_cache.cache_file(name), made), key
     except subprocess.SubprocessError as error:
         output = getattr(error, "stderr", "") or str(error)
         return None, f"{compiler} fails: {output.strip().splitlines()[-1]}"

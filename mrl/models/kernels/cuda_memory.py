@@ -30,12 +30,12 @@ _held = {"now": 0, "peak": 0}
 
 
 def peak_bytes() -> int:
-    """Returns the most bytes mapped at once in this process since `reset_peak`; torch's statistics omit them."""
+    """Returns the most bytes mapped by `AddressRange` in this process since `reset_peak`; torch does not count them."""
     return _held["peak"]
 
 
 def reset_peak() -> None:
-    """Sets the peak to the memory mapped now."""
+    """Sets the peak to the memory that `AddressRange` objects map now."""
     _held["peak"] = _held["now"]
 
 

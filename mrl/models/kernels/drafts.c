@@ -1,5 +1,5 @@
 /* N-gram drafts for speculative decoding: predicts a sequence's next tokens from earlier occurrences of its last tokens,
- * in the sequence itself and in its family (the other samples of the same prompt). Compiled and loaded by `library.py`;
+ * in the sequence itself and in its family (the other samples of the same prompt). Compiled and loaded by `bindings.py`;
  * `engines/native/ngram_history.py` maintains the sequences.
  *
  * Shapes: H sequences of up to W tokens, B rows (sequences being decoded), at most K drafted tokens per row.

@@ -1,5 +1,5 @@
 /* Decoder kernels other than matrix products (norm, rotary, gated activation, attention, sampling), one pass over memory
- * each, for one dtype: float32, or bfloat16 with -DBF16. Compiled, loaded and called by `library.py`.
+ * each, for one dtype: float32, or bfloat16 with -DBF16. Compiled, loaded and called by `bindings.py`.
  *
  * The kernels are batch-invariant: one thread computes a row, in an order that depends only on the row's own size, so its
  * bits depend neither on the other rows nor on the number of threads. Sums and exponentials are fp32; the cumulative sum

@@ -1,4 +1,4 @@
-"""Differentiable tensor interface of the compiled functions of `training_kernels.c`.
+"""Differentiable tensor interface of the compiled functions of `training.c`.
 
 They are the norm, the gated activation, RoPE and attention. `mrl/megatron/cpu/layers.py` selects the modules that use
 them. Two functions for logits are not differentiable.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.models.kernels.library import Library, required
+from mrl.models.kernels.bindings import Library, required
 
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {

@@ -26,9 +26,9 @@ from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.environments.formats import base as formats
 from mrl.environments.pool import EnvironmentPool, Reply
 from mrl.errors import UserError
-from mrl.rollout.episodes.conversations import EpisodeState, Read
-from mrl.rollout.episodes.ledger import Ledger
+from mrl.rollout.episodes.episode_state import EpisodeState, Read
 from mrl.rollout.episodes.rendering import ChatRendering, Message, PlainRendering, Rendering
+from mrl.rollout.episodes.token_record import Ledger
 from mrl.types import Prompt, Rollout
 
 Schema = Mapping[str, Any]

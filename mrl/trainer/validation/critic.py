@@ -9,7 +9,7 @@ from mrl.config.config import Config, CriticConfig, OptimizerConfig
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
-from mrl.trainer.num_steps import optimizer_steps
+from mrl.trainer.run_length import optimizer_steps
 from mrl.trainer.validation.parallel import same_layout_rules
 from mrl.trainer.validation.train import rate_rules
 

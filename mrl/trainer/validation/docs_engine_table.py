@@ -2,7 +2,7 @@
 
     python -m mrl.trainer.validation.docs_engine_table > mrl/docs/engines.md
 
-The texts are the engines' `FIELDS` (`engines/_config_support.py`) and `FIXED` in `ranges.py`.
+The texts are the engines' `FIELDS` (`engines/_field_support.py`) and `FIXED` in `ranges.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 from mrl.config import registry
 from mrl.config.config import RolloutConfig
 from mrl.config.keys import dotted_keys
-from mrl.engines._config_support import COMMON_FIELDS, Fields
-from mrl.engines._support import engine_support
+from mrl.engines._capabilities import engine_capabilities
+from mrl.engines._field_support import COMMON_FIELDS, Fields
 from mrl.trainer.validation.ranges import FIXED
 
 HEAD = """# Every field of `rollout` in every engine
@@ -42,7 +42,7 @@ APART = """
 
 def uses(engine: str) -> Fields:
     """Returns the support of all fields in an engine: its own `FIELDS` and those common to all engines."""
-    return {**COMMON_FIELDS, **engine_support(engine).fields}
+    return {**COMMON_FIELDS, **engine_capabilities(engine).fields}
 
 
 def cells(key: str) -> list[str]:

@@ -11,14 +11,14 @@ from dataclasses import fields, replace
 
 from mrl.config import user_code
 from mrl.config.config import Config
-from mrl.engines._support import engine_support
+from mrl.engines._capabilities import engine_capabilities
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import chunk_layers, expert_shard
 from mrl.resharding.shards import TensorShard, check_divides, check_experts_divide
 from mrl.trainer.validation.ranges import value_at
-from mrl.trainer.validation.roles import key_of, num_rollout_ranks
+from mrl.trainer.validation.rollout_ranks import key_of, num_rollout_ranks
 
 MAX_RANKS = 1 << 17
 """Upper limit on the number of ranks; sharding plans are computed for every rank."""
@@ -89,7 +89,7 @@ def layout_rules(config: Config, grid: ParallelLayout) -> Iterator[str]:
             f"{grid.ep * grid.expert_tp} does not divide the {stage} rank(s) of a pipeline stage. "
             f"{_how_many_ranks(config)}"
         )
-    if grid.rollout_pp > 1 and not engine_support(config.rollout.name).has_pipeline_parallelism:
+    if grid.rollout_pp > 1 and not engine_capabilities(config.rollout.name).has_pipeline_parallelism:
         if user_code.is_user_code(config.rollout.name):  # mrl's own engines refuse it in their FIELDS
             yield (
                 f"rollout.pipeline_model_parallel_size={grid.rollout_pp} is not supported with rollout.name="
@@ -134,7 +134,7 @@ def _how_many_ranks(config: Config) -> str:
     changed = {key: value for key, value in defaults.items() if value_at(config, key) != value}
     alone = " ".join(f"{key}={'null' if value is None else str(value).lower()}" for key, value in changed.items())
     start = f"torchrun --nproc-per-node {num_ranks} -m mrl ... (launch/torchrun.sh)"
-    if engine_support(rollout.name).needs_mpi(rollout):
+    if engine_capabilities(rollout.name).needs_mpi(rollout):
         start = f"NPROC={num_ranks} launch/mpirun.sh ..."
     how_many = f"a multiple of {num_ranks} ranks"
     if own := num_rollout_ranks(rollout):

@@ -1,7 +1,7 @@
 """Rules of the section `rollout`: lengths, sampling, speculative decoding, quantization. Imports no torch.
 
-Each engine's `FIELDS` (`engines/_config_support.py`) has the fields that it supports, and its `SUPPORT`
-(`engines/_support.py`) the rules between them.
+Each engine's `FIELDS` (`engines/_field_support.py`) has the fields that it supports, and its `CAPABILITIES`
+(`engines/_capabilities.py`) the rules between them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from mrl.config import registry, user_code
 from mrl.config.config import Config, RolloutConfig, SpeculativeConfig
 from mrl.config.did_you_mean import did_you_mean
-from mrl.engines import _config_support
-from mrl.engines._support import engine_support, engines_with_arguments
+from mrl.engines import _field_support
+from mrl.engines._capabilities import engine_capabilities, engines_with_arguments
 from mrl.models.base import ArchSpec
 
 
@@ -41,7 +41,7 @@ def length_rules(config: Config) -> Iterator[str]:
 
 
 def position_rules(config: Config, arch: ArchSpec) -> Iterator[str]:
-    """Yields a message if sequences can exceed the model's positions."""
+    """Yields a message if sequences can exceed `max_position_embeddings`."""
     longest = config.rollout.max_sequence_length
     if longest > arch.max_position_embeddings:
         yield (
@@ -68,9 +68,9 @@ def sampling_rules(config: Config) -> Iterator[str]:
             f"rollout.val_kwargs.n={val.n} with {why} scores the same answer {val.n} times. Set rollout.val_kwargs.n=1."
         )
     if rollout.name in engines:
-        support = engine_support(rollout.name)
-        yield from _config_support.refusals(support.fields, rollout, on_a_cpu=config.run.device == "cpu")
-        yield from support.config_errors(rollout)
+        capabilities = engine_capabilities(rollout.name)
+        yield from _field_support.refusals(capabilities.fields, rollout, on_a_cpu=config.run.device == "cpu")
+        yield from capabilities.config_errors(rollout)
     yield from _engine_arguments(rollout)
     yield from _quantization_rules(config)
     yield from _speculative_rules(rollout.speculative)
@@ -83,7 +83,7 @@ def _engine_arguments(rollout: RolloutConfig) -> Iterator[str]:
     known = engines_with_arguments()
     for engine, given in rollout.engine_kwargs.items():
         key = f"rollout.engine_kwargs.{engine}"
-        arguments = engine_support(engine).arguments if engine in known else None
+        arguments = engine_capabilities(engine).arguments if engine in known else None
         if arguments is None:
             yield (
                 f"{key} is refused: only the engines {' and '.join(known)} take arguments of their own, under "

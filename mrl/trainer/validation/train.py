@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mrl.config.config import Config, OptimizerConfig
 from mrl.parallel_layout import ParallelLayout
-from mrl.trainer.num_steps import optimizer_steps
+from mrl.trainer.run_length import optimizer_steps
 
 MAX_SEQUENCES = 1 << 24
 """Maximum number of sequences in a step: prompts x samples."""

@@ -11,7 +11,7 @@ The other files of this folder have the rules of one section each; `megatron.py`
 from __future__ import annotations
 
 from mrl.config.config import Config, LearnsFrom
-from mrl.engines._support import engine_support
+from mrl.engines._capabilities import engine_capabilities
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.trainer.validation.data import data_rules, evaluation_rules
@@ -22,8 +22,8 @@ from mrl.trainer.validation.model import check_size, model_rules, token_rules
 from mrl.trainer.validation.off_policy import off_policy_rules
 from mrl.trainer.validation.parallel import build_parallel_layout, check_ranks, division_rules, layout_rules
 from mrl.trainer.validation.ranges import fixed_rules, range_rules
-from mrl.trainer.validation.roles import role_rules
 from mrl.trainer.validation.rollout import length_rules, position_rules, sampling_rules
+from mrl.trainer.validation.rollout_ranks import role_rules
 from mrl.trainer.validation.train import share_rules, step_rules
 from mrl.trainer.validation.true_on_policy import expert_rule, true_on_policy_rules
 from mrl.trainer.validation.unused_settings import unused_setting_rules
@@ -98,7 +98,7 @@ def check(
         *position_rules(config, arch),
         *expert_rules(config, arch, grid, supervised=learns_from != "samples"),
         *expert_rule(config, arch),
-        *engine_support(config.rollout.name).model_errors(config, arch),
+        *engine_capabilities(config.rollout.name).model_errors(config, arch),
         *megatron_rules(config, arch, grid),
         *token_rules(arch, tokenizer_vocab_size),
     ]

@@ -16,7 +16,7 @@ from mrl.config.config import Config, ModelConfig, ReferenceConfig
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
 from mrl.models.presets import arch_from_preset
-from mrl.trainer.resolve import load_arch_and_tokenizer
+from mrl.trainer.run_plan import load_arch_and_tokenizer
 from tests.checkpoint.formats.test_hf import write_folder
 from tests.data.folders import byte_bpe_folder
 from tests.ranks import run_ranks

@@ -27,7 +27,7 @@ from mrl.config.config import CheckpointConfig, load
 from mrl.distributed import launch
 from mrl.errors import UserError
 from mrl.megatron import parallel_state
-from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.run_plan import build_run_plan
 from mrl.trainer.startup import open_trainer
 from tests.e2e import runs
 from tests.ranks import run_ranks

@@ -30,7 +30,7 @@ def claim(folder, **changes):
     """Writes the file of an owner that ended, or is elsewhere, without a word."""
     claims = LockFiles(folder / "owner")
     last = claims.last()
-    assert claims.add(last.number + 1 if last else 1, replace(current_owner(2, SHORT_S), **changes))
+    assert claims.acquire(last.number + 1 if last else 1, replace(current_owner(2, SHORT_S), **changes))
     return claims
 
 
@@ -149,7 +149,7 @@ def test_a_job_that_slurm_has_queued_again_follows_its_earlier_life_at_once_and_
 
 def test_an_owner_that_was_followed_is_told_and_may_not_commit(tmp_path):
     claims, heard = LockFiles(tmp_path / "owner"), []
-    mine = run_lock.RunLock(claims, claims.add(1, current_owner(1, SHORT_S)), [])
+    mine = run_lock.RunLock(claims, claims.acquire(1, current_owner(1, SHORT_S)), [])
     mine.start_heartbeat(SHORT_S, heard.append)
     mine.check()
     claim(tmp_path, **ELSEWHERE)
@@ -170,7 +170,7 @@ def _race(folder, gate, results):
     last = claims.last()
     me = current_owner(1, 60)
     free = last is None or last.is_free or last.owner.is_alive() is False
-    number = claims.add(last.number + 1 if last else 1, me) if free else 0
+    number = claims.acquire(last.number + 1 if last else 1, me) if free else 0
     results.put(number)
     gate.wait()  # the winner lives until all have looked
     if number and number % 2:
@@ -197,10 +197,10 @@ def test_a_claim_that_is_followed_while_it_is_read_is_not_one_that_cannot_be_rea
 
     def follow():
         for number in range(2, 200):
-            claims.add(number, current_owner(1, 60))
+            claims.acquire(number, current_owner(1, 60))
         ended.set()
 
-    claims.add(1, current_owner(1, 60))
+    claims.acquire(1, current_owner(1, 60))
     threading.Thread(target=follow).start()
     while not ended.is_set():
         assert claims.last().owner is not None

@@ -5,7 +5,7 @@ import pytest
 from mrl.commands.doctor.finding import findings_of
 from mrl.commands.doctor.run_files import check_config, check_data, check_model_files, checkpoint_bytes
 from mrl.config.config import load
-from mrl.trainer.resolve import load_arch_and_tokenizer
+from mrl.trainer.run_plan import load_arch_and_tokenizer
 from tests.checkpoint.formats.test_hf import write_folder
 from tests.e2e import runs
 from tests.resharding.archs import ARCHS

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
+from mrl.commands.from_verl.command_line import read_settings
 from mrl.commands.from_verl.engine_arguments import NEEDLESS
-from mrl.commands.from_verl.line import read_settings
 from mrl.commands.from_verl.translate import translate
 from mrl.config.verl_keys.translated_keys import ENGINE_ARGUMENTS, MEGATRON, ROLLOUT
 from mrl.engines.vllm.engine_fields import DERIVED, KEYS

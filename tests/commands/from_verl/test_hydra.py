@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from mrl.commands.cli import main
-from mrl.commands.from_verl.line import read_settings
+from mrl.commands.from_verl.command_line import read_settings
 from mrl.commands.from_verl.translate import translate
 from mrl.config.config import load
 from mrl.errors import UserError

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from mrl.commands.from_verl.line import read_settings
+from mrl.commands.from_verl.command_line import read_settings
 from mrl.commands.from_verl.translate import translate
 from mrl.config.config import Config, load
 from mrl.config.keys import dotted_keys

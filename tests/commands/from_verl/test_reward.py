@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from mrl.commands.from_verl.line import read_settings
+from mrl.commands.from_verl.command_line import read_settings
 from mrl.commands.from_verl.translate import translate
 
 

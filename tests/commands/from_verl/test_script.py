@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mrl.commands.from_verl.line import read_settings
+from mrl.commands.from_verl.command_line import read_settings
 from mrl.commands.from_verl.redirections import without_redirections
 from mrl.commands.from_verl.script import LIMIT_S, expand
 from mrl.commands.from_verl.translate import translate

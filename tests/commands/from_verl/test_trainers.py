@@ -3,10 +3,10 @@
 import pytest
 import yaml
 
-from mrl.commands.from_verl.line import read_settings
+from mrl.commands.from_verl.command_line import read_settings
 from mrl.commands.from_verl.translate import translate
 from mrl.config.config import load
-from mrl.config.verl_keys.verl_trainers import REFUSED
+from mrl.config.verl_keys.trainer_programs import REFUSED
 from mrl.errors import UserError
 
 RL = (

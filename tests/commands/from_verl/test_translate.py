@@ -11,7 +11,7 @@ from mrl.algorithms._policy_loss import LOSSES
 from mrl.algorithms.base import build
 from mrl.commands import launch
 from mrl.commands.cli import _parse, main
-from mrl.commands.from_verl.line import read_settings
+from mrl.commands.from_verl.command_line import read_settings
 from mrl.commands.from_verl.objective import BY_SEQUENCE, UNCLIPPED
 from mrl.commands.from_verl.translate import translate
 from mrl.commands.launch import LaunchOptions
@@ -22,7 +22,7 @@ from mrl.config.verl_keys.foreign_names import MEGATRON, TRL, key_hint
 from mrl.config.verl_keys.loss_names import VERL_LOSSES
 from mrl.config.verl_keys.translated_keys import MAPS, MISSING, is_harmless, verdict
 from mrl.errors import UserError
-from mrl.trainer.resolve import resolve
+from mrl.trainer.run_plan import resolve
 from mrl.trainer.validation.parallel import check_ranks
 from tests.source import ROOT
 

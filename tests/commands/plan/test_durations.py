@@ -8,7 +8,7 @@ from mrl.commands.plan.memory import stage_memory
 from mrl.config.config import load
 from mrl.observability.hardware import HARDWARE
 from mrl.observability.metrics import forward_flops
-from mrl.trainer.resolve import resolve
+from mrl.trainer.run_plan import resolve
 from tests.source import ROOT
 
 H100 = HARDWARE["h100"]

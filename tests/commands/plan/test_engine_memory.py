@@ -10,10 +10,10 @@ from mrl.commands.plan.durations import predict_durations
 from mrl.commands.plan.fit import device_of
 from mrl.commands.plan.memory import memory_by_stage
 from mrl.commands.plan.plan import describe
-from mrl.commands.plan.refits import predict_refit
+from mrl.commands.plan.weight_sync_cost import predict_refit
 from mrl.config.config import RolloutConfig, load
+from mrl.engines._capabilities import memory_plan
 from mrl.engines._memory_plan import Device
-from mrl.engines._support import memory_plan
 from mrl.engines.vllm.kv_cache import kv_cache
 from mrl.errors import UserError
 from mrl.models.presets import arch_from_preset
@@ -22,7 +22,7 @@ from mrl.resharding.hf import hf_layout
 from mrl.resharding.native import native_layout
 from mrl.resharding.trtllm import TrtllmMapping, trtllm_layout
 from mrl.resharding.vllm import vllm_layout
-from mrl.trainer.resolve import resolve
+from mrl.trainer.run_plan import resolve
 
 RUN = """
 model: {preset: qwen3_tiny, tokenizer: "char:0123456789<>+#", dtype: bfloat16}

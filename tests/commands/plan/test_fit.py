@@ -7,7 +7,7 @@ from mrl.commands.plan.memory import memory_by_stage
 from mrl.config.config import load
 from mrl.errors import UserError
 from mrl.observability.hardware import HARDWARE
-from mrl.trainer.resolve import resolve
+from mrl.trainer.run_plan import resolve
 from tests.source import ROOT
 
 H100 = HARDWARE["h100"]

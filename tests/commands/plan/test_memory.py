@@ -14,7 +14,7 @@ from mrl.models.presets import arch_from_preset
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import megatron_layouts
 from mrl.resharding.native import native_layouts
-from mrl.trainer.resolve import resolve
+from mrl.trainer.run_plan import resolve
 from mrl.types import RolloutBatch
 from tests.megatron.actors import ARCHS, EXPERT_LAYOUTS, LAYOUTS, MIXTURES, config_for, make_policy, train
 from tests.ranks import run_ranks

@@ -7,7 +7,7 @@ import pytest
 
 from mrl.commands.cli import main
 from mrl.commands.plan.plan import describe
-from mrl.commands.plan.refits import one_layer_of_each, predict_refit
+from mrl.commands.plan.weight_sync_cost import one_layer_of_each, predict_refit
 from mrl.config.config import load
 from mrl.errors import UserError
 from mrl.models.presets import arch_from_preset

@@ -5,7 +5,7 @@ import pytest
 from mrl.commands.rehearse.placeholders import CHARACTERS, missing_paths, with_placeholders
 from mrl.config.config import load
 from mrl.errors import UserError
-from mrl.trainer.resolve import resolve
+from mrl.trainer.run_plan import resolve
 from tests.source import ROOT
 
 CONFIG = ROOT / "configs" / "grpo_qwen3-8b_1x8_tp2.yaml"

@@ -15,7 +15,7 @@ from mrl.config.config import ParallelConfig, load
 from mrl.distributed.local_ranks import RankError, fork_server_context
 from mrl.errors import UserError
 from mrl.observability.hardware import HARDWARE
-from mrl.trainer.resolve import resolve
+from mrl.trainer.run_plan import resolve
 from tests import ranks
 from tests.data.folders import byte_bpe_folder
 from tests.source import ROOT, modules, tree_of

@@ -16,7 +16,7 @@ from mrl.commands.serve.stream_state import Sampling, StreamedAnswer
 from mrl.distributed import launch
 from mrl.distributed.local_ranks import free_port
 from mrl.megatron import parallel_state
-from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.run_plan import build_run_plan
 from mrl.trainer.startup import open_trainer
 from tests.commands.serve.server import FIELDS, Server
 from tests.data.folders import byte_bpe_folder

@@ -120,7 +120,7 @@ def test_numbers_of_system_calls_are_those_of_linux(column):
 
 
 def test_every_rule_names_a_known_call():
-    for rules in (seccomp.of_programs(), seccomp.of_workers(), seccomp.without_sockets()):
+    for rules in (seccomp.program_allow_list(), seccomp.worker_deny_list(), seccomp.without_sockets()):
         assert rules.keys() <= seccomp.NUMBERS.keys()
 
 

@@ -41,11 +41,11 @@ def answer(rules, column, number, arguments=(), *, only, architecture=None):
 
 
 def program_answers(column, name, *arguments):
-    return answer(seccomp.of_programs(), column, seccomp.NUMBERS[name][column], arguments, only=True)
+    return answer(seccomp.program_allow_list(), column, seccomp.NUMBERS[name][column], arguments, only=True)
 
 
 def worker_answers(column, name, *arguments):
-    return answer(seccomp.of_workers(), column, seccomp.NUMBERS[name][column], arguments, only=False)
+    return answer(seccomp.worker_deny_list(), column, seccomp.NUMBERS[name][column], arguments, only=False)
 
 
 @pytest.fixture(params=[0, 1], ids=["x86_64", "aarch64"])
@@ -54,7 +54,7 @@ def column(request):
 
 
 def test_a_program_may_make_the_calls_of_its_list_and_no_other(column):
-    rules = seccomp.of_programs()
+    rules = seccomp.program_allow_list()
     listed = {numbers[column]: name for name, numbers in PROGRAMS.items() if numbers[column] is not None}
     for number in range(NEWEST + 1):
         found = answer(rules, column, number, only=True)
@@ -67,7 +67,7 @@ def test_a_program_may_make_the_calls_of_its_list_and_no_other(column):
 
 def test_calls_of_newer_kernels_and_other_conventions(column):
     for only in (True, False):
-        rules = seccomp.of_programs() if only else seccomp.of_workers()
+        rules = seccomp.program_allow_list() if only else seccomp.worker_deny_list()
         assert answer(rules, column, NEWEST + 1, only=only) == ("ENOSYS" if only else ALLOWED)
         assert answer(rules, column, 0x40000000 + 57, only=only) == "ENOSYS"
         assert answer(rules, column, 1, only=only, architecture=0x40000003) == KILLED

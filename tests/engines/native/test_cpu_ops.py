@@ -9,7 +9,7 @@ from mrl.engines.native.cpu_ops import Compiled, operations
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.torch_ops import Heads, Operations
 from mrl.errors import UserError
-from mrl.models.kernels import build, library, machine
+from mrl.models.kernels import bindings, build, build_cache
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -170,9 +170,9 @@ def test_eager_and_other_devices_have_pytorchs_operators():
 @pytest.fixture
 def without_compiler(monkeypatch):
     monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
-    library.load_library.cache_clear()
+    bindings.load_library.cache_clear()
     yield
-    library.load_library.cache_clear()
+    bindings.load_library.cache_clear()
 
 
 def test_without_a_compiler_pytorchs_operators_run_and_the_reason_is_told(without_compiler):
@@ -181,7 +181,7 @@ def test_without_a_compiler_pytorchs_operators_run_and_the_reason_is_told(withou
 
 
 def test_a_rank_that_cannot_follow_the_others_is_refused(without_compiler, monkeypatch):
-    monkeypatch.setattr(machine, "first_rank_value", lambda *_: "compiled")
+    monkeypatch.setattr(build_cache, "first_rank_value", lambda *_: "compiled")
     with pytest.raises(
         UserError, match=r"there is no C compiler .* install a C compiler .* or set rollout.enforce_eager"
     ):
@@ -190,7 +190,7 @@ def test_a_rank_that_cannot_follow_the_others_is_refused(without_compiler, monke
 
 @pytest.mark.compiler
 def test_a_rank_follows_those_that_cannot_compile(monkeypatch):
-    monkeypatch.setattr(machine, "first_rank_value", lambda *_: "plain")
+    monkeypatch.setattr(build_cache, "first_rank_value", lambda *_: "plain")
     found, problem = operations(torch.float32, CPU, eager=False)
     assert (type(found), problem) == (Operations, "another rank of this job cannot compile")
 
@@ -207,6 +207,6 @@ def test_it_is_compiled_once_where_the_cache_folder_can_be_written(tmp_path, mon
     compile_it = build._compile
     monkeypatch.setattr(build, "_compile", lambda *given: made.append(given) or compile_it(*given))
     for _ in range(2):
-        library.load_library.cache_clear()
+        bindings.load_library.cache_clear()
         assert type(operations(torch.float32, CPU, eager=False)[0]) is Compiled
     assert len(made) == (1 if writable else 2)

@@ -8,7 +8,7 @@ import pytest
 
 from mrl.engines.native import decode_cost_model as module
 from mrl.engines.native.decode_cost_model import ASSUMED, costs, curve, from_stored, measured
-from mrl.models.kernels import machine
+from mrl.models.kernels import build_cache
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_what_cannot_be_kept_is_assumed(tmp_path, monkeypatch, work):
 def test_all_of_a_job_take_what_the_first_of_them_took(tmp_path, monkeypatch, work):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     told = json.dumps({"steps": [[1, 5], [2, 7]], "slot": 3.0, "drafts": 1.0})
-    monkeypatch.setattr(machine, "first_rank_value", lambda *_: told)
+    monkeypatch.setattr(build_cache, "first_rank_value", lambda *_: told)
     assert costs("model", *work, 2).steps.tolist() == [5.0, 5.0, 7.0]
     (kept,) = (tmp_path / "mrl" / "steps").glob("[!.]*[!k]")
     assert kept.read_text() == told

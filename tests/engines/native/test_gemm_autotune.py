@@ -19,7 +19,7 @@ from mrl.engines.native.gemm_autotune import (
     row_by_row,
 )
 from mrl.engines.native.packed_linear import packs
-from mrl.models.kernels import library, machine
+from mrl.models.kernels import bindings, build_cache
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -45,7 +45,7 @@ def measured(monkeypatch):
     """The forms that were measured, and what is said of their times."""
     calls = []
     times = {PACKED: 1.0, PLAIN: 0.5, TRANSPOSED: 0.8}
-    monkeypatch.setattr(machine, "best_times", lambda given: calls.append(list(given)) or times)
+    monkeypatch.setattr(build_cache, "best_times", lambda given: calls.append(list(given)) or times)
     return calls, times
 
 
@@ -81,7 +81,7 @@ def test_other_compiled_functions_are_measured_again(measured, monkeypatch):
     calls, times = measured
     times[row_by_row(SHAPE[0], torch.float32)] = 0.4
     for key in ("one", "one", "another"):
-        monkeypatch.setattr(library.required(torch.float32), "key", key)
+        monkeypatch.setattr(bindings.required(torch.float32), "key", key)
         gemm_autotune._chosen.cache_clear()
         assert kernel_for(SHAPE, torch.float32, compiled=True).name == ROW_BY_ROW
     assert len(calls) == 2 * len(gemm_autotune.ROWS)
@@ -130,15 +130,15 @@ def test_small_products_and_machines_without_a_cache_are_not_measured(measured, 
     assert kernel_for((128, 160), torch.float32) is PACKED
     for dtype in (torch.float32, torch.bfloat16):
         assert kernel_for((128, 160), dtype, compiled=True) is row_by_row(128, dtype)
-    monkeypatch.setattr(machine, "cache_file", lambda _: None)
+    monkeypatch.setattr(build_cache, "cache_file", lambda _: None)
     assert kernel_for(SHAPE, torch.float32) is PACKED
     assert measured[0] == []
 
 
 def test_what_the_job_takes_is_kept(measured, monkeypatch):
-    monkeypatch.setattr(machine, "first_rank_value", lambda *_: "transposed")
+    monkeypatch.setattr(build_cache, "first_rank_value", lambda *_: "transposed")
     assert kernel_for(SHAPE, torch.float32) is TRANSPOSED
-    monkeypatch.setattr(machine, "first_rank_value", lambda _, own: own)
+    monkeypatch.setattr(build_cache, "first_rank_value", lambda _, own: own)
     assert again() is TRANSPOSED
 
 
@@ -172,12 +172,15 @@ def test_a_compiled_form_is_taken_at_few_rows_though_it_wins_nothing_at_many(mon
             {PACKED: 4.0, compiled: 4.0, PLAIN: 5.0, TRANSPOSED: 5.0},
         ]
     )
-    monkeypatch.setattr(machine, "best_times", lambda _: next(found))
+    monkeypatch.setattr(build_cache, "best_times", lambda _: next(found))
     assert kernel_for(SHAPE, torch.float32, compiled=True) is compiled
 
 
 def agree():
-    return [machine.first_rank_value("form", f"rank {dist.get_rank()}"), machine.first_rank_value("other", "same")]
+    return [
+        build_cache.first_rank_value("form", f"rank {dist.get_rank()}"),
+        build_cache.first_rank_value("other", "same"),
+    ]
 
 
 def test_ranks_take_what_the_first_to_ask_has():

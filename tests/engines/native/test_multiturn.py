@@ -9,7 +9,7 @@ import torch
 
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.engines.native.multiturn import MAX_ACTIVE_RATIO, pool_rows
-from mrl.engines.native.parked_slots import PausedSequences
+from mrl.engines.native.paused_sequences import PausedSequences
 from mrl.engines.native.scheduler import PrefillGroup, Scheduler
 from mrl.types import Prompt
 from tests.engines.native.test_converse import ENDS, LENGTHS, Scripted
@@ -178,7 +178,9 @@ def test_a_sequence_finds_in_its_row_what_it_left(num_rows, spare, seed):
 
     while not scheduler.done or queue:
         admitted = scheduler.admit(rng.randrange(1, 9))
-        free = num_rows - len(scheduler.running) - scheduler.num_due - sum(len(g.pending) for g in admitted)
+        free = (
+            num_rows - len(scheduler.running) - scheduler.num_prefilled_waiting - sum(len(g.pending) for g in admitted)
+        )
         keys = queue[: rng.randint(0, max(0, free)) if scheduler.running or admitted else free]
         queue = queue[len(keys) :]
         for key in [key for key in keys if rng.random() < 0.2]:

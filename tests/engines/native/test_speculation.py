@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mrl.config.config import SpeculativeConfig
 from mrl.engines.base import SamplingConfig
-from mrl.engines.native import drafting, partial_rollout
+from mrl.engines.native import drafting, streaming_generation
 from mrl.engines.native.decode_cost_model import ASSUMED, Costs, from_stored
 from mrl.engines.native.drafting import NOT_HERE, Drafting
 from mrl.engines.native.ngram_history import SEQUENCES_PER_ROW, History
@@ -162,7 +162,7 @@ def test_a_stream_gives_the_same_bits_and_the_same_order_every_time(folder, cut)
 def test_samples_that_stop_and_go_on_are_a_function_of_config_and_seed(folder, monkeypatch):
     """As with `over_sample_rate`: a stream takes no costs that a clock has measured, and stops at the same tokens."""
     monkeypatch.setattr(Drafting, "_measured", lambda *_: pytest.fail("a stream's drafts depend on a clock"))
-    monkeypatch.setattr(partial_rollout, "MAX_POLL_INTERVAL", 3)
+    monkeypatch.setattr(streaming_generation, "MAX_POLL_INTERVAL", 3)
     found, accepted = [], []
     for delay_s in (0.0, 0.003):
         engine = make_engine(folder, speculative=ON, **NARROW)
@@ -180,8 +180,11 @@ def test_samples_that_stop_and_go_on_are_a_function_of_config_and_seed(folder, m
 
 
 def _streams_on_ranks(folder):
-    usual = partial_rollout.MAX_POLL_INTERVAL, drafting.ASSUMED
-    partial_rollout.MAX_POLL_INTERVAL, drafting.ASSUMED = 3, {"steps": [[1, 1], [2, 1]], "slot": 0.0, "drafts": 0.0}
+    usual = streaming_generation.MAX_POLL_INTERVAL, drafting.ASSUMED
+    streaming_generation.MAX_POLL_INTERVAL, drafting.ASSUMED = (
+        3,
+        {"steps": [[1, 1], [2, 1]], "slot": 0.0, "drafts": 0.0},
+    )
     try:
         accepted, engine = [], make_engine(folder, tp_group=dist.group.WORLD, speculative=ON, **NARROW)
 
@@ -191,7 +194,7 @@ def _streams_on_ranks(folder):
         whole, left = disturbed(engine, LOW, last=4, between=between)
         plain = undisturbed(make_engine(folder, tp_group=dist.group.WORLD, **NARROW), LOW)
     finally:
-        partial_rollout.MAX_POLL_INTERVAL, drafting.ASSUMED = usual
+        streaming_generation.MAX_POLL_INTERVAL, drafting.ASSUMED = usual
     told = [exact(one) for one in whole], [[exact_begun(one) for one in part] for part in left], accepted
     return told, [exact(one)[:3] for one in plain]
 

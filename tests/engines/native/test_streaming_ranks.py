@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from mrl.engines._work_queue import WorkQueue
-from mrl.engines.native import partial_rollout
+from mrl.engines.native import streaming_generation
 from mrl.types import PartialRollout
 from tests.engines.native.streams import (
     ALL,
@@ -42,9 +42,9 @@ def engine(folder):
 
 def _on_ranks_of_a_replica(folder, sampling, settings):
     engine = make_engine(folder, tp_group=dist.group.WORLD, **settings)
-    partial_rollout.poll_interval, usual = (lambda max_tokens: 3), partial_rollout.poll_interval
+    streaming_generation.poll_interval, usual = (lambda max_tokens: 3), streaming_generation.poll_interval
     whole, left = disturbed(engine, sampling)
-    partial_rollout.poll_interval = usual
+    streaming_generation.poll_interval = usual
     return whole, left
 
 
@@ -70,7 +70,7 @@ def test_all_ranks_of_a_replica_stop_where_one_is_told(folder):
     assert first == second
     begun, num_pulses, num_steps = first
     assert [(each.prompt.uid, each.sample_index) for each in begun] == sorted((prompt.uid, n) for prompt, n in ALL)
-    assert num_pulses == 9 and num_steps < 3 * partial_rollout.poll_interval(60)
+    assert num_pulses == 9 and num_steps < 3 * streaming_generation.poll_interval(60)
 
 
 class Shared(WorkQueue):
@@ -120,7 +120,7 @@ def _on_replicas(folder, seed):
         return decode(batch, length)
 
     engine._decode_eagerly = late
-    partial_rollout.poll_interval, usual = (lambda max_tokens: 1), partial_rollout.poll_interval
+    streaming_generation.poll_interval, usual = (lambda max_tokens: 1), streaming_generation.poll_interval
     whole, rounds, begun = [], [], []
     while len(whole) < len(ALL):
         known = {one[:2] for one in whole} | {key_of(one) for one in begun}
@@ -131,7 +131,7 @@ def _on_replicas(folder, seed):
         begun = sorted([one for left in lefts for one in left] + late_ones, key=key_of)
         whole += [one for heard in feed.log for found, _ in heard for one in found]
         rounds.append((feed.log, [[exact(one) for one in left] for left in lefts]))
-    partial_rollout.poll_interval = usual
+    streaming_generation.poll_interval = usual
     return whole, rounds
 
 

@@ -22,7 +22,7 @@ from mrl.config.config import load
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
 from mrl.resharding.trtllm import TrtllmMapping
-from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.run_plan import build_run_plan
 from mrl.trainer.startup import open_trainer
 from tests import warm
 from tests.engines.trtllm.conftest import STANDIN, forget

@@ -6,7 +6,7 @@ import pytest
 
 from mrl.config.config import load
 from mrl.resharding.trtllm import TrtllmMapping
-from mrl.trainer.resolve import load_arch_and_tokenizer
+from mrl.trainer.run_plan import load_arch_and_tokenizer
 from tests.e2e import runs
 from tests.e2e.test_layouts import TOKENS, assert_same
 from tests.engines.trtllm.conftest import FAULTS

@@ -7,7 +7,7 @@ from mrl.commands.rehearse.rehearse import FIRST, Options, rehearse
 from mrl.config.config import load, to_yaml
 from mrl.engines.trtllm.fields import needs_mpi
 from mrl.observability.hardware import HARDWARE
-from mrl.trainer.validation.roles import num_rollout_ranks
+from mrl.trainer.validation.rollout_ranks import num_rollout_ranks
 from tests.e2e import runs
 from tests.engines.trtllm import mpi_ranks
 from tests.engines.trtllm.test_runs import _with_standin

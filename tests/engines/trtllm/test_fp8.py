@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mrl.commands.plan.dryrun import refit_plan
 from mrl.config.config import Config, ModelConfig
 from mrl.distributed.groups import make_rollout_group
-from mrl.engines._support import memory_plan
+from mrl.engines._capabilities import memory_plan
 from mrl.engines.native.engine import NativeEngine
 from mrl.engines.trtllm import fp8_support
 from mrl.errors import UserError
@@ -23,8 +23,8 @@ from mrl.resharding import fp8
 from mrl.resharding import fp8_quantize as functional
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.init import random_init
 from mrl.resharding.megatron import megatron_layout
+from mrl.resharding.random_init import random_init
 from mrl.resharding.weight_sync import WeightSync
 from mrl.trainer.validation.validate import check
 from tests.engines.specs import spec_of

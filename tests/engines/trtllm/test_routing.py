@@ -16,7 +16,7 @@ from mrl.distributed import launch
 from mrl.engines.native.engine import NativeEngine
 from mrl.errors import UserError
 from mrl.megatron import parallel_state
-from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.run_plan import build_run_plan
 from mrl.trainer.startup import open_trainer
 from mrl.trainer.validation.rollout import sampling_rules
 from tests.e2e import runs

@@ -7,10 +7,10 @@ import torch
 
 from mrl.config.config import load
 from mrl.distributed import launch
-from mrl.engines.trtllm.hosts import check_hosts
 from mrl.engines.trtllm.llm_runtime import check_choice
+from mrl.engines.trtllm.rank_placement import check_hosts
 from mrl.errors import UserError
-from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.run_plan import build_run_plan
 from tests.source import ROOT
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}

@@ -12,8 +12,8 @@ from mrl.errors import UserError
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.init import random_init
 from mrl.resharding.megatron import megatron_layout
+from mrl.resharding.random_init import random_init
 from mrl.resharding.trtllm_reads import reading_module
 from mrl.resharding.weight_sync import WeightSync
 from tests.engines.trtllm import tiny

@@ -1,4 +1,4 @@
-"""A tiny model in the LLM API's engine, refitted as `Refit` does it, without ranks."""
+"""A tiny model in the LLM API's engine, updated as `WeightSync` does it, without ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mrl.engines.native.engine import NativeEngine
 from mrl.engines.trtllm.engine import LlmEngine
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.init import random_init
+from mrl.resharding.random_init import random_init
 from mrl.resharding.regions import full_region
 from mrl.resharding.weight_slice import WeightSlice
 from mrl.trainer.hf_export import write_model_folder

@@ -19,7 +19,7 @@ from mrl.engines.vllm.process_state import ALWAYS, OWN, process_state_restored
 from mrl.engines.vllm.sampling import arguments
 from mrl.errors import UserError
 from mrl.resharding.layout import StoredTensor
-from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.run_plan import build_run_plan
 from mrl.trainer.validation import validate
 from mrl.types import Prompt
 from tests.engines.specs import spec_of

@@ -8,7 +8,7 @@ import torch
 from mrl.errors import UserError
 from mrl.megatron import model
 from mrl.megatron.cpu import layers
-from mrl.models.kernels import machine
+from mrl.models.kernels import build_cache
 from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import ARCHS, CONSTANT, SHALLOW_MIXTURE, algorithm, full_gradients, make_policy, own_part
 from tests.megatron.test_prefix_grouper import batch_of, drawn
@@ -55,13 +55,13 @@ def test_losses_and_gradients_are_those_of_pytorch(case):
 
 def test_a_rank_that_cannot_compile_where_another_can_is_refused(monkeypatch):
     monkeypatch.setattr(layers, "load_library", lambda dtype: (None, "there is no C compiler"))
-    monkeypatch.setattr(layers.machine, "first_rank_value", lambda name, own: "compiled")
+    monkeypatch.setattr(layers.build_cache, "first_rank_value", lambda name, own: "compiled")
     with pytest.raises(UserError, match=r"another rank uses compiled.*there is no C compiler"):
         layers.compiles(torch.float32)
 
 
 def test_ranks_compute_by_pytorch_where_the_first_to_ask_cannot_compile(monkeypatch):
-    monkeypatch.setattr(layers.machine, "first_rank_value", lambda name, own: "plain")
+    monkeypatch.setattr(layers.build_cache, "first_rank_value", lambda name, own: "plain")
     assert not layers.compiles(torch.float32)
 
 
@@ -76,7 +76,7 @@ def test_each_library_multiplies(by):
 def test_the_library_is_chosen_once_on_a_machine_and_by_no_small_lead(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ratio = 0.5
-    monkeypatch.setattr(machine, "best_times", lambda calls: {"onednn": 1.0, "matmul": ratio})
+    monkeypatch.setattr(build_cache, "best_times", lambda calls: {"onednn": 1.0, "matmul": ratio})
     assert not layers._by_onednn.__wrapped__()
     ratio = 2.0
     assert not layers._by_onednn.__wrapped__()  # as another process would find it

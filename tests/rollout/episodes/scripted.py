@@ -21,7 +21,7 @@ from mrl.engines.native import cpu_ops, torch_ops
 from mrl.rollout.dispatch import dispatch_samples
 from mrl.rollout.episodes import episodes
 from mrl.train import sample_rollouts
-from mrl.trainer.resolve import build_run_plan
+from mrl.trainer.run_plan import build_run_plan
 from mrl.trainer.startup import open_trainer
 from tests.environments.test_adapters import listed
 

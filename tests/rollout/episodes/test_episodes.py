@@ -13,7 +13,7 @@ from mrl.data.tokenizer import CharTokenizer
 from mrl.engines._multiturn_base import FinishedTurn
 from mrl.engines.base import SamplingConfig
 from mrl.errors import UserError
-from mrl.rollout.episodes.conversations import cut
+from mrl.rollout.episodes.episode_state import cut
 from mrl.rollout.episodes.episodes import Episodes, check_environment
 from mrl.types import Prompt, Rollout
 from tests.engines.native.tiny import make_checkpoint, make_engine

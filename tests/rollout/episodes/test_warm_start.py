@@ -14,8 +14,8 @@ from mrl.environments.base import Action
 from mrl.environments.calculator import Calculator
 from mrl.environments.formats import base as formats
 from mrl.environments.guess import Guess
-from mrl.rollout.episodes.ledger import Ledger
 from mrl.rollout.episodes.rendering import ChatRendering, PlainRendering
+from mrl.rollout.episodes.token_record import Ledger
 from mrl.types import Prompt
 from tests.rollout.episodes.templates import FORMATS, chat_tokenizer
 from tests.source import ROOT

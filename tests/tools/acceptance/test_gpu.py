@@ -47,7 +47,7 @@ def read(folder):
 
 @pytest.mark.slow
 def test_checks_run_on_a_cpu_beside_each_other_each_in_a_process_of_its_own(tmp_path, capsys):
-    asked = ("--lanes", 2, "--checks", "parity_local", "parity", "attention")
+    asked = ("--workers", 2, "--checks", "parity_local", "parity", "attention")
     assert accept("--device", "cpu", "--output_dir", tmp_path / "out", *asked, *TINY) == 0
     results = {each["check"]: each for each in read(tmp_path / "out")["results"]}
     assert [(name, each["status"]) for name, each in results.items()] == [
@@ -72,14 +72,14 @@ def test_what_measures_runs_alone_and_what_reads_another_check_runs_behind_it():
 
 
 @pytest.mark.parametrize("word", ["0", "-1", "many"])
-def test_a_number_of_lanes_is_one_from_one_on(word, tmp_path, capsys):
+def test_a_number_of_workers_is_one_from_one_on(word, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        accept("--device", "cpu", "--output_dir", tmp_path / "out", "--checks", "partiy", f"--lanes={word}")
+        accept("--device", "cpu", "--output_dir", tmp_path / "out", "--checks", "partiy", f"--workers={word}")
     assert word in capsys.readouterr().err
 
 
 @on_a_cpu
-def test_a_stop_ends_what_all_lanes_wait_for(tmp_path):
+def test_a_stop_ends_what_all_workers_wait_for(tmp_path):
     run = GpuAcceptance(folder=tmp_path / "out", tools=ROOT / "tools", device="cpu", checks=["parity", "refit"])
     (run.folder / "cpu").mkdir()
     hangs = ("sh", "-c", "sleep 100", "-")

@@ -7,7 +7,7 @@ import pytest
 from mrl.errors import UserError
 from mrl.models.base import critic_of
 from mrl.models.presets import arch_from_preset
-from mrl.trainer.resolve import check_run
+from mrl.trainer.run_plan import check_run
 from mrl.trainer.validation.critic import check_critic, critic_config
 from mrl.trainer.validation.parallel import build_parallel_layout
 from tests.trainer.validation.runs import ARCH, PP, TP, make

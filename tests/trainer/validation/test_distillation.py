@@ -4,7 +4,7 @@ import pytest
 
 from mrl.config.config import DistillationConfig, TeacherConfig, load
 from mrl.errors import UserError
-from mrl.trainer.resolve import resolve
+from mrl.trainer.run_plan import resolve
 from mrl.trainer.validation.distillation import teacher_index
 from mrl.types import Prompt
 from tests.observed import CONFIG

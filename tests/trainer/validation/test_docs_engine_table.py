@@ -11,7 +11,7 @@ from mrl.checkpoint.formats.trtllm_config import TrtllmConfig, to_json
 from mrl.config import registry
 from mrl.config.config import RolloutConfig
 from mrl.config.keys import dotted_keys
-from mrl.engines._config_support import OTHER_ENGINE, Refusal, value_of
+from mrl.engines._field_support import OTHER_ENGINE, Refusal, value_of
 from mrl.engines.base import SamplingConfig
 from mrl.engines.trtllm import llm_fields
 from mrl.engines.trtllm.built_fields import FITS, SAME
@@ -273,7 +273,7 @@ SHARED = (
     "engines/_prompt_checks.py",
     *(f"trainer/{path.name}" for path in (PACKAGE / "trainer").glob("*.py")),
     "trainer/validation/parallel.py",
-    "trainer/validation/roles.py",
+    "trainer/validation/rollout_ranks.py",
     "train.py",
 )
 """Files and folders of the package that read fields for every engine."""

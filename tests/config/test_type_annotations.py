@@ -2,7 +2,7 @@
 
 import pytest
 
-from mrl.config.foreign_types import choices, expected, fits
+from mrl.config.type_annotations import choices, expected, fits
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from mrl.commands.from_verl.hydra import ConfigSearch, Settings, config_file, pa
 from mrl.commands.from_verl.script import NOT_SET, Expansion, expand
 from mrl.commands.from_verl.sft import is_sft
 from mrl.config.did_you_mean import did_you_mean_path
+from mrl.config.verl_keys.trainer_programs import is_verls, kind, program, why_not
 from mrl.config.verl_keys.verl_async import RECIPES
-from mrl.config.verl_keys.verl_trainers import is_verls, kind, program, why_not
 from mrl.errors import UserError
 
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")

@@ -12,7 +12,7 @@ from torch import Tensor
 from mrl.algorithms.functional.logprobs import Distribution
 from mrl.config.config import Config
 from mrl.megatron.actor import sampled_distribution
-from mrl.megatron.trainable import TrainableModel
+from mrl.megatron.trainable_model import TrainableModel
 from mrl.types import RolloutBatch
 
 _NO_DISTRIBUTION = Distribution(1.0, 1)

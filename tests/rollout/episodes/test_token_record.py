@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mrl.rollout.episodes.ledger import Ledger
+from mrl.rollout.episodes.token_record import Ledger
 from mrl.types import Prompt, Rollout
 
 PARTS = st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 99), min_size=1, max_size=5)), max_size=12)

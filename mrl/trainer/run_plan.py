@@ -24,7 +24,7 @@ from mrl.data.assistant_mask import end_token_warning
 from mrl.data.prompts import PromptSource, load_training, load_validation
 from mrl.data.tokenizer import Tokenizer, load_tokenizer
 from mrl.distributed import launch
-from mrl.engines._support import engine_support
+from mrl.engines._capabilities import engine_capabilities
 from mrl.engines.base import RolloutEngine
 from mrl.errors import UserError, shown
 from mrl.models import transformer_engine
@@ -35,8 +35,8 @@ from mrl.observability.metrics import check_is_given, evaluation_names
 from mrl.parallel_layout import ParallelLayout
 from mrl.rewards.scorer import Scorer
 from mrl.rollout.episodes.episodes import Schema, check_environment
-from mrl.trainer.num_steps import with_num_steps
 from mrl.trainer.reward_model_inputs import RewardModelEncoder, build_reward_encoder
+from mrl.trainer.run_length import with_num_steps
 from mrl.trainer.supervised import examples
 from mrl.trainer.validation import validate
 from mrl.trainer.validation.critic import check_critic
@@ -140,8 +140,8 @@ def build_run_plan(config: Config, *, resumes: bool = True) -> RunPlan:
     if not isinstance(config, Config):
         raise UserError(f"Got {shown(config)}, expected a Config. Pass the result of `mrl.load_config`.")
     here = launch.get_launcher_env()
-    support = engine_support(config.rollout.name)
-    if support.sees_own_device_only:
+    capabilities = engine_capabilities(config.rollout.name)
+    if capabilities.sees_own_device_only:
         launch.hide_other_devices()  # before torch enumerates the devices
     device = launch.choose_device(config.run.device)
     check_switches(config, launch.get_env(*SWITCHES))
@@ -149,7 +149,7 @@ def build_run_plan(config: Config, *, resumes: bool = True) -> RunPlan:
     transformer_engine.check(found.config, found.arch, device)
     check_device(found.config, device)
     if found.needs_engine:
-        support.check_installed()
+        capabilities.check_installed()
     if resumes:
         check_run_folder(config)
     return RunPlan(**vars(found), run=RunDir(Path(config.run.output_dir)))
@@ -171,7 +171,7 @@ def check_run(
         UserError: A mistake in the config, the model folder, the data, the rewards or the run folder.
     """
     if launcher is not None:
-        engine_support(config.rollout.name).check_launcher(config.rollout, launcher)
+        engine_capabilities(config.rollout.name).check_launcher(config.rollout, launcher)
     config = resolve_hub_models(config)
     found = resolve(config, world_size)
     _check_engine(config.rollout.name)
@@ -215,20 +215,18 @@ def check_run(
 
 
 def _check_training(
-    config: Config, found: Resolved, tools: list[Schema], scorer: Scorer, prompts: list[Prompt]
+    config: Config, plan: Resolved, tools: list[Schema], scorer: Scorer, prompts: list[Prompt]
 ) -> list[str]:
     """Checks training prompts with teachers, reward model, supervised loss and reward functions; returns warnings."""
-    for prompt in prompts if found.teachers else ():
+    for prompt in prompts if plan.teachers else ():
         teacher_index(config.distillation, prompt)
-    for prompt in (
-        prompts if found.reward_encoder is not None and found.reward_encoder.own_tokenizer is not None else ()
-    ):
-        _check_rendered(found.reward_encoder, prompt)
-    if found.algorithm.supervised:
-        examples(prompts, found.tokenizer, config, tools, learns_from=found.algorithm.learns_from)
+    for prompt in prompts if plan.reward_encoder is not None and plan.reward_encoder.own_tokenizer is not None else ():
+        _check_rendered(plan.reward_encoder, prompt)
+    if plan.algorithm.supervised:
+        examples(prompts, plan.tokenizer, config, tools, learns_from=plan.algorithm.learns_from)
     if config.train.warm_start.num_steps:
-        examples(prompts, found.tokenizer, config, tools)
-    scored = [] if found.algorithm.supervised else prompts[:CHECKED_ROWS]
+        examples(prompts, plan.tokenizer, config, tools)
+    scored = [] if plan.algorithm.supervised else prompts[:CHECKED_ROWS]
     return scorer.check_rows(scored, "training", episodes=config.rollout.multi_turn.enable)
 
 
@@ -356,21 +354,21 @@ def _check_output_dir(folder: str, tell: Tell | None) -> None:
         RunDir(Path(folder)).check_writable()
 
 
-def _check_models(config: Config, found: Resolved, tell: Tell | None) -> None:
+def _check_models(config: Config, plan: Resolved, tell: Tell | None) -> None:
     """Checks the weight files of every model that the config names, and the teachers' tokenizers."""
     for key, path, arch in (
-        ("model.path", config.model.path, found.arch),
-        ("reference.path", config.reference.path, found.arch),
+        ("model.path", config.model.path, plan.arch),
+        ("reference.path", config.reference.path, plan.arch),
         ("critic.path", config.critic.path, None),
-        ("reward.model.path", config.reward.model.path, found.reward),
+        ("reward.model.path", config.reward.model.path, plan.reward),
     ):
         if path is not None:
             _check_weights(key, path, arch, tell)
-    for index, (teacher, arch) in enumerate(zip(config.distillation.teacher_models, found.teachers, strict=False)):
+    for index, (teacher, arch) in enumerate(zip(config.distillation.teacher_models, plan.teachers, strict=False)):
         if teacher.model_path is not None:
             key = f"distillation.teacher_models[{index}].model_path"
             _check_weights(key, teacher.model_path, arch, tell)
-            _check_tokens(key, teacher.model_path, found.tokenizer)
+            _check_tokens(key, teacher.model_path, plan.tokenizer)
 
 
 def _check_rendered(reader: RewardModelEncoder | None, prompt: Prompt) -> None:

@@ -22,7 +22,7 @@ _MAX_PARSED_CHARS = 1 << 16
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
+    """Fenced code block of a response.
 
     Attributes:
         label: Info string of the fence, such as "python title=x".
@@ -86,7 +86,10 @@ def _chosen(blocks: list[Block]) -> Block | None:
 
 
 def _is_program(text: str) -> bool:
-    """Returns whether a text is Python with a statement or a call, and not only a value such as "6" or "[1, 2]"."""
+    """Returns whether a text parses as Python with a statement or call, not only a value such as "6" or "[1, 2]".
+
+    A text above `_MAX_PARSED_CHARS` is not parsed and counts as a program.
+    """
     if len(text) > _MAX_PARSED_CHARS:
         return True
     try:

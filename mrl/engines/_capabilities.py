@@ -1,7 +1,7 @@
-"""Properties of an engine that the rest of mrl reads before and without starting it: `SUPPORT` of each engine's folder.
+"""What the rest of mrl reads of an engine before and without starting it: `CAPABILITIES` of the folder of each engine.
 
-A new engine derives from `EngineSupport` where the defaults do not fit; no file outside its folder names it. Imports no
-torch.
+A new engine derives from `EngineCapabilities` where the defaults do not fit; no file outside its folder names it.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from mrl.config import registry
 from mrl.config.config import Config, RolloutConfig
-from mrl.engines._config_support import Fields
+from mrl.engines._field_support import Fields
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
 
@@ -62,8 +62,8 @@ class CpuRun:
     width_multiple: int = 8
 
 
-class EngineSupport:
-    """Answers about an engine; the defaults are those of an engine without special needs.
+class EngineCapabilities:
+    """Capabilities and requirements of an engine; the defaults are those of an engine without special needs.
 
     Attributes:
         fields: Effect of each field of `rollout`, and rejected values.
@@ -123,36 +123,36 @@ class EngineSupport:
 
     def memory_plan(self) -> MemoryPlan:
         """Returns the predicted sizes of the engine; the default is the prediction for the default engine."""
-        return engine_support(RolloutConfig.name).memory_plan()
+        return engine_capabilities(RolloutConfig.name).memory_plan()
 
     def on_cpu(self, reduced: ParallelLayout) -> CpuRun:
         """Returns whether the engine samples on this machine's CPU with the layout `reduced`."""
         return CpuRun("it needs GPUs")
 
 
-def engine_support(name: str) -> EngineSupport:
-    """Returns the answers of an engine, `SUPPORT` of its module.
+def engine_capabilities(name: str) -> EngineCapabilities:
+    """Returns the capabilities of an engine, `CAPABILITIES` of its module.
 
     Args:
         name: `rollout.name`. A path to user code has the defaults; so has an unknown name, which validation reports.
     """
     if name not in registry.names("engines"):
-        return EngineSupport()
-    found: EngineSupport = registry.find("engines", name, "SUPPORT")
+        return EngineCapabilities()
+    found: EngineCapabilities = registry.find("engines", name, "CAPABILITIES")
     return found
 
 
 def memory_plan(config: Config) -> MemoryPlan:
     """Returns the predicted sizes of a config's engine."""
-    return engine_support(config.rollout.name).memory_plan()
+    return engine_capabilities(config.rollout.name).memory_plan()
 
 
 def engine_packages() -> dict[str, EnginePackage]:
     """Returns the packages of all engines, by the extra that installs them."""
-    engines = (engine_support(name) for name in registry.names("engines"))
+    engines = (engine_capabilities(name) for name in registry.names("engines"))
     return {package.extra: package for engine in engines for package in engine.packages}
 
 
 def engines_with_arguments() -> list[str]:
     """Returns the names of the engines that take arguments of their own."""
-    return [name for name in registry.names("engines") if engine_support(name).arguments is not None]
+    return [name for name in registry.names("engines") if engine_capabilities(name).arguments is not None]

@@ -36,7 +36,7 @@ class StreamingGeneration(Generation):
     """Streaming generation of one call.
 
     Args:
-        feed: Work queue.
+        work_queue: Source of work, which also stops the call.
         check: Raises if one of the prompts does not fit with so many further tokens.
         sampling: Sampling distribution, see `Generation`.
         parts: Further arguments of `Generation`.
@@ -68,7 +68,7 @@ class StreamingGeneration(Generation):
                 self._enqueue(work)
                 abandoned = self._advance(policy_version, self._poll_interval)
         running = self._rollouts(range(len(self._scheduler.running)), policy_version)
-        left = [_begun(found) for found in running]
+        left = [_as_partial(running_sample) for running_sample in running]
         return sorted([*self._unrecorded(left), *self._scheduler.not_resumed], key=_place_of)
 
     def _poll(self) -> Sequence[PromptWork] | None:
@@ -129,7 +129,7 @@ class StreamingGeneration(Generation):
         return rollout
 
 
-def _begun(found: Rollout) -> PartialRollout:
+def _as_partial(found: Rollout) -> PartialRollout:
     """Converts a running sample to a partial rollout."""
     return PartialRollout(
         found.prompt,

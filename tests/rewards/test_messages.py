@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mrl.rewards import _wire
+from mrl.rewards import _messages
 
 OUTCOME = {"value": 1.0, "error": "", "lost": False, "facts": {}}
 
@@ -14,7 +14,7 @@ def line(**changed):
 
 
 def test_an_answer_is_read():
-    assert _wire.decode(line(), 1).outcomes[0].value == 1.0
+    assert _messages.decode(line(), 1).outcomes[0].value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,4 @@ def test_an_answer_is_read():
     ids=lambda changed: next(iter(changed)),
 )
 def test_what_no_worker_writes_is_not_believed(changed):
-    assert _wire.decode(line(**changed), 1) is None
+    assert _messages.decode(line(**changed), 1) is None

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from mrl.engines._work_queue import PromptWork
 from mrl.engines.base import RolloutEngine
-from mrl.engines.native import partial_rollout
-from mrl.engines.native.partial_rollout import merge_versions
+from mrl.engines.native import streaming_generation
+from mrl.engines.native.streaming_generation import merge_versions
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
 from mrl.types import PartialRollout
@@ -98,14 +98,14 @@ def test_the_feed_is_asked_at_the_start_then_by_decode_steps_and_when_nothing_is
     engine.generate_streaming(feed, sampling)
     num_steps = 3 * (sampling.max_tokens - 1)  # 15 samples in 6 rows; the first token of each needs no step
     assert engine.stats()["decode_steps"] == num_steps
-    assert feed.num_pulses == 2 + -(-num_steps // partial_rollout.poll_interval(sampling.max_tokens))
+    assert feed.num_pulses == 2 + -(-num_steps // streaming_generation.poll_interval(sampling.max_tokens))
     assert [count for count, _ in groupby(feed.waiting)] == [0, 9, 3, 0]
     assert engine.stats()["max_running"] == NARROW["max_num_seqs"]
 
 
 @pytest.mark.parametrize(("max_tokens", "steps"), [(1, 1), (4, 1), (16, 2), (63, 7), (64, 8), (8192, 8)])
 def test_short_responses_are_looked_at_more_often(max_tokens, steps):
-    assert partial_rollout.poll_interval(max_tokens) == steps
+    assert streaming_generation.poll_interval(max_tokens) == steps
 
 
 def test_a_prompt_is_read_once_for_its_samples(folder, engine):
@@ -151,7 +151,7 @@ def test_what_the_feed_hands_out_late_needs_no_other_cache(folder):
 @pytest.mark.parametrize(("pulse", "last"), [(1, 2), (1, 3), (1, 7), (3, 2), (3, 4)])
 @pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
 def test_stopped_again_and_again_it_samples_the_same(monkeypatch, engine, cut, pulse, last):
-    monkeypatch.setattr(partial_rollout, "poll_interval", lambda max_tokens: pulse)
+    monkeypatch.setattr(streaming_generation, "poll_interval", lambda max_tokens: pulse)
     sampling = replace(SAMPLING, return_kept_tokens=bool(cut), **cut)
     whole, left = disturbed(engine, sampling, last)
     assert_same(whole, undisturbed(engine, sampling))
@@ -163,7 +163,7 @@ def test_stopped_again_and_again_it_samples_the_same(monkeypatch, engine, cut, p
 def test_under_other_weights_old_tokens_stay_and_new_ones_score_as_transformers_scores_them(
     monkeypatch, folder, others, cut
 ):
-    monkeypatch.setattr(partial_rollout, "poll_interval", lambda max_tokens: 3)
+    monkeypatch.setattr(streaming_generation, "poll_interval", lambda max_tokens: 3)
     sampling = replace(SAMPLING, return_kept_tokens=bool(cut), **cut)
     engine, folders = make_engine(folder, **NARROW), [folder, *others]
     versions = [10, 11, 15]
@@ -205,7 +205,7 @@ def test_runs_of_one_version_are_one():
 
 
 def test_a_stop_string_across_the_break_is_found(monkeypatch, folder):
-    monkeypatch.setattr(partial_rollout, "poll_interval", lambda max_tokens: 1)
+    monkeypatch.setattr(streaming_generation, "poll_interval", lambda max_tokens: 1)
     engine = make_engine(folder, decode=lambda ids: "".join(f"{i:02d}" for i in ids))
     free = replace(SAMPLING, max_tokens=12, temperature=2.0, stop_token_ids=())
     wanted = "".join(f"{i:02d}" for i in undisturbed(engine, free)[3].response_ids)[9:13]  # spans three tokens
@@ -220,7 +220,7 @@ def test_a_stop_string_across_the_break_is_found(monkeypatch, folder):
 
 
 def test_what_is_begun_goes_first_and_what_had_no_room_is_given_back_as_it_came_or_not_at_all(monkeypatch, folder):
-    monkeypatch.setattr(partial_rollout, "poll_interval", lambda max_tokens: 2)
+    monkeypatch.setattr(streaming_generation, "poll_interval", lambda max_tokens: 2)
     sampling = replace(SAMPLING, ignore_eos=True)
     begun = make_engine(folder).generate_streaming(Parts([work_of(ALL[1::2])], 2), sampling)
     assert [len(one.response_ids) for one in begun] == [3] * 7
@@ -243,7 +243,7 @@ def test_none_is_lost_or_doubled_whatever_is_stopped_when(monkeypatch, cheap):
     for seed in range(NUM_SCHEDULES):
         rng = random.Random(seed)
         steps = rng.choice((1, 2, 4))
-        monkeypatch.setattr(partial_rollout, "poll_interval", lambda max_tokens, steps=steps: steps)
+        monkeypatch.setattr(streaming_generation, "poll_interval", lambda max_tokens, steps=steps: steps)
         whole, begun = [], []
         while begun or not_begun(whole, samples=samples):
             begun = [one for one in begun if rng.random() < 0.9]
@@ -272,7 +272,7 @@ def test_one_that_was_told_to_stop_samples_no_more_and_asks_until_it_may_leave(f
     begun = engine.generate_streaming(feed, full)
     assert {key_of(one) for one in begun} == {(prompt.uid, sample) for prompt, sample in ALL[:4]} and not feed.whole
     assert feed.num_pulses == 9
-    assert engine.stats()["decode_steps"] == partial_rollout.poll_interval(SAMPLING.max_tokens)
+    assert engine.stats()["decode_steps"] == streaming_generation.poll_interval(SAMPLING.max_tokens)
     engine.abort_requested = lambda: False
     feed = Parts([work_of(not_begun(begun), begun)])
     assert engine.generate_streaming(feed, full) == []

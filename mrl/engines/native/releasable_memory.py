@@ -101,10 +101,10 @@ class _Pages(Protocol):
     """uint8, from the first address on; at least as long as the mapped part."""
 
     def map(self, num_bytes: int) -> None:
-        """Maps zeroed memory behind the first bytes; nothing may be mapped before."""
+        """Backs the first `num_bytes` of the address range with zeroed memory; no part of it may be backed yet."""
 
     def unmap(self) -> None:
-        """Unmaps the memory."""
+        """Releases the memory of the whole range."""
 
 
 class _HostPages:

@@ -1,7 +1,8 @@
 """Finds the fastest split of a job's ranks into those that train and those that sample, and describes the result.
 
 A split is the same config with another number of sampling ranks; layouts and everything else are unchanged. Its
-duration and memory are predicted by `durations.py`, `refits.py` and `memory.py`, as for a config with that split.
+duration and memory are predicted by `durations.py`, `weight_sync_cost.py` and `memory.py`, as for a config with that
+split.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import Any
 from mrl.commands.plan.durations import Durations, StepTime, predict_durations, step_time
 from mrl.commands.plan.fit import Overrides, describe_ranks, device_of, format_overrides, shortage, with_overrides
 from mrl.commands.plan.memory import StageMemory, memory_by_stage
-from mrl.commands.plan.refits import RefitPrediction, predict_refit
+from mrl.commands.plan.weight_sync_cost import RefitPrediction, predict_refit
 from mrl.config.config import RolloutConfig
-from mrl.engines._support import engine_support
+from mrl.engines._capabilities import engine_capabilities
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
 from mrl.observability.text_format import format_count
 from mrl.parallel_layout import ParallelLayout
-from mrl.trainer.resolve import Resolved
+from mrl.trainer.run_plan import Resolved
 
 TIMED_RANKS = 1 << 13
 """Limit of splits x ranks whose weight sync is predicted even though they cannot be the fastest."""
@@ -38,7 +39,7 @@ class Split:
     """A split of the ranks that fits into memory; or all ranks both train and sample.
 
     Attributes:
-        found: Resolved run with this split.
+        plan: Resolved config with this split.
         overrides: Overrides that turn the given config into this split.
         hardware: Figures of the cluster.
         stages: Memory of each stage.
@@ -46,7 +47,7 @@ class Split:
         known: Cost of the weight sync, if already predicted.
     """
 
-    found: Resolved
+    plan: Resolved
     overrides: Overrides
     hardware: Hardware
     stages: list[StageMemory]
@@ -56,12 +57,12 @@ class Split:
     @property
     def grid(self) -> ParallelLayout:
         """Parallel layout of all ranks."""
-        return self.found.grid
+        return self.plan.grid
 
     @cached_property
     def refit(self) -> RefitPrediction:
         """Cost of the weight sync; its prediction takes longer than all others."""
-        return self.known or predict_refit(self.found.config, self.found.arch, self.grid, self.hardware)
+        return self.known or predict_refit(self.plan.config, self.plan.arch, self.grid, self.hardware)
 
     def step(self, *, overlaps: bool) -> StepTime:
         """Returns the duration of a step."""
@@ -111,23 +112,23 @@ class Splits:
         return sorted(timed, key=lambda split: split.step(overlaps=overlaps).step)
 
 
-def find_splits(found: Resolved, hardware: Hardware, refit: RefitPrediction | None = None) -> Splits:
+def find_splits(plan: Resolved, hardware: Hardware, refit: RefitPrediction | None = None) -> Splits:
     """Evaluates all splits of the run's ranks, including its own and the one in which all ranks do both.
 
     Args:
-        found: Resolved run, which samples.
+        plan: Resolved config of the run, which samples.
         hardware: Figures of the cluster.
         refit: Cost of the run's own weight sync, if known.
     """
     fitting: list[Split] = []
     left_out: Counter[str] = Counter()
-    for samplers in range(found.grid.world_size):
-        overrides = _overrides(found.config.rollout, samplers)
+    for samplers in range(plan.grid.world_size):
+        overrides = _overrides(plan.config.rollout, samplers)
         try:
-            other = with_overrides(found, overrides)
-            support = engine_support(other.config.rollout.name)
-            if support.needs_mpi(other.config.rollout):
-                support.check_hosts(other.grid, hardware.gpus_per_node)
+            other = with_overrides(plan, overrides)
+            capabilities = engine_capabilities(other.config.rollout.name)
+            if capabilities.needs_mpi(other.config.rollout):
+                capabilities.check_hosts(other.grid, hardware.gpus_per_node)
         except UserError as error:
             left_out[_exclusion_reason(str(error))] += 1
             continue
@@ -138,8 +139,8 @@ def find_splits(found: Resolved, hardware: Hardware, refit: RefitPrediction | No
             left_out[f"{describe_ranks(short.stage, other.grid)} lacks memory in its {short.phase}"] += 1
             continue
         durations = predict_durations(other, hardware, rows_of(stages))
-        known = refit if other.grid == found.grid else None
-        fitting.append(Split(other, _differing(found, overrides), hardware, stages, durations, known))
+        known = refit if other.grid == plan.grid else None
+        fitting.append(Split(other, _differing(plan, overrides), hardware, stages, durations, known))
     return Splits(fitting, left_out)
 
 
@@ -160,8 +161,8 @@ def _overrides(rollout: RolloutConfig, samplers: int) -> dict[str, Any]:
     }
 
 
-def _differing(found: Resolved, overrides: dict[str, Any]) -> Overrides:
-    rollout = found.config.rollout
+def _differing(plan: Resolved, overrides: dict[str, Any]) -> Overrides:
+    rollout = plan.config.rollout
     return {key: value for key, value in overrides.items() if getattr(rollout, key.rpartition(".")[2]) != value}
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mrl.errors import UserError
-from mrl.models.kernels import build, machine
+from mrl.models.kernels import build, build_cache
 
 HEADER, *SOURCES = (
     Path(__file__).with_name(name) for name in ("vectors.h", "kernels.c", "products.c", "drafts.c", "training.c")
@@ -327,7 +327,7 @@ def check_alike(dtype: torch.dtype) -> None:
         UserError: This rank's library differs from that of the first rank to ask, or cannot be compiled.
     """
     own = required(dtype).key
-    if machine.first_rank_value(f"kernels/{dtype}", own) != own:
+    if build_cache.first_rank_value(f"kernels/{dtype}", own) != own:
         raise UserError(
             "rollout.true_on_policy=true: this rank's compiled functions differ from those of another rank (another "
             "processor, compiler or version of mrl), so sums would be rounded differently. Use identical hosts, or "

@@ -16,7 +16,7 @@ from mrl.config.config import DataConfig
 from mrl.models.base import ArchSpec
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.init import random_init
+from mrl.resharding.random_init import random_init
 
 ROWS = 64
 """Rows kept of each training file."""

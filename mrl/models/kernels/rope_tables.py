@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mrl.models.base import ArchSpec
-from mrl.models.kernels.rope import inverse_frequencies, scale_llama3
+from mrl.models.kernels.rope_frequencies import inverse_frequencies, scale_llama3
 
 
 def rotary_tables(

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from mrl.rewards._blocks import extract_program
+from mrl.rewards._code_blocks import extract_program
 
 PROGRAM = "x = int(input())\nif x:\n    print(x)\n"
 LIMIT_S = 5.0

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from mrl.models.kernels.rope import inverse_frequencies, scale_llama3
+from mrl.models.kernels.rope_frequencies import inverse_frequencies, scale_llama3
 from tests.models.rope import both_spellings
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from mrl.config.config import load
 from mrl.errors import UserError
-from mrl.trainer.resolve import check_run
+from mrl.trainer.run_plan import check_run
 from tests.data.folders import byte_bpe_folder
 
 QUESTION = [{"role": "user", "content": "two plus two?"}]

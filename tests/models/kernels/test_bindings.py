@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.errors import UserError
-from mrl.models.kernels import build, library, machine
-from mrl.models.kernels.library import required
-from mrl.models.kernels.rotary import rotary_tables
+from mrl.models.kernels import bindings, build, build_cache
+from mrl.models.kernels.bindings import required
+from mrl.models.kernels.rope_tables import rotary_tables
 from mrl.models.presets import arch_from_preset
 
 pytestmark = pytest.mark.compiler
@@ -125,19 +125,19 @@ def test_the_angles_at_a_position_do_not_depend_on_how_many_there_are(family):
 
 
 def test_ranks_with_other_functions_are_refused(monkeypatch):
-    library.check_alike(torch.float32)
-    monkeypatch.setattr(machine, "first_rank_value", lambda name, own: f"not {own}")
+    bindings.check_alike(torch.float32)
+    monkeypatch.setattr(build_cache, "first_rank_value", lambda name, own: f"not {own}")
     with pytest.raises(UserError, match=r"compiled functions differ from those of another rank .* Use identical hosts"):
-        library.check_alike(torch.float32)
+        bindings.check_alike(torch.float32)
 
 
 def test_without_a_compiler_the_mode_is_refused(monkeypatch):
     monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
-    for known in (library.load_library, library.required):
+    for known in (bindings.load_library, bindings.required):
         known.cache_clear()
     try:
         with pytest.raises(UserError, match=r"rollout.true_on_policy=true needs .* there is no C compiler"):
             required(torch.float32)
     finally:
-        for known in (library.load_library, library.required):
+        for known in (bindings.load_library, bindings.required):
             known.cache_clear()

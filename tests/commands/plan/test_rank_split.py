@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 from mrl.commands.cli import main
-from mrl.commands.plan import splits as of_splits
+from mrl.commands.plan import rank_split as of_splits
 from mrl.commands.plan.durations import Durations, predict_durations, step_time
 from mrl.commands.plan.fit import check_fits, device_of, format_overrides
 from mrl.commands.plan.memory import memory_by_stage
-from mrl.commands.plan.refits import predict_refit
-from mrl.commands.plan.splits import explain_fastest, find_splits, rows_of, splits_text
+from mrl.commands.plan.rank_split import explain_fastest, find_splits, rows_of, splits_text
+from mrl.commands.plan.weight_sync_cost import predict_refit
 from mrl.config.config import load
 from mrl.errors import UserError
 from mrl.observability.hardware import HARDWARE
-from mrl.trainer.resolve import resolve
+from mrl.trainer.run_plan import resolve
 from tests.source import ROOT
 
 H100 = HARDWARE["h100"]

@@ -9,9 +9,9 @@ from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.checksum import MODULUS, bit_sum
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.init import INITIALIZER_RANGE, random_init
 from mrl.resharding.megatron import megatron_layout
 from mrl.resharding.native import native_layout
+from mrl.resharding.random_init import INITIALIZER_RANGE, random_init
 from tests.resharding.archs import ARCHS, filled, small
 from tests.resharding.test_experts import MOE
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mrl.distributed.worker_processes import protocol
-from mrl.rewards._call import Outcome
+from mrl.rewards._bound_reward import Outcome
 
 
 @dataclass(frozen=True)
 class ScoredSample:
-    """A worker's answer about one sample.
+    """Result of one sample, as a worker sends it.
 
     Attributes:
         serial: Number of the task, counted from the worker's start.

@@ -12,8 +12,8 @@ from typing import Any
 from mrl.config.config import MultiTurnConfig
 from mrl.environments.base import Action, Observation
 from mrl.errors import UserError
-from mrl.rollout.episodes.ledger import Ledger
 from mrl.rollout.episodes.rendering import Rendering
+from mrl.rollout.episodes.token_record import Ledger
 from mrl.types import Episode, FinishReason
 
 Read = Callable[[str, str], Action]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mrl.config.config import Config, TrainConfig
 from mrl.errors import UserError
-from mrl.trainer.num_steps import with_num_steps
+from mrl.trainer.run_length import with_num_steps
 from tests.e2e.runs import train_in_pool
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mrl.commands.convert.filler import count_not_finite
+from mrl.commands.convert.tensor_writer import count_not_finite
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

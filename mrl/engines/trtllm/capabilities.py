@@ -1,4 +1,4 @@
-"""Answers about TensorRT-LLM's LLM API and its built engines before they start (`engines/_support.py`).
+"""Capabilities of TensorRT-LLM's LLM API and built engines, read before they start (`engines/_capabilities.py`).
 
 Imports neither torch nor TensorRT-LLM.
 """
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mrl.config.config import Config, RolloutConfig
-from mrl.engines._support import EnginePackage, EngineSupport
+from mrl.engines._capabilities import EngineCapabilities, EnginePackage
 from mrl.engines.trtllm import built_fields, engine_dir, engine_kwargs, fields, fp8_support, package_signature, routing
-from mrl.engines.trtllm.hosts import check_hosts
+from mrl.engines.trtllm.rank_placement import check_hosts
 from mrl.errors import to_install
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from mrl.engines._memory_plan import MemoryPlan
 
 
-class TrtllmSupport(EngineSupport):
-    """Common to the LLM API and built engines: replicas of several ranks communicate over MPI."""
+class TrtllmCapabilities(EngineCapabilities):
+    """Common capabilities of the LLM API and built engines: replicas of several ranks communicate over MPI."""
 
     packages = (EnginePackage("trtllm", "tensorrt-llm", "tensorrt_llm"),)
     checks_weight_sync = True
@@ -47,8 +47,8 @@ class TrtllmSupport(EngineSupport):
         return f"{name}: TensorRT-LLM is not installed here. {advice}"
 
 
-class LlmSupport(TrtllmSupport):
-    """The LLM API, which loads PyTorch models."""
+class LlmCapabilities(TrtllmCapabilities):
+    """Capabilities of the LLM API, which loads PyTorch models."""
 
     fields = fields.FIELDS
     arguments = engine_kwargs
@@ -71,8 +71,8 @@ class LlmSupport(TrtllmSupport):
         return LlmMemoryPlan()
 
 
-class BuiltSupport(TrtllmSupport):
-    """Built engines, whose shapes are those of the build."""
+class BuiltCapabilities(TrtllmCapabilities):
+    """Capabilities of built engines, whose shapes are fixed when they are built."""
 
     fields = built_fields.FIELDS
     has_pipeline_parallelism = True
@@ -89,5 +89,5 @@ class BuiltSupport(TrtllmSupport):
         return BuiltMemoryPlan()
 
 
-SUPPORT = LlmSupport()
-BUILT_SUPPORT = BuiltSupport()
+CAPABILITIES = LlmCapabilities()
+BUILT_CAPABILITIES = BuiltCapabilities()

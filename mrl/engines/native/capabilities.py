@@ -1,10 +1,10 @@
-"""Answers about the native engine before it starts (`engines/_support.py`). Imports no torch."""
+"""Capabilities of the native engine, read before it starts (`engines/_capabilities.py`). Imports no torch."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mrl.engines._support import CpuRun, EngineSupport
+from mrl.engines._capabilities import CpuRun, EngineCapabilities
 from mrl.engines.native.fields import FIELDS
 from mrl.parallel_layout import ParallelLayout
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from mrl.engines._memory_plan import MemoryPlan
 
 
-class NativeSupport(EngineSupport):
-    """The native engine needs no package and runs on any machine."""
+class NativeCapabilities(EngineCapabilities):
+    """Capabilities of the native engine, which needs no package and runs on any machine."""
 
     fields = FIELDS
 
@@ -28,4 +28,4 @@ class NativeSupport(EngineSupport):
         return CpuRun()
 
 
-SUPPORT = NativeSupport()
+CAPABILITIES = NativeCapabilities()

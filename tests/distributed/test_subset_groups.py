@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from mrl.distributed.subworld import new_subgroup
+from mrl.distributed.subset_groups import new_subgroup
 from tests.ranks import run_ranks
 
 

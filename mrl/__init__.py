@@ -13,7 +13,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mrl.algorithms._policy_gradient import PolicyGradient
+    from mrl.algorithms._policy_loss import PolicyLoss
     from mrl.algorithms.base import Algorithm, Outcomes
+    from mrl.algorithms.functional.losses import Surrogate
     from mrl.config.config import Config
     from mrl.config.config import load as load_config
     from mrl.data.synthetic_tasks import Task
@@ -28,13 +31,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Algorithm", "ClusterError", "Config", "EngineSpec", "Logger", "Opening", "Outcomes", "Prompt", "RewardFunction",
-    "Rollout", "RolloutBatch", "RolloutEngine", "SamplingConfig", "Task", "UserError", "WeightSlice", "evaluate",
-    "load_config", "train",
+    "Algorithm", "ClusterError", "Config", "EngineSpec", "Logger", "Opening", "Outcomes", "PolicyGradient",
+    "PolicyLoss", "Prompt", "RewardFunction", "Rollout", "RolloutBatch", "RolloutEngine", "SamplingConfig",
+    "Surrogate", "Task", "UserError", "WeightSlice", "evaluate", "load_config", "train",
 ]  # fmt: skip
 
 _HOMES = {
+    "mrl.algorithms._policy_gradient": ("PolicyGradient",),
+    "mrl.algorithms._policy_loss": ("PolicyLoss",),
     "mrl.algorithms.base": ("Algorithm", "Outcomes"),
+    "mrl.algorithms.functional.losses": ("Surrogate",),
     "mrl.config.config": ("Config", "load_config"),
     "mrl.data.synthetic_tasks": ("Task",),
     "mrl.engines.base": ("EngineSpec", "RolloutEngine", "SamplingConfig"),

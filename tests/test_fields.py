@@ -347,6 +347,7 @@ ELSEWHERE = {
     "reward.cache_mb": ("rewards/test_cache.py", "saves work and changes no number"),
     "reward.memory_limit_mb": ("rewards/test_scorer.py", "needs a function that takes too much"),
     "observe.wandb_project": ("observability/loggers/test_wandb.py", "needs the extra package"),
+    "observe.loggers": ("observability/test_run_log.py", "needs a class of the user's"),
 }
 
 ENTRIES = {"reward.functions": RewardFunctionConfig, "distillation.teacher_models": TeacherConfig}

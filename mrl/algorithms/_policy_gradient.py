@@ -122,7 +122,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def _policy_loss(self) -> PolicyLoss:
-        return LOSSES[required(self.config.policy_loss, "algorithm.policy_loss")]
+        return self.own_loss or LOSSES[required(self.config.policy_loss, "algorithm.policy_loss")]
 
     def _denominator_R(self, batch: RolloutBatch) -> Tensor:
         """Returns the log-probabilities in the denominator of the ratio, [R]."""

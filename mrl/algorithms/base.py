@@ -22,7 +22,7 @@ from torch import Tensor
 from mrl.algorithms import _correction_config as correction
 from mrl.algorithms._entropy_control import EntropyControl
 from mrl.algorithms._kl_control import KlControl
-from mrl.algorithms._policy_loss import LOSSES, READ
+from mrl.algorithms._policy_loss import LOSSES, READ, PolicyLoss
 from mrl.algorithms.functional import advantages as advantage_maths
 from mrl.algorithms.functional.aggregation import token_weights
 from mrl.config.config import AlgorithmConfig, DpoConfig, LearnsFrom, RolloutConfig
@@ -79,6 +79,9 @@ class Algorithm(ABC):
 
     unused: ClassVar[frozenset[str]] = frozenset()
     """`AlgorithmConfig` fields without effect in this algorithm; a config that sets one is rejected."""
+
+    own_loss: ClassVar[PolicyLoss | None] = None
+    """Policy loss that is not in the table of `algorithm.policy_loss`, which is then refused; None: a loss of it."""
 
     kl_places: ClassVar[frozenset[str]] = frozenset({"none", "loss"})
     """Values of `kl_in` that this algorithm supports."""
@@ -260,7 +263,7 @@ def resolve(config: AlgorithmConfig) -> AlgorithmConfig:
     optional = {*unused, "loss_norm_length", "value_lam"}
     missing = [name for name in _NULLABLE if getattr(filled, name) is None and name not in optional]
     if missing:
-        raise TypeError(f"algorithm '{config.name}' gives no default for {', '.join(missing)}: add it to `defaults`.")
+        raise UserError(f"algorithm.name={config.name}: its `defaults` lack {', '.join(missing)}. Add them.")
     _check_ranges(filled)
     if filled.kl_in not in algorithm.kl_places:
         raise UserError(
@@ -314,6 +317,8 @@ def _find(name: str) -> type[Algorithm]:
 def _defaults(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, Any]:
     """Returns the algorithm's defaults, overridden by those of a policy loss that is not the algorithm's own."""
     chosen = config.policy_loss
+    if algorithm.own_loss is not None:
+        return {**algorithm.own_loss.defaults, **algorithm.defaults}
     if chosen is None and correction.is_reinforce(config.rollout_correction) and algorithm.learns_from == "samples":
         return {**algorithm.defaults, "policy_loss": correction.REINFORCE}
     if chosen is None or "policy_loss" in algorithm.unused or chosen == algorithm.defaults.get("policy_loss"):
@@ -324,19 +329,18 @@ def _defaults(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, 
 def _unused_fields(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, str]:
     """Returns the fields without effect under `config`, each with the reason."""
     by_name = f"algorithm.name is '{config.name}'"
-    unused = dict.fromkeys(sorted(algorithm.unused), by_name)
-    if config.policy_loss is None or "policy_loss" in unused:
+    own = algorithm.own_loss
+    unused = dict.fromkeys(sorted(algorithm.unused | ({"policy_loss"} if own else set())), by_name)
+    if own is not None:
+        unread_keys, why = sorted(READ - own.keys), by_name
+    elif config.policy_loss is None or "policy_loss" in unused:
         unread_keys, why = sorted(READ), by_name
     else:
-        unread_keys = [key for key in sorted(READ) if key not in LOSSES[config.policy_loss].keys]
+        unread_keys = sorted(READ - LOSSES[config.policy_loss].keys)
         why = f"algorithm.policy_loss is '{config.policy_loss}'"
     conditions = [
         (unread_keys, True, why),
-        (
-            ("advantage_eps", "advantage_std_over"),
-            config.advantage_std == "none",
-            "algorithm.advantage_std is 'none'",
-        ),
+        (("advantage_eps", "advantage_std_over"), config.advantage_std == "none", "algorithm.advantage_std is 'none'"),
         (("credit",), algorithm.learns_from != "samples", by_name),
         (
             ("loss_norm_length",),

@@ -913,6 +913,17 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class LoggerConfig:
+    """Logger besides those that other keys of `observe` enable."""
+
+    name: FilePath = ""
+    """File in `mrl/observability/loggers`, or 'package.module:Name', or 'path/to/file.py:Name': a function of an
+    `mrl.Opening` that returns an `mrl.Logger`."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """`Opening.kwargs` of the logger."""
+
+
+@dataclass(frozen=True)
 class ObserveConfig:
     """Console output, loggers and report."""
 
@@ -924,6 +935,8 @@ class ObserveConfig:
     """Write TensorBoard event files into the run folder."""
     wandb_project: Optional[str] = None
     """Weights & Biases project; null: off."""
+    loggers: list[LoggerConfig] = field(default_factory=list)
+    """Further loggers."""
     report: bool = True
     """Write report.html when the run ends."""
 
@@ -952,7 +965,14 @@ class Config:
 LearnsFrom = Literal["samples", "responses", "pairs"]
 """Training data of an algorithm: samples of the engine, responses in the data, or (chosen, rejected) pairs."""
 
-OWN_CODE = ("rollout.name", "algorithm.name", "reward.functions[*].name", "data.task")
+OWN_CODE = (
+    "rollout.name",
+    "rollout.agent.environment",
+    "algorithm.name",
+    "reward.functions[*].name",
+    "data.task",
+    "observe.loggers[*].name",
+)
 """Fields that may name user code outside mrl."""
 
 

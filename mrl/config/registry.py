@@ -1,7 +1,7 @@
 """Finds a plugin by name: the folder is the registry. A path to user code works too (`user_code.py`).
 
-To add a model family, algorithm, reward, engine or logger, add one file to its folder; the file defines the attribute
-that the folder's `base` names (for example `ALGORITHM`, `REWARD`).
+To add a model family, algorithm, environment, reward, engine or logger, add one file to its folder; the file defines
+the attribute that the folder's `base` names (for example `ALGORITHM`, `REWARD`).
 """
 
 from __future__ import annotations
@@ -55,5 +55,5 @@ def find(folder: str, name: str, attribute: str, default: Any = _REQUIRED) -> An
         )
     module = importlib.import_module(f"mrl.{folder}.{name}")
     if not hasattr(module, attribute) and default is _REQUIRED:
-        raise UserError(f"{folder}: '{name}' is not a plugin: mrl/{folder}/{name}.py defines no {attribute}.")
+        raise UserError(f"{folder}: '{name}' is not a plugin: {module.__file__} defines no {attribute}.")
     return getattr(module, attribute, default)

@@ -127,18 +127,19 @@ class EngineCapabilities:
 
     def on_cpu(self, reduced: ParallelLayout) -> CpuRun:
         """Returns whether the engine samples on this machine's CPU with the layout `reduced`."""
-        return CpuRun("it needs GPUs")
+        return CpuRun("its CAPABILITIES do not say that it runs on a CPU")
 
 
 def engine_capabilities(name: str) -> EngineCapabilities:
     """Returns the capabilities of an engine, `CAPABILITIES` of its module.
 
     Args:
-        name: `rollout.name`. A path to user code has the defaults; so has an unknown name, which validation reports.
+        name: `rollout.name`. A path to user code has the defaults; so have an engine that defines no `CAPABILITIES`,
+            and an unknown name, which validation reports.
     """
     if name not in registry.names("engines"):
         return EngineCapabilities()
-    found: EngineCapabilities = registry.find("engines", name, "CAPABILITIES")
+    found: EngineCapabilities = registry.find("engines", name, "CAPABILITIES", EngineCapabilities())
     return found
 
 

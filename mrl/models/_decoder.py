@@ -254,7 +254,7 @@ def decoder_family(
         fixed: Function from an ArchSpec to the family's own keys of config.json.
         params: `Family.params`.
         moe: `_moe.moe_spec` with the family's key names bound; None: dense.
-        trtllm_architecture: `Family.trtllm_architecture`; None: equal to `architecture`.
+        trtllm_architecture: `Family.trtllm_architecture`; None: TensorRT-LLM has no such model.
         **structure: Further arguments of `arch_from_config`.
     """
     known = {**DEFAULTS, **defaults}
@@ -273,7 +273,7 @@ def decoder_family(
         keys=keys,
         arch_from_hf=arch_from_hf,
         arch_to_hf=arch_to_hf,
-        trtllm_architecture=trtllm_architecture or architecture,
+        trtllm_architecture=trtllm_architecture,
     )
 
 

@@ -152,6 +152,11 @@ def refuse_foreign_structure(config: Mapping[str, Any], keys: ConfigKeys) -> Non
     unknown = {key: value for key, value in config.items() if key not in keys.all and value is not None}
     if not unknown:
         return
+    if not is_known_to_transformers(family):
+        raise UserError(
+            f"config.json: {', '.join(sorted(unknown))}: neither mrl nor the installed transformers knows what "
+            f"these keys mean for '{family}'. List them in `keys` of the family's file in mrl/models, or remove them."
+        )
     for key, default in _declared(family).items():
         if key in unknown and unknown[key] != default:
             raise UserError(
@@ -201,6 +206,13 @@ def refuse_sliding_window(
             f"config.json: sliding_window is {shown(window)}, below max_position_embeddings={shown(longest)}, and some "
             "layers use it (use_sliding_window, max_window_layers). mrl supports only full attention."
         )
+
+
+def is_known_to_transformers(family: str) -> bool:
+    """Returns whether the installed transformers has a model of this model_type."""
+    from transformers import CONFIG_MAPPING
+
+    return family in CONFIG_MAPPING
 
 
 def _declared(family: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from mrl.models._keys import config_keys
 FAMILY = decoder_family(
     "llama",
     "LlamaForCausalLM",
+    trtllm_architecture="LlamaForCausalLM",
     keys=config_keys(
         required_values={
             "attention_bias": (False, "it adds a bias to the output projection"),

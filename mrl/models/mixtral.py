@@ -10,6 +10,7 @@ from mrl.models.base import moe_of
 FAMILY = decoder_family(
     "mixtral",
     "MixtralForCausalLM",
+    trtllm_architecture="MixtralForCausalLM",
     params=(*ATTENTION, *moe_layer("model.layers.{layer}.block_sparse_moe.", gate="w1", up="w3", down="w2"), *HEAD),
     keys=config_keys(
         "num_local_experts",

@@ -1,7 +1,7 @@
 """Presets: named structures for models with random weights, as parts of a config.json.
 
-The tiny ones are for tests and the quickstart; the others have the shapes of public models, for rehearsals and
-benchmarks. A preset has no tokenizer and no checkpoint.
+The tiny ones are for tests and the quickstart; a family's file may define more in `PRESETS`. The others have the shapes
+of public models, for rehearsals and benchmarks. A preset has no tokenizer and no checkpoint.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from mrl.config import registry
 from mrl.config.did_you_mean import did_you_mean
 from mrl.errors import UserError
 from mrl.models._keys import DECODER_KEYS
@@ -196,6 +197,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
+
+for _family in registry.names("models"):
+    PRESETS |= registry.find("models", _family, "PRESETS", {})
 
 _INITIALIZER = "initializer_range"
 

@@ -6,6 +6,7 @@ from mrl.models._keys import config_keys, last_layers_use_window
 FAMILY = decoder_family(
     "qwen2",
     "Qwen2ForCausalLM",
+    trtllm_architecture="Qwen2ForCausalLM",
     keys=config_keys(),
     defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
     fixed=lambda arch: {"use_sliding_window": False},

@@ -10,6 +10,7 @@ from mrl.models.base import moe_of
 FAMILY = decoder_family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
+    trtllm_architecture="Qwen2MoeForCausalLM",
     params=(*ATTENTION, *moe_layer(QWEN_MLP), *shared_expert(QWEN_MLP), *HEAD),
     keys=config_keys(
         *QWEN_KEYS,

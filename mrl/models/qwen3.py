@@ -6,6 +6,7 @@ from mrl.models._keys import config_keys, last_layers_use_window
 FAMILY = decoder_family(
     "qwen3",
     "Qwen3ForCausalLM",
+    trtllm_architecture="Qwen3ForCausalLM",
     keys=config_keys(required_values={"attention_bias": (False, "it adds a bias to the output projection")}),
     defaults={
         "num_key_value_heads": 32,

@@ -14,6 +14,7 @@ from mrl.models.base import moe_of
 FAMILY = decoder_family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
+    trtllm_architecture="Qwen3MoeForCausalLM",
     params=(*ATTENTION, *moe_layer(QWEN_MLP), *HEAD),
     keys=config_keys(
         *QWEN_KEYS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -11,8 +11,17 @@ from typing import Any
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.config import registry
 from mrl.config.config import Config
+from mrl.errors import UserError
 from mrl.observability.loggers.base import Logger, Opening, Phase
 from mrl.types import Rollout
+
+
+def logger_names(config: Config) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
+    """Yields each logger of mrl's folder and of `observe.loggers` once, with its kwargs; None without an entry."""
+    listed = {entry.name: entry.kwargs for entry in config.observe.loggers}
+    for name in registry.names("observability.loggers"):
+        yield name, listed.pop(name, None)
+    yield from listed.items()
 
 
 class RunLog:
@@ -33,12 +42,17 @@ class RunLog:
         """
         self._loggers: list[Logger] = []
         if rank == 0:
-            opening = Opening(config, run, resume_step)
             try:
-                for name in registry.names("observability.loggers"):
+                for name, kwargs in logger_names(config):
+                    opening = Opening(config, run, resume_step, kwargs)
                     logger = registry.find("observability.loggers", name, "LOGGER")(opening)
                     if logger is not None:
                         self._loggers.append(logger)
+                    elif kwargs is not None:
+                        raise UserError(
+                            f"observe.loggers names '{name}', which returned no logger. Remove the entry, and "
+                            "enable it by its own key of `observe`."
+                        )
             except BaseException:
                 self.close()
                 raise

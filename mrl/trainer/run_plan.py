@@ -32,6 +32,7 @@ from mrl.models.base import ArchSpec, critic_of
 from mrl.models.hf_config import arch_from_folder
 from mrl.models.presets import arch_from_preset
 from mrl.observability.metrics import check_is_given, evaluation_names
+from mrl.observability.run_log import logger_names
 from mrl.parallel_layout import ParallelLayout
 from mrl.rewards.scorer import Scorer
 from mrl.rollout.episodes.episodes import Schema, check_environment
@@ -333,7 +334,10 @@ def _check_engine(name: str) -> None:
 
 def _check_loggers(config: Config, tell: Tell | None) -> None:
     """Checks that the packages of the loggers are installed."""
-    for name in names("observability.loggers"):
+    for name, _ in logger_names(config):
+        find("observability.loggers", name, "LOGGER")
+        if name not in names("observability.loggers"):
+            continue
         check = find("observability.loggers", name, "check", None)
         try:
             if check is not None:

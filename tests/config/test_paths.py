@@ -35,9 +35,11 @@ NO_PATHS = {
 }
 """Texts of the config that are no path."""
 
+LOGGERS = "observe.loggers=[{name: wandb}]"
 TEACHERS = "distillation.teacher_models=[{key: one}]"
 PATHS = sorted(path_keys(Config))
-CODE = {"reward.functions.name", "rollout.name", "algorithm.name", "data.task"}
+CODE = {"reward.functions.name", "rollout.name", "rollout.agent.environment", "algorithm.name", "data.task"}
+CODE |= {"observe.loggers.name"}
 """Names in mrl, or files of code."""
 
 
@@ -61,7 +63,7 @@ def file(tmp_path, monkeypatch):
 
 
 def override(key: str, text: str) -> str:
-    for entries in ("functions", "teacher_models"):
+    for entries in ("functions", "teacher_models", "loggers"):
         key = key.replace(f"{entries}.", f"{entries}[0].")
     return f"{key}={text}"
 
@@ -101,7 +103,7 @@ WRONG = (
 def test_what_is_no_path_is_refused(file, number):
     key, (text, said) = PATHS[number % len(PATHS)], WRONG[number % len(WRONG)]
     with pytest.raises(UserError, match=said) as error:
-        load(file, [TEACHERS, override(key, text)])
+        load(file, [TEACHERS, LOGGERS, override(key, text)])
     assert override(key, "").rstrip("=") in str(error.value)
 
 

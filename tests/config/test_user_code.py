@@ -174,3 +174,38 @@ def test_a_mistyped_file_or_name_in_it_is_offered_the_nearest(project, monkeypat
         registry.find("rewards", make_absolute(name, [project / "configs", project, Path()]), "")
     said = str(caught.value)
     assert ("Did you mean" in said) == (meant is not None) and (meant is None or f"{meant}'?" in said)
+
+
+@pytest.mark.parametrize(
+    ("folder", "attribute"),
+    [
+        ("algorithms", "ALGORITHM"),
+        ("engines", "CAPABILITIES"),
+        ("environments", "ENVIRONMENT"),
+        ("models", "FAMILY"),
+        ("observability.loggers", "LOGGER"),
+        ("rewards", "REWARD"),
+    ],
+)
+def test_every_name_that_a_folder_offers_is_a_plugin(folder, attribute):
+    for name in registry.names(folder):
+        assert registry.find(folder, name, attribute) is not None, name
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.name=own.py:Own",
+        "rollout.agent.environment=own.py:Own",
+        "algorithm.name=own.py:Own",
+        "reward.functions=[{name: 'own.py:Own'}]",
+        "data.task=own.py:Own",
+        "observe.loggers=[{name: 'own.py:Own'}]",
+    ],
+)
+def test_code_next_to_the_config_is_found_from_any_folder(override, tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/own.py").write_text("Own = object()")
+    (tmp_path / "run/config.yaml").write_text("train: {num_steps: 1}\n")
+    monkeypatch.chdir(tmp_path)
+    assert f"{tmp_path}/run/own.py:Own" in to_yaml(load("run/config.yaml", [override]))

@@ -7,7 +7,9 @@ import pytest
 import transformers
 from safetensors.torch import load_file
 
+from mrl.config import registry
 from mrl.errors import UserError
+from mrl.models._keys import refuse_foreign_structure
 from mrl.models.base import RopeScaling
 from mrl.models.hf_config import arch_from_config, arch_from_folder, families, family_of
 from mrl.models.presets import PRESETS, arch_from_preset
@@ -75,7 +77,7 @@ def test_head_dim_is_the_quotient_where_the_file_has_none():
 
 
 REFUSED = {
-    "unknown family": ({"model_type": "gpt2"}, "model_type is 'gpt2'; mrl supports llama, mixtral, phi3, qwen2"),
+    "unknown family": ({"model_type": "gpt2"}, "model_type is 'gpt2'; mrl supports "),
     "no family": ({"model_type": None}, "model_type is None"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantized"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -162,3 +164,9 @@ def test_every_field_of_the_structure_is_written():
         rope_scaling=RopeScaling(2.0, 3.0, 5.0, 11),
     )
     assert arch_from_config(family_of(arch).arch_to_hf(changed)) == changed
+
+
+def test_a_key_of_a_family_that_transformers_lacks_is_named(monkeypatch):
+    keys = registry.find("models", "qwen2", "FAMILY").keys
+    with pytest.raises(UserError, match="odd_key: neither mrl nor the installed transformers knows"):
+        refuse_foreign_structure({"model_type": "not_in_transformers", "odd_key": 3}, keys)

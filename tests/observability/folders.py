@@ -4,17 +4,25 @@ import contextlib
 from dataclasses import replace
 
 from mrl.checkpoint.run_dir.run_dir import RunDir
-from mrl.config.config import Config
+from mrl.config.config import Config, LoggerConfig
 from mrl.observability.run_log import RunLog
 
 
-def config(root, *, console="off", tensorboard=False, wandb_project=None, num_steps=4, warm_start=0, **sections):
+def config(
+    root, *, console="off", tensorboard=False, wandb_project=None, num_steps=4, warm_start=0, loggers=(), **sections
+):
     base = Config()
     return replace(
         base,
         run=replace(base.run, output_dir=str(root)),
         train=replace(base.train, num_steps=num_steps, warm_start=replace(base.train.warm_start, num_steps=warm_start)),
-        observe=replace(base.observe, console=console, tensorboard=tensorboard, wandb_project=wandb_project),
+        observe=replace(
+            base.observe,
+            console=console,
+            tensorboard=tensorboard,
+            wandb_project=wandb_project,
+            loggers=[LoggerConfig(**entry) for entry in loggers],
+        ),
         **{name: replace(getattr(base, name), **values) for name, values in sections.items()},
     )
 

@@ -7,6 +7,7 @@ import pytest
 from mrl.checkpoint.io.jsonl_log import read_rows
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.config import registry
+from mrl.errors import UserError
 from mrl.observability.metrics import is_wall_clock
 from mrl.observability.run_log import RunLog, sample_rows
 from mrl.types import Prompt, Rollout
@@ -121,3 +122,34 @@ def test_tensorboard_holds_every_metric_and_hides_what_lies_beyond_a_resume(tmp_
     assert [event.step for event in train.Scalars("critic/score/mean")] == [1, 2, 3]
     warm = EventAccumulator(str(run.tensorboard / "warm_start")).Reload()
     assert [event.step for event in warm.Scalars("warm_start/loss")] == [1]
+
+
+LOGGER = """
+import mrl
+
+class Lines(mrl.Logger):
+    def __init__(self, opening):
+        self.file = opening.run.root / opening.kwargs["file"]
+
+    def record(self, phase, step, metrics):
+        with self.file.open("a") as stream:
+            print(phase, step, *sorted(metrics), file=stream)
+"""
+
+
+def test_a_logger_of_ones_own_gets_its_kwargs_and_every_metric(tmp_path):
+    (tmp_path / "own.py").write_text(LOGGER)
+    given = [{"name": f"{tmp_path}/own.py:Lines", "kwargs": {"file": "lines.txt"}}]
+    with logging(tmp_path / "run", loggers=given) as (run, log):
+        run_steps(log, 1, 2)
+    lines = (run.root / "lines.txt").read_text().splitlines()
+    assert {line.split()[1] for line in lines if line.startswith("train")} == {"1", "2"}
+    assert {name for line in lines for name in line.split()[2:]} >= set(metrics_of(1))
+
+
+def test_an_entry_for_a_logger_that_another_key_enables_is_refused(tmp_path):
+    with (
+        pytest.raises(UserError, match=r"observe.loggers names 'wandb'"),
+        logging(tmp_path, loggers=[{"name": "wandb"}]),
+    ):
+        pass

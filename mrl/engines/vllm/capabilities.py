@@ -11,6 +11,7 @@ from mrl.engines.vllm import engine_kwargs, fp8_support, package_signature
 from mrl.engines.vllm.engine_fields import VERSION
 from mrl.engines.vllm.fields import FIELDS, NAME
 from mrl.errors import UserError, to_install
+from mrl.models._keys import is_known_to_transformers
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
 
@@ -30,8 +31,13 @@ class VllmCapabilities(EngineCapabilities):
     checks_weight_sync = True
 
     def model_errors(self, config: Config, arch: ArchSpec) -> Iterator[str]:
-        """Yields a message for each rule of FP8 that the model breaks."""
-        return fp8_support.refusals(config, arch)
+        """Yields a message for each rule of FP8 that the model breaks, and for a family that vLLM cannot build."""
+        if not is_known_to_transformers(arch.family):
+            yield (
+                f"rollout.name={NAME} builds its models from transformers' configuration, which has no model_type "
+                f"'{arch.family}'. Use rollout.name=native."
+            )
+        yield from fp8_support.refusals(config, arch)
 
     def check_installed(self) -> None:
         """Raises UserError if no vLLM is installed."""

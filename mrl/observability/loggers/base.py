@@ -1,9 +1,9 @@
 """Interface of a logger. To add one, put a module into this folder that defines `LOGGER`, a function of `Opening`.
 
 `LOGGER` returns a `Logger`, or None where the config does not enable it, and raises UserError where it is enabled but
-cannot work. Loggers exist on rank 0 only. A logger that needs a package which mrl does not install also defines
-`check(config)`, which raises UserError if the logger is enabled and the package is missing; it is called before a run
-starts.
+cannot work. `observe.loggers` enables it: then `Opening.kwargs` is not None. Loggers exist on rank 0 only. A logger
+that needs a package which mrl does not install also defines `check(config)`, which raises UserError if the logger is
+enabled and the package is missing; it is called before a run starts.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ class Opening:
         config: Configuration of the run, with all defaults filled in.
         run: Run folder, already created.
         resume_step: RL steps in the checkpoint that the run resumes from; None for a new run.
+        kwargs: `kwargs` of the logger's entry in `observe.loggers`; None: it has no entry.
     """
 
     config: Config
     run: RunDir
     resume_step: int | None
+    kwargs: Mapping[str, Any] | None = None
 
 
 def is_installed(package: str) -> bool:

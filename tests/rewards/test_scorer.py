@@ -315,7 +315,7 @@ def test_exceptions_cannot_steer_the_terminal():
     ("function", "message"),
     [
         ("exact", "there is no 'exact'. Did you mean 'exact_match'"),
-        ("scorer", "'scorer' is not a plugin"),
+        ("scorer", "there is no 'scorer'"),
         ("nowhere.rewards:f", "'nowhere.rewards:f' does not import"),
         (f"{HERE}:nothing", "has no 'nothing'"),
         (f"{HERE}:NOT_A_FUNCTION", "is a int, expected a function"),

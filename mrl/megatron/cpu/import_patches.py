@@ -46,6 +46,8 @@ _NOISY = (
     "megatron.core.dist_checkpointing.strategies.torch",
 )
 """Loggers that from 0.18 on warn at each start about what mrl chose: GPTModel, its own writer of checkpoints."""
+_CPU_NOISY = ("torch.utils.cpp_extension",)
+"""Loggers that warn on a CPU: from 0.17 on Megatron imports what torch builds CUDA extensions with."""
 _load_from_bytes = torch.storage._load_from_bytes
 _hidden: tuple[str, ...] = _UNUSED
 """Packages that Megatron cannot import. Includes TransformerEngine where it is unusable: Megatron would fail on a
@@ -85,7 +87,7 @@ def prepare(device: str) -> None:
     else:
         fixes.update(_CUDA_FIXES)
         sys.meta_path.insert(0, _Finder(fixes, None))
-    for name in _NOISY:
+    for name in (*_NOISY, *(_CPU_NOISY if device == "cpu" else ())):
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in ("all_reduce", "broadcast", "scatter"):
         setattr(dist, name, _refuse_non_contiguous(name, getattr(dist, name)))

@@ -155,18 +155,9 @@ def test_where_cudnn_takes_no_packed_sequences_there_is_no_fit_attention():
 
 def without_bottom_right():
     """What is said and done where cuDNN is older than 9.6, which has no such mask for packed sequences."""
-    import transformer_engine_torch as extension
-
     from tests.megatron.te.extension import attention as kernels
 
-    asked = extension.get_fused_attn_backend
-
-    def older(*arguments):
-        masks = [each for each in arguments if isinstance(each, kernels.NVTE_Mask_Type)]
-        is_new = masks[0] in kernels.BOTTOM_RIGHT
-        return kernels.NVTE_Fused_Attn_Backend.NVTE_No_Backend if is_new else asked(*arguments)
-
-    extension.get_fused_attn_backend = older
+    takes, kernels._takes_bottom_right = kernels._takes_bottom_right, lambda *lengths: False
     transformer_engine._attentions.cache_clear()
     try:
         policy = make_policy(ARCHS["qwen3"], ParallelLayout(1))
@@ -179,7 +170,7 @@ def without_bottom_right():
         )
         return told, rows, int(batch.seq_lens_B.sum()) - batch.num_sequences
     finally:
-        extension.get_fused_attn_backend = asked
+        kernels._takes_bottom_right = takes
         transformer_engine._attentions.cache_clear()
 
 

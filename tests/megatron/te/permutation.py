@@ -21,9 +21,16 @@ def _pairs(row_id_map, num_experts):
     return tokens, experts, row_id_map[tokens, experts].long()
 
 
-def permute_with_mask_map(
-    inp, row_id_map, probs, scale, num_tokens, num_experts, num_out_tokens, hidden_size, scale_hidden_dim
-):
+def _sizes(given, count):
+    """The last `count` arguments; from 2.12 on `pad_offsets` comes before them."""
+    padding = given[:-count]
+    if any(each is not None for each in padding):
+        raise NotImplementedError("rows filled up per expert have no stand-in on a CPU")
+    return given[-count:]
+
+
+def permute_with_mask_map(inp, row_id_map, probs, scale, *sizes):
+    _, num_experts, num_out_tokens, hidden_size, _ = _sizes(sizes, 5)
     if scale is not None:
         raise NotImplementedError("scales of quantized tensors have no stand-in on a CPU")
     tokens, experts, rows = _pairs(row_id_map, num_experts)
@@ -36,7 +43,8 @@ def permute_with_mask_map(
     return output, None, permuted
 
 
-def unpermute_with_mask_map(inp, row_id_map, merging_probs, permuted_probs, num_tokens, num_experts, hidden_size):
+def unpermute_with_mask_map(inp, row_id_map, merging_probs, permuted_probs, *sizes):
+    num_tokens, num_experts, hidden_size = _sizes(sizes, 3)
     tokens, experts, rows = _pairs(row_id_map, num_experts)
     parts = inp[rows].float()
     if merging_probs is not None:
@@ -49,9 +57,8 @@ def unpermute_with_mask_map(inp, row_id_map, merging_probs, permuted_probs, num_
     return output, probs
 
 
-def unpermute_with_mask_map_bwd_with_merging_probs(
-    fwd_output_grad, row_id_map, fwd_input, merging_probs, num_tokens, num_experts, num_out_tokens, hidden_size
-):
+def unpermute_with_mask_map_bwd_with_merging_probs(fwd_output_grad, row_id_map, fwd_input, merging_probs, *sizes):
+    num_tokens, num_experts, num_out_tokens, hidden_size = _sizes(sizes, 4)
     tokens, experts, rows = _pairs(row_id_map, num_experts)
     grads = fwd_output_grad[tokens].float()
     act_grad = fwd_output_grad.new_zeros(num_out_tokens, hidden_size)

@@ -13,6 +13,7 @@ from tests.megatron.te.extension.adam import (
     multi_tensor_adam_param_remainder,
     multi_tensor_l2norm,
     multi_tensor_scale,
+    multi_tensor_scale_tensor,
     multi_tensor_unscale_l2norm,
 )
 from tests.megatron.te.extension.attention import fused_attn_bwd, fused_attn_fwd, get_fused_attn_backend

@@ -11,6 +11,13 @@ def multi_tensor_scale(chunk_size, noop, lists, scale):
             noop.fill_(1)
 
 
+def multi_tensor_scale_tensor(chunk_size, noop, lists, scale):
+    """From 2.14 on: the scale is a tensor."""
+    if scale.dtype != torch.float32 or scale.numel() != 1:
+        raise TypeError(f"multi_tensor_scale_tensor: the scale must be one float32, not {scale!r}")
+    multi_tensor_scale(chunk_size, noop, lists, scale)
+
+
 @torch.no_grad()
 def multi_tensor_l2norm(chunk_size, noop, lists, per_tensor=False):
     norms = torch.stack([tensor.float().norm() for tensor in lists[0]]) if lists[0] else torch.zeros(1)

@@ -12,6 +12,7 @@ from tests.megatron.te.extension.enums import (
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,
     NVTE_Mask_Type,
+    NVTE_QKV_Format,
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )
@@ -30,7 +31,22 @@ PACKED_FROM = (9, 0)
 """The first compute capability on which cuDNN takes packed sequences: `sm_arch_ >= 90` in fused_attn.cpp."""
 
 
-def get_fused_attn_backend(is_training, q_dtype, kv_dtype, layout, bias_type, mask_type, softmax_type, dropout, *rest):
+def get_fused_attn_backend(*asked):
+    """Takes one object from 2.20 on, and gives a reason too; before, the 19 arguments of `_backend`."""
+    if len(asked) > 1:
+        return _backend(*asked)
+    (params,) = asked
+    if _formats(params.qkv_layout)[0] == "thd" and 0 in (params.num_tokens_q, params.num_tokens_kv):
+        return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "a graph of no tokens"
+    found = _backend(
+        *(params.is_training, params.qkv_dtype, params.qkv_dtype, params.qkv_layout),
+        *(params.bias_type, params.attn_mask_type, params.softmax_type, params.dropout),
+        *(params.num_attn_heads, params.num_gqa_groups, params.max_seqlen_q, params.max_seqlen_kv),
+    )
+    return found, "" if found != NVTE_Fused_Attn_Backend.NVTE_No_Backend else "no stand-in on a CPU"
+
+
+def _backend(is_training, q_dtype, kv_dtype, layout, bias_type, mask_type, softmax_type, dropout, *rest):
     takes = (
         bias_type == NVTE_Bias_Type.NVTE_NO_BIAS
         and softmax_type == NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
@@ -49,10 +65,16 @@ def _takes_bottom_right(max_seqlen_q, max_seqlen_kv):
 def _formats(layout):
     """Of the queries and of the keys: "thd", "sbhd" or "bshd"."""
     parts = NVTE_QKV_Layout(layout).name.removeprefix("NVTE_").lower().split("_")
-    if parts[0] == "paged":
-        raise NotImplementedError("paged attention has no stand-in on a CPU")
+    if parts[0] in ("paged", "bhsd", "qkv"):
+        raise NotImplementedError(f"attention on {'_'.join(parts)} has no stand-in on a CPU")
     names = [part.replace("2", "").replace("3", "") for part in parts]
     return names[0], names[-1]
+
+
+def _need_format(layout, *formats):
+    own = NVTE_QKV_Format[f"NVTE_{_formats(layout)[0].upper()}"]
+    if any(each not in (None, own) for each in formats):
+        raise NotImplementedError("an output in another format than the queries has no stand-in on a CPU")
 
 
 class _Side:
@@ -76,18 +98,19 @@ class _Side:
 class _Sequences:
     """The sequences of a call, and what their queries may see."""
 
-    def __init__(self, layout, mask_type, window, cu_q, cu_kv, padded_q, padded_kv, q, k):
+    def __init__(self, layout, mask_type, window, bottom_right, cu_q, cu_kv, padded_q, padded_kv, q, k):
         q_format, kv_format = _formats(layout)
         self.q = _Side(q_format, q, cu_q, padded_q, mask_type)
         self.kv = _Side(kv_format, k, cu_kv, padded_kv, mask_type)
         self.mask_type, self.window = mask_type, tuple(window)
+        self.bottom_right = mask_type in BOTTOM_RIGHT if bottom_right is None else bottom_right
 
     def __iter__(self):
         return enumerate(zip(self.q.rows, self.kv.rows, strict=True))
 
     def _hidden(self, queries, keys):
         """True where a query must not see a key; None: it may see all."""
-        shift = keys - queries if self.mask_type in BOTTOM_RIGHT else 0
+        shift = keys - queries if self.bottom_right else 0
         left, right = self.window
         if self.mask_type in CAUSAL + BOTTOM_RIGHT:
             right = 0
@@ -117,12 +140,41 @@ def _gathered(t, groups):
     return t.view(groups, -1, *t.shape[1:]).sum(1).transpose(0, 1)
 
 
-def fused_attn_fwd(
-    max_seqlen_q, max_seqlen_kv, is_training, attn_scale, dropout, fast_zero_fill, layout, bias_type, mask_type,
-    softmax_type, window_size, cu_q, cu_kv, q, k, v, fake_dtype, padded_q, padded_kv, page_table_k, page_table_v,
-    s_quantizer, o_quantizer, bias, softmax_offset, rng_gen, rng_elts, return_max_logit, cuda_graph,
+def fused_attn_fwd(*arguments):
+    return _forward(*_as_of_2_15(arguments, formats=2, counts=(29, 30, 32)))
+
+
+def fused_attn_bwd(*arguments):
+    arguments = list(arguments)
+    if len(arguments) < 32:  # the dtype of the gradients, before 2.15
+        del arguments[-8]
+    return _backward(*_as_of_2_15(arguments, formats=5, counts=(26, 27, 32)))
+
+
+def _as_of_2_15(arguments, formats, counts):
+    """2.12 added `bottom_right_diagonal` behind the window, 2.15 formats behind the layout.
+
+    `counts`: how many arguments 2.11, 2.12 and 2.15 pass.
+    """
+    arguments = list(arguments)
+    if len(arguments) not in counts:
+        raise TypeError(f"fused attention with {len(arguments)} arguments has no stand-in on a CPU")
+    layout = next(index for index, each in enumerate(arguments) if isinstance(each, NVTE_QKV_Layout))
+    if len(arguments) == counts[0]:
+        arguments.insert(layout + 5, None)
+    if len(arguments) == counts[1]:
+        arguments[layout + 1 : layout + 1] = [None] * formats
+    return arguments
+
+
+def _forward(
+    max_seqlen_q, max_seqlen_kv, is_training, attn_scale, dropout, fast_zero_fill, layout, o_format, scale_inv_format,
+    bias_type, mask_type, softmax_type, window_size, bottom_right, cu_q, cu_kv, q, k, v, fake_dtype, padded_q,
+    padded_kv, page_table_k, page_table_v, s_quantizer, o_quantizer, bias, softmax_offset, rng_gen, rng_elts,
+    return_max_logit, cuda_graph,
 ):  # fmt: skip
-    found = _Sequences(layout, mask_type, window_size, cu_q, cu_kv, padded_q, padded_kv, q, k)
+    _need_format(layout, o_format)
+    found = _Sequences(layout, mask_type, window_size, bottom_right, cu_q, cu_kv, padded_q, padded_kv, q, k)
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
     heads = q.shape[-2]
     stats = torch.zeros(q.shape[0], heads, 1) if found.q.packed else torch.zeros(found.q.batch, heads, found.q.steps, 1)
@@ -140,12 +192,16 @@ def fused_attn_fwd(
     return [out, stats, torch.zeros(2, dtype=torch.int64)]
 
 
-def fused_attn_bwd(
-    max_seqlen_q, max_seqlen_kv, attn_scale, dropout, fast_zero_fill, layout, bias_type, mask_type, softmax_type,
-    window_size, deterministic, cu_q, cu_kv, q, k, v, o, d_o, fake_dtype, dqkv_dtype, aux, padded_q, padded_kv,
-    s_quantizer, dp_quantizer, dqkv_quantizer, cuda_graph,
+def _backward(
+    max_seqlen_q, max_seqlen_kv, attn_scale, dropout, fast_zero_fill, layout, o_format, do_format, dqkv_layout,
+    scale_inv_format, do_scale_inv_format, bias_type, mask_type, softmax_type, window_size, bottom_right, deterministic,
+    cu_q, cu_kv, q, k, v, o, d_o, fake_dtype, aux, padded_q, padded_kv, s_quantizer, dp_quantizer, dqkv_quantizer,
+    cuda_graph,
 ):  # fmt: skip
-    found = _Sequences(layout, mask_type, window_size, cu_q, cu_kv, padded_q, padded_kv, q, k)
+    _need_format(layout, o_format, do_format)
+    if dqkv_layout not in (None, layout):
+        raise NotImplementedError("gradients in another layout than the inputs have no stand-in on a CPU")
+    found = _Sequences(layout, mask_type, window_size, bottom_right, cu_q, cu_kv, padded_q, padded_kv, q, k)
     stats, heads, groups = aux[0], q.shape[-2], k.shape[-2]
     d_o = d_o.reshape(o.shape)
     dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype) for t in (q, k, v))

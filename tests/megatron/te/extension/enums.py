@@ -9,10 +9,10 @@ def _enum(name, *members):
     return enum.IntEnum(name, {member: value for value, member in enumerate(members)})
 
 
-DType = _enum(
+DType = _enum(  # these and no others: from 2.17 on TE's Python has an enum of its own, which it compares with this one
     "DType",
-    *("kByte", "kInt16", "kInt32", "kInt64", "kFloat32", "kFloat16", "kBFloat16"),
-    *("kFloat8E4M3", "kFloat8E5M2", "kFloat8E8M0", "kFloat4E2M1"),
+    *("kByte", "kInt32", "kFloat32", "kFloat16", "kBFloat16"),
+    *("kFloat8E4M3", "kFloat8E5M2", "kFloat4E2M1"),
 )
 FP8FwdTensors = _enum(
     "FP8FwdTensors", *(f"GEMM{index}_{what}" for index in (1, 2, 3) for what in ("INPUT", "WEIGHT", "OUTPUT"))
@@ -26,6 +26,7 @@ NVTE_QKV_Format = _enum(
     "NVTE_QKV_Format",
     *("NVTE_SBHD", "NVTE_BSHD", "NVTE_THD"),
     *("NVTE_BSHD_2SBHD", "NVTE_SBHD_2BSHD", "NVTE_THD_2BSHD", "NVTE_THD_2SBHD"),
+    *("NVTE_BHSD", "NVTE_QKV_Format_NOT_SET"),  # from 2.15
 )
 NVTE_QKV_Layout = _enum(
     "NVTE_QKV_Layout",
@@ -37,6 +38,7 @@ NVTE_QKV_Layout = _enum(
             *("T3HD", "TH3D", "THD_T2HD", "THD_TH2D", "THD_THD_THD"),
             *("SBHD_BSHD_BSHD", "BSHD_SBHD_SBHD", "THD_BSHD_BSHD", "THD_SBHD_SBHD"),
             *(f"Paged_KV_{q}_{kv}_{kv}" for q in ("BSHD", "SBHD", "THD") for kv in ("BSHD", "SBHD")),
+            *("BHSD_BHSD_BHSD", "QKV_Layout_NOT_SET"),  # from 2.15 and 2.20
         )
     ),
 )
@@ -49,15 +51,17 @@ NVTE_Mask_Type = _enum(
 NVTE_Softmax_Type = _enum(
     "NVTE_Softmax_Type", "NVTE_VANILLA_SOFTMAX", "NVTE_OFF_BY_ONE_SOFTMAX", "NVTE_LEARNABLE_SOFTMAX"
 )
+NVTEScalingMode = _enum("NVTEScalingMode", "NVTE_DELAYED_TENSOR_SCALING", "NVTE_MXFP8_1D_SCALING")  # from 2.20
+NVTERoutingMapFormat = _enum("NVTERoutingMapFormat", "BYTEMAP", "BITMAP_U8")  # from 2.17
+NVTEQBHistogramMode = _enum("NVTEQBHistogramMode", "TWO_KERNEL", "FUSED_ATOMIC")  # from 2.20
 NVTE_Fused_Attn_Backend = enum.IntEnum(
-    "NVTE_Fused_Attn_Backend",
-    {"NVTE_No_Backend": -1, "NVTE_F16_max512_seqlen": 0, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2},
+    "NVTE_Fused_Attn_Backend", {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
 )
+NVTE_Fused_Attn_Backend.NVTE_F16_max512_seqlen = 0  # named before 2.16; no member, as 2.19 compares the members
 
 _TORCH = {
     DType.kByte: torch.uint8,
     DType.kInt32: torch.int32,
-    DType.kInt64: torch.int64,
     DType.kFloat32: torch.float32,
     DType.kFloat16: torch.float16,
     DType.kBFloat16: torch.bfloat16,

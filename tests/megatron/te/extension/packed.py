@@ -49,12 +49,20 @@ def thd_read_second_half_lse(lse, cu_seqlens, lse_packed, second_half_lse_seqlen
     return out
 
 
-def thd_out_correction(out, out_per_step, lse, lse_per_step, cu_seqlens, only_second_half, lse_packed):
+def thd_out_correction(out, out_per_step, *rest):
+    """Adds a step's output with its weight; from 2.20 on `out` has the weight it had before that step."""
+    *old, lse, lse_per_step, cu_seqlens, only_second_half, lse_packed = rest
     _need_packed(lse_packed)
     rows = _half(cu_seqlens, 1) if only_second_half else torch.arange(cu_seqlens[-1])
-    count = len(rows)
-    weight = torch.exp(lse_per_step[:, :count] - lse[:, rows]).t().unsqueeze(-1)
-    out[rows] = (out[rows].float() + out_per_step[:count].float() * weight).to(out.dtype)
+    new = _weights(lse_per_step[:, : len(rows)], lse[:, rows]) * out_per_step[: len(rows)].float()
+    kept = out[rows].float()
+    for before in old:
+        kept = kept * _weights(before[:, rows], lse[:, rows])
+    out[rows] = (kept + new).to(out.dtype)
+
+
+def _weights(lse, total):
+    return torch.exp(lse - total).t().unsqueeze(-1)
 
 
 def thd_grad_correction(grad, grad_per_step, cu_seqlens, first_half, second_half):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mrl.algorithms.base import required
 from mrl.algorithms.functional.logprobs import Distribution
+from mrl.config.megatron_fields.fp8 import smallest_row_unit
 from mrl.data.packing import pack_microbatches
 from mrl.data.shared_prefix import each_token, shared_prefixes
 from mrl.distributed.collectives import all_reduce_
@@ -72,6 +73,7 @@ class ForwardBackward:
         equal_lengths: bool = False,
         replay: bool = False,
         compiled: bool = False,
+        row_unit: int | None = None,
     ) -> None:
         """Stores the chunks and settings.
 
@@ -88,11 +90,13 @@ class ForwardBackward:
             replay: True if tokens are routed to the experts in the batch's `routed_experts_P`; may be changed between
                 batches.
             compiled: True if attention uses the compiled CPU kernels.
+            row_unit: Divisor of a microbatch's number of rows; None: the smallest that the layout allows.
         """
         self._chunks, self._groups, self._device = list(chunks), groups, device
         self._max_tokens, self._te, self.share_prefixes = max_tokens, te, share_prefixes
         self._num_experts, self._layers = num_experts, layers
         self._equal_lengths, self.replay, self._compiled = equal_lengths, replay, compiled
+        self._row_unit = smallest_row_unit(groups.grid) if row_unit is None else row_unit
         self.distillation: DistillationSpec | None = None
 
     def microbatches(
@@ -233,16 +237,13 @@ class ForwardBackward:
         inputs_I, lens = part.tokens_P[is_input_P], (part.seq_lens_B - 1).tolist()
         prefixes = shared_prefixes(inputs_I, lens) if self.share_prefixes else each_token(inputs_I.numel())
         grid = self._groups.grid
-        # sequence parallelism shards the packed length, context parallelism cuts it into two segments for each rank
-        unit = grid.tp * (2 * grid.cp if grid.cp > 1 else 1)
         # without shared tokens TransformerEngine computes attention its own way, with context parallelism by its ring
         unshared_te = self._te and prefixes.origin_D.numel() == inputs_I.numel()
         if unshared_te and grid.cp > 1:
-            layout = lay_out_by_sequence(lens, unit=unit)
+            layout = lay_out_by_sequence(lens, unit=smallest_row_unit(grid), total_unit=self._row_unit)
         else:
-            layout = lay_out(
-                lens, each_token(inputs_I.numel()) if unshared_te else prefixes, unit=unit, at_least=at_least
-            )
+            computed = each_token(inputs_I.numel()) if unshared_te else prefixes
+            layout = lay_out(lens, computed, unit=self._row_unit, at_least=at_least)
         tokens, positions, row_I = inputs_I.new_zeros(layout.count), layout.positions, layout.row_I
         tokens[row_I] = inputs_I
         routing = self._routing(part, layout, is_input_P)

@@ -114,9 +114,17 @@ def lay_out(lens: list[int], prefixes: SharedPrefixes, *, unit: int, at_least: i
     return RowLayout(count, all_lens, padded, distinct_P, positions[padded.origin_D])
 
 
-def lay_out_by_sequence(lens: list[int], *, unit: int) -> RowLayout:
-    """Lays out all inputs, with each sequence padded to a multiple of `unit`, as TransformerEngine splits them."""
+def lay_out_by_sequence(lens: list[int], *, unit: int, total_unit: int = 1) -> RowLayout:
+    """Lays out all inputs, with each sequence padded to a multiple of `unit`, as TransformerEngine splits them.
+
+    Args:
+        lens: Inputs of each sequence.
+        unit: Divisor of the rows of each sequence.
+        total_unit: Divisor of the number of rows, itself a multiple of `unit`; padding is a sequence of its own.
+    """
     padded = [-(-length // unit) * unit for length in lens] or [unit]
+    if padding := -sum(padded) % total_unit:
+        padded.append(padding)
     starts = torch.tensor([0, *padded]).cumsum(0)
     row_I = starts[: len(lens)].repeat_interleave(torch.tensor(lens, dtype=torch.int64)) + _positions(lens)
     return RowLayout(sum(padded), padded, each_token(sum(padded)), row_I, _positions(padded), by_sequence=True)

@@ -34,9 +34,12 @@ from torch import Tensor
 from mrl.algorithms.functional.logprobs import OPERATORS, Distribution, RowKernels, VocabShard, linear_logprobs
 from mrl.config.config import ActorConfig, MegatronConfig, ParallelConfig
 from mrl.config.megatron_fields.defaults import transformer_defaults
+from mrl.config.megatron_fields.fp8 import FIELDS as FP8_FIELDS
+from mrl.config.megatron_fields.fp8 import fp8_training
 from mrl.megatron.attention import CoreAttention, PackedSequences
 from mrl.megatron.config_passthrough import check_te, explain_errors, megatron_values
 from mrl.megatron.context_parallel import ContextTargets
+from mrl.megatron.cpu.fp8_emulation import check_emulation, emulate_fp8
 from mrl.megatron.cpu.layers import CompiledNorm, adds_gradient, compiled_layer, compiles
 from mrl.megatron.distillation_targets import DistillationTargets
 from mrl.megatron.moe import load_balance, moe_config, with_router
@@ -254,10 +257,16 @@ def build_chunks(
             kernels.
 
     Raises:
-        UserError: Megatron rejects the passed fields, or kernels cannot be compiled on this rank.
+        UserError: Megatron rejects the passed fields, kernels cannot be compiled on this rank, or FP8 is neither
+            TransformerEngine's nor emulated.
     """
     given = megatron.transformer if megatron else {}
     check_te("transformer", given, te=te)
+    fp8 = None if te else fp8_training(given)
+    if fp8 is not None:
+        check_emulation(arch, device)
+        # Megatron imports TransformerEngine for these
+        given = {name: value for name, value in given.items() if name not in FP8_FIELDS}
     config = transformer_config(arch, parallel, actor, dtype=dtype, te=te, given=given)
     balance = balance or load_balance(arch, actor)
     stages = parallel.virtual_pipeline_model_parallel_size or 1
@@ -271,9 +280,13 @@ def build_chunks(
         compiled = compiles(dtype)
     options: dict[str, Any] = {"balance": balance, "tables": tables, "compiled": compiled}
     with explain_errors("transformer", given):
-        return [
+        chunks = [
             ScoringModel(config, arch, te=te, vp_stage=stage if virtual else None, **options) for stage in range(stages)
         ]
+    if fp8 is not None:
+        for chunk in chunks:
+            emulate_fp8(chunk, fp8)
+    return chunks
 
 
 def transformer_config(

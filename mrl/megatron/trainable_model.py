@@ -17,6 +17,7 @@ from mrl.algorithms.functional.learning_rate import LearningRate
 from mrl.algorithms.functional.logprobs import Distribution
 from mrl.config.config import Config
 from mrl.config.megatron_fields.defaults import equal_lengths
+from mrl.config.megatron_fields.fp8 import row_unit
 from mrl.distributed.collectives import all_reduce_, broadcast_object
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
@@ -110,6 +111,7 @@ class TrainableModel:
             equal_lengths=groups.grid.ep > 1 and equal_lengths(config.actor, config.megatron),
             replay=config.actor.router_replay != "none",
             compiled=self.chunks[0].compiled,
+            row_unit=row_unit(groups.grid, config.megatron.transformer),
         )
         actor = config.actor
         offloaded = zip(PARTS, (actor.param_offload, actor.grad_offload, actor.optimizer_offload), strict=True)

@@ -14,6 +14,7 @@ from importlib import metadata
 from typing import Literal, get_args
 
 from mrl.config.config import Config
+from mrl.config.megatron_fields.fp8 import fp8_training
 from mrl.errors import UserError, first_line
 from mrl.models.base import ArchSpec
 
@@ -168,8 +169,11 @@ def check(config: Config, arch: ArchSpec, device: str) -> None:
 def described(config: Config, arch: ArchSpec, device: str) -> str:
     """Returns a log line: the implementation of the actor's layers and the reason; arguments as for `why_local`."""
     why = why_local(config, arch, device)
+    fp8 = fp8_training(config.megatron.transformer)
+    products = "" if fp8 is None else f"; FP8 products: fp8_recipe={fp8.recipe}, fp8={fp8.format}"
     if why is not None:
-        return f"the actor's layers are Megatron's local ones, not TransformerEngine's: {why}"
+        products += products and ", emulated: operands are rounded to FP8 and multiplied in float32"
+        return f"the actor's layers are Megatron's local ones, not TransformerEngine's: {why}{products}"
     kind = attention(config, arch)
     slow = (
         f"; it is slow, and its memory grows with the square of the length: {FLASH_ATTN}" if kind == "unfused" else ""
@@ -178,4 +182,4 @@ def described(config: Config, arch: ArchSpec, device: str) -> str:
     if config.actor.use_prefix_grouper and not supports_prefix_sharing(config, arch):
         alone = "; it does not support a shared prompt prefix: the prompt is computed once per sample"
     version = metadata.version(NAME)
-    return f"the actor's layers are TransformerEngine's ({version}), with its {kind} attention{slow}{alone}"
+    return f"the actor's layers are TransformerEngine's ({version}), with its {kind} attention{slow}{alone}{products}"

@@ -47,6 +47,16 @@ def test_a_microbatch_without_sequences_is_one_unit_of_padding(layout):
     assert (layout.count, layout.lens, layout.row_I.numel()) == (UNIT, [UNIT], 0)
 
 
+@pytest.mark.parametrize("lens", [[5, 8, 3], [16, 16], []])
+def test_padding_of_all_sequences_is_a_sequence_of_its_own(lens):
+    layout = lay_out_by_sequence(lens, unit=4, total_unit=16)
+    padded = [-(-length // 4) * 4 for length in lens]
+    assert layout.count == sum(layout.lens) > 0
+    assert layout.count % 16 == 0
+    assert layout.lens[: len(padded)] == padded
+    assert all(length % 4 == 0 for length in layout.lens)
+
+
 def test_a_response_token_is_predicted_by_the_row_of_the_token_before_it():
     batch = make_batch()
     inputs_I, found = layouts(batch)

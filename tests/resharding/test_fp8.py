@@ -11,6 +11,7 @@ from mrl.config.config import CheckpointEngineConfig, Config, ModelConfig, Rollo
 from mrl.engines._capabilities import memory_plan
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.engine import NativeEngine
+from mrl.models.presets import arch_from_preset
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding import fp8_quantize
 from mrl.resharding.dtypes import allocate
@@ -24,6 +25,7 @@ from mrl.resharding.weight_slice import WeightSlice
 from mrl.resharding.weight_sync import WeightSync
 from mrl.types import Prompt
 from tests.engines.specs import spec_of
+from tests.megatron.actors import VOCAB, full_weights, make_policy, train
 from tests.ranks import run_ranks
 from tests.resharding.archs import filled, small
 from tests.resharding.test_weight_sync import outcome, rollout_group
@@ -32,6 +34,7 @@ WIDE = {"hidden_size": 144, "intermediate_size": 208, "num_hidden_layers": 2, "n
 """No cut of any layout falls on a block's edge, and the last blocks are smaller."""
 DENSE = small("qwen2_tiny", **{key: size for key, size in WIDE.items() if key != "head_dim"})
 MOE = small("qwen2_moe_tiny", **WIDE, moe_intermediate_size=136, shared_expert_intermediate_size=152)
+TRAINED = arch_from_preset("qwen3_tiny", {}, VOCAB)
 GRIDS = {
     "dense": (
         DENSE,
@@ -70,6 +73,11 @@ def whole_tensors(arch, quantization):
     """Hugging Face name -> (stored values, what they stand for), each tensor quantised whole."""
     hf = allocate(hf_layout(arch, "float32"))
     random_init(arch, hf_layout(arch, "float32"), hf, seed=7)
+    return quantized(arch, quantization, hf)
+
+
+def quantized(arch, quantization, hf):
+    """Name of each of these Hugging Face tensors -> (stored values, what they stand for)."""
     found = {name: (tensor, tensor) for name, tensor in hf.items()}
     for name, grid in block_grids(arch, quantization).items():
         rows, columns = (
@@ -90,19 +98,41 @@ def holds_whole_tensors_cut(arch, grids, quantization):
     tensors = whole_tensors(arch, quantization)
     for grid in grids:
         engine, _ = refitted(arch, grid, quantization)
-        own = native_layout(arch, grid.rollout_tp, grid.rollout_tp_rank(dist.get_rank()), "float32",
-                            ep_size=grid.rollout_ep)  # fmt: skip
-        num_quantized = 0
-        for name, stored in own.items():
-            for piece in stored.pieces:
-                at, of = ([slice(*ends) for ends in region] for region in (piece.dst, piece.src))
-                values, meant = (tensor[of] for tensor in tensors[piece.hf_name])
-                assert torch.equal(bits(engine._weights[name][at]), bits(values)), (grid, name)
-                if values.dtype == torch.float8_e4m3fn:
-                    num_quantized += 1
-                    assert torch.equal(dequantized(engine, name)[at], meant), (grid, name)
-        assert num_quantized
+        assert_holds(engine, tensors, arch, grid)
         assert engine.policy_version == 3
+
+
+def assert_holds(engine, tensors, arch, grid):
+    own = native_layout(arch, grid.rollout_tp, grid.rollout_tp_rank(dist.get_rank()), "float32",
+                        ep_size=grid.rollout_ep)  # fmt: skip
+    num_quantized = 0
+    for name, stored in own.items():
+        for piece in stored.pieces:
+            at, of = ([slice(*ends) for ends in region] for region in (piece.dst, piece.src))
+            values, meant = (tensor[of] for tensor in tensors[piece.hf_name])
+            assert torch.equal(bits(engine._weights[name][at]), bits(values)), (grid, name)
+            if values.dtype == torch.float8_e4m3fn:
+                num_quantized += 1
+                assert torch.equal(dequantized(engine, name)[at], meant), (grid, name)
+    assert num_quantized
+
+
+def holds_weights_trained_in_fp8(arch, grid):
+    policy = make_policy(arch, grid, megatron={"transformer": {"fp8": "e4m3", "fp8_recipe": "blockwise"}})
+    before = full_weights(policy)
+    train(policy, 1)
+    weights = full_weights(policy)
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+    assert any(not torch.equal(weight, before[name]) for name, weight in weights.items())
+    group = rollout_group(dist.group.WORLD, grid.rollout_tp)
+    engine = NativeEngine(spec_of(settings(arch, "fp8", grid), arch, tp_group=group, dtype=torch.float32))
+    sources, grids = policy.named_tensors(), block_grids(arch, "fp8")
+    WeightSync(policy.layout(), sources, engine, CheckpointEngineConfig(1), grids)(1)
+    assert_holds(engine, quantized(arch, "fp8", weights), arch, grid)
+
+
+def test_the_engine_gets_the_unquantized_weights_of_an_actor_that_trains_in_fp8():
+    run_ranks(2, holds_weights_trained_in_fp8, TRAINED, ParallelLayout(2, tp=2, rollout_tp=2))
 
 
 def dequantized(engine, name):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from mrl.algorithms.functional.sampling import truncates
 from mrl.commands.plan.recompute import recompute_of
 from mrl.config.config import Config, LearnsFrom
+from mrl.config.megatron_fields.fp8 import row_unit
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import chunk_layers, padded_vocab
@@ -71,7 +72,7 @@ def largest_microbatch(
         count = -(-count // grid.pp) * grid.pp
     per_microbatch = -(-groups // count)
     computed = response - 1  # the last token of a response predicts nothing
-    unit = grid.tp * (2 * grid.cp if grid.cp > 1 else 1)
+    unit = row_unit(grid, config.megatron.transformer)
     packed = -(-per_microbatch * (prompt_copies * prompt + together * computed) // unit) * unit
     slots = per_microbatch * together * (prompt + computed)
     return LargestMicrobatch(packed, slots, together // prompt_copies, per_microbatch * together * response, count)

@@ -142,10 +142,12 @@ MRL_DEFAULTS: dict[tuple[str, str], Any] = {
 
 _ONE_LENGTH = "it needs microbatches of one length; mrl packs sequences to different ones"
 _SCHEDULE = "it needs a pipeline schedule that mrl does not use"
-_FP8 = (
-    "with 8 bits or fewer the actor's log-probabilities would not match the engine's weights, weight sync and "
-    "checkpoints read unquantized bfloat16 or float32 tensors, and packed lengths are not multiples of 16"
+_LOW_WEIGHTS = "weight sync and checkpoints read unquantized bfloat16 or float32 weights"
+_DELAYED = (
+    "it belongs to fp8_recipe: delayed, which mrl refuses because its history of magnitudes is state that a resume "
+    "would lose and that scoring would change"
 )
+_QUANTIZERS = "no engine has its number format, so it would sample with other weights than the actor computes with"
 _FSDP = (
     "Megatron-FSDP shards every parameter over ranks, but weight sync, checkpoints and offloading read unsharded ones"
 )
@@ -172,12 +174,19 @@ LACKING: Rows = {
             "the output layer is not called as a module: mrl computes log-probabilities from its weight"
         ),
         "qk_clip qk_clip_alpha qk_clip_threshold": _CALLED,
-        "fp8 fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len "
-        "fp8_amax_compute_algo fp8_wgrad fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red "
-        "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 use_kitchen "
-        "use_kitchen_attention kitchen_attention_backend fp4 fp4_recipe fp4_param fp4_quantizer_factory quant_recipe "
-        "moe_router_padding_for_quantization moe_router_padding_for_fp8 activation_func_fp8_input_store "
-        "disable_parameter_transpose_cache fp8_output_proj": _FP8,
+        "fp8_param fp4_param": _LOW_WEIGHTS,
+        "fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo tp_only_amax_red fp8_wgrad": _DELAYED,
+        "fp8_quantizer_factory use_kitchen use_kitchen_attention kitchen_attention_backend fp4 fp4_recipe "
+        "fp4_quantizer_factory quant_recipe": _QUANTIZERS,
+        "fp8_dot_product_attention fp8_multi_head_attention": (
+            "attention over packed sequences with shared prefixes is computed in bfloat16"
+        ),
+        "moe_router_padding_for_quantization moe_router_padding_for_fp8": (
+            "TransformerEngine's grouped experts pad their rows themselves, and padded routings could not be replayed"
+        ),
+        "activation_func_fp8_input_store": "the gradient of the activation would be that of rounded inputs",
+        "disable_parameter_transpose_cache": "mrl keeps TransformerEngine's own choice of what an FP8 layer stores",
+        "fp8_output_proj": "mrl computes log-probabilities itself, in model.dtype, from the output layer's weight",
         "moe_use_legacy_grouped_gemm": "weight sync and checkpoints support only TransformerEngine's grouped experts",
         "flash_decode use_inference_optimized_layers inference_fuse_tp_communication inference_rng_tracker "
         "inference_sampling_seed mlp_chunks_for_prefill symmetric_ar_type moe_pad_experts_for_cuda_graph_inference "
@@ -194,7 +203,7 @@ LACKING: Rows = {
     },
     "ddp": {
         "num_distributed_optimizer_instances": "mrl creates the process groups, and optimizer shards span all dp ranks",
-        "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache fp4_param_gather": _FP8,
+        "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache fp4_param_gather": _LOW_WEIGHTS,
         "param_name_patterns_for_fp32_local_accumulation": "grad_reduce_in_fp32: true does so for all parameters",
         "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy suggested_communication_unit_size "
         "preserve_fp32_weights fsdp_double_buffer outer_dp_sharding_strategy fsdp_manual_registration "
@@ -213,7 +222,7 @@ LACKING: Rows = {
         "adaptive_muon_eps use_layer_wise_distributed_optimizer": (
             "checkpoints contain Adam's moments: the optimizer is adam"
         ),
-        "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag": _FP8,
+        "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag": _LOW_WEIGHTS,
         "overlap_param_gather_with_optimizer_step": _SCHEDULE,
         "use_torch_optimizer_for_cpu_offload": "it would have no effect: torch's AdamW runs on the host anyway",
         "optimizer_cuda_graph": "the learning rate and the number of steps change outside a graph",
@@ -242,6 +251,10 @@ RULE_CHECKED: Rows = {
         "moe_permute_fusion_into_hybridep moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute "
         "moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs": "hybridep",
         "mlp_chunks_for_training": "mlp_chunks",
+        "fp8": "fp8",
+        "fp8_recipe": "with_fp8",
+        "first_last_layers_bf16": "plain_layers",
+        "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16": "num_plain_layers",
         "cp_comm_type": "context",
         "overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage": "interleaved",
         "batch_p2p_sync deallocate_pipeline_outputs": "pipeline",

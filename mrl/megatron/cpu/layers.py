@@ -183,7 +183,7 @@ class _Product(torch.autograd.Function):
         grad_PO = grads[0].reshape(-1, grads[0].size(-1))
         grad_x = rows_times(grad_PO, weight.T, None).view(x.shape)
         sent = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weight = _accumulate_weight_gradient(ctx.parameter, ctx.main_grad, grad_PO, x.reshape(-1, x.size(-1)))
+        grad_weight = accumulate_weight_gradient(ctx.parameter, ctx.main_grad, grad_PO, x.reshape(-1, x.size(-1)))
         grad_bias = grad_PO.sum(0) if ctx.has_bias else None
         if sent is not None:
             sent.wait()
@@ -236,7 +236,7 @@ def _faster() -> str:
     return MATMUL if times[MATMUL] < MARGIN * times[ONEDNN] else ONEDNN
 
 
-def _accumulate_weight_gradient(parameter: Tensor, main_grad: Tensor | None, grad_PO: Tensor, x_PI: Tensor) -> Tensor:
+def accumulate_weight_gradient(parameter: Tensor, main_grad: Tensor | None, grad_PO: Tensor, x_PI: Tensor) -> Tensor:
     """Returns the weight's gradient, or a placeholder if it was added to Megatron's buffer."""
     if main_grad is None:
         return grad_PO.T @ x_PI

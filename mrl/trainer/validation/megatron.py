@@ -14,6 +14,7 @@ from typing import Any
 from mrl.config.config import Config, MegatronConfig
 from mrl.config.did_you_mean import did_you_mean
 from mrl.config.megatron_fields.defaults import ddp_defaults, overlaps_gradients
+from mrl.config.megatron_fields.fp8 import ROW_ALIGNMENT, WIDTH_ALIGNMENT, fp8_training
 from mrl.config.megatron_fields.installed import CLASSES, fields_of, version
 from mrl.config.megatron_fields.table import TABLE, Verdict, default_value, is_default, te_only
 from mrl.config.megatron_fields.values import DTYPES, expected, fits
@@ -251,6 +252,33 @@ def _cp_ways(ctx: RuleContext) -> bool:
     return all(way in CP_WAYS for way in ways)
 
 
+def _fp8_runs(ctx: RuleContext) -> bool:
+    return ctx.config.run.device == "cpu" or te_possible(ctx.config)
+
+
+def _fp8_widths_fit(ctx: RuleContext) -> bool:
+    """Returns whether a rank's inputs and outputs of all linear layers are multiples of the recipe's width."""
+    arch, grid = ctx.arch, ctx.grid
+    queries, keys = arch.num_heads // grid.tp * arch.head_dim, max(1, arch.num_kv_heads // grid.tp) * arch.head_dim
+    widths = [arch.hidden_size, queries, queries + 2 * keys]
+    if arch.moe is None:
+        widths.append(arch.intermediate_size // grid.tp)
+    else:
+        widths += [arch.moe.intermediate_size // grid.expert_tp, (arch.moe.shared_intermediate_size or 0) // grid.tp]
+    return not any(width % WIDTH_ALIGNMENT[ctx.section["fp8_recipe"]] for width in widths)
+
+
+def _few_plain_layers(ctx: RuleContext) -> bool:
+    """Returns whether the layers in bf16 at each end fit a pipeline stage, as Megatron requires."""
+    fp8, most = fp8_training(ctx.section), ctx.arch.num_layers // ctx.grid.pp
+    return fp8 is None or (0 <= fp8.first_plain <= most and 0 <= fp8.last_plain <= most)
+
+
+WITH_FP8: Needs = (_set("fp8"), _none("fp8: e4m3 or hybrid"))
+FEW_PLAIN: Needs = (
+    _few_plain_layers,
+    "num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16 must be between 0 and the layers of a pipeline stage",
+)
 INTERLEAVED: Needs = (
     lambda ctx: ctx.grid.vpp > 1,
     _none("parallel.virtual_pipeline_model_parallel_size"),
@@ -368,6 +396,34 @@ RULES: dict[str, tuple[Needs, ...]] = {
             lambda ctx: ctx.arch.moe is None,
             "the router of an MoE model replays and balances all tokens of a microbatch at once",
         ),
+    ),
+    "fp8": (
+        (
+            lambda ctx: ctx.section.get("fp8_recipe") in ROW_ALIGNMENT,
+            "add fp8_recipe: blockwise, tensorwise or mxfp8. Megatron's default, delayed, scales by a history of "
+            "magnitudes, which is state that a resume would lose and that scoring would change; custom needs code",
+        ),
+        (
+            _fp8_runs,
+            "it needs TransformerEngine's layers (model.dtype=bfloat16, without actor.transformer_impl=local), or "
+            "run.device=cpu, where it is emulated",
+        ),
+        (
+            lambda ctx: ctx.config.run.device != "cpu" or ctx.arch.moe is None,
+            "the emulation of FP8 on a CPU covers dense models only: use one, or a GPU",
+        ),
+        (
+            _fp8_widths_fit,
+            "each rank's input and output sizes of linear layers (hidden, heads x head_dim, MLP) must be multiples of "
+            "16, with fp8_recipe: mxfp8 of 32",
+        ),
+    ),
+    "with_fp8": (WITH_FP8,),
+    "plain_layers": (WITH_FP8, FEW_PLAIN),
+    "num_plain_layers": (
+        WITH_FP8,
+        (_set("first_last_layers_bf16"), _none("first_last_layers_bf16: true")),
+        FEW_PLAIN,
     ),
     "bucket_count": (OVERLAPPED, (lambda ctx: ctx.section.get("bucket_size") is None, "bucket_size is set as well")),
     "skip": ((lambda ctx: ctx.value > 0, "expected a gradient norm above 0"),),

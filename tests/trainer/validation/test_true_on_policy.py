@@ -27,6 +27,7 @@ RULES = [
     ),
     (["rollout.dtype=bfloat16"], 1, "rollout.dtype=bfloat16 and model.dtype=float32: rounded weights"),
     (["rollout.quantization=fp8"], 1, "rollout.quantization=fp8: quantized weights give other"),
+    (["megatron.transformer={fp8: e4m3, fp8_recipe: blockwise}"], 1, "{fp8, fp8_recipe}: these settings do not reach"),
     (["rollout.enforce_eager=true"], 1, "rollout.enforce_eager=true: the order of additions in PyTorch's operators"),
     (["rollout.over_sample_rate=0.5"], 1, "rollout.over_sample_rate=0.5: tokens are sampled by older weights"),
     (["train.mode=async"], 1, "train.mode=async: tokens are sampled by older weights"),

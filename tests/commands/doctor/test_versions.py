@@ -84,7 +84,7 @@ def test_an_extra_out_of_range_and_one_whose_own_needs_are_not_met(tmp_path, mon
     distribution(tmp_path, "tensorrt", "10.9.0")
     monkeypatch.syspath_prepend(str(tmp_path))
     told = found({"gpu"})
-    assert ("warning", "transformer-engine", "1.0; mrl supports <2.12,>=2.9") in told
+    assert ("warning", "transformer-engine", "1.0; mrl supports <2.21,>=2.9") in told
     assert ("ok", "tensorrt-llm", "1.2.0") in told
     assert ("warning", "tensorrt-llm", "needs tensorrt~=10.13, found: 10.9.0") in told
 

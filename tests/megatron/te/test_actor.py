@@ -1,4 +1,8 @@
-"""The actor with TransformerEngine's layers and optimizer: tests of the actor as they stand, where the hooks are."""
+"""The actor with TransformerEngine's layers and optimizer: tests of the actor as they stand, where the hooks are.
+
+With another TransformerEngine up to 2.20: `pip install --no-deps --target FOLDER transformer-engine==2.20.2`, then
+`PYTHONPATH=FOLDER pytest -m "" tests/megatron/te`.
+"""
 
 import subprocess
 import sys

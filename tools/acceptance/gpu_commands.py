@@ -17,7 +17,7 @@ import torch
 from bench.measure import device_name, matrix_rate, memory_bandwidth, seconds
 
 from acceptance.gpu_table import CHECKS
-from acceptance.result import CheckError, Facts, Spec
+from acceptance.result import CheckError, Facts, NotHereError, Spec
 from acceptance.sessions import last_words
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.config.config import load
@@ -37,6 +37,12 @@ RERUN = 1e-3
 
 LEARNED = 0.8
 """Minimum held-out accuracy; README reports 0.94 to 0.98."""
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+"""Compute capability of the first GPUs with TransformerEngine's blockwise recipe, and of those with mxfp8."""
+
+FP8_APART = 0.02
+"""Largest KL divergence of actor and engine, k3 estimate; 0.001 in the emulation on a CPU (`bench_fp8_training`)."""
 
 SLOWEST_ROLLOUT = 0.9
 """Minimum speed relative to transformers."""
@@ -239,6 +245,29 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
+def fp8_training(bench: Commands) -> Facts:
+    """Trains two steps with FP8, blockwise or on Blackwell mxfp8; emulated on a CPU."""
+    words = bench.words
+    if bench.device != "cpu":
+        unusable, capability = transformer_engine.why_unusable(bench.device), torch.cuda.get_device_capability()
+        if unusable:
+            raise NotHereError(f"FP8 training needs TransformerEngine: {unusable}")
+        if capability < HOPPER:
+            raise NotHereError(f"the GPU has capability {capability}: its FP8 has one scale per tensor at most")
+        if capability >= BLACKWELL:
+            words = (*words, "megatron.transformer.fp8_recipe=mxfp8")
+    found = bench.train(RunDir(bench.folder / "fp8_training"), *words)
+    facts: Facts = {name: found[name] for name in ("actor/grad_norm", "rollout_corr/k3_kl")}
+    bad = [name for name in ("actor/pg_loss", *facts) if not math.isfinite(found[name])]
+    if bad:
+        raise CheckError(f"{', '.join(bad)} is not finite", facts)
+    if not found["actor/grad_norm"]:
+        raise CheckError("the gradient is 0", facts)
+    if found["rollout_corr/k3_kl"] > FP8_APART:
+        raise CheckError(f"engine and actor differ by {found['rollout_corr/k3_kl']:.3g}, at most {FP8_APART}", facts)
+    return facts
+
+
 def quickstart(bench: Commands) -> Facts:
     """Runs `configs/quickstart.yaml` unchanged."""
     config = bench.tools.parent / "configs" / "quickstart.yaml"
@@ -274,6 +303,7 @@ FUNCTIONS: dict[str, Callable[[Commands], Facts]] = {
     "attention": attention,
     "commit": commit,
     "commit_async": commit,
+    "fp8_training": fp8_training,
     "quickstart": quickstart,
     "rollout": rollout,
     "transport": transport,

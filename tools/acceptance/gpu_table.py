@@ -17,6 +17,15 @@ SEVERAL = 2
 TOGETHER = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
 AWAY = tuple(f"actor.{part}_offload=true" for part in ("param", "grad", "optimizer"))
 STEPS = ("train.num_steps=2", "checkpoint.interval=1")
+FP8 = (
+    "train.num_steps=2",
+    "model.dtype=bfloat16",
+    "rollout.quantization=fp8",
+    "rollout.response_length=16",
+    "algorithm.entropy_coef=0.01",  # a gradient, even if all rewards are 0
+    "algorithm.rollout_correction.preset=decoupled_token_is",
+    "megatron.transformer={fp8: e4m3, fp8_recipe: blockwise}",
+)
 NO_TRAIN = "do not train on this machine before the cause is found; report the page and the log"
 
 
@@ -160,6 +169,13 @@ CHECKS: dict[str, GpuCheck] = {
         "a checkpoint has weights of another step",
         "checkpoint.async_save=false",
         settings=(*STEPS, "checkpoint.async_save=true"),
+    ),
+    "fp8_training": GpuCheck(
+        COMMANDS,
+        "Do two steps with FP8 products in the actor and FP8 weights in the engine work, and do both compute alike?",
+        "TransformerEngine's FP8 recipe does not take mrl's packed rows, or rounds far more than its formats do",
+        "train without megatron.transformer.fp8; blockwise needs Hopper and CUDA 12.9, mxfp8 needs Blackwell",
+        settings=FP8,
     ),
     "quickstart": GpuCheck(
         COMMANDS,

@@ -41,8 +41,9 @@ LEARNED = 0.8
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 """Compute capability of the first GPUs with TransformerEngine's blockwise recipe, and of those with mxfp8."""
 
-FP8_APART = 0.02
-"""Largest KL divergence of actor and engine, k3 estimate; 0.001 in the emulation on a CPU (`bench_fp8_training`)."""
+FP8_APART = 0.5
+"""Largest KL divergence of actor and engine, k3 estimate. On a CPU the check's random model, which amplifies rounding,
+has 0.27 at most, with an unquantized actor too; a trained model has 0.001 (`bench_fp8_training`)."""
 
 SLOWEST_ROLLOUT = 0.9
 """Minimum speed relative to transformers."""

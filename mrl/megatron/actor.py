@@ -54,6 +54,7 @@ class Actor(TrainableModel):
 
     section: ClassVar[str] = "actor"
     loss_metric: ClassVar[str] = "actor/loss"
+    skipped_metric: ClassVar[str] = "actor/update_skipped"
     used_by_engine: ClassVar[bool] = True
 
     def __init__(self, config: Config, arch: ArchSpec, groups: ProcessGroups, device: torch.device) -> None:

@@ -26,6 +26,7 @@ class Critic(TrainableModel):
 
     section: ClassVar[str] = "critic"
     loss_metric: ClassVar[str] = "critic/vf_loss"
+    skipped_metric: ClassVar[str] = "critic/update_skipped"
 
     def init_from_actor(self, actor: Mapping[str, Tensor]) -> None:
         """Copies the actor's layers and sets the value head to zero, so that every value is 0.

@@ -61,6 +61,9 @@ class TrainableModel:
     loss_metric: ClassVar[str]
     """Name of the loss among the metrics."""
 
+    skipped_metric: ClassVar[str]
+    """Name of the metric that is 1 if Megatron skipped the update, else 0."""
+
     used_by_engine: ClassVar[bool] = False
     """True if the engine samples with these weights; with `rollout.true_on_policy` the model then computes like the
     engine."""
@@ -305,7 +308,7 @@ class TrainableModel:
             metrics |= {name.replace("actor/", f"{self.section}/"): value for name, value in balance}
         is_updated, grad_norm, _ = self.optimizer.step()
         if "grad_norm_skip_threshold" in self._megatron.optimizer:
-            metrics[f"{self.section}/update_skipped"] = float(not is_updated)
+            metrics[self.skipped_metric] = float(not is_updated)
             self.num_skipped += not is_updated
         self.optimizer.zero_grad()  # frees fp32 copies of gradients, if the buffer has another dtype
         self._data_parallel.mark_updated()

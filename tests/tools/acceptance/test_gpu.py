@@ -164,7 +164,7 @@ def _bring_others(bench):
         bring(*parts)
         next(policy.chunks[0].parameters()).data[0, 0] += 1
 
-    policy.bring = bring_and_spoil
+    policy.onload = bring_and_spoil
 
 
 def _mix_up_prompts(bench):

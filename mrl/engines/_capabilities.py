@@ -1,4 +1,4 @@
-"""What the rest of mrl reads of an engine before and without starting it: `CAPABILITIES` of the folder of each engine.
+"""Capabilities and requirements of an engine that mrl reads without starting it: `CAPABILITIES` of its folder.
 
 A new engine derives from `EngineCapabilities` where the defaults do not fit; no file outside its folder names it.
 Imports no torch.

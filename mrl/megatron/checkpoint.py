@@ -70,7 +70,7 @@ UNLOADABLE = (
 _OWN_WRITER = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
-"""Arguments for `dist_checkpointing.save`: from 0.17 on it uses nvidia-resiliency-ext unless told otherwise."""
+"""Arguments for `dist_checkpointing.save` that choose Megatron's own writer, which is not the default from 0.17 on."""
 
 
 ERRNO = re.compile(r"\[Errno (\d+)\]")

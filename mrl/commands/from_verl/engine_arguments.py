@@ -51,7 +51,7 @@ def _translate_trtllm_argument(verl: VerlRun, path: str, value: Any, passed_on: 
     Args:
         verl: The verl run; receives the reason in `notes`, or in `decided` where mrl sets the argument itself.
         path: Dotted name below verl's `engine_kwargs.trtllm`; keys inside a mapping argument are copied with it.
-        value: Its value.
+        value: Value of the argument in the verl run.
         passed_on: Arguments for `rollout.engine_kwargs.trtllm`, extended in place.
     """
     key = f"{ENGINE_ARGUMENTS['trtllm']}{path}"
@@ -75,7 +75,7 @@ def _translate_vllm_argument(
     Args:
         verl: The verl run; receives the reason in `notes`, or in `decided` where nothing is lost.
         path: Dotted name below verl's `engine_kwargs.vllm`.
-        value: Its value.
+        value: Value of the argument in the verl run.
         passed_on: Arguments for `rollout.engine_kwargs.vllm`, extended in place.
     """
     key, name = f"{ENGINE_ARGUMENTS['vllm']}{path}", path.partition(".")[0]

@@ -15,7 +15,7 @@ import importlib.util
 import logging
 import queue
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -107,7 +107,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         needs_triton = module.__name__ in _TRITON_KERNELS and b"\nimport triton\n" in self.get_data(self.path)
-        with _not_installed(*_hidden), _triton_placeholder() if needs_triton else contextlib.nullcontext():
+        with _replace_modules({**dict.fromkeys(_hidden), **(_triton_placeholder() if needs_triton else {})}):
             super().exec_module(module)
         if self._own_torch is not None and module.__dict__.get("torch") is torch:
             module.__dict__["torch"] = self._own_torch
@@ -116,14 +116,14 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 @contextlib.contextmanager
-def _not_installed(*names: str) -> Iterator[None]:
-    """Makes packages impossible to import inside."""
-    kept = {name: sys.modules[name] for name in names if name in sys.modules}
-    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]
+def _replace_modules(modules: Mapping[str, ModuleType | None]) -> Iterator[None]:
+    """Makes imports inside find these modules; None: the module cannot be imported."""
+    kept = {name: sys.modules[name] for name in modules if name in sys.modules}
+    sys.modules.update(modules)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        for name in names:
+        for name in modules:
             del sys.modules[name]
         sys.modules.update(kept)
 
@@ -132,22 +132,14 @@ _TRITON_KERNELS = ("megatron.core.transformer.moe.paged_stash", "megatron.core.t
 """Modules of 0.18 and 0.19 that import triton, which a CPU build of torch lacks; every pipeline schedule needs them."""
 
 
-@contextlib.contextmanager
-def _triton_placeholder() -> Iterator[None]:
-    """Makes triton importable inside if it is not installed; the kernels become functions that nothing calls."""
+def _triton_placeholder() -> dict[str, ModuleType]:
+    """Returns modules in place of triton, whose kernels become functions that nothing calls; {} if it is installed."""
     if importlib.util.find_spec("triton") is not None:
-        yield
-        return
+        return {}
     triton, language = ModuleType("triton"), ModuleType("triton.language")
     vars(triton).update(language=language, jit=lambda kernel: kernel)
     vars(language).update(constexpr=object)
-    placeholders = {"triton": triton, "triton.language": language}
-    sys.modules.update(placeholders)
-    try:
-        yield
-    finally:
-        for name in placeholders:
-            del sys.modules[name]
+    return {"triton": triton, "triton.language": language}
 
 
 class _Finder(importlib.abc.MetaPathFinder):

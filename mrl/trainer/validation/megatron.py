@@ -380,7 +380,7 @@ RULES: dict[str, tuple[Needs, ...]] = {
         ),
         (
             lambda ctx: ctx.value != "ncclep",
-            "nobody has tried NCCL EP with packed microbatches, which differ in their number of tokens",
+            "NCCL EP is not tested with packed microbatches, which differ in their number of tokens",
         ),
     ),
     "hybridep": (

@@ -141,7 +141,7 @@ REFUSED = [
 
 
 IS_NEWER = "moe_hybridep_pad_uneven_dispatch_inputs" in fields_of("transformer")  # megatron-core 0.19
-NCCL_EP = "nobody has tried NCCL EP with packed microbatches, which differ in their number of tokens"
+NCCL_EP = "NCCL EP is not tested with packed microbatches, which differ in their number of tokens"
 EP = ("actor.moe_token_dispatcher_type=flex", "parallel.expert_model_parallel_size=2")
 REFUSED_IF_NEWER = IS_NEWER * [
     ([f"{T}={{moe_flex_dispatcher_backend: ncclep}}", *EP], 2, NCCL_EP),

@@ -102,20 +102,24 @@ def _attention(config: Config, arch: ArchSpec, *, shared: bool) -> Attention | N
     tp = parallel.tensor_model_parallel_size
     shape = arch.num_heads // tp, max(1, arch.num_kv_heads // tp), arch.head_dim
     ring = 1 if shared else parallel.context_parallel_size
-    possible = _attentions(shape, config.rollout.max_sequence_length, config.model.dtype, ring, shared)
+    exchange = config.megatron.transformer.get("cp_comm_type") or "p2p"
+    possible = _attentions(shape, config.rollout.max_sequence_length, config.model.dtype, ring, exchange, shared)
     found = [kind for kind in possible if wanted in ("auto", kind)]
     return found[0] if found else None
 
 
 @cache
-def _attentions(shape: tuple[int, int, int], longest: int, dtype: str, ring: int, shared: bool) -> list[Attention]:
+def _attentions(
+    shape: tuple[int, int, int], longest: int, dtype: str, ring: int, exchange: str, shared: bool
+) -> list[Attention]:
     """Returns the supported backends, TransformerEngine's own choice first.
 
     Args:
         shape: (query heads, KV heads, head_dim) of one tensor-parallel rank.
         longest: Longest sequence, tokens.
         dtype: Dtype of queries, keys and values.
-        ring: Context-parallel ranks between which keys circulate; 1: they do not.
+        ring: Context-parallel ranks that share a sequence; 1: each has all keys.
+        exchange: Megatron's cp_comm_type: how these ranks exchange keys.
         shared: True if a sequence has more keys than queries (a shared prefix).
     """
     import torch
@@ -126,6 +130,7 @@ def _attentions(shape: tuple[int, int, int], longest: int, dtype: str, ring: int
     longest_kv = longest + (LENGTH_UNIT if shared else 0)
     newer = {
         "bottom_right_diagonal": shared,  # from 2.12; it is True by default
+        "cp_comm_type": exchange,
         "cp_size": ring,  # from 2.15
         # from 2.20, which asks cuDNN about the very graph: tokens of this rank
         "num_tokens_q": BATCH * longest // ring,

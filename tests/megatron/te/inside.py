@@ -153,6 +153,30 @@ def test_where_cudnn_takes_no_packed_sequences_there_is_no_fit_attention():
     assert run_ranks(1, chosen, True, context_parallel_size=2) == [{(9, 0): ("fused", True), (8, 0): ("unfused", True)}]
 
 
+def asked_exchange(way):
+    """Returns the exchange of keys about which TransformerEngine is asked."""
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    asked, own = [], utils.get_attention_backend
+    transformer_engine._attentions.cache_clear()
+    try:
+        utils.get_attention_backend = lambda params: asked.append(params) or own(params)
+        megatron = {} if way is None else {"transformer": {"cp_comm_type": way}}
+        config = config_for(
+            ParallelLayout(1), dtype="bfloat16", parallel={"context_parallel_size": 2}, megatron=megatron
+        )
+        assert transformer_engine.attention(config, ARCHS["qwen3"])
+    finally:
+        utils.get_attention_backend = own
+        transformer_engine._attentions.cache_clear()
+    return [(params.context_parallel, params.cp_comm_type) for params in asked]
+
+
+@pytest.mark.parametrize("way", [None, "p2p", "a2a"])
+def test_attention_is_chosen_for_the_configured_exchange_of_keys(way):
+    assert run_ranks(1, asked_exchange, way) == [[(True, way or "p2p")]]
+
+
 def without_bottom_right():
     """What is said and done where cuDNN is older than 9.6, which has no such mask for packed sequences."""
     from tests.megatron.te.extension import attention as kernels

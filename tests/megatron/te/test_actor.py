@@ -42,6 +42,9 @@ CHOSEN = [
     f"{INSIDE}::test_scores_and_gradients_are_those_of_the_local_spec[ep2]",
     f"{INSIDE}::test_bf16_scores_are_near_those_of_the_local_spec",
     f"{INSIDE}::test_where_cudnn_takes_no_packed_sequences_there_is_no_fit_attention",
+    f"{INSIDE}::test_attention_is_chosen_for_the_configured_exchange_of_keys[None]",
+    f"{INSIDE}::test_attention_is_chosen_for_the_configured_exchange_of_keys[p2p]",
+    f"{INSIDE}::test_attention_is_chosen_for_the_configured_exchange_of_keys[a2a]",
     f"{INSIDE}::test_where_only_slow_attention_takes_shared_tokens_each_sequence_is_computed_alone",
     # tokens that sequences share, once: losses and gradients are those of each sequence alone
     *(

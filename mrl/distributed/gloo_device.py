@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 _THREADS_PER_DEVICE = 2
 """torch's default."""
+_OPTIONS = {"timeout": "_timeout", "enable_reconfigure": "enable_reconfigure"}
+"""Keyword with which torch creates a group -> attribute of the options; torch passes the second from 2.14."""
 _original_init = dist.ProcessGroupGloo.__init__ if dist.is_gloo_available() else None
 
 
@@ -28,13 +30,14 @@ def share_device(interfaces: str) -> None:
 
     @functools.wraps(_original_init)
     def make(self: Any, store: Any, rank: int, size: int, *given: Any, **named: Any) -> None:
-        if given or set(named) != {"timeout"}:  # called with options, which include the devices
+        if given or not {"timeout"} <= set(named) <= set(_OPTIONS):  # called with options, which include the devices
             _original_init(self, store, rank, size, *given, **named)
             return
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = _devices(interfaces)
         options._threads = _THREADS_PER_DEVICE * len(options._devices)
-        options._timeout = named["timeout"]
+        for name, value in named.items():
+            setattr(options, _OPTIONS[name], value)
         _original_init(self, store, rank, size, options)
 
     dist.ProcessGroupGloo.__init__ = make  # type: ignore[method-assign]

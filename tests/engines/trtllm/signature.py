@@ -162,6 +162,10 @@ class Fields:
             setattr(self, item["name"], given.get(name, _literal(item.get("default"))))
 
 
+STR_ENUM = getattr(enum, "StrEnum", None) or enum.Enum("StrEnum", (), type=str)
+"""Enumeration of strings; before Python 3.11 one whose `str()` differs."""
+
+
 def _literal(text: str | None) -> Any:
     """A default as far as it is a literal; None where it is an expression of the real package."""
     try:
@@ -173,5 +177,5 @@ def _literal(text: str | None) -> Any:
 def enum_of(entry: str) -> Any:
     """The enumeration that an entry describes; members are strings where their values are."""
     members = {item["name"]: ast.literal_eval(item["default"]) for item in parameters(entry)}
-    kind = enum.StrEnum if all(isinstance(value, str) for value in members.values()) else enum.Enum
+    kind = STR_ENUM if all(isinstance(value, str) for value in members.values()) else enum.Enum
     return kind(entry.rpartition(".")[2], members)

@@ -19,7 +19,7 @@ import yaml
 from omegaconf._utils import get_omega_conf_dumper
 
 from mrl.config.packaged import did_you_mean_config, find_config
-from mrl.config.paths import FilePath, TokenizerPath
+from mrl.config.paths import FilePath, OutputPath, TokenizerPath
 from mrl.config.values import Values
 from mrl.config.verl_keys.verl_presets import PRESETS
 from mrl.config.yaml_file import read_yaml
@@ -30,8 +30,8 @@ from mrl.errors import UserError, shown
 class RunConfig:
     """Run folder, device and time limits of the process."""
 
-    output_dir: FilePath = "runs/default"
-    """Run folder; contains every file that a run writes."""
+    output_dir: OutputPath = "runs/default"
+    """Run folder; contains every file that a run writes. On a local or shared file system, not in object storage."""
     seed: int = 0
     """Seed of initial weights, data order and sampling."""
     resume: Literal["auto", "never", "must"] = "auto"

@@ -102,6 +102,7 @@ setup(
             "openai>=2,<4",
             "httpx>=0.27,<1",
             "hypothesis>=6.100,<7",
+            "jsonschema>=4.20,<5",  # checks the schema that `mrl schema` prints
             "ruff>=0.17,<0.18",
             "mypy>=2.4,<3",
         ],

@@ -25,7 +25,7 @@ from mrl.checkpoint.run_dir.resume_hint import resume_hint
 from mrl.commands.launch import SCRIPTS, LaunchOptions, launch_command
 from mrl.config.config import Config, load
 from mrl.config.packaged import find_config
-from mrl.config.paths import expand_path
+from mrl.config.paths import IsPath, expand_path
 from mrl.distributed.launch import exec_program, get_env, get_launcher_env
 from mrl.distributed.watchdog import signals
 from mrl.distributed.watchdog.abort import claim_message
@@ -328,6 +328,22 @@ def _docs(arguments: argparse.Namespace) -> None:
     show_docs(arguments.page)
 
 
+def _schema(arguments: argparse.Namespace) -> None:
+    from mrl.trainer.validation.json_schema import json_schema
+
+    print(json.dumps(json_schema(), indent=1), flush=True)
+
+
+def _completion(arguments: argparse.Namespace) -> None:
+    from mrl.commands.completion import SCRIPTS as SHELLS
+    from mrl.commands.completion import candidates
+
+    if arguments.shell in SHELLS:
+        print(SHELLS[arguments.shell], end="", flush=True)
+    for word in candidates(command_parsers(), arguments.words) if arguments.shell == "candidates" else ():
+        print(word)
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the parsed arguments; overrides may be before and after options, which argparse alone does not accept."""
     parser = _parser()
@@ -345,6 +361,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _path(text: str) -> str:
     try:
         return expand_path(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _output_path(text: str) -> str:
+    try:
+        return expand_path(text, IsPath(is_written=True))
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -383,6 +406,8 @@ def _parser() -> argparse.ArgumentParser:
     _convert_options(add("convert", help="convert, compare or describe checkpoints"))
     _configs_options(add("configs", help="list the configs that come with mrl, or print one"))
     _docs_options(add("docs", help="list the pages of the documentation, or print one"))
+    _schema_options(add("schema", help="print the JSON Schema of a config, with which editors complete and check YAML"))
+    _completion_options(add("completion", help="print the script that completes commands and keys in a shell"))
     return parser
 
 
@@ -438,7 +463,7 @@ def _rehearse_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stand-ins", action="store_true", help="use placeholders (presets, addition tasks) for files that are missing"
     )
-    parser.add_argument("--output-dir", type=_path, metavar="FOLDER", help="default: runs/rehearse-CONFIG")
+    parser.add_argument("--output-dir", type=_output_path, metavar="FOLDER", help="default: runs/rehearse-CONFIG")
     _add_hardware(parser)
     parser.add_argument(
         "--timeout-s", type=_positive, metavar="S", default=600, help="limit for the rehearsal in seconds; default: 600"
@@ -511,6 +536,19 @@ def _configs_options(parser: argparse.ArgumentParser) -> None:
 def _docs_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("page", metavar="PAGE", nargs="?", help="page to print; default: list their names")
     parser.set_defaults(command=_docs)
+
+
+def _schema_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_schema)
+
+
+def _completion_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "shell", choices=["bash", "zsh", "fish", "candidates"], metavar="SHELL",
+        help="bash, zsh or fish; `candidates WORD ...` prints what the last word can become",
+    )  # fmt: skip
+    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(command=_completion)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

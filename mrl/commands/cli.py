@@ -242,7 +242,8 @@ def _launch(arguments: argparse.Namespace) -> None:
     start = LaunchOptions(
         via=arguments.via, nodes=arguments.nodes, ranks_per_node=arguments.gpus_per_node,
         gpus=config.run.device != "cpu", mode=arguments.mode, container_image=arguments.container_image,
-        container_mounts=arguments.container_mounts, node_rank=arguments.node_rank,
+        container_mounts=arguments.container_mounts, container_runtime=arguments.container_runtime,
+        node_rank=arguments.node_rank,
         master_addr=arguments.master_addr, arguments=_split(arguments.launcher_args),
     )  # fmt: skip
     words = ["train", arguments.config, *arguments.overrides]
@@ -482,8 +483,12 @@ def _launch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode", choices=["torchrun", "srun"], default="torchrun", help="sbatch: program that starts a node's ranks"
     )
-    parser.add_argument("--container-image", metavar="IMAGE", default="", help="sbatch: pyxis container image")
-    parser.add_argument("--container-mounts", metavar="FROM:TO", default="", help="sbatch: pyxis container mounts")
+    parser.add_argument("--container-image", metavar="IMAGE", default="", help="sbatch: container image")
+    parser.add_argument("--container-mounts", metavar="FROM:TO", default="", help="sbatch: container mounts")
+    parser.add_argument(
+        "--container-runtime", choices=["pyxis", "apptainer"], default="pyxis",
+        help="sbatch: program that opens the image; default: pyxis",
+    )  # fmt: skip
     parser.add_argument("--launcher-args", metavar="TEXT", default="", help="extra arguments for mpirun or sbatch")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
     parser.set_defaults(command=_launch)

@@ -1,6 +1,7 @@
 """What is installed is what is in the tree, and it asks for what it imports."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from setuptools import find_packages
 
@@ -198,3 +200,32 @@ def test_the_top_level_is_the_documented_one():
     top = {line.split("/")[0] for line in tracked.stdout.splitlines()}
     visible = {name for name in top if not name.startswith(".")}
     assert visible <= {"setup.py", "README.md", "mrl", "launch", "configs", "tests", "tools"}
+
+
+def test_hosting_sites_find_their_files_and_the_workflow_runs_ci():
+    folder = ROOT / ".github"
+    workflow = yaml.safe_load((folder / "workflows" / "ci.yml").read_text())
+    assert ".ci/run" in [step.get("run") for step in workflow["jobs"]["tests"]["steps"]]
+    tested = {row["python"] for row in workflow["jobs"]["tests"]["strategy"]["matrix"]["include"]}
+    named = re.findall(r"for minor in \(([\d, ]+)\)", (ROOT / "setup.py").read_text())
+    assert tested <= {f"3.{minor}" for minor in named[0].split(", ")}
+    for template in (folder / "ISSUE_TEMPLATE").glob("*.yml"):
+        assert isinstance(yaml.safe_load(template.read_text()), dict)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(f"(.github/{name})" in readme for name in ("LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"))
+
+
+def test_pre_commit_runs_what_ci_runs():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for hook in hooks:
+        assert hook["name"].replace("ruff format", "ruff format --check") in script
+
+
+@pytest.mark.slow
+def test_mkdocs_builds_the_documentation_from_any_folder(tmp_path):
+    pytest.importorskip("mkdocs", reason="needs mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(PACKAGE / "mkdocs.yml"), "-d"]
+    done = subprocess.run([*command, str(tmp_path / "site")], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "own_data" / "index.html").is_file()

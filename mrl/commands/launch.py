@@ -105,7 +105,8 @@ def launch_argv(num_ranks: int, *, mpi: bool) -> str:
             f"NPROC={num_ranks} launch/mpirun.sh train CONFIG, or launch/slurm.sbatch with MODE=srun "
             "SRUN_ARGS=--mpi=pmix: the ranks of a TensorRT-LLM replica communicate over MPI"
         )
-    return f"{num_ranks} ranks with one of {', '.join(f'launch/{script}' for script in SCRIPTS.values())}"
+    scripts = ", ".join(f"launch/{script}" for script in SCRIPTS.values())
+    return f"{num_ranks} ranks with `mrl launch --via {'|'.join(SCRIPTS)}`, or one of {scripts}"
 
 
 def _torchrun(start: LaunchOptions) -> dict[str, str]:

@@ -10,13 +10,14 @@ HERE = Path(__file__).parent
 
 
 class BuildPy(build_py):
-    """Puts the scripts of launch/ into the package of a wheel, where `mrl launch` finds them."""
+    """Puts launch/ and configs/ into the package of a wheel, where `mrl launch` and `mrl configs` find them."""
 
     def run(self) -> None:
-        """Builds the modules, then copies the scripts with their modes; an editable install uses those of the clone."""
+        """Builds the modules, then copies the files with their modes; an editable install uses those of the clone."""
         super().run()
         if not self.editable_mode:
-            shutil.copytree(HERE / "launch", Path(self.build_lib) / "mrl" / "launch", dirs_exist_ok=True)
+            for folder in ("launch", "configs"):
+                shutil.copytree(HERE / folder, Path(self.build_lib) / "mrl" / folder, dirs_exist_ok=True)
 
 
 def version() -> str:
@@ -42,7 +43,18 @@ setup(
     package_data={"mrl": ["py.typed", "mkdocs.yml", "docs/*.md", "models/kernels/*.[ch]", "resharding/*.c"]},
     cmdclass={"build_py": BuildPy},
     python_requires=">=3.10",
-    classifiers=[f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)],
+    keywords="reinforcement-learning rlhf grpo ppo dapo llm megatron-core vllm tensorrt-llm",
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Programming Language :: Python :: 3 :: Only",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     install_requires=[
         "torch>=2.6,<3",
         "megatron-core>=0.16.1,<0.20",
@@ -90,6 +102,7 @@ setup(
             "openai>=2,<4",
             "httpx>=0.27,<1",
             "hypothesis>=6.100,<7",
+            "jsonschema>=4.20,<5",  # checks the schema that `mrl schema` prints
             "ruff>=0.17,<0.18",
             "mypy>=2.4,<3",
         ],

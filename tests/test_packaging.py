@@ -1,15 +1,20 @@
 """What is installed is what is in the tree, and it asks for what it imports."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from setuptools import find_packages
 
+from tests.checkpoint.formats.test_hf import write_folder
+from tests.resharding.archs import small
 from tests.source import PACKAGE, ROOT, imports, modules, name_of, tree_of
 
 IMPORT_NAMES = {
@@ -91,49 +96,99 @@ def test_requirements_have_ranges():
     assert loose == []
 
 
-@pytest.mark.slow
-def test_the_wheel_holds_every_module_and_imports(tmp_path):
-    source = tmp_path / "source"
-    shutil.copytree(PACKAGE, source / "mrl", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "launch", source / "launch")
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel of the tree, built as `pip wheel` does, without a network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    leave = shutil.ignore_patterns("__pycache__")
+    for name in ("mrl", "launch", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=leave)
     for name in ("setup.py", "README.md", ".github/LICENSE"):
         (source / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, source / name)
-    build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("mrl-*.whl")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*command, "--wheel-dir", str(folder), str(source)], check=True, capture_output=True)
+    (built,) = folder.glob("mrl-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory) -> Path:
+    """A folder into which the wheel was installed."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(folder)]
+    subprocess.run([*command, str(wheel)], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def installed(site, tmp_path):
+    """Runs `mrl` of the wheel in an empty folder."""
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        code = f"import sys; sys.path.insert(0, {str(site)!r}); from mrl.commands.cli import main; sys.exit(main())"
+        command = [sys.executable, "-I", "-c", code, *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    return run
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_module_config_script_and_page(wheel):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("mrl/")}
     others = {
         PACKAGE / "py.typed",
         PACKAGE / "mkdocs.yml",
         *(PACKAGE / "models" / "kernels").glob("*.[ch]"),
         *(PACKAGE / "resharding").glob("*.c"),
+        *(PACKAGE / "docs").iterdir(),
     }
-    others |= set((PACKAGE / "docs").iterdir())
-    scripts = {f"mrl/launch/{path.name}" for path in (ROOT / "launch").iterdir()}
-    assert held == {path.relative_to(ROOT).as_posix() for path in [*modules(), *others]} | scripts
+    beside = [path for name in ("launch", "configs") for path in (ROOT / name).rglob("*") if path.is_file()]
+    assert held == {path.relative_to(ROOT).as_posix() for path in [*modules(), *others]} | {
+        f"mrl/{path.relative_to(ROOT).as_posix()}" for path in beside
+    }
     assert any(name.endswith("/LICENSE") for name in zipfile.ZipFile(wheel).namelist())
 
-    code = f"import sys; sys.path.insert(0, {str(wheel)!r}); import mrl.commands.cli, mrl; print(mrl.__file__)"
-    done = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith(str(wheel))
 
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(tmp_path / "site")]
-    subprocess.run([*command, str(wheel)], check=True, capture_output=True)
-    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); "
-    code += "from mrl.commands.cli import main; sys.exit(main())"
-    words = [
-        "launch",
-        "--via",
-        "torchrun",
-        "--gpus-per-node",
-        "1",
-        str(ROOT / "configs" / "quickstart.yaml"),
-        "--dry-run",
-    ]
-    done = subprocess.run([sys.executable, "-I", "-c", code, *words], cwd=tmp_path, capture_output=True, text=True)
+@pytest.mark.slow
+def test_each_command_of_the_wheel_has_help(site, tmp_path):
+    code = f"""if True:
+        import contextlib, io, sys
+        sys.path.insert(0, {str(site)!r})
+        from mrl.commands import cli
+        import mrl
+        print(mrl.__file__)
+        for name in cli.command_parsers():
+            with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as text:
+                cli.main([name, "--help"])
+            print(name, text.getvalue().startswith(f"usage: mrl {{name}}"))
+    """
+    done = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    first, *rest = done.stdout.splitlines()
+    assert first == str(site / "mrl" / "__init__.py")
+    assert len(rest) > 10 and {line.split()[1] for line in rest} == {"True"}
+
+
+@pytest.mark.slow
+def test_the_wheel_launches_converts_and_shows_its_documentation(installed, site, tmp_path):
+    done = installed("launch", "--via", "torchrun", "--gpus-per-node", "1", "quickstart", "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert str(tmp_path / "site" / "mrl" / "launch" / "torchrun.sh") in done.stdout
+    assert str(site / "mrl" / "launch" / "torchrun.sh") in done.stdout
+    assert installed("docs", "rewards").stdout == (ROOT / "mrl" / "docs" / "rewards.md").read_text(encoding="utf-8")
+
+    (tmp_path / "hf").mkdir()
+    write_folder(small("qwen2_tiny"), tmp_path / "hf")
+    done = installed("convert", "hf-to-trtllm", "--model_dir", "hf", "--output_dir", "trtllm", "--tp-size", "2")
+    assert done.returncode == 0, done.stderr
+    assert installed("convert", "verify", "hf", "trtllm").stdout.endswith("same weights\n")
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_a_packaged_config(installed, tmp_path):
+    done = installed("train", "quickstart", "train.num_steps=2", "train.warm_start.num_steps=1", "run.device=cpu")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "quickstart" / "checkpoints" / "step-00000002").is_dir()
 
 
 def test_the_top_level_is_the_documented_one():
@@ -145,3 +200,32 @@ def test_the_top_level_is_the_documented_one():
     top = {line.split("/")[0] for line in tracked.stdout.splitlines()}
     visible = {name for name in top if not name.startswith(".")}
     assert visible <= {"setup.py", "README.md", "mrl", "launch", "configs", "tests", "tools"}
+
+
+def test_hosting_sites_find_their_files_and_the_workflow_runs_ci():
+    folder = ROOT / ".github"
+    workflow = yaml.safe_load((folder / "workflows" / "ci.yml").read_text())
+    assert ".ci/run" in [step.get("run") for step in workflow["jobs"]["tests"]["steps"]]
+    tested = {row["python"] for row in workflow["jobs"]["tests"]["strategy"]["matrix"]["include"]}
+    named = re.findall(r"for minor in \(([\d, ]+)\)", (ROOT / "setup.py").read_text())
+    assert tested <= {f"3.{minor}" for minor in named[0].split(", ")}
+    for template in (folder / "ISSUE_TEMPLATE").glob("*.yml"):
+        assert isinstance(yaml.safe_load(template.read_text()), dict)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(f"(.github/{name})" in readme for name in ("LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"))
+
+
+def test_pre_commit_runs_what_ci_runs():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for hook in hooks:
+        assert hook["name"].replace("ruff format", "ruff format --check") in script
+
+
+@pytest.mark.slow
+def test_mkdocs_builds_the_documentation_from_any_folder(tmp_path):
+    pytest.importorskip("mkdocs", reason="needs mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(PACKAGE / "mkdocs.yml"), "-d"]
+    done = subprocess.run([*command, str(tmp_path / "site")], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "own_data" / "index.html").is_file()

@@ -1,4 +1,4 @@
-"""The command line: `mrl train|evaluate|serve|plan|rehearse|launch|report|from-verl`, the same as `python -m mrl ...`.
+"""The command line: `mrl train|evaluate|serve|plan|rehearse|launch|...`, the same as `python -m mrl ...`.
 
 Exit statuses: 0 success; 2 a `UserError`, printed without a traceback; 70 a rank failed, hung or was lost (printed by
 `distributed/watchdog/watchdog.py`); 75 a training run that stopped early in an orderly way and resumes when it is
@@ -24,7 +24,8 @@ from mrl import __version__
 from mrl.checkpoint.run_dir.resume_hint import resume_hint
 from mrl.commands.launch import SCRIPTS, LaunchOptions, launch_command
 from mrl.config.config import Config, load
-from mrl.config.paths import expand_path
+from mrl.config.packaged import find_config
+from mrl.config.paths import IsPath, expand_path
 from mrl.distributed.launch import exec_program, get_env, get_launcher_env
 from mrl.distributed.watchdog import signals
 from mrl.distributed.watchdog.abort import claim_message
@@ -39,6 +40,11 @@ WORLD_SIZE_HELP = (
     "number of ranks of the real run; default: nodes x GPUs as in the config's file name (4x8), else the fewest ranks "
     "that the config's parallel layout allows"
 )
+
+CONVERTER_NAMES = (
+    "hf-to-megatron", "hf-to-trtllm", "megatron-to-hf", "megatron-to-trtllm", "trtllm-to-hf", "inspect", "verify",
+)  # fmt: skip
+"""Keys of CONVERTERS in `convert/converters.py`, which imports torch."""
 
 MAX_MESSAGE_LENGTH = 8000
 """Longest error message that is printed in full, characters: twice the longest message of mrl's own."""
@@ -236,7 +242,8 @@ def _launch(arguments: argparse.Namespace) -> None:
     start = LaunchOptions(
         via=arguments.via, nodes=arguments.nodes, ranks_per_node=arguments.gpus_per_node,
         gpus=config.run.device != "cpu", mode=arguments.mode, container_image=arguments.container_image,
-        container_mounts=arguments.container_mounts, node_rank=arguments.node_rank,
+        container_mounts=arguments.container_mounts, container_runtime=arguments.container_runtime,
+        node_rank=arguments.node_rank,
         master_addr=arguments.master_addr, arguments=_split(arguments.launcher_args),
     )  # fmt: skip
     words = ["train", arguments.config, *arguments.overrides]
@@ -300,6 +307,44 @@ def _report(arguments: argparse.Namespace) -> None:
     print(write_report(Path(arguments.run)))
 
 
+def _convert(arguments: argparse.Namespace) -> int:
+    arguments.signal_hint = lambda: " Repeat the command to continue."
+    with gc_disabled():
+        from mrl.commands.convert.converters import CONVERTERS
+
+    with gc_frozen():
+        name = arguments.converter
+        return CONVERTERS[name].run(name, arguments.converter_arguments, f"mrl convert {name}")
+
+
+def _configs(arguments: argparse.Namespace) -> None:
+    from mrl.commands.packaged import show_configs
+
+    show_configs(arguments.name, arguments.output)
+
+
+def _docs(arguments: argparse.Namespace) -> None:
+    from mrl.commands.packaged import show_docs
+
+    show_docs(arguments.page)
+
+
+def _schema(arguments: argparse.Namespace) -> None:
+    from mrl.trainer.validation.json_schema import json_schema
+
+    print(json.dumps(json_schema(), indent=1), flush=True)
+
+
+def _completion(arguments: argparse.Namespace) -> None:
+    from mrl.commands.completion import SCRIPTS as SHELLS
+    from mrl.commands.completion import candidates
+
+    if arguments.shell in SHELLS:
+        print(SHELLS[arguments.shell], end="", flush=True)
+    for word in candidates(command_parsers(), arguments.words) if arguments.shell == "candidates" else ():
+        print(word)
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the parsed arguments; overrides may be before and after options, which argparse alone does not accept."""
     parser = _parser()
@@ -321,11 +366,27 @@ def _path(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _output_path(text: str) -> str:
+    try:
+        return expand_path(text, IsPath(is_written=True))
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _config_path(text: str) -> str:
+    return find_config(_path(text))
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} came, expected a number above 0")
     return number
+
+
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """Returns the parser of each command by its name, in the order of `mrl --help`."""
+    return next(dict(action.choices) for action in _parser()._actions if isinstance(action.choices, dict))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -343,6 +404,11 @@ def _parser() -> argparse.ArgumentParser:
     _doctor_options(add("doctor", help="diagnose this machine, or the network between a job's ranks"))
     _from_verl_options(add("from-verl", help="translate a verl run into a config and list what is not supported"))
     _report_options(add("report", help="write report.html for a run folder"))
+    _convert_options(add("convert", help="convert, compare or describe checkpoints"))
+    _configs_options(add("configs", help="list the configs that come with mrl, or print one"))
+    _docs_options(add("docs", help="list the pages of the documentation, or print one"))
+    _schema_options(add("schema", help="print the JSON Schema of a config, with which editors complete and check YAML"))
+    _completion_options(add("completion", help="print the script that completes commands and keys in a shell"))
     return parser
 
 
@@ -363,7 +429,7 @@ def _evaluate_options(parser: argparse.ArgumentParser) -> None:
 
 def _serve_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", type=_path, metavar="CHECKPOINT|CONFIG",
+        "source", type=_config_path, metavar="CHECKPOINT|CONFIG",
         help="a run folder or a checkpoint in it, a Hugging Face folder, or a config (YAML)",
     )  # fmt: skip
     _add_overrides(parser)
@@ -398,7 +464,7 @@ def _rehearse_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stand-ins", action="store_true", help="use placeholders (presets, addition tasks) for files that are missing"
     )
-    parser.add_argument("--output-dir", type=_path, metavar="FOLDER", help="default: runs/rehearse-CONFIG")
+    parser.add_argument("--output-dir", type=_output_path, metavar="FOLDER", help="default: runs/rehearse-CONFIG")
     _add_hardware(parser)
     parser.add_argument(
         "--timeout-s", type=_positive, metavar="S", default=600, help="limit for the rehearsal in seconds; default: 600"
@@ -417,15 +483,21 @@ def _launch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode", choices=["torchrun", "srun"], default="torchrun", help="sbatch: program that starts a node's ranks"
     )
-    parser.add_argument("--container-image", metavar="IMAGE", default="", help="sbatch: pyxis container image")
-    parser.add_argument("--container-mounts", metavar="FROM:TO", default="", help="sbatch: pyxis container mounts")
+    parser.add_argument("--container-image", metavar="IMAGE", default="", help="sbatch: container image")
+    parser.add_argument("--container-mounts", metavar="FROM:TO", default="", help="sbatch: container mounts")
+    parser.add_argument(
+        "--container-runtime", choices=["pyxis", "apptainer"], default="pyxis",
+        help="sbatch: program that opens the image; default: pyxis",
+    )  # fmt: skip
     parser.add_argument("--launcher-args", metavar="TEXT", default="", help="extra arguments for mpirun or sbatch")
     parser.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
     parser.set_defaults(command=_launch)
 
 
 def _doctor_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=_path, metavar="CONFIG", nargs="?", help="also check the files of this config")
+    parser.add_argument(
+        "config", type=_config_path, metavar="CONFIG", nargs="?", help="also check the files of this config"
+    )
     _add_overrides(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -451,8 +523,44 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_report)
 
 
+def _convert_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "converter", choices=CONVERTER_NAMES, metavar="NAME",
+        help=f"{', '.join(CONVERTER_NAMES)}; `mrl convert NAME --help` lists its options",
+    )  # fmt: skip
+    parser.add_argument("converter_arguments", metavar="OPTIONS", nargs=argparse.REMAINDER)
+    parser.set_defaults(command=_convert)
+
+
+def _configs_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", nargs="?", help="config to print; default: list their names")
+    parser.add_argument("-o", "--output", metavar="FILE", help="new file to write it to; default: standard output")
+    parser.set_defaults(command=_configs)
+
+
+def _docs_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("page", metavar="PAGE", nargs="?", help="page to print; default: list their names")
+    parser.set_defaults(command=_docs)
+
+
+def _schema_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_schema)
+
+
+def _completion_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "shell", choices=["bash", "zsh", "fish", "candidates"], metavar="SHELL",
+        help="bash, zsh or fish; `candidates WORD ...` prints what the last word can become",
+    )  # fmt: skip
+    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(command=_completion)
+
+
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=_path, metavar="CONFIG", help="YAML file, for example configs/quickstart.yaml")
+    parser.add_argument(
+        "config", type=_config_path, metavar="CONFIG",
+        help="YAML file, or the name of a config that comes with mrl, for example quickstart",
+    )  # fmt: skip
     _add_overrides(parser)
 
 

@@ -26,8 +26,9 @@ class LaunchOptions:
         ranks_per_node: Ranks per host, one per GPU.
         gpus: True to request GPUs from the scheduler.
         mode: Program that starts the ranks of a node under sbatch, torchrun or srun.
-        container_image: Image that sbatch runs in, by pyxis; "": no container.
-        container_mounts: Mounts of the pyxis container.
+        container_image: Image that sbatch runs in; "": no container.
+        container_mounts: Mounts of the container, FROM:TO, separated by commas.
+        container_runtime: Program that opens the image, pyxis or apptainer.
         node_rank: Index of this host, for torchrun on several hosts.
         master_addr: Name or address of host 0, for torchrun on several hosts.
         arguments: Extra arguments for mpirun or sbatch.
@@ -40,6 +41,7 @@ class LaunchOptions:
     mode: str = "torchrun"
     container_image: str = ""
     container_mounts: str = ""
+    container_runtime: str = "pyxis"
     node_rank: int | None = None
     master_addr: str = ""
     arguments: Sequence[str] = ()
@@ -103,7 +105,8 @@ def launch_argv(num_ranks: int, *, mpi: bool) -> str:
             f"NPROC={num_ranks} launch/mpirun.sh train CONFIG, or launch/slurm.sbatch with MODE=srun "
             "SRUN_ARGS=--mpi=pmix: the ranks of a TensorRT-LLM replica communicate over MPI"
         )
-    return f"{num_ranks} ranks with one of {', '.join(f'launch/{script}' for script in SCRIPTS.values())}"
+    scripts = ", ".join(f"launch/{script}" for script in SCRIPTS.values())
+    return f"{num_ranks} ranks with `mrl launch --via {'|'.join(SCRIPTS)}`, or one of {scripts}"
 
 
 def _torchrun(start: LaunchOptions) -> dict[str, str]:
@@ -135,12 +138,19 @@ def _sbatch(start: LaunchOptions) -> dict[str, str]:
     _refuse_torchrun_options(start)
     variables = {"MODE": start.mode, "NPROC_PER_NODE": str(start.ranks_per_node)}
     container = {"CONTAINER_IMAGE": start.container_image, "CONTAINER_MOUNTS": start.container_mounts}
+    if start.container_runtime != "pyxis":
+        if not start.container_image:
+            raise UserError(f"--container-runtime {start.container_runtime} needs --container-image IMAGE.")
+        container["CONTAINER_RUNTIME"] = start.container_runtime
     return variables | {name: value for name, value in container.items() if value}
 
 
 def _refuse_sbatch_options(start: LaunchOptions) -> None:
-    if start.container_image or start.container_mounts or start.mode != "torchrun":
-        raise UserError("--mode, --container-image and --container-mounts are only for --via sbatch.")
+    container = start.container_image or start.container_mounts or start.container_runtime != "pyxis"
+    if container or start.mode != "torchrun":
+        raise UserError(
+            "--mode, --container-image, --container-mounts and --container-runtime are only for --via sbatch."
+        )
 
 
 def _refuse_torchrun_options(start: LaunchOptions) -> None:

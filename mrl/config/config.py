@@ -18,8 +18,8 @@ from typing import Any, Literal, Optional
 import yaml
 from omegaconf._utils import get_omega_conf_dumper
 
-from mrl.config.did_you_mean import did_you_mean_path
-from mrl.config.paths import FilePath, TokenizerPath
+from mrl.config.packaged import did_you_mean_config, find_config
+from mrl.config.paths import FilePath, OutputPath, TokenizerPath
 from mrl.config.values import Values
 from mrl.config.verl_keys.verl_presets import PRESETS
 from mrl.config.yaml_file import read_yaml
@@ -30,8 +30,8 @@ from mrl.errors import UserError, shown
 class RunConfig:
     """Run folder, device and time limits of the process."""
 
-    output_dir: FilePath = "runs/default"
-    """Run folder; contains every file that a run writes."""
+    output_dir: OutputPath = "runs/default"
+    """Run folder; contains every file that a run writes. On a local or shared file system, not in object storage."""
     seed: int = 0
     """Seed of initial weights, data order and sampling."""
     resume: Literal["auto", "never", "must"] = "auto"
@@ -979,6 +979,7 @@ OWN_CODE = (
 def load(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] = ()) -> Config:
     """Returns the config of a YAML file, or of nested dicts, with overrides applied in order.
 
+    - A name without a file, such as `quickstart`, is that of a config that comes with mrl (`mrl configs`).
     - `section.key=value` sets a field; `reward.functions[0].weight=2` sets a field of a list entry.
     - A list is replaced (`data.val_files=[a.jsonl,b.jsonl]`); `data.val_files=a.jsonl` is a list of one.
     - A mapping is merged (`data.task_kwargs={max_value: 9}`); `data.task_kwargs={}` empties it.
@@ -994,6 +995,7 @@ def load(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] 
     if isinstance(source, Mapping):
         where, raw = "in the mapping", dict(source)
     elif isinstance(source, (str, Path)):
+        source = find_config(os.fspath(source))
         where, raw = f"in '{source}'", _read(source)
         folders.insert(0, Path(source).parent)
     else:
@@ -1016,7 +1018,7 @@ def to_yaml(config: Config) -> str:
 def _read(path: str | Path) -> Any:
     if not os.path.isfile(path):
         raise UserError(
-            f"config file '{path}' does not exist.{did_you_mean_path(path)} Pass the path of a YAML file such as "
-            "configs/quickstart.yaml."
+            f"config file '{path}' does not exist.{did_you_mean_config(path)} Pass the path of a YAML file, or the "
+            "name of a config that comes with mrl, such as quickstart; `mrl configs` lists them."
         )
     return read_yaml(Path(path), "config file")

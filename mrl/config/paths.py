@@ -1,7 +1,7 @@
 """Path fields of the config, and the expansion of `~` and `$VARIABLES` in them.
 
-`config.py` annotates path fields with `FilePath` and `TokenizerPath`; `values.py` calls `expand_path` on their values.
-Whether a path exists is checked where it is used.
+`config.py` annotates path fields with `FilePath`, `OutputPath` and `TokenizerPath`; `values.py` calls `expand_path` on
+their values. Whether a path exists is checked where it is used.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ CHAR_PREFIX = "char:"
 MAX_LENGTH, MAX_NAME_BYTES = 4096, 255
 """Linux's limits on the length of a path (characters) and of each name in it (bytes)."""
 
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _VARIABLE = re.compile(r"\$(\w+)")
 
 
@@ -30,12 +31,15 @@ class IsPath:
 
     Attributes:
         but: Prefix of strings that are not paths.
+        is_written: True for a folder that a run writes, which an address such as `s3://bucket/run` cannot be.
     """
 
     but: str | None = None
+    is_written: bool = False
 
 
 FilePath = Annotated[str, IsPath()]
+OutputPath = Annotated[str, IsPath(is_written=True)]
 TokenizerPath = Annotated[str, IsPath(but=CHAR_PREFIX)]
 
 
@@ -64,14 +68,21 @@ def expand_path(text: str, mark: IsPath | None = None) -> str:
     """Returns a path with its home folder and variables expanded; references to other keys (`${run.seed}`) stay.
 
     Raises:
-        UserError: The path is empty or too long, a variable is not set, a home folder does not exist, or a folder is
-            called `~`.
+        UserError: The path is empty or too long, a variable is not set, a home folder does not exist, a folder is
+            called `~`, or a folder that a run writes is an address of object storage.
     """
     if mark is not None and mark.but is not None and text.startswith(mark.but):
         return text
     if not text.strip():
         raise UserError("the path is empty; set one, or remove the key")
     found = os.path.expandvars(text)
+    if mark is not None and mark.is_written and (scheme := _SCHEME.match(found)):
+        raise UserError(
+            f"the path '{text}' is an address ({scheme[0]}...), expected a folder of a file system. A checkpoint is "
+            "complete once its folder is renamed, and its files are synced before; object storage has neither an "
+            "atomic rename of a folder nor fsync, so a killed run could resume from half a checkpoint. Give a local or "
+            "shared folder, and copy complete checkpoints (`rclone copy FOLDER/checkpoints/step-... REMOTE`)"
+        )
     unknown = _VARIABLE.search(found)
     if unknown:
         raise UserError(f"the path '{text}' uses the variable {unknown[0]}, which is not set")

@@ -24,6 +24,7 @@ from mrl.distributed.watchdog.watchdog import MARGIN_S, SAMPLING_S, Watchdog
 from mrl.errors import UserError, disk_errors, first_line, out_of_memory
 from mrl.megatron import parallel_state
 from mrl.models import transformer_engine
+from mrl.observability.log_file import record_process
 from mrl.observability.run_log import RunLog
 from mrl.observability.timers import CurrentPhase, Timers
 from mrl.trainer.run_context import RunContext
@@ -123,7 +124,7 @@ def _run_folder(
                 changes = run.start(config, resume_step=step, world_size=size, facts=facts)
                 if changes:
                     notes += ["settings changed since the last start:", *(f"  {change}" for change in changes)]
-        with RunLog(config, run, step, rank=rank) as run_log:
+        with record_process(run.log, rank), RunLog(config, run, step, rank=rank) as run_log:
             checkpoints.log = run_log.note
             for note in notes:
                 run_log.note(note)

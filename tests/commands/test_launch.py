@@ -45,6 +45,12 @@ def test_a_container_has_a_python_of_its_own():
     assert (job.variables["CONTAINER_IMAGE"], job.variables["CONTAINER_MOUNTS"]) == ("/i.sqsh", "/d:/d")
 
 
+def test_apptainer_opens_the_image_instead_of_pyxis():
+    start = LaunchOptions("sbatch", container_image="/i.sif", container_runtime="apptainer")
+    assert launch_command(start, WORDS).variables["CONTAINER_RUNTIME"] == "apptainer"
+    assert "CONTAINER_RUNTIME" not in launch_command(LaunchOptions("sbatch", container_image="/i"), WORDS).variables
+
+
 def test_a_line_is_what_a_shell_reads():
     job = launch_command(LaunchOptions("mpirun", arguments=["--host", "a:8,b:8"]), WORDS)
     assert shlex.split(str(job)) == [f"{name}={value}" for name, value in job.variables.items()] + job.argv
@@ -59,8 +65,19 @@ def test_a_line_is_what_a_shell_reads():
         (LaunchOptions("torchrun", mode="srun"), "are only for --via sbatch"),
         (LaunchOptions("mpirun", container_image="/i.sqsh"), "are only for --via sbatch"),
         (LaunchOptions("sbatch", node_rank=1), "are only for --via torchrun"),
+        (LaunchOptions("sbatch", container_runtime="apptainer"), "needs --container-image"),
+        (LaunchOptions("mpirun", container_runtime="apptainer"), "are only for --via sbatch"),
     ],
-    ids=["no rank of the host", "no such host", "torchrun's arguments", "mode", "container", "rank of the host"],
+    ids=[
+        "no rank of the host",
+        "no such host",
+        "torchrun's arguments",
+        "mode",
+        "container",
+        "rank of the host",
+        "no image",
+        "apptainer",
+    ],
 )
 def test_options_that_do_not_fit_are_refused(start, said):
     with pytest.raises(UserError, match=said):

@@ -107,6 +107,18 @@ def test_what_is_no_path_is_refused(file, number):
     assert override(key, "").rstrip("=") in str(error.value)
 
 
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://bucket/${run.seed}", "$STORE/run", "file:///tmp/run"])
+def test_a_run_folder_in_object_storage_is_refused(file, monkeypatch, capsys, address):
+    monkeypatch.setenv("STORE", "abfss://container@account")
+    with pytest.raises(UserError, match="rclone") as error:
+        load(file, [f"run.output_dir={address}"])
+    assert "run.output_dir" in str(error.value) and address.replace("$STORE", "abfss://")[:5] in str(error.value)
+    with pytest.raises(SystemExit):
+        main(["rehearse", str(file), "--output-dir", address, "--dry-run"])
+    assert "rclone" in capsys.readouterr().err
+    assert [path.name for path in file.parent.iterdir()] == ["config.yaml"]
+
+
 def test_a_reference_to_another_key_and_characters_of_a_tokenizer_stay(file):
     config = load(file, ["run.output_dir=runs/${run.seed}", "run.seed=7", "model.tokenizer='char:~$ab'"])
     assert config.run.output_dir == "runs/7" and config.model.tokenizer == "char:~$ab"

@@ -71,6 +71,38 @@ def test_slurm_starts_every_rank_in_a_container():
     assert {"--container-image=/i.sqsh", "--container-mounts=/d:/d"} <= set(words)
 
 
+@pytest.mark.parametrize(("mode", "tasks"), [("srun", 32), ("torchrun", 4)])
+def test_slurm_starts_every_rank_with_apptainer(mode, tasks):
+    container = {"CONTAINER_RUNTIME": "apptainer", "CONTAINER_IMAGE": "/i.sif", "CONTAINER_MOUNTS": "/d:/d,/e:/f"}
+    _, words, _ = dry_run("slurm.sbatch", **JOB, **container, MODE=mode, MASTER_ADDR="n0", PYTHON="py")
+    assert f"--ntasks={tasks}" in words and not [word for word in words if word.startswith("--container")]
+    at = words.index("apptainer")
+    assert words[at + 1 : at + 7] == ["exec", "--nv", "--bind", "/d:/d,/e:/f", "/i.sif", "bash"]
+    assert words[at + 9] == "py" and words[-5:] == ["-m", "mrl", *WORDS]
+
+
+def test_apptainer_starts_the_rank_with_its_arguments_and_ignores_the_signal(tmp_path):
+    """The words after srun's options, run with an `apptainer` that executes the rest."""
+    (tmp_path / "apptainer").write_text('#!/bin/sh\nshift 3\nexec "$@"\n')
+    (tmp_path / "py").write_text('#!/bin/sh\nkill -USR1 $$\nprintf "%s\\n" "$@"\n')
+    for name in ("apptainer", "py"):
+        (tmp_path / name).chmod(0o755)
+    container = {"CONTAINER_RUNTIME": "apptainer", "CONTAINER_IMAGE": "/i.sif"}
+    _, words, _ = dry_run("slurm.sbatch", **JOB, **container, MODE="srun", PYTHON=str(tmp_path / "py"))
+    command = words[words.index("bash") :]
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(command, env={"PATH": path}, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == ["-m", "mrl", *WORDS]
+
+
+@pytest.mark.parametrize(
+    "variables", [{"CONTAINER_RUNTIME": "docker", "CONTAINER_IMAGE": "i"}, {"CONTAINER_RUNTIME": "apptainer"}]
+)
+def test_slurm_refuses_another_runtime_and_one_without_an_image(variables):
+    status, _, errors = dry_run("slurm.sbatch", **variables)
+    assert status == 2 and "CONTAINER_" in errors and errors.count("\n") == 1
+
+
 def test_slurm_refuses_another_mode():
     status, _, errors = dry_run("slurm.sbatch", MODE="ssh")
     assert status == 2 and errors == "MODE=ssh: give torchrun or srun\n"

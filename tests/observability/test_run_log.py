@@ -106,7 +106,7 @@ def test_sample_rows_hold_what_a_reader_needs():
 
 
 def test_every_file_in_the_folder_is_a_logger(tmp_path):
-    assert registry.names("observability.loggers") == ["console", "files", "tensorboard", "wandb"]
+    assert registry.names("observability.loggers") == ["console", "files", "tensorboard", "text_log", "wandb"]
 
 
 def test_tensorboard_holds_every_metric_and_hides_what_lies_beyond_a_resume(tmp_path):

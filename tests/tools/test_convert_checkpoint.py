@@ -1,4 +1,4 @@
-"""The conversion tools as a user runs them: round trips by flags, plans, examples, one line for a mistake."""
+"""The conversions as a user runs them: round trips by flags, plans, examples, one line for a mistake."""
 
 import json
 import runpy
@@ -8,6 +8,8 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
+from mrl.commands import cli
+from mrl.commands.convert.converters import CONVERTERS
 from tests.checkpoint.formats.test_hf import write_folder
 from tests.resharding.archs import counted, small
 from tests.source import ROOT
@@ -125,18 +127,38 @@ def test_a_mistake_is_one_line(tool, model, tmp_path, monkeypatch, arguments, me
     assert err.startswith("convert_") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", [*TOOLS, "inspect_checkpoint", "verify_checkpoint"])
-def test_help_has_an_example_whose_flags_exist(tool, name, tmp_path, monkeypatch):
-    status, out, _ = tool(name, "--help")
-    assert status == 0
-    example = out.split("example:\n")[1].replace("\\\n", " ")
-    words = shlex.split(example)
-    assert words[:2] == ["python", f"tools/{name}.py"]
-    monkeypatch.chdir(tmp_path)
-    status, _, err = tool(name, *words[2:])
-    assert status == 2
-    assert ("does not exist" in err or "has no config.json" in err) and "usage:" not in err
+SCRIPTS = {f"convert_{name.replace('-', '_')}" if "-" in name else f"{name}_checkpoint": name for name in CONVERTERS}
 
 
-def test_there_is_a_tool_for_each_direction():
+def test_each_converter_has_a_word_of_the_command_line_and_a_script():
+    assert tuple(CONVERTERS) == cli.CONVERTER_NAMES
     assert len(TOOLS) == 5
+    assert {*TOOLS, "inspect_checkpoint", "verify_checkpoint"} == set(SCRIPTS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_script_and_the_command_have_the_same_help(tool, script, capsys):
+    status, out, _ = tool(script, "--help")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["convert", SCRIPTS[script], "--help"])
+    assert (status, end.value.code) == (0, 0)
+    assert out.split("options:")[1] == capsys.readouterr().out.split("options:")[1]
+
+
+@pytest.mark.parametrize("name", CONVERTERS)
+def test_help_has_an_example_whose_flags_exist(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(f"mrl convert {name} {CONVERTERS[name].example}".replace("\\\n", " "))
+    assert cli.main(words[1:]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("mrl: error: ") and err.count("\n") == 1
+    assert "does not exist" in err or "has no config.json" in err
+
+
+def test_the_command_converts_describes_and_compares(model, tmp_path, capsys):
+    trtllm = tmp_path / "trtllm"
+    assert cli.main(["convert", "hf-to-trtllm", *map(str, folders(model, trtllm)), "--tp-size", "2"]) == 0
+    assert cli.main(["convert", "verify", str(model), str(trtllm)]) == 0
+    assert cli.main(["convert", "inspect", str(trtllm), "--json", "--no-hash"]) == 0
+    out = capsys.readouterr().out
+    assert json.loads(out[out.index("{") :])["format"] == "trtllm"

@@ -80,6 +80,11 @@ class RunDir:
         return self.root / "notes.jsonl"
 
     @property
+    def log(self) -> Path:
+        """Console output of rank 0, and warnings and errors of every rank, as text."""
+        return self.root / "run.log"
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.root / "checkpoints"
@@ -171,7 +176,7 @@ class RunDir:
             raise UserError(f"{key}, the home folder or a parent of it. {advice}")
         if os.path.isdir(self.checkpoints):
             return
-        logs = (self.metrics, self.timings, self.samples, self.notes)
+        logs = (self.metrics, self.timings, self.samples, self.notes, self.log)
         own = (self.config, self.run_info, *logs, self.tensorboard, self.report)
         existing = next((path.name for path in own if os.path.lexists(path)), None)
         if existing is not None:

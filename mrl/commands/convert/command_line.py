@@ -1,4 +1,4 @@
-"""Command-line parts shared by `tools/convert_*.py`: flags, progress bar, plan, error output, targets from flags.
+"""Command-line parts that the converters share: flags, progress bar, plan, targets from flags.
 
 `mrl/commands/convert/convert.py` does the conversion.
 """
@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -21,7 +19,6 @@ from mrl.checkpoint.formats.megatron import MegatronTarget
 from mrl.checkpoint.formats.trtllm import TrtllmTarget, read_activation_scales
 from mrl.checkpoint.io.partial_folder import MANIFEST
 from mrl.commands.convert.convert import Conversion, convert, plan_conversion
-from mrl.distributed.watchdog.stdio import tolerate_closed_pipes
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_folder
@@ -37,43 +34,25 @@ _DTYPES = (AUTO, "float32", "bfloat16", "float16")
 class FlagParser(argparse.ArgumentParser):
     """Argument parser that treats `--tp_size` and `--tp-size` as the same flag and accepts no abbreviations."""
 
-    def __init__(self, description: str | None, example: str) -> None:
-        """Sets the description, and the example that is shown below the flags."""
+    def __init__(self, description: str, example: str, prog: str) -> None:
+        """Sets the description, the example that is shown below the flags, and the program's name."""
         super().__init__(
+            prog=prog,
             description=description,
             epilog=f"example:\n{example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
 
-    def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parses `arguments`, or the process's command line."""
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parses the arguments."""
         spelling = {option.replace("_", "-"): option for option in self._option_string_actions}
         found = []
-        for word in sys.argv[1:] if arguments is None else arguments:
+        for word in arguments:
             flag, equals, value = word.partition("=")
             known = spelling.get(flag.replace("_", "-")) if word.startswith("--") else None
             found.append(word if known is None else known + equals + value)
         return self.parse_args(found)
-
-
-def run_tool(parser: FlagParser, work: Callable[[argparse.Namespace], int]) -> int:
-    """Parses the arguments, calls `work`, and prints a UserError as one line.
-
-    Returns:
-        Exit status: the result of `work`, or 2 after a UserError.
-    """
-    tolerate_closed_pipes()
-    args = parser.parse()
-    torch.set_num_threads(1)  # a process reads, writes and hashes in one thread each; parallelism is --num_workers
-    try:
-        return work(args)
-    except UserError as error:
-        sys.stderr.write(f"{parser.prog}: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{parser.prog}: interrupted; repeat the command to continue\n")
-        return 130
 
 
 def add_conversion_flags(parser: FlagParser, what: str) -> None:

@@ -20,11 +20,17 @@ WAIT_S = 2.0
 
 _names: list[socket.socket] = []
 
+on_message: Callable[[str], None] | None = None
+"""Receives each message of `print_error`, to write it into a log; it may hang."""
+
 
 def print_error(text: str, advice: Callable[[], str]) -> None:
     """Prints an error message, followed by the text of `advice` if that returns within WAIT_S."""
     sys.stderr.write(f"mrl: error: {text}\n")
     sys.stderr.flush()
+    if on_message is not None:
+        write = on_message
+        _call_with_timeout(WAIT_S, lambda: write(f"error: {text}"))
     more: list[str] = []
     _call_with_timeout(WAIT_S, lambda: more.append(advice()))
     if more and more[0]:

@@ -32,7 +32,7 @@ def reference() -> str:
 
 def _section(path: str, kind: Any) -> str:
     """Returns the heading and table of a section, followed by its nested sections."""
-    rows, inner, hints, lines = [], [], get_type_hints(kind), _documentation(kind)
+    rows, inner, hints, lines = [], [], get_type_hints(kind), documentation(kind)
     for item in fields(kind):
         key, of_field = f"{path}.{item.name}", hints[item.name]
         entries: Any = next(filter(is_dataclass, get_args(of_field)), None)
@@ -42,13 +42,13 @@ def _section(path: str, kind: Any) -> str:
         if entries is not None:
             inner.append(_section(f"{key}[*]", entries))
         default = item.default if item.default_factory is MISSING else item.default_factory()
-        words = (f"`{key}`", expected(of_field), f"`{_yaml(default)}`", _range(key), lines.get(item.name, ""))
+        words = (f"`{key}`", expected(of_field), f"`{_yaml(default)}`", range_of(key), lines.get(item.name, ""))
         rows.append("| " + " | ".join(word.replace("|", "\\|") for word in words) + " |")
     table = "\n".join(["| Key | Takes | Default | Range | |", "|---|---|---|---|---|", *rows])
     return f"\n## {path}\n\n{inspect.getdoc(kind)}\n" + (f"\n{table}\n" if rows else "") + "".join(inner)
 
 
-def _documentation(kind: Any) -> dict[str, str]:
+def documentation(kind: Any) -> dict[str, str]:
     """Returns the docstring of each field of a dataclass, on one line."""
     bodies = [
         ast.parse(inspect.getsource(each)).body[0].body  # type: ignore[attr-defined]
@@ -62,7 +62,8 @@ def _documentation(kind: Any) -> dict[str, str]:
     }
 
 
-def _range(key: str) -> str:
+def range_of(key: str) -> str:
+    """Returns the range of a field as text, "[0, 1]"; "" if every value of its type is allowed."""
     of_algorithm = {f"algorithm.{name}": words for name, _, _, words in ranges(AlgorithmConfig())}
     return (RANGES | of_algorithm | {"reward.functions[*].weight": WEIGHTS}).get(key, "")
 

@@ -36,6 +36,7 @@ from mrl.observability.run_log import logger_names
 from mrl.parallel_layout import ParallelLayout
 from mrl.rewards.scorer import Scorer
 from mrl.rollout.episodes.episodes import Schema, check_environment
+from mrl.trainer.callbacks import check_callbacks
 from mrl.trainer.reward_model_inputs import RewardModelEncoder, build_reward_encoder
 from mrl.trainer.run_length import with_num_steps
 from mrl.trainer.supervised import examples
@@ -177,6 +178,7 @@ def check_run(
     found = resolve(config, world_size)
     _check_engine(config.rollout.name)
     _check_loggers(config, tell)
+    check_callbacks(config)
     _check_output_dir(config.run.output_dir, tell)
     _check_models(config, found, tell)
     tokenizer, prompt_length = found.tokenizer, config.rollout.prompt_length

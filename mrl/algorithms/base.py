@@ -27,7 +27,7 @@ from mrl.algorithms._policy_loss import LOSSES, READ, PolicyLoss
 from mrl.algorithms.functional import advantages as advantage_maths
 from mrl.algorithms.functional.aggregation import token_weights
 from mrl.config.config import AlgorithmConfig, DpoConfig, LearnsFrom, RolloutConfig
-from mrl.config.registry import find
+from mrl.config.registry import check_subclass, find
 from mrl.errors import UserError
 from mrl.types import RolloutBatch
 
@@ -362,9 +362,8 @@ _NULLABLE = tuple(item.name for item in fields(AlgorithmConfig) if item.default 
 
 
 def _find(name: str) -> type[Algorithm]:
-    found = find("algorithms", name, "ALGORITHM")
-    if not (isinstance(found, type) and issubclass(found, Algorithm)):
-        raise UserError(f"algorithm.name='{name}' is {found!r}, expected a subclass of mrl.algorithms.base.Algorithm.")
+    found: type[Algorithm] = find("algorithms", name, "ALGORITHM")
+    check_subclass(f"algorithm.name='{name}'", found, Algorithm)
     return found
 
 

@@ -19,7 +19,7 @@ from mrl.checkpoint.formats.hub import resolve_hub_models
 from mrl.checkpoint.run_dir.manifest import has_manifest
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.config.config import AlgorithmConfig, Config, DataConfig, ModelConfig
-from mrl.config.registry import find, names
+from mrl.config.registry import check_subclass, find, names
 from mrl.data.assistant_mask import end_token_warning
 from mrl.data.prompts import PromptSource, load_training, load_validation
 from mrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -326,12 +326,7 @@ def _check_engine(name: str) -> None:
     """Imports a user-defined engine; mrl's own engines need packages that this machine may lack."""
     if name in names("engines"):
         return
-    engine = find("engines", name, "ENGINE")
-    if not (isinstance(engine, type) and issubclass(engine, RolloutEngine)):
-        raise UserError(
-            f"rollout.name={name} is {engine!r}, expected a subclass of mrl.engines.base.RolloutEngine. "
-            "Name such a class, or one of mrl's engines."
-        )
+    check_subclass(f"rollout.name={name}", find("engines", name, "ENGINE"), RolloutEngine)
 
 
 def _check_loggers(config: Config, tell: Tell | None) -> None:

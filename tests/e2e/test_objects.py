@@ -3,12 +3,15 @@
 import functools
 import json
 import os
+import re
 
 import pytest
 
 import mrl
+from mrl.trainer.run_plan import build_run_plan
 from tests.e2e import runs
 from tests.ranks import RankError, run_ranks
+from tests.source import PACKAGE
 
 SMALL = ["train={num_steps: 4, batch_size: 4, minibatch_size: 4, warm_start: {num_steps: 0}}", "rollout.n=2"]
 TALK = [
@@ -239,3 +242,72 @@ def test_observe_callbacks_names_them_by_path(tmp_path):
     for kwargs in ("{later: 1}", "{}"):
         words = runs.arguments(tmp_path / "b", [f"observe.callbacks=[{{name: '{path}', kwargs: {kwargs}}}]"])
         assert run_ranks(1, runs.in_rank, words, [runs.free_port(), runs.free_port()]) == [2]
+
+
+TASK = """
+import mrl
+
+class Count(mrl.Task):
+    num_train, num_val = 8, 2
+
+    def train_row(self, index):
+        return {"prompt": f"<{index}>", "answer": str(index)}
+
+    def val_row(self, index):
+        return {"prompt": f"<{index}+0>", "answer": str(index)}
+
+class Half(mrl.Task):
+    num_train = 8
+
+    def train_row(self, index):
+        return {"prompt": "<1>", "answer": "1"}
+
+    val_row = train_row
+
+class Less(mrl.Task):
+    num_train = num_val = 8
+
+    def train_row(self, index):
+        return {"prompt": "<1>", "answer": "1"}
+
+class Unmade(mrl.Algorithm):
+    def loss(self, logprobs_R, entropy_R, microbatch):
+        return logprobs_R.sum(), {}
+
+class Engine(mrl.RolloutEngine):
+    pass
+"""
+
+
+def test_a_task_and_a_policy_loss_from_their_interfaces_train(tmp_path):
+    (tmp_path / "own.py").write_text(TASK)
+    page = (PACKAGE / "docs" / "objectives.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(# my_algorithm.py.*?)```", page, re.DOTALL)
+    (tmp_path / "my_algorithm.py").write_text(block)
+    rows = runs.train_in_pool(
+        tmp_path,
+        [
+            *SMALL, f"data={{task: '{tmp_path}/own.py:Count', task_kwargs: {{}}}}", "~algorithm.clip_low",
+            "~data.task_kwargs", "~algorithm.clip_high", f"algorithm.name={tmp_path}/my_algorithm.py:Squared",
+        ],
+        1,
+    )  # fmt: skip
+    assert [row["step"] for row in rows if row["phase"] == "train"] == [0, 1, 2, 3, 4]
+    assert rows[-1]["val/num_prompts"] == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "word"),
+    [
+        ("data.task=FILE:Half", "num_val"),
+        ("data.task=FILE:Less", "val_row"),
+        ("algorithm.name=FILE:Unmade", "outcome_advantages"),
+        ("rollout.name=FILE:Engine", "does not define"),
+    ],
+)
+def test_a_class_that_lacks_a_part_of_its_interface_is_told_which(setting, word, tmp_path):
+    (tmp_path / "own.py").write_text(TASK)
+    overrides = [setting.replace("FILE", f"{tmp_path}/own.py"), "~data.task_kwargs"]
+    _, file, *rest = runs.arguments(tmp_path, overrides)
+    with pytest.raises(mrl.UserError, match=word):
+        build_run_plan(mrl.load_config(file, rest))

@@ -11,6 +11,8 @@ import mrl
 from mrl.config import user_code
 from mrl.config.config import RewardFunctionConfig
 from mrl.trainer.user_objects import describe_objects, objects_notes, with_objects
+from mrl.trainer.validation.parallel import build_parallel_layout
+from mrl.trainer.validation.unused_settings import unused_setting_rules
 from tests.source import ROOT
 
 
@@ -107,6 +109,18 @@ def test_an_environment_brings_its_reward_only_where_none_was_chosen():
 def test_an_object_of_another_kind_is_refused(given, word):
     with pytest.raises(mrl.UserError, match=word), with_objects(CONFIG, **given):
         pass
+
+
+@pytest.mark.parametrize("key", ["reward.time_limit_s=3", "reward.num_workers=2", "rollout.agent.num_workers=2"])
+def test_a_limit_that_no_worker_would_keep_is_refused(key):
+    config = mrl.load_config(str(ROOT / "configs" / "quickstart.yaml"), [key])
+    given = {"rewards": [lambda completions, **rest: []], "environments": [lambda: Game()]}
+    with with_objects(config, **given) as complete:
+        rules = [*unused_setting_rules(complete, build_parallel_layout(complete, 1))]
+    assert any(key.partition("=")[0] in rule for rule in rules)
+    with with_objects(config, rewards=[score], environments=[Game]) as complete:
+        rules = [*unused_setting_rules(complete, build_parallel_layout(complete, 1))]
+    assert not any(key.partition("=")[0] in rule for rule in rules)
 
 
 @pytest.mark.parametrize(

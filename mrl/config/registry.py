@@ -63,7 +63,7 @@ def check_subclass(key: str, found: Any, base: type) -> None:
     """Checks that user code is a subclass of mrl's base class and defines all of its abstract methods.
 
     Args:
-        key: Config key and value, for the message, such as "algorithm.name='own.py:Mine'".
+        key: Config key and value, for the message, such as "algorithm.name='rewards.py:Mine'".
         found: Object that the config names.
         base: Base class, which `mrl` exports.
 

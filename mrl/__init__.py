@@ -21,19 +21,23 @@ if TYPE_CHECKING:
     from mrl.config.config import load as load_config
     from mrl.data.synthetic_tasks import Task
     from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
+    from mrl.environments.base import Action, Environment, Observation, ToolCall
+    from mrl.environments.toolbox import ToolEnvironment
     from mrl.errors import ClusterError, UserError
     from mrl.observability.loggers.base import Logger, Opening
     from mrl.resharding.weight_slice import WeightSlice
     from mrl.rewards.base import RewardFunction
     from mrl.train import evaluate, train
+    from mrl.trainer.callbacks import Callback, TrainResult
     from mrl.types import Prompt, Rollout, RolloutBatch
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Algorithm", "ClusterError", "Config", "EngineSpec", "Logger", "Opening", "Outcomes", "PolicyGradient",
-    "PolicyLoss", "Prompt", "RewardFunction", "Rollout", "RolloutBatch", "RolloutEngine", "SamplingConfig",
-    "Surrogate", "Task", "UserError", "WeightSlice", "evaluate", "load_config", "train",
+    "Action", "Algorithm", "Callback", "ClusterError", "Config", "EngineSpec", "Environment", "Logger", "Observation",
+    "Opening", "Outcomes", "PolicyGradient", "PolicyLoss", "Prompt", "RewardFunction", "Rollout", "RolloutBatch",
+    "RolloutEngine", "SamplingConfig", "Surrogate", "Task", "ToolCall", "ToolEnvironment", "TrainResult", "UserError",
+    "WeightSlice", "evaluate", "load_config", "train",
 ]  # fmt: skip
 
 _HOMES = {
@@ -44,10 +48,13 @@ _HOMES = {
     "mrl.config.config": ("Config", "load_config"),
     "mrl.data.synthetic_tasks": ("Task",),
     "mrl.engines.base": ("EngineSpec", "RolloutEngine", "SamplingConfig"),
+    "mrl.environments.base": ("Action", "Environment", "Observation", "ToolCall"),
+    "mrl.environments.toolbox": ("ToolEnvironment",),
     "mrl.errors": ("ClusterError", "UserError"),
     "mrl.observability.loggers.base": ("Logger", "Opening"),
     "mrl.rewards.base": ("RewardFunction",),
     "mrl.train": ("evaluate", "train"),
+    "mrl.trainer.callbacks": ("Callback", "TrainResult"),
     "mrl.types": ("Prompt", "Rollout", "RolloutBatch"),
     "mrl.resharding.weight_slice": ("WeightSlice",),
 }

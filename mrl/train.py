@@ -32,41 +32,76 @@ from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.errors import UserError
 from mrl.observability import data_sources
 from mrl.observability import metrics as measure
+from mrl.observability.loggers.base import Opening
 from mrl.rollout import turn_credit
 from mrl.rollout.dispatch import StepBatch, dispatch_samples
 from mrl.rollout.partial_rollout import sample_until_complete
 from mrl.rollout.prompt_assignment import drop_incomplete_groups, generate
 from mrl.rollout.sample_table import gather_failures, gather_reward_facts, gather_table, to_outcomes
+from mrl.trainer.callbacks import TrainResult
 from mrl.trainer.learning_rate import learning_rate
 from mrl.trainer.rank_roles import on_trainers
 from mrl.trainer.run_plan import build_run_plan
 from mrl.trainer.startup import open_trainer
 from mrl.trainer.supervised import supervised_batch
 from mrl.trainer.trainer import Trainer
+from mrl.trainer.user_objects import with_objects
 from mrl.trainer.warm_start import begin_warm_start
 from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
 
 Metrics = dict[str, float]
 
 
-def train(config: Config, stop: Stop | None = None) -> None:
+def train(
+    config: Config,
+    stop: Stop | None = None,
+    *,
+    rewards: Sequence[Any] | None = None,
+    environments: Sequence[Any] | None = None,
+    algorithm: Any = None,
+    callbacks: Sequence[Any] = (),
+    loggers: Sequence[Any] = (),
+) -> TrainResult:
     """Trains, or continues, the run that the config describes (`mrl train`).
+
+    Each of the lists takes Python objects, names as in a config, and mappings with the keys of the config's entries:
+    `rewards=[score, {"name": "length", "weight": 0.1}]`.
 
     Args:
         config: Complete settings; values that depend on the model or the data are resolved here.
         stop: Stop request, checked between steps and between the phases before a step's update. After the call
             `stop.why` says whether it ended the run.
+        rewards: Reward functions, instead of `reward.functions`.
+        environments: List of one environment class, instead of `rollout.agent.environment`; enables multi-turn
+            episodes.
+        algorithm: Subclass of `Algorithm`, instead of `algorithm.name`.
+        callbacks: Instances or subclasses of `Callback`, in addition to `observe.callbacks`.
+        loggers: Instances or subclasses of `Logger`, in addition to `observe.loggers`.
 
     Raises:
         UserError: Wrong input from the user; raised on every rank.
     """
+    with with_objects(
+        config,
+        rewards=rewards,
+        environments=environments,
+        algorithm=algorithm,
+        callbacks=callbacks,
+        loggers=loggers,
+    ) as complete:
+        return run_training(complete, stop)
+
+
+def run_training(config: Config, stop: Stop | None) -> TrainResult:
+    """Runs the training loop, and writes the report at its end."""
     finished = False
     with (
         open_trainer(build_run_plan(config)) as trainer,
         trainer.progress.stop_gracefully(stop, trainer.checkpointing.write_saved_state),
     ):
-        config = trainer.config
+        config, callbacks = trainer.config, trainer.callbacks
         done = trainer.resume()
+        callbacks.begin(Opening(config, trainer.run, done))
         if done is None:
             done = 0
             warm_start(trainer)
@@ -77,7 +112,7 @@ def train(config: Config, stop: Stop | None = None) -> None:
         if trainer.is_last(done):
             trainer.log.note(f"All {done} steps are done. Raise train.num_steps or train.num_epochs to continue.")
         step = done
-        while not trainer.is_last(step):
+        while not (trainer.is_last(step) or callbacks.ended_run()):
             step += 1
             with trainer.progress.step(step):
                 trainer.checkpointing.finish_pending()
@@ -86,15 +121,21 @@ def train(config: Config, stop: Stop | None = None) -> None:
                 held_out_metrics = evaluate_if_due(trainer, step)
             trainer.log.step(step, metrics | trainer.rates.metrics())
             trainer.progress.record_state(step, metrics | held_out_metrics)
-            if trainer.is_last(step) or is_due(step, config.checkpoint.interval):
+            callbacks.end_step(step, metrics | trainer.rates.metrics())
+            if trainer.is_last(step) or callbacks.ended_run() or is_due(step, config.checkpoint.interval):
                 trainer.checkpointing.write(step, metrics | held_out_metrics)
         trainer.checkpointing.finish_pending(wait=True)
+        if callbacks.ended_run():
+            trainer.log.note(f"{callbacks.stopped_by} ended the run after step {step}")
         finished = True
+    # The process groups are destroyed, so that no rank waits in a collective while rank 0 draws.
     if finished and trainer.groups.rank == 0 and config.observe.report:
-        # After the process group is destroyed, so that no rank waits in a collective while rank 0 draws.
         from mrl.observability.report import report_at_end  # bokeh takes a second to import, and only rank 0 needs it
 
         report_at_end(trainer.run.root, announces=config.observe.console != "off")
+    result = trainer.result(stop)
+    trainer.callbacks.end(result)
+    return result
 
 
 def run_step(trainer: Trainer, step: int) -> Metrics:
@@ -188,13 +229,14 @@ def prepare_batch(trainer: Trainer, step: int, data: StepBatch, table: SampleTab
             trainer.critic.values(data.batch)
     with phase("adv"):
         samples = to_outcomes(table, trainer.reward_weights)
-        samples = replace(samples, rewards_N=algorithm.shape_rewards(samples))
+        samples = replace(samples, rewards_N=algorithm.checked_per_sample("shape_rewards", samples))
         data.batch.rewards_B = samples.rewards_N[data.index_B].float()
         credited, index_U = samples, data.index_B
         if algorithm.config.credit == "turn":
             credited, index_U = turn_credit.assign_turn_credit(samples, table, data, trainer.config.reward)
-        advantages_N = algorithm.outcome_advantages(credited)
+        advantages_N = algorithm.checked_per_sample("outcome_advantages", credited)
         algorithm.advantages(data.batch, advantages_N[index_U], trainer.sum_over_dp)
+        algorithm.check_set(data.batch)
     return measure.outcome_metrics(table, rewards_N=samples.rewards_N, advantages_N=advantages_N)
 
 
@@ -390,6 +432,7 @@ def evaluate_if_due(trainer: Trainer, step: int) -> Metrics:
         measure.check_is_given(trainer.config.checkpoint.best_metric, metrics)
     trainer.log.evaluation(step, metrics)
     trainer.log_samples(step, rollouts, "val")
+    trainer.callbacks.end_evaluation(step, metrics)
     return metrics
 
 
@@ -411,13 +454,23 @@ def is_due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def evaluate(config: Config, checkpoint: str | None = None) -> dict[str, Any]:
+def evaluate(
+    config: Config,
+    checkpoint: str | None = None,
+    *,
+    rewards: Sequence[Any] | None = None,
+    environments: Sequence[Any] | None = None,
+    algorithm: Any = None,
+) -> dict[str, Any]:
     """Scores a checkpoint on the held-out prompts (`mrl evaluate`).
 
     Args:
         config: Settings of the run that wrote the checkpoint.
         checkpoint: Step number or checkpoint folder. None: the newest checkpoint of the run folder, or the initial
             model if there is none.
+        rewards: Reward functions, instead of `reward.functions`; see `train`.
+        environments: List of one environment class, instead of `rollout.agent.environment`.
+        algorithm: Subclass of `Algorithm`, instead of `algorithm.name`.
 
     Returns:
         Metrics, and under "checkpoint" the step or path that was evaluated; the same on every rank.
@@ -425,7 +478,10 @@ def evaluate(config: Config, checkpoint: str | None = None) -> dict[str, Any]:
     Raises:
         UserError: There are no held-out prompts, or no such checkpoint.
     """
-    with open_trainer(build_run_plan(config, resumes=False), log=False, trains=False) as trainer:
+    with (
+        with_objects(config, rewards=rewards, environments=environments, algorithm=algorithm) as complete,
+        open_trainer(build_run_plan(complete, resumes=False), log=False, trains=False) as trainer,
+    ):
         if not trainer.validation:
             raise UserError("mrl evaluate found no held-out prompts in the config. Set data.val_files, or data.task.")
         loaded = trainer.checkpointing.load_for_evaluation(checkpoint)

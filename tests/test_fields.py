@@ -348,6 +348,7 @@ ELSEWHERE = {
     "reward.memory_limit_mb": ("rewards/test_scorer.py", "needs a function that takes too much"),
     "observe.wandb_project": ("observability/loggers/test_wandb.py", "needs the extra package"),
     "observe.loggers": ("observability/test_run_log.py", "needs a class of the user's"),
+    "observe.callbacks": ("e2e/test_objects.py", "needs a class of the user's"),
 }
 
 ENTRIES = {"reward.functions": RewardFunctionConfig, "distillation.teacher_models": TeacherConfig}

@@ -1,6 +1,6 @@
 """The base class of the policy-gradient algorithms, which assembles `functional/` into a loss and metrics.
 
-It has no defaults: those are in each algorithm's file.
+Each algorithm's file has its defaults.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ ROUNDING = 1e-5
 class PolicyGradient(Algorithm):
     """Outcome advantage, policy loss, KL, entropy bonus and rollout correction."""
 
-    baseline: ClassVar[Literal["none", "mean", "leave_one_out"]]
+    unused: ClassVar[frozenset[str]] = frozenset()
+    kl_places: ClassVar[frozenset[str]] = frozenset({"none", "loss"})
+
+    baseline: ClassVar[Literal["none", "mean", "leave_one_out"]] = "mean"
     """Baseline that is subtracted from a sample's reward, within its group."""
 
     whitens: ClassVar[bool] = False

@@ -38,12 +38,15 @@ class PolicyLoss:
     """Policy loss, with the config keys that it reads.
 
     Attributes:
-        function: Formula, in `losses`, `sequence_losses` or `clip_cov` of `algorithms/functional/`.
+        function: Formula, called with `logprobs_R`, `old_logprobs_R`, `advantages_R`, with the selection of
+            `token_selection` if there is one, and with the values of `reads` and `fixed` as keywords; returns a
+            `Surrogate`. Those of mrl are in `losses`, `sequence_losses` and `clip_cov` of `algorithms/functional/`;
+            the second also get the sequences.
         reads: Config keys below `algorithm` that become arguments of `function`, named by their last part.
         defaults: Values for null config fields if this loss replaces the algorithm's own.
         fixed: Arguments of `function` that are not configurable.
         token_selection: Selects tokens that the loss treats separately; None: no selection.
-        token_selection_reads: Config keys that become arguments of `choice`.
+        token_selection_reads: Config keys that become arguments of `token_selection`.
     """
 
     function: Callable[..., Surrogate]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 from mrl.algorithms import _correction_config as correction
@@ -26,7 +27,7 @@ from mrl.algorithms._policy_loss import LOSSES, READ, PolicyLoss
 from mrl.algorithms.functional import advantages as advantage_maths
 from mrl.algorithms.functional.aggregation import token_weights
 from mrl.config.config import AlgorithmConfig, DpoConfig, LearnsFrom, RolloutConfig
-from mrl.config.registry import find
+from mrl.config.registry import check_subclass, find
 from mrl.errors import UserError
 from mrl.types import RolloutBatch
 
@@ -34,6 +35,16 @@ T = TypeVar("T")
 
 LARGEST = 1e9
 """Upper limit of every number in `algorithm`; its square still fits in fp32."""
+
+FALLBACKS = {
+    "advantage_std": "unbiased",
+    "advantage_eps": 1e-6,
+    "singleton_group": "error",
+    "loss_aggregation": "seq_mean_token_mean",
+    "policy_loss": "vanilla",
+    "dynamic_sampling": False,
+}
+"""Defaults of fields that an algorithm's `defaults` lack: GRPO's."""
 
 PROXIMAL, REFERENCE = "proximal_logprobs_R", "ref_logprobs_R"
 """Batch fields that the forward pass of the update can compute itself, if it is the first update of the step."""
@@ -74,17 +85,32 @@ class Algorithm(ABC):
     Its only state between steps are the adaptive coefficients, `kl_control` and `entropy_control`.
     """
 
-    defaults: ClassVar[dict[str, Any]]
-    """Values for the `AlgorithmConfig` fields that are null in the config."""
+    defaults: ClassVar[dict[str, Any]] = {}
+    """Values for the `AlgorithmConfig` fields that are null in the config; GRPO's for fields that are missing here."""
 
-    unused: ClassVar[frozenset[str]] = frozenset()
-    """`AlgorithmConfig` fields without effect in this algorithm; a config that sets one is rejected."""
+    unused: ClassVar[frozenset[str]] = frozenset(
+        {
+            "advantage_std",
+            "advantage_eps",
+            "advantage_std_over",
+            "singleton_group",
+            "policy_loss",
+            "entropy_coef",
+            "entropy_ctrl",
+            "positive_example_nll_weight",
+            "top_entropy_quantile",
+            "overlong",
+        }
+    )
+    """`AlgorithmConfig` fields without effect in this algorithm; they are null, and a config that sets one is rejected.
+    A subclass of `Algorithm` that reads some of them sets `unused = mrl.Algorithm.unused - {"entropy_coef"}`;
+    `PolicyGradient` reads them all."""
 
     own_loss: ClassVar[PolicyLoss | None] = None
     """Policy loss that is not in the table of `algorithm.policy_loss`, which is then refused; None: a loss of it."""
 
-    kl_places: ClassVar[frozenset[str]] = frozenset({"none", "loss"})
-    """Values of `kl_in` that this algorithm supports."""
+    kl_places: ClassVar[frozenset[str]] = frozenset({"none"})
+    """Values of `kl_in` that this algorithm supports. With "loss" it adds the KL to `ref_logprobs_R` in `loss`."""
 
     learns_from: ClassVar[LearnsFrom] = "samples"
     """Source of the training data. With "responses" and "pairs" the data set has the responses: nothing is sampled or
@@ -202,6 +228,25 @@ class Algorithm(ABC):
             summed the same way (names that end in "max" or "min" are reduced by max or min instead).
         """
 
+    def check_set(self, batch: RolloutBatch) -> None:
+        """Checks what `advantages` (maybe a user's own) has set.
+
+        Raises:
+            UserError: `advantages_R` is missing or not one number per response token.
+        """
+        _check_shape("advantages", "batch.advantages_R", batch.advantages_R, batch.response_mask_R)
+
+    def checked_per_sample(self, method: str, outcomes: Outcomes) -> Tensor:
+        """Returns the result of `shape_rewards` or `outcome_advantages`, after a check of its shape.
+
+        Raises:
+            UserError: The method (maybe a user's own) did not return one number per row of `outcomes`.
+        """
+        returned = getattr(self, method)(outcomes)
+        _check_shape(method, "its result", returned, outcomes.rewards_N)
+        value: Tensor = returned
+        return value
+
     def checked_loss(self, *scores_and_microbatch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the result of `loss`, after a check of its types.
 
@@ -227,6 +272,15 @@ class Algorithm(ABC):
     def finalize_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Returns the metrics of a minibatch to log, from the metrics of `loss` reduced over microbatches and ranks."""
         return metrics
+
+
+def _check_shape(method: str, what: str, value: Any, like: Tensor) -> None:
+    """Raises UserError unless a value is a tensor of numbers with the shape of `like`."""
+    if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype == torch.bool:
+        raise UserError(
+            f"the algorithm's {method}: {what} is {_type_and_shape(value)}, expected a tensor of numbers of shape "
+            f"{list(like.shape)}. See `{method}` in mrl/algorithms/base.py."
+        )
 
 
 def _type_and_shape(value: Any) -> str:
@@ -308,9 +362,8 @@ _NULLABLE = tuple(item.name for item in fields(AlgorithmConfig) if item.default 
 
 
 def _find(name: str) -> type[Algorithm]:
-    found = find("algorithms", name, "ALGORITHM")
-    if not (isinstance(found, type) and issubclass(found, Algorithm)):
-        raise UserError(f"algorithm.name='{name}' is {found!r}, expected a subclass of mrl.algorithms.base.Algorithm.")
+    found: type[Algorithm] = find("algorithms", name, "ALGORITHM")
+    check_subclass(f"algorithm.name='{name}'", found, Algorithm)
     return found
 
 
@@ -318,12 +371,14 @@ def _defaults(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, 
     """Returns the algorithm's defaults, overridden by those of a policy loss that is not the algorithm's own."""
     chosen = config.policy_loss
     if algorithm.own_loss is not None:
-        return {**algorithm.own_loss.defaults, **algorithm.defaults}
+        return {**FALLBACKS, **algorithm.own_loss.defaults, **algorithm.defaults}
+    own_name = algorithm.defaults.get("policy_loss", FALLBACKS["policy_loss"])
+    own = {**FALLBACKS, **LOSSES[own_name].defaults, **algorithm.defaults}
     if chosen is None and correction.is_reinforce(config.rollout_correction) and algorithm.learns_from == "samples":
-        return {**algorithm.defaults, "policy_loss": correction.REINFORCE}
-    if chosen is None or "policy_loss" in algorithm.unused or chosen == algorithm.defaults.get("policy_loss"):
-        return algorithm.defaults
-    return {**algorithm.defaults, **LOSSES[chosen].defaults}
+        return {**own, "policy_loss": correction.REINFORCE}
+    if chosen is None or "policy_loss" in algorithm.unused or chosen == own_name:
+        return own
+    return {**own, **LOSSES[chosen].defaults}
 
 
 def _unused_fields(config: AlgorithmConfig, algorithm: type[Algorithm]) -> dict[str, str]:

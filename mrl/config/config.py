@@ -12,6 +12,7 @@ from __future__ import annotations
 import os.path
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, Optional
 
@@ -924,8 +925,18 @@ class LoggerConfig:
 
 
 @dataclass(frozen=True)
+class CallbackConfig:
+    """Callback of the training loop."""
+
+    name: FilePath = ""
+    """'package.module:Name' or 'path/to/file.py:Name': a subclass of `mrl.Callback`, or a function that returns one."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the class or function."""
+
+
+@dataclass(frozen=True)
 class ObserveConfig:
-    """Console output, loggers and report."""
+    """Console output, loggers, callbacks and report."""
 
     console: Literal["rich", "plain", "off"] = "rich"
     """Progress on the terminal; rich falls back to plain if there is no terminal."""
@@ -937,6 +948,9 @@ class ObserveConfig:
     """Weights & Biases project; null: off."""
     loggers: list[LoggerConfig] = field(default_factory=list)
     """Further loggers."""
+    callbacks: list[CallbackConfig] = field(default_factory=list)
+    """Code of your own that is called after steps, evaluations and checkpoints, in this order ([mrl in
+    Python](python.md))."""
     report: bool = True
     """Write report.html when the run ends."""
 
@@ -972,8 +986,28 @@ OWN_CODE = (
     "reward.functions[*].name",
     "data.task",
     "observe.loggers[*].name",
+    "observe.callbacks[*].name",
 )
 """Fields that may name user code outside mrl."""
+
+PARAMETERS = {
+    "rollout.agent.environment": "environments=[...]",
+    "algorithm.name": "algorithm=...",
+    "reward.functions": "rewards=[...]",
+    "observe.loggers": "loggers=[...]",
+    "observe.callbacks": "callbacks=[...]",
+}
+"""Key of user code -> parameter of `mrl.train` that takes Python objects for it."""
+
+
+def code_names(config: Config) -> dict[str, list[str]]:
+    """Returns the names at each key of OWN_CODE."""
+    found: dict[str, list[str]] = {}
+    for key in OWN_CODE:
+        above, _, last = key.partition("[*].")
+        value = attrgetter(above)(config)
+        found[key] = [getattr(entry, last) for entry in value] if last else [value] if value else []
+    return found
 
 
 def load(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] = ()) -> Config:
@@ -1000,12 +1034,31 @@ def load(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] 
         folders.insert(0, Path(source).parent)
     else:
         raise UserError(f"{shown(source)} is not a config. Pass the path of a YAML file, or a dict of sections.")
+    _refuse_callables(raw, where)
     values.update(raw, where)
     for item in [overrides] if isinstance(overrides, str) else overrides:
         values.override(item)
     values.locate(OWN_CODE, folders)
     config: Config = values.made(f"{where} or an override")
     return config
+
+
+def _refuse_callables(value: Any, where: str, key: str = "") -> None:
+    """Raises UserError for a function or class in nested dicts and lists, because a config contains only names."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _refuse_callables(inner, where, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            _refuse_callables(inner, where, f"{key}[{index}]")
+    elif callable(value):
+        named = getattr(value, "__name__", type(value).__name__)
+        parameter = next((use for above, use in PARAMETERS.items() if key.startswith(above)), None)
+        advice = "" if parameter is None else f"Pass it as mrl.train(config, {parameter}), or name it as "
+        raise UserError(
+            f"config key '{key}' {where}: got the Python object {named}, expected a name. "
+            f"{advice or 'Name it as '}'path/to/file.py:{named}'."
+        )
 
 
 def to_yaml(config: Config) -> str:

@@ -57,3 +57,23 @@ def find(folder: str, name: str, attribute: str, default: Any = _REQUIRED) -> An
     if not hasattr(module, attribute) and default is _REQUIRED:
         raise UserError(f"{folder}: '{name}' is not a plugin: {module.__file__} defines no {attribute}.")
     return getattr(module, attribute, default)
+
+
+def check_subclass(key: str, found: Any, base: type) -> None:
+    """Checks that user code is a subclass of mrl's base class and defines all of its abstract methods.
+
+    Args:
+        key: Config key and value, for the message, such as "algorithm.name='rewards.py:Mine'".
+        found: Object that the config names.
+        base: Base class, which `mrl` exports.
+
+    Raises:
+        UserError: It is something else, or lacks methods.
+    """
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise UserError(f"{key} is {found!r}, expected a subclass of {base.__module__}.{base.__qualname__}.")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise UserError(
+            f"{key} does not define {', '.join(missing)}, which {base.__module__}.{base.__qualname__} requires. Add it."
+        )

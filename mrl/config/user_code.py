@@ -3,15 +3,21 @@
 Loading a config makes such a path absolute; it is searched in the config's folder, then in the working folder. So
 ranks, worker processes and a resumed run find the same file, wherever they are started. Callers check the type of the
 object that a path names (`registry.py`).
+
+An object that a script passes to `mrl.train` gets its path if it has one (`path_of`), else a name such as
+`python-object:__main__.score` (`object_name`), which only this process can load, inside `named_objects`.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
@@ -24,9 +30,69 @@ FORMS = "'package.module:object' or 'path/to/file.py:object'"
 """Accepted forms of a path to user code, for messages."""
 
 
+OBJECT_PREFIX = "python-object:"
+"""Prefix of the names of objects without a path; no module can have this name."""
+
+_objects: dict[str, Any] = {}
+
+
 def is_user_code(name: str) -> bool:
-    """Returns whether a name is a path to user code, and not the name of something in mrl."""
+    """Returns whether a name is a path to user code or a Python object, and not the name of something in mrl."""
     return "." in name or ":" in name
+
+
+def is_object(name: str) -> bool:
+    """Returns whether a name is that of an object which a script passed to mrl."""
+    return name.startswith(OBJECT_PREFIX)
+
+
+def target_of(name: str) -> str:
+    """Returns the last part of a name: `rewards.py:score` and `python-object:__main__.score` -> `score`."""
+    return name.replace(":", ".").rpartition(".")[2].partition("#")[0]
+
+
+@contextmanager
+def named_objects(objects: Mapping[str, Any]) -> Iterator[None]:
+    """Lets `load` return these objects by their names inside the block."""
+    before = dict(_objects)
+    _objects.update(objects)
+    try:
+        yield
+    finally:
+        _objects.clear()
+        _objects.update(before)
+
+
+def object_name(thing: object, taken: Mapping[str, Any]) -> str:
+    """Returns a name for an object without a path, such as `python-object:__main__.score`.
+
+    Args:
+        thing: Function, class or instance.
+        taken: Objects that have a name; a name that another object has gets the suffix `#2`, `#3` and so on.
+    """
+    named = thing.func if isinstance(thing, functools.partial) else thing
+    named = named if hasattr(named, "__qualname__") else type(named)
+    last = named.__qualname__.rpartition(".")[2].strip("<>")  # of a lambda: lambda
+    base = f"{OBJECT_PREFIX}{named.__module__}.{last}"
+    candidates = (base if count == 1 else f"{base}#{count}" for count in range(1, len(taken) + 2))
+    return next(name for name in candidates if name not in taken or taken[name] is thing)
+
+
+def path_of(thing: object) -> str | None:
+    """Returns the path by which every process imports a function or class; None if there is none.
+
+    Objects of the script itself (`__main__`) have none, because importing a script would run it again. Nor have
+    lambdas, instances, and functions and classes defined inside others.
+    """
+    module = sys.modules.get(getattr(thing, "__module__", None) or "")
+    target = getattr(thing, "__qualname__", "")
+    if module is None or module.__name__ == "__main__" or getattr(module, target, None) is not thing:
+        return None
+    file = getattr(module, "__file__", None) or ""
+    if file.endswith(".py") and _root_and_name(Path(file).resolve())[1] == module.__name__:
+        return f"{Path(file).resolve()}:{target}"
+    found = importlib.machinery.PathFinder.find_spec(module.__name__.partition(".")[0])
+    return None if found is None else f"{module.__name__}:{target}"
 
 
 def make_absolute(name: str, folders: Sequence[Path]) -> str:
@@ -41,7 +107,7 @@ def make_absolute(name: str, folders: Sequence[Path]) -> str:
     Raises:
         UserError: The file does not exist, or the path names no object in it.
     """
-    if not is_user_code(name):
+    if not is_user_code(name) or is_object(name):
         return name
     place, target = _parts(name)
     if place.endswith(".py"):
@@ -76,6 +142,13 @@ def load(name: str) -> Any:
     Raises:
         UserError: The module cannot be imported, or has no such object.
     """
+    if is_object(name):
+        if name not in _objects:
+            raise UserError(
+                f"'{name}' is a Python object that a script passed to mrl, and this process does not have it. Run that "
+                f"script again, or move the object into a file and name it as 'path/to/file.py:{target_of(name)}'."
+            )
+        return _objects[name]
     place, target = _parts(name)
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
@@ -115,18 +188,23 @@ def _from_file(file: Path) -> ModuleType:
     if not file.is_file():
         raise ImportError(f"there is no file '{file}'")
     file = file.resolve()
-    root, parts = file.parent, [] if file.stem == "__init__" else [file.stem]
-    while (root / "__init__.py").is_file():
-        parts.insert(0, root.name)
-        root = root.parent
+    root, name = _root_and_name(file)
     for folder in (str(root), str(Path.cwd())):
         if folder not in sys.path:
             sys.path.append(folder)
     importlib.invalidate_caches()
-    name = ".".join(parts)
-    if len(parts) > 1 or _finds(name, file):
+    if "." in name or _finds(name, file):
         return importlib.import_module(name)
     return _alone(file)
+
+
+def _root_and_name(file: Path) -> tuple[Path, str]:
+    """Returns the folder from which a file is imported, and the dotted name of its module."""
+    root, parts = file.parent, [] if file.stem == "__init__" else [file.stem]
+    while (root / "__init__.py").is_file():
+        parts.insert(0, root.name)
+        root = root.parent
+    return root, ".".join(parts)
 
 
 def _finds(name: str, file: Path) -> bool:

@@ -348,14 +348,7 @@ def make_task(name: str, kwargs: Mapping[str, Any]) -> Task:
         factory = TASKS[name]
     elif user_code.is_user_code(name):
         factory = registry.find("data", name, "")
-        if not (isinstance(factory, type) and issubclass(factory, Task)):
-            raise UserError(
-                f"data.task: '{name}' is {factory!r}, expected a subclass of mrl.data.synthetic_tasks.Task."
-            )
-        if missing := ", ".join(sorted(getattr(factory, "__abstractmethods__", ()))):
-            raise UserError(
-                f"data.task: '{name}' does not define {missing}, which mrl.data.synthetic_tasks.Task requires."
-            )
+        registry.check_subclass(f"data.task: '{name}'", factory, Task)
     else:
         raise UserError(f"data.task: unknown '{name}'. Known: {', '.join(TASKS)}, or a path {user_code.FORMS}.")
     parameters = inspect.signature(factory)
@@ -365,4 +358,8 @@ def make_task(name: str, kwargs: Mapping[str, Any]) -> Task:
         raise UserError(
             f"data.task_kwargs: {error}. '{name}' takes: {', '.join(parameters.parameters) or 'nothing'}."
         ) from error
-    return factory(**kwargs)
+    task = factory(**kwargs)
+    for size in ("num_train", "num_val"):
+        if type(getattr(task, size, None)) is not int:
+            raise UserError(f"data.task: '{name}' has no whole number {size}, the number of its rows. Set it.")
+    return task

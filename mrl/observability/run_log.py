@@ -11,7 +11,8 @@ from typing import Any
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.config import registry
 from mrl.config.config import Config
-from mrl.errors import UserError
+from mrl.config.user_code import is_user_code
+from mrl.errors import UserError, first_line, shown
 from mrl.observability.loggers.base import Logger, Opening, Phase
 from mrl.types import Rollout
 
@@ -22,6 +23,28 @@ def logger_names(config: Config) -> Iterator[tuple[str, Mapping[str, Any] | None
     for name in registry.names("observability.loggers"):
         yield name, listed.pop(name, None)
     yield from listed.items()
+
+
+def open_logger(name: str, opening: Opening) -> Logger | None:
+    """Returns the logger of this name; None if the config does not enable it.
+
+    Raises:
+        UserError: A user's logger cannot be made, or is no `Logger`.
+    """
+    found = registry.find("observability.loggers", name, "LOGGER")
+    if isinstance(found, Logger) or not is_user_code(name):
+        return found if isinstance(found, Logger) else found(opening)
+    try:
+        made = found(opening)
+    except UserError:
+        raise
+    except Exception as error:  # a user's constructor may raise anything
+        raise UserError(
+            f"observe.loggers: '{name}' cannot be made from an mrl.Opening: {type(error).__name__}: {first_line(error)}"
+        ) from error
+    if made is not None and not isinstance(made, Logger):
+        raise UserError(f"observe.loggers: '{name}' returned {shown(made)}, expected an mrl.Logger.")
+    return made
 
 
 class RunLog:
@@ -45,7 +68,7 @@ class RunLog:
             try:
                 for name, kwargs in logger_names(config):
                     opening = Opening(config, run, resume_step, kwargs)
-                    logger = registry.find("observability.loggers", name, "LOGGER")(opening)
+                    logger = open_logger(name, opening)
                     if logger is not None:
                         self._loggers.append(logger)
                     elif kwargs is not None:

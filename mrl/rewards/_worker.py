@@ -6,22 +6,18 @@ Started by `distributed/worker_processes/worker_process.py` as a fresh interpret
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mrl.distributed.worker_processes import protocol
+from mrl.distributed.worker_processes import event_loop, protocol
 from mrl.distributed.worker_processes.worker_main import ParentPipe, run_worker
 from mrl.errors import UserError
 from mrl.rewards import _messages
 from mrl.rewards._bound_reward import Outcome, RewardCall
 from mrl.rewards._signatures import Sample
-
-if TYPE_CHECKING:
-    import asyncio
 
 
 def run() -> None:
@@ -39,7 +35,7 @@ def _work(pipe: ParentPipe) -> None:
     for serial, (indices, units) in enumerate(_tasks(pipe)):
         calls = [known[index] for index in indices]
         if all(call.style.is_async for call in calls):
-            _run(_score_concurrently(pipe, serial, calls, units))
+            event_loop.run(_score_concurrently(pipe, serial, calls, units))
             continue
         for unit in units:
             _send(pipe, serial, 0, [_call(call, unit, pipe.memory_limit_mb) for call in calls])
@@ -68,21 +64,9 @@ async def _score_concurrently(
     await gather(*(score(unit, first) for unit, first in zip(units, starts, strict=False)))
 
 
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Makes the process's only event loop, so that functions can keep objects of the loop between calls."""
-    import asyncio  # takes half of a worker's start-up time, and few functions are asynchronous
-
-    return asyncio.new_event_loop()
-
-
-def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return _loop().run_until_complete(coroutine)
-
-
 def _call(call: RewardCall, unit: Sequence[Sample], memory_limit_mb: int) -> list[Outcome]:
     try:
-        return call(unit, _run)
+        return call(unit, event_loop.run)
     except BaseException as error:  # noqa: BLE001 - a user's function may raise anything, KeyboardInterrupt too
         return _failed(error, unit, memory_limit_mb)
 

@@ -1,8 +1,9 @@
 """Scoring of rollouts by the weighted sum of the configured reward functions.
 
-Fast built-in functions run in this process, all others in worker processes under time and memory limits, and judges in
-a thread. A function that raises, returns no finite number, hangs or kills its process fails only its sample. A sample
-without a score has the reward NaN, and training leaves it out (`rollout/sample_table.py`).
+Fast built-in functions and Python objects that a script passed run in this process, all others in worker processes
+under time and memory limits, and judges in a thread. A function that raises, returns no finite number, hangs or kills
+its process fails only its sample. A sample without a score has the reward NaN, and training leaves it out
+(`rollout/sample_table.py`).
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from pathlib import Path
 
 from mrl.config import registry
 from mrl.config.config import RewardConfig, RewardFunctionConfig
-from mrl.config.user_code import is_user_code
+from mrl.config.user_code import is_object, is_user_code
 from mrl.errors import UserError
 from mrl.rewards._bound_reward import Outcome, RewardCall
 from mrl.rewards._cache import CacheLookup, ScoreCache, functions_identity
 from mrl.rewards._call_batches import CallBatch, Order, ScoringTask, check_batch, group_calls
 from mrl.rewards._endpoint import scoring_arguments
 from mrl.rewards._judge_client import JudgeQueries, make_judge
+from mrl.rewards._object_calls import ObjectCalls
 from mrl.rewards._pool import RewardPool, Scored
 from mrl.rewards._signatures import NUM_TURNS, Sample
 from mrl.rewards.environment import ENVIRONMENT_REWARD
@@ -86,8 +88,9 @@ class Scorer(AbstractContextManager["Scorer"]):
                 self._judges[index] = make_judge(function.name, function.kwargs, variables)
             elif _builtin_flag(function.name, "IN_PROCESS"):
                 self._local[index] = RewardCall(function.name, function.kwargs)
-            else:
+            elif not is_object(function.name):
                 self._remote.append(index)
+        self._objects = ObjectCalls({i: one for i, one in enumerate(config.functions) if is_object(one.name)})
         self._pool: RewardPool | None = None
         if self._remote:
             self._pool = RewardPool(
@@ -149,6 +152,9 @@ class Scorer(AbstractContextManager["Scorer"]):
         allowed = math.floor(self._config.max_failed_frac * len(samples))
         order = [(rollout.prompt.uid, rollout.sample_index) for rollout in rollouts]
         found, computed = self._score_remotely(samples, order, allowed, abort_requested)
+        if by_objects := self._objects.score(samples, order, allowed, abort_requested):
+            found |= by_objects
+            computed = set(range(len(samples)))
         num_failed, num_given_up, first_failure = 0, 0, ""
         for row, (rollout, sample) in enumerate(zip(rollouts, samples, strict=True)):
             remote = [by_row.get(row) for by_row in found.values()]

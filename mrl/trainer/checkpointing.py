@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ class Checkpointing:
         progress: RunProgress,
         timers: Timers,
         log: RunLog,
+        on_written: Callable[[int, Path], None],
     ) -> None:
         self.checkpoints, self.resume_point = checkpoints, resume_point
         models = {"actor": actor, "critic": critic}
@@ -78,6 +79,7 @@ class Checkpointing:
         self._progress, self._timers, self._log = progress, timers, log
         self._savers = {name: megatron_checkpoint.Saver(model) for name, model in self._models.items()}
         self._pending: _Pending | None = None
+        self._on_written = on_written
 
     @property
     def pending_writes(self) -> megatron_checkpoint.PendingWrites | None:
@@ -122,6 +124,7 @@ class Checkpointing:
         self._progress.record_save_time(save_s=waited_s + written_s)
         times = f", written in the background in {written_s:.1f} s; training waited {waited_s:.1f} s"
         self._log.note(f"checkpoint {path}{times if written_s else ''}")
+        self._on_written(pending.unfinished.step, path)
 
     def close(self) -> None:
         """Discards an unfinished checkpoint, when the job ends by an error or Ctrl-C."""

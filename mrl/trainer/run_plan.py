@@ -19,7 +19,7 @@ from mrl.checkpoint.formats.hub import resolve_hub_models
 from mrl.checkpoint.run_dir.manifest import has_manifest
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.config.config import AlgorithmConfig, Config, DataConfig, ModelConfig
-from mrl.config.registry import find, names
+from mrl.config.registry import check_subclass, find, names
 from mrl.data.assistant_mask import end_token_warning
 from mrl.data.prompts import PromptSource, load_training, load_validation
 from mrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -36,6 +36,7 @@ from mrl.observability.run_log import logger_names
 from mrl.parallel_layout import ParallelLayout
 from mrl.rewards.scorer import Scorer
 from mrl.rollout.episodes.episodes import Schema, check_environment
+from mrl.trainer.callbacks import check_callbacks
 from mrl.trainer.reward_model_inputs import RewardModelEncoder, build_reward_encoder
 from mrl.trainer.run_length import with_num_steps
 from mrl.trainer.supervised import examples
@@ -177,6 +178,7 @@ def check_run(
     found = resolve(config, world_size)
     _check_engine(config.rollout.name)
     _check_loggers(config, tell)
+    check_callbacks(config)
     _check_output_dir(config.run.output_dir, tell)
     _check_models(config, found, tell)
     tokenizer, prompt_length = found.tokenizer, config.rollout.prompt_length
@@ -324,12 +326,7 @@ def _check_engine(name: str) -> None:
     """Imports a user-defined engine; mrl's own engines need packages that this machine may lack."""
     if name in names("engines"):
         return
-    engine = find("engines", name, "ENGINE")
-    if not (isinstance(engine, type) and issubclass(engine, RolloutEngine)):
-        raise UserError(
-            f"rollout.name={name} is {engine!r}, expected a subclass of mrl.engines.base.RolloutEngine. "
-            "Name such a class, or one of mrl's engines."
-        )
+    check_subclass(f"rollout.name={name}", find("engines", name, "ENGINE"), RolloutEngine)
 
 
 def _check_loggers(config: Config, tell: Tell | None) -> None:

@@ -30,6 +30,7 @@ from mrl.observability.timers import CurrentPhase, Timers
 from mrl.trainer.run_context import RunContext
 from mrl.trainer.run_plan import RunPlan, check_resume
 from mrl.trainer.trainer import Trainer
+from mrl.trainer.user_objects import check_same_objects, describe_objects, objects_notes
 
 
 @contextmanager
@@ -61,6 +62,7 @@ def open_trainer(plan: RunPlan, *, log: bool = True, trains: bool = True) -> Ite
         try:
             groups = parallel_state.initialize(plan.grid, seed=run.seed, timeout_s=timeout_s, sampling_s=SAMPLING_S)
             check_same_models(plan.config)
+            check_same_objects(plan.config)
             with (
                 disk_errors(),
                 _run_folder(plan, groups.rank, device, watchdog, log=log) as (checkpoints, found, run_log),
@@ -112,7 +114,7 @@ def _run_folder(
     with acquire_run_lock(run.root, current_owner(size, silent_s), rank) as owner:
         owner.start_heartbeat(silent_s, lambda why: _abort_lost_lock(why, watchdog, run))
         layers = transformer_engine.described(config, plan.arch, device.type)
-        notes = [*owner.notes, layers]
+        notes = [*owner.notes, layers, *objects_notes(config)]
         checkpoints = CheckpointManager(run.checkpoints, config.checkpoint, notes.append, owner.check)
         found = checkpoints.find_latest(repair=True)
         step = found.step if found else None
@@ -120,7 +122,7 @@ def _run_folder(
         with raise_on_all_ranks():
             check_resume(config, run, step)
             if rank == 0:
-                facts = {"device": launch.device_name(device), "layers": layers}
+                facts = {"device": launch.device_name(device), "layers": layers, "objects": describe_objects(config)}
                 changes = run.start(config, resume_step=step, world_size=size, facts=facts)
                 if changes:
                     notes += ["settings changed since the last start:", *(f"  {change}" for change in changes)]

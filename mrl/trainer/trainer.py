@@ -15,6 +15,7 @@ from torch import Tensor
 from mrl.distributed.collectives import all_reduce_sum, broadcast_from_rank_0, broadcast_object, world_group
 from mrl.distributed.groups import ProcessGroups
 from mrl.distributed.launch import get_env
+from mrl.distributed.watchdog.graceful_stop import Stop
 from mrl.megatron.actor import Actor
 from mrl.observability import data_sources
 from mrl.observability import metrics as measure
@@ -26,6 +27,7 @@ from mrl.rollout.buffer import RolloutBuffer
 from mrl.rollout.episodes.episodes import Episodes
 from mrl.rollout.prompt_assignment import LengthHistory
 from mrl.trainer.actor_weights import ActorWeights
+from mrl.trainer.callbacks import RunCallbacks, TrainResult
 from mrl.trainer.checkpointing import Checkpointing
 from mrl.trainer.critic import RunCritic
 from mrl.trainer.learning_rate import learning_rate
@@ -65,6 +67,7 @@ class Trainer:
         episodes: Multi-turn episodes; None for single-turn samples and on ranks that do not sample.
         state: Training state besides model weights and optimizers.
         progress: Position in the run and handling of stop requests.
+        callbacks: Callbacks of `observe.callbacks`.
         checkpointing: Writer and reader of checkpoints.
         rates: Throughput metrics.
     """
@@ -100,6 +103,7 @@ class Trainer:
         self.scorer = _scorer(plan, groups, keeps=trains) if groups.is_replica_leader else None
         self.reward_weights = part_weights(config.reward)
         self.episodes = self._episodes(plan)
+        self.callbacks = RunCallbacks(config, groups.rank if trains else -1)
         self.checkpointing = Checkpointing(
             config.checkpoint,
             context.checkpoints,
@@ -112,6 +116,7 @@ class Trainer:
             progress=self.progress,
             timers=self.timers,
             log=log,
+            on_written=self.callbacks.checkpoint_written,
         )
         self.rates = Rates(plan, device, self.timers, self.rollout_worker.engine)
 
@@ -287,6 +292,17 @@ class Trainer:
         """Collective over the job: logs the first `observe.num_samples` samples of the first replica."""
         rows = sample_rows(rollouts, phase=phase, num_samples=self.config.observe.num_samples)
         self.log.samples(step, broadcast_from_sampler(self.groups, rows))
+
+    def result(self, stop: Stop | None) -> TrainResult:
+        """Returns the result of the run, from the last recorded state and the source of stop requests."""
+        state, saved = self.progress.last_state, self.run.committed_steps()
+        return TrainResult(
+            self.run.root,
+            0 if state is None else state.state["step"],
+            {} if state is None else dict(state.metrics),
+            self.checkpointing.checkpoints.path(saved[-1]) if saved else None,
+            self.callbacks.stopped_by or ("" if stop is None else stop.why),
+        )
 
     def is_last(self, step: int) -> bool:
         """Returns whether the run ends after `step` steps; False if the next step is done but not logged yet."""

@@ -274,7 +274,7 @@ def test_one_sample_per_prompt_needs_a_policy() -> None:
 
 
 class Open(Algorithm):
-    """An algorithm from outside that forgot its defaults."""
+    """An algorithm from outside that names one default."""
 
     defaults = {"loss_aggregation": "token_mean"}  # noqa: RUF012
 
@@ -296,6 +296,8 @@ def test_the_only_sample_of_a_group_that_has_a_score_teaches_nothing(name: str, 
     assert advantages_N[:3].sign().tolist() == others_N.sign().tolist() == [-1.0, 1.0, 0.0]
 
 
-def test_an_algorithm_from_a_dotted_path_must_give_its_defaults() -> None:
-    with pytest.raises(UserError, match="lack advantage_std"):
-        resolve(AlgorithmConfig(name=f"{__name__}:Open"))
+def test_an_algorithm_from_a_dotted_path_needs_no_defaults_and_null_is_what_it_does_not_read() -> None:
+    filled = resolve(AlgorithmConfig(name=f"{__name__}:Open"))
+    assert (filled.loss_aggregation, filled.dynamic_sampling) == ("token_mean", False)
+    assert (filled.advantage_std, filled.policy_loss, filled.clip_low) == (None, None, None)
+    assert resolve(filled) == filled

@@ -36,10 +36,11 @@ NO_PATHS = {
 """Texts of the config that are no path."""
 
 LOGGERS = "observe.loggers=[{name: wandb}]"
+CALLBACKS = "observe.callbacks=[{name: own.Mine}]"
 TEACHERS = "distillation.teacher_models=[{key: one}]"
 PATHS = sorted(path_keys(Config))
 CODE = {"reward.functions.name", "rollout.name", "rollout.agent.environment", "algorithm.name", "data.task"}
-CODE |= {"observe.loggers.name"}
+CODE |= {"observe.loggers.name", "observe.callbacks.name"}
 """Names in mrl, or files of code."""
 
 
@@ -63,7 +64,7 @@ def file(tmp_path, monkeypatch):
 
 
 def override(key: str, text: str) -> str:
-    for entries in ("functions", "teacher_models", "loggers"):
+    for entries in ("functions", "teacher_models", "loggers", "callbacks"):
         key = key.replace(f"{entries}.", f"{entries}[0].")
     return f"{key}={text}"
 
@@ -103,7 +104,7 @@ WRONG = (
 def test_what_is_no_path_is_refused(file, number):
     key, (text, said) = PATHS[number % len(PATHS)], WRONG[number % len(WRONG)]
     with pytest.raises(UserError, match=said) as error:
-        load(file, [TEACHERS, LOGGERS, override(key, text)])
+        load(file, [TEACHERS, LOGGERS, CALLBACKS, override(key, text)])
     assert override(key, "").rstrip("=") in str(error.value)
 
 

@@ -1,5 +1,6 @@
 """Starts `mrl` as a user does, for the end-to-end tests: a tiny addition run, under torchrun with several ranks."""
 
+import functools
 import json
 import os
 import subprocess
@@ -106,6 +107,12 @@ def in_pool(folder, words, ranks):
 def in_rank(words, ports):
     """Runs `mrl WORDS` in a rank of `tests/ranks.py` and returns its exit status."""
     from mrl.commands.cli import main
+
+    return in_job(functools.partial(main, words), ports)
+
+
+def in_job(work, ports):
+    """Calls `work`, which starts a run, in a rank of `tests/ranks.py` and returns its result."""
     from mrl.distributed import launch
     from mrl.megatron import parallel_state
 
@@ -113,7 +120,7 @@ def in_rank(words, ports):
     launch.shutdown_distributed()  # mrl starts the process group itself
     os.environ["MASTER_PORT"] = str(ports[0])
     try:
-        return main(words)
+        return work()
     finally:
         os.environ["MASTER_PORT"] = str(ports[1])
         launch.init_distributed("cpu", num_threads=1)

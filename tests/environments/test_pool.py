@@ -138,7 +138,7 @@ def test_a_worker_that_dies_prints_little(capfd, monkeypatch):
     with pool() as one:
         one.open("a", 0, {})
         replies(one, 1)
-        answer = "import mrl.environments._worker as w\ndef f(*_): raise KeyboardInterrupt\nw._answer = f"
+        answer = "import mrl.environments._worker as w\ndef f(*_): raise KeyboardInterrupt\nw.answer = f"
         assert said(step(one, "a", f"run {answer}")) == ["ran 1 0"]
         assert step(one, "a", "on").failure.cause == "crash"
     assert len(capfd.readouterr().err.splitlines()) < 40

@@ -23,6 +23,7 @@ from mrl import __version__
 from mrl.checkpoint.io.atomic_files import replace_file
 from mrl.checkpoint.run_dir.manifest import committed_steps
 from mrl.config import config as config_module
+from mrl.config import user_code
 from mrl.config.config import Config
 from mrl.errors import UserError
 
@@ -108,15 +109,15 @@ class RunDir:
         """Returns the steps with a complete checkpoint, ascending."""
         return committed_steps(self.checkpoints)
 
-    def start(self, config: Config, *, resume_step: int | None, world_size: int, facts: Mapping[str, str]) -> list[str]:
+    def start(self, config: Config, *, resume_step: int | None, world_size: int, facts: Mapping[str, Any]) -> list[str]:
         """Creates or reopens the folder and records this start; called by rank 0, which has the run lock.
 
         Args:
             config: Resolved config, written to config.yaml.
             resume_step: RL steps in the checkpoint from which the run resumes; None: a new run.
             world_size: Number of ranks.
-            facts: Further properties of this start: "device", such as `torch.cuda.get_device_name()`, and "layers", the
-                implementation of the layers.
+            facts: Further properties of this start: "device", such as `torch.cuda.get_device_name()`, "layers", the
+                implementation of the layers, and "objects", the Python objects that a script passed.
 
         Returns:
             On a resume, one line for each changed key that affects what the run computes, for `RunLog.note`.
@@ -199,11 +200,26 @@ class RunDir:
         except OSError as error:
             raise UserError(f"{key}, which cannot be written: {error.strerror}. Choose another folder.") from error
 
+    def _check_objects(self, before: Config, after: Config) -> None:
+        """Raises UserError if the run used Python objects of a script that the config neither has nor names as code."""
+        now = config_module.code_names(after)
+        for key, names in config_module.code_names(before).items():
+            known = {user_code.target_of(name) for name in now[key] if user_code.is_user_code(name)}
+            lost = [name for name in names if user_code.is_object(name) and user_code.target_of(name) not in known]
+            if lost:
+                target = user_code.target_of(lost[0])
+                raise UserError(
+                    f"run.output_dir '{self.root}' contains a run whose {key} is '{lost[0]}', a Python object of the "
+                    f"script that started it, and this start does not have it. Run that script again, or name the code "
+                    f"as {key.replace('[*]', '[...]')}='path/to/file.py:{target}', or choose another run.output_dir."
+                )
+
     def _changes(self, config: Config) -> list[str]:
         if not self.config.is_file():
             return []
-        before = flatten(asdict(config_module.load(self.config)))
-        after = flatten(asdict(config))
+        last_config = config_module.load(self.config)
+        self._check_objects(last_config, config)
+        before, after = flatten(asdict(last_config)), flatten(asdict(config))
         differing = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
         lines = {key: f"{key}: {_value_text(before.get(key))} -> {_value_text(after.get(key))}" for key in differing}
         identity = [key for key in differing if key.startswith(IDENTITY_KEYS) and key != HELD_OUT]

@@ -45,7 +45,16 @@ def is_installed(package: str) -> bool:
 
 
 class Logger(ABC):
-    """One destination of metrics, samples and notes."""
+    """One destination of metrics, samples and notes; only `record` must be defined.
+
+    Attributes:
+        opening: Argument of the constructor; None for an instance that a script made itself.
+    """
+
+    opening: Opening | None = None
+
+    def __init__(self, opening: Opening | None = None) -> None:
+        self.opening = opening
 
     @abstractmethod
     def record(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:

@@ -19,10 +19,12 @@ import torch.distributed as dist
 
 from mrl.algorithms.functional.sampling import stream_key
 from mrl.config.config import RolloutConfig
+from mrl.config.user_code import is_object
 from mrl.data.tokenizer import Tokenizer
 from mrl.distributed.collectives import broadcast_object
 from mrl.engines._multiturn_base import FinishedTurn, MultiTurnClient, SequenceKey
 from mrl.engines.base import RolloutEngine, SamplingConfig
+from mrl.environments._object_pool import ObjectPool
 from mrl.environments.formats import base as formats
 from mrl.environments.pool import EnvironmentPool, Reply
 from mrl.errors import UserError
@@ -47,8 +49,11 @@ TYPICAL_MESSAGES = (
 """Typical messages of environments, to check the chat template with."""
 
 
-def open_pool(config: RolloutConfig, *, num_workers: int | None = None) -> EnvironmentPool:
-    """Starts the environment workers of `rollout.agent`.
+Pool = EnvironmentPool | ObjectPool
+
+
+def open_pool(config: RolloutConfig, *, num_workers: int | None = None) -> Pool:
+    """Starts the environment workers of `rollout.agent`; a Python object runs in this process instead.
 
     Args:
         config: Config section `rollout` with `agent.environment`.
@@ -58,6 +63,8 @@ def open_pool(config: RolloutConfig, *, num_workers: int | None = None) -> Envir
         UserError: The environment cannot be imported or constructed.
     """
     agent = config.agent
+    if is_object(agent.environment or ""):
+        return ObjectPool(agent.environment or "", agent.environment_kwargs)
     return EnvironmentPool(
         agent.environment or "",
         agent.environment_kwargs,
@@ -211,9 +218,7 @@ class _EnvironmentClient(MultiTurnClient):
         conversations: Conversation of each sequence, on the leading rank.
     """
 
-    def __init__(
-        self, pool: EnvironmentPool | None, group: dist.ProcessGroup | None, abort_requested: Callable[[], bool]
-    ) -> None:
+    def __init__(self, pool: Pool | None, group: dist.ProcessGroup | None, abort_requested: Callable[[], bool]) -> None:
         self.conversations: dict[SequenceKey, EpisodeState] = {}
         self._pool, self._group, self._abort_requested = pool, group, abort_requested
         self._names: dict[str, SequenceKey] = {}
@@ -316,7 +321,7 @@ def _label(prompt: Prompt, sample: int) -> str:
     return f"{prompt.source or 'a prompt'} (uid {prompt.uid}, sample {sample})"
 
 
-def _required(pool: EnvironmentPool | None) -> EnvironmentPool:
+def _required(pool: Pool | None) -> Pool:
     if pool is None:
         raise RuntimeError("this rank has no environment pool: only the first rank of a replica has one")
     return pool

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.config import Config, DataConfig, LearnsFrom, RolloutConfig
+from mrl.config.user_code import is_object
 from mrl.parallel_layout import ParallelLayout
 
 Case = tuple[str, bool, str]
@@ -26,6 +27,7 @@ def unused_setting_rules(config: Config, grid: ParallelLayout, *, learns_from: L
         *_training(config, grid, learns_from),
         *_sampling(config, supervised=learns_from != "samples"),
         *_data(config, learns_from),
+        *_workers(config),
     ):
         if ignored:
             yield f"{key} is set, but would have no effect because {reason}. Remove it, or change that."
@@ -92,3 +94,18 @@ def _data(config: Config, learns_from: LearnsFrom) -> Iterator[Case]:
     idle = idle and (reward.model.path is None or reward.model.weight == 0)
     any_named = bool(reward.functions) or reward.model.path is not None
     yield "reward.functions", idle and any_named, "every weight is 0, so all rewards would be equal"
+
+
+def _workers(config: Config) -> Iterator[Case]:
+    """Limits of worker processes, where only Python objects of a script run, which need none."""
+    reward, agent = config.reward, config.rollout.agent
+    why = (
+        "is a Python object, which is called in the trainer's process. To use workers, name it as path/to/file.py:name"
+    )
+    objects_only = bool(reward.functions) and all(is_object(function.name) for function in reward.functions)
+    for name in ("time_limit_s", "memory_limit_mb", "num_workers", "cache_mb"):
+        is_set = getattr(reward, name) != getattr(type(reward), name)
+        yield f"reward.{name}", objects_only and is_set, f"every reward function {why}"
+    for name in ("time_limit_s", "memory_limit_mb", "num_workers"):
+        is_set = getattr(agent, name) != getattr(type(agent), name)
+        yield f"rollout.agent.{name}", is_object(agent.environment or "") and is_set, f"the environment {why}"

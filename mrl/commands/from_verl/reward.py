@@ -140,6 +140,7 @@ def _functions(verl: VerlRun) -> Iterator[Pair]:
             "not set: verl then selects a function by the data source; mrl uses `math`, which compares the last "
             "expression of the response with the answer"
         )
+        verl.lossless.add("custom_reward_function.path")
     if _manager(verl) == "batch":
         function["batch"] = "replica"
     yield "reward.functions", [function]

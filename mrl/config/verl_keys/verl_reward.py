@@ -50,6 +50,7 @@ MOOT: dict[str, str] = {
     "reward.reward_manager.module.name": "it names a class in the file of the manager",
     "reward_model.launch_reward_fn_async": "functions run in worker processes",
     "*reward_kwargs.max_resp_len": "`rollout.response_length`",
+    "*overlong_buffer*.log": "`reward/*` is always written",
     **dict.fromkeys(
         [f"{prefix}.{name}" for prefix in ("reward.reward_model", "reward_model") for name in (
             "rollout.*", "n_gpus_per_node", "nnodes", "enable_resource_pool")],

@@ -17,7 +17,8 @@ SUMMED = ("reward", "seq_reward", "seq_final_reward")
 """Metrics that include the overlong penalty."""
 _MANAGERS = ("reward_model.reward_manager", "reward.reward_manager.name")
 _OVERLONG = ("reward_model.overlong_buffer.", "reward_model.reward_kwargs.overlong_buffer_cfg.",
-             "reward.reward_kwargs.overlong_buffer_cfg.")  # fmt: skip
+             "reward.reward_kwargs.overlong_buffer_cfg.", "reward.overlong_buffer.",
+             "custom_reward_function.overlong_buffer.")  # fmt: skip
 _TOKENIZER = "reward_model.model.input_tokenizer"
 
 

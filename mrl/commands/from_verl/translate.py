@@ -398,7 +398,8 @@ def _sort(verl: VerlRun, found: Translation) -> None:
     for key, value in verl.given.items():
         what = verdict(key)
         line = f"{key}={format_value(value)}: {what.text or UNKNOWN}"
-        if what.kind == "unknown" or (what.kind == "missing" and not is_harmless(key, value)):
+        idle = key.startswith("reward_model.model.") and verl.given.get("reward_model.enable") is not True
+        if what.kind == "unknown" or (what.kind == "missing" and not (idle or is_harmless(key, value))):
             found.add_missing(line, lost=changes_training(key))
         elif what.kind == "missing":
             found.moot.append(line)

@@ -15,10 +15,11 @@ WITHOUT_EFFECT: tuple[str, ...] = (
     "trainer.checkpoint_callback_class", "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device", "data.val_*",
     "*.trust_remote_code", "*.override_config.*attn_implementation", f"{ROOT}model.tiled_mlp.*",
     f"{ROOT}model.mtp.enable_rollout", f"{MEGATRON}use_megatron_fsdp", f"{ACTOR}*dynamic_context_parallel",
-    f"{MEGATRON}max_seqlen_per_dp_cp_rank",
+    f"{MEGATRON}max_seqlen_per_dp_cp_rank", f"{MEGATRON}num_layers_per_virtual_pipeline_stage",
     *(f"{ROLLOUT}{name}" for name in (
         "val_kwargs.*", "expert_parallel_size", "moe_tensor_parallel_size", "pipeline_model_parallel_size",
-        "over_sample_rate", "disaggregation.*", "checkpoint_manager_class", "custom", "mtp.enable_rollout")),
+        "over_sample_rate", "enable_chunked_prefill", "max_num_batched_tokens",
+        "disaggregation.*", "checkpoint_manager_class", "custom", "mtp.enable_rollout")),
     "transfer_queue.*", f"{V1}separate_async.hybrid_rollout.*", f"{RECIPE}use_dynamic_resource_scheduling",
     "run.output_dir", "observe.*", "checkpoint.*", "rollout.val_kwargs.*", "train.eval_interval",
 )  # fmt: skip

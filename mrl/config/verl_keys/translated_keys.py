@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from mrl.config.verl_keys import verl_async, verl_critic, verl_distillation, verl_reward, verl_rollout
+from mrl.config.verl_keys import verl_async, verl_critic, verl_distillation, verl_earlier, verl_reward, verl_rollout
 
 ROOT = "actor_rollout_ref."
 ACTOR = f"{ROOT}actor."
@@ -271,12 +271,7 @@ MOOT: dict[str, str] = {
     "trainer.max_critic_ckpt_to_keep": "a checkpoint contains both models",
     "trainer.del_local_ckpt_after_load": "`checkpoint.keep_last` limits the number of checkpoints",
     "trainer.ray_*": "no Ray",
-    "trainer.remove_previous_ckpt_in_save": "`checkpoint.keep_last` limits the number of checkpoints",
-    **dict.fromkeys(
-        ("trainer.profile_steps", "trainer.npu_profile.*", f"{ROLLOUT}profiler.discrete"),
-        "no profiler; `timing_s/*` is always measured"),
-    f"{ROLLOUT}update_weights_bucket_megabytes": "`rollout.checkpoint_engine.update_weights_bucket_megabytes`",
-    f"{ROOT}model.enable_activation_offloading": "`actor.recompute` saves the memory",
+    **verl_earlier.MOOT,
     "trainer.use_v1": "one loop",
     "trainer.use_legacy_worker_impl": "one loop",
     **verl_async.MOOT,
@@ -327,6 +322,7 @@ MISSING: dict[str, str] = {
     "data.apply_chat_template_kwargs*": "set the variables in your own template, `data.chat_template`",
     **verl_reward.MISSING,
     "algorithm.use_pf_ppo": "no PF-PPO",
+    **verl_earlier.MISSING,
     "transfer_queue.*": "ranks exchange samples directly",
     "trainer.val_before_train": "held-out prompts are always scored before the first step",
     "trainer.val_only": "`mrl evaluate` scores without training",

@@ -25,7 +25,8 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     "reward_model.model.path": ("reward.model.path", None, ""),
     "reward_model.model.input_tokenizer": ("reward.model.retokenize", None, "null: the actor's token ids"),
     **{f"{prefix}.overlong_buffer{rest}.{name}": (to, None, "of DAPO's manager") for prefix, rest in (
-        ("reward_model", ""), ("reward_model.reward_kwargs", "_cfg"), ("reward.reward_kwargs", "_cfg"))
+        ("reward_model", ""), ("reward_model.reward_kwargs", "_cfg"), ("reward.reward_kwargs", "_cfg"),
+        ("reward", ""), ("custom_reward_function", ""))
        for name, to in (
         ("enable", "algorithm.overlong.buffer_length"), ("len", "algorithm.overlong.buffer_length"),
         ("penalty_factor", "algorithm.overlong.penalty"))},

@@ -416,8 +416,7 @@ def _media(verl: VerlRun, settings: Settings, found: Translation) -> None:
     path = f"{ROOT}model.path"
     name = str(verl.given.get(path, "")).rstrip("/").rpartition("/")[2]
     if MEDIA_MODELS.search(name):
-        found.add_missing(f"{path}={format_value(verl.given[path])}: by its name it is a model of images. {NO_MEDIA}",
-                          lost=True)  # fmt: skip
+        found.add_missing(f"{path}={format_value(verl.given[path])}: {NO_MEDIA}", lost=True)
 
 
 def _count_of(verl: VerlRun, key: str, default: int) -> int:

@@ -33,12 +33,12 @@ ROLLOUT = f"{ROOT}rollout."
 CORRECTION = "algorithm.rollout_correction"
 
 NO_LORA = (
-    "no LoRA: mrl trains every weight. Set actor.lr for that (adapters are trained with about ten times the rate), and "
+    "no LoRA: every weight is trained. Set actor.lr for that (adapters are trained with about ten times the rate), and "
     "see `mrl plan CONFIG` for the memory"
 )
 NO_MEDIA = (
-    "no images: mrl trains language models on text, and refuses rows with images, videos or audio. Choose a text model "
-    "and data"
+    "no images: models are trained on text, and rows with images, videos or audio are refused. Choose a text model and "
+    "data"
 )
 
 MEDIA_COLUMNS = ("data.image_key", "data.video_key", "data.audio_key")
@@ -341,6 +341,15 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     f"{ACTOR}optim.name": ("AdamW",),
     f"{ACTOR}optim.eps": (1e-8,),
     f"{ACTOR}optim.weight_decay_incr_style": ("constant",),
+    **dict.fromkeys(
+        (
+            "data.apply_chat_template_kwargs.*",
+            "reward.reward_kwargs.*",
+            f"{ROOT}model.override_config.*",
+            f"{MEGATRON}override_mcore_model_config.*",
+        ),
+        (),
+    ),
     f"{ROOT}model.override_config.*dropout": (0, 0.0),
     f"{ROOT}model.override_config.*pdrop": (0, 0.0),
     "trainer.val_before_train": (True,),

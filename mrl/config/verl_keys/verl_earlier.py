@@ -24,7 +24,7 @@ MOOT: dict[str, str] = {
     "reward_model.use_reward_loop": "functions run in worker processes",
     **dict.fromkeys(
         [f"algorithm.rollout_is_{name}" for name in ("threshold", "threshold_lower", "level", "mode")],
-        "read with `algorithm.rollout_is` only"),
+        "only for `rollout_is` of the same section"),
     "trainer.remove_previous_ckpt*": "`checkpoint.keep_last` limits the number of checkpoints",
     "trainer.tensorboard_dir": "TensorBoard's files are in the run folder",
     **dict.fromkeys(

@@ -7,7 +7,7 @@ verl's own defaults apply where nothing is set, so that the run is the one that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -145,8 +145,7 @@ def _translated(given: Mapping[str, Any], settings: Settings, supervised: SftRun
             f"trainer.nnodes={num_nodes} x trainer.n_gpus_per_node={gpus}: the tensor, pipeline, context and expert "
             f"parallel sizes need another number of ranks; the command below starts {found.gpus_per_node} on each host"
         )
-    _sort(verl, found)
-    _media(verl, settings, found)
+    _sort(verl, settings.overridden, found)
     if supervised is not None:
         for lines in (found.missing, found.lost, found.moot, found.differs):
             lines[:] = map(supervised.named, lines)
@@ -383,8 +382,14 @@ def _differs(verl: VerlRun, num_gpus: int) -> Iterator[str]:
         )
 
 
-def _sort(verl: VerlRun, found: Translation) -> None:
-    """Adds every given setting that is not in the config to `missing` or `moot`, with the reason."""
+def _sort(verl: VerlRun, overridden: Set[str], found: Translation) -> None:
+    """Adds every given setting that is not in the config to `missing` or `moot`, with the reason.
+
+    Args:
+        verl: Settings of the run.
+        overridden: Keys that the command line sets, not a config file.
+        found: Translation to extend.
+    """
     found.moot += [f"{key}: {why}" for key, why in verl.decided.items()]
     for key, why in verl.notes.items():
         line = f"{key}={format_value(verl.given.get(key))}: {why}" if key in verl.given else f"{key}: {why}"
@@ -398,25 +403,27 @@ def _sort(verl: VerlRun, found: Translation) -> None:
     for key, value in verl.given.items():
         what = verdict(key)
         line = f"{key}={format_value(value)}: {what.text or UNKNOWN}"
-        idle = key.startswith("reward_model.model.") and verl.given.get("reward_model.enable") is not True
-        if what.kind == "unknown" or (what.kind == "missing" and not (idle or is_harmless(key, value))):
+        if what.kind == "unknown" or (what.kind == "missing" and _is_lost(verl, overridden, key, value)):
             found.add_missing(line, lost=changes_training(key))
         elif what.kind == "missing":
             found.moot.append(line)
         elif what.kind == "moot" and not key.endswith("_target_"):
             found.moot.append(f"{key}: {what.text}")
-
-
-def _media(verl: VerlRun, settings: Settings, found: Translation) -> None:
-    """Adds the settings by which a run trains on images, videos or audio to `missing` and `lost`."""
-    for key in MEDIA_COLUMNS:
-        value = verl.given.get(key)
-        if key in settings.overridden and value and is_harmless(key, value):
-            found.add_missing(f"{key}={format_value(value)}: {NO_MEDIA}", lost=True)
     path = f"{ROOT}model.path"
-    name = str(verl.given.get(path, "")).rstrip("/").rpartition("/")[2]
-    if MEDIA_MODELS.search(name):
+    if MEDIA_MODELS.search(str(verl.given.get(path, "")).rstrip("/").rpartition("/")[2]):
         found.add_missing(f"{path}={format_value(verl.given[path])}: {NO_MEDIA}", lost=True)
+
+
+def _is_lost(verl: VerlRun, overridden: Set[str], key: str, value: Any) -> bool:
+    """Returns whether a value of a key without a counterpart has an effect in verl.
+
+    A config file of verl names the columns of images in every run; a command line does so in runs with images.
+    """
+    if key in MEDIA_COLUMNS and key in overridden and value:
+        return True
+    if key.startswith("reward_model.model.") and verl.given.get("reward_model.enable") is not True:
+        return False
+    return not is_harmless(key, value)
 
 
 def _count_of(verl: VerlRun, key: str, default: int) -> int:

@@ -46,11 +46,11 @@ class Translation:
             mode, variables = (" --mode srun", "SRUN_ARGS=--mpi=pmix ") if self.mpi else ("", "")
             arguments = self.batch_job.launcher_args
             more = f" {shlex.quote(f'--launcher-args={arguments}')}" if arguments else ""
-            return f"{variables}mrl launch --via sbatch {size}{mode}{more} {config}"
+            return f"{variables}mrl launch --via {self.via} {size}{mode}{more} {config}"
         if self.world_size == 1:
             return f"mrl train {config}"
-        words = f"mrl launch --via {'mpirun' if self.mpi else 'torchrun'} {size}"
-        if not self.mpi and self.num_nodes > 1:
+        words = f"mrl launch --via {self.via} {size}"
+        if self.via == "torchrun" and self.num_nodes > 1:
             words += " --master-addr FIRST_HOST --node-rank K"
         return f"{words} {config}"
 
@@ -59,6 +59,13 @@ class Translation:
         self.missing.append(line)
         if lost:
             self.lost.append(line)
+
+    @property
+    def via(self) -> str:
+        """Launcher, an option of `mrl launch --via`."""
+        if self.batch_job is not None:
+            return "sbatch"
+        return "mpirun" if self.mpi else "torchrun"
 
     @property
     def world_size(self) -> int:

@@ -443,6 +443,20 @@ def test_a_value_that_is_false_may_be_lost_too(key):
     assert [line.partition("=")[0] for line in translate({"algorithm.adv_estimator": "grpo", key: False}).lost] == [key]
 
 
+def test_columns_of_images_are_lost_where_the_command_line_names_them(tmp_path):
+    key = "data.image_key"
+    (tmp_path / "run.yaml").write_text("algorithm: {adv_estimator: grpo}\ndata: {image_key: images}\n")
+    for words, listed in (
+        ([], False),
+        ([f"{key}=images"], True),
+        ([f"{key}=null"], False),
+        ([f"{key}=pictures"], True),
+    ):
+        found = translate(read_settings([str(tmp_path / "run.yaml"), *words]))
+        lost, moot = ([line for line in lines if line.startswith(key)] for lines in (found.lost, found.moot))
+        assert (len(lost), len(moot)) == (int(listed), int(not listed))
+
+
 def test_the_reference_of_a_fork_keeps_its_weights():
     found = translate({"algorithm.adv_estimator": "grpo", "actor_rollout_ref.ref.model.path": "other"})
     assert yaml.safe_load(found.text)["reference"] == {"path": "other"} and found.lost == []

@@ -89,9 +89,10 @@ def translate(given: Mapping[str, Any]) -> Translation:
 
 def _check_keys(settings: Settings) -> None:
     """Raises UserError where most settings are those of a trainer that only has the name of verl's."""
-    own = "" if settings.sft else next((key for key in settings if key.startswith(ROOT)), "")
+    if settings.sft or any(key.startswith(ROOT) for key in settings):
+        return
     unknown = [key for key in settings if verdict(key).kind == "unknown"]
-    if not own and not settings.sft and len(unknown) > FEW_UNKNOWN and 2 * len(unknown) > len(settings):
+    if len(unknown) > FEW_UNKNOWN and 2 * len(unknown) > len(settings):
         raise UserError(
             f"{len(unknown)} of {len(settings)} settings are no keys of verl's trainer, such as {unknown[0]}, and none "
             f"begins with {ROOT[:-1]}: this is another trainer's run. Write its settings with the keys of mrl "

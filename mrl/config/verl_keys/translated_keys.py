@@ -194,12 +194,23 @@ PASSED = {OVERRIDE: "megatron.transformer", f"{DDP}.": "megatron.ddp", f"{OPTIMI
 ENGINE_ARGUMENTS = {engine: f"{ROLLOUT}engine_kwargs.{engine}." for engine in ("trtllm", "vllm")}
 """Engine -> prefix of its own arguments."""
 
+_OF_A_WORKER = (
+    "checkpoint.*", "data_loader_seed", "enable", "entropy_*", "forward_*", "fsdp*", "grad_*", "kl_ctrl.*",
+    "load_weight", "log_prob_*", "loss_*", "megatron*", "model.*", "nccl_timeout", "optim.*", "override_config.*",
+    "pad_to_length*", "param_offload", "ppo_*", "profiler*", "rollout_n", "shuffle", "strategy", "torchtitan.*",
+    "ulysses_*", "use_*", "veomni.*",
+)  # fmt: skip
+"""Patterns of the settings of verl's critic and reference, below their sections."""
+
 MOOT: dict[str, str] = {
     "*_target_": "the class that verl builds",
     f"{ROOT}hybrid_engine": "actor and engine share the ranks unless `rollout.nnodes` gives the engine its own",
     f"{ROOT}nccl_timeout": "`run.collective_timeout_s` has its own default",
-    "critic.*": "the critic has the actor's layout, precision, minibatches and microbatches",
-    f"{ROOT}ref.*": "the reference has the actor's layout and microbatches",
+    **dict.fromkeys(
+        [f"critic.{name}" for name in _OF_A_WORKER],
+        "the critic has the actor's layout, precision, minibatches and microbatches"),
+    **dict.fromkeys(
+        [f"{ROOT}ref.{name}" for name in _OF_A_WORKER], "the reference has the actor's layout and microbatches"),
     f"{ACTOR}clip_ratio": "verl reads `clip_ratio_low` and `clip_ratio_high`",
     f"{ACTOR}rollout_n": "`rollout.n`",
     f"{ACTOR}strategy": "the actor is Megatron-Core; `parallel` sets how the model is sharded",

@@ -457,6 +457,12 @@ def test_columns_of_images_are_lost_where_the_command_line_names_them(tmp_path):
         assert (len(lost), len(moot)) == (int(listed), int(not listed))
 
 
+@pytest.mark.parametrize("section", ["critic", "actor_rollout_ref.ref", "actor_rollout_ref.actor", "trainer"])
+def test_an_unknown_key_is_lost_in_every_section(section):
+    found = translate({"algorithm.adv_estimator": "gae", f"{section}.unheard_of": 1})
+    assert [line.partition("=")[0] for line in found.lost] == [f"{section}.unheard_of"]
+
+
 def test_the_reference_of_a_fork_keeps_its_weights():
     found = translate({"algorithm.adv_estimator": "grpo", "actor_rollout_ref.ref.model.path": "other"})
     assert yaml.safe_load(found.text)["reference"] == {"path": "other"} and found.lost == []

@@ -273,32 +273,45 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return Doctor(arguments.config, arguments.overrides, json=arguments.json, timeout_s=arguments.timeout_s).run()
 
 
-def _from_verl(arguments: argparse.Namespace) -> None:
+def _from_verl(arguments: argparse.Namespace) -> int:
     from mrl.commands.from_verl.command_line import read_settings
     from mrl.commands.from_verl.translate import translate
 
     folders = [f"--config-dir={folder}" for folder in arguments.config_dir]
     argv, output = [*folders, *arguments.verl_arguments], arguments.output
-    if "-o" in argv[:-1]:  # argparse.REMAINDER swallows an -o after verl's file
+    if "-o" in argv[:-1]:  # argparse.REMAINDER swallows options after verl's file
         at = argv.index("-o")
         output = argv[at + 1]
         del argv[at : at + 2]
-    found = translate(read_settings(argv))
-    notes = {"not needed in mrl": found.moot, "DIFFERENT IN MRL": found.differs, "NOT SUPPORTED": found.missing}
+    lossy = arguments.lossy or "--lossy" in argv
+    found = translate(read_settings([word for word in argv if word != "--lossy"]))
+    others = [line for line in found.missing if line not in found.lost]
+    notes = {
+        "not needed in mrl": found.moot, "DIFFERENT IN MRL": found.differs, "NOT SUPPORTED": others,
+        "LOST": found.lost,
+    }  # fmt: skip
     for title, lines in notes.items():
         for text in lines:
             print(f"mrl: {title}: {text}", file=sys.stderr)
+    name = "CONFIG" if output is None else shlex.quote(output)
     if output is None:
-        print(found.text.rstrip(), flush=True)
+        print(found.document(name).rstrip(), flush=True)
     else:
         try:
-            Path(output).write_text(found.text, encoding="utf-8")
+            Path(output).write_text(found.document(name), encoding="utf-8")
         except OSError as error:
             raise UserError(f"'{output}' cannot be written: {error.strerror}.") from error
-    size = f"{found.num_nodes} host(s) of {found.gpus_per_node} GPU(s)"
-    start = found.command("CONFIG" if output is None else shlex.quote(output))
+    if found.lost:
+        accepted = "accepted with --lossy" if lossy else "status 2; --lossy accepts this"
+        print(
+            f"mrl: {len(found.lost)} setting(s) that change the training are lost ({accepted}). They are listed above "
+            "as LOST, and in comments of the config.", file=sys.stderr,
+        )  # fmt: skip
+    print(f"mrl: to check it: mrl train {name} --dry-run --world-size {found.world_size}", file=sys.stderr)
+    start = found.command(name)
     where = f" (on every host, with K from 0 to {found.num_nodes - 1})" if "--node-rank" in start else ""
-    print(f"mrl: for {size}: {start}{where}", file=sys.stderr)
+    print(f"mrl: for {found.num_nodes} host(s) of {found.gpus_per_node} GPU(s): {start}{where}", file=sys.stderr)
+    return 2 if found.lost and not lossy else 0
 
 
 def _report(arguments: argparse.Namespace) -> None:
@@ -510,6 +523,9 @@ def _from_verl_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="file to write the config to; default: standard output")
     parser.add_argument(
         "--config-dir", metavar="FOLDER", action="append", default=[], help="folder with the run's Hydra config files"
+    )
+    parser.add_argument(
+        "--lossy", action="store_true", help="exit with status 0 even if settings that change the training are lost"
     )
     parser.add_argument(
         "verl_arguments", metavar="FILE|WORD", nargs=argparse.REMAINDER,

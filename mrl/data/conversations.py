@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mrl.config.config import DataConfig
+from mrl.data.media import with_text_content
 from mrl.data.row_sources import Row
 from mrl.errors import UserError
 
@@ -15,7 +16,7 @@ ASSISTANT = "assistant"
 
 
 def parse_messages(value: Any, source: str, what: str) -> Messages:
-    """Checks that a value is a list of chat messages and returns it without null keys, which parquet rows have.
+    """Returns a list of chat messages without null keys, which parquet rows have, and with each content as one text.
 
     Args:
         value: Value of a column.
@@ -23,11 +24,12 @@ def parse_messages(value: Any, source: str, what: str) -> Messages:
         what: Name of the value in error messages, such as "column 'prompt'".
 
     Raises:
-        UserError: The value is not a list of messages.
+        UserError: The value is not a list of messages, or a message has other parts than text.
     """
     wrong = f"{source}: {what} holds {describe_value(value)}, expected a string or a list of chat messages"
     if not isinstance(value, list) or not value:
         raise UserError(f"{wrong}, such as [{{'role': 'user', 'content': '...'}}].")
+    value = [with_text_content(message, f"{source}: {what}") for message in value]
     for message in value:
         if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in ("role", "content")):
             raise UserError(

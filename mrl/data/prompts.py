@@ -17,6 +17,7 @@ from typing import Any
 from mrl.config.config import DataConfig
 from mrl.config.did_you_mean import did_you_mean
 from mrl.data.conversations import Messages, describe_value, pair_prompt, parse_messages, split_conversation
+from mrl.data.media import refuse_media
 from mrl.data.row_sources import Row, RowSource, TaskRows, open_files
 from mrl.data.shuffle import Shuffle
 from mrl.data.synthetic_tasks import make_task
@@ -59,6 +60,7 @@ class PromptEncoder:
 
     def check(self, row: Row, source: str) -> None:
         """Raises UserError where a row lacks a column or a column has the wrong type. Does not tokenise."""
+        refuse_media(row, source)
         self._prompt_content(row, source)
         self._answer(row, source)
         self._data_source(row, source)
@@ -75,6 +77,7 @@ class PromptEncoder:
         Raises:
             UserError: The row cannot be used; the message names the row and the remedy.
         """
+        refuse_media(row, source)
         question = self._prompt_content(row, source)
         answer = self._answer(row, source)
         named = self._data_source(row, source)

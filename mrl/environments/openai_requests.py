@@ -22,7 +22,7 @@ MAX_DEPTH = 64
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-MEDIA = ("audio", "function_call")
+MEDIA = ("audio", "function_call", "image", "images", "video", "videos")
 """Fields of a message that would change the prompt but that chat templates of text models do not support."""
 
 

@@ -97,6 +97,7 @@ def calls(value):
         ([{"role": "tool", "content": "a", "tool_call_id": 5}], "messages.0.tool_call_id"),
         ([{**HELLO, "tool_calls": [CALL]}], "messages.0.tool_calls"),
         ([{**HELLO, "audio": {"id": "1"}}], "messages.0.audio"),
+        ([{**HELLO, "images": ["AAAA"]}], "messages.0.images"),
         (calls("f"), "messages.1.tool_calls"),
         (calls({"a": 1}), "messages.1.tool_calls"),
         (calls([5]), "messages.1.tool_calls.0"),

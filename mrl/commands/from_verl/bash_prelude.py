@@ -121,7 +121,12 @@ source() {
   MRL_SOURCE=("${MRL_SOURCE[@]:1}")
 }
 .() { source "$@"; }
-scontrol() { [[ " $* " == *" hostnames "* ]] && hostname; return 0; }
+scontrol() {
+  local node count=1
+  [[ ${SLURM_NNODES-} =~ ^[1-9][0-9]{0,3}$ ]] && count=$SLURM_NNODES
+  [[ " $* " == *" hostnames "* ]] && for (( node = 0; node < count; node++ )); do hostname; done
+  return 0
+}
 exec() { (( $# == 0 )) || { while [[ $1 == -* ]]; do shift; done; "$@"; exit $?; }; }
 ulimit() { return 0; }
 umask() { return 0; }

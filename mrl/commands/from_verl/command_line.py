@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mrl.commands.from_verl.batch_job import job_of_words
 from mrl.commands.from_verl.hydra import ConfigSearch, Settings, config_file, parse, with_references
 from mrl.commands.from_verl.script import NOT_SET, Expansion, expand
 from mrl.commands.from_verl.sft import is_sft
@@ -93,20 +94,34 @@ def _script(text: str, name: str, arguments: Sequence[str], search: ConfigSearch
             runs.append(words)
     if not runs:
         raise UserError(_why_none(name, expansion))
-    found = _command([*runs[0], *(word for word in arguments if "=" in word)], search)
+    try:
+        found = _command([*runs[0], *(word for word in arguments if "=" in word)], search)
+    except UserError as error:
+        needed = [one for one in expansion.unset if _placeholder(one) in str(error)]
+        raise UserError(f"{error}{''.join(f' {_remedy(one)}' for one in needed)}") from error
+    found.batch_job = expansion.job or found.batch_job
     if len(runs) > 1:
         found.notes.append(f"'{name}' starts {len(runs)} different runs; the first is translated: {_brief(runs[0])}")
     for variable in expansion.unset:
-        placeholder = f"ARGUMENT_{variable}{NOT_SET}" if variable.isdigit() else f"{variable}{NOT_SET}"
-        remedy = (
-            "give it after the script" if variable.isdigit() else f"set it with {variable}=... before mrl from-verl"
-        )
-        found.notes.append(
-            f"${variable}: '{name}' reads it, but it is not set. {placeholder} is used instead; {remedy}"
+        used = any(_placeholder(variable) in str(value) for value in found.values())
+        (found.notes if used else found.asides).append(
+            f"${variable}: '{name}' reads it, but it is not set. {_placeholder(variable)} is used instead. "
+            f"{_remedy(variable)}"
         )
     for file in dict.fromkeys(expansion.lacks):
         found.notes.append(f"'{file}': '{name}' sources this script, which cannot be read; its settings are unknown")
     return found
+
+
+def _placeholder(variable: str) -> str:
+    """Returns the text that an expansion uses for an unset variable, or for an argument given by its position."""
+    return f"ARGUMENT_{variable}{NOT_SET}" if variable.isdigit() else f"{variable}{NOT_SET}"
+
+
+def _remedy(variable: str) -> str:
+    if variable.isdigit():
+        return f"Give argument {variable} of the script after it."
+    return f"Set it with {variable}=... before mrl from-verl."
 
 
 def _why_none(name: str, expansion: Expansion) -> str:
@@ -148,6 +163,7 @@ def _command(words: list[str], search: ConfigSearch) -> Settings:
     if starts and not kind(name):
         raise UserError(f"{name} is not translated: {why_not(name)}.")
     found = parse(words[starts[0] + 1 if starts else 0 :], search)
+    found.batch_job = job_of_words(words[: starts[0]]) if starts else None
     if starts and not is_verls(name):
         found.notes.append(f"{name}: another project's copy of verl's trainer; its changes to the code are unknown")
     found.sft = kind(name) == "sft"

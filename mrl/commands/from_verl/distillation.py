@@ -54,6 +54,7 @@ def without_the_task(verl: VerlRun, pairs: Iterable[tuple[str, Any]]) -> Iterato
             yield key, value
         elif value and key in ("algorithm.policy_loss", "algorithm.kl_in", "algorithm.entropy_coef", weights):
             verl.notes[key] = "left out: only the distillation loss is minimized (use_task_rewards is false)"
+            verl.lossless.add(key)  # verl ignores it too
 
 
 def _teachers(verl: VerlRun) -> list[dict[str, str]]:

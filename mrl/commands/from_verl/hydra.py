@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from mrl.commands.from_verl.batch_job import BatchJob
 from mrl.config.did_you_mean import did_you_mean_path
 from mrl.config.verl_keys.trainer_programs import CONFIGS, GROUPS
 from mrl.config.yaml_file import read_yaml
@@ -36,13 +37,19 @@ class Settings(dict[str, Any]):
     """Dotted keys and values of a verl run.
 
     Attributes:
-        notes: Messages about arguments that set no key.
+        notes: What may change the training and could not be read: config files, other runs of a script.
+        asides: Further messages about arguments that set no key; nothing is lost.
+        overridden: Keys that the command line sets, not a config file.
         sft: True for settings of verl's SFT trainer.
+        batch_job: Options of sbatch if SLURM starts the run; None: it does not.
     """
 
     def __init__(self, values: Any = (), notes: Sequence[str] = (), *, sft: bool = False) -> None:
         super().__init__(values)
         self.notes, self.sft = list(notes), sft
+        self.asides: list[str] = []
+        self.overridden: set[str] = set()
+        self.batch_job: BatchJob | None = None
 
 
 @dataclass
@@ -77,7 +84,7 @@ def parse(words: Sequence[str], search: ConfigSearch, found: Settings | None = N
         name, equals, value = word.partition("=")
         name = LONG.get(name, name)
         if word.strip(" \t\r\n\\") == "":
-            found.notes.append(f"{word!r}: an empty argument, ignored")
+            found.asides.append(f"{word!r}: an empty argument, ignored")
         elif name in ("--multirun", "-m"):
             raise UserError(f"'{word}' requests several runs from Hydra. Give the settings of one of them.")
         elif name in WITH_VALUE:
@@ -110,12 +117,10 @@ def config_file(file: Path, search: ConfigSearch) -> Settings:
 
 
 def with_references(given: Settings) -> Settings:
-    """Returns the settings with `${other.key}` and `${oc.env:NAME}` resolved where possible."""
-    found = Settings(given, given.notes, sft=given.sft)
-    for key, value in given.items():
-        if isinstance(value, str) and "${" in value:
-            found[key] = _replaced(value, given)
-    return found
+    """Resolves `${other.key}` and `${oc.env:NAME}` where possible, in place; returns the settings."""
+    found = {key: _replaced(value, given) for key, value in given.items() if isinstance(value, str) and "${" in value}
+    given.update(found)
+    return given
 
 
 def _replaced(text: str, given: Settings) -> Any:
@@ -291,7 +296,9 @@ def _override(word: str, found: Settings) -> None:
         if group.split("/")[0] not in GROUPS:
             found.notes.append(f"{word}: config files of that group are not read; give its settings as overrides")
         return
-    found |= dict(_flat({key: _value(text)}))
+    values = dict(_flat({key: _value(text)}))
+    found |= values
+    found.overridden |= set(values)
 
 
 def _value(text: str) -> Any:

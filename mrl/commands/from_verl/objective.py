@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mrl.commands.from_verl.verl_run import VerlRun
-from mrl.config.verl_keys.loss_names import VERL_ESTIMATORS, VERL_LOSSES
+from mrl.config.verl_keys.loss_names import ABSENT_ESTIMATORS, VERL_ESTIMATORS, VERL_LOSSES
 from mrl.config.verl_keys.translated_keys import ACTOR, CORRECTION, ROLLOUT
 from mrl.errors import UserError
 
@@ -35,8 +35,10 @@ def objective(verl: VerlRun) -> Iterator[tuple[str, Any]]:
     """
     estimator = str(verl["algorithm.adv_estimator"])
     if estimator not in VERL_ESTIMATORS:
+        why = ABSENT_ESTIMATORS.get(estimator, "write your own, algorithm.name=path/to/file.py:Name")
         raise UserError(
-            f"algorithm.adv_estimator={estimator} is not in mrl. Choose one of {', '.join(VERL_ESTIMATORS)}."
+            f"algorithm.adv_estimator={estimator} is not in mrl. Choose one of {', '.join(VERL_ESTIMATORS)}. "
+            f"{estimator}: {why}."
         )
     name = VERL_ESTIMATORS[estimator]
     yield "algorithm.name", name
@@ -45,6 +47,7 @@ def objective(verl: VerlRun) -> Iterator[tuple[str, Any]]:
             "advantages are multiplied by the number of samples / the number of those in groups whose rewards differ, "
             "as in the paper; verl divides by the number of samples whose reward is not 0"
         )
+        verl.lossless.add("algorithm.adv_estimator")
     if name == "gdpo":
         verl.notes["algorithm.adv_estimator"] = (
             "each function of reward.functions with a weight is one reward; verl uses several keys that one function "

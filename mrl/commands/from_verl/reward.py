@@ -17,7 +17,8 @@ SUMMED = ("reward", "seq_reward", "seq_final_reward")
 """Metrics that include the overlong penalty."""
 _MANAGERS = ("reward_model.reward_manager", "reward.reward_manager.name")
 _OVERLONG = ("reward_model.overlong_buffer.", "reward_model.reward_kwargs.overlong_buffer_cfg.",
-             "reward.reward_kwargs.overlong_buffer_cfg.")  # fmt: skip
+             "reward.reward_kwargs.overlong_buffer_cfg.", "reward.overlong_buffer.",
+             "custom_reward_function.overlong_buffer.")  # fmt: skip
 _TOKENIZER = "reward_model.model.input_tokenizer"
 
 
@@ -140,6 +141,7 @@ def _functions(verl: VerlRun) -> Iterator[Pair]:
             "not set: verl then selects a function by the data source; mrl uses `math`, which compares the last "
             "expression of the response with the answer"
         )
+        verl.lossless.add("custom_reward_function.path")
     if _manager(verl) == "batch":
         function["batch"] = "replica"
     yield "reward.functions", [function]

@@ -18,6 +18,7 @@ def rollout_correction(verl: VerlRun) -> Iterator[tuple[str, Any]]:
         names.append("loss_type")
         if given.get("loss_type", "ppo_clip") == "ppo_clip" and "rollout_is" in given:
             notes[f"{CORRECTION}.rollout_is"] = "left out: with bypass_mode and ppo_clip it is only measured"
+            verl.lossless.add(f"{CORRECTION}.rollout_is")
             names.remove("rollout_is")
     for kind in ("rollout_is", "rollout_rs"):
         names += [name for name in given if name.startswith(f"{kind}_") and kind in given and kind in names]

@@ -23,8 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mrl.commands.from_verl.bash_prelude import PRELUDE, PROGRAMS, RENAMED
+from mrl.commands.from_verl.batch_job import BatchJob, batch_job
 from mrl.commands.from_verl.redirections import NOWHERE, without_redirections
 from mrl.config.verl_keys.trainer_programs import MENTIONED, program
+from mrl.distributed.launch import get_env
 from mrl.distributed.worker_processes.folders import temporary_folder
 from mrl.errors import UserError
 
@@ -75,6 +77,7 @@ class Expansion:
         lacks: Scripts that it sources and that do not exist.
         said: Output of bash and the script.
         status: Exit status of the script.
+        job: Job of SLURM that the script is or starts; None: it does neither.
     """
 
     commands: list[list[str]] = field(default_factory=list)
@@ -82,6 +85,7 @@ class Expansion:
     lacks: list[str] = field(default_factory=list)
     said: str = ""
     status: int = 0
+    job: BatchJob | None = None
 
     @property
     def trainers(self) -> list[list[str]]:
@@ -108,11 +112,13 @@ def expand(text: str, name: str, arguments: Sequence[str] = ()) -> Expansion:
     texts: dict[str, str] = {}
     by_path: set[str] = set()
     unset: dict[str, str] = {}
+    job = batch_job(text)
+    of_job = {} if job is None else {name: value for name, value in job.variables().items() if not get_env(name)}
     lacks: list[str] = []
     positions: list[str] = []
     found = Expansion()
     for _ in range(ROUNDS):
-        records, said, status = _run(text, name, arguments, texts, by_path, unset)
+        records, said, status = _run(text, name, arguments, texts, by_path, of_job | unset)
         found = Expansion(
             [words for kind, words in records if kind == "run"], [*positions, *unset], lacks, said, status,
         )  # fmt: skip
@@ -132,6 +138,7 @@ def expand(text: str, name: str, arguments: Sequence[str] = ()) -> Expansion:
                 break
             arguments = [f"ARGUMENT_{position}{NOT_SET}" for position in range(1, count + 1)]
             positions = [str(position) for position in range(1, count + 1)]
+    found.job = next((one for one in map(batch_job, texts.values()) if one and one.options and not job), job)
     return found
 
 

@@ -82,6 +82,7 @@ class SftRun:
             verl.notes["data.max_length"] = (
                 f"{self._length} tokens for prompt and response together; in mrl each may have that many"
             )
+            verl.lossless.add("data.max_length")
         yield "data.shuffle", True
         yield "run.seed", verl["data.seed"]
         truncation = own.get("data.truncation", "error")

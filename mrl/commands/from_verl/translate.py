@@ -7,7 +7,7 @@ verl's own defaults apply where nothing is set, so that the run is the one that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -31,13 +31,17 @@ from mrl.config.megatron_fields.table import TABLE, is_default
 from mrl.config.values import Values
 from mrl.config.verl_keys import translated_keys
 from mrl.config.verl_keys.renamed_keys import with_current_names
+from mrl.config.verl_keys.training_effect import changes_training
 from mrl.config.verl_keys.translated_keys import (
     ACTOR,
     DDP,
     DTYPES,
     FSDP,
     MAPS,
+    MEDIA_COLUMNS,
+    MEDIA_MODELS,
     MEGATRON,
+    NO_MEDIA,
     OVERRIDE,
     PASSED,
     ROLLOUT,
@@ -56,6 +60,9 @@ KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3":
       "k1+": "k1+", "kl+": "k1+", "k3+": "k3+", "low_var_kl+": "k3+"}  # fmt: skip
 
 GPUS_OF_A_HOST = 8
+FEW_UNKNOWN = 5
+"""Unknown keys that a run of verl's trainer may have without any of its main section."""
+UNKNOWN = "not a key of verl 0.9.1's trainer config"
 KL_IN_REWARD = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Advantage estimators that use a KL per token in the reward."""
 
@@ -69,17 +76,31 @@ def translate(given: Mapping[str, Any]) -> Translation:
     Raises:
         UserError: mrl does not have the advantage estimator, or a value has another type than expected.
     """
-    notes, sft = (given.notes, given.sft) if isinstance(given, Settings) else ([], False)
-    if not sft:
-        return _translated(given, notes, None)
-    supervised = SftRun(given)
+    settings = given if isinstance(given, Settings) else Settings(given)
+    _check_keys(settings)
+    if not settings.sft:
+        return _translated(settings, settings, None)
+    supervised = SftRun(settings)
     try:
-        return _translated(given, notes, supervised)
+        return _translated(settings, settings, supervised)
     except UserError as error:
         raise UserError(supervised.named(str(error))) from error
 
 
-def _translated(given: Mapping[str, Any], notes: Sequence[str], supervised: SftRun | None) -> Translation:
+def _check_keys(settings: Settings) -> None:
+    """Raises UserError where most settings are those of a trainer that only has the name of verl's."""
+    if settings.sft or any(key.startswith(ROOT) for key in settings):
+        return
+    unknown = [key for key in settings if verdict(key).kind == "unknown"]
+    if len(unknown) > FEW_UNKNOWN and 2 * len(unknown) > len(settings):
+        raise UserError(
+            f"{len(unknown)} of {len(settings)} settings are no keys of verl's trainer, such as {unknown[0]}, and none "
+            f"begins with {ROOT[:-1]}: this is another trainer's run. Write its settings with the keys of mrl "
+            "(docs/config.md)."
+        )
+
+
+def _translated(given: Mapping[str, Any], settings: Settings, supervised: SftRun | None) -> Translation:
     """Returns the translation of a run; `supervised` has the settings of an SFT run by the keys of the RL trainer."""
     given = with_current_names(given) if supervised is None else supervised.given
     verl = VerlRun(with_recipes(given) if supervised is None else given)
@@ -109,10 +130,12 @@ def _translated(given: Mapping[str, Any], notes: Sequence[str], supervised: SftR
         if value is not None:
             _put(tree, key, value)
     found = Translation(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
-    found.missing += notes
+    found.lost += settings.notes
+    found.missing += settings.notes + settings.asides
     num_nodes, gpus = _hosts(verl, config.rollout)
     found.num_nodes, found.gpus_per_node = num_nodes, _ranks_of_a_host(config, num_nodes, gpus)
-    found.via = "mpirun" if engine_capabilities(config.rollout.name).needs_mpi(config.rollout) else "torchrun"
+    found.mpi = engine_capabilities(config.rollout.name).needs_mpi(config.rollout)
+    found.batch_job = settings.batch_job
     found.differs = [
         *_differs(verl, num_nodes * gpus),
         *differs(verl, tree.get("rollout", {}), config.train.mode),
@@ -123,10 +146,10 @@ def _translated(given: Mapping[str, Any], notes: Sequence[str], supervised: SftR
             f"trainer.nnodes={num_nodes} x trainer.n_gpus_per_node={gpus}: the tensor, pipeline, context and expert "
             f"parallel sizes need another number of ranks; the command below starts {found.gpus_per_node} on each host"
         )
-    _sort(verl, found)
+    _sort(verl, settings.overridden, found)
     if supervised is not None:
-        found.missing, found.moot = (list(map(supervised.named, lines)) for lines in (found.missing, found.moot))
-        found.differs = list(map(supervised.named, found.differs))
+        for lines in (found.missing, found.lost, found.moot, found.differs):
+            lines[:] = map(supervised.named, lines)
     return found
 
 
@@ -139,13 +162,18 @@ def _data(verl: VerlRun) -> Iterator[Pair]:
     yield "data.source_key", None if source == "data_source" else source
     yield "data.shuffle", verl["data.shuffle"]
     yield "run.seed", verl["data.seed"]
-    cut = verl.one_of("data.truncation", {"error": "error", "left": "truncate_left"}, "error")
-    yield "data.overlong_prompts", "drop" if verl["data.filter_overlong_prompts"] else cut
+    if verl["data.filter_overlong_prompts"]:
+        verl.decided["data.truncation"] = "no prompt is too long after data.filter_overlong_prompts"
+        yield "data.overlong_prompts", "drop"
+    else:
+        cuts = {"error": "error", "left": "truncate_left"}
+        yield "data.overlong_prompts", verl.one_of("data.truncation", cuts, "error")
 
 
 def _model(verl: VerlRun) -> Iterator[Pair]:
     yield "model.path", verl[f"{ROOT}model.path"]
     yield "model.tokenizer", verl[f"{ROOT}model.tokenizer_path"]
+    yield "reference.path", verl[f"{ROOT}ref.model.path"]
     yield "model.dtype", verl.one_of(f"{MEGATRON}dtype", DTYPES, "bfloat16")
 
 
@@ -355,13 +383,18 @@ def _differs(verl: VerlRun, num_gpus: int) -> Iterator[str]:
         )
 
 
-def _sort(verl: VerlRun, found: Translation) -> None:
-    """Adds every given setting that is not in the config to `missing` or `moot`, with the reason."""
+def _sort(verl: VerlRun, overridden: Set[str], found: Translation) -> None:
+    """Adds every given setting that is not in the config to `missing` or `moot`, with the reason.
+
+    Args:
+        verl: Settings of the run.
+        overridden: Keys that the command line sets, not a config file.
+        found: Translation to extend.
+    """
     found.moot += [f"{key}: {why}" for key, why in verl.decided.items()]
     for key, why in verl.notes.items():
-        found.missing.append(
-            f"{key}={format_value(verl.given.get(key))}: {why}" if key in verl.given else f"{key}: {why}"
-        )
+        line = f"{key}={format_value(verl.given.get(key))}: {why}" if key in verl.given else f"{key}: {why}"
+        found.add_missing(line, lost=key not in verl.lossless and changes_training(key))
     unread = verl.unread()
     for key, value in unread.items():
         loud, why = not_read(key)
@@ -370,13 +403,28 @@ def _sort(verl: VerlRun, found: Translation) -> None:
             (found.missing if loud else found.moot).append(f"{key}={format_value(value)}: {why}")
     for key, value in verl.given.items():
         what = verdict(key)
-        if what.kind == "unknown":
-            found.missing.append(f"{key}={format_value(value)}: not a key of verl 0.9.1's trainer config")
+        line = f"{key}={format_value(value)}: {what.text or UNKNOWN}"
+        if what.kind == "unknown" or (what.kind == "missing" and _is_lost(verl, overridden, key, value)):
+            found.add_missing(line, lost=changes_training(key))
         elif what.kind == "missing":
-            lost = not is_harmless(key, value)
-            (found.missing if lost else found.moot).append(f"{key}={format_value(value)}: {what.text}")
+            found.moot.append(line)
         elif what.kind == "moot" and not key.endswith("_target_"):
             found.moot.append(f"{key}: {what.text}")
+    path = f"{ROOT}model.path"
+    if MEDIA_MODELS.search(str(verl.given.get(path, "")).rstrip("/").rpartition("/")[2]):
+        found.add_missing(f"{path}={format_value(verl.given[path])}: {NO_MEDIA}", lost=True)
+
+
+def _is_lost(verl: VerlRun, overridden: Set[str], key: str, value: Any) -> bool:
+    """Returns whether a value of a key without a counterpart has an effect in verl.
+
+    A config file of verl names the columns of images in every run; a command line does so in runs with images.
+    """
+    if key in MEDIA_COLUMNS and key in overridden and value:
+        return True
+    if key.startswith("reward_model.model.") and verl.given.get("reward_model.enable") is not True:
+        return False
+    return not is_harmless(key, value)
 
 
 def _count_of(verl: VerlRun, key: str, default: int) -> int:

@@ -42,11 +42,20 @@ class TrackedSettings(dict[str, Any]):
 
 
 class VerlRun:
-    """verl's settings with its defaults; a value without a counterpart is noted when it is read."""
+    """verl's settings with its defaults; a value without a counterpart is noted when it is read.
+
+    Attributes:
+        given: Settings of the run.
+        notes: Key -> why mrl does not support its value, or what is used instead.
+        lossless: Keys of `notes` whose value verl ignores too, or of which only a default differs.
+        decided: Key -> why its value needs no counterpart.
+        megatron: Whether verl's actor is Megatron's.
+    """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.given = TrackedSettings(given)
         self.notes: dict[str, str] = {}
+        self.lossless: set[str] = set()
         self.decided: dict[str, str] = {}
         engine = f"{given.get('model_engine', '')}{given.get(f'{ACTOR}strategy', '')}"
         self.megatron = "megatron" in engine or (not engine and any(key.startswith(MEGATRON) for key in given))

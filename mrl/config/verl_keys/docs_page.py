@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from mrl.config.verl_keys import verl_rollout
-from mrl.config.verl_keys.translated_keys import MAPS, MISSING, MOOT, PASSED, ROLLOUT
+from mrl.config.verl_keys.translated_keys import BEFORE_MOOT, MAPS, MISSING, MOOT, PASSED, ROLLOUT
 
 _ROLLOUT = """### Every field of its rollout section
 
@@ -18,7 +18,10 @@ def tables() -> str:
     maps = [f"| `{key}` | `{to}` | {text} |" for key, (to, _, text) in MAPS.items() if not key.startswith(ROLLOUT)]
     maps += [f"| `{prefix}*` | `{to}` | Megatron's own, by its name there |" for prefix, to in PASSED.items()]
     parts = [("| verl | mrl | |", "|---|---|---|", *maps)]
-    for title, patterns in (("needs no counterpart, because", MOOT), ("has none, is listed, because", MISSING)):
+    for title, patterns in (
+        ("needs no counterpart, because", MOOT),
+        ("has none, is listed, because", BEFORE_MOOT | MISSING),
+    ):
         rows = [f"| `{pattern}` | {why} |" for pattern, why in patterns.items() if not pattern.startswith(ROLLOUT)]
         parts.append((f"| verl | {title} |", "|---|---|", *rows))
     acts = [f"| `{name}` | `{to}` | {text} |" for name, (to, _, text) in verl_rollout.MAPS.items()]

@@ -1,11 +1,12 @@
-"""Names of other trainers (verl, TRL, Megatron) for mrl's keys, for error messages."""
+"""Names of other trainers (verl, TRL, NeMo-RL, Megatron) for mrl's keys, for error messages."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from mrl.config.verl_keys.loss_names import VALUES
-from mrl.config.verl_keys.translated_keys import ROOT, KeyVerdict, verdict
+from mrl.config.verl_keys.translated_keys import NO_LORA, NO_MEDIA, ROOT, KeyVerdict, verdict
 from mrl.config.verl_keys.verl_rollout import section_of
 
 TRL = {
@@ -76,6 +77,53 @@ MEGATRON = {
 }
 """Argument of Megatron's training script or its config -> mrl's key."""
 
+NEMO_RL = {
+    "model_name": "model.path",
+    "num_prompts_per_step": "train.batch_size",
+    "num_generations_per_prompt": "rollout.n",
+    "train_global_batch_size": "train.minibatch_size",
+    "train_micro_batch_size": "actor.max_tokens_per_microbatch",
+    "train_mb_tokens": "actor.max_tokens_per_microbatch",
+    "max_num_steps": "train.num_steps",
+    "max_num_epochs": "train.num_epochs",
+    "max_rollout_turns": "rollout.multi_turn.max_assistant_turns",
+    "max_total_sequence_length": "rollout.response_length",
+    "max_new_tokens": "rollout.response_length",
+    "val_period": "train.eval_interval",
+    "save_period": "checkpoint.interval",
+    "keep_top_k": "checkpoint.keep_best",
+    "metric_name": "checkpoint.best_metric",
+    "checkpoint_dir": "run.output_dir",
+    "normalize_rewards": "algorithm.advantage_std",
+    "use_dynamic_sampling": "algorithm.dynamic_sampling",
+    "dynamic_sampling_max_gen_batches": "algorithm.max_sampling_rounds",
+    "overlong_filtering": "algorithm.overlong.mask_truncated",
+    "overlong_buffer_length": "algorithm.overlong.buffer_length",
+    "overlong_buffer_penalty": "algorithm.overlong.penalty",
+    "reference_policy_kl_penalty": "algorithm.kl_coef",
+    "reference_policy_kl_type": "algorithm.kl_estimator",
+    "ratio_clip_min": "algorithm.clip_low",
+    "ratio_clip_max": "algorithm.clip_high",
+    "ratio_clip_c": "algorithm.dual_clip",
+    "token_level_loss": "algorithm.loss_aggregation",
+    "use_importance_sampling_correction": "algorithm.rollout_correction.rollout_is",
+    "truncated_importance_sampling_ratio": "algorithm.rollout_correction.rollout_is_threshold",
+    "positive_example_nll_weight": "algorithm.positive_example_nll_weight",
+    "max_trajectory_age_steps": "train.max_off_policy_steps",
+    "val_temperature": "rollout.val_kwargs.temperature",
+    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "activation_checkpointing": "actor.recompute",
+}
+"""Key of NeMo-RL's GRPO config, without its sections -> mrl's key."""
+
+_ABSENT: dict[re.Pattern[str], str] = {
+    re.compile(
+        r"(?<![a-z])(?:q?lora|dora|peft|adapters?|load_in_[48]bit|target_modules|modules_to_save)(?![a-z])"
+    ): NO_LORA,
+    re.compile(r"(?<![a-z])(?<!container_)(?:images?|videos?|audios?|vision|vlm|mm|multi_?modal)(?![a-z])"): NO_MEDIA,
+}
+"""Pattern in a key, in any trainer's words -> why mrl does not have it."""
+
 
 def value_hint(key: str, value: Any) -> str:
     """Returns a hint about another trainer's value of a field, " 'x' is y."; "" if no trainer has this value."""
@@ -98,11 +146,14 @@ def key_hint(key: str) -> str:
     if found.kind == "maps":
         more = f" ({found.text})" if found.text else ""
         return f"'{key}' is verl's name for {found.to}{more}; `mrl from-verl` translates a whole command line."
+    absent = next((why for pattern, why in _ABSENT.items() if pattern.search(key.lower())), "")
     if found.kind in ("moot", "missing") and "." in key:
         needs = "needs nothing" if found.kind == "moot" else "has no place"
-        return f"'{key}' of verl {needs} here: {found.text}."
+        return f"'{key}' of verl {needs} here: {found.text}." + ("" if absent in found.text else f" mrl has {absent}.")
+    if absent:
+        return f"mrl has {absent}."
     name = key.rpartition(".")[2]
-    for table, owner in ((TRL, "TRL"), (MEGATRON, "Megatron")):
+    for table, owner in ((TRL, "TRL"), (NEMO_RL, "NeMo-RL"), (MEGATRON, "Megatron")):
         if name in table:
             return f"'{name}' is {owner}'s name for {table[name]}."
     return ""

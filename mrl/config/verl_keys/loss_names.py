@@ -30,6 +30,20 @@ VERL_ESTIMATORS = {
 }
 """`algorithm.adv_estimator` of verl 0.9.1 -> `algorithm.name`."""
 
+_OTB = "its baseline of each token weighs rewards by norms of gradients; algorithm.name=rloo has one per response"
+
+ABSENT_ESTIMATORS = {
+    "remax": "its baseline is the reward of one more, greedy response to each prompt, which mrl does not sample; "
+    "algorithm.name=rloo has the mean of the other responses",
+    "opo": "its baseline is the mean reward of a group weighted by the lengths of the responses; grpo with "
+    "algorithm.norm_adv_by_std_in_grpo=False has the unweighted mean",
+    "grpo_passk": "only the best response of a group is trained, by its distance to the second best; "
+    "algorithm.name=maxrl weighs prompts that are seldom solved",
+    "optimal_token_baseline": _OTB,
+    "tir_optimal_token_baseline": _OTB,
+}
+"""`algorithm.adv_estimator` of verl that mrl does not have -> how it differs, and the nearest that mrl has."""
+
 TRL_LOSSES = {
     "vanilla": "loss_type grpo, bnpo, dapo or dr_grpo",
     "gspo": "loss_type=grpo importance_sampling_level=sequence",

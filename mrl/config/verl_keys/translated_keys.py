@@ -4,17 +4,18 @@ A key maps to one of mrl's, needs no counterpart, or has none. This file has the
 defaults of the keys that map; the other `verl_*.py` files have those of single sections.
 `commands/from_verl/translate.py` translates values, and `mrl/docs/verl.md` is generated from here.
 
-Patterns: `*` matches any text, including dots. The first match wins, in the order MAPS, MOOT, MISSING.
+Patterns: `*` matches any text, including dots. The first match wins, in the order MAPS, BEFORE_MOOT, MOOT, MISSING.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from mrl.config.verl_keys import verl_async, verl_critic, verl_distillation, verl_reward, verl_rollout
+from mrl.config.verl_keys import verl_async, verl_critic, verl_distillation, verl_earlier, verl_reward, verl_rollout
 
 ROOT = "actor_rollout_ref."
 ACTOR = f"{ROOT}actor."
@@ -30,6 +31,23 @@ PRECISION = {
 FSDP = f"{ACTOR}fsdp_config."
 ROLLOUT = f"{ROOT}rollout."
 CORRECTION = "algorithm.rollout_correction"
+
+NO_LORA = (
+    "no LoRA: every weight is trained. Set actor.lr for that (adapters are trained with about ten times the rate), and "
+    "see `mrl plan CONFIG` for the memory"
+)
+NO_MEDIA = (
+    "no images: models are trained on text, and rows with images, videos or audio are refused. Choose a text model and "
+    "data"
+)
+
+MEDIA_COLUMNS = ("data.image_key", "data.video_key", "data.audio_key")
+"""Keys of the columns with images, videos and audio."""
+MEDIA_MODELS = re.compile(
+    r"(?i)(?<![a-z])(?:[\d.]*vl(?:chat|m)?|vlm|llava|vision|omni|audio|pixtral|molmo|internvl|minicpm-[vo]|idefics)"
+    r"(?![a-z])"
+)
+"""Pattern in the names of models that read images, videos or audio."""
 
 DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
 """verl's name of a dtype -> mrl's."""
@@ -54,6 +72,7 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     "data.truncation": ("data.overlong_prompts", "error", "`left` is `truncate_left`; other values are not supported"),
     f"{ROOT}model.path": ("model.path", "~/models/deepseek-llm-7b-chat", "a folder, or a cached hub name"),
     f"{ROOT}model.tokenizer_path": ("model.tokenizer", None, ""),
+    f"{ROOT}ref.model.path": ("reference.path", None, "in forks of verl; null: the actor's weights"),
     f"{ROOT}model.enable_gradient_checkpointing": ("actor.recompute", True, "FSDP's: `True` is `full`"),
     f"{ACTOR}ppo_mini_batch_size": ("train.minibatch_size", 256, "prompts, as in verl"),
     f"{ACTOR}ppo_epochs": ("actor.ppo_epochs", 1, ""),
@@ -175,12 +194,23 @@ PASSED = {OVERRIDE: "megatron.transformer", f"{DDP}.": "megatron.ddp", f"{OPTIMI
 ENGINE_ARGUMENTS = {engine: f"{ROLLOUT}engine_kwargs.{engine}." for engine in ("trtllm", "vllm")}
 """Engine -> prefix of its own arguments."""
 
+_OF_A_WORKER = (
+    "checkpoint.*", "data_loader_seed", "enable", "entropy_*", "forward_*", "fsdp*", "grad_*", "kl_ctrl.*",
+    "load_weight", "log_prob_*", "loss_*", "megatron*", "model.*", "nccl_timeout", "optim.*", "override_config.*",
+    "pad_to_length*", "param_offload", "ppo_*", "profiler*", "rollout_n", "shuffle", "strategy", "torchtitan.*",
+    "ulysses_*", "use_*", "veomni.*",
+)  # fmt: skip
+"""Patterns of the settings of verl's critic and reference, below their sections."""
+
 MOOT: dict[str, str] = {
     "*_target_": "the class that verl builds",
     f"{ROOT}hybrid_engine": "actor and engine share the ranks unless `rollout.nnodes` gives the engine its own",
     f"{ROOT}nccl_timeout": "`run.collective_timeout_s` has its own default",
-    "critic.*": "the critic has the actor's layout, precision, minibatches and microbatches",
-    f"{ROOT}ref.*": "the reference has the actor's layout and microbatches",
+    **dict.fromkeys(
+        [f"critic.{name}" for name in _OF_A_WORKER],
+        "the critic has the actor's layout, precision, minibatches and microbatches"),
+    **dict.fromkeys(
+        [f"{ROOT}ref.{name}" for name in _OF_A_WORKER], "the reference has the actor's layout and microbatches"),
     f"{ACTOR}clip_ratio": "verl reads `clip_ratio_low` and `clip_ratio_high`",
     f"{ACTOR}rollout_n": "`rollout.n`",
     f"{ACTOR}strategy": "the actor is Megatron-Core; `parallel` sets how the model is sharded",
@@ -208,6 +238,7 @@ MOOT: dict[str, str] = {
     f"{MEGATRON}use_remove_padding": "sequences are always packed",
     f"{MEGATRON}pad_bshd*": "sequences are always packed",
     f"{MEGATRON}forward_only": "it follows from the role",
+    f"{OVERRIDE}use_flash_attn": "set `attention_backend` in `megatron.transformer`",
     f"{OVERRIDE}moe_enable_deepep": "set `actor.moe_token_dispatcher_type=flex`",
     f"{ACTOR}*.offload_policy": "`actor.param_offload`",
     **dict.fromkeys(
@@ -218,9 +249,9 @@ MOOT: dict[str, str] = {
     f"{ROOT}model.use_remove_padding": "sequences are always packed",
     f"{ROOT}model.use_liger": "speed only",
     f"{ROOT}model.*fused_kernel*": "speed only",
-    f"{ROOT}model.*lora_alpha": "no LoRA",
-    f"{ROOT}model.target_modules": "no LoRA",
-    f"{ROOT}model.exclude_modules": "no LoRA",
+    f"{ROOT}model.*lora_alpha": "only for LoRA",
+    f"{ROOT}model.target_modules": "only for LoRA",
+    f"{ROOT}model.exclude_modules": "only for LoRA",
     f"{ROOT}model.tiled_mlp.num_shards": "no tiled MLPs",
     f"{ROOT}model.enable_activation_offload": "`actor.recompute` saves the memory",
     **{f"{ROLLOUT}{name}": why for name, why in verl_rollout.NEEDLESS.items()},
@@ -234,8 +265,9 @@ MOOT: dict[str, str] = {
     "data.dataloader_num_workers": "prompts are read on demand",
     "data.filter_overlong_prompts_workers": "prompts are read on demand",
     "data.validation_shuffle": "the order of held-out prompts has no effect",
-    "data.*_path": "tools come from an environment, `rollout.agent.environment`",
-    **dict.fromkeys(["data.image_*", "data.video_key", "data.audio_key", "data.mm_*"], "no images"),
+    **dict.fromkeys(
+        ("data.tool_config_path", "data.function_tool_path"), "verl's rollout section has its own key for the tools"),
+    "data.image_patch_size": "only for images",
     **verl_reward.MOOT,
     "algorithm.filter_groups.max_inflight_gen_batches": "batches are sampled one after the other",
     "algorithm.pf_ppo.*": "no PF-PPO",
@@ -250,6 +282,7 @@ MOOT: dict[str, str] = {
     "trainer.max_critic_ckpt_to_keep": "a checkpoint contains both models",
     "trainer.del_local_ckpt_after_load": "`checkpoint.keep_last` limits the number of checkpoints",
     "trainer.ray_*": "no Ray",
+    **verl_earlier.MOOT,
     "trainer.use_v1": "one loop",
     "trainer.use_legacy_worker_impl": "one loop",
     **verl_async.MOOT,
@@ -261,9 +294,17 @@ MOOT: dict[str, str] = {
 }  # fmt: skip
 """Pattern -> why no value needs a counterpart."""
 
+BEFORE_MOOT: dict[str, str] = {
+    **{
+        f"critic.model.{name}": NO_LORA for name in ("lora_rank", "lora.rank", "lora_adapter_path", "lora.adapter_path")
+    },
+    f"{ROOT}ref.model*": "the reference has the actor's structure; only its weights can be others, `reference.path`",
+}
+"""Pattern -> why there is no counterpart, for keys that a wider pattern of MOOT matches too."""
+
 MISSING: dict[str, str] = {
     f"{ACTOR}policy_loss.*": "mrl does not have this loss",
-    f"{ACTOR}freeze_vision_tower": "no images",
+    f"{ACTOR}freeze_vision_tower": NO_MEDIA,
     f"{ACTOR}*qat.*": "no quantized training",
     f"{ACTOR}optim.*": "the optimizer is AdamW with decoupled weight decay and fp32 states",
     f"{MEGATRON}use_megatron_fsdp": "no FSDP",
@@ -271,7 +312,7 @@ MISSING: dict[str, str] = {
     f"{MEGATRON}max_seqlen_per_dp_cp_rank": "the context-parallel size is fixed",
     f"{MEGATRON}router_replay.*": "routing records are sent with the samples, not stored in files",
     f"{MEGATRON}override_mcore_model_config*": "the model's structure comes from its config.json",
-    f"{ROOT}model.*lora*": "no LoRA",
+    f"{ROOT}model.*lora*": NO_LORA,
     f"{ROOT}model.mtp.*": "no multi-token prediction",
     f"{ROOT}model.custom_chat_template": "write the template into a file and set `data.chat_template`",
     f"{ROOT}model.hf_config_path": "config.json must be in the model's folder",
@@ -282,6 +323,7 @@ MISSING: dict[str, str] = {
     **{f"{ROLLOUT}{name}": why for name, why in verl_rollout.ABSENT.items()},
     f"{ROLLOUT}multi_turn.interaction_config_path": "write the interaction as an environment, "
     "`rollout.agent.environment`",
+    **dict.fromkeys(("data.image_key", "data.video_key", "data.audio_key", "data.mm_*"), NO_MEDIA),
     "data.train_max_samples": "cut the file",
     "data.val_max_samples": "cut the file",
     "data.trust_remote_code": "no code of a tokenizer folder is run",
@@ -291,6 +333,7 @@ MISSING: dict[str, str] = {
     "data.apply_chat_template_kwargs*": "set the variables in your own template, `data.chat_template`",
     **verl_reward.MISSING,
     "algorithm.use_pf_ppo": "no PF-PPO",
+    **verl_earlier.MISSING,
     "transfer_queue.*": "ranks exchange samples directly",
     "trainer.val_before_train": "held-out prompts are always scored before the first step",
     "trainer.val_only": "`mrl evaluate` scores without training",
@@ -309,7 +352,23 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     f"{ACTOR}optim.name": ("AdamW",),
     f"{ACTOR}optim.eps": (1e-8,),
     f"{ACTOR}optim.weight_decay_incr_style": ("constant",),
+    **dict.fromkeys(
+        (
+            "data.apply_chat_template_kwargs.*",
+            "reward.reward_kwargs.*",
+            f"{ROOT}model.override_config.*",
+            f"{MEGATRON}override_mcore_model_config.*",
+        ),
+        (),
+    ),
+    f"{ROOT}model.override_config.*dropout": (0, 0.0),
+    f"{ROOT}model.override_config.*pdrop": (0, 0.0),
     "trainer.val_before_train": (True,),
+    "data.image_key": ("images",),
+    "data.video_key": ("videos",),
+    "data.audio_key": ("audios",),
+    f"{ROLLOUT}agent.default_agent_loop": ("single_turn_agent", "tool_agent"),
+    f"{ROLLOUT}multi_turn.use_inference_chat_template": (False,),
 }
 """Values with the meaning that mrl has anyway; for these keys, a value of `OFF` is not harmless by itself."""
 
@@ -371,6 +430,9 @@ def verdict(key: str) -> KeyVerdict:
     if key in MAPS:
         to, _, text = MAPS[key]
         return KeyVerdict("maps", to, text)
+    pattern = _first(BEFORE_MOOT, key)
+    if pattern is not None:
+        return KeyVerdict("missing", "", BEFORE_MOOT[pattern])
     pattern = _first(MOOT, key)
     if pattern is not None:
         return KeyVerdict("moot", "", MOOT[pattern])

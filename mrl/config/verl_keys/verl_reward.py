@@ -25,7 +25,8 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     "reward_model.model.path": ("reward.model.path", None, ""),
     "reward_model.model.input_tokenizer": ("reward.model.retokenize", None, "null: the actor's token ids"),
     **{f"{prefix}.overlong_buffer{rest}.{name}": (to, None, "of DAPO's manager") for prefix, rest in (
-        ("reward_model", ""), ("reward_model.reward_kwargs", "_cfg"), ("reward.reward_kwargs", "_cfg"))
+        ("reward_model", ""), ("reward_model.reward_kwargs", "_cfg"), ("reward.reward_kwargs", "_cfg"),
+        ("reward", ""), ("custom_reward_function", ""))
        for name, to in (
         ("enable", "algorithm.overlong.buffer_length"), ("len", "algorithm.overlong.buffer_length"),
         ("penalty_factor", "algorithm.overlong.penalty"))},
@@ -50,6 +51,7 @@ MOOT: dict[str, str] = {
     "reward.reward_manager.module.name": "it names a class in the file of the manager",
     "reward_model.launch_reward_fn_async": "functions run in worker processes",
     "*reward_kwargs.max_resp_len": "`rollout.response_length`",
+    "*overlong_buffer*.log": "`reward/*` is always written",
     **dict.fromkeys(
         [f"{prefix}.{name}" for prefix in ("reward.reward_model", "reward_model") for name in (
             "rollout.*", "n_gpus_per_node", "nnodes", "enable_resource_pool")],

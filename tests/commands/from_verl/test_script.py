@@ -226,6 +226,23 @@ def test_a_variable_that_nothing_sets_is_named_and_the_rest_is_translated(folder
     assert "path: models/x" in found.text and "$MODEL_OF_TEST" not in "\n".join(found.missing)
 
 
+def test_a_variable_that_reaches_no_setting_is_named_and_nothing_is_lost(folder, monkeypatch):
+    monkeypatch.delenv("KEY_OF_TEST", raising=False)
+    (folder / "run.sh").write_text(f"set -u\nexport API_KEY=$KEY_OF_TEST\n{TRAINER} algorithm.adv_estimator=grpo\n")
+    found = translate(read_settings(["run.sh"]))
+    assert [line for line in found.missing if line.startswith("$KEY_OF_TEST: ")] and found.lost == []
+    (folder / "run.sh").write_text(f"set -u\n{TRAINER} algorithm.adv_estimator=grpo data.train_files=$KEY_OF_TEST/a\n")
+    assert [line for line in translate(read_settings(["run.sh"])).lost if line.startswith("$KEY_OF_TEST: ")]
+
+
+def test_an_error_that_an_unset_argument_causes_names_the_argument(folder):
+    (folder / "run.sh").write_text(f"set -u\n{TRAINER} --config-name=$1 algorithm.adv_estimator=grpo\n")
+    with pytest.raises(UserError, match="Give argument 1 of the script"):
+        read_settings(["run.sh"])
+    (folder / "own.yaml").write_text("data: {seed: 3}\n")
+    assert read_settings(["run.sh", "own", "--config-dir", "."])["data.seed"] == 3
+
+
 def test_a_variable_that_is_empty_without_set_u_is_named_by_its_key(folder, monkeypatch):
     monkeypatch.delenv("TP_OF_TEST", raising=False)
     key = "actor_rollout_ref.rollout.tensor_model_parallel_size"

@@ -18,8 +18,8 @@ from mrl.commands.launch import LaunchOptions
 from mrl.config.config import Config, RolloutConfig, load
 from mrl.config.keys import dotted_keys
 from mrl.config.verl_keys.docs_page import tables
-from mrl.config.verl_keys.foreign_names import MEGATRON, TRL, key_hint
-from mrl.config.verl_keys.loss_names import VERL_LOSSES
+from mrl.config.verl_keys.foreign_names import MEGATRON, NEMO_RL, TRL, key_hint
+from mrl.config.verl_keys.loss_names import ABSENT_ESTIMATORS, VERL_ESTIMATORS, VERL_LOSSES
 from mrl.config.verl_keys.translated_keys import MAPS, MISSING, is_harmless, verdict
 from mrl.errors import UserError
 from mrl.trainer.run_plan import resolve
@@ -361,7 +361,128 @@ def test_names_of_trl_are_its_and_lead_to_keys():
         "max_prompt_length",
     }
     assert set(TRL) - own == set()
-    assert {*TRL.values(), *MEGATRON.values()} <= set(dotted_keys(Config))
+    assert {*TRL.values(), *MEGATRON.values(), *NEMO_RL.values()} <= set(dotted_keys(Config))
+    keys = json.loads((ROOT / "tests" / "config" / "verl_keys" / "nemo_rl_grpo_keys.json").read_text())
+    assert set(NEMO_RL) <= {key.rpartition(".")[2] for key in keys}
+    for name, to in NEMO_RL.items():
+        assert to in key_hint(f"grpo.{name}")
+
+
+@pytest.mark.parametrize(
+    ("key", "feature"),
+    [
+        *((key, "LoRA") for key in (
+            "model.lora_rank", "model.lora", "actor.lora_alpha", "actor.target_modules", "use_peft", "peft_config.r",
+            "policy.dtensor_cfg.lora_cfg.enabled", "policy.megatron_cfg.peft.dim", "model.lora_rnk", "lora_r",
+            "model.load_in_4bit", "actor_rollout_ref.model.lora_rank", "critic.lora.rank", "modules_to_save")),
+        *((key, "images") for key in (
+            "data.image_key", "data.images", "data.video_key", "model.vision_tower", "data.audio_column",
+            "rollout.limit_mm_per_prompt", "rollout.limit_images", "actor_rollout_ref.actor.freeze_vision_tower")),
+        ("train.exploration", ""), ("run.container_image", ""), ("data.comments", ""),
+    ],
+)  # fmt: skip
+def test_a_key_of_a_feature_that_mrl_does_not_have_is_refused_by_its_name(key, feature):
+    with pytest.raises(UserError) as caught:
+        load(ROOT / "configs" / "quickstart.yaml", [f"{key}=8"])
+    said = str(caught.value)
+    assert key.partition(".")[0] in said
+    assert [word for word in ("LoRA", "images") if word in said] == ([feature] if feature else [])
+
+
+def test_an_estimator_that_mrl_does_not_have_is_refused_with_the_nearest():
+    assert not {*ABSENT_ESTIMATORS} & {*VERL_ESTIMATORS}
+    for estimator in (*ABSENT_ESTIMATORS, "own"):
+        with pytest.raises(
+            UserError, match=rf"adv_estimator={estimator} is not in mrl.*{estimator}: .*(grpo|algorithm)"
+        ):
+            translate({"algorithm.adv_estimator": estimator})
+
+
+_IS = "algorithm.rollout_is"
+
+
+@pytest.mark.parametrize(
+    ("given", "correction", "lost"),
+    [
+        ({_IS: True, f"{_IS}_threshold": 3.0}, {"rollout_is": "token", "rollout_is_threshold": "3.0"}, []),
+        ({_IS: True, f"{_IS}_threshold": 3.0, f"{_IS}_level": "sequence", f"{_IS}_threshold_lower": None},
+         {"rollout_is": "sequence", "rollout_is_threshold": "3.0"}, []),
+        ({_IS: True, f"{_IS}_threshold": 3.0, f"{_IS}_mode": "mask"}, {}, [_IS]),
+        ({_IS: True, f"{_IS}_threshold": 3.0, f"{_IS}_level": "geometric"}, {}, [_IS]),
+        ({_IS: True, f"{_IS}_threshold": None, f"{_IS}_level": "token"}, {}, []),
+        ({_IS: False, f"{_IS}_threshold": None, f"{_IS}_veto_threshold": None}, {}, []),
+        ({f"{_IS}_veto_threshold": 1e-4}, {}, [f"{_IS}_veto_threshold"]),
+        ({"actor_rollout_ref.actor.tis_imp_ratio_cap": 2}, {"rollout_is": "token", "rollout_is_threshold": "2"}, []),
+        ({"actor_rollout_ref.actor.tis_imp_ratio_cap": -1}, {}, []),
+        ({"algorithm.rollout_correction.bypass_old_logprob_for_rollout": True,
+          "algorithm.rollout_correction.use_policy_gradient": True},
+         {"bypass_mode": True, "loss_type": "reinforce"}, []),
+    ],
+)  # fmt: skip
+def test_the_corrections_of_earlier_versions_keep_their_meaning(given, correction, lost):
+    found = translate({"algorithm.adv_estimator": "grpo", **given})
+    section = yaml.safe_load(found.text)["algorithm"]["rollout_correction"]
+    assert section == {"bypass_mode": False} | correction
+    assert [line.partition("=")[0] for line in found.lost] == lost
+
+
+def test_values_of_earlier_configs_that_are_off_lose_nothing():
+    given = {
+        "actor_rollout_ref.rollout.use_fire_sampling": False, "actor_rollout_ref.rollout.skip_rollout": False,
+        "actor_rollout_ref.actor.load_weight": True, "actor_rollout_ref.rollout.layer_name_map.qkv_layer_name": "qkv",
+        "actor_rollout_ref.actor.router_replay.mode": "disabled", "reward_manager.name": "naive",
+        "reward_model.model.external_lib": "${actor_rollout_ref.model.external_lib}", "data.tool_config_path": None,
+    }  # fmt: skip
+    assert translate({"algorithm.adv_estimator": "grpo", **given}).lost == []
+
+
+@pytest.mark.parametrize("key", [
+    "data.apply_chat_template_kwargs.enable_thinking", "actor_rollout_ref.model.override_config.tie_word_embeddings",
+])  # fmt: skip
+def test_a_value_that_is_false_may_be_lost_too(key):
+    assert [line.partition("=")[0] for line in translate({"algorithm.adv_estimator": "grpo", key: False}).lost] == [key]
+
+
+def test_columns_of_images_are_lost_where_the_command_line_names_them(tmp_path):
+    key = "data.image_key"
+    (tmp_path / "run.yaml").write_text("algorithm: {adv_estimator: grpo}\ndata: {image_key: images}\n")
+    for words, listed in (
+        ([], False),
+        ([f"{key}=images"], True),
+        ([f"{key}=null"], False),
+        ([f"{key}=pictures"], True),
+    ):
+        found = translate(read_settings([str(tmp_path / "run.yaml"), *words]))
+        lost, moot = ([line for line in lines if line.startswith(key)] for lines in (found.lost, found.moot))
+        assert (len(lost), len(moot)) == (int(listed), int(not listed))
+
+
+@pytest.mark.parametrize("section", ["critic", "actor_rollout_ref.ref", "actor_rollout_ref.actor", "trainer"])
+def test_an_unknown_key_is_lost_in_every_section(section):
+    found = translate({"algorithm.adv_estimator": "gae", f"{section}.unheard_of": 1})
+    assert [line.partition("=")[0] for line in found.lost] == [f"{section}.unheard_of"]
+
+
+def test_the_reference_of_a_fork_keeps_its_weights():
+    found = translate({"algorithm.adv_estimator": "grpo", "actor_rollout_ref.ref.model.path": "other"})
+    assert yaml.safe_load(found.text)["reference"] == {"path": "other"} and found.lost == []
+
+
+def test_prompts_that_are_filtered_by_length_are_never_truncated():
+    given = {"algorithm.adv_estimator": "grpo", "data.truncation": "middle"}
+    assert [line.partition("=")[0] for line in translate(given).lost] == ["data.truncation"]
+    assert translate(given | {"data.filter_overlong_prompts": True}).lost == []
+
+
+def test_a_run_of_another_trainer_with_the_same_name_is_refused():
+    keys = [f"trainer.policy.own_{index}" for index in range(9)]
+    words = ["python3", "-m", "other.main_dapo", *(f"{key}=1" for key in keys), "data.train_files=a.parquet"]
+    with pytest.raises(UserError, match=r"9 of 10 settings are no keys of verl"):
+        translate(read_settings(words))
+    assert (
+        len(translate(read_settings([*words, "actor_rollout_ref.rollout.n=4", "algorithm.adv_estimator=grpo"])).lost)
+        == 10
+    )
 
 
 def test_tools_of_verl_are_the_environment_that_runs_them():

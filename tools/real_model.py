@@ -16,7 +16,6 @@ import argparse
 import importlib.util
 import json
 import random
-import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -100,4 +99,4 @@ def sums(seed: int) -> Iterator[dict[str, object]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -851,9 +851,10 @@ class DataConfig:
     task_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the generator."""
     train_files: list[FilePath] = field(default_factory=list)
-    """Training prompts, JSONL or parquet."""
+    """Training prompts: JSONL or parquet files, or data sets on the Hugging Face hub (`openai/gsm8k`, `hf://...`). Raw
+    rows of the data sets that `mrl data` lists are converted."""
     val_files: list[FilePath] = field(default_factory=list)
-    """Held-out prompts; empty: no evaluation."""
+    """Held-out prompts, named likewise; empty: no evaluation."""
     prompt_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     answer_key: str = "answer"

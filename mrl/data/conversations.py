@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mrl.config.config import DataConfig
-from mrl.data.row_sources import Row
+from mrl.data.public_sets.base import Row
 from mrl.errors import UserError
 
 Messages = list[dict[str, Any]]

@@ -17,7 +17,8 @@ from typing import Any
 from mrl.config.config import DataConfig
 from mrl.config.did_you_mean import did_you_mean
 from mrl.data.conversations import Messages, describe_value, pair_prompt, parse_messages, split_conversation
-from mrl.data.row_sources import Row, RowSource, TaskRows, open_files
+from mrl.data.public_sets.base import Row
+from mrl.data.row_sources import RowSource, TaskRows, open_files
 from mrl.data.shuffle import Shuffle
 from mrl.data.synthetic_tasks import make_task
 from mrl.data.tokenizer import Tokenizer
@@ -226,6 +227,16 @@ class PromptSource:
         return len(self._rows)
 
     @property
+    def fingerprint(self) -> str:
+        """Hash of the content of the rows."""
+        return self._rows.fingerprint
+
+    @property
+    def conversions(self) -> tuple[str, ...]:
+        """Names of the public data sets whose raw rows are converted."""
+        return self._rows.conversions
+
+    @property
     def epoch(self) -> float:
         """Number of passes over the data so far, fractional."""
         return self._position / len(self._rows)
@@ -401,7 +412,9 @@ def load_validation(data: DataConfig, tokenizer: Tokenizer, *, prompt_length: in
 
 def _rows(data: DataConfig, encoder: PromptEncoder, side: str) -> RowSource:
     if data.task is None:
-        return open_files(data.train_files if side == "train" else data.val_files, f"data.{side}_files", encoder.check)
+        files = data.train_files if side == "train" else data.val_files
+        own_columns = data.prompt_key != "prompt" or data.answer_key not in ("answer", "")
+        return open_files(files, f"data.{side}_files", encoder.check, convert=not own_columns)
     task = make_task(data.task, data.task_kwargs)
     rows = TaskRows(task, data.task, data.task_kwargs, side)
     if len(rows):

@@ -855,6 +855,17 @@ class DataConfig:
     rows of the data sets that `mrl data` lists are converted."""
     val_files: list[FilePath] = field(default_factory=list)
     """Held-out prompts, named likewise; empty: no evaluation."""
+    train_weights: list[float] = field(default_factory=list)
+    """Share of the training prompts that come from each of `train_files`, relative to the others; 0: the file continues
+    the one before it. Each file has epochs of its own. Empty: all rows once per epoch."""
+    train_max_samples: Optional[int] = None
+    """Number of training rows that are used, the same ones for every seed: a random choice with `shuffle`, else the
+    first; null: all."""
+    val_max_samples: Optional[int] = None
+    """Number of held-out rows that are used, chosen likewise."""
+    order_by: Optional[str] = None
+    """Column, such as a difficulty, by whose values each epoch is ordered, smallest first; `shuffle` shuffles rows with
+    equal values. null: no such order."""
     prompt_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     answer_key: str = "answer"

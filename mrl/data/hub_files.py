@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from itertools import chain
 from pathlib import Path
 
 from mrl.config.config import DataConfig
@@ -63,15 +64,23 @@ def resolve_data_files(data: DataConfig, *, download: bool = False) -> DataConfi
         return data
     found = {
         side: [
-            path
+            local_files(f"data.{side}_files", text, side, download=download) if is_hub_location(text) else [text]
             for text in getattr(data, f"{side}_files")
-            for path in (
-                local_files(f"data.{side}_files", text, side, download=download) if is_hub_location(text) else [text]
-            )
         ]
         for side in SPLITS
     }
-    return replace(data, train_files=found["train"], val_files=found["val"])
+    data = replace(data, train_weights=_weights_of_parts(data, [len(paths) for paths in found["train"]]))
+    return replace(
+        data, train_files=[*chain.from_iterable(found["train"])], val_files=[*chain.from_iterable(found["val"])]
+    )
+
+
+def _weights_of_parts(data: DataConfig, counts: Sequence[int]) -> list[float]:
+    """Returns `train_weights` with a 0 for each further file of an entry of `train_files`."""
+    if len(data.train_weights) != len(counts):
+        return data.train_weights  # none, or a wrong number, which the validation reports
+    pairs = zip(data.train_weights, counts, strict=True)
+    return [*chain.from_iterable((weight, *[0.0] * (count - 1)) for weight, count in pairs)]
 
 
 def is_local(key: str, text: str) -> bool:

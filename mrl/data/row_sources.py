@@ -21,6 +21,7 @@ from mrl.config.did_you_mean import did_you_mean_path
 from mrl.config.user_code import label
 from mrl.data.parquet_values import columns_with_gaps, float_reader, kinds_of_gaps
 from mrl.data.public_sets.base import Row, UnusableRowError, find, recognize
+from mrl.data.shuffle import Shuffle
 from mrl.data.synthetic_tasks import Task
 from mrl.errors import UserError, first_line
 
@@ -249,6 +250,11 @@ class ChainedRows(RowSource):
     def __len__(self) -> int:
         return self._starts[-1]
 
+    @property
+    def sizes(self) -> list[int]:
+        """Number of rows of each part."""
+        return [len(part) for part in self._parts]
+
     def _find(self, index: int) -> tuple[RowSource, int]:
         part = bisect_right(self._starts, index) - 1
         return self._parts[part], index - self._starts[part]
@@ -267,6 +273,43 @@ class ChainedRows(RowSource):
         """Returns the data set name as the row's own source reports it."""
         part, inner = self._find(index)
         return part.data_source(inner)
+
+
+class ChosenRows(RowSource):
+    """Some rows of another source, in its order."""
+
+    def __init__(self, rows: RowSource, count: int, *, shuffle: bool) -> None:
+        """Chooses the rows.
+
+        Args:
+            rows: Source of the rows.
+            count: Number of rows to choose, below the number of rows.
+            shuffle: True for a random choice that depends on the numbers alone; False for the first rows.
+        """
+        permutation = Shuffle(len(rows), 0) if shuffle else range(count).__getitem__
+        self._rows = rows
+        self._indices = array("q", sorted(permutation(index) for index in range(count)))
+        self.fingerprint = f"{rows.fingerprint}[{count}{' random' if shuffle else ''}]"
+
+    @property
+    def conversions(self) -> tuple[str, ...]:
+        """The names that the source reports."""
+        return self._rows.conversions
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def row(self, index: int) -> Row:
+        """Returns a chosen row."""
+        return self._rows.row(self._indices[index])
+
+    def source(self, index: int) -> str:
+        """Returns the row's origin as its own source reports it."""
+        return self._rows.source(self._indices[index])
+
+    def data_source(self, index: int) -> str:
+        """Returns the data set name as the row's own source reports it."""
+        return self._rows.data_source(self._indices[index])
 
 
 class ConvertedRows(RowSource):

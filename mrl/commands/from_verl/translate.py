@@ -134,6 +134,8 @@ def _data(verl: VerlRun) -> Iterator[Pair]:
     for side in ("train", "val"):
         files = verl[f"data.{side}_files"]
         yield f"data.{side}_files", files if isinstance(files, list) else [files] if files else []
+        most = verl[f"data.{side}_max_samples"]
+        yield f"data.{side}_max_samples", most if most is not None and most > 0 else None
     yield "data.prompt_key", verl["data.prompt_key"]
     source = verl["data.reward_fn_key"]
     yield "data.source_key", None if source == "data_source" else source

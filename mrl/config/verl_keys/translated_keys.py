@@ -49,6 +49,8 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     "data.max_prompt_length": ("rollout.prompt_length", 512, ""),
     "data.max_response_length": ("rollout.response_length", 512, ""),
     "data.shuffle": ("data.shuffle", True, ""),
+    "data.train_max_samples": ("data.train_max_samples", -1, "-1 is `null`; the rows do not depend on the seed"),
+    "data.val_max_samples": ("data.val_max_samples", -1, "likewise"),
     "data.seed": ("run.seed", None, ""),
     "data.filter_overlong_prompts": ("data.overlong_prompts", False, "`True` is `drop`"),
     "data.truncation": ("data.overlong_prompts", "error", "`left` is `truncate_left`; other values are not supported"),
@@ -282,8 +284,6 @@ MISSING: dict[str, str] = {
     **{f"{ROLLOUT}{name}": why for name, why in verl_rollout.ABSENT.items()},
     f"{ROLLOUT}multi_turn.interaction_config_path": "write the interaction as an environment, "
     "`rollout.agent.environment`",
-    "data.train_max_samples": "cut the file",
-    "data.val_max_samples": "cut the file",
     "data.trust_remote_code": "no code of a tokenizer folder is run",
     "data.custom_cls.*": "rows come from files, or from your own class, `data.task`",
     "data.datagen.*": "rows come from files, or from your own class, `data.task`",

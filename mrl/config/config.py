@@ -146,10 +146,15 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of the schedule."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after warm-up, over all of the model's optimizer steps."""
+    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Shape after warm-up, over all of the model's optimizer steps. wsd: constant, then linear to `min_lr`
+    (warm-up, stable, decay)."""
+    lr_decay_frac: float = 0.1
+    """Fraction of the optimizer steps in which wsd decays, at the end, (0, 1]."""
     lr_warmup_steps: int = 0
     """Optimizer steps of linear warm-up from 0."""
+    lr_warmup_frac: float = 0.0
+    """The same as a fraction of the optimizer steps, rounded down, [0, 1]; only without `lr_warmup_steps`."""
     weight_decay: float = 0.0
     """Decoupled weight decay (AdamW); not applied to norms and biases."""
     adam_beta1: float = 0.9
@@ -947,6 +952,12 @@ class ObserveConfig:
     """Write TensorBoard event files into the run folder."""
     wandb_project: Optional[str] = None
     """Weights & Biases project; null: off."""
+    wandb_name: Optional[str] = None
+    """Name of the W&B run; null: the name of the run folder."""
+    wandb_group: Optional[str] = None
+    """W&B group, such as the runs of one experiment with several seeds."""
+    wandb_tags: list[str] = field(default_factory=list)
+    """W&B tags."""
     loggers: list[LoggerConfig] = field(default_factory=list)
     """Further loggers."""
     report: bool = True

@@ -169,8 +169,6 @@ def test_more_samples_than_rows_are_all_rows(files, tokenizer):
 @pytest.mark.parametrize(
     ("data", "key"),
     [
-        ({"train_max_samples": 0}, "data.train_max_samples"),
-        ({"val_max_samples": -1}, "data.val_max_samples"),
         ({"train_weights": [1, 1]}, "data.train_weights"),
         ({"train_weights": [0, 1, 1]}, "data.train_weights"),
         ({"train_weights": [1, -1, 1]}, "data.train_weights"),

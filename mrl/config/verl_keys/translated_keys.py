@@ -74,7 +74,7 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     f"{ACTOR}optim.min_lr_ratio": ("actor.min_lr", 0.0, "times the rate"),
     f"{ACTOR}optim.lr_warmup_steps": ("actor.lr_warmup_steps", -1, "below 0: by the ratio"),
     f"{ACTOR}optim.lr_warmup_steps_ratio": (
-        "actor.lr_warmup_steps", 0.0, "times `trainer.total_training_steps`, where that is given"),
+        "actor.lr_warmup_frac", 0.0, "with `trainer.total_training_steps`, `actor.lr_warmup_steps`"),
     f"{ACTOR}optim.lr_decay_style": ("actor.lr_schedule", "constant", "`constant`, `linear` or `cosine`"),
     f"{ACTOR}optim.lr_scheduler_type": ("actor.lr_schedule", "constant", "FSDP's"),
     f"{ACTOR}clip_ratio_low": ("algorithm.clip_low", 0.2, ""),

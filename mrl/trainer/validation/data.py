@@ -34,10 +34,6 @@ def data_rules(config: Config) -> Iterator[str]:
 
 def _order_rules(data: DataConfig) -> Iterator[str]:
     """Yields a message for each broken rule about the choice and the order of rows."""
-    for key in ("train_max_samples", "val_max_samples"):
-        most = getattr(data, key)
-        if most is not None and most < 1:
-            yield f"data.{key} is {most}, expected a number of rows from 1, or null for all."
     weights = data.train_weights
     if not weights:
         return

@@ -303,7 +303,13 @@ def _data(arguments: argparse.Namespace) -> None:
         print(describe_sets(), flush=True)
         return
     options = DataOptions(
-        arguments.name, arguments.output, arguments.train, arguments.val, arguments.max_train, arguments.max_val
+        arguments.name,
+        arguments.output,
+        arguments.train,
+        arguments.val,
+        arguments.max_train,
+        arguments.max_val,
+        arguments.force,
     )
     written, lines = prepare(options)
     for one in written.values():
@@ -469,7 +475,11 @@ def _from_verl_options(parser: argparse.ArgumentParser) -> None:
 
 def _data_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="data set; without it they are listed")
-    parser.add_argument("-o", "--output", type=_path, metavar="FOLDER", help="folder to write to; default: data/NAME")
+    parser.add_argument(
+        "-o", "--out", "--output", dest="output", type=_path, metavar="FOLDER",
+        help="folder to write to; default: data/NAME",
+    )  # fmt: skip
+    parser.add_argument("--force", action="store_true", help="replace existing files with other content")
     for side, what in (("train", "training"), ("val", "held-out")):
         parser.add_argument(
             f"--{side}", metavar="FILE", nargs="+", default=[],

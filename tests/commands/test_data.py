@@ -72,6 +72,19 @@ def test_rows_at_the_end_are_held_out_where_the_set_has_no_such_files(folder):
     assert targets == {"train": list(range(55, 60)), "val": list(range(91, 95))}
 
 
+def test_other_content_is_replaced_only_by_force(folder, capsys):
+    write(folder / "a.jsonl", [public_rows.gsm8k(1)])
+    write(folder / "b.jsonl", [public_rows.gsm8k(2)])
+    for _ in range(2):
+        run("gsm8k", "--train", "a.jsonl", "--out", "out")
+    run("gsm8k", "--train", "b.jsonl", "--out", "out", status=2)
+    assert "--force" in capsys.readouterr().err
+    assert [row["answer"] for row in rows(folder / "out" / "train.jsonl")] == ["1001"]
+    run("gsm8k", "--train", "b.jsonl", "--out", "out", "--force")
+    assert [row["answer"] for row in rows(folder / "out" / "train.jsonl")] == ["1002"]
+    assert [path.name for path in (folder / "out").iterdir()] == ["train.jsonl"]
+
+
 def test_the_prompts_of_dapo_are_kept_once(folder):
     write(folder / "a.parquet", [public_rows.dapo_math_17k(number) for number in (1, 2) * 3])
     run("dapo-math-17k", "--train", "a.parquet")

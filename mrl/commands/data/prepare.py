@@ -6,6 +6,7 @@ training rows. Files are written in one pass and replaced atomically. Imports no
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 from collections import Counter
@@ -39,6 +40,7 @@ class DataOptions:
         val: Raw held-out files, likewise.
         max_train: Training rows that are written at most; None: all.
         max_val: Held-out rows that are written at most; None: all.
+        force: Replace files with other content.
     """
 
     name: str
@@ -47,6 +49,7 @@ class DataOptions:
     val: Sequence[str] = ()
     max_train: int | None = None
     max_val: int | None = None
+    force: bool = False
 
 
 @dataclass
@@ -92,7 +95,7 @@ def prepare(options: DataOptions) -> tuple[dict[str, Written], str]:
             if side in sides:
                 done = Written(folder / f"{side}.jsonl")
                 rows = _converted(found, sides[side], done.dropped, held_out, keeps=side == "val")
-                done.num_rows = _write(done.path, islice(rows, most))
+                done.num_rows = _write(done.path, islice(rows, most), force=options.force)
                 _check_rows(done, options.name, sides[side][0].rows)
                 written[side] = done
         sync_folder(folder)
@@ -216,8 +219,12 @@ def _question(row: Row) -> str:
     return " ".join(" ".join(texts).split())
 
 
-def _write(path: Path, rows: Iterator[Row]) -> int:
-    """Writes rows as JSONL, replaces the file at the end, and returns their number."""
+def _write(path: Path, rows: Iterator[Row], *, force: bool) -> int:
+    """Writes rows as JSONL, replaces the file at the end, and returns their number.
+
+    Raises:
+        UserError: The file exists with other content, and `force` is False.
+    """
     fresh = path.with_name(f".{path.name}.{os.getpid()}.writing")
     count = 0
     try:
@@ -227,6 +234,11 @@ def _write(path: Path, rows: Iterator[Row]) -> int:
                 count += 1
             file.flush()
             os.fsync(file.fileno())
+        if count and path.exists() and not force and not filecmp.cmp(fresh, path, shallow=False):
+            raise UserError(
+                f"'{path}' exists with other content, on which a run may have trained. Choose another folder with "
+                "--out, or add --force to replace it."
+            )
         if count:
             fresh.replace(path)
     finally:

@@ -118,6 +118,8 @@ ROWS = {
     "actor.min_lr": row("actor.min_lr=0.001", given=("actor.lr_schedule=linear",)),
     "actor.lr_schedule": row("actor.lr_schedule=linear"),
     "actor.lr_warmup_steps": row("actor.lr_warmup_steps=2"),
+    "actor.lr_warmup_frac": row("actor.lr_warmup_frac=1.0"),
+    "actor.lr_decay_frac": row("actor.lr_decay_frac=1.0", given=("actor.lr_schedule=wsd",)),
     "actor.weight_decay": row("actor.weight_decay=0.5"),
     **{f"actor.adam_beta{i}": row(f"actor.adam_beta{i}=0.5", given=("actor.ppo_epochs=2",)) for i in (1, 2)},
     "actor.adam_eps": row("actor.adam_eps=0.1"),
@@ -151,6 +153,8 @@ ROWS = {
     "critic.min_lr": row("critic.min_lr=0.000001", given=(*PPO, "critic.lr_schedule=linear")),
     "critic.lr_schedule": row("critic.lr_schedule=linear", given=PPO),
     "critic.lr_warmup_steps": row("critic.lr_warmup_steps=2", given=PPO),
+    "critic.lr_warmup_frac": row("critic.lr_warmup_frac=1.0", given=PPO),
+    "critic.lr_decay_frac": row("critic.lr_decay_frac=1.0", given=(*PPO, "critic.lr_schedule=wsd")),
     "critic.weight_decay": row("critic.weight_decay=0.5", given=(*PPO, "critic.lr=0.1")),
     **{f"critic.adam_beta{i}": row(f"critic.adam_beta{i}=0.5", given=(*PPO, "critic.ppo_epochs=2")) for i in (1, 2)},
     "critic.adam_eps": row("critic.adam_eps=0.1", given=PPO),
@@ -346,6 +350,10 @@ ELSEWHERE = {
     "reward.max_failed_frac": ("rewards/test_scorer.py", "needs a function that fails"),
     "reward.cache_mb": ("rewards/test_cache.py", "saves work and changes no number"),
     "reward.memory_limit_mb": ("rewards/test_scorer.py", "needs a function that takes too much"),
+    **{
+        f"observe.wandb_{name}": ("observability/loggers/test_wandb.py", "needs the extra package")
+        for name in ("name", "group", "tags")
+    },
     "observe.wandb_project": ("observability/loggers/test_wandb.py", "needs the extra package"),
     "observe.loggers": ("observability/test_run_log.py", "needs a class of the user's"),
     "observe.callbacks": ("e2e/test_objects.py", "needs a class of the user's"),

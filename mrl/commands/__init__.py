@@ -1,1 +1,1 @@
-"""The command line, and one folder for each larger subcommand: convert, doctor, from-verl, plan, rehearse, serve."""
+"""The command line, and a folder per larger subcommand: convert, data, doctor, from-verl, plan, rehearse, serve."""

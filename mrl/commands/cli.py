@@ -314,6 +314,30 @@ def _from_verl(arguments: argparse.Namespace) -> int:
     return 2 if found.lost and not lossy else 0
 
 
+def _data(arguments: argparse.Namespace) -> None:
+    from mrl.commands.data.prepare import DataOptions, describe_sets, prepare
+
+    if arguments.name is None:
+        print(describe_sets(), flush=True)
+        return
+    options = DataOptions(
+        arguments.name,
+        arguments.output,
+        arguments.train,
+        arguments.val,
+        arguments.max_train,
+        arguments.max_val,
+        arguments.force,
+    )
+    written, lines = prepare(options)
+    for one in written.values():
+        print(f"mrl: {printable(str(one))}", file=sys.stderr)
+    if missing := {"train", "val"} - written.keys():
+        print(f"mrl: no {'held-out' if 'val' in missing else 'training'} rows were written", file=sys.stderr)
+    print("mrl: add these lines to your config:", file=sys.stderr, flush=True)
+    print(lines.rstrip(), flush=True)
+
+
 def _report(arguments: argparse.Namespace) -> None:
     from mrl.observability.report import write_report
 
@@ -416,6 +440,7 @@ def _parser() -> argparse.ArgumentParser:
     _launch_options(add("launch", help="start `mrl train` on several ranks or hosts with torchrun, mpirun or sbatch"))
     _doctor_options(add("doctor", help="diagnose this machine, or the network between a job's ranks"))
     _from_verl_options(add("from-verl", help="translate a verl run into a config and list what is not supported"))
+    _data_options(add("data", help="write a public data set as training and held-out files, and its config lines"))
     _report_options(add("report", help="write report.html for a run folder"))
     _convert_options(add("convert", help="convert, compare or describe checkpoints"))
     _configs_options(add("configs", help="list the configs that come with mrl, or print one"))
@@ -532,6 +557,22 @@ def _from_verl_options(parser: argparse.ArgumentParser) -> None:
         help="verl's config file, a shell script that starts verl, or verl's command line",
     )  # fmt: skip
     parser.set_defaults(command=_from_verl)
+
+
+def _data_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", nargs="?", help="data set; without it they are listed")
+    parser.add_argument(
+        "-o", "--out", "--output", dest="output", type=_path, metavar="FOLDER",
+        help="folder to write to; default: data/NAME",
+    )  # fmt: skip
+    parser.add_argument("--force", action="store_true", help="replace existing files with other content")
+    for side, what in (("train", "training"), ("val", "held-out")):
+        parser.add_argument(
+            f"--{side}", metavar="FILE", nargs="+", default=[],
+            help=f"raw {what} files instead of those on the hub: JSONL or parquet, or hf://datasets/OWNER/NAME/PATH",
+        )  # fmt: skip
+        parser.add_argument(f"--max-{side}", type=_positive, metavar="N", help=f"most {what} rows; default: all")
+    parser.set_defaults(command=_data)
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:

@@ -147,10 +147,15 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of the schedule."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after warm-up, over all of the model's optimizer steps."""
+    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Shape after warm-up, over all of the model's optimizer steps. wsd: constant, then linear to `min_lr`
+    (warm-up, stable, decay)."""
+    lr_decay_frac: float = 0.1
+    """Fraction of the optimizer steps in which wsd decays, at the end, (0, 1]."""
     lr_warmup_steps: int = 0
     """Optimizer steps of linear warm-up from 0."""
+    lr_warmup_frac: float = 0.0
+    """The same as a fraction of the optimizer steps, rounded down, [0, 1]; only without `lr_warmup_steps`."""
     weight_decay: float = 0.0
     """Decoupled weight decay (AdamW); not applied to norms and biases."""
     adam_beta1: float = 0.9
@@ -852,9 +857,21 @@ class DataConfig:
     task_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the generator."""
     train_files: list[FilePath] = field(default_factory=list)
-    """Training prompts, JSONL or parquet."""
+    """Training prompts: JSONL or parquet files, or data sets on the Hugging Face hub (`openai/gsm8k`, `hf://...`). Raw
+    rows of the data sets that `mrl data` lists are converted."""
     val_files: list[FilePath] = field(default_factory=list)
-    """Held-out prompts; empty: no evaluation."""
+    """Held-out prompts, named likewise; empty: no evaluation."""
+    train_weights: list[float] = field(default_factory=list)
+    """Share of the training prompts that come from each of `train_files`, relative to the others; 0: the file continues
+    the one before it. Each file has epochs of its own. Empty: all rows once per epoch."""
+    train_max_samples: Optional[int] = None
+    """Number of training rows that are used, the same ones for every seed: a random choice with `shuffle`, else the
+    first; null: all."""
+    val_max_samples: Optional[int] = None
+    """Number of held-out rows that are used, chosen likewise."""
+    order_by: Optional[str] = None
+    """Column, such as a difficulty, by whose values each epoch is ordered, smallest first; `shuffle` shuffles rows with
+    equal values. null: no such order."""
     prompt_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     answer_key: str = "answer"
@@ -946,6 +963,12 @@ class ObserveConfig:
     """Write TensorBoard event files into the run folder."""
     wandb_project: Optional[str] = None
     """Weights & Biases project; null: off."""
+    wandb_name: Optional[str] = None
+    """Name of the W&B run; null: the name of the run folder."""
+    wandb_group: Optional[str] = None
+    """W&B group, such as the runs of one experiment with several seeds."""
+    wandb_tags: list[str] = field(default_factory=list)
+    """W&B tags."""
     loggers: list[LoggerConfig] = field(default_factory=list)
     """Further loggers."""
     callbacks: list[CallbackConfig] = field(default_factory=list)

@@ -6,7 +6,7 @@ from typing import Any
 
 from mrl.config.config import DataConfig
 from mrl.data.media import with_text_content
-from mrl.data.row_sources import Row
+from mrl.data.public_sets.base import Row
 from mrl.errors import UserError
 
 Messages = list[dict[str, Any]]

@@ -1,9 +1,9 @@
 """The prompt stream of a run: turns rows into prompts of token ids, in an order that a resume repeats exactly.
 
 `PromptEncoder` turns one row into a `Prompt`, `PromptSource` is the training stream, and `load_validation` reads the
-held-out prompts. The stream is endless: position p is row `shuffle(p mod N)` of epoch `p div N`, and p is the prompt's
-uid. Its state is one number, and a row is tokenised only when the stream reaches it. Every rank runs the same source
-and sees the same prompts.
+held-out prompts. The stream is endless: `prompt_order.py` gives the row at position p, and p is the prompt's uid. Its
+state is one number, and a row is tokenised only when the stream reaches it. Every rank runs the same source and sees
+the same prompts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from mrl.config.config import DataConfig
 from mrl.config.did_you_mean import did_you_mean
 from mrl.data.conversations import Messages, describe_value, pair_prompt, parse_messages, split_conversation
 from mrl.data.media import refuse_media
-from mrl.data.row_sources import Row, RowSource, TaskRows, open_files
-from mrl.data.shuffle import Shuffle
+from mrl.data.prompt_order import EpochOrder, MixedOrder, PromptOrder, SortedOrder, column_values
+from mrl.data.public_sets.base import Row
+from mrl.data.row_sources import ChainedRows, ChosenRows, RowSource, TaskRows, open_files
 from mrl.data.synthetic_tasks import make_task
 from mrl.data.tokenizer import Tokenizer
 from mrl.errors import UserError
@@ -202,7 +203,9 @@ class PromptEncoder:
 class PromptSource:
     """The endless stream of training prompts. Its state (`state_dict`) is the number of rows used so far."""
 
-    def __init__(self, rows: RowSource, encoder: PromptEncoder, *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, rows: RowSource, encoder: PromptEncoder, *, seed: int, shuffle: bool, order: PromptOrder | None = None
+    ) -> None:
         """Creates the stream at position 0.
 
         Args:
@@ -210,13 +213,14 @@ class PromptSource:
             encoder: Turns rows into prompts.
             seed: Seed of the shuffled order, together with the epoch (`run.seed`).
             shuffle: True to permute the rows; False keeps the order of the files.
+            order: Order of the rows, made with this seed; None for epochs as `shuffle` says.
         """
         self._rows = rows
         self._encoder = encoder
         self._seed = seed
         self._shuffle = shuffle
         self._position = 0
-        self._order: tuple[int, Shuffle] | None = None
+        self._order = order or EpochOrder(len(rows), seed, shuffle=shuffle)
 
     @property
     def position(self) -> int:
@@ -227,6 +231,16 @@ class PromptSource:
     def num_rows(self) -> int:
         """Number of rows in an epoch."""
         return len(self._rows)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the content of the rows."""
+        return self._rows.fingerprint
+
+    @property
+    def conversions(self) -> tuple[str, ...]:
+        """Names of the public data sets whose raw rows are converted."""
+        return self._rows.conversions
 
     @property
     def epoch(self) -> float:
@@ -245,7 +259,7 @@ class PromptSource:
         prompts: list[Prompt] = []
         position, dropped = self._position, 0
         while len(prompts) < num_prompts:
-            index = self._row_at(position)
+            index = self._order.row_at(position)
             rows = self._rows
             prompt = self._encoder.encode(rows.row(index), rows.source(index), position, rows.data_source(index))
             position += 1
@@ -268,7 +282,7 @@ class PromptSource:
         Raises:
             UserError: The row cannot be used.
         """
-        index, rows = self._row_at(uid), self._rows
+        index, rows = self._order.row_at(uid), self._rows
         prompt = self._encoder.encode(rows.row(index), rows.source(index), uid, rows.data_source(index))
         if prompt is None:
             raise UserError(f"{rows.source(index)} is too long now, but was a prompt before: the data changed.")
@@ -317,6 +331,7 @@ class PromptSource:
             "fingerprint": self._rows.fingerprint,
             "shuffle": self._shuffle,
             "seed": self._seed,
+            "order": self._order.describe(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -339,15 +354,13 @@ class PromptSource:
                     f"{key} is {own[name]}, but the checkpoint's prompts were ordered with {state[name]}. Set it back, "
                     "or start a new run.output_dir."
                 )
+        if (order := state.get("order", "")) != own["order"]:
+            raise UserError(
+                f"the order of the prompts is '{own['order'] or 'by epochs'}', but the checkpoint's was "
+                f"'{order or 'by epochs'}'. Set data.train_weights and data.order_by back, or start a new "
+                "run.output_dir."
+            )
         self._position = int(state["position"])
-
-    def _row_at(self, position: int) -> int:
-        epoch, index = divmod(position, len(self._rows))
-        if not self._shuffle:
-            return index
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, Shuffle(len(self._rows), self._seed, epoch))
-        return self._order[1](index)
 
 
 def load_training(
@@ -376,7 +389,8 @@ def load_training(
     rows = _rows(data, encoder, "train")
     if not len(rows):
         raise UserError(f"data.task='{data.task}' makes no training rows.")
-    return PromptSource(rows, encoder, seed=seed, shuffle=data.shuffle)
+    order = _order(data, rows, seed)
+    return PromptSource(rows, encoder, seed=seed, shuffle=data.shuffle, order=order)
 
 
 def load_validation(data: DataConfig, tokenizer: Tokenizer, *, prompt_length: int, tools: Tools = ()) -> list[Prompt]:
@@ -402,9 +416,34 @@ def load_validation(data: DataConfig, tokenizer: Tokenizer, *, prompt_length: in
     return prompts
 
 
+def _order(data: DataConfig, rows: RowSource, seed: int) -> PromptOrder:
+    """Returns the order of the training rows that the config selects."""
+    epochs = EpochOrder(len(rows), seed, shuffle=data.shuffle)
+    if data.order_by is not None:
+        return SortedOrder(column_values(rows, data.order_by), data.order_by, epochs)
+    if not data.train_weights or not isinstance(rows, ChainedRows):
+        return epochs
+    sizes: list[int] = []
+    for size, weight in zip(rows.sizes, data.train_weights, strict=True):
+        if weight:
+            sizes.append(size)
+        else:
+            sizes[-1] += size  # the file continues the one before it
+    return MixedOrder(sizes, [weight for weight in data.train_weights if weight], seed, shuffle=data.shuffle)
+
+
 def _rows(data: DataConfig, encoder: PromptEncoder, side: str) -> RowSource:
+    """Returns the rows of a side, of which `train_max_samples` or `val_max_samples` may choose some."""
+    rows = _all_rows(data, encoder, side)
+    most = data.train_max_samples if side == "train" else data.val_max_samples
+    return rows if most is None or most >= len(rows) else ChosenRows(rows, most, shuffle=data.shuffle)
+
+
+def _all_rows(data: DataConfig, encoder: PromptEncoder, side: str) -> RowSource:
     if data.task is None:
-        return open_files(data.train_files if side == "train" else data.val_files, f"data.{side}_files", encoder.check)
+        files = data.train_files if side == "train" else data.val_files
+        own_columns = data.prompt_key != "prompt" or data.answer_key not in ("answer", "")
+        return open_files(files, f"data.{side}_files", encoder.check, convert=not own_columns)
     task = make_task(data.task, data.task_kwargs)
     rows = TaskRows(task, data.task, data.task_kwargs, side)
     if len(rows):

@@ -20,6 +20,8 @@ from typing import Any
 from mrl.config.did_you_mean import did_you_mean_path
 from mrl.config.user_code import label
 from mrl.data.parquet_values import columns_with_gaps, float_reader, kinds_of_gaps
+from mrl.data.public_sets.base import Row, UnusableRowError, find, recognize
+from mrl.data.shuffle import Shuffle
 from mrl.data.synthetic_tasks import Task
 from mrl.errors import UserError, first_line
 
@@ -28,7 +30,6 @@ PARQUET_CACHE_BYTES = 1 << 30
 decoded once.
 """
 
-Row = dict[str, Any]
 Check = Callable[[Row, str], None]
 """Function of a row and its source that raises UserError where the row cannot be used."""
 
@@ -41,6 +42,11 @@ class RowSource(ABC):
     """
 
     fingerprint: str
+
+    @property
+    def conversions(self) -> tuple[str, ...]:
+        """Names of the public data sets whose raw rows are converted; empty for most sources."""
+        return ()
 
     @abstractmethod
     def __len__(self) -> int:
@@ -236,8 +242,18 @@ class ChainedRows(RowSource):
             self._starts.append(self._starts[-1] + len(part))
         self.fingerprint = "+".join(part.fingerprint for part in parts)
 
+    @property
+    def conversions(self) -> tuple[str, ...]:
+        """The names of all parts, each once."""
+        return tuple(dict.fromkeys(name for part in self._parts for name in part.conversions))
+
     def __len__(self) -> int:
         return self._starts[-1]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of rows of each part."""
+        return [len(part) for part in self._parts]
 
     def _find(self, index: int) -> tuple[RowSource, int]:
         part = bisect_right(self._starts, index) - 1
@@ -259,7 +275,96 @@ class ChainedRows(RowSource):
         return part.data_source(inner)
 
 
-def open_files(files: Sequence[str], key: str, check: Check) -> RowSource:
+class ChosenRows(RowSource):
+    """Some rows of another source, in its order."""
+
+    def __init__(self, rows: RowSource, count: int, *, shuffle: bool) -> None:
+        """Chooses the rows.
+
+        Args:
+            rows: Source of the rows.
+            count: Number of rows to choose, below the number of rows.
+            shuffle: True for a random choice that depends on the numbers alone; False for the first rows.
+        """
+        permutation = Shuffle(len(rows), 0) if shuffle else range(count).__getitem__
+        self._rows = rows
+        self._indices = array("q", sorted(permutation(index) for index in range(count)))
+        self.fingerprint = f"{rows.fingerprint}[{count}{' random' if shuffle else ''}]"
+
+    @property
+    def conversions(self) -> tuple[str, ...]:
+        """The names that the source reports."""
+        return self._rows.conversions
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def row(self, index: int) -> Row:
+        """Returns a chosen row."""
+        return self._rows.row(self._indices[index])
+
+    def source(self, index: int) -> str:
+        """Returns the row's origin as its own source reports it."""
+        return self._rows.source(self._indices[index])
+
+    def data_source(self, index: int) -> str:
+        """Returns the data set name as the row's own source reports it."""
+        return self._rows.data_source(self._indices[index])
+
+
+class ConvertedRows(RowSource):
+    """Rows of a file with the raw rows of public data sets converted to prompts (`public_sets/`).
+
+    Attributes:
+        name: Name of the data set that the first row belongs to; None if that row needs no conversion.
+    """
+
+    def __init__(self, rows: RowSource) -> None:
+        """Wraps a source with at least one row."""
+        self._rows = rows
+        self.name = recognize(rows.row(0))
+        self.fingerprint = rows.fingerprint if self.name is None else f"{rows.fingerprint}:{self.name}"
+
+    @property
+    def conversions(self) -> tuple[str, ...]:
+        """The name of the data set, if any."""
+        return () if self.name is None else (self.name,)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Row:
+        """Returns a row after conversion."""
+        return convert_row(self._rows.row(index), self.source(index))
+
+    def source(self, index: int) -> str:
+        """Returns the row's origin as its file reports it."""
+        return self._rows.source(index)
+
+    def data_source(self, index: int) -> str:
+        """Returns the data set name as the file reports it."""
+        return self._rows.data_source(index)
+
+
+def convert_row(row: Row, source: str) -> Row:
+    """Returns the prompt, answer and further columns of a raw row of a public data set; other rows unchanged.
+
+    Raises:
+        UserError: The row lacks something that its data set needs, such as tests.
+    """
+    name = recognize(row)
+    if name is None:
+        return row
+    try:
+        return find(name).convert(row)
+    except UnusableRowError as error:
+        raise UserError(
+            f"{source}: columns as in the data set {name}, but the row cannot be used: {error}. Remove such rows, or "
+            "set data.prompt_key and data.answer_key to read other columns."
+        ) from error
+
+
+def open_files(files: Sequence[str], key: str, check: Check, *, convert: bool = False) -> RowSource:
     """Opens JSONL (.jsonl, .json) and parquet (.parquet) files as one row source.
 
     Args:
@@ -267,19 +372,24 @@ def open_files(files: Sequence[str], key: str, check: Check) -> RowSource:
         key: Config key of the paths, for error messages.
         check: Validator that is called with every JSONL row, and with one parquet row of each combination of missing
             values.
+        convert: Convert raw rows of public data sets, before they are checked.
 
     Raises:
         UserError: A file is missing, unreadable, of an unknown type, or without rows.
     """
+
+    def checked(row: Row, source: str) -> None:
+        check(convert_row(row, source) if convert else row, source)
+
     parts: list[RowSource] = []
     for name in files:
         suffix = Path(name).suffix
         if suffix not in (".jsonl", ".json", ".parquet"):
             raise UserError(f"{key}: '{name}' ends in '{suffix}', expected .jsonl or .parquet.")
-        part = ParquetRows(name, check) if suffix == ".parquet" else JsonlRows(name, check)
+        part = ParquetRows(name, checked) if suffix == ".parquet" else JsonlRows(name, checked)
         if len(part) == 0:
             raise UserError(f"{key}: '{name}' contains no rows.")
-        parts.append(part)
+        parts.append(ConvertedRows(part) if convert else part)
     return parts[0] if len(parts) == 1 else ChainedRows(parts)
 
 

@@ -5,6 +5,7 @@ Every tensor is made contiguous before it is sent: gloo sends wrong bytes for ot
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,6 +104,13 @@ def all_gather_ragged(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(parts, padded, group=group)
     return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
+
+
+def differing_rank(text: str) -> int | None:
+    """Collective over all ranks: returns the first rank whose text is not rank 0's; None if all are equal."""
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    found = all_gather_ragged(torch.tensor([digest]), world_group()).tolist()
+    return next((rank for rank, value in enumerate(found) if value != found[0]), None)
 
 
 def raise_error_on_all_ranks(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:

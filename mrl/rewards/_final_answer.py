@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from mrl.config.boxed import last_boxed
+
 BOX, TAGS, HASHES, SENTENCE = "box", "tags", "hashes", "sentence"
 
-_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?![\s{])([^\s${}\\.,;]+)")
 _OPEN_BOX = re.compile(r"\\(?:boxed|fbox)\b")
 _TAG = re.compile(r"<(/?)(?:final[_ ]?)?(?:answer|ans)>", re.IGNORECASE)
@@ -63,20 +64,6 @@ def final_answer(text: str) -> MarkedAnswer | None:
     ]
     best = [one for one in announced if _SAYS_SOMETHING.search(one)] or [one for one in announced if one]
     return MarkedAnswer(SENTENCE, best[-1]) if best else None
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Returns the content of the last closed \boxed{...} or \fbox{...}, braces balanced; None if there is none."""
-    open_braces: list[tuple[int, bool]] = []
-    last: tuple[int, int] | None = None
-    for match in _BRACE.finditer(text):
-        if match.group() != "}":
-            open_braces.append((match.end(), len(match.group()) > 1))
-        elif open_braces:
-            first, is_boxed = open_braces.pop()
-            if is_boxed and (last is None or first > last[0]):
-                last = (first, match.start())
-    return None if last is None else text[last[0] : last[1]]
 
 
 def _tagged(text: str) -> str | None:

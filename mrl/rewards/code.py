@@ -3,7 +3,8 @@
 `_code_blocks.py` finds the program in the response. Expected outputs never enter the program's process, so it cannot
 read them. Tests that are Python statements run after the program in its process. A malicious program can deceive them:
 it can return objects that compare equal to everything, or read the statements from their file descriptor. Only tests
-with inputs and outputs are safe against that.
+with inputs and outputs are safe against that. A test may also call a function (`fn_name`): its arguments enter the
+program's process after the program has run, and the returned value is compared outside, as JSON.
 """
 
 from __future__ import annotations
@@ -26,6 +27,24 @@ LIMIT_S = 8.0
 """Default of `limit_s`, which must be below `reward.time_limit_s`."""
 _LEAST_MEMORY_MB = 64
 
+IMPORTS = """from typing import *
+from collections import *
+from itertools import *
+from functools import *
+from heapq import *
+from bisect import *
+from math import *
+import collections, itertools, functools, heapq, bisect, math, string, re, random, sys
+"""
+"""Names that code to complete uses without importing them, as in the harnesses of APPS and LiveCodeBench."""
+
+CALL = """
+_call = getattr(Solution(), {name!r}) if "Solution" in globals() else {name}
+_returned = __import__("json").dumps(_call(*__import__("json").loads({arguments!r})))
+__import__("os").write(1, ("\\n" + {mark!r} + _returned + "\\n").encode())
+"""
+"""Python that calls a function and prints a random mark and its return value as JSON."""
+
 
 @dataclass(frozen=True)
 class Test:
@@ -33,13 +52,17 @@ class Test:
 
     Attributes:
         given: Text of the standard input.
-        expected: Expected output; None if `statements` must pass instead.
+        expected: Expected output, or JSON text of the expected return value; None if `statements` must pass instead.
         statements: Python that runs after the program, such as assertions.
+        function: Function, or method of a class `Solution`, that is called after the program; "" for none.
+        arguments: JSON text of the list of its arguments.
     """
 
     given: str = ""
     expected: str | None = None
     statements: str = ""
+    function: str = ""
+    arguments: str = "[]"
 
 
 def code(
@@ -105,7 +128,8 @@ def parse_tests(given: Any) -> list[Test]:
 
     Args:
         given: Value, or its JSON text: {"inputs": [...], "outputs": [...]} as in APPS and verl's code data (standard
-            input and output); a list of statements as in MBPP; or a text of statements.
+            input and output, or with "fn_name" the arguments and the return value of a function); a list of statements
+            as in MBPP; or a text of statements.
 
     Raises:
         ValueError: The value has none of these formats, or no tests.
@@ -116,10 +140,15 @@ def parse_tests(given: Any) -> list[Test]:
         except ValueError:
             given = [given]
     match given:
-        case {"inputs": [*inputs], "outputs": [*outputs]} if len(inputs) == len(outputs) > 0 and not given.get(
-            "fn_name"
-        ):
-            return [Test(_text(one), _text(other)) for one, other in zip(inputs, outputs, strict=True)]
+        case {"inputs": [*inputs], "outputs": [*outputs]} if len(inputs) == len(outputs) > 0:
+            pairs = list(zip(inputs, outputs, strict=True))
+            if not (name := given.get("fn_name")):
+                return [Test(_text(one), _text(other)) for one, other in pairs]
+            if not isinstance(name, str) or not name.isidentifier() or not all(isinstance(one, list) for one in inputs):
+                raise ValueError(
+                    f"the row's tests call {name!r:.100}, expected a function's name and lists of arguments"
+                )
+            return [Test(expected=json.dumps(other), function=name, arguments=json.dumps(one)) for one, other in pairs]
         case [*statements] if statements and all(isinstance(one, str) and one.strip() for one in statements):
             return [Test(statements=one) for one in statements]
     shown = f"{list(given)}" if isinstance(given, Mapping) else repr(given)
@@ -135,7 +164,9 @@ def _text(lines: Any) -> str:
 
 def _problem(program: str, test: Test, bounds: SandboxLimits, *, allow_unconfined: bool) -> str:
     """Runs a test; returns why it failed, "" if it passed."""
-    mark = "" if test.expected is not None else secrets.token_hex(16)
+    mark = "" if test.expected is not None and not test.function else secrets.token_hex(16)
+    if test.function and "__future__" not in program:
+        program = IMPORTS + program
     with temporary_folder("code") as folder:
         ran = run_python(program, folder, bounds, stdin=test.given, then=_after(test, mark))
     if ran.missing and not allow_unconfined:
@@ -147,6 +178,8 @@ def _problem(program: str, test: Test, bounds: SandboxLimits, *, allow_unconfine
         return ran.problem
     if ran.status != 0:
         return f"it ended with status {ran.status}: {_last_line(ran)}"
+    if test.function:
+        return _call_problem(ran.output.partition(mark)[2].partition("\n")[0], test)
     if test.expected is None:
         return "" if mark in ran.output else "it ended before its tests did"
     return (
@@ -154,8 +187,29 @@ def _problem(program: str, test: Test, bounds: SandboxLimits, *, allow_unconfine
     )
 
 
+def _call_problem(printed: str, test: Test) -> str:
+    """Returns why a returned value is not the expected one, "" if it is.
+
+    A value also equals an expected list that has it as its only element, as in APPS.
+
+    Args:
+        printed: JSON text that the call printed; "" if it did not return.
+        test: Test with a function.
+    """
+    try:
+        value = json.loads(printed)
+    except (ValueError, RecursionError):
+        return f"it ended before {test.function} returned"
+    expected = json.loads(test.expected or "null")
+    if value == expected or (isinstance(expected, list) and len(expected) == 1 and value == expected[0]):
+        return ""
+    return f"{test.function} returned {value!r:.80}, expected {expected!r:.80}"
+
+
 def _after(test: Test, mark: str) -> str:
-    """Returns the test's statements, followed by printing a random mark; "" for a test of the output."""
+    """Returns Python that runs after the program: statements and a random mark, or a call; "" for an output test."""
+    if test.function:
+        return CALL.format(name=test.function, arguments=test.arguments, mark=mark)
     if test.expected is not None:
         return ""
     return f"{test.statements}\n__import__('os').write(1, b'\\n{mark}\\n')\n"

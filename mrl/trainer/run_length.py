@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
-from mrl.config.config import Config, TrainConfig
+from mrl.config.config import Config, OptimizerConfig, TrainConfig
 from mrl.errors import UserError
 
 UNASKED_STEPS = 100
@@ -18,7 +18,22 @@ UNASKED_STEPS = 100
 
 def prompts_of(num_epochs: float, num_rows: int) -> int:
     """Returns the number of rows in `num_epochs` passes, rounded down; exact for decimals: 0.1 of 30 rows is 3."""
-    return int(Fraction(str(num_epochs)) * num_rows)
+    return part_of(num_epochs, num_rows)
+
+
+def part_of(frac: float, total: int) -> int:
+    """Returns a fraction of a number of steps, rounded down; exact for decimals."""
+    return int(Fraction(str(frac)) * total)
+
+
+def warmup_steps(rates: OptimizerConfig, total: int) -> int:
+    """Returns the warm-up in optimizer steps, from `lr_warmup_steps` or `lr_warmup_frac` of `total`."""
+    return rates.lr_warmup_steps or part_of(rates.lr_warmup_frac, total)
+
+
+def decay_steps(rates: OptimizerConfig, total: int) -> int:
+    """Returns the optimizer steps in which the schedule wsd decays, at least 1."""
+    return max(1, part_of(rates.lr_decay_frac, total))
 
 
 def with_num_steps(config: Config, num_rows: int) -> Config:

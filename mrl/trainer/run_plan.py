@@ -15,13 +15,14 @@ from pathlib import Path
 from mrl.algorithms import base as algorithms
 from mrl.algorithms.base import PROXIMAL, Algorithm
 from mrl.checkpoint.formats.hf import HfSource
-from mrl.checkpoint.formats.hub import resolve_hub_models
+from mrl.checkpoint.formats.hub import resolve_hub_models, resolve_hub_names
 from mrl.checkpoint.run_dir.manifest import has_manifest
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.config.config import AlgorithmConfig, Config, DataConfig, ModelConfig
 from mrl.config.registry import check_subclass, find, names
 from mrl.data.assistant_mask import end_token_warning
 from mrl.data.prompts import PromptSource, load_training, load_validation
+from mrl.data.public_sets.base import find as find_set
 from mrl.data.tokenizer import Tokenizer, load_tokenizer
 from mrl.distributed import launch
 from mrl.engines._capabilities import engine_capabilities
@@ -147,7 +148,7 @@ def build_run_plan(config: Config, *, resumes: bool = True) -> RunPlan:
         launch.hide_other_devices()  # before torch enumerates the devices
     device = launch.choose_device(config.run.device)
     check_switches(config, launch.get_env(*SWITCHES))
-    found = check_run(resolve_hub_models(config, download=True), here.world_size, launcher=here.launcher)
+    found = check_run(resolve_hub_names(config, download=True), here.world_size, launcher=here.launcher)
     transformer_engine.check(found.config, found.arch, device)
     check_device(found.config, device)
     if found.needs_engine:
@@ -174,7 +175,7 @@ def check_run(
     """
     if launcher is not None:
         engine_capabilities(config.rollout.name).check_launcher(config.rollout, launcher)
-    config = resolve_hub_models(config)
+    config = resolve_hub_names(config)
     found = resolve(config, world_size)
     _check_engine(config.rollout.name)
     _check_loggers(config, tell)
@@ -203,6 +204,7 @@ def check_run(
             # Prompts are shuffled: if all rows are wrong, name the first row of the file.
             _check_training(config, found, tools, scorer, source.first(len(peeked)))
             raise
+        warnings += _conversion_notes(config, source)
         warnings += scorer.check_rows(validation[:CHECKED_ROWS], "held-out", episodes=episodes)
     # Supervised steps check for missing end tokens row by row.
     samples_chats = not found.algorithm.supervised and any(isinstance(prompt.question, list) for prompt in peeked)
@@ -215,6 +217,17 @@ def check_run(
         tools=tools,
         warnings=[*warnings, *([] if warning is None else [warning])],
     )
+
+
+def _conversion_notes(config: Config, source: PromptSource) -> list[str]:
+    """Returns a line for each public data set whose raw rows are converted, and whether another reward is its own."""
+    notes, functions = [], config.reward.functions
+    for name in source.conversions:
+        reward = find_set(name).reward["name"]
+        first = functions[0].name if functions else None
+        other = "" if first in (None, reward) else f", and its reward is {reward}, not {first} (reward.functions)"
+        notes.append(f"raw rows of {name} are converted as by `mrl data {name}`{other}")
+    return notes
 
 
 def _check_training(
@@ -242,7 +255,7 @@ def resolve(config: Config, world_size: int) -> Resolved:
     algorithm = algorithms.build(config.algorithm, config.rollout)
     if not algorithm.supervised and (corrected := with_async_correction(config)) is not config:
         config, algorithm = corrected, algorithms.build(corrected.algorithm, config.rollout)
-    config = resolve_hub_models(replace(config, algorithm=algorithm.config))
+    config = resolve_hub_names(replace(config, algorithm=algorithm.config))
     arch, tokenizer = load_arch_and_tokenizer(config)
     validate.check(config, arch, world_size, tokenizer.vocab_size, learns_from=algorithm.learns_from)
     grid = build_parallel_layout(config, world_size)

@@ -17,7 +17,7 @@ from mrl.checkpoint.run_dir.checkpoint import CheckpointManager, ResumePoint
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.checkpoint.run_dir.run_lock import MAX_SILENCE_S, acquire_run_lock, current_owner
 from mrl.distributed import launch
-from mrl.distributed.collectives import raise_on_all_ranks
+from mrl.distributed.collectives import differing_rank, raise_on_all_ranks
 from mrl.distributed.watchdog import abort
 from mrl.distributed.watchdog.signals import FAILED
 from mrl.distributed.watchdog.watchdog import MARGIN_S, SAMPLING_S, Watchdog
@@ -63,6 +63,7 @@ def open_trainer(plan: RunPlan, *, log: bool = True, trains: bool = True) -> Ite
             groups = parallel_state.initialize(plan.grid, seed=run.seed, timeout_s=timeout_s, sampling_s=SAMPLING_S)
             check_same_models(plan.config)
             check_same_objects(plan.config)
+            _check_same_data(plan)
             with (
                 disk_errors(),
                 _run_folder(plan, groups.rank, device, watchdog, log=log) as (checkpoints, found, run_log),
@@ -131,6 +132,22 @@ def _run_folder(
             for note in notes:
                 run_log.note(note)
             yield checkpoints, found, run_log
+
+
+def _check_same_data(plan: RunPlan) -> None:
+    """Collective over the job: checks that all ranks read the same training data.
+
+    Raises:
+        UserError: A host's files, or its cache of the hub, have other rows.
+    """
+    other = differing_rank(plan.source.fingerprint)
+    if other is not None:
+        error = UserError(
+            f"rank {other} reads other training data than rank 0 (data.train_files). Copy the same files to every "
+            "host, or name files that all hosts share."
+        )
+        error.on_all_ranks = True
+        raise error
 
 
 def _abort_lost_lock(why: str, watchdog: Watchdog, run: RunDir) -> NoReturn:

@@ -21,7 +21,11 @@ NO_PATHS = {
     "data.source_key": "a column",
     "data.system_prompt": "a text",
     "checkpoint.best_metric": "a metric",
+    "data.order_by": "a column",
     "observe.wandb_project": "a project",
+    "observe.wandb_name": "a name",
+    "observe.wandb_group": "a name",
+    "observe.wandb_tags": "words",
     "distillation.teacher_key": "a column",
     **dict.fromkeys(
         (

@@ -12,6 +12,7 @@ FILES = (
     "data.train_files=[{folder}/rows.jsonl]",
     "data.val_files=[{folder}/rows.jsonl]",
 )
+TWO = (*FILES, "data.train_files=[{folder}/rows.jsonl,{folder}/more.jsonl]")
 PAIRS = (*FILES, "algorithm.name=dpo", "train.minibatch_size=null")
 CHAT = (
     *FILES,
@@ -37,6 +38,10 @@ COLUMNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "data.task_kwargs": (("data.task_kwargs.max_value=3",), (), ""),
     "data.train_files": (("data.train_files=[{folder}/more.jsonl]",), FILES, ""),
     "data.val_files": (("data.val_files=[{folder}/more.jsonl]",), FILES, ""),
+    "data.train_weights": (("data.train_weights=[9,1]",), TWO, ""),
+    "data.train_max_samples": (("data.train_max_samples=1",), FILES, ""),
+    "data.val_max_samples": (("data.val_max_samples=1",), FILES, ""),
+    "data.order_by": (("data.order_by=down",), (*FILES, "data.shuffle=false"), ""),
     "data.prompt_key": (("data.prompt_key=question",), FILES, ""),
     "data.answer_key": (("data.answer_key=other",), FILES, ""),
     "data.response_key": (("data.response_key=other",), FILES, ""),
@@ -61,7 +66,7 @@ def write(folder: Path) -> Path:
         rows = [
             {
                 "prompt": f"<{i}+1>", "question": f"<1+{i}>", "chat": [{"role": "user", "content": f"{i}+1"}],
-                "answer": str(i + 1), "other": str(i), "chosen": str(i + 1), "rejected": str(i + 3),
+                "answer": str(i + 1), "other": str(i), "down": -i, "chosen": str(i + 1), "rejected": str(i + 3),
                 "quotes": [{"role": "user", "content": f"{i}<|im_end|>"}],
             }
             for i in range(first, first + 4)

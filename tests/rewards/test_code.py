@@ -26,6 +26,46 @@ def judged(program, answer=SUMS, **kwargs):
     return code(prompt="", response=f"Here:\n```python\n{program}\n```\nDone.", answer=answer, extra={}, **kwargs)
 
 
+CALLS = json.dumps({"fn_name": "add", "inputs": [[1, 2], [[3], [4]]], "outputs": [3, [[3, 4]]]})
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def add(one, other): return one + other",
+        "class Solution:\n    def add(self, one: List[int], other: List[int]):\n        return one + other",
+        "from __future__ import annotations\ndef add(one, other):\n    print('noise')\n    return one + other",
+        "def add(one, other): return (*one, *other) if isinstance(one, list) else one + other",
+    ],
+)
+def test_a_function_or_a_method_of_solution_is_called(program):
+    assert judged(program, CALLS, test_time_s=20.0, limit_s=60.0) == {"score": 1.0, "passed": 1.0, "problem": ""}
+
+
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        ("def add(one, other): return 3", "test 2 of 2: add returned 3, expected [[3, 4]]"),
+        ("def add(one, other): return {one}", "TypeError"),
+        ("def sub(one, other): return 3", "NameError"),
+        ("import os\ndef add(one, other): os._exit(0)", "it ended before add returned"),
+        (
+            "class Any:\n    def __eq__(self, other): return True\ndef add(one, other): return Any()",
+            "TypeError",
+        ),
+    ],
+)
+def test_a_wrong_function_is_0_and_cannot_claim_equality(program, problem):
+    found = judged(program, CALLS, test_time_s=20.0, limit_s=60.0)
+    assert found["score"] == 0.0 and problem in found["problem"], found
+
+
+@pytest.mark.parametrize("name", ["import os", 3])
+def test_a_function_name_that_is_no_name_is_refused(name):
+    with pytest.raises(ValueError, match="expected a function's name"):
+        parse_tests({"fn_name": name, "inputs": [[1]], "outputs": [1]})
+
+
 RIGHT = ["print(sum(map(int, input().split())))", "import sys\nprint(sum(map(int, sys.stdin.buffer.read().split())))"]
 
 

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from mrl.rewards._final_answer import last_boxed
+from mrl.config.boxed import last_boxed
 from mrl.rewards.math import math
 
 LINEAR_TIME_S = 2.0  # milliseconds when linear; minutes when quadratic

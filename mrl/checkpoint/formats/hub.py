@@ -1,12 +1,11 @@
 """Models named as on the Hugging Face hub, `organisation/name`: their folders in the hub's cache.
 
-It decides which files of a repository a run needs, and lets only one process of a host download them. Cache, endpoint,
-token and offline mode are those of huggingface_hub (HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
+It decides which files of a repository a run needs; `config/hub_cache.py` finds or downloads them. Names of data sets
+are those of `data/hub_files.py`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os.path
 import re
 from dataclasses import replace
@@ -15,13 +14,29 @@ from pathlib import Path
 from mrl.checkpoint.formats.hf import INDEX, SINGLE
 from mrl.config.config import Config
 from mrl.config.did_you_mean import did_you_mean_path
-from mrl.errors import UserError, first_line
+from mrl.config.hub_cache import MissingSnapshotError, cache_folder, find_snapshot
+from mrl.data.hub_files import resolve_data_files
+from mrl.errors import UserError
 from mrl.models.hf_config import TOKENIZER_FILES, read_json
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 TEACHERS = "distillation.teacher_models"
 _WEIGHTS = ("*.safetensors", INDEX)
 _FILES = ("config.json", *TOKENIZER_FILES)
+
+
+def resolve_hub_names(config: Config, *, download: bool = False) -> Config:
+    """Replaces the hub names of models and of data files in a config by local folders and files.
+
+    Args:
+        config: Config as loaded.
+        download: Download what the cache lacks; False: refuse it.
+
+    Raises:
+        UserError: The cache lacks something, and `download` is False or the download failed.
+    """
+    data = resolve_data_files(config.data, download=download)
+    return resolve_hub_models(replace(config, data=data), download=download)
 
 
 def resolve_hub_models(config: Config, *, download: bool = False) -> Config:
@@ -85,20 +100,15 @@ def check_same_models(config: Config) -> None:
     Raises:
         UserError: The ranks' folders, which the hub's cache names after the revision, differ.
     """
-    import torch
-
-    from mrl.distributed.collectives import all_gather_ragged, world_group
+    from mrl.distributed.collectives import differing_rank
 
     paths = [config.model.path, config.model.tokenizer, config.reference.path, config.critic.path]
     paths.append(config.reward.model.path)
     paths += [teacher.model_path for teacher in config.distillation.teacher_models]
-    folders = [Path(path).name for path in paths if path]
-    digest = int.from_bytes(hashlib.sha256("\n".join(folders).encode()).digest()[:7], "big")
-    found = all_gather_ragged(torch.tensor([digest]), world_group()).tolist()
-    other = [rank for rank, value in enumerate(found) if value != found[0]]
-    if other:
+    other = differing_rank("\n".join(Path(path).name for path in paths if path))
+    if other is not None:
         error = UserError(
-            f"rank {other[0]} has another revision of a model from the Hugging Face hub than rank 0 (model.path, "
+            f"rank {other} has another revision of a model from the Hugging Face hub than rank 0 (model.path, "
             "model.tokenizer, reference.path, critic.path, reward.model.path or a teacher's). Download it again on "
             "every host, or give a folder that all hosts share."
         )
@@ -107,41 +117,16 @@ def check_same_models(config: Config) -> None:
 
 
 def _resolve(key: str, name: str, *, weights: bool, download: bool) -> Path:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.utils import WeakFileLock
+    def is_complete(folder: Path) -> bool:
+        return _is_complete(folder, weights=weights)
 
-    if not download:
-        cached = _cached(name, weights=weights)
-        if cached is None:
-            raise _not_found_error(key, name, "it is missing or incomplete in the cache")
-        return cached
     try:
-        lock = Path(constants.HF_HUB_CACHE) / ".locks" / f"mrl--{name.replace('/', '--')}.lock"
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(lock):  # later processes find what the first one has downloaded
-            folder = _cached(name, weights=weights)
-            if folder is None:
-                folder = Path(snapshot_download(name, allow_patterns=_patterns(weights=weights)))
-    except Exception as error:  # the hub's client raises many kinds: its own, its HTTP library's, the disk's
-        raise _not_found_error(key, name, f"its download failed: {first_line(error)[:300].rstrip('.')}") from error
-    if not _is_complete(folder, weights=weights):
+        folder = find_snapshot(name, [*_FILES, *(_WEIGHTS if weights else ())], is_complete, download=download)
+    except MissingSnapshotError as error:
+        raise _not_found_error(key, name, str(error)) from error
+    if not is_complete(folder):
         raise _not_found_error(key, name, f"it has no {'config.json or safetensors' if weights else 'tokenizer'}")
     return folder
-
-
-def _patterns(*, weights: bool) -> list[str]:
-    return [*_FILES, *(_WEIGHTS if weights else ())]
-
-
-def _cached(name: str, *, weights: bool) -> Path | None:
-    """Returns the newest cached snapshot if it has all files, else None."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=_patterns(weights=weights), local_files_only=True))
-    except Exception:  # noqa: BLE001 -- as in `_resolve`; a download reports problems of the cache
-        return None
-    return folder if _is_complete(folder, weights=weights) else None
 
 
 def _is_complete(folder: Path, *, weights: bool) -> bool:
@@ -158,10 +143,8 @@ def _has_all_parts(folder: Path) -> bool:
 
 
 def _not_found_error(key: str, name: str, reason: str) -> UserError:
-    from huggingface_hub import constants
-
     return UserError(
         f"{key}: the folder '{name}' does not exist.{did_you_mean_path(name)} As a name on the Hugging Face hub, "
         f"{reason}. Run `hf download {name}` where the hub can be reached, with this cache "
-        f"({constants.HF_HUB_CACHE}; HF_HUB_CACHE selects another one), or give a local folder with the model."
+        f"({cache_folder()}; HF_HUB_CACHE selects another one), or give a local folder with the model."
     )

@@ -70,6 +70,8 @@ class SftRun:
         own = self._own
         files = verl["data.train_files"]
         yield "data.train_files", files if isinstance(files, list) else [files]
+        most = verl["data.train_max_samples"]
+        yield "data.train_max_samples", most if most is not None and most > 0 else None
         if verl.given.get("data.val_files"):
             verl.notes["data.val_files"] = "verl measures the loss on its rows; mrl would score sampled responses"
         if self.has_turns:

@@ -157,6 +157,8 @@ def _data(verl: VerlRun) -> Iterator[Pair]:
     for side in ("train", "val"):
         files = verl[f"data.{side}_files"]
         yield f"data.{side}_files", files if isinstance(files, list) else [files] if files else []
+        most = verl[f"data.{side}_max_samples"]
+        yield f"data.{side}_max_samples", most if most is not None and most > 0 else None
     yield "data.prompt_key", verl["data.prompt_key"]
     source = verl["data.reward_fn_key"]
     yield "data.source_key", None if source == "data_source" else source
@@ -193,6 +195,7 @@ def _actor(verl: VerlRun) -> Iterator[Pair]:
         least = verl[f"{ACTOR}optim.min_lr"] if verl.megatron else rate * (verl[f"{ACTOR}optim.min_lr_ratio"] or 0.0)
         yield "actor.min_lr", least
     yield "actor.lr_warmup_steps", _warmup(verl)
+    yield "actor.lr_warmup_frac", _warmup_frac(verl)
     yield "actor.ppo_epochs", verl[f"{ACTOR}ppo_epochs"]
     yield "actor.max_tokens_per_microbatch", _microbatch(verl)
     yield "actor.use_prefix_grouper", verl.given.get(f"{ACTOR}use_prefix_grouper")
@@ -266,16 +269,15 @@ def _warmup(verl: VerlRun, section: str = ACTOR, epochs: int | None = None) -> i
     """Returns the warm-up in optimizer steps; verl counts training steps."""
     steps, ratio = verl[f"{section}optim.lr_warmup_steps"], verl[f"{section}optim.lr_warmup_steps_ratio"]
     if not steps or steps < 0:
-        total = num_steps(verl)
-        if ratio and not total:
-            to = MAPS[f"{section}optim.lr_warmup_steps"][0]
-            verl.notes[f"{section}optim.lr_warmup_steps_ratio"] = (
-                f"the number of training steps is not set, so the ratio has no value: set {to} to a number of "
-                "optimizer steps"
-            )
-        steps = int((ratio or 0.0) * (total or 0))
+        steps = int((ratio or 0.0) * (num_steps(verl) or 0))
     minibatches = max(1, batch_size(verl) // max(1, verl[f"{ACTOR}ppo_mini_batch_size"]))
     return int(steps) * int(minibatches) * int(epochs or verl[f"{ACTOR}ppo_epochs"])
+
+
+def _warmup_frac(verl: VerlRun, section: str = ACTOR) -> float:
+    """Returns verl's warm-up ratio where the number of training steps is not set; else `_warmup` has the steps."""
+    steps, ratio = verl[f"{section}optim.lr_warmup_steps"], verl[f"{section}optim.lr_warmup_steps_ratio"]
+    return 0.0 if (steps and steps > 0) or num_steps(verl) else float(ratio or 0.0)
 
 
 def _microbatch(verl: VerlRun) -> int:
@@ -308,6 +310,7 @@ def _task(verl: VerlRun) -> Iterator[Pair]:
     yield from objective(verl)
     if verl["algorithm.adv_estimator"] == "gae":
         yield from critic(verl, partial(_warmup, verl))
+        yield "critic.lr_warmup_frac", _warmup_frac(verl, "critic.")
     yield "algorithm.entropy_coef", verl[f"{ACTOR}entropy_coeff"]
     yield from _kl(verl)
     if verl["algorithm.filter_groups.enable"]:

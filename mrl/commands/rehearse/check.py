@@ -6,7 +6,7 @@ and ranks. Missing files that exist only on the cluster get a hint.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mrl.commands.plan.fit import check_fits, device_of
 from mrl.commands.plan.memory import memory_by_stage
@@ -75,4 +75,5 @@ def check_real_run(
     report.warnings += found.warnings
     prompts = [*found.first_prompts, *found.validation[:NUM_VAL]]
     longest = max(len(prompt.prompt_ids) for prompt in prompts)
+    config = replace(config, data=found.config.data)  # local files, where the config has names on the hub
     return RealRun(config, found, longest, f"{format_count(size.ranks, 'rank')} ({size.why})")

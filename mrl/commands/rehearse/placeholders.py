@@ -16,6 +16,7 @@ from mrl.checkpoint.formats.hub import resolve_model_path
 from mrl.commands.rehearse.engine import DEFAULT_ENGINE
 from mrl.config.config import Config, DataConfig, RewardFunctionConfig, RewardModelConfig
 from mrl.config.paths import CHAR_PREFIX
+from mrl.data.hub_files import is_local
 from mrl.errors import UserError
 from mrl.models.presets import PRESETS
 
@@ -49,7 +50,7 @@ def _missing(config: Config) -> Iterator[tuple[str, str]]:
         if teacher.model_path is not None and not _exists(key, teacher.model_path):
             yield key, teacher.model_path
     for key, files in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
-        yield from ((key, file) for file in files if not os.path.isfile(file))
+        yield from ((key, file) for file in files if not is_local(key, file))
 
 
 def _exists(key: str, folder: str) -> bool:

@@ -22,6 +22,7 @@ from mrl.config.config import (
     DistillationConfig,
     LearnsFrom,
     ModelConfig,
+    OptimizerConfig,
     ParallelConfig,
     RewardConfig,
     RewardFunctionConfig,
@@ -34,7 +35,7 @@ from mrl.models.base import ArchSpec
 from mrl.models.hf_config import family_of
 from mrl.models.presets import PRESETS
 from mrl.parallel_layout import ParallelLayout
-from mrl.trainer.run_length import minibatches_per_step, optimizer_steps
+from mrl.trainer.run_length import decay_steps, minibatches_per_step, optimizer_steps, warmup_steps
 from mrl.trainer.run_plan import Resolved
 from mrl.trainer.validation import validate
 from mrl.trainer.validation.critic import critic_config
@@ -141,7 +142,15 @@ def shrunk_config(config: Config, plan: Resolved, sizes: Sizes, folder: Path) ->
         reward=_reward(config.reward, folder, samples=not plan.algorithm.supervised),
         data=_data(config, rollout, imitates=plan.algorithm.supervised or config.train.warm_start.num_steps > 0),
         checkpoint=replace(config.checkpoint, interval=min(config.checkpoint.interval, 1)),
-        observe=replace(observe, console="plain", wandb_project=None, num_samples=min(observe.num_samples, 2)),
+        observe=replace(
+            observe,
+            console="plain",
+            num_samples=min(observe.num_samples, 2),
+            wandb_project=None,
+            wandb_name=None,
+            wandb_group=None,
+            wandb_tags=[],
+        ),
     )
     return with_steps(shrunk, 1)
 
@@ -186,13 +195,20 @@ def with_steps(config: Config, num_steps: int) -> Config:
     alone = min(config.train.critic_warmup, num_steps - 1)
     train = replace(config.train, num_steps=num_steps, num_epochs=None, critic_warmup=alone)
     changed = replace(config, train=train)
-    warmup = min(config.actor.lr_warmup_steps, (optimizer_steps(changed) or 1) - 1)
-    of_critic = min(config.critic.lr_warmup_steps, (optimizer_steps(critic_config(changed)) or 1) - 1)
+    totals = [optimizer_steps(one) or 1 for one in (changed, critic_config(changed))]
     return replace(
         changed,
-        actor=replace(config.actor, lr_warmup_steps=warmup),
-        critic=replace(config.critic, lr_warmup_steps=of_critic),
+        actor=replace(config.actor, **_warmup(config.actor, totals[0])),
+        critic=replace(config.critic, **_warmup(config.critic, totals[1])),
     )
+
+
+def _warmup(rates: OptimizerConfig, total: int) -> dict[str, Any]:
+    """Returns the fields of a warm-up that leaves room for the schedule in `total` optimizer steps."""
+    most = total - (decay_steps(rates, total) if rates.lr_schedule == "wsd" else 1)
+    if warmup_steps(rates, total) <= most and not rates.lr_warmup_steps:
+        return {}
+    return {"lr_warmup_steps": min(rates.lr_warmup_steps, most), "lr_warmup_frac": 0.0}
 
 
 def other_layout(

@@ -67,6 +67,8 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     "data.max_prompt_length": ("rollout.prompt_length", 512, ""),
     "data.max_response_length": ("rollout.response_length", 512, ""),
     "data.shuffle": ("data.shuffle", True, ""),
+    "data.train_max_samples": ("data.train_max_samples", -1, "-1 is `null`; the rows do not depend on the seed"),
+    "data.val_max_samples": ("data.val_max_samples", -1, "likewise"),
     "data.seed": ("run.seed", None, ""),
     "data.filter_overlong_prompts": ("data.overlong_prompts", False, "`True` is `drop`"),
     "data.truncation": ("data.overlong_prompts", "error", "`left` is `truncate_left`; other values are not supported"),
@@ -91,7 +93,7 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     f"{ACTOR}optim.min_lr_ratio": ("actor.min_lr", 0.0, "times the rate"),
     f"{ACTOR}optim.lr_warmup_steps": ("actor.lr_warmup_steps", -1, "below 0: by the ratio"),
     f"{ACTOR}optim.lr_warmup_steps_ratio": (
-        "actor.lr_warmup_steps", 0.0, "times `trainer.total_training_steps`, where that is given"),
+        "actor.lr_warmup_frac", 0.0, "with `trainer.total_training_steps`, `actor.lr_warmup_steps`"),
     f"{ACTOR}optim.lr_decay_style": ("actor.lr_schedule", "constant", "`constant`, `linear` or `cosine`"),
     f"{ACTOR}optim.lr_scheduler_type": ("actor.lr_schedule", "constant", "FSDP's"),
     f"{ACTOR}clip_ratio_low": ("algorithm.clip_low", 0.2, ""),
@@ -324,8 +326,6 @@ MISSING: dict[str, str] = {
     f"{ROLLOUT}multi_turn.interaction_config_path": "write the interaction as an environment, "
     "`rollout.agent.environment`",
     **dict.fromkeys(("data.image_key", "data.video_key", "data.audio_key", "data.mm_*"), NO_MEDIA),
-    "data.train_max_samples": "cut the file",
-    "data.val_max_samples": "cut the file",
     "data.trust_remote_code": "no code of a tokenizer folder is run",
     "data.custom_cls.*": "rows come from files, or from your own class, `data.task`",
     "data.datagen.*": "rows come from files, or from your own class, `data.task`",

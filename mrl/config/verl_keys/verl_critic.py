@@ -18,7 +18,7 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     "optim.min_lr": ("critic.min_lr", 0.0, ""),
     "optim.min_lr_ratio": ("critic.min_lr", 0.0, "times the rate"),
     "optim.lr_warmup_steps": ("critic.lr_warmup_steps", -1, "below 0: by the ratio"),
-    "optim.lr_warmup_steps_ratio": ("critic.lr_warmup_steps", 0.0, "as the actor's"),
+    "optim.lr_warmup_steps_ratio": ("critic.lr_warmup_frac", 0.0, "as the actor's"),
     "optim.lr_decay_style": ("critic.lr_schedule", "constant", "`constant`, `linear` or `cosine`"),
     "optim.lr_scheduler_type": ("critic.lr_schedule", "constant", "FSDP's"),
     "megatron.param_offload": ("critic.param_offload", False, ""),

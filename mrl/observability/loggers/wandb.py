@@ -28,7 +28,9 @@ class WandB(Logger):
         try:
             self._run = wandb.init(
                 project=opening.config.observe.wandb_project,
-                name=opening.run.root.name,
+                name=opening.config.observe.wandb_name or opening.run.root.name,
+                group=opening.config.observe.wandb_group,
+                tags=opening.config.observe.wandb_tags or None,
                 id=run_id,
                 resume="allow",
                 dir=str(opening.run.root),
@@ -62,8 +64,13 @@ class WandB(Logger):
 
 
 def check(config: Config) -> None:
-    """Raises UserError if a project is set and the package `wandb` is not installed."""
+    """Raises UserError for a project without the package `wandb`, and for other W&B fields without a project."""
     project = config.observe.wandb_project
+    others = [name for name in ("wandb_name", "wandb_group", "wandb_tags") if getattr(config.observe, name)]
+    if project is None and others:
+        raise UserError(
+            f"observe.{others[0]} is set, but observe.wandb_project is null, so W&B is off. Set the project."
+        )
     if project is not None and not is_installed("wandb"):
         raise UserError(
             f"observe.wandb_project is '{project}', but the package 'wandb' is not installed. "

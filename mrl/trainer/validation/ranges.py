@@ -44,6 +44,8 @@ RANGES = {
     "actor.lr": "[0, 100]",
     "actor.min_lr": "[0, 100]",
     "actor.lr_warmup_steps": "[0, 1e9]",
+    "actor.lr_warmup_frac": "[0, 1]",
+    "actor.lr_decay_frac": "(0, 1]",
     "actor.weight_decay": "[0, 1000]",
     "actor.adam_beta1": "[0, 1)",
     "actor.adam_beta2": "[0, 1)",
@@ -58,11 +60,16 @@ RANGES = {
     "critic.lr": "[0, 100]",
     "critic.min_lr": "[0, 100]",
     "critic.lr_warmup_steps": "[0, 1e9]",
+    "critic.lr_warmup_frac": "[0, 1]",
+    "critic.lr_decay_frac": "(0, 1]",
     "critic.weight_decay": "[0, 1000]",
     "critic.adam_beta1": "[0, 1)",
     "critic.adam_beta2": "[0, 1)",
     "critic.adam_eps": "[1e-30, 1]",
     "critic.clip_grad": "[0, 1e9]",
+    "data.train_weights": "[0, 1e9]",
+    "data.train_max_samples": "[1, 1e12]",
+    "data.val_max_samples": "[1, 1e12]",
     "reference.update_interval": "[0, 1e9]",
     "distillation.distillation_loss.topk": "[1, 1048576]",
     "distillation.distillation_loss.beta": "(0, 1)",
@@ -132,8 +139,10 @@ FIXED = {
 def range_rules(config: Config) -> Iterator[str]:
     """Yields a message for each number out of its range."""
     for key, allowed in RANGES.items():
-        value = value_at(config, key)
-        if value is not None and not in_range(value, allowed):
+        found = value_at(config, key)
+        for value in [f"{one:g}" for one in found] if isinstance(found, list) else [found]:
+            if value is None or in_range(float(value), allowed):
+                continue
             yield f"{key}={value} is out of range; expected {allowed}."
     for index, function in enumerate(config.reward.functions):
         if not in_range(function.weight, WEIGHTS):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mrl.config.config import Config, OptimizerConfig
 from mrl.parallel_layout import ParallelLayout
-from mrl.trainer.run_length import optimizer_steps
+from mrl.trainer.run_length import decay_steps, optimizer_steps, warmup_steps
 
 MAX_SEQUENCES = 1 << 24
 """Maximum number of sequences in a step: prompts x samples."""
@@ -50,11 +50,26 @@ def rate_rules(section: str, rates: OptimizerConfig, total: int | None) -> Itera
             f"{section}.min_lr is set, but would have no effect because {section}.lr_schedule is constant. Remove it, "
             "or change that."
         )
-    if rates.lr_schedule != "constant" and total is not None and 0 < total <= rates.lr_warmup_steps:
+    if rates.lr_schedule != "wsd" and rates.lr_decay_frac != OptimizerConfig.lr_decay_frac:
         yield (
-            f"{section}.lr_warmup_steps={rates.lr_warmup_steps} leaves none of the run's {total} optimizer steps "
-            f"for {section}.lr_schedule={rates.lr_schedule}. Lower it, or raise train.num_steps."
+            f"{section}.lr_decay_frac={rates.lr_decay_frac} would have no effect because {section}.lr_schedule is "
+            f"{rates.lr_schedule}. Remove it, or set {section}.lr_schedule=wsd."
         )
+    if rates.lr_warmup_steps and rates.lr_warmup_frac:
+        yield (
+            f"{section}.lr_warmup_steps={rates.lr_warmup_steps} and {section}.lr_warmup_frac={rates.lr_warmup_frac} "
+            "are both set. Remove one of them."
+        )
+    if rates.lr_schedule != "constant" and total:
+        key = "lr_warmup_steps" if rates.lr_warmup_steps else "lr_warmup_frac"
+        decay = decay_steps(rates, total) if rates.lr_schedule == "wsd" else 1
+        warmup = warmup_steps(rates, total)
+        if warmup + decay > total:
+            left = "none" if warmup >= total else f"only {total - warmup}"
+            yield (
+                f"{section}.{key}={getattr(rates, key)} leaves {left} of the run's {total} optimizer steps "
+                f"for {section}.lr_schedule={rates.lr_schedule}. Lower it, or raise train.num_steps."
+            )
 
 
 def share_rules(config: Config, grid: ParallelLayout, *, supervised: bool) -> Iterator[str]:

@@ -138,13 +138,6 @@ def test_what_sft_has_no_place_for_is_listed():
 @pytest.mark.parametrize(
     ("program", "words", "key"),
     [
-        ("fsdp_sft_trainer", "model.partial_pretrain=tiny", "optim.warmup_steps_ratio=0.1"),
-        (
-            "fsdp_sft_trainer",
-            "model.partial_pretrain=tiny optim.lr_warmup_steps_ratio=0.2",
-            "optim.lr_warmup_steps_ratio=0.2",
-        ),
-        ("sft_trainer", "model.path=tiny optim.lr_warmup_steps_ratio=0.2", "optim.lr_warmup_steps_ratio=0.2"),
         ("sft_trainer", "model.path=tiny trainer.save_freq=5", "trainer.max_ckpt_to_keep=null"),
     ],
 )
@@ -153,6 +146,23 @@ def test_an_sft_run_is_listed_by_the_keys_of_its_trainer(program, words, key):
     lines = [*found.missing, *found.moot, *found.differs]
     assert [one for one in lines if one.startswith(key)]
     assert not [one for one in lines if "actor_rollout_ref." in one]
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "frac"),
+    [
+        ("fsdp_sft_trainer", "model.partial_pretrain=tiny", 0.1),
+        ("fsdp_sft_trainer", "model.partial_pretrain=tiny optim.lr_warmup_steps_ratio=0.2", 0.2),
+        ("sft_trainer", "model.path=tiny optim.lr_warmup_steps_ratio=0.2", 0.2),
+        ("sft_trainer", "model.path=tiny optim.lr_warmup_steps_ratio=0.2 optim.lr_warmup_steps=4", 0.0),
+        ("sft_trainer", "model.path=tiny optim.lr_warmup_steps_ratio=0.2 trainer.total_training_steps=50", 0.0),
+    ],
+)
+def test_the_warm_up_ratio_of_a_run_of_unknown_length_stays_a_fraction(program, words, frac):
+    found = translate(read_settings(f"torchrun -m verl.trainer.{program} data.train_files=a.parquet {words}".split()))
+    actor = yaml.safe_load(found.text)["actor"]
+    assert actor.get("lr_warmup_frac", 0.0) == frac
+    assert ("lr_warmup_steps" in actor) is (frac == 0.0)
 
 
 def test_an_error_of_an_sft_run_has_the_key_of_its_trainer():

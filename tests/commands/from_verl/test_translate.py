@@ -82,9 +82,9 @@ def test_defaults_alone_list_nothing_but_the_reward():
 def test_patterns_without_a_counterpart_list_another_value():
     for key in (
         "actor_rollout_ref.model.lora_rank",
-        "data.val_max_samples",
+        "data.trust_remote_code",
         "trainer.val_before_train",
-        "data.train_max_samples",
+        "trainer.val_only",
     ):
         other = not VERL[key] if isinstance(VERL[key], bool) else 7
         (told,) = [one for one in translate({"algorithm.adv_estimator": "grpo", key: other}).missing if key in one]

@@ -2,14 +2,18 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import wandb
 
+from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.commands.cli import main
 from mrl.errors import UserError
+from mrl.observability.loggers.wandb import check
+from mrl.observability.run_log import RunLog
 from tests.e2e import runs
-from tests.observability.folders import logging, metrics_of, row, run_steps
+from tests.observability.folders import config, logging, metrics_of, row, run_steps
 from tests.observability.loggers.wandb_file import history, records, summary
 
 
@@ -73,6 +77,31 @@ def test_the_summary_has_the_last_values_and_the_config(tmp_path):
     assert summary(found).items() >= (metrics_of(3) | {"val/accuracy": 3 / 8}).items()
     config = {item.key: json.loads(item.value_json) for record in found for item in record.run.config.update}
     assert config["actor"]["lr"] == 0.25 and config["train"]["num_steps"] == 3
+
+
+def named(root, **fields):
+    made = config(root, wandb_project=fields.pop("wandb_project", None))
+    return replace(made, observe=replace(made.observe, **fields))
+
+
+def test_name_group_and_tags_are_those_of_the_config(tmp_path):
+    fields = {"wandb_name": "seed 3", "wandb_group": "sums", "wandb_tags": ["short", "cpu"]}
+    for part, given in (("plain", {}), ("named", fields)):
+        made = named(tmp_path / part, wandb_project="p", **given)
+        run = RunDir(tmp_path / part)
+        run.start(made, resume_step=None, world_size=1, facts={"device": "cpu"})
+        with RunLog(made, run, None):
+            pass
+        (found,) = records(run.root)
+        header = next(record.run for record in found if record.HasField("run"))
+        seen = (header.display_name, header.run_group, sorted(header.tags))
+        assert seen == (("seed 3", "sums", ["cpu", "short"]) if given else ("plain", "", []))
+
+
+@pytest.mark.parametrize("field", ["wandb_name", "wandb_group"])
+def test_a_name_without_a_project_is_refused(field, tmp_path):
+    with pytest.raises(UserError, match=rf"observe\.{field} is set, but observe\.wandb_project"):
+        check(named(tmp_path, **{field: "x"}))
 
 
 @pytest.mark.parametrize("resume_step", [None, 2])

@@ -1,0 +1,1 @@
+"""`mrl data`: public data sets as files in mrl's format."""

@@ -22,6 +22,7 @@ from mrl.config.config import (
     DistillationConfig,
     LearnsFrom,
     ModelConfig,
+    ObserveConfig,
     OptimizerConfig,
     ParallelConfig,
     RewardConfig,
@@ -96,7 +97,7 @@ def shrunk_config(config: Config, plan: Resolved, sizes: Sizes, folder: Path) ->
             `reward/` and `teacher0/` ..., which replace the folders that the config names.
     """
     rollout = _rollout(config.rollout, sizes)
-    actor, observe = config.actor, config.observe
+    actor = config.actor
     train = _train(config, sizes.grid, rollout)
     longest, rounds = rollout.max_sequence_length, config.algorithm.max_sampling_rounds
     several = config.actor.max_tokens_per_microbatch >= 2 * config.rollout.max_sequence_length
@@ -142,17 +143,15 @@ def shrunk_config(config: Config, plan: Resolved, sizes: Sizes, folder: Path) ->
         reward=_reward(config.reward, folder, samples=not plan.algorithm.supervised),
         data=_data(config, rollout, imitates=plan.algorithm.supervised or config.train.warm_start.num_steps > 0),
         checkpoint=replace(config.checkpoint, interval=min(config.checkpoint.interval, 1)),
-        observe=replace(
-            observe,
-            console="plain",
-            num_samples=min(observe.num_samples, 2),
-            wandb_project=None,
-            wandb_name=None,
-            wandb_group=None,
-            wandb_tags=[],
-        ),
+        observe=_observe(config.observe),
     )
     return with_steps(shrunk, 1)
+
+
+def _observe(observe: ObserveConfig) -> ObserveConfig:
+    few = min(observe.num_samples, 2)
+    without_wandb = replace(observe, wandb_project=None, wandb_name=None, wandb_group=None, wandb_tags=[])
+    return replace(without_wandb, console="plain", num_samples=few)
 
 
 def _critic(critic: CriticConfig, folder: Path) -> CriticConfig:

@@ -164,7 +164,7 @@ OWN: dict[str, tuple[Setting, ...]] = {
         S("R.checkpoint_engine.update_weights_bucket_megabytes=512 R.quantization=fp8",
           {"rollout.checkpoint_engine.update_weights_bucket_megabytes": 512, "rollout.quantization": "fp8"}),
         S("transfer_queue.enable=True trainer.use_v1=True"),
-        S("data.train_max_samples=1000", {}, ("data.train_max_samples",)),
+        S("data.train_max_samples=1000", {"data.train_max_samples": 1000}),
         S("data.sampler.class_path=sampler.py data.sampler.class_name=Own", {},
           ("data.sampler.class_path", "data.sampler.class_name")),
         S("reward.reward_manager.name=remote", {}, ("reward.reward_manager.name",)),

@@ -3,7 +3,7 @@
 The native engine stores FP8 weights and multiplies them with unrounded activations. vLLM and TensorRT-LLM round
 activations too, in blocks of 1 x 128; "rounded" rows show that, with the native engine's inputs rounded by this tool.
 
-    python tools/bench_fp8_training.py --steps 20
+    python tools/bench_fp8_training.py --steps 20 --seeds 0 1 2
 """
 
 from __future__ import annotations
@@ -41,23 +41,32 @@ METRICS = ("rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/log_ppl_abs_di
 
 
 def main() -> None:
-    """Runs every pair and prints a table of the metrics' means over all steps."""
+    """Runs every pair and prints a table of the metrics' means over all steps, and over the seeds with their range."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
-    steps = parser.parse_args().steps
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="values of run.seed")
+    given = parser.parse_args()
     rows = []
     for activations in ("unrounded", "rounded"):
         for actor, fields in ACTORS.items():
             with tempfile.TemporaryDirectory() as folder, engine_inputs(rounded=activations == "rounded"):
-                found = measure(Path(folder) / "run", steps, fields)
-            rows.append(f"| {activations} | {actor} | {' | '.join(f'{found[name]:.2e}' for name in METRICS)} |")
+                found = [measure(Path(folder) / str(seed), given.steps, seed, fields) for seed in given.seeds]
+            rows.append(
+                f"| {activations} | {actor} | {' | '.join(spread([run[name] for run in found]) for name in METRICS)} |"
+            )
     print(f"| engine's activations | actor | {' | '.join(METRICS)} |")
     print("\n".join([f"|{'---|' * (2 + len(METRICS))}", *rows]))
 
 
-def measure(folder: Path, steps: int, fields: str | None) -> dict[str, float]:
+def spread(values: list[float]) -> str:
+    """Returns the mean of the seeds, and their range if there are several."""
+    mean = f"{fmean(values):.2e}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.2e} to {max(values):.2e})"
+
+
+def measure(folder: Path, steps: int, seed: int, fields: str | None) -> dict[str, float]:
     """Trains for a few steps and returns the mean of each metric."""
-    settings = [f"run.output_dir={folder}", f"train.num_steps={steps}", *SETTINGS]
+    settings = [f"run.output_dir={folder}", f"train.num_steps={steps}", f"run.seed={seed}", *SETTINGS]
     if fields is not None:
         settings.append(f"megatron.transformer={fields}")
     if mrl(["train", str(ROOT / "configs" / "quickstart.yaml"), *settings]):

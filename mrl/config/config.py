@@ -74,6 +74,21 @@ class WarmStartConfig:
 
 
 @dataclass(frozen=True)
+class EarlyStoppingConfig:
+    """End of a run whose evaluations no longer improve."""
+
+    patience: int = 0
+    """Evaluations in a row without improvement that end the run, with a checkpoint and status 0; 0: off. Evaluations
+    during `train.critic_warmup` are not counted."""
+    metric: str = "val/accuracy"
+    """Evaluation metric that must improve."""
+    mode: Literal["max", "min"] = "max"
+    """max: larger is better; min: smaller is better."""
+    min_delta: float = 0.0
+    """An improvement exceeds the best value so far by more than this."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Training loop: steps, batch size, synchronous or asynchronous mode."""
 
@@ -96,6 +111,7 @@ class TrainConfig:
     gives the run of sync. null: 1 with async, and no bound with `rollout.over_sample_rate`."""
     eval_interval: int = 0
     """Steps between evaluations on the held-out prompts; 0: only before the first and after the last step."""
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
 

@@ -21,6 +21,7 @@ NO_PATHS = {
     "data.source_key": "a column",
     "data.system_prompt": "a text",
     "checkpoint.best_metric": "a metric",
+    "train.early_stopping.metric": "a metric",
     "observe.wandb_project": "a project",
     "distillation.teacher_key": "a column",
     **dict.fromkeys(

@@ -52,8 +52,9 @@ class RunConfig:
     """Run time of this process, s: stop with a checkpoint before a step that would exceed it; 0: no limit. SLURM's time
     limit is respected without this setting."""
     stop_timeout_s: float = 90.0
-    """Time from SIGUSR1 to the end of the process, s. launch/slurm.sbatch requests the signal 120 s before SLURM's time
-    limit; if a checkpoint takes longer, raise both."""
+    """Time from SIGUSR1 to the end of the process, s. It is extended to the time of a step and a checkpoint, at most to
+    SLURM's time limit. launch/slurm.sbatch requests the signal 120 s before that; if a step and a checkpoint take
+    longer, raise both."""
     term_timeout_s: float = 25.0
     """Time from SIGTERM to the end of the process, s. SLURM (KillWait) and most launchers kill after 30 s; raise it if
     preemption has a longer GraceTime."""

@@ -318,7 +318,8 @@ def generate_rollouts(
 ) -> list[Rollout]:
     """Collective over the ranks that sample: returns this replica's finished rollouts for its share of the prompts."""
     converse = None if trainer.episodes is None else trainer.episodes.run
-    return generate(engine, prompts, sampling, trainer.groups, trainer.state.history, converse)
+    progress = trainer.rollout_worker.progress
+    return generate(engine, prompts, sampling, trainer.groups, trainer.state.history, converse, progress)
 
 
 def score(

@@ -38,6 +38,9 @@ REPEAT_S = 2.0
 MESSAGE_S = 3.0
 """Time limit of the last message, s: the run folder may be on a disk that hangs."""
 
+EXIT_S = 15.0
+"""Time before SLURM's time limit for the last message, the end of the launchers and the requeue, s."""
+
 LIMITS = ("run.max_time_s", "SLURM's time limit")
 END_TIME = "SLURM_JOB_END_TIME"
 REASONS = ("", *LIMITS, "SIGUSR1", "SIGHUP", "SIGTERM")
@@ -270,5 +273,5 @@ class Stop:
         self._halfway = min(now + timeout / 2, self._deadline)
 
     def _needed_s(self, now: float) -> float:
-        """Returns the time for the current step and its checkpoint, s, without the last seconds before SLURM's end."""
-        return min(self.step_s + self.reserve_s, self._job_end - MESSAGE_S - now)
+        """Returns the time for the current step and its checkpoint, s, which ends before SLURM's time limit."""
+        return min(self.step_s + self.reserve_s, self._job_end - EXIT_S - now)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from mrl.algorithms.base import PROXIMAL, REFERENCE, Algorithm
 from mrl.config.config import Config
-from mrl.distributed.collectives import raise_on_all_ranks, world_group
+from mrl.distributed.collectives import broadcast_from_rank_0, raise_on_all_ranks, world_group
 from mrl.distributed.watchdog.graceful_stop import Stop
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.errors import UserError
@@ -46,6 +46,7 @@ from mrl.trainer.startup import open_trainer
 from mrl.trainer.supervised import supervised_batch
 from mrl.trainer.trainer import Trainer
 from mrl.trainer.user_objects import with_objects
+from mrl.trainer.validation.data import needed_evaluation_metrics
 from mrl.trainer.warm_start import begin_warm_start
 from mrl.types import Prompt, Rollout, RolloutBatch, SampleTable
 
@@ -110,7 +111,8 @@ def run_training(config: Config, stop: Stop | None) -> TrainResult:
                 held_out_metrics = evaluate_if_due(trainer, done)
             trainer.checkpointing.write(done, held_out_metrics)
         if trainer.is_last(done):
-            trainer.log.note(f"All {done} steps are done. Raise train.num_steps or train.num_epochs to continue.")
+            more = f"All {done} steps are done. Raise train.num_steps or train.num_epochs to continue."
+            trainer.log.note(trainer.stopped_early(done) or more)
         step = done
         while not (trainer.is_last(step) or callbacks.ended_run()):
             step += 1
@@ -127,6 +129,8 @@ def run_training(config: Config, stop: Stop | None) -> TrainResult:
         trainer.checkpointing.finish_pending(wait=True)
         if callbacks.ended_run():
             trainer.log.note(f"{callbacks.stopped_by} ended the run after step {step}")
+        elif step > done and (why := trainer.stopped_early(step)):
+            trainer.log.note(f"the run ends after step {step}. {why}")
         finished = True
     # The process groups are destroyed, so that no rank waits in a collective while rank 0 draws.
     if finished and trainer.groups.rank == 0 and config.observe.report:
@@ -314,7 +318,8 @@ def generate_rollouts(
 ) -> list[Rollout]:
     """Collective over the ranks that sample: returns this replica's finished rollouts for its share of the prompts."""
     converse = None if trainer.episodes is None else trainer.episodes.run
-    return generate(engine, prompts, sampling, trainer.groups, trainer.state.history, converse)
+    progress = trainer.rollout_worker.progress
+    return generate(engine, prompts, sampling, trainer.groups, trainer.state.history, converse, progress)
 
 
 def score(
@@ -428,8 +433,11 @@ def evaluate_if_due(trainer: Trainer, step: int) -> Metrics:
         return {}
     with trainer.timers.phase("testing"):
         metrics, rollouts = run_validation(trainer)
-    if trainer.config.checkpoint.keep_best:
-        measure.check_is_given(trainer.config.checkpoint.best_metric, metrics)
+    for key, metric in needed_evaluation_metrics(trainer.config).items():
+        measure.check_is_given(key, metric, metrics)
+    stopping = trainer.state.early_stopping
+    if stopping.metric is not None:
+        stopping.record(step, broadcast_from_rank_0(metrics[stopping.metric]))
     trainer.log.evaluation(step, metrics)
     trainer.log_samples(step, rollouts, "val")
     trainer.callbacks.end_evaluation(step, metrics)

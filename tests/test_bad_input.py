@@ -135,6 +135,7 @@ def case(tmp_path, capfd, monkeypatch):
 
 TP = "parallel.tensor_model_parallel_size"
 WARM = ("train.warm_start.num_steps=1", "train.warm_start.batch_size=2")
+STOP = ("train.early_stopping.patience=1", "train.early_stopping.metric=val/acuracy")
 BEST = ("data.val_files=train.jsonl", "train.eval_interval=1", "checkpoint.keep_best=1")
 
 OVERRIDES = [
@@ -183,6 +184,7 @@ OVERRIDES = [
     ("run folder is a file", ["run.output_dir=config.yaml"], "which is a file"),
     ("run folder below a file", ["run.output_dir=config.yaml/run"], "'config.yaml' is a file"),
     ("no such metric to rank by", [*BEST, "checkpoint.best_metric=val/acuracy"], "Did you mean 'val/accuracy'?"),
+    ("no such metric to stop by", [*BEST[:2], *STOP], "train.early_stopping.metric=val/acuracy is not a metric"),
     ("a metric of several samples", [*BEST, "checkpoint.best_metric=val/accuracy/best@4"], "Known: val/accuracy,"),
     ("evaluation without prompts", ["train.eval_interval=1"], "needs held-out prompts"),
     ("task that does not import", ["data.train_files=[]", "data.task=nowhere:Task"], "nowhere"),

@@ -73,6 +73,7 @@ RUN = (
     "checkpoint={interval: 1, keep_last: 2, keep_best: 1, best_metric: val/reward/mean}",
     "observe.num_samples=1",
 )
+STOPPING = (*RUN, "train.early_stopping={patience: 2, metric: val/reward/mean}")
 
 ROWS = {
     "run.seed": row("run.seed=4"),
@@ -89,6 +90,10 @@ ROWS = {
     "train.mode": row("train.mode=async", given=("train.num_steps=2",)),
     "train.max_off_policy_steps": row("train.max_off_policy_steps=2", given=("train.mode=async", "train.num_steps=4")),
     "train.eval_interval": row("train.eval_interval=2", given=RUN, by=files),
+    "train.early_stopping.patience": row("train.early_stopping.patience=2", given=RUN, by=files),
+    "train.early_stopping.metric": row("train.early_stopping.metric=val/accuracy", given=STOPPING, by=files),
+    "train.early_stopping.mode": row("train.early_stopping.mode=min", given=STOPPING, by=files),
+    "train.early_stopping.min_delta": row("train.early_stopping.min_delta=1", given=STOPPING, by=files),
     "train.warm_start.num_steps": row(*WARM),
     "train.warm_start.batch_size": row("train.warm_start.batch_size=3", given=WARM),
     "train.warm_start.lr": row("train.warm_start.lr=0.1", given=WARM),

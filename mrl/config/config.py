@@ -52,8 +52,9 @@ class RunConfig:
     """Run time of this process, s: stop with a checkpoint before a step that would exceed it; 0: no limit. SLURM's time
     limit is respected without this setting."""
     stop_timeout_s: float = 90.0
-    """Time from SIGUSR1 to the end of the process, s. launch/slurm.sbatch requests the signal 120 s before SLURM's time
-    limit; if a checkpoint takes longer, raise both."""
+    """Time from SIGUSR1 to the end of the process, s. It is extended to the time of a step and a checkpoint, at most to
+    SLURM's time limit. launch/slurm.sbatch requests the signal 120 s before that; if a step and a checkpoint take
+    longer, raise both."""
     term_timeout_s: float = 25.0
     """Time from SIGTERM to the end of the process, s. SLURM (KillWait) and most launchers kill after 30 s; raise it if
     preemption has a longer GraceTime."""
@@ -71,6 +72,21 @@ class WarmStartConfig:
     """Learning rate, constant after `lr_warmup_steps`."""
     lr_warmup_steps: int = 0
     """Steps of linear warm-up."""
+
+
+@dataclass(frozen=True)
+class EarlyStoppingConfig:
+    """End of a run whose evaluations no longer improve."""
+
+    patience: int = 0
+    """Evaluations in a row without improvement that end the run, with a checkpoint and status 0; 0: off. Evaluations
+    during `train.critic_warmup` are not counted."""
+    metric: str = "val/accuracy"
+    """Evaluation metric that must improve."""
+    mode: Literal["max", "min"] = "max"
+    """max: larger is better; min: smaller is better."""
+    min_delta: float = 0.0
+    """An improvement exceeds the best value so far by more than this."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +112,7 @@ class TrainConfig:
     gives the run of sync. null: 1 with async, and no bound with `rollout.over_sample_rate`."""
     eval_interval: int = 0
     """Steps between evaluations on the held-out prompts; 0: only before the first and after the last step."""
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
 

@@ -73,6 +73,7 @@ class EngineSpec:
         trains_on_logprobs: Whether the loss uses `rollout_logprobs`; False: only metrics do.
         abort_requested: See `RolloutEngine.abort_requested`.
         on_forward: See `RolloutEngine.on_forward`.
+        on_sampled: See `RolloutEngine.on_sampled`.
     """
 
     config: RolloutConfig
@@ -86,6 +87,7 @@ class EngineSpec:
     trains_on_logprobs: bool
     abort_requested: Callable[[], bool] = lambda: False
     on_forward: Callable[[], object] = lambda: None
+    on_sampled: Callable[[int, Sequence[int]], object] = lambda num_tokens, finished_uids: None
 
     @property
     def dtype_name(self) -> str:
@@ -157,6 +159,10 @@ class RolloutEngine(ABC):
     """Callback after each forward. Other ranks that wait for this one take it as a sign of progress; an engine that
     does not call it must finish a call within `run.collective_timeout_s`."""
 
+    on_sampled: Callable[[int, Sequence[int]], object]
+    """Callback with the number of tokens sampled since its last call, and the prompt uid of each sample that finished
+    since then. The console shows the progress; an engine that does not call it shows none."""
+
     _asleep: Collection[str] | bool = False
     """True, or names of the parts that are asleep, if `generate` needs a `wake` first; set by the engine."""
 
@@ -170,6 +176,7 @@ class RolloutEngine(ABC):
         """Collective over the job: creates this rank's part of an engine replica, without weights."""
         self.spec = spec
         self.abort_requested, self.on_forward = spec.abort_requested, spec.on_forward
+        self.on_sampled = spec.on_sampled
         self.policy_version = -1
 
     @abstractmethod

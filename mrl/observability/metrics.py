@@ -192,13 +192,13 @@ def evaluation_names(num_samples: int, *, episodes: bool = False) -> list[str]:
     return sorted(evaluation_metrics(SampleTable(SampleTable.FACTS, rows_NC)))
 
 
-def check_is_given(best_metric: str, names: Iterable[str]) -> None:
-    """Raises UserError where `checkpoint.best_metric` is not among the metrics of an evaluation."""
+def check_is_given(key: str, metric: str, names: Iterable[str]) -> None:
+    """Raises UserError if the metric that a config key names is not among the metrics of an evaluation."""
     given = sorted(names)
-    if best_metric not in given:
+    if metric not in given:
         raise UserError(
-            f"checkpoint.best_metric={best_metric} is not a metric of this run's evaluations, so "
-            f"checkpoint.keep_best would keep nothing.{did_you_mean(best_metric, given)} Known: {', '.join(given)}."
+            f"{key}={metric} is not a metric of this run's evaluations.{did_you_mean(metric, given)} Known: "
+            f"{', '.join(given)}."
         )
 
 

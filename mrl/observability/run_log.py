@@ -64,6 +64,7 @@ class RunLog:
             UserError: An enabled logger cannot work.
         """
         self._loggers: list[Logger] = []
+        self._where = ""
         if rank == 0:
             try:
                 for name, kwargs in logger_names(config):
@@ -116,8 +117,14 @@ class RunLog:
 
     def phase(self, where: str) -> None:
         """Shows the current activity; the callback for `Timers(on_phase=...)`."""
+        self._where = where
         for logger in self._loggers:
             logger.phase(where)
+
+    def progress(self, text: str) -> None:
+        """Shows the progress inside the current phase."""
+        for logger in self._loggers:
+            logger.progress(f"{self._where}: {text}")
 
     def sync(self) -> None:
         """Flushes everything logged so far to disk."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from mrl.data.packing import balance
 from mrl.distributed.collectives import all_gather_ragged
 from mrl.distributed.groups import ProcessGroups
 from mrl.engines.base import RolloutEngine, SamplingConfig
+from mrl.rollout.sampling_progress import SamplingProgress
 from mrl.types import Prompt, Rollout, SampleTable
 
 Converse = Callable[[RolloutEngine, Sequence[Prompt], SamplingConfig], list[Rollout]]
@@ -95,15 +97,23 @@ def generate(
     groups: ProcessGroups,
     history: LengthHistory,
     run_episodes: Converse | None = None,
+    progress: SamplingProgress | None = None,
 ) -> list[Rollout]:
     """Collective over each replica: samples this replica's share of the prompts.
 
     All ranks pass the same prompts. Ranks of a replica return the same rollouts, ranks that do not sample return none.
-    With `run_episodes` each sample is a multi-turn episode.
+    With `run_episodes` each sample is a multi-turn episode. `progress` receives the share before the engine calls
+    `on_sampled`.
     """
     if not groups.is_sampler:
         return []
-    own = assign(prompts, groups.grid.num_replicas, sampling.n, history)[groups.grid.replica(groups.rank)]
+    num_replicas, replica = groups.grid.num_replicas, groups.grid.replica(groups.rank)
+    own = assign(prompts, num_replicas, sampling.n, history)[replica]
     if not own:
         return []
-    return engine.generate(own, sampling) if run_episodes is None else run_episodes(engine, own, sampling)
+    expected = sampling.n * sum(min(history.expected(prompt.source), sampling.max_tokens) for prompt in own)
+    where = f" (replica {replica + 1} of {num_replicas})" if num_replicas > 1 else ""
+    # in rounds of `generate`, a finished sample is a turn and not an episode
+    in_rounds = run_episodes is not None and type(engine).generate_multi_turn is RolloutEngine.generate_multi_turn
+    with nullcontext() if progress is None or in_rounds else progress.of(len(own), sampling.n, expected, where):
+        return engine.generate(own, sampling) if run_episodes is None else run_episodes(engine, own, sampling)

@@ -14,7 +14,7 @@ from typing import Any
 from mrl.checkpoint.run_dir.checkpoint import CheckpointManager, PendingCheckpoint, ResumePoint
 from mrl.checkpoint.run_dir.manifest import STATE_FILE, read_json_object
 from mrl.config.config import CheckpointConfig
-from mrl.distributed.collectives import raise_on_all_ranks
+from mrl.distributed.collectives import any_rank, raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
 from mrl.megatron import checkpoint as megatron_checkpoint
@@ -80,6 +80,7 @@ class Checkpointing:
         self._savers = {name: megatron_checkpoint.Saver(model) for name, model in self._models.items()}
         self._pending: _Pending | None = None
         self._on_written = on_written
+        self._has_warned = False
 
     @property
     def pending_writes(self) -> megatron_checkpoint.PendingWrites | None:
@@ -93,15 +94,25 @@ class Checkpointing:
             step: Number of steps done.
             metrics: Metrics of that step, among them `checkpoint.best_metric`.
         """
-        self._begin(self._progress.record_state(step, metrics), async_save=self._config.async_save)
+        standing = self._progress.record_state(step, metrics)
+        self._begin(standing, async_save=self._config.async_save, export=self._config.export_hf)
         if not self._config.async_save:
             self.finish_pending(wait=True)
         self._log.step(step, self._timers.metrics())
 
     def write_saved_state(self, saved_state: SavedState) -> None:
-        """Collective over the job: writes this state and the current weights, and waits until they are on disk."""
+        """Collective over the job: at a stop, writes this state and the current weights; waits until they are on disk.
+
+        Leaves out the Hugging Face export if the time does not suffice for it.
+        """
         if self._pending is None or self._pending.standing is not saved_state:
-            self._begin(saved_state, async_save=False)
+            export = self._config.export_hf and not any_rank(not self._progress.has_time_to_export())
+            if self._config.export_hf and not export:
+                self._log.note(
+                    "this checkpoint gets no Hugging Face export, because the stop leaves too little time "
+                    "(run.stop_timeout_s, run.term_timeout_s). mrl convert megatron-to-hf can make it."
+                )
+            self._begin(saved_state, async_save=False, export=export)
         self.finish_pending(wait=True)
 
     def finish_pending(self, *, wait: bool = False) -> None:
@@ -122,6 +133,10 @@ class Checkpointing:
         pending.standing.is_saved = True
         waited_s, written_s = pending.waited_s + time.monotonic() - began, pending.writing.seconds
         self._progress.record_save_time(save_s=waited_s + written_s)
+        warning = self._progress.short_timeouts()
+        if warning and not self._has_warned:
+            self._has_warned = True
+            self._log.note(f"WARNING {warning}")
         times = f", written in the background in {written_s:.1f} s; training waited {waited_s:.1f} s"
         self._log.note(f"checkpoint {path}{times if written_s else ''}")
         self._on_written(pending.unfinished.step, path)
@@ -132,7 +147,7 @@ class Checkpointing:
             self.pending_writes.cancel()
         self._pending = None
 
-    def _begin(self, standing: SavedState, *, async_save: bool) -> None:
+    def _begin(self, standing: SavedState, *, async_save: bool, export: bool) -> None:
         """Collective over the job: starts writing a checkpoint, after the previous one is finished."""
         self.finish_pending(wait=True)
         started: list[megatron_checkpoint.PendingWrites] = []
@@ -148,7 +163,7 @@ class Checkpointing:
             first = groups.rank == groups.grid.samplers.start
             inflight_samples.write(folder, standing.samples, replica=replica, first=first)
             started.append(megatron_checkpoint.PendingWrites(each))
-            if self._config.export_hf:
+            if export:
                 self._weights.export(folder / "hf")
             return started[0]
 

@@ -72,6 +72,8 @@ class RunProgress:
         with self._timers.step(step):
             yield
         self._steps_s.append(self._timers.metrics()["timing_s/step"])
+        if self.stop is not None:
+            self.stop.step_s = MARGIN * max(self._steps_s)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -100,6 +102,22 @@ class RunProgress:
         self._commit_s = save_s
         if self.stop is not None:
             self.stop.reserve_s = MARGIN * save_s
+
+    def short_timeouts(self) -> str:
+        """Returns a warning about stop timeouts that are shorter than the last checkpoint took; "" if none is."""
+        short = {} if self.stop is None else self.stop.timeouts_below(self._commit_s)
+        if not short:
+            return ""
+        keys = " and ".join(f"{key}={timeout:g}" for key, timeout in short.items())
+        return (
+            f"a checkpoint takes {self._commit_s:.0f} s, longer than {keys}: a stop by signal may lose the steps since "
+            "the last checkpoint. Raise it, let the scheduler send its signal earlier, or lower checkpoint.interval."
+        )
+
+    def has_time_to_export(self) -> bool:
+        """Returns whether a checkpoint with its export is known to fit before the deadlines that this rank knows."""
+        left_s = None if self.stop is None else self.stop.time_left_s
+        return left_s is None or 0 < MARGIN * self._commit_s <= left_s
 
     def reserve_for_async_save(self) -> None:
         """Doubles the reserved time until `record_save_time`: a stop awaits the background save, then saves."""

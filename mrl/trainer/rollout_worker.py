@@ -21,6 +21,7 @@ from mrl.resharding.megatron import stage_layers
 from mrl.resharding.weight_sync import WeightSync
 from mrl.rollout.dispatch import StageRoutingFormat
 from mrl.rollout.sampling_params import training_sampling, validation_sampling
+from mrl.rollout.sampling_progress import SamplingProgress
 from mrl.trainer import weight_sync_check
 from mrl.trainer.actor_weights import ActorWeights
 from mrl.trainer.rank_roles import broadcast_from_sampler
@@ -37,6 +38,7 @@ class RolloutWorker:
         weight_sync: Transfer of the actor's weights into the engine.
         train_sampling: Sampling distribution of training rollouts.
         val_sampling: Sampling distribution of held-out rollouts.
+        progress: Progress of the current sampling phase, for the console.
         routing: Format of the engine's routing records; None without router replay.
     """
 
@@ -61,6 +63,7 @@ class RolloutWorker:
         config, rollout, groups = plan.config, plan.config.rollout, context.groups
         self._rollout, self._arch, self._actor = rollout, plan.arch, actor
         self._groups, self._device, self._log = groups, context.device, context.log
+        self.progress = SamplingProgress(context.log.progress)
         # with separate rollout ranks no actor needs the engine's memory
         self._frees = rollout.free_cache_engine and not groups.grid.has_separate_rollout
         self.engine = self._start_engine(plan, weights, context.on_forward, abort_requested)
@@ -107,6 +110,7 @@ class RolloutWorker:
             trains_on_logprobs=config.algorithm.rollout_correction.uses_rollout_logprobs,
             abort_requested=abort_requested,
             on_forward=on_forward,
+            on_sampled=self.progress.record,
         )
         # without separate rollout ranks the start itself is collective
         with raise_on_all_ranks() if groups.grid.has_separate_rollout else nullcontext():

@@ -43,6 +43,7 @@ from mrl.trainer.run_length import with_num_steps
 from mrl.trainer.supervised import examples
 from mrl.trainer.validation import validate
 from mrl.trainer.validation.critic import check_critic
+from mrl.trainer.validation.data import needed_evaluation_metrics
 from mrl.trainer.validation.distillation import check_distillation, check_named, teacher_index
 from mrl.trainer.validation.megatron import SWITCHES, check_switches
 from mrl.trainer.validation.off_policy import with_async_correction
@@ -191,9 +192,10 @@ def check_run(
         validate.check_config(found.config, world_size, learns_from=found.algorithm.learns_from)
         check_critic(found.config, found.arch, found.critic, found.grid)
     validation = load_validation(config.data, tokenizer, prompt_length=prompt_length, tools=tools)
-    best = config.checkpoint.best_metric
-    if config.checkpoint.keep_best and best.startswith("val/"):
-        check_is_given(best, evaluation_names(config.rollout.val_kwargs.n, episodes=config.rollout.multi_turn.enable))
+    names = evaluation_names(config.rollout.val_kwargs.n, episodes=config.rollout.multi_turn.enable)
+    for key, metric in needed_evaluation_metrics(config).items():
+        if metric.startswith("val/"):
+            check_is_given(key, metric, names)
     peeked = source.peek(PEEKED_PROMPTS)
     one_worker = replace(config.reward, num_workers=1)
     with Scorer(one_worker, tokenizer.decode, tokenizer.eos_ids, variables=launch.get_env) as scorer:

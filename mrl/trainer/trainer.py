@@ -30,6 +30,7 @@ from mrl.trainer.actor_weights import ActorWeights
 from mrl.trainer.callbacks import RunCallbacks, TrainResult
 from mrl.trainer.checkpointing import Checkpointing
 from mrl.trainer.critic import RunCritic
+from mrl.trainer.early_stopping import EarlyStopping
 from mrl.trainer.learning_rate import learning_rate
 from mrl.trainer.preemption import RunProgress
 from mrl.trainer.rank_roles import broadcast_from_sampler, on_trainers
@@ -94,6 +95,7 @@ class Trainer:
             plan.algorithm.kl_control,
             plan.algorithm.entropy_control,
             RolloutBuffer(RolloutSchedule.of(config), plan.source.at),
+            EarlyStopping(config.train.early_stopping, config.train.critic_warmup),
         )
         self.progress = RunProgress(self.timers, self.state.snapshot, self.state.snapshot_buffer)
         # Episodes cannot be continued later, so they are not cut when only the time for the step runs out.
@@ -296,19 +298,28 @@ class Trainer:
     def result(self, stop: Stop | None) -> TrainResult:
         """Returns the result of the run, from the last recorded state and the source of stop requests."""
         state, saved = self.progress.last_state, self.run.committed_steps()
+        step = 0 if state is None else state.state["step"]
+        why = self.callbacks.stopped_by or ("early stopping" if self.stopped_early(step) else "")
         return TrainResult(
             self.run.root,
-            0 if state is None else state.state["step"],
+            step,
             {} if state is None else dict(state.metrics),
             self.checkpointing.checkpoints.path(saved[-1]) if saved else None,
-            self.callbacks.stopped_by or ("" if stop is None else stop.why),
+            why or ("" if stop is None else stop.why),
         )
 
     def is_last(self, step: int) -> bool:
         """Returns whether the run ends after `step` steps; False if the next step is done but not logged yet."""
-        source = self.state.source
-        over = is_over(self.config.train, step, position=self.state.position, num_rows=source.num_rows)
+        over = self._has_all_steps(step) or self.state.early_stopping.why != ""
         return over and self.progress.unlogged(step + 1) is None
+
+    def stopped_early(self, step: int) -> str:
+        """Returns why `train.early_stopping` ended the run before its last step, a sentence; "" if it did not."""
+        return "" if self._has_all_steps(step) else self.state.early_stopping.why
+
+    def _has_all_steps(self, step: int) -> bool:
+        num_rows = self.state.source.num_rows
+        return is_over(self.config.train, step, position=self.state.position, num_rows=num_rows)
 
     def sync_weights_if_stale(self) -> dict[str, float]:
         """Collective over the job: syncs weights to the engine if it has older ones; returns the cost metrics."""

@@ -14,6 +14,7 @@ from mrl.data.prompts import PromptSource
 from mrl.errors import UserError
 from mrl.rollout.buffer import RolloutBuffer
 from mrl.rollout.prompt_assignment import LengthHistory
+from mrl.trainer.early_stopping import EarlyStopping
 from mrl.trainer.inflight_samples import BufferSnapshot
 from mrl.trainer.reference import Reference
 
@@ -29,6 +30,7 @@ class TrainingState:
         kl_control: Adaptive coefficient of the KL in the reward.
         entropy_control: Adaptive coefficient of the entropy bonus.
         buffer: Rollout buffer.
+        early_stopping: Best evaluation so far.
         policy_version: Optimizer steps taken in this run.
     """
 
@@ -38,6 +40,7 @@ class TrainingState:
     kl_control: KlControl
     entropy_control: EntropyControl
     buffer: RolloutBuffer
+    early_stopping: EarlyStopping
     policy_version: int = 0
 
     @property
@@ -67,10 +70,11 @@ class TrainingState:
             "kl_coef": self.kl_control.coef if self.kl_control.is_adaptive else None,
             "entropy_ctrl": [entropy.coef, entropy.last] if entropy.is_adaptive else None,
             "in_flight": self.buffer.state_dict() if self.buffer.needs_checkpoint else None,
+            "early_stopping": self.early_stopping.state_dict(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> str | None:
-        """Loads data position, length history and adaptive coefficients of a `snapshot`.
+        """Loads data position, length history, adaptive coefficients and early stopping of a `snapshot`.
 
         Returns:
             Reference path of the snapshot, for `Reference.resume`.
@@ -85,6 +89,7 @@ class TrainingState:
             self.kl_control.coef = state["kl_coef"]
         if self.entropy_control.is_adaptive and state["entropy_ctrl"] is not None:
             self.entropy_control.coef, self.entropy_control.last = state["entropy_ctrl"]
+        self.early_stopping.load_state_dict(state["early_stopping"])
         record: str | None = state["reference"]
         return record
 
@@ -118,8 +123,12 @@ STATE_KINDS: dict[str, tuple[type, ...]] = {
     "unlogged": (dict, type(None)),
     "in_flight": (dict, type(None)),
     "warm_start": (dict, type(None)),
+    "early_stopping": (dict, type(None)),
 }
 """Required keys of `state.json` and their types."""
+
+OPTIONAL = ("unlogged", "in_flight", "warm_start", "kl_coef", "entropy_ctrl", "early_stopping")
+"""Keys that checkpoints of earlier versions may lack; then None."""
 
 ENTROPY_KINDS: list[list[type]] = [[], [float, float], [float, type(None)]]
 """Allowed types of `entropy_ctrl`: nothing, or the coefficient and the entropy of the last step (or None)."""
@@ -131,7 +140,7 @@ def parse_state(state: Mapping[str, Any], path: Path) -> SavedState:
     Raises:
         UserError: A key is missing or has another type.
     """
-    state = {"unlogged": None, "in_flight": None, "warm_start": None, "kl_coef": None, "entropy_ctrl": None, **state}
+    state = dict.fromkeys(OPTIONAL) | dict(state)
     wrong = [name for name, kinds in STATE_KINDS.items() if type(state.get(name)) not in kinds]
     warm = state["warm_start"]
     if not wrong and warm is not None and not (type(warm.get("step")) is int and isinstance(warm.get("source"), dict)):

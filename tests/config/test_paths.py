@@ -22,6 +22,7 @@ NO_PATHS = {
     "data.system_prompt": "a text",
     "checkpoint.best_metric": "a metric",
     "data.order_by": "a column",
+    "train.early_stopping.metric": "a metric",
     "observe.wandb_project": "a project",
     "observe.wandb_name": "a name",
     "observe.wandb_group": "a name",

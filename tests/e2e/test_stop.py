@@ -28,17 +28,28 @@ def run_with(words, tell, ports):
     return status, "".join(said.getvalue().partition("mrl: ")[1:])  # without warnings of the first import
 
 
-def train(folder, tell=""):
+def train(folder, tell="", *more):
     """Status of the two ranks, and what rank 0 said; rank 1 said nothing."""
     Path(folder).mkdir(exist_ok=True)
     ports = [runs.free_port(), runs.free_port()]
-    (first, said), (second, silent) = run_ranks(2, run_with, runs.arguments(folder, STEPS), tell, ports)
+    (first, said), (second, silent) = run_ranks(2, run_with, runs.arguments(folder, [*STEPS, *more]), tell, ports)
     assert first == second and silent == ""
     return first, said
 
 
 def committed(folder):
     return sorted(path.name for path in (folder / "run" / "checkpoints").glob("step-*"))
+
+
+def test_a_stop_exports_only_where_the_time_of_a_checkpoint_is_known(tmp_path):
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert (
+        train(tmp_path, "1 draw 40 SIGUSR1", "checkpoint.export_hf=true")[0] == 75
+    )  # no checkpoint was written before
+    assert not (checkpoints / "step-00000000" / "hf").exists()
+    assert "megatron-to-hf" in (tmp_path / "run" / "notes.jsonl").read_text()
+    assert train(tmp_path, "0 loss 3 SIGUSR1", "checkpoint.export_hf=true")[0] == 75
+    assert sorted(path.parent.name for path in checkpoints.glob("*/hf")) == ["step-00000000", "step-00000002"]
 
 
 def test_a_run_that_is_stopped_again_and_again_has_the_numbers_of_one_that_was_not(tmp_path):

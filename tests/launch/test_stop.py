@@ -78,8 +78,9 @@ def without_threads(tmp_path):
 def test_what_does_not_end_in_time_is_ended(tmp_path):
     run = Run(tmp_path, [warm.python(), "-m", "mrl"], "0 hang 1 SIGUSR1", "run.stop_timeout_s=1")
     run.wait_until_told()
-    said = "stop requested by SIGUSR1, not finished in time; ended without a new checkpoint."
-    assert run.end() == (75, said)
+    said = "stop requested by SIGUSR1, not finished within run.stop_timeout_s=1; ended without a new checkpoint."
+    status, message = run.end()
+    assert status == 75 and message.startswith(said) and "Raise run.stop_timeout_s" in message
     assert "The last checkpoint is of step 0, in " in run.output()
 
 

@@ -1,6 +1,7 @@
 """Stop requests of a training run, by signal or time limit, on which all ranks agree.
 
-    SIGUSR1     advance warning, minutes before the end (SLURM: --signal=USR1@120). Stops within `run.stop_timeout_s`
+    SIGUSR1     advance warning, minutes before the end (SLURM: --signal=USR1@120). Stops within `run.stop_timeout_s`,
+                or longer if the last steps and checkpoints took longer, but before SLURM's time limit
     SIGTERM     the end is near: launchers send SIGKILL 30 s later. Stops within `run.term_timeout_s`
     SIGHUP      the terminal or its connection is closed: like SIGTERM. `nohup` ignores it
     time        `run.max_time_s` and the scheduler's limit, on rank 0: stops before a step that would not fit
@@ -13,6 +14,7 @@ or at a second SIGTERM or SIGHUP, it ends the process with status REQUEUE. What 
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -36,6 +38,9 @@ REPEAT_S = 2.0
 MESSAGE_S = 3.0
 """Time limit of the last message, s: the run folder may be on a disk that hangs."""
 
+EXIT_S = 15.0
+"""Time before SLURM's time limit for the last message, the end of the launchers and the requeue, s."""
+
 LIMITS = ("run.max_time_s", "SLURM's time limit")
 END_TIME = "SLURM_JOB_END_TIME"
 REASONS = ("", *LIMITS, "SIGUSR1", "SIGHUP", "SIGTERM")
@@ -46,6 +51,8 @@ AGREED = 0x80
 
 SIGNALS = {number: REASONS.index(number.name) for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM)}
 URGENT = (signal.SIGHUP, signal.SIGTERM)
+TIMEOUTS = {signal.SIGUSR1: "run.stop_timeout_s"} | dict.fromkeys(URGENT, "run.term_timeout_s")
+"""Config key of the time from each signal to the end of the process."""
 
 
 def handled_signals() -> set[signal.Signals]:
@@ -89,6 +96,7 @@ class Stop:
         why: Reason on which all ranks agreed, one of REASONS; "": none yet.
         ends: Deadline of each time limit on `time.monotonic`, s; empty on ranks that do not keep time.
         reserve_s: Time to reserve before a limit for writing a checkpoint, s.
+        step_s: Time that the current step may take, s; 0: unknown.
     """
 
     def __init__(
@@ -103,13 +111,16 @@ class Stop:
             say: Prints the outcome of the run as its last message.
         """
         self.why = ""
-        self.reserve_s = 0.0
-        self._timeouts = {signal.SIGUSR1: run.stop_timeout_s} | dict.fromkeys(URGENT, run.term_timeout_s)
+        self.reserve_s = self.step_s = 0.0
+        of_key = {"run.stop_timeout_s": run.stop_timeout_s, "run.term_timeout_s": run.term_timeout_s}
+        self._timeouts = {number: of_key[key] for number, key in TIMEOUTS.items()}
         self.ends = dict(ends) if keeps_time else {}
+        self._job_end = ends.get(LIMITS[1], math.inf)
         self._say = say
         self._received = 0
         self._first_urgent: float | None = None
         self._deadline: float | None = None
+        self._timeout_key = self._allowed = ""
         self._halfway: float | None = None
         self._asked = self._has_printed = False
         self._is_ending = False
@@ -129,6 +140,16 @@ class Stop:
     def is_time_short(self) -> bool:
         """True if half of the time left after a signal, without the reserve for a checkpoint, is over."""
         return self._halfway is not None and time.monotonic() + self.reserve_s >= self._halfway
+
+    @property
+    def time_left_s(self) -> float | None:
+        """Seconds to the earliest deadline, of a signal or a time limit; None without one."""
+        ends = [*self.ends.values(), *([] if self._deadline is None else [self._deadline])]
+        return min(ends) - time.monotonic() if ends else None
+
+    def timeouts_below(self, seconds: float) -> dict[str, float]:
+        """Returns the timeouts that are shorter than this: config key -> timeout, s."""
+        return {TIMEOUTS[number]: timeout for number, timeout in self._timeouts.items() if timeout < seconds}
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
@@ -171,14 +192,13 @@ class Stop:
         self._has_printed = True
         signals.ignore_interrupts()
 
-    def abort(self, what: str) -> None:
+    def abort(self, what: str, advice: str = "") -> None:
         """Ends this process at once; the last checkpoint remains valid."""
         if self._has_printed:
             os._exit(REQUEUE)
         name = REASONS[self._received] or self.why
-        last = threading.Thread(
-            target=self._say, args=(f"stop requested by {name}, {what}; ended without a new checkpoint",), daemon=True
-        )
+        text = f"stop requested by {name}, {what}; ended without a new checkpoint{advice}"
+        last = threading.Thread(target=self._say, args=(text,), daemon=True)
         last.start()
         last.join(MESSAGE_S)
         sys.stdout.flush()
@@ -227,7 +247,7 @@ class Stop:
         while True:
             left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
             if not select.select([reader], [], [], left)[0]:
-                self.abort("not finished in time")
+                self.abort(f"not finished within {self._allowed}", f". Raise {self._timeout_key}")
             numbers = os.read(reader, 64)
             if not numbers:
                 return
@@ -244,6 +264,14 @@ class Stop:
                     self.abort("then requested again")
                 return
             self._first_urgent = now
-        end = now + self._timeouts[number]
-        self._deadline = end if self._deadline is None else min(self._deadline, end)
-        self._halfway = min(end - self._timeouts[number] / 2, self._deadline)
+        timeout, key = self._timeouts[number], TIMEOUTS[number]
+        allowed_s = timeout if number in URGENT else max(timeout, self._needed_s(now))
+        if self._deadline is None or now + allowed_s < self._deadline:
+            self._deadline, self._timeout_key = now + allowed_s, key
+            extended = f"{allowed_s:.0f} s (a step and a checkpoint; {key}={timeout:g})"
+            self._allowed = extended if allowed_s > timeout else f"{key}={timeout:g}"
+        self._halfway = min(now + timeout / 2, self._deadline)
+
+    def _needed_s(self, now: float) -> float:
+        """Returns the time for the current step and its checkpoint, s, which ends before SLURM's time limit."""
+        return min(self.step_s + self.reserve_s, self._job_end - EXIT_S - now)

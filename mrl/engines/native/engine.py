@@ -308,6 +308,7 @@ class NativeEngine(RolloutEngine):
             stopping=Stopping(sampling, self.spec.decode, self.spec.device),
             max_prefill_tokens=config.max_num_batched_tokens,
             abandoned=AbortCheck(self.abort_requested, self.spec.tp_group, self.on_forward),
+            on_sampled=self.on_sampled,
             speculation=None if drafts is None else drafts.call(sampling, running, rows, measured=measured),
         )
 

@@ -50,6 +50,7 @@ class Generation:
         max_prefill_tokens: Most prompt tokens in one forward.
         abandoned: Returns whether an abort was requested; polled between forwards.
         speculation: Drafts tokens; None: a step samples one token per row.
+        on_sampled: See `RolloutEngine.on_sampled`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Generation:
         max_prefill_tokens: int,
         abandoned: Callable[[], bool],
         speculation: Speculation | None = None,
+        on_sampled: Callable[[int, Sequence[int]], object] = lambda num_tokens, finished_uids: None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -77,6 +79,7 @@ class Generation:
         self._chunks = partial(prefill_chunks, max_tokens=max_prefill_tokens)
         self._abandoned = abandoned
         self._speculation = speculation
+        self._on_sampled = on_sampled
         self._num_steps = 0
         self._finished: dict[SequenceKey, Rollout] = {}
         names = ("prefill_tokens", "decode_steps", "decode_tokens", "prefill_s", "decode_s", "max_running")
@@ -157,6 +160,7 @@ class Generation:
             index = self._place(rows, samples)
             hidden_BH = torch.stack([s.group.hidden_H for s in samples if s.group.hidden_H is not None])
             ended = self._take(index, self._model.logits(hidden_BH))
+            self._on_sampled(len(rows), ())
             rows = self._retire([rows[i] for i in ended], policy_version)
 
     def _place(self, rows: Sequence[int], samples: Sequence[RunningSample]) -> Tensor:
@@ -195,6 +199,7 @@ class Generation:
         self._num_steps += 1
         self.stats["decode_steps"] += 1
         self.stats["decode_tokens"] += num_tokens
+        self._on_sampled(num_tokens, ())
 
     def _verify(self, speculation: Speculation, drafted: Drafted) -> list[int]:
         """Samples every running row's next token, and accepts its drafts up to the first that differs."""
@@ -273,6 +278,7 @@ class Generation:
         """Converts ended rows to rollouts and closes the gaps; returns the rows in which a sample starts."""
         samples = {row: self._scheduler.running[row] for row in ended}
         waiting = self._end(dict(zip(samples, self._rollouts(list(samples), policy_version), strict=True)))
+        self._on_sampled(0, [sample.group.prompt.uid for row, sample in samples.items() if row not in waiting])
         if self._speculation is not None:
             for row in samples:
                 self._speculation.history.end(row)

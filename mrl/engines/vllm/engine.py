@@ -197,6 +197,7 @@ class VllmEngine(RolloutEngine):
                     tokens = len(numbers[name][0].prompt_ids) + len(answer.token_ids[:cut])
                     own = requests[name]
                     ended[name] = (answer, cut, self._experts(own, tokens), self._runtime.kept_tokens.pop(own))
+                    self.on_sampled(len(answer.token_ids[:cut]), [numbers[name][0].uid])
                     if not output.finished:
                         engine.abort_request([name])
         rollouts = [

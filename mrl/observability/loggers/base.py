@@ -84,6 +84,9 @@ class Logger(ABC):
     def phase(self, where: str) -> None:  # noqa: B027 - optional
         """Shows the current activity, the text of `CurrentPhase.describe`."""
 
+    def progress(self, text: str) -> None:  # noqa: B027 - optional
+        """Shows the progress inside a long phase, at most once a second: the phase, prompts done, tokens per second."""
+
     def sync(self) -> None:  # noqa: B027 - optional
         """Flushes everything recorded so far to disk; called before a checkpoint is committed."""
 

@@ -65,6 +65,9 @@ SPARK_WIDTH = 16
 PACE_STEPS = 20
 PLAIN_WARM_START_LINES = 10
 
+PROGRESS_S = 30.0
+"""Time without a line after which the plain console prints the progress inside a phase, s."""
+
 
 class ConsoleState:
     """Latest metrics, their history, and the pace of the run."""
@@ -120,6 +123,7 @@ class PlainConsole(Logger):
     def __init__(self, opening: Opening, console: Console) -> None:
         self._console = console
         self._state = ConsoleState(opening)
+        self._last_line = time.monotonic()
 
     def record(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
         """Prints a step when its first metrics arrive, and every evaluation."""
@@ -149,11 +153,18 @@ class PlainConsole(Logger):
         """Prints the message."""
         self._line(visible(text))
 
+    def progress(self, text: str) -> None:
+        """Prints the progress inside a phase every `PROGRESS_S` seconds."""
+        now = time.monotonic()
+        if now - self._last_line >= PROGRESS_S:
+            self._line(text)
+
     def _prints_warm_start(self, step: int) -> bool:
         every = max(1, self._state.total // PLAIN_WARM_START_LINES)
         return step == 1 or step % every == 0 or step == self._state.total
 
     def _line(self, text: str) -> None:
+        self._last_line = time.monotonic()
         self._console.print(Text(text), soft_wrap=True)
 
 
@@ -191,6 +202,10 @@ class RichConsole(Logger):
     def phase(self, where: str) -> None:
         """Shows the current activity in the panel's corner."""
         self._where = where
+
+    def progress(self, text: str) -> None:
+        """Shows the progress inside a phase in the panel's corner."""
+        self._where = text
 
     def close(self) -> None:
         """Stops updating the panel and leaves it on the screen."""

@@ -68,8 +68,26 @@ def evaluation_rules(config: Config) -> Iterator[str]:
             f"checkpoint.keep_best={config.checkpoint.keep_best} needs evaluations to rank checkpoints. Set "
             "train.eval_interval, and data.val_files unless data.task is set."
         )
-    if not config.checkpoint.best_metric.startswith(("val/", "val-")):
+    patience = config.train.early_stopping.patience
+    if patience and not (held_out and config.train.eval_interval):
         yield (
-            f"checkpoint.best_metric={config.checkpoint.best_metric} is not an evaluation metric. Use one that starts "
-            "with val/, such as val/accuracy."
+            f"train.early_stopping.patience={patience} counts evaluations. Set train.eval_interval, and data.val_files "
+            "unless data.task is set."
         )
+    metrics = {
+        "checkpoint.best_metric": config.checkpoint.best_metric,
+        "train.early_stopping.metric": config.train.early_stopping.metric,
+    }
+    for key, metric in metrics.items():
+        if not metric.startswith(("val/", "val-")):
+            yield (f"{key}={metric} is not an evaluation metric. Use one that starts with val/, such as val/accuracy.")
+
+
+def needed_evaluation_metrics(config: Config) -> dict[str, str]:
+    """Returns the evaluation metrics that the run depends on: config key -> name of the metric."""
+    needed = {}
+    if config.checkpoint.keep_best:
+        needed["checkpoint.best_metric"] = config.checkpoint.best_metric
+    if config.train.early_stopping.patience:
+        needed["train.early_stopping.metric"] = config.train.early_stopping.metric
+    return needed

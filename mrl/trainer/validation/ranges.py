@@ -27,6 +27,8 @@ RANGES = {
     "train.num_epochs": "(0, 1e9]",
     "train.critic_warmup": "[0, 1e9]",
     "train.eval_interval": "[0, 1e9]",
+    "train.early_stopping.patience": "[0, 1e9]",
+    "train.early_stopping.min_delta": "[0, 1e9]",
     "train.max_off_policy_steps": "[0, 1024]",
     "train.warm_start.num_steps": "[0, 1e9]",
     "train.warm_start.batch_size": "[1, 1048576]",

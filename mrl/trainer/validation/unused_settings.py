@@ -53,6 +53,12 @@ def _training(config: Config, grid: ParallelLayout, learns_from: LearnsFrom) -> 
         metric != type(config.checkpoint)().best_metric and not best,
         ("checkpoint.keep_best is 0"),
     )
+    stopping = train.early_stopping
+    for name in ("metric", "mode", "min_delta"):
+        value = getattr(stopping, name)
+        is_set = value != getattr(type(stopping), name)
+        off = "train.early_stopping.patience is 0"
+        yield f"train.early_stopping.{name}={value}", is_set and not stopping.patience, off
 
 
 def _sampling(config: Config, *, supervised: bool) -> Iterator[Case]:

@@ -50,6 +50,34 @@ def test_half_of_the_time_beside_that_of_a_commit_is_for_sampling(monkeypatch):
         assert stop.is_time_short == is_short
 
 
+@pytest.mark.parametrize(
+    ("number", "job_end_s", "allowed_s"),
+    [
+        (signal.SIGUSR1, None, 300.0),
+        (signal.SIGUSR1, 215.0, 200.0),
+        (signal.SIGUSR1, 30.0, 90.0),
+        (signal.SIGTERM, None, 25.0),
+    ],
+)
+def test_an_early_signal_leaves_the_time_of_a_step_and_a_commit_up_to_the_end_of_the_job(
+    number, job_end_s, allowed_s, monkeypatch
+):
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    ends = {} if job_end_s is None else {LIMITS[1]: 1000.0 + job_end_s}
+    stop = Stop(RunConfig(), ends=ends, keeps_time=False, say=lambda what: None)
+    assert stop.time_left_s is None
+    stop.step_s, stop.reserve_s = 200.0, 100.0
+    stop._receive(number, directly=True)
+    assert stop.time_left_s == allowed_s
+
+
+def test_timeouts_that_a_commit_exceeds_are_named():
+    stop = make_stop()
+    assert stop.timeouts_below(25.0) == {}
+    assert stop.timeouts_below(26.0) == {"run.term_timeout_s": 25.0}
+    assert stop.timeouts_below(91.0) == {"run.term_timeout_s": 25.0, "run.stop_timeout_s": 90.0}
+
+
 def test_sigterm_with_nothing_to_keep_ends_once_and_asks_to_be_queued_again():
     with pytest.raises(Terminated) as raised, make_stop().handle_signals():
         try:

@@ -365,3 +365,13 @@ def test_bfloat16_scores_close_to_float32(qwen):
 
 def test_no_prompts_give_no_rollouts(qwen):
     assert make_engine(qwen).generate([], SamplingConfig(n=2, max_tokens=4)) == []
+
+
+def test_each_sampled_token_and_each_finished_sample_is_reported_once(qwen):
+    engine, heard = make_engine(qwen, max_num_seqs=4), []
+    engine.on_sampled = lambda num_tokens, uids: heard.append((num_tokens, list(uids)))
+    prompts = make_prompts(LENGTHS)
+    rollouts = engine.generate(prompts, SamplingConfig(n=3, max_tokens=7, stop_token_ids=(1, 2, 3)))
+    assert sum(number for number, _ in heard) == sum(len(rollout.response_ids) for rollout in rollouts)
+    uids = sorted(uid for _, finished in heard for uid in finished)
+    assert uids == sorted(rollout.prompt.uid for rollout in rollouts) and len(uids) == 3 * len(prompts)

@@ -142,3 +142,19 @@ def test_on_a_real_terminal_the_panel_is_drawn_and_left_whole_when_the_loop_fail
     assert "answer of step 1" in text
     assert "╭─ mrl" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is back
+
+
+def test_progress_inside_a_phase_is_a_line_each_half_minute_and_the_panel_s_corner(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("mrl.observability.loggers.console.time.monotonic", lambda: now[0])
+    screen = io.StringIO()
+    plain = PlainConsole(opening(tmp_path), Console(file=screen, width=200))
+    for later_s in range(0, 70, 5):
+        now[0] = 100.0 + later_s
+        plain.progress(f"gen: {later_s} of 70 prompts")
+    assert screen.getvalue().splitlines() == ["gen: 30 of 70 prompts", "gen: 60 of 70 prompts"]
+    rich = RichConsole(opening(tmp_path), Console(file=screen, width=200))
+    rich.progress("gen: 5 of 70 prompts")
+    rich._console.print(rich._panel())
+    rich.close()
+    assert "gen: 5 of 70 prompts" in screen.getvalue()

@@ -13,6 +13,8 @@ RULES = [
     (["reward.functions=[]"], 1, "No response would have a reward"),
     (["data.task=null", "train.eval_interval=5"], 1, "train.eval_interval=5 needs held-out prompts"),
     (["checkpoint.keep_best=1"], 1, "needs evaluations to rank checkpoints"),
+    (["train.early_stopping.patience=1"], 1, "counts evaluations. Set train.eval_interval"),
+    (["train.early_stopping.metric=loss"], 1, "train.early_stopping.metric=loss is not an evaluation metric"),
     (["checkpoint.best_metric=loss"], 1, "checkpoint.best_metric=loss is not an evaluation metric"),
 ]  # fmt: skip
 

@@ -21,6 +21,7 @@ RULES = [
     (["data.messages_key=talk"], 1, "data.messages_key is set, but would have no effect because data.task"),
     (["data.train_on_turns=last"], 1, "data.train_on_turns=last is set, but would have no effect because no step is"),
     (["data.overlong_responses=truncate_right"], 1, "would have no effect because no step is supervised"),
+    (["train.early_stopping.mode=min"], 1, "because train.early_stopping.patience is 0"),
     (["checkpoint.best_metric=val/reward/mean"], 1, "because checkpoint.keep_best is 0"),
 ]  # fmt: skip
 

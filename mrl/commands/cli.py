@@ -452,7 +452,10 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any free port")
     parser.add_argument(
-        "--model-name", metavar="NAME", default="", help="model name in the API; default: the folder's name"
+        "--model-name",
+        metavar="NAME",
+        default="",
+        help="model name in the API; default: the name of the run's folder or of the Hugging Face folder",
     )
     parser.add_argument(
         "--tool-format", default="hermes", help="format of the model's tool calls: hermes, qwen3_coder or llama3_json"

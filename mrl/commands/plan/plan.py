@@ -17,6 +17,7 @@ from mrl.commands.plan.fit import check_fits, device_of, format_overrides
 from mrl.commands.plan.memory import StageMemory, memory_by_stage, not_counted, num_kv_rows, num_parameters
 from mrl.commands.plan.rank_split import Splits, find_splits, splits_text
 from mrl.commands.plan.response_lengths import ResponseLengths, expected_lengths
+from mrl.commands.plan.undownloaded import with_shapes
 from mrl.commands.plan.weight_sync_cost import RefitPrediction, predict_refit
 from mrl.config.config import Config
 from mrl.engines._capabilities import engine_capabilities, memory_plan
@@ -46,7 +47,7 @@ def describe(
     Raises:
         UserError: The run is invalid or does not fit into memory; the message names a change that fits.
     """
-    notes: list[str] = []
+    config, notes = with_shapes(config)
     lengths = expected_lengths(config, mean_length, metrics)
     found = check_run(config, world_size, tell=notes.append)
     device = device_of(hardware, found.grid)

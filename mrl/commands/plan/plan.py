@@ -18,7 +18,7 @@ from mrl.commands.plan.memory import StageMemory, memory_by_stage, not_counted, 
 from mrl.commands.plan.rank_split import Splits, find_splits, splits_text
 from mrl.commands.plan.response_lengths import ResponseLengths, expected_lengths
 from mrl.commands.plan.undownloaded import with_shapes
-from mrl.commands.plan.weight_sync_cost import RefitPrediction, predict_refit
+from mrl.commands.plan.weight_sync_cost import PUBLISHED_RATE, RefitPrediction, predict_refit
 from mrl.config.config import Config
 from mrl.engines._capabilities import engine_capabilities, memory_plan
 from mrl.errors import UserError
@@ -226,3 +226,8 @@ def _refit(refit: RefitPrediction) -> Iterator[str]:
         f"  predicted time           {refit.seconds:12.4f} s from peak figures; bound {refit.bound_s:.4f} s, "
         f"full gather {refit.full_gather_s:.4f} s"
     )
+    if (measured := refit.seconds_at_published_rate) is not None:
+        yield (
+            f"  at a measured rate       {measured:12.4f} s with {PUBLISHED_RATE / GB:.1f} GB/s into a rank, "
+            "Perplexity's for Kimi-K2 (research.perplexity.ai)"
+        )

@@ -274,7 +274,7 @@ def _check_settings(config: Config, arch: ArchSpec, world_size: int, vocab_size:
         advice = nearest_layout(config, arch, world_size, check)
         if not advice:
             raise
-        raise UserError(f"{error}{' ' if len(str(error).splitlines()) == 1 else chr(10)}{advice}") from error
+        raise UserError(f"{error}\n{advice}") from error
 
 
 def _teachers(config: Config, arch: ArchSpec) -> tuple[ArchSpec, ...]:

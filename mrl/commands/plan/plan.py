@@ -21,6 +21,7 @@ from mrl.commands.plan.undownloaded import with_shapes
 from mrl.commands.plan.weight_sync_cost import PUBLISHED_RATE, RefitPrediction, predict_refit
 from mrl.config.config import Config
 from mrl.engines._capabilities import engine_capabilities, memory_plan
+from mrl.engines._memory_plan import Device
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
 from mrl.observability.text_format import format_count
@@ -65,7 +66,7 @@ def describe(
         [
             *_layout(found, hardware),
             "",
-            *_memory(found, stages, device.capacity or 0, hardware),
+            *_memory(found, stages, device, hardware, lengths),
             "",
             *_times(found, hardware, refit, predict_step(found, hardware, stages, lengths), lengths, overlaps=overlaps),
             "",
@@ -115,8 +116,11 @@ def _layout(plan: Resolved, hardware: Hardware) -> Iterator[str]:
     )
 
 
-def _memory(plan: Resolved, stages: list[StageMemory], capacity: int, hardware: Hardware) -> Iterator[str]:
+def _memory(
+    plan: Resolved, stages: list[StageMemory], device: Device, hardware: Hardware, lengths: ResponseLengths | None
+) -> Iterator[str]:
     """Yields the fullest stage term by term and the other stages' totals; likewise for ranks that only sample."""
+    capacity = device.capacity or 0
     trainers = [stage for stage in stages if stage.stage is not None]
     yield (
         f"memory of a rank, GB, if every response has its full length; {capacity / GB:.1f} of "
@@ -140,6 +144,10 @@ def _memory(plan: Resolved, stages: list[StageMemory], capacity: int, hardware: 
             yield f"  host memory: {samplers[0].host / GB:.2f} GB"
     if plan.needs_engine and (rows := num_kv_rows(stages)):
         yield f"  the KV cache has room for {rows} sequence(s) of {_longest(plan)} tokens in each replica"
+        if lengths is not None:
+            expected = lengths.decoded_rows(plan, device, rows)
+            mean = f"{lengths.mean:.0f} tokens"
+            yield f"  at the expected length, {mean}, a replica decodes {expected} sequence(s) at a time"
 
 
 def _terms(stages: list[StageMemory]) -> Iterator[str]:

@@ -217,7 +217,11 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.gpus_per_node is not None:
         hardware = replace(hardware, gpus_per_node=arguments.gpus_per_node)
     config = load(arguments.config, arguments.overrides)
-    print(describe(config, world_size(config, arguments.config, arguments.world_size).ranks, hardware), flush=True)
+    ranks = world_size(config, arguments.config, arguments.world_size).ranks
+    metrics = None if arguments.metrics is None else Path(arguments.metrics)
+    print(
+        describe(config, ranks, hardware, mean_length=arguments.expected_response_length, metrics=metrics), flush=True
+    )
 
 
 def _rehearse(arguments: argparse.Namespace) -> None:
@@ -477,7 +481,10 @@ def _serve_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--port", type=int, default=8000, help="default: 8000; 0: any free port")
     parser.add_argument(
-        "--model-name", metavar="NAME", default="", help="model name in the API; default: the folder's name"
+        "--model-name",
+        metavar="NAME",
+        default="",
+        help="model name in the API; default: the name of the run's folder or of the Hugging Face folder",
     )
     parser.add_argument(
         "--tool-format", default="hermes", help="format of the model's tool calls: hermes, qwen3_coder or llama3_json"
@@ -490,6 +497,15 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", type=_positive, metavar="N", help=WORLD_SIZE_HELP)
     _add_hardware(parser)
     parser.add_argument("--gpus-per-node", type=_positive, metavar="N", help="default: that of --hardware")
+    lengths = parser.add_mutually_exclusive_group()
+    lengths.add_argument(
+        "--expected-response-length", type=_positive, metavar="N",
+        help="mean response length, tokens, for the times; default: every response has its full length",
+    )  # fmt: skip
+    lengths.add_argument(
+        "--metrics", type=_path, metavar="METRICS.JSONL",
+        help="metrics of a run, or its folder: mean and longest response of its last steps are expected",
+    )  # fmt: skip
     parser.set_defaults(command=_plan)
 
 

@@ -107,9 +107,12 @@ class MemoryPlan(ABC):
     Attributes:
         discards_weights: Name of the library if it discards the weights of a sleeping engine; "": they are moved to
             host memory.
+        has_paged_cache: True if the KV cache holds more sequences where they are shorter; False if each sequence has
+            room for its full length.
     """
 
     discards_weights = ""
+    has_paged_cache = False
 
     @abstractmethod
     def weight_bytes(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> int:

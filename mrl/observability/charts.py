@@ -24,8 +24,12 @@ HEIGHT = 230
 MAX_POINTS = 1000
 MAX_BARS = 80
 SMOOTH_FROM = 30
+DOTS_UP_TO = 5
+"""Longest line whose points are all marked: a line of one point would show nothing."""
 FLAT = 1e-3
 """Relative range below which a line is drawn flat, not magnified."""
+LONE_MARGIN = 0.1
+"""Margin above and below equal values, relative to them, so that the axis has labels of few digits."""
 COLOURS = ("#4a84e4", "#e07f2c", "#27a375", "#bd5bae", "#a3852f", "#7773dc", "#d6575c", "#4d9db4")
 """Readable on a light and on a dark page, like `TEXT` and `BAD`."""
 TEXT, BAD = "#7f8a9a", "#d9453b"
@@ -150,7 +154,7 @@ def _draw(plot: Any, line: Series, index: int, x_label: str, bottom: float) -> N
     if smoothed:
         xs, ys = zip(*_thin(smooth(line.points)) or [(math.nan, math.nan)], strict=True)
         plot.line(xs, ys, color=colour(index), line_width=2, name="line")
-    if line.dots:
+    if line.dots or len(kept) <= DOTS_UP_TO:
         plot.scatter([x for x, _ in kept], values, color=colour(index), size=6, name="dots")
     _hover(plot, [raw], [*([(x_label, "@x{%.5g}")] if x_label else []), (line.name, "@y{%.4g}")])
     bad = [(x, str(y)) for x, y in line.points if not math.isfinite(y)]
@@ -187,6 +191,8 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values, default=0.0), max(values, default=1.0)
     if low == high == 0:
         return 0.0, 1.0
+    if low == high:
+        return low - LONE_MARGIN * abs(low), high + LONE_MARGIN * abs(high)
     if 0 <= low < 0.6 * high:
         low = 0.0
     size = max(abs(low), abs(high))

@@ -61,6 +61,19 @@ td.text p.seen { color:var(--soft); padding-left:14px }
 .share i { display:block; height:100% }
 details summary { cursor:pointer; color:var(--soft); margin:32px 0 12px }
 @media screen and (max-width:820px) { .grid2, .grid3 { grid-template-columns:minmax(0,1fr) } }
+@media screen and (max-width:640px) {
+  main { padding:20px 12px 48px }
+  thead { display:none }
+  tr { display:block; padding:6px 0; border-bottom:1px solid var(--line) }
+  tr:last-child { border-bottom:0 }
+  td, td.num, td.when { display:flex; justify-content:space-between; gap:16px; width:auto; padding:3px 12px; border:0;
+    overflow-wrap:anywhere }
+  td.num { text-align:right; white-space:normal }
+  td.text { display:block }
+  td:empty { display:none }
+  td[data-head]::before { content:attr(data-head); color:var(--soft); font:12.5px/1.5 system-ui,sans-serif; flex:none }
+  td.text[data-head]::before { display:block }
+}
 @media print {
   :root { --bg:#fff }
   body { font-size:12px }
@@ -155,12 +168,23 @@ def cell(text: str, kind: str = "") -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[str]) -> str:
-    """Returns a table of rows of cells; "" without rows. A head that starts with ">" is right-aligned."""
+    """Returns a table of rows of cells; "" without rows. A head that starts with ">" is right-aligned.
+
+    Each cell also has its head as an attribute, which narrow screens show beside the cell instead of columns.
+    """
     if not rows:
         return ""
     names = "".join(
         f'<th class="num">{escape_html(head[1:])}</th>' if head.startswith(">") else f"<th>{escape_html(head)}</th>"
         for head in heads
     )
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    body = "".join(f"<tr>{_with_heads(row, heads)}</tr>" for row in rows)
     return f'<div class="box"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _with_heads(row: str, heads: Sequence[str]) -> str:
+    """Returns a row whose cells have their table head as the attribute data-head; texts in cells are escaped."""
+    before, *cells = row.split("<td")
+    names = (escape_html(head.removeprefix(">")) for head in heads)
+    labels = (f' data-head="{name}"' if name else "" for name in names)
+    return before + "".join(f"<td{label}{rest}" for label, rest in zip(labels, cells, strict=True))

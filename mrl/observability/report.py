@@ -72,7 +72,7 @@ def write_report(run_dir: Path) -> Path:
             section("Learning", _drawings(history.steps, LEARNING)),
             section("By data set", _drawings(history.steps, by_data_set(history.steps))),
             section("Episodes", _drawings(history.steps, EPISODES), "Conversations with environments."),
-            section("Samples before and after", _samples(_sample_rows(run)), "Responses to the same held-out prompts."),
+            _samples(_sample_rows(run)),
             section("Policy", _drawings(history.steps, POLICY)),
             section(
                 "Engine and actor mismatch",
@@ -342,21 +342,32 @@ def _sample_rows(run: RunDir) -> list[Row]:
 
 
 def _samples(rows: Sequence[Row]) -> str:
-    """Returns a table of the first and last evaluation's responses; training samples where there is no evaluation."""
+    """Returns a section with the last evaluation's responses; training samples where there is no evaluation.
+
+    The first evaluation with a prompt of the last one stands beside it, on the prompts that both have.
+    """
     held_out = [row for row in rows if row.get("phase") == "val"]
     rows = held_out or list(rows)
     steps = sorted({row["step"] for row in rows})
     if not steps:
         return ""
-    first, last = ({_identity(row): row for row in rows if row["step"] == step} for step in (steps[0], steps[-1]))
+    last = {_identity(row): row for row in rows if row["step"] == steps[-1]}
     heads = ["prompt", "expected", f"after step {steps[-1]}", ">reward"]
-    if not held_out or len(steps) == 1:
-        return table(heads, [_prompt(row) + _response_and_reward(row) for row in last.values()])
-    heads[2:2] = [f"after step {steps[0]}", ">reward"]
-    both = [(first[key], last[key]) for key in first if key in last]
-    return table(
-        heads, [_prompt(before) + _response_and_reward(before) + _response_and_reward(after) for before, after in both]
+    earlier = [row for row in held_out if row["step"] < steps[-1] and _identity(row) in last]
+    if not earlier:
+        body = table(heads, [_prompt(row) + _response_and_reward(row) for row in last.values()])
+        return section("Samples", body, f"Responses to {'held-out' if held_out else 'training'} prompts.")
+    first = min(row["step"] for row in earlier)
+    both = {_identity(row): row for row in earlier if row["step"] == first}
+    heads[2:2] = [f"after step {first}", ">reward"]
+    body = table(
+        heads,
+        [
+            _prompt(before) + _response_and_reward(before) + _response_and_reward(last[key])
+            for key, before in both.items()
+        ],
     )
+    return section("Samples before and after", body, "Responses to the same held-out prompts.")
 
 
 def _identity(row: Row) -> tuple[Any, ...]:

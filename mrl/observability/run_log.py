@@ -162,6 +162,7 @@ def sample_rows(rollouts: Sequence[Rollout], *, phase: str, num_samples: int) ->
             "uid": rollout.prompt.uid,
             "sample_index": rollout.sample_index,
             "prompt": rollout.prompt.text,
+            **_question(rollout.prompt.question),
             "response": rollout.response_text,
             "answer": rollout.prompt.answer,
             "reward": rollout.reward if math.isfinite(rollout.reward) else None,
@@ -173,6 +174,16 @@ def sample_rows(rollouts: Sequence[Rollout], *, phase: str, num_samples: int) ->
         }
         for rollout in rollouts[:num_samples]
     ]
+
+
+def _question(question: str | list[dict[str, Any]]) -> dict[str, str]:
+    """Returns the text of chat messages without system messages and the chat template; {} for a plain prompt."""
+    if isinstance(question, str):
+        return {}
+    messages = [message for message in question if message["role"] != "system"]
+    names = len(messages) > 1
+    texts = (f"{message['role']}: {message['content']}" if names else str(message["content"]) for message in messages)
+    return {"question": "\n".join(texts)}
 
 
 def _episode_columns(rollout: Rollout) -> dict[str, Any]:

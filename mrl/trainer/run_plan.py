@@ -18,7 +18,7 @@ from mrl.checkpoint.formats.hf import HfSource
 from mrl.checkpoint.formats.hub import resolve_hub_models, resolve_hub_names
 from mrl.checkpoint.run_dir.manifest import has_manifest
 from mrl.checkpoint.run_dir.run_dir import RunDir
-from mrl.config.config import AlgorithmConfig, Config, DataConfig, ModelConfig
+from mrl.config.config import AlgorithmConfig, Config, DataConfig, LearnsFrom, ModelConfig
 from mrl.config.registry import check_subclass, find, names
 from mrl.data.assistant_mask import end_token_warning
 from mrl.data.prompts import PromptSource, load_training, load_validation
@@ -46,6 +46,7 @@ from mrl.trainer.validation.critic import check_critic
 from mrl.trainer.validation.data import needed_evaluation_metrics
 from mrl.trainer.validation.distillation import check_distillation, check_named, teacher_index
 from mrl.trainer.validation.megatron import SWITCHES, check_switches
+from mrl.trainer.validation.nearest_layout import nearest_layout
 from mrl.trainer.validation.off_policy import with_async_correction
 from mrl.trainer.validation.parallel import build_parallel_layout
 from mrl.trainer.validation.reward_model import check_reward_model, reward_arch
@@ -259,7 +260,7 @@ def resolve(config: Config, world_size: int) -> Resolved:
         config, algorithm = corrected, algorithms.build(corrected.algorithm, config.rollout)
     config = resolve_hub_names(replace(config, algorithm=algorithm.config))
     arch, tokenizer = load_arch_and_tokenizer(config)
-    validate.check(config, arch, world_size, tokenizer.vocab_size, learns_from=algorithm.learns_from)
+    _check_settings(config, arch, world_size, tokenizer.vocab_size, algorithm.learns_from)
     grid = build_parallel_layout(config, world_size)
     critic = None
     if algorithm.needs_values:
@@ -274,6 +275,21 @@ def resolve(config: Config, world_size: int) -> Resolved:
     reader = None if reward is None else build_reward_encoder(config, tokenizer, reward)
     check_reward_model(config, arch, reward, grid, retokenizes=reader is not None and reader.own_tokenizer is not None)
     return Resolved(config, arch, tokenizer, algorithm, grid, critic, teachers, reward, reader)
+
+
+def _check_settings(config: Config, arch: ArchSpec, world_size: int, vocab_size: int, learns_from: LearnsFrom) -> None:
+    """Checks all rules; where the layout does not divide model or ranks, the error names the nearest that does."""
+
+    def check(other: Config) -> None:
+        validate.check(other, arch, world_size, vocab_size, learns_from=learns_from)
+
+    try:
+        check(config)
+    except UserError as error:
+        advice = nearest_layout(config, arch, world_size, check)
+        if not advice:
+            raise
+        raise UserError(f"{error}\n{advice}") from error
 
 
 def _teachers(config: Config, arch: ArchSpec) -> tuple[ArchSpec, ...]:

@@ -133,3 +133,17 @@ def test_smoothing_keeps_a_straight_line_and_the_mean():
     assert all(abs(y - 2.0 * x) < ROUNDING for x, y in smooth(line)[10:-10])
     flipped = [(float(i), float(i % 2)) for i in range(400)]
     assert all(abs(y - 0.5) < 0.1 for _, y in smooth(flipped)[20:-20])
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_short_line_marks_every_point(count):
+    points = [(float(step), step / 2) for step in range(1, count + 1)]
+    assert drawn(line_chart("t", [Series("a", points)]), "dots") == [points]
+    assert drawn(line_chart("t", [Series("a", [*points, *((step + 10.0, 1.0) for step in range(6))])]), "dots") == []
+
+
+@pytest.mark.parametrize("value", [0.5, -3.0, 1e6])
+def test_a_lone_value_stands_in_the_middle_of_an_axis_of_few_digits(value):
+    low, high = scale(line_chart("t", [Series("a", [(1.0, value)])]))
+    assert (low + high) / 2 == pytest.approx(value)
+    assert high - low > 0.1 * abs(value)

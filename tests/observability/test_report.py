@@ -285,3 +285,32 @@ def test_episodes_are_told_turn_by_turn_and_what_was_observed_stands_apart(tmp_p
     ]  # fmt: skip
     said = [text.strip() for text in page.text if text.strip() in ("is it <4>?  [0.25]", "higher", "5")]
     assert said == ["is it <4>?  [0.25]", "higher", "5"]
+
+
+def test_before_and_after_show_only_prompts_that_both_have(tmp_path):
+    with logging(tmp_path, num_steps=2) as (run, log):
+        log.samples(0, [row(prompt="dropped", response="gone"), row(prompt="both", response="early")])
+        log.samples(1, [row(prompt="other", response="middle")])
+        run_steps(log, 1, 1)
+        log.samples(2, [row(prompt="both", response="late"), row(prompt="new", response="fresh")])
+    words = Page(write_report(run.root)).words
+    assert "Samples before and after" in words and "after step 0" in words and "after step 2" in words
+    assert "early" in words and "late" in words
+    for word in ("gone", "middle", "fresh"):
+        assert word not in words, word
+
+
+def test_samples_of_one_evaluation_are_not_called_before_and_after(tmp_path):
+    with logging(tmp_path, num_steps=2) as (run, log):
+        log.step(1, metrics_of(1))
+        log.samples(1, [row(prompt="old")])
+        log.samples(2, [row(prompt="changed")])
+    words = Page(write_report(run.root)).words
+    assert "Samples before and after" not in words and "changed" in words
+
+
+def test_each_cell_has_its_head_for_narrow_screens(whole):
+    page = Page(write_report(whole.root))
+    heads = [attrs.get("data-head") for tag, attrs in page.tags if tag == "td"]
+    for head in ("prompt", "expected", "after step 6", "reward", "phase", "share", "key", "this run"):
+        assert head in heads, head

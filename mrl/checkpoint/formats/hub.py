@@ -39,7 +39,7 @@ def resolve_hub_names(config: Config, *, download: bool = False) -> Config:
     return resolve_hub_models(replace(config, data=data), download=download)
 
 
-def resolve_hub_models(config: Config, *, download: bool = False) -> Config:
+def resolve_hub_models(config: Config, *, download: bool = False, weights: bool = True) -> Config:
     """Replaces the hub names in a config by local folders.
 
     Processes of a host that call it concurrently wait for one of them to download, as do hosts that share the cache.
@@ -48,23 +48,23 @@ def resolve_hub_models(config: Config, *, download: bool = False) -> Config:
         config: `model.path`, `model.tokenizer`, `reference.path`, `critic.path`, `reward.model.path` and teachers'
             `model_path` may be hub names; an existing folder takes precedence.
         download: Download models that the cache lacks; False: refuse them.
+        weights: Models need their weights; False: only config.json and tokenizer.
 
     Raises:
         UserError: The cache lacks the model, and `download` is False or the download failed.
     """
-    model, reference, critic = config.model, config.reference, config.critic
-    path = resolve_model_path("model.path", model.path, download=download)
-    tokenizer = resolve_model_path("model.tokenizer", model.tokenizer, download=download, weights=False)
-    model = replace(model, path=path, tokenizer=tokenizer)
-    reference = replace(reference, path=resolve_model_path("reference.path", reference.path, download=download))
-    critic = replace(critic, path=resolve_model_path("critic.path", critic.path, download=download))
-    scorer = config.reward.model
-    scorer = replace(scorer, path=resolve_model_path("reward.model.path", scorer.path, download=download))
+
+    def folder(key: str, text: str | None, *, needs_weights: bool = weights) -> str | None:
+        return resolve_model_path(key, text, download=download, weights=needs_weights)
+
+    model, reference, critic, scorer = config.model, config.reference, config.critic, config.reward.model
+    path = folder("model.path", model.path)
+    model = replace(model, path=path, tokenizer=folder("model.tokenizer", model.tokenizer, needs_weights=False))
+    reference = replace(reference, path=folder("reference.path", reference.path))
+    critic = replace(critic, path=folder("critic.path", critic.path))
+    scorer = replace(scorer, path=folder("reward.model.path", scorer.path))
     teachers = [
-        replace(
-            teacher,
-            model_path=resolve_model_path(f"{TEACHERS}[{index}].model_path", teacher.model_path, download=download),
-        )
+        replace(teacher, model_path=folder(f"{TEACHERS}[{index}].model_path", teacher.model_path))
         for index, teacher in enumerate(config.distillation.teacher_models)
     ]
     distillation = replace(config.distillation, teacher_models=teachers)

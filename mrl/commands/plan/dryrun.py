@@ -14,6 +14,7 @@ from typing import Any
 
 from mrl.commands.launch import launch_argv
 from mrl.commands.plan.memory import num_parameters, stage_memory
+from mrl.commands.plan.undownloaded import with_shapes
 from mrl.config.config import Config, TrainConfig, to_yaml
 from mrl.config.megatron_fields.defaults import ddp_defaults, overlaps_gradients, transformer_defaults
 from mrl.engines._capabilities import engine_capabilities, memory_plan
@@ -43,7 +44,8 @@ def describe(config: Config, size: WorldSize, *, launcher: str | None = None) ->
     Raises:
         UserError: The run is invalid.
     """
-    found = check_run(config, size.ranks, launcher=launcher)
+    config, notes = with_shapes(config)
+    found = check_run(config, size.ranks, launcher=launcher, tell=notes.append if notes else None)
     check_run_folder(config)
     config, grid = found.config, found.grid
     context = f" x cp {grid.cp}" if grid.cp > 1 else ""
@@ -54,6 +56,7 @@ def describe(config: Config, size: WorldSize, *, launcher: str | None = None) ->
         f"dry run of {grid.world_size} rank(s) ({size.why}), nothing was started",
         "",
         *(f"{name:<10} {words}" for name, words in _summary(found)),
+        *(f"{'note':<10} {note}" for note in notes),
         *(f"{'WARNING':<10} {warning}" for warning in found.warnings),
         "",
         f"# ranks: {grid.world_size} = tp {grid.tp}{context} x dp {grid.dp} x pp {grid.pp}{own}"

@@ -1,17 +1,21 @@
 """Predicts the duration of a step's phases on given hardware: FLOPs and bytes divided by rates.
 
-Assumptions: every response has its full length, ranks of a kind do not wait for each other, and communication overlaps
-computation except where noted below. The attained fractions of the peak rates are assumptions of
-`observability/hardware.py`, not measurements.
+Assumptions: every response has its full length unless expected lengths are given, ranks of a kind do not wait for each
+other, and communication overlaps computation except where noted below. The attained fractions of the peak rates are
+assumptions of `observability/hardware.py`, not measurements.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mrl.commands.plan.activations import largest_microbatch
+from mrl.commands.plan.fit import device_of
+from mrl.commands.plan.memory import StageMemory, num_kv_rows
 from mrl.commands.plan.recompute import recompute_of
+from mrl.commands.plan.response_lengths import ResponseLengths
 from mrl.config.config import Config
 from mrl.engines._capabilities import memory_plan
 from mrl.engines._memory_plan import token_elements
@@ -48,14 +52,36 @@ class Durations:
     bubble_frac: float
 
 
-def predict_durations(plan: Resolved, hardware: Hardware, kv_rows: int) -> Durations:
+def predict_step(
+    plan: Resolved, hardware: Hardware, stages: Sequence[StageMemory], lengths: ResponseLengths | None
+) -> Durations:
+    """Predicts the durations of a step's phases, with the sequences that the KV cache has room for.
+
+    Args:
+        plan: Resolved config of the run.
+        hardware: Figures of the cluster.
+        stages: Memory of each stage at full lengths.
+        lengths: Expected response lengths; None: full lengths.
+    """
+    rows = num_kv_rows(stages)
+    if lengths is not None:
+        rows = lengths.decoded_rows(plan, device_of(hardware, plan.grid), rows)
+    return predict_durations(plan, hardware, rows, lengths)
+
+
+def predict_durations(
+    plan: Resolved, hardware: Hardware, kv_rows: int, lengths: ResponseLengths | None = None
+) -> Durations:
     """Predicts the durations of a step's phases.
 
     Args:
         plan: Resolved config of the run.
         hardware: Rates of GPUs and links.
         kv_rows: Number of sequences that a replica decodes concurrently.
+        lengths: Expected response lengths; None: full lengths.
     """
+    if lengths is not None:
+        plan = lengths.at_mean(plan)
     config, arch, grid = plan.config, plan.arch, plan.grid
     passes = float(config.actor.ppo_epochs)
     prefill, decode, steps, bound_by = 0.0, 0.0, 0, ""
@@ -65,7 +91,7 @@ def predict_durations(plan: Resolved, hardware: Hardware, kv_rows: int) -> Durat
     else:
         scorings += int(plan.scores_proximal)
         scorings += config.actor.ppo_epochs * int(plan.algorithm.needs_current)
-        prefill, decode, steps, bound_by = _rollout(config, arch, grid, hardware, kv_rows)
+        prefill, decode, steps, bound_by = _rollout(config, arch, grid, hardware, kv_rows, lengths)
     rate = len(grid.trainers) * hardware.bf16_flops * hardware.train_flops_frac
     forward = _trained_flops(plan, arch) / rate
     bubble = _bubble(plan)
@@ -147,9 +173,18 @@ def _bubble(plan: Resolved) -> float:
 
 
 def _rollout(
-    config: Config, arch: ArchSpec, grid: ParallelLayout, hardware: Hardware, kv_rows: int
+    config: Config,
+    arch: ArchSpec,
+    grid: ParallelLayout,
+    hardware: Hardware,
+    kv_rows: int,
+    lengths: ResponseLengths | None,
 ) -> tuple[float, float, int, str]:
-    """Returns (prefill s, decode s, decode passes, bottleneck) of the replica with most prompts."""
+    """Returns (prefill s, decode s, decode passes, bottleneck) of the replica with most prompts.
+
+    With expected lengths, a sequence that ends makes room for the next one, and the passes after the last start are
+    those of the longest response; a pass then decodes the average number of sequences.
+    """
     rollout = config.rollout
     prompts = math.ceil(config.train.batch_size / grid.num_replicas)
     replica_flops = grid.rollout_tp * hardware.bf16_flops
@@ -160,6 +195,10 @@ def _rollout(
     sequences = prompts * rollout.n
     rows = min(kv_rows, sequences)
     steps = math.ceil(sequences / rows) * rollout.response_length
+    if lengths is not None:
+        tokens = sequences * lengths.mean
+        steps = max(lengths.longest, math.ceil(tokens / rows))
+        rows = math.ceil(tokens / steps)
     times = _decode_pass(config, arch, grid, hardware, rows)
     links = times.pop("all-reduces")
     bound_by = max(times, key=lambda name: times[name])

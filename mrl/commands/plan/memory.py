@@ -112,6 +112,11 @@ class StageMemory:
         return max(self.phases, key=self.total)
 
 
+def num_kv_rows(stages: Sequence[StageMemory]) -> int:
+    """Returns the number of sequences that a replica decodes concurrently; 0 if nothing is sampled."""
+    return min((stage.kv_rows for stage in stages if "rollout" in stage.phases), default=0)
+
+
 def stage_memory(config: Config, arch: ArchSpec, grid: ParallelLayout) -> list[Memory]:
     """Returns the permanent memory of the actor on a rank of each pipeline stage, and its engine's weights."""
     in_fp32 = config.megatron.ddp.get("grad_reduce_in_fp32", True)

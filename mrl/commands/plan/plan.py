@@ -9,15 +9,19 @@ measured.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from mrl.commands.launch import launch_argv
-from mrl.commands.plan.durations import predict_durations, step_time
+from mrl.commands.plan.durations import Durations, predict_step, step_time
 from mrl.commands.plan.fit import check_fits, device_of, format_overrides
-from mrl.commands.plan.memory import StageMemory, memory_by_stage, not_counted, num_parameters
-from mrl.commands.plan.rank_split import Splits, find_splits, rows_of, splits_text
-from mrl.commands.plan.weight_sync_cost import RefitPrediction, predict_refit
+from mrl.commands.plan.memory import StageMemory, memory_by_stage, not_counted, num_kv_rows, num_parameters
+from mrl.commands.plan.rank_split import Splits, find_splits, splits_text
+from mrl.commands.plan.response_lengths import ResponseLengths, expected_lengths
+from mrl.commands.plan.undownloaded import with_shapes
+from mrl.commands.plan.weight_sync_cost import PUBLISHED_RATE, RefitPrediction, predict_refit
 from mrl.config.config import Config
 from mrl.engines._capabilities import engine_capabilities, memory_plan
+from mrl.engines._memory_plan import Device
 from mrl.errors import UserError
 from mrl.observability.hardware import Hardware
 from mrl.observability.text_format import format_count
@@ -29,13 +33,23 @@ from mrl.trainer.validation.rollout_ranks import key_of
 GB = 1e9
 
 
-def describe(config: Config, world_size: int, hardware: Hardware) -> str:
+def describe(
+    config: Config, world_size: int, hardware: Hardware, *, mean_length: int | None = None, metrics: Path | None = None
+) -> str:
     """Returns the report: memory of a rank of each stage, duration of each phase, and the weight sync's traffic.
+
+    Args:
+        config: Config, not resolved.
+        world_size: Number of ranks.
+        hardware: Figures of the cluster.
+        mean_length: Expected mean response length, tokens; None: full lengths, or those in `metrics`.
+        metrics: metrics.jsonl or folder of a run, whose response lengths are expected.
 
     Raises:
         UserError: The run is invalid or does not fit into memory; the message names a change that fits.
     """
-    notes: list[str] = []
+    config, notes = with_shapes(config)
+    lengths = expected_lengths(config, mean_length, metrics)
     found = check_run(config, world_size, tell=notes.append)
     device = device_of(hardware, found.grid)
     refit = predict_refit(found.config, found.arch, found.grid, hardware)
@@ -43,7 +57,7 @@ def describe(config: Config, world_size: int, hardware: Hardware) -> str:
     stages = memory_by_stage(found, device, moved_bytes=None if refit.staging_bytes else 0)
     splits, overlaps = None, RolloutSchedule.of(found.config).lead > 0
     if not found.algorithm.supervised:
-        splits = find_splits(found, hardware, refit)
+        splits = find_splits(found, hardware, refit, lengths)
     try:
         check_fits(found, hardware, stages)
     except UserError as error:
@@ -52,9 +66,9 @@ def describe(config: Config, world_size: int, hardware: Hardware) -> str:
         [
             *_layout(found, hardware),
             "",
-            *_memory(found, stages, device.capacity or 0, hardware),
+            *_memory(found, stages, device, hardware, lengths),
             "",
-            *_times(found, hardware, refit, rows_of(stages), overlaps=overlaps),
+            *_times(found, hardware, refit, predict_step(found, hardware, stages, lengths), lengths, overlaps=overlaps),
             "",
             *(_refit(refit) if found.needs_engine else ["no engine: nothing is sampled"]),
             *(() if splits is None else ["", *splits_text(splits, found.grid, overlaps=overlaps)]),
@@ -102,8 +116,11 @@ def _layout(plan: Resolved, hardware: Hardware) -> Iterator[str]:
     )
 
 
-def _memory(plan: Resolved, stages: list[StageMemory], capacity: int, hardware: Hardware) -> Iterator[str]:
+def _memory(
+    plan: Resolved, stages: list[StageMemory], device: Device, hardware: Hardware, lengths: ResponseLengths | None
+) -> Iterator[str]:
     """Yields the fullest stage term by term and the other stages' totals; likewise for ranks that only sample."""
+    capacity = device.capacity or 0
     trainers = [stage for stage in stages if stage.stage is not None]
     yield (
         f"memory of a rank, GB, if every response has its full length; {capacity / GB:.1f} of "
@@ -125,8 +142,12 @@ def _memory(plan: Resolved, stages: list[StageMemory], capacity: int, hardware: 
         yield from _terms(samplers)
         if samplers[0].host:
             yield f"  host memory: {samplers[0].host / GB:.2f} GB"
-    if plan.needs_engine and (rows := rows_of(stages)):
+    if plan.needs_engine and (rows := num_kv_rows(stages)):
         yield f"  the KV cache has room for {rows} sequence(s) of {_longest(plan)} tokens in each replica"
+        if lengths is not None:
+            expected = lengths.decoded_rows(plan, device, rows)
+            mean = f"{lengths.mean:.0f} tokens"
+            yield f"  at the expected length, {mean}, a replica decodes {expected} sequence(s) at a time"
 
 
 def _terms(stages: list[StageMemory]) -> Iterator[str]:
@@ -161,10 +182,18 @@ def _longest(plan: Resolved) -> int:
 
 
 def _times(
-    plan: Resolved, hardware: Hardware, refit: RefitPrediction, kv_rows: int, *, overlaps: bool
+    plan: Resolved,
+    hardware: Hardware,
+    refit: RefitPrediction,
+    times: Durations,
+    lengths: ResponseLengths | None,
+    *,
+    overlaps: bool,
 ) -> Iterator[str]:
-    times = predict_durations(plan, hardware, kv_rows)
-    yield "a step, s, if every response has its full length, at assumed fractions of the peak rates (--hardware)"
+    responses = "if every response has its full length"
+    if lengths is not None:
+        responses = f"with responses of {lengths.mean:.0f} tokens on average and {lengths.longest} at most"
+    yield f"a step, s, {responses}, at assumed fractions of the peak rates (--hardware)"
     rows = [] if plan.algorithm.supervised else [("refit", refit.seconds, "links and memory at their peak")]
     if times.decode_steps:
         assumed = f"{hardware.decode_frac:.0%} of memory and FLOP rate"
@@ -205,3 +234,8 @@ def _refit(refit: RefitPrediction) -> Iterator[str]:
         f"  predicted time           {refit.seconds:12.4f} s from peak figures; bound {refit.bound_s:.4f} s, "
         f"full gather {refit.full_gather_s:.4f} s"
     )
+    if (measured := refit.seconds_at_published_rate) is not None:
+        yield (
+            f"  at a measured rate       {measured:12.4f} s with {PUBLISHED_RATE / GB:.1f} GB/s into a rank, "
+            "Perplexity's for Kimi-K2 (research.perplexity.ai)"
+        )

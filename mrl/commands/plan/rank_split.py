@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mrl.commands.plan.durations import Durations, StepTime, predict_durations, step_time
+from mrl.commands.plan.durations import Durations, StepTime, predict_step, step_time
 from mrl.commands.plan.fit import Overrides, describe_ranks, device_of, format_overrides, shortage, with_overrides
 from mrl.commands.plan.memory import StageMemory, memory_by_stage
+from mrl.commands.plan.response_lengths import ResponseLengths
 from mrl.commands.plan.weight_sync_cost import RefitPrediction, predict_refit
 from mrl.config.config import RolloutConfig
 from mrl.engines._capabilities import engine_capabilities
@@ -112,13 +113,19 @@ class Splits:
         return sorted(timed, key=lambda split: split.step(overlaps=overlaps).step)
 
 
-def find_splits(plan: Resolved, hardware: Hardware, refit: RefitPrediction | None = None) -> Splits:
+def find_splits(
+    plan: Resolved,
+    hardware: Hardware,
+    refit: RefitPrediction | None = None,
+    lengths: ResponseLengths | None = None,
+) -> Splits:
     """Evaluates all splits of the run's ranks, including its own and the one in which all ranks do both.
 
     Args:
         plan: Resolved config of the run, which samples.
         hardware: Figures of the cluster.
         refit: Cost of the run's own weight sync, if known.
+        lengths: Expected response lengths; None: full lengths.
     """
     fitting: list[Split] = []
     left_out: Counter[str] = Counter()
@@ -138,15 +145,10 @@ def find_splits(plan: Resolved, hardware: Hardware, refit: RefitPrediction | Non
         if short is not None:
             left_out[f"{describe_ranks(short.stage, other.grid)} lacks memory in its {short.phase}"] += 1
             continue
-        durations = predict_durations(other, hardware, rows_of(stages))
+        durations = predict_step(other, hardware, stages, lengths)
         known = refit if other.grid == plan.grid else None
         fitting.append(Split(other, _differing(plan, overrides), hardware, stages, durations, known))
     return Splits(fitting, left_out)
-
-
-def rows_of(stages: list[StageMemory]) -> int:
-    """Returns the number of sequences that a replica decodes concurrently; 0 if nothing is sampled."""
-    return min((stage.kv_rows for stage in stages if "rollout" in stage.phases), default=0)
 
 
 def _overrides(rollout: RolloutConfig, samplers: int) -> dict[str, Any]:

@@ -17,6 +17,15 @@ from mrl.resharding.megatron import chunk_layers, megatron_layouts
 from mrl.resharding.shards import param_specs, parts_of
 from mrl.resharding.transfer_cost import ReceivedBytes, Traffic, traffic
 
+PUBLISHED_SECONDS, PUBLISHED_BYTES, PUBLISHED_RECEIVERS = 1.3, 1e12, 128
+"""Weight sync between nodes as Perplexity measured it: Kimi-K2 (10^12 parameters in FP8) from 256 GPUs to 128 others.
+
+Source: https://research.perplexity.ai/articles/weight-transfer-for-rl-post-training-in-under-2-seconds. The number of
+replicas is not published; with one, each GPU receives least.
+"""
+PUBLISHED_RATE = PUBLISHED_BYTES / PUBLISHED_RECEIVERS / PUBLISHED_SECONDS
+"""Rate into each receiving GPU, bytes/s: a lower bound of what was reached."""
+
 
 @dataclass(frozen=True)
 class RefitPrediction:
@@ -38,6 +47,11 @@ class RefitPrediction:
     full_gather_s: float
     received_bytes: int
     staging_bytes: int
+
+    @property
+    def seconds_at_published_rate(self) -> float | None:
+        """Duration at `PUBLISHED_RATE`, s; None if nothing is sent between nodes, for which nothing was published."""
+        return self.received_bytes / PUBLISHED_RATE if self.traffic.total.inter_node else None
 
 
 def predict_refit(config: Config, arch: ArchSpec, grid: ParallelLayout, hardware: Hardware) -> RefitPrediction:

@@ -71,7 +71,7 @@ def with_placeholders(config: Config) -> tuple[Config, list[str]]:
     model, data = config.model, config.data
     no_tokenizer = "model.tokenizer" in missing or (model.tokenizer is None and "model.path" in missing)
     if "model.path" in missing:
-        preset = _matching_preset(missing["model.path"])
+        preset = matching_preset(missing["model.path"])
         replacements.append(f"model.path={model.path} is missing: preset {preset} is used, with random weights")
         sizes = {"vocab_size": PRESETS[preset]["vocab_size"]}
         model = replace(model, path=None, preset=preset, overrides=sizes)
@@ -101,7 +101,7 @@ def with_placeholders(config: Config) -> tuple[Config, list[str]]:
     teachers = []
     for index, teacher in enumerate(config.distillation.teacher_models):
         if (key := _teacher_key(index)) in missing or (no_tokenizer and teacher.model_path is not None):
-            preset = _matching_preset(teacher.model_path or "", key)
+            preset = matching_preset(teacher.model_path or "", key)
             replacements.append(f"{key}={teacher.model_path}: preset {preset} is used, with random weights")
             teacher = replace(teacher, model_path=None, preset=preset)
         teachers.append(teacher)
@@ -119,7 +119,7 @@ def _teacher_key(index: int) -> str:
     return f"distillation.teacher_models[{index}].model_path"
 
 
-def _matching_preset(folder: str, key: str = "model.path") -> str:
+def matching_preset(folder: str, key: str = "model.path") -> str:
     """Returns the longest preset name that the folder's name contains."""
     name = _letters(Path(folder).name)
     found = [preset for preset in PRESETS if _letters(preset) in name]

@@ -46,7 +46,7 @@ class ListenOptions:
     Attributes:
         host: Address or hostname.
         port: Port; 0: any free one.
-        model_name: Model name in requests; "": derived from the model.
+        model_name: Model name in requests; "": the name of the run's folder, or of the model where no run trained it.
         key: Bearer token of clients; "": none required.
         tool_format: Format of the model's tool calls, a file of `mrl/environments/formats`.
     """
@@ -141,13 +141,16 @@ def serve(config: Config, checkpoint: str | None, listen: ListenOptions, say: Ca
         else:
             loaded = trainer.checkpointing.load_for_evaluation(checkpoint)
         trainer.sync_weights_if_stale()
-        with trainer.rollout_worker.awake() as engine, _listening(trainer, listen, loaded, say) as request_queue:
+        with (
+            trainer.rollout_worker.awake() as engine,
+            _listening(trainer, listen, loaded, say, of_run=checkpoint != INITIAL) as request_queue,
+        ):
             serve_rounds(engine, trainer.groups, request_queue)
 
 
 @contextmanager
 def _listening(
-    trainer: Trainer, listen: ListenOptions, loaded: str, say: Callable[[str], None]
+    trainer: Trainer, listen: ListenOptions, loaded: str, say: Callable[[str], None], *, of_run: bool
 ) -> Iterator[RequestQueue | None]:
     """Collective over all ranks: runs the HTTP server on rank 0 inside the block; yields its queue (others: None)."""
     request_queue: RequestQueue | None = None
@@ -162,7 +165,7 @@ def _listening(
     from mrl.commands.serve.http_server import make_server
 
     rollout = trainer.config.rollout
-    name = listen.model_name or Path(trainer.config.model.path or str(trainer.config.model.preset)).name
+    name = listen.model_name or _model_name(trainer.config, of_run=of_run)
     served = ServedModel(
         name, rollout.max_sequence_length, trainer.tokenizer, int(time.time()), formats.find_format(listen.tool_format)
     )
@@ -190,6 +193,13 @@ def _listening(
         server.should_exit = True
         thread.join(5)
         opened[0].close()
+
+
+def _model_name(config: Config, *, of_run: bool) -> str:
+    """Returns the name of the run's folder, or that of the model; of_run: the weights are those of a run."""
+    if of_run:
+        return Path(config.run.output_dir).resolve().name
+    return Path(config.model.path or str(config.model.preset)).name
 
 
 def _bind(listen: ListenOptions) -> socket.socket:

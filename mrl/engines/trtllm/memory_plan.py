@@ -41,6 +41,7 @@ class LlmMemoryPlan(MemoryPlan):
     """Memory of the LLM API, which is assumed to shard the model like the native engine: every matrix and embedding."""
 
     discards_weights = "TensorRT-LLM 1.3"
+    has_paged_cache = True
 
     def weight_bytes(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> int:
         """Returns the size of the engine's weights on the fullest rank of a replica, bytes."""

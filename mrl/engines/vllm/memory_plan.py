@@ -33,6 +33,8 @@ PINNED = 2
 class VllmMemoryPlan(MemoryPlan):
     """Memory of vLLM; its additional memory on a GPU is assumed to be TensorRT-LLM's."""
 
+    has_paged_cache = True
+
     def weight_bytes(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> int:
         """Returns the size of vLLM's weights on a rank, bytes."""
         dtype = config.rollout.dtype or config.model.dtype

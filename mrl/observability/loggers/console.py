@@ -146,7 +146,7 @@ class PlainConsole(Logger):
         """Prints evaluation samples, one per line."""
         for row in rows if phase == "val" else ():
             answer = "" if row["answer"] is None else f"  answer {visible(row['answer'])}"
-            prompt, response = visible(row["prompt"]), visible(row["response"])
+            prompt, response = visible(_question(row)), visible(row["response"])
             self._line(f"  {prompt} -> {response}{answer}  reward {_reward(row)}")
 
     def note(self, text: str) -> None:
@@ -287,8 +287,13 @@ def sample_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         answer = "" if row["answer"] is None else visible(row["answer"])
         reward = Text(_reward(row), style="green" if (row["reward"] or 0) > 0 else "red")
-        table.add_row(Text(visible(row["prompt"])), Text(visible(row["response"])), Text(answer), reward)
+        table.add_row(Text(visible(_question(row))), Text(visible(row["response"])), Text(answer), reward)
     return table
+
+
+def _question(row: Mapping[str, Any]) -> str:
+    """Returns the prompt without the system prompt, which is the same in every row."""
+    return str(row.get("question") or row["prompt"])
 
 
 def _reward(row: Mapping[str, Any]) -> str:

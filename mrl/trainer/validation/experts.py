@@ -25,6 +25,15 @@ def expert_rules(config: Config, arch: ArchSpec, grid: ParallelLayout, *, superv
         yield from _replay(config, supervised)
 
 
+def experts_divide(config: Config, moe: MoeSpec, grid: ParallelLayout) -> bool:
+    """Returns whether the sizes of actor and engine divide the experts."""
+    try:
+        check_experts_divide(moe, expert_shard(grid, 0))
+    except UserError:
+        return False
+    return not any(True for _ in _rollout(config, moe, grid))
+
+
 def _idle(config: Config) -> Iterator[str]:
     """Yields a message for each MoE setting of a dense model."""
     default = Config()

@@ -50,6 +50,15 @@ def test_slower_links_take_longer_and_the_bound_is_below(config):
         assert 0 < found.bound_s <= found.seconds
 
 
+def test_the_published_rate_applies_between_nodes_only(config):
+    loaded = load(config)
+    arch = arch_from_preset("qwen3_tiny", {}, None)
+    apart = predict_refit(loaded, arch, build_parallel_layout(loaded, 16), replace(HARDWARE["h100"], gpus_per_node=1))
+    assert apart.seconds_at_published_rate == pytest.approx(apart.received_bytes / 6.01e9, rel=1e-3)
+    together = predict_refit(loaded, arch, build_parallel_layout(loaded, 4), HARDWARE["h100"])
+    assert together.seconds_at_published_rate is None
+
+
 def test_the_command_prints_bytes_and_time(config, capsys):
     assert main(["plan", str(config), "--world-size", "16", "--gpus-per-node", "4"]) == 0
     printed = capsys.readouterr().out

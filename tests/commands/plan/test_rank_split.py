@@ -9,10 +9,10 @@ import pytest
 
 from mrl.commands.cli import main
 from mrl.commands.plan import rank_split as of_splits
-from mrl.commands.plan.durations import Durations, predict_durations, step_time
+from mrl.commands.plan.durations import Durations, predict_durations, predict_step, step_time
 from mrl.commands.plan.fit import check_fits, device_of, format_overrides
 from mrl.commands.plan.memory import memory_by_stage
-from mrl.commands.plan.rank_split import explain_fastest, find_splits, rows_of, splits_text
+from mrl.commands.plan.rank_split import explain_fastest, find_splits, splits_text
 from mrl.commands.plan.weight_sync_cost import predict_refit
 from mrl.config.config import load
 from mrl.errors import UserError
@@ -70,7 +70,7 @@ def test_a_split_takes_what_the_config_that_asks_for_it_takes(name, found):
         stages = memory_by_stage(asked, device_of(H100, asked.grid))
         check_fits(asked, H100, stages)
         refit_s = predict_refit(asked.config, asked.arch, asked.grid, H100).seconds
-        times = predict_durations(asked, H100, rows_of(stages))
+        times = predict_step(asked, H100, stages, None)
         for overlaps in (False, True):
             expected = step_time(times, refit_s, has_roles=asked.grid.has_separate_rollout, overlaps=overlaps)
             assert split.step(overlaps=overlaps) == expected

@@ -197,14 +197,14 @@ def test_a_run_is_served_by_its_folder_with_a_key(tmp_path):
     )
     try:
         started.url = started.url.replace("0.0.0.0", "127.0.0.1")
-        assert "step-00000001 as 'qwen2_tiny'" in started.output
+        assert "step-00000001 as 'run'" in started.output
         with pytest.raises(openai.AuthenticationError):
             started.client().models.list()
         client = started.client("secret")
-        assert client.completions.create(model="qwen2_tiny", prompt="<1+2>", max_tokens=4, temperature=0).choices
-        assert client.completions.create(model="qwen2_tiny", prompt="<1+2>").choices  # 16 tokens where they fit
+        assert client.completions.create(model="run", prompt="<1+2>", max_tokens=4, temperature=0).choices
+        assert client.completions.create(model="run", prompt="<1+2>").choices  # 16 tokens where they fit
         with pytest.raises(openai.BadRequestError, match="has no chat template"):
-            client.chat.completions.create(model="qwen2_tiny", messages=[{"role": "user", "content": "1"}])
+            client.chat.completions.create(model="run", messages=[{"role": "user", "content": "1"}])
     finally:
         started.stop()
 

@@ -13,6 +13,8 @@ from rich.console import Console
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.observability.loggers.base import Opening
 from mrl.observability.loggers.console import ConsoleState, PlainConsole, RichConsole, spark
+from mrl.observability.run_log import sample_rows
+from mrl.types import Prompt, Rollout
 from tests.observability.folders import config, logging, metrics_of, row, run_steps
 
 
@@ -158,3 +160,17 @@ def test_progress_inside_a_phase_is_a_line_each_half_minute_and_the_panel_s_corn
     rich._console.print(rich._panel())
     rich.close()
     assert "gen: 5 of 70 prompts" in screen.getvalue()
+
+
+@pytest.mark.parametrize("kind", [PlainConsole, RichConsole])
+def test_samples_omit_the_system_prompt(tmp_path, kind):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+2?"}]
+    prompt = Prompt(0, (1,), "<system>Be brief.</s><user>1+2?</s>", "3", question=messages)
+    rollout = Rollout(prompt, 0, [1], [0.0], "stop", 0, "3", 1.0)
+    rows = sample_rows([rollout], phase="val", num_samples=1)
+    screen = io.StringIO()
+    logger = kind(opening(tmp_path), Console(file=screen, width=200, highlight=False, color_system=None))
+    logger.samples("val", 0, rows)
+    logger.close()
+    assert "1+2?" in screen.getvalue() and "Be brief" not in screen.getvalue()
+    assert rows[0]["prompt"] == prompt.text and rows[0]["question"] == "1+2?"

@@ -1,0 +1,56 @@
+"""Shapes of models that were not downloaded yet, for `mrl plan` and `mrl train --dry-run`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mrl.checkpoint.formats.hub import is_hub_name, resolve_hub_models, resolve_model_path
+from mrl.commands.rehearse.placeholders import CHARACTERS, TASK, matching_preset
+from mrl.config.config import Config, DataConfig
+from mrl.errors import UserError
+from mrl.models.presets import PRESETS
+
+
+def with_shapes(config: Config) -> tuple[Config, list[str]]:
+    """Returns the config with shapes for models that the hub's cache lacks, and a note for each replacement.
+
+    Reads config.json and tokenizer of such a model from the hub, without its weights. If the hub cannot be reached, a
+    preset replaces `model.path`, whose name contains the preset's; tokenizer and data are then placeholders.
+
+    Raises:
+        UserError: The hub cannot be reached, and no preset matches, or the model is not the actor.
+    """
+    try:
+        return resolve_hub_models(config), []
+    except UserError:
+        notes = ["models from the hub: config.json and tokenizer were read, weights were not downloaded"]
+    path = config.model.path
+    if path is not None and is_hub_name(path):
+        try:
+            resolve_model_path("model.path", path, download=True, weights=False)
+        except UserError as error:
+            config, note = _with_preset(config, path, error)
+            notes = [note]
+    return resolve_hub_models(config, download=True, weights=False), notes
+
+
+def _with_preset(config: Config, path: str, error: UserError) -> tuple[Config, str]:
+    """Returns the config with a preset for `model.path`, and a note; `error` is why the hub's model is not used."""
+    try:
+        preset = matching_preset(path)
+    except UserError:
+        raise UserError(
+            f"{error} To plan without the model, set the closest preset: ~model model.preset=NAME model.tokenizer="
+            f"{CHARACTERS}, with NAME one of {', '.join(PRESETS)}."
+        ) from error
+    sizes = {"vocab_size": PRESETS[preset]["vocab_size"]}
+    model, data = replace(config.model, path=None, preset=preset, overrides=sizes), config.data
+    note = f"model.path={path} is not in the cache and the hub was not reached: the shape is that of preset {preset}"
+    if model.tokenizer is None:
+        model = replace(model, tokenizer=CHARACTERS)
+        data = DataConfig(task=TASK, shuffle=data.shuffle, overlong_prompts=data.overlong_prompts)
+        note += f"; the tokenizer is missing, too: data.task={TASK} is used, and the data are not checked"
+    reference, critic = config.reference, config.critic
+    reference = replace(reference, path=None) if reference.path == path else reference
+    critic = replace(critic, path=None) if critic.path == path else critic
+    return replace(config, model=model, data=data, reference=reference, critic=critic), note

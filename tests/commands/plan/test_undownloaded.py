@@ -1,0 +1,66 @@
+"""Planning before a model is downloaded: the hub's config.json without weights, or a preset of the same name."""
+
+import pytest
+from huggingface_hub import constants
+
+from mrl.commands.cli import main
+from mrl.commands.plan.undownloaded import with_shapes
+from mrl.config.config import load
+from mrl.errors import UserError
+from mrl.models.presets import arch_from_preset
+from mrl.trainer.run_plan import resolve
+from tests.checkpoint.formats.test_hf import write_folder
+from tests.checkpoint.formats.test_hub import NAME, fill
+from tests.data.folders import byte_bpe_folder
+
+CONFIG = """
+model: {path: MODEL}
+rollout: {prompt_length: 64, response_length: 64}
+train: {num_steps: 4}
+data: {task: addition}
+reward: {functions: [{name: exact_match}]}
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Cache of the hub's client, which reaches no network."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def config_of(tmp_path, name):
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG.replace("MODEL", name))
+    return path
+
+
+@pytest.mark.parametrize("command", [["plan", "--world-size", "1"], ["train", "--dry-run", "--world-size", "1"]])
+def test_config_and_tokenizer_without_weights_are_enough(command, cache, tmp_path, capsys):
+    model = tmp_path / "model"
+    model.mkdir()
+    write_folder(arch_from_preset("qwen2_tiny", {"num_hidden_layers": 3}, 320), model)
+    fill(cache, byte_bpe_folder(model), without=("model.safetensors",))
+    assert main([command[0], str(config_of(tmp_path, NAME)), *command[1:]]) == 0
+    assert "weights were not downloaded" in capsys.readouterr().out
+    found = resolve(with_shapes(load(config_of(tmp_path, NAME)))[0], 1)
+    assert (found.arch.num_layers, found.arch.vocab_size) == (3, 320)
+
+
+def test_without_the_hub_a_preset_of_the_same_name_has_the_shape(cache, tmp_path):
+    changed, notes = with_shapes(load(config_of(tmp_path, "Qwen/Qwen3-8B")))
+    assert (changed.model.path, changed.model.preset) == (None, "qwen3_8b")
+    assert resolve(changed, 1).arch == arch_from_preset("qwen3_8b", {}, None)
+    assert len(notes) == 1 and "qwen3_8b" in notes[0]
+
+
+def test_without_hub_and_preset_the_error_names_both_ways_out(cache, tmp_path):
+    with pytest.raises(UserError) as caught:
+        with_shapes(load(config_of(tmp_path, "acme/mystery-9b")))
+    assert "hf download acme/mystery-9b" in str(caught.value) and "model.preset=" in str(caught.value)
+
+
+def test_a_config_without_hub_names_is_unchanged(tmp_path):
+    config = load(config_of(tmp_path, str(tmp_path)))
+    assert with_shapes(config) == (config, [])

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from mrl.distributed.enum_unpickling import member_getter
+from mrl.distributed.unpickling import member_getter, public_module
 
 PACKAGES = ("mrl.", "torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
 """Packages whose records and exceptions a rank may send."""
@@ -74,6 +74,7 @@ class SafeUnpickler(pickle.Unpickler):
         Raises:
             UnsafePickleError: The class is not in the allowed list.
         """
+        module = public_module(module)
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage
         if (module, name) == ("builtins", "getattr"):

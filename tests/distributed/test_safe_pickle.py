@@ -50,6 +50,11 @@ def test_data_arrives_as_it_was(value):
     assert through(value) == value
 
 
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_a_path_arrives_under_the_name_of_each_python_version(module):
+    assert SafeUnpickler(io.BytesIO(f"c{module}\nPosixPath\n(V/\nVx\ntR.".encode())).load() == Path("/x")
+
+
 def test_a_member_of_an_enumeration_arrives_by_name_and_no_other_attribute_does():
     """As Python 3.11.0 to 3.11.3 pickle it."""
     assert through(Payload(getattr, WriteItemType, "TENSOR")) is WriteItemType.TENSOR

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from mrl.distributed.enum_unpickling import member_getter
+from mrl.distributed.unpickling import member_getter, public_module
 from mrl.errors import UserError, first_line
 
 METADATA = ".metadata"
@@ -107,6 +107,7 @@ _PLACEHOLDERS = {"MCoreMetadata": _MegatronMetadata, "MCoreSavePlan": _MegatronP
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = public_module(module)
         if (module, name) in _CLASSES or (module == "torch" and name in _DTYPES):
             return super().find_class(module, name)
         if module == "megatron.core.dist_checkpointing.strategies.torch" and name in _PLACEHOLDERS:

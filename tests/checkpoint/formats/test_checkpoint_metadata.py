@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +45,14 @@ def test_metadata_is_read(tmp_path):
     metadata = Metadata({"rng": BytesStorageMetadata()}, storage_data={MetadataIndex("rng"): None})
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     assert read_metadata(tmp_path / ".metadata") == metadata
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_paths_are_read_under_the_name_of_each_python_version(tmp_path, module):
+    named = pickle.dumps(Metadata({}, planner_data="PLACE"), protocol=2)
+    path = f"c{module}\nPosixPath\n(V/\nVx\ntR".encode()
+    (tmp_path / ".metadata").write_bytes(named.replace(b"X\x05\x00\x00\x00PLACE", path))
+    assert read_metadata(tmp_path / ".metadata").planner_data == Path("/x")
 
 
 def test_members_of_enumerations_are_read_by_name_and_no_other_attribute_is(tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sys
 from threading import Thread
 
 import httpx
@@ -154,7 +155,12 @@ def test_text_parts_are_one_text(folder, tokenizer, content):
         '<tool_call>{"name": "weather", "argu</tool_call>',
         "<tool_call>5",
         CALL.replace('"Ulm"', "1e999"),
-        CALL.replace('"Ulm"', "[" * 1500 + "]" * 1500),
+        pytest.param(
+            CALL.replace('"Ulm"', "[" * 1500 + "]" * 1500),
+            marks=pytest.mark.skipif(
+                sys.version_info >= (3, 13), reason="this Python reads JSON that is nested so deep"
+            ),
+        ),
     ],
 )
 def test_what_is_no_call_is_text(tokenizer, says):

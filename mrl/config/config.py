@@ -934,7 +934,7 @@ class CheckpointConfig:
     """Schedule, number and format of checkpoints."""
 
     interval: int = 0
-    """Steps between checkpoints; 0: only after the last step."""
+    """Steps between checkpoints; 0: only before the first and after the last step."""
     keep_last: int = 2
     """Newest checkpoints kept, at least 1."""
     keep_best: int = 0

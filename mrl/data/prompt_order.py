@@ -11,9 +11,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
+from mrl.config.did_you_mean import did_you_mean
 from mrl.data.row_sources import RowSource
 from mrl.data.shuffle import Shuffle
-from mrl.errors import UserError
+from mrl.errors import UserError, shown
 
 BLOCK = 1000
 """Positions of a block of `MixedOrder`, in which each part has its exact share."""
@@ -150,7 +151,13 @@ def column_values(rows: RowSource, key: str) -> list[Any]:
     """
     values: list[Any] = []
     for index in range(len(rows)):
-        value = rows.row(index).get(key)
+        row = rows.row(index)
+        if key not in row:
+            raise UserError(
+                f"{rows.source(index)}: there is no column '{key}' (data.order_by).{did_you_mean(key, row)} Its "
+                f"columns are {', '.join(map(shown, row))}."
+            )
+        value = row[key]
         is_number = isinstance(value, (int, float)) and value == value
         if not (isinstance(value, str) or is_number):
             raise UserError(

@@ -284,10 +284,11 @@ def _timing(history: RunHistory) -> str:
 
 
 def _overlaps(history: RunHistory) -> bool:
-    """Returns whether the phases take longer than the steps, so that some ran concurrently."""
+    """Returns whether the phases of the steps take longer than the steps, so that some ran concurrently."""
     step_s, parts = dict(history.times.get("timing_s/step", [])), dict[float, float]()
+    outside = ("timing_s/step", "timing_s/save_checkpoint")
     for name, points in history.times.items():
-        if name.startswith("timing_s/") and name.count("/") == 1 and name != "timing_s/step":
+        if name.startswith("timing_s/") and name.count("/") == 1 and name not in outside:
             for step, seconds in points:
                 parts[step] = parts.get(step, 0.0) + seconds
     return sum(parts[step] for step in parts if step in step_s) > OVERLAP * sum(step_s.values()) > 0

@@ -40,8 +40,9 @@ def _with_preset(config: Config, path: str, error: UserError) -> tuple[Config, s
         preset = matching_preset(path)
     except UserError:
         raise UserError(
-            f"{error} To plan without the model, set the closest preset: ~model model.preset=NAME model.tokenizer="
-            f"{CHARACTERS}, with NAME one of {', '.join(PRESETS)}."
+            f"{error} To plan without the model, set the closest preset, with the vocabulary size of the model: ~model "
+            f"model.preset=NAME model.overrides.vocab_size=SIZE model.tokenizer={CHARACTERS} ~data data.task={TASK}, "
+            f"with NAME one of {', '.join(PRESETS)}."
         ) from error
     sizes = {"vocab_size": PRESETS[preset]["vocab_size"]}
     model, data = replace(config.model, path=None, preset=preset, overrides=sizes), config.data

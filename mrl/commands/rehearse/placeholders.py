@@ -126,8 +126,8 @@ def matching_preset(folder: str, key: str = "model.path") -> str:
     if not found:
         raise UserError(
             f"{key}={folder} is missing, and no preset matches its name. Copy its config.json and tokenizer here, or "
-            "set the closest preset: ~model model.preset=NAME model.tokenizer=..., with NAME one of "
-            f"{', '.join(PRESETS)}."
+            "set the closest preset, with the vocabulary size of the model: ~model model.preset=NAME "
+            f"model.overrides.vocab_size=SIZE model.tokenizer=..., with NAME one of {', '.join(PRESETS)}."
         )
     return max(found, key=len)
 

@@ -54,7 +54,7 @@ JSON = [
     "NaN",
     "\ud800".encode("utf-8", "surrogatepass"),
 ]
-GONE, MOST_KEYS = object(), 10
+GONE, MOST_KEYS = object(), 12
 VALUES = [None, [], {}, -1, 2**70, 1e400, "x", True, [[]], {"a": None}, "\ud800", "../../x", ""]
 
 

@@ -6,6 +6,8 @@ HF_HUB_OFFLINE). `checkpoint/formats/hub.py` uses this for models and `data/hub_
 
 from __future__ import annotations
 
+import os.path
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -14,11 +16,18 @@ from mrl.errors import first_line
 
 Kind = Literal["model", "dataset"]
 
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
 NOT_CACHED = "it is missing or incomplete in the cache"
 
 
 class MissingSnapshotError(LookupError):
     """Repository that is not in the cache and could not be downloaded; the message says why."""
+
+
+def is_hub_name(text: str) -> bool:
+    """Returns whether a path may be a hub name: two words with one slash, and no such local file or folder."""
+    return _NAME.fullmatch(text) is not None and not os.path.exists(text)
 
 
 def find_snapshot(

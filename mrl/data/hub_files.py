@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mrl.config.config import DataConfig
 from mrl.config.did_you_mean import did_you_mean_path
-from mrl.config.hub_cache import MissingSnapshotError, cache_folder, find_snapshot
+from mrl.config.hub_cache import MissingSnapshotError, cache_folder, find_snapshot, is_hub_name
 from mrl.data.public_sets.base import HubFiles, all_sets, hub_files
 from mrl.errors import UserError
 
@@ -27,7 +27,6 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 SPLITS = {"train": ("train",), "val": ("validation", "val", "dev", "test")}
 """Side -> names of its split in a repository, in order of preference."""
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LOCATION = re.compile(r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?(?:/(?P<pattern>.+))?")
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\b")
 
@@ -49,9 +48,7 @@ class HubLocation:
 
 def is_hub_location(text: str) -> bool:
     """Returns whether a data file is named as on the hub: "hf://...", or OWNER/NAME where no such file exists."""
-    if text.startswith(PREFIX):
-        return True
-    return _NAME.fullmatch(text) is not None and not text.endswith(SUFFIXES) and not os.path.exists(text)
+    return text.startswith(PREFIX) or (is_hub_name(text) and not text.endswith(SUFFIXES))
 
 
 def resolve_data_files(data: DataConfig, *, download: bool = False) -> DataConfig:

@@ -1,18 +1,14 @@
 """Data files named as on the hub: found in a cache, downloaded once for a host, refused with the way out."""
 
-import hashlib
-import http.server
-import json
-import os
 import subprocess
 import sys
-import threading
 
 import pytest
 
 from mrl.config.config import DataConfig
 from mrl.data.hub_files import is_hub_location, is_local, parse_location, resolve_data_files
 from mrl.errors import UserError
+from tests import hub_server
 
 NAME = "acme/sums"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -131,46 +127,6 @@ def test_the_parts_of_a_location_are_read():
     assert (where.repo, where.revision, where.pattern) == (NAME, "v1.0", "a/b-*.parquet")
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """What snapshot_download asks of a hub about a data set."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        self._answer(body=True)
-
-    def do_HEAD(self):
-        self._answer(body=False)
-
-    def _answer(self, *, body):
-        files, path = self.server.files, self.path.split("?")[0]
-        if path.startswith(f"/api/datasets/{NAME}/tree"):
-            listed = [{"type": "file", "path": name, "size": len(ROWS), "oid": ETAG} for name in files]
-            self._send(json.dumps(listed).encode(), body=body)
-        elif path.startswith(f"/api/datasets/{NAME}"):
-            self._send(json.dumps({"id": NAME, "sha": COMMIT, "siblings": []}).encode(), body=body)
-        elif (name := path.partition(f"/resolve/{COMMIT}/")[2]) in files:
-            if body:
-                self.server.sent.append(name)
-            self._send(ROWS, body=body)
-        else:
-            self.send_error(404)
-
-    def _send(self, data, *, body):
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("ETag", f'"{ETAG}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.end_headers()
-        if body:
-            self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
-
-
-ETAG = hashlib.sha1(ROWS, usedforsecurity=False).hexdigest()
-
 RANK = """
 from mrl.config.config import DataConfig
 from mrl.data.hub_files import resolve_data_files
@@ -180,24 +136,14 @@ print(*resolve_data_files(DataConfig(train_files=["acme/sums"]), download=True).
 
 @pytest.mark.slow
 def test_ranks_of_a_host_download_once_the_files_of_a_side(tmp_path):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.files, server.sent = ("data/train.jsonl", "data/test.jsonl", "README.md"), []
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    asked = {
-        **os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1",
-    }  # fmt: skip
-    try:
+    stored = dict.fromkeys(("data/train.jsonl", "data/test.jsonl", "README.md"), ROWS)
+    with hub_server.serve("datasets", NAME, COMMIT, stored) as server:
+        asked = hub_server.client_environment(server, tmp_path / "home")
         ranks = [
             subprocess.Popen([sys.executable, "-c", RANK], env=asked, stdout=subprocess.PIPE, text=True)
             for _ in range(2)
         ]
         files = {rank.communicate()[0].strip() for rank in ranks}
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert len(files) == 1 and files.pop().endswith(f"snapshots/{COMMIT}/data/train.jsonl")
     assert server.sent == ["data/train.jsonl"]

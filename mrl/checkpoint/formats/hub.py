@@ -6,20 +6,17 @@ are those of `data/hub_files.py`.
 
 from __future__ import annotations
 
-import os.path
-import re
 from dataclasses import replace
 from pathlib import Path
 
 from mrl.checkpoint.formats.hf import INDEX, SINGLE
 from mrl.config.config import Config
 from mrl.config.did_you_mean import did_you_mean_path
-from mrl.config.hub_cache import MissingSnapshotError, cache_folder, find_snapshot
+from mrl.config.hub_cache import MissingSnapshotError, cache_folder, find_snapshot, is_hub_name
 from mrl.data.hub_files import resolve_data_files
 from mrl.errors import UserError
 from mrl.models.hf_config import TOKENIZER_FILES, read_json
 
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 TEACHERS = "distillation.teacher_models"
 _WEIGHTS = ("*.safetensors", INDEX)
 _FILES = ("config.json", *TOKENIZER_FILES)
@@ -87,11 +84,6 @@ def resolve_model_path(key: str, text: str | None, *, download: bool = False, we
     if text is None or not is_hub_name(text):
         return text
     return str(_resolve(key, text, weights=weights, download=download))
-
-
-def is_hub_name(text: str) -> bool:
-    """Returns whether a path may be a hub name: two words with one slash, and no such local folder."""
-    return _NAME.fullmatch(text) is not None and not os.path.exists(text)
 
 
 def check_same_models(config: Config) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mrl.checkpoint.formats.hub import is_hub_name, resolve_hub_models, resolve_model_path
+from mrl.checkpoint.formats.hub import resolve_hub_models, resolve_model_path
 from mrl.commands.rehearse.placeholders import CHARACTERS, TASK, matching_preset
 from mrl.config.config import Config, DataConfig
+from mrl.config.hub_cache import is_hub_name
 from mrl.errors import UserError
 from mrl.models.presets import PRESETS
 

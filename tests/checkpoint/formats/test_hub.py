@@ -1,22 +1,19 @@
 """Names of the Hugging Face hub: found in a cache, downloaded once for a host, refused with the way out."""
 
-import hashlib
-import http.server
-import json
-import os
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch.distributed as dist
 
-from mrl.checkpoint.formats.hub import check_same_models, is_hub_name, resolve_hub_models, resolve_model_path
+from mrl.checkpoint.formats.hub import check_same_models, resolve_hub_models, resolve_model_path
 from mrl.config.config import Config, ModelConfig, ReferenceConfig
+from mrl.config.hub_cache import is_hub_name
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
 from mrl.models.presets import arch_from_preset
 from mrl.trainer.run_plan import load_arch_and_tokenizer
+from tests import hub_server
 from tests.checkpoint.formats.test_hf import write_folder
 from tests.data.folders import byte_bpe_folder
 from tests.ranks import run_ranks
@@ -116,62 +113,10 @@ def test_ranks_with_other_states_of_a_model_are_refused_on_every_rank():
     assert first == second and first.startswith("rank 1 has another revision of a model")
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """What snapshot_download asks of a hub."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        self._answer(body=True)
-
-    def do_HEAD(self):
-        self._answer(body=False)
-
-    def _answer(self, *, body):
-        files, path = self.server.files, self.path.split("?")[0]
-        if path.startswith(f"/api/models/{NAME}/tree"):
-            text = [
-                {"type": "file", "path": name, "size": len(data), "oid": etag(data)} for name, data in files.items()
-            ]
-            self._send(json.dumps(text).encode(), body=body)
-        elif path.startswith(f"/api/models/{NAME}"):
-            self._send(json.dumps({"id": NAME, "sha": COMMIT, "siblings": []}).encode(), body=body)
-        elif path.rsplit("/", 1)[1] in files:
-            name = path.rsplit("/", 1)[1]
-            if body:
-                self.server.sent.append(name)
-            self._send(files[name], body=body)
-        else:
-            self.send_error(404)
-
-    def _send(self, data, *, body):
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("ETag", f'"{etag(data)}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.end_headers()
-        if body:
-            self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
-
-
-def etag(data):
-    return hashlib.sha1(data, usedforsecurity=False).hexdigest()
-
-
 @pytest.fixture
 def hub(model):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.files = {path.name: path.read_bytes() for path in model.iterdir()}
-    server.sent = []
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with hub_server.serve("models", NAME, COMMIT, {path.name: path.read_bytes() for path in model.iterdir()}) as server:
+        yield server
 
 
 RANK = """
@@ -183,16 +128,7 @@ print(resolve_hub_models(Config(model=ModelConfig(path="acme/tiny-1.5")), downlo
 
 @pytest.mark.slow
 def test_ranks_of_a_host_download_once_what_a_run_needs(hub, tmp_path):
-    asked = {
-        **os.environ,
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_OFFLINE": "0",
-        "TRANSFORMERS_OFFLINE": "0",
-        "NO_PROXY": "127.0.0.1",
-    }
+    asked = hub_server.client_environment(hub, tmp_path / "home")
     ranks = [
         subprocess.Popen([sys.executable, "-c", RANK], env=asked, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]

@@ -106,7 +106,25 @@ def all_gather_ragged(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
 
 
-def differing_rank(text: str) -> int | None:
+def check_same_on_all_ranks(text: str, has: str, advice: str) -> None:
+    """Collective over all ranks: checks that every rank has the text of rank 0.
+
+    Args:
+        text: Text to compare, such as names or a fingerprint.
+        has: Start of the message after "rank N", such as "reads other training data than rank 0".
+        advice: What to do, a sentence.
+
+    Raises:
+        UserError: A rank's text differs; on every rank.
+    """
+    other = _differing_rank(text)
+    if other is not None:
+        error = UserError(f"rank {other} {has}. {advice}")
+        error.on_all_ranks = True
+        raise error
+
+
+def _differing_rank(text: str) -> int | None:
     """Collective over all ranks: returns the first rank whose text is not rank 0's; None if all are equal."""
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     found = all_gather_ragged(torch.tensor([digest]), world_group()).tolist()

@@ -170,7 +170,7 @@ def cell(text: str, kind: str = "") -> str:
 def table(heads: Sequence[str], rows: Sequence[str]) -> str:
     """Returns a table of rows of cells; "" without rows. A head that starts with ">" is right-aligned.
 
-    Each cell also has its head as an attribute, which narrow screens show beside the cell instead of columns.
+    Each cell also carries its column heading as an attribute; narrow screens show it next to the cell.
     """
     if not rows:
         return ""

@@ -345,7 +345,7 @@ def _sample_rows(run: RunDir) -> list[Row]:
 def _samples(rows: Sequence[Row]) -> str:
     """Returns a section with the last evaluation's responses; training samples where there is no evaluation.
 
-    The first evaluation with a prompt of the last one stands beside it, on the prompts that both have.
+    The last evaluation is compared with the first one that shares a prompt with it, on the prompts that both have.
     """
     held_out = [row for row in rows if row.get("phase") == "val"]
     rows = held_out or list(rows)

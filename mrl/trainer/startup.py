@@ -17,7 +17,7 @@ from mrl.checkpoint.run_dir.checkpoint import CheckpointManager, ResumePoint
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.checkpoint.run_dir.run_lock import MAX_SILENCE_S, acquire_run_lock, current_owner
 from mrl.distributed import launch
-from mrl.distributed.collectives import differing_rank, raise_on_all_ranks
+from mrl.distributed.collectives import check_same_on_all_ranks, raise_on_all_ranks
 from mrl.distributed.watchdog import abort
 from mrl.distributed.watchdog.signals import FAILED
 from mrl.distributed.watchdog.watchdog import MARGIN_S, SAMPLING_S, Watchdog
@@ -140,14 +140,11 @@ def _check_same_data(plan: RunPlan) -> None:
     Raises:
         UserError: A host's files, or its cache of the hub, have other rows.
     """
-    other = differing_rank(plan.source.fingerprint)
-    if other is not None:
-        error = UserError(
-            f"rank {other} reads other training data than rank 0 (data.train_files). Copy the same files to every "
-            "host, or name files that all hosts share."
-        )
-        error.on_all_ranks = True
-        raise error
+    check_same_on_all_ranks(
+        plan.source.fingerprint,
+        "reads other training data than rank 0 (data.train_files)",
+        "Copy the same files to every host, or name files that all hosts share.",
+    )
 
 
 def _abort_lost_lock(why: str, watchdog: Watchdog, run: RunDir) -> NoReturn:

@@ -67,7 +67,7 @@ def test_names_of_plugins_are_those_of_the_folders():
 
 
 def in_bash(line: str, folder: Path) -> list[str]:
-    """What readline would offer at the end of `line`."""
+    """Returns the completions that readline offers at the end of `line`."""
     (folder / "bin").mkdir(exist_ok=True)
     program = folder / "bin" / "mrl"
     program.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m mrl "$@"\n')

@@ -16,7 +16,7 @@ NORMAL = {
     "An apple, a day": "apple day",
     "Atheism": "atheism",
 }
-"""As the evaluation script of SQuAD normalizes them: punctuation goes before articles."""
+"""Answer -> its normalized form in SQuAD's evaluation script, which removes punctuation before articles."""
 
 
 def score(response, answer=ACCEPTED, **kwargs):

@@ -92,20 +92,17 @@ def check_same_models(config: Config) -> None:
     Raises:
         UserError: The ranks' folders, which the hub's cache names after the revision, differ.
     """
-    from mrl.distributed.collectives import differing_rank
+    from mrl.distributed.collectives import check_same_on_all_ranks
 
     paths = [config.model.path, config.model.tokenizer, config.reference.path, config.critic.path]
     paths.append(config.reward.model.path)
     paths += [teacher.model_path for teacher in config.distillation.teacher_models]
-    other = differing_rank("\n".join(Path(path).name for path in paths if path))
-    if other is not None:
-        error = UserError(
-            f"rank {other} has another revision of a model from the Hugging Face hub than rank 0 (model.path, "
-            "model.tokenizer, reference.path, critic.path, reward.model.path or a teacher's). Download it again on "
-            "every host, or give a folder that all hosts share."
-        )
-        error.on_all_ranks = True
-        raise error
+    check_same_on_all_ranks(
+        "\n".join(Path(path).name for path in paths if path),
+        "has another revision of a model from the Hugging Face hub than rank 0 (model.path, model.tokenizer, "
+        "reference.path, critic.path, reward.model.path or a teacher's)",
+        "Download it again on every host, or give a folder that all hosts share.",
+    )
 
 
 def _resolve(key: str, name: str, *, weights: bool, download: bool) -> Path:

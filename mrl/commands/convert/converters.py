@@ -67,7 +67,7 @@ class Converter:
         """Parses the flags and runs the converter.
 
         Args:
-            name: Its key in CONVERTERS, for the example in --help.
+            name: Key of the converter in CONVERTERS, for the example in --help.
             argv: Flags and folders.
             prog: Program name in usage messages.
 

@@ -37,7 +37,7 @@ class Settings(dict[str, Any]):
     """Dotted keys and values of a verl run.
 
     Attributes:
-        notes: What may change the training and could not be read: config files, other runs of a script.
+        notes: Config files and other runs of a script that could not be read and may change the training.
         asides: Further messages about arguments that set no key; nothing is lost.
         overridden: Keys that the command line sets, not a config file.
         sft: True for settings of verl's SFT trainer.

@@ -20,7 +20,7 @@ class Translation:
         mpi: True if the ranks of a rollout replica communicate over MPI.
         batch_job: Job of SLURM that starts the verl run; None: SLURM does not.
         missing: Settings that mrl does not support, each with the reason.
-        lost: Those of `missing` without which the run may train something else.
+        lost: Keys of `missing` whose absence changes the training.
         moot: Settings that mrl does not need, each with the reason.
         differs: Translated settings with another effect in mrl.
     """

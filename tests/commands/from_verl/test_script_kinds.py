@@ -35,7 +35,7 @@ def value_of(tree, key):
 
 
 def wrong(kind, number, folder):
-    """What differs from the expected outcome of a script."""
+    """Returns the differences from the expected outcome of a script."""
     expected, file = case(kind, number), folder / f"{kind}_{number}.sh"
     file.write_text(expected.text)
     found = translate(read_settings([str(file)]))

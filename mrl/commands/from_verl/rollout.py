@@ -47,10 +47,6 @@ def rollout(verl: VerlRun) -> Iterator[Pair]:
     """Yields keys of `rollout` and their values."""
     engine = verl.one_of(f"{ROLLOUT}name", ENGINES, "native")
     yield "rollout.name", engine
-    if verl.given.get(f"{ROLLOUT}name") in ("sglang", "hf"):
-        verl.notes[f"{ROLLOUT}name"] = (
-            "mrl's native engine samples instead; rollout.name=vllm or trtllm selects another"
-        )
     episodes = verl[f"{ROLLOUT}multi_turn.enable"] is True
     yield from zip(("rollout.prompt_length", "rollout.response_length"), lengths(verl), strict=True)
     for name in verl_rollout.MAPS:

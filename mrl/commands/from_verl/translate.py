@@ -373,7 +373,10 @@ def _trainer(verl: VerlRun) -> Iterator[Pair]:
 
 
 def _differs(verl: VerlRun, num_gpus: int) -> Iterator[str]:
-    """Yields settings of memory and checkpoints that mean something else in mrl."""
+    """Yields settings of the engine, memory and checkpoints that mean something else in mrl."""
+    engine = verl.given.get(f"{ROLLOUT}name")
+    if engine in ("sglang", "hf"):
+        yield f"{ROLLOUT}name={engine}: mrl's native engine samples instead; rollout.name selects another"
     if verl["trainer.save_freq"] > 0 and verl["trainer.max_actor_ckpt_to_keep"] is None:
         yield "trainer.max_actor_ckpt_to_keep=null: verl keeps all checkpoints, mrl the newest 2 (checkpoint.keep_last)"
     memory = f"{ROLLOUT}gpu_memory_utilization"

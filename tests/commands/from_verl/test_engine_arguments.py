@@ -109,6 +109,14 @@ def test_what_vllm_refuses_of_rollout_is_left_out_and_told(given, left, why):
     assert left in other and "name" not in other and "rollout.name=vllm" not in missing
 
 
+@pytest.mark.parametrize("name", ["sglang", "hf", "vllm", "trtllm", None])
+def test_an_engine_that_mrl_lacks_is_told_and_nothing_is_lost(name):
+    found = translate({"algorithm.adv_estimator": "grpo"} | ({} if name is None else {f"{ROLLOUT}name": name}))
+    told = [line for line in found.differs if line.startswith(f"{ROLLOUT}name=")]
+    assert len(told) == (name in ("sglang", "hf"))
+    assert not any(f"{ROLLOUT}name" in line for line in [*found.lost, *found.missing])
+
+
 @pytest.mark.parametrize("what", [3, "3", '{"mode": '])
 def test_sizes_of_graphs_beside_a_compilation_that_is_no_mapping_are_taken_alone(what):
     rollout, missing, _ = rollout_of({f"{VLLM}compilation_config": what, f"{ROLLOUT}cudagraph_capture_sizes": [1, 2]})

@@ -191,6 +191,38 @@ class OptimizerConfig:
     """Keep master weights and moments in host memory except during updates and checkpoints."""
 
 
+ALL_LINEAR = "all-linear"
+"""Entry of `actor.lora.target_modules` that names all projections of attention and MLP."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA) of the actor: only they are trained, the model's own weights stay as they are."""
+
+    rank: int = 0
+    """Rank of the adapters; 0: none, all weights are trained."""
+    alpha: float = 32.0
+    """The product of a pair of adapters is multiplied by alpha / rank."""
+    use_rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead (rank-stabilized LoRA)."""
+    target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    """Modules with adapters, by the end of their Hugging Face names: q_proj, mlp.down_proj, layers.3.mlp.up_proj. An
+    entry all-linear: all projections of attention and MLP, experts included; the MoE router, embeddings and output
+    layer never have adapters."""
+    exclude_modules: list[str] = field(default_factory=list)
+    """Modules without adapters although `target_modules` names them."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """Random initial values of the first adapter of a pair, lora_A; the second is zero. kaiming: uniform within
+    1 / sqrt(inputs), as PEFT does by default; gaussian: normal with standard deviation 1 / rank."""
+    dtype: Optional[Literal["float32", "bfloat16"]] = None
+    """Data type of the adapters; null: `model.dtype`."""
+    adapter_path: Optional[FilePath] = None
+    """PEFT folder (adapter_config.json, adapter_model.safetensors) with the initial adapters, of the same rank, scale
+    and modules; null: new ones."""
+    loraplus_lr_ratio: float = 1.0
+    """Learning rate of lora_B divided by that of lora_A, which is `actor.lr` (LoRA+)."""
+
+
 @dataclass(frozen=True)
 class ActorConfig(OptimizerConfig):
     """Optimizer, and forward and backward of the training model."""
@@ -228,6 +260,8 @@ class ActorConfig(OptimizerConfig):
     """Router replay: updates send tokens to recorded experts, weighted by the actor's current router. rollout ("R3"):
     those of the engine; recompute ("R2"): those of the actor when it scored the samples at the rollout weights, with
     any engine. recompute needs `algorithm.rollout_correction.bypass_mode=false`."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank adapters."""
 
 
 @dataclass(frozen=True)

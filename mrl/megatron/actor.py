@@ -6,7 +6,7 @@ It computes no advantages and uses only `loss` of an algorithm. All ranks call e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -72,7 +72,7 @@ class Actor(TrainableModel):
         self._full_distribution = Distribution(1.0, config.actor.logprob_chunk_tokens)
         self._truncated = truncates(rollout.top_k, rollout.top_p, rollout.min_p)
         self._reference: dict[str, Tensor] = {}
-        self._reference_is_actor = False
+        self._reference_is_actor = self._reference_is_base = False
         self._saved_weights: dict[str, Tensor] = {}
         distilled = config.distillation
         self._distillation = Distillation(distilled.distillation_loss) if distilled.enabled else None
@@ -81,33 +81,40 @@ class Actor(TrainableModel):
     # weights
 
     def reference_tensors(self) -> dict[str, Tensor]:
-        """Returns the reference's tensors in host memory, named as in `layout`; NaN until filled by the caller.
+        """Returns the reference's tensors in host memory, NaN until filled by the caller.
 
-        They are allocated at the first call.
+        They are named as in `trained_tensors`: with adapters, the reference has adapters of its own, which are zero if
+        it is the model without adapters. They are allocated at the first call.
         """
         if not self._reference:
-            self._reference = self.empty_weights()
+            self._reference = self._empty_like(self.trained_tensors())
         return self._reference
 
     def copy_to_reference(self) -> None:
         """Collective over data-parallel after an update: copies the actor's current weights into the reference."""
-        live = self.named_tensors()
+        live = self.trained_tensors()
         with torch.no_grad():
             for name, tensor in self.reference_tensors().items():
                 tensor.copy_(live[name])
         self._reference_is_actor = True
+        self._check_reference_adapters()
 
     def compare_reference(self) -> None:
         """Collective over the training ranks: records whether the reference's weights equal the actor's, bit for bit.
 
         To be called after `reference_tensors` were filled from outside.
         """
-        live, same = self.named_tensors(), True
+        live, same = self.trained_tensors(), True
         for name, tensor in self.reference_tensors().items():
             same = same and torch.equal(tensor.view(torch.uint8), live[name].detach().cpu().view(torch.uint8))
         differing = torch.tensor(int(not same))
         dist.all_reduce(differing)
         self._reference_is_actor = not differing
+        self._check_reference_adapters()
+
+    def _check_reference_adapters(self) -> None:
+        """Collective over the training ranks: records whether the reference is the model without adapters."""
+        self._reference_is_base = self.adapters is not None and self.adapters.are_zero(self._reference)
 
     @property
     def equals_reference(self) -> bool:
@@ -125,56 +132,75 @@ class Actor(TrainableModel):
 
     def empty_weights(self) -> dict[str, Tensor]:
         """Allocates a set of weights for these modules in host memory, named as in `layout`; NaN until filled."""
+        return self._empty_like(self.named_tensors())
+
+    def _empty_like(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         make = pinned_like if self.device.type == "cuda" else torch.empty_like
-        return {name: make(tensor).fill_(torch.nan) for name, tensor in self.named_tensors().items()}
+        return {name: make(tensor).fill_(torch.nan) for name, tensor in tensors.items()}
 
     @contextmanager
     def using_reference(self) -> Iterator[None]:
-        """Runs the body with the reference's weights, see `using_weights`."""
+        """Runs the body with the reference's weights, or without adapters if those of the reference are zero."""
         if not self._reference:
             raise RuntimeError("there is no reference: fill reference_tensors() first")
-        with self.using_weights(self._reference):
+        if self.adapters is not None and self._reference_is_base:
+            change = self.adapters.disabled()
+        else:
+            change = self._swap_weights(self._reference)
+        with self._without_replay(), change:
             yield
 
     @contextmanager
     def using_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Runs the body with another set of weights; the actor's weights are restored unchanged, also after an error.
+        """Runs the body with another set of weights and without adapters; afterwards, also after an error, as before.
 
         Routing is not replayed inside: this model's router chooses the experts.
 
         Args:
             weights: Tensors from `empty_weights`, filled.
         """
+        disabled = nullcontext() if self.adapters is None else self.adapters.disabled()
+        with self._without_replay(), disabled, self._swap_weights(weights):
+            yield
+
+    @contextmanager
+    def _without_replay(self) -> Iterator[None]:
         replay, self._forward_backward.replay = self._forward_backward.replay, False
         try:
-            with self._swap_weights(weights):
-                yield
+            yield
         finally:
             self._forward_backward.replay = replay
 
     @contextmanager
     def _swap_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        live = self.named_tensors()
+        """Runs the body with other values of the tensors that `weights` names."""
+        self.onload("weights")
+        parameters = {
+            name: parameter
+            for index, chunk in enumerate(self.chunks)
+            for short, parameter in chunk.named_parameters()
+            if (name := f"chunk{index}.{short}") in weights
+        }
+        live = {name: parameter.data for name, parameter in parameters.items()}
         if self.device.type == "cuda":
-            if not self._saved_weights:
-                self._saved_weights = {name: pinned_like(tensor) for name, tensor in live.items()}
-            _copy(live, self._saved_weights)
+            for name, tensor in live.items():
+                if name not in self._saved_weights:
+                    self._saved_weights[name] = pinned_like(tensor)
+            saved = {name: self._saved_weights[name] for name in live}
+            _copy(live, saved)
             _copy(weights, live)
             try:
                 yield
             finally:
-                _copy(self._saved_weights, live)
+                _copy(saved, live)
             return
-        parameters = [dict(chunk.named_parameters()) for chunk in self.chunks]
-        for index, found in enumerate(parameters):
-            for name, parameter in found.items():
-                parameter.data = weights[f"chunk{index}.{name}"]
+        for name, parameter in parameters.items():
+            parameter.data = weights[name]
         try:
             yield
         finally:
-            for index, found in enumerate(parameters):
-                for name, parameter in found.items():
-                    parameter.data = live[f"chunk{index}.{name}"]
+            for name, parameter in parameters.items():
+                parameter.data = live[name]
 
     # scoring and training
 

@@ -42,14 +42,17 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from mrl.checkpoint.formats.checkpoint_metadata import COMMON_STATE, METADATA, read_metadata
 from mrl.checkpoint.formats.torch_dist import COMMON
 from mrl.checkpoint.run_dir.checkpoint import sha256_file
-from mrl.checkpoint.run_dir.manifest import FileRecord
+from mrl.checkpoint.run_dir.manifest import FileRecord, read_json_object
 from mrl.distributed.groups import ProcessGroups
-from mrl.errors import UserError
+from mrl.errors import UserError, shown
 from mrl.megatron.optimizer import optimizer_tensors
 from mrl.megatron.optimizer_state import restore, to_load, to_save
 from mrl.megatron.trainable_model import TrainableModel
 from mrl.models.hf_config import family_of
 from mrl.resharding.dist_checkpoint import EXTRA_STATE
+
+ADAPTERS = "adapters.json"
+"""File about low-rank adapters: their settings, and a checksum of the weights that they belong to."""
 
 UNLOADABLE = (
     CheckpointingException,
@@ -129,6 +132,7 @@ class Saver:
             state["num_updates"] = policy.num_updates
             if policy.num_skipped:
                 state["num_skipped"] = policy.num_skipped
+        adapters = None if policy.adapters is None else _describe_adapters(policy)
         with _disk_errors(folder):
             request = dist_checkpointing.save(
                 state,
@@ -147,6 +151,8 @@ class Saver:
             arch = policy.chunks[0].arch
             config = family_of(arch).arch_to_hf(arch)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            if adapters is not None:
+                (folder / ADAPTERS).write_text(json.dumps(adapters, indent=2) + "\n")
         return ShardWriter(folder, request, _training_storages(policy) if async_save else None, policy.groups)
 
 
@@ -326,6 +332,7 @@ def load(folder: Path, policy: TrainableModel) -> None:
 
 def _load(folder: Path, policy: TrainableModel, saved: list[str]) -> None:
     policy.onload("weights", "optimizer")
+    _check_adapters(folder, policy)
     state = _model_state(policy)
     if policy.optimizer is not None:
         state["moments"] = to_load(policy.optimizer, state, _metadata(), saved)
@@ -340,7 +347,8 @@ def _load(folder: Path, policy: TrainableModel, saved: list[str]) -> None:
         ) from error
     for index, chunk in enumerate(policy.chunks):
         found = chunk.load_state_dict(loaded[_chunk_key(policy, index)], strict=False)
-        wrong = [name for name in (*found.missing_keys, *found.unexpected_keys) if EXTRA_STATE not in name]
+        missing = found.missing_keys if policy.adapters is None else []  # the model's own weights are not in it
+        wrong = [name for name in (*missing, *found.unexpected_keys) if EXTRA_STATE not in name]
         if wrong:
             raise RuntimeError(f"checkpoint '{folder}': Megatron did not load {', '.join(wrong)}")
     if policy.optimizer is not None:
@@ -379,8 +387,45 @@ def _metadata() -> dict[str, Any]:
     }
 
 
+def _describe_adapters(policy: TrainableModel) -> dict[str, Any]:
+    """Collective over the training ranks: returns what a run that continues with these adapters must agree with."""
+    if policy.adapters is None:
+        raise RuntimeError("the model has no adapters")
+    return policy.adapters.describe() | {"base_checksum": policy.base_checksum()}
+
+
+def _check_adapters(folder: Path, policy: TrainableModel) -> None:
+    """Collective over the training ranks: checks that a checkpoint's adapters are those of the config.
+
+    Raises:
+        UserError: Only one of them has adapters, or rank, scale, modules or the model itself differ.
+    """
+    saved = read_json_object(folder, ADAPTERS) if (folder / ADAPTERS).is_file() else None
+    if (saved is None) != (policy.adapters is None):
+        has, wants = ("only adapters", "actor.lora.rank=0") if saved else ("no adapters", "actor.lora.rank above 0")
+        raise UserError(
+            f"checkpoint '{folder}' has {has}, but the config has {wants}. Set actor.lora as it was, or start a new "
+            "run.output_dir; its Hugging Face export can be the new model.path."
+        )
+    if saved is None:
+        return
+    own = _describe_adapters(policy)
+    changed = [key for key in own if saved.get(key) != own[key]]
+    if changed:
+        what = ", ".join(f"{key} was {shown(saved.get(key))} and is {shown(own[key])}" for key in changed)
+        raise UserError(
+            f"checkpoint '{folder}' has adapters for another model or with other settings: {what}. Set actor.lora and "
+            "model as they were, or start a new run.output_dir."
+        )
+
+
 def _model_state(policy: TrainableModel) -> dict[str, Any]:
     metadata = _metadata()
+    if policy.adapters is not None:
+        return {
+            _chunk_key(policy, index): policy.adapters.sharded_state_dict(index, metadata["dp_cp_group"])
+            for index in range(len(policy.chunks))
+        }
     return {
         _chunk_key(policy, index): {
             name: value

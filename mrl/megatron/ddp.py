@@ -6,7 +6,7 @@ module by module, and code that reads weights before that gathers them at once (
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -28,7 +28,15 @@ class DataParallelChunks:
         chunks: Chunks by virtual stage, wrapped if they are trained.
     """
 
-    def __init__(self, chunks: list[ScoringModel], config: Config, *, te: bool, trained: bool = True) -> None:
+    def __init__(
+        self,
+        chunks: list[ScoringModel],
+        config: Config,
+        *,
+        te: bool,
+        trained: bool = True,
+        after_backward: Callable[[], None] | None = None,
+    ) -> None:
         """Collective over the job: wraps the chunks.
 
         Args:
@@ -36,6 +44,7 @@ class DataParallelChunks:
             config: Config of the model.
             te: True if the layers are TransformerEngine's.
             trained: True if the model is trained; if not, there are no gradients and nothing is wrapped.
+            after_backward: Called after Megatron has reduced the gradients of a backward; None: nothing to do.
 
         Raises:
             UserError: Megatron rejects the fields of `megatron.ddp`.
@@ -56,11 +65,17 @@ class DataParallelChunks:
             self._settings = DistributedDataParallelConfig(**{**own, **megatron_values("ddp", given)})
             wrapper = _SingleRankDDP if not te and _is_single_rank(self._settings) else DistributedDataParallel
             self.chunks = [wrapper(chunk.config, self._settings, chunk) for chunk in chunks]
-        self._set_functions(chunks[0].config)
+        self._set_functions(chunks[0].config, after_backward)
 
-    def _set_functions(self, config: Any) -> None:
+    def _set_functions(self, config: Any, after_backward: Callable[[], None] | None) -> None:
         """Sets the hooks that Megatron's schedule calls at the end of a backward and to start communication."""
-        config.finalize_model_grads_func = finalize_model_grads
+
+        def finalize(*args: Any, **options: Any) -> None:
+            finalize_model_grads(*args, **options)
+            if after_backward is not None:
+                after_backward()
+
+        config.finalize_model_grads_func = finalize
         if self._settings.overlap_grad_reduce:
             config.no_sync_func = _one_or_all([chunk.no_sync for chunk in self.chunks])
             config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in self.chunks])

@@ -170,6 +170,9 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._preprocess(*args, **kwargs)
+        if self.pre_process and torch.is_grad_enabled() and not prepared[0].requires_grad:
+            # the embedding is frozen: recomputed layers have a backward only if their input needs a gradient
+            prepared[0].requires_grad_()
         packed = kwargs.get("packed_seq_params")
         if isinstance(packed, PackedSequences) and packed.qkv_format == "sbhd" and not self._is_exact:
             # one row of angles per packed token; Megatron would slice them per sequence in every layer

@@ -26,11 +26,12 @@ def broadcast_params(chunks: Sequence[ScoringModel], tensors: Mapping[str, Tenso
 
     Args:
         chunks: Model chunks of this rank.
-        tensors: Parameters by name, or other tensors of the same names, shapes and dtypes; filled in place.
+        tensors: Parameters by name, all or some of them, or other tensors of the same names, shapes and dtypes; filled
+            in place.
         device: Device on which the broadcast runs.
     """
     for name, group in _groups(chunks).items():
-        if dist.get_world_size(group) > 1:
+        if name in tensors and dist.get_world_size(group) > 1:
             on_device = tensors[name].to(device).contiguous()
             dist.broadcast(on_device, group=group, group_src=0)
             if on_device is not tensors[name]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any, ClassVar
 
 import torch
@@ -24,16 +25,22 @@ from mrl.errors import UserError
 from mrl.megatron.config_passthrough import check_te
 from mrl.megatron.ddp import DataParallelChunks
 from mrl.megatron.forward_backward import ForwardBackward, Loss
+from mrl.megatron.lora import Adapters
 from mrl.megatron.microbatch import PackedMicrobatch
 from mrl.megatron.model import build_chunks, named_tensors
 from mrl.megatron.moe import load_balance
 from mrl.megatron.offload import PARTS, Offload, Part
 from mrl.megatron.optimizer import build_optimizer, optimizer_tensors, reload_masters
 from mrl.megatron.routing_record import RoutingRecorder
-from mrl.models.base import ArchSpec
+from mrl.megatron.param_broadcast import first_here
+from mrl.models.base import ArchSpec, ShardKind
 from mrl.models.transformer_engine import supports_prefix_sharing, why_local
+from mrl.resharding.checksum import bits
+from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout
-from mrl.resharding.megatron import megatron_layout, stage_layers
+from mrl.resharding.megatron import megatron_layout, rank_tensors, stage_layers
+from mrl.resharding.merged_weights import MergedWeights
+from mrl.resharding.regions import slices
 from mrl.types import RolloutBatch, ragged_indices
 
 Reports = list[dict[str, Tensor]]
@@ -49,6 +56,7 @@ class TrainableModel:
 
     Attributes:
         chunks: GPTModel chunks of this rank, by virtual stage.
+        adapters: Low-rank adapters, the only weights that are trained; None without `actor.lora`.
         device: Device of this rank.
         optimizer: Megatron's optimizer; None before `start_optimizer`.
         num_updates: Optimizer steps since `start_optimizer`, skipped ones too.
@@ -99,7 +107,18 @@ class TrainableModel:
         )
         for chunk in self.chunks:
             chunk.to(device)
-        self._data_parallel = DataParallelChunks(self.chunks, config, te=self._te, trained=self.trained)
+        lora = config.actor.lora
+        self.adapters: Adapters | None = None
+        if lora.rank and self.trained:
+            dtype = lora.dtype or str(self._dtype).removeprefix("torch.")
+            self.adapters = Adapters(self.chunks, arch, groups, lora, dtype=dtype, te=self._te)
+        self._data_parallel = DataParallelChunks(
+            self.chunks,
+            config,
+            te=self._te,
+            trained=self.trained,
+            after_backward=None if self.adapters is None else self.adapters.sum_partial_gradients,
+        )
         if self.used_by_engine and not config.actor.param_offload:  # shared memory cannot be freed for offloading
             self._data_parallel.share_memory()
         self._forward_backward = ForwardBackward(
@@ -121,6 +140,7 @@ class TrainableModel:
         self._offload = Offload([part for part, leaves in offloaded if leaves], device)
         self._learning_rate: LearningRate | None = None
         self.optimizer: Any = None
+        self._base_checksum: str | None = None
         self.num_updates = self.num_skipped = 0
 
     @property
@@ -176,12 +196,54 @@ class TrainableModel:
     # weights
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Collective over data-parallel after an update: returns every parameter of this rank, named as in `layout`.
+        """Collective over data-parallel after an update: returns the model's weights on this rank, named as in `layout`.
 
-        The tensors are live: writing to them changes the model.
+        The tensors are live: writing to them changes the model. Adapters are not among them.
         """
         self.onload("weights")
-        return named_tensors(self.chunks)
+        found, adapters = named_tensors(self.chunks), () if self.adapters is None else self.adapters.layout()
+        return {name: tensor for name, tensor in found.items() if name not in adapters}
+
+    def trained_tensors(self) -> dict[str, Tensor]:
+        """Collective over data-parallel after an update: returns the live tensors that training changes.
+
+        These are the adapters if there are any, named as in their layout, else all weights.
+        """
+        if self.adapters is None:
+            return self.named_tensors()
+        self.onload("weights")
+        return {name: parameter.data for name, parameter in self.adapters.named_parameters().items()}
+
+    def merged_tensors(self) -> Mapping[str, Tensor]:
+        """Collective over data-parallel after an update: returns the weights with the adapters merged into them.
+
+        Merged tensors are computed at each access, from the adapters as they are then; without adapters the tensors are
+        those of `named_tensors`.
+        """
+        if self.adapters is None:
+            return self.named_tensors()
+        return MergedWeights(
+            self.named_tensors(), self.trained_tensors(), self.adapters.matrices, self.adapters.scale
+        )
+
+    def base_checksum(self) -> str:
+        """Collective over the training ranks: returns a hash of the weights without adapters, 16 hex digits.
+
+        It depends on the weights and their dtype, not on the parallel layout.
+        """
+        if self._base_checksum is None:
+            tensors, own = self.named_tensors(), first_here(self.chunks)
+            numbers = {name: number for number, name in enumerate(hf_layout(self._arch, ""))}
+            sums = torch.zeros(len(numbers), dtype=torch.int64)  # of the bits of each Hugging Face tensor
+            placed = rank_tensors(self._arch, self._groups.grid, self._groups.rank, dtype="")
+            for name, place in zip(self.layout(), placed, strict=True):
+                is_repeated = place.is_copy or (place.spec.kind is ShardKind.REPLICATED and self._groups.coords.tp > 0)
+                if name in own and not is_repeated:
+                    for piece in place.stored.pieces:
+                        sums[numbers[piece.hf_name]] += bits(tensors[name][slices(piece.dst)]).cpu()
+            dist.all_reduce(sums)
+            self._base_checksum = blake2b(sums.numpy().tobytes(), digest_size=8).hexdigest()
+        return self._base_checksum
 
     def layout(self) -> Layout:
         """Returns the description of this rank's tensors, in Hugging Face coordinates."""
@@ -190,6 +252,7 @@ class TrainableModel:
 
     def weights_changed(self) -> None:
         """Reloads the optimizer's master weights; must be called after parameters were written from outside."""
+        self._base_checksum = None
         if self.optimizer is not None:
             self.onload("weights", "optimizer")
             reload_masters(self.optimizer)

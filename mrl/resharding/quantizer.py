@@ -18,6 +18,7 @@ from mrl.resharding import fp8_quantize
 from mrl.resharding.copy_op import Copy
 from mrl.resharding.fp8 import Grids, block_indices
 from mrl.resharding.layout import Layout, Region
+from mrl.resharding.merged_weights import read_region
 from mrl.resharding.regions import intersect, slices, translate
 
 
@@ -88,7 +89,7 @@ class Quantizer:
         found = torch.zeros(self._size, device=self._device)
         for source, pieces in self._pieces.items():
             for piece in pieces:
-                grid, values = self._grids[piece.hf_name], self._sources[source].detach()[slices(piece.dst)]
+                grid, values = self._grids[piece.hf_name], read_region(self._sources, source, piece.dst)
                 part = self._table(found, piece.hf_name)[slices(grid.intersecting_blocks(piece.src))]
                 (row, _), (column, _) = piece.src
                 torch.maximum(part, fp8_quantize.block_magnitudes(values, (row, column), grid.block), out=part)

@@ -8,18 +8,24 @@ matrices normal with `initializer_range`, norms one, biases zero.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from mrl.config.config import LoraConfig
 from mrl.models.base import ArchSpec, ShardKind
 from mrl.models.presets import INITIALIZER_RANGE
 from mrl.resharding.dtypes import check_tensors
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout, Piece
+from mrl.resharding.lora import adapted_modules, peft_name
 from mrl.resharding.regions import full_region, intersect, slices, translate
 from mrl.resharding.shards import hf_tensors, param_specs
+
+Draw = Callable[[Tensor, torch.Generator], Tensor]
+"""Function that fills an fp32 tensor with random values and returns it."""
 
 _BLOCK_ELEMENTS = 1 << 18
 """Approximate elements per block; changing it changes the values."""
@@ -52,7 +58,39 @@ def random_init(
                 else:
                     matrices.setdefault(piece.hf_name, []).append((piece, target))
         for name, wanted in matrices.items():
-            _generate_matrix(name, shapes[name], wanted, seed, std)
+            _generate_matrix(name, shapes[name], wanted, seed, _normal(std))
+
+
+def init_adapters(
+    arch: ArchSpec, lora: LoraConfig, layout: Layout, tensors: Mapping[str, Tensor], seed: int
+) -> None:
+    """Fills one rank's low-rank adapters with initial values: lora_A random, lora_B zero.
+
+    Args:
+        arch: The model.
+        lora: Config section with the rank and the kind of initial values.
+        layout: Layout of this rank's adapters, in the coordinates of PEFT's files.
+        tensors: Name -> tensor to fill in place; values are drawn in fp32 and cast.
+        seed: Random seed; equal seeds give equal adapters under every layout.
+    """
+    check_tensors(layout, tensors, dtypes=False)
+    lora_a = {peft_name(module, "lora_A"): inputs for module, (_, inputs) in adapted_modules(arch, lora).items()}
+    with torch.no_grad():
+        for name, stored in layout.items():
+            tensors[name].zero_()
+            for piece in stored.pieces:
+                if piece.hf_name in lora_a:
+                    inputs = lora_a[piece.hf_name]
+                    draw = _uniform(1 / math.sqrt(inputs)) if lora.init == "kaiming" else _normal(1 / lora.rank)
+                    _generate_matrix(piece.hf_name, (lora.rank, inputs), [(piece, tensors[name])], seed, draw)
+
+
+def _normal(std: float) -> Draw:
+    return lambda values, generator: values.normal_(0.0, std, generator=generator)
+
+
+def _uniform(bound: float) -> Draw:
+    return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
 
 
 def _constant_values(arch: ArchSpec) -> dict[str, float]:
@@ -67,7 +105,7 @@ def _constant_values(arch: ArchSpec) -> dict[str, float]:
 
 
 def _generate_matrix(
-    name: str, shape: tuple[int, ...], wanted: list[tuple[Piece, Tensor]], seed: int, std: float
+    name: str, shape: tuple[int, ...], wanted: list[tuple[Piece, Tensor]], seed: int, draw: Draw
 ) -> None:
     """Generates the blocks of one Hugging Face matrix that the pieces intersect, each once, and copies their parts."""
     rows, width = shape
@@ -77,7 +115,7 @@ def _generate_matrix(
         region = ((block * step, min(rows, (block + 1) * step)), (0, width))
         digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
-        values = torch.empty(region[0][1] - region[0][0], width).normal_(0.0, std, generator=generator)
+        values = draw(torch.empty(region[0][1] - region[0][0], width), generator)
         for piece, target in wanted:
             both = intersect(piece.src, region)
             if both is not None:

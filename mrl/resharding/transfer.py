@@ -40,8 +40,8 @@ from mrl.resharding.copy_op import Copy
 from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.fp8 import DTYPE as FP8
 from mrl.resharding.layout import Region
+from mrl.resharding.merged_weights import read_region
 from mrl.resharding.message_transport import MessageTransport, TransferMessage
-from mrl.resharding.regions import slices
 from mrl.resharding.shared_memory_peers import SharedMemoryPeers
 from mrl.resharding.weight_slice import WeightSlice
 
@@ -215,7 +215,7 @@ class Transfer:
         """Returns a copy's source values: a view in the stored dtype, or the quantized values if FP8 is sent."""
         if copy.source_rank != self._rank and self._peers is not None:
             return self._peers.peer_view(copy)
-        values = self._sources[copy.source_name].detach()[slices(copy.source_region)]
+        values = read_region(self._sources, copy.source_name, copy.source_region)
         return values if self._quantize is None or copy.wire_dtype != FP8 else self._quantize(copy, values)
 
     def _copy(self, bucket: Sequence[Copy], sink: Sink) -> int:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.checkpoint.formats.hf import load_from_hf
+from mrl.checkpoint.formats.peft import is_adapter_folder, read_adapters
 from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.actor import Actor
@@ -18,9 +19,9 @@ from mrl.megatron.param_broadcast import broadcast_params, first_here
 from mrl.megatron.trainable_model import TrainableModel
 from mrl.models.base import ArchSpec
 from mrl.models.presets import initializer_range
-from mrl.resharding.random_init import random_init
+from mrl.resharding.random_init import init_adapters, random_init
 from mrl.resharding.weight_sync import gather_layouts
-from mrl.trainer.hf_export import export_to_hf, write_model_folder
+from mrl.trainer.hf_export import export_to_hf, write_adapters, write_model_folder
 from mrl.trainer.rank_roles import on_trainers
 from mrl.trainer.run_plan import RunPlan
 
@@ -64,25 +65,59 @@ class ActorWeights:
         return self._optional_actor
 
     def load_initial(self) -> None:
-        """Collective over the job: fills the actor from `model.path`, or with random weights for a preset."""
-        config, arch = self._plan.config, self._plan.arch
+        """Collective over the job: fills the actor from `model.path`, or with random weights for a preset.
+
+        Low-rank adapters are read from `actor.lora.adapter_path`, or new.
+        """
         with on_trainers(self._groups) as here:
             if not here:
                 return
-            tensors = self._actor.named_tensors()
-            if config.model.path is not None:
-                self._read(config.model.path, tensors)
-            else:
-                layout, deviation = self._actor.layout(), initializer_range(config.model.overrides)
-                with raise_on_all_ranks():
-                    random_init(arch, layout, tensors, config.run.seed, deviation)
+            self._load_model()
+            if self._actor.adapters is not None:
+                self._load_adapters(self._plan.config.actor.lora.adapter_path, self._actor.trained_tensors())
             self._actor.weights_changed()
 
+    def load_base(self) -> None:
+        """Collective over the job: fills the weights that low-rank adapters leave as they are; without adapters none.
+
+        Before a checkpoint is loaded, which then has only the adapters.
+        """
+        with on_trainers(self._groups) as here:
+            if here and self._actor.adapters is not None:
+                self._load_model()
+
+    def _load_model(self) -> None:
+        config, tensors = self._plan.config, self._actor.named_tensors()
+        if config.model.path is not None:
+            self._read(config.model.path, tensors)
+            return
+        layout, deviation = self._actor.layout(), initializer_range(config.model.overrides)
+        with raise_on_all_ranks():
+            random_init(self._plan.arch, layout, tensors, config.run.seed, deviation)
+
+    def _load_adapters(self, folder: str | None, tensors: Mapping[str, Tensor]) -> None:
+        """Fills adapters: the actor's, or those of the reference; `folder` None: with initial values."""
+        adapters, arch, config = self._actor.adapters, self._plan.arch, self._plan.config
+        if adapters is None:
+            raise RuntimeError("the actor has no adapters")
+        with raise_on_all_ranks():
+            if folder is None:
+                init_adapters(arch, config.actor.lora, adapters.layout(), tensors, config.run.seed)
+            else:
+                read_adapters(folder, arch, config.actor.lora, adapters.layout(), tensors)
+
     def load_reference(self, path: str) -> None:
-        """Collective over the job: fills the reference's tensors from a Hugging Face folder."""
+        """Collective over the job: fills the reference's tensors from a Hugging Face folder.
+
+        With low-rank adapters: from a PEFT folder, or for `model.path` those that have no effect.
+        """
         with on_trainers(self._groups) as here:
             if here:
-                self._read(path, self._actor.reference_tensors())
+                tensors = self._actor.reference_tensors()
+                if self._actor.adapters is None:
+                    self._read(path, tensors)
+                else:  # the model itself, or adapters of it
+                    self._load_adapters(path if is_adapter_folder(path) else None, tensors)
                 self._actor.compare_reference()
 
     def copy_to_reference(self) -> None:
@@ -95,12 +130,15 @@ class ActorWeights:
         read_weights(self._actor, self._plan.arch, folder, tensors)
 
     def export(self, folder: Path) -> None:
-        """Collective over the job: writes the actor as a Hugging Face folder; one rank of each host writes files."""
+        """Collective over the job: writes the actor as a Hugging Face folder; one rank of each host writes files.
+
+        Low-rank adapters are merged into the weights.
+        """
         with on_trainers(self._groups) as here:
             if not here:
                 return
             layouts, model = gather_layouts(self._actor.layout()), self._plan.config.model
-            tensors = self._actor.named_tensors()
+            tensors = self._actor.merged_tensors()
             hosts = [""] * dist.get_world_size()
             dist.all_gather_object(hosts, socket.gethostname())
             writers = [rank for rank, host in enumerate(hosts) if hosts.index(host) == rank]
@@ -108,6 +146,23 @@ class ActorWeights:
             with raise_on_all_ranks():
                 if self._groups.rank == 0:
                     self._plan.tokenizer.save(folder)
+
+    def export_adapters(self, folder: Path) -> None:
+        """Collective over the job: writes the actor's low-rank adapters as a PEFT folder."""
+        with on_trainers(self._groups) as here:
+            if not here:
+                return
+            plan, adapters = self._plan, self._actor.adapters
+            if adapters is None:
+                raise RuntimeError("the actor has no adapters")
+            layouts = gather_layouts(adapters.layout())
+            write_adapters(
+                folder, plan.arch, plan.config.actor.lora, layouts, self._actor.trained_tensors(), base=plan.config.model.path
+            )
+
+    def export_trained(self, folder: Path) -> None:
+        """Collective over the job: writes what training changes: a PEFT folder with adapters, else the model."""
+        (self.export_adapters if self._plan.config.actor.lora.rank else self.export)(folder)
 
     def model_folder(self, further: Mapping[str, Any]) -> Path:
         """Collective over the ranks that sample: writes a model folder without weights into the run folder.

@@ -186,6 +186,7 @@ class Checkpointing:
             self._weights.load_initial()
             return None
         path = self.checkpoints.path(self.resume_point.step)
+        self._weights.load_base()
         began = time.monotonic()
         self._progress.last_state = parse_state(self.resume_point.state, path)
         state = self._progress.last_state.state
@@ -247,6 +248,7 @@ class Checkpointing:
                     f"{', '.join(map(str, self.checkpoints.steps())) or 'none'}."
                 )
             state = self.checkpoints.read(path)
+        self._weights.load_base()
         self._load(path, parse_state(state, path).state)
         return str(path)
 

@@ -69,7 +69,7 @@ class RunCritic:
         """Collective over the ranks that train: loads `critic.path`, or copies the actor's current weights."""
         with self._on_device():
             if self._path is None:
-                self.model.init_from_actor(self._actor.named_tensors())
+                self.model.init_from_actor(self._actor.merged_tensors())
             else:
                 self._read(self._path)
 

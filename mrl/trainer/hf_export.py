@@ -7,6 +7,7 @@ end. The format is in `checkpoint/formats/hf.py`.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -21,6 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mrl.checkpoint.formats.hf import assign_files, write_metadata_files
+from mrl.checkpoint.formats.peft import CONFIG, WEIGHTS, adapter_config
+from mrl.config.config import LoraConfig
 from mrl.data.tokenizer import Tokenizer
 from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.errors import UserError
@@ -29,6 +32,7 @@ from mrl.resharding.copy_op import Copy
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout
+from mrl.resharding.lora import peft_layout
 from mrl.resharding.plan import make_plan
 from mrl.resharding.transfer import Transfer
 from mrl.resharding.weight_slice import WeightSlice
@@ -86,6 +90,46 @@ def export_to_hf(
     with raise_on_all_ranks(), _disk_errors():
         if rank == 0:
             write_metadata_files(partial, arch, files, None if like is None else Path(like))
+            os.replace(partial, target)
+
+
+def write_adapters(
+    folder: str | Path,
+    arch: ArchSpec,
+    lora: LoraConfig,
+    layouts: Mapping[int, Layout],
+    tensors: Mapping[str, Tensor],
+    *,
+    base: str | None,
+    bucket_bytes: int = 256 << 20,
+) -> None:
+    """Collective over the job: writes low-rank adapters that are sharded over the ranks as a PEFT folder.
+
+    Args:
+        folder: Path of the new folder; must not exist.
+        arch: Architecture of the model.
+        lora: Config section with rank, scale and modules.
+        layouts: Layout of the adapters of each rank, the same on every rank.
+        tensors: This rank's adapters, by the names in its layout.
+        base: Name or path of the model; None: unknown.
+        bucket_bytes: Largest staging buffer, bytes.
+
+    Raises:
+        UserError: The folder exists, or cannot be written.
+        RuntimeError: Another rank failed.
+    """
+    rank, target = dist.get_rank(), Path(folder)
+    partial = target.with_name(target.name + ".partial")
+    with raise_on_all_ranks(), _disk_errors():
+        if rank == 0:
+            _prepare(target, partial)
+    dtype = next(stored.dtype for layout in layouts.values() for stored in layout.values())
+    content = peft_layout(arch, lora, dtype)
+    copies = make_plan(layouts, {0: content}).copies
+    _write_files(partial, {WEIGHTS: content} if rank == 0 else {}, copies, tensors, bucket_bytes)
+    with raise_on_all_ranks(), _disk_errors():
+        if rank == 0:
+            (partial / CONFIG).write_text(json.dumps(adapter_config(arch, lora, base), indent=2) + "\n")
             os.replace(partial, target)
 
 

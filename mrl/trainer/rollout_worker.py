@@ -74,7 +74,7 @@ class RolloutWorker:
                 self.engine.sleep()
                 self.engine.release()
             grids = block_grids(plan.arch, rollout.quantization)
-            source = (actor.layout(), actor.named_tensors()) if actor is not None else ({}, {})
+            source = (actor.layout(), actor.merged_tensors()) if actor is not None else ({}, {})
             self.weight_sync = WeightSync(*source, self.engine, rollout.checkpoint_engine, grids)
         except Exception:
             self.engine.close()

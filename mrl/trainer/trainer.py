@@ -142,7 +142,7 @@ class Trainer:
             initial=None if config.train.warm_start.num_steps else config.model.path,
             load=self.weights.load_reference,
             take=self.weights.copy_to_reference,
-            export=self.weights.export,
+            export=self.weights.export_trained,
         )
 
     @property

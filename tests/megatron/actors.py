@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from mrl.megatron.trainable_model import TrainableModel
 from mrl.models.base import ArchSpec, critic_of
 from mrl.models.presets import arch_from_preset
 from mrl.parallel_layout import ParallelLayout
+from mrl.resharding.layout import Layout
 from mrl.resharding.random_init import random_init
 from mrl.types import RolloutBatch
 from tests.layouts import groups_of
@@ -213,18 +215,38 @@ def scores(policy: Actor, batch: RolloutBatch) -> Tensor:
 
 def full_weights(policy: Actor) -> dict[str, Tensor]:
     """Collective over the job: the model in Hugging Face coordinates; replicas must agree bit for bit."""
-    return _whole(policy, policy.named_tensors())
+    return _whole(policy.layout(), policy.named_tensors())
 
 
 def full_gradients(policy: Actor) -> dict[str, Tensor]:
     """Collective over the job: what the last backward left, as `full_weights`; not with the distributed optimizer."""
     parameters = ((index, *item) for index, chunk in enumerate(policy.chunks) for item in chunk.named_parameters())
-    return _whole(policy, {f"chunk{index}.{name}": parameter.main_grad for index, name, parameter in parameters})
+    return _whole(policy.layout(), {f"chunk{index}.{name}": parameter.main_grad for index, name, parameter in parameters})
 
 
-def _whole(policy: Actor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def full_adapters(policy: Actor, *, gradients: bool = False) -> dict[str, Tensor]:
+    """Collective over the job: the low-rank adapters, or their gradients, by PEFT's names; replicas must agree."""
+    parameters = policy.adapters.named_parameters()
+    tensors = {name: each.main_grad if gradients else each.detach() for name, each in parameters.items()}
+    return _whole(policy.adapters.layout(), tensors)
+
+
+def fill_adapters(policy: Actor, size: float = 0.1) -> None:
+    """Random adapters, the same ones at each layout; large, so that their absence cannot go unnoticed."""
+    tensors = policy.trained_tensors()
+    for name, stored in policy.adapters.layout().items():
+        tensors[name].zero_()
+        for piece in stored.pieces:
+            extents = [max(stop, 300) for _, stop in piece.src]  # more than any matrix has
+            drawn = torch.randn(extents, generator=torch.Generator().manual_seed(zlib.crc32(piece.hf_name.encode())))
+            part = drawn[tuple(slice(*bounds) for bounds in piece.src)]
+            tensors[name][tuple(slice(*bounds) for bounds in piece.dst)] = size * part
+    policy.weights_changed()
+
+
+def _whole(layout: Layout, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     pieces = []
-    for name, stored in policy.layout().items():
+    for name, stored in layout.items():
         for piece in stored.pieces:
             part = tensors[name][tuple(slice(*bounds) for bounds in piece.dst)]
             pieces.append((piece.hf_name, piece.src, str(part.dtype).removeprefix("torch."), bytes_of(part)))

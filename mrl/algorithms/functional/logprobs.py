@@ -239,6 +239,8 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_logits.scatter_add_(1, own.clamp(min=0)[:, None], (target_slope[part] * (own >= 0))[:, None])
             scaled = grad_logits.to(weight.dtype)
             grad_hidden.index_add_(0, rows, (scaled @ weight).float())
+            if not ctx.needs_input_grad[1]:
+                continue
             hidden = hidden_PH.index_select(0, rows)
             if ctx.adds_gradient is not None:
                 grad_weight = ctx.adds_gradient(scaled, hidden)
@@ -250,7 +252,10 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_weight[: shard.size].addmm_(scaled.T, hidden)
             else:
                 grad_weight[: shard.size] += scaled.T @ hidden
-        grad_weight = torch.zeros_like(weight_VH) if grad_weight is None else grad_weight.to(weight_VH.dtype)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight_VH.dtype)
+        elif ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight_VH)
         return grad_hidden.to(hidden_PH.dtype), grad_weight, *[None] * 8
 
 

@@ -156,11 +156,12 @@ class _Fp8Product(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         settings: Fp8Training,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         # looked up here: a recomputed forward runs inside the backward, where the buffer is the same
         ctx.main_grad = getattr(weight, "main_grad", None)
-        ctx.parameter, ctx.has_bias, ctx.group, ctx.settings = weight, bias is not None, group, settings
-        x_nI, weight_OI = _operands(x, weight, settings.recipe)
+        ctx.parameter, ctx.group, ctx.settings = weight, group, settings
+        ctx.has_bias = bias is not None and bias.requires_grad
+        x_nI, weight_OI = _rounded_rows(x, settings.recipe), _rounded_weight(weight, settings.recipe)
         product = rows_times(x_nI, weight_OI, None if bias is None else bias.float())
         return product.to(x.dtype).view(*x.shape[:-1], -1)
 
@@ -168,22 +169,31 @@ class _Fp8Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         recipe = RECIPES[ctx.settings.recipe]
-        x_nI, weight_OI = _operands(x, weight, ctx.settings.recipe)
         exact_nO = grads[0].reshape(-1, grads[0].size(-1))
         grad_nO = rounded_to_fp8(
             exact_nO, recipe.rows, E5M2 if ctx.settings.format == "hybrid" else E4M3, power_of_two=recipe.power_of_two
         )
-        grad_x = rows_times(grad_nO, weight_OI.T, None).to(x.dtype).view(x.shape)
+        weight_OI = _rounded_weight(weight, ctx.settings.recipe)
+        grad_x = rows_times(grad_nO, weight_OI.T, None).to(grads[0].dtype).view(*grads[0].shape[:-1], -1)
         sent = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weight = accumulate_weight_gradient(ctx.parameter, ctx.main_grad, grad_nO, x_nI)
+        grad_weight = None
+        if x is not None:
+            x_nI = _rounded_rows(x, ctx.settings.recipe)
+            summed = accumulate_weight_gradient(ctx.parameter, ctx.main_grad, grad_nO, x_nI)
+            grad_weight = summed.to(weight.dtype)
         grad_bias = exact_nO.sum(0) if ctx.has_bias else None
         if sent is not None:
             sent.wait()
-        return grad_x, grad_weight.to(weight.dtype), grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
-def _operands(x: Tensor, weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Returns the rounded rows [n, I] and the rounded weight [O, I]."""
-    recipe = RECIPES[name]
-    rows = rounded_to_fp8(x.reshape(-1, x.size(-1)), recipe.rows, E4M3, power_of_two=recipe.power_of_two)
-    return rows, rounded_to_fp8(weight, recipe.weights, E4M3, power_of_two=recipe.power_of_two)
+def _rounded_rows(x: Tensor, recipe: str) -> Tensor:
+    """Returns the rounded rows [n, I] of x [..., I]."""
+    found = RECIPES[recipe]
+    return rounded_to_fp8(x.reshape(-1, x.size(-1)), found.rows, E4M3, power_of_two=found.power_of_two)
+
+
+def _rounded_weight(weight_OI: Tensor, recipe: str) -> Tensor:
+    """Returns the rounded weight."""
+    found = RECIPES[recipe]
+    return rounded_to_fp8(weight_OI, found.weights, E4M3, power_of_two=found.power_of_two)

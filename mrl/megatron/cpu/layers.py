@@ -171,19 +171,21 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         # looked up here: a recomputed forward runs inside the backward, where the buffer is the same
         ctx.main_grad = getattr(weight, "main_grad", None)
-        ctx.parameter, ctx.has_bias, ctx.group = weight, bias is not None, group
+        ctx.parameter, ctx.has_bias, ctx.group = weight, bias is not None and bias.requires_grad, group
         return rows_times(x.reshape(-1, x.size(-1)), weight, bias).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_PO = grads[0].reshape(-1, grads[0].size(-1))
-        grad_x = rows_times(grad_PO, weight.T, None).view(x.shape)
+        grad_x = rows_times(grad_PO, weight.T, None).view(*grads[0].shape[:-1], -1)
         sent = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weight = accumulate_weight_gradient(ctx.parameter, ctx.main_grad, grad_PO, x.reshape(-1, x.size(-1)))
+        grad_weight = None
+        if x is not None:
+            grad_weight = accumulate_weight_gradient(ctx.parameter, ctx.main_grad, grad_PO, x.reshape(-1, x.size(-1)))
         grad_bias = grad_PO.sum(0) if ctx.has_bias else None
         if sent is not None:
             sent.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from mrl.config.config import Config, CriticConfig, OptimizerConfig
+from mrl.config.config import Config, CriticConfig, LoraConfig, OptimizerConfig
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
@@ -18,7 +18,7 @@ def critic_config(config: Config) -> Config:
     """Returns the config with the critic's settings in the section `actor`, and no `train.critic_warmup`."""
     own = {item.name: getattr(config.critic, item.name) for item in fields(OptimizerConfig)}
     epochs = config.critic.ppo_epochs or config.actor.ppo_epochs
-    actor = replace(config.actor, **own, ppo_epochs=epochs, router_replay="none")
+    actor = replace(config.actor, **own, ppo_epochs=epochs, router_replay="none", lora=LoraConfig())
     return replace(config, actor=actor, train=replace(config.train, critic_warmup=0))
 
 

@@ -1,0 +1,219 @@
+"""Low-rank adapters (LoRA) of one rank: which matrices have them, and the layout of their tensors in PEFT's names.
+
+A matrix W [out, in] of the Hugging Face model gets a pair lora_A [r, in] and lora_B [out, r]; the layer then computes
+(W + scale * lora_B lora_A) x. A rank's fused matrix (query, key and value; gate and up) has one tensor of each kind:
+`lora_A` has the projections' lora_A below each other, `lora_B` has the rows of the fused matrix. If the matrix is cut by
+rows over tensor-parallel ranks, so is lora_B, and every rank has all of lora_A; if it is cut by columns, so is lora_A,
+and every rank has all of lora_B. Rows of lora_B that belong to no adapted projection stay zero.
+
+Sources, peft 0.21: `tuners/lora/layer.py` (shapes, scale, initial values), `tuners/tuners_utils.py:
+check_target_module_exists` (an entry names every module whose name ends with it). It imports no Megatron.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mrl.config.config import ALL_LINEAR, LoraConfig
+from mrl.config.did_you_mean import did_you_mean
+from mrl.errors import UserError
+from mrl.models.base import ArchSpec, PipelineStage, ShardKind
+from mrl.parallel_layout import ParallelLayout
+from mrl.resharding.layout import Layout, Piece, Region, StoredTensor
+from mrl.resharding.megatron import RankTensor, rank_tensors
+from mrl.resharding.shards import hf_tensors, param_specs
+
+LINEAR = (ShardKind.ROW, ShardKind.QKV, ShardKind.GATE_UP, ShardKind.EXPERT_GATE_UP, ShardKind.EXPERT_DOWN)
+"""Kinds of parameters that may have adapters, if they are matrices."""
+
+CUT_BY_COLUMNS = (ShardKind.ROW, ShardKind.EXPERT_DOWN)
+"""Kinds of matrices that tensor parallelism cuts along the inputs."""
+
+PEFT_PREFIX = "base_model.model."
+"""Prefix of the names in PEFT's files."""
+
+WEIGHT = ".weight"
+
+
+@dataclass(frozen=True)
+class AdaptedMatrix:
+    """A matrix of one rank that has adapters.
+
+    Attributes:
+        tensor: The matrix and its position in the model.
+        weight: Its name in the rank's layout.
+        modules: Hugging Face names of the adapted projections, in the order of the rows of `lora_A`.
+        lora_a: Stored lora_A [len(modules) * r, inputs of this rank].
+        lora_b: Stored lora_B [outputs of this rank, r].
+    """
+
+    tensor: RankTensor
+    weight: str
+    modules: tuple[str, ...]
+    lora_a: StoredTensor
+    lora_b: StoredTensor
+
+    @property
+    def a_name(self) -> str:
+        """Name of lora_A in the rank's layout of adapters."""
+        return adapter_name(self.weight, "lora_A")
+
+    @property
+    def b_name(self) -> str:
+        """Name of lora_B in the rank's layout of adapters."""
+        return adapter_name(self.weight, "lora_B")
+
+    def segments(self) -> list[tuple[int, int, int]]:
+        """Returns (index in `modules`, first row, row after the last) of each run of adapted rows, in stored order."""
+        found = []
+        for piece in self.tensor.stored.pieces:
+            module = piece.hf_name.removesuffix(WEIGHT)
+            if module in self.modules:
+                found.append((self.modules.index(module), *piece.dst[0]))
+        return found
+
+
+def scale_of(lora: LoraConfig) -> float:
+    """Returns the factor of the product of a pair of adapters."""
+    return lora.alpha / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
+
+
+def adapter_name(weight: str, which: str) -> str:
+    """Returns the name of a matrix' adapter: "x.weight" -> "x.lora_A", "x.weight3" -> "x.lora_A3"."""
+    module, _, number = weight.rpartition(WEIGHT)
+    return f"{module}.{which}{number}"
+
+
+def peft_name(module: str, which: str) -> str:
+    """Returns the name of an adapter in PEFT's files; `which` is "lora_A" or "lora_B"."""
+    return f"{PEFT_PREFIX}{module}.{which}{WEIGHT}"
+
+
+def adapted_matrices(
+    arch: ArchSpec, grid: ParallelLayout, rank: int, lora: LoraConfig, *, dtype: str, te: bool
+) -> list[AdaptedMatrix]:
+    """Returns the matrices of a rank that have adapters, in the order of Megatron's chunks.
+
+    Args:
+        arch: The model.
+        grid: Parallel layout of the job.
+        rank: Global rank.
+        lora: Config section; `rank` is above 0.
+        dtype: Dtype of the adapters.
+        te: True for the names of TransformerEngine's layer spec.
+    """
+    wanted = adapted_modules(arch, lora)
+    found = []
+    for tensor in rank_tensors(arch, grid, rank, dtype=dtype):
+        modules = tuple(module for module in _modules_of(tensor) if module in wanted)
+        if modules:
+            spec = tensor.spec
+            name = spec.megatron_te if te and spec.megatron_te else spec.megatron
+            weight = f"chunk{tensor.chunk}.{name.format(layer=tensor.local_layer, expert=tensor.local_expert)}"
+            lora_a, lora_b = _pair(tensor, modules, lora.rank, dtype)
+            found.append(AdaptedMatrix(tensor, weight, modules, lora_a, lora_b))
+    return found
+
+
+def adapter_layout(matrices: Sequence[AdaptedMatrix]) -> Layout:
+    """Returns the layout of a rank's adapters: name -> tensor, in the coordinates of PEFT's files."""
+    layout: Layout = {}
+    for matrix in matrices:
+        layout[matrix.a_name], layout[matrix.b_name] = matrix.lora_a, matrix.lora_b
+    return layout
+
+
+def peft_layout(arch: ArchSpec, lora: LoraConfig, dtype: str) -> Layout:
+    """Returns the tensors of a PEFT file with all adapters of a model: PEFT's name -> tensor."""
+    layout: Layout = {}
+    for module, (outputs, inputs) in adapted_modules(arch, lora).items():
+        for which, shape in (("lora_A", (lora.rank, inputs)), ("lora_B", (outputs, lora.rank))):
+            region: Region = ((0, shape[0]), (0, shape[1]))
+            layout[peft_name(module, which)] = StoredTensor(
+                shape, dtype, (Piece(peft_name(module, which), region, region),)
+            )
+    return layout
+
+
+def adapted_modules(arch: ArchSpec, lora: LoraConfig) -> dict[str, tuple[int, int]]:
+    """Returns Hugging Face name -> (outputs, inputs) of each module with adapters, in the order of the layers.
+
+    Raises:
+        UserError: An entry of `target_modules` or `exclude_modules` names no module, or no module is left.
+    """
+    modules = dict(_linear_modules(arch))
+    for key, entries in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
+        for entry in entries:
+            if entry != ALL_LINEAR and not any(_is_named(module, [entry]) for module in modules):
+                names = sorted({module.rpartition(".")[2] for module in modules})
+                raise UserError(
+                    f"actor.lora.{key}: no projection of this {arch.family} model is named '{entry}'."
+                    f"{did_you_mean(entry, names)} Use {', '.join(names)}, a longer end of a module's name, or "
+                    f"{ALL_LINEAR} for all. Embeddings, output layer and MoE routers have no adapters."
+                )
+    everything = ALL_LINEAR in lora.target_modules
+    found = {
+        module: shape
+        for module, shape in modules.items()
+        if (everything or _is_named(module, lora.target_modules)) and not _is_named(module, lora.exclude_modules)
+    }
+    if not found:
+        raise UserError(
+            f"actor.lora.target_modules={lora.target_modules} without exclude_modules={lora.exclude_modules} leaves no "
+            "module with adapters. Name at least one."
+        )
+    return found
+
+
+def num_parameters(arch: ArchSpec, lora: LoraConfig) -> int:
+    """Returns the number of elements of all adapters of a model."""
+    return sum(lora.rank * (outputs + inputs) for outputs, inputs in adapted_modules(arch, lora).values())
+
+
+def _linear_modules(arch: ArchSpec) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yields Hugging Face name and (outputs, inputs) of every projection that may have adapters."""
+    rows = [spec for spec in param_specs(arch) if spec.kind in LINEAR and spec.place is PipelineStage.LAYER]
+    for layer in range(arch.num_layers):
+        for spec in rows:
+            experts = range(arch.moe.num_experts) if spec.kind.is_expert and arch.moe is not None else (None,)
+            for expert in experts:
+                for name, shape in hf_tensors(spec, arch).items():
+                    if len(shape) == 2:
+                        module = name.format(layer=layer, expert=expert).removesuffix(WEIGHT)
+                        yield module, (shape[0], shape[1])
+
+
+def _modules_of(tensor: RankTensor) -> list[str]:
+    """Returns the Hugging Face modules of a rank's matrix, also those of which this rank has no rows."""
+    if tensor.spec.kind not in LINEAR or len(tensor.stored.shape) != 2:
+        return []
+    names = (name.format(layer=tensor.layer, expert=tensor.expert) for name in tensor.spec.hf)
+    return [name.removesuffix(WEIGHT) for name in names]
+
+
+def _pair(tensor: RankTensor, modules: Sequence[str], rank: int, dtype: str) -> tuple[StoredTensor, StoredTensor]:
+    """Returns the stored lora_A and lora_B of a rank's matrix."""
+    stored, all_of_rank = tensor.stored, (0, rank)
+    outputs, inputs = stored.shape
+    columns = stored.pieces[0].src[1] if tensor.spec.kind in CUT_BY_COLUMNS else (0, inputs)
+    a_pieces = tuple(
+        Piece(peft_name(module, "lora_A"), (all_of_rank, columns), ((i * rank, (i + 1) * rank), (0, inputs)))
+        for i, module in enumerate(modules)
+    )
+    b_pieces, padding = [], []
+    for piece in stored.pieces:
+        module = piece.hf_name.removesuffix(WEIGHT)
+        if module in modules:
+            b_pieces.append(Piece(peft_name(module, "lora_B"), (piece.src[0], all_of_rank), (piece.dst[0], all_of_rank)))
+        else:
+            padding.append((piece.dst[0], all_of_rank))
+    return (
+        StoredTensor((rank * len(modules), inputs), dtype, a_pieces),
+        StoredTensor((outputs, rank), dtype, tuple(b_pieces), tuple(padding)),
+    )
+
+
+def _is_named(module: str, entries: Sequence[str]) -> bool:
+    return any(module == entry or module.endswith(f".{entry}") for entry in entries)

@@ -1,0 +1,138 @@
+"""Low-rank adapters: forward, gradients and updates are those of transformers with merged weights, in every layout."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from mrl.algorithms.base import build
+from mrl.config.config import AlgorithmConfig, LoraConfig, RolloutConfig
+from mrl.models.hf_config import family_of
+from mrl.parallel_layout import ParallelLayout
+from tests.megatron.actors import (
+    ARCHS,
+    EXPERT_LAYOUTS,
+    LAYOUTS,
+    MIXTURES,
+    fill_adapters,
+    full_adapters,
+    full_weights,
+    make_batch,
+    make_policy,
+    own_part,
+    scores,
+    train,
+)
+from tests.megatron.trainings import ABSOLUTE, RELATIVE, WEIGHTS
+from tests.ranks import run_ranks
+
+RANK, ALPHA = 3, 12.0
+LORA = LoraConfig(rank=RANK, alpha=ALPHA)
+PREFIX = "base_model.model."
+STEPS = 2
+
+
+def adapted(arch, grid, lora=LORA, *, actor=None, **options):
+    """Collective over the job: an actor with large random adapters."""
+    policy = make_policy(arch, grid, actor={"lora": lora, **(actor or {})}, **options)
+    fill_adapters(policy)
+    return policy
+
+
+def supervised():
+    return build(AlgorithmConfig(name="sft"), RolloutConfig(n=1))
+
+
+def one_step(arch, grid, lora, options):
+    """Weights, adapters, scores with and without adapters, and the gradient of a supervised step."""
+    policy = adapted(arch, grid, lora, actor={"use_distributed_optimizer": False, "clip_grad": 0.0, **options})
+    batch = make_batch()
+    scored = scores(policy, batch)
+    with policy.adapters.disabled():
+        plain = scores(policy, batch)
+    weights, adapters = full_weights(policy), full_adapters(policy)
+    policy.start_optimizer(train.__globals__["CONSTANT"])
+    policy.update(own_part(batch, policy), supervised())
+    assert all(not p.requires_grad and not hasattr(p, "main_grad") for c in policy.chunks for n, p in c.named_parameters() if "lora_" not in n)
+    return weights, adapters, scored[0], plain[0], full_adapters(policy, gradients=True)
+
+
+def merged(weights, adapters, scale):
+    """W + scale lora_B lora_A, differentiable in the adapters."""
+    found = {}
+    for name, weight in weights.items():
+        module = PREFIX + name.removesuffix(".weight")
+        a, b = adapters.get(f"{module}.lora_A.weight"), adapters.get(f"{module}.lora_B.weight")
+        found[name] = weight.double() if a is None else weight.double() + scale * b @ a
+    return found
+
+
+def by_transformers(arch, weights, batch):
+    """Log-probabilities [R] of transformers' model with these weights, fp64."""
+    config = transformers.AutoConfig.for_model(**family_of(arch).arch_to_hf(arch))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").double().eval()
+    own = fused_experts(model, weights)
+    if arch.tie_word_embeddings:
+        own["lm_head.weight"] = own["model.embed_tokens.weight"]
+    parts, start = [], 0
+    for prompt, response in zip(batch.prompt_lens_B.tolist(), batch.response_lens_B.tolist(), strict=True):
+        tokens = batch.tokens_P[start : start + prompt + response]
+        start += prompt + response
+        logits = torch.func.functional_call(model, own, (tokens[None],), tie_weights=False).logits[0]
+        logprobs = logits.log_softmax(-1)[prompt - 1 : -1]
+        parts.append(logprobs.gather(1, tokens[prompt:, None]).squeeze(1))
+    return torch.cat(parts)
+
+
+def fused_experts(model, weights):
+    """Weights by the names of transformers 5, in which the experts of a layer are one tensor."""
+    own, experts = {}, {}
+    for name, weight in weights.items():
+        layer, _, rest = name.partition(".experts.")
+        if rest:
+            number, _, which = rest.partition(".")
+            experts.setdefault(layer, {}).setdefault(which.removesuffix(".weight"), {})[int(number)] = weight
+        else:
+            own[name] = weight
+    names = {name for name, _ in model.named_parameters()}
+    for layer, found in experts.items():
+        block = layer.replace("block_sparse_moe", "mlp")
+        gate, up, down = [found[key] for key in (("w1", "w3", "w2") if "w1" in found else ("gate_proj", "up_proj", "down_proj"))]
+        own[f"{block}.experts.gate_up_proj"] = torch.stack([torch.cat([gate[i], up[i]]) for i in sorted(gate)])
+        own[f"{block}.experts.down_proj"] = torch.stack([down[i] for i in sorted(down)])
+    own = {name.replace("block_sparse_moe.", "mlp."): weight for name, weight in own.items()}
+    assert own.keys() <= names, own.keys() - names
+    return own
+
+
+def check(arch, grid, lora=LORA, options=None, scale=ALPHA / RANK):
+    (weights, adapters, scored, plain, gradients), *_ = run_ranks(grid.world_size, one_step, arch, grid, lora, options or {})
+    batch = make_batch()
+    leaves = {name: tensor.double().requires_grad_() for name, tensor in adapters.items()}
+    expected = by_transformers(arch, merged(weights, leaves, scale), batch)
+    torch.testing.assert_close(scored.double(), expected.detach(), rtol=0, atol=2e-5)
+    base = by_transformers(arch, {name: w.double() for name, w in weights.items()}, batch).detach()
+    torch.testing.assert_close(plain.double(), base, rtol=0, atol=2e-5)
+    assert (base - expected.detach()).abs().max() > 0.2
+    (-(batch.weights_R * expected).sum()).backward()
+    assert gradients.keys() == leaves.keys()
+    for name, leaf in leaves.items():
+        scale_of_grad = float(leaf.grad.abs().max())
+        torch.testing.assert_close(gradients[name].double(), leaf.grad, rtol=0, atol=1e-5 * max(1.0, scale_of_grad), msg=name)
+
+
+@pytest.mark.parametrize("family", [*ARCHS, *MIXTURES])
+def test_scores_and_gradients_are_those_of_transformers_with_merged_weights(family):
+    check({**ARCHS, **MIXTURES}[family], ParallelLayout(1))
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
+def test_layouts(layout):
+    check(ARCHS["qwen2"], LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_expert_layouts(layout):
+    check(MIXTURES["qwen2_moe"], EXPERT_LAYOUTS[layout])

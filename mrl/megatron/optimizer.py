@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import ParamKey
 from torch import Tensor
 
 from mrl.config.config import ActorConfig
@@ -51,13 +52,26 @@ def build_optimizer(
     }
     with explain_errors("optimizer", given or ()):
         config = OptimizerConfig(**{**own, **megatron_values("optimizer", given or {})})
-        optimizer = get_megatron_optimizer(config, chunks)
+        options = {} if actor.lora.loraplus_lr_ratio == 1 else {"config_overrides": _faster_lora_b(config, actor)}
+        optimizer = get_megatron_optimizer(config, chunks, **options)
     on_cpu = next(chunks[0].parameters()).device.type == "cpu"
     for part in optimizer.chained_optimizers:
         if on_cpu or counts_by_parameter(part.optimizer):
             for group in part.param_groups:
                 group["fused"] = True  # one pass over memory instead of one per operation
     return optimizer
+
+
+def _faster_lora_b(config: OptimizerConfig, actor: ActorConfig) -> dict[ParamKey, Any]:
+    """Returns Megatron's overrides of parameter groups, with another learning rate for lora_B (LoRA+)."""
+    faster = {"max_lr": actor.lr * actor.lora.loraplus_lr_ratio}
+    return {**get_standard_config_overrides(config), ParamKey(name="*.lora_B*"): faster}
+
+
+def learning_rate_of(group: Mapping[str, Any], rate: float, actor: ActorConfig) -> float:
+    """Returns the learning rate of a parameter group in a step whose scheduled rate is `rate`."""
+    is_faster = actor.lora.loraplus_lr_ratio != 1 and group["max_lr"] != actor.lr
+    return rate * actor.lora.loraplus_lr_ratio if is_faster else rate
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:

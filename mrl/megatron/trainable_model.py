@@ -30,7 +30,7 @@ from mrl.megatron.microbatch import PackedMicrobatch
 from mrl.megatron.model import build_chunks, named_tensors
 from mrl.megatron.moe import load_balance
 from mrl.megatron.offload import PARTS, Offload, Part
-from mrl.megatron.optimizer import build_optimizer, optimizer_tensors, reload_masters
+from mrl.megatron.optimizer import build_optimizer, learning_rate_of, optimizer_tensors, reload_masters
 from mrl.megatron.routing_record import RoutingRecorder
 from mrl.megatron.param_broadcast import first_here
 from mrl.models.base import ArchSpec, ShardKind
@@ -355,7 +355,7 @@ class TrainableModel:
         self._offload.onload(*PARTS)  # with overlap_param_gather, the forward gathers the weights layer by layer
         rate = self._learning_rate.at(self.num_updates)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = learning_rate_of(group, rate, self._config)
             group["weight_decay"] = self._config.weight_decay * group.get("wd_mult", 1.0)
         self._data_parallel.zero_gradients()
         microbatches = self._forward_backward.microbatches(

@@ -136,3 +136,59 @@ def test_layouts(layout):
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_expert_layouts(layout):
     check(MIXTURES["qwen2_moe"], EXPERT_LAYOUTS[layout])
+
+
+def trained(arch, grid, options):
+    policy = adapted(arch, grid, **options)
+    before = full_weights(policy)
+    metrics = train(policy, STEPS)
+    after = full_weights(policy)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    return metrics, full_adapters(policy)
+
+
+def run(arch, grid, **options):
+    first, *others = run_ranks(grid.world_size, trained, arch, grid, options)
+    assert all(metrics == first[0] for metrics, _ in others)
+    return first
+
+
+@pytest.fixture(scope="module")
+def single():
+    known = {}
+    return lambda name: known.setdefault(name, run({**ARCHS, **MIXTURES}[name], ParallelLayout(1)))
+
+
+def assert_same(found, expected):
+    for ours, theirs in zip(found[0], expected[0], strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            assert math.isclose(ours[key], theirs[key], rel_tol=RELATIVE, abs_tol=ABSOLUTE), (key, ours[key], theirs[key])
+    assert found[1].keys() == expected[1].keys()
+    for key, adapter in found[1].items():
+        torch.testing.assert_close(adapter, expected[1][key], rtol=0, atol=WEIGHTS, msg=key)
+
+
+UPDATES = [
+    ("qwen2", "tp2", {}),
+    ("qwen2", "tp2", {"parallel": {"sequence_parallel": False}}),
+    ("qwen2_untied", "tp2_pp2", {}),
+    ("qwen2", "dp2", {}),
+    ("qwen2", "dp2", {"actor": {"use_distributed_optimizer": False}}),
+    ("qwen2", "dp2", {"actor": {"overlap_grad_reduce": True}}),
+    ("qwen2", "dp2", {"megatron": {"ddp": {"overlap_param_gather": True}}, "actor": {"overlap_grad_reduce": True}}),
+    ("qwen2", "single", {"actor": {"recompute": "full"}}),
+    ("qwen2", "single", {"actor": {"recompute": "selective"}}),
+    ("qwen2", "tp2", {"actor": {"recompute": "full"}}),
+    ("qwen2", "pp2_vpp2", {"actor": {"recompute": "full"}}),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "options"), UPDATES, ids=str)
+def test_updates_are_those_of_the_single_process_and_leave_the_model_alone(name, layout, options, single):
+    assert_same(run(ARCHS[name], LAYOUTS[layout], **options), single(name))
+
+
+@pytest.mark.parametrize("layout", ["ep2", "tp2_ep2", "tp2_ep2_etp2", "ep2_pp2"])
+def test_updates_of_experts(layout, single):
+    assert_same(run(MIXTURES["qwen2_moe"], EXPERT_LAYOUTS[layout]), single("qwen2_moe"))

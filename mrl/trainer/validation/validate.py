@@ -17,6 +17,7 @@ from mrl.models.base import ArchSpec
 from mrl.trainer.validation.data import data_rules, evaluation_rules
 from mrl.trainer.validation.episodes import episode_rules
 from mrl.trainer.validation.experts import expert_rules
+from mrl.trainer.validation.lora import adapted_module_rules, lora_rules
 from mrl.trainer.validation.megatron import megatron_rules, name_rules
 from mrl.trainer.validation.model import check_size, model_rules, token_rules
 from mrl.trainer.validation.off_policy import off_policy_rules
@@ -61,6 +62,7 @@ def check_config(
         *length_rules(config),
         *sampling_rules(config),
         *model_rules(config),
+        *lora_rules(config),
         *data_rules(config),
         *evaluation_rules(config),
         *share_rules(config, grid, supervised=learns_from != "samples"),
@@ -98,6 +100,7 @@ def check(
         *position_rules(config, arch),
         *expert_rules(config, arch, grid, supervised=learns_from != "samples"),
         *expert_rule(config, arch),
+        *adapted_module_rules(config, arch),
         *engine_capabilities(config.rollout.name).model_errors(config, arch),
         *megatron_rules(config, arch, grid),
         *token_rules(arch, tokenizer_vocab_size),

@@ -94,7 +94,9 @@ class Adapters:
         self._chunks = chunks
         for chunk in chunks:
             chunk.requires_grad_(False)
-        modules = {f"chunk{index}.{name}": module for index, c in enumerate(chunks) for name, module in c.named_modules()}
+        modules = {
+            f"chunk{index}.{name}": module for index, c in enumerate(chunks) for name, module in c.named_modules()
+        }
         by_module: dict[str, list[AdaptedMatrix]] = {}
         for matrix in self.matrices:
             by_module.setdefault(matrix.weight.rpartition(WEIGHT)[0], []).append(matrix)
@@ -265,7 +267,11 @@ def _exchange(h: Tensor, module: nn.Module, kind: ShardKind) -> Tensor:
     """Collective over tensor-parallel: returns lora_A x as lora_B takes it on this rank, see the head of this file."""
     step: Callable[[Tensor], Tensor]
     if kind in CUT_BY_COLUMNS:
-        step = reduce_scatter_to_sequence_parallel_region if _scatters(module) else reduce_from_tensor_model_parallel_region
+        step = (
+            reduce_scatter_to_sequence_parallel_region
+            if _scatters(module)
+            else reduce_from_tensor_model_parallel_region
+        )
         return step(h)
     if _scatters(module):
         gathered: Tensor = gather_from_sequence_parallel_region(h, tensor_parallel_output_grad=True)
@@ -276,7 +282,9 @@ def _exchange(h: Tensor, module: nn.Module, kind: ShardKind) -> Tensor:
 
 def _scatters(module: nn.Module) -> bool:
     """Returns whether tensor-parallel ranks have different tokens outside this dense layer."""
-    return bool(getattr(module, "sequence_parallel", False)) and parallel_state.get_tensor_model_parallel_world_size() > 1
+    return (
+        bool(getattr(module, "sequence_parallel", False)) and parallel_state.get_tensor_model_parallel_world_size() > 1
+    )
 
 
 def _leaves_partial_sums(module: nn.Module, matrix: AdaptedMatrix) -> bool:

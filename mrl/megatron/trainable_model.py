@@ -31,8 +31,8 @@ from mrl.megatron.model import build_chunks, named_tensors
 from mrl.megatron.moe import load_balance
 from mrl.megatron.offload import PARTS, Offload, Part
 from mrl.megatron.optimizer import build_optimizer, learning_rate_of, optimizer_tensors, reload_masters
-from mrl.megatron.routing_record import RoutingRecorder
 from mrl.megatron.param_broadcast import first_here
+from mrl.megatron.routing_record import RoutingRecorder
 from mrl.models.base import ArchSpec, ShardKind
 from mrl.models.transformer_engine import supports_prefix_sharing, why_local
 from mrl.resharding.checksum import bits
@@ -222,9 +222,7 @@ class TrainableModel:
         """
         if self.adapters is None:
             return self.named_tensors()
-        return MergedWeights(
-            self.named_tensors(), self.trained_tensors(), self.adapters.matrices, self.adapters.scale
-        )
+        return MergedWeights(self.named_tensors(), self.trained_tensors(), self.adapters.matrices, self.adapters.scale)
 
     def base_checksum(self) -> str:
         """Collective over the training ranks: returns a hash of the weights without adapters, 16 hex digits.

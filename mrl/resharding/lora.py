@@ -206,7 +206,9 @@ def _pair(tensor: RankTensor, modules: Sequence[str], rank: int, dtype: str) -> 
     for piece in stored.pieces:
         module = piece.hf_name.removesuffix(WEIGHT)
         if module in modules:
-            b_pieces.append(Piece(peft_name(module, "lora_B"), (piece.src[0], all_of_rank), (piece.dst[0], all_of_rank)))
+            b_pieces.append(
+                Piece(peft_name(module, "lora_B"), (piece.src[0], all_of_rank), (piece.dst[0], all_of_rank))
+            )
         else:
             padding.append((piece.dst[0], all_of_rank))
     return (

@@ -61,9 +61,7 @@ def random_init(
             _generate_matrix(name, shapes[name], wanted, seed, _normal(std))
 
 
-def init_adapters(
-    arch: ArchSpec, lora: LoraConfig, layout: Layout, tensors: Mapping[str, Tensor], seed: int
-) -> None:
+def init_adapters(arch: ArchSpec, lora: LoraConfig, layout: Layout, tensors: Mapping[str, Tensor], seed: int) -> None:
     """Fills one rank's low-rank adapters with initial values: lora_A random, lora_B zero.
 
     Args:

@@ -157,12 +157,22 @@ class ActorWeights:
                 raise RuntimeError("the actor has no adapters")
             layouts = gather_layouts(adapters.layout())
             write_adapters(
-                folder, plan.arch, plan.config.actor.lora, layouts, self._actor.trained_tensors(), base=plan.config.model.path
+                folder,
+                plan.arch,
+                plan.config.actor.lora,
+                layouts,
+                self._actor.trained_tensors(),
+                base=plan.config.model.path,
             )
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if the actor has low-rank adapters."""
+        return self._plan.config.actor.lora.rank > 0
 
     def export_trained(self, folder: Path) -> None:
         """Collective over the job: writes what training changes: a PEFT folder with adapters, else the model."""
-        (self.export_adapters if self._plan.config.actor.lora.rank else self.export)(folder)
+        (self.export_adapters if self.has_adapters else self.export)(folder)
 
     def model_folder(self, further: Mapping[str, Any]) -> Path:
         """Collective over the ranks that sample: writes a model folder without weights into the run folder.

@@ -165,6 +165,8 @@ class Checkpointing:
             started.append(megatron_checkpoint.PendingWrites(each))
             if export:
                 self._weights.export(folder / "hf")
+                if self._weights.has_adapters:
+                    self._weights.export_adapters(folder / "adapter")
             return started[0]
 
         metric = standing.metrics.get(self._config.best_metric)

@@ -1,6 +1,7 @@
 """kill -9 at any moment, the same command again: the numbers of a run that was never interrupted."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -12,6 +13,8 @@ from tests.e2e import runs
 
 pytestmark = pytest.mark.slow
 
+KL_IN_LOSS = ["algorithm.kl_in=loss", "algorithm.kl_coef=0.05"]
+LORA = ["actor.lora.rank=4", "actor.lora.alpha=8", "actor.lr=0.01"]
 STEPS = ["train.num_steps=8", "checkpoint.interval=2", "train.eval_interval=2", "reference.update_interval=3"]
 
 
@@ -42,6 +45,34 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(num_lines, uninterrup
     assert references == ["reference-00000006"]  # of the two commits that are kept
 
 
+@pytest.mark.parametrize("num_lines", [2, 6])
+def test_a_killed_run_with_adapters_continues_likewise(num_lines, tmp_path):
+    """The reference follows the actor every third step, so it has adapters of its own."""
+    settings = [*STEPS, *LORA, *KL_IN_LOSS, "checkpoint.export_hf=true"]
+    whole = runs.train_in_pool(tmp_path / "whole", settings, 1)
+    kill_after(runs.fork(tmp_path / "killed", settings), tmp_path / "killed", num_lines)
+    assert runs.train_in_pool(tmp_path / "killed", settings, 1) == whole
+    found = tmp_path / "killed" / "run" / "checkpoints" / "step-00000008"
+    assert {file.name for file in (found / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert (found / "hf" / "config.json").is_file()
+    kl = [row["actor/kl_loss"] for row in whole if "actor/kl_loss" in row]
+    assert min(kl) >= 0 and max(kl) > 0
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_adapters_resume_at_another_layout_with_the_same_numbers(size, tmp_path):
+    layout = [
+        "parallel.tensor_model_parallel_size=2",
+        *(["parallel.pipeline_model_parallel_size=2"] if size == 4 else []),
+    ]
+    whole = runs.train_in_pool(tmp_path / "whole", [*STEPS, *LORA], 1)
+    runs.train_in_pool(tmp_path / "moved", [*STEPS, *LORA, "train.num_steps=4", *layout], size)
+    found = runs.train_in_pool(tmp_path / "moved", [*STEPS, *LORA], 1)
+    assert found[-1]["step"] == 8
+    for ours, theirs in zip(found[:3], whole[:3], strict=True):
+        assert math.isclose(ours.get("actor/grad_norm", 0), theirs.get("actor/grad_norm", 0), rel_tol=1e-3)
+
+
 def test_a_run_resumes_at_another_layout_with_the_same_prompts(uninterrupted, tmp_path):
     layout = ["parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"]
     runs.train_in_pool(tmp_path, [*STEPS, "train.num_steps=4", *layout], 4)
@@ -54,7 +85,6 @@ def test_a_run_resumes_at_another_layout_with_the_same_prompts(uninterrupted, tm
     assert last["prompt_length/mean"] == expected["prompt_length/mean"]
 
 
-KL_IN_LOSS = ["algorithm.kl_in=loss", "algorithm.kl_coef=0.05"]
 CHANGES = [
     ["algorithm.kl_in=none", "algorithm.kl_coef=0.001"],
     KL_IN_LOSS,

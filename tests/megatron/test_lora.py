@@ -1,7 +1,6 @@
 """Low-rank adapters: forward, gradients and updates are those of transformers with merged weights, in every layout."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -55,7 +54,12 @@ def one_step(arch, grid, lora, options):
     weights, adapters = full_weights(policy), full_adapters(policy)
     policy.start_optimizer(train.__globals__["CONSTANT"])
     policy.update(own_part(batch, policy), supervised())
-    assert all(not p.requires_grad and not hasattr(p, "main_grad") for c in policy.chunks for n, p in c.named_parameters() if "lora_" not in n)
+    assert all(
+        not p.requires_grad and not hasattr(p, "main_grad")
+        for c in policy.chunks
+        for n, p in c.named_parameters()
+        if "lora_" not in n
+    )
     return weights, adapters, scored[0], plain[0], full_adapters(policy, gradients=True)
 
 
@@ -72,7 +76,13 @@ def merged(weights, adapters, scale):
 def by_transformers(arch, weights, batch):
     """Log-probabilities [R] of transformers' model with these weights, fp64."""
     config = transformers.AutoConfig.for_model(**family_of(arch).arch_to_hf(arch))
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").double().eval()
+    model = (
+        transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", experts_implementation="eager"
+        )
+        .double()
+        .eval()
+    )
     own = fused_experts(model, weights)
     if arch.tie_word_embeddings:
         own["lm_head.weight"] = own["model.embed_tokens.weight"]
@@ -99,7 +109,9 @@ def fused_experts(model, weights):
     names = {name for name, _ in model.named_parameters()}
     for layer, found in experts.items():
         block = layer.replace("block_sparse_moe", "mlp")
-        gate, up, down = [found[key] for key in (("w1", "w3", "w2") if "w1" in found else ("gate_proj", "up_proj", "down_proj"))]
+        gate, up, down = [
+            found[key] for key in (("w1", "w3", "w2") if "w1" in found else ("gate_proj", "up_proj", "down_proj"))
+        ]
         own[f"{block}.experts.gate_up_proj"] = torch.stack([torch.cat([gate[i], up[i]]) for i in sorted(gate)])
         own[f"{block}.experts.down_proj"] = torch.stack([down[i] for i in sorted(down)])
     own = {name.replace("block_sparse_moe.", "mlp."): weight for name, weight in own.items()}
@@ -108,7 +120,9 @@ def fused_experts(model, weights):
 
 
 def check(arch, grid, lora=LORA, options=None, scale=ALPHA / RANK):
-    (weights, adapters, scored, plain, gradients), *_ = run_ranks(grid.world_size, one_step, arch, grid, lora, options or {})
+    (weights, adapters, scored, plain, gradients), *_ = run_ranks(
+        grid.world_size, one_step, arch, grid, lora, options or {}
+    )
     batch = make_batch()
     leaves = {name: tensor.double().requires_grad_() for name, tensor in adapters.items()}
     expected = by_transformers(arch, merged(weights, leaves, scale), batch)
@@ -120,7 +134,9 @@ def check(arch, grid, lora=LORA, options=None, scale=ALPHA / RANK):
     assert gradients.keys() == leaves.keys()
     for name, leaf in leaves.items():
         scale_of_grad = float(leaf.grad.abs().max())
-        torch.testing.assert_close(gradients[name].double(), leaf.grad, rtol=0, atol=1e-5 * max(1.0, scale_of_grad), msg=name)
+        torch.testing.assert_close(
+            gradients[name].double(), leaf.grad, rtol=0, atol=1e-5 * max(1.0, scale_of_grad), msg=name
+        )
 
 
 @pytest.mark.parametrize("family", [*ARCHS, *MIXTURES])
@@ -163,7 +179,11 @@ def assert_same(found, expected):
     for ours, theirs in zip(found[0], expected[0], strict=True):
         assert ours.keys() == theirs.keys()
         for key in ours:
-            assert math.isclose(ours[key], theirs[key], rel_tol=RELATIVE, abs_tol=ABSOLUTE), (key, ours[key], theirs[key])
+            assert math.isclose(ours[key], theirs[key], rel_tol=RELATIVE, abs_tol=ABSOLUTE), (
+                key,
+                ours[key],
+                theirs[key],
+            )
     assert found[1].keys() == expected[1].keys()
     for key, adapter in found[1].items():
         torch.testing.assert_close(adapter, expected[1][key], rtol=0, atol=WEIGHTS, msg=key)

@@ -88,7 +88,11 @@ def test_training_goes_on_at_another_layout(name, source, target, options, tmp_p
 
 
 def load_into(folder, lora, seed, dtype, full):
-    policy = actor("qwen2", LAYOUTS["single"], lora, seed=seed, dtype=dtype) if not full else make_policy(ARCHS["qwen2"], LAYOUTS["single"])
+    policy = (
+        actor("qwen2", LAYOUTS["single"], lora, seed=seed, dtype=dtype)
+        if not full
+        else make_policy(ARCHS["qwen2"], LAYOUTS["single"])
+    )
     checkpoint.load(folder, policy)
 
 
@@ -115,7 +119,9 @@ def written(tmp_path_factory):
 def test_another_model_or_other_settings_are_refused(what, written):
     with pytest.raises(RankError, match="UserError") as caught:
         run_ranks(1, load_into, written, *OTHERS[what])
-    key = {"base": "base_checksum", "dtype": "base_checksum", "none": "actor.lora.rank=0", "use_rslora": "scale"}.get(what, what)
+    key = {"base": "base_checksum", "dtype": "base_checksum", "none": "actor.lora.rank=0", "use_rslora": "scale"}.get(
+        what, what
+    )
     assert key in str(caught.value)
 
 

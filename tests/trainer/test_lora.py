@@ -15,8 +15,8 @@ from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.lora import adapted_modules, num_parameters, peft_layout
 from mrl.resharding.random_init import init_adapters
-from mrl.trainer.hf_export import write_adapters
 from mrl.resharding.weight_sync import gather_layouts
+from mrl.trainer.hf_export import write_adapters
 from tests.megatron.actors import (
     ARCHS,
     EXPERT_LAYOUTS,
@@ -221,7 +221,11 @@ def test_the_modules_are_those_that_peft_finds(targets):
     config = peft.LoraConfig(r=2, target_modules=chosen, task_type="CAUSAL_LM")
     model = peft.get_peft_model(hf_model(ARCHS["qwen2"]), config)
     lora = LoraConfig(rank=2, target_modules=targets)
-    expected = {name.partition(".lora_A")[0].removeprefix("base_model.model.") for name, _ in model.named_parameters() if ".lora_A" in name}
+    expected = {
+        name.partition(".lora_A")[0].removeprefix("base_model.model.")
+        for name, _ in model.named_parameters()
+        if ".lora_A" in name
+    }
     assert set(adapted_modules(ARCHS["qwen2"], lora)) == expected
     assert num_parameters(ARCHS["qwen2"], lora) == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
@@ -270,7 +274,10 @@ def faster(ratio, steps):
     policy.start_optimizer(CONSTANT)
     train(policy, steps)
     after = full_adapters(policy)
-    moved = {which: max((after[k] - before[k]).abs().max().item() for k in before if which in k) for which in ("lora_A", "lora_B")}
+    moved = {
+        which: max((after[k] - before[k]).abs().max().item() for k in before if which in k)
+        for which in ("lora_A", "lora_B")
+    }
     return moved
 
 
@@ -278,5 +285,3 @@ def test_lora_b_learns_faster_by_the_ratio():
     plain, fast = (run_ranks(1, faster, ratio, 1)[0] for ratio in (1.0, 8.0))
     assert math.isclose(plain["lora_A"], fast["lora_A"], rel_tol=1e-3)
     assert math.isclose(8 * plain["lora_B"], fast["lora_B"], rel_tol=1e-3)
-
-

@@ -91,8 +91,10 @@ def read_adapters(
     missing = [name for name in expected if name not in file.headers]
     unknown = [name for name in file.headers if name not in expected]
     if missing or unknown:
-        problem = f"has {len(unknown)} tensors that this run has no adapters for, first {shown(unknown[0])}" if unknown else (
-            f"lacks {len(missing)} tensors, first {shown(missing[0])}"
+        problem = (
+            f"has {len(unknown)} tensors that this run has no adapters for, first {shown(unknown[0])}"
+            if unknown
+            else (f"lacks {len(missing)} tensors, first {shown(missing[0])}")
         )
         raise UserError(
             f"'{path}' {problem}. Set actor.lora.target_modules and exclude_modules to the modules of the folder's "
@@ -123,7 +125,9 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"'{path}' is not a PEFT config: {first_line(error)}. Name a folder that PEFT wrote.") from error
+        raise UserError(
+            f"'{path}' is not a PEFT config: {first_line(error)}. Name a folder that PEFT wrote."
+        ) from error
     if not isinstance(found, dict):
         raise UserError(f"'{path}' is not a PEFT config: expected a JSON object.")
     return found

@@ -46,7 +46,7 @@ from mrl.resharding.layout import Layout
 from mrl.resharding.lora import (
     CUT_BY_COLUMNS,
     WEIGHT,
-    AdaptedMatrix,
+    TrainedMatrix,
     adapted_matrices,
     adapter_layout,
     adapter_name,
@@ -97,7 +97,7 @@ class Adapters:
         modules = {
             f"chunk{index}.{name}": module for index, c in enumerate(chunks) for name, module in c.named_modules()
         }
-        by_module: dict[str, list[AdaptedMatrix]] = {}
+        by_module: dict[str, list[TrainedMatrix]] = {}
         for matrix in self.matrices:
             by_module.setdefault(matrix.weight.rpartition(WEIGHT)[0], []).append(matrix)
         for name, matrices in by_module.items():
@@ -187,7 +187,7 @@ class Adapters:
             for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
 
-    def _register(self, module: nn.Module, matrix: AdaptedMatrix, dtype: str) -> None:
+    def _register(self, module: nn.Module, matrix: TrainedMatrix, dtype: str) -> None:
         weight = module.get_parameter(matrix.weight.rpartition(".")[2])
         by_columns, is_expert = matrix.tensor.spec.kind in CUT_BY_COLUMNS, matrix.tensor.spec.kind.is_expert
         for name, stored, is_cut in (
@@ -206,7 +206,7 @@ class Adapters:
                 parameter.shared = group.rank() > 0  # counted once in the gradient's norm
             module.register_parameter(name.rpartition(".")[2], parameter)
 
-    def _add_products(self, matrices: list[AdaptedMatrix], module: nn.Module, args: Any, output: Any) -> Any:
+    def _add_products(self, matrices: list[TrainedMatrix], module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook: returns the module's (output, bias) with the adapters' products added to the output."""
         if not self.enabled:
             return None
@@ -218,7 +218,7 @@ class Adapters:
         experts = zip(matrices, x.split(counts), y.split(counts), strict=True)
         return torch.cat([self._added(matrix, module, rows, out) for matrix, rows, out in experts]), bias
 
-    def _added(self, matrix: AdaptedMatrix, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def _added(self, matrix: TrainedMatrix, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Returns y [..., O] plus the adapters' product with x [..., I]; collective over tensor-parallel."""
         lora_a = module.get_parameter(matrix.a_name.rpartition(".")[2])
         lora_b = module.get_parameter(matrix.b_name.rpartition(".")[2])
@@ -243,7 +243,7 @@ def _by_projection(h: Tensor, lora_b: Tensor, runs: list[tuple[int, int, int]], 
     Args:
         h: Products with lora_A [..., M * r].
         lora_b: [O, r].
-        runs: (projection, first row, row after the last), see `AdaptedMatrix.segments`.
+        runs: (projection, first row, row after the last), see `TrainedMatrix.segments`.
         outputs: O.
     """
     rank = lora_b.size(1)
@@ -287,11 +287,11 @@ def _scatters(module: nn.Module) -> bool:
     )
 
 
-def _leaves_partial_sums(module: nn.Module, matrix: AdaptedMatrix) -> bool:
+def _leaves_partial_sums(module: nn.Module, matrix: TrainedMatrix) -> bool:
     return matrix.tensor.spec.kind.is_expert or bool(getattr(module, "explicit_expert_comm", False))
 
 
-def _is_grouped(matrix: AdaptedMatrix) -> bool:
+def _is_grouped(matrix: TrainedMatrix) -> bool:
     """Returns whether the module has the matrices of several experts (TransformerEngine's grouped linear)."""
     return not matrix.weight.endswith(WEIGHT)
 

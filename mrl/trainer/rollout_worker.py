@@ -5,20 +5,25 @@ If actor and engine are on the same ranks, the actor is offloaded while the engi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
+from torch import Tensor
+
 from mrl.config.config import Config
 from mrl.config.registry import find
 from mrl.distributed.collectives import raise_on_all_ranks
+from mrl.engines._capabilities import engine_capabilities
 from mrl.engines._null_engine import NullEngine
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.megatron.actor import Actor
 from mrl.resharding.dtypes import DTYPES, expert_index_dtype
 from mrl.resharding.fp8 import block_grids
+from mrl.resharding.layout import Layout
 from mrl.resharding.megatron import stage_layers
+from mrl.resharding.merged_weights import ScaledAdapters
 from mrl.resharding.weight_sync import AdapterSync, WeightSync
 from mrl.rollout.dispatch import StageRoutingFormat
 from mrl.rollout.sampling_params import training_sampling, validation_sampling
@@ -99,7 +104,11 @@ class RolloutWorker:
         own = ({}, {}) if actor is None else (actor.layout(), actor.named_tensors())
         weights = WeightSync(*own, engine, rollout.checkpoint_engine, grids)
         adapters = None if actor is None else actor.adapters
-        trained = ({}, {}) if actor is None or adapters is None else (adapters.layout(), actor.trained_tensors())
+        trained: tuple[Layout, Mapping[str, Tensor]] = {}, {}
+        if actor is not None and adapters is not None:
+            trained = adapters.layout(), actor.trained_tensors()
+            if engine_capabilities(rollout.name).scales_lora_b:
+                trained = adapters.layout(), ScaledAdapters(trained[1], adapters.matrices, adapters.scale)
         return AdapterSync(weights, WeightSync(*trained, engine.adapters or engine, rollout.checkpoint_engine), engine)
 
     def _start_engine(

@@ -60,6 +60,11 @@ class EngineAdapters:
         for item in bucket:
             item.write_to(self._tensors[item.name])
 
+    def fill(self, value: float) -> None:
+        """Sets all adapters to a value, within an update, for a test; the next sync must follow."""
+        for tensor in self._tensors.values():
+            tensor.fill_(value)
+
     def checksum(self) -> int:
         """Returns the sum modulo 2**64 over the bit patterns of all stored adapters."""
         return sum(bit_sum(self._tensors[name]) for name in self._layout) % MODULUS

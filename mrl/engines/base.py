@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from mrl.config.config import LoraConfig, RolloutConfig
 from mrl.engines import _multiturn_rounds
-from mrl.engines._multiturn_base import MultiTurnClient
 from mrl.engines._adapters import EngineAdapters
+from mrl.engines._multiturn_base import MultiTurnClient
 from mrl.engines._work_queue import WorkQueue
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec

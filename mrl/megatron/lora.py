@@ -179,12 +179,15 @@ class Adapters:
 
     def sum_partial_gradients(self) -> None:
         """Collective over the ranks that share an expert, after a backward: sums gradients of complete adapters."""
-        gradients = [p.main_grad for p in self.named_parameters().values() if getattr(p, PARTIAL, False)]
+        parameters: list[Any] = [each for each in self.named_parameters().values() if getattr(each, PARTIAL, False)]
+        gradients: list[Tensor] = [parameter.main_grad for parameter in parameters]
         group = parallel_state.get_expert_tensor_parallel_group()
         if gradients and group.size() > 1:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(flat, group=group)
-            for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            for gradient, summed in zip(
+                gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True
+            ):
                 gradient.copy_(summed.view_as(gradient))
 
     def _register(self, module: nn.Module, matrix: TrainedMatrix, dtype: str) -> None:
@@ -215,7 +218,7 @@ class Adapters:
         if len(matrices) == 1 and not _is_grouped(matrices[0]):
             return self._added(matrices[0], module, x, y), bias
         counts = args[1].tolist() if isinstance(args[1], Tensor) else list(args[1])
-        experts = zip(matrices, x.split(counts), y.split(counts), strict=True)
+        experts = zip(matrices, torch.split(x, counts), torch.split(y, counts), strict=True)
         return torch.cat([self._added(matrix, module, rows, out) for matrix, rows, out in experts]), bias
 
     def _added(self, matrix: TrainedMatrix, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -252,7 +255,7 @@ def _by_projection(h: Tensor, lora_b: Tensor, runs: list[tuple[int, int, int]], 
         own = [(start, stop) for i, start, stop in runs if i == index]
         rows = torch.cat([lora_b[start:stop] for start, stop in own]) if len(own) > 1 else lora_b[slice(*own[0])]
         product = torch.nn.functional.linear(h[..., index * rank : (index + 1) * rank], rows)
-        products[index] = list(product.split([stop - start for start, stop in own], -1))
+        products[index] = list(torch.split(product, [stop - start for start, stop in own], -1))
     parts, end = [], 0
     for index, start, stop in [*runs, (-1, outputs, outputs)]:
         if start > end:
@@ -298,10 +301,11 @@ def _is_grouped(matrix: TrainedMatrix) -> bool:
 
 def _input_of(module: nn.Module, x: Tensor) -> Tensor:
     """Returns the input of the module's product; TransformerEngine's fused layer has a norm before it."""
-    weight = getattr(module, "layer_norm_weight", None)
+    weight: Tensor | None = getattr(module, "layer_norm_weight", None)
     if weight is None:
         return x
+    eps: float = module.eps  # type: ignore[assignment]
     gamma = weight + 1 if getattr(module, "zero_centered_gamma", False) else weight
     wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.eps)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed * gamma.float()).to(x.dtype)

@@ -196,6 +196,11 @@ class AdapterSync:
     def __init__(self, weights: WeightSync, adapters: WeightSync, engine: WeightReceiver) -> None:
         self._weights, self._adapters, self._engine = weights, adapters, engine
 
+    @property
+    def plan(self) -> TransferPlan:
+        """Copies of the adapters of all ranks and their cost."""
+        return self._adapters.plan
+
     def __call__(self, policy_version: int) -> dict[str, float]:
         """Collective over the job: copies the adapters into the engine, and the weights if some engine lacks them.
 

@@ -176,6 +176,11 @@ class RolloutWorker:
         cost = self._refit(policy_version)
         if self._self_test_is_due:
             self._self_test_is_due = False
+            if self._lora is not None:
+                weight_sync_check.check_adapters(
+                    self.engine.adapters, self._generate, self._arch, self._rollout, policy_version
+                )
+                self._refit(policy_version)
             moved = weight_sync_check.check(
                 partial(self._refit, policy_version), self._generate, self._arch, self._rollout, self._device
             )

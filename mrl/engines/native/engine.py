@@ -29,8 +29,8 @@ from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.native.cpu_ops import operations
 from mrl.engines.native.cuda_graphs import DecodeGraphs
 from mrl.engines.native.decode_state import DecodeState, routing_format
-from mrl.engines.native.experts import FindAdapters
 from mrl.engines.native.drafting import NOT_HERE, Drafting
+from mrl.engines.native.experts import FindAdapters
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.generation import Generation
 from mrl.engines.native.kv_cache import KVCache

@@ -86,7 +86,10 @@ class MoeLayer:
             for name in _SHARED
             if name in weights
         }
-        rows = {name: [(i * len(s), s) for i, s in enumerate(stack)] for name, stack in zip(_STACKS, self._stacks, strict=True)}
+        rows = {
+            name: [(i * len(s), s) for i, s in enumerate(stack)]
+            for name, stack in zip(_STACKS, self._stacks, strict=True)
+        }
         of_experts = {name: [find(name, at, at + len(s)) for at, s in parts] for name, parts in rows.items()}
         device = weights["router"].device
         self.is_capturable = (
@@ -165,8 +168,7 @@ def _linears(
     """Creates one product per expert."""
     parts = [None] * len(stack) if scales is None else scales.of_rows(len(stack))
     return [
-        make(weight, None, scales=part, adapters=own)
-        for weight, part, own in zip(stack, parts, adapters, strict=True)
+        make(weight, None, scales=part, adapters=own) for weight, part, own in zip(stack, parts, adapters, strict=True)
     ]
 
 

@@ -172,7 +172,9 @@ class LinearAdapters:
     def add_to(self, product: Tensor, x_PI: Tensor) -> Tensor:
         """Adds the adapters' products to the weight's [P, out], in place."""
         for lora_a, lora_b, start, stop in self._runs:
-            product[:, start:stop].addmm_(F.linear(x_PI, lora_a.to(x_PI.dtype)), lora_b.T.to(x_PI.dtype), alpha=self._scale)
+            product[:, start:stop].addmm_(
+                F.linear(x_PI, lora_a.to(x_PI.dtype)), lora_b.T.to(x_PI.dtype), alpha=self._scale
+            )
         return product
 
 

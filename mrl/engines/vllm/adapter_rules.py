@@ -17,11 +17,11 @@ def adapter_rules(lora: LoraConfig, arch: ArchSpec) -> Iterator[str]:
     if not lora.rank or lora.merge:
         return
     if lora.rank > RANKS[-1]:
-        yield f"actor.lora.rank={lora.rank} with actor.lora.merge=false: vLLM has ranks up to {RANKS[-1]}. Set merge=true."
+        yield f"actor.lora.merge=false with rank={lora.rank}: vLLM has ranks up to {RANKS[-1]}. Set actor.lora.merge=true."
     if lora.dtype == "float32":
         yield (
-            "actor.lora.dtype=float32 with actor.lora.merge=false: vLLM stores adapters in the model's dtype. Remove it, "
-            "or set merge=true."
+            "actor.lora.dtype=float32 with actor.lora.merge=false: vLLM stores adapters in the model's dtype. Remove "
+            "it, or set merge=true."
         )
     if any(".experts." in module for module in adapted_modules(arch, lora)):
         yield (

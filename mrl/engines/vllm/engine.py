@@ -235,7 +235,9 @@ class VllmEngine(RolloutEngine):
             name = str(self._num_requests)
             self._num_requests += 1
             names[name] = self._runtime.engine.add_request(
-                name, {"prompt_token_ids": list(prompt.prompt_ids)}, SamplingParams(**given, output_kind=kind),
+                name,
+                {"prompt_token_ids": list(prompt.prompt_ids)},
+                SamplingParams(**given, output_kind=kind),
                 lora_request=self._lora_request,
             )
         return names

@@ -4,12 +4,13 @@ A pair lora_A, lora_B is registered as parameters of the linear module whose wei
 scale * lora_B lora_A x to the module's output. So the modules stay Megatron's (local, compiled or TransformerEngine's),
 and the other parameters keep their names. `resharding/lora.py` says which matrices have adapters and how they are cut.
 
-The hook leaves the output in the state in which the module leaves it: complete, this rank's rows (sequence parallelism),
-or a partial sum that a MoE dispatcher completes (expert tensor parallelism). Only the [tokens, r] products travel:
+The hook leaves the output in the state in which the module leaves it: complete, this rank's rows (sequence
+parallelism), or a partial sum that a MoE dispatcher completes (expert tensor parallelism). Only the [tokens, r] products
+travel:
 
 - Cut by rows: lora_A is complete on each rank. The gradient of lora_A x is summed over the ranks; with sequence
-  parallelism lora_A x is gathered, each rank's gradient of lora_A covers its own tokens, and Megatron sums it (attribute
-  `sequence_parallel`).
+  parallelism lora_A x is gathered, each rank's gradient of lora_A covers its own tokens, and Megatron sums it
+  (attribute `sequence_parallel`).
 - Cut by columns: lora_A x is summed over the ranks; lora_B is complete on each rank. With sequence parallelism the sum
   is scattered, and Megatron sums the gradient of lora_B.
 - Partial sums: nothing is exchanged; the gradient of the adapter that every rank has complete is summed by
@@ -163,7 +164,7 @@ class Adapters:
         return state
 
     def are_zero(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Collective over the training ranks: returns whether a set of adapters, named as in `layout`, has no effect."""
+        """Collective over the training ranks: returns whether adapters, named as in `layout`, have no effect."""
         own = torch.tensor(int(any(bool(tensors[matrix.b_name].any()) for matrix in self.matrices)))
         dist.all_reduce(own)
         return not own

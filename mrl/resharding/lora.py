@@ -2,12 +2,12 @@
 
 A matrix W [out, in] of the Hugging Face model gets a pair lora_A [r, in] and lora_B [out, r]; the layer then computes
 (W + scale * lora_B lora_A) x. A rank's fused matrix (query, key and value; gate and up) has one tensor of each kind:
-`lora_A` has the projections' lora_A below each other, `lora_B` has the rows of the fused matrix. If the matrix is cut by
-rows over tensor-parallel ranks, so is lora_B, and every rank has all of lora_A; if it is cut by columns, so is lora_A,
-and every rank has all of lora_B. Rows of lora_B that belong to no adapted projection stay zero.
+`lora_A` has the projections' lora_A below each other, `lora_B` has the rows of the fused matrix. If the matrix is cut
+by rows over tensor-parallel ranks, so is lora_B, and every rank has all of lora_A; if it is cut by columns, so is
+lora_A, and every rank has all of lora_B. Rows of lora_B that belong to no adapted projection stay zero.
 
-Sources, peft 0.21: `tuners/lora/layer.py` (shapes, scale, initial values), `tuners/tuners_utils.py:
-check_target_module_exists` (an entry names every module whose name ends with it). It imports no Megatron.
+Sources, peft 0.21: its LoRA layer (shapes, scale, initial values) and `check_target_module_exists` (an entry names every
+module whose name ends with it). It imports no Megatron.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def scale_of(lora: LoraConfig) -> float:
 
 
 def adapter_name(weight: str, which: str) -> str:
-    """Returns the name of a matrix' adapter: "x.weight" -> "x.lora_A", "x.weight3" -> "x.lora_A3", "x" -> "x.lora_A"."""
+    """Returns the name of a matrix' adapter: "x.weight" and "x" -> "x.lora_A", "x.weight3" -> "x.lora_A3"."""
     module, found, number = weight.rpartition(WEIGHT)
     return f"{module}.{which}{number}" if found else f"{weight}.{which}"
 

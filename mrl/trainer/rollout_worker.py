@@ -95,7 +95,7 @@ class RolloutWorker:
             self.routing = StageRoutingFormat(plan.arch.num_layers, moe.top_k, index_dtype, layers)
 
     def _weight_sync(self, config: Config) -> WeightSync | AdapterSync:
-        """Collective over the job: plans the copies of the actor's weights, or of weights and adapters, to the engine."""
+        """Collective over the job: plans the copies of the actor's weights and adapters to the engine."""
         actor, engine, rollout = self._actor, self.engine, config.rollout
         grids = block_grids(self._arch, rollout.quantization)
         if self._lora is None:

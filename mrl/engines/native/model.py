@@ -122,15 +122,7 @@ class Decoder:
                 self._experts.append(MoeLayer(arch.moe, inside, held, self.dtype, scaled, operations, own))
         self.is_capturable = all(experts.is_capturable for experts in self._experts)
         self._linears = {
-            name: Linear(
-                weight,
-                weights.get(f"{name}_bias"),
-                self.dtype,
-                scales.get(name),
-                exact=exact,
-                compiled=self.operations.are_compiled,
-                adapters=find(name, 0, weight.size(0)),
-            )
+            name: self._linear(name, weight, scales, find)
             for name, weight in weights.items()
             if weight.dim() == 2
             and (name != "embed" or arch.tie_word_embeddings)
@@ -139,6 +131,17 @@ class Decoder:
         self._head = self._linears["embed" if arch.tie_word_embeddings else "lm_head"]
         self._layers: list[_Layer] = []
         self._final_norm = weights["final_norm"]
+
+    def _linear(self, name: str, weight: Tensor, scales: Mapping[str, Scales], find: FindAdapters) -> Linear:
+        return Linear(
+            weight,
+            self._weights.get(f"{name}_bias"),
+            self.dtype,
+            scales.get(name),
+            exact=self._exact,
+            compiled=self.operations.are_compiled,
+            adapters=find(name, 0, weight.size(0)),
+        )
 
     @property
     def reads(self) -> list[Tensor]:

@@ -17,7 +17,7 @@ def adapter_rules(lora: LoraConfig, arch: ArchSpec) -> Iterator[str]:
     if not lora.rank or lora.merge:
         return
     if lora.rank > RANKS[-1]:
-        yield f"actor.lora.merge=false with rank={lora.rank}: vLLM has ranks up to {RANKS[-1]}. Set actor.lora.merge=true."
+        yield f"actor.lora.merge=false with rank={lora.rank}: vLLM has ranks up to {RANKS[-1]}. Set it to true."
     if lora.dtype == "float32":
         yield (
             "actor.lora.dtype=float32 with actor.lora.merge=false: vLLM stores adapters in the model's dtype. Remove "

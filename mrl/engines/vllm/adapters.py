@@ -4,8 +4,8 @@ vLLM gets one adapter, all zero, at the start, and activates it. Its layers then
 `VllmAdapters` has views: per projection lora_A [r, in], and the rank's rows of lora_B [out, r], multiplied by the
 scale, as vLLM stores it. Each request names the adapter. vLLM loads nothing from a path, since the adapter is known.
 
-Sources, vLLM 0.32: `lora/worker_manager.py`, `lora/model_manager.py: activate_adapter`, `lora/layers/*.py` (attributes
-`lora_a_stacked` and `lora_b_stacked`: [adapters, 1, rows, columns] of each slice).
+Sources, vLLM 0.32: `WorkerLoRAManager`, `LoRAModelManager.activate_adapter`, and the attributes `lora_a_stacked` and
+`lora_b_stacked` of its LoRA layers ([adapters, 1, rows, columns] of each slice).
 """
 
 from __future__ import annotations

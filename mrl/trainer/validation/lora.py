@@ -40,8 +40,8 @@ def lora_rules(config: Config) -> Iterator[str]:
         )
     if not lora.merge and not engine_capabilities(config.rollout.name).stores_adapters:
         yield (
-            f"actor.lora.merge=false with rollout.name={config.rollout.name}: this engine stores no adapters beside the "
-            "weights. Set actor.lora.merge=true."
+            f"actor.lora.merge=false with rollout.name={config.rollout.name}: this engine stores no adapters beside "
+            "the weights. Set actor.lora.merge=true."
         )
     path = config.reference.path
     if path is not None and path != config.model.path and not os.path.isfile(os.path.join(path, ADAPTER_CONFIG)):

@@ -20,7 +20,7 @@ from omegaconf.errors import ValidationError
 
 from mrl.config.keys import is_key, leaves, nested
 from mrl.config.paths import IsPath, expand_path, path_keys
-from mrl.config.user_code import make_absolute
+from mrl.config.user_code import is_code_not_column, make_absolute
 from mrl.config.verl_keys.foreign_names import value_hint
 from mrl.config.yaml_file import MAX_DEPTH, UNREADABLE, check_events, reason
 from mrl.errors import UserError
@@ -76,15 +76,21 @@ class Values:
             else:
                 self._set(leaf, inner, kind, where)
 
-    def locate(self, keys: Sequence[str], folders: Sequence[Path]) -> None:
-        """Makes paths to user code absolute (`user_code.located`); `[*]` in a key means each entry of a list."""
+    def locate(self, keys: Sequence[str], folders: Sequence[Path], columns: Sequence[str] = ()) -> None:
+        """Makes paths to user code absolute (`user_code.make_absolute`).
+
+        Args:
+            keys: Keys that may name user code; `[*]` means each entry of a list.
+            folders: Folders to search.
+            columns: Those of the keys that may also name a column of the data.
+        """
         for key in keys:
             above, _, rest = key.partition("[*]")
             entries = range(len(OmegaConf.select(self._node, above))) if rest else ()
             for each in [f"{above}[{index}]{rest}" for index in entries] if rest else [key]:
                 with explain_yaml_errors(f"of '{each}'"):
                     name = OmegaConf.select(self._node, each)
-                if isinstance(name, str):
+                if isinstance(name, str) and (each not in columns or is_code_not_column(name)):
                     OmegaConf.update(self._node, each, make_absolute(name, folders))
 
     def made(self, where: str) -> Any:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from itertools import chain
 from pathlib import Path
 
 from mrl.config.config import DataConfig
@@ -51,33 +50,45 @@ def is_hub_location(text: str) -> bool:
     return text.startswith(PREFIX) or (is_hub_name(text) and not text.endswith(SUFFIXES))
 
 
-def resolve_data_files(data: DataConfig, *, download: bool = False) -> DataConfig:
-    """Replaces the hub locations in `train_files` and `val_files` by paths of files in the hub's cache.
+def fetch_data_files(data: DataConfig, *, download: bool = False) -> None:
+    """Checks that the files of all hub locations in `train_files` and `val_files` are in the hub's cache.
+
+    Args:
+        data: Names of the files.
+        download: Download what the cache lacks; False: refuse it.
 
     Raises:
         UserError: The cache lacks files, and `download` is False or the download failed; or there are no such files.
     """
-    if not any(map(is_hub_location, (*data.train_files, *data.val_files))):
-        return data
-    found = {
-        side: [
-            local_files(f"data.{side}_files", text, side, download=download) if is_hub_location(text) else [text]
-            for text in getattr(data, f"{side}_files")
-        ]
-        for side in SPLITS
+    for side in SPLITS:
+        for text in getattr(data, f"{side}_files"):
+            paths_of(text, side, download=download)
+
+
+def paths_of(text: str, side: str, *, download: bool = False) -> list[str]:
+    """Returns the paths of an entry of `train_files` or `val_files`: itself, or the files of a hub location.
+
+    Args:
+        text: Path or hub location.
+        side: "train" or "val".
+        download: Download what the cache lacks; False: refuse it.
+
+    Raises:
+        UserError: As `fetch_data_files`.
+    """
+    return local_files(f"data.{side}_files", text, side, download=download) if is_hub_location(text) else [text]
+
+
+def with_paths(data: DataConfig) -> DataConfig:
+    """Returns the settings with all hub locations replaced by paths in the cache.
+
+    Raises:
+        UserError: As `fetch_data_files`.
+    """
+    paths = {
+        side: [path for text in getattr(data, f"{side}_files") for path in paths_of(text, side)] for side in SPLITS
     }
-    data = replace(data, train_weights=_weights_of_parts(data, [len(paths) for paths in found["train"]]))
-    return replace(
-        data, train_files=[*chain.from_iterable(found["train"])], val_files=[*chain.from_iterable(found["val"])]
-    )
-
-
-def _weights_of_parts(data: DataConfig, counts: Sequence[int]) -> list[float]:
-    """Returns `train_weights` with a 0 for each further file of an entry of `train_files`."""
-    if len(data.train_weights) != len(counts):
-        return data.train_weights  # none, or a wrong number, which the validation reports
-    pairs = zip(data.train_weights, counts, strict=True)
-    return [*chain.from_iterable((weight, *[0.0] * (count - 1)) for weight, count in pairs)]
+    return replace(data, train_files=paths["train"], val_files=paths["val"])
 
 
 def is_local(key: str, text: str) -> bool:
@@ -90,7 +101,7 @@ def is_local(key: str, text: str) -> bool:
     if not is_hub_location(text):
         return os.path.isfile(text)
     try:
-        local_files(key, text, key.removeprefix("data.").removesuffix("_files"))
+        paths_of(text, key.removeprefix("data.").removesuffix("_files"))
     except UserError:
         return False
     return True

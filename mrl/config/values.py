@@ -64,7 +64,7 @@ class Values:
         if not (key and equals):
             raise UserError(f"override '{_cut(item)}' is not section.key=value, for example train.num_steps=10.")
         with explain_yaml_errors(where):
-            check_events(text)
+            _check_override(key, text, where)
             parsed: Any = OmegaConf.from_dotlist([f"value={text}"])
             value = OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[index, call-overload]
             found = leaves(nested(key, value), self._schema)
@@ -143,6 +143,14 @@ class Values:
         _make_writable(node)
 
 
+def _check_override(key: str, text: str, where: str) -> None:
+    """Refuses the text of an override that YAML would misread; see `check_events`."""
+    try:
+        check_events(text)
+    except UserError as error:
+        raise UserError(f"config key '{key}' {where}: {error}.") from error
+
+
 def expected(kind: Any) -> str:
     """Returns a description of the values that a type accepts, such as "a whole number, or null"."""
     origin, inside = get_origin(kind), get_args(kind)
@@ -155,7 +163,8 @@ def expected(kind: Any) -> str:
     if origin is list and is_dataclass(inside[0]):
         return f"a list of sections with keys {', '.join(item.name for item in fields(inside[0]))}"
     if origin is list:
-        return "a list such as [a, b], or one string"
+        numbers = inside[0] in (int, float)
+        return "a list of numbers such as [3, 1]" if numbers else "a list such as [a, b], or one string"
     return WORDS[kind]
 
 

@@ -141,6 +141,65 @@ def set_files(key: str, file: HubFiles, side: str, revision: str | None = None, 
     return _files(key, file.location, where, side, download=download)
 
 
+def folder_files(
+    folder: str, files: Sequence[HubFiles], side: str, split: str | None = None
+) -> list[tuple[str, str | None]]:
+    """Returns the files of one side in a local copy of a public data set.
+
+    Args:
+        folder: Folder with the files under their paths on the hub, or with the same names, or named after their
+            splits. Files of several repositories may also be in subfolders NAME or OWNER/NAME.
+        files: Files of the side on the hub.
+        side: "train" or "val".
+        split: Split to read instead, such as "test"; None: the files above, else the first split that exists.
+
+    Returns:
+        Path, and value of the column `data_source` (None: as converted), of each file.
+
+    Raises:
+        UserError: The folder does not exist, lacks files, or has several versions of the data.
+    """
+    option, root = "mrl data: --from", Path(folder)
+    if not root.is_dir():
+        raise UserError(f"{option}: '{folder}' is not a folder.{did_you_mean_path(folder)}")
+    own = [] if split else [(file, _own_files(root, file)) for file in files]
+    missing = [file for file, found in own if not found]
+    if own and len(missing) < len(own):
+        if missing:
+            raise UserError(
+                f"{option}: '{folder}' has no complete {_pattern(missing[0])} of {missing[0].repo}. Add it, or name "
+                "the files with --train and --val."
+            )
+        return [(str(path), file.data_source) for file, found in own for path in found]
+    splits = [split] if split else SPLITS[side]
+    found = next((paths for name in splits if (paths := _matches(root, _split_patterns(name)))), [])
+    if not _is_complete(found):
+        names = " or ".join([f"'{_pattern(file)}'" for file in files if not split] + [f"'{name}*'" for name in splits])
+        raise UserError(
+            f"{option}: '{folder}' has no complete {'training' if side == 'train' else 'held-out'} files: expected "
+            f"{names} ({', '.join(SUFFIXES)}). Name the files with --train and --val."
+        )
+    parents = sorted({str(path.parent) for path in found})
+    if len(parents) > 1:
+        raise UserError(f"{option}: '{folder}' has several versions. Choose one: --from {', --from '.join(parents)}.")
+    return [(str(path), files[0].data_source if len(files) == 1 and not split else None) for path in found]
+
+
+def _pattern(file: HubFiles) -> str:
+    """Returns the shell pattern of a set's files in their repository."""
+    return parse_location("", file.location).pattern or "*"
+
+
+def _own_files(root: Path, file: HubFiles) -> list[Path]:
+    """Returns the files of a repository in a folder or its subfolder for the repository; [] if some are missing."""
+    pattern = _pattern(file)
+    for folder in (root, root / file.repo, root / file.repo.partition("/")[2]):
+        for paths in (pattern, pattern.rpartition("/")[2]):
+            if _is_complete(found := [path for path in _matches(folder, [paths]) if path.suffix in SUFFIXES]):
+                return found
+    return []
+
+
 def parse_location(key: str, text: str) -> HubLocation:
     """Parses a hub location.
 

@@ -399,6 +399,7 @@ def warm_start(trainer: Trainer) -> None:
     for step in range(done + 1, config.num_steps + 1):
         with trainer.progress.step(step), trainer.timers.phase("warm_start"):
             prompts = source.next(config.batch_size, partial(call_on_first_rank, world_group()))
+            source.release(source.position)
             metrics = trainer.run_on_trainers(partial(warm_start_step, trainer, prompts, algorithm))
         trainer.log.warm_start(step, metrics | trainer.timers.metrics())
         trainer.progress.record_state(0, warm_start={"step": step, "source": source.state_dict()})

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mrl.algorithms.functional.losses import Surrogate
     from mrl.config.config import Config
     from mrl.config.config import load as load_config
+    from mrl.data.reward_order import RowRewards
     from mrl.data.synthetic_tasks import Task
     from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
     from mrl.environments.base import Action, Environment, Observation, ToolCall
@@ -36,8 +37,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Action", "Algorithm", "Callback", "ClusterError", "Config", "EngineSpec", "Environment", "Logger", "Observation",
     "Opening", "Outcomes", "PolicyGradient", "PolicyLoss", "Prompt", "RewardFunction", "Rollout", "RolloutBatch",
-    "RolloutEngine", "SamplingConfig", "Surrogate", "Task", "ToolCall", "ToolEnvironment", "TrainResult", "UserError",
-    "WeightSlice", "evaluate", "load_config", "train",
+    "RolloutEngine", "RowRewards", "SamplingConfig", "Surrogate", "Task", "ToolCall", "ToolEnvironment", "TrainResult",
+    "UserError", "WeightSlice", "evaluate", "load_config", "train",
 ]  # fmt: skip
 
 _HOMES = {
@@ -46,6 +47,7 @@ _HOMES = {
     "mrl.algorithms.base": ("Algorithm", "Outcomes"),
     "mrl.algorithms.functional.losses": ("Surrogate",),
     "mrl.config.config": ("Config", "load_config"),
+    "mrl.data.reward_order": ("RowRewards",),
     "mrl.data.synthetic_tasks": ("Task",),
     "mrl.engines.base": ("EngineSpec", "RolloutEngine", "SamplingConfig"),
     "mrl.environments.base": ("Action", "Environment", "Observation", "ToolCall"),

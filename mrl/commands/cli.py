@@ -332,6 +332,8 @@ def _data(arguments: argparse.Namespace) -> None:
         arguments.max_train,
         arguments.max_val,
         arguments.force,
+        arguments.folder,
+        arguments.split,
     )
     written, lines = prepare(options)
     for one in written.values():
@@ -582,6 +584,14 @@ def _data_options(parser: argparse.ArgumentParser) -> None:
         help="folder to write to; default: data/NAME",
     )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace existing files with other content")
+    parser.add_argument(
+        "--from", dest="folder", type=_path, metavar="FOLDER",
+        help="folder with the files of the data set, named as on the hub or after their splits; nothing is downloaded",
+    )  # fmt: skip
+    parser.add_argument(
+        "--split", choices=("validation", "val", "dev", "test"),
+        help="split of --from that is held out; default: the data set's own, else the first of these that exists",
+    )  # fmt: skip
     for side, what in (("train", "training"), ("val", "held-out")):
         parser.add_argument(
             f"--{side}", metavar="FILE", nargs="+", default=[],

@@ -41,6 +41,11 @@ def is_user_code(name: str) -> bool:
     return "." in name or ":" in name
 
 
+def is_code_not_column(name: str) -> bool:
+    """Returns whether a name that may be a column, such as `extra.level`, is a path to user code: it has a colon."""
+    return ":" in name or name.endswith(".py")
+
+
 def is_object(name: str) -> bool:
     """Returns whether a name is that of an object which a script passed to mrl."""
     return name.startswith(OBJECT_PREFIX)
@@ -160,6 +165,13 @@ def load(name: str) -> Any:
         known = [each for each in vars(module) if not each.startswith("_")]
         raise UserError(f"'{name}': '{place}' has no '{target}'.{did_you_mean(target, known)}")
     return getattr(module, target)
+
+
+def describe_error(error: Exception) -> str:
+    """Returns the class, message and origin of an exception that the caller caught from user code."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {first_line(error)}{where}"
 
 
 def _did_you_mean_module(name: str) -> str:

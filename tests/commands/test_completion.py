@@ -62,7 +62,7 @@ def test_options_and_their_values(offered):
 
 
 def test_names_of_plugins_are_those_of_the_folders():
-    assert set(PLUGINS) | {"data.task", "observe.callbacks[*].name"} == set(OWN_CODE)
+    assert set(PLUGINS) | {"data.task", "data.order_by", "observe.callbacks[*].name"} == set(OWN_CODE)
     assert all(names(folder) for folder in PLUGINS.values())
 
 

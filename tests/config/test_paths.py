@@ -21,7 +21,6 @@ NO_PATHS = {
     "data.source_key": "a column",
     "data.system_prompt": "a text",
     "checkpoint.best_metric": "a metric",
-    "data.order_by": "a column",
     "train.early_stopping.metric": "a metric",
     "observe.wandb_project": "a project",
     "observe.wandb_name": "a name",
@@ -44,7 +43,14 @@ LOGGERS = "observe.loggers=[{name: wandb}]"
 CALLBACKS = "observe.callbacks=[{name: own.Mine}]"
 TEACHERS = "distillation.teacher_models=[{key: one}]"
 PATHS = sorted(path_keys(Config))
-CODE = {"reward.functions.name", "rollout.name", "rollout.agent.environment", "algorithm.name", "data.task"}
+CODE = {
+    "reward.functions.name",
+    "rollout.name",
+    "rollout.agent.environment",
+    "algorithm.name",
+    "data.task",
+    "data.order_by",
+}
 CODE |= {"observe.loggers.name", "observe.callbacks.name"}
 """Names in mrl, or files of code."""
 

@@ -3,6 +3,7 @@
 import json
 import math
 
+import peft
 import pytest
 import torch
 import transformers
@@ -30,7 +31,6 @@ from tests.megatron.actors import (
     make_policy,
     scores,
 )
-from tests.peft_models import peft
 from tests.ranks import run_ranks
 
 MODELS = {**ARCHS, **MIXTURES}

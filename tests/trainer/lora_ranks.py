@@ -1,5 +1,7 @@
 """What the ranks of tests/trainer/test_lora.py do; they import no peft."""
 
+import torch
+
 from mrl.checkpoint.formats.peft import read_adapters
 from mrl.config.config import LoraConfig
 from mrl.parallel_layout import ParallelLayout

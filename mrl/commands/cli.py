@@ -209,7 +209,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from mrl.commands.plan.plan import describe
+    from mrl.commands.plan.plan import as_json, describe, predict
     from mrl.observability.hardware import load_hardware
     from mrl.trainer.validation.world_size import world_size
 
@@ -219,9 +219,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     config = load(arguments.config, arguments.overrides)
     ranks = world_size(config, arguments.config, arguments.world_size).ranks
     metrics = None if arguments.metrics is None else Path(arguments.metrics)
-    print(
-        describe(config, ranks, hardware, mean_length=arguments.expected_response_length, metrics=metrics), flush=True
-    )
+    found = predict(config, ranks, hardware, mean_length=arguments.expected_response_length, metrics=metrics)
+    print(json.dumps(as_json(found), indent=1) if arguments.json else describe(found), flush=True)
 
 
 def _rehearse(arguments: argparse.Namespace) -> None:
@@ -506,6 +505,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         "--metrics", type=_path, metavar="METRICS.JSONL",
         help="metrics of a run, or its folder: mean and longest response of its last steps are expected",
     )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(command=_plan)
 
 

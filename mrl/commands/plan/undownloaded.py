@@ -35,6 +35,11 @@ def with_shapes(config: Config) -> tuple[Config, list[str]]:
     return resolve_hub_models(config, download=True, weights=False), notes
 
 
+def with_notes(error: UserError, notes: list[str]) -> UserError:
+    """Returns the error with the notes on replaced models, so that a refused run has them too."""
+    return UserError("\n".join([str(error), *(f"note: {note}" for note in notes)])) if notes else error
+
+
 def _with_preset(config: Config, path: str, error: UserError) -> tuple[Config, str]:
     """Returns the config with a preset for `model.path`, and a note; `error` is why the hub's model is not used."""
     try:

@@ -1,12 +1,15 @@
 """`mrl plan`: what is printed follows from layouts and stated figures."""
 
+import json
 import time
 from dataclasses import replace
 
 import pytest
 
 from mrl.commands.cli import main
-from mrl.commands.plan.plan import describe
+from mrl.commands.plan.memory import num_parameters
+from mrl.commands.plan.plan import describe, predict
+from mrl.commands.plan.published import SYNC_DIRECT, SYNC_GATHERED
 from mrl.commands.plan.weight_sync_cost import one_layer_of_each, predict_refit
 from mrl.config.config import load
 from mrl.errors import UserError
@@ -50,13 +53,17 @@ def test_slower_links_take_longer_and_the_bound_is_below(config):
         assert 0 < found.bound_s <= found.seconds
 
 
-def test_the_published_rate_applies_between_nodes_only(config):
+def test_published_rates_of_direct_transfers_apply_between_nodes_only(config):
     loaded = load(config)
     arch = arch_from_preset("qwen3_tiny", {}, None)
     apart = predict_refit(loaded, arch, build_parallel_layout(loaded, 16), replace(HARDWARE["h100"], gpus_per_node=1))
-    assert apart.seconds_at_published_rate == pytest.approx(apart.received_bytes / 6.01e9, rel=1e-3)
+    assert apart.closest is SYNC_DIRECT
+    assert apart.published[SYNC_DIRECT] == pytest.approx(apart.received_bytes / 6.01e9, rel=1e-3)
     together = predict_refit(loaded, arch, build_parallel_layout(loaded, 4), HARDWARE["h100"])
-    assert together.seconds_at_published_rate is None
+    assert together.closest is SYNC_GATHERED and SYNC_DIRECT not in together.published
+    # Qwen3-30B-A3B, 30.5 x 10^9 parameters of two bytes, takes 7 s
+    assert together.published[SYNC_GATHERED] == pytest.approx(together.model_bytes * 7 / 61e9)
+    assert together.model_bytes == 2 * num_parameters(arch)
 
 
 def test_the_command_prints_bytes_and_time(config, capsys):
@@ -67,6 +74,22 @@ def test_the_command_prints_bytes_and_time(config, capsys):
         assert line in printed
     for line in ("KV cache", "optimizer", "rollout, responses", "update", "total"):
         assert line in printed
+
+
+def test_json_has_the_peak_and_the_published_time_of_each_phase_with_its_source(config, capsys):
+    assert main(["plan", str(config), "--world-size", "16", "--gpus-per-node", "4", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    total = printed["step_seconds"].pop("total")
+    assert {"refit", "rollout, prompts", "rollout, responses", "update"} <= set(printed["step_seconds"])
+    for phase in printed["step_seconds"].values():
+        assert 0 < phase["at_peak"] <= phase["at_assumed_fractions"]
+        assert phase["at_peak"] < phase["at_published_efficiency"]
+        assert phase["published"] and all(one["measured"] and "https://" in one["source"] for one in phase["published"])
+    for key, seconds in total.items():
+        if key != "published":
+            assert seconds == pytest.approx(sum(phase[key] for phase in printed["step_seconds"].values()))
+    assert len(printed["weight_sync"]["at_published_rates"]) == 2
+    assert printed["memory_bytes"][0]["phases"]["update"]["weights"] > 0
 
 
 def test_fields_of_megatron_are_counted_or_said_not_to_be(config, capsys):
@@ -115,7 +138,7 @@ def test_one_layer_of_each_stage_stands_for_all(preset, grid):
 def test_4096_ranks_take_seconds():
     loaded = load(ROOT / "configs" / "dapo_qwen3-235b-a22b_32x8_tp4pp8ep8.yaml", ["train.batch_size=4096"])
     began = time.process_time()
-    assert "4096 ranks on 512 nodes of 8" in describe(loaded, 4096, HARDWARE["h100"])
+    assert "4096 ranks on 512 nodes of 8" in describe(predict(loaded, 4096, HARDWARE["h100"]))
     assert time.process_time() - began < SECONDS
 
 

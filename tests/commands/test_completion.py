@@ -54,7 +54,7 @@ def test_keys_and_their_values(offered):
 
 
 def test_options_and_their_values(offered):
-    assert offered("train", "mine.yaml", "--") == ["--help", "--dry-run", "--world-size"]
+    assert offered("train", "mine.yaml", "--") == ["--help", "--dry-run", "--world-size", "--stand-ins"]
     assert offered("launch", "--via", "") == ["torchrun", "mpirun", "sbatch"]
     assert offered("launch", "--via", "sbatch", "mine.yaml", "--mode", "s") == ["srun"]
     assert offered("convert", "hf") == ["hf-to-megatron", "hf-to-trtllm"]

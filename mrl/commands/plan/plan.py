@@ -22,7 +22,8 @@ from mrl.commands.plan.published import Published, PublishedSync
 from mrl.commands.plan.rank_split import Splits, find_splits, splits_text
 from mrl.commands.plan.response_lengths import ResponseLengths, expected_lengths
 from mrl.commands.plan.undownloaded import with_notes, with_shapes
-from mrl.commands.plan.weight_sync_cost import RefitPrediction, planned_memory, predict_refit
+from mrl.commands.plan.weight_sync_cost import RefitPrediction, memory_with_refit, predict_refit
+from mrl.commands.rehearse.placeholders import hint_at_placeholders
 from mrl.config.config import Config
 from mrl.engines._capabilities import engine_capabilities, memory_plan
 from mrl.engines._memory_plan import Device
@@ -73,7 +74,13 @@ class Prediction:
 
 
 def predict(
-    config: Config, world_size: int, hardware: Hardware, *, mean_length: int | None = None, metrics: Path | None = None
+    config: Config,
+    world_size: int,
+    hardware: Hardware,
+    *,
+    mean_length: int | None = None,
+    metrics: Path | None = None,
+    placeholders: bool = False,
 ) -> Prediction:
     """Predicts memory of a rank of each stage, duration of each phase, and the weight sync's traffic.
 
@@ -83,24 +90,22 @@ def predict(
         hardware: Figures of the cluster.
         mean_length: Expected mean response length, tokens; None: full lengths, or those in `metrics`.
         metrics: metrics.jsonl or folder of a run, whose response lengths are expected.
+        placeholders: Replace missing files by placeholders.
 
     Raises:
         UserError: The run is invalid or does not fit into memory; the message names a change that fits, and has the
             notes on replaced models.
     """
-    config, notes = with_shapes(config)
+    config, notes = with_shapes(config, placeholders=placeholders)
     try:
         lengths = expected_lengths(config, mean_length, metrics)
-        found = check_run(config, world_size, tell=notes.append)
+        with hint_at_placeholders(config):
+            found = check_run(config, world_size, tell=notes.append)
         refit = predict_refit(found.config, found.arch, found.grid, hardware)
-        stages = planned_memory(found, hardware, refit)
-        splits = None if found.algorithm.supervised else find_splits(found, hardware, refit, lengths)
-        try:
-            check_fits(found, hardware, stages)
-        except UserError as error:
-            raise _with_split(error, splits, overlaps=RolloutSchedule.of(found.config).lead > 0) from error
+        stages = check_memory(found, hardware, refit, lengths)
     except UserError as error:
         raise with_notes(error, notes) from error
+    splits = None if found.algorithm.supervised else find_splits(found, hardware, refit, lengths)
     phases = phase_times(found, hardware, stages, refit, lengths)
     return Prediction(found, hardware, stages, refit, phases, lengths, splits, [*notes, *_megatron_notes(found)])
 
@@ -169,9 +174,29 @@ def _published_json(one: Published | PublishedSync) -> dict[str, Any]:
     return {**figure, "measured": one.measured, "source": str(one.source)}
 
 
-def _with_split(error: UserError, splits: Splits | None, *, overlaps: bool) -> UserError:
+def check_memory(
+    plan: Resolved, hardware: Hardware, refit: RefitPrediction, lengths: ResponseLengths | None = None
+) -> list[StageMemory]:
+    """Returns the memory of a rank of each stage, after checking that it fits; `mrl rehearse` checks the same.
+
+    Raises:
+        UserError: The run does not fit; the message names a change, or a split of the same ranks, that fits.
+    """
+    stages = memory_with_refit(plan, device_of(hardware, plan.grid), refit)
+    try:
+        check_fits(plan, hardware, stages)
+    except UserError as error:
+        raise _with_split(error, plan, hardware, refit, lengths) from error
+    return stages
+
+
+def _with_split(
+    error: UserError, plan: Resolved, hardware: Hardware, refit: RefitPrediction, lengths: ResponseLengths | None
+) -> UserError:
     """Returns the error with the fastest split of the same ranks that fits, if there is one."""
-    ranked = [] if splits is None else splits.ranked(overlaps=overlaps)
+    if plan.algorithm.supervised:
+        return error
+    ranked = find_splits(plan, hardware, refit, lengths).ranked(overlaps=RolloutSchedule.of(plan.config).lead > 0)
     if not ranked:
         return error
     best = ranked[0]

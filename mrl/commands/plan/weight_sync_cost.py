@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mrl.commands.plan.fit import device_of
 from mrl.commands.plan.memory import StageMemory, memory_by_stage, num_parameters, staging_bytes
 from mrl.commands.plan.published import SYNC_DIRECT, SYNC_GATHERED, SYNCS, PublishedSync
 from mrl.config.config import Config
 from mrl.engines._capabilities import memory_plan
+from mrl.engines._memory_plan import Device
 from mrl.models.base import ArchSpec, PipelineStage
 from mrl.observability.hardware import Hardware
 from mrl.parallel_layout import ParallelLayout
@@ -90,12 +90,13 @@ def predict_refit(config: Config, arch: ArchSpec, grid: ParallelLayout, hardware
     )
 
 
-def planned_memory(plan: Resolved, hardware: Hardware, refit: RefitPrediction) -> list[StageMemory]:
-    """Returns the memory of a rank of each stage; `mrl plan` and `mrl rehearse` check it.
+def memory_with_refit(plan: Resolved, device: Device, refit: RefitPrediction | None) -> list[StageMemory]:
+    """Returns the memory of a rank of each stage, without staging if the weight sync is known to send nothing.
 
-    A rank may send more than it receives: where there is staging, its upper bound is all of an engine's weights.
+    Where there is staging, it is that for all of an engine's weights: a rank may send more than it receives.
     """
-    return memory_by_stage(plan, device_of(hardware, plan.grid), moved_bytes=None if refit.staging_bytes else 0)
+    sends_nothing = refit is not None and not refit.staging_bytes
+    return memory_by_stage(plan, device, moved_bytes=0 if sends_nothing else None)
 
 
 def one_layer_of_each(arch: ArchSpec, grid: ParallelLayout) -> tuple[ArchSpec, ParallelLayout, dict[str, int]]:

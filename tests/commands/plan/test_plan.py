@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 
 from mrl.commands.cli import main
+from mrl.commands.plan import plan
 from mrl.commands.plan.memory import num_parameters
 from mrl.commands.plan.plan import describe, predict
 from mrl.commands.plan.published import SYNC_DIRECT, SYNC_GATHERED
 from mrl.commands.plan.weight_sync_cost import one_layer_of_each, predict_refit
+from mrl.commands.rehearse.check import check_real_run
+from mrl.commands.rehearse.report import Report
 from mrl.config.config import load
 from mrl.errors import UserError
 from mrl.models.presets import arch_from_preset
@@ -176,3 +179,29 @@ def test_wrong_figures_are_named(tmp_path, text, message):
 def test_an_unknown_row_names_the_nearest():
     with pytest.raises(UserError, match=r"h10 is not in the table\. Did you mean 'h100'"):
         load_hardware("h10")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_rehearse_and_plan_count_the_same_memory(path, monkeypatch):
+    if path.stem == "sums_smollm2":
+        pytest.skip("needs the folder of its model")
+    checked = []
+    monkeypatch.setattr(plan, "check_fits", lambda plan, hardware, stages: checked.append(stages))
+    config = load(path)
+    report = Report(str(path))
+    real = check_real_run(config, str(path), None, HARDWARE["h100"], report, placeholders=False)
+    planned = predict(config, real.plan.grid.world_size, HARDWARE["h100"]).stages
+    assert [planned] == checked[:1] and checked[1:] == [planned]
+
+
+def test_a_weight_sync_that_sends_nothing_has_no_staging_in_both(config, tmp_path):
+    given = ["parallel.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=2"]
+    config = load(config, given)
+    planned = predict(config, 2, HARDWARE["h100"])
+    assert planned.refit.staging_bytes == 0
+    assert all("refit staging" not in terms for stage in planned.stages for terms in stage.phases.values())
+    just_enough = int(max(stage.total(stage.peak) for stage in planned.stages) / HARDWARE["h100"].memory_frac) + 1
+    hardware = replace(HARDWARE["h100"], memory_bytes=just_enough)
+    report = Report("run.yaml")
+    check_real_run(config, "run.yaml", 2, hardware, report, placeholders=False)
+    assert report.plan_refuses == ""

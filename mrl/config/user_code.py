@@ -241,4 +241,7 @@ def _import_error(error: Exception, place: str) -> str:
         return f"{said}.{hint} Write it as {FORMS}, in the config's folder, the working folder or on PYTHONPATH."
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     inside = [frame for frame in frames if frame.filename != __file__]
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        said += f"; install {package} in mrl's environment, or take the import out"
     return f"{said} ({inside[-1].filename}, line {inside[-1].lineno})." if inside else f"{said}."

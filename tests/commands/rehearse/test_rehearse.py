@@ -342,7 +342,8 @@ SETTINGS = {
         [
             "actor={recompute: none, moe_token_dispatcher_type: flex, overlap_grad_reduce: true}",
             "megatron.transformer={moe_permute_fusion: true, moe_deepep_num_sms: 24, "
-            "recompute_granularity: selective, recompute_modules: [layernorm, core_attn, moe], deallocate_pipeline_outputs: false}",
+            "recompute_granularity: selective, recompute_modules: [layernorm, core_attn, moe], "
+            "deallocate_pipeline_outputs: false}",
             "megatron.ddp={overlap_param_gather: true, bucket_size: 100000000}",
         ],
     ),

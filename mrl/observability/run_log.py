@@ -81,6 +81,10 @@ class RunLog:
                 self.close()
                 raise
 
+    def add(self, logger: Logger) -> None:
+        """Adds a logger, which `close` closes."""
+        self._loggers.append(logger)
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs metrics of RL step `step` (from 1). Further calls for a step add to its line."""
         for logger in self._loggers:

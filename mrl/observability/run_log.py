@@ -11,8 +11,8 @@ from typing import Any
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.config import registry
 from mrl.config.config import Config
-from mrl.config.user_code import is_user_code
-from mrl.errors import UserError, first_line, shown
+from mrl.config.user_code import describe_error, is_user_code
+from mrl.errors import UserError, shown
 from mrl.observability.loggers.base import Logger, Opening, Phase
 from mrl.types import Rollout
 
@@ -40,7 +40,7 @@ def open_logger(name: str, opening: Opening) -> Logger | None:
         raise
     except Exception as error:  # a user's constructor may raise anything
         raise UserError(
-            f"observe.loggers: '{name}' cannot be made from an mrl.Opening: {type(error).__name__}: {first_line(error)}"
+            f"observe.loggers: '{name}' cannot be made from an mrl.Opening: {describe_error(error)}."
         ) from error
     if made is not None and not isinstance(made, Logger):
         raise UserError(f"observe.loggers: '{name}' returned {shown(made)}, expected an mrl.Logger.")

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mrl.checkpoint.formats.hub import resolve_hub_models, resolve_model_path
-from mrl.commands.rehearse.placeholders import CHARACTERS, TASK, matching_preset, with_placeholders
+from mrl.commands.rehearse.placeholders import (
+    CHARACTERS,
+    TASK,
+    hint_at_placeholders,
+    matching_preset,
+    with_placeholders,
+)
 from mrl.config.config import Config, DataConfig
 from mrl.config.hub_cache import is_hub_name
 from mrl.errors import UserError
@@ -25,7 +31,13 @@ def with_shapes(config: Config, *, placeholders: bool = False) -> tuple[Config, 
     Raises:
         UserError: The hub cannot be reached, and no preset matches, or the model is not the actor.
     """
-    config, notes = _with_hub_shapes(config)
+    notes: list[str] = []
+    try:
+        with hint_at_placeholders(config):
+            config, notes = _with_hub_shapes(config)
+    except UserError:
+        if not placeholders:
+            raise
     if placeholders:
         config, replacements = with_placeholders(config)
         notes += replacements

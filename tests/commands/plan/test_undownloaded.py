@@ -91,6 +91,7 @@ COMMANDS = {
         (["model.path=/models/Qwen2.5-0.5B"], "model.path"),
         (["~data", "data.train_files=/data/train.jsonl"], "data.train_files"),
         (["~data", "data.train_files=openai/gsm8k"], "data.train_files"),
+        (["algorithm.kl_in=loss", "reference.path=acme/mystery-9b"], "reference.path"),
     ],
 )
 def test_what_is_missing_here_is_named_alike_and_replaced_where_the_user_says_so(

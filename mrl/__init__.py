@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mrl.environments.toolbox import ToolEnvironment
     from mrl.errors import ClusterError, UserError
     from mrl.observability.loggers.base import Logger, Opening
+    from mrl.resharding.layout import Piece, StoredTensor
     from mrl.resharding.weight_slice import WeightSlice
     from mrl.rewards.base import RewardFunction
     from mrl.train import evaluate, train
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Action", "Algorithm", "Callback", "ClusterError", "Config", "EngineSpec", "Environment", "Logger", "Observation",
-    "Opening", "Outcomes", "PolicyGradient", "PolicyLoss", "Prompt", "RewardFunction", "Rollout", "RolloutBatch",
-    "RolloutEngine", "RowRewards", "SamplingConfig", "Surrogate", "Task", "ToolCall", "ToolEnvironment", "TrainResult",
-    "UserError", "WeightSlice", "evaluate", "load_config", "train",
+    "Action", "Algorithm", "Callback", "ClusterError", "Config", "EngineSpec", "Environment", "Logger",
+    "Observation", "Opening", "Outcomes", "Piece", "PolicyGradient", "PolicyLoss", "Prompt", "RewardFunction",
+    "Rollout", "RolloutBatch", "RolloutEngine", "RowRewards", "SamplingConfig", "StoredTensor", "Surrogate", "Task",
+    "ToolCall", "ToolEnvironment", "TrainResult", "UserError", "WeightSlice", "evaluate", "load_config", "train",
 ]  # fmt: skip
 
 _HOMES = {
@@ -58,6 +59,7 @@ _HOMES = {
     "mrl.train": ("evaluate", "train"),
     "mrl.trainer.callbacks": ("Callback", "TrainResult"),
     "mrl.types": ("Prompt", "Rollout", "RolloutBatch"),
+    "mrl.resharding.layout": ("Piece", "StoredTensor"),
     "mrl.resharding.weight_slice": ("WeightSlice",),
 }
 

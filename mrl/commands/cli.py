@@ -137,10 +137,16 @@ def _train(arguments: argparse.Namespace) -> int:
 
         started = get_launcher_env().world_size
         size = world_size(config, arguments.config, arguments.world_size, started=started)
-        described = describe(config, size, launcher=get_launcher_env().launcher if started > 1 else None)
+        launcher = get_launcher_env().launcher if started > 1 else None
+        described = describe(config, size, launcher=launcher, placeholders=arguments.stand_ins)
         if get_launcher_env().rank == 0:
             print(described, flush=True)
         return 0
+
+    if arguments.stand_ins:
+        raise UserError(
+            "--stand-ins without --dry-run: a training needs its model and data. Add --dry-run, or drop it."
+        )
 
     def log(what: str) -> None:
         if get_launcher_env().rank == 0:
@@ -209,7 +215,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from mrl.commands.plan.plan import describe
+    from mrl.commands.plan.plan import as_json, describe, predict
     from mrl.observability.hardware import load_hardware
     from mrl.trainer.validation.world_size import world_size
 
@@ -219,9 +225,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     config = load(arguments.config, arguments.overrides)
     ranks = world_size(config, arguments.config, arguments.world_size).ranks
     metrics = None if arguments.metrics is None else Path(arguments.metrics)
-    print(
-        describe(config, ranks, hardware, mean_length=arguments.expected_response_length, metrics=metrics), flush=True
-    )
+    length = arguments.expected_response_length
+    found = predict(config, ranks, hardware, mean_length=length, metrics=metrics, placeholders=arguments.stand_ins)
+    print(json.dumps(as_json(found), indent=1) if arguments.json else describe(found), flush=True)
 
 
 def _rehearse(arguments: argparse.Namespace) -> None:
@@ -462,6 +468,7 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="print the resolved config, the rank layout and the weight-sync traffic"
     )
     parser.add_argument("--world-size", type=_positive, metavar="N", help=f"with --dry-run: {WORLD_SIZE_HELP}")
+    _add_stand_ins(parser, "with --dry-run: ")
     parser.set_defaults(command=_train)
 
 
@@ -499,6 +506,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", type=_positive, metavar="N", help=WORLD_SIZE_HELP)
     _add_hardware(parser)
     parser.add_argument("--gpus-per-node", type=_positive, metavar="N", help="default: that of --hardware")
+    _add_stand_ins(parser)
     lengths = parser.add_mutually_exclusive_group()
     lengths.add_argument(
         "--expected-response-length", type=_positive, metavar="N",
@@ -508,6 +516,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         "--metrics", type=_path, metavar="METRICS.JSONL",
         help="metrics of a run, or its folder: mean and longest response of its last steps are expected",
     )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(command=_plan)
 
 
@@ -517,9 +526,7 @@ def _rehearse_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-ranks", type=_positive, metavar="N", help="most ranks on this machine; default: up to 8, by free memory"
     )
-    parser.add_argument(
-        "--stand-ins", action="store_true", help="use placeholders (presets, addition tasks) for files that are missing"
-    )
+    _add_stand_ins(parser)
     parser.add_argument("--output-dir", type=_output_path, metavar="FOLDER", help="default: runs/rehearse-CONFIG")
     _add_hardware(parser)
     parser.add_argument(
@@ -658,6 +665,11 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", type=_path, metavar="STEP|PATH",
         help="step number or folder of the checkpoint; default: the newest in the run folder",
     )  # fmt: skip
+
+
+def _add_stand_ins(parser: argparse.ArgumentParser, when: str = "") -> None:
+    text = f"{when}use placeholders (presets, addition tasks) for files that are missing"
+    parser.add_argument("--stand-ins", action="store_true", help=text)
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:

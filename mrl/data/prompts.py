@@ -484,6 +484,18 @@ def _all_rows(data: DataConfig, encoder: PromptEncoder, side: str) -> RowSource:
     return rows
 
 
+PROMPT_NAMES = ("question", "problem", "instruction", "query", "input")
+"""Names that other data sets give the column of the prompt."""
+
+
+def _prompt_hint(key: str, row: Row, config_key: str) -> str:
+    """Returns the end of an error message with the column that has the prompt; "" unless exactly one is named so."""
+    if config_key != "data.prompt_key" or key != DataConfig.prompt_key:
+        return ""
+    found = [name for name in row if name.lower() in PROMPT_NAMES]
+    return f" If '{found[0]}' is the prompt, set data.prompt_key={found[0]}." if len(found) == 1 else ""
+
+
 def _column(row: Row, key: str, source: str, config_key: str) -> Any:
     """Returns the value of a column, or of a part of a nested column named "outer.inner"."""
     if key in row:
@@ -496,7 +508,7 @@ def _column(row: Row, key: str, source: str, config_key: str) -> Any:
                 "Remove the row or fill it in."
             )
         if not isinstance(value, dict) or part not in value:
-            hint = did_you_mean(key, row)
+            hint = did_you_mean(key, row) or _prompt_hint(key, row, config_key)
             if not hint and config_key == "data.answer_key":
                 hint = " If the data has no answers, set it to ''."
             raise UserError(f"{source}: no column '{key}' ({config_key}). Columns: {', '.join(row)}.{hint}")

@@ -168,13 +168,6 @@ def load(name: str) -> Any:
     return getattr(module, target)
 
 
-def describe_error(error: Exception) -> str:
-    """Returns the class, message and origin of an exception that the caller caught from user code."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {first_line(error)}{where}"
-
-
 def _did_you_mean_module(name: str) -> str:
     """Returns a suggestion for a missing top-level module, from the modules in the working folder."""
     here = [path.stem for path in Path.cwd().glob("*.py")]

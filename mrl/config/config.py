@@ -286,6 +286,9 @@ class CriticConfig(OptimizerConfig):
     """Aggregation of the value loss over tokens, with the choices of `algorithm.loss_aggregation`."""
     lr: float = 1e-5
     """Peak learning rate."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank adapters of the critic, trained together with its value head: beside the actor's frozen weights, in the
+    same memory (with `actor.lora`), or beside those of `path`. `merge` has no effect."""
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,13 @@ from mrl.checkpoint.run_dir.checkpoint import sha256_file
 from mrl.checkpoint.run_dir.manifest import FileRecord, read_json_object
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError, shown
+from mrl.megatron.model import ScoringModel
 from mrl.megatron.optimizer import optimizer_tensors
 from mrl.megatron.optimizer_state import restore, to_load, to_save
 from mrl.megatron.trainable_model import TrainableModel
 from mrl.models.hf_config import family_of
 from mrl.resharding.dist_checkpoint import EXTRA_STATE
+from mrl.resharding.megatron import OUTPUT
 
 ADAPTERS = "adapters.json"
 """File about low-rank adapters: their settings, and a checksum of the weights that they belong to."""
@@ -423,8 +425,11 @@ def _model_state(policy: TrainableModel) -> dict[str, Any]:
     metadata = _metadata()
     if policy.adapters is not None:
         return {
-            _chunk_key(policy, index): policy.adapters.sharded_state_dict(index, metadata["dp_cp_group"])
-            for index in range(len(policy.chunks))
+            _chunk_key(policy, index): {
+                **policy.adapters.sharded_state_dict(index, metadata["dp_cp_group"]),
+                **_value_head(chunk, metadata),
+            }
+            for index, chunk in enumerate(policy.chunks)
         }
     return {
         _chunk_key(policy, index): {
@@ -434,6 +439,13 @@ def _model_state(policy: TrainableModel) -> dict[str, Any]:
         }
         for index, chunk in enumerate(policy.chunks)
     }
+
+
+def _value_head(chunk: ScoringModel, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Returns the value head of a critic with adapters: the only other parameter that is trained."""
+    if not (chunk.arch.value_head and chunk.post_process):
+        return {}
+    return {OUTPUT: chunk.sharded_state_dict(metadata=metadata)[OUTPUT]}
 
 
 def _chunk_key(policy: TrainableModel, index: int) -> str:

@@ -42,6 +42,13 @@ class Critic(TrainableModel):
                     tensor.copy_(actor[name])
         self.weights_changed()
 
+    def zero_head(self) -> None:
+        """Sets the value head to zero, so that every value is 0."""
+        with torch.no_grad():
+            for name, tensor in self.named_tensors().items():
+                if name.endswith(OUTPUT):
+                    tensor.zero_()
+
     def values(self, batch: RolloutBatch) -> Tensor:
         """Collective over the job: returns the value before every response token, fp32 [R] on the CPU, no gradient.
 

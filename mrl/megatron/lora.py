@@ -52,6 +52,7 @@ from mrl.resharding.lora import (
     adapter_name,
     scale_of,
 )
+from mrl.resharding.megatron import OUTPUT
 
 PARTIAL = "lora_gradient_is_partial"
 """Attribute of adapters whose gradient must be summed over the ranks that share an expert."""
@@ -76,7 +77,7 @@ class Adapters:
         dtype: str,
         te: bool,
     ) -> None:
-        """Freezes the chunks' parameters and adds adapters, which are NaN until they are filled.
+        """Freezes the chunks' parameters, except a value head, and adds adapters, which are NaN until they are filled.
 
         Must be called before the chunks are wrapped for data parallelism.
 
@@ -92,7 +93,8 @@ class Adapters:
         self.matrices = adapted_matrices(arch, groups.grid, groups.rank, lora, dtype=dtype, te=te)
         self._chunks = chunks
         for chunk in chunks:
-            chunk.requires_grad_(False)
+            for name, parameter in chunk.named_parameters():
+                parameter.requires_grad_(arch.value_head and name == OUTPUT)
         modules = {
             f"chunk{index}.{name}": module for index, c in enumerate(chunks) for name, module in c.named_modules()
         }

@@ -38,7 +38,7 @@ from mrl.models.transformer_engine import supports_prefix_sharing, why_local
 from mrl.resharding.checksum import bits
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout
-from mrl.resharding.megatron import megatron_layout, rank_tensors, stage_layers
+from mrl.resharding.megatron import OUTPUT, megatron_layout, rank_tensors, stage_layers
 from mrl.resharding.merged_weights import MergedWeights
 from mrl.resharding.regions import slices
 from mrl.types import RolloutBatch, ragged_indices
@@ -137,6 +137,7 @@ class TrainableModel:
         self._learning_rate: LearningRate | None = None
         self.optimizer: Any = None
         self._base_checksum: str | None = None
+        self._owner: TrainableModel | None = None
         self.num_updates = self.num_skipped = 0
 
     def _add_adapters(self, lora: LoraConfig) -> Adapters | None:
@@ -190,14 +191,37 @@ class TrainableModel:
 
         For callers that read or write them directly.
         """
-        self._offload.onload(*parts)
+        self._onload(*parts)
         if "weights" in parts:
             self._data_parallel.gather()
+
+    def _onload(self, *parts: Part) -> None:
+        if self._owner is not None and "weights" in parts:
+            self._owner.onload("weights")
+        self._offload.onload(*parts)
+
+    @property
+    def borrows_weights(self) -> bool:
+        """True if the frozen weights are those of another model, see `borrow_weights`."""
+        return self._owner is not None
+
+    def borrow_weights(self, owner: TrainableModel) -> None:
+        """Uses the memory of another model's weights for the frozen weights; both models have adapters.
+
+        Args:
+            owner: Model with the same layers, in the same layout, whose weights stay as they are.
+        """
+        found = owner.named_tensors()
+        for index, chunk in enumerate(self.chunks):
+            for name, parameter in chunk.named_parameters():
+                if not parameter.requires_grad:
+                    parameter.data = found[f"chunk{index}.{name}"]
+        self._owner = owner
 
     def _tensors_of(self, part: Part) -> Iterator[Tensor]:
         if part == "weights":
             for chunk in self.chunks:
-                yield from chunk.parameters()
+                yield from (each for each in chunk.parameters() if self._owner is None or each.requires_grad)
         elif part == "gradients":
             yield from self._data_parallel.gradients()
         elif self.optimizer is not None:
@@ -217,7 +241,8 @@ class TrainableModel:
     def trained_tensors(self) -> dict[str, Tensor]:
         """Collective over data-parallel after an update: returns the live tensors that training changes.
 
-        These are the adapters if there are any, named as in their layout, else all weights.
+        These are the adapters if there are any, named as in their layout, else all weights. A value head beside
+        adapters is not among them.
         """
         if self.adapters is None:
             return self.named_tensors()
@@ -246,7 +271,8 @@ class TrainableModel:
             placed = rank_tensors(self._arch, self._groups.grid, self._groups.rank, dtype="")
             for name, place in zip(self.layout(), placed, strict=True):
                 is_repeated = place.is_copy or (place.is_replicated and self._groups.coords.tp > 0)
-                if name in own and not is_repeated:
+                is_trained = self._arch.value_head and name.endswith(OUTPUT)
+                if name in own and not is_repeated and not is_trained:
                     for piece in place.stored.pieces:
                         sums[numbers[piece.hf_name]] += bits(tensors[name][slices(piece.dst)]).cpu()
             dist.all_reduce(sums)
@@ -360,7 +386,7 @@ class TrainableModel:
         """
         if self.optimizer is None or self._learning_rate is None:
             raise RuntimeError("update was called before start_optimizer")
-        self._offload.onload(*PARTS)  # with overlap_param_gather, the forward gathers the weights layer by layer
+        self._onload(*PARTS)  # with overlap_param_gather, the forward gathers the weights layer by layer
         rate = self._learning_rate.at(self.num_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate_of(group, rate, self._config)

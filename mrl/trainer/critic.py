@@ -15,14 +15,17 @@ from mrl.algorithms._critic import ValueObjective
 from mrl.algorithms.base import SumReduce, required
 from mrl.algorithms.functional.distributed_stats import spread_metrics, spread_sums
 from mrl.checkpoint.formats.hf import HfSource
+from mrl.checkpoint.formats.peft import read_adapters
 from mrl.distributed.collectives import all_reduce_, raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.actor import Actor
 from mrl.megatron.critic import Critic
+from mrl.megatron.lora import Adapters
 from mrl.megatron.param_broadcast import broadcast_params, first_here
 from mrl.models.base import ArchSpec
 from mrl.observability.metrics import combine
 from mrl.resharding.megatron import OUTPUT
+from mrl.resharding.random_init import init_adapters
 from mrl.rollout.dispatch import StepBatch
 from mrl.trainer.learning_rate import learning_rate
 from mrl.trainer.run_plan import RunPlan
@@ -56,6 +59,9 @@ class RunCritic:
         """
         self._config, self._groups, self._actor = critic_config(plan.config), groups, actor
         self.model = Critic(self._config, arch, groups, device)
+        self._seed = plan.config.run.seed
+        if self.model.adapters is not None and plan.config.critic.path is None:
+            self.model.borrow_weights(actor)
         self.model.offload()
         self._path = plan.config.critic.path
         self._objective = ValueObjective(plan.config.critic, plan.config.rollout)
@@ -66,12 +72,35 @@ class RunCritic:
         self.model.offload()
 
     def start(self) -> None:
-        """Collective over the ranks that train: loads `critic.path`, or copies the actor's current weights."""
+        """Collective over the ranks that train: loads `critic.path`, or copies the actor's current weights.
+
+        With low-rank adapters, the critic uses the actor's frozen weights instead of copies, and its adapters are new
+        or those of `critic.lora.adapter_path`.
+        """
         with self._on_device():
-            if self._path is None:
+            if self.model.borrows_weights:
+                self.model.zero_head()
+            elif self._path is None:
                 self.model.init_from_actor(self._actor.merged_tensors())
             else:
                 self._read(self._path)
+            if self.model.adapters is not None:
+                self._load_adapters(self.model.adapters)
+
+    def load_base(self) -> None:
+        """Collective over the ranks that train: loads the weights under the adapters, which checkpoints do not have."""
+        if self.model.adapters is not None and self._path is not None:
+            with self._on_device():
+                self._read(self._path)
+
+    def _load_adapters(self, adapters: Adapters) -> None:
+        lora, arch, tensors = self._config.actor.lora, self.model.chunks[0].arch, self.model.trained_tensors()
+        with raise_on_all_ranks():
+            if lora.adapter_path is None:
+                init_adapters(arch, lora, adapters.layout(), tensors, self._seed)
+            else:
+                read_adapters(lora.adapter_path, arch, lora, adapters.layout(), tensors)
+        self.model.weights_changed()
 
     def values(self, batch: RolloutBatch) -> None:
         """Collective over the ranks that train: computes `batch.values_R`."""
@@ -92,7 +121,7 @@ class RunCritic:
     @contextmanager
     def _on_device(self) -> Iterator[None]:
         """Offloads the actor, as far as `actor.*_offload` asks for it, and the critic at the end."""
-        self._actor.offload()
+        self._actor.offload(keep=["weights"] if self.model.borrows_weights else [])
         yield
         self.model.offload()
 

@@ -182,6 +182,8 @@ class Trainer:
                 self.actor.start_optimizer(learning_rate(self.config))
             if self.critic is not None:
                 self.critic.start_optimizer()
+                if self.checkpointing.resume_point is not None:
+                    self.critic.load_base()
             if self.teachers is not None:
                 self.teachers.load()
         return self.checkpointing.resume()

@@ -84,3 +84,19 @@ def test_an_evaluation_needs_no_critic(uninterrupted):
     folder, rows = uninterrupted
     (found,) = run_ranks(1, evaluated, str(folder))
     assert found["val/accuracy"] == [row["val/accuracy"] for row in rows if "val/accuracy" in row][-1]
+
+
+ADAPTERS = ["actor.lora={rank: 4, alpha: 8}", "critic.lora={rank: 4, alpha: 8}", "critic.lr=0.05", "actor.lr=0.01"]
+
+
+def test_a_critic_with_adapters_is_killed_resumed_and_moved(tmp_path):
+    """It shares the actor's frozen weights, which its checkpoint does not have."""
+    settings = [*STEPS, *ADAPTERS]
+    whole = runs.train_in_pool(tmp_path / "whole", settings, 1)
+    kill_after(runs.fork(tmp_path / "killed", settings), tmp_path / "killed", 6)
+    assert runs.train_in_pool(tmp_path / "killed", settings, 1) == whole
+    tp2 = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
+    runs.train_in_pool(tmp_path / "moved", [*PPO, *ADAPTERS, "train.num_steps=2", *tp2], 2)
+    found = runs.train_in_pool(tmp_path / "moved", [*PPO, *ADAPTERS, "train.num_steps=3"], 1)
+    assert losses(found) == pytest.approx(losses(whole)[:3], rel=1e-2)
+    assert min(losses(whole)) > 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-from mrl.config.config import Config, CriticConfig, LoraConfig, OptimizerConfig
+from mrl.config.config import Config, CriticConfig, OptimizerConfig
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
 from mrl.trainer.run_length import optimizer_steps
+from mrl.trainer.validation.lora import adapted_module_rules, section_rules
 from mrl.trainer.validation.parallel import same_layout_rules
 from mrl.trainer.validation.train import rate_rules
 
@@ -18,7 +19,7 @@ def critic_config(config: Config) -> Config:
     """Returns the config with the critic's settings in the section `actor`, and no `train.critic_warmup`."""
     own = {item.name: getattr(config.critic, item.name) for item in fields(OptimizerConfig)}
     epochs = config.critic.ppo_epochs or config.actor.ppo_epochs
-    actor = replace(config.actor, **own, ppo_epochs=epochs, router_replay="none", lora=LoraConfig())
+    actor = replace(config.actor, **own, ppo_epochs=epochs, router_replay="none", lora=config.critic.lora)
     return replace(config, actor=actor, train=replace(config.train, critic_warmup=0))
 
 
@@ -41,10 +42,24 @@ def check_critic(config: Config, arch: ArchSpec, critic: ArchSpec | None, grid: 
 def _idle(config: Config) -> Iterator[str]:
     why = f"would have no effect because algorithm.name={config.algorithm.name} has no critic"
     for item in fields(CriticConfig):
-        if getattr(config.critic, item.name) != item.default:
+        if getattr(config.critic, item.name) != getattr(CriticConfig(), item.name):
             yield f"critic.{item.name} is set, but {why}. Remove it, or change that."
     if config.train.critic_warmup:
         yield f"train.critic_warmup is set, but {why}. Remove it, or change that."
+
+
+def _adapter_rules(config: Config, critic: ArchSpec) -> Iterator[str]:
+    """Yields a message for each broken rule of `critic.lora`."""
+    lora, path = config.critic.lora, config.critic.path
+    yield from section_rules("critic.lora", lora)
+    if not lora.rank:
+        return
+    if not config.actor.lora.rank and path is None:
+        yield (
+            "critic.lora.rank without actor.lora.rank: the adapters belong to the actor's first weights, which "
+            "the actor would change. Set actor.lora.rank too, or critic.path."
+        )
+    yield from adapted_module_rules("critic.lora", lora, critic)
 
 
 def _rules(config: Config, arch: ArchSpec, critic: ArchSpec, grid: ParallelLayout) -> Iterator[str]:
@@ -61,5 +76,6 @@ def _rules(config: Config, arch: ArchSpec, critic: ArchSpec, grid: ParallelLayou
             f"critic.path={path} has a vocabulary of {critic.vocab_size} tokens, but the actor has {arch.vocab_size}, "
             "and the critic reads the actor's tokens. Choose a model with the same tokenizer, or remove critic.path."
         )
+    yield from _adapter_rules(config, critic)
     for message in same_layout_rules(config, arch, critic, grid, host="actor", name="critic"):
         yield f"critic.path={path}{message}"

@@ -17,16 +17,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def lora_rules(config: Config) -> Iterator[str]:
-    """Yields a message for each broken rule that needs no model."""
+    """Yields a message for each broken rule of `actor.lora` that needs no model."""
     lora = config.actor.lora
+    yield from section_rules("actor.lora", lora)
     if not lora.rank:
-        default = LoraConfig()
-        for item in fields(LoraConfig):
-            if getattr(lora, item.name) != getattr(default, item.name):
-                yield (
-                    f"actor.lora.{item.name} is set, but would have no effect because actor.lora.rank is 0. Remove it, "
-                    "or change that."
-                )
         return
     if config.rollout.true_on_policy:
         yield (
@@ -49,17 +43,35 @@ def lora_rules(config: Config) -> Iterator[str]:
             f"reference.path='{path}' with actor.lora.rank: the reference shares the actor's frozen weights, so it can "
             f"only be model.path, or a folder of adapters for it ({ADAPTER_CONFIG}). Remove it for model.path."
         )
+
+
+def section_rules(key: str, lora: LoraConfig) -> Iterator[str]:
+    """Yields a message for each broken rule of a section with adapters' settings.
+
+    Args:
+        key: The section, such as "actor.lora".
+        lora: Its settings.
+    """
+    if not lora.rank:
+        default = LoraConfig()
+        for item in fields(LoraConfig):
+            if getattr(lora, item.name) != getattr(default, item.name):
+                yield (
+                    f"{key}.{item.name} is set, but would have no effect because {key}.rank is 0. Remove it, or change "
+                    "that."
+                )
+        return
     if lora.adapter_path is not None and not os.path.isfile(os.path.join(lora.adapter_path, ADAPTER_CONFIG)):
         yield (
-            f"actor.lora.adapter_path='{lora.adapter_path}' has no {ADAPTER_CONFIG}."
-            f"{did_you_mean_path(lora.adapter_path)} Name a folder that PEFT's save_pretrained wrote."
+            f"{key}.adapter_path='{lora.adapter_path}' has no {ADAPTER_CONFIG}.{did_you_mean_path(lora.adapter_path)} "
+            "Name a folder that PEFT's save_pretrained wrote."
         )
 
 
-def adapted_module_rules(config: Config, arch: ArchSpec) -> Iterator[str]:
-    """Yields a message where `target_modules` or `exclude_modules` do not fit the model."""
-    if config.actor.lora.rank:
+def adapted_module_rules(key: str, lora: LoraConfig, arch: ArchSpec) -> Iterator[str]:
+    """Yields a message where `target_modules` or `exclude_modules` of a section do not fit the model."""
+    if lora.rank:
         try:
-            adapted_modules(arch, config.actor.lora)
+            adapted_modules(arch, lora)
         except UserError as error:
-            yield str(error)
+            yield str(error).replace("actor.lora", key)

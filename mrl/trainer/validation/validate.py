@@ -100,7 +100,7 @@ def check(
         *position_rules(config, arch),
         *expert_rules(config, arch, grid, supervised=learns_from != "samples"),
         *expert_rule(config, arch),
-        *adapted_module_rules(config, arch),
+        *adapted_module_rules("actor.lora", config.actor.lora, arch),
         *engine_capabilities(config.rollout.name).model_errors(config, arch),
         *megatron_rules(config, arch, grid),
         *token_rules(arch, tokenizer_vocab_size),

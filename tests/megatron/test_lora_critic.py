@@ -1,4 +1,4 @@
-"""A critic with low-rank adapters uses the actor's weights in the same memory, and trains its head and adapters alone."""
+"""A critic with low-rank adapters uses the actor's weights in the same memory, and trains head and adapters alone."""
 
 import pytest
 import torch

@@ -56,8 +56,8 @@ def _adapter_rules(config: Config, critic: ArchSpec) -> Iterator[str]:
         return
     if not config.actor.lora.rank and path is None:
         yield (
-            "critic.lora.rank without actor.lora.rank: the adapters belong to the actor's first weights, which "
-            "the actor would change. Set actor.lora.rank too, or critic.path."
+            "critic.lora.rank without actor.lora.rank: the adapters belong to the actor's first weights, which the "
+            "actor would change. Set actor.lora.rank too, or critic.path."
         )
     yield from adapted_module_rules("critic.lora", lora, critic)
 

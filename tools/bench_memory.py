@@ -64,6 +64,17 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     ),
     "pp2": (2, ["parallel.pipeline_model_parallel_size=2"]),
     "dp2": (2, []),
+    "lora": (1, ["actor.lora.rank=16"]),
+    "lora_beside": (1, ["actor.lora={rank: 16, merge: false}"]),
+    "lora_tp2": (
+        2,
+        [
+            "actor.lora.rank=16",
+            "parallel.tensor_model_parallel_size=2",
+            "parallel.sequence_parallel=true",
+            "rollout.tensor_model_parallel_size=2",
+        ],
+    ),
     "ep2": (
         2,
         [

@@ -12,6 +12,7 @@ from mrl.models.hf_config import family_of
 from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import (
     ARCHS,
+    CONTEXT_LAYOUTS,
     EXPERT_LAYOUTS,
     LAYOUTS,
     MIXTURES,
@@ -143,6 +144,11 @@ def test_scores_and_gradients_are_those_of_transformers_with_merged_weights(fami
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
 def test_layouts(layout):
     check(ARCHS["qwen2"], LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", ["cp2", "cp2_tp2", "cp2_pp2"])
+def test_context_parallel_layouts(layout):
+    check(ARCHS["qwen3"], CONTEXT_LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)

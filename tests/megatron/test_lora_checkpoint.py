@@ -12,6 +12,7 @@ from mrl.checkpoint.formats.checkpoint_metadata import COMMON_STATE, METADATA
 from mrl.config.config import LoraConfig
 from mrl.errors import UserError
 from mrl.megatron import checkpoint
+from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.random_init import random_init
 from tests.megatron.actors import (
     ARCHS,
@@ -28,6 +29,7 @@ from tests.megatron.actors import (
 from tests.ranks import RankError, run_ranks
 
 MODELS, GRIDS = {**ARCHS, **MIXTURES}, {**LAYOUTS, **{f"e_{name}": grid for name, grid in EXPERT_LAYOUTS.items()}}
+GRIDS["tp4"] = ParallelLayout(4, tp=4)  # more ranks than key/value heads
 LORA = LoraConfig(rank=3, alpha=12.0)
 RATE = LearningRate(1e-3, 0.0, "linear", 0, 4)
 RELATIVE, ABSOLUTE = 1e-4, 2e-6
@@ -60,6 +62,7 @@ def resumed(folder, name, grid, options):
 CASES = [
     ("qwen2", "tp2_pp2", "single", {}),
     ("qwen2", "tp2_pp2", "tp2_pp2", {}),
+    ("qwen2", "tp2_pp2", "tp4", {}),
     ("qwen2", "single", "tp2_pp2", {}),
     ("qwen2", "pp2_vpp2", "dp2", {}),
     ("qwen2_untied", "dp2", "tp2", {}),

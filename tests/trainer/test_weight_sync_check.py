@@ -2,11 +2,12 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from mrl.config.config import CheckpointEngineConfig, RolloutConfig
+from mrl.config.config import CheckpointEngineConfig, LoraConfig, RolloutConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.checksum import MODULUS, bit_sum
@@ -91,6 +92,45 @@ def test_it_names_what_moved_on_every_rank(engine):
     assert first == second
     for said in ("Weight-sync self-test failed", "expected at most 0 nats", f"rollout.name={engine.__name__}"):
         assert said in first
+
+
+class Ignores(NativeEngine):
+    """Stores adapters and computes without them."""
+
+    def _add_adapters(self, lora, own):
+        super()._add_adapters(lora, own)
+        return lambda name, first, last: None
+
+
+class WithAdapters(Side):
+    """Side whose engine stores adapters."""
+
+    def __init__(self, arch, grid, engine):
+        super().__init__(arch, grid, engine=lambda spec: engine(replace(spec, lora=LoraConfig(rank=2, alpha=4.0))))
+
+
+def sing_of_adapters(engine, grid):
+    """What the check of adapters says on this rank, and whether another sync makes the responses what they were."""
+    side = WithAdapters(ARCHS[NAME], grid, engine)
+    random_init(side.arch, side.layout, side.sources, 0)
+    rollout = RolloutConfig(name=engine.__name__, prompt_length=8, response_length=8)
+    side.refit(3)
+    before = weight_sync_check.sample_responses(side.engine.generate, side.arch, rollout)
+    try:
+        weight_sync_check.check_adapters(side.engine.adapters, side.engine.generate, side.arch, rollout, 3)
+    except RuntimeError as error:
+        return str(error)
+    side.engine.adapters.begin_update()
+    side.engine.adapters.fill(0.0)
+    side.engine.adapters.finish_update(3)
+    after = weight_sync_check.sample_responses(side.engine.generate, side.arch, rollout)
+    return weight_sync_check.compare(before, after).largest
+
+
+@pytest.mark.parametrize(("engine", "said"), [(NativeEngine, None), (Ignores, "rollout.name=Ignores")])
+def test_an_engine_that_ignores_its_adapters_is_named(engine, said):
+    for found in run_ranks(2, sing_of_adapters, engine, ParallelLayout(2, 2, rollout_tp=2)):
+        assert found == 0.0 if said is None else said in found
 
 
 def rollout(tokens, logprobs):

@@ -28,6 +28,8 @@ NO_PATHS = {
     "observe.wandb_group": "a name",
     "observe.wandb_tags": "words",
     "distillation.teacher_key": "a column",
+    "actor.lora.target_modules": "names of modules",
+    "actor.lora.exclude_modules": "names of modules",
     **dict.fromkeys(
         (
             "algorithm.rollout_correction.preset",

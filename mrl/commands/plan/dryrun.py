@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from mrl.commands.launch import launch_argv
-from mrl.commands.plan.memory import num_parameters, stage_memory
+from mrl.commands.plan.memory import describe_adapters, num_parameters, stage_memory
 from mrl.commands.plan.undownloaded import with_shapes
 from mrl.config.config import Config, TrainConfig, to_yaml
 from mrl.config.megatron_fields.defaults import ddp_defaults, overlaps_gradients, transformer_defaults
@@ -84,6 +84,8 @@ def _summary(plan: Resolved) -> Iterator[tuple[str, str]]:
         f"{model.path or model.preset} ({arch.family}): {arch.num_layers} layers, hidden {arch.hidden_size}, "
         f"vocabulary {arch.vocab_size:,}: {num_parameters(arch):,} parameters, {model.dtype}",
     )
+    if config.actor.lora.rank:
+        yield "adapters", describe_adapters(arch, config.actor.lora)
     warm = train.warm_start.num_steps
     yield "steps", f"{_steps(train)} of {config.algorithm.name}" + (f" after {warm} supervised" if warm else "")
     each = config.rollout.max_sequence_length
@@ -137,7 +139,8 @@ def _memory(plan: Resolved) -> Iterator[tuple[str, str]]:
             f"weights {own.weights / MIB:,.1f} + gradients {own.gradients / MIB:,.1f} + optimizer "
             f"{own.optimizer / MIB:,.1f} = {own.total / MIB:,.1f} MiB on its fullest rank",
         )
-    more = ", the reference's weights in host memory" if plan.algorithm.needs_reference else ""
+    of_reference = "adapters" if config.actor.lora.rank else "weights"
+    more = f", the reference's {of_reference} in host memory" if plan.algorithm.needs_reference else ""
     more += f", the weights of {len(plan.teachers)} teacher(s) in host memory" if plan.teachers else ""
     more += ", the reward model's weights in host memory" if plan.reward is not None else ""
     cache = ", the engine's KV cache" if plan.needs_engine else ""

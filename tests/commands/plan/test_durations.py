@@ -4,7 +4,8 @@ import math
 from dataclasses import replace
 
 from mrl.commands.plan.durations import predict_durations
-from mrl.commands.plan.memory import stage_memory
+from mrl.commands.plan.memory import num_parameters, stage_memory
+from mrl.commands.plan.weight_sync_cost import predict_refit
 from mrl.config.config import load
 from mrl.observability.hardware import HARDWARE
 from mrl.observability.metrics import forward_flops
@@ -32,6 +33,21 @@ def test_an_update_is_its_operations_over_the_rate_that_is_reached():
     )
     alone = predict_durations(resolve(load(DENSE, ["actor.use_prefix_grouper=false"]), 8), H100, 54)
     assert math.isclose(alone.score, 1024 * whole / rate)
+
+
+def test_frozen_weights_have_one_product_less_and_engines_get_all_weights():
+    full, adapted = (
+        resolve(load(DENSE, ["actor.recompute=none", "actor.use_prefix_grouper=false", f"actor.lora.rank={rank}"]), 8)
+        for rank in (0, 32)
+    )
+    more, less = (predict_durations(plan, H100, 54) for plan in (full, adapted))
+    tokens = 1024 * 5120
+    rate = 8 * H100.bf16_flops * H100.train_flops_frac
+    weights = num_parameters(full.arch) - full.arch.vocab_size * full.arch.hidden_size  # the embedding is a look-up
+    assert math.isclose(more.update - less.update, 2 * weights * tokens / rate, rel_tol=1e-3)
+    assert (more.score, more.decode) == (less.score, less.decode)
+    costs = [predict_refit(plan.config, plan.arch, plan.grid, H100).seconds for plan in (full, adapted)]
+    assert costs[0] == costs[1]
 
 
 def test_stages_wait_for_each_other():

@@ -339,6 +339,14 @@ SETTINGS = {
         ],
     ),
     "allgather": (EXPERTS, ["actor.moe_token_dispatcher_type=allgather", "parallel.expert_tensor_parallel_size=null"]),
+    "adapters": (
+        DENSE,
+        [
+            "actor.lora.rank=32",
+            "actor.lora={target_modules: [layers.30.mlp.up_proj, q_proj], exclude_modules: [layers.3.mlp.up_proj]}",
+        ],
+    ),
+    "adapters of experts": (EXPERTS, ["actor.lora={rank: 32, exclude_modules: [o_proj]}"]),
     "uneven virtual pipeline": (
         LARGE,
         [

@@ -1,4 +1,4 @@
-"""The package peft, imported as if TransformerEngine were absent: peft imports its compiled part wherever it is found."""
+"""The package peft, imported as if TransformerEngine were absent, whose compiled part peft imports where it is found."""
 
 import sys
 

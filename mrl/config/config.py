@@ -219,6 +219,9 @@ class LoraConfig:
     adapter_path: Optional[FilePath] = None
     """PEFT folder (adapter_config.json, adapter_model.safetensors) with the initial adapters, of the same rank, scale
     and modules; null: new ones."""
+    merge: bool = True
+    """Weight sync: true: send all weights, with the adapters merged into them; false: the engine keeps the model's
+    weights, also while the actor trains, and each sync sends only the adapters (rollout.name native, vllm)."""
     loraplus_lr_ratio: float = 1.0
     """Learning rate of lora_B divided by that of lora_A, which is `actor.lr` (LoRA+)."""
 

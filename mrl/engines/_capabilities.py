@@ -72,6 +72,8 @@ class EngineCapabilities:
         checks_weight_sync: Default of `rollout.checkpoint_engine.canary`.
         has_pipeline_parallelism: A replica can have several pipeline stages.
         has_fixed_prompt_length: A prompt cannot exceed `rollout.prompt_length`, not even by a partial response.
+        stores_adapters: The engine can store low-rank adapters beside the weights (`EngineSpec.lora`).
+        scales_lora_b: It then stores lora_B multiplied by the scale.
         sees_own_device_only: Each rank must hide the other GPUs before torch enumerates them.
     """
 
@@ -81,6 +83,8 @@ class EngineCapabilities:
     checks_weight_sync = False
     has_pipeline_parallelism = False
     has_fixed_prompt_length = False
+    stores_adapters = False
+    scales_lora_b = False
     sees_own_device_only = False
 
     def needs_mpi(self, rollout: RolloutConfig) -> bool:

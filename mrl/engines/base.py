@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mrl.config.config import RolloutConfig
+from mrl.config.config import LoraConfig, RolloutConfig
 from mrl.engines import _multiturn_rounds
+from mrl.engines._adapters import EngineAdapters
 from mrl.engines._multiturn_base import MultiTurnClient
 from mrl.engines._work_queue import WorkQueue
 from mrl.errors import UserError
@@ -74,6 +75,7 @@ class EngineSpec:
         abort_requested: See `RolloutEngine.abort_requested`.
         on_forward: See `RolloutEngine.on_forward`.
         on_sampled: See `RolloutEngine.on_sampled`.
+        lora: Low-rank adapters that the engine stores beside the weights; None: none, or merged into the weights.
     """
 
     config: RolloutConfig
@@ -88,6 +90,7 @@ class EngineSpec:
     abort_requested: Callable[[], bool] = lambda: False
     on_forward: Callable[[], object] = lambda: None
     on_sampled: Callable[[int, Sequence[int]], object] = lambda num_tokens, finished_uids: None
+    lora: LoraConfig | None = None
 
     @property
     def dtype_name(self) -> str:
@@ -162,6 +165,9 @@ class RolloutEngine(ABC):
     on_sampled: Callable[[int, Sequence[int]], object]
     """Callback with the number of tokens sampled since its last call, and the prompt uid of each sample that finished
     since then. The console shows the progress; an engine that does not call it shows none."""
+
+    adapters: EngineAdapters | None = None
+    """Receiver of low-rank adapters, with `spec.lora`. Then `update_weights` writes the model's own weights."""
 
     _asleep: Collection[str] | bool = False
     """True, or names of the parts that are asleep, if `generate` needs a `wake` first; set by the engine."""

@@ -4,12 +4,13 @@ A pair lora_A, lora_B is registered as parameters of the linear module whose wei
 scale * lora_B lora_A x to the module's output. So the modules stay Megatron's (local, compiled or TransformerEngine's),
 and the other parameters keep their names. `resharding/lora.py` says which matrices have adapters and how they are cut.
 
-The hook leaves the output in the state in which the module leaves it: complete, this rank's rows (sequence parallelism),
-or a partial sum that a MoE dispatcher completes (expert tensor parallelism). Only the [tokens, r] products travel:
+The hook leaves the output in the state in which the module leaves it: complete, this rank's rows (sequence
+parallelism), or a partial sum that a MoE dispatcher completes (expert tensor parallelism). Only the [tokens, r] products
+travel:
 
 - Cut by rows: lora_A is complete on each rank. The gradient of lora_A x is summed over the ranks; with sequence
-  parallelism lora_A x is gathered, each rank's gradient of lora_A covers its own tokens, and Megatron sums it (attribute
-  `sequence_parallel`).
+  parallelism lora_A x is gathered, each rank's gradient of lora_A covers its own tokens, and Megatron sums it
+  (attribute `sequence_parallel`).
 - Cut by columns: lora_A x is summed over the ranks; lora_B is complete on each rank. With sequence parallelism the sum
   is scattered, and Megatron sums the gradient of lora_B.
 - Partial sums: nothing is exchanged; the gradient of the adapter that every rank has complete is summed by
@@ -46,7 +47,7 @@ from mrl.resharding.layout import Layout
 from mrl.resharding.lora import (
     CUT_BY_COLUMNS,
     WEIGHT,
-    AdaptedMatrix,
+    TrainedMatrix,
     adapted_matrices,
     adapter_layout,
     adapter_name,
@@ -97,7 +98,7 @@ class Adapters:
         modules = {
             f"chunk{index}.{name}": module for index, c in enumerate(chunks) for name, module in c.named_modules()
         }
-        by_module: dict[str, list[AdaptedMatrix]] = {}
+        by_module: dict[str, list[TrainedMatrix]] = {}
         for matrix in self.matrices:
             by_module.setdefault(matrix.weight.rpartition(WEIGHT)[0], []).append(matrix)
         for name, matrices in by_module.items():
@@ -163,7 +164,7 @@ class Adapters:
         return state
 
     def are_zero(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Collective over the training ranks: returns whether a set of adapters, named as in `layout`, has no effect."""
+        """Collective over the training ranks: returns whether adapters, named as in `layout`, have no effect."""
         own = torch.tensor(int(any(bool(tensors[matrix.b_name].any()) for matrix in self.matrices)))
         dist.all_reduce(own)
         return not own
@@ -179,15 +180,18 @@ class Adapters:
 
     def sum_partial_gradients(self) -> None:
         """Collective over the ranks that share an expert, after a backward: sums gradients of complete adapters."""
-        gradients = [p.main_grad for p in self.named_parameters().values() if getattr(p, PARTIAL, False)]
+        parameters: list[Any] = [each for each in self.named_parameters().values() if getattr(each, PARTIAL, False)]
+        gradients: list[Tensor] = [parameter.main_grad for parameter in parameters]
         group = parallel_state.get_expert_tensor_parallel_group()
         if gradients and group.size() > 1:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(flat, group=group)
-            for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            for gradient, summed in zip(
+                gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True
+            ):
                 gradient.copy_(summed.view_as(gradient))
 
-    def _register(self, module: nn.Module, matrix: AdaptedMatrix, dtype: str) -> None:
+    def _register(self, module: nn.Module, matrix: TrainedMatrix, dtype: str) -> None:
         weight = module.get_parameter(matrix.weight.rpartition(".")[2])
         by_columns, is_expert = matrix.tensor.spec.kind in CUT_BY_COLUMNS, matrix.tensor.spec.kind.is_expert
         for name, stored, is_cut in (
@@ -206,7 +210,7 @@ class Adapters:
                 parameter.shared = group.rank() > 0  # counted once in the gradient's norm
             module.register_parameter(name.rpartition(".")[2], parameter)
 
-    def _add_products(self, matrices: list[AdaptedMatrix], module: nn.Module, args: Any, output: Any) -> Any:
+    def _add_products(self, matrices: list[TrainedMatrix], module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook: returns the module's (output, bias) with the adapters' products added to the output."""
         if not self.enabled:
             return None
@@ -215,10 +219,10 @@ class Adapters:
         if len(matrices) == 1 and not _is_grouped(matrices[0]):
             return self._added(matrices[0], module, x, y), bias
         counts = args[1].tolist() if isinstance(args[1], Tensor) else list(args[1])
-        experts = zip(matrices, x.split(counts), y.split(counts), strict=True)
+        experts = zip(matrices, torch.split(x, counts), torch.split(y, counts), strict=True)
         return torch.cat([self._added(matrix, module, rows, out) for matrix, rows, out in experts]), bias
 
-    def _added(self, matrix: AdaptedMatrix, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def _added(self, matrix: TrainedMatrix, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Returns y [..., O] plus the adapters' product with x [..., I]; collective over tensor-parallel."""
         lora_a = module.get_parameter(matrix.a_name.rpartition(".")[2])
         lora_b = module.get_parameter(matrix.b_name.rpartition(".")[2])
@@ -243,7 +247,7 @@ def _by_projection(h: Tensor, lora_b: Tensor, runs: list[tuple[int, int, int]], 
     Args:
         h: Products with lora_A [..., M * r].
         lora_b: [O, r].
-        runs: (projection, first row, row after the last), see `AdaptedMatrix.segments`.
+        runs: (projection, first row, row after the last), see `TrainedMatrix.segments`.
         outputs: O.
     """
     rank = lora_b.size(1)
@@ -252,7 +256,7 @@ def _by_projection(h: Tensor, lora_b: Tensor, runs: list[tuple[int, int, int]], 
         own = [(start, stop) for i, start, stop in runs if i == index]
         rows = torch.cat([lora_b[start:stop] for start, stop in own]) if len(own) > 1 else lora_b[slice(*own[0])]
         product = torch.nn.functional.linear(h[..., index * rank : (index + 1) * rank], rows)
-        products[index] = list(product.split([stop - start for start, stop in own], -1))
+        products[index] = list(torch.split(product, [stop - start for start, stop in own], -1))
     parts, end = [], 0
     for index, start, stop in [*runs, (-1, outputs, outputs)]:
         if start > end:
@@ -287,21 +291,22 @@ def _scatters(module: nn.Module) -> bool:
     )
 
 
-def _leaves_partial_sums(module: nn.Module, matrix: AdaptedMatrix) -> bool:
+def _leaves_partial_sums(module: nn.Module, matrix: TrainedMatrix) -> bool:
     return matrix.tensor.spec.kind.is_expert or bool(getattr(module, "explicit_expert_comm", False))
 
 
-def _is_grouped(matrix: AdaptedMatrix) -> bool:
+def _is_grouped(matrix: TrainedMatrix) -> bool:
     """Returns whether the module has the matrices of several experts (TransformerEngine's grouped linear)."""
     return not matrix.weight.endswith(WEIGHT)
 
 
 def _input_of(module: nn.Module, x: Tensor) -> Tensor:
     """Returns the input of the module's product; TransformerEngine's fused layer has a norm before it."""
-    weight = getattr(module, "layer_norm_weight", None)
+    weight: Tensor | None = getattr(module, "layer_norm_weight", None)
     if weight is None:
         return x
+    eps: float = module.eps  # type: ignore[assignment]
     gamma = weight + 1 if getattr(module, "zero_centered_gamma", False) else weight
     wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.eps)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed * gamma.float()).to(x.dtype)

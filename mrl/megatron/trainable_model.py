@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mrl.algorithms.functional.learning_rate import LearningRate
 from mrl.algorithms.functional.logprobs import Distribution
-from mrl.config.config import Config
+from mrl.config.config import Config, LoraConfig
 from mrl.config.megatron_fields.defaults import equal_lengths
 from mrl.config.megatron_fields.fp8 import row_unit
 from mrl.distributed.collectives import all_reduce_, broadcast_object
@@ -107,11 +107,7 @@ class TrainableModel:
         )
         for chunk in self.chunks:
             chunk.to(device)
-        lora = config.actor.lora
-        self.adapters: Adapters | None = None
-        if lora.rank and self.trained:
-            dtype = lora.dtype or str(self._dtype).removeprefix("torch.")
-            self.adapters = Adapters(self.chunks, arch, groups, lora, dtype=dtype, te=self._te)
+        self.adapters = self._add_adapters(config.actor.lora)
         self._data_parallel = DataParallelChunks(
             self.chunks,
             config,
@@ -142,6 +138,12 @@ class TrainableModel:
         self.optimizer: Any = None
         self._base_checksum: str | None = None
         self.num_updates = self.num_skipped = 0
+
+    def _add_adapters(self, lora: LoraConfig) -> Adapters | None:
+        if not lora.rank or not self.trained:
+            return None
+        dtype = lora.dtype or str(self._dtype).removeprefix("torch.")
+        return Adapters(self.chunks, self._arch, self._groups, lora, dtype=dtype, te=self._te)
 
     @property
     def groups(self) -> ProcessGroups:
@@ -196,7 +198,7 @@ class TrainableModel:
     # weights
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Collective over data-parallel after an update: returns the model's weights on this rank, named as in `layout`.
+        """Collective over data-parallel after an update: returns the weights of this rank, named as in `layout`.
 
         The tensors are live: writing to them changes the model. Adapters are not among them.
         """

@@ -2,12 +2,12 @@
 
 A matrix W [out, in] of the Hugging Face model gets a pair lora_A [r, in] and lora_B [out, r]; the layer then computes
 (W + scale * lora_B lora_A) x. A rank's fused matrix (query, key and value; gate and up) has one tensor of each kind:
-`lora_A` has the projections' lora_A below each other, `lora_B` has the rows of the fused matrix. If the matrix is cut by
-rows over tensor-parallel ranks, so is lora_B, and every rank has all of lora_A; if it is cut by columns, so is lora_A,
-and every rank has all of lora_B. Rows of lora_B that belong to no adapted projection stay zero.
+`lora_A` has the projections' lora_A below each other, `lora_B` has the rows of the fused matrix. If the matrix is cut
+by rows over tensor-parallel ranks, so is lora_B, and every rank has all of lora_A; if it is cut by columns, so is
+lora_A, and every rank has all of lora_B. Rows of lora_B that belong to no adapted projection stay zero.
 
-Sources, peft 0.21: `tuners/lora/layer.py` (shapes, scale, initial values), `tuners/tuners_utils.py:
-check_target_module_exists` (an entry names every module whose name ends with it). It imports no Megatron.
+Sources, peft 0.21: its LoRA layer (shapes, scale, initial values) and `check_target_module_exists` (an entry names every
+module whose name ends with it). It imports no Megatron.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class AdaptedMatrix:
     """A matrix of one rank that has adapters.
 
     Attributes:
-        tensor: The matrix and its position in the model.
         weight: Its name in the rank's layout.
+        stored: Its shape and pieces.
         modules: Hugging Face names of the adapted projections, in the order of the rows of `lora_A`.
         lora_a: Stored lora_A [len(modules) * r, inputs of this rank].
         lora_b: Stored lora_B [outputs of this rank, r].
     """
 
-    tensor: RankTensor
     weight: str
+    stored: StoredTensor
     modules: tuple[str, ...]
     lora_a: StoredTensor
     lora_b: StoredTensor
@@ -68,11 +68,18 @@ class AdaptedMatrix:
     def segments(self) -> list[tuple[int, int, int]]:
         """Returns (index in `modules`, first row, row after the last) of each run of adapted rows, in stored order."""
         found = []
-        for piece in self.tensor.stored.pieces:
+        for piece in self.stored.pieces:
             module = piece.hf_name.removesuffix(WEIGHT)
             if module in self.modules:
                 found.append((self.modules.index(module), *piece.dst[0]))
         return found
+
+
+@dataclass(frozen=True)
+class TrainedMatrix(AdaptedMatrix):
+    """An adapted matrix of a Megatron rank, with its position in the model."""
+
+    tensor: RankTensor
 
 
 def scale_of(lora: LoraConfig) -> float:
@@ -81,9 +88,9 @@ def scale_of(lora: LoraConfig) -> float:
 
 
 def adapter_name(weight: str, which: str) -> str:
-    """Returns the name of a matrix' adapter: "x.weight" -> "x.lora_A", "x.weight3" -> "x.lora_A3"."""
-    module, _, number = weight.rpartition(WEIGHT)
-    return f"{module}.{which}{number}"
+    """Returns the name of a matrix' adapter: "x.weight" and "x" -> "x.lora_A", "x.weight3" -> "x.lora_A3"."""
+    module, found, number = weight.rpartition(WEIGHT)
+    return f"{module}.{which}{number}" if found else f"{weight}.{which}"
 
 
 def peft_name(module: str, which: str) -> str:
@@ -93,7 +100,7 @@ def peft_name(module: str, which: str) -> str:
 
 def adapted_matrices(
     arch: ArchSpec, grid: ParallelLayout, rank: int, lora: LoraConfig, *, dtype: str, te: bool
-) -> list[AdaptedMatrix]:
+) -> list[TrainedMatrix]:
     """Returns the matrices of a rank that have adapters, in the order of Megatron's chunks.
 
     Args:
@@ -112,8 +119,27 @@ def adapted_matrices(
             spec = tensor.spec
             name = spec.megatron_te if te and spec.megatron_te else spec.megatron
             weight = f"chunk{tensor.chunk}.{name.format(layer=tensor.local_layer, expert=tensor.local_expert)}"
-            lora_a, lora_b = _pair(tensor, modules, lora.rank, dtype)
-            found.append(AdaptedMatrix(tensor, weight, modules, lora_a, lora_b))
+            pair = _pair(tensor.stored, modules, lora.rank, dtype)
+            found.append(TrainedMatrix(weight, tensor.stored, modules, *pair, tensor))
+    return found
+
+
+def engine_matrices(arch: ArchSpec, layout: Layout, lora: LoraConfig, dtype: str) -> list[AdaptedMatrix]:
+    """Returns the matrices of an engine's rank that have adapters, in the order of its layout.
+
+    Args:
+        arch: The model.
+        layout: Stored weights of the rank.
+        lora: Config section; `rank` is above 0.
+        dtype: Dtype of the adapters.
+    """
+    wanted = adapted_modules(arch, lora)
+    found = []
+    for name, stored in layout.items():
+        modules = dict.fromkeys(piece.hf_name.removesuffix(WEIGHT) for piece in stored.pieces)
+        adapted = tuple(module for module in modules if module in wanted and len(stored.shape) == 2)
+        if adapted:
+            found.append(AdaptedMatrix(name, stored, adapted, *_pair(stored, adapted, lora.rank, dtype)))
     return found
 
 
@@ -193,24 +219,22 @@ def _modules_of(tensor: RankTensor) -> list[str]:
     return [name.removesuffix(WEIGHT) for name in names]
 
 
-def _pair(tensor: RankTensor, modules: Sequence[str], rank: int, dtype: str) -> tuple[StoredTensor, StoredTensor]:
+def _pair(stored: StoredTensor, modules: Sequence[str], rank: int, dtype: str) -> tuple[StoredTensor, StoredTensor]:
     """Returns the stored lora_A and lora_B of a rank's matrix."""
-    stored, all_of_rank = tensor.stored, (0, rank)
+    all_of_rank = (0, rank)
     outputs, inputs = stored.shape
-    columns = stored.pieces[0].src[1] if tensor.spec.kind in CUT_BY_COLUMNS else (0, inputs)
+    columns = stored.pieces[0].src[1]  # of this rank; the same for all projections of a matrix
     a_pieces = tuple(
         Piece(peft_name(module, "lora_A"), (all_of_rank, columns), ((i * rank, (i + 1) * rank), (0, inputs)))
         for i, module in enumerate(modules)
     )
     b_pieces, padding = [], []
     for piece in stored.pieces:
-        module = piece.hf_name.removesuffix(WEIGHT)
+        module, rows = piece.hf_name.removesuffix(WEIGHT), (piece.dst[0], all_of_rank)
         if module in modules:
-            b_pieces.append(
-                Piece(peft_name(module, "lora_B"), (piece.src[0], all_of_rank), (piece.dst[0], all_of_rank))
-            )
+            b_pieces.append(Piece(peft_name(module, "lora_B"), (piece.src[0], all_of_rank), rows))
         else:
-            padding.append((piece.dst[0], all_of_rank))
+            padding.append(rows)
     return (
         StoredTensor((rank * len(modules), inputs), dtype, a_pieces),
         StoredTensor((outputs, rank), dtype, tuple(b_pieces), tuple(padding)),

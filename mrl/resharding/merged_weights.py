@@ -64,6 +64,30 @@ class MergedWeights(Mapping[str, Tensor]):
         return merged.to(stored.dtype)
 
 
+class ScaledAdapters(Mapping[str, Tensor]):
+    """One rank's adapters by name, lora_B multiplied by the scale of the product; the tensors are new at each access.
+
+    Args:
+        adapters: Adapters by the names of `adapter_layout`.
+        matrices: Matrices that have adapters.
+        scale: Factor of the product of a pair.
+    """
+
+    def __init__(self, adapters: Mapping[str, Tensor], matrices: Sequence[AdaptedMatrix], scale: float) -> None:
+        self._adapters, self._scale = adapters, scale
+        self._scaled = {matrix.b_name for matrix in matrices}
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._adapters[name].detach()
+        return tensor * self._scale if name in self._scaled else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._adapters)
+
+    def __len__(self) -> int:
+        return len(self._adapters)
+
+
 def read_region(sources: Mapping[str, Tensor], name: str, region: Region) -> Tensor:
     """Returns a region of a source tensor: a view, or merged values of `MergedWeights`."""
     return sources.read(name, region) if isinstance(sources, MergedWeights) else sources[name].detach()[slices(region)]

@@ -62,8 +62,9 @@ class ReceiverSpec(Protocol):
 class WeightReceiver(Protocol):
     """Interface of an object that stores weights and lets them be replaced in place."""
 
-    policy_version: int
-    """Optimizer steps of the actor in the stored weights; -1 before the first sync."""
+    @property
+    def policy_version(self) -> int:
+        """Optimizer steps of the actor in the stored weights; -1 before the first sync."""
 
     @property
     def spec(self) -> ReceiverSpec:

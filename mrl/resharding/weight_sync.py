@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.config.config import CheckpointEngineConfig
-from mrl.distributed.collectives import broadcast_object, raise_on_all_ranks
+from mrl.distributed.collectives import any_rank, broadcast_object, raise_on_all_ranks
 from mrl.resharding.checksum import MODULUS
 from mrl.resharding.copy_op import num_bytes
 from mrl.resharding.dtypes import DTYPES, check_tensors
@@ -182,6 +182,41 @@ class WeightSync:
             for name, stored in self._target_layout.items()
             for region in stored.padding
         ]
+
+
+class AdapterSync:
+    """Weight sync into an engine that stores adapters beside the weights: the weights once, the adapters every time.
+
+    Args:
+        weights: Sync of the model's own weights.
+        adapters: Sync of the adapters.
+        engine: This rank's part of its rollout replica.
+    """
+
+    def __init__(self, weights: WeightSync, adapters: WeightSync, engine: WeightReceiver) -> None:
+        self._weights, self._adapters, self._engine = weights, adapters, engine
+
+    @property
+    def plan(self) -> TransferPlan:
+        """Copies of the adapters of all ranks and their cost."""
+        return self._adapters.plan
+
+    def __call__(self, policy_version: int) -> dict[str, float]:
+        """Collective over the job: copies the adapters into the engine, and the weights if some engine lacks them.
+
+        Returns:
+            Metrics of the sync of the adapters, see `WeightSync`.
+
+        Raises:
+            RuntimeError: See `WeightSync`.
+        """
+        if any_rank(self._engine.policy_version < 0):
+            self._weights(policy_version)
+        return self._adapters(policy_version)
+
+    def cost(self) -> dict[str, float]:
+        """Returns the bytes of one sync of the adapters over all ranks, see `WeightSync.cost`."""
+        return self._adapters.cost()
 
 
 def _check_quantized(layout: Layout, grids: Grids) -> None:

@@ -5,20 +5,26 @@ If actor and engine are on the same ranks, the actor is offloaded while the engi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
+from torch import Tensor
+
+from mrl.config.config import Config
 from mrl.config.registry import find
 from mrl.distributed.collectives import raise_on_all_ranks
+from mrl.engines._capabilities import engine_capabilities
 from mrl.engines._null_engine import NullEngine
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.megatron.actor import Actor
 from mrl.resharding.dtypes import DTYPES, expert_index_dtype
 from mrl.resharding.fp8 import block_grids
+from mrl.resharding.layout import Layout
 from mrl.resharding.megatron import stage_layers
-from mrl.resharding.weight_sync import WeightSync
+from mrl.resharding.merged_weights import ScaledAdapters
+from mrl.resharding.weight_sync import AdapterSync, WeightSync
 from mrl.rollout.dispatch import StageRoutingFormat
 from mrl.rollout.sampling_params import training_sampling, validation_sampling
 from mrl.rollout.sampling_progress import SamplingProgress
@@ -66,16 +72,15 @@ class RolloutWorker:
         self.progress = SamplingProgress(context.log.progress)
         # with separate rollout ranks no actor needs the engine's memory
         self._frees = rollout.free_cache_engine and not groups.grid.has_separate_rollout
+        self._lora = config.actor.lora if config.actor.lora.rank and not config.actor.lora.merge else None
         self.engine = self._start_engine(plan, weights, context.on_forward, abort_requested)
         for note in broadcast_from_sampler(groups, self.engine.notes):
             self._log.note(note)
         try:
             if self._frees:  # before the actor's weights return to the device
                 self.engine.sleep()
-                self.engine.release()
-            grids = block_grids(plan.arch, rollout.quantization)
-            source = (actor.layout(), actor.merged_tensors()) if actor is not None else ({}, {})
-            self.weight_sync = WeightSync(*source, self.engine, rollout.checkpoint_engine, grids)
+                self.release_engine()
+            self.weight_sync = self._weight_sync(config)
         except Exception:
             self.engine.close()
             raise
@@ -88,6 +93,23 @@ class RolloutWorker:
             layers = stage_layers(plan.arch, groups.grid)
             index_dtype = expert_index_dtype(moe.num_experts)
             self.routing = StageRoutingFormat(plan.arch.num_layers, moe.top_k, index_dtype, layers)
+
+    def _weight_sync(self, config: Config) -> WeightSync | AdapterSync:
+        """Collective over the job: plans the copies of the actor's weights and adapters to the engine."""
+        actor, engine, rollout = self._actor, self.engine, config.rollout
+        grids = block_grids(self._arch, rollout.quantization)
+        if self._lora is None:
+            merged = ({}, {}) if actor is None else (actor.layout(), actor.merged_tensors())
+            return WeightSync(*merged, engine, rollout.checkpoint_engine, grids)
+        own = ({}, {}) if actor is None else (actor.layout(), actor.named_tensors())
+        weights = WeightSync(*own, engine, rollout.checkpoint_engine, grids)
+        adapters = None if actor is None else actor.adapters
+        trained: tuple[Layout, Mapping[str, Tensor]] = {}, {}
+        if actor is not None and adapters is not None:
+            trained = adapters.layout(), actor.trained_tensors()
+            if engine_capabilities(rollout.name).scales_lora_b:
+                trained = adapters.layout(), ScaledAdapters(trained[1], adapters.matrices, adapters.scale)
+        return AdapterSync(weights, WeightSync(*trained, engine.adapters or engine, rollout.checkpoint_engine), engine)
 
     def _start_engine(
         self,
@@ -111,6 +133,7 @@ class RolloutWorker:
             abort_requested=abort_requested,
             on_forward=on_forward,
             on_sampled=self.progress.record,
+            lora=self._lora,
         )
         # without separate rollout ranks the start itself is collective
         with raise_on_all_ranks() if groups.grid.has_separate_rollout else nullcontext():
@@ -129,8 +152,11 @@ class RolloutWorker:
             self.engine.sleep()
 
     def release_engine(self) -> None:
-        """Frees the engine's weights too before an update, with `rollout.free_cache_engine`."""
-        if self._frees:
+        """Frees the engine's weights too before an update, with `rollout.free_cache_engine`.
+
+        An engine with low-rank adapters keeps them, as they are synced only once.
+        """
+        if self._frees and self._lora is None:
             self.engine.release()
 
     def sync_weights_if_stale(self, policy_version: int) -> dict[str, float]:
@@ -150,6 +176,11 @@ class RolloutWorker:
         cost = self._refit(policy_version)
         if self._self_test_is_due:
             self._self_test_is_due = False
+            if self._lora is not None:
+                weight_sync_check.check_adapters(
+                    self.engine.adapters, self._generate, self._arch, self._rollout, policy_version
+                )
+                self._refit(policy_version)
             moved = weight_sync_check.check(
                 partial(self._refit, policy_version), self._generate, self._arch, self._rollout, self._device
             )

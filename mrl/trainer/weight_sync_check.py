@@ -19,6 +19,7 @@ import torch
 
 from mrl.config.config import RolloutConfig
 from mrl.distributed.collectives import raise_on_all_ranks
+from mrl.engines._adapters import EngineAdapters
 from mrl.engines._capabilities import engine_capabilities
 from mrl.engines.base import SamplingConfig
 from mrl.models.base import ArchSpec
@@ -38,6 +39,9 @@ EXACT = 0.0
 ROUNDING = 0.05
 """Tolerance on a GPU, nats. Each prompt is alone in its batch, so kernels are the same and only the order of atomic
 adds may differ; bfloat16 logits have 8 bits, so a log-probability of -12 has an error of 12 x 2^-8 nats."""
+
+FILLING = 0.05
+"""Value of all adapters while it is tested whether they are used."""
 
 Generate = Callable[[Sequence[Prompt], SamplingConfig], list[Rollout]]
 
@@ -126,6 +130,39 @@ def compare(before: Sequence[Rollout], after: Sequence[Rollout]) -> ResponseDiff
                 parted += 1
                 break
     return ResponseDiff(largest, compared, parted, where)
+
+
+def check_adapters(
+    adapters: EngineAdapters | None, generate: Generate, arch: ArchSpec, rollout: RolloutConfig, version: int
+) -> None:
+    """Collective over the job, after a weight sync: checks that the engine samples with its low-rank adapters.
+
+    All adapters get the same number for a moment, which must change the log-probabilities. Another sync must follow.
+
+    Args:
+        adapters: Adapters of this rank's engine; None on a rank without one.
+        generate: Function that wakes the engine, samples and lets it sleep.
+        arch: Architecture of the model.
+        rollout: Config section `rollout`.
+        version: Version of the engine's weights.
+
+    Raises:
+        RuntimeError: The responses of some replica do not change; raised on every rank.
+    """
+    with raise_on_all_ranks():
+        before = sample_responses(generate, arch, rollout)
+        if adapters is not None:
+            adapters.begin_update()
+            adapters.fill(FILLING)
+            adapters.finish_update(version)
+        after = sample_responses(generate, arch, rollout)
+        complete = len(before) == len(after) == NUM_PROMPTS
+        if complete and not compare(before, after).largest:
+            raise RuntimeError(
+                f"Weight-sync self-test failed: other low-rank adapters did not change the output of "
+                f"rollout.name={rollout.name}, so it samples from the model without adapters. Set "
+                "actor.lora.merge=true, or use rollout.name=native."
+            )
 
 
 def check(

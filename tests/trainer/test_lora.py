@@ -274,11 +274,10 @@ def faster(ratio, steps):
     policy.start_optimizer(CONSTANT)
     train(policy, steps)
     after = full_adapters(policy)
-    moved = {
+    return {
         which: max((after[k] - before[k]).abs().max().item() for k in before if which in k)
         for which in ("lora_A", "lora_B")
     }
-    return moved
 
 
 def test_lora_b_learns_faster_by_the_ratio():

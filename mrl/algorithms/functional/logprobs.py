@@ -239,24 +239,29 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_logits.scatter_add_(1, own.clamp(min=0)[:, None], (target_slope[part] * (own >= 0))[:, None])
             scaled = grad_logits.to(weight.dtype)
             grad_hidden.index_add_(0, rows, (scaled @ weight).float())
-            if not ctx.needs_input_grad[1]:
-                continue
-            hidden = hidden_PH.index_select(0, rows)
-            if ctx.adds_gradient is not None:
-                grad_weight = ctx.adds_gradient(scaled, hidden)
-                continue
-            if grad_weight is None:  # several chunks are summed in fp32
-                sum_dtype = torch.float32 if len(parts) > 1 else weight_VH.dtype
-                grad_weight = torch.zeros(weight_VH.shape, dtype=sum_dtype, device=weight_VH.device)
-            if grad_weight.dtype == weight.dtype:
-                grad_weight[: shard.size].addmm_(scaled.T, hidden)
-            else:
-                grad_weight[: shard.size] += scaled.T @ hidden
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight_VH.dtype)
-        elif ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight_VH)
+            if ctx.needs_input_grad[1]:
+                hidden = hidden_PH.index_select(0, rows)
+                grad_weight = _add_weight_gradient(ctx, grad_weight, scaled, hidden, weight_VH, several=len(parts) > 1)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight_VH) if grad_weight is None else grad_weight.to(weight_VH.dtype)
         return grad_hidden.to(hidden_PH.dtype), grad_weight, *[None] * 8
+
+
+def _add_weight_gradient(
+    ctx: Any, total: Tensor | None, grad_CV: Tensor, hidden_CH: Tensor, weight_VH: Tensor, *, several: bool
+) -> Tensor:
+    """Returns the weight's gradient with a chunk's part added; several chunks are summed in fp32."""
+    if ctx.adds_gradient is not None:
+        placeholder: Tensor = ctx.adds_gradient(grad_CV, hidden_CH)
+        return placeholder
+    if total is None:
+        sum_dtype = torch.float32 if several else weight_VH.dtype
+        total = torch.zeros(weight_VH.shape, dtype=sum_dtype, device=weight_VH.device)
+    if total.dtype == grad_CV.dtype:
+        total[: grad_CV.size(1)].addmm_(grad_CV.T, hidden_CH)
+    else:
+        total[: grad_CV.size(1)] += grad_CV.T @ hidden_CH
+    return total
 
 
 def _scaled_logits(

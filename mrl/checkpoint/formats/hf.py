@@ -178,9 +178,9 @@ class HfSource(Source):
         index, single = self.folder / INDEX, self.folder / SINGLE
         if (self.folder / _ADAPTER).is_file():
             raise UserError(
-                f"model folder '{self.folder}' has {_ADAPTER}: it has adapters for another model. To train them on, name "
-                "the folder in actor.lora.adapter_path and the other model in model.path; to use both as one model, "
-                "merge them first (peft's merge_and_unload, then save_pretrained)."
+                f"model folder '{self.folder}' has {_ADAPTER}: it has adapters for another model. To train them on, "
+                "name the folder in actor.lora.adapter_path and the other model in model.path; to use both as one "
+                "model, merge them first (peft's merge_and_unload, then save_pretrained)."
             )
         found = self._read_index(index) if index.is_file() else None
         if single.is_file() and (found is None or set(found.values()) == {SINGLE}):

@@ -1,6 +1,6 @@
 """PEFT folders: adapter_config.json and adapter_model.safetensors, with low-rank adapters of a Hugging Face model.
 
-Source, peft 0.21: `tuners/lora/config.py` (keys), `utils/save_and_load.py` (names of the tensors).
+Source, peft 0.21: `LoraConfig` (keys), `get_peft_model_state_dict` (names of the tensors).
 """
 
 from __future__ import annotations

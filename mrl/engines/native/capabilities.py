@@ -16,6 +16,7 @@ class NativeCapabilities(EngineCapabilities):
     """Capabilities of the native engine, which needs no package and runs on any machine."""
 
     fields = FIELDS
+    stores_adapters = True
 
     def memory_plan(self) -> MemoryPlan:
         """Returns the predicted sizes of the engine."""

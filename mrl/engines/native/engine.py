@@ -18,7 +18,9 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.config.config import LoraConfig
 from mrl.engines._abort_check import AbortCheck
+from mrl.engines._adapters import EngineAdapters
 from mrl.engines._kv_budget import kv_budget
 from mrl.engines._multiturn_base import MultiTurnClient
 from mrl.engines._prompt_checks import check_prompts
@@ -28,13 +30,14 @@ from mrl.engines.native.cpu_ops import operations
 from mrl.engines.native.cuda_graphs import DecodeGraphs
 from mrl.engines.native.decode_state import DecodeState, routing_format
 from mrl.engines.native.drafting import NOT_HERE, Drafting
+from mrl.engines.native.experts import FindAdapters
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.generation import Generation
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.model import Decoder
 from mrl.engines.native.multiturn import MultiTurnGeneration, pool_rows
 from mrl.engines.native.ngram_history import History
-from mrl.engines.native.packed_linear import compute_dtype
+from mrl.engines.native.packed_linear import LinearAdapters, adapters_of_rows, compute_dtype
 from mrl.engines.native.paused_sequences import PausedSequences
 from mrl.engines.native.releasable_memory import MemoryRange, tensors_in_range
 from mrl.engines.native.scheduler import Scheduler
@@ -42,9 +45,10 @@ from mrl.engines.native.stopping import Stopping
 from mrl.engines.native.streaming_generation import StreamingGeneration
 from mrl.errors import UserError
 from mrl.resharding.checksum import MODULUS, bit_sum
-from mrl.resharding.dtypes import DTYPES
+from mrl.resharding.dtypes import DTYPES, allocate
 from mrl.resharding.fp8 import SCALES, Grids, block_grids, fp8_layout, is_quantized, scale_indices, scale_tables
 from mrl.resharding.layout import Layout
+from mrl.resharding.lora import adapter_layout, engine_matrices, scale_of
 from mrl.resharding.native import native_layout
 from mrl.resharding.weight_slice import WeightSlice
 from mrl.types import PartialRollout, Prompt, Rollout
@@ -89,6 +93,7 @@ class NativeEngine(RolloutEngine):
             scales=self._scales(own, grids),
             operations=between,
             exact=exact,
+            adapters=None if spec.lora is None else self._add_adapters(spec.lora, own),
         )
         later_bytes = self._model.later_bytes(config.max_num_batched_tokens)
         if device.type == "cpu":  # on a CPU, pages of zeros are allocated when they are first written
@@ -113,6 +118,20 @@ class NativeEngine(RolloutEngine):
             self.notes += (f"the native engine captures CUDA graphs in every step: {self._stored.problem}",)
         self._captured_before = 0
         self._stats: dict[str, float] = {}
+
+    def _add_adapters(self, lora: LoraConfig, own: Layout) -> FindAdapters:
+        """Allocates low-rank adapters of the weights, all zero; returns a function that finds those of a product."""
+        matrices = engine_matrices(self.spec.arch, own, lora, self.spec.dtype_name)
+        layout = adapter_layout(matrices)
+        tensors = {name: tensor.zero_() for name, tensor in allocate(layout, self.spec.device).items()}
+        self.adapters = EngineAdapters(self, layout, tensors)
+        by_weight, scale = {matrix.weight: matrix for matrix in matrices}, scale_of(lora)
+
+        def find(name: str, first: int, last: int) -> LinearAdapters | None:
+            matrix = by_weight.get(name)
+            return None if matrix is None else adapters_of_rows(matrix, tensors, scale, first, last)
+
+        return find
 
     def _scales(self, own: Layout, grids: Grids) -> dict[str, Scales]:
         """Returns the scales of the weights that are stored in FP8."""

@@ -12,7 +12,7 @@ Shapes: P tokens, K experts of a token, E experts, A = P x K assignments, I inne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -20,12 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.engines.native.fp8_scales import Scales
-from mrl.engines.native.packed_linear import Linear
+from mrl.engines.native.packed_linear import Linear, LinearAdapters
 from mrl.engines.native.torch_ops import Operations
 from mrl.models.base import MoeSpec
 
 Activation = Callable[[Tensor], Tensor]
 """Computes silu(gate) x up of [gate; up] columns."""
+
+FindAdapters = Callable[[str, int, int], LinearAdapters | None]
 
 _SHARED = ("shared_gate_up", "shared_down", "shared_gate")
 _STACKS = ("experts_gate_up", "experts_down")
@@ -52,6 +54,8 @@ class MoeLayer:
         dtype: Dtype of the products; routing is float32.
         scales: Scales of the weights stored in FP8, by `NAMES`.
         operations: Elementwise operations; None: PyTorch's.
+        adapters: Function (name of a stored tensor, first row, row after the last) -> low-rank adapters of these rows;
+            None: there are no adapters. With adapters of experts, each expert is a product of its own.
 
     Attributes:
         is_capturable: Whether a call can be captured in a CUDA graph.
@@ -65,8 +69,10 @@ class MoeLayer:
         dtype: torch.dtype,
         scales: Mapping[str, Scales] | None = None,
         operations: Operations | None = None,
+        adapters: FindAdapters | None = None,
     ) -> None:
         operations = operations or Operations()
+        find = adapters or (lambda name, first, last: None)
         self._activate = operations.gate
         make = partial(Linear, dtype=dtype, compiled=operations.are_compiled)
         self._moe = moe
@@ -75,16 +81,26 @@ class MoeLayer:
         scales = scales or {}
         self._stacks = [weights[name].view(len(held), -1, weights[name].size(1)) for name in _STACKS]
         self._router = Linear(weights["router"], None, torch.float32)
-        self._shared = {name: make(weights[name], None, scales=scales.get(name)) for name in _SHARED if name in weights}
+        self._shared = {
+            name: make(weights[name], None, scales=scales.get(name), adapters=find(name, 0, weights[name].size(0)))
+            for name in _SHARED
+            if name in weights
+        }
+        rows = {
+            name: [(i * len(s), s) for i, s in enumerate(stack)]
+            for name, stack in zip(_STACKS, self._stacks, strict=True)
+        }
+        of_experts = {name: [find(name, at, at + len(s)) for at, s in parts] for name, parts in rows.items()}
         device = weights["router"].device
         self.is_capturable = (
             device.type == "cuda"
             and dtype == self._stacks[0].dtype == torch.bfloat16
             and has_grouped_products(torch.cuda.get_device_capability(device))
             and all(stack.size(2) % GROUPED_MULTIPLE == 0 for stack in self._stacks)
+            and not any(any(found) for found in of_experts.values())
         )
         self._gate_up, self._down = (
-            [] if self.is_capturable else _linears(stack, scales.get(name), make)
+            [] if self.is_capturable else _linears(stack, scales.get(name), of_experts[name], make)
             for name, stack in zip(_STACKS, self._stacks, strict=True)
         )
 
@@ -146,10 +162,14 @@ class MoeLayer:
         return mixed
 
 
-def _linears(stack: Tensor, scales: Scales | None, make: Callable[..., Linear]) -> list[Linear]:
+def _linears(
+    stack: Tensor, scales: Scales | None, adapters: Sequence[LinearAdapters | None], make: Callable[..., Linear]
+) -> list[Linear]:
     """Creates one product per expert."""
     parts = [None] * len(stack) if scales is None else scales.of_rows(len(stack))
-    return [make(weight, None, scales=part) for weight, part in zip(stack, parts, strict=True)]
+    return [
+        make(weight, None, scales=part, adapters=own) for weight, part, own in zip(stack, parts, adapters, strict=True)
+    ]
 
 
 def work_bytes(num_assignments: int, hidden: int, inner: int) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.distributed.collectives import sum_in_rank_order
-from mrl.engines.native.experts import NAMES, MoeLayer
+from mrl.engines.native.experts import NAMES, FindAdapters, MoeLayer
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.kv_cache import KVCache
-from mrl.engines.native.packed_linear import Linear, compute_dtype
+from mrl.engines.native.packed_linear import Linear, LinearAdapters, compute_dtype
 from mrl.engines.native.torch_ops import Attention, HeadNorms, Heads, Operations
 from mrl.models.base import ArchSpec
 from mrl.models.kernels.rope_tables import rotary_tables
@@ -64,6 +65,8 @@ class Decoder:
         scales: Scales of the weights stored in FP8, by weight name.
         operations: Elementwise operations; None: PyTorch's.
         exact: Use the products and sums over ranks that the actor shares; `operations` must be of that kind.
+        adapters: Function (name of a stored tensor, first row, row after the last) -> low-rank adapters of these rows;
+            None: there are no adapters.
 
     Attributes:
         dtype: Dtype of activations, keys and values.
@@ -84,7 +87,9 @@ class Decoder:
         scales: Mapping[str, Scales] | None = None,
         operations: Operations | None = None,
         exact: bool = False,
+        adapters: FindAdapters | None = None,
     ) -> None:
+        find = adapters or (lambda name, first, last: None)
         self._arch, self._exact = arch, exact
         self.operations = operations or Operations()
         self._weights = weights
@@ -113,17 +118,11 @@ class Decoder:
                 prefix = f"layers.{i}."
                 inside = {name: weights[prefix + name] for name in NAMES if prefix + name in weights}
                 scaled = {name: scales[prefix + name] for name in NAMES if prefix + name in scales}
-                self._experts.append(MoeLayer(arch.moe, inside, held, self.dtype, scaled, operations))
+                own = partial(_within, find, prefix)
+                self._experts.append(MoeLayer(arch.moe, inside, held, self.dtype, scaled, operations, own))
         self.is_capturable = all(experts.is_capturable for experts in self._experts)
         self._linears = {
-            name: Linear(
-                weight,
-                weights.get(f"{name}_bias"),
-                self.dtype,
-                scales.get(name),
-                exact=exact,
-                compiled=self.operations.are_compiled,
-            )
+            name: self._linear(name, weight, scales, find)
             for name, weight in weights.items()
             if weight.dim() == 2
             and (name != "embed" or arch.tie_word_embeddings)
@@ -132,6 +131,17 @@ class Decoder:
         self._head = self._linears["embed" if arch.tie_word_embeddings else "lm_head"]
         self._layers: list[_Layer] = []
         self._final_norm = weights["final_norm"]
+
+    def _linear(self, name: str, weight: Tensor, scales: Mapping[str, Scales], find: FindAdapters) -> Linear:
+        return Linear(
+            weight,
+            self._weights.get(f"{name}_bias"),
+            self.dtype,
+            scales.get(name),
+            exact=self._exact,
+            compiled=self.operations.are_compiled,
+            adapters=find(name, 0, weight.size(0)),
+        )
 
     @property
     def reads(self) -> list[Tensor]:
@@ -281,3 +291,8 @@ class Decoder:
             return sum_in_rank_order(partial, self._tp_group)
         dist.all_reduce(partial, group=self._tp_group)
         return partial
+
+
+def _within(find: FindAdapters, prefix: str, name: str, first: int, last: int) -> LinearAdapters | None:
+    """Returns the adapters of a layer's tensor."""
+    return find(prefix + name, first, last)

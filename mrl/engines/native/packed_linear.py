@@ -12,6 +12,8 @@ weights' values, with unquantized activations.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,6 +21,7 @@ from torch import Tensor
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.gemm_autotune import ROW_BY_ROW, GemmKernel, kernel_for, row_by_row
 from mrl.models.kernels.bindings import Packed
+from mrl.resharding.lora import AdaptedMatrix
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device, *, exact: bool = False) -> torch.dtype:
@@ -44,6 +47,8 @@ class Linear:
         scales: Scales of a weight stored in FP8.
         exact: Use the kernel that the actor shares.
         compiled: Allow the compiled kernel.
+        adapters: Low-rank adapters of the weight, which `refresh` merges into a copy; a product with the stored weight
+            adds theirs.
     """
 
     def __init__(
@@ -55,9 +60,10 @@ class Linear:
         *,
         exact: bool = False,
         compiled: bool = False,
+        adapters: LinearAdapters | None = None,
     ) -> None:
         self._stored = (weight, bias)
-        self._scales = scales
+        self._scales, self._adapters = scales, adapters
         self._dtype = dtype
         self._form: GemmKernel | None = None
         if exact:
@@ -81,13 +87,21 @@ class Linear:
     @property
     def reads(self) -> list[Tensor]:
         """Tensors that a product reads."""
-        return [self._weight] if self._bias is None else [self._weight, self._bias]
+        adapters = [] if self._adapters is None or self._merges else self._adapters.reads
+        return [self._weight, *([] if self._bias is None else [self._bias]), *adapters]
+
+    @property
+    def _merges(self) -> bool:
+        """True if products use a copy of the weight, into which the adapters are merged."""
+        return self._form is not None or self._stored[0].dtype != self._dtype
 
     @property
     def copy_bytes(self) -> int:
         """Bytes that `refresh` allocates in addition to the stored weight."""
         weight, _ = self._stored
-        copies = weight.dtype != self._dtype or (self._form is not None and self._form.copies)
+        copies = weight.dtype != self._dtype or (
+            self._form is not None and (self._form.copies or self._adapters is not None)
+        )
         return weight.numel() * self._dtype.itemsize if copies else 0
 
     @property
@@ -112,6 +126,8 @@ class Linear:
             self._weight = self._copy.copy_(weight)
         else:
             self._weight = weight.to(self._dtype)
+        if self._adapters is not None and self._merges:
+            self._weight = self._adapters.merged(self._weight)
         if self._form is not None:
             earlier = self._packed if self._form.in_place else None
             self._packed = None
@@ -125,8 +141,63 @@ class Linear:
     def __call__(self, x_PI: Tensor) -> Tensor:
         """Returns the product [P, out]."""
         if self._form is None:
-            return F.linear(x_PI, self._weight, self._bias)
+            product = F.linear(x_PI, self._weight, self._bias)
+            return product if self._adapters is None or self._merges else self._adapters.add_to(product, x_PI)
         return self._form(x_PI, self._weight, self._bias)
+
+
+class LinearAdapters:
+    """Low-rank adapters of a matrix: runs of its rows, each with its lora_A and its rows of lora_B.
+
+    Args:
+        runs: (lora_A [r, in], rows of lora_B [run, r], first row, row after the last); views of stored tensors.
+        scale: Factor of the products.
+    """
+
+    def __init__(self, runs: Sequence[tuple[Tensor, Tensor, int, int]], scale: float) -> None:
+        self._runs, self._scale = runs, scale
+
+    @property
+    def reads(self) -> list[Tensor]:
+        """Tensors that a product reads."""
+        return [tensor for run in self._runs for tensor in run[:2]]
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Returns a copy of the weight [out, in] with the adapters merged into it."""
+        wide = weight.to(torch.float32, copy=True)
+        for lora_a, lora_b, start, stop in self._runs:
+            wide[start:stop].addmm_(lora_b.float(), lora_a.float(), alpha=self._scale)
+        return wide.to(weight.dtype)
+
+    def add_to(self, product: Tensor, x_PI: Tensor) -> Tensor:
+        """Adds the adapters' products to the weight's [P, out], in place."""
+        for lora_a, lora_b, start, stop in self._runs:
+            product[:, start:stop].addmm_(
+                F.linear(x_PI, lora_a.to(x_PI.dtype)), lora_b.T.to(x_PI.dtype), alpha=self._scale
+            )
+        return product
+
+
+def adapters_of_rows(
+    matrix: AdaptedMatrix, tensors: Mapping[str, Tensor], scale: float, first: int, last: int
+) -> LinearAdapters | None:
+    """Returns the adapters of rows `first` to `last` - 1 of a matrix; None if there are none.
+
+    Args:
+        matrix: Matrix with adapters.
+        tensors: Stored adapters by name.
+        scale: Factor of the products.
+        first: First row.
+        last: Row after the last.
+    """
+    lora_a, lora_b = tensors[matrix.a_name], tensors[matrix.b_name]
+    rank = lora_b.size(1)
+    runs = [
+        (lora_a[index * rank : (index + 1) * rank], lora_b[start:stop], start - first, stop - first)
+        for index, start, stop in matrix.segments()
+        if first <= start < last
+    ]
+    return LinearAdapters(runs, scale) if runs else None
 
 
 def packs(device: torch.device) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mrl.config.config import Config
 from mrl.engines._capabilities import CpuRun, EngineCapabilities, EnginePackage
 from mrl.engines.vllm import engine_kwargs, fp8_support, package_signature
+from mrl.engines.vllm.adapter_rules import adapter_rules
 from mrl.engines.vllm.engine_fields import VERSION
 from mrl.engines.vllm.fields import FIELDS, NAME
 from mrl.errors import UserError, to_install
@@ -29,15 +30,17 @@ class VllmCapabilities(EngineCapabilities):
     arguments = engine_kwargs
     packages = (EnginePackage("vllm", "vllm", MODULE), FOR_CPUS)
     checks_weight_sync = True
+    stores_adapters = scales_lora_b = True
 
     def model_errors(self, config: Config, arch: ArchSpec) -> Iterator[str]:
-        """Yields a message for each rule of FP8 that the model breaks, and for a family that vLLM cannot build."""
+        """Yields a message for each rule of FP8 or adapters that the model breaks, and for an unknown family."""
         if not is_known_to_transformers(arch.family):
             yield (
                 f"rollout.name={NAME} builds its models from transformers' configuration, which has no model_type "
                 f"'{arch.family}'. Use rollout.name=native."
             )
         yield from fp8_support.refusals(config, arch)
+        yield from adapter_rules(config.actor.lora, arch)
 
     def check_installed(self) -> None:
         """Raises UserError if no vLLM is installed."""

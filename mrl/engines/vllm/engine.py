@@ -16,13 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.config.config import LoraConfig
 from mrl.engines._abort_check import AbortCheck
+from mrl.engines._adapters import EngineAdapters
 from mrl.engines._fp8_support import quantization_config_keys
 from mrl.engines._kept_tokens import KeptTokens
 from mrl.engines._kv_budget import kv_budget
 from mrl.engines._prompt_checks import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.vllm import logprob_probe
+from mrl.engines.vllm.adapters import VllmAdapters, lora_arguments
 from mrl.engines.vllm.fields import refusals_on_a_cpu
 from mrl.engines.vllm.fp8_support import check_gpu, unquantized_modules
 from mrl.engines.vllm.llm_runtime import VllmRuntime
@@ -74,9 +77,10 @@ class VllmEngine(RolloutEngine):
         folder = spec.write_model_folder(
             quantization_config_keys(config, unquantized_modules=unquantized_modules(arch))
         )
-        self._runtime = VllmRuntime(spec, folder, budget=budget)
+        self._runtime = VllmRuntime(spec, folder, budget=budget, further=lora_arguments(spec, self._layout))
         try:
             self._storage = ParameterViews(self._runtime.model(), self._layout, self._runtime.version)
+            self._lora_request = None if spec.lora is None else self._add_adapters(spec.lora)
         except UserError:
             self._runtime.close()
             raise
@@ -84,6 +88,14 @@ class VllmEngine(RolloutEngine):
         self._probed = False
         self._num_requests = 0
         self._stats: dict[str, float] = {}
+
+    def _add_adapters(self, lora: LoraConfig) -> Any:
+        """Activates low-rank adapters, all zero; returns the name by which requests ask for them."""
+        found = VllmAdapters(
+            self._runtime.runner(), self.spec.arch, self._layout, lora, self.spec.dtype_name, self._runtime.version
+        )
+        self.adapters = EngineAdapters(self, found.layout, found.tensors)
+        return found.request()
 
     # weights ----------------------------------------------------------------------------------------------------------
 
@@ -223,7 +235,10 @@ class VllmEngine(RolloutEngine):
             name = str(self._num_requests)
             self._num_requests += 1
             names[name] = self._runtime.engine.add_request(
-                name, {"prompt_token_ids": list(prompt.prompt_ids)}, SamplingParams(**given, output_kind=kind)
+                name,
+                {"prompt_token_ids": list(prompt.prompt_ids)},
+                SamplingParams(**given, output_kind=kind),
+                lora_request=self._lora_request,
             )
         return names
 

@@ -67,7 +67,7 @@ DERIVED = {
     "hf_config_path": MODEL,
     "model_class_overrides": MODEL,
     "model_impl": MODEL,
-    "enable_lora": "the actor trains no adapters",
+    "enable_lora": "it follows from actor.lora",
     "kv_sharing_fast_prefill": MODEL,
     "trust_remote_code": "mrl runs no code of a model's folder",
     "watermark": DRAWS,

@@ -11,6 +11,7 @@ import gc
 import importlib
 import math
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,16 @@ def check_build(device: torch.device, version: str) -> None:
         )
 
 
-def arguments(spec: EngineSpec, cache_bytes: int, version: str) -> dict[str, Any]:
+def arguments(
+    spec: EngineSpec, cache_bytes: int, version: str, further: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Returns the keyword arguments of `LLM`, except `model`.
 
     Args:
         spec: Constructor argument of the engine.
         cache_bytes: Size of the KV cache of this rank, bytes.
         version: Version of the installed vLLM, for messages.
+        further: Further arguments that mrl chooses.
 
     Raises:
         UserError: The installed version lacks an argument.
@@ -103,6 +107,7 @@ def arguments(spec: EngineSpec, cache_bytes: int, version: str) -> dict[str, Any
         "async_scheduling": False,  # all ranks of a replica must schedule alike
         "seed": 0,  # every request has its own seed
         "disable_log_stats": True,
+        **(further or {}),
     }
     return merge_arguments(derived, user_arguments(config), version)
 
@@ -124,13 +129,16 @@ class VllmRuntime:
         kept_tokens: Kept token ids, recorded on request.
     """
 
-    def __init__(self, spec: EngineSpec, folder: Path, *, budget: int) -> None:
+    def __init__(
+        self, spec: EngineSpec, folder: Path, *, budget: int, further: Mapping[str, Any] | None = None
+    ) -> None:
         """Collective over the ranks that generate: starts this rank's part of vLLM.
 
         Args:
             spec: Constructor argument of the engine.
             folder: Model folder with config.json.
             budget: Most bytes of the KV cache of this rank.
+            further: Further keyword arguments of `LLM`; None: none.
 
         Raises:
             UserError: vLLM is not installed, has an unsupported version, or refuses an argument.
@@ -160,7 +168,7 @@ class VllmRuntime:
             from vllm import LLM
 
             cache = kv_cache(spec.config, spec.arch, spec.dtype.itemsize).within(budget, spec.config)
-            chosen = arguments(spec, cache, self.version)
+            chosen = arguments(spec, cache, self.version, further)
             try:
                 self.llm: Any = LLM(str(folder), **chosen)
             except UserError:
@@ -203,13 +211,21 @@ class VllmRuntime:
         Raises:
             UserError: The installed version has it in another place.
         """
+        found: torch.nn.Module = self.runner().get_model()
+        return found
+
+    def runner(self) -> Any:
+        """Returns the model runner of this rank.
+
+        Raises:
+            UserError: The installed version has it in another place.
+        """
         try:
-            found: torch.nn.Module = self.engine.model_executor.driver_worker.worker.model_runner.get_model()
+            return self.engine.model_executor.driver_worker.worker.model_runner
         except AttributeError as error:
             raise UserError(
                 f"vLLM {self.version} does not have its model where mrl expects it ({error}). {INSTALL}"
             ) from error
-        return found
 
     def close(self) -> None:
         """Shuts the engine down and frees its memory; the trainer's process groups stay."""

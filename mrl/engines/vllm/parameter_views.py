@@ -24,6 +24,8 @@ PLAIN_KERNELS = ("TRITON", "CPU", "TritonFp8BlockScaledMMKernel")
 
 ROUTED = ".routed_experts."
 """Part of the names of experts in some versions."""
+ADAPTED = ".base_layer."
+"""Part of the names of weights in layers with low-rank adapters."""
 
 
 class ParameterViews:
@@ -39,7 +41,9 @@ class ParameterViews:
     """
 
     def __init__(self, model: torch.nn.Module, layout: Layout, version: str) -> None:
-        found = {name.replace(ROUTED, "."): value.data for name, value in model.named_parameters()}
+        found = {
+            name.replace(ROUTED, ".").replace(ADAPTED, "."): value.data for name, value in model.named_parameters()
+        }
         missing, strange = layout.keys() - found.keys(), found.keys() - layout.keys()
         if missing or strange:
             raise UserError(

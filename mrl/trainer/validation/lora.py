@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from mrl.config.config import Config, LoraConfig
 from mrl.config.did_you_mean import did_you_mean_path
+from mrl.engines._capabilities import engine_capabilities
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.resharding.lora import adapted_modules
@@ -36,6 +37,11 @@ def lora_rules(config: Config) -> Iterator[str]:
         yield (
             "actor.lora.rank with megatron.transformer.moe_shared_expert_overlap=true: the overlapped shared expert "
             "leaves sums unfinished that its adapters would need. Set one of them back."
+        )
+    if not lora.merge and not engine_capabilities(config.rollout.name).stores_adapters:
+        yield (
+            f"actor.lora.merge=false with rollout.name={config.rollout.name}: this engine stores no adapters beside "
+            "the weights. Set actor.lora.merge=true."
         )
     path = config.reference.path
     if path is not None and path != config.model.path and not os.path.isfile(os.path.join(path, ADAPTER_CONFIG)):

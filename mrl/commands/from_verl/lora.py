@@ -8,10 +8,11 @@ from typing import Any
 
 from mrl.commands.from_verl.verl_run import VerlRun, format_value
 from mrl.config.config import ALL_LINEAR
-from mrl.config.verl_keys.translated_keys import DTYPES, ROOT
+from mrl.config.verl_keys.translated_keys import DTYPES, ROLLOUT, ROOT
 from mrl.config.verl_keys.verl_lora import (
     EVERYTHING,
     MEGATRONS,
+    MERGED,
     MODULES,
     NO_DORA,
     NO_DROPOUT,
@@ -56,8 +57,20 @@ def lora(verl: VerlRun) -> Iterator[tuple[str, Any]]:
         return
     else:
         return
+    yield from _merge(verl)
     if verl.megatron:
         yield from _megatron(verl)
+
+
+def _merge(verl: VerlRun) -> Iterator[tuple[str, Any]]:
+    """Yields `merge` where it is set, which both actors read; an engine may be unable to store adapters."""
+    key = f"{MODEL}lora.merge"
+    if key in verl.given:
+        engine = verl.given.get(f"{ROLLOUT}name")
+        if engine == "trtllm" and not verl[key]:
+            verl.decided[key] = MERGED
+        else:
+            yield f"{SECTION}merge", verl[key]
 
 
 def reference_of_adapters(values: Mapping[str, Any]) -> Mapping[str, Any]:

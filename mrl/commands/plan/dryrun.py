@@ -15,13 +15,13 @@ from typing import Any
 from mrl.commands.launch import launch_argv
 from mrl.commands.plan.memory import describe_adapters, num_parameters, stage_memory
 from mrl.commands.plan.undownloaded import with_shapes
+from mrl.commands.plan.weight_sync_cost import synced_layouts
 from mrl.config.config import Config, TrainConfig, to_yaml
 from mrl.config.megatron_fields.defaults import ddp_defaults, overlaps_gradients, transformer_defaults
-from mrl.engines._capabilities import engine_capabilities, memory_plan
+from mrl.engines._capabilities import engine_capabilities
 from mrl.models.base import ArchSpec
 from mrl.models.transformer_engine import asked_for
 from mrl.parallel_layout import ParallelLayout
-from mrl.resharding.megatron import megatron_layouts
 from mrl.resharding.plan import TransferPlan, make_plan
 from mrl.trainer.run_plan import Resolved, check_run, check_run_folder
 from mrl.trainer.validation.critic import critic_config
@@ -192,10 +192,8 @@ def _refit(config: Config, arch: ArchSpec, grid: ParallelLayout) -> Iterator[str
 
 
 def refit_plan(config: Config, arch: ArchSpec, grid: ParallelLayout) -> TransferPlan:
-    """Plans the copies of a weight sync between all ranks of a layout."""
-    dtype = config.model.dtype
-    sources = megatron_layouts(arch, grid, dtype=dtype, te=False)
-    return make_plan(sources, memory_plan(config).layouts(config, arch, grid))
+    """Plans the copies of a weight sync between all ranks of a layout, see `synced_layouts`."""
+    return make_plan(*synced_layouts(config, arch, grid, te=False))
 
 
 def _row(grid: ParallelLayout, rank: int) -> str:

@@ -236,7 +236,8 @@ def _trainer(
     scoring = {"activations": used.scoring}
     holders = [
         _Holder(staying, {"refit": weights, "score": weights, "update": away}),
-        _engine(engine, keeps_cache=not config.rollout.free_cache_engine),
+        _engine(engine, keeps_cache=not config.rollout.free_cache_engine, keeps_weights=sends_adapters(config)),
+        _Holder(_engines_adapters(config, plan.arch) if samples else {}),
         _Holder({"refit staging": staging_bytes(config, grid, moved) if plan.needs_engine else 0}),
         _offloaded_terms({"reference": own.trained if algorithm.needs_reference else 0}, device),
         _Holder(host=_swapped(plan, own)),
@@ -290,16 +291,24 @@ def _trained(
     return holders, staying, {part: size for part, size in own.parts.items() if part in host_copies}
 
 
-def _engine(engine: EngineMemory, *, keeps_cache: bool) -> _Holder:
+def _engines_adapters(config: Config, arch: ArchSpec) -> dict[str, int]:
+    """Returns the term of an engine's adapters: at most all of them, bytes."""
+    if not sends_adapters(config):
+        return {}
+    return {"engine's adapters": lora.num_parameters(arch, config.actor.lora) * ITEM_BYTES[config.model.dtype]}
+
+
+def _engine(engine: EngineMemory, *, keeps_cache: bool, keeps_weights: bool) -> _Holder:
     cache = {"KV cache": engine.cache}
+    kept = {**(cache if keeps_cache else {}), **(engine.awake if keeps_weights else {})}
     return _Holder(
-        always={**engine.held, **(cache if keeps_cache else {})},
+        always={**engine.held, **kept},
         phases={
             "refit": {**engine.awake, **engine.refit},
             "rollout": {**engine.awake, **cache, **engine.rollout},
             "reward": engine.awake,
         },
-        host=engine.host,
+        host=0 if keeps_weights else engine.host,
     )
 
 
@@ -311,7 +320,8 @@ def _sampler(plan: Resolved, device: Device, arriving: int) -> StageMemory:
     engine = engine_memory(replace(plan, config=config), device, weights=weights, actor=0)
     routing = routing_bytes(config, plan.arch, grid)
     holders = [
-        _engine(engine, keeps_cache=True),
+        _engine(engine, keeps_cache=True, keeps_weights=True),
+        _Holder(_engines_adapters(config, plan.arch)),
         _Holder({"refit staging": staging_bytes(config, grid, arriving)}),
         _Holder({"context and communicators": device.allowance}),
         _Holder(phases={"rollout": {"experts to replay": routing if device.is_host else 0}}, host=routing),
@@ -488,13 +498,23 @@ def trained_dtype(config: Config) -> str:
     return (config.actor.lora.dtype if config.actor.lora.rank else None) or config.model.dtype
 
 
+def sends_adapters(config: Config) -> bool:
+    """Returns whether an engine keeps the model's weights, and weight syncs after the first send adapters only."""
+    return config.actor.lora.rank > 0 and not config.actor.lora.merge
+
+
+def selects_layers(settings: LoraConfig) -> bool:
+    """Returns whether the layers of a model may have different adapters."""
+    return any("layers." in name for name in (*settings.target_modules, *settings.exclude_modules))
+
+
 def _trained_elements(config: Config, arch: ArchSpec, grid: ParallelLayout) -> list[tuple[int, int]]:
     """Returns (dense elements, expert elements) that a rank of each stage trains: its adapters, or all."""
     settings = config.actor.lora
     if not settings.rank:
         return _actor_elements(arch, grid)
     names = tuple(settings.target_modules), tuple(settings.exclude_modules)
-    if any("layers." in name for name in (*names[0], *names[1])):  # layers differ
+    if selects_layers(settings):
         first_ranks = range(0, len(grid.trainers), len(grid.trainers) // grid.pp)
         return [_adapter_elements(arch, grid, rank, settings.rank, *names) for rank in first_ranks]
     experts_ranks = math.lcm(grid.tp, grid.ep * grid.expert_tp)

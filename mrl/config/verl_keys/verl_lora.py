@@ -10,7 +10,8 @@ NO_DROPOUT = (
 )
 NO_DORA = "no DoRA: adapters are LoRA's pairs, actor.lora"
 NO_CRITIC = "the critic trains all its weights; only the actor has adapters"
-IN_ENGINE = "the engine needs no adapters: it gets weights with the actor's adapters merged"
+IN_ENGINE = "it follows from actor.lora"
+MERGED = "the engine stores no adapters: they are merged into its weights"
 
 OWN: tuple[str, ...] = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
 """Keys of the FSDP actor, in the order rank, alpha, target modules, excluded modules, adapters to start from."""
@@ -33,13 +34,14 @@ MAPS: dict[str, tuple[str, Any, str]] = {
         "Megatron's; `linear_qkv` is `q_proj`, `k_proj` and `v_proj`, and so on"),
     "lora.exclude_modules": ("actor.lora.exclude_modules", [], "Megatron's; likewise"),
     "lora.lora_A_init_method": ("actor.lora.init", "xavier", "Megatron's; `kaiming`, the default in mrl"),
+    "lora.merge": (
+        "actor.lora.merge", False, "true unless it is set; samples differ by rounding only"),
     "lora.dtype": ("actor.lora.dtype", None, "Megatron's"),
     "lora.adapter_path": ("actor.lora.adapter_path", None, "Megatron's; only a PEFT folder"),
 }  # fmt: skip
 """Key below `actor_rollout_ref.model.` -> (mrl's key, verl's default, how values differ)."""
 
 MOOT: dict[str, str] = {
-    "lora.merge": IN_ENGINE,
     "lora.fully_sharded_loras": IN_ENGINE,
     "lora.a2a_experimental": "speed only",
     "lora.dropout_position": "only with dropout",

@@ -76,6 +76,17 @@ def test_what_mrl_lacks_is_lost_once(actor, given, lost):
         )
 
 
+@pytest.mark.parametrize(
+    ("given", "engine", "merge"), [({}, "vllm", True), ({"lora.merge": False}, "vllm", False),
+                                   ({"lora.merge": True}, "vllm", True), ({"lora.merge": False}, "trtllm", True)]
+)  # fmt: skip
+def test_adapters_are_merged_unless_verl_says_otherwise(given, engine, merge):
+    settings = {f"{MODEL}{key}": value for key, value in given.items()}
+    for actor, rank in (({}, "lora_rank"), (MEGATRON, "lora.rank")):
+        own = {f"{MODEL}{rank}": 8, "actor_rollout_ref.rollout.name": engine}
+        assert translated(actor | own | settings)[0].merge is merge
+
+
 @pytest.mark.parametrize("actor", [{}, MEGATRON])
 def test_a_folder_of_adapters_has_its_own_rank_and_modules(actor, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(PEFT))

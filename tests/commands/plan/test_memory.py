@@ -13,6 +13,7 @@ from mrl.models.base import critic_of
 from mrl.models.presets import arch_from_preset
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.lora import adapted_matrices
+from mrl.resharding.lora import num_parameters as lora_parameters
 from mrl.resharding.megatron import megatron_layouts
 from mrl.resharding.native import native_layouts
 from mrl.resharding.random_init import init_adapters
@@ -378,11 +379,9 @@ def test_adapters_are_those_of_every_rank_and_a_reference_has_no_weights():
             matrices = adapted_matrices(arch, grid, rank, lora, dtype="float32", te=False)
             own = sum(math.prod(one.lora_a.shape) + math.prod(one.lora_b.shape) for one in matrices)
             assert stages[grid.coords(rank).pp].trained == 4 * own
+    dense = ROOT / "configs" / "grpo_qwen3-8b_1x8_tp2.yaml"
     settings = ["algorithm.kl_in=loss", "algorithm.kl_coef=0.1", "reference.path=null"]
-    full, adapted = (
-        resolve(load(ROOT / "configs" / "grpo_qwen3-8b_1x8_tp2.yaml", [*settings, f"actor.lora.rank={rank}"]), 8)
-        for rank in (0, 32)
-    )
+    full, adapted = (resolve(load(dense, [*settings, f"actor.lora.rank={rank}"]), 8) for rank in (0, 32))
     device = Device(te=True, capacity=76 * 10**9, allowance=10**9, total=80 * 10**9, engine_allowance=10**9)
     more, less = (memory_by_stage(plan, device)[0] for plan in (full, adapted))
     terms = {term: more.phases["update"][term] for term in ("weights", "gradients", "optimizer")}
@@ -390,3 +389,9 @@ def test_adapters_are_those_of_every_rank_and_a_reference_has_no_weights():
     assert small["weights"] < 1.03 * terms["weights"]
     assert all(small[term] < 0.03 * terms[term] for term in ("gradients", "optimizer"))
     assert less.host < more.host - terms["weights"]
+    kept = replace(
+        adapted, config=load(dense, [*settings, "rollout.name=native", "actor.lora={rank: 32, merge: false}"])
+    )
+    for phase, own in memory_by_stage(kept, device)[0].phases.items():
+        assert own["engine's adapters"] == 2 * lora_parameters(adapted.arch, adapted.config.actor.lora), phase
+        assert own["engine's weights"] > 0, phase

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.slow
 
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
 OF_VLLM = [name for name in CONFIGS if "_vllm" in name]
-ALONE = [name for name in CONFIGS if name not in OF_VLLM and name != "sums_smollm2"]
-"""Configs of the other engines; `sums_smollm2` needs the folder of its model."""
+ALONE = [name for name in CONFIGS if name not in OF_VLLM and not name.startswith("sums_smollm2")]
+"""Configs of the other engines; those of `sums_smollm2` need the folder of its model."""
 OF_ROLES = [name for name in CONFIGS if name.endswith("_roles")]
 NAMED = ("grpo_qwen2.5-0.5b", "grpo_qwen3-8b", "grpo_llama3.1-70b", "dapo_qwen3-30b", "dapo_qwen3-235b")
 SMALL, DENSE, STAGED, EXPERTS, LARGE = (

@@ -94,6 +94,7 @@ setup(
             "transformer-engine==2.11.0",  # its Python code only: tests/megatron/te
             "einops>=0.7,<1",  # which that needs
             "trl>=1.14,<2",  # Python 3.10 takes 1.14, the last one for it
+            "peft>=0.18,<1",  # tests of actor.lora compare with it
             "wandb>=0.19,<1",
             "starlette>=0.40,<2",  # mrl serve, and its clients
             "pydantic>=2.8,<3",

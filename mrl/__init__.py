@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from mrl.algorithms.functional.losses import Surrogate
     from mrl.config.config import Config
     from mrl.config.config import load as load_config
+    from mrl.data.reward_order import RowRewards
     from mrl.data.synthetic_tasks import Task
     from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
     from mrl.environments.base import Action, Environment, Observation, ToolCall
     from mrl.environments.toolbox import ToolEnvironment
     from mrl.errors import ClusterError, UserError
     from mrl.observability.loggers.base import Logger, Opening
+    from mrl.resharding.layout import Piece, StoredTensor
     from mrl.resharding.weight_slice import WeightSlice
     from mrl.rewards.base import RewardFunction
     from mrl.train import evaluate, train
@@ -34,10 +36,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Action", "Algorithm", "Callback", "ClusterError", "Config", "EngineSpec", "Environment", "Logger", "Observation",
-    "Opening", "Outcomes", "PolicyGradient", "PolicyLoss", "Prompt", "RewardFunction", "Rollout", "RolloutBatch",
-    "RolloutEngine", "SamplingConfig", "Surrogate", "Task", "ToolCall", "ToolEnvironment", "TrainResult", "UserError",
-    "WeightSlice", "evaluate", "load_config", "train",
+    "Action", "Algorithm", "Callback", "ClusterError", "Config", "EngineSpec", "Environment", "Logger",
+    "Observation", "Opening", "Outcomes", "Piece", "PolicyGradient", "PolicyLoss", "Prompt", "RewardFunction",
+    "Rollout", "RolloutBatch", "RolloutEngine", "RowRewards", "SamplingConfig", "StoredTensor", "Surrogate", "Task",
+    "ToolCall", "ToolEnvironment", "TrainResult", "UserError", "WeightSlice", "evaluate", "load_config", "train",
 ]  # fmt: skip
 
 _HOMES = {
@@ -46,6 +48,7 @@ _HOMES = {
     "mrl.algorithms.base": ("Algorithm", "Outcomes"),
     "mrl.algorithms.functional.losses": ("Surrogate",),
     "mrl.config.config": ("Config", "load_config"),
+    "mrl.data.reward_order": ("RowRewards",),
     "mrl.data.synthetic_tasks": ("Task",),
     "mrl.engines.base": ("EngineSpec", "RolloutEngine", "SamplingConfig"),
     "mrl.environments.base": ("Action", "Environment", "Observation", "ToolCall"),
@@ -56,6 +59,7 @@ _HOMES = {
     "mrl.train": ("evaluate", "train"),
     "mrl.trainer.callbacks": ("Callback", "TrainResult"),
     "mrl.types": ("Prompt", "Rollout", "RolloutBatch"),
+    "mrl.resharding.layout": ("Piece", "StoredTensor"),
     "mrl.resharding.weight_slice": ("WeightSlice",),
 }
 

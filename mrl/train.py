@@ -26,7 +26,12 @@ import torch.distributed as dist
 
 from mrl.algorithms.base import PROXIMAL, REFERENCE, Algorithm
 from mrl.config.config import Config
-from mrl.distributed.collectives import broadcast_from_rank_0, raise_on_all_ranks, world_group
+from mrl.distributed.collectives import (
+    broadcast_from_rank_0,
+    call_on_first_rank,
+    raise_on_all_ranks,
+    world_group,
+)
 from mrl.distributed.watchdog.graceful_stop import Stop
 from mrl.engines.base import RolloutEngine, SamplingConfig
 from mrl.errors import UserError
@@ -285,7 +290,8 @@ def sample_rollouts(trainer: Trainer, step: int, process_group: dist.ProcessGrou
     steps_done = step - 2 if overlapped else step - 1  # training steps done by the weights that sample
     buffer.restart_too_old(step)
     for _ in range(config.algorithm.max_sampling_rounds if dynamic else 1):
-        buffer.draw(trainer.state.source.next(buffer.num_drawable(step, concurrent=overlapped)))
+        num_drawn = buffer.num_drawable(step, concurrent=overlapped)
+        buffer.draw(trainer.state.source.next(num_drawn, partial(call_on_first_rank, process_group)))
         groups = buffer.unfinished(step, concurrent=overlapped)
         if not groups or buffer.may_stop((), step, ahead=ahead):
             return
@@ -392,7 +398,8 @@ def warm_start(trainer: Trainer) -> None:
     algorithm, source, done = begin_warm_start(trainer)
     for step in range(done + 1, config.num_steps + 1):
         with trainer.progress.step(step), trainer.timers.phase("warm_start"):
-            prompts = source.next(config.batch_size)
+            prompts = source.next(config.batch_size, partial(call_on_first_rank, world_group()))
+            source.release(source.position)
             metrics = trainer.run_on_trainers(partial(warm_start_step, trainer, prompts, algorithm))
         trainer.log.warm_start(step, metrics | trainer.timers.metrics())
         trainer.progress.record_state(0, warm_start={"step": step, "source": source.state_dict()})

@@ -21,7 +21,10 @@ from mrl.distributed.worker_processes.sandbox import bubblewrap_works
 from mrl.models.kernels.bindings import load_library
 from tests import imports, ranks, tiers, warm
 from tests.launch.cluster import missing_programs
+from tests.peft_import import PeftFinder
 from tests.source import PACKAGE
+
+sys.meta_path.insert(0, PeftFinder())
 
 torch.set_num_threads(1)
 if hasattr(os, "SCHED_BATCH"):

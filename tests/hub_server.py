@@ -31,15 +31,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(json.dumps(listed).encode(), body=body)
         elif path.startswith(server.api):
             self._send(json.dumps({"id": server.repo, "sha": server.commit, "siblings": []}).encode(), body=body)
+        elif server.gated and "/resolve/" in path:
+            self._send(b"", body=body, status=403, **{"X-Error-Code": "GatedRepo"})
         elif (name := path.partition(f"/resolve/{server.commit}/")[2]) in server.files:
             if body:
                 server.sent.append(name)
             self._send(server.files[name], body=body)
+        elif server.repo not in path:  # the hub hides which repositories are private
+            self._send(b"", body=body, status=401, **{"X-Error-Code": "RepoNotFound"})
         else:
             self.send_error(404)
 
-    def _send(self, data, *, body):
-        self.send_response(200)
+    def _send(self, data, *, body, status=200, **headers):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(data)))
         self.send_header("ETag", f'"{etag(data)}"')
         self.send_header("X-Repo-Commit", self.server.commit)
@@ -52,7 +58,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serve(kind, repo, commit, files):
+def serve(kind, repo, commit, files, *, gated=False):
     """Yields the running server; `sent` lists the files that it sent.
 
     Args:
@@ -60,10 +66,11 @@ def serve(kind, repo, commit, files):
         repo: OWNER/NAME.
         commit: Commit of the newest revision.
         files: Path in the repository -> content.
+        gated: Refuse the files to an account that has not accepted the terms.
     """
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.api, server.repo, server.commit = f"/api/{kind}/{repo}", repo, commit
-    server.files, server.sent = files, []
+    server.files, server.sent, server.gated = files, [], gated
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

@@ -54,8 +54,8 @@ COMMANDS = {
     "rehearse": ("rehearse", "--world-size", "1", "--dry-run", "--output-dir", "rehearsal"),
 }
 
-HINT = "\nTo rehearse without files that exist only on the cluster ("
-"""What `mrl rehearse` adds where files are not here."""
+HINT = "\nTo go on without files that exist only on the cluster ("
+"""What a dry run, `mrl plan` and `mrl rehearse` add where files are not here."""
 
 STARTED = "is found while ranks train"
 DEVICES = "the GPUs are those of another machine, or of another time"

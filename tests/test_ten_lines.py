@@ -8,6 +8,7 @@ import sys
 import pytest
 import yaml
 
+import mrl
 from mrl.algorithms.base import resolve
 from mrl.config.config import AlgorithmConfig
 from mrl.errors import UserError
@@ -17,6 +18,7 @@ from tests.source import PACKAGE, ROOT
 PAGE = (PACKAGE / "docs" / "python.md").read_text(encoding="utf-8")
 SCRIPTS = dict(re.findall(r"<!-- ten lines: (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
 (CONFIG,) = re.findall(r"<!-- run.yaml -->\n```yaml\n(.*?)```", PAGE, re.DOTALL)
+(ENGINE,) = re.findall(r"<!-- engine -->\n```python\n(.*?)```", PAGE, re.DOTALL)
 (ALGORITHM,) = re.findall(r"<!-- algorithm -->\n```python\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -81,3 +83,21 @@ def test_every_name_of_mrl_on_the_pages_exists():
     folders = {path.stem for path in PACKAGE.iterdir()}
     assert {"Environment", "Observation", "Callback"} <= named
     assert {name for name in named if name not in mrl.__all__ and name not in folders} == set()
+
+
+@pytest.mark.slow
+def test_the_engine_of_the_page_samples_what_the_actor_computes(tmp_path):
+    """Two implementations of the same model, Megatron's and transformers', give each token the same probability."""
+    (tmp_path / "hf_engine.py").write_text(ENGINE)
+    config = mrl.load_config(
+        "quickstart",
+        [
+            f"rollout.name={tmp_path}/hf_engine.py:Transformers", f"run.output_dir={tmp_path}/run", "run.num_threads=1",
+            "train={num_steps: 2, batch_size: 4, minibatch_size: 4}", "train.warm_start.num_steps=0", "rollout.n=4",
+            "data.task_kwargs.num_val=4", "observe={console: off, tensorboard: false, report: false}",
+        ],
+    )  # fmt: skip
+    mrl.train(config)
+    rows = [row for row in runs.metrics(tmp_path) if row["phase"] == "train"]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert max(row["training/rollout_probs_diff_max"] for row in rows[1:]) < 1e-4

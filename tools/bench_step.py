@@ -6,6 +6,7 @@
     python tools/bench_step.py --device cuda --case middle --dtype bfloat16
     python tools/bench_step.py --algorithm ppo     # with a critic of the actor's size, against mrl's GRPO
     python tools/bench_step.py --true-on-policy    # the cost of rollout.true_on_policy, against mrl without it
+    python tools/bench_step.py --lora 32           # adapters of rank 32, against training all weights
 
 An iteration of mrl is weight sync, rollout, reward, pack, update and log, as `mrl train` runs it, in one process. One
 of TRL is what its `train()` does between two optimizer steps. Both start from one Hugging Face folder with random
@@ -23,7 +24,8 @@ of a square product in this run, and "ratio_at_most" TRL's time over that of mrl
 With `--algorithm ppo` both are runs of mrl with the same model and batch: GRPO, and PPO with a critic that starts as
 the actor and takes one optimizer step when the actor does. "ratio" is then PPO's time over GRPO's. With
 `--true-on-policy` both are GRPO, with and without `rollout.true_on_policy`, and "ratio" is the time with it over that
-without.
+without. With `--lora` both are GRPO, and "ratio" is the time with `actor.lora`, whose adapters alone are synced, over
+that of training all weights; "update_ratio" compares the updates alone.
 """
 
 from __future__ import annotations
@@ -114,12 +116,17 @@ def main() -> None:
         "--algorithm", choices=["grpo", "ppo"], default="grpo", help="grpo: against TRL; ppo: against mrl's GRPO"
     )
     parser.add_argument("--true-on-policy", action="store_true", help="with rollout.true_on_policy against without")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="actor.lora.rank, against training all weights")
     add_device(parser)
     args = parser.parse_args()
+    if args.lora is not None and (args.true_on_policy or args.algorithm == "ppo" or args.lora < 1):
+        parser.error("--lora takes a rank above 0, and is measured with GRPO and without --true-on-policy")
     if args.true_on_policy and args.algorithm == "ppo":
         parser.error("--true-on-policy is measured with GRPO: leave --algorithm out")
     bench = "step_ppo" if args.algorithm == "ppo" else "step_true_on_policy" if args.true_on_policy else "step"
     run = {"step": run_case, "step_ppo": run_ppo_case, "step_true_on_policy": run_true_on_policy_case}[bench]
+    if args.lora is not None:
+        bench, run = "step_lora", partial(run_lora_case, rank=args.lora)
     transformers.logging.set_verbosity_error()
     for name in args.case:
         case = (QUICK if args.quick else CASES)[name]
@@ -181,6 +188,17 @@ def run_true_on_policy_case(
     """Compares GRPO with `rollout.true_on_policy` with GRPO without it."""
     runs: dict[str, Settings] = {"off": {}, "on": {"rollout": {"true_on_policy": True}}}
     return run_two(runs, case, dtype, folder, device, iterations=iterations, num_threads=num_threads)
+
+
+def run_lora_case(
+    case: Case, dtype: str, folder: Path, device: str, *, iterations: int, num_threads: int, rank: int
+) -> dict[str, Any]:
+    """Compares GRPO with low-rank adapters with GRPO of all weights."""
+    adapters = {"rank": rank, "alpha": 2.0 * rank, "merge": False}
+    runs: dict[str, Settings] = {"full": {}, "lora": {"actor": {"lora": adapters}}}
+    found = run_two(runs, case, dtype, folder, device, iterations=iterations, num_threads=num_threads)
+    updates = [found[f"{name}_phases_s"]["update_actor"] for name in ("lora", "full")]
+    return {"rank": rank, **found, "update_ratio": round(updates[0] / updates[1], 2)}
 
 
 def run_two(

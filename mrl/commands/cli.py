@@ -137,10 +137,16 @@ def _train(arguments: argparse.Namespace) -> int:
 
         started = get_launcher_env().world_size
         size = world_size(config, arguments.config, arguments.world_size, started=started)
-        described = describe(config, size, launcher=get_launcher_env().launcher if started > 1 else None)
+        launcher = get_launcher_env().launcher if started > 1 else None
+        described = describe(config, size, launcher=launcher, placeholders=arguments.stand_ins)
         if get_launcher_env().rank == 0:
             print(described, flush=True)
         return 0
+
+    if arguments.stand_ins:
+        raise UserError(
+            "--stand-ins without --dry-run: a training needs its model and data. Add --dry-run, or drop it."
+        )
 
     def log(what: str) -> None:
         if get_launcher_env().rank == 0:
@@ -209,7 +215,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from mrl.commands.plan.plan import describe
+    from mrl.commands.plan.plan import as_json, describe, predict
     from mrl.observability.hardware import load_hardware
     from mrl.trainer.validation.world_size import world_size
 
@@ -219,9 +225,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     config = load(arguments.config, arguments.overrides)
     ranks = world_size(config, arguments.config, arguments.world_size).ranks
     metrics = None if arguments.metrics is None else Path(arguments.metrics)
-    print(
-        describe(config, ranks, hardware, mean_length=arguments.expected_response_length, metrics=metrics), flush=True
-    )
+    length = arguments.expected_response_length
+    found = predict(config, ranks, hardware, mean_length=length, metrics=metrics, placeholders=arguments.stand_ins)
+    print(json.dumps(as_json(found), indent=1) if arguments.json else describe(found), flush=True)
 
 
 def _rehearse(arguments: argparse.Namespace) -> None:
@@ -332,6 +338,8 @@ def _data(arguments: argparse.Namespace) -> None:
         arguments.max_train,
         arguments.max_val,
         arguments.force,
+        arguments.folder,
+        arguments.split,
     )
     written, lines = prepare(options)
     for one in written.values():
@@ -460,6 +468,7 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="print the resolved config, the rank layout and the weight-sync traffic"
     )
     parser.add_argument("--world-size", type=_positive, metavar="N", help=f"with --dry-run: {WORLD_SIZE_HELP}")
+    _add_stand_ins(parser, "with --dry-run: ")
     parser.set_defaults(command=_train)
 
 
@@ -497,6 +506,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", type=_positive, metavar="N", help=WORLD_SIZE_HELP)
     _add_hardware(parser)
     parser.add_argument("--gpus-per-node", type=_positive, metavar="N", help="default: that of --hardware")
+    _add_stand_ins(parser)
     lengths = parser.add_mutually_exclusive_group()
     lengths.add_argument(
         "--expected-response-length", type=_positive, metavar="N",
@@ -506,6 +516,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         "--metrics", type=_path, metavar="METRICS.JSONL",
         help="metrics of a run, or its folder: mean and longest response of its last steps are expected",
     )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(command=_plan)
 
 
@@ -515,9 +526,7 @@ def _rehearse_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-ranks", type=_positive, metavar="N", help="most ranks on this machine; default: up to 8, by free memory"
     )
-    parser.add_argument(
-        "--stand-ins", action="store_true", help="use placeholders (presets, addition tasks) for files that are missing"
-    )
+    _add_stand_ins(parser)
     parser.add_argument("--output-dir", type=_output_path, metavar="FOLDER", help="default: runs/rehearse-CONFIG")
     _add_hardware(parser)
     parser.add_argument(
@@ -582,6 +591,14 @@ def _data_options(parser: argparse.ArgumentParser) -> None:
         help="folder to write to; default: data/NAME",
     )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace existing files with other content")
+    parser.add_argument(
+        "--from", dest="folder", type=_path, metavar="FOLDER",
+        help="folder with the files of the data set, named as on the hub or after their splits; nothing is downloaded",
+    )  # fmt: skip
+    parser.add_argument(
+        "--split", choices=("validation", "val", "dev", "test"),
+        help="split of --from that is held out; default: the data set's own, else the first of these that exists",
+    )  # fmt: skip
     for side, what in (("train", "training"), ("val", "held-out")):
         parser.add_argument(
             f"--{side}", metavar="FILE", nargs="+", default=[],
@@ -648,6 +665,11 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", type=_path, metavar="STEP|PATH",
         help="step number or folder of the checkpoint; default: the newest in the run folder",
     )  # fmt: skip
+
+
+def _add_stand_ins(parser: argparse.ArgumentParser, when: str = "") -> None:
+    text = f"{when}use placeholders (presets, addition tasks) for files that are missing"
+    parser.add_argument("--stand-ins", action="store_true", help=text)
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:

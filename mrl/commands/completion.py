@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from mrl.config import packaged
 from mrl.config.choices import choices
@@ -55,6 +55,22 @@ SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 """Shell -> script that the shell sources."""
 
 
+def _public_sets() -> list[str]:
+    from mrl.data.public_sets.base import names
+
+    return names()
+
+
+def _pages() -> list[str]:
+    from mrl.commands.packaged import page_names
+
+    return page_names()
+
+
+NAMES: dict[str, Callable[[], list[str]]] = {"configs": packaged.names, "data": _public_sets, "docs": _pages}
+"""Command -> names that its positional word can have; imported only if asked for."""
+
+
 def candidates(parsers: Mapping[str, argparse.ArgumentParser], words: Sequence[str]) -> list[str]:
     """Returns what the last word can become; [] if the shell should offer files.
 
@@ -73,6 +89,8 @@ def candidates(parsers: Mapping[str, argparse.ArgumentParser], words: Sequence[s
         return _starting(word, options[given[-1]].choices or [])
     if word.startswith("-"):
         return _starting(word, options)
+    if before[0] in NAMES:
+        return [] if _num_positionals(options, given) else _starting(word, NAMES[before[0]]())
     return _positional(parser, options, given, word)
 
 
@@ -81,19 +99,22 @@ def _positional(
 ) -> list[str]:
     """Returns the candidates of a word that is neither an option nor its value."""
     positionals = [action for action in parser._actions if not action.option_strings]
-    taken = sum(
-        not each.startswith("-") and "=" not in each and not _takes_value(options.get(last))
-        for last, each in zip(["", *given], given, strict=False)
-    )
+    taken = _num_positionals(options, given)
     action = positionals[taken] if taken < len(positionals) else None
     overrides = any(each.dest == "overrides" for each in positionals)
     if action is not None and action.dest == "config" and "=" not in word:
         return [*_starting(word, packaged.names()), *_files(word, ".yaml")]
     if action is not None and action.choices:
         return _starting(word, action.choices)
-    if overrides and taken:
-        return _settings(word)
-    return {"name": _starting(word, packaged.names())}.get(action.dest if action else "", [])
+    return _settings(word) if overrides and taken else []
+
+
+def _num_positionals(options: Mapping[str, argparse.Action], given: Sequence[str]) -> int:
+    """Returns the number of words that are neither an option, nor its value, nor KEY=VALUE."""
+    return sum(
+        not each.startswith("-") and "=" not in each and not _takes_value(options.get(last))
+        for last, each in zip(["", *given], given, strict=False)
+    )
 
 
 def _settings(word: str) -> list[str]:

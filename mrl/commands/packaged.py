@@ -51,13 +51,18 @@ def show_configs(name: str | None, output: str | None) -> None:
         raise UserError(f"'{output}' cannot be written: {error.strerror}.") from error
 
 
+def page_names() -> list[str]:
+    """Returns the names of the documentation's pages, sorted."""
+    return sorted(path.stem for path in PAGES.glob("*.md"))
+
+
 def show_docs(page: str | None) -> None:
     """Prints the titles of the documentation's pages, or one page: rendered on a terminal, otherwise as Markdown.
 
     Raises:
         UserError: There is no such page.
     """
-    pages = {path.stem: path.read_text(encoding="utf-8") for path in sorted(PAGES.glob("*.md"))}
+    pages = {name: (PAGES / f"{name}.md").read_text(encoding="utf-8") for name in page_names()}
     if page is None:
         _print_list({name: text.partition("\n")[0].removeprefix("# ") for name, text in pages.items()})
         sys.stdout.write(f"\nmrl docs PAGE prints one; the files are in {os.path.relpath(PAGES)}.\n")

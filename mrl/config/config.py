@@ -21,6 +21,7 @@ from omegaconf._utils import get_omega_conf_dumper
 
 from mrl.config.packaged import did_you_mean_config, find_config
 from mrl.config.paths import FilePath, OutputPath, TokenizerPath
+from mrl.config.user_code import is_code_not_column
 from mrl.config.values import Values
 from mrl.config.verl_keys.verl_presets import PRESETS
 from mrl.config.yaml_file import read_yaml
@@ -916,16 +917,17 @@ class DataConfig:
     val_files: list[FilePath] = field(default_factory=list)
     """Held-out prompts, named likewise; empty: no evaluation."""
     train_weights: list[float] = field(default_factory=list)
-    """Share of the training prompts that come from each of `train_files`, relative to the others; 0: the file continues
-    the one before it. Each file has epochs of its own. Empty: all rows once per epoch."""
+    """Share of the training prompts that come from each of `train_files`, relative to the others. Each of them has
+    epochs of its own; the files of a hub data set are one. Empty: all rows once per epoch."""
     train_max_samples: Optional[int] = None
     """Number of training rows that are used, the same ones for every seed: a random choice with `shuffle`, else the
     first; null: all."""
     val_max_samples: Optional[int] = None
     """Number of held-out rows that are used, chosen likewise."""
-    order_by: Optional[str] = None
-    """Column, such as a difficulty, by whose values each epoch is ordered, smallest first; `shuffle` shuffles rows with
-    equal values. null: no such order."""
+    order_by: Optional[FilePath] = None
+    """Column, such as a difficulty, by whose values each epoch is ordered, smallest first; or a path to your own code
+    (`path/to/file.py:function`), called at the beginning of each epoch with the rows and their past rewards ([data of
+    your own](own_data.md)). `shuffle` shuffles rows with equal values. null: no such order."""
     prompt_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages."""
     answer_key: str = "answer"
@@ -1056,12 +1058,16 @@ class Config:
 LearnsFrom = Literal["samples", "responses", "pairs"]
 """Training data of an algorithm: samples of the engine, responses in the data, or (chosen, rejected) pairs."""
 
+ORDER_BY = "data.order_by"
+"""Field that names a column or user code."""
+
 OWN_CODE = (
     "rollout.name",
     "rollout.agent.environment",
     "algorithm.name",
     "reward.functions[*].name",
     "data.task",
+    ORDER_BY,
     "observe.loggers[*].name",
     "observe.callbacks[*].name",
 )
@@ -1077,13 +1083,20 @@ PARAMETERS = {
 """Key of user code -> parameter of `mrl.train` that takes Python objects for it."""
 
 
+def orders_by_rewards(data: DataConfig) -> bool:
+    """Returns whether `data.order_by` is a path to user code and not a column."""
+    return is_code_not_column(data.order_by or "")
+
+
 def code_names(config: Config) -> dict[str, list[str]]:
-    """Returns the names at each key of OWN_CODE."""
+    """Returns the names at each key of OWN_CODE; a column at `data.order_by` is none."""
     found: dict[str, list[str]] = {}
     for key in OWN_CODE:
         above, _, last = key.partition("[*].")
         value = attrgetter(above)(config)
         found[key] = [getattr(entry, last) for entry in value] if last else [value] if value else []
+    if not orders_by_rewards(config.data):
+        found[ORDER_BY] = []
     return found
 
 
@@ -1115,7 +1128,7 @@ def load(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] 
     values.update(raw, where)
     for item in [overrides] if isinstance(overrides, str) else overrides:
         values.override(item)
-    values.locate(OWN_CODE, folders)
+    values.locate(OWN_CODE, folders, columns=(ORDER_BY,))
     config: Config = values.made(f"{where} or an override")
     return config
 

@@ -86,7 +86,23 @@ def find_snapshot(
         with WeakFileLock(lock):  # later processes find what the first one has downloaded
             return cached() or fetch(local=False)
     except Exception as error:  # the hub's client raises many kinds: its own, its HTTP library's, the disk's
-        raise MissingSnapshotError(f"its download failed: {first_line(error)[:300].rstrip('.')}") from error
+        raise MissingSnapshotError(_refusal(error, repo, kind)) from error
+
+
+def _refusal(error: Exception, repo: str, kind: Kind) -> str:
+    """Returns why a download failed, with the remedy where the hub refuses access."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{repo}"
+    if isinstance(error, GatedRepoError):
+        return (
+            f"it is gated: accept its terms at {page}, then log in with the same account (`hf auth login`, or HF_TOKEN "
+            "with a token that may read gated repositories)"
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return f"there is no {page}, or it is private and needs the token of an account with access (HF_TOKEN)"
+    return f"its download failed: {first_line(error)[:300].rstrip('.')}"
 
 
 def cache_folder() -> str:

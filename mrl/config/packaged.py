@@ -45,4 +45,4 @@ def title(name: str) -> str:
         if not line.startswith("#") or not text:
             break
         words.append(text)
-    return re.split(r"(?<=[.!?:])\s", " ".join(words), maxsplit=1)[0]
+    return re.split(r"(?<=[.!?])\s", " ".join(words), maxsplit=1)[0]

@@ -33,12 +33,18 @@ FORMS = "'package.module:object' or 'path/to/file.py:object'"
 OBJECT_PREFIX = "python-object:"
 """Prefix of the names of objects without a path; no module can have this name."""
 
+_PACKAGE = Path(__file__).resolve().parents[1]
 _objects: dict[str, Any] = {}
 
 
 def is_user_code(name: str) -> bool:
     """Returns whether a name is a path to user code or a Python object, and not the name of something in mrl."""
     return "." in name or ":" in name
+
+
+def is_code_not_column(name: str) -> bool:
+    """Returns whether a name that may be a column, such as `extra.level`, is a path to user code: it has a colon."""
+    return ":" in name or name.endswith(".py")
 
 
 def is_object(name: str) -> bool:
@@ -235,10 +241,28 @@ def _alone(file: Path) -> ModuleType:
 
 def _import_error(error: Exception, place: str) -> str:
     """Returns the error with the line of the user's code that raised it."""
-    said = first_line(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {first_line(error)}"
+    if not isinstance(error, ImportError):
+        return f"{describe_error(error)}."
+    said = first_line(error)
     if isinstance(error, ModuleNotFoundError) and error.name and place.partition(".")[0] == error.name:
         hint = _did_you_mean_module(error.name)
         return f"{said}.{hint} Write it as {FORMS}, in the config's folder, the working folder or on PYTHONPATH."
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    inside = [frame for frame in frames if frame.filename != __file__]
-    return f"{said} ({inside[-1].filename}, line {inside[-1].lineno})." if inside else f"{said}."
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        said += f"; install {package} in mrl's environment, or take the import out"
+    return f"{said}{_origin(error)}."
+
+
+def describe_error(error: Exception) -> str:
+    """Returns the class, message and line of an exception that a user's object raised, without a final full stop."""
+    return f"{type(error).__name__}: {first_line(error)}{_origin(error)}"
+
+
+def _origin(error: Exception) -> str:
+    """Returns the last line of code outside mrl that the exception went through, as " (file, line 3)"; "" without."""
+    inside = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in frame.filename and not Path(frame.filename).is_relative_to(_PACKAGE)
+    ]
+    return f" ({inside[-1].filename}, line {inside[-1].lineno})" if inside else ""

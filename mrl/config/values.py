@@ -20,7 +20,7 @@ from omegaconf.errors import ValidationError
 
 from mrl.config.keys import is_key, leaves, nested
 from mrl.config.paths import IsPath, expand_path, path_keys
-from mrl.config.user_code import make_absolute
+from mrl.config.user_code import is_code_not_column, make_absolute
 from mrl.config.verl_keys.foreign_names import value_hint
 from mrl.config.yaml_file import MAX_DEPTH, UNREADABLE, check_events, reason
 from mrl.errors import UserError
@@ -64,7 +64,7 @@ class Values:
         if not (key and equals):
             raise UserError(f"override '{_cut(item)}' is not section.key=value, for example train.num_steps=10.")
         with explain_yaml_errors(where):
-            check_events(text)
+            _check_override(key, text, where)
             parsed: Any = OmegaConf.from_dotlist([f"value={text}"])
             value = OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[index, call-overload]
             found = leaves(nested(key, value), self._schema)
@@ -76,15 +76,21 @@ class Values:
             else:
                 self._set(leaf, inner, kind, where)
 
-    def locate(self, keys: Sequence[str], folders: Sequence[Path]) -> None:
-        """Makes paths to user code absolute (`user_code.located`); `[*]` in a key means each entry of a list."""
+    def locate(self, keys: Sequence[str], folders: Sequence[Path], columns: Sequence[str] = ()) -> None:
+        """Makes paths to user code absolute (`user_code.make_absolute`).
+
+        Args:
+            keys: Keys that may name user code; `[*]` means each entry of a list.
+            folders: Folders to search.
+            columns: Those of the keys that may also name a column of the data.
+        """
         for key in keys:
             above, _, rest = key.partition("[*]")
             entries = range(len(OmegaConf.select(self._node, above))) if rest else ()
             for each in [f"{above}[{index}]{rest}" for index in entries] if rest else [key]:
                 with explain_yaml_errors(f"of '{each}'"):
                     name = OmegaConf.select(self._node, each)
-                if isinstance(name, str):
+                if isinstance(name, str) and (each not in columns or is_code_not_column(name)):
                     OmegaConf.update(self._node, each, make_absolute(name, folders))
 
     def made(self, where: str) -> Any:
@@ -137,6 +143,14 @@ class Values:
         _make_writable(node)
 
 
+def _check_override(key: str, text: str, where: str) -> None:
+    """Refuses the text of an override that YAML would misread; see `check_events`."""
+    try:
+        check_events(text)
+    except UserError as error:
+        raise UserError(f"config key '{key}' {where}: {error}.") from error
+
+
 def expected(kind: Any) -> str:
     """Returns a description of the values that a type accepts, such as "a whole number, or null"."""
     origin, inside = get_origin(kind), get_args(kind)
@@ -149,7 +163,8 @@ def expected(kind: Any) -> str:
     if origin is list and is_dataclass(inside[0]):
         return f"a list of sections with keys {', '.join(item.name for item in fields(inside[0]))}"
     if origin is list:
-        return "a list such as [a, b], or one string"
+        numbers = inside[0] in (int, float)
+        return "a list of numbers such as [3, 1]" if numbers else "a list such as [a, b], or one string"
     return WORDS[kind]
 
 

@@ -21,6 +21,8 @@ MAX_DEPTH = 40
 """Nesting depth of mappings and lists; a config needs six."""
 JOINED = re.compile(r"(?=.*\d_)(?![-+]?\d{1,3}(_\d{3})+(\.\d*)?$)[-+]?[\d.][\d_]*(?:(?<!\.)\.[\d_]*)?(?<!\.)")
 """Digits joined by underscores that do not group thousands; with two decimal points YAML reads a string."""
+BASE_60 = re.compile(r"[-+]?(?:[1-9][\d_]*(?::[0-5]?\d)+|\d[\d_]*(?::[0-5]?\d)+\.[\d_]*)")
+"""Numbers with colons, such as 3:1 or 12:30, which YAML 1.1 reads in base 60."""
 MAX_SHOWN = 300
 """Characters of another library's message that are quoted."""
 
@@ -41,7 +43,7 @@ def read_yaml(file: Path, what: str) -> Any:
             raise UserError(f"{what} '{file}' has more than {MAX_BYTES} bytes: it cannot be a {what}.")
         content = file.read_bytes()
         content.decode("utf-8")
-        check_events(content)
+        _check_file(content, f"{what} '{file}'")
         return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except UserError:
         raise
@@ -53,6 +55,14 @@ def read_yaml(file: Path, what: str) -> Any:
     except UNREADABLE as error:
         tab = _tab_before(error, content)
         raise UserError(f"{what} '{file}' is not readable YAML: {tab or reason(error)}.") from error
+
+
+def _check_file(content: bytes, what: str) -> None:
+    """Refuses a file that YAML would misread; see `check_events`."""
+    try:
+        check_events(content)
+    except UserError as error:
+        raise UserError(f"{what}: {error}.") from error
 
 
 def _tab_before(error: Exception, content: bytes) -> str | None:
@@ -69,12 +79,18 @@ def check_events(text: str | bytes) -> None:
 
     Raises:
         RecursionError: The nesting is so deep that libyaml would overflow its stack.
-        UserError: Numbers joined by an underscore, such as the bounds 0.5_2, would be read as the one number 0.52.
+        UserError: Numbers joined by an underscore, such as the bounds 0.5_2, would be read as the one number 0.52, or
+            numbers joined by a colon, such as the weights 3:1, as the number 3 x 60 + 1.
     """
     depth = 0
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and JOINED.fullmatch(event.value):
             raise UserError(f"YAML reads {event.value} as one number. Write it with quotes or with two points: 0.5_2.0")
+        if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and BASE_60.fullmatch(event.value):
+            raise UserError(
+                f"YAML reads {event.value} as the number {yaml.safe_load(event.value)} (base 60). Write "
+                f'[{event.value.replace(":", ",")}] for a list of numbers, or quotes around a text: "{event.value}"'
+            )
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise RecursionError

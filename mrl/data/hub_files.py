@@ -11,7 +11,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from itertools import chain
 from pathlib import Path
 
 from mrl.config.config import DataConfig
@@ -51,33 +50,45 @@ def is_hub_location(text: str) -> bool:
     return text.startswith(PREFIX) or (is_hub_name(text) and not text.endswith(SUFFIXES))
 
 
-def resolve_data_files(data: DataConfig, *, download: bool = False) -> DataConfig:
-    """Replaces the hub locations in `train_files` and `val_files` by paths of files in the hub's cache.
+def fetch_data_files(data: DataConfig, *, download: bool = False) -> None:
+    """Checks that the files of all hub locations in `train_files` and `val_files` are in the hub's cache.
+
+    Args:
+        data: Names of the files.
+        download: Download what the cache lacks; False: refuse it.
 
     Raises:
         UserError: The cache lacks files, and `download` is False or the download failed; or there are no such files.
     """
-    if not any(map(is_hub_location, (*data.train_files, *data.val_files))):
-        return data
-    found = {
-        side: [
-            local_files(f"data.{side}_files", text, side, download=download) if is_hub_location(text) else [text]
-            for text in getattr(data, f"{side}_files")
-        ]
-        for side in SPLITS
+    for side in SPLITS:
+        for text in getattr(data, f"{side}_files"):
+            paths_of(text, side, download=download)
+
+
+def paths_of(text: str, side: str, *, download: bool = False) -> list[str]:
+    """Returns the paths of an entry of `train_files` or `val_files`: itself, or the files of a hub location.
+
+    Args:
+        text: Path or hub location.
+        side: "train" or "val".
+        download: Download what the cache lacks; False: refuse it.
+
+    Raises:
+        UserError: As `fetch_data_files`.
+    """
+    return local_files(f"data.{side}_files", text, side, download=download) if is_hub_location(text) else [text]
+
+
+def with_paths(data: DataConfig) -> DataConfig:
+    """Returns the settings with all hub locations replaced by paths in the cache.
+
+    Raises:
+        UserError: As `fetch_data_files`.
+    """
+    paths = {
+        side: [path for text in getattr(data, f"{side}_files") for path in paths_of(text, side)] for side in SPLITS
     }
-    data = replace(data, train_weights=_weights_of_parts(data, [len(paths) for paths in found["train"]]))
-    return replace(
-        data, train_files=[*chain.from_iterable(found["train"])], val_files=[*chain.from_iterable(found["val"])]
-    )
-
-
-def _weights_of_parts(data: DataConfig, counts: Sequence[int]) -> list[float]:
-    """Returns `train_weights` with a 0 for each further file of an entry of `train_files`."""
-    if len(data.train_weights) != len(counts):
-        return data.train_weights  # none, or a wrong number, which the validation reports
-    pairs = zip(data.train_weights, counts, strict=True)
-    return [*chain.from_iterable((weight, *[0.0] * (count - 1)) for weight, count in pairs)]
+    return replace(data, train_files=paths["train"], val_files=paths["val"])
 
 
 def is_local(key: str, text: str) -> bool:
@@ -90,7 +101,7 @@ def is_local(key: str, text: str) -> bool:
     if not is_hub_location(text):
         return os.path.isfile(text)
     try:
-        local_files(key, text, key.removeprefix("data.").removesuffix("_files"))
+        paths_of(text, key.removeprefix("data.").removesuffix("_files"))
     except UserError:
         return False
     return True
@@ -128,6 +139,65 @@ def set_files(key: str, file: HubFiles, side: str, revision: str | None = None, 
     """Returns the paths of files that a public data set names; the arguments are those of `local_files`."""
     where = replace(parse_location(key, file.location), revision=revision)
     return _files(key, file.location, where, side, download=download)
+
+
+def folder_files(
+    folder: str, files: Sequence[HubFiles], side: str, split: str | None = None
+) -> list[tuple[str, str | None]]:
+    """Returns the files of one side in a local copy of a public data set.
+
+    Args:
+        folder: Folder with the files under their paths on the hub, or with the same names, or named after their
+            splits. Files of several repositories may also be in subfolders NAME or OWNER/NAME.
+        files: Files of the side on the hub.
+        side: "train" or "val".
+        split: Split to read instead, such as "test"; None: the files above, else the first split that exists.
+
+    Returns:
+        Path, and value of the column `data_source` (None: as converted), of each file.
+
+    Raises:
+        UserError: The folder does not exist, lacks files, or has several versions of the data.
+    """
+    option, root = "mrl data: --from", Path(folder)
+    if not root.is_dir():
+        raise UserError(f"{option}: '{folder}' is not a folder.{did_you_mean_path(folder)}")
+    own = [] if split else [(file, _own_files(root, file)) for file in files]
+    missing = [file for file, found in own if not found]
+    if own and len(missing) < len(own):
+        if missing:
+            raise UserError(
+                f"{option}: '{folder}' has no complete {_pattern(missing[0])} of {missing[0].repo}. Add it, or name "
+                "the files with --train and --val."
+            )
+        return [(str(path), file.data_source) for file, found in own for path in found]
+    splits = [split] if split else SPLITS[side]
+    found = next((paths for name in splits if (paths := _matches(root, _split_patterns(name)))), [])
+    if not _is_complete(found):
+        names = " or ".join([f"'{_pattern(file)}'" for file in files if not split] + [f"'{name}*'" for name in splits])
+        raise UserError(
+            f"{option}: '{folder}' has no complete {'training' if side == 'train' else 'held-out'} files: expected "
+            f"{names} ({', '.join(SUFFIXES)}). Name the files with --train and --val."
+        )
+    parents = sorted({str(path.parent) for path in found})
+    if len(parents) > 1:
+        raise UserError(f"{option}: '{folder}' has several versions. Choose one: --from {', --from '.join(parents)}.")
+    return [(str(path), files[0].data_source if len(files) == 1 and not split else None) for path in found]
+
+
+def _pattern(file: HubFiles) -> str:
+    """Returns the shell pattern of a set's files in their repository."""
+    return parse_location("", file.location).pattern or "*"
+
+
+def _own_files(root: Path, file: HubFiles) -> list[Path]:
+    """Returns the files of a repository in a folder or its subfolder for the repository; [] if some are missing."""
+    pattern = _pattern(file)
+    for folder in (root, root / file.repo, root / file.repo.partition("/")[2]):
+        for paths in (pattern, pattern.rpartition("/")[2]):
+            if _is_complete(found := [path for path in _matches(folder, [paths]) if path.suffix in SUFFIXES]):
+                return found
+    return []
 
 
 def parse_location(key: str, text: str) -> HubLocation:

@@ -1,14 +1,14 @@
 """Order of the training rows: position in the prompt stream -> index of a row.
 
-An order is a pure function of the position, the seed and the data. A resume therefore needs only the position, and a
-prompt can be found again by its uid.
+An order is a pure function of the position, the seed and the data, except for `reward_order.py`. A resume therefore
+needs only the position, and a prompt can be found again by its uid.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mrl.config.did_you_mean import did_you_mean
@@ -20,8 +20,20 @@ BLOCK = 1000
 """Positions of a block of `MixedOrder`, in which each part has its exact share."""
 
 
+Share = Callable[[Callable[[], bytes]], bytes]
+"""Collective function that calls its argument on one rank and returns the result on all ranks that draw prompts."""
+
+
+def call_here(function: Callable[[], bytes]) -> bytes:
+    """Calls a function on this rank: the `Share` of a single process."""
+    return function()
+
+
 class PromptOrder(ABC):
-    """Endless sequence of row indices."""
+    """Endless sequence of row indices.
+
+    Only an order that depends on the run overrides the methods with an empty body.
+    """
 
     @abstractmethod
     def row_at(self, position: int) -> int:
@@ -30,6 +42,25 @@ class PromptOrder(ABC):
     def describe(self) -> str:
         """Returns the settings that a resumed run must share, as text; "" for the order that has none."""
         return ""
+
+    def prepare(self, position: int, share: Share) -> None:  # noqa: B027
+        """Prepares for `row_at(position)`; positions are prepared in ascending order."""
+
+    def rewind(self, position: int) -> None:  # noqa: B027
+        """Undoes `prepare` for this and later positions."""
+
+    def record(self, positions: Iterable[int], rewards: Iterable[float]) -> None:  # noqa: B027
+        """Records rewards of responses to the rows at these positions."""
+
+    def release(self, position: int) -> None:  # noqa: B027
+        """Allows forgetting the rows at smaller positions, which are not read any more."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run cannot compute again, JSON-serializable; {} for most orders."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], position: int) -> None:  # noqa: B027
+        """Restores the result of `state_dict`, of a stream that has drawn `position` rows."""
 
 
 class EpochOrder(PromptOrder):

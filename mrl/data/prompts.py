@@ -2,24 +2,34 @@
 
 `PromptEncoder` turns one row into a `Prompt`, `PromptSource` is the training stream, and `load_validation` reads the
 held-out prompts. The stream is endless: `prompt_order.py` gives the row at position p, and p is the prompt's uid. Its
-state is one number, and a row is tokenised only when the stream reaches it. Every rank runs the same source and sees
-the same prompts.
+state is one number (and what `reward_order.py` adds), and a row is tokenised only when the stream reaches it. Every
+rank runs the same source and sees the same prompts.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from mrl.config.config import DataConfig
+from mrl.config.config import DataConfig, orders_by_rewards
 from mrl.config.did_you_mean import did_you_mean
 from mrl.data.conversations import Messages, describe_value, pair_prompt, parse_messages, split_conversation
+from mrl.data.hub_files import paths_of
 from mrl.data.media import refuse_media
-from mrl.data.prompt_order import EpochOrder, MixedOrder, PromptOrder, SortedOrder, column_values
+from mrl.data.prompt_order import (
+    EpochOrder,
+    MixedOrder,
+    PromptOrder,
+    Share,
+    SortedOrder,
+    call_here,
+    column_values,
+)
 from mrl.data.public_sets.base import Row
+from mrl.data.reward_order import RewardOrder
 from mrl.data.row_sources import ChainedRows, ChosenRows, RowSource, TaskRows, open_files
 from mrl.data.synthetic_tasks import make_task
 from mrl.data.tokenizer import Tokenizer
@@ -201,7 +211,10 @@ class PromptEncoder:
 
 
 class PromptSource:
-    """The endless stream of training prompts. Its state (`state_dict`) is the number of rows used so far."""
+    """The endless stream of training prompts. Its state (`state_dict`) is the number of rows used so far.
+
+    An order by past rewards also has totals and epochs in its state.
+    """
 
     def __init__(
         self, rows: RowSource, encoder: PromptEncoder, *, seed: int, shuffle: bool, order: PromptOrder | None = None
@@ -247,18 +260,21 @@ class PromptSource:
         """Number of passes over the data so far, fractional."""
         return self._position / len(self._rows)
 
-    def next(self, num_prompts: int) -> list[Prompt]:
+    def next(self, num_prompts: int, share: Share = call_here) -> list[Prompt]:
         """Returns the next prompts and advances the position. The position stays unchanged if this raises.
 
         Args:
             num_prompts: Number of prompts; rows that are dropped as too long do not count.
+            share: Calls a function of the user on one of the ranks that draw, and returns its result on all of them.
 
         Raises:
-            UserError: A row cannot be used, or all rows of an epoch were dropped as too long.
+            UserError: A row cannot be used, all rows of an epoch were dropped as too long, or the function of
+                `data.order_by` failed.
         """
         prompts: list[Prompt] = []
         position, dropped = self._position, 0
         while len(prompts) < num_prompts:
+            self._order.prepare(position, share)
             index = self._order.row_at(position)
             rows = self._rows
             prompt = self._encoder.encode(rows.row(index), rows.source(index), position, rows.data_source(index))
@@ -306,6 +322,20 @@ class PromptSource:
             raise
         finally:
             self._position = position
+            self._order.rewind(position)
+
+    def record_rewards(self, uids: Iterable[int], rewards: Iterable[float]) -> None:
+        """Records the rewards of responses, which may determine the order of the next epochs.
+
+        Args:
+            uids: Uid of the prompt of each response.
+            rewards: Reward of each response, finite.
+        """
+        self._order.record(uids, rewards)
+
+    def release(self, uid: int) -> None:
+        """Allows forgetting the rows of prompts with smaller uids, for which `at` is not called any more."""
+        self._order.release(uid)
 
     def first(self, num_rows: int) -> list[Prompt]:
         """Returns the prompts of the first rows in file order, without those that are too long.
@@ -325,8 +355,11 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position together with the hash, order and seed that it refers to, as JSON values."""
+        more = self._order.state_dict()
+        return {"position": self._position, **self._settings(), **({"order_state": more} if more else {})}
+
+    def _settings(self) -> dict[str, Any]:
         return {
-            "position": self._position,
             "num_rows": len(self._rows),
             "fingerprint": self._rows.fingerprint,
             "shuffle": self._shuffle,
@@ -341,7 +374,7 @@ class PromptSource:
             UserError: The data, their order or the seed differ from the saved ones, so prompts would be lost or
                 repeated.
         """
-        own = self.state_dict()
+        own = self._settings()
         if state["fingerprint"] != own["fingerprint"]:
             raise UserError(
                 f"the training data changed since the checkpoint: {state['num_rows']} rows with fingerprint "
@@ -360,7 +393,9 @@ class PromptSource:
                 f"'{order or 'by epochs'}'. Set data.train_weights and data.order_by back, or start a new "
                 "run.output_dir."
             )
-        self._position = int(state["position"])
+        position = int(state["position"])
+        self._order.load_state_dict(state.get("order_state", {}), position)
+        self._position = position
 
 
 def load_training(
@@ -419,17 +454,13 @@ def load_validation(data: DataConfig, tokenizer: Tokenizer, *, prompt_length: in
 def _order(data: DataConfig, rows: RowSource, seed: int) -> PromptOrder:
     """Returns the order of the training rows that the config selects."""
     epochs = EpochOrder(len(rows), seed, shuffle=data.shuffle)
+    if data.order_by is not None and orders_by_rewards(data):
+        return RewardOrder(rows, data.order_by, epochs)
     if data.order_by is not None:
         return SortedOrder(column_values(rows, data.order_by), data.order_by, epochs)
-    if not data.train_weights or not isinstance(rows, ChainedRows):
-        return epochs
-    sizes: list[int] = []
-    for size, weight in zip(rows.sizes, data.train_weights, strict=True):
-        if weight:
-            sizes.append(size)
-        else:
-            sizes[-1] += size  # the file continues the one before it
-    return MixedOrder(sizes, [weight for weight in data.train_weights if weight], seed, shuffle=data.shuffle)
+    if len(data.train_weights) > 1 and isinstance(rows, ChainedRows):
+        return MixedOrder(rows.sizes, data.train_weights, seed, shuffle=data.shuffle)
+    return epochs
 
 
 def _rows(data: DataConfig, encoder: PromptEncoder, side: str) -> RowSource:
@@ -443,12 +474,26 @@ def _all_rows(data: DataConfig, encoder: PromptEncoder, side: str) -> RowSource:
     if data.task is None:
         files = data.train_files if side == "train" else data.val_files
         own_columns = data.prompt_key != "prompt" or data.answer_key not in ("answer", "")
-        return open_files(files, f"data.{side}_files", encoder.check, convert=not own_columns)
+        key, check, convert = f"data.{side}_files", encoder.check, not own_columns
+        parts = [open_files(paths_of(text, side), key, check, convert=convert) for text in files]
+        return parts[0] if len(parts) == 1 else ChainedRows(parts)
     task = make_task(data.task, data.task_kwargs)
     rows = TaskRows(task, data.task, data.task_kwargs, side)
     if len(rows):
         encoder.check(rows.row(0), rows.source(0))
     return rows
+
+
+PROMPT_NAMES = ("question", "problem", "instruction", "query", "input")
+"""Names that other data sets give the column of the prompt."""
+
+
+def _prompt_hint(key: str, row: Row, config_key: str) -> str:
+    """Returns the end of an error message with the column that has the prompt; "" unless exactly one is named so."""
+    if config_key != "data.prompt_key" or key != DataConfig.prompt_key:
+        return ""
+    found = [name for name in row if name.lower() in PROMPT_NAMES]
+    return f" If '{found[0]}' is the prompt, set data.prompt_key={found[0]}." if len(found) == 1 else ""
 
 
 def _column(row: Row, key: str, source: str, config_key: str) -> Any:
@@ -463,7 +508,7 @@ def _column(row: Row, key: str, source: str, config_key: str) -> Any:
                 "Remove the row or fill it in."
             )
         if not isinstance(value, dict) or part not in value:
-            hint = did_you_mean(key, row)
+            hint = did_you_mean(key, row) or _prompt_hint(key, row, config_key)
             if not hint and config_key == "data.answer_key":
                 hint = " If the data has no answers, set it to ''."
             raise UserError(f"{source}: no column '{key}' ({config_key}). Columns: {', '.join(row)}.{hint}")

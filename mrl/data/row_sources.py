@@ -20,7 +20,7 @@ from typing import Any
 from mrl.config.did_you_mean import did_you_mean_path
 from mrl.config.user_code import label
 from mrl.data.parquet_values import columns_with_gaps, float_reader, kinds_of_gaps
-from mrl.data.public_sets.base import Row, UnusableRowError, find, recognize
+from mrl.data.public_sets.base import AmbiguousRowError, Row, UnusableRowError, find, recognize
 from mrl.data.shuffle import Shuffle
 from mrl.data.synthetic_tasks import Task
 from mrl.errors import UserError, first_line
@@ -322,7 +322,7 @@ class ConvertedRows(RowSource):
     def __init__(self, rows: RowSource) -> None:
         """Wraps a source with at least one row."""
         self._rows = rows
-        self.name = recognize(rows.row(0))
+        self.name = _data_set_of(rows.row(0), rows.source(0))
         self.fingerprint = rows.fingerprint if self.name is None else f"{rows.fingerprint}:{self.name}"
 
     @property
@@ -350,9 +350,9 @@ def convert_row(row: Row, source: str) -> Row:
     """Returns the prompt, answer and further columns of a raw row of a public data set; other rows unchanged.
 
     Raises:
-        UserError: The row lacks something that its data set needs, such as tests.
+        UserError: The row lacks something that its data set needs, such as tests; or it may belong to several sets.
     """
-    name = recognize(row)
+    name = _data_set_of(row, source)
     if name is None:
         return row
     try:
@@ -361,6 +361,18 @@ def convert_row(row: Row, source: str) -> Row:
         raise UserError(
             f"{source}: columns as in the data set {name}, but the row cannot be used: {error}. Remove such rows, or "
             "set data.prompt_key and data.answer_key to read other columns."
+        ) from error
+
+
+def _data_set_of(row: Row, source: str) -> str | None:
+    """Returns the result of `recognize`; raises UserError for a row that may belong to several sets."""
+    try:
+        return recognize(row)
+    except AmbiguousRowError as error:
+        raise UserError(
+            f"{source}: columns as in the data sets {error}, whose prompts and answers differ. Choose one: `mrl data "
+            f"{error.names[0]} --train FILE` writes rows that a run takes as they are; or set data.prompt_key and "
+            "data.answer_key to read other columns."
         ) from error
 
 

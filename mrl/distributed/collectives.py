@@ -170,6 +170,27 @@ def any_rank(value: bool, group: dist.ProcessGroup | None = None) -> bool:
     return any(found)
 
 
+def call_on_first_rank(group: dist.ProcessGroup, function: Callable[[], Any]) -> Any:
+    """Collective over `group`: calls a function on the group's first rank.
+
+    Args:
+        group: Process group.
+        function: Function that returns plain data (`safe_pickle.py`).
+
+    Returns:
+        Its result, on every rank.
+
+    Raises:
+        UserError: The function raised it; on every rank.
+        RankFailedError: The function raised another exception; on every rank.
+    """
+    first, value = dist.get_global_rank(group, 0), None
+    with raise_on_all_ranks(group):
+        if dist.get_rank() == first:
+            value = function()
+    return broadcast_object(first, value, group)
+
+
 ALONE_S = 5.0
 """Time within which the other ranks join `raise_error_on_all_ranks`, s; later they are taken to wait in a collective
 that the failing rank left."""

@@ -164,7 +164,7 @@ class RolloutEngine(ABC):
 
     on_sampled: Callable[[int, Sequence[int]], object]
     """Callback with the number of tokens sampled since its last call, and the prompt uid of each sample that finished
-    since then. The console shows the progress; an engine that does not call it shows none."""
+    since then. The console shows the progress; `generate` calls it at its end for an engine that does not."""
 
     adapters: EngineAdapters | None = None
     """Receiver of low-rank adapters, with `spec.lora`. Then `update_weights` writes the model's own weights."""
@@ -224,7 +224,25 @@ class RolloutEngine(ABC):
             UserError: A prompt does not fit.
         """
         self._check_ready()
-        return self._generate(prompts, sampling) if prompts else []
+        return self._reported(lambda: self._generate(prompts, sampling)) if prompts else []
+
+    def _reported(self, generate: Callable[[], list[Rollout]]) -> list[Rollout]:
+        """Returns the rollouts of `generate`; passes their tokens to `on_sampled` if the engine did not call it."""
+        on_sampled, calls = self.on_sampled, 0
+
+        def count(num_tokens: int, finished_uids: Sequence[int]) -> object:
+            nonlocal calls
+            calls += 1
+            return on_sampled(num_tokens, finished_uids)
+
+        self.on_sampled = count
+        try:
+            rollouts = generate()
+        finally:
+            self.on_sampled = on_sampled
+        if not calls:
+            on_sampled(sum(len(each.response_ids) for each in rollouts), [each.prompt.uid for each in rollouts])
+        return rollouts
 
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         """Implements `generate` for at least one prompt; the engine is awake and its weights are complete.

@@ -5,8 +5,8 @@ scale * lora_B lora_A x to the module's output. So the modules stay Megatron's (
 and the other parameters keep their names. `resharding/lora.py` says which matrices have adapters and how they are cut.
 
 The hook leaves the output in the state in which the module leaves it: complete, this rank's rows (sequence
-parallelism), or a partial sum that a MoE dispatcher completes (expert tensor parallelism). Only the [tokens, r] products
-travel:
+parallelism), or a partial sum that a MoE dispatcher completes (expert tensor parallelism). Only the [tokens, r]
+products travel:
 
 - Cut by rows: lora_A is complete on each rank. The gradient of lora_A x is summed over the ranks; with sequence
   parallelism lora_A x is gathered, each rank's gradient of lora_A covers its own tokens, and Megatron sums it
@@ -41,11 +41,10 @@ from torch import Tensor, nn
 
 from mrl.config.config import LoraConfig
 from mrl.distributed.groups import ProcessGroups
-from mrl.models.base import ArchSpec, ShardKind
+from mrl.models.base import ArchSpec
 from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.layout import Layout
 from mrl.resharding.lora import (
-    CUT_BY_COLUMNS,
     WEIGHT,
     TrainedMatrix,
     adapted_matrices,
@@ -54,7 +53,6 @@ from mrl.resharding.lora import (
     scale_of,
 )
 
-GATED = (ShardKind.GATE_UP, ShardKind.EXPERT_GATE_UP)
 PARTIAL = "lora_gradient_is_partial"
 """Attribute of adapters whose gradient must be summed over the ranks that share an expert."""
 
@@ -142,13 +140,13 @@ class Adapters:
             place = matrix.tensor
             if place.chunk != chunk:
                 continue
-            kind, stem = place.spec.kind, place.spec.megatron.format(layer=place.layer, expert=place.expert)
-            if kind.is_expert:
+            stem = place.spec.megatron.format(layer=place.layer, expert=place.expert)
+            if matrix.is_expert:
                 cut = parallel_state.get_expert_tensor_parallel_group()
                 replicas = parallel_state.get_expert_data_parallel_group()
             else:
                 cut, replicas = parallel_state.get_tensor_model_parallel_group(), dense
-            by_columns = kind in CUT_BY_COLUMNS
+            by_columns = matrix.is_cut_by_columns
             for name, axis in ((matrix.a_name, 1 if by_columns else None), (matrix.b_name, None if by_columns else 0)):
                 which = "lora_A" if name == matrix.a_name else "lora_B"
                 copy = 0 if axis is not None else cut.rank()
@@ -158,7 +156,7 @@ class Adapters:
                     *([] if axis is None else [(axis, cut.rank(), cut.size())]),
                     replica_id=(0, copy, replicas.rank()),
                 )
-                if axis == 0 and kind in GATED:  # the gate rows of all ranks, then the up rows
+                if axis == 0 and matrix.is_gated:  # the gate rows of all ranks, then the up rows
                     tensor = apply_swiglu_sharded_factory(tensor, ())
                 state[name.partition(".")[2]] = tensor
         return state
@@ -193,7 +191,7 @@ class Adapters:
 
     def _register(self, module: nn.Module, matrix: TrainedMatrix, dtype: str) -> None:
         weight = module.get_parameter(matrix.weight.rpartition(".")[2])
-        by_columns, is_expert = matrix.tensor.spec.kind in CUT_BY_COLUMNS, matrix.tensor.spec.kind.is_expert
+        by_columns, is_expert = matrix.is_cut_by_columns, matrix.is_expert
         for name, stored, is_cut in (
             (matrix.a_name, matrix.lora_a, by_columns),
             (matrix.b_name, matrix.lora_b, not by_columns),
@@ -228,7 +226,7 @@ class Adapters:
         lora_b = module.get_parameter(matrix.b_name.rpartition(".")[2])
         h = torch.nn.functional.linear(x.to(lora_a.dtype), lora_a)
         if not _leaves_partial_sums(module, matrix):
-            h = _exchange(h, module, matrix.tensor.spec.kind)
+            h = _exchange(h, module, matrix)
         runs, rank = matrix.segments(), self.lora.rank
         if len(matrix.modules) == 1 and runs == [(0, 0, y.size(-1))]:
             out = torch.addmm(
@@ -267,10 +265,10 @@ def _by_projection(h: Tensor, lora_b: Tensor, runs: list[tuple[int, int, int]], 
     return torch.cat(parts, -1)
 
 
-def _exchange(h: Tensor, module: nn.Module, kind: ShardKind) -> Tensor:
+def _exchange(h: Tensor, module: nn.Module, matrix: TrainedMatrix) -> Tensor:
     """Collective over tensor-parallel: returns lora_A x as lora_B takes it on this rank, see the head of this file."""
     step: Callable[[Tensor], Tensor]
-    if kind in CUT_BY_COLUMNS:
+    if matrix.is_cut_by_columns:
         step = (
             reduce_scatter_to_sequence_parallel_region
             if _scatters(module)
@@ -292,7 +290,7 @@ def _scatters(module: nn.Module) -> bool:
 
 
 def _leaves_partial_sums(module: nn.Module, matrix: TrainedMatrix) -> bool:
-    return matrix.tensor.spec.kind.is_expert or bool(getattr(module, "explicit_expert_comm", False))
+    return matrix.is_expert or bool(getattr(module, "explicit_expert_comm", False))
 
 
 def _is_grouped(matrix: TrainedMatrix) -> bool:

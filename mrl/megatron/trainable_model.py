@@ -33,7 +33,7 @@ from mrl.megatron.offload import PARTS, Offload, Part
 from mrl.megatron.optimizer import build_optimizer, learning_rate_of, optimizer_tensors, reload_masters
 from mrl.megatron.param_broadcast import first_here
 from mrl.megatron.routing_record import RoutingRecorder
-from mrl.models.base import ArchSpec, ShardKind
+from mrl.models.base import ArchSpec
 from mrl.models.transformer_engine import supports_prefix_sharing, why_local
 from mrl.resharding.checksum import bits
 from mrl.resharding.hf import hf_layout
@@ -237,7 +237,7 @@ class TrainableModel:
             sums = torch.zeros(len(numbers), dtype=torch.int64)  # of the bits of each Hugging Face tensor
             placed = rank_tensors(self._arch, self._groups.grid, self._groups.rank, dtype="")
             for name, place in zip(self.layout(), placed, strict=True):
-                is_repeated = place.is_copy or (place.spec.kind is ShardKind.REPLICATED and self._groups.coords.tp > 0)
+                is_repeated = place.is_copy or (place.is_replicated and self._groups.coords.tp > 0)
                 if name in own and not is_repeated:
                     for piece in place.stored.pieces:
                         sums[numbers[piece.hf_name]] += bits(tensors[name][slices(piece.dst)]).cpu()

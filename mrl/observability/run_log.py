@@ -11,8 +11,8 @@ from typing import Any
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.config import registry
 from mrl.config.config import Config
-from mrl.config.user_code import is_user_code
-from mrl.errors import UserError, first_line, shown
+from mrl.config.user_code import describe_error, is_user_code
+from mrl.errors import UserError, shown
 from mrl.observability.loggers.base import Logger, Opening, Phase
 from mrl.types import Rollout
 
@@ -40,7 +40,7 @@ def open_logger(name: str, opening: Opening) -> Logger | None:
         raise
     except Exception as error:  # a user's constructor may raise anything
         raise UserError(
-            f"observe.loggers: '{name}' cannot be made from an mrl.Opening: {type(error).__name__}: {first_line(error)}"
+            f"observe.loggers: '{name}' cannot be made from an mrl.Opening: {describe_error(error)}."
         ) from error
     if made is not None and not isinstance(made, Logger):
         raise UserError(f"observe.loggers: '{name}' returned {shown(made)}, expected an mrl.Logger.")
@@ -81,55 +81,64 @@ class RunLog:
                 self.close()
                 raise
 
+    def add(self, logger: Logger) -> None:
+        """Adds a logger, which `close` closes."""
+        self._loggers.append(logger)
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs metrics of RL step `step` (from 1). Further calls for a step add to its line."""
-        for logger in self._loggers:
-            logger.record("train", step, metrics)
+        self._call("record", "train", step, metrics)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs held-out metrics after `step` steps (0: before the first); they join the line of that step."""
-        for logger in self._loggers:
-            logger.record("val", step, metrics)
+        self._call("record", "val", step, metrics)
 
     def warm_start(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs metrics of supervised step `step` (from 1); `actor/...` becomes `warm_start/...`."""
         renamed = {name.replace("actor/", "warm_start/", 1): value for name, value in metrics.items()}
-        for logger in self._loggers:
-            logger.record("warm_start", step, renamed)
+        self._call("record", "warm_start", step, renamed)
 
     def warm_start_resumed(self, step: int) -> None:
         """Deletes metrics after supervised step `step`, from which the warm start resumes."""
-        for logger in self._loggers:
-            logger.warm_start_resumed(step)
+        self._call("warm_start_resumed", step)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Logs sampled responses of `step`, given as `sample_rows`."""
         phases: tuple[Phase, ...] = ("train", "val")
         for phase in phases:
             chosen = [{key: row[key] for key in row if key != "phase"} for row in rows if row["phase"] == phase]
-            for logger in self._loggers if chosen else ():
-                logger.samples(phase, step, chosen)
+            if chosen:
+                self._call("samples", phase, step, chosen)
 
     def note(self, text: str) -> None:
         """Logs an event in one line (resumed from ..., checkpoint written ...)."""
-        for logger in self._loggers:
-            logger.note(text)
+        self._call("note", text)
 
     def phase(self, where: str) -> None:
         """Shows the current activity; the callback for `Timers(on_phase=...)`."""
         self._where = where
-        for logger in self._loggers:
-            logger.phase(where)
+        self._call("phase", where)
 
     def progress(self, text: str) -> None:
         """Shows the progress inside the current phase."""
-        for logger in self._loggers:
-            logger.progress(f"{self._where}: {text}")
+        self._call("progress", f"{self._where}: {text}")
 
     def sync(self) -> None:
         """Flushes everything logged so far to disk."""
+        self._call("sync")
+
+    def _call(self, method: str, *args: Any) -> None:
+        """Calls a method of every logger; an exception of a user's logger becomes a UserError that names it."""
         for logger in self._loggers:
-            logger.sync()
+            try:
+                getattr(logger, method)(*args)
+            except UserError:
+                raise
+            except Exception as error:
+                if type(logger).__module__.partition(".")[0] == "mrl":
+                    raise
+                name = type(logger).__name__
+                raise UserError(f"logger {name}: {method} raised {describe_error(error)}.") from error
 
     def close(self) -> None:
         """Closes every logger, even if closing one of them fails."""

@@ -6,8 +6,8 @@ A matrix W [out, in] of the Hugging Face model gets a pair lora_A [r, in] and lo
 by rows over tensor-parallel ranks, so is lora_B, and every rank has all of lora_A; if it is cut by columns, so is
 lora_A, and every rank has all of lora_B. Rows of lora_B that belong to no adapted projection stay zero.
 
-Sources, peft 0.21: its LoRA layer (shapes, scale, initial values) and `check_target_module_exists` (an entry names every
-module whose name ends with it). It imports no Megatron.
+Sources, peft 0.21: its LoRA layer (shapes, scale, initial values) and `check_target_module_exists` (an entry names
+every module whose name ends with it). It imports no Megatron.
 """
 
 from __future__ import annotations
@@ -81,6 +81,21 @@ class TrainedMatrix(AdaptedMatrix):
 
     tensor: RankTensor
 
+    @property
+    def is_expert(self) -> bool:
+        """True for a matrix of an expert."""
+        return self.tensor.spec.kind.is_expert
+
+    @property
+    def is_cut_by_columns(self) -> bool:
+        """True if tensor-parallel ranks have different columns, its inputs; False: different rows."""
+        return self.tensor.spec.kind in CUT_BY_COLUMNS
+
+    @property
+    def is_gated(self) -> bool:
+        """True for [gate; up], of which each rank has rows of both."""
+        return self.tensor.spec.kind in (ShardKind.GATE_UP, ShardKind.EXPERT_GATE_UP)
+
 
 def scale_of(lora: LoraConfig) -> float:
     """Returns the factor of the product of a pair of adapters."""
@@ -141,6 +156,20 @@ def engine_matrices(arch: ArchSpec, layout: Layout, lora: LoraConfig, dtype: str
         if adapted:
             found.append(AdaptedMatrix(name, stored, adapted, *_pair(stored, adapted, lora.rank, dtype)))
     return found
+
+
+def projection_pair(matrix: AdaptedMatrix, module: str, first: int, rows: int) -> tuple[StoredTensor, StoredTensor]:
+    """Returns the stored lora_A and lora_B of one projection, which has `rows` rows of the matrix from `first` on."""
+    (own_a,) = [piece for piece in matrix.lora_a.pieces if piece.hf_name == peft_name(module, "lora_A")]
+    shape = tuple(stop - start for start, stop in own_a.src)
+    lora_a = StoredTensor(shape, matrix.lora_a.dtype, (Piece(own_a.hf_name, own_a.src, tuple((0, n) for n in shape)),))
+    pieces = tuple(
+        Piece(piece.hf_name, piece.src, ((start - first, stop - first), piece.dst[1]))
+        for piece in matrix.lora_b.pieces
+        for start, stop in [piece.dst[0]]
+        if first <= start < first + rows
+    )
+    return lora_a, StoredTensor((rows, matrix.lora_b.shape[1]), matrix.lora_b.dtype, pieces)
 
 
 def adapter_layout(matrices: Sequence[AdaptedMatrix]) -> Layout:

@@ -110,6 +110,11 @@ class RankTensor:
     expert: int | None = None
     is_copy: bool = False
 
+    @property
+    def is_replicated(self) -> bool:
+        """True if every tensor-parallel rank has the complete tensor."""
+        return self.spec.kind is ShardKind.REPLICATED
+
 
 def rank_tensors(arch: ArchSpec, grid: ParallelLayout, rank: int, *, dtype: str) -> Iterator[RankTensor]:
     """Yields the tensors of `rank` in the order of Megatron's chunks.

@@ -7,7 +7,6 @@ it in `observe.callbacks`. Imports no torch before a run starts.
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.config import user_code
 from mrl.config.config import Config
 from mrl.config.registry import find
-from mrl.errors import UserError, first_line, shown
+from mrl.errors import UserError, shown
 from mrl.observability.loggers.base import Opening
 
 
@@ -156,7 +155,7 @@ class RunCallbacks:
             try:
                 returned = getattr(callback, method)(*args)
             except Exception as error:  # a user's callback may raise anything
-                raise UserError(f"callback {name}: {method} raised {_described(error)}.") from error
+                raise UserError(f"callback {name}: {method} raised {user_code.describe_error(error)}.") from error
             if returned is True and method in ("on_step_end", "on_evaluate"):
                 self._wants_stop = self._wants_stop or f"callback {name}"
             elif returned not in (None, False):
@@ -199,14 +198,7 @@ def _make(name: str, kwargs: Mapping[str, Any]) -> Callback:
     try:
         made = found(**kwargs)
     except Exception as error:  # a user's constructor may raise anything
-        raise UserError(f"observe.callbacks: '{name}' cannot be made: {_described(error)}.") from error
+        raise UserError(f"observe.callbacks: '{name}' cannot be made: {user_code.describe_error(error)}.") from error
     if not isinstance(made, Callback):
         raise UserError(f"observe.callbacks: '{name}' returned {shown(made)}, expected an mrl.Callback.")
     return made
-
-
-def _described(error: Exception) -> str:
-    """Returns the class, message and origin of an exception from user code."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {first_line(error)}{where}"

@@ -24,6 +24,7 @@ from mrl.distributed.watchdog.watchdog import MARGIN_S, SAMPLING_S, Watchdog
 from mrl.errors import UserError, disk_errors, first_line, out_of_memory
 from mrl.megatron import parallel_state
 from mrl.models import transformer_engine
+from mrl.observability.evaluation_progress import ProgressLine
 from mrl.observability.log_file import record_process
 from mrl.observability.run_log import RunLog
 from mrl.observability.timers import CurrentPhase, Timers
@@ -101,12 +102,14 @@ def _run_folder(
 ) -> Iterator[tuple[CheckpointManager, ResumePoint | None, RunLog]]:
     """Collective over the job: locks the run folder, finds the checkpoint to resume from and opens the log.
 
-    If the folder is only read (`log` is False), it is not locked.
+    If the folder is only read (`log` is False), it is not locked, and the log only shows progress.
     """
     config, run, size = plan.config, plan.run, plan.grid.world_size
     if not log:
-        with RunLog(config, run, None, rank=-1) as silent:
-            yield CheckpointManager(run.checkpoints, config.checkpoint), None, silent
+        with RunLog(config, run, None, rank=-1) as run_log:
+            if rank == 0 and config.observe.console != "off":
+                run_log.add(ProgressLine())
+            yield CheckpointManager(run.checkpoints, config.checkpoint), None, run_log
         return
     with raise_on_all_ranks():
         if rank == 0:

@@ -241,6 +241,8 @@ class Trainer:
         }
         if tally.drawn is not None:
             self.state.history.update(tally.sources, tally.drawn)
+            scored = tally.drawn.scored
+            self.state.source.record_rewards(scored["uid"].long().tolist(), scored["reward"].tolist())
             metrics |= measure.scoring_metrics(tally.drawn) | measure.episode_metrics(tally.drawn)
         if self.teachers is not None:
             self.teachers.route([buffer.prompt(uid) for uid in taken.names])
@@ -251,6 +253,7 @@ class Trainer:
             if not buffer.schedule.in_order:
                 metrics |= buffer.acceptance.metrics(taken.carried)
             buffer.check_age(metrics["training/off_policy/trajectory_staleness_worst/max"])
+        self.state.source.release(self.state.position)
         return table, taken.rollouts, metrics
 
     def train_while_sampling(self, train: Callable[[], T], sample: Callable[[dist.ProcessGroup], None]) -> T:

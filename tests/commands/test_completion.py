@@ -14,6 +14,7 @@ from mrl.config.choices import PLUGINS
 from mrl.config.config import OWN_CODE, Config
 from mrl.config.keys import dotted_keys
 from mrl.config.registry import names
+from mrl.data.public_sets.base import names as public_sets
 from tests.source import ROOT
 
 
@@ -40,6 +41,13 @@ def test_configs_by_name_and_by_file(offered):
     assert offered("train", "mi") == ["mine.yaml"]
     assert offered("plan", "--world-size", "8", "quick") == ["quickstart"]
     assert offered("configs", "quick") == ["quickstart"]
+    assert offered("configs", "quickstart", "") == []
+
+
+def test_public_sets_and_pages_by_name(offered):
+    assert offered("data", "gs") == ["gsm8k"] and offered("data", "") == public_sets()
+    assert offered("data", "gsm8k", "") == [] and offered("data", "--max-train", "8", "gs") == ["gsm8k"]
+    assert offered("docs", "rew") == ["rewards"] and len(offered("docs", "")) > 20
 
 
 def test_keys_and_their_values(offered):
@@ -54,7 +62,7 @@ def test_keys_and_their_values(offered):
 
 
 def test_options_and_their_values(offered):
-    assert offered("train", "mine.yaml", "--") == ["--help", "--dry-run", "--world-size"]
+    assert offered("train", "mine.yaml", "--") == ["--help", "--dry-run", "--world-size", "--stand-ins"]
     assert offered("launch", "--via", "") == ["torchrun", "mpirun", "sbatch"]
     assert offered("launch", "--via", "sbatch", "mine.yaml", "--mode", "s") == ["srun"]
     assert offered("convert", "hf") == ["hf-to-megatron", "hf-to-trtllm"]
@@ -62,7 +70,7 @@ def test_options_and_their_values(offered):
 
 
 def test_names_of_plugins_are_those_of_the_folders():
-    assert set(PLUGINS) | {"data.task", "observe.callbacks[*].name"} == set(OWN_CODE)
+    assert set(PLUGINS) | {"data.task", "data.order_by", "observe.callbacks[*].name"} == set(OWN_CODE)
     assert all(names(folder) for folder in PLUGINS.values())
 
 

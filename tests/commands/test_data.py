@@ -1,6 +1,8 @@
 """`mrl data`: files in mrl's format from raw files, with disjoint sides, and config lines that load."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -10,10 +12,12 @@ from mrl.config.config import load
 from mrl.data.public_sets.base import all_sets
 from mrl.trainer.run_plan import check_run
 from mrl.trainer.validation.data import data_rules
+from tests import hub_server
 from tests.data import public_rows
 from tests.data.folders import byte_bpe_folder
 from tests.data.test_hub_files import fill
 from tests.data.test_public_sets import write
+from tests.source import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -101,9 +105,100 @@ def test_files_of_another_set_leave_nothing_behind(folder, capsys):
     assert list((folder / "out").iterdir()) == []
 
 
+LAYOUTS = {
+    "as on the hub": ("main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet"),
+    "as on the hub, flat": ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet"),
+    "below the name": ("gsm8k/main/train-00000-of-00001.parquet", "gsm8k/main/test-00000-of-00001.parquet"),
+    "named after the splits": ("train.jsonl", "test.jsonl"),
+    "split folders": ("data/train/0.parquet", "data/validation/0.parquet"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_folder_with_the_files_of_a_set_is_read(name, folder, capsys):
+    for number, file in enumerate(LAYOUTS[name], 1):
+        (folder / "raw" / file).parent.mkdir(parents=True, exist_ok=True)
+        write(folder / "raw" / file, [public_rows.gsm8k(number)])
+    (folder / "raw" / "README.md").write_text("train test")
+    run("gsm8k", "--from", "raw", "-o", "out")
+    found = [[row["answer"] for row in rows(folder / "out" / f"{side}.jsonl")] for side in ("train", "val")]
+    assert found == [["1001"], ["1002"]]
+    said = capsys.readouterr().err
+    assert all(f"1 rows from raw/{file}" in said for file in LAYOUTS[name])
+
+
+def test_the_repositories_of_a_set_may_be_subfolders_and_name_their_rows(folder, capsys):
+    for file, make in (
+        ("MATH-lighteval/data/train-0.parquet", public_rows.math),
+        ("MATH-500/test.jsonl", public_rows.math500),
+    ):
+        (folder / "raw" / file).parent.mkdir(parents=True, exist_ok=True)
+        write(folder / "raw" / file, [make(len(file))])
+    run("math", "--from", "raw")
+    names = [rows(folder / "data" / "math" / f"{side}.jsonl")[0]["data_source"] for side in ("train", "val")]
+    assert names == ["DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"]
+    assert "1 rows from raw/MATH-500/test.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"), [([], "1002"), (["--split", "dev"], "1003"), (["--split", "test"], "1004")]
+)
+def test_the_split_that_is_held_out_can_be_chosen(words, answer, folder):
+    (folder / "raw").mkdir()
+    for number, split in enumerate(("train", "validation", "dev", "test"), 1):
+        write(folder / "raw" / f"{split}_set.jsonl", [public_rows.gsm8k(number)])
+    run("gsm8k", "--from", "raw", *words)
+    assert [row["answer"] for row in rows(folder / "data" / "gsm8k" / "val.jsonl")] == [answer]
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "said"),
+    [
+        ([], [], "has no complete training files: expected 'main/train-*.parquet' or 'train*'"),
+        (["train.jsonl"], [], "has no complete held-out files"),
+        (["train.jsonl", "test.jsonl"], ["--split", "dev"], "expected 'dev*'"),
+        (["train-00000-of-00002.jsonl", "test.jsonl"], [], "has no complete training files"),
+        (["a/train.jsonl", "b/train.jsonl"], [], "several versions. Choose one: --from raw/a, --from raw/b"),
+        (["train.jsonl"], ["--train", "a.jsonl"], "--from and --train or --val"),
+    ],
+)
+def test_what_a_folder_lacks_is_said(files, words, said, folder, capsys):
+    (folder / "raw").mkdir()
+    for file in files:
+        (folder / "raw" / file).parent.mkdir(exist_ok=True)
+        write(folder / "raw" / file, [public_rows.gsm8k(1)])
+    run("gsm8k", "--from", "raw", *words, status=2)
+    assert said in capsys.readouterr().err
+
+
+def test_one_of_two_held_out_sets_is_not_left_out_in_silence(folder, capsys):
+    (folder / "raw/aime_2024/data").mkdir(parents=True)
+    write(folder / "raw/aime_2024/data/train-0.parquet", [public_rows.aime(1)])
+    run("aime", "--from", "raw", status=2)
+    assert "no complete test* of math-ai/aime25" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gated", "said"), [(True, "accept its terms at {page}"), (False, "there is no {page}")])
+def test_a_set_without_access_is_refused_with_the_page_and_the_login(gated, said, folder):
+    repo = "openai/gsm8k" if gated else "acme/other"
+    files = {"main/train-00000-of-00001.parquet": b"x", "main/test-00000-of-00001.parquet": b"x"}
+    with hub_server.serve("datasets", repo, "0" * 40, files, gated=gated) as server:
+        asked = hub_server.client_environment(server, folder / "home")
+        done = subprocess.run(
+            [sys.executable, "-m", "mrl", "data", "gsm8k"], env={**asked, "PYTHONPATH": str(ROOT)}, cwd=folder,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        page = f"http://127.0.0.1:{server.server_port}/datasets/openai/gsm8k"
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert said.format(page=page) in done.stderr and "HF_TOKEN" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["gsm8k", "--from", "nowhere"], "'nowhere' is not a folder"),
+        (["gsm8k", "--split", "test"], "Add --from FOLDER"),
         (["geometry3k"], "images"),
         (["gsm"], "Did you mean 'gsm8k'"),
         (["gsm8k"], "hf download --repo-type dataset openai/gsm8k"),

@@ -38,6 +38,7 @@ def test_a_missing_config_is_refused_with_the_name_of_the_packaged_one(given):
 def test_every_config_is_listed_with_a_title_and_printed_as_it_is(capsys):
     listed = [line.split(maxsplit=1) for line in lines_of(capsys, "configs")]
     assert [name for name, _ in listed] == packaged.names()
+    assert [title for _, title in listed if title[-1] not in ".!?"] == []  # whole sentences
     assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} <= set(packaged.names())
     text = (ROOT / "configs" / "quickstart.yaml").read_text()
     assert lines_of(capsys, "configs", "quickstart") == text.splitlines()

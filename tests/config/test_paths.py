@@ -9,6 +9,8 @@ from mrl.config.paths import path_keys
 from mrl.errors import UserError
 
 NO_PATHS = {
+    "actor.lora.target_modules": "the end of a module's name",
+    "actor.lora.exclude_modules": "the end of a module's name",
     "model.preset": "a name in mrl/models/presets.py",
     "rollout.multi_turn.format": "a name in mrl/environments/formats/",
     "rollout.stop": "texts that end a response",
@@ -21,15 +23,12 @@ NO_PATHS = {
     "data.source_key": "a column",
     "data.system_prompt": "a text",
     "checkpoint.best_metric": "a metric",
-    "data.order_by": "a column",
     "train.early_stopping.metric": "a metric",
     "observe.wandb_project": "a project",
     "observe.wandb_name": "a name",
     "observe.wandb_group": "a name",
     "observe.wandb_tags": "words",
     "distillation.teacher_key": "a column",
-    "actor.lora.target_modules": "names of modules",
-    "actor.lora.exclude_modules": "names of modules",
     **dict.fromkeys(
         (
             "algorithm.rollout_correction.preset",
@@ -46,7 +45,14 @@ LOGGERS = "observe.loggers=[{name: wandb}]"
 CALLBACKS = "observe.callbacks=[{name: own.Mine}]"
 TEACHERS = "distillation.teacher_models=[{key: one}]"
 PATHS = sorted(path_keys(Config))
-CODE = {"reward.functions.name", "rollout.name", "rollout.agent.environment", "algorithm.name", "data.task"}
+CODE = {
+    "reward.functions.name",
+    "rollout.name",
+    "rollout.agent.environment",
+    "algorithm.name",
+    "data.task",
+    "data.order_by",
+}
 CODE |= {"observe.loggers.name", "observe.callbacks.name"}
 """Names in mrl, or files of code."""
 

@@ -120,7 +120,7 @@ def test_the_label_of_a_path_does_not_depend_on_its_folder():
         ("raises.py:", "is not a path to code"),
         ("raises.py:f", r"does not import: ZeroDivisionError: division by zero \(.*raises.py, line 2\)"),
         ("broken.py:f", r"does not import: SyntaxError: .*broken.py, line 1"),
-        ("needs.py:f", r"does not import: No module named 'not_here_at_all' \(.*needs.py, line 1\)"),
+        ("needs.py:f", r"'not_here_at_all'; install not_here_at_all in .* \(.*needs.py, line 1\)"),
         ("ends.py:f", "does not import: it raises SystemExit: 3"),
         ("empty.py:f", "has no 'f'"),
         ("not_here_at_all:f", "No module named 'not_here_at_all'. Write it as .*path/to/file.py"),

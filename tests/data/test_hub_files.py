@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mrl.config.config import DataConfig
-from mrl.data.hub_files import is_hub_location, is_local, parse_location, resolve_data_files
+from mrl.data.hub_files import fetch_data_files, is_hub_location, is_local, parse_location, with_paths
 from mrl.errors import UserError
 from tests import hub_server
 
@@ -38,7 +38,9 @@ def fill(cache, *paths, name=NAME):
 
 
 def found(train, val=(), **kwargs):
-    data = resolve_data_files(DataConfig(train_files=[train], val_files=list(val)), **kwargs)
+    data = DataConfig(train_files=[train], val_files=list(val))
+    fetch_data_files(data, **kwargs)
+    data = with_paths(data)
     return data.train_files, data.val_files
 
 
@@ -78,7 +80,7 @@ def test_local_files_stay_and_keep_their_place(cache, tmp_path):
     (tmp_path / "acme").mkdir()
     (tmp_path / "acme" / "sums").write_bytes(ROWS)
     data = DataConfig(train_files=["b.jsonl", NAME, "data/a.parquet"])
-    assert resolve_data_files(data) is data
+    assert with_paths(data) == data
 
 
 @pytest.mark.parametrize("text", ["a.jsonl", "data/train.jsonl", "/data/train", "./data/x", "a/b/c", "data/x.parquet"])
@@ -129,8 +131,9 @@ def test_the_parts_of_a_location_are_read():
 
 RANK = """
 from mrl.config.config import DataConfig
-from mrl.data.hub_files import resolve_data_files
-print(*resolve_data_files(DataConfig(train_files=["acme/sums"]), download=True).train_files)
+from mrl.data.hub_files import fetch_data_files, with_paths
+fetch_data_files(data := DataConfig(train_files=["acme/sums"]), download=True)
+print(*with_paths(data).train_files)
 """
 
 

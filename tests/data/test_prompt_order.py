@@ -2,19 +2,20 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.config.config import Config, DataConfig, load
-from mrl.data.hub_files import resolve_data_files
 from mrl.data.prompt_order import BLOCK, EpochOrder, MixedOrder, SortedOrder, column_values, shares
 from mrl.data.prompts import load_training, load_validation
 from mrl.data.row_sources import JsonlRows
 from mrl.data.tokenizer import HFTokenizer
 from mrl.errors import UserError
 from mrl.trainer.validation.data import data_rules
+from mrl.trainer.validation.ranges import range_rules
 from tests.data.folders import byte_bpe_folder
 from tests.data.test_hub_files import cache, fill  # noqa: F401
 
@@ -103,7 +104,6 @@ def files(tmp_path):
 SETTINGS = [
     {},
     {"train_weights": [3.0, 1.0, 1.0]},
-    {"train_weights": [3.0, 0.0, 1.0]},
     {"order_by": "level"},
     {"order_by": "level", "shuffle": False},
     {"train_max_samples": 7},
@@ -135,19 +135,30 @@ def test_another_order_is_refused_at_a_resume_and_old_checkpoints_have_none(file
         mixed.load_state_dict(old)
 
 
-def test_a_weight_of_0_continues_the_file_before_it(files, tokenizer):
-    drawn = source(tokenizer, train_files=files, train_weights=[3.0, 0.0, 1.0]).next(BLOCK)
-    counts = Counter("c" if int(prompt.answer) >= 20 else "ab" for prompt in drawn)
-    assert counts == {"ab": 750, "c": 250}
-    assert {int(prompt.answer) for prompt in drawn} == set(range(40))
+def test_the_order_of_weights_is_the_one_that_earlier_checkpoints_name(files, tokenizer):
+    state = source(tokenizer, train_files=files, train_weights=[3.0, 1.0, 1.0]).state_dict()
+    assert state["order"] == "data.train_weights=[3.0, 1.0, 1.0]" and "order_state" not in state
+    assert source(tokenizer, train_files=files, order_by="level").state_dict()["order"] == "data.order_by=level"
+    assert source(tokenizer, train_files=files[:1], train_weights=[2.0]).state_dict()["order"] == ""
 
 
-def test_the_parts_of_a_name_on_the_hub_share_its_weight(cache):  # noqa: F811
-    fill(cache, *(f"data/train-0000{part}-of-00003.parquet" for part in range(3)))
-    data = resolve_data_files(
-        DataConfig(train_files=["a.jsonl", "acme/sums", "b.jsonl"], train_weights=[1.0, 2.0, 3.0])
+def test_the_files_of_a_name_on_the_hub_are_one_part_with_epochs_of_its_own(cache, files, tokenizer):  # noqa: F811
+    """As if they were one file."""
+    folder = fill(cache, *(f"data/train-0000{part}-of-00002.jsonl" for part in range(2)))
+    for part in range(2):
+        (folder / f"data/train-0000{part}-of-00002.jsonl").write_bytes(Path(files[part]).read_bytes())
+    joined = write(
+        cache / "joined.jsonl", [json.loads(line) for file in files[:2] for line in Path(file).read_text().splitlines()]
     )
-    assert len(data.train_files) == 5 and data.train_weights == [1.0, 2.0, 0.0, 0.0, 3.0]
+    hub, one = (
+        source(tokenizer, train_files=[first, files[2]], train_weights=[3.0, 1.0]) for first in ("acme/sums", joined)
+    )
+    drawn = [[prompt.answer for prompt in each.next(BLOCK + 60)] for each in (hub, one)]
+    assert drawn[0] == drawn[1]
+    counts = Counter("hub" if int(answer) < 20 else "file" for answer in drawn[0][:BLOCK])
+    assert counts == {"hub": 750, "file": 250}
+    assert hub.state_dict()["order"] == one.state_dict()["order"]
+    assert hub.num_rows == 40
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -169,11 +180,12 @@ def test_more_samples_than_rows_are_all_rows(files, tokenizer):
 @pytest.mark.parametrize(
     ("data", "key"),
     [
-        ({"train_weights": [1, 1]}, "data.train_weights"),
-        ({"train_weights": [0, 1, 1]}, "data.train_weights"),
-        ({"train_weights": [1, -1, 1]}, "data.train_weights"),
-        ({"train_weights": [1, float("inf"), 1]}, "data.train_weights"),
-        ({"train_weights": [1, 1, 1e-6]}, "data.train_weights"),
+        ({"train_weights": [1, 1]}, "data.train_weights has 2"),
+        ({"train_weights": [0, 1, 1]}, "data.train_weights[0]=0"),
+        ({"train_weights": [1, -1, 1]}, "data.train_weights[1]=-1"),
+        ({"train_weights": [1, 1, float("inf")]}, "data.train_weights[2]=inf"),
+        ({"train_weights": [1, float("nan"), 1]}, "data.train_weights[1]=nan"),
+        ({"train_weights": [1, 1, 1e-6]}, "data.train_weights[2]"),
         ({"train_weights": [1, 1, 1], "order_by": "level"}, "data.order_by"),
         ({"train_weights": [1, 1, 1], "train_max_samples": 3}, "data.train_max_samples"),
     ],
@@ -181,5 +193,4 @@ def test_more_samples_than_rows_are_all_rows(files, tokenizer):
 )
 def test_settings_that_cannot_work_are_refused(data, key, files):
     config: Config = load({"data": {"train_files": files, **data}})
-    assert [rule for rule in data_rules(config) if rule.startswith(key)]
-    assert not list(data_rules(load({"data": {"train_files": files, "train_weights": [1, 0, 2]}})))
+    assert [rule for rule in (*range_rules(config), *data_rules(config)) if rule.startswith(key)]

@@ -219,6 +219,9 @@ def test_of_a_conversation_all_before_the_last_answer_is_the_prompt(tmp_path, ch
     ("row", "options", "message"),
     [
         ({"question": "1", "answer": 1}, {}, r"no column 'prompt' \(data.prompt_key\). Columns: question, answer"),
+        ({"question": "1", "answer": 1}, {}, r"If 'question' is the prompt, set data.prompt_key=question\.$"),
+        ({"question": "1", "input": "2", "answer": 1}, {}, r"Columns: question, input, answer\.$"),
+        ({"text": "1", "answer": 1}, {}, r"Columns: text, answer\.$"),
         ({"prompt": "1", "answr": 1}, {}, r"no column 'answer' .* Columns: prompt, answr. Did you mean 'answr'\?$"),
         ({"prompt": "1", "solution": 1}, {}, r"no column 'answer' \(data.answer_key\). Columns: prompt, solution.*''"),
         ({"messages": [{"role": "user", "content": "1"}]}, {}, "no message of the role 'assistant' .* it has user"),

@@ -10,7 +10,7 @@ import pytest
 from mrl.config import registry
 from mrl.config.config import DataConfig, RewardFunctionConfig
 from mrl.data.prompts import load_training, load_validation
-from mrl.data.public_sets.base import UnusableRowError, all_sets, find, recognize
+from mrl.data.public_sets.base import AmbiguousRowError, UnusableRowError, all_sets, find, recognize
 from mrl.data.public_sets.livecodebench import read_pickled_text
 from mrl.data.tokenizer import HFTokenizer
 from mrl.errors import UserError
@@ -111,6 +111,18 @@ def test_a_row_that_lacks_its_tests_is_refused_with_its_place(tokenizer, tmp_pat
 )
 def test_prepared_and_unknown_rows_are_not_recognized(row):
     assert recognize(row) is None
+
+
+def test_rows_of_several_sets_are_refused_with_their_names(tmp_path, tokenizer):
+    row = public_rows.gsm8k(1) | {"golden_answers": ["1001"]}
+    with pytest.raises(AmbiguousRowError, match="gsm8k and search-r1"):
+        recognize(row)
+    assert recognize(public_rows.math(1) | {"images": []}) == "geometry3k"
+    file = write(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: columns as in the data sets gsm8k and search-r1"):
+        load_training(DataConfig(train_files=[str(file)]), tokenizer, prompt_length=4096, seed=0)
+    own = DataConfig(train_files=[str(file)], prompt_key="question")
+    assert load_training(own, tokenizer, prompt_length=4096, seed=0).num_rows == 1
 
 
 UNUSABLE = [

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from mrl.distributed.collectives import (
     all_gather_ragged,
     all_reduce_sum,
+    call_on_first_rank,
     raise_error_on_all_ranks,
     sum_in_rank_order,
 )
@@ -96,3 +97,26 @@ def test_the_rank_pool_reports_a_failing_rank_and_recovers():
     with pytest.raises(RankError, match="only here"):
         run_ranks(4, _fail_on_last)
     assert len(run_ranks(4, _gather)) == 4
+
+
+def _called(members, fails):
+    group, calls = dist.new_group(members), []
+    if dist.get_rank() not in members:
+        return None
+
+    def once():
+        calls.append(dist.get_rank())
+        if fails:
+            raise UserError("no")
+        return bytes([dist.get_rank()])
+
+    try:
+        return call_on_first_rank(group, once), calls
+    except UserError as error:
+        return str(error), calls
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_function_is_called_on_the_first_rank_of_a_group_alone(fails):
+    result = "no" if fails else bytes([1])
+    assert run_ranks(3, _called, [1, 2], fails) == [None, (result, [1]), (result, [])]

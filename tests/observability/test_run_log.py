@@ -8,6 +8,7 @@ from mrl.checkpoint.io.jsonl_log import read_rows
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.config import registry
 from mrl.errors import UserError
+from mrl.observability.loggers.base import Logger
 from mrl.observability.metrics import is_wall_clock
 from mrl.observability.run_log import RunLog, sample_rows
 from mrl.types import Prompt, Rollout
@@ -153,3 +154,14 @@ def test_an_entry_for_a_logger_that_another_key_enables_is_refused(tmp_path):
         logging(tmp_path, loggers=[{"name": "wandb"}]),
     ):
         pass
+
+
+def test_a_users_logger_that_fails_is_named_with_its_line(tmp_path):
+    class Broken(Logger):
+        def record(self, phase, step, metrics):
+            raise KeyError("loss")
+
+    with logging(tmp_path) as (_, log):
+        log.add(Broken())
+        with pytest.raises(UserError, match=r"logger Broken: record raised KeyError: 'loss' \(.*test_run_log.py, line"):
+            log.step(1, {})

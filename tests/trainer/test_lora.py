@@ -3,6 +3,7 @@
 import json
 import math
 
+import peft
 import pytest
 import torch
 import transformers
@@ -14,37 +15,9 @@ from mrl.models.hf_config import family_of
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.lora import adapted_modules, num_parameters, peft_layout
-from mrl.resharding.random_init import init_adapters
-from mrl.resharding.weight_sync import gather_layouts
-from mrl.trainer.hf_export import write_adapters
-from tests.megatron.actors import (
-    ARCHS,
-    EXPERT_LAYOUTS,
-    LAYOUTS,
-    MIXTURES,
-    _whole,
-    fill_adapters,
-    full_adapters,
-    full_weights,
-    make_batch,
-    make_policy,
-    scores,
-)
-from tests.peft_models import peft
+from tests.megatron.actors import ARCHS, EXPERT_LAYOUTS, LAYOUTS, make_batch
 from tests.ranks import run_ranks
-
-MODELS = {**ARCHS, **MIXTURES}
-LORA = LoraConfig(rank=4, alpha=8.0)
-
-
-def actor(name, grid, lora=LORA, **options):
-    return make_policy(MODELS[name], grid, actor={"lora": lora}, **options)
-
-
-def initial(name, grid, lora, seed):
-    policy = actor(name, grid, lora)
-    init_adapters(MODELS[name], lora, policy.adapters.layout(), policy.trained_tensors(), seed)
-    return full_adapters(policy)
+from tests.trainer.lora_ranks import LORA, MODELS, exported, faster, imported, initial, reference
 
 
 @pytest.mark.parametrize(("name", "grid"), [
@@ -96,19 +69,6 @@ def peft_config(lora, init=True):
     )
 
 
-def exported(folder, name, grid, lora):
-    policy = actor(name, grid, lora)
-    fill_adapters(policy)
-    layouts = gather_layouts(policy.adapters.layout())
-    write_adapters(folder, MODELS[name], lora, layouts, policy.trained_tensors(), base="model")
-    return full_weights(policy), policy.score(make_batch())[0], merged_weights(policy)
-
-
-def merged_weights(policy):
-    merged = policy.merged_tensors()
-    return _whole(policy.layout(), {name: merged[name] for name in merged})
-
-
 def logprobs_of(model, batch):
     parts, start = [], 0
     for prompt, response in zip(batch.prompt_lens_B.tolist(), batch.response_lens_B.tolist(), strict=True):
@@ -139,12 +99,6 @@ def test_an_exported_folder_gives_the_same_logprobs_in_peft(name, layout, lora, 
     own = model.merge_and_unload()
     for key, tensor in own.named_parameters():
         torch.testing.assert_close(tensor.detach(), merged[key], rtol=1e-6, atol=1e-6)
-
-
-def imported(folder, name, grid, lora):
-    policy = actor(name, grid, lora)
-    read_adapters(folder, MODELS[name], lora, policy.adapters.layout(), policy.trained_tensors())
-    return full_weights(policy), policy.score(make_batch())[0]
 
 
 @pytest.mark.parametrize(("name", "layout"), [("qwen2", "single"), ("qwen3", "tp2_pp2")])
@@ -230,31 +184,6 @@ def test_the_modules_are_those_that_peft_finds(targets):
     assert num_parameters(ARCHS["qwen2"], lora) == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def reference(grid, steps):
-    """Scores of the reference at the start, after training, and of one that follows the actor."""
-    from tests.megatron.actors import train
-
-    policy = actor("qwen2", grid)
-    init_adapters(ARCHS["qwen2"], LORA, policy.adapters.layout(), policy.trained_tensors(), 1)
-    policy.weights_changed()
-    batch = make_batch()
-    plain = scores(make_policy(ARCHS["qwen2"], grid, groups=policy.groups), batch)
-    policy.copy_to_reference()
-    assert policy.equals_reference
-    train(policy, steps)
-    assert not policy.equals_reference
-    live = scores(policy, batch)
-    with policy.using_reference():
-        frozen = scores(policy, batch)
-    assert torch.equal(scores(policy, batch), live)
-    size = sum(t.numel() for t in policy.reference_tensors().values())
-    policy.copy_to_reference()
-    train(policy, steps, first=steps)
-    with policy.using_reference():
-        followed = scores(policy, batch)
-    return plain, live, frozen, followed, size
-
-
 @pytest.mark.parametrize("layout", ["single", "tp2_pp2"])
 def test_the_reference_is_the_model_without_adapters_and_needs_no_second_copy(layout):
     for plain, live, frozen, followed, size in run_ranks(LAYOUTS[layout].world_size, reference, LAYOUTS[layout], 2):
@@ -262,22 +191,6 @@ def test_the_reference_is_the_model_without_adapters_and_needs_no_second_copy(la
         assert (live - plain).abs().max() > 1e-3
         torch.testing.assert_close(followed, live, rtol=1e-6, atol=1e-6)
         assert size <= num_parameters(ARCHS["qwen2"], LORA) + 4096
-
-
-def faster(ratio, steps):
-    """Adapters after a step with another learning rate for lora_B, and the movement of each kind."""
-    from tests.megatron.actors import CONSTANT, train
-
-    policy = actor("qwen2", ParallelLayout(1), LoraConfig(rank=4, loraplus_lr_ratio=ratio))
-    fill_adapters(policy)
-    before = full_adapters(policy)
-    policy.start_optimizer(CONSTANT)
-    train(policy, steps)
-    after = full_adapters(policy)
-    return {
-        which: max((after[k] - before[k]).abs().max().item() for k in before if which in k)
-        for which in ("lora_A", "lora_B")
-    }
 
 
 def test_lora_b_learns_faster_by_the_ratio():

@@ -13,7 +13,7 @@ from mrl.checkpoint.formats.hf import INDEX, SINGLE
 from mrl.config.config import Config
 from mrl.config.did_you_mean import did_you_mean_path
 from mrl.config.hub_cache import MissingSnapshotError, cache_folder, find_snapshot, is_hub_name
-from mrl.data.hub_files import resolve_data_files
+from mrl.data.hub_files import fetch_data_files
 from mrl.errors import UserError
 from mrl.models.hf_config import TOKENIZER_FILES, read_json
 
@@ -23,7 +23,7 @@ _FILES = ("config.json", *TOKENIZER_FILES)
 
 
 def resolve_hub_names(config: Config, *, download: bool = False) -> Config:
-    """Replaces the hub names of models and of data files in a config by local folders and files.
+    """Replaces the hub names of models in a config by local folders, and checks that the data files are cached.
 
     Args:
         config: Config as loaded.
@@ -32,8 +32,8 @@ def resolve_hub_names(config: Config, *, download: bool = False) -> Config:
     Raises:
         UserError: The cache lacks something, and `download` is False or the download failed.
     """
-    data = resolve_data_files(config.data, download=download)
-    return resolve_hub_models(replace(config, data=data), download=download)
+    fetch_data_files(config.data, download=download)
+    return resolve_hub_models(config, download=download)
 
 
 def resolve_hub_models(config: Config, *, download: bool = False, weights: bool = True) -> Config:

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,6 +25,7 @@ from mrl.checkpoint.run_dir.manifest import committed_steps
 from mrl.config import config as config_module
 from mrl.config import user_code
 from mrl.config.config import Config
+from mrl.data.hub_files import with_paths
 from mrl.errors import UserError
 
 PACKAGES = (
@@ -219,7 +220,7 @@ class RunDir:
             return []
         last_config = config_module.load(self.config)
         self._check_objects(last_config, config)
-        before, after = flatten(asdict(last_config)), flatten(asdict(config))
+        before, after = flatten(asdict(last_config)), flatten(asdict(_named_as_in(last_config, config)))
         differing = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
         lines = {key: f"{key}: {_value_text(before.get(key))} -> {_value_text(after.get(key))}" for key in differing}
         identity = [key for key in differing if key.startswith(IDENTITY_KEYS) and key != HELD_OUT]
@@ -234,6 +235,18 @@ class RunDir:
             schedule, steps = config.actor.lr_schedule, config.train.num_steps
             reported.append(f"actor.lr_schedule={schedule} is now computed for {steps} steps")
         return reported
+
+
+def _named_as_in(last: Config, now: Config) -> Config:
+    """Returns a config with the data files named as in the last one, if that has the paths of the hub's files."""
+    if last.data.train_files == now.data.train_files:
+        return now
+    data = with_paths(replace(now.data, val_files=[]))
+    return (
+        replace(now, data=replace(data, val_files=now.data.val_files))
+        if data.train_files == last.data.train_files
+        else now
+    )
 
 
 def read_run_info(run: RunDir) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import yaml
 
 from mrl.checkpoint.io.atomic_files import sync_folder
 from mrl.config.paths import expand_path
-from mrl.data.hub_files import is_hub_location, local_files, set_files
+from mrl.data.hub_files import folder_files, is_hub_location, local_files, set_files
 from mrl.data.public_sets.base import PublicSet, Row, UnusableRowError, all_sets, find
 from mrl.data.row_sources import RowSource, open_files
 from mrl.errors import UserError, disk_errors
@@ -41,6 +41,8 @@ class DataOptions:
         max_train: Training rows that are written at most; None: all.
         max_val: Held-out rows that are written at most; None: all.
         force: Replace files with other content.
+        folder: Folder with the files of the data set, instead of those on the hub; None: none.
+        split: Split of `folder` that is held out; None: the data set's own.
     """
 
     name: str
@@ -50,6 +52,8 @@ class DataOptions:
     max_train: int | None = None
     max_val: int | None = None
     force: bool = False
+    folder: str | None = None
+    split: str | None = None
 
 
 @dataclass
@@ -60,16 +64,19 @@ class Written:
         path: Path of the file.
         num_rows: Rows in it.
         dropped: Reason -> number of raw rows that were left out.
+        read: Raw files.
     """
 
     path: Path
     num_rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    read: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """Formats the counts as one line."""
+        """Formats files and counts as one line."""
+        files = f"{self.read[0]} and {len(self.read) - 1} more" if len(self.read) > 1 else "".join(self.read)
         without = "".join(f"; {count} left out: {reason}" for reason, count in sorted(self.dropped.items()))
-        return f"{self.path}: {self.num_rows} rows{without}"
+        return f"{self.path}: {self.num_rows} rows from {files}{without}"
 
 
 def prepare(options: DataOptions) -> tuple[dict[str, Written], str]:
@@ -93,7 +100,7 @@ def prepare(options: DataOptions) -> tuple[dict[str, Written], str]:
         folder.mkdir(parents=True, exist_ok=True)
         for side, most in (("val", options.max_val), ("train", options.max_train)):
             if side in sides:
-                done = Written(folder / f"{side}.jsonl")
+                done = Written(folder / f"{side}.jsonl", read=list(dict.fromkeys(part.path for part in sides[side])))
                 rows = _converted(found, sides[side], done.dropped, held_out, keeps=side == "val")
                 done.num_rows = _write(done.path, islice(rows, most), force=options.force)
                 _check_rows(done, options.name, sides[side][0].rows)
@@ -136,6 +143,7 @@ def _check_rows(done: Written, name: str, rows: RowSource) -> None:
 class _RawRows:
     """Raw rows first .. last-1 of a file, and the value of their column `data_source`; None: as converted."""
 
+    path: str
     rows: RowSource
     first: int
     last: int
@@ -148,29 +156,34 @@ def _open_sides(found: PublicSet, options: DataOptions) -> dict[str, list[_RawRo
     Files of the command line replace all files of the hub. A data set without held-out files gives its last training
     rows to that side.
     """
-    given = {"train": options.train, "val": options.val}
+    if options.folder is not None and (options.train or options.val):
+        raise UserError("mrl data: --from and --train or --val are both given. Remove one of them.")
+    if options.split is not None and options.folder is None:
+        raise UserError("mrl data: --split chooses among the files of a folder. Add --from FOLDER, or use --val FILE.")
     sides: dict[str, list[_RawRows]] = {"train": [], "val": []}
     for side in SIDES:
-        option = f"mrl data: --{side}"
-        if any(given.values()):
-            paths: list[tuple[str, str | None]] = [
-                (path, None)
-                for text in given[side]
-                for path in (
-                    local_files(option, text, side, download=True) if is_hub_location(text) else [expand_path(text)]
-                )
-            ]
-        else:
-            files = found.train if side == "train" else found.val
-            paths = [
-                (path, file.data_source) for file in files for path in set_files(option, file, side, download=True)
-            ]
-        for path, source in paths:
-            rows = open_files([path], option, lambda row, source: None)
-            sides[side].append(_RawRows(rows, 0, len(rows), source))
+        for path, source in _raw_files(found, options, side):
+            rows = open_files([path], f"mrl data: --{side}", lambda row, source: None)
+            sides[side].append(_RawRows(path, rows, 0, len(rows), source))
     if found.num_val and not sides["val"]:
         sides["train"], sides["val"] = _split(sides["train"], found.num_val)
     return {side: parts for side, parts in sides.items() if parts}
+
+
+def _raw_files(found: PublicSet, options: DataOptions, side: str) -> list[tuple[str, str | None]]:
+    """Returns path, and value of the column `data_source` (None: as converted), of each raw file of a side."""
+    option, files = f"mrl data: --{side}", found.train if side == "train" else found.val
+    if options.folder is not None:
+        split = options.split if side == "val" else None
+        return folder_files(options.folder, files, side, split) if files or split else []
+    if options.train or options.val:
+        given = options.train if side == "train" else options.val
+        paths = [
+            local_files(option, text, side, download=True) if is_hub_location(text) else [expand_path(text)]
+            for text in given
+        ]
+        return [(path, None) for each in paths for path in each]
+    return [(path, file.data_source) for file in files for path in set_files(option, file, side, download=True)]
 
 
 def _split(parts: list[_RawRows], num_val: int) -> tuple[list[_RawRows], list[_RawRows]]:

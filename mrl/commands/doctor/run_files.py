@@ -15,6 +15,8 @@ from mrl.commands.doctor.finding import Finding, ok, problem
 from mrl.commands.plan.memory import num_parameters, trained_dtype
 from mrl.commands.plan.optimizer_memory import optimizer_memory
 from mrl.config.config import Config
+from mrl.data.hub_files import SPLITS, paths_of
+from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.resharding import lora
 from mrl.resharding.copy_op import ITEM_BYTES
@@ -72,9 +74,14 @@ def check_model_files(folder: str, topic: str = "model") -> Iterator[Finding]:
 
 def check_data(config: Config) -> Iterator[Finding]:
     """Checks that the data files exist, are readable and not empty."""
-    files = [*config.data.train_files, *config.data.val_files]
-    files += [config.data.chat_template] if config.data.chat_template else []
-    bad = []
+    template, bad = config.data.chat_template, list[str]()
+    files = [template] if template else []
+    for side in SPLITS:
+        for text in getattr(config.data, f"{side}_files"):
+            try:
+                files += paths_of(text, side)
+            except UserError as error:
+                bad.append(str(error).rstrip("."))
     for name in files:
         try:
             with Path(name).open("rb") as stream:

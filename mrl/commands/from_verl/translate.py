@@ -140,7 +140,7 @@ def _translated(given: Mapping[str, Any], settings: Settings, supervised: SftRun
     found.mpi = engine_capabilities(config.rollout.name).needs_mpi(config.rollout)
     found.batch_job = settings.batch_job
     found.differs = [
-        *_differs(verl, num_nodes * gpus),
+        *_differs(verl, num_nodes * gpus, supervised=supervised is not None),
         *lora_differs(verl, tree.get("actor", {})),
         *differs(verl, tree.get("rollout", {}), config.train.mode),
         *rewards_differ(verl, tree.get("algorithm", {}), tree.get("reward", {}).get("functions", [])),
@@ -376,9 +376,11 @@ def _trainer(verl: VerlRun) -> Iterator[Pair]:
     yield "run.device", verl.one_of("trainer.device", {"cuda": "auto", "cpu": "cpu"}, "auto")
 
 
-def _differs(verl: VerlRun, num_gpus: int) -> Iterator[str]:
+def _differs(verl: VerlRun, num_gpus: int, *, supervised: bool) -> Iterator[str]:
     """Yields settings of the engine, memory and checkpoints that mean something else in mrl."""
     engine = verl.given.get(f"{ROLLOUT}name")
+    if engine in (None, "???") and not supervised:
+        yield f"{ROLLOUT}name is not given: mrl's native engine samples; rollout.name=vllm or trtllm selects another"
     if engine in ("sglang", "hf"):
         yield f"{ROLLOUT}name={engine}: mrl's native engine samples instead; rollout.name selects another"
     if verl["trainer.save_freq"] > 0 and verl["trainer.max_actor_ckpt_to_keep"] is None:

@@ -14,11 +14,13 @@ from typing import Any
 
 from mrl.commands.launch import launch_argv
 from mrl.commands.plan.memory import describe_adapters, num_parameters, stage_memory
-from mrl.commands.plan.undownloaded import with_shapes
+from mrl.commands.plan.undownloaded import with_notes, with_shapes
 from mrl.commands.plan.weight_sync_cost import synced_layouts
+from mrl.commands.rehearse.placeholders import hint_at_placeholders
 from mrl.config.config import Config, TrainConfig, to_yaml
 from mrl.config.megatron_fields.defaults import ddp_defaults, overlaps_gradients, transformer_defaults
 from mrl.engines._capabilities import engine_capabilities
+from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.models.transformer_engine import asked_for
 from mrl.parallel_layout import ParallelLayout
@@ -33,20 +35,25 @@ MAX_ROWS = 32
 """Number of ranks listed."""
 
 
-def describe(config: Config, size: WorldSize, *, launcher: str | None = None) -> str:
+def describe(config: Config, size: WorldSize, *, launcher: str | None = None, placeholders: bool = False) -> str:
     """Returns a summary, the layout of ranks, the cost of a weight sync, and the resolved config.
 
     Args:
         config: Config, not resolved.
         size: Number of ranks and its origin.
         launcher: Launcher as in `LauncherEnv.launcher`; None: not known yet.
+        placeholders: Replace missing files by placeholders.
 
     Raises:
         UserError: The run is invalid.
     """
-    config, notes = with_shapes(config)
-    found = check_run(config, size.ranks, launcher=launcher, tell=notes.append if notes else None)
-    check_run_folder(config)
+    config, notes = with_shapes(config, placeholders=placeholders)
+    try:
+        with hint_at_placeholders(config):
+            found = check_run(config, size.ranks, launcher=launcher, tell=notes.append if notes else None)
+        check_run_folder(config)
+    except UserError as error:
+        raise with_notes(error, notes) from error
     config, grid = found.config, found.grid
     context = f" x cp {grid.cp}" if grid.cp > 1 else ""
     stages = f" x pp {grid.rollout_pp}" if grid.rollout_pp > 1 else ""

@@ -15,8 +15,18 @@ from functools import partial
 from mrl.commands.plan.activations import largest_microbatch
 from mrl.commands.plan.fit import device_of
 from mrl.commands.plan.memory import StageMemory, num_kv_rows
+from mrl.commands.plan.published import (
+    DECODE,
+    PREFILL,
+    Published,
+    PublishedSync,
+    at_peak,
+    at_published,
+    training,
+)
 from mrl.commands.plan.recompute import recompute_of
 from mrl.commands.plan.response_lengths import ResponseLengths
+from mrl.commands.plan.weight_sync_cost import RefitPrediction
 from mrl.config.config import Config
 from mrl.engines._capabilities import memory_plan
 from mrl.engines._memory_plan import token_elements
@@ -25,6 +35,7 @@ from mrl.observability.hardware import Hardware
 from mrl.observability.metrics import forward_flops, training_flops
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.copy_op import ITEM_BYTES
+from mrl.rollout.async_schedule import RolloutSchedule
 from mrl.trainer.run_plan import Resolved
 from mrl.trainer.validation.critic import critic_config
 
@@ -168,6 +179,74 @@ def step_time(times: Durations, refit_s: float, *, has_roles: bool, overlaps: bo
     step = refit_s + (max(rollouts, training) if has_roles and overlaps else rollouts + training)
     idle = [(step - refit_s - own) / step if has_roles else 0.0 for own in (training, rollouts)]
     return StepTime(refit_s, rollouts, training, step, *idle)
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """Duration of a phase of a step, s.
+
+    Attributes:
+        name: Phase; "total": the step.
+        peak: Duration at the peak rates.
+        assumed: Duration at the fractions of `Hardware`.
+        published: Duration at efficiencies that other systems reached.
+        sources: Publications of these efficiencies.
+        note: Bottleneck and assumed rates.
+    """
+
+    name: str
+    peak: float
+    assumed: float
+    published: float
+    sources: tuple[Published | PublishedSync, ...] = ()
+    note: str = ""
+
+
+def phase_times(
+    plan: Resolved,
+    hardware: Hardware,
+    stages: Sequence[StageMemory],
+    refit: RefitPrediction,
+    lengths: ResponseLengths | None,
+) -> list[PhaseTime]:
+    """Returns the durations of the phases of a step, and of the step, which is the last entry."""
+    moe = plan.arch.moe is not None
+    peak, assumed, published = (
+        predict_step(plan, each, stages, lengths)
+        for each in (at_peak(hardware), hardware, at_published(hardware, moe=moe))
+    )
+    rate, trained = f"{hardware.bf16_flops / 1e12:.0f} TFLOP/s", (training(moe=moe),)
+    phases, sync, published_sync = [], 0.0, 0.0
+    if not plan.algorithm.supervised:
+        sync, published_sync = refit.seconds, refit.published[refit.closest]
+        note = "links and memory at their peak"
+        phases += [PhaseTime("refit", sync, sync, published_sync, (refit.closest,), note)]
+    if assumed.decode_steps:
+        note = (
+            f"{assumed.decode_steps:,} passes, bound by {assumed.bound_by}; {hardware.decode_frac:.0%} of memory and "
+            "FLOP rate"
+        )
+        prefill = f"{hardware.prefill_flops_frac:.0%} of {rate}"
+        phases += [
+            PhaseTime("rollout, prompts", peak.prefill, assumed.prefill, published.prefill, (PREFILL,), prefill),
+            PhaseTime("rollout, responses", peak.decode, assumed.decode, published.decode, (DECODE,), note),
+        ]
+    note = f"{hardware.train_flops_frac:.0%} of {rate}"
+    if assumed.score:
+        phases += [PhaseTime("score", peak.score, assumed.score, published.score, trained, note)]
+    bubble = f", {assumed.bubble_frac:.0%} pipeline bubble" if assumed.bubble_frac else ""
+    phases += [PhaseTime("update", peak.update, assumed.update, published.update, trained, note + bubble)]
+    has_roles, overlaps = plan.grid.has_separate_rollout, RolloutSchedule.of(plan.config).lead > 0
+    totals = [
+        step_time(times, seconds, has_roles=has_roles, overlaps=overlaps)
+        for times, seconds in ((peak, sync), (assumed, sync), (published, published_sync))
+    ]
+    note = ""
+    if has_roles:
+        note = "rollouts and training at the same time; " if overlaps else ""
+        note += f"ranks that train wait {totals[1].idle_trainers:.0%} of it, those that sample "
+        note += f"{totals[1].idle_samplers:.0%} (assumed)"
+    return [*phases, PhaseTime("total", totals[0].step, totals[1].step, totals[2].step, note=note)]
 
 
 def _bubble(plan: Resolved) -> float:

@@ -1,31 +1,35 @@
 """`mrl plan CONFIG --world-size N`: predicts the cost of a run on a cluster of any size, without running it.
 
-This file formats the report. Memory comes from `memory.py` and is checked by `fit.py`, times come from `durations.py`
-and `weight_sync_cost.py`, the best split into training and sampling ranks from `rank_split.py`. Everything is computed
-from shapes (`resharding/transfer_cost.py`) and the hardware's stated figures (`observability/hardware.py`); nothing is
+This file makes the prediction and formats the report. Memory comes from `memory.py` and is checked by `fit.py`, times
+come from `durations.py` and `weight_sync_cost.py`, the best split into training and sampling ranks from
+`rank_split.py`. Everything is computed from shapes (`resharding/transfer_cost.py`) and the hardware's stated figures
+(`observability/hardware.py`), and beside them from efficiencies that others published (`published.py`); nothing is
 measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mrl.commands.launch import launch_argv
-from mrl.commands.plan.durations import Durations, predict_step, step_time
+from mrl.commands.plan.durations import PhaseTime, phase_times
 from mrl.commands.plan.fit import check_fits, device_of, format_overrides
 from mrl.commands.plan.memory import (
     StageMemory,
     describe_adapters,
-    memory_by_stage,
     not_counted,
     num_kv_rows,
     num_parameters,
 )
+from mrl.commands.plan.published import Published, PublishedSync
 from mrl.commands.plan.rank_split import Splits, find_splits, splits_text
 from mrl.commands.plan.response_lengths import ResponseLengths, expected_lengths
-from mrl.commands.plan.undownloaded import with_shapes
-from mrl.commands.plan.weight_sync_cost import PUBLISHED_RATE, RefitPrediction, predict_refit
+from mrl.commands.plan.undownloaded import with_notes, with_shapes
+from mrl.commands.plan.weight_sync_cost import RefitPrediction, memory_with_refit, predict_refit
+from mrl.commands.rehearse.placeholders import hint_at_placeholders
 from mrl.config.config import Config
 from mrl.engines._capabilities import engine_capabilities, memory_plan
 from mrl.engines._memory_plan import Device
@@ -40,10 +44,51 @@ from mrl.trainer.validation.rollout_ranks import key_of
 GB = 1e9
 
 
-def describe(
-    config: Config, world_size: int, hardware: Hardware, *, mean_length: int | None = None, metrics: Path | None = None
-) -> str:
-    """Returns the report: memory of a rank of each stage, duration of each phase, and the weight sync's traffic.
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted cost of a run.
+
+    Attributes:
+        plan: Resolved config of the run.
+        hardware: Figures of the cluster.
+        stages: Memory of a rank of each stage.
+        refit: Cost of a weight sync.
+        phases: Durations of the phases of a step and of the step.
+        lengths: Expected response lengths; None: full lengths.
+        splits: Splits of the ranks; None: nothing is sampled.
+        notes: Remarks for the user.
+    """
+
+    plan: Resolved
+    hardware: Hardware
+    stages: list[StageMemory]
+    refit: RefitPrediction
+    phases: list[PhaseTime]
+    lengths: ResponseLengths | None
+    splits: Splits | None
+    notes: list[str]
+
+    @property
+    def device(self) -> Device:
+        """Device of a rank."""
+        return device_of(self.hardware, self.plan.grid)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether sampling and training overlap."""
+        return RolloutSchedule.of(self.plan.config).lead > 0
+
+
+def predict(
+    config: Config,
+    world_size: int,
+    hardware: Hardware,
+    *,
+    mean_length: int | None = None,
+    metrics: Path | None = None,
+    placeholders: bool = False,
+) -> Prediction:
+    """Predicts memory of a rank of each stage, duration of each phase, and the weight sync's traffic.
 
     Args:
         config: Config, not resolved.
@@ -51,42 +96,113 @@ def describe(
         hardware: Figures of the cluster.
         mean_length: Expected mean response length, tokens; None: full lengths, or those in `metrics`.
         metrics: metrics.jsonl or folder of a run, whose response lengths are expected.
+        placeholders: Replace missing files by placeholders.
 
     Raises:
-        UserError: The run is invalid or does not fit into memory; the message names a change that fits.
+        UserError: The run is invalid or does not fit into memory; the message names a change that fits, and has the
+            notes on replaced models.
     """
-    config, notes = with_shapes(config)
-    lengths = expected_lengths(config, mean_length, metrics)
-    found = check_run(config, world_size, tell=notes.append)
-    device = device_of(hardware, found.grid)
-    refit = predict_refit(found.config, found.arch, found.grid, hardware)
-    # a rank may send more than it receives: the upper bound is all of an engine's weights
-    stages = memory_by_stage(found, device, moved_bytes=None if refit.staging_bytes else 0)
-    splits, overlaps = None, RolloutSchedule.of(found.config).lead > 0
-    if not found.algorithm.supervised:
-        splits = find_splits(found, hardware, refit, lengths)
+    config, notes = with_shapes(config, placeholders=placeholders)
     try:
-        check_fits(found, hardware, stages)
+        lengths = expected_lengths(config, mean_length, metrics)
+        with hint_at_placeholders(config):
+            found = check_run(config, world_size, tell=notes.append)
+        refit = predict_refit(found.config, found.arch, found.grid, hardware)
+        stages = check_memory(found, hardware, refit, lengths)
     except UserError as error:
-        raise _with_split(error, splits, overlaps=overlaps) from error
+        raise with_notes(error, notes) from error
+    splits = None if found.algorithm.supervised else find_splits(found, hardware, refit, lengths)
+    phases = phase_times(found, hardware, stages, refit, lengths)
+    return Prediction(found, hardware, stages, refit, phases, lengths, splits, [*notes, *_megatron_notes(found)])
+
+
+def describe(prediction: Prediction) -> str:
+    """Returns the report as text."""
+    found, refit, splits = prediction.plan, prediction.refit, prediction.splits
     return "\n".join(
         [
-            *_layout(found, hardware),
+            *_layout(found, prediction.hardware),
             "",
-            *_memory(found, stages, device, hardware, lengths),
+            *_memory(prediction),
             "",
-            *_times(found, hardware, refit, predict_step(found, hardware, stages, lengths), lengths, overlaps=overlaps),
+            *_times(prediction),
             "",
             *(_refit(refit) if found.needs_engine else ["no engine: nothing is sampled"]),
-            *(() if splits is None else ["", *splits_text(splits, found.grid, overlaps=overlaps)]),
-            *(f"\nnote: {note}" for note in [*notes, *_megatron_notes(found)]),
+            *(() if splits is None else ["", *splits_text(splits, found.grid, overlaps=prediction.overlaps)]),
+            *(f"\nnote: {note}" for note in prediction.notes),
         ]
     )
 
 
-def _with_split(error: UserError, splits: Splits | None, *, overlaps: bool) -> UserError:
+def as_json(prediction: Prediction) -> dict[str, Any]:
+    """Returns memory (bytes), times (s) and traffic (bytes) of the report, with the sources of published figures."""
+    found, refit, total = prediction.plan, prediction.refit, prediction.refit.traffic.total
+    return {
+        "world_size": found.grid.world_size,
+        "memory_bytes": [
+            {
+                "stage": stage.stage,
+                "rank": stage.rank,
+                "phases": stage.phases,
+                "host": stage.host,
+                "kv_sequences": stage.kv_rows,
+            }
+            for stage in prediction.stages
+        ],
+        "step_seconds": {
+            phase.name: {
+                "at_peak": phase.peak,
+                "at_assumed_fractions": phase.assumed,
+                "at_published_efficiency": phase.published,
+                "published": [_published_json(one) for one in phase.sources],
+            }
+            for phase in prediction.phases
+        },
+        "weight_sync": {
+            "local_bytes": total.local,
+            "intra_node_bytes": total.intra_node,
+            "inter_node_bytes": total.inter_node,
+            "staging_bytes": refit.staging_bytes,
+            "at_peak": refit.seconds,
+            "at_published_rates": [
+                {"seconds": seconds, **_published_json(sync)} for sync, seconds in refit.published.items()
+            ],
+        }
+        if found.needs_engine
+        else None,
+        "notes": prediction.notes,
+    }
+
+
+def _published_json(one: Published | PublishedSync) -> dict[str, Any]:
+    """Returns the figure, its measurement and its source."""
+    figure = {"efficiency": one.efficiency} if isinstance(one, Published) else {"bytes_per_s": one.bytes_per_s}
+    return {**figure, "measured": one.measured, "source": str(one.source)}
+
+
+def check_memory(
+    plan: Resolved, hardware: Hardware, refit: RefitPrediction, lengths: ResponseLengths | None = None
+) -> list[StageMemory]:
+    """Returns the memory of a rank of each stage, after checking that it fits; `mrl rehearse` checks the same.
+
+    Raises:
+        UserError: The run does not fit; the message names a change, or a split of the same ranks, that fits.
+    """
+    stages = memory_with_refit(plan, device_of(hardware, plan.grid), refit)
+    try:
+        check_fits(plan, hardware, stages)
+    except UserError as error:
+        raise _with_split(error, plan, hardware, refit, lengths) from error
+    return stages
+
+
+def _with_split(
+    error: UserError, plan: Resolved, hardware: Hardware, refit: RefitPrediction, lengths: ResponseLengths | None
+) -> UserError:
     """Returns the error with the fastest split of the same ranks that fits, if there is one."""
-    ranked = [] if splits is None else splits.ranked(overlaps=overlaps)
+    if plan.algorithm.supervised:
+        return error
+    ranked = find_splits(plan, hardware, refit, lengths).ranked(overlaps=RolloutSchedule.of(plan.config).lead > 0)
     if not ranked:
         return error
     best = ranked[0]
@@ -125,15 +241,14 @@ def _layout(plan: Resolved, hardware: Hardware) -> Iterator[str]:
     )
 
 
-def _memory(
-    plan: Resolved, stages: list[StageMemory], device: Device, hardware: Hardware, lengths: ResponseLengths | None
-) -> Iterator[str]:
+def _memory(prediction: Prediction) -> Iterator[str]:
     """Yields the fullest stage term by term and the other stages' totals; likewise for ranks that only sample."""
+    plan, stages, device, lengths = prediction.plan, prediction.stages, prediction.device, prediction.lengths
     capacity = device.capacity or 0
     trainers = [stage for stage in stages if stage.stage is not None]
     yield (
         f"memory of a rank, GB, if every response has its full length; {capacity / GB:.1f} of "
-        f"{hardware.memory_bytes / GB:.0f} GB can be filled"
+        f"{prediction.hardware.memory_bytes / GB:.0f} GB can be filled"
     )
     yield from _terms(trainers)
     fullest = _fullest(trainers)
@@ -190,41 +305,21 @@ def _longest(plan: Resolved) -> int:
     return plan.config.rollout.prompt_length + plan.config.rollout.response_length
 
 
-def _times(
-    plan: Resolved,
-    hardware: Hardware,
-    refit: RefitPrediction,
-    times: Durations,
-    lengths: ResponseLengths | None,
-    *,
-    overlaps: bool,
-) -> Iterator[str]:
+def _times(prediction: Prediction) -> Iterator[str]:
+    lengths = prediction.lengths
     responses = "if every response has its full length"
     if lengths is not None:
         responses = f"with responses of {lengths.mean:.0f} tokens on average and {lengths.longest} at most"
-    yield f"a step, s, {responses}, at assumed fractions of the peak rates (--hardware)"
-    rows = [] if plan.algorithm.supervised else [("refit", refit.seconds, "links and memory at their peak")]
-    if times.decode_steps:
-        assumed = f"{hardware.decode_frac:.0%} of memory and FLOP rate"
-        note = f"{times.decode_steps:,} passes, bound by {times.bound_by}; {assumed}"
-        rows += [("rollout, prompts", times.prefill, f"{hardware.prefill_flops_frac:.0%} of {_rate(hardware)}")]
-        rows += [("rollout, responses", times.decode, note)]
-    if times.score:
-        rows += [("score", times.score, f"{hardware.train_flops_frac:.0%} of {_rate(hardware)}")]
-    bubble = f", {times.bubble_frac:.0%} pipeline bubble" if times.bubble_frac else ""
-    rows += [("update", times.update, f"{hardware.train_flops_frac:.0%} of {_rate(hardware)}{bubble}")]
-    refit_s = 0.0 if plan.algorithm.supervised else refit.seconds
-    total, note = step_time(times, refit_s, has_roles=plan.grid.has_separate_rollout, overlaps=overlaps), ""
-    if plan.grid.has_separate_rollout:
-        note = "rollouts and training at the same time; " if overlaps else ""
-        note += f"ranks that train wait {total.idle_trainers:.0%} of it, those that sample {total.idle_samplers:.0%}"
-    rows += [("total", total.step, note)]
-    for name, seconds, note in rows:
-        yield f"  {name:<24} {seconds:12.4f}  {note}".rstrip()
-
-
-def _rate(hardware: Hardware) -> str:
-    return f"{hardware.bf16_flops / 1e12:.0f} TFLOP/s"
+    yield f"a step, s, {responses}: at peak rates, at assumed fractions of them (--hardware), and at efficiencies that"
+    yield "other systems published, which were not measured with mrl"
+    yield f"  {'':<24} {'peak':>12} {'assumed':>12} {'published':>12}"
+    for phase in prediction.phases:
+        times = f"{phase.peak:12.4f} {phase.assumed:12.4f} {phase.published:12.4f}"
+        yield f"  {phase.name:<24} {times}  {phase.note}".rstrip()
+    sources = dict.fromkeys(one for phase in prediction.phases for one in phase.sources)
+    for one in sources:
+        figure = f"{one.efficiency:.0%}" if isinstance(one, Published) else f"{one.bytes_per_s / GB:.1f} GB/s"
+        yield f"  published: {figure}: {one.measured}. {one.source}"
 
 
 def _refit(refit: RefitPrediction) -> Iterator[str]:
@@ -243,8 +338,7 @@ def _refit(refit: RefitPrediction) -> Iterator[str]:
         f"  predicted time           {refit.seconds:12.4f} s from peak figures; bound {refit.bound_s:.4f} s, "
         f"full gather {refit.full_gather_s:.4f} s"
     )
-    if (measured := refit.seconds_at_published_rate) is not None:
-        yield (
-            f"  at a measured rate       {measured:12.4f} s with {PUBLISHED_RATE / GB:.1f} GB/s into a rank, "
-            "Perplexity's for Kimi-K2 (research.perplexity.ai)"
-        )
+    for sync, seconds in refit.published.items():
+        what = "of the model" if sync.gathers else "into a rank"
+        rate = f"{sync.bytes_per_s / GB:.1f} GB/s {what}"
+        yield f"  at a published rate      {seconds:12.4f} s with {rate}: {sync.measured}. {sync.source}"

@@ -17,9 +17,9 @@ from typing import Any
 
 from mrl.commands.plan.durations import Durations, StepTime, predict_step, step_time
 from mrl.commands.plan.fit import Overrides, describe_ranks, device_of, format_overrides, shortage, with_overrides
-from mrl.commands.plan.memory import StageMemory, memory_by_stage
+from mrl.commands.plan.memory import StageMemory
 from mrl.commands.plan.response_lengths import ResponseLengths
-from mrl.commands.plan.weight_sync_cost import RefitPrediction, predict_refit
+from mrl.commands.plan.weight_sync_cost import RefitPrediction, memory_with_refit, predict_refit
 from mrl.config.config import RolloutConfig
 from mrl.engines._capabilities import engine_capabilities
 from mrl.errors import UserError
@@ -140,13 +140,13 @@ def find_splits(
             left_out[_exclusion_reason(str(error))] += 1
             continue
         device = device_of(hardware, other.grid)
-        stages = memory_by_stage(other, device)
+        known = refit if other.grid == plan.grid else None
+        stages = memory_with_refit(other, device, known)
         short = shortage(stages, device.capacity or 0)
         if short is not None:
             left_out[f"{describe_ranks(short.stage, other.grid)} lacks memory in its {short.phase}"] += 1
             continue
         durations = predict_step(other, hardware, stages, lengths)
-        known = refit if other.grid == plan.grid else None
         fitting.append(Split(other, _differing(plan, overrides), hardware, stages, durations, known))
     return Splits(fitting, left_out)
 

@@ -1,19 +1,29 @@
-"""Shapes of models that were not downloaded yet, for `mrl plan` and `mrl train --dry-run`."""
+"""Shapes of models that were not downloaded yet, for `mrl plan`, `mrl rehearse` and `mrl train --dry-run`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from mrl.checkpoint.formats.hub import resolve_hub_models, resolve_model_path
-from mrl.commands.rehearse.placeholders import CHARACTERS, TASK, matching_preset
+from mrl.commands.rehearse.placeholders import (
+    CHARACTERS,
+    TASK,
+    hint_at_placeholders,
+    matching_preset,
+    with_placeholders,
+)
 from mrl.config.config import Config, DataConfig
 from mrl.config.hub_cache import is_hub_name
 from mrl.errors import UserError
 from mrl.models.presets import PRESETS
 
 
-def with_shapes(config: Config) -> tuple[Config, list[str]]:
+def with_shapes(config: Config, *, placeholders: bool = False) -> tuple[Config, list[str]]:
     """Returns the config with shapes for models that the hub's cache lacks, and a note for each replacement.
+
+    Args:
+        config: Config, not resolved.
+        placeholders: Replace other missing files by placeholders, too.
 
     Reads config.json and tokenizer of such a model from the hub, without its weights. If the hub cannot be reached, a
     preset replaces `model.path`, whose name contains the preset's; tokenizer and data are then placeholders.
@@ -21,6 +31,20 @@ def with_shapes(config: Config) -> tuple[Config, list[str]]:
     Raises:
         UserError: The hub cannot be reached, and no preset matches, or the model is not the actor.
     """
+    notes: list[str] = []
+    try:
+        with hint_at_placeholders(config):
+            config, notes = _with_hub_shapes(config)
+    except UserError:
+        if not placeholders:
+            raise
+    if placeholders:
+        config, replacements = with_placeholders(config)
+        notes += replacements
+    return config, notes
+
+
+def _with_hub_shapes(config: Config) -> tuple[Config, list[str]]:
     try:
         return resolve_hub_models(config), []
     except UserError:
@@ -33,6 +57,11 @@ def with_shapes(config: Config) -> tuple[Config, list[str]]:
             config, note = _with_preset(config, path, error)
             notes = [note]
     return resolve_hub_models(config, download=True, weights=False), notes
+
+
+def with_notes(error: UserError, notes: list[str]) -> UserError:
+    """Returns the error with the notes on replaced models, so that a refused run has them too."""
+    return UserError("\n".join([str(error), *(f"note: {note}" for note in notes)])) if notes else error
 
 
 def _with_preset(config: Config, path: str, error: UserError) -> tuple[Config, str]:

@@ -8,26 +8,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mrl.commands.plan.memory import selects_layers, sends_adapters, staging_bytes, trained_dtype
+from mrl.commands.plan.memory import (
+    StageMemory,
+    memory_by_stage,
+    num_parameters,
+    selects_layers,
+    sends_adapters,
+    staging_bytes,
+    trained_dtype,
+)
+from mrl.commands.plan.published import SYNC_DIRECT, SYNC_GATHERED, SYNCS, PublishedSync
 from mrl.config.config import Config, LoraConfig
 from mrl.engines._capabilities import memory_plan
+from mrl.engines._memory_plan import Device
 from mrl.models.base import ArchSpec, PipelineStage
 from mrl.observability.hardware import Hardware
 from mrl.parallel_layout import ParallelLayout
+from mrl.resharding import lora as adapters
+from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.resharding.layout import Layout
 from mrl.resharding.lora import WEIGHT, adapted_modules, adapter_layout, engine_matrices, peft_name
 from mrl.resharding.megatron import chunk_layers, megatron_layouts
 from mrl.resharding.shards import param_specs, parts_of
 from mrl.resharding.transfer_cost import ReceivedBytes, Traffic, traffic
-
-PUBLISHED_SECONDS, PUBLISHED_BYTES, PUBLISHED_RECEIVERS = 1.3, 1e12, 128
-"""Weight sync between nodes as Perplexity measured it: Kimi-K2 (10^12 parameters in FP8) from 256 GPUs to 128 others.
-
-Source: https://research.perplexity.ai/articles/weight-transfer-for-rl-post-training-in-under-2-seconds. The number of
-replicas is not published; with one, each GPU receives least.
-"""
-PUBLISHED_RATE = PUBLISHED_BYTES / PUBLISHED_RECEIVERS / PUBLISHED_SECONDS
-"""Rate into each receiving GPU, bytes/s: a lower bound of what was reached."""
+from mrl.trainer.run_plan import Resolved
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class RefitPrediction:
             links, one after the other.
         bound_s: Same with all of these concurrently, s: a lower bound for these layouts.
         full_gather_s: Duration of a weight sync that gathers every full tensor on every rank, s.
+        model_bytes: Size of the model, or of the adapters if only they are sent, bytes.
         received_bytes: Most bytes that one rank receives.
         staging_bytes: Most bytes of transport buffers on one rank.
     """
@@ -48,13 +53,23 @@ class RefitPrediction:
     seconds: float
     bound_s: float
     full_gather_s: float
+    model_bytes: int
     received_bytes: int
     staging_bytes: int
 
     @property
-    def seconds_at_published_rate(self) -> float | None:
-        """Duration at `PUBLISHED_RATE`, s; None if nothing is sent between nodes, for which nothing was published."""
-        return self.received_bytes / PUBLISHED_RATE if self.traffic.total.inter_node else None
+    def published(self) -> dict[PublishedSync, float]:
+        """Published rate of another system -> duration at it, s; direct transfers only if nodes send to each other."""
+        return {
+            sync: (self.model_bytes if sync.gathers else self.received_bytes) / sync.bytes_per_s
+            for sync in SYNCS
+            if sync.gathers or self.traffic.total.inter_node
+        }
+
+    @property
+    def closest(self) -> PublishedSync:
+        """Published weight sync that is most like this one: direct between nodes, gathered inside a node."""
+        return SYNC_DIRECT if self.traffic.total.inter_node else SYNC_GATHERED
 
 
 def predict_refit(config: Config, arch: ArchSpec, grid: ParallelLayout, hardware: Hardware) -> RefitPrediction:
@@ -67,6 +82,7 @@ def predict_refit(config: Config, arch: ArchSpec, grid: ParallelLayout, hardware
         hardware.gpus_per_node,
         times=times | _times_of_adapters(few, lora, times),
     )
+    elements = adapters.num_parameters(arch, lora) if sends_adapters(config) else num_parameters(arch)
     each = found.full_gather_bytes / len(grid.samplers)
     gather_rate = (
         hardware.inter_node_bytes_per_s if grid.world_size > hardware.gpus_per_node else hardware.intra_node_bytes_per_s
@@ -81,6 +97,7 @@ def predict_refit(config: Config, arch: ArchSpec, grid: ParallelLayout, hardware
         seconds=max(sum(_seconds(share, hardware)) for share in (*found.shares, sent)),
         bound_s=max(max(_seconds(share, hardware)) for share in (*found.shares, sent)),
         full_gather_s=each / gather_rate,
+        model_bytes=elements * ITEM_BYTES[config.model.dtype],
         received_bytes=received,
         staging_bytes=staging_bytes(config, grid, received),
     )
@@ -116,6 +133,15 @@ def _times_of_adapters(arch: ArchSpec, lora: LoraConfig, times: Mapping[str, int
         return {}
     modules = adapted_modules(arch, lora)
     return {peft_name(one, which): times[one + WEIGHT] for one in modules for which in ("lora_A", "lora_B")}
+
+
+def memory_with_refit(plan: Resolved, device: Device, refit: RefitPrediction | None) -> list[StageMemory]:
+    """Returns the memory of a rank of each stage, without staging if the weight sync is known to send nothing.
+
+    Where there is staging, it is that for all of an engine's weights: a rank may send more than it receives.
+    """
+    sends_nothing = refit is not None and not refit.staging_bytes
+    return memory_by_stage(plan, device, moved_bytes=0 if sends_nothing else None)
 
 
 def one_layer_of_each(arch: ArchSpec, grid: ParallelLayout) -> tuple[ArchSpec, ParallelLayout, dict[str, int]]:

@@ -1,6 +1,6 @@
 """First stage of a rehearsal: the checks of a real run, on a machine that could not run it.
 
-The rules are those of `mrl train` (`trainer/run_plan.py`) and `mrl plan` (`commands/plan/fit.py`), at the real sizes
+The rules are those of `mrl train` (`trainer/run_plan.py`) and `mrl plan` (`commands/plan/plan.py`), at the real sizes
 and ranks. Missing files that exist only on the cluster get a hint.
 """
 
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mrl.commands.plan.fit import check_fits, device_of
-from mrl.commands.plan.memory import memory_by_stage
-from mrl.commands.rehearse.placeholders import FLAG, missing_paths, with_placeholders
+from mrl.commands.plan.plan import check_memory
+from mrl.commands.plan.undownloaded import with_shapes
+from mrl.commands.plan.weight_sync_cost import predict_refit
+from mrl.commands.rehearse.placeholders import hint_at_placeholders
 from mrl.commands.rehearse.report import Report
 from mrl.commands.rehearse.settings import NUM_VAL
 from mrl.config.config import Config
@@ -26,7 +27,7 @@ class RealRun:
     """Run that could start on its cluster.
 
     Attributes:
-        config: Real config, with placeholders for missing files.
+        config: Real config, with shapes or placeholders for missing files.
         plan: Same config, resolved at its world size.
         prompt_length: Longest of the first prompts, tokens.
         ranks: World size and its origin, in words.
@@ -48,30 +49,22 @@ def check_real_run(
         file: Config file, whose name may contain nodes x GPUs.
         requested_ranks: Ranks of the real run; None: by the rule of `trainer/validation/world_size.py`.
         hardware: GPUs of the real run.
-        report: Receives the world size and warnings.
+        report: Receives the world size, warnings, and why `mrl plan` refuses the run.
         placeholders: Replace missing files by placeholders.
 
     Raises:
         UserError: A mistake in the config, model folder, data, rewards or run folder.
     """
-    missing = missing_paths(config)
-    if missing and placeholders:
-        config, replacements = with_placeholders(config)
-        report.warnings += replacements
-        missing = {}
+    config, replacements = with_shapes(config, placeholders=placeholders)
+    report.warnings += replacements
     size = world_size(config, file, requested_ranks)
     report.world_size = size.ranks
-    try:
+    with hint_at_placeholders(config):
         found = check_run(config, report.world_size, tell=report.warnings.append)
-    except UserError as error:
-        if not missing:
-            raise
-        hint = f"\nTo rehearse without files that exist only on the cluster ({', '.join(missing)}), add {FLAG}."
-        raise UserError(f"{error}{hint}") from error
     try:
-        check_fits(found, hardware, memory_by_stage(found, device_of(hardware, found.grid)))
+        check_memory(found, hardware, predict_refit(found.config, found.arch, found.grid, hardware))
     except UserError as error:
-        report.warnings.append(f"mrl plan rejects the real run: {error}")
+        report.plan_refuses = str(error)
     report.warnings += found.warnings
     prompts = [*found.first_prompts, *found.validation[:NUM_VAL]]
     longest = max(len(prompt.prompt_ids) for prompt in prompts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os.path
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,19 @@ def missing_paths(config: Config) -> dict[str, str]:
     for key, path in _missing(config):
         found.setdefault(key, path)
     return found
+
+
+@contextmanager
+def hint_at_placeholders(config: Config) -> Iterator[None]:
+    """Adds to a UserError the option that replaces missing files, if files are missing."""
+    try:
+        yield
+    except UserError as error:
+        if not (missing := missing_paths(config)):
+            raise
+        raise UserError(
+            f"{error}\nTo go on without files that exist only on the cluster ({', '.join(missing)}), add {FLAG}."
+        ) from error
 
 
 def _missing(config: Config) -> Iterator[tuple[str, str]]:

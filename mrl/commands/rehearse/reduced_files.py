@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from mrl.checkpoint.formats.hf import assign_files, write_metadata_files
 from mrl.config.config import DataConfig
+from mrl.data.hub_files import paths_of
 from mrl.models.base import ArchSpec
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
@@ -44,14 +45,15 @@ def write_model(folder: Path, arch: ArchSpec, *, dtype: str, seed: int, like: Pa
 
 
 def with_first_rows(data: DataConfig, folder: Path) -> DataConfig:
-    """Copies the first rows of all data files to `folder` and returns the data settings with these copies."""
+    """Copies the first rows of each entry's first file to `folder`; returns the data settings with these copies."""
     folder.mkdir(parents=True, exist_ok=True)
     copied: dict[str, list[str]] = {}
     for side, rows in (("train", ROWS), ("val", 2)):
         copied[side] = []
-        for number, file in enumerate(getattr(data, f"{side}_files")):
-            target = folder / f"{side}-{number}{Path(file).suffix}"
-            _copy_rows(Path(file), target, rows)
+        for number, text in enumerate(getattr(data, f"{side}_files")):
+            file = Path(paths_of(text, side)[0])
+            target = folder / f"{side}-{number}{file.suffix}"
+            _copy_rows(file, target, rows)
             copied[side].append(str(target))
     return replace(data, train_files=copied["train"], val_files=copied["val"])
 

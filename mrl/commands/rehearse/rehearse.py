@@ -58,6 +58,7 @@ from mrl.trainer.validation.parallel import build_parallel_layout
 
 FIRST, RESUME = "first.yaml", "resume.yaml"
 """Files in the output folder with the reduced configs of the two runs."""
+CHECKS = "mrl train and mrl plan check them"
 SAMPLING = "only sample"
 """Row of a report's layout: ranks that only sample."""
 MAX_RANKS = 8
@@ -94,7 +95,8 @@ def rehearse(file: str, overrides: list[str], options: Options, console: Console
     """Runs every stage; shows and writes the report in any case.
 
     Raises:
-        UserError: A stage failed; the message names the stage, the cause and what to do.
+        UserError: A stage failed, and the message names the stage, the cause and what to do; or `mrl plan` refuses the
+            real run.
     """
     folder = Path(options.output_dir or f"runs/rehearse-{Path(file).stem}")
     _prepare_folder(folder)
@@ -106,6 +108,10 @@ def rehearse(file: str, overrides: list[str], options: Options, console: Console
         rehearsal.report.write(folder)
         rehearsal.report.show(console)
         console.print(f"report in {folder / FILE}", soft_wrap=True)
+    if rehearsal.report.plan_refuses:
+        raise UserError(
+            f"the stages of the rehearsal passed, but mrl plan refuses the real run: {rehearsal.report.plan_refuses}"
+        )
     return rehearsal.report
 
 
@@ -134,7 +140,8 @@ class _Rehearsal:
             )
             if isinstance(real.plan.tokenizer, HFTokenizer):
                 self._preload += (TOKENIZERS,)
-            self._done("check", f"{real.ranks}, as mrl train and mrl plan check them")
+            checks = "mrl train checks them; mrl plan refuses the run" if report.plan_refuses else CHECKS
+            self._done("check", f"{real.ranks}, as {checks}")
         self._console.print("reducing the config and its models ...", highlight=False, soft_wrap=True)
         small, tokens = self._shrink(real.config, real.plan, real.prompt_length)
         changed, world_size = other_layout(

@@ -65,6 +65,7 @@ class Report:
         peak_bytes: Peak memory of all processes of a run, bytes.
         metrics: Metrics of the last step.
         finished: True once the last stage was reached.
+        plan_refuses: Reason for which `mrl plan` refuses the real run; "" if it does not.
     """
 
     config: str
@@ -82,11 +83,12 @@ class Report:
     peak_bytes: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     finished: bool = False
+    plan_refuses: str = ""
 
     @property
     def passed(self) -> bool:
-        """True if the last stage was reached and none failed."""
-        return self.finished and all(stage.outcome != "failed" for stage in self.stages)
+        """True if the last stage was reached, none failed, and `mrl plan` accepts the real run."""
+        return not self.plan_refuses and self.finished and all(stage.outcome != "failed" for stage in self.stages)
 
     def write(self, folder: Path) -> None:
         """Writes rehearsal.json to `folder`."""
@@ -107,8 +109,11 @@ class Report:
                 console.print(f"{title}:")
             for line in lines:
                 console.print(f"  - {line}", markup=False, soft_wrap=True)
+        outcome = "passed" if self.passed else "failed"
+        if self.plan_refuses and self.finished:
+            outcome = "all stages passed, but mrl plan refuses the real run (see below);"
         console.print(
-            f"{'passed' if self.passed else 'failed'} in {self.seconds:.0f} s; the ranks took {self.cpu_s:.0f} s of "
+            f"{outcome} in {self.seconds:.0f} s; the ranks took {self.cpu_s:.0f} s of "
             f"CPU time and at most {self.peak_bytes / GB:.1f} GB of memory",
             soft_wrap=True,
         )

@@ -333,7 +333,8 @@ MISSING: dict[str, str] = {
     "data.trust_remote_code": "no code of a tokenizer folder is run",
     "data.custom_cls.*": "rows come from files, or from your own class, `data.task`",
     "data.datagen.*": "rows come from files, or from your own class, `data.task`",
-    "data.sampler.*": "the order is `data.shuffle` and `run.seed`",
+    "data.sampler.*": "write the sampler as a function that orders each epoch by the rows and their past rewards, "
+    "`data.order_by=path/to/file.py:function`",
     "data.apply_chat_template_kwargs*": "set the variables in your own template, `data.chat_template`",
     **verl_reward.MISSING,
     "algorithm.use_pf_ppo": "no PF-PPO",

@@ -7,7 +7,7 @@ A data set is a file in this folder that defines `DATA_SET`. `mrl data` writes i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -26,6 +26,18 @@ PREPARED = ("prompt", "messages", "chosen")
 
 class UnusableRowError(ValueError):
     """Row that lacks something, such as tests; the message says what."""
+
+
+class AmbiguousRowError(ValueError):
+    """Row with the columns of several data sets.
+
+    Attributes:
+        names: Names of these data sets.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(" and ".join(names))
+        self.names = names
 
 
 @dataclass(frozen=True)
@@ -122,10 +134,18 @@ def _same(one: str, other: str) -> bool:
 
 
 def recognize(row: Row) -> str | None:
-    """Returns the name of the data set that a raw row belongs to; None for prepared and unknown rows."""
+    """Returns the name of the data set that a raw row belongs to; None for prepared and unknown rows.
+
+    Raises:
+        AmbiguousRowError: It has the columns of several sets, none of which is refused.
+    """
     if any(name in row for name in PREPARED):
         return None
-    return next((name for name, one in all_sets().items() if one.recognizes(row)), None)
+    found = [name for name, one in all_sets().items() if one.recognizes(row)]
+    refused = [name for name in found if all_sets()[name].refusal]
+    if len(found) > 1 and not refused:
+        raise AmbiguousRowError(found)
+    return next(iter((*refused, *found)), None)
 
 
 def user(text: str) -> list[dict[str, str]]:

@@ -366,6 +366,7 @@ class LlmEngine(RolloutEngine):
                     outputs, f"prompt {prompt.source or prompt.uid}, sample {index}"
                 )
                 rollouts.append(self._rollout(prompt, index, output, sampling, with_logits=with_logits))
+                self.on_sampled(len(rollouts[-1].response_ids), [prompt.uid])
         return rollouts
 
     def _rollout(

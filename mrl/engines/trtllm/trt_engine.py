@@ -178,8 +178,10 @@ class BuiltEngine(RolloutEngine):
         rollouts: list[Rollout] = []
         num_batches = 0
         for batch in self._batches(samples, sampling.max_tokens, by_logits):
-            rollouts += self._run(batch, sampling, by_logits)
+            finished = self._run(batch, sampling, by_logits)
+            rollouts += finished
             num_batches += 1
+            self.on_sampled(sum(len(one.response_ids) for one in finished), [one.prompt.uid for one in finished])
             if self._stop_requested():
                 break
         self._stats = {

@@ -22,8 +22,8 @@ from mrl.engines.vllm.adapter_rules import RANKS
 from mrl.engines.vllm.engine_fields import INSTALL
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
-from mrl.resharding.layout import Layout, Piece, StoredTensor
-from mrl.resharding.lora import WEIGHT, AdaptedMatrix, engine_matrices, peft_layout, peft_name
+from mrl.resharding.layout import Layout
+from mrl.resharding.lora import WEIGHT, AdaptedMatrix, engine_matrices, peft_layout, projection_pair
 
 NAME, NUMBER, PATH = "policy", 1, "in memory"
 """Name, id and (unused) path of the adapter in vLLM."""
@@ -87,7 +87,7 @@ class VllmAdapters:
             rows = stack_b.size(2)
             covered = names if len(layer.lora_a_stacked) == 1 else names[index : index + 1]
             if len(covered) == 1 and covered[0] in matrix.modules:
-                pair = _slice_of(matrix, covered[0], first, rows)
+                pair = projection_pair(matrix, covered[0], first, rows)
                 views = (stack_a[slot, 0, :rank], stack_b[slot, 0, :, :rank])
                 for which, stored, view in zip(("lora_A", "lora_B"), pair, views, strict=True):
                     name = f"{matrix.weight.removesuffix(WEIGHT)}.{which}.{index}"
@@ -103,20 +103,6 @@ class VllmAdapters:
         from vllm.lora.request import LoRARequest
 
         return LoRARequest(NAME, NUMBER, PATH)
-
-
-def _slice_of(matrix: AdaptedMatrix, module: str, first: int, rows: int) -> tuple[StoredTensor, StoredTensor]:
-    """Returns the stored lora_A and lora_B of one projection, which has `rows` rows of the matrix from `first` on."""
-    (own_a,) = [piece for piece in matrix.lora_a.pieces if piece.hf_name == peft_name(module, "lora_A")]
-    shape = tuple(stop - start for start, stop in own_a.src)
-    lora_a = StoredTensor(shape, matrix.lora_a.dtype, (Piece(own_a.hf_name, own_a.src, tuple((0, n) for n in shape)),))
-    pieces = tuple(
-        Piece(piece.hf_name, piece.src, ((start - first, stop - first), piece.dst[1]))
-        for piece in matrix.lora_b.pieces
-        for start, stop in [piece.dst[0]]
-        if first <= start < first + rows
-    )
-    return lora_a, StoredTensor((rows, matrix.lora_b.shape[1]), matrix.lora_b.dtype, pieces)
 
 
 def _activate(manager: Any, arch: ArchSpec, lora: LoraConfig, dtype: str) -> int:

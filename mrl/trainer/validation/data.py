@@ -5,17 +5,22 @@ Rows of the data are checked in `data/`. Imports no torch.
 
 from __future__ import annotations
 
-import math
 import os.path
 from collections.abc import Iterator
 
-from mrl.config.config import Config, DataConfig
+from mrl.config.config import Config, DataConfig, orders_by_rewards
 from mrl.config.did_you_mean import did_you_mean_path
+from mrl.data.hub_files import is_local
 from mrl.data.prompt_order import BLOCK
 
 
-def data_rules(config: Config) -> Iterator[str]:
-    """Yields a message for each broken rule about prompts and rewards."""
+def data_rules(config: Config, *, supervised: bool = False) -> Iterator[str]:
+    """Yields a message for each broken rule about prompts and rewards.
+
+    Args:
+        config: Config to check.
+        supervised: True for an algorithm without rewards.
+    """
     data = config.data
     if data.task is None and not data.train_files:
         yield "The config has no training prompts. Set data.train_files, or data.task."
@@ -23,39 +28,48 @@ def data_rules(config: Config) -> Iterator[str]:
         yield f"data.task={data.task} generates its own rows. Remove data.train_files and data.val_files, or data.task."
     for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         for file in files:
-            if not os.path.isfile(file):
+            if not is_local(key, file):
                 yield f"{key}: '{file}' does not exist.{did_you_mean_path(file)}"
-    yield from _order_rules(data)
+    yield from _weight_rules(data)
+    if supervised and orders_by_rewards(data):
+        yield (
+            f"data.order_by={data.order_by} orders the rows by their past rewards, but algorithm.name="
+            f"{config.algorithm.name} scores no responses. Name a column of the data, or set data.order_by=null."
+        )
     if data.chat_template is not None and not os.path.isfile(data.chat_template):
         yield f"data.chat_template='{data.chat_template}' does not exist.{did_you_mean_path(data.chat_template)}"
     if not config.reward.functions and config.reward.model.path is None:
         yield "No response would have a reward. Set reward.functions, or reward.model.path."
 
 
-def _order_rules(data: DataConfig) -> Iterator[str]:
-    """Yields a message for each broken rule about the choice and the order of rows."""
-    weights = data.train_weights
+def _weight_rules(data: DataConfig) -> Iterator[str]:
+    """Yields a message for each broken rule about `train_weights`."""
+    weights, files = data.train_weights, data.train_files
     if not weights:
         return
-    parts = len([weight for weight in weights if weight])
-    if len(weights) != len(data.train_files):
+    if len(weights) != len(files):
         yield (
-            f"data.train_weights has {len(weights)} numbers for {len(data.train_files)} data.train_files. Give one for "
-            "each file."
+            f"data.train_weights has {len(weights)} numbers for {len(files)} data.train_files. Give one for each of "
+            "them, as [3,1]."
         )
-    elif weights[0] == 0 or not all(0 <= weight < math.inf for weight in weights) or parts > BLOCK:
+    elif len(weights) > BLOCK:
+        yield f"data.train_weights has {len(weights)} numbers; at most {BLOCK} files can be mixed. Join some files."
+    elif min(weights) / sum(weights) * BLOCK < 0.5:
+        place = weights.index(min(weights))
         yield (
-            f"data.train_weights is {weights}, expected numbers above 0, at most {BLOCK} of them; 0 only for a file "
-            "that continues the one before it."
+            f"data.train_weights[{place}] is {weights[place]:g} of {sum(weights):g} in all: a share below "
+            f"{0.5 / BLOCK:g} is too small to mix in. Raise it, or remove it together with '{files[place]}'."
         )
-    elif parts > 1 and min(filter(None, weights)) / sum(weights) * BLOCK < 0.5:
+    if data.order_by is not None:
         yield (
-            f"data.train_weights is {weights}: a share below {0.5 / BLOCK:g} is too small to mix in. Raise it, or "
-            "remove the file."
+            f"data.order_by={data.order_by} and data.train_weights are both set. With weights each file has epochs of "
+            "its own, so there is no common order of all rows. Remove data.train_weights, or sort each file before."
         )
-    for key in ("order_by", "train_max_samples"):
-        if getattr(data, key) is not None:
-            yield f"data.{key} and data.train_weights are both set. Remove one of them."
+    if data.train_max_samples is not None:
+        yield (
+            "data.train_max_samples and data.train_weights are both set. With weights each file has epochs of its own "
+            "and the shares do not depend on its size. Remove one of them, or shorten the files before."
+        )
 
 
 def evaluation_rules(config: Config) -> Iterator[str]:

@@ -72,7 +72,7 @@ RANGES = {
     "critic.adam_beta2": "[0, 1)",
     "critic.adam_eps": "[1e-30, 1]",
     "critic.clip_grad": "[0, 1e9]",
-    "data.train_weights": "[0, 1e9]",
+    "data.train_weights": "(0, 1e9]",
     "data.train_max_samples": "[1, 1e12]",
     "data.val_max_samples": "[1, 1e12]",
     "reference.update_interval": "[0, 1e9]",
@@ -145,10 +145,10 @@ def range_rules(config: Config) -> Iterator[str]:
     """Yields a message for each number out of its range."""
     for key, allowed in RANGES.items():
         found = value_at(config, key)
-        for value in [f"{one:g}" for one in found] if isinstance(found, list) else [found]:
-            if value is None or in_range(float(value), allowed):
-                continue
-            yield f"{key}={value} is out of range; expected {allowed}."
+        named = {f"{key}[{index}]": one for index, one in enumerate(found)} if isinstance(found, list) else {key: found}
+        for name, value in named.items():
+            if value is not None and not in_range(float(value), allowed):
+                yield f"{name}={value} is out of range; expected {allowed}."
     for index, function in enumerate(config.reward.functions):
         if not in_range(function.weight, WEIGHTS):
             yield f"reward.functions[{index}].weight={function.weight} is out of range; expected {WEIGHTS}."

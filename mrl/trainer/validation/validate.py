@@ -63,7 +63,7 @@ def check_config(
         *sampling_rules(config),
         *model_rules(config),
         *lora_rules(config),
-        *data_rules(config),
+        *data_rules(config, supervised=learns_from != "samples"),
         *evaluation_rules(config),
         *share_rules(config, grid, supervised=learns_from != "samples"),
         *episode_rules(config),

@@ -7,6 +7,7 @@ import pytest
 from mrl.checkpoint.run_dir.run_dir import RunDir, read_run_info
 from mrl.config import config as config_module
 from mrl.errors import UserError
+from tests.data.test_hub_files import cache, fill  # noqa: F401
 from tests.observability.folders import config
 
 START = {"world_size": 2, "facts": {"device": "cpu"}}
@@ -50,6 +51,19 @@ def test_changes_that_a_resume_may_make_are_told_where_they_change_the_numbers(t
         data={"val_files": ["held_out.jsonl"]},
     )  # fmt: skip
     assert run.start(changed, resume_step=4, **START) == ["actor.lr: 1e-06 -> 0.5"]
+
+
+def test_a_run_that_recorded_paths_of_the_hub_goes_on_under_the_name_on_the_hub(tmp_path, cache):  # noqa: F811
+    folder = fill(cache, "train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test.jsonl")
+    paths = [str(folder / f"train-0000{part}-of-00002.jsonl") for part in range(2)]
+    run = RunDir(tmp_path / "run")
+    run.start(config(run.root, data={"train_files": paths}), resume_step=None, **START)
+    named = config(run.root, data={"train_files": ["acme/sums"], "val_files": ["acme/sums"]})
+    for _ in range(2):
+        assert run.start(named, resume_step=1, **START) == []
+    assert config_module.load(run.config).data.train_files == ["acme/sums"]
+    with pytest.raises(UserError, match=r"data\.train_files"):
+        run.start(config(run.root, data={"train_files": paths[:1]}), resume_step=1, **START)
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):

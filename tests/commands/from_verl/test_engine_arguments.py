@@ -114,6 +114,8 @@ def test_an_engine_that_mrl_lacks_is_told_and_nothing_is_lost(name):
     told = [line for line in found.differs if line.startswith(f"{ROLLOUT}name=")]
     assert len(told) == (name in ("sglang", "hf"))
     assert not any(f"{ROLLOUT}name" in line for line in [*found.lost, *found.missing])
+    told = [line for line in found.differs if line.startswith(f"{ROLLOUT}name is not given")]
+    assert len(told) == (name is None) and all("native engine samples" in line for line in told)
 
 
 @pytest.mark.parametrize("what", [3, "3", '{"mode": '])

@@ -3,8 +3,11 @@
 import math
 from dataclasses import replace
 
+import pytest
+
 from mrl.commands.plan.durations import predict_durations
 from mrl.commands.plan.memory import num_parameters, stage_memory
+from mrl.commands.plan.published import DECODE, PREFILL, SYNCS, at_peak, at_published, training
 from mrl.commands.plan.weight_sync_cost import predict_refit
 from mrl.config.config import load
 from mrl.observability.hardware import HARDWARE
@@ -93,6 +96,26 @@ def test_better_hardware_is_faster_and_assumptions_count():
     assert times[0].decode > times[1].decode > times[2].decode and times[0].update > times[1].update
     half = predict_durations(found, replace(H100, train_flops_frac=H100.train_flops_frac / 2), 54)
     assert math.isclose(half.update, 2 * times[1].update)
+
+
+@pytest.mark.parametrize("path", [DENSE, MIXTURE])
+def test_the_time_at_an_efficiency_is_the_time_at_the_peak_divided_by_it(path):
+    found = resolve(load(path, ["rollout.tensor_model_parallel_size=1", "rollout.expert_parallel_size=1"]), 32)
+    moe = found.arch.moe is not None
+    peak, reached = (predict_durations(found, each, 54) for each in (at_peak(H100), at_published(H100, moe=moe)))
+    assert math.isclose(reached.update, peak.update / training(moe=moe).efficiency)
+    assert math.isclose(reached.score, peak.score / training(moe=moe).efficiency)
+    assert math.isclose(reached.prefill, peak.prefill / PREFILL.efficiency)
+    assert math.isclose(reached.decode, peak.decode / DECODE.efficiency)
+
+
+def test_every_published_figure_is_a_fraction_or_a_rate_with_a_source():
+    for one in (PREFILL, DECODE, training(moe=False), training(moe=True)):
+        assert 0 < one.efficiency <= 1
+    for one in (PREFILL, DECODE, training(moe=False), training(moe=True), *SYNCS):
+        assert one.measured and one.source.title and one.source.url.startswith("https://")
+        assert 2020 < one.source.year < 2030
+    assert math.isclose(PREFILL.efficiency, 0.68, abs_tol=0.01) and math.isclose(DECODE.efficiency, 0.73, abs_tol=0.01)
 
 
 def test_supervised_steps_sample_nothing():

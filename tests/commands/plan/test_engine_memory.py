@@ -9,7 +9,7 @@ from mrl.checkpoint.formats.trtllm_config import TrtllmConfig, to_json
 from mrl.commands.plan.durations import predict_durations
 from mrl.commands.plan.fit import device_of
 from mrl.commands.plan.memory import memory_by_stage
-from mrl.commands.plan.plan import describe
+from mrl.commands.plan.plan import describe, predict
 from mrl.commands.plan.weight_sync_cost import predict_refit
 from mrl.config.config import RolloutConfig, load
 from mrl.engines._capabilities import memory_plan
@@ -173,7 +173,7 @@ def test_a_built_engine_needs_its_weights_twice_in_a_refit_and_keeps_them(resolv
     assert row == 2 * (arch.num_layers // mapping.pp_size) * heads * arch.head_dim * 128 * 2
     cut = phases(resolved(*BUILT, folder, *sizes, *OFFLOAD, "rollout.top_p=0.9", ranks=2))
     assert cut.phases["rollout"]["KV cache"] // cut.kv_rows == row + 2 * 4 * 64 * arch.vocab_size
-    assert "TensorRT's activations" in describe(found.config, 2, HARDWARE["h100"])
+    assert "TensorRT's activations" in describe(predict(found.config, 2, HARDWARE["h100"]))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_experts_of_other_ranks_are_not_staged_and_a_model_without_partial_loadi
 
 def test_the_plan_says_what_sleeps_in_host_memory(resolved):
     found = resolved("rollout.name=trtllm", *OFFLOAD)
-    printed = describe(found.config, 1, HARDWARE["h100"])
+    printed = describe(predict(found.config, 1, HARDWARE["h100"]))
     for said in ("TensorRT-LLM's own", "whole tensors of a refit", "GB for models and engine that are offloaded"):
         assert said in printed
     assert device_of(HARDWARE["h100"], found.grid).total == HARDWARE["h100"].memory_bytes

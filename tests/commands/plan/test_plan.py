@@ -1,13 +1,19 @@
 """`mrl plan`: what is printed follows from layouts and stated figures."""
 
+import json
 import time
 from dataclasses import replace
 
 import pytest
 
 from mrl.commands.cli import main
-from mrl.commands.plan.plan import describe
+from mrl.commands.plan import plan
+from mrl.commands.plan.memory import num_parameters
+from mrl.commands.plan.plan import describe, predict
+from mrl.commands.plan.published import SYNC_DIRECT, SYNC_GATHERED
 from mrl.commands.plan.weight_sync_cost import one_layer_of_each, predict_refit
+from mrl.commands.rehearse.check import check_real_run
+from mrl.commands.rehearse.report import Report
 from mrl.config.config import load
 from mrl.errors import UserError
 from mrl.models.presets import arch_from_preset
@@ -50,13 +56,17 @@ def test_slower_links_take_longer_and_the_bound_is_below(config):
         assert 0 < found.bound_s <= found.seconds
 
 
-def test_the_published_rate_applies_between_nodes_only(config):
+def test_published_rates_of_direct_transfers_apply_between_nodes_only(config):
     loaded = load(config)
     arch = arch_from_preset("qwen3_tiny", {}, None)
     apart = predict_refit(loaded, arch, build_parallel_layout(loaded, 16), replace(HARDWARE["h100"], gpus_per_node=1))
-    assert apart.seconds_at_published_rate == pytest.approx(apart.received_bytes / 6.01e9, rel=1e-3)
+    assert apart.closest is SYNC_DIRECT
+    assert apart.published[SYNC_DIRECT] == pytest.approx(apart.received_bytes / 6.01e9, rel=1e-3)
     together = predict_refit(loaded, arch, build_parallel_layout(loaded, 4), HARDWARE["h100"])
-    assert together.seconds_at_published_rate is None
+    assert together.closest is SYNC_GATHERED and SYNC_DIRECT not in together.published
+    # Qwen3-30B-A3B, 30.5 x 10^9 parameters of two bytes, takes 7 s
+    assert together.published[SYNC_GATHERED] == pytest.approx(together.model_bytes * 7 / 61e9)
+    assert together.model_bytes == 2 * num_parameters(arch)
 
 
 def test_the_command_prints_bytes_and_time(config, capsys):
@@ -67,6 +77,22 @@ def test_the_command_prints_bytes_and_time(config, capsys):
         assert line in printed
     for line in ("KV cache", "optimizer", "rollout, responses", "update", "total"):
         assert line in printed
+
+
+def test_json_has_the_peak_and_the_published_time_of_each_phase_with_its_source(config, capsys):
+    assert main(["plan", str(config), "--world-size", "16", "--gpus-per-node", "4", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    total = printed["step_seconds"].pop("total")
+    assert {"refit", "rollout, prompts", "rollout, responses", "update"} <= set(printed["step_seconds"])
+    for phase in printed["step_seconds"].values():
+        assert 0 < phase["at_peak"] <= phase["at_assumed_fractions"]
+        assert phase["at_peak"] < phase["at_published_efficiency"]
+        assert phase["published"] and all(one["measured"] and "https://" in one["source"] for one in phase["published"])
+    for key, seconds in total.items():
+        if key != "published":
+            assert seconds == pytest.approx(sum(phase[key] for phase in printed["step_seconds"].values()))
+    assert len(printed["weight_sync"]["at_published_rates"]) == 2
+    assert printed["memory_bytes"][0]["phases"]["update"]["weights"] > 0
 
 
 def test_fields_of_megatron_are_counted_or_said_not_to_be(config, capsys):
@@ -115,7 +141,7 @@ def test_one_layer_of_each_stage_stands_for_all(preset, grid):
 def test_4096_ranks_take_seconds():
     loaded = load(ROOT / "configs" / "dapo_qwen3-235b-a22b_32x8_tp4pp8ep8.yaml", ["train.batch_size=4096"])
     began = time.process_time()
-    assert "4096 ranks on 512 nodes of 8" in describe(loaded, 4096, HARDWARE["h100"])
+    assert "4096 ranks on 512 nodes of 8" in describe(predict(loaded, 4096, HARDWARE["h100"]))
     assert time.process_time() - began < SECONDS
 
 
@@ -153,3 +179,29 @@ def test_wrong_figures_are_named(tmp_path, text, message):
 def test_an_unknown_row_names_the_nearest():
     with pytest.raises(UserError, match=r"h10 is not in the table\. Did you mean 'h100'"):
         load_hardware("h10")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_rehearse_and_plan_count_the_same_memory(path, monkeypatch):
+    if path.stem.startswith("sums_smollm2"):
+        pytest.skip("needs the folder of its model")
+    checked = []
+    monkeypatch.setattr(plan, "check_fits", lambda plan, hardware, stages: checked.append(stages))
+    config = load(path)
+    report = Report(str(path))
+    real = check_real_run(config, str(path), None, HARDWARE["h100"], report, placeholders=False)
+    planned = predict(config, real.plan.grid.world_size, HARDWARE["h100"]).stages
+    assert [planned] == checked[:1] and checked[1:] == [planned]
+
+
+def test_a_weight_sync_that_sends_nothing_has_no_staging_in_both(config, tmp_path):
+    given = ["parallel.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=2"]
+    config = load(config, given)
+    planned = predict(config, 2, HARDWARE["h100"])
+    assert planned.refit.staging_bytes == 0
+    assert all("refit staging" not in terms for stage in planned.stages for terms in stage.phases.values())
+    just_enough = int(max(stage.total(stage.peak) for stage in planned.stages) / HARDWARE["h100"].memory_frac) + 1
+    hardware = replace(HARDWARE["h100"], memory_bytes=just_enough)
+    report = Report("run.yaml")
+    check_real_run(config, "run.yaml", 2, hardware, report, placeholders=False)
+    assert report.plan_refuses == ""

@@ -64,3 +64,50 @@ def test_without_hub_and_preset_the_error_names_both_ways_out(cache, tmp_path):
 def test_a_config_without_hub_names_is_unchanged(tmp_path):
     config = load(config_of(tmp_path, str(tmp_path)))
     assert with_shapes(config) == (config, [])
+
+
+def test_a_refused_run_still_says_that_its_shape_is_a_presets(cache, tmp_path, capsys):
+    config = str(config_of(tmp_path, "Qwen/Qwen3-8B"))
+    for command in (["plan", config], ["train", config, "--dry-run"]):
+        assert main([*command, "--world-size", "3", "parallel.tensor_model_parallel_size=2"]) == 2
+        error = capsys.readouterr().err
+        assert "does not divide" in error and "preset qwen3_8b" in error
+    assert main(["plan", config, "--world-size", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "does not fit" in error and "preset qwen3_8b" in error
+
+
+COMMANDS = {
+    "plan": ["plan"],
+    "dry run": ["train", "--dry-run"],
+    "rehearse": ["rehearse", "--dry-run", "--output-dir", "OUT"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+@pytest.mark.parametrize(
+    ("missing", "keys"),
+    [
+        (["model.path=/models/Qwen2.5-0.5B"], "model.path"),
+        (["~data", "data.train_files=/data/train.jsonl"], "data.train_files"),
+        (["~data", "data.train_files=openai/gsm8k"], "data.train_files"),
+        (["algorithm.kl_in=loss", "reference.path=acme/mystery-9b"], "reference.path"),
+    ],
+)
+def test_what_is_missing_here_is_named_alike_and_replaced_where_the_user_says_so(
+    command, missing, keys, cache, tmp_path, capsys
+):
+    config = tmp_path / "run.yaml"
+    config.write_text(CONFIG.replace("{path: MODEL}", "{preset: qwen2_tiny, tokenizer: 'char:0123456789<>+=#'}"))
+    words = [command[0], str(config), *(word.replace("OUT", str(tmp_path / "out")) for word in command[1:])]
+    missing = ["~model", *missing] if keys == "model.path" else missing
+    words += ["--world-size", "1", *missing]
+    assert main(words) == 2
+    assert f"({keys}), add --stand-ins." in capsys.readouterr().err
+    assert main([*words, "--stand-ins"]) == 0
+    assert keys in capsys.readouterr().out
+
+
+def test_a_training_takes_no_placeholders(tmp_path, capsys):
+    assert main(["train", str(config_of(tmp_path, str(tmp_path))), "--stand-ins"]) == 2
+    assert "Add --dry-run" in capsys.readouterr().err

@@ -268,11 +268,19 @@ def test_files_of_the_cluster_are_told_and_something_stands_in_where_the_user_sa
     message = refused(tmp_path, SMALL, *elsewhere)
     assert "model folder '/models/Qwen2.5-0.5B' does not exist" in message
     assert "(model.path, data.train_files), add --stand-ins" in message
-    tight = "actor.max_tokens_per_microbatch=1000000"
-    report = run(tmp_path, SMALL, *elsewhere, tight, "train.eval_interval=0", stand_ins=True)
+    report = run(tmp_path, SMALL, *elsewhere, "train.eval_interval=0", stand_ins=True)
     assert report["passed"] and "preset qwen2.5_0.5b is used" in report["warnings"][0]
-    assert report["warnings"][-1].startswith("mrl plan rejects the real run: the run does not fit GPUs of 80 GB")
     assert report["model"]["num_layers"] == [24, 2]
+
+
+def test_a_run_that_plan_refuses_is_rehearsed_and_ends_with_the_reason_and_the_status_of_plan(tmp_path, capsys):
+    arguments = [str(CONFIGS[SMALL]), "actor.max_tokens_per_microbatch=1000000"]
+    assert main(["plan", *arguments]) == 2
+    reason = capsys.readouterr().err.removeprefix("mrl: error: ").strip()
+    assert main(["rehearse", *arguments, "--output-dir", str(tmp_path / "out"), "--dry-run"]) == 2
+    assert reason in capsys.readouterr().err
+    report = json.loads((tmp_path / "out" / FILE).read_text())
+    assert report["plan_refuses"] == reason and report["finished"] and not report["passed"]
 
 
 def test_a_rehearsal_ends_in_time_and_leaves_no_rank(tmp_path):
@@ -334,7 +342,8 @@ SETTINGS = {
         [
             "actor={recompute: none, moe_token_dispatcher_type: flex, overlap_grad_reduce: true}",
             "megatron.transformer={moe_permute_fusion: true, moe_deepep_num_sms: 24, "
-            "recompute_granularity: selective, recompute_modules: [layernorm], deallocate_pipeline_outputs: false}",
+            "recompute_granularity: selective, recompute_modules: [layernorm, core_attn, moe], "
+            "deallocate_pipeline_outputs: false}",
             "megatron.ddp={overlap_param_gather: true, bucket_size: 100000000}",
         ],
     ),

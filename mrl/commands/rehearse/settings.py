@@ -27,6 +27,7 @@ from mrl.config.config import (
     ObserveConfig,
     OptimizerConfig,
     ParallelConfig,
+    ReferenceConfig,
     RewardConfig,
     RewardFunctionConfig,
     RolloutConfig,
@@ -129,11 +130,7 @@ def shrunk_config(config: Config, plan: Resolved, sizes: Sizes, folder: Path) ->
             moe_token_dispatcher_type=_dispatcher(actor.moe_token_dispatcher_type),
             lora=_lora(actor.lora),
         ),
-        reference=replace(
-            config.reference,
-            path=_reference_path(config, folder),
-            update_interval=min(config.reference.update_interval, 1),
-        ),
+        reference=_reference(config, folder),
         critic=_critic(config.critic, folder),
         distillation=_distillation(config.distillation, plan.teachers, plan.arch, sizes.arch, folder),
         rollout=rollout,
@@ -170,11 +167,12 @@ def _lora(lora: LoraConfig) -> LoraConfig:
     )
 
 
-def _reference_path(config: Config, folder: Path) -> str | None:
+def _reference(config: Config, folder: Path) -> ReferenceConfig:
     """Returns the reduced reference: with adapters the reduced model, as there are none to read."""
-    if config.reference.path is None or (config.actor.lora.rank and config.model.path is None):
-        return None
-    return str(folder / ("model" if config.actor.lora.rank else "reference"))
+    own, adapted = config.reference, config.actor.lora.rank > 0
+    absent = own.path is None or (adapted and config.model.path is None)
+    path = None if absent else str(folder / ("model" if adapted else "reference"))
+    return replace(own, path=path, update_interval=min(own.update_interval, 1))
 
 
 def _critic(critic: CriticConfig, folder: Path) -> CriticConfig:

@@ -237,7 +237,7 @@ def _trainer(
     holders = [
         _Holder(staying, {"refit": weights, "score": weights, "update": away}),
         _engine(engine, keeps_cache=not config.rollout.free_cache_engine, keeps_weights=sends_adapters(config)),
-        _Holder(_engines_adapters(config, plan.arch) if samples else {}),
+        _Holder(_engines_adapters(config, plan.arch, grid) if samples else {}),
         _Holder({"refit staging": staging_bytes(config, grid, moved) if plan.needs_engine else 0}),
         _offloaded_terms({"reference": own.trained if algorithm.needs_reference else 0}, device),
         _Holder(host=_swapped(plan, own)),
@@ -291,11 +291,13 @@ def _trained(
     return holders, staying, {part: size for part, size in own.parts.items() if part in host_copies}
 
 
-def _engines_adapters(config: Config, arch: ArchSpec) -> dict[str, int]:
-    """Returns the term of an engine's adapters: at most all of them, bytes."""
+def _engines_adapters(config: Config, arch: ArchSpec, grid: ParallelLayout) -> dict[str, int]:
+    """Returns the term of an engine's adapters: at most those of its experts and all others, bytes."""
     if not sends_adapters(config):
         return {}
-    return {"engine's adapters": lora.num_parameters(arch, config.actor.lora) * ITEM_BYTES[config.model.dtype]}
+    ep = grid.rollout_ep
+    ((dense, experts),) = _trained_elements(config, arch, ParallelLayout(ep, ep=ep, etp=1))
+    return {"engine's adapters": (dense + experts) * ITEM_BYTES[config.model.dtype]}
 
 
 def _engine(engine: EngineMemory, *, keeps_cache: bool, keeps_weights: bool) -> _Holder:
@@ -321,7 +323,7 @@ def _sampler(plan: Resolved, device: Device, arriving: int) -> StageMemory:
     routing = routing_bytes(config, plan.arch, grid)
     holders = [
         _engine(engine, keeps_cache=True, keeps_weights=True),
-        _Holder(_engines_adapters(config, plan.arch)),
+        _Holder(_engines_adapters(config, plan.arch, grid)),
         _Holder({"refit staging": staging_bytes(config, grid, arriving)}),
         _Holder({"context and communicators": device.allowance}),
         _Holder(phases={"rollout": {"experts to replay": routing if device.is_host else 0}}, host=routing),
@@ -571,4 +573,4 @@ def describe_adapters(arch: ArchSpec, settings: LoraConfig) -> str:
     """Describes the adapters of a model in words."""
     count = lora.num_parameters(arch, settings)
     share = count / num_parameters(arch)
-    return f"{count:,} parameters of rank {settings.rank} are trained, {share:.2%} of the model's, which are frozen"
+    return f"{count:,} parameters of rank {settings.rank} are trained, {share:.3%} of the model's, which are frozen"

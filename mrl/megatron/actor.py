@@ -143,12 +143,12 @@ class Actor(TrainableModel):
         """Runs the body with the reference's weights, or without adapters if those of the reference are zero."""
         if not self._reference:
             raise RuntimeError("there is no reference: fill reference_tensors() first")
-        if self.adapters is not None and self._reference_is_base:
-            change = self.adapters.disabled()
+        if self._reference_is_base:
+            with self.without_adapters():
+                yield
         else:
-            change = self._swap_weights(self._reference)
-        with self._without_replay(), change:
-            yield
+            with self._without_replay(), self._swap_weights(self._reference):
+                yield
 
     @contextmanager
     def using_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
@@ -159,8 +159,14 @@ class Actor(TrainableModel):
         Args:
             weights: Tensors from `empty_weights`, filled.
         """
+        with self.without_adapters(), self._swap_weights(weights):
+            yield
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Runs the body with the model's own weights only. Routing is not replayed inside, as in `using_weights`."""
         disabled = nullcontext() if self.adapters is None else self.adapters.disabled()
-        with self._without_replay(), disabled, self._swap_weights(weights):
+        with self._without_replay(), disabled:
             yield
 
     @contextmanager

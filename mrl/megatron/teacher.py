@@ -73,6 +73,28 @@ class SharedWeightTeacher(Teacher):
             return self._student.final_hidden_states(batch)
 
 
+class BaseTeacher(Teacher):
+    """The student without its low-rank adapters, as a teacher; needs no weights of its own."""
+
+    def __init__(self, student: Actor, arch: ArchSpec) -> None:
+        """Stores the student, which has adapters, and its architecture."""
+        self.model, self.arch, self._student = student, arch, student
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Implements `Teacher.tensors`: the student's own weights, which must not be filled."""
+        return self._student.named_tensors()
+
+    def logprobs(self, batch: RolloutBatch) -> Tensor:
+        """Implements `Teacher.logprobs`."""
+        with self._student.without_adapters():
+            return self._student.score(batch)[0]
+
+    def final_hidden_states(self, batch: RolloutBatch) -> Tensor:
+        """Implements `Teacher.final_hidden_states`."""
+        with self._student.without_adapters():
+            return self._student.final_hidden_states(batch)
+
+
 class SeparateTeacher(Teacher):
     """Teacher with its own layers, in the student's parallel layout; the student is offloaded while it runs."""
 

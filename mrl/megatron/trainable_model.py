@@ -142,7 +142,15 @@ class TrainableModel:
     def _add_adapters(self, lora: LoraConfig) -> Adapters | None:
         if not lora.rank or not self.trained:
             return None
-        dtype = lora.dtype or str(self._dtype).removeprefix("torch.")
+        own_dtype = str(self._dtype).removeprefix("torch.")
+        dtype = lora.dtype or own_dtype
+        if self._te and dtype != own_dtype:
+            refusal = UserError(
+                f"actor.lora.dtype={dtype} with model.dtype={own_dtype}: TransformerEngine's layers take parameters of "
+                "one dtype. Remove actor.lora.dtype, or set actor.transformer_impl=local."
+            )
+            refusal.on_all_ranks = True
+            raise refusal
         return Adapters(self.chunks, self._arch, self._groups, lora, dtype=dtype, te=self._te)
 
     @property

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from mrl.algorithms.base import required
 from mrl.checkpoint.formats.hf import HfSource
+from mrl.config.config import TeacherConfig
 from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.actor import Actor
 from mrl.megatron.distillation_targets import DistillationSpec
-from mrl.megatron.teacher import SeparateTeacher, SharedWeightTeacher, Teacher
+from mrl.megatron.teacher import BaseTeacher, SeparateTeacher, SharedWeightTeacher, Teacher
+from mrl.models.base import ArchSpec
 from mrl.models.presets import initializer_range
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.megatron import OUTPUT, output_name, output_rows
@@ -45,19 +47,29 @@ class RunTeachers:
         """
         self._config, self._actor = plan.config, actor
         self._configs = plan.config.distillation.teacher_models
-        self._teachers: list[Teacher] = [
-            SharedWeightTeacher(actor, arch)
-            if arch == plan.arch
-            else SeparateTeacher(forward_only_config(plan.config), arch, groups, device, actor)
-            for arch in plan.teachers
+        self._teachers = [
+            self._create(plan, config, arch, groups, device)
+            for config, arch in zip(self._configs, plan.teachers, strict=True)
         ]
         actor.offload()  # before the engine measures the free memory
         self._is_last_stage = groups.coords.pp == groups.grid.pp - 1
         self._teacher_of: dict[int, int] = {}
 
+    def _create(
+        self, plan: RunPlan, config: TeacherConfig, arch: ArchSpec, groups: ProcessGroups, device: torch.device
+    ) -> Teacher:
+        actor, model = self._actor, plan.config.model
+        if actor.adapters is not None and config.model_path is not None and config.model_path == model.path:
+            return BaseTeacher(actor, arch)
+        if arch == plan.arch:
+            return SharedWeightTeacher(actor, arch)
+        return SeparateTeacher(forward_only_config(plan.config), arch, groups, device, actor)
+
     def load(self) -> None:
         """Collective over the ranks that train: reads the teachers' weights; presets get random weights."""
         for index, (teacher, config) in enumerate(zip(self._teachers, self._configs, strict=True)):
+            if isinstance(teacher, BaseTeacher):
+                continue
             if config.model_path is not None:
                 read_weights(teacher.model, teacher.arch, config.model_path, teacher.tensors())
             else:

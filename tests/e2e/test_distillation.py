@@ -1,6 +1,7 @@
 """Runs with teachers from folders: routed by a column, of another size and vocabulary, resumed, at another layout."""
 
 import json
+import shutil
 
 import pytest
 from safetensors.torch import save_file
@@ -120,3 +121,26 @@ def test_teachers_that_cannot_teach_are_refused_before_a_rank_starts(files, tmp_
     key = [] if "key" in given[0].partition("=")[0] or "[1]" in given[0] else ["~distillation.teacher_key"]
     assert main(runs.arguments(tmp_path, [*routed(files, "both"), *key, *given])) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("loss", ["reverse_kl", "k3"])
+def test_the_model_under_adapters_teaches_as_a_copy_of_it_would(loss, files, tmp_path):
+    """The student has adapters; a teacher that is its own model needs no second set of weights."""
+    shutil.copytree(files / "near", tmp_path / "copy")
+    adapters = [
+        f"model.path={files / 'near'}",
+        "~model.preset",
+        "~model.overrides",
+        f"model.tokenizer={files / 'near'}",
+        "actor.lora={rank: 4, alpha: 16}",
+        "actor.lr=0.02",
+        f"data.train_files={files / 'one'}.jsonl",
+        "train.warm_start={num_steps: 2, batch_size: 4}",
+    ]
+    found = []
+    for teacher in (files / "near", tmp_path / "copy"):
+        words = [*QUIET, *adapters, f"distillation.teacher_models=[{{model_path: {teacher}}}]"]
+        lossy = [word.replace("reverse_kl", loss) for word in words]
+        found.append(start(tmp_path / teacher.name / "run", lossy))
+    assert found[0] == found[1]
+    assert min(abs(line["distillation/loss"]) for line in found[0]) > 1e-4

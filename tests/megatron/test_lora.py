@@ -54,12 +54,8 @@ def one_step(arch, grid, lora, options):
     weights, adapters = full_weights(policy), full_adapters(policy)
     policy.start_optimizer(train.__globals__["CONSTANT"])
     policy.update(own_part(batch, policy), supervised())
-    assert all(
-        not p.requires_grad and not hasattr(p, "main_grad")
-        for c in policy.chunks
-        for n, p in c.named_parameters()
-        if "lora_" not in n
-    )
+    frozen = [each for c in policy.chunks for name, each in c.named_parameters() if "lora_" not in name]
+    assert not any(each.requires_grad or getattr(each, "main_grad", None) is not None for each in frozen)
     return weights, adapters, scored[0], plain[0], full_adapters(policy, gradients=True)
 
 

@@ -22,6 +22,7 @@ MEGATRON, INSIDE, STATES, E2E = (
     "tests/e2e",
 )
 CRITIC = f"{MEGATRON}/test_critic.py"
+LORA = f"{MEGATRON}/test_lora.py"
 KINDS = ("plain", "remainders", "low", "hybrid")
 MOVES = (
     "plain-remainders-tp2", "remainders-plain-pp2", "low-low-tp2", "plain-low-pp2", "hybrid-hybrid-tp2",
@@ -77,6 +78,11 @@ CHOSEN = [
     *(f"{STATES}::test_memory_is_what_a_rank_holds[{kind}]" for kind in KINDS),
     *(f"{STATES}::test_another_layout_and_another_kind_hold_the_same_states[{move}]" for move in MOVES),
     f"{STATES}::test_a_float16_state_that_is_saved_has_the_scale_of_one_that_is_loaded",
+    # low-rank adapters: behind a fused norm, of grouped experts, in every layout
+    *(f"{LORA}::test_layouts[{layout}]" for layout in ("tp2", "tp2_pp2", "dp2")),
+    *(f"{LORA}::test_expert_layouts[{layout}]" for layout in ("ep2", "tp2_ep2_etp2")),
+    f"{LORA}::test_scores_and_gradients_are_those_of_transformers_with_merged_weights[qwen3]",
+    f"{LORA}::test_updates_of_experts[tp2_ep2]",
     # a whole run: refit into the engine, kill -9 and resume
     f"{E2E}/test_resume.py::test_a_killed_run_continues_as_if_nothing_had_happened[5]",
 ]

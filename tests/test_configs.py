@@ -13,7 +13,7 @@ from mrl.trainer.run_plan import resolve
 from tests.source import ROOT
 
 NAME = re.compile(
-    r"(?P<algorithm>[a-z]+)(?P<agent>-agent)?_(?P<model>[^_]+)_(?P<nodes>\d+)x(?P<gpus>\d+)"
+    r"(?P<algorithm>[a-z]+)(?P<agent>-agent)?(?P<adapters>-lora)?_(?P<model>[^_]+)_(?P<nodes>\d+)x(?P<gpus>\d+)"
     r"(?:_(?P<layout>[a-z0-9]*\d))?(?:_(?P<engine>(?!roles)[a-z]+))?(?P<roles>_roles)?\.yaml"
 )
 FILES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if NAME.fullmatch(path.name)]
@@ -43,6 +43,7 @@ def test_every_config_but_those_for_a_laptop_says_its_ranks_in_its_name():
         "guessing.yaml",
         "calculator.yaml",
         "sums_smollm2.yaml",
+        "sums_smollm2_lora.yaml",
     }
     assert [world_size(path) for path in FILES if "235b" in path.name] == [256]
 
@@ -55,6 +56,7 @@ def test_a_config_is_allowed_at_its_world_size_and_named_after_its_layout(file):
     assert found.config.rollout.name == (name["engine"] or "trtllm")
     assert bool(name["roles"]) == found.grid.has_separate_rollout
     assert name["algorithm"] == ("opd" if found.teachers else found.config.algorithm.name)
+    assert bool(name["adapters"]) == (found.config.actor.lora.rank > 0)
     assert bool(name["agent"]) == found.config.rollout.multi_turn.enable
     assert re.sub("[-_]", "", name["model"]) == re.sub("[-_]", "", found.config.model.preset)
     assert f"--world-size {world_size(file)}" in file.read_text()

@@ -39,6 +39,7 @@ MIXTURE = (
     "model.overrides={hidden_size: 16, num_hidden_layers: 1, intermediate_size: 16, num_attention_heads: 2, "
     "num_key_value_heads: 2, moe_intermediate_size: 16}",
 )
+LORA = ("actor.lora.rank=4", "actor.lr=0.1")
 DEEP = ("model.overrides.num_hidden_layers=4",)
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 SHARED = (*MIXTURE, f"{TP}=2", "parallel.sequence_parallel=true", "parallel.expert_model_parallel_size=2")
@@ -150,6 +151,12 @@ ROWS = {
     ),
     "actor.moe_z_loss_coeff": row("actor.moe_z_loss_coeff=0.1", given=MIXTURE),
     "actor.router_replay": row(*REPLAY, given=MIXTURE),
+    "actor.lora.rank": row("actor.lora.rank=4"),
+    **{f"actor.lora.{key}": row(f"actor.lora.{key}={value}", given=LORA) for key, value in (
+        ("alpha", 64), ("use_rslora", "true"), ("target_modules", "[q_proj]"), ("exclude_modules", "[q_proj]"),
+        ("init", "gaussian"), ("dtype", "bfloat16"), ("loraplus_lr_ratio", 4))},
+    "actor.lora.adapter_path": row("actor.lora.adapter_path=nowhere", given=LORA, refused="nowhere"),
+    "actor.lora.merge": row("actor.lora.merge=false", given=LORA),
     "critic.path": row("critic.path=nowhere", given=PPO, refused="nowhere"),
     "critic.ppo_epochs": row("critic.ppo_epochs=2", given=PPO),
     "critic.cliprange_value": row("critic.cliprange_value=1e-6", given=(*PPO, "critic.lr=1e-4")),

@@ -256,6 +256,25 @@ def forward_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473, appendix), with only the causal half counted and a gated MLP.
     """
+    return _weight_flops(arch, seq_lens) + _attention_flops(arch, seq_lens)
+
+
+def training_flops(arch: ArchSpec, seq_lens: Sequence[int], *, frozen: bool) -> float:
+    """Returns the FLOPs of a forward and a backward pass over sequences, counted as in `forward_flops`.
+
+    The backward has two products for each one of the forward. With low-rank adapters the model's weights are frozen and
+    have no gradients, so their products have only one; those of the adapters themselves are not counted.
+
+    Args:
+        arch: Architecture of the model.
+        seq_lens: Length of every sequence, tokens.
+        frozen: True if only adapters are trained.
+    """
+    return (2 if frozen else 3) * _weight_flops(arch, seq_lens) + 3 * _attention_flops(arch, seq_lens)
+
+
+def _weight_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
+    """Returns the FLOPs of a forward's products with weights."""
     heads_dim = arch.num_heads * arch.head_dim
     kv_dim = arch.num_kv_heads * arch.head_dim
     attention = arch.hidden_size * (2 * heads_dim + 2 * kv_dim)
@@ -267,17 +286,28 @@ def forward_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
         mlp = arch.hidden_size * (3 * experts + moe.num_experts + (moe.shared_intermediate_size > 0))
     outputs = 1 if arch.value_head else arch.vocab_size
     weights = arch.num_layers * (attention + mlp) + arch.hidden_size * outputs
-    num_tokens = sum(seq_lens)
+    return 2.0 * sum(seq_lens) * weights
+
+
+def _attention_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
+    """Returns the FLOPs of a forward's scores and values."""
     pairs = sum(length * (length + 1) // 2 for length in seq_lens)
-    return 2.0 * num_tokens * weights + 4.0 * heads_dim * arch.num_layers * pairs
+    return 4.0 * arch.num_heads * arch.head_dim * arch.num_layers * pairs
 
 
 def mfu_metrics(
-    arch: ArchSpec, seq_lens: Sequence[int], *, update_s: float, num_passes: int, world_size: int, device_name: str
+    arch: ArchSpec,
+    seq_lens: Sequence[int],
+    *,
+    update_s: float,
+    num_passes: int,
+    world_size: int,
+    device_name: str,
+    frozen: bool = False,
 ) -> dict[str, float]:
     """Returns `perf/mfu/actor`, the model FLOPs of the update over the peak of the devices; {} for unknown devices.
 
-    Forward and backward together count 3 x `forward_flops`. Recomputed activations are not counted (MFU, not HFU).
+    Forward and backward are counted by `training_flops`. Recomputed activations are not counted (MFU, not HFU).
 
     Args:
         arch: Architecture of the actor.
@@ -286,11 +316,13 @@ def mfu_metrics(
         num_passes: Number of times each sequence was trained on (`actor.ppo_epochs`).
         world_size: Number of devices.
         device_name: `torch.cuda.get_device_name()`. Pass "" for an fp32 actor or a CPU: the peaks are those of bf16.
+        frozen: True if only low-rank adapters are trained.
     """
     peak = peak_bf16_flops(device_name)
     if peak is None or update_s <= 0:
         return {}
-    return {"perf/mfu/actor": 3 * num_passes * forward_flops(arch, seq_lens) / (update_s * world_size * peak)}
+    flops = num_passes * training_flops(arch, seq_lens, frozen=frozen)
+    return {"perf/mfu/actor": flops / (update_s * world_size * peak)}
 
 
 def spread(name: str, values_N: Tensor) -> dict[str, float]:

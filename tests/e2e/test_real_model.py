@@ -118,7 +118,8 @@ def test_conversions_to_megatron_and_back_change_no_byte(folder, tmp_path, conve
     assert all(torch.equal(one[name].view(torch.uint8), two[name].view(torch.uint8)) for name in one)
 
 
-def test_the_actor_scores_what_the_engine_sampled(folder, tmp_path):
+@pytest.mark.parametrize("config", ["sums_smollm2", "sums_smollm2_lora"])
+def test_the_actor_scores_what_the_engine_sampled(config, folder, tmp_path):
     rows = list(real_model.sums(seed=1))
     for name, part in (("train", rows[:16]), ("val", rows[16:20])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
@@ -127,7 +128,7 @@ def test_the_actor_scores_what_the_engine_sampled(folder, tmp_path):
         f"data.train_files={tmp_path}/train.jsonl", f"data.val_files={tmp_path}/val.jsonl", "train.num_steps=2",
         "train.batch_size=4", "train.minibatch_size=4", "rollout.n=4", "rollout.temperature=1.0", "observe.console=off",
     ]  # fmt: skip
-    assert main(["train", str(ROOT / "configs" / "sums_smollm2.yaml"), *overrides]) == 0
+    assert main(["train", str(ROOT / "configs" / f"{config}.yaml"), *overrides]) == 0
     steps = [row for row in metrics(tmp_path) if "training/rollout_probs_diff_max" in row]
     assert len(steps) == 2
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in steps)

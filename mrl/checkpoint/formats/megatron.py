@@ -220,6 +220,12 @@ class MegatronSource(Source):
             raise UserError(f"'{self.folder / METADATA}' is invalid: '{key}' {error}.") from error
 
     def _mismatch_error(self, what: str, first: str) -> UserError:
+        if any(".lora_A" in key for key in self._tensors):
+            return UserError(
+                f"checkpoint '{self.folder}' has only adapters (actor.lora), without the model's weights. Use the "
+                "Hugging Face folders that checkpoint.export_hf=true writes beside it: hf/ with the adapters merged, "
+                "adapter/ for PEFT."
+            )
         return UserError(
             f"checkpoint '{self.folder}' {what} of a {self.arch.family} model with {self.arch.num_layers} layers, "
             f"first '{first}'. {CONFIG} does not match the weights."

@@ -12,14 +12,16 @@ from mrl.algorithms import base as algorithms
 from mrl.checkpoint.formats.hf import HfSource
 from mrl.checkpoint.formats.hub import resolve_model_path
 from mrl.commands.doctor.finding import Finding, ok, problem
-from mrl.commands.plan.memory import num_parameters
+from mrl.commands.plan.memory import num_parameters, trained_dtype
 from mrl.commands.plan.optimizer_memory import optimizer_memory
 from mrl.config.config import Config
 from mrl.data.hub_files import SPLITS, paths_of
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
+from mrl.resharding import lora
 from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.trainer.run_plan import resolve
+from mrl.trainer.validation.critic import critic_config
 from mrl.trainer.validation.world_size import world_size
 
 GB = 1e9
@@ -95,14 +97,21 @@ def check_data(config: Config) -> Iterator[Finding]:
 
 def checkpoint_bytes(config: Config, arch: ArchSpec) -> int:
     """Returns the disk space of a run's checkpoints: those kept, the one being written, and a reference."""
-    dtype = ITEM_BYTES[config.model.dtype]
-    parameters = num_parameters(arch)
-    optimizer = optimizer_memory(config, owned=parameters, largest=parameters, held=parameters)
-    each = parameters * dtype + optimizer.saved
+    item, parameters = ITEM_BYTES[config.model.dtype], num_parameters(arch)
+    adapters = lora.num_parameters(arch, config.actor.lora) if config.actor.lora.rank else 0
+    trained = adapters or parameters
+    each = _saved_bytes(config, trained)
     algorithm = algorithms.build(config.algorithm, config.rollout)
-    if algorithm.needs_values:  # a critic of the actor's size
-        each *= 2
+    if algorithm.needs_values:  # a critic of the actor's size, which trains all its weights
+        each += _saved_bytes(critic_config(config), parameters)
     if config.checkpoint.export_hf:
-        each += parameters * dtype
-    reference = parameters * dtype if algorithm.needs_reference and config.reference.path is None else 0
+        each += (parameters + adapters) * item
+    reference = trained * item if algorithm.needs_reference and config.reference.path is None else 0
     return each * (config.checkpoint.keep_last + config.checkpoint.keep_best + 1) + reference
+
+
+def _saved_bytes(config: Config, trained: int) -> int:
+    """Returns the size of the trained weights and their optimizer state in a checkpoint, bytes."""
+    dtype = trained_dtype(config)
+    states = optimizer_memory(config, dtype, owned=trained, largest=trained, held=trained)
+    return trained * ITEM_BYTES[dtype] + states.saved

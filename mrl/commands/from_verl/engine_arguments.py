@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from mrl.commands.from_verl.verl_run import VerlRun
 from mrl.config.verl_keys import verl_rollout
 from mrl.config.verl_keys.translated_keys import ENGINE_ARGUMENTS, ROLLOUT, is_harmless
+from mrl.config.verl_keys.verl_lora import IN_ENGINE
 from mrl.engines.trtllm import llm_fields
 from mrl.engines.vllm import engine_fields
 
@@ -20,6 +22,8 @@ worker_extension_cls disable_log_stats
 """
 NEEDLESS = frozenset(_NEEDLESS.split())
 """Arguments of vLLM that mrl sets itself, without effect on what verl's run computes."""
+LORA = re.compile("lora|peft")
+"""Pattern in the names of arguments about adapters."""
 
 
 def engine_arguments(verl: VerlRun, engine: str) -> Iterator[tuple[str, Any]]:
@@ -57,7 +61,9 @@ def _translate_trtllm_argument(verl: VerlRun, path: str, value: Any, passed_on: 
     key = f"{ENGINE_ARGUMENTS['trtllm']}{path}"
     name, _, inner = path.partition(".")
     what = llm_fields.TABLE.get(name if inner and name not in llm_fields.SECTIONS else path)
-    if what is None:
+    if LORA.search(name):
+        verl.decided[key] = IN_ENGINE
+    elif what is None:
         verl.notes[key] = f"TensorRT-LLM {llm_fields.VERSION} has no such argument"
     elif what.kind == "free":
         _put(passed_on, path.split("."), value)
@@ -87,6 +93,8 @@ def _translate_vllm_argument(
         yield "rollout.expert_parallel_size", verl[f"{ROLLOUT}tensor_model_parallel_size"] if value else 1
     elif name in engine_fields.KEYS:
         yield engine_fields.KEYS[name], value
+    elif LORA.search(name):
+        verl.decided[key] = IN_ENGINE
     elif name in engine_fields.REFUSED:
         moot = name in NEEDLESS or name not in engine_fields.DERIVED or is_harmless(key, value)
         (verl.decided if moot else verl.notes)[key] = engine_fields.REFUSED[name]

@@ -16,6 +16,8 @@ import yaml
 from mrl.commands.from_verl.critic import SCHEDULES, critic
 from mrl.commands.from_verl.distillation import distillation, without_the_task
 from mrl.commands.from_verl.hydra import Settings
+from mrl.commands.from_verl.lora import differs as lora_differs
+from mrl.commands.from_verl.lora import lora, reference_of_adapters
 from mrl.commands.from_verl.objective import objective
 from mrl.commands.from_verl.off_policy import batch_size, differs, num_steps, with_recipes
 from mrl.commands.from_verl.reward import differs as rewards_differ
@@ -106,12 +108,13 @@ def _translated(given: Mapping[str, Any], settings: Settings, supervised: SftRun
     verl = VerlRun(with_recipes(given) if supervised is None else given)
     values: dict[str, Any] = {}
     parts: tuple[Callable[[VerlRun], Iterator[Pair]], ...] = (
-        (_data, _model, _actor, _passed, _parallel, rollout, _algorithm, reward, _trainer)
+        (_data, _model, _actor, lora, _passed, _parallel, rollout, _algorithm, reward, _trainer)
         if supervised is None
-        else (supervised.data, _model, _actor, _passed, _parallel, supervised.algorithm, _trainer)
+        else (supervised.data, _model, _actor, lora, _passed, _parallel, supervised.algorithm, _trainer)
     )
     for part in parts:
         values.update(pair for pair in part(verl) if pair[1] is not None)
+    values |= reference_of_adapters(values)
     if supervised is not None:
         values.pop("train.eval_interval", None)
     typed, defaults = Values(Config), Config()
@@ -138,6 +141,7 @@ def _translated(given: Mapping[str, Any], settings: Settings, supervised: SftRun
     found.batch_job = settings.batch_job
     found.differs = [
         *_differs(verl, num_nodes * gpus, supervised=supervised is not None),
+        *lora_differs(verl, tree.get("actor", {})),
         *differs(verl, tree.get("rollout", {}), config.train.mode),
         *rewards_differ(verl, tree.get("algorithm", {}), tree.get("reward", {}).get("functions", [])),
     ]
@@ -410,6 +414,8 @@ def _sort(verl: VerlRun, overridden: Set[str], found: Translation) -> None:
         if not listed:
             (found.missing if loud else found.moot).append(f"{key}={format_value(value)}: {why}")
     for key, value in verl.given.items():
+        if key in verl.notes:
+            continue
         what = verdict(key)
         line = f"{key}={format_value(value)}: {what.text or UNKNOWN}"
         if what.kind == "unknown" or (what.kind == "missing" and _is_lost(verl, overridden, key, value)):

@@ -121,6 +121,7 @@ class ActorShape:
         self._compiled = compiled and not te
         self._recompute = recompute_of(config)
         self._itemsize = 2 if config.model.dtype == "bfloat16" else FP32
+        self._lora_rank = config.actor.lora.rank  # above 0: the model's weights have no gradients
         self.microbatch = largest_microbatch(config, grid, learns_from=learns_from)
         self._tokens = self.microbatch.tokens // grid.cp
         self._slots = self.microbatch.slots // grid.cp
@@ -161,7 +162,7 @@ class ActorShape:
             saved += self._tokens * arch.head_dim * self._itemsize
         elif self._recompute.method is not None:
             saved += self._tokens * arch.head_dim * FP32  # rotary angles; else each layer's cosine and sine
-        weight = self._vocab * arch.hidden_size * self._itemsize
+        weight = 0 if self._lora_rank else self._vocab * arch.hidden_size * self._itemsize
         tied = weight if arch.tie_word_embeddings and last else 0  # its gradient waits for the embedding's
         step = self._layer_backward() + tied
         if first:
@@ -187,6 +188,17 @@ class ActorShape:
         return inputs + (layers - recomputed) * self._saved_by_layer()
 
     def _saved_by_layer(self) -> int:
+        return self._saved_by_own_layer() + (self._saved_by_adapters() if self._lora_rank else 0)
+
+    def _saved_by_adapters(self) -> int:
+        """Returns lora_A x of all projections, and where TransformerEngine computes a norm, its input in fp32 too."""
+        moe, size = self._arch.moe, self._itemsize
+        products = 4 * self._tokens
+        products += 3 * self._tokens if moe is None else 3 * self._own_tokens * moe.top_k * self._grid.expert_tp
+        inputs = (1 if moe else 2) * self._own_tokens * self._arch.hidden_size * (FP32 + size) if self._te else 0
+        return products * self._lora_rank * size + inputs
+
+    def _saved_by_own_layer(self) -> int:
         arch, size, own, tokens = self._arch, self._itemsize, self._own_tokens, self._tokens
         modules = self._recompute.modules
         tensors = 2 if "layernorm" in modules else 4  # input and output of two norms
@@ -275,6 +287,7 @@ class ActorShape:
         else:
             width = arch.moe.intermediate_size // self._grid.expert_tp
             rows, weight = self._own_tokens * arch.moe.top_k * self._grid.expert_tp, width * arch.hidden_size * 2
+        weight = 0 if self._lora_rank else weight
         keys = self._copied_keys()
         if self._compiled:  # gradients of keys and values
             keys = self._tokens * self._grid.cp * 2 * self._heads()[1] * arch.head_dim * FP32
@@ -304,4 +317,5 @@ class ActorShape:
         if self._config.algorithm.entropy_coef:
             logits += rows * self._vocab * FP32
         weights = weight * (FP32 + size if several else size)  # several chunks are summed in fp32
+        weights = 0 if self._lora_rank else weights
         return logits + weights + hidden * (FP32 + size)

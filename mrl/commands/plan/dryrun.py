@@ -13,17 +13,17 @@ from dataclasses import replace
 from typing import Any
 
 from mrl.commands.launch import launch_argv
-from mrl.commands.plan.memory import num_parameters, stage_memory
+from mrl.commands.plan.memory import describe_adapters, num_parameters, stage_memory
 from mrl.commands.plan.undownloaded import with_notes, with_shapes
+from mrl.commands.plan.weight_sync_cost import synced_layouts
 from mrl.commands.rehearse.placeholders import hint_at_placeholders
 from mrl.config.config import Config, TrainConfig, to_yaml
 from mrl.config.megatron_fields.defaults import ddp_defaults, overlaps_gradients, transformer_defaults
-from mrl.engines._capabilities import engine_capabilities, memory_plan
+from mrl.engines._capabilities import engine_capabilities
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.models.transformer_engine import asked_for
 from mrl.parallel_layout import ParallelLayout
-from mrl.resharding.megatron import megatron_layouts
 from mrl.resharding.plan import TransferPlan, make_plan
 from mrl.trainer.run_plan import Resolved, check_run, check_run_folder
 from mrl.trainer.validation.critic import critic_config
@@ -91,6 +91,8 @@ def _summary(plan: Resolved) -> Iterator[tuple[str, str]]:
         f"{model.path or model.preset} ({arch.family}): {arch.num_layers} layers, hidden {arch.hidden_size}, "
         f"vocabulary {arch.vocab_size:,}: {num_parameters(arch):,} parameters, {model.dtype}",
     )
+    if config.actor.lora.rank:
+        yield "adapters", describe_adapters(arch, config.actor.lora)
     warm = train.warm_start.num_steps
     yield "steps", f"{_steps(train)} of {config.algorithm.name}" + (f" after {warm} supervised" if warm else "")
     each = config.rollout.max_sequence_length
@@ -144,7 +146,8 @@ def _memory(plan: Resolved) -> Iterator[tuple[str, str]]:
             f"weights {own.weights / MIB:,.1f} + gradients {own.gradients / MIB:,.1f} + optimizer "
             f"{own.optimizer / MIB:,.1f} = {own.total / MIB:,.1f} MiB on its fullest rank",
         )
-    more = ", the reference's weights in host memory" if plan.algorithm.needs_reference else ""
+    of_reference = "adapters" if config.actor.lora.rank else "weights"
+    more = f", the reference's {of_reference} in host memory" if plan.algorithm.needs_reference else ""
     more += f", the weights of {len(plan.teachers)} teacher(s) in host memory" if plan.teachers else ""
     more += ", the reward model's weights in host memory" if plan.reward is not None else ""
     cache = ", the engine's KV cache" if plan.needs_engine else ""
@@ -196,10 +199,8 @@ def _refit(config: Config, arch: ArchSpec, grid: ParallelLayout) -> Iterator[str
 
 
 def refit_plan(config: Config, arch: ArchSpec, grid: ParallelLayout) -> TransferPlan:
-    """Plans the copies of a weight sync between all ranks of a layout."""
-    dtype = config.model.dtype
-    sources = megatron_layouts(arch, grid, dtype=dtype, te=False)
-    return make_plan(sources, memory_plan(config).layouts(config, arch, grid))
+    """Plans the copies of a weight sync between all ranks of a layout, see `synced_layouts`."""
+    return make_plan(*synced_layouts(config, arch, grid, te=False))
 
 
 def _row(grid: ParallelLayout, rank: int) -> str:

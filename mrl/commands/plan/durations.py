@@ -8,8 +8,9 @@ assumptions of `observability/hardware.py`, not measurements.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from mrl.commands.plan.activations import largest_microbatch
 from mrl.commands.plan.fit import device_of
@@ -31,7 +32,7 @@ from mrl.engines._capabilities import memory_plan
 from mrl.engines._memory_plan import token_elements
 from mrl.models.base import ArchSpec
 from mrl.observability.hardware import Hardware
-from mrl.observability.metrics import forward_flops
+from mrl.observability.metrics import forward_flops, training_flops
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.rollout.async_schedule import RolloutSchedule
@@ -104,17 +105,16 @@ def predict_durations(
         scorings += config.actor.ppo_epochs * int(plan.algorithm.needs_current)
         prefill, decode, steps, bound_by = _rollout(config, arch, grid, hardware, kv_rows, lengths)
     rate = len(grid.trainers) * hardware.bf16_flops * hardware.train_flops_frac
-    forward = _trained_flops(plan, arch) / rate
+    forward = _forward_flops(plan, arch) / rate
     bubble = _bubble(plan)
-    score, update = scorings * forward, passes * (3 + recompute_of(config).forwards(arch)) * forward
-    score += sum(_trained_flops(plan, teacher) / rate for teacher in plan.teachers)
+    score, update = scorings * forward, passes * _update_flops(plan, config, arch) / rate
+    score += sum(_forward_flops(plan, teacher) / rate for teacher in plan.teachers)
     if plan.reward is not None and not plan.algorithm.supervised:
-        score += _trained_flops(plan, plan.reward) / rate
+        score += _forward_flops(plan, plan.reward) / rate
     if plan.critic is not None:
         critic_settings, critic = critic_config(config), plan.critic
-        forward = _trained_flops(plan, critic) / rate
-        score += forward
-        update += critic_settings.actor.ppo_epochs * (3 + recompute_of(critic_settings).forwards(critic)) * forward
+        score += _forward_flops(plan, critic) / rate
+        update += critic_settings.actor.ppo_epochs * _update_flops(plan, critic_settings, critic) / rate
     return Durations(
         prefill=prefill,
         decode=decode,
@@ -126,13 +126,22 @@ def predict_durations(
     )
 
 
-def _trained_flops(plan: Resolved, arch: ArchSpec) -> float:
-    """Returns the FLOPs of one forward over a step's samples; samples of a microbatch share their prompt's."""
+def _forward_flops(plan: Resolved, arch: ArchSpec) -> float:
+    """Returns the FLOPs of one forward over a step's samples."""
+    return _over_samples(plan, partial(forward_flops, arch))
+
+
+def _update_flops(plan: Resolved, config: Config, arch: ArchSpec) -> float:
+    """Returns the FLOPs of one pass of an update over a step's samples: forward, backward and what is recomputed."""
+    trained = _over_samples(plan, partial(training_flops, arch, frozen=config.actor.lora.rank > 0))
+    return trained + recompute_of(config).forwards(arch) * _forward_flops(plan, arch)
+
+
+def _over_samples(plan: Resolved, flops: Callable[[Sequence[int]], float]) -> float:
+    """Returns the FLOPs of a step's samples; samples of a microbatch share their prompt's."""
     rollout, count = plan.config.rollout, plan.config.train.batch_size * plan.algorithm.num_samples
     together = largest_microbatch(plan.config, plan.grid, learns_from=plan.algorithm.learns_from).together
-    prompt, sequence = (
-        forward_flops(arch, [length]) for length in (rollout.prompt_length, rollout.max_sequence_length)
-    )
+    prompt, sequence = (flops([length]) for length in (rollout.prompt_length, rollout.max_sequence_length))
     return count * (sequence - prompt) + math.ceil(count / together) * prompt
 
 

@@ -16,12 +16,13 @@ from mrl.commands.plan import optimizer_memory, recompute
 from mrl.commands.plan.activations import Activations, ActorShape
 from mrl.commands.plan.engine_memory import engine_memory
 from mrl.commands.plan.optimizer_memory import OptimizerMemory
-from mrl.config.config import Config
+from mrl.config.config import Config, LoraConfig
 from mrl.engines._capabilities import memory_plan
 from mrl.engines._memory_plan import FP32_BYTES, Device, EngineMemory
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.models.transformer_engine import asked_for
 from mrl.parallel_layout import ParallelLayout
+from mrl.resharding import lora
 from mrl.resharding.buckets import MIN_ROUND_BYTES, NUM_BUFFERS, PIPELINE_ROUNDS
 from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.resharding.dtypes import expert_index_dtype
@@ -52,13 +53,15 @@ class Memory:
     """Permanent memory of a model on a rank, bytes.
 
     Attributes:
-        weights: Weights of the model.
+        weights: Weights of the model, and adapters.
+        trained: Those of them that training changes: adapters, or without `actor.lora` all.
         gradients: Gradient buffer.
         states: Memory of the optimizer.
         engine: Weights of the rollout engine.
     """
 
     weights: int
+    trained: int
     gradients: int
     states: OptimizerMemory
     engine: int
@@ -120,7 +123,8 @@ def num_kv_rows(stages: Sequence[StageMemory]) -> int:
 def stage_memory(config: Config, arch: ArchSpec, grid: ParallelLayout) -> list[Memory]:
     """Returns the permanent memory of the actor on a rank of each pipeline stage, and its engine's weights."""
     in_fp32 = config.megatron.ddp.get("grad_reduce_in_fp32", True)
-    gradient_bytes = GRADIENT_BYTES if in_fp32 else ITEM_BYTES[config.model.dtype]
+    dtype, item = trained_dtype(config), ITEM_BYTES[config.model.dtype]
+    gradient_bytes = GRADIENT_BYTES if in_fp32 else ITEM_BYTES[dtype]
     sharded = config.actor.use_distributed_optimizer
     copies = grid.dp * grid.cp if sharded else 1
     expert_copies = len(grid.trainers) // (grid.pp * grid.ep * grid.expert_tp) if sharded else 1
@@ -128,14 +132,19 @@ def stage_memory(config: Config, arch: ArchSpec, grid: ParallelLayout) -> list[M
         0 if arch.value_head else memory_plan(config).weight_bytes(config, arch, grid)
     )  # nothing is sampled from a critic
     found = []
-    for dense, experts in _actor_elements(arch, grid):
+    for all_elements, (dense, experts) in zip(
+        _actor_elements(arch, grid), _trained_elements(config, arch, grid), strict=True
+    ):
         owned = math.ceil(dense / copies), math.ceil(experts / expert_copies)
+        trained = (dense + experts) * ITEM_BYTES[dtype]
+        frozen = sum(all_elements) * item if config.actor.lora.rank else 0
         found.append(
             Memory(
-                weights=(dense + experts) * ITEM_BYTES[config.model.dtype],
+                weights=frozen + trained,
+                trained=trained,
                 gradients=(dense + experts) * gradient_bytes,
                 states=optimizer_memory.optimizer_memory(
-                    config, owned=sum(owned), largest=max(owned), held=dense + experts
+                    config, dtype, owned=sum(owned), largest=max(owned), held=dense + experts
                 ),
                 engine=engine,
             )
@@ -227,10 +236,11 @@ def _trainer(
     scoring = {"activations": used.scoring}
     holders = [
         _Holder(staying, {"refit": weights, "score": weights, "update": away}),
-        _engine(engine, keeps_cache=not config.rollout.free_cache_engine),
+        _engine(engine, keeps_cache=not config.rollout.free_cache_engine, keeps_weights=sends_adapters(config)),
+        _Holder(_engines_adapters(config, plan.arch, grid) if samples else {}),
         _Holder({"refit staging": staging_bytes(config, grid, moved) if plan.needs_engine else 0}),
-        _offloaded_terms({"reference": own.weights if algorithm.needs_reference else 0}, device),
-        _Holder(host=own.weights if algorithm.needs_reference or plan.arch in plan.teachers else 0),  # while swapped
+        _offloaded_terms({"reference": own.trained if algorithm.needs_reference else 0}, device),
+        _Holder(host=_swapped(plan, own)),
         *teachers,
         *reward,
         *critic,
@@ -260,6 +270,13 @@ def _trainer(
     return StageMemory(stage, stage * len(grid.trainers) // grid.pp, phases, engine.rows, host, replayed)
 
 
+def _swapped(plan: Resolved, own: Memory) -> int:
+    """Returns the actor's weights that are in host memory while another model uses their place, bytes."""
+    if plan.arch in plan.teachers:
+        return own.weights
+    return own.trained if plan.algorithm.needs_reference else 0
+
+
 def _trained(
     config: Config, grid: ParallelLayout, own: Memory, device: Device
 ) -> tuple[list[_Holder], dict[str, int], dict[str, int]]:
@@ -274,16 +291,26 @@ def _trained(
     return holders, staying, {part: size for part, size in own.parts.items() if part in host_copies}
 
 
-def _engine(engine: EngineMemory, *, keeps_cache: bool) -> _Holder:
+def _engines_adapters(config: Config, arch: ArchSpec, grid: ParallelLayout) -> dict[str, int]:
+    """Returns the term of an engine's adapters: at most those of its experts and all others, bytes."""
+    if not sends_adapters(config):
+        return {}
+    ep = grid.rollout_ep
+    ((dense, experts),) = _trained_elements(config, arch, ParallelLayout(ep, ep=ep, etp=1))
+    return {"engine's adapters": (dense + experts) * ITEM_BYTES[config.model.dtype]}
+
+
+def _engine(engine: EngineMemory, *, keeps_cache: bool, keeps_weights: bool) -> _Holder:
     cache = {"KV cache": engine.cache}
+    kept = {**(cache if keeps_cache else {}), **(engine.awake if keeps_weights else {})}
     return _Holder(
-        always={**engine.held, **(cache if keeps_cache else {})},
+        always={**engine.held, **kept},
         phases={
             "refit": {**engine.awake, **engine.refit},
             "rollout": {**engine.awake, **cache, **engine.rollout},
             "reward": engine.awake,
         },
-        host=engine.host,
+        host=0 if keeps_weights else engine.host,
     )
 
 
@@ -295,7 +322,8 @@ def _sampler(plan: Resolved, device: Device, arriving: int) -> StageMemory:
     engine = engine_memory(replace(plan, config=config), device, weights=weights, actor=0)
     routing = routing_bytes(config, plan.arch, grid)
     holders = [
-        _engine(engine, keeps_cache=True),
+        _engine(engine, keeps_cache=True, keeps_weights=True),
+        _Holder(_engines_adapters(config, plan.arch, grid)),
         _Holder({"refit staging": staging_bytes(config, grid, arriving)}),
         _Holder({"context and communicators": device.allowance}),
         _Holder(phases={"rollout": {"experts to replay": routing if device.is_host else 0}}, host=routing),
@@ -399,7 +427,7 @@ def checkpoint_copy_bytes(config: Config, grid: ParallelLayout, own: Memory) -> 
     writers = grid.dp * grid.cp
     saved = own.states.saved
     optimizer = saved if config.actor.use_distributed_optimizer else math.ceil(saved / writers)
-    return math.ceil(own.weights / writers) + optimizer
+    return math.ceil(own.trained / writers) + optimizer
 
 
 def replayed_bytes(config: Config, arch: ArchSpec, grid: ParallelLayout, stage: int) -> int:
@@ -467,6 +495,50 @@ def _actor_elements(arch: ArchSpec, grid: ParallelLayout) -> list[tuple[int, int
     return found
 
 
+def trained_dtype(config: Config) -> str:
+    """Returns the data type of the weights that are trained."""
+    return (config.actor.lora.dtype if config.actor.lora.rank else None) or config.model.dtype
+
+
+def sends_adapters(config: Config) -> bool:
+    """Returns whether an engine keeps the model's weights, and weight syncs after the first send adapters only."""
+    return config.actor.lora.rank > 0 and not config.actor.lora.merge
+
+
+def selects_layers(settings: LoraConfig) -> bool:
+    """Returns whether the layers of a model may have different adapters."""
+    return any("layers." in name for name in (*settings.target_modules, *settings.exclude_modules))
+
+
+def _trained_elements(config: Config, arch: ArchSpec, grid: ParallelLayout) -> list[tuple[int, int]]:
+    """Returns (dense elements, expert elements) that a rank of each stage trains: its adapters, or all."""
+    settings = config.actor.lora
+    if not settings.rank:
+        return _actor_elements(arch, grid)
+    names = tuple(settings.target_modules), tuple(settings.exclude_modules)
+    if selects_layers(settings):
+        first_ranks = range(0, len(grid.trainers), len(grid.trainers) // grid.pp)
+        return [_adapter_elements(arch, grid, rank, settings.rank, *names) for rank in first_ranks]
+    experts_ranks = math.lcm(grid.tp, grid.ep * grid.expert_tp)
+    one_layer = replace(arch, num_layers=1)
+    places = ParallelLayout(experts_ranks, tp=grid.tp, ep=grid.ep, etp=grid.expert_tp)
+    dense, experts = _adapter_elements(one_layer, places, 0, settings.rank, *names)
+    return [(len(layers) * dense, len(layers) * experts) for layers in stage_layers(arch, grid)]
+
+
+@functools.cache
+def _adapter_elements(
+    arch: ArchSpec, grid: ParallelLayout, rank: int, lora_rank: int, targets: tuple[str, ...], excluded: tuple[str, ...]
+) -> tuple[int, int]:
+    """Returns (dense elements, expert elements) of the adapters on a rank."""
+    settings = LoraConfig(rank=lora_rank, target_modules=list(targets), exclude_modules=list(excluded))
+    sizes = [0, 0]
+    for matrix in lora.adapted_matrices(arch, grid, rank, settings, dtype="bfloat16", te=False):
+        both = math.prod(matrix.lora_a.shape) + math.prod(matrix.lora_b.shape)
+        sizes[matrix.tensor.spec.kind.is_expert] += both
+    return sizes[0], sizes[1]
+
+
 @dataclass(frozen=True)
 class _Parts:
     layer: int
@@ -495,3 +567,10 @@ def num_parameters(arch: ArchSpec) -> int:
     """Returns the number of parameters of the model; a tied embedding counts once."""
     sizes = _actor_parts(arch, 1, 1, 1)
     return arch.num_layers * (sizes.layer + sizes.experts) + sizes.embedding + sizes.end
+
+
+def describe_adapters(arch: ArchSpec, settings: LoraConfig) -> str:
+    """Describes the adapters of a model in words."""
+    count = lora.num_parameters(arch, settings)
+    share = count / num_parameters(arch)
+    return f"{count:,} parameters of rank {settings.rank} are trained, {share:.3%} of the model's, which are frozen"

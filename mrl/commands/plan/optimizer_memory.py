@@ -49,16 +49,17 @@ class OptimizerMemory:
     saved: int
 
 
-def optimizer_memory(config: Config, *, owned: int, largest: int, held: int) -> OptimizerMemory:
+def optimizer_memory(config: Config, dtype: str, *, owned: int, largest: int, held: int) -> OptimizerMemory:
     """Returns the memory of a rank's optimizer.
 
     Args:
-        config: Config with sections model, actor and megatron.
+        config: Config with sections actor and megatron.
+        dtype: Data type of the parameters.
         owned: Number of parameters whose states the rank owns.
         largest: The larger of its dense and expert parameters, which are stepped separately.
-        held: Number of parameters of the model on the rank.
+        held: Number of trained parameters of the model on the rank.
     """
-    in_fp32 = config.model.dtype == "float32"
+    in_fp32 = dtype == "float32"
     masters = 0 if in_fp32 else FP32
     # a distributed optimizer saves fp32 weights as master weights too
     saved = owned * (masters if not config.actor.use_distributed_optimizer else FP32)

@@ -17,7 +17,13 @@ from typing import Any
 from mrl.commands.launch import launch_argv
 from mrl.commands.plan.durations import PhaseTime, phase_times
 from mrl.commands.plan.fit import check_fits, device_of, format_overrides
-from mrl.commands.plan.memory import StageMemory, not_counted, num_kv_rows, num_parameters
+from mrl.commands.plan.memory import (
+    StageMemory,
+    describe_adapters,
+    not_counted,
+    num_kv_rows,
+    num_parameters,
+)
 from mrl.commands.plan.published import Published, PublishedSync
 from mrl.commands.plan.rank_split import Splits, find_splits, splits_text
 from mrl.commands.plan.response_lengths import ResponseLengths, expected_lengths
@@ -215,6 +221,8 @@ def _layout(plan: Resolved, hardware: Hardware) -> Iterator[str]:
     mpi = engine_capabilities(plan.config.rollout.name).needs_mpi(plan.config.rollout)
     yield f"start     {launch_argv(grid.world_size, mpi=mpi)}"
     yield f"model     {num_parameters(arch) / GB:.2f} x 10^9 parameters, {plan.config.model.dtype}"
+    if plan.config.actor.lora.rank:
+        yield f"adapters  {describe_adapters(arch, plan.config.actor.lora)}"
     if plan.critic is not None:
         yield f"critic    {num_parameters(plan.critic) / GB:.2f} x 10^9 parameters, in the actor's layout"
     for teacher in plan.teachers:

@@ -5,17 +5,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mrl.commands.plan.memory import StageMemory, memory_by_stage, num_parameters, staging_bytes
+from mrl.commands.plan.memory import (
+    StageMemory,
+    memory_by_stage,
+    num_parameters,
+    selects_layers,
+    sends_adapters,
+    staging_bytes,
+    trained_dtype,
+)
 from mrl.commands.plan.published import SYNC_DIRECT, SYNC_GATHERED, SYNCS, PublishedSync
-from mrl.config.config import Config
+from mrl.config.config import Config, LoraConfig
 from mrl.engines._capabilities import memory_plan
 from mrl.engines._memory_plan import Device
 from mrl.models.base import ArchSpec, PipelineStage
 from mrl.observability.hardware import Hardware
 from mrl.parallel_layout import ParallelLayout
+from mrl.resharding import lora as adapters
 from mrl.resharding.copy_op import ITEM_BYTES
+from mrl.resharding.layout import Layout
+from mrl.resharding.lora import WEIGHT, adapted_modules, adapter_layout, engine_matrices, peft_name
 from mrl.resharding.megatron import chunk_layers, megatron_layouts
 from mrl.resharding.shards import param_specs, parts_of
 from mrl.resharding.transfer_cost import ReceivedBytes, Traffic, traffic
@@ -32,7 +44,7 @@ class RefitPrediction:
             links, one after the other.
         bound_s: Same with all of these concurrently, s: a lower bound for these layouts.
         full_gather_s: Duration of a weight sync that gathers every full tensor on every rank, s.
-        model_bytes: Size of the model, bytes.
+        model_bytes: Size of the model, or of the adapters if only they are sent, bytes.
         received_bytes: Most bytes that one rank receives.
         staging_bytes: Most bytes of transport buffers on one rank.
     """
@@ -62,14 +74,15 @@ class RefitPrediction:
 
 def predict_refit(config: Config, arch: ArchSpec, grid: ParallelLayout, hardware: Hardware) -> RefitPrediction:
     """Predicts bytes and duration of a weight sync."""
-    few, places, times = one_layer_of_each(arch, grid) if grid.rollout_pp == 1 else (arch, grid, {})
-    sources = megatron_layouts(few, places, dtype=config.model.dtype, te=True)
+    lora = config.actor.lora
+    alike = grid.rollout_pp == 1 and not (lora.rank and selects_layers(lora))
+    few, places, times = one_layer_of_each(arch, grid) if alike else (arch, grid, {})
     found = traffic(
-        sources,
-        memory_plan(config).layouts(config, few, places),
+        *synced_layouts(config, few, places, te=True),
         hardware.gpus_per_node,
-        times=times,
+        times=times | _times_of_adapters(few, lora, times),
     )
+    elements = adapters.num_parameters(arch, lora) if sends_adapters(config) else num_parameters(arch)
     each = found.full_gather_bytes / len(grid.samplers)
     gather_rate = (
         hardware.inter_node_bytes_per_s if grid.world_size > hardware.gpus_per_node else hardware.intra_node_bytes_per_s
@@ -84,10 +97,42 @@ def predict_refit(config: Config, arch: ArchSpec, grid: ParallelLayout, hardware
         seconds=max(sum(_seconds(share, hardware)) for share in (*found.shares, sent)),
         bound_s=max(max(_seconds(share, hardware)) for share in (*found.shares, sent)),
         full_gather_s=each / gather_rate,
-        model_bytes=num_parameters(arch) * ITEM_BYTES[config.model.dtype],
+        model_bytes=elements * ITEM_BYTES[config.model.dtype],
         received_bytes=received,
         staging_bytes=staging_bytes(config, grid, received),
     )
+
+
+def synced_layouts(
+    config: Config, arch: ArchSpec, grid: ParallelLayout, *, te: bool
+) -> tuple[dict[int, Layout], dict[int, Layout]]:
+    """Returns rank -> layout of what a weight sync sends, and of where it arrives.
+
+    These are all weights, or with `actor.lora.merge=false` the adapters, which all syncs but the first send alone.
+    """
+    sources = megatron_layouts(arch, grid, dtype=config.model.dtype, te=te)
+    targets = memory_plan(config).layouts(config, arch, grid)
+    if not sends_adapters(config):
+        return sources, targets
+    return _adapters_of(config, arch, sources), _adapters_of(config, arch, targets)
+
+
+def _adapters_of(config: Config, arch: ArchSpec, layouts: Mapping[int, Layout]) -> dict[int, Layout]:
+    """Returns the layouts of the adapters beside stored weights; equal ones share one object."""
+    distinct = {id(layout): layout for layout in layouts.values()}
+    found = {
+        key: adapter_layout(engine_matrices(arch, layout, config.actor.lora, trained_dtype(config)))
+        for key, layout in distinct.items()
+    }
+    return {rank: found[id(layout)] for rank, layout in layouts.items()}
+
+
+def _times_of_adapters(arch: ArchSpec, lora: LoraConfig, times: Mapping[str, int]) -> dict[str, int]:
+    """Returns the numbers of real layers for the adapters of `one_layer_of_each`."""
+    if not lora.rank or not times:
+        return {}
+    modules = adapted_modules(arch, lora)
+    return {peft_name(one, which): times[one + WEIGHT] for one in modules for which in ("lora_A", "lora_B")}
 
 
 def memory_with_refit(plan: Resolved, device: Device, refit: RefitPrediction | None) -> list[StageMemory]:

@@ -198,6 +198,8 @@ class _Rehearsal:
             report.not_covered.insert(1, f"MPI: mrl started the ranks itself. Start of the real run: {start}")
         if config.actor.moe_token_dispatcher_type != small.actor.moe_token_dispatcher_type:
             report.not_covered.append("the flex dispatcher: tokens were dispatched by alltoall")
+        if config.actor.lora.adapter_path is not None:
+            report.not_covered.append("actor.lora.adapter_path: the adapters were new ones")
         if config.rollout.multi_turn.enable:
             report.not_covered.append("tool calls: a random model generates none that can be parsed")
         if config.observe.wandb_project is not None:
@@ -220,7 +222,8 @@ class _Rehearsal:
         if critic is not None and critic.family != arch.family:
             self.report.not_covered.append(f"the critic's layers ({critic.family}): it used the actor's")
             like = config.model.path or like
-        folders = [("model", config.model.path, arch), ("reference", config.reference.path, arch)]
+        reference = None if config.actor.lora.rank else config.reference.path
+        folders = [("model", config.model.path, arch), ("reference", reference, arch)]
         folders += [("critic", like if config.critic.path else None, critic_of(arch))]
         teachers = zip(config.distillation.teacher_models, plan.teachers, strict=False)
         for index, (teacher, teacher_arch) in enumerate(teachers):
@@ -277,6 +280,11 @@ class _Rehearsal:
         return ran
 
     def _convert(self, small: _ReducedRun) -> None:
+        if small.config.actor.lora.rank:
+            self.report.not_covered.append(
+                "conversions: a checkpoint with adapters is exported by the run itself, checkpoint.export_hf"
+            )
+            return
         steps = self._run.committed_steps()
         checkpoint = self._run.checkpoints / f"step-{steps[-1]:08d}"
         dtype = small.config.model.dtype

@@ -7,6 +7,7 @@ that new features are rehearsed without a change here.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +22,12 @@ from mrl.config.config import (
     DataConfig,
     DistillationConfig,
     LearnsFrom,
+    LoraConfig,
     ModelConfig,
     ObserveConfig,
     OptimizerConfig,
     ParallelConfig,
+    ReferenceConfig,
     RewardConfig,
     RewardFunctionConfig,
     RolloutConfig,
@@ -65,6 +68,9 @@ UTILIZATION = 0.05
 VARIETY = RewardFunctionConfig(name="regex", weight=0.1, kwargs={"pattern": r"[02468acegikmoqsuwyACEGIKMOQSUWY]\W*$"})
 """Additional reward that a random model gets about half of the time. Without it all samples of a prompt would have the
 same reward and the update no gradient."""
+
+_OF_A_LAYER = re.compile(r"(?:.*\.)?layers\.\d+\.")
+"""Start of a module's name that selects one layer."""
 
 _ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
 
@@ -122,12 +128,9 @@ def shrunk_config(config: Config, plan: Resolved, sizes: Sizes, folder: Path) ->
             max_tokens_per_microbatch=longest + (longest // 2 if several else 0),
             logprob_chunk_tokens=min(actor.logprob_chunk_tokens, CHUNK_TOKENS),
             moe_token_dispatcher_type=_dispatcher(actor.moe_token_dispatcher_type),
+            lora=_lora(actor.lora),
         ),
-        reference=replace(
-            config.reference,
-            path=None if config.reference.path is None else str(folder / "reference"),
-            update_interval=min(config.reference.update_interval, 1),
-        ),
+        reference=_reference(config, folder),
         critic=_critic(config.critic, folder),
         distillation=_distillation(config.distillation, plan.teachers, plan.arch, sizes.arch, folder),
         rollout=rollout,
@@ -152,6 +155,24 @@ def _observe(observe: ObserveConfig) -> ObserveConfig:
     few = min(observe.num_samples, 2)
     without_wandb = replace(observe, wandb_project=None, wandb_name=None, wandb_group=None, wandb_tags=[])
     return replace(without_wandb, console="plain", num_samples=few)
+
+
+def _lora(lora: LoraConfig) -> LoraConfig:
+    """Returns new adapters in all layers of the reduced model, of the same rank."""
+    return replace(
+        lora,
+        adapter_path=None,
+        target_modules=list(dict.fromkeys(_OF_A_LAYER.sub("", name) for name in lora.target_modules)),
+        exclude_modules=[name for name in lora.exclude_modules if not _OF_A_LAYER.match(name)],
+    )
+
+
+def _reference(config: Config, folder: Path) -> ReferenceConfig:
+    """Returns the reduced reference: with adapters the reduced model, as there are none to read."""
+    own, adapted = config.reference, config.actor.lora.rank > 0
+    absent = own.path is None or (adapted and config.model.path is None)
+    path = None if absent else str(folder / ("model" if adapted else "reference"))
+    return replace(own, path=path, update_interval=min(own.update_interval, 1))
 
 
 def _critic(critic: CriticConfig, folder: Path) -> CriticConfig:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from mrl.config.verl_keys import verl_lora
 from mrl.config.verl_keys.loss_names import VALUES
-from mrl.config.verl_keys.translated_keys import NO_LORA, NO_MEDIA, ROOT, KeyVerdict, verdict
+from mrl.config.verl_keys.translated_keys import NO_MEDIA, ROOT, KeyVerdict, verdict
 from mrl.config.verl_keys.verl_rollout import section_of
 
 TRL = {
@@ -117,12 +118,10 @@ NEMO_RL = {
 """Key of NeMo-RL's GRPO config, without its sections -> mrl's key."""
 
 _ABSENT: dict[re.Pattern[str], str] = {
-    re.compile(
-        r"(?<![a-z])(?:q?lora|dora|peft|adapters?|load_in_[48]bit|target_modules|modules_to_save)(?![a-z])"
-    ): NO_LORA,
+    **verl_lora.HINTS,
     re.compile(r"(?<![a-z])(?<!container_)(?:images?|videos?|audios?|vision|vlm|mm|multi_?modal)(?![a-z])"): NO_MEDIA,
 }
-"""Pattern in a key, in any trainer's words -> why mrl does not have it."""
+"""Pattern in a key, in any trainer's words -> why mrl does not have it, or its section."""
 
 
 def value_hint(key: str, value: Any) -> str:

@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from mrl.config.verl_keys import verl_async, verl_critic, verl_distillation, verl_earlier, verl_reward, verl_rollout
+from mrl.config.verl_keys import (
+    verl_async,
+    verl_critic,
+    verl_distillation,
+    verl_earlier,
+    verl_lora,
+    verl_reward,
+    verl_rollout,
+)
 
 ROOT = "actor_rollout_ref."
 ACTOR = f"{ROOT}actor."
@@ -32,10 +40,6 @@ FSDP = f"{ACTOR}fsdp_config."
 ROLLOUT = f"{ROOT}rollout."
 CORRECTION = "algorithm.rollout_correction"
 
-NO_LORA = (
-    "no LoRA: every weight is trained. Set actor.lr for that (adapters are trained with about ten times the rate), and "
-    "see `mrl plan CONFIG` for the memory"
-)
 NO_MEDIA = (
     "no images: models are trained on text, and rows with images, videos or audio are refused. Choose a text model and "
     "data"
@@ -144,6 +148,7 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     **{f"{OVERRIDE}{name}": (f"actor.{name}", None, "") for name in (
         "moe_token_dispatcher_type", "moe_router_dtype", "moe_aux_loss_coeff", "moe_z_loss_coeff",
         "moe_router_load_balancing_type")},
+    **{f"{ROOT}model.{name}": row for name, row in verl_lora.MAPS.items()},
     **{f"{ROLLOUT}{name}": row for name, row in verl_rollout.MAPS.items()},
     "algorithm.adv_estimator": (
         "algorithm.name", "gae",
@@ -251,9 +256,7 @@ MOOT: dict[str, str] = {
     f"{ROOT}model.use_remove_padding": "sequences are always packed",
     f"{ROOT}model.use_liger": "speed only",
     f"{ROOT}model.*fused_kernel*": "speed only",
-    f"{ROOT}model.*lora_alpha": "only for LoRA",
-    f"{ROOT}model.target_modules": "only for LoRA",
-    f"{ROOT}model.exclude_modules": "only for LoRA",
+    **{f"{ROOT}model.{name}": why for name, why in verl_lora.MOOT.items()},
     f"{ROOT}model.tiled_mlp.num_shards": "no tiled MLPs",
     f"{ROOT}model.enable_activation_offload": "`actor.recompute` saves the memory",
     **{f"{ROLLOUT}{name}": why for name, why in verl_rollout.NEEDLESS.items()},
@@ -298,7 +301,8 @@ MOOT: dict[str, str] = {
 
 BEFORE_MOOT: dict[str, str] = {
     **{
-        f"critic.model.{name}": NO_LORA for name in ("lora_rank", "lora.rank", "lora_adapter_path", "lora.adapter_path")
+        f"critic.model.{name}": verl_lora.NO_CRITIC
+        for name in ("lora_rank", "lora.rank", "lora_adapter_path", "lora.adapter_path")
     },
     f"{ROOT}ref.model*": "the reference has the actor's structure; only its weights can be others, `reference.path`",
 }
@@ -314,7 +318,7 @@ MISSING: dict[str, str] = {
     f"{MEGATRON}max_seqlen_per_dp_cp_rank": "the context-parallel size is fixed",
     f"{MEGATRON}router_replay.*": "routing records are sent with the samples, not stored in files",
     f"{MEGATRON}override_mcore_model_config*": "the model's structure comes from its config.json",
-    f"{ROOT}model.*lora*": NO_LORA,
+    **{f"{ROOT}model.{name}": why for name, why in verl_lora.MISSING.items()},
     f"{ROOT}model.mtp.*": "no multi-token prediction",
     f"{ROOT}model.custom_chat_template": "write the template into a file and set `data.chat_template`",
     f"{ROOT}model.hf_config_path": "config.json must be in the model's folder",
@@ -381,8 +385,7 @@ WITH_ITS_SWITCH: tuple[str, ...] = (
 """Keys of MISSING that only modify a feature; without its switch they have no effect."""
 
 SWITCHES: tuple[str, ...] = (
-    "*.enable", "*.enabled", "*.loss_mode", "*.lora_rank", "*.lora.rank", "*.lora_adapter_path", "*.enable_train",
-    "*.enable_rollout",
+    "*.enable", "*.enabled", "*.loss_mode", "*.enable_train", "*.enable_rollout",
 )  # fmt: skip
 """Keys that enable a feature."""
 
@@ -398,6 +401,9 @@ UNREAD: dict[str, tuple[bool, str]] = {
     f"{ROLLOUT}multi_turn.*": (True, f"read with {ROLLOUT}multi_turn.enable=True only: this run has one turn"),
     f"{ROLLOUT}agent.*": (False, f"of conversations: read with {ROLLOUT}multi_turn.enable=True only"),
     f"{ROLLOUT}val_kwargs.*": (False, f"read with {ROLLOUT}val_kwargs.do_sample=True and a temperature only"),
+    **dict.fromkeys(
+        (f"{ROOT}model.*lora*", f"{ROOT}model.target_modules", f"{ROOT}model.exclude_modules"),
+        (False, "only with a rank above 0, of the actor that the run has")),
     "critic.*": (False, "this algorithm.adv_estimator has no critic"),
     "algorithm.filter_groups.*": (False, "read with algorithm.filter_groups.enable=True only"),
     "distillation.*": (False, "read with distillation.enabled=True only"),

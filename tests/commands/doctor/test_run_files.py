@@ -2,9 +2,11 @@
 
 import pytest
 
+from mrl.checkpoint.formats.megatron import MegatronSource
 from mrl.commands.doctor.finding import findings_of
 from mrl.commands.doctor.run_files import check_config, check_data, check_model_files, checkpoint_bytes
 from mrl.config.config import load
+from mrl.errors import UserError
 from mrl.trainer.run_plan import load_arch_and_tokenizer
 from tests.checkpoint.formats.test_hf import write_folder
 from tests.e2e import runs
@@ -62,13 +64,18 @@ def test_data_that_is_missing_or_empty(config, tmp_path):
     assert level == "problem" and f"'{empty}' is empty; '{tmp_path}/none': No such file" in found
 
 
-def test_checkpoints_take_on_the_disk_what_was_foretold(tmp_path):
+@pytest.mark.parametrize("adapters", [[], ["actor.lora.rank=64"]])
+def test_checkpoints_take_on_the_disk_what_was_foretold(adapters, tmp_path):
     """Two commits, the exports beside them and a reference; room for a third commit is asked for."""
     bigger = ["train.num_steps=1", "train.warm_start.num_steps=1", "checkpoint.export_hf=true", "rollout.n=2"]
     bigger += ["model.overrides={hidden_size: 256, num_hidden_layers: 2, intermediate_size: 1024}"]
-    runs.train_in_pool(tmp_path, bigger, 2)
+    runs.train_in_pool(tmp_path, [*bigger, *adapters], 2)
     config = load(tmp_path / "run" / "config.yaml")
     foretold = checkpoint_bytes(config, load_arch_and_tokenizer(config)[0])
     written = sum(path.stat().st_size for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file())
     one = sum(path.stat().st_size for path in (tmp_path / "run/checkpoints/step-00000001").rglob("*") if path.is_file())
     assert foretold < written + one < DISK_FACTOR * foretold
+    if adapters:  # its converters have no model in them
+        with MegatronSource(tmp_path / "run/checkpoints/step-00000001") as source, pytest.raises(UserError) as error:
+            source.check()
+        assert "only adapters" in str(error.value)

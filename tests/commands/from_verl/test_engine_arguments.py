@@ -84,10 +84,9 @@ def test_each_argument_goes_where_mrl_has_it():
     assert rollout["engine_kwargs"] == {"vllm": {"kv_cache_dtype": "fp8", "compilation_config": compiled}}
     assert (rollout["max_model_len"], rollout["expert_parallel_size"]) == (2000, 2)  # of two ranks, verl's default
     assert f"{VLLM}hf_overrides.max_position_embeddings=9: {DERIVED['hf_overrides']}" in missing
-    assert f"{VLLM}enable_lora=True: {DERIVED['enable_lora']}" in missing
     assert f"{VLLM}tool_call_parser=hermes: vLLM 0.32 has no such argument" in missing
-    assert missing.count(VLLM) == 3
-    for name in ("quantization", "cpu_offload_gb", "load_format", "enable_sleep_mode"):
+    assert missing.count(VLLM) == 2
+    for name in ("enable_lora", "quantization", "cpu_offload_gb", "load_format", "enable_sleep_mode"):
         assert f"{VLLM}{name}: " in moot
 
 

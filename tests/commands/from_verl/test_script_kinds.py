@@ -69,7 +69,7 @@ def test_twenty_scripts_of_each_kind_have_their_outcomes(kind, folder):
 
 
 RUN = ["algorithm.adv_estimator=grpo", "data.train_files=a.parquet", "actor_rollout_ref.model.path=tiny"]
-LOST = {"actor_rollout_ref.model.lora_rank": "8", "x.y": "a\nb"}
+LOST = {"actor_rollout_ref.model.mtp.enable_train": "True", "x.y": "a\nb"}
 
 
 @pytest.mark.parametrize("place", ["before", "behind"])

@@ -129,10 +129,23 @@ def test_an_sft_run_is_translated(program, more, expected):
 
 
 def test_what_sft_has_no_place_for_is_listed():
-    given = {"model.lora_rank": 8, "data.tools_key": "tools", "data.custom_cls.path": "own.py", "optim.unheard_of": 1}
+    given = {
+        "model.mtp.enable_train": True,
+        "data.tools_key": "tools",
+        "data.custom_cls.path": "own.py",
+        "optim.unheard_of": 1,
+    }
     line = f"torchrun -m verl.trainer.sft_trainer {SFT} " + " ".join(f"{key}={value}" for key, value in given.items())
     said = "\n".join(translate(read_settings(line.split())).missing)
     assert [key for key in given if key not in said] == []
+
+
+def test_sft_with_adapters_is_translated():
+    words = f"torchrun -m verl.trainer.sft_trainer {SFT} model.lora_rank=8 model.target_modules=[q_proj]".split()
+    found = translate(read_settings(words))
+    adapters = load(yaml.safe_load(found.text)).actor.lora
+    assert (adapters.rank, adapters.alpha, adapters.target_modules) == (8, 16.0, ["q_proj"])
+    assert not [line for line in found.missing if "lora" in line]
 
 
 @pytest.mark.parametrize(

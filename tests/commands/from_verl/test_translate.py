@@ -83,7 +83,7 @@ def test_defaults_alone_list_nothing_but_the_reward():
 
 def test_patterns_without_a_counterpart_list_another_value():
     for key in (
-        "actor_rollout_ref.model.lora_rank",
+        "critic.model.lora_rank",
         "data.trust_remote_code",
         "trainer.val_before_train",
         "trainer.val_only",
@@ -339,7 +339,9 @@ def test_what_cannot_be_translated_is_one_message(words, said, tmp_path, monkeyp
         ("data.train_batch_size=4", "'data.train_batch_size' is verl's name for train.batch_size"),
         ("actor_rollout_ref.rollout.n=4", "'actor_rollout_ref.rollout.n' is verl's name for rollout.n;"),
         ("+trainer.total_epochs=4", "verl's name for train.num_epochs"),
-        ("actor_rollout_ref.model.lora_rank=8", "of verl has no place here: no LoRA"),
+        ("actor_rollout_ref.model.lora_rank=8", "is verl's name for actor.lora.rank"),
+        ("actor_rollout_ref.model.lora.dropout=0.1", "of verl has no place here: no dropout of adapters"),
+        ("actor.lora.rnk=8", "Did you mean 'actor.lora.rank'"),
         ("train.num_generations=4", "'num_generations' is TRL's name for rollout.n"),
         ("train.global_batch_size=4", "'global_batch_size' is Megatron's name for train.batch_size"),
     ],
@@ -376,7 +378,7 @@ def test_names_of_trl_are_its_and_lead_to_keys():
         *((key, "LoRA") for key in (
             "model.lora_rank", "model.lora", "actor.lora_alpha", "actor.target_modules", "use_peft", "peft_config.r",
             "policy.dtensor_cfg.lora_cfg.enabled", "policy.megatron_cfg.peft.dim", "model.lora_rnk", "lora_r",
-            "model.load_in_4bit", "actor_rollout_ref.model.lora_rank", "critic.lora.rank", "modules_to_save")),
+            "model.load_in_4bit", "critic.lora.rank", "modules_to_save")),
         *((key, "images") for key in (
             "data.image_key", "data.images", "data.video_key", "model.vision_tower", "data.audio_column",
             "rollout.limit_mm_per_prompt", "rollout.limit_images", "actor_rollout_ref.actor.freeze_vision_tower")),

@@ -8,9 +8,10 @@ import torch
 
 from mrl.algorithms.base import build
 from mrl.commands.plan.activations import ActorShape
-from mrl.config.config import ActorConfig, AlgorithmConfig, RolloutConfig, TrainConfig
+from mrl.config.config import ActorConfig, AlgorithmConfig, LoraConfig, RolloutConfig, TrainConfig
 from mrl.megatron import model
 from mrl.parallel_layout import ParallelLayout
+from mrl.resharding.random_init import init_adapters
 from mrl.types import RolloutBatch
 from tests.megatron.actors import ARCHS, CONSTANT, MIXTURES, config_for, make_policy
 from tests.ranks import run_ranks
@@ -18,6 +19,7 @@ from tests.ranks import run_ranks
 PROMPTS, SAMPLES, PROMPT, RESPONSE = 16, 4, 40, 24
 RELATIVE = 0.02  # samples that begin alike by chance, uneven experts
 VOCAB = 101
+NO_ADAPTERS = LoraConfig()
 
 
 def batch() -> RolloutBatch:
@@ -54,6 +56,8 @@ def saved_bytes(arch, grid, options, compiled) -> int:
 
 def saved_of_a_pass(arch, grid, options, patch) -> int:
     policy = make_policy(arch, grid, **options)
+    if policy.adapters is not None:
+        init_adapters(arch, options["actor"]["lora"], policy.adapters.layout(), policy.trained_tensors(), 0)
     policy.start_optimizer(CONSTANT)
     parameters = {tensor.untyped_storage().data_ptr() for chunk in policy.chunks for tensor in chunk.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -135,15 +139,25 @@ def test_saved_tensors_are_counted_where_nothing_is_compiled(name, recompute):
     check({**ARCHS, **MIXTURES}[name], ParallelLayout(1), recompute, "float32", compiled=False)
 
 
-def check(arch, grid, recompute, dtype, megatron=None, *, compiled=True):
+@pytest.mark.compiler
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_saved_tensors_are_counted_with_adapters(name, recompute, compiled):
+    check(
+        {**ARCHS, **MIXTURES}[name], ParallelLayout(1), recompute, "float32", compiled=compiled, lora=LoraConfig(rank=8)
+    )
+
+
+def check(arch, grid, recompute, dtype, megatron=None, *, compiled=True, lora=NO_ADAPTERS):
     arch = replace(arch, num_layers=2)
-    actor = {"recompute": recompute, "max_tokens_per_microbatch": 1 << 16}
+    actor = {"recompute": recompute, "max_tokens_per_microbatch": 1 << 16, "lora": lora}
     options = {"actor": actor, "dtype": dtype, "megatron": megatron}
     config = replace(
         config_for(grid, **options),
         train=TrainConfig(batch_size=PROMPTS),
         rollout=RolloutConfig(n=SAMPLES, prompt_length=PROMPT, response_length=RESPONSE),
-        actor=ActorConfig(recompute=recompute, max_tokens_per_microbatch=1 << 16),
+        actor=ActorConfig(**actor),
     )
     shape = ActorShape(config, arch, grid, te=False, compiled=compiled)
     expected = shape.activations(0).saved

@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 
 from mrl.commands.plan.durations import predict_durations
-from mrl.commands.plan.memory import stage_memory
+from mrl.commands.plan.memory import num_parameters, stage_memory
 from mrl.commands.plan.published import DECODE, PREFILL, SYNCS, at_peak, at_published, training
+from mrl.commands.plan.weight_sync_cost import predict_refit
 from mrl.config.config import load
 from mrl.observability.hardware import HARDWARE
 from mrl.observability.metrics import forward_flops
+from mrl.resharding.lora import num_parameters as num_adapters
 from mrl.trainer.run_plan import resolve
 from tests.source import ROOT
 
@@ -35,6 +37,34 @@ def test_an_update_is_its_operations_over_the_rate_that_is_reached():
     )
     alone = predict_durations(resolve(load(DENSE, ["actor.use_prefix_grouper=false"]), 8), H100, 54)
     assert math.isclose(alone.score, 1024 * whole / rate)
+
+
+def test_frozen_weights_have_one_product_less_and_engines_get_all_weights():
+    full, adapted = (
+        resolve(load(DENSE, ["actor.recompute=none", "actor.use_prefix_grouper=false", f"actor.lora.rank={rank}"]), 8)
+        for rank in (0, 32)
+    )
+    more, less = (predict_durations(plan, H100, 54) for plan in (full, adapted))
+    tokens = 1024 * 5120
+    rate = 8 * H100.bf16_flops * H100.train_flops_frac
+    weights = num_parameters(full.arch) - full.arch.vocab_size * full.arch.hidden_size  # the embedding is a look-up
+    assert math.isclose(more.update - less.update, 2 * weights * tokens / rate, rel_tol=1e-3)
+    assert (more.score, more.decode) == (less.score, less.decode)
+    costs = [predict_refit(plan.config, plan.arch, plan.grid, H100).seconds for plan in (full, adapted)]
+    assert costs[0] == costs[1]
+
+
+def test_a_sync_of_adapters_alone_sends_what_engines_store_of_them():
+    """Each replica of two ranks has all of q's lora_A twice, and its lora_B once; layers may be named one by one."""
+    named = [f"layers.{layer}.self_attn.q_proj" for layer in range(36)]
+    shape = 36 * 32 * (2 * 4096 + 4096)
+    for modules in (["q_proj"], named):
+        settings = ["actor.lora.rank=32", "actor.lora.merge=false", f"actor.lora.target_modules={modules}"]
+        plan = resolve(load(DENSE, ["rollout.name=native", "rollout.tensor_model_parallel_size=2", *settings]), 8)
+        found = predict_refit(plan.config, plan.arch, plan.grid, H100)
+        total = found.traffic.total
+        assert total.local + total.intra_node + total.inter_node == 2 * 4 * shape
+        assert num_adapters(plan.arch, plan.config.actor.lora) == 36 * 32 * (4096 + 4096)
 
 
 def test_stages_wait_for_each_other():

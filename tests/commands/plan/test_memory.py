@@ -7,31 +7,39 @@ import pytest
 import torch
 
 from mrl.commands.plan.memory import memory_by_stage, not_counted, num_parameters, replayed_bytes, stage_memory
-from mrl.config.config import Config, load
+from mrl.config.config import Config, LoraConfig, load
 from mrl.engines._memory_plan import Device
 from mrl.models.base import critic_of
 from mrl.models.presets import arch_from_preset
 from mrl.parallel_layout import ParallelLayout
+from mrl.resharding.lora import adapted_matrices
+from mrl.resharding.lora import num_parameters as lora_parameters
 from mrl.resharding.megatron import megatron_layouts
 from mrl.resharding.native import native_layouts
+from mrl.resharding.random_init import init_adapters
 from mrl.trainer.run_plan import resolve
 from mrl.types import RolloutBatch
 from tests.megatron.actors import ARCHS, EXPERT_LAYOUTS, LAYOUTS, MIXTURES, config_for, make_policy, train
 from tests.ranks import run_ranks
 from tests.reward_models import write_reward_model
+from tests.source import ROOT
 
 RELATIVE = 0.02  # buffers are filled up so that data-parallel ranks own equal parts; Adam's step counters
 
 
 def held(name, grid, options):
     """Bytes of weights, gradients and optimizer of this rank after an update."""
-    policy = make_policy(ARCHS[name], grid, **options)
+    policy = make_policy({**ARCHS, **MIXTURES}[name], grid, **options)
+    if policy.adapters is not None:
+        init_adapters(policy._arch, options["actor"]["lora"], policy.adapters.layout(), policy.trained_tensors(), 0)
     train(policy, 1)
-    weights = sum(tensor.nbytes for tensor in policy.named_tensors().values())
+    adapters = {} if policy.adapters is None else policy.trained_tensors()
+    held = [*policy.named_tensors().values(), *adapters.values()]
+    weights = sum(tensor.nbytes for tensor in held)
     gradients = sum(buffer.grad_data.nbytes for wrapped in policy._data_parallel.chunks for buffer in wrapped.buffers)
     parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
     optimizer = 0
-    own = {tensor.untyped_storage().data_ptr() for tensor in policy.named_tensors().values()}
+    own = {tensor.untyped_storage().data_ptr() for tensor in held}
     own |= {
         buffer.param_data.untyped_storage().data_ptr()
         for w in policy._data_parallel.chunks
@@ -54,12 +62,16 @@ def held(name, grid, options):
         ("dp2", "qwen2", {"dtype": "bfloat16", "megatron": {"ddp": {"grad_reduce_in_fp32": False}}}),
         ("dp2", "qwen2", {"actor": {"use_distributed_optimizer": False}}),
         ("tp2_pp2", "qwen3", {}),
+        ("dp2", "qwen2", {"dtype": "bfloat16", "actor": {"lora": LoraConfig(rank=8, dtype="float32")}}),
+        ("dp2", "qwen2", {"dtype": "bfloat16", "actor": {"lora": LoraConfig(rank=8, target_modules=["o_proj"])}}),
+        ("tp2_pp2", "qwen3", {"actor": {"lora": LoraConfig(rank=8, exclude_modules=["layers.0.mlp.up_proj"])}}),
+        ("tp2_pp2", "qwen3_moe", {"actor": {"lora": LoraConfig(rank=8)}}),
     ],
 )
 def test_memory_is_what_a_rank_holds(layout, name, options):
     grid: ParallelLayout = LAYOUTS[layout]
     config: Config = config_for(grid, **options)
-    stages = stage_memory(config, ARCHS[name], grid)
+    stages = stage_memory(config, {**ARCHS, **MIXTURES}[name], grid)
     for rank, found in enumerate(run_ranks(grid.world_size, held, name, grid, options)):
         estimate = stages[grid.coords(rank).pp]
         expected = (estimate.weights, estimate.gradients, estimate.optimizer)
@@ -353,3 +365,33 @@ def test_whole_distributions_need_states_on_the_last_stage_and_output_weights_in
     tokens = 2 * config.train.batch_size * config.rollout.n * config.rollout.response_length
     (_, plain_last) = phases(tmp_path, *SAME, "parallel.pipeline_model_parallel_size=2", ranks=2)
     assert last.host - plain_last.host == tokens * hidden * 2
+
+
+def test_adapters_are_those_of_every_rank_and_a_reference_has_no_weights():
+    lora = LoraConfig(rank=8)
+    for name, grid in (
+        *(("qwen2", grid) for grid in LAYOUTS.values()),
+        *(("qwen2_moe", g) for g in EXPERT_LAYOUTS.values()),
+    ):
+        arch, config = {**ARCHS, **MIXTURES}[name], config_for(grid, actor={"lora": lora})
+        stages = stage_memory(config, arch, grid)
+        for rank in grid.trainers:
+            matrices = adapted_matrices(arch, grid, rank, lora, dtype="float32", te=False)
+            own = sum(math.prod(one.lora_a.shape) + math.prod(one.lora_b.shape) for one in matrices)
+            assert stages[grid.coords(rank).pp].trained == 4 * own
+    dense = ROOT / "configs" / "grpo_qwen3-8b_1x8_tp2.yaml"
+    settings = ["algorithm.kl_in=loss", "algorithm.kl_coef=0.1", "reference.path=null"]
+    full, adapted = (resolve(load(dense, [*settings, f"actor.lora.rank={rank}"]), 8) for rank in (0, 32))
+    device = Device(te=True, capacity=76 * 10**9, allowance=10**9, total=80 * 10**9, engine_allowance=10**9)
+    more, less = (memory_by_stage(plan, device)[0] for plan in (full, adapted))
+    terms = {term: more.phases["update"][term] for term in ("weights", "gradients", "optimizer")}
+    small = {term: less.phases["update"][term] for term in terms}
+    assert small["weights"] < 1.03 * terms["weights"]
+    assert all(small[term] < 0.03 * terms[term] for term in ("gradients", "optimizer"))
+    assert less.host < more.host - terms["weights"]
+    kept = replace(
+        adapted, config=load(dense, [*settings, "rollout.name=native", "actor.lora={rank: 32, merge: false}"])
+    )
+    for phase, own in memory_by_stage(kept, device)[0].phases.items():
+        assert own["engine's adapters"] == 2 * lora_parameters(adapted.arch, adapted.config.actor.lora), phase
+        assert own["engine's weights"] > 0, phase

@@ -183,7 +183,7 @@ def test_an_unknown_row_names_the_nearest():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_rehearse_and_plan_count_the_same_memory(path, monkeypatch):
-    if path.stem == "sums_smollm2":
+    if path.stem.startswith("sums_smollm2"):
         pytest.skip("needs the folder of its model")
     checked = []
     monkeypatch.setattr(plan, "check_fits", lambda plan, hardware, stages: checked.append(stages))

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.slow
 
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
 OF_VLLM = [name for name in CONFIGS if "_vllm" in name]
-ALONE = [name for name in CONFIGS if name not in OF_VLLM and name != "sums_smollm2"]
-"""Configs of the other engines; `sums_smollm2` needs the folder of its model."""
+ALONE = [name for name in CONFIGS if name not in OF_VLLM and not name.startswith("sums_smollm2")]
+"""Configs of the other engines; those of `sums_smollm2` need the folder of its model."""
 OF_ROLES = [name for name in CONFIGS if name.endswith("_roles")]
 NAMED = ("grpo_qwen2.5-0.5b", "grpo_qwen3-8b", "grpo_llama3.1-70b", "dapo_qwen3-30b", "dapo_qwen3-235b")
 SMALL, DENSE, STAGED, EXPERTS, LARGE = (
@@ -348,6 +348,14 @@ SETTINGS = {
         ],
     ),
     "allgather": (EXPERTS, ["actor.moe_token_dispatcher_type=allgather", "parallel.expert_tensor_parallel_size=null"]),
+    "adapters": (
+        DENSE,
+        [
+            "actor.lora.rank=32",
+            "actor.lora={target_modules: [layers.30.mlp.up_proj, q_proj], exclude_modules: [layers.3.mlp.up_proj]}",
+        ],
+    ),
+    "adapters of experts": (EXPERTS, ["actor.lora={rank: 32, exclude_modules: [o_proj]}"]),
     "uneven virtual pipeline": (
         LARGE,
         [

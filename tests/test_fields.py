@@ -40,6 +40,7 @@ MIXTURE = (
     "num_key_value_heads: 2, moe_intermediate_size: 16}",
 )
 LORA = ("actor.lora.rank=4", "actor.lr=0.1")
+CRITIC_LORA = ("algorithm.name=ppo", *LORA, "critic.lora.rank=4", "critic.lr=0.1")
 DEEP = ("model.overrides.num_hidden_layers=4",)
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 SHARED = (*MIXTURE, f"{TP}=2", "parallel.sequence_parallel=true", "parallel.expert_model_parallel_size=2")
@@ -157,6 +158,11 @@ ROWS = {
         ("init", "gaussian"), ("dtype", "bfloat16"), ("loraplus_lr_ratio", 4))},
     "actor.lora.adapter_path": row("actor.lora.adapter_path=nowhere", given=LORA, refused="nowhere"),
     "actor.lora.merge": row("actor.lora.merge=false", given=LORA),
+    "critic.lora.rank": row("critic.lora.rank=4", given=(*PPO, *LORA)),
+    **{f"critic.lora.{key}": row(f"critic.lora.{key}={value}", given=CRITIC_LORA) for key, value in (
+        ("alpha", 64), ("use_rslora", "true"), ("target_modules", "[q_proj]"), ("exclude_modules", "[q_proj]"),
+        ("init", "gaussian"), ("dtype", "bfloat16"), ("loraplus_lr_ratio", 4))},
+    "critic.lora.adapter_path": row("critic.lora.adapter_path=nowhere", given=CRITIC_LORA, refused="nowhere"),
     "critic.path": row("critic.path=nowhere", given=PPO, refused="nowhere"),
     "critic.ppo_epochs": row("critic.ppo_epochs=2", given=PPO),
     "critic.cliprange_value": row("critic.cliprange_value=1e-6", given=(*PPO, "critic.lr=1e-4")),

@@ -197,8 +197,8 @@ ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
-class LoraConfig:
-    """Low-rank adapters (LoRA) of the actor: only they are trained, the model's own weights stay as they are."""
+class AdapterConfig:
+    """Low-rank adapters (LoRA) of a model: only they are trained, the model's own weights stay as they are."""
 
     rank: int = 0
     """Rank of the adapters; 0: none, all weights are trained."""
@@ -220,11 +220,17 @@ class LoraConfig:
     adapter_path: Optional[FilePath] = None
     """PEFT folder (adapter_config.json, adapter_model.safetensors) with the initial adapters, of the same rank, scale
     and modules; null: new ones."""
+    loraplus_lr_ratio: float = 1.0
+    """Learning rate of lora_B divided by that of lora_A, which is `actor.lr` (LoRA+)."""
+
+
+@dataclass(frozen=True)
+class LoraConfig(AdapterConfig):
+    """Low-rank adapters of the actor."""
+
     merge: bool = True
     """Weight sync: true: send all weights, with the adapters merged into them; false: the engine keeps the model's
     weights, also while the actor trains, and each sync sends only the adapters (rollout.name native, vllm)."""
-    loraplus_lr_ratio: float = 1.0
-    """Learning rate of lora_B divided by that of lora_A, which is `actor.lr` (LoRA+)."""
 
 
 @dataclass(frozen=True)
@@ -286,9 +292,9 @@ class CriticConfig(OptimizerConfig):
     """Aggregation of the value loss over tokens, with the choices of `algorithm.loss_aggregation`."""
     lr: float = 1e-5
     """Peak learning rate."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: AdapterConfig = field(default_factory=AdapterConfig)
     """Low-rank adapters of the critic, trained together with its value head: beside the actor's frozen weights, in the
-    same memory (with `actor.lora`), or beside those of `path`. `merge` has no effect."""
+    same memory (with `actor.lora`), or beside those of `path`."""
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class Rates:
             num_passes=config.actor.ppo_epochs,
             world_size=len(grid.trainers),
             device_name=launch.device_name(self._device) if known else "",
+            frozen=config.actor.lora.rank > 0,
         )
         stats = self._engine.stats()
         if grid.has_separate_rollout:

@@ -11,6 +11,8 @@ from mrl.errors import UserError
 NO_PATHS = {
     "actor.lora.target_modules": "the end of a module's name",
     "actor.lora.exclude_modules": "the end of a module's name",
+    "critic.lora.target_modules": "the end of a module's name",
+    "critic.lora.exclude_modules": "the end of a module's name",
     "model.preset": "a name in mrl/models/presets.py",
     "rollout.multi_turn.format": "a name in mrl/environments/formats/",
     "rollout.stop": "texts that end a response",

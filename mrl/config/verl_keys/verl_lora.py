@@ -80,7 +80,7 @@ HINTS: dict[re.Pattern[str], str] = {
     re.compile(r"(?<![a-z])(?:use_)?dora(?![a-z])"): NO_DORA,
     re.compile(r"(?<![a-z])(?:qlora|load_in_[48]bit)(?![a-z])"): "no QLoRA: frozen weights are bf16 or fp32",
     re.compile(r"(?<![a-z])modules_to_save(?![a-z])"): "with LoRA nothing but adapters to train, actor.lora",
-    re.compile(r"^critic\..*lora"): "no LoRA for the critic: it trains all its weights",
+    re.compile(r"^critic\..*lora"): "not translated: set critic.lora, whose adapters share the actor's frozen weights",
     re.compile(
         r"^(?!actor\.lora\.).*(?<![a-z])(?:lora|peft|adapters?|target_modules)(?![a-z])"
     ): "LoRA in the section actor.lora (rank, alpha, target_modules, ...; docs/lora.md)",

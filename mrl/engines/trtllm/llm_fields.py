@@ -116,7 +116,7 @@ REFUSED: Rows = {
     "a weight sync sends each expert to the ranks that have it at the start": "moe_config.load_balancer",
     "the actor computes with full attention, and its log-probabilities would be those of another model":
         "sparse_attention_config kv_cache_config.max_attention_window kv_cache_config.sink_token_length",
-    "the actor has no LoRA": "enable_lora lora_config peft_cache_config",
+    "mrl merges the adapters of actor.lora into the weights that it sends": "enable_lora lora_config peft_cache_config",
     "a weight sync sends weights of rollout.dtype": "force_dynamic_quantization",
     "it would change the sampling distribution unknown to training": "batched_logits_processor max_beam_width",
     "it would have no effect: no request uses it": "guided_decoding_backend gather_generation_logits "

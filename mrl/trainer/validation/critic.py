@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
-from mrl.config.config import Config, CriticConfig, OptimizerConfig
+from mrl.config.config import Config, CriticConfig, LoraConfig, OptimizerConfig
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
@@ -19,8 +19,13 @@ def critic_config(config: Config) -> Config:
     """Returns the config with the critic's settings in the section `actor`, and no `train.critic_warmup`."""
     own = {item.name: getattr(config.critic, item.name) for item in fields(OptimizerConfig)}
     epochs = config.critic.ppo_epochs or config.actor.ppo_epochs
-    actor = replace(config.actor, **own, ppo_epochs=epochs, router_replay="none", lora=config.critic.lora)
+    actor = replace(config.actor, **own, ppo_epochs=epochs, router_replay="none", lora=adapters_of(config))
     return replace(config, actor=actor, train=replace(config.train, critic_warmup=0))
+
+
+def adapters_of(config: Config) -> LoraConfig:
+    """Returns the settings of the critic's adapters as those of an actor's."""
+    return LoraConfig(**asdict(config.critic.lora))
 
 
 def check_critic(config: Config, arch: ArchSpec, critic: ArchSpec | None, grid: ParallelLayout) -> None:
@@ -50,7 +55,7 @@ def _idle(config: Config) -> Iterator[str]:
 
 def _adapter_rules(config: Config, critic: ArchSpec) -> Iterator[str]:
     """Yields a message for each broken rule of `critic.lora`."""
-    lora, path = config.critic.lora, config.critic.path
+    lora, path = adapters_of(config), config.critic.path
     yield from section_rules("critic.lora", lora)
     if not lora.rank:
         return

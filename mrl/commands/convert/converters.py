@@ -189,6 +189,10 @@ def _megatron_to_peft(args: argparse.Namespace) -> int:
     write_peft_folder(
         args.output_dir, adapters.arch, adapters.lora, adapters.tensor, base=args.base, dtype=adapters.dtype
     )
+    modules = adapters.describe()["modules"]
+    Console(stderr=True).print(
+        f"{args.output_dir}: adapters of {modules} modules", highlight=False, markup=False, soft_wrap=True
+    )
     return 0
 
 

@@ -42,7 +42,8 @@ WORLD_SIZE_HELP = (
 )
 
 CONVERTER_NAMES = (
-    "hf-to-megatron", "hf-to-trtllm", "megatron-to-hf", "megatron-to-trtllm", "trtllm-to-hf", "inspect", "verify",
+    "hf-to-megatron", "hf-to-trtllm", "hf-to-hf", "megatron-to-hf", "megatron-to-trtllm", "megatron-to-peft",
+    "trtllm-to-hf", "inspect", "verify",
 )  # fmt: skip
 """Keys of CONVERTERS in `convert/converters.py`, which imports torch."""
 

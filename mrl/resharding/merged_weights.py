@@ -47,8 +47,14 @@ class MergedWeights(Mapping[str, Tensor]):
         return len(self._tensors)
 
     @torch.no_grad()
-    def read(self, name: str, region: Region) -> Tensor:
-        """Returns a region of a merged tensor; a view of the stored tensor if it has no adapters."""
+    def read(self, name: str, region: Region, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns a region of a merged tensor; a view of the stored tensor if it has no adapters.
+
+        Args:
+            name: Name of the tensor.
+            region: Region of it.
+            dtype: Dtype that the sum is rounded to; None: that of the stored tensor.
+        """
         stored = self._tensors[name].detach()[slices(region)]
         matrix = self._matrices.get(name)
         if matrix is None:
@@ -61,7 +67,7 @@ class MergedWeights(Mapping[str, Tensor]):
             if low < high:
                 own_a = lora_a[index * rank : (index + 1) * rank, columns].float()
                 merged[low - first : high - first].addmm_(lora_b[low:high].float(), own_a, alpha=self._scale)
-        return merged.to(stored.dtype)
+        return merged.to(dtype or stored.dtype)
 
 
 class ScaledAdapters(Mapping[str, Tensor]):

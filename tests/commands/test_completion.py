@@ -65,7 +65,7 @@ def test_options_and_their_values(offered):
     assert offered("train", "mine.yaml", "--") == ["--help", "--dry-run", "--world-size", "--stand-ins"]
     assert offered("launch", "--via", "") == ["torchrun", "mpirun", "sbatch"]
     assert offered("launch", "--via", "sbatch", "mine.yaml", "--mode", "s") == ["srun"]
-    assert offered("convert", "hf") == ["hf-to-megatron", "hf-to-trtllm"]
+    assert offered("convert", "hf") == ["hf-to-megatron", "hf-to-trtllm", "hf-to-hf"]
     assert offered("completion", "z") == ["zsh"]
 
 

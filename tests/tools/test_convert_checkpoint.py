@@ -132,7 +132,7 @@ SCRIPTS = {f"convert_{name.replace('-', '_')}" if "-" in name else f"{name}_chec
 
 def test_each_converter_has_a_word_of_the_command_line_and_a_script():
     assert tuple(CONVERTERS) == cli.CONVERTER_NAMES
-    assert len(TOOLS) == 5
+    assert len(TOOLS) == 7
     assert {*TOOLS, "inspect_checkpoint", "verify_checkpoint"} == set(SCRIPTS)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from mrl.checkpoint.formats.base import Source
 from mrl.checkpoint.formats.hf import INDEX, SINGLE, HfSource
 from mrl.checkpoint.formats.megatron import CONFIG, MegatronSource
+from mrl.checkpoint.formats.peft import is_adapter_folder
 from mrl.checkpoint.formats.trtllm import RANK_FILES, TrtllmSource
 from mrl.config.did_you_mean import did_you_mean_path
 from mrl.errors import UserError
@@ -27,7 +28,7 @@ def open_source(folder: str | Path, arch: ArchSpec | None = None) -> Source:
     path = Path(folder)
     if not path.is_dir():
         raise UserError(f"checkpoint folder '{folder}' does not exist.{did_you_mean_path(path)}")
-    if (path / SINGLE).is_file() or (path / INDEX).is_file():
+    if (path / SINGLE).is_file() or (path / INDEX).is_file() or is_adapter_folder(path):  # the last is refused
         return HfSource(path)
     if any(path.glob(RANK_FILES)):
         return TrtllmSource(path)

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from mrl.checkpoint.formats.base import OutFile, Source, Target
+from mrl.checkpoint.formats.peft import CONFIG as ADAPTER_CONFIG
+from mrl.checkpoint.formats.peft import is_adapter_folder
 from mrl.checkpoint.formats.safetensors_file import Header, SafetensorsFile, write_safetensors
 from mrl.errors import UserError, first_line, shown
 from mrl.models.base import ArchSpec, critic_of
@@ -34,8 +36,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _ROWS_AT_ONCE = 4096
 """Vocabulary rows compared at a time, so that no copy of an entire matrix is made."""
-
-_ADAPTER = "adapter_config.json"
 
 MAX_FILE_BYTES = 5 << 30
 
@@ -53,10 +53,16 @@ class HfSource(Source):
             arch: The model; None: the model of config.json, a critic if the folder has a value head.
 
         Raises:
-            UserError: The folder has no config.json, no safetensors or two sets of them, its index is broken, or a file
-                is missing or truncated.
+            UserError: The folder has adapters, no config.json, no safetensors or two sets of them, its index is broken,
+                or a file is missing or truncated.
         """
         self.folder = Path(folder)
+        if is_adapter_folder(folder):
+            raise UserError(
+                f"model folder '{folder}' has {ADAPTER_CONFIG}: it has adapters for another model. To train them on, "
+                "name the folder in actor.lora.adapter_path and the other model in model.path; to use both as one "
+                f"model, merge them: mrl convert hf-to-hf --model_dir MODEL --adapter {folder} --output_dir OUT."
+            )
         self.arch = arch_from_folder(folder) if arch is None else arch
         self._open_files: dict[str, SafetensorsFile] = {}
         self._file_of = self._find()
@@ -176,12 +182,6 @@ class HfSource(Source):
 
     def _find(self) -> dict[str, str]:
         index, single = self.folder / INDEX, self.folder / SINGLE
-        if (self.folder / _ADAPTER).is_file():
-            raise UserError(
-                f"model folder '{self.folder}' has {_ADAPTER}: it has adapters for another model. To train them on, "
-                "name the folder in actor.lora.adapter_path and the other model in model.path; to use both as one "
-                "model, merge them first (peft's merge_and_unload, then save_pretrained)."
-            )
         found = self._read_index(index) if index.is_file() else None
         if single.is_file() and (found is None or set(found.values()) == {SINGLE}):
             return dict.fromkeys(self._open(SINGLE).headers, SINGLE)

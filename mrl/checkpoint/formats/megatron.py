@@ -53,11 +53,13 @@ from mrl.resharding.megatron import OUTPUT, VOCABULARY
 from mrl.resharding.regions import full_region, intersect, slices, translate, volume
 
 CONFIG = "config.json"
+ADAPTERS = "adapters.json"
+"""File of a checkpoint that has low-rank adapters and no other weights."""
 TRACKER = "latest_checkpointed_iteration.txt"
 """File in Megatron-LM's folder with the number of the last iteration, or "release"."""
 
 _ACTOR = "actor"
-_MODEL_KEYS = ("embedding.", "decoder.", "output_layer.")
+MODEL_KEYS = ("embedding.", "decoder.", "output_layer.")
 _COMMON = {
     "checkpoint_version": 3.0,
     "iteration": 0,
@@ -97,10 +99,16 @@ class MegatronSource(Source):
 
         Raises:
             UserError: There is no such checkpoint, it has another backend, its metadata is damaged or refers to code,
-                or there is no config.json.
+                there is no config.json, or it has only adapters (see `AdapterCheckpoint`).
         """
-        self.folder = _model_folder(Path(folder))
-        self.arch = _find_arch(Path(folder), self.folder) if arch is None else arch
+        self.folder = model_folder(Path(folder))
+        if (self.folder / ADAPTERS).is_file():
+            raise UserError(
+                f"checkpoint '{folder}' has only low-rank adapters ({ADAPTERS}), not the weights of their model. Give "
+                "the model too: mrl convert megatron-to-hf --base MODEL merges them, megatron-to-peft writes a PEFT "
+                "folder. With checkpoint.export_hf=true a run exports both, as hf/ and adapter/ of each checkpoint."
+            )
+        self.arch = find_arch(Path(folder), self.folder) if arch is None else arch
         self._contents = read_contents(self.folder)
         self._tensors = self._contents.tensors
         if arch is None and OUTPUT in self._tensors and self._tensors[OUTPUT].shape[0] == 1:
@@ -163,7 +171,7 @@ class MegatronSource(Source):
             raise self._mismatch_error(f"lacks {len(missing)} tensors", missing[0])
         known = known_keys(self.arch) | set(self._stacks)
         given = [*self._tensors, *self._contents.pickled]
-        unknown = [key for key in given if key.startswith(_MODEL_KEYS) and key not in known and EXTRA_STATE not in key]
+        unknown = [key for key in given if key.startswith(MODEL_KEYS) and key not in known and EXTRA_STATE not in key]
         if unknown:
             raise self._mismatch_error(f"has {len(unknown)} unknown tensors", unknown[0])
         for key, stack in self._stacks.items():
@@ -306,8 +314,12 @@ def _layout(shards: Iterable[Shard]) -> Layout:
     return {shard.name: shard.stored for shard in shards}
 
 
-def _model_folder(folder: Path) -> Path:
-    """Returns the folder with the checkpoint's metadata, inside the given one."""
+def model_folder(folder: Path) -> Path:
+    """Returns the folder with the checkpoint's metadata, inside the given one.
+
+    Raises:
+        UserError: There is none.
+    """
     if not folder.is_dir():
         raise UserError(f"checkpoint folder '{folder}' does not exist.{did_you_mean_path(folder)}")
     for found in (folder, folder / _ACTOR):
@@ -331,7 +343,16 @@ def _model_folder(folder: Path) -> Path:
     )
 
 
-def _find_arch(given: Path, found: Path) -> ArchSpec:
+def find_arch(given: Path, found: Path) -> ArchSpec:
+    """Returns the model of a checkpoint's config.json.
+
+    Args:
+        given: Folder that the user gave.
+        found: Folder with the metadata.
+
+    Raises:
+        UserError: No config.json, or it describes no supported model.
+    """
     for folder in dict.fromkeys((found, given, given / "hf")):
         if (folder / CONFIG).is_file():
             return arch_from_folder(folder)

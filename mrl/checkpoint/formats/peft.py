@@ -6,20 +6,24 @@ Source, peft 0.21: `LoraConfig` (keys), `get_peft_model_state_dict` (names of th
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mrl.checkpoint.formats.safetensors_file import SafetensorsFile
+from mrl.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors
+from mrl.checkpoint.io.partial_folder import disk_errors
 from mrl.config.config import LoraConfig
 from mrl.errors import UserError, first_line, shown
 from mrl.models.base import ArchSpec
-from mrl.resharding.dtypes import check_tensors
+from mrl.resharding.dtypes import DTYPES, check_tensors
 from mrl.resharding.layout import Layout
-from mrl.resharding.lora import adapted_modules, peft_layout
+from mrl.resharding.lora import adapted_modules, peft_layout, peft_name, scale_of
 from mrl.resharding.regions import slices
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -37,6 +41,21 @@ _PLAIN: dict[str, Any] = {
     "alora_invocation_tokens": None,
 }
 """Keys that change what the adapters compute -> the only value that mrl supports."""
+
+_ABSENT = (
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "monteclora_config",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+)
+"""Further such keys, which not every version of peft knows; supported if absent, null or false."""
+
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def is_adapter_folder(path: str | Path) -> bool:
@@ -84,28 +103,13 @@ def read_adapters(
         UserError: The folder is no PEFT folder, or its adapters have another rank, scale, kind or other modules.
     """
     _check_config(Path(folder), lora)
-    path = Path(folder) / WEIGHTS
-    if not path.is_file():
-        raise UserError(f"'{folder}' has no {WEIGHTS}. PEFT's save_pretrained writes it; other formats are not read.")
-    file, expected = SafetensorsFile(path), peft_layout(arch, lora, "float32")
-    missing = [name for name in expected if name not in file.headers]
-    unknown = [name for name in file.headers if name not in expected]
-    if missing or unknown:
-        problem = (
-            f"has {len(unknown)} tensors that this run has no adapters for, first {shown(unknown[0])}"
-            if unknown
-            else (f"lacks {len(missing)} tensors, first {shown(missing[0])}")
-        )
-        raise UserError(
-            f"'{path}' {problem}. Set actor.lora.target_modules and exclude_modules to the modules of the folder's "
-            f"{CONFIG}, and model.path to its model."
-        )
-    for name, stored in expected.items():
-        if file.headers[name].shape != stored.shape:
-            raise UserError(
-                f"'{path}': '{name}' has shape {list(file.headers[name].shape)}, expected {list(stored.shape)}. The "
-                "adapters belong to a model of other sizes, or have another rank than actor.lora.rank."
-            )
+    file = _open_weights(Path(folder))
+    _check_weights(
+        file,
+        peft_layout(arch, lora, "float32"),
+        f"Set actor.lora.target_modules and exclude_modules to the modules of the folder's {CONFIG}, and model.path to "
+        "its model.",
+    )
     check_tensors(layout, tensors, dtypes=False)
     with torch.no_grad():
         for name, stored in layout.items():
@@ -133,12 +137,162 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
     return found
 
 
-def _check_config(folder: Path, lora: LoraConfig) -> None:
-    """Raises UserError where the folder's adapters compute something else than the config's."""
-    found = read_adapter_config(folder)
+class PeftFolder:
+    """The adapters of a PEFT folder, open for reading; rank, scale and modules are those of the folder.
+
+    Attributes:
+        lora: The folder's settings as a config section.
+        files: Paths of the files that are read.
+    """
+
+    def __init__(self, folder: str | Path, arch: ArchSpec) -> None:
+        """Checks the config and the headers.
+
+        Args:
+            folder: PEFT folder.
+            arch: The model that the adapters belong to.
+
+        Raises:
+            UserError: The folder is no PEFT folder, has adapters of a kind that mrl does not support, or adapters of
+                another model.
+        """
+        self.folder, self._arch = Path(folder), arch
+        self.files: tuple[Path, ...] = (self.folder / CONFIG, self.folder / WEIGHTS)
+        config = read_adapter_config(folder)
+        _check_kind(self.folder, config)
+        self._file = _open_weights(self.folder)
+        self._base = config.get("base_model_name_or_path")
+        remedy = f"Its {CONFIG} names the model {shown(self._base)}: give the folder of that model as the base."
+        self.lora = _settings(self.folder, config, arch, tuple(self._file.headers), remedy)
+        _check_weights(self._file, peft_layout(arch, self.lora, "float32"), remedy)
+
+    def __reduce__(self) -> tuple[type[PeftFolder], tuple[Path, ArchSpec]]:
+        return PeftFolder, (self.folder, self._arch)  # maps cannot be sent to another process
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns an adapter by its name in the file, as a view of the mapped file."""
+        return self._file.tensor(name)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the settings for a manifest, and the model that adapter_config.json names."""
+        return {
+            "folder": str(self.folder),
+            "base_model_name_or_path": self._base,
+            "rank": self.lora.rank,
+            "scale": scale_of(self.lora),
+            "modules": len(adapted_modules(self._arch, self.lora)),
+        }
+
+
+def write_peft_folder(
+    folder: str | Path,
+    arch: ArchSpec,
+    lora: LoraConfig,
+    read: Callable[[str], Tensor],
+    *,
+    base: str | None,
+    dtype: str,
+) -> None:
+    """Writes adapters as a PEFT folder, which has another name until it is complete.
+
+    Args:
+        folder: Path of the new folder; must not exist.
+        arch: The model.
+        lora: Settings of the adapters.
+        read: Returns an adapter by its name in PEFT's files.
+        base: Name or path of the model; None: unknown.
+        dtype: Dtype of the file.
+
+    Raises:
+        UserError: The folder exists, or cannot be written.
+    """
+    target = Path(folder)
+    partial = target.with_name(target.name + ".partial")
+    if target.exists():
+        raise UserError(f"'{target}' exists already. Choose a new folder, or remove this one.")
+    layout = peft_layout(arch, lora, dtype)
+    with disk_errors(partial):
+        shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted command
+        partial.mkdir(parents=True)
+        write_safetensors(
+            partial / WEIGHTS,
+            {name: (stored.shape, dtype) for name, stored in layout.items()},
+            ((name, read(name).to(DTYPES[dtype])) for name in layout),
+            {"format": "pt"},
+        )
+        (partial / CONFIG).write_text(json.dumps(adapter_config(arch, lora, base), indent=2) + "\n")
+        os.replace(partial, target)
+
+
+def _open_weights(folder: Path) -> SafetensorsFile:
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise UserError(f"'{folder}' has no {WEIGHTS}. PEFT's save_pretrained writes it; other formats are not read.")
+    return SafetensorsFile(path)
+
+
+def _check_weights(file: SafetensorsFile, expected: Layout, remedy: str) -> None:
+    """Raises UserError, which ends with `remedy` if names differ, if a file has other adapters than expected."""
+    missing = [name for name in expected if name not in file.headers]
+    unknown = [name for name in file.headers if name not in expected]
+    if missing or unknown:
+        problem = (
+            f"has {len(unknown)} unexpected tensors, first {shown(unknown[0])}"
+            if unknown
+            else f"lacks {len(missing)} tensors, first {shown(missing[0])}"
+        )
+        raise UserError(f"'{file.path}' {problem}. {remedy}")
+    for name, stored in expected.items():
+        header = file.headers[name]
+        if header.shape != stored.shape:
+            raise UserError(
+                f"'{file.path}': '{name}' has shape {list(header.shape)}, expected {list(stored.shape)}. The adapters "
+                f"belong to a model of other sizes, or have another rank than r of {CONFIG}."
+            )
+        if header.dtype not in _DTYPES:
+            raise UserError(
+                f"'{file.path}': '{name}' is stored as {header.dtype}, expected one of {', '.join(_DTYPES)}."
+            )
+
+
+def _settings(folder: Path, config: dict[str, Any], arch: ArchSpec, names: tuple[str, ...], remedy: str) -> LoraConfig:
+    """Returns the config section of a PEFT folder; its modules are those that the file has tensors of."""
+    rank, alpha, rslora = config.get("r"), config.get("lora_alpha"), config.get("use_rslora", False)
+    if type(rank) is not int or rank < 1:
+        raise UserError(f"'{folder / CONFIG}' has r={shown(rank)}, expected a whole number above 0.")
+    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not math.isfinite(alpha):
+        raise UserError(f"'{folder / CONFIG}' has lora_alpha={shown(alpha)}, expected a number.")
+    if type(rslora) is not bool:
+        raise UserError(f"'{folder / CONFIG}' has use_rslora={shown(rslora)}, expected true or false.")
+    given = set(names)
+    known = adapted_modules(arch, LoraConfig(rank=rank))
+    modules = [each for each in known if given & {peft_name(each, "lora_A"), peft_name(each, "lora_B")}]
+    if not modules:
+        first = f"first tensor {shown(names[0])}" if names else "no tensors"
+        example = peft_name(next(iter(known)), "lora_A")
+        raise UserError(
+            f"'{folder / WEIGHTS}' has no adapters of a {arch.family} model's projections ({first}, expected names "
+            f"such as '{example}'). {remedy}"
+        )
+    return LoraConfig(rank=rank, alpha=alpha, use_rslora=rslora, target_modules=_shortest_names(arch, modules))
+
+
+def _check_kind(folder: Path, found: dict[str, Any]) -> None:
+    """Raises UserError where the folder's adapters are of a kind that mrl does not support."""
     for key, value in _PLAIN.items():
         if found.get(key, value) not in (value, None, [], {}):
             raise UserError(f"'{folder / CONFIG}': {key}={shown(found[key])} is not supported, only {value}.")
+    for key in _ABSENT:
+        if found.get(key):
+            raise UserError(
+                f"'{folder / CONFIG}': {key}={shown(found[key])} is not supported. Use adapters without it."
+            )
+
+
+def _check_config(folder: Path, lora: LoraConfig) -> None:
+    """Raises UserError where the folder's adapters compute something else than the config's."""
+    found = read_adapter_config(folder)
+    _check_kind(folder, found)
     own = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora}
     keys = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "use_rslora"}
     for key, value in own.items():

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
 
+import xxhash
+
 from mrl.checkpoint.io.atomic_files import replace_file, sync_folder
 from mrl.errors import UserError
 
@@ -31,6 +33,8 @@ MANIFEST = "manifest.json"
 _STATE = ".state"
 _FINISHED_STATE = ".state.spent"
 _ATTEMPTS = 10
+_MAX_NAME_LENGTH = 200
+"""Longest name of a record, characters; a file system allows 255, and a temporary file's name is longer."""
 _ARGUMENTS = "arguments.json"
 
 
@@ -233,7 +237,10 @@ class PartialFolder:
             )
 
     def _file(self, kind: str, part: str) -> Path:
-        return self._state / kind / f"{quote(part, safe='')}.json"
+        name = quote(part, safe="")
+        if len(name) > _MAX_NAME_LENGTH:  # a path in another folder
+            name = name[: _MAX_NAME_LENGTH // 2] + xxhash.xxh3_128_hexdigest(part.encode())
+        return self._state / kind / f"{name}.json"
 
 
 @contextmanager

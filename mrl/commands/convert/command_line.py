@@ -62,14 +62,19 @@ def add_conversion_flags(parser: FlagParser, what: str) -> None:
         parser: Parser that receives the flags.
         what: Help text of --model_dir.
     """
-    parser.add_argument("--model_dir", required=True, help=f"{what}")
-    parser.add_argument("--output_dir", required=True, help="folder to create; named OUTPUT_DIR.partial until complete")
+    add_folder_flags(parser, what)
     parser.add_argument("--dtype", choices=_DTYPES, default=AUTO, help="dtype of the weights; auto: that of the source")
     parser.add_argument("--num_workers", type=positive, default=1, metavar="N", help="number of processes (1)")
     parser.add_argument("--allow_nan", action="store_true", help="accept infinite and NaN values, and count them")
     parser.add_argument(
         "--dry_run", action="store_true", help="print tensors, bytes, files and peak memory; write nothing"
     )
+
+
+def add_folder_flags(parser: FlagParser, what: str) -> None:
+    """Adds the flags for the folders that are read and written; `what` is the help text of --model_dir."""
+    parser.add_argument("--model_dir", required=True, help=what)
+    parser.add_argument("--output_dir", required=True, help="folder to create; named OUTPUT_DIR.partial until complete")
 
 
 def run_conversion(
@@ -207,6 +212,18 @@ def trtllm_target(args: argparse.Namespace, source: Source) -> TrtllmTarget:
 def add_like_flag(parser: FlagParser) -> None:
     """Adds the flag that supplies config.json for a Megatron checkpoint."""
     parser.add_argument("--like", metavar="FOLDER", help="config.json folder, for Megatron checkpoints without one")
+
+
+def add_adapter_flag(parser: FlagParser, model: str = "MODEL_DIR") -> None:
+    """Adds the flag that names adapters of the Hugging Face source, which the help text calls `model`."""
+    parser.add_argument("--adapter", metavar="FOLDER", help=f"PEFT folder: merge its low-rank adapters into {model}")
+
+
+def add_base_flag(
+    parser: FlagParser, use: str = "for a checkpoint of mrl that has only adapters (actor.lora): merge them into it"
+) -> None:
+    """Adds the flag that names the model of a checkpoint's adapters."""
+    parser.add_argument("--base", metavar="MODEL", help=f"Hugging Face folder of the run's model.path: {use}")
 
 
 def like_arch(args: argparse.Namespace) -> ArchSpec | None:

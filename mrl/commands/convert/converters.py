@@ -1,4 +1,4 @@
-"""The parts of `mrl convert`: five conversions, `inspect` and `verify`, each with its flags and a script in `tools/`.
+"""The parts of `mrl convert`: the conversions, `inspect` and `verify`, each with its flags and a script in `tools/`.
 
 `command_line.py` has the flags that they share, `convert.py` does the conversion.
 """
@@ -16,15 +16,21 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from mrl.checkpoint.formats.adapter_checkpoint import AdapterCheckpoint
 from mrl.checkpoint.formats.base import Source, Target
 from mrl.checkpoint.formats.detect import open_source
 from mrl.checkpoint.formats.hf import HfSource
 from mrl.checkpoint.formats.megatron import MegatronSource
+from mrl.checkpoint.formats.merged_source import MergedSource
+from mrl.checkpoint.formats.peft import PeftFolder, write_peft_folder
 from mrl.checkpoint.formats.trtllm import TrtllmSource
 from mrl.checkpoint.io.hashed_writer import xxh3_file
 from mrl.commands.convert.command_line import (
     FlagParser,
+    add_adapter_flag,
+    add_base_flag,
     add_conversion_flags,
+    add_folder_flags,
     add_hf_flags,
     add_like_flag,
     add_megatron_flags,
@@ -38,7 +44,8 @@ from mrl.commands.convert.command_line import (
 )
 from mrl.commands.convert.verify import verify
 from mrl.distributed.watchdog.stdio import tolerate_closed_pipes
-from mrl.errors import UserError
+from mrl.errors import UserError, shown
+from mrl.models.base import ArchSpec
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.regions import full_region, volume
 
@@ -129,15 +136,70 @@ def _conversion(
 
 
 def _open_hf(args: argparse.Namespace) -> Source:
-    return HfSource(args.model_dir)
+    if args.adapter is None:
+        return HfSource(args.model_dir)
+    merged = _with_adapters(args.model_dir, args.adapter)
+    named = merged.describe()["adapter"]["base_model_name_or_path"]
+    model = f"the model {shown(named)}" if named else "no model"
+    Console(stderr=True).print(
+        f"Merging '{args.adapter}' into '{args.model_dir}'. adapter_config.json names {model}; whether they are the "
+        "same is not checked.",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    return merged
+
+
+def _with_adapters(model: str, adapter: str) -> Source:
+    """Opens a Hugging Face folder with a PEFT folder merged into it."""
+    base = HfSource(model)
+    return MergedSource(base, PeftFolder(adapter, base.arch))
 
 
 def _open_megatron(args: argparse.Namespace) -> Source:
-    return MegatronSource(args.model_dir, like_arch(args))
+    if args.base is None:
+        return MegatronSource(args.model_dir, like_arch(args))
+    return _with_base(args.model_dir, args.base)
+
+
+def _with_base(checkpoint: str, model: str) -> Source:
+    """Opens a checkpoint of adapters, merged into the Hugging Face folder of their model, which is compared first."""
+    adapters, base = AdapterCheckpoint(checkpoint), HfSource(model)
+    base.check()
+    adapters.check_base(base)
+    return MergedSource(base, adapters)
 
 
 def _open_trtllm(args: argparse.Namespace) -> Source:
     return TrtllmSource(args.model_dir)
+
+
+def _peft_flags(parser: FlagParser) -> None:
+    add_folder_flags(parser, "checkpoint of an mrl run whose actor has adapters (actor.lora)")
+    add_base_flag(parser, "compared with the one that the adapters were trained on, and named in adapter_config.json")
+
+
+def _megatron_to_peft(args: argparse.Namespace) -> int:
+    adapters = AdapterCheckpoint(args.model_dir)
+    if args.base is not None:
+        with closing(HfSource(args.base)) as base:
+            base.check()
+            adapters.check_base(base)
+    write_peft_folder(
+        args.output_dir, adapters.arch, adapters.lora, adapters.tensor, base=args.base, dtype=adapters.dtype
+    )
+    modules = adapters.describe()["modules"]
+    Console(stderr=True).print(
+        f"{args.output_dir}: adapters of {modules} modules", highlight=False, markup=False, soft_wrap=True
+    )
+    return 0
+
+
+def _hf_to_hf_target(args: argparse.Namespace, source: Source) -> Target:
+    """Returns the target of the flags, by default with the tokenizer of the source."""
+    args.like = args.like or args.model_dir
+    return hf_target(args, source)
 
 
 def _inspect_flags(parser: FlagParser) -> None:
@@ -183,12 +245,23 @@ def _verify_flags(parser: FlagParser) -> None:
     parser.add_argument("b", metavar="B", help="checkpoint to compare with")
     parser.add_argument("--atol", type=float, help="absolute tolerance: |a - b| <= atol + rtol * |b|; default: bitwise")
     parser.add_argument("--rtol", type=float, help="relative tolerance, see --atol")
+    add_adapter_flag(parser, "A")
+    add_base_flag(parser, "if A is a checkpoint of adapters: merge them into this model")
     add_like_flag(parser)
+
+
+def _open_first(args: argparse.Namespace, arch: ArchSpec | None) -> Source:
+    """Opens the first checkpoint of a comparison."""
+    if args.adapter is not None and args.base is not None:
+        raise UserError("--adapter and --base exclude each other: A is either a model or a checkpoint of adapters.")
+    if args.adapter is not None:
+        return _with_adapters(args.a, args.adapter)
+    return open_source(args.a, arch) if args.base is None else _with_base(args.a, args.base)
 
 
 def _verify(args: argparse.Namespace) -> int:
     arch = like_arch(args)
-    with closing(open_source(args.a, arch)) as a, closing(open_source(args.b, arch)) as b:
+    with closing(_open_first(args, arch)) as a, closing(open_source(args.b, arch)) as b:
         total = sum(volume(full_region(stored.shape)) for stored in hf_layout(a.arch, "float32").values())
         with progress_bar(Console(stderr=True), "comparing elements", total) as advance:
             found = verify(a, b, atol=args.atol, rtol=args.rtol, progress=advance)
@@ -209,23 +282,33 @@ CONVERTERS = {
         "Converts a Hugging Face folder to a Megatron distributed checkpoint at any layout; no GPU or process group.",
         "--model_dir Qwen3-30B-A3B --output_dir qwen3-megatron \\\n"
         "    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --expert-model-parallel-size 8",
-        (_HF, _open_hf), megatron_target, add_megatron_flags,
+        (_HF, _open_hf), megatron_target, add_megatron_flags, add_adapter_flag,
     ),
     "hf-to-trtllm": _conversion(
         "Converts a Hugging Face folder to a TensorRT-LLM checkpoint: config.json and one file per rank.",
         "--model_dir Qwen3-30B-A3B --output_dir qwen3-trtllm --tp_size 4 --pp_size 2",
-        (_HF, _open_hf), trtllm_target, add_trtllm_flags,
+        (_HF, _open_hf), trtllm_target, add_trtllm_flags, add_adapter_flag,
+    ),
+    "hf-to-hf": _conversion(
+        "Rewrites a Hugging Face folder: merges adapters (--adapter), or changes dtype or the size of the files.",
+        "--model_dir Qwen3-8B --adapter runs/math/adapter --output_dir qwen3-math",
+        (_HF, _open_hf), _hf_to_hf_target, add_hf_flags, add_adapter_flag,
     ),
     "megatron-to-hf": _conversion(
         "Converts a Megatron distributed checkpoint of any layout to a Hugging Face folder; no GPU or process group.",
         "--model_dir runs/math/checkpoints/step-00000400 --output_dir math-hf \\\n    --like Qwen3-30B-A3B",
-        (_MEGATRON, _open_megatron), hf_target, add_hf_flags,
+        (_MEGATRON, _open_megatron), hf_target, add_hf_flags, add_base_flag,
     ),
     "megatron-to-trtllm": _conversion(
         "Converts a Megatron distributed checkpoint of any layout to a TensorRT-LLM checkpoint.",
         "--model_dir qwen3-megatron --output_dir qwen3-trtllm \\\n"
         "    --dtype bfloat16 --tp_size 8 --moe_tp_size 2 --moe_ep_size 4",
-        (_MEGATRON, _open_megatron), trtllm_target, add_trtllm_flags, add_like_flag,
+        (_MEGATRON, _open_megatron), trtllm_target, add_trtllm_flags, add_like_flag, add_base_flag,
+    ),
+    "megatron-to-peft": Converter(
+        "Writes the adapters of an mrl checkpoint as a PEFT folder.",
+        "--model_dir runs/math/checkpoints/step-00000400 --output_dir math-adapter --base Qwen3-8B",
+        _peft_flags, _megatron_to_peft,
     ),
     "trtllm-to-hf": _conversion(
         "Converts a TensorRT-LLM checkpoint to a Hugging Face folder.",

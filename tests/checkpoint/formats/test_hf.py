@@ -208,7 +208,7 @@ DAMAGED = {
         ),
         "has two sets of weights",
     ),
-    "an adapter": (lambda folder: added(folder, "adapter_config.json"), "it is an adapter for another model"),
+    "an adapter": (lambda folder: added(folder, "adapter_config.json"), "it has adapters for another model"),
     "two names of one tensor": (
         saved(norm__weight=torch.ones(32)),
         "are both the tensor 'model.norm.weight'",

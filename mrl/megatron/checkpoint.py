@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mrl.checkpoint.formats.checkpoint_metadata import COMMON_STATE, METADATA, read_metadata
+from mrl.checkpoint.formats.megatron import ADAPTERS
 from mrl.checkpoint.formats.torch_dist import COMMON
 from mrl.checkpoint.run_dir.checkpoint import sha256_file
 from mrl.checkpoint.run_dir.manifest import FileRecord, read_json_object
@@ -52,9 +53,6 @@ from mrl.megatron.trainable_model import TrainableModel
 from mrl.models.hf_config import family_of
 from mrl.resharding.dist_checkpoint import EXTRA_STATE
 from mrl.resharding.megatron import OUTPUT
-
-ADAPTERS = "adapters.json"
-"""File about low-rank adapters: their settings, and a checksum of the weights that they belong to."""
 
 UNLOADABLE = (
     CheckpointingException,

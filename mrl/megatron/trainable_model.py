@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from hashlib import blake2b
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +34,7 @@ from mrl.megatron.param_broadcast import first_here
 from mrl.megatron.routing_record import RoutingRecorder
 from mrl.models.base import ArchSpec
 from mrl.models.transformer_engine import supports_prefix_sharing, why_local
-from mrl.resharding.checksum import bits
+from mrl.resharding.checksum import bits, model_checksum
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout
 from mrl.resharding.megatron import OUTPUT, megatron_layout, rank_tensors, stage_layers
@@ -276,7 +275,7 @@ class TrainableModel:
                     for piece in place.stored.pieces:
                         sums[numbers[piece.hf_name]] += bits(tensors[name][slices(piece.dst)]).cpu()
             dist.all_reduce(sums)
-            self._base_checksum = blake2b(sums.numpy().tobytes(), digest_size=8).hexdigest()
+            self._base_checksum = model_checksum(sums)
         return self._base_checksum
 
     def layout(self) -> Layout:

@@ -6,6 +6,8 @@ in the same pass over memory as a copy.
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,15 @@ def bit_sum(tensor: Tensor) -> int:
 def bits(tensor: Tensor) -> Tensor:
     """Returns `bit_sum` as an int64 scalar on the tensor's device, without synchronizing with it."""
     return _upper(_sum(_as_integers(tensor)))
+
+
+def model_checksum(sums: Tensor) -> str:
+    """Returns a hash of a model's weights, 16 hex digits.
+
+    Args:
+        sums: `bits` of each Hugging Face tensor, in the order of `hf_layout`, int64 on the CPU.
+    """
+    return blake2b(sums.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def _as_integers(tensor: Tensor) -> Tensor:

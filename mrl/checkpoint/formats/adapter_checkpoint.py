@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -23,7 +22,7 @@ from mrl.checkpoint.formats.torch_dist import BACKEND_FILE, ChunkFiles, read_con
 from mrl.config.config import LoraConfig
 from mrl.errors import UserError, first_line, shown
 from mrl.parallel_layout import ParallelLayout
-from mrl.resharding.checksum import bits
+from mrl.resharding.checksum import bits, model_checksum
 from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Piece
@@ -198,4 +197,4 @@ def _checksum(base: Source, dtype: str) -> str:
     for number, (name, stored) in enumerate(layout.items()):
         for region in split(full_region(stored.shape), _PART_ELEMENTS):
             sums[number] += bits(base.read(name, region).to(DTYPES[dtype]))
-    return blake2b(sums.numpy().tobytes(), digest_size=8).hexdigest()
+    return model_checksum(sums)

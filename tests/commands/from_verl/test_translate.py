@@ -378,7 +378,7 @@ def test_names_of_trl_are_its_and_lead_to_keys():
         *((key, "LoRA") for key in (
             "model.lora_rank", "model.lora", "actor.lora_alpha", "actor.target_modules", "use_peft", "peft_config.r",
             "policy.dtensor_cfg.lora_cfg.enabled", "policy.megatron_cfg.peft.dim", "model.lora_rnk", "lora_r",
-            "model.load_in_4bit", "critic.lora.rank", "modules_to_save")),
+            "model.load_in_4bit", "modules_to_save")),
         *((key, "images") for key in (
             "data.image_key", "data.images", "data.video_key", "model.vision_tower", "data.audio_column",
             "rollout.limit_mm_per_prompt", "rollout.limit_images", "actor_rollout_ref.actor.freeze_vision_tower")),

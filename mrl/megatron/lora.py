@@ -229,42 +229,43 @@ class Adapters:
         h = torch.nn.functional.linear(x.to(lora_a.dtype), lora_a)
         if not _leaves_partial_sums(module, matrix):
             h = _exchange(h, module, matrix)
-        runs, rank = matrix.segments(), self.lora.rank
-        if len(matrix.modules) == 1 and runs == [(0, 0, y.size(-1))]:
-            out = torch.addmm(
-                y.reshape(-1, y.size(-1)),
-                h.reshape(-1, rank).to(y.dtype),
-                lora_b.T.to(y.dtype),
-                alpha=self.scale,
-            )
-            return out.view_as(y)
-        return y + _by_projection(h, lora_b, runs, y.size(-1)).to(y.dtype) * self.scale
+        added: Tensor = _AddProducts.apply(y, h, lora_b, matrix.segments(), self.scale)  # type: ignore[no-untyped-call]
+        return added
 
 
-def _by_projection(h: Tensor, lora_b: Tensor, runs: list[tuple[int, int, int]], outputs: int) -> Tensor:
-    """Returns the products [..., O] of a fused matrix, zero in rows without adapters.
+class _AddProducts(torch.autograd.Function):
+    """y [..., O] plus scale * h lora_B^T, where each run of rows of lora_B [O, r] takes its projection's part of h.
 
-    Args:
-        h: Products with lora_A [..., M * r].
-        lora_b: [O, r].
-        runs: (projection, first row, row after the last), see `TrainedMatrix.segments`.
-        outputs: O.
+    h is [..., M * r]; runs are (projection, first row, row after the last), see `AdaptedMatrix.segments`.
     """
-    rank = lora_b.size(1)
-    products: dict[int, list[Tensor]] = {}
-    for index in sorted({index for index, _, _ in runs}):
-        own = [(start, stop) for i, start, stop in runs if i == index]
-        rows = torch.cat([lora_b[start:stop] for start, stop in own]) if len(own) > 1 else lora_b[slice(*own[0])]
-        product = torch.nn.functional.linear(h[..., index * rank : (index + 1) * rank], rows)
-        products[index] = list(torch.split(product, [stop - start for start, stop in own], -1))
-    parts, end = [], 0
-    for index, start, stop in [*runs, (-1, outputs, outputs)]:
-        if start > end:
-            parts.append(h.new_zeros(*h.shape[:-1], start - end))
-        if index >= 0:
-            parts.append(products[index].pop(0))
-        end = stop
-    return torch.cat(parts, -1)
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, h: Tensor, lora_b: Tensor, runs: list[tuple[int, int, int]], scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(h, lora_b)
+        ctx.runs, ctx.scale = runs, scale
+        y_nO, h_n, wide_b = y.reshape(-1, y.size(-1)), h.reshape(-1, h.size(-1)).to(y.dtype), lora_b.to(y.dtype)
+        rank, end, out = lora_b.size(1), 0, torch.empty_like(y_nO)
+        for index, start, stop in [*runs, (-1, y_nO.size(1), y_nO.size(1))]:
+            out[:, end:start] = y_nO[:, end:start]  # rows without adapters
+            if index >= 0:
+                part = h_n[:, index * rank : (index + 1) * rank]
+                torch.addmm(y_nO[:, start:stop], part, wide_b[start:stop].T, alpha=scale, out=out[:, start:stop])
+            end = stop
+        return out.view(y.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        h, lora_b = ctx.saved_tensors
+        grad_nO, h_n = grads[0].reshape(-1, grads[0].size(-1)).to(h.dtype), h.reshape(-1, h.size(-1))
+        rank = lora_b.size(1)
+        grad_h, grad_b = torch.zeros_like(h_n), torch.zeros_like(lora_b)
+        for index, start, stop in ctx.runs:
+            part, own = slice(index * rank, (index + 1) * rank), grad_nO[:, start:stop]
+            grad_h[:, part].addmm_(own, lora_b[start:stop], alpha=ctx.scale)
+            grad_b[start:stop].addmm_(own.T, h_n[:, part], alpha=ctx.scale)
+        return grads[0], grad_h.view(h.shape), grad_b, None, None
 
 
 def _exchange(h: Tensor, module: nn.Module, matrix: TrainedMatrix) -> Tensor:

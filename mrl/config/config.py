@@ -230,7 +230,7 @@ class LoraConfig(AdapterConfig):
 
     merge: bool = True
     """Weight sync: true: send all weights, with the adapters merged into them; false: the engine keeps the model's
-    weights, also while the actor trains, and each sync sends only the adapters (rollout.name native, vllm)."""
+    weights (native: on the device; vllm: on the host while the actor trains), and each sync sends only the adapters."""
 
 
 @dataclass(frozen=True)

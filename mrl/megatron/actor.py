@@ -91,7 +91,7 @@ class Actor(TrainableModel):
         return self._reference
 
     def copy_to_reference(self) -> None:
-        """Collective over data-parallel after an update: copies the actor's current weights into the reference."""
+        """Collective over the training ranks: copies the actor's current weights into the reference."""
         live = self.trained_tensors()
         with torch.no_grad():
             for name, tensor in self.reference_tensors().items():

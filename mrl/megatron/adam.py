@@ -19,6 +19,11 @@ MASTER = "master_param"
 """State key of a master weight in TransformerEngine's and the hybrid optimizer."""
 
 
+def trained_parts(optimizer: Any) -> list[Any]:
+    """Returns the optimizers of Megatron's chain that have parameters; with adapters of experts alone, one has none."""
+    return [part for part in optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
+
+
 def adam_of(part: Any) -> Adam:
     """Returns the Adam accessor for one of Megatron's chained optimizers."""
     if isinstance(part.optimizer, HybridDeviceOptimizer):

@@ -268,7 +268,7 @@ def save(folder: Path, policy: TrainableModel) -> None:
 
 def _training_storages(policy: TrainableModel) -> set[int]:
     """Returns the addresses of the storages of the model's weights and its optimizer's state."""
-    tensors = [*policy.named_tensors().values()]
+    tensors = [*policy.named_tensors().values(), *policy.trained_tensors().values()]
     if policy.optimizer is not None:
         tensors += optimizer_tensors(policy.optimizer)
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -402,20 +402,23 @@ def _check_adapters(folder: Path, policy: TrainableModel) -> None:
     """
     saved = read_json_object(folder, ADAPTERS) if (folder / ADAPTERS).is_file() else None
     if (saved is None) != (policy.adapters is None):
-        has, wants = ("only adapters", "actor.lora.rank=0") if saved else ("no adapters", "actor.lora.rank above 0")
+        key = f"{policy.section}.lora"
+        has, wants = ("only adapters", f"{key}.rank=0") if saved else ("no adapters", f"{key}.rank above 0")
         raise UserError(
-            f"checkpoint '{folder}' has {has}, but the config has {wants}. Set actor.lora as it was, or start a new "
+            f"checkpoint '{folder}' has {has}, but the config has {wants}. Set {key} as it was, or start a new "
             "run.output_dir; its Hugging Face export can be the new model.path."
         )
     if saved is None:
         return
     own = _describe_adapters(policy)
-    changed = [key for key in own if saved.get(key) != own[key]]
+    changed = [key for key in ("rank", "scale", "modules", "base_checksum") if saved.get(key) != own[key]]
+    if "modules" in changed:  # a hash, which says nothing
+        changed = [*(key for key in changed if key != "modules"), "target_modules", "exclude_modules"]
     if changed:
         what = ", ".join(f"{key} was {shown(saved.get(key))} and is {shown(own[key])}" for key in changed)
         raise UserError(
-            f"checkpoint '{folder}' has adapters for another model or with other settings: {what}. Set actor.lora and "
-            "model as they were, or start a new run.output_dir."
+            f"checkpoint '{folder}' has adapters for another model or with other settings: {what}. Set "
+            f"{policy.section}.lora and the model as they were, or start a new run.output_dir."
         )
 
 

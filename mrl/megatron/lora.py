@@ -50,6 +50,7 @@ from mrl.resharding.lora import (
     adapted_matrices,
     adapter_layout,
     adapter_name,
+    modules_hash,
     scale_of,
 )
 from mrl.resharding.megatron import OUTPUT
@@ -89,7 +90,7 @@ class Adapters:
             dtype: Dtype of the adapters, "float32" or "bfloat16".
             te: True if the layers are TransformerEngine's.
         """
-        self.lora, self.scale, self.enabled = lora, scale_of(lora), True
+        self._arch, self.lora, self.scale, self.enabled = arch, lora, scale_of(lora), True
         self.matrices = adapted_matrices(arch, groups.grid, groups.rank, lora, dtype=dtype, te=te)
         self._chunks = chunks
         for chunk in chunks:
@@ -126,6 +127,7 @@ class Adapters:
         return {
             "rank": lora.rank,
             "scale": self.scale,
+            "modules": modules_hash(self._arch, lora),
             "target_modules": sorted(lora.target_modules),
             "exclude_modules": sorted(lora.exclude_modules),
         }

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mrl.config.config import ActorConfig
 from mrl.config.megatron_fields.table import default_value
-from mrl.megatron.adam import adam_of, counts_by_parameter
+from mrl.megatron.adam import adam_of, counts_by_parameter, trained_parts
 from mrl.megatron.config_passthrough import explain_errors, megatron_values
 
 
@@ -55,7 +55,7 @@ def build_optimizer(
         options = {} if actor.lora.loraplus_lr_ratio == 1 else {"config_overrides": _faster_lora_b(config, actor)}
         optimizer = get_megatron_optimizer(config, chunks, **options)
     on_cpu = next(chunks[0].parameters()).device.type == "cpu"
-    for part in optimizer.chained_optimizers:
+    for part in trained_parts(optimizer):
         if on_cpu or counts_by_parameter(part.optimizer):
             for group in part.param_groups:
                 group["fused"] = True  # one pass over memory instead of one per operation
@@ -76,11 +76,11 @@ def learning_rate_of(group: Mapping[str, Any], rate: float, actor: ActorConfig) 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
     """Yields the optimizer's tensors on this rank: master weights (in fp32 training views of weights) and moments."""
-    for part in optimizer.chained_optimizers:
+    for part in trained_parts(optimizer):
         yield from adam_of(part).tensors()
 
 
 def reload_masters(optimizer: Any) -> None:
     """Sets the master weights, if any, to the model's weights; must be called after those were written."""
-    for part in optimizer.chained_optimizers:
+    for part in trained_parts(optimizer):
         adam_of(part).reload()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from mrl.megatron.adam import adam_of
+from mrl.megatron.adam import adam_of, trained_parts
 from mrl.megatron.optimizer_shards import fill, rank_shards
 
 PREFIX = "optimizer.state."
@@ -41,7 +41,7 @@ def to_save(optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any
         metadata: Metadata of the checkpoint.
     """
     found: dict[int, Any] = {}
-    for index, part in enumerate(optimizer.chained_optimizers):
+    for index, part in enumerate(trained_parts(optimizer)):
         adam_of(part).make_state()
         if isinstance(part, DistributedOptimizer):
             found[index] = rank_shards(part, model_state, _key)
@@ -62,7 +62,7 @@ def to_load(
         saved: Names of the checkpoint's tensors.
     """
     request: LoadRequest = {}
-    for index, part in enumerate(optimizer.chained_optimizers):
+    for index, part in enumerate(trained_parts(optimizer)):
         adam_of(part).make_state()
         if isinstance(part, DistributedOptimizer):
             shards = rank_shards(part, model_state, partial(_saved_key, saved))
@@ -81,7 +81,7 @@ def restore(optimizer: Any, loaded: LoadRequest, num_updates: int) -> None:
         loaded: Loaded tensors in the structure of `to_load`.
         num_updates: Number of optimizer steps taken.
     """
-    for index, part in enumerate(optimizer.chained_optimizers):
+    for index, part in enumerate(trained_parts(optimizer)):
         with torch.no_grad():
             if isinstance(part, DistributedOptimizer):
                 fill(part, loaded[index])

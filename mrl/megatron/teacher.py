@@ -74,7 +74,7 @@ class SharedWeightTeacher(Teacher):
 
 
 class BaseTeacher(Teacher):
-    """The student without its low-rank adapters, as a teacher; needs no weights of its own."""
+    """The student without its low-rank adapters, as a teacher; needs no layers of its own."""
 
     def __init__(self, student: Actor, arch: ArchSpec) -> None:
         """Stores the student, which has adapters, and its architecture."""

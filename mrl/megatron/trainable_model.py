@@ -146,8 +146,8 @@ class TrainableModel:
         dtype = lora.dtype or own_dtype
         if self._te and dtype != own_dtype:
             refusal = UserError(
-                f"actor.lora.dtype={dtype} with model.dtype={own_dtype}: TransformerEngine's layers take parameters of "
-                "one dtype. Remove actor.lora.dtype, or set actor.transformer_impl=local."
+                f"{self.section}.lora.dtype={dtype} with model.dtype={own_dtype}: TransformerEngine's layers take "
+                f"parameters of one dtype. Remove {self.section}.lora.dtype, or set actor.transformer_impl=local."
             )
             refusal.on_all_ranks = True
             raise refusal

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from mrl.config.config import ALL_LINEAR, LoraConfig
 from mrl.config.did_you_mean import did_you_mean
@@ -103,7 +104,7 @@ def scale_of(lora: LoraConfig) -> float:
 
 
 def adapter_name(weight: str, which: str) -> str:
-    """Returns the name of a matrix' adapter: "x.weight" and "x" -> "x.lora_A", "x.weight3" -> "x.lora_A3"."""
+    """Returns the name of a matrix's adapter: "x.weight" and "x" -> "x.lora_A", "x.weight3" -> "x.lora_A3"."""
     module, found, number = weight.rpartition(WEIGHT)
     return f"{module}.{which}{number}" if found else f"{weight}.{which}"
 
@@ -201,7 +202,8 @@ def adapted_modules(arch: ArchSpec, lora: LoraConfig) -> dict[str, tuple[int, in
     modules = dict(_linear_modules(arch))
     for key, entries in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
         for entry in entries:
-            if entry != ALL_LINEAR and not any(_is_named(module, [entry]) for module in modules):
+            is_all = entry == ALL_LINEAR and key == "target_modules"
+            if not is_all and not any(_is_named(module, [entry]) for module in modules):
                 names = sorted({module.rpartition(".")[2] for module in modules})
                 raise UserError(
                     f"actor.lora.{key}: no projection of this {arch.family} model is named '{entry}'."
@@ -214,12 +216,25 @@ def adapted_modules(arch: ArchSpec, lora: LoraConfig) -> dict[str, tuple[int, in
         for module, shape in modules.items()
         if (everything or _is_named(module, lora.target_modules)) and not _is_named(module, lora.exclude_modules)
     }
+    for entry in lora.exclude_modules:
+        if not everything and not any(
+            _is_named(module, [entry]) for module in modules if _is_named(module, lora.target_modules)
+        ):
+            raise UserError(
+                f"actor.lora.exclude_modules: '{entry}' would have no effect, because target_modules names none of "
+                "these modules. Remove it."
+            )
     if not found:
         raise UserError(
             f"actor.lora.target_modules={lora.target_modules} without exclude_modules={lora.exclude_modules} leaves no "
             "module with adapters. Name at least one."
         )
     return found
+
+
+def modules_hash(arch: ArchSpec, lora: LoraConfig) -> str:
+    """Returns a hash of the names of the adapted modules, 16 hex digits."""
+    return blake2b("\n".join(sorted(adapted_modules(arch, lora))).encode(), digest_size=8).hexdigest()
 
 
 def num_parameters(arch: ArchSpec, lora: LoraConfig) -> int:

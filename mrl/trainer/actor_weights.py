@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mrl.checkpoint.formats.hf import load_from_hf
-from mrl.checkpoint.formats.peft import is_adapter_folder, read_adapters
+from mrl.checkpoint.formats.peft import read_adapters
 from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.actor import Actor
@@ -117,7 +117,7 @@ class ActorWeights:
                 if self._actor.adapters is None:
                     self._read(path, tensors)
                 else:  # the model itself, or adapters of it
-                    self._load_adapters(path if is_adapter_folder(path) else None, tensors)
+                    self._load_adapters(None if path == self._plan.config.model.path else path, tensors)
                 self._actor.compare_reference()
 
     def copy_to_reference(self) -> None:

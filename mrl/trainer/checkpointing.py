@@ -110,7 +110,8 @@ class Checkpointing:
             if self._config.export_hf and not export:
                 self._log.note(
                     "this checkpoint gets no Hugging Face export, because the stop leaves too little time "
-                    "(run.stop_timeout_s, run.term_timeout_s). mrl convert megatron-to-hf can make it."
+                    "(run.stop_timeout_s, run.term_timeout_s). mrl convert megatron-to-hf can make it; "
+                    "with adapters it needs the model as --base."
                 )
             self._begin(saved_state, async_save=False, export=export)
         self.finish_pending(wait=True)

@@ -62,6 +62,7 @@ class RunCritic:
         self._seed = plan.config.run.seed
         if self.model.adapters is not None and plan.config.critic.path is None:
             self.model.borrow_weights(actor)
+            actor.offload()  # before the engine measures the free memory
         self.model.offload()
         self._path = plan.config.critic.path
         self._objective = ValueObjective(plan.config.critic, plan.config.rollout)
@@ -99,7 +100,7 @@ class RunCritic:
             if lora.adapter_path is None:
                 init_adapters(arch, lora, adapters.layout(), tensors, self._seed)
             else:
-                read_adapters(lora.adapter_path, arch, lora, adapters.layout(), tensors)
+                read_adapters(lora.adapter_path, arch, lora, adapters.layout(), tensors, key="critic.lora")
         self.model.weights_changed()
 
     def values(self, batch: RolloutBatch) -> None:

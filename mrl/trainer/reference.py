@@ -20,7 +20,7 @@ class Reference:
     """KL reference of the run; every method except `drop_unused` is collective over the job.
 
     Attributes:
-        path: Hugging Face folder with the reference's weights; None before `start`.
+        path: Hugging Face folder with the reference's weights, or PEFT folder with its adapters; None before `start`.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class Reference:
             folder: Folder of the run's checkpoints.
             needed: True if the algorithm uses a reference; otherwise nothing is loaded or written.
             initial: Hugging Face folder with the actor's weights at step 0; None if there is no such folder.
-            load: Collective function that fills the reference's tensors from a Hugging Face folder.
+            load: Collective function that fills the reference's tensors from such a folder.
             take: Collective function that copies the current actor into the reference.
-            export: Collective function that writes the current actor as a Hugging Face folder.
+            export: Collective function that writes the current actor as such a folder.
         """
         self.path: str | None = None
         self._config, self._folder, self._needed, self._initial = config, folder, needed, initial

@@ -186,7 +186,8 @@ class RolloutWorker:
             )
             result = broadcast_from_sampler(self._groups, None if moved is None else str(moved))
             if result is not None:
-                self._log.note(f"weight-sync self-test: same weights synced twice: {result}")
+                what = "weights" if self._lora is None else "adapters"
+                self._log.note(f"weight-sync self-test: same {what} synced twice: {result}")
         return cost
 
     def _refit(self, policy_version: int) -> dict[str, float]:

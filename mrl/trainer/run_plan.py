@@ -16,6 +16,7 @@ from mrl.algorithms import base as algorithms
 from mrl.algorithms.base import PROXIMAL, Algorithm
 from mrl.checkpoint.formats.hf import HfSource
 from mrl.checkpoint.formats.hub import resolve_hub_models, resolve_hub_names
+from mrl.checkpoint.formats.peft import open_adapters
 from mrl.checkpoint.run_dir.manifest import has_manifest
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.config.config import AlgorithmConfig, Config, DataConfig, LearnsFrom, ModelConfig
@@ -42,7 +43,7 @@ from mrl.trainer.reward_model_inputs import RewardModelEncoder, build_reward_enc
 from mrl.trainer.run_length import with_num_steps
 from mrl.trainer.supervised import examples
 from mrl.trainer.validation import validate
-from mrl.trainer.validation.critic import check_critic
+from mrl.trainer.validation.critic import adapters_of, check_critic
 from mrl.trainer.validation.data import needed_evaluation_metrics
 from mrl.trainer.validation.distillation import check_distillation, check_named, teacher_index
 from mrl.trainer.validation.megatron import SWITCHES, check_switches
@@ -388,9 +389,18 @@ def _check_output_dir(folder: str, tell: Tell | None) -> None:
 
 def _check_models(config: Config, plan: Resolved, tell: Tell | None) -> None:
     """Checks the weight files of every model that the config names, and the teachers' tokenizers."""
+    actor, critic = config.actor.lora, adapters_of(config)
+    reference = config.reference.path
+    if actor.rank and reference not in (None, config.model.path):  # adapters, not a model
+        open_adapters(reference, plan.arch, actor, "actor.lora")
+        reference = None
+    if actor.rank and actor.adapter_path is not None:
+        open_adapters(actor.adapter_path, plan.arch, actor, "actor.lora")
+    if critic.rank and critic.adapter_path is not None and plan.critic is not None:
+        open_adapters(critic.adapter_path, plan.critic, critic, "critic.lora")
     for key, path, arch in (
         ("model.path", config.model.path, plan.arch),
-        ("reference.path", config.reference.path, plan.arch),
+        ("reference.path", reference, plan.arch),
         ("critic.path", config.critic.path, None),
         ("reward.model.path", config.reward.model.path, plan.reward),
     ):

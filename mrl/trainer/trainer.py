@@ -135,11 +135,12 @@ class Trainer:
 
     def _reference(self, plan: RunPlan) -> Reference:
         config = plan.config
+        initial = config.actor.lora.adapter_path or config.model.path
         return Reference(
             config.reference,
             plan.run.checkpoints,
             needed=plan.algorithm.needs_reference,
-            initial=None if config.train.warm_start.num_steps else config.model.path,
+            initial=None if config.train.warm_start.num_steps else initial,
             load=self.weights.load_reference,
             take=self.weights.copy_to_reference,
             export=self.weights.export_trained,
@@ -182,8 +183,7 @@ class Trainer:
                 self.actor.start_optimizer(learning_rate(self.config))
             if self.critic is not None:
                 self.critic.start_optimizer()
-                if self.checkpointing.resume_point is not None:
-                    self.critic.load_base()
+                self.critic.load_base()
             if self.teachers is not None:
                 self.teachers.load()
         return self.checkpointing.resume()

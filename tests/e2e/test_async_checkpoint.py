@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from mrl.checkpoint.run_dir.checkpoint import CheckpointManager
 from mrl.checkpoint.run_dir.manifest import committed_steps, read_manifest
-from mrl.config.config import CheckpointConfig
+from mrl.config.config import CheckpointConfig, LoraConfig
 from mrl.distributed.local_ranks import fork_server_context
 from mrl.errors import UserError
 from mrl.megatron import checkpoint
 from tests.e2e import async_kills, runs
 from tests.e2e.async_kills import ASYNC
 from tests.full_disk import full_disk
-from tests.megatron.actors import ARCHS, LAYOUTS, full_weights, make_policy, train
+from tests.megatron.actors import ARCHS, LAYOUTS, fill_adapters, full_adapters, full_weights, make_policy, train
 from tests.megatron.test_checkpoint import RATE
 from tests.ranks import PRELOAD, run_ranks
 
@@ -63,12 +63,17 @@ def test_a_run_that_is_killed_while_it_writes_goes_on_identically(part, whole, t
     assert async_kills.goes_on(tmp_path / "run", runs.metrics(folder))
 
 
-def trained_on_while_written(folder, distributed):
+def trained_on_while_written(folder, distributed, dtype, rank):
     """Weights when the save began, and after more steps, which were done before a byte of it was written."""
-    policy = make_policy(ARCHS["qwen2"], LAYOUTS["dp2"], actor={"use_distributed_optimizer": distributed})
+    lora = LoraConfig(rank=rank, alpha=8.0) if rank else LoraConfig()
+    options = {"actor": {"use_distributed_optimizer": distributed, "lora": lora}, "dtype": dtype}
+    policy = make_policy(ARCHS["qwen2"], LAYOUTS["dp2"], **options)
+    trained = full_adapters if rank else full_weights
+    if rank:
+        fill_adapters(policy)
     policy.start_optimizer(RATE)
     train(policy, 1)
-    before, lock = full_weights(policy), threading.Lock()
+    before, lock = trained(policy), threading.Lock()
     start = threading.Thread.start
 
     def held_back(self):
@@ -91,19 +96,20 @@ def trained_on_while_written(folder, distributed):
     train(policy, 2, first=1)
     lock.release()
     writing.finish()
-    after = full_weights(policy)
-    again = make_policy(ARCHS["qwen2"], LAYOUTS["dp2"], seed=None, actor={"use_distributed_optimizer": distributed})
+    after = trained(policy)
+    again = make_policy(ARCHS["qwen2"], LAYOUTS["dp2"], **options, **({} if rank else {"seed": None}))
     again.start_optimizer(RATE)
     checkpoint.load(folder, again)
-    found = full_weights(again)
+    found = trained(again)
     same = all(bool((found[name] == before[name]).all()) for name in before)
     moved = any(bool((after[name] != before[name]).any()) for name in before)
     return same, moved, again.num_updates
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_what_is_written_is_what_was_there_when_it_began(distributed, tmp_path):
-    for found in run_ranks(2, trained_on_while_written, tmp_path / "actor", distributed):
+@pytest.mark.parametrize(("dtype", "rank"), [("float32", 0), ("bfloat16", 0), ("bfloat16", 4)])
+def test_what_is_written_is_what_was_there_when_it_began(dtype, rank, distributed, tmp_path):
+    for found in run_ranks(2, trained_on_while_written, tmp_path / "actor", distributed, dtype, rank):
         assert found == (True, True, 1)
 
 

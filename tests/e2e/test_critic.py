@@ -89,14 +89,17 @@ def test_an_evaluation_needs_no_critic(uninterrupted):
 ADAPTERS = ["actor.lora={rank: 4, alpha: 8}", "critic.lora={rank: 4, alpha: 8}", "critic.lr=0.05", "actor.lr=0.01"]
 
 
-def test_a_critic_with_adapters_is_killed_resumed_and_moved(tmp_path):
-    """It shares the actor's frozen weights, which its checkpoint does not have."""
-    settings = [*STEPS, *ADAPTERS]
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "from a folder"])
+def test_a_critic_with_adapters_is_killed_resumed_and_moved(own, uninterrupted, tmp_path):
+    """It shares the actor's frozen weights, or has those of a folder; its checkpoint has neither."""
+    path = [f"critic.path={uninterrupted[0] / 'run/checkpoints/step-00000004/hf'}"] if own else []
+    adapters = [*(ADAPTERS[1:] if own else ADAPTERS), *path]
+    settings = [*STEPS, *adapters]
     whole = runs.train_in_pool(tmp_path / "whole", settings, 1)
     kill_after(runs.fork(tmp_path / "killed", settings), tmp_path / "killed", 6)
     assert runs.train_in_pool(tmp_path / "killed", settings, 1) == whole
     tp2 = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
-    runs.train_in_pool(tmp_path / "moved", [*PPO, *ADAPTERS, "train.num_steps=2", *tp2], 2)
-    found = runs.train_in_pool(tmp_path / "moved", [*PPO, *ADAPTERS, "train.num_steps=3"], 1)
+    runs.train_in_pool(tmp_path / "moved", [*PPO, *adapters, "train.num_steps=2", *tp2], 2)
+    found = runs.train_in_pool(tmp_path / "moved", [*PPO, *adapters, "train.num_steps=3"], 1)
     assert losses(found) == pytest.approx(losses(whole)[:3], rel=1e-2)
     assert min(losses(whole)) > 0

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -57,6 +58,27 @@ def test_a_killed_run_with_adapters_continues_likewise(num_lines, tmp_path):
     assert (found / "hf" / "config.json").is_file()
     kl = [row["actor/kl_loss"] for row in whole if "actor/kl_loss" in row]
     assert min(kl) >= 0 and max(kl) > 0
+
+
+def test_the_reference_of_given_adapters_is_the_same_after_a_resume(tmp_path):
+    """A run that starts from a PEFT folder measures its KL against that, and goes on doing so."""
+    first = ["train.num_steps=3", "checkpoint.export_hf=true", "train.warm_start.num_steps=2", *LORA]
+    runs.train_in_pool(tmp_path / "first", first, 1)
+    made = tmp_path / "first" / "run" / "checkpoints" / "step-00000003"
+    base = ["~model.preset", "~model.overrides", f"model.path={tmp_path / 'base'}"]
+    runs.train_in_pool(
+        tmp_path / "whole_model", ["train.num_steps=1", "checkpoint.export_hf=true", "train.warm_start.num_steps=0"], 1
+    )
+    shutil.copytree(tmp_path / "whole_model" / "run" / "checkpoints" / "step-00000000" / "hf", tmp_path / "base")
+    settings = [*STEPS, *LORA, *KL_IN_LOSS, *base, f"actor.lora.adapter_path={made / 'adapter'}"]
+    settings += ["train.warm_start.num_steps=0", "reference.update_interval=0"]
+    whole = runs.train_in_pool(tmp_path / "whole", settings, 1)
+    kill_after(runs.fork(tmp_path / "killed", settings), tmp_path / "killed", 5)
+    assert runs.train_in_pool(tmp_path / "killed", settings, 1) == whole
+    kl = [row["actor/kl_loss"] for row in whole if "actor/kl_loss" in row]
+    assert 0 <= kl[0] < kl[-1]
+    named = [*settings, f"reference.path={made / 'adapter'}"]
+    assert runs.train_in_pool(tmp_path / "named", named, 1) == whole
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -59,7 +59,13 @@ def resumed(folder, name, grid, options):
     return full_adapters(policy), train(policy, 2, first=2), policy.base_checksum()
 
 
+EXPERTS = replace(LORA, target_modules=["gate_proj", "up_proj", "down_proj"])  # Megatron's dense optimizer has none
+ONE_LAYER = replace(LORA, target_modules=["layers.3.mlp.up_proj"])  # and a pipeline stage has none
 CASES = [
+    ("qwen3_moe", "e_ep2", "single", {"lora": EXPERTS}),
+    ("qwen3_moe", "single", "e_tp2_ep2_etp2", {"lora": EXPERTS}),
+    ("qwen2", "tp2_pp2", "single", {"lora": ONE_LAYER}),
+    ("qwen2", "pp2_vpp2", "dp2", {"lora": ONE_LAYER}),
     ("qwen2", "tp2_pp2", "single", {}),
     ("qwen2", "tp2_pp2", "tp2_pp2", {}),
     ("qwen2", "tp2_pp2", "tp4", {}),
@@ -126,6 +132,13 @@ def test_another_model_or_other_settings_are_refused(what, written):
         what, what
     )
     assert key in str(caught.value)
+
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def test_another_spelling_of_the_same_modules_is_taken(written):
+    run_ranks(1, load_into, written, replace(LORA, target_modules=ALL), SEED, "float32", False)
 
 
 def load_full(folder, full):

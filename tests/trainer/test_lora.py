@@ -114,6 +114,7 @@ def test_a_folder_of_peft_gives_the_same_logprobs_here(name, layout, tmp_path):
 
 CHANGES = {
     "r": ({"r": 5}, "rank"),
+    "lora_alpha of a text": ({"lora_alpha": "8"}, "lora_alpha"),
     "lora_alpha": ({"lora_alpha": 5}, "alpha"),
     "use_rslora": ({"use_rslora": True}, "use_rslora"),
     "use_dora": ({"use_dora": True}, "use_dora"),
@@ -145,6 +146,14 @@ def test_adapters_that_compute_something_else_are_refused(what, folder):
         read(folder)
 
 
+def test_another_spelling_of_the_same_scale_is_taken(folder):
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(
+        json.dumps(config | {"lora_alpha": LORA.alpha / math.sqrt(LORA.rank), "use_rslora": True})
+    )
+    read(folder)
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{", "\x00"])
 def test_a_broken_config_is_refused(content, folder):
     (folder / CONFIG).write_text(content)
@@ -161,7 +170,8 @@ def test_other_modules_or_missing_files_are_refused(folder):
 
 
 @pytest.mark.parametrize(("targets", "excluded", "part"), [
-    (["w_proj"], [], "w_proj"), (["q_proj"], ["q_proj"], "leaves no module"), (["all-linear"], ["lm_head"], "lm_head"),
+    (["w_proj"], [], "w_proj"), (["q_proj"], ["down_proj"], "no effect"), (["q_proj"], ["all-linear"], "all-linear"),
+    (["q_proj"], ["q_proj"], "leaves no module"), (["all-linear"], ["lm_head"], "lm_head"),
     ([], [], "leaves no module"),
 ])  # fmt: skip
 def test_modules_that_the_model_lacks_are_refused(targets, excluded, part):

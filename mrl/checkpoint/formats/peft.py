@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,13 @@ def adapter_config(arch: ArchSpec, lora: LoraConfig, base: str | None) -> dict[s
 
 
 def read_adapters(
-    folder: str | Path, arch: ArchSpec, lora: LoraConfig, layout: Layout, tensors: Mapping[str, Tensor]
+    folder: str | Path,
+    arch: ArchSpec,
+    lora: LoraConfig,
+    layout: Layout,
+    tensors: Mapping[str, Tensor],
+    *,
+    key: str = "actor.lora",
 ) -> None:
     """Fills one rank's adapters from a PEFT folder. Not collective: each rank reads its own parts.
 
@@ -98,18 +105,12 @@ def read_adapters(
         lora: Config section, which the folder must agree with.
         layout: Layout of this rank's adapters.
         tensors: Name -> tensor to fill in place; dtypes may differ from the file's.
+        key: The config section, for messages.
 
     Raises:
         UserError: The folder is no PEFT folder, or its adapters have another rank, scale, kind or other modules.
     """
-    _check_config(Path(folder), lora)
-    file = _open_weights(Path(folder))
-    _check_weights(
-        file,
-        peft_layout(arch, lora, "float32"),
-        f"Set actor.lora.target_modules and exclude_modules to the modules of the folder's {CONFIG}, and model.path to "
-        "its model.",
-    )
+    file = open_adapters(folder, arch, lora, key)
     check_tensors(layout, tensors, dtypes=False)
     with torch.no_grad():
         for name, stored in layout.items():
@@ -117,6 +118,29 @@ def read_adapters(
                 tensors[name][slices(region)] = 0
             for piece in stored.pieces:
                 tensors[name][slices(piece.dst)].copy_(file.tensor(piece.hf_name)[slices(piece.src)])
+
+
+def open_adapters(folder: str | Path, arch: ArchSpec, lora: LoraConfig, key: str) -> SafetensorsFile:
+    """Returns the open file of a PEFT folder, after a check of the config and of all headers.
+
+    Args:
+        folder: PEFT folder.
+        arch: The model.
+        lora: Config section, which the folder must agree with.
+        key: The config section, for messages.
+
+    Raises:
+        UserError: See `read_adapters`.
+    """
+    _check_config(Path(folder), lora, key)
+    file = _open_weights(Path(folder))
+    _check_weights(
+        file,
+        peft_layout(arch, lora, "float32"),
+        f"Set {key}.target_modules and exclude_modules to the modules of the folder's {CONFIG}, and model.path to its "
+        "model.",
+    )
+    return file
 
 
 def read_adapter_config(folder: str | Path) -> dict[str, Any]:
@@ -289,18 +313,23 @@ def _check_kind(folder: Path, found: dict[str, Any]) -> None:
             )
 
 
-def _check_config(folder: Path, lora: LoraConfig) -> None:
+def _check_config(folder: Path, lora: LoraConfig, key: str) -> None:
     """Raises UserError where the folder's adapters compute something else than the config's."""
     found = read_adapter_config(folder)
     _check_kind(folder, found)
-    own = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora}
-    keys = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "use_rslora"}
-    for key, value in own.items():
-        if found.get(key, False if key == "use_rslora" else None) != value:
-            raise UserError(
-                f"'{folder / CONFIG}' has {key}={shown(found.get(key))}, but actor.lora.{keys[key]}={value}. Set it to "
-                "the folder's value."
-            )
+    rank, alpha, scaled = found.get("r"), found.get("lora_alpha"), found.get("use_rslora", False)
+    if rank != lora.rank:
+        raise UserError(
+            f"'{folder / CONFIG}' has r={shown(rank)}, but {key}.rank={lora.rank}. Set it to {shown(rank)}."
+        )
+    theirs = None
+    if isinstance(alpha, (int, float)) and not isinstance(alpha, bool):
+        theirs = replace(lora, alpha=float(alpha), use_rslora=scaled is True)
+    if theirs is None or not math.isclose(scale_of(theirs), scale_of(lora), rel_tol=1e-6):
+        raise UserError(
+            f"'{folder / CONFIG}' has lora_alpha={shown(alpha)} and use_rslora={shown(scaled)}, but {key}.alpha="
+            f"{lora.alpha:g} and use_rslora={lora.use_rslora}, which is another scale. Set them to the folder's values."
+        )
 
 
 def _shortest_names(arch: ArchSpec, modules: list[str]) -> list[str]:

@@ -50,9 +50,10 @@ def check_config(config: Config, file: str, started: int) -> Iterator[Finding]:
 
 def models_of(config: Config) -> Iterator[tuple[str, str]]:
     """Yields (topic, folder) of each model folder that the config names."""
+    reference = None if config.actor.lora.rank else config.reference.path  # with adapters: these, or model.path
     for topic, path in (
         ("model", config.model.path),
-        ("reference", config.reference.path),
+        ("reference", reference),
         ("critic", config.critic.path),
         ("reward model", config.reward.model.path),
     ):

@@ -236,7 +236,11 @@ def _trainer(
     scoring = {"activations": used.scoring}
     holders = [
         _Holder(staying, {"refit": weights, "score": weights, "update": away}),
-        _engine(engine, keeps_cache=not config.rollout.free_cache_engine, keeps_weights=sends_adapters(config)),
+        _engine(
+            engine,
+            keeps_cache=not config.rollout.free_cache_engine,
+            keeps_weights=sends_adapters(config) and not engine.host,
+        ),
         _Holder(_engines_adapters(config, plan.arch, grid) if samples else {}),
         _Holder({"refit staging": staging_bytes(config, grid, moved) if plan.needs_engine else 0}),
         _offloaded_terms({"reference": own.trained if algorithm.needs_reference else 0}, device),
@@ -350,7 +354,9 @@ def _critics(plan: Resolved, device: Device) -> list[list[_Holder]]:
     te = device.te and asked_for(config)
     shape = ActorShape(config, plan.critic, grid, te=te, compiled=device.is_host and device.compiles)
     stages = []
-    for stage, own in enumerate(stage_memory(config, plan.critic, grid)):
+    borrows = config.actor.lora.rank > 0 and plan.config.critic.path is None  # the actor's frozen weights
+    for stage, whole in enumerate(stage_memory(config, plan.critic, grid)):
+        own = replace(whole, weights=whole.trained) if borrows else whole
         holders, staying, away = _trained(config, grid, own, device)
         terms = [{f"critic's {part}": size for part, size in parts.items()} for parts in (staying, away)]
         update = _update(shape.activations(stage), own.states.step)

@@ -116,6 +116,11 @@ class NativeEngine(RolloutEngine):
             self._graphs = DecodeGraphs(self._decode_eagerly)
         if self._stored.problem is not None:
             self.notes += (f"the native engine captures CUDA graphs in every step: {self._stored.problem}",)
+        if device.type == "cuda" and self._model.has_expert_adapters:
+            self.notes += (
+                "the native engine computes each expert by itself and without CUDA graphs, as experts have adapters "
+                "beside their weights; actor.lora.merge=true is faster",
+            )
         self._captured_before = 0
         self._stats: dict[str, float] = {}
 

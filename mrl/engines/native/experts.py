@@ -58,6 +58,7 @@ class MoeLayer:
             None: there are no adapters. With adapters of experts, each expert is a product of its own.
 
     Attributes:
+        has_adapters: Whether an expert has low-rank adapters.
         is_capturable: Whether a call can be captured in a CUDA graph.
     """
 
@@ -91,13 +92,14 @@ class MoeLayer:
             for name, stack in zip(_STACKS, self._stacks, strict=True)
         }
         of_experts = {name: [find(name, at, at + len(s)) for at, s in parts] for name, parts in rows.items()}
+        self.has_adapters = any(any(found) for found in of_experts.values())
         device = weights["router"].device
         self.is_capturable = (
             device.type == "cuda"
             and dtype == self._stacks[0].dtype == torch.bfloat16
             and has_grouped_products(torch.cuda.get_device_capability(device))
             and all(stack.size(2) % GROUPED_MULTIPLE == 0 for stack in self._stacks)
-            and not any(any(found) for found in of_experts.values())
+            and not self.has_adapters
         )
         self._gate_up, self._down = (
             [] if self.is_capturable else _linears(stack, scales.get(name), of_experts[name], make)

@@ -74,6 +74,7 @@ class Decoder:
         num_heads: Query heads of this rank.
         num_kv_heads: Key/value heads of this rank.
         is_capturable: Whether decoding can be captured in CUDA graphs.
+        has_expert_adapters: Whether experts have low-rank adapters beside their weights.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Decoder:
                 own = partial(_within, find, prefix)
                 self._experts.append(MoeLayer(arch.moe, inside, held, self.dtype, scaled, operations, own))
         self.is_capturable = all(experts.is_capturable for experts in self._experts)
+        self.has_expert_adapters = any(experts.has_adapters for experts in self._experts)
         self._linears = {
             name: self._linear(name, weight, scales, find)
             for name, weight in weights.items()

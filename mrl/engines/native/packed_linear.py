@@ -127,7 +127,8 @@ class Linear:
         else:
             self._weight = weight.to(self._dtype)
         if self._adapters is not None and self._merges:
-            self._weight = self._adapters.merged(self._weight)
+            merged = self._adapters.merged(self._weight)
+            self._weight = merged if self._copy is None else self._copy.copy_(merged)
         if self._form is not None:
             earlier = self._packed if self._form.in_place else None
             self._packed = None

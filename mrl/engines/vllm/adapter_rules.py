@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.config import LoraConfig
+from mrl.config.config import Config
 from mrl.models.base import ArchSpec
 from mrl.resharding.lora import adapted_modules
 
@@ -12,16 +12,17 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `max_lora_rank`."""
 
 
-def adapter_rules(lora: LoraConfig, arch: ArchSpec) -> Iterator[str]:
+def adapter_rules(config: Config, arch: ArchSpec) -> Iterator[str]:
     """Yields a message for each setting of `actor.lora` that vLLM cannot store."""
+    lora, stored = config.actor.lora, config.rollout.dtype or config.model.dtype
     if not lora.rank or lora.merge:
         return
     if lora.rank > RANKS[-1]:
         yield f"actor.lora.merge=false with rank={lora.rank}: vLLM has ranks up to {RANKS[-1]}. Set it to true."
-    if lora.dtype == "float32":
+    if lora.dtype not in (None, stored):
         yield (
-            "actor.lora.dtype=float32 with actor.lora.merge=false: vLLM stores adapters in the model's dtype. Remove "
-            "it, or set merge=true."
+            f"actor.lora.dtype={lora.dtype} with actor.lora.merge=false: vLLM stores adapters in the dtype of its "
+            f"weights, {stored}. Remove it, or set merge=true."
         )
     if any(".experts." in module for module in adapted_modules(arch, lora)):
         yield (

@@ -40,7 +40,7 @@ class VllmCapabilities(EngineCapabilities):
                 f"'{arch.family}'. Use rollout.name=native."
             )
         yield from fp8_support.refusals(config, arch)
-        yield from adapter_rules(config.actor.lora, arch)
+        yield from adapter_rules(config, arch)
 
     def check_installed(self) -> None:
         """Raises UserError if no vLLM is installed."""

@@ -56,7 +56,7 @@ def _idle(config: Config) -> Iterator[str]:
 def _adapter_rules(config: Config, critic: ArchSpec) -> Iterator[str]:
     """Yields a message for each broken rule of `critic.lora`."""
     lora, path = adapters_of(config), config.critic.path
-    yield from section_rules("critic.lora", lora)
+    yield from section_rules("critic.lora", lora, config)
     if not lora.rank:
         return
     if not config.actor.lora.rank and path is None:

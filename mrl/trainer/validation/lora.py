@@ -19,18 +19,13 @@ ADAPTER_CONFIG = "adapter_config.json"
 def lora_rules(config: Config) -> Iterator[str]:
     """Yields a message for each broken rule of `actor.lora` that needs no model."""
     lora = config.actor.lora
-    yield from section_rules("actor.lora", lora)
+    yield from section_rules("actor.lora", lora, config)
     if not lora.rank:
         return
     if config.rollout.true_on_policy:
         yield (
             "actor.lora.rank with rollout.true_on_policy=true: the engine computes with merged weights, the actor adds "
             "the adapters' product, and the two round differently. Set one of them back."
-        )
-    if config.megatron.transformer.get("moe_shared_expert_overlap"):
-        yield (
-            "actor.lora.rank with megatron.transformer.moe_shared_expert_overlap=true: the overlapped shared expert "
-            "leaves sums unfinished that its adapters would need. Set one of them back."
         )
     if not lora.merge and not engine_capabilities(config.rollout.name).stores_adapters:
         yield (
@@ -45,12 +40,13 @@ def lora_rules(config: Config) -> Iterator[str]:
         )
 
 
-def section_rules(key: str, lora: LoraConfig) -> Iterator[str]:
+def section_rules(key: str, lora: LoraConfig, config: Config) -> Iterator[str]:
     """Yields a message for each broken rule of a section with adapters' settings.
 
     Args:
         key: The section, such as "actor.lora".
         lora: Its settings.
+        config: The config.
     """
     if not lora.rank:
         default = LoraConfig()
@@ -61,6 +57,24 @@ def section_rules(key: str, lora: LoraConfig) -> Iterator[str]:
                     "that."
                 )
         return
+    if config.megatron.transformer.get("moe_shared_expert_overlap"):
+        yield (
+            f"{key}.rank with megatron.transformer.moe_shared_expert_overlap=true: the overlapped shared expert leaves "
+            "sums unfinished that its adapters would need. Set one of them back."
+        )
+    own_dtype = config.model.dtype
+    if lora.dtype not in (None, own_dtype) and config.actor.transformer_impl == "te":
+        yield (
+            f"{key}.dtype={lora.dtype} with model.dtype={own_dtype}: TransformerEngine's layers take parameters of one "
+            f"dtype. Remove {key}.dtype, or set actor.transformer_impl=local."
+        )
+    if lora.dtype == "bfloat16" and own_dtype == "float32" and not config.actor.use_distributed_optimizer:
+        yield (
+            f"{key}.dtype=bfloat16 with model.dtype=float32: Megatron's optimizer for fp32 models keeps no fp32 copies "
+            f"of bf16 adapters. Remove {key}.dtype, or set actor.use_distributed_optimizer=true."
+        )
+    if lora.adapter_path is not None and lora.init != LoraConfig().init:
+        yield f"{key}.init={lora.init} would have no effect because {key}.adapter_path is set. Remove one of them."
     if lora.adapter_path is not None and not os.path.isfile(os.path.join(lora.adapter_path, ADAPTER_CONFIG)):
         yield (
             f"{key}.adapter_path='{lora.adapter_path}' has no {ADAPTER_CONFIG}.{did_you_mean_path(lora.adapter_path)} "

@@ -10,7 +10,7 @@ On a CPU it is tested against transformers. On CUDA the same code runs, with CUD
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -114,15 +114,19 @@ class NativeEngine(RolloutEngine):
         self._graphs: DecodeGraphs | None = None
         if device.type == "cuda" and self._model.is_capturable and not config.enforce_eager:
             self._graphs = DecodeGraphs(self._decode_eagerly)
-        if self._stored.problem is not None:
-            self.notes += (f"the native engine captures CUDA graphs in every step: {self._stored.problem}",)
-        if device.type == "cuda" and self._model.has_expert_adapters:
-            self.notes += (
-                "the native engine computes each expert by itself and without CUDA graphs, as experts have adapters "
-                "beside their weights; actor.lora.merge=true is faster",
-            )
+        self.notes += tuple(self._slow_decoding())
         self._captured_before = 0
         self._stats: dict[str, float] = {}
+
+    def _slow_decoding(self) -> Iterator[str]:
+        """Yields notes about decoding that is slower than it could be."""
+        if self._stored.problem is not None:
+            yield f"the native engine captures CUDA graphs in every step: {self._stored.problem}"
+        if self.spec.device.type == "cuda" and self._model.has_expert_adapters:
+            yield (
+                "the native engine computes each expert by itself and without CUDA graphs, as experts have adapters "
+                "beside their weights; actor.lora.merge=true is faster"
+            )
 
     def _add_adapters(self, lora: LoraConfig, own: Layout) -> FindAdapters:
         """Allocates low-rank adapters of the weights, all zero; returns a function that finds those of a product."""

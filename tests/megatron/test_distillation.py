@@ -99,7 +99,7 @@ def numbers(grid, same=False):
     """Mode -> metrics of an update of the loss alone, and its gradients; weights of student and teachers."""
     policy, teachers = taught(grid, same=same)
     weights = [
-        _whole(policy, policy.named_tensors()),
+        _whole(policy.layout(), policy.named_tensors()),
         *(_whole(teacher.model, teacher.tensors()) for teacher in teachers),
     ]
     batch = own_part(batch_of(len(teachers)), policy)

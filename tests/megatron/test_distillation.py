@@ -100,7 +100,7 @@ def numbers(grid, same=False):
     policy, teachers = taught(grid, same=same)
     weights = [
         _whole(policy.layout(), policy.named_tensors()),
-        *(_whole(teacher.model, teacher.tensors()) for teacher in teachers),
+        *(_whole(teacher.model.layout(), teacher.tensors()) for teacher in teachers),
     ]
     batch = own_part(batch_of(len(teachers)), policy)
     parts = {

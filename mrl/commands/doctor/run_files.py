@@ -21,7 +21,7 @@ from mrl.models.base import ArchSpec
 from mrl.resharding import lora
 from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.trainer.run_plan import resolve
-from mrl.trainer.validation.critic import critic_config
+from mrl.trainer.validation.critic import adapters_of, critic_config
 from mrl.trainer.validation.world_size import world_size
 
 GB = 1e9
@@ -103,8 +103,9 @@ def checkpoint_bytes(config: Config, arch: ArchSpec) -> int:
     trained = adapters or parameters
     each = _saved_bytes(config, trained)
     algorithm = algorithms.build(config.algorithm, config.rollout)
-    if algorithm.needs_values:  # a critic of the actor's size, which trains all its weights
-        each += _saved_bytes(critic_config(config), parameters)
+    if algorithm.needs_values:  # a critic of the actor's size
+        critic = adapters_of(config)
+        each += _saved_bytes(critic_config(config), lora.num_parameters(arch, critic) if critic.rank else parameters)
     if config.checkpoint.export_hf:
         each += (parameters + adapters) * item
     reference = trained * item if algorithm.needs_reference and config.reference.path is None else 0

@@ -117,6 +117,9 @@ NEMO_RL = {
 }
 """Key of NeMo-RL's GRPO config, without its sections -> mrl's key."""
 
+PEFT = {"r": "rank", "lora_rank": "rank", "lora_alpha": "alpha", "init_lora_weights": "init"}
+"""Names of PEFT -> fields of `actor.lora` and `critic.lora`."""
+
 _ABSENT: dict[re.Pattern[str], str] = {
     **verl_lora.HINTS,
     re.compile(r"(?<![a-z])(?<!container_)(?:images?|videos?|audios?|vision|vlm|mm|multi_?modal)(?![a-z])"): NO_MEDIA,
@@ -141,6 +144,9 @@ def key_hint(key: str) -> str:
     """Returns the mrl key for a key of another trainer or of an earlier mrl, or why there is none; "" if unknown."""
     if key in BEFORE:
         return f"'{key}' is {BEFORE[key]}."
+    section, _, last = key.rpartition(".")
+    if section in ("actor.lora", "critic.lora") and last in PEFT:
+        return f"'{last}' is PEFT's name for {section}.{PEFT[last]}."
     found = _of_verl(key)
     if found.kind == "maps":
         more = f" ({found.text})" if found.text else ""

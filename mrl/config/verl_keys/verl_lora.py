@@ -9,7 +9,7 @@ NO_DROPOUT = (
     "no dropout of adapters: a batch is scored more than once, and each time would have other log-probabilities"
 )
 NO_DORA = "no DoRA: adapters are LoRA's pairs, actor.lora"
-NO_CRITIC = "the critic trains all its weights; only the actor has adapters"
+NO_CRITIC = "not translated: set critic.lora, whose adapters share the actor's frozen weights"
 IN_ENGINE = "it follows from actor.lora"
 MERGED = "the engine stores no adapters: they are merged into its weights"
 
@@ -80,7 +80,7 @@ HINTS: dict[re.Pattern[str], str] = {
     re.compile(r"(?<![a-z])(?:use_)?dora(?![a-z])"): NO_DORA,
     re.compile(r"(?<![a-z])(?:qlora|load_in_[48]bit)(?![a-z])"): "no QLoRA: frozen weights are bf16 or fp32",
     re.compile(r"(?<![a-z])modules_to_save(?![a-z])"): "with LoRA nothing but adapters to train, actor.lora",
-    re.compile(r"^critic\..*lora"): "not translated: set critic.lora, whose adapters share the actor's frozen weights",
+    re.compile(r"^critic\..*lora"): NO_CRITIC,
     re.compile(
         r"^(?!actor\.lora\.).*(?<![a-z])(?:lora|peft|adapters?|target_modules)(?![a-z])"
     ): "LoRA in the section actor.lora (rank, alpha, target_modules, ...; docs/lora.md)",

@@ -7,6 +7,7 @@ import yaml
 
 from mrl.commands.from_verl.translate import translate
 from mrl.config.config import load
+from mrl.errors import UserError
 
 MODEL = "actor_rollout_ref.model."
 MEGATRON = {"actor_rollout_ref.actor.strategy": "megatron"}
@@ -98,3 +99,12 @@ def test_a_folder_of_adapters_has_its_own_rank_and_modules(actor, tmp_path):
     assert not {key for key in keys(found.missing) if key.startswith("lora")}
     # verl's reference is the model without adapters
     assert yaml.safe_load(found.text)["reference"] == {"path": "base"}
+
+
+@pytest.mark.parametrize("section", ["actor.lora", "critic.lora"])
+@pytest.mark.parametrize(("theirs", "own"), [("r", "rank"), ("lora_rank", "rank"), ("lora_alpha", "alpha")])
+def test_names_of_peft_are_refused_with_the_key_that_they_have_here(theirs, own, section, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("{}\n")
+    with pytest.raises(UserError, match=f"{section}.{own}"):
+        load(path, [f"{section}.{theirs}=8"])

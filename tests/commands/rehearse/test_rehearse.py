@@ -352,7 +352,8 @@ SETTINGS = {
         DENSE,
         [
             "actor.lora.rank=32",
-            "actor.lora={target_modules: [layers.30.mlp.up_proj, q_proj], exclude_modules: [layers.3.self_attn.q_proj]}",
+            "actor.lora.target_modules=[layers.30.mlp.up_proj, q_proj]",
+            "actor.lora.exclude_modules=[layers.3.self_attn.q_proj]",
         ],
     ),
     "adapters of experts": (EXPERTS, ["actor.lora={rank: 32, exclude_modules: [o_proj]}"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os.path
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,9 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 """Files of a model folder for its tokenizer and its sampling; converters copy them unchanged."""
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""File of a PEFT folder, which has low-rank adapters instead of a model."""
 
 
 def families() -> dict[str, Family]:
@@ -55,6 +59,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             f"'{folder}' has no config.json. A Hugging Face folder contains config.json, *.safetensors and a tokenizer."
         )
     return read_json(path)
+
+
+def is_adapter_folder(folder: str | Path) -> bool:
+    """Returns whether a folder has adapters instead of a model; False for a folder that does not exist."""
+    return os.path.isfile(os.path.join(folder, ADAPTER_CONFIG))
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -1,13 +1,14 @@
-"""Torch tensors of a layout: dtypes by name, allocation, and the check that tensors and layout agree."""
+"""Torch tensors of a layout: dtypes by name, allocation, filling, and the check that tensors and layout agree."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from mrl.resharding.layout import Layout
+from mrl.resharding.layout import Layout, Region
+from mrl.resharding.regions import slices
 
 DTYPES = {
     "float32": torch.float32,
@@ -50,3 +51,23 @@ def check_tensors(layout: Layout, tensors: Mapping[str, Tensor], *, dtypes: bool
                 f"'{name}' is {list(tensor.shape)} {tensor.dtype}; the layout expects {list(stored.shape)} "
                 f"{stored.dtype}"
             )
+
+
+def fill_tensors(layout: Layout, tensors: Mapping[str, Tensor], read: Callable[[str, Region], Tensor]) -> None:
+    """Fills the tensors of a layout in place, with a cast to each tensor's dtype; padding becomes zero.
+
+    Args:
+        layout: Tensors to fill.
+        tensors: Name -> tensor; additional names are allowed.
+        read: Returns a region of the Hugging Face tensor with this name.
+
+    Raises:
+        RuntimeError: A tensor is missing or has another shape.
+    """
+    check_tensors(layout, tensors, dtypes=False)
+    with torch.no_grad():
+        for name, stored in layout.items():
+            for region in stored.padding:
+                tensors[name][slices(region)] = 0
+            for piece in stored.pieces:
+                tensors[name][slices(piece.dst)].copy_(read(piece.hf_name, piece.src))

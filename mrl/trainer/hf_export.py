@@ -22,12 +22,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mrl.checkpoint.formats.hf import assign_files, write_metadata_files
-from mrl.checkpoint.formats.peft import CONFIG, WEIGHTS, adapter_config
+from mrl.checkpoint.formats.peft import WEIGHTS, adapter_config
 from mrl.config.config import LoraConfig
 from mrl.data.tokenizer import Tokenizer
 from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
+from mrl.models.hf_config import ADAPTER_CONFIG
 from mrl.resharding.copy_op import Copy
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
@@ -129,7 +130,7 @@ def write_adapters(
     _write_files(partial, {WEIGHTS: content} if rank == 0 else {}, copies, tensors, bucket_bytes)
     with raise_on_all_ranks(), _disk_errors():
         if rank == 0:
-            (partial / CONFIG).write_text(json.dumps(adapter_config(arch, lora, base), indent=2) + "\n")
+            (partial / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(arch, lora, base), indent=2) + "\n")
             os.replace(partial, target)
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 
-from mrl.checkpoint.formats.peft import CONFIG, WEIGHTS, read_adapters
+from mrl.checkpoint.formats.peft import WEIGHTS, read_adapters
 from mrl.config.config import LoraConfig
 from mrl.errors import UserError
-from mrl.models.hf_config import family_of
+from mrl.models.hf_config import ADAPTER_CONFIG, family_of
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.lora import adapted_modules, num_parameters, peft_layout
@@ -140,15 +140,15 @@ def read(folder, lora=LORA):
 def test_adapters_that_compute_something_else_are_refused(what, folder):
     read(folder)
     changes, key = CHANGES[what]
-    config = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps(config | changes))
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config | changes))
     with pytest.raises(UserError, match=key):
         read(folder)
 
 
 def test_another_spelling_of_the_same_scale_is_taken(folder):
-    config = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    (folder / ADAPTER_CONFIG).write_text(
         json.dumps(config | {"lora_alpha": LORA.alpha / math.sqrt(LORA.rank), "use_rslora": True})
     )
     read(folder)
@@ -156,8 +156,8 @@ def test_another_spelling_of_the_same_scale_is_taken(folder):
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "\x00"])
 def test_a_broken_config_is_refused(content, folder):
-    (folder / CONFIG).write_text(content)
-    with pytest.raises(UserError, match=CONFIG):
+    (folder / ADAPTER_CONFIG).write_text(content)
+    with pytest.raises(UserError, match=ADAPTER_CONFIG):
         read(folder)
 
 

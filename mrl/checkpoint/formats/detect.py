@@ -7,11 +7,11 @@ from pathlib import Path
 from mrl.checkpoint.formats.base import Source
 from mrl.checkpoint.formats.hf import INDEX, SINGLE, HfSource
 from mrl.checkpoint.formats.megatron import CONFIG, MegatronSource
-from mrl.checkpoint.formats.peft import is_adapter_folder
 from mrl.checkpoint.formats.trtllm import RANK_FILES, TrtllmSource
 from mrl.config.did_you_mean import did_you_mean_path
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
+from mrl.models.hf_config import is_adapter_folder
 
 
 def open_source(folder: str | Path, arch: ArchSpec | None = None) -> Source:

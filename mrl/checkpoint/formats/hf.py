@@ -19,14 +19,19 @@ import torch
 from torch import Tensor
 
 from mrl.checkpoint.formats.base import OutFile, Source, Target
-from mrl.checkpoint.formats.peft import CONFIG as ADAPTER_CONFIG
-from mrl.checkpoint.formats.peft import is_adapter_folder
 from mrl.checkpoint.formats.safetensors_file import Header, SafetensorsFile, write_safetensors
 from mrl.errors import UserError, first_line, shown
 from mrl.models.base import ArchSpec, critic_of
-from mrl.models.hf_config import TOKENIZER_FILES, arch_from_folder, family_of, read_config
+from mrl.models.hf_config import (
+    ADAPTER_CONFIG,
+    TOKENIZER_FILES,
+    arch_from_folder,
+    family_of,
+    is_adapter_folder,
+    read_config,
+)
 from mrl.resharding.copy_op import ITEM_BYTES, num_bytes
-from mrl.resharding.dtypes import check_tensors
+from mrl.resharding.dtypes import fill_tensors
 from mrl.resharding.hf import EMBEDDINGS, HEAD, VALUE_BIAS, VALUE_HEAD, hf_layout
 from mrl.resharding.hf_names import locate_tensors, unwrapped
 from mrl.resharding.layout import Layout, Region
@@ -153,13 +158,7 @@ class HfSource(Source):
         Raises:
             UserError: A file ends early or cannot be read.
         """
-        check_tensors(layout, tensors, dtypes=False)
-        with torch.no_grad():
-            for name, stored in layout.items():
-                for region in stored.padding:
-                    tensors[name][slices(region)] = 0
-                for piece in stored.pieces:
-                    tensors[name][slices(piece.dst)].copy_(self.read(piece.hf_name, piece.src))
+        fill_tensors(layout, tensors, self.read)
 
     def _check_tied_head(self) -> None:
         """Refuses a head that differs from tied embeddings: versions of transformers differ in whether they use it."""

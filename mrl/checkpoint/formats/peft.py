@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mrl.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors
@@ -22,12 +21,13 @@ from mrl.checkpoint.io.partial_folder import disk_errors
 from mrl.config.config import LoraConfig
 from mrl.errors import UserError, first_line, shown
 from mrl.models.base import ArchSpec
-from mrl.resharding.dtypes import DTYPES, check_tensors
+from mrl.models.hf_config import ADAPTER_CONFIG
+from mrl.resharding.dtypes import DTYPES, fill_tensors
 from mrl.resharding.layout import Layout
 from mrl.resharding.lora import adapted_modules, peft_layout, peft_name, scale_of
 from mrl.resharding.regions import slices
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 
 _PLAIN: dict[str, Any] = {
     "peft_type": "LORA",
@@ -57,11 +57,6 @@ _ABSENT = (
 """Further such keys, which not every version of peft knows; supported if absent, null or false."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
-
-
-def is_adapter_folder(path: str | Path) -> bool:
-    """Returns whether a folder has adapters instead of a model."""
-    return (Path(path) / CONFIG).is_file()
 
 
 def adapter_config(arch: ArchSpec, lora: LoraConfig, base: str | None) -> dict[str, Any]:
@@ -111,13 +106,7 @@ def read_adapters(
         UserError: The folder is no PEFT folder, or its adapters have another rank, scale, kind or other modules.
     """
     file = open_adapters(folder, arch, lora, key)
-    check_tensors(layout, tensors, dtypes=False)
-    with torch.no_grad():
-        for name, stored in layout.items():
-            for region in stored.padding:
-                tensors[name][slices(region)] = 0
-            for piece in stored.pieces:
-                tensors[name][slices(piece.dst)].copy_(file.tensor(piece.hf_name)[slices(piece.src)])
+    fill_tensors(layout, tensors, lambda hf_name, region: file.tensor(hf_name)[slices(region)])
 
 
 def open_adapters(folder: str | Path, arch: ArchSpec, lora: LoraConfig, key: str) -> SafetensorsFile:
@@ -137,8 +126,8 @@ def open_adapters(folder: str | Path, arch: ArchSpec, lora: LoraConfig, key: str
     _check_weights(
         file,
         peft_layout(arch, lora, "float32"),
-        f"Set {key}.target_modules and exclude_modules to the modules of the folder's {CONFIG}, and model.path to its "
-        "model.",
+        f"Set {key}.target_modules and exclude_modules to the modules of the folder's {ADAPTER_CONFIG}, and model.path "
+        "to its model.",
     )
     return file
 
@@ -149,7 +138,7 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
     Raises:
         UserError: It is missing or not a JSON object.
     """
-    path = Path(folder) / CONFIG
+    path = Path(folder) / ADAPTER_CONFIG
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -181,12 +170,12 @@ class PeftFolder:
                 another model.
         """
         self.folder, self._arch = Path(folder), arch
-        self.files: tuple[Path, ...] = (self.folder / CONFIG, self.folder / WEIGHTS)
+        self.files: tuple[Path, ...] = (self.folder / ADAPTER_CONFIG, self.folder / WEIGHTS)
         config = read_adapter_config(folder)
         _check_kind(self.folder, config)
         self._file = _open_weights(self.folder)
         self._base = config.get("base_model_name_or_path")
-        remedy = f"Its {CONFIG} names the model {shown(self._base)}: give the folder of that model as the base."
+        remedy = f"Its {ADAPTER_CONFIG} names the model {shown(self._base)}: give the folder of that model as the base."
         self.lora = _settings(self.folder, config, arch, tuple(self._file.headers), remedy)
         _check_weights(self._file, peft_layout(arch, self.lora, "float32"), remedy)
 
@@ -244,7 +233,7 @@ def write_peft_folder(
             ((name, read(name).to(DTYPES[dtype])) for name in layout),
             {"format": "pt"},
         )
-        (partial / CONFIG).write_text(json.dumps(adapter_config(arch, lora, base), indent=2) + "\n")
+        (partial / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(arch, lora, base), indent=2) + "\n")
         os.replace(partial, target)
 
 
@@ -271,7 +260,7 @@ def _check_weights(file: SafetensorsFile, expected: Layout, remedy: str) -> None
         if header.shape != stored.shape:
             raise UserError(
                 f"'{file.path}': '{name}' has shape {list(header.shape)}, expected {list(stored.shape)}. The adapters "
-                f"belong to a model of other sizes, or have another rank than r of {CONFIG}."
+                f"belong to a model of other sizes, or have another rank than r of {ADAPTER_CONFIG}."
             )
         if header.dtype not in _DTYPES:
             raise UserError(
@@ -283,11 +272,11 @@ def _settings(folder: Path, config: dict[str, Any], arch: ArchSpec, names: tuple
     """Returns the config section of a PEFT folder; its modules are those that the file has tensors of."""
     rank, alpha, rslora = config.get("r"), config.get("lora_alpha"), config.get("use_rslora", False)
     if type(rank) is not int or rank < 1:
-        raise UserError(f"'{folder / CONFIG}' has r={shown(rank)}, expected a whole number above 0.")
+        raise UserError(f"'{folder / ADAPTER_CONFIG}' has r={shown(rank)}, expected a whole number above 0.")
     if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise UserError(f"'{folder / CONFIG}' has lora_alpha={shown(alpha)}, expected a number.")
+        raise UserError(f"'{folder / ADAPTER_CONFIG}' has lora_alpha={shown(alpha)}, expected a number.")
     if type(rslora) is not bool:
-        raise UserError(f"'{folder / CONFIG}' has use_rslora={shown(rslora)}, expected true or false.")
+        raise UserError(f"'{folder / ADAPTER_CONFIG}' has use_rslora={shown(rslora)}, expected true or false.")
     given = set(names)
     known = adapted_modules(arch, LoraConfig(rank=rank))
     modules = [each for each in known if given & {peft_name(each, "lora_A"), peft_name(each, "lora_B")}]
@@ -305,11 +294,11 @@ def _check_kind(folder: Path, found: dict[str, Any]) -> None:
     """Raises UserError where the folder's adapters are of a kind that mrl does not support."""
     for key, value in _PLAIN.items():
         if found.get(key, value) not in (value, None, [], {}):
-            raise UserError(f"'{folder / CONFIG}': {key}={shown(found[key])} is not supported, only {value}.")
+            raise UserError(f"'{folder / ADAPTER_CONFIG}': {key}={shown(found[key])} is not supported, only {value}.")
     for key in _ABSENT:
         if found.get(key):
             raise UserError(
-                f"'{folder / CONFIG}': {key}={shown(found[key])} is not supported. Use adapters without it."
+                f"'{folder / ADAPTER_CONFIG}': {key}={shown(found[key])} is not supported. Use adapters without it."
             )
 
 
@@ -320,15 +309,16 @@ def _check_config(folder: Path, lora: LoraConfig, key: str) -> None:
     rank, alpha, scaled = found.get("r"), found.get("lora_alpha"), found.get("use_rslora", False)
     if rank != lora.rank:
         raise UserError(
-            f"'{folder / CONFIG}' has r={shown(rank)}, but {key}.rank={lora.rank}. Set it to {shown(rank)}."
+            f"'{folder / ADAPTER_CONFIG}' has r={shown(rank)}, but {key}.rank={lora.rank}. Set it to {shown(rank)}."
         )
     theirs = None
     if isinstance(alpha, (int, float)) and not isinstance(alpha, bool):
         theirs = replace(lora, alpha=float(alpha), use_rslora=scaled is True)
     if theirs is None or not math.isclose(scale_of(theirs), scale_of(lora), rel_tol=1e-6):
         raise UserError(
-            f"'{folder / CONFIG}' has lora_alpha={shown(alpha)} and use_rslora={shown(scaled)}, but {key}.alpha="
-            f"{lora.alpha:g} and use_rslora={lora.use_rslora}, which is another scale. Set them to the folder's values."
+            f"'{folder / ADAPTER_CONFIG}' has lora_alpha={shown(alpha)} and use_rslora={shown(scaled)}, but "
+            f"{key}.alpha={lora.alpha:g} and use_rslora={lora.use_rslora}, which is another scale. Set them to the "
+            "folder's values."
         )
 
 

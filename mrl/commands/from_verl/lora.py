@@ -19,7 +19,7 @@ from mrl.config.verl_keys.verl_lora import (
     OWN,
     WITHOUT_ADAPTERS,
 )
-from mrl.trainer.validation.lora import ADAPTER_CONFIG
+from mrl.models.hf_config import is_adapter_folder
 
 MODEL = f"{ROOT}model."
 SECTION = "actor.lora."
@@ -162,7 +162,7 @@ def _names(verl: VerlRun, key: str, default: list[str]) -> list[str] | None:
 
 
 def _is_adapter_folder(folder: Any) -> bool:
-    return os.path.isfile(os.path.join(os.path.expanduser(str(folder)), ADAPTER_CONFIG))
+    return is_adapter_folder(os.path.expanduser(str(folder)))
 
 
 def _shortest(names: list[str]) -> list[str]:

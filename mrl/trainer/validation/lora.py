@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Iterator
 from dataclasses import fields
 
@@ -11,9 +10,8 @@ from mrl.config.did_you_mean import did_you_mean_path
 from mrl.engines._capabilities import engine_capabilities
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
+from mrl.models.hf_config import ADAPTER_CONFIG, is_adapter_folder
 from mrl.resharding.lora import adapted_modules
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 def lora_rules(config: Config) -> Iterator[str]:
@@ -33,7 +31,7 @@ def lora_rules(config: Config) -> Iterator[str]:
             "the weights. Set actor.lora.merge=true."
         )
     path = config.reference.path
-    if path is not None and path != config.model.path and not os.path.isfile(os.path.join(path, ADAPTER_CONFIG)):
+    if path is not None and path != config.model.path and not is_adapter_folder(path):
         yield (
             f"reference.path='{path}' with actor.lora.rank: the reference shares the actor's frozen weights, so it can "
             f"only be model.path, or a folder of adapters for it ({ADAPTER_CONFIG}). Remove it for model.path."
@@ -75,7 +73,7 @@ def section_rules(key: str, lora: LoraConfig, config: Config) -> Iterator[str]:
         )
     if lora.adapter_path is not None and lora.init != LoraConfig().init:
         yield f"{key}.init={lora.init} would have no effect because {key}.adapter_path is set. Remove one of them."
-    if lora.adapter_path is not None and not os.path.isfile(os.path.join(lora.adapter_path, ADAPTER_CONFIG)):
+    if lora.adapter_path is not None and not is_adapter_folder(lora.adapter_path):
         yield (
             f"{key}.adapter_path='{lora.adapter_path}' has no {ADAPTER_CONFIG}.{did_you_mean_path(lora.adapter_path)} "
             "Name a folder that PEFT's save_pretrained wrote."

@@ -13,12 +13,12 @@ from mrl.checkpoint.formats import merged_source
 from mrl.checkpoint.formats.adapter_checkpoint import AdapterCheckpoint
 from mrl.checkpoint.formats.hf import HfSource
 from mrl.checkpoint.formats.merged_source import MergedSource
-from mrl.checkpoint.formats.peft import CONFIG, WEIGHTS, PeftFolder
+from mrl.checkpoint.formats.peft import WEIGHTS, PeftFolder
 from mrl.checkpoint.io.hashed_writer import xxh3_file
 from mrl.commands.convert.converters import CONVERTERS
 from mrl.config.config import LoraConfig
 from mrl.errors import UserError
-from mrl.models.hf_config import family_of
+from mrl.models.hf_config import ADAPTER_CONFIG, family_of
 from mrl.models.presets import arch_from_preset
 from tests.checkpoint.formats.test_hf import write_folder
 from tests.commands.convert.adapter_jobs import adapters_saved
@@ -116,7 +116,7 @@ def test_every_target_has_the_same_values(target, tmp_path, monkeypatch, capsys)
     assert convert("verify", tmp_path / "base", tmp_path / "out") == 1
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["source"]["adapter"]["rank"] == 4
-    for file in (CONFIG, WEIGHTS):
+    for file in (ADAPTER_CONFIG, WEIGHTS):
         path = tmp_path / "adapter" / file
         assert manifest["source"]["files"][str(path.resolve())]["xxh3"] == xxh3_file(path)
 
@@ -133,8 +133,8 @@ def test_other_adapters_are_other_work(tmp_path):
 
 def changed_config(**changes):
     def change(folder):
-        found = json.loads((folder / CONFIG).read_text())
-        (folder / CONFIG).write_text(json.dumps(found | changes))
+        found = json.loads((folder / ADAPTER_CONFIG).read_text())
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(found | changes))
 
     return change
 
@@ -167,7 +167,7 @@ WRONG = {
     "no projection": (renamed("model.layers", "transformer.h"), "no adapters of a qwen2 model"),
     "half a pair": (without_one, "lacks 1 tensors"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), WEIGHTS),
-    "no config": (lambda folder: (folder / CONFIG).unlink(), CONFIG),
+    "no config": (lambda folder: (folder / ADAPTER_CONFIG).unlink(), ADAPTER_CONFIG),
 }
 
 
@@ -247,7 +247,7 @@ def test_the_model_may_have_a_wider_dtype_than_the_run(checkpoint, tmp_path):
     region = ((1, 3), (2, 9))
     assert torch.equal(sent.read(name, region), weights_of(tmp_path / "hf")[name][1:3, 2:9])
     assert convert("megatron-to-peft", *folders(checkpoint, tmp_path / "adapter")) == 0
-    assert json.loads((tmp_path / "adapter" / CONFIG).read_text())["base_model_name_or_path"] is None
+    assert json.loads((tmp_path / "adapter" / ADAPTER_CONFIG).read_text())["base_model_name_or_path"] is None
     assert {tensor.dtype for tensor in load_file(tmp_path / "adapter" / WEIGHTS).values()} == {torch.bfloat16}
     with pytest.raises(UserError, match="exists already"):
         convert("megatron-to-peft", *folders(checkpoint, tmp_path / "adapter"))

@@ -9,13 +9,14 @@ Shapes: n rows of a rank; B segments of a group, Q queries and T keys of its lon
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from mrl.data.shared_prefix import SharedPrefixes
@@ -71,6 +72,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
         group: Ranks that share the microbatch; None: this rank has all of it.
         prefix_mask: Plan of compiled attention, instead of groups, slots and keys; None: it is not used.
         angles: Rotary angles of each row of this rank, for compiled attention; set by the model.
+        windowed: Plan of the layers with a sliding window; None if no layer has one, or attention needs no other plan.
     """
 
     groups: list[QueryGroup] = field(default_factory=list)
@@ -83,6 +85,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
     group: dist.ProcessGroup | None = None
     prefix_mask: SharedPrefixMask | None = None
     angles: Angles | None = None
+    windowed: PackedSequences | None = None
 
 
 def pack(
@@ -92,6 +95,7 @@ def pack(
     group: dist.ProcessGroup | None = None,
     *,
     dtype: torch.dtype = torch.float32,
+    window: int | None = None,
 ) -> PackedSequences:
     """Builds the plan for `CoreAttention`; the distinct tokens lie in the order of their numbers.
 
@@ -104,15 +108,46 @@ def pack(
         device: Device of the index tensors.
         group: Ranks that share the microbatch; the number of distinct tokens is a multiple of twice their number.
         dtype: Dtype of queries and keys.
+        window: Sliding window of some layers, for which `PackedSequences.windowed` is built; None: none has one.
     """
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     segments = rank_segments(size, rank, lens, prefixes)
-    count = prefixes.origin_D.numel()
     packed = PackedSequences(qkv_format="sbhd", max_seqlen_q=max(lens), max_seqlen_kv=max(lens), group=group)
+    count = prefixes.origin_D.numel()
+    _plan(packed, segments, count, count // size, device, dtype, extends=size == 1, window=None)
+    if window is not None:
+        packed.windowed = replace(packed, groups=[])
+        _plan(packed.windowed, segments.cut(window), count, count // size, device, dtype, extends=False, window=window)
+    return packed
+
+
+def _plan(
+    packed: PackedSequences,
+    segments: AttentionSegments,
+    count: int,
+    own: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    extends: bool,
+    window: int | None,
+) -> None:
+    """Sets the groups, slots and keys of a plan.
+
+    Args:
+        packed: Plan.
+        segments: Segments of this rank.
+        count: Rows of all ranks.
+        own: Rows of this rank.
+        device: Device of the index tensors.
+        dtype: Dtype of queries and keys.
+        extends: See `_group_by_length`.
+        window: Latest keys that a query attends to, its own included; None: all.
+    """
     query_parts, key_parts = [], []
-    row_to_slot, row_to_first, positions = torch.empty(3, count // size, dtype=torch.int64)
+    row_to_slot, row_to_first, positions = torch.empty(3, own, dtype=torch.int64)
     offset = key_offset = 0
-    for members, is_complete in _group_by_length(segments, extends=size == 1):
+    for members, is_complete in _group_by_length(segments, extends=extends, longest=window):
         first, begin, end = (
             tokens[members][:, None] for tokens in (segments.first_N, segments.begin_N, segments.end_N)
         )
@@ -121,16 +156,19 @@ def pack(
         column, key_column = torch.arange(width)[None], torch.arange(longest)[None]
         rows_BQ = segments.row_P[torch.minimum(start + column, end - 1)] - segments.offset
         slots_BQ = offset + torch.arange(rows_BQ.numel()).view_as(rows_BQ)
-        own = (start + column >= begin) & (start + column < end)
-        row_to_slot[rows_BQ[own]] = slots_BQ[own]
-        row_to_first[rows_BQ[own]] = (key_offset + torch.arange(len(members))[:, None] * longest).expand_as(own)[own]
-        positions[rows_BQ[own]] = (start + column - first)[own]
+        is_own = (start + column >= begin) & (start + column < end)
+        row_to_slot[rows_BQ[is_own]] = slots_BQ[is_own]
+        first_slot = (key_offset + torch.arange(len(members))[:, None] * longest).expand_as(is_own)
+        row_to_first[rows_BQ[is_own]] = first_slot[is_own]
+        positions[rows_BQ[is_own]] = (start + column - first)[is_own]
         at_once = longest <= LONGEST_AT_ONCE and device.type == "cpu" and dtype == torch.float32
         unseen = None
         if not is_complete:
             before = start - first
             before = before[:1] if bool((before == before[0]).all()) else before  # all segments share one mask
             sees = key_column[:, None] <= (before + column)[..., None]
+            if window is not None:
+                sees &= key_column[:, None] > (before + column)[..., None] - window
             sees = sees.transpose(1, 2) if at_once else sees
             unseen = torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -torch.inf).to(device)
         packed.groups.append(QueryGroup(len(members), width, longest, unseen, at_once))
@@ -142,7 +180,6 @@ def pack(
     packed.row_to_slot, packed.row_to_first = row_to_slot.to(device), row_to_first.to(device)
     packed.positions = positions.to(device)
     packed.keys = gather_plan(torch.cat(key_parts), count, device)
-    return packed
 
 
 def pack_compiled(
@@ -168,16 +205,21 @@ def shared_prefix_mask(segments: AttentionSegments) -> SharedPrefixMask:
     )
 
 
-def _group_by_length(segments: AttentionSegments, *, extends: bool) -> list[tuple[Tensor, bool]]:
+def _group_by_length(
+    segments: AttentionSegments, *, extends: bool, longest: int | None = None
+) -> list[tuple[Tensor, bool]]:
     """Groups segments of similar length, longest first; returns each group and whether it has complete sequences.
 
     A group is small or has little padding. A causal kernel computes half of the scores, one with a mask all of them, so
-    with `extends` a long segment of more than half of its sequence is computed with the queries before it.
+    with `extends` a long segment of more than half of its sequence is computed with the queries before it. A segment of
+    more than `longest` keys has a mask in any case.
     """
     queries_N, keys_N = segments.end_N - segments.begin_N, segments.end_N - segments.first_N
     complete_N = queries_N == keys_N
     if extends:
         complete_N |= (keys_N > LONGEST_AT_ONCE) & (2 * queries_N > keys_N)
+    if longest is not None:
+        complete_N &= keys_N <= longest
     groups: list[tuple[list[int], bool]] = []
     used_scores, widest_query = 0, 0
     queries, keys, complete = queries_N.tolist(), keys_N.tolist(), complete_N.tolist()
@@ -230,8 +272,19 @@ class _ToRows(torch.autograd.Function):
         return slots.index_copy_(0, row_to_slot, grads[0]), None
 
 
+def sliding_window(config: Any) -> int | None:
+    """Returns the sliding window of a Megatron config, tokens with the query's own; None: no layer has one."""
+    # Megatron counts the keys before the query's own
+    return None if config.window_size is None else int(config.window_size[0]) + 1
+
+
 class PackedAttention(torch.nn.Module):
-    """Base class of softmax(q k^T * scale) v within each packed sequence, causal, with grouped queries."""
+    """Base class of softmax(q k^T * scale) v within each packed sequence, causal, with grouped queries.
+
+    Attributes:
+        scale: Factor of the scores; None: head dim ** -0.5.
+        window: Number of latest tokens that a query attends to, its own included; None: all.
+    """
 
     def __init__(
         self,
@@ -245,6 +298,8 @@ class PackedAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.scale = softmax_scale
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = sliding_window(config) if windowed else None
 
     def forward(
         self,
@@ -288,6 +343,8 @@ class CoreAttention(PackedAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
         """Computes attention with one call for each group of similar segments."""
+        if self.window is not None and plan.windowed is not None:
+            plan = plan.windowed
         if plan.keys is None:
             raise ValueError("attention takes sequences from `pack`")
         rows, heads, dim = query.size(0), query.size(2), query.size(3)

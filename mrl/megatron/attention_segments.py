@@ -37,6 +37,19 @@ class AttentionSegments:
     end_N: Tensor
     offset: int
 
+    def cut(self, window: int) -> AttentionSegments:
+        """Cuts the segments into parts of at most `window` tokens, whose keys begin with the first that a token sees.
+
+        A token sees the last `window` tokens up to itself.
+        """
+        parts_N = (self.end_N - self.begin_N + window - 1) // window
+        segment_M = torch.arange(parts_N.numel()).repeat_interleave(parts_N)
+        part_M = torch.arange(segment_M.numel()) - (parts_N.cumsum(0) - parts_N)[segment_M]
+        begin_M = self.begin_N[segment_M] + part_M * window
+        end_M = torch.minimum(begin_M + window, self.end_N[segment_M])
+        first_M = torch.maximum(self.first_N[segment_M], begin_M - window + 1)
+        return AttentionSegments(self.row_P, first_M, begin_M, end_M, self.offset)
+
     def sorted_by_row(self) -> AttentionSegments:
         """Sorts the segments so that their queries, concatenated, are this rank's rows in order."""
         order = self.row_P[self.begin_N].argsort()

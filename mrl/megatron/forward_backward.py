@@ -26,7 +26,7 @@ from mrl.data.packing import pack_microbatches
 from mrl.data.shared_prefix import each_token, shared_prefixes
 from mrl.distributed.collectives import all_reduce_
 from mrl.distributed.groups import ProcessGroups
-from mrl.megatron.attention import PackedSequences, pack, pack_compiled
+from mrl.megatron.attention import PackedSequences, pack, pack_compiled, sliding_window
 from mrl.megatron.context_parallel import context_targets
 from mrl.megatron.distillation_targets import DistillationSpec, DistillationTargets
 from mrl.megatron.microbatch import (
@@ -97,6 +97,8 @@ class ForwardBackward:
         self._num_experts, self._layers = num_experts, layers
         self._equal_lengths, self.replay, self._compiled = equal_lengths, replay, compiled
         self._row_unit = smallest_row_unit(groups.grid) if row_unit is None else row_unit
+        config: Any = self._chunks[0].config
+        self._window = sliding_window(config)
         self.distillation: DistillationSpec | None = None
 
     def microbatches(
@@ -239,6 +241,7 @@ class ForwardBackward:
         grid = self._groups.grid
         # without shared tokens TransformerEngine computes attention its own way, with context parallelism by its ring
         unshared_te = self._te and prefixes.origin_D.numel() == inputs_I.numel()
+        unshared_te &= grid.cp == 1 or self._window is None  # the ring has no sliding window
         if unshared_te and grid.cp > 1:
             layout = lay_out_by_sequence(lens, unit=smallest_row_unit(grid), total_unit=self._row_unit)
         else:
@@ -290,7 +293,9 @@ class ForwardBackward:
         if self._compiled:
             return pack_compiled(layout.lens, layout.prefixes, group)
         config: Any = self._chunks[0].config
-        return pack(layout.lens, layout.prefixes, self._device, group, dtype=config.params_dtype)
+        return pack(
+            layout.lens, layout.prefixes, self._device, group, dtype=config.params_dtype, window=self._window
+        )
 
 
 def _to_device(batch: RolloutBatch, device: torch.device) -> RolloutBatch:

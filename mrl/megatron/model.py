@@ -368,9 +368,18 @@ def _own_fields(
         deallocate_pipeline_outputs=True,
         # otherwise the schedule divides the loss, in place, by the number of microbatches
         calculate_per_token_loss=True,
+        **_window(arch),
         **recompute,
         **moe_config(arch, parallel, actor, te=te),
     )
+
+
+def _window(arch: ArchSpec) -> dict[str, Any]:
+    """Returns the fields of a sliding window; Megatron counts the keys before a query's own."""
+    if arch.sliding_window is None:
+        return {}
+    windowed = [int(layer in arch.windowed_layers) for layer in range(arch.num_layers)]
+    return {"window_size": (arch.sliding_window - 1, 0), "window_attn_skip_freq": windowed}
 
 
 def named_tensors(chunks: list[ScoringModel]) -> dict[str, Tensor]:

@@ -86,7 +86,10 @@ class BatchInvariantAttention(CoreAttention):
         row_S = plan.keys.row_S
         # copies keys and values so that the slots of a sequence are contiguous
         keys, values = (x.transpose(0, 1).index_select(1, row_S).transpose(0, 1) for x in kv)
-        return compiled.attend_at(q_PND, plan.row_to_first, positions_P, keys, values).flatten(1)[:, None]
+        attended = compiled.attend_at(
+            q_PND, plan.row_to_first, positions_P, keys, values, window=self.window, ring=False
+        )
+        return attended.flatten(1)[:, None]
 
     def torch_attention(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
         """Applies RoPE and computes attention with PyTorch's operators, differentiable; used for the backward pass."""

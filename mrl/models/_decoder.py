@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mrl.errors import UserError
-from mrl.models._keys import refuse_sliding_window
 from mrl.models._rope import read_rope, write_rope
 from mrl.models._values import flag, positive_float, positive_int, value_of
+from mrl.models._windows import NO_WINDOW, WindowRule
 from mrl.models.base import ArchSpec, ConfigKeys, Family, MoeSpec, ParamSpec, PipelineStage, ShardKind
 
 ATTENTION: tuple[ParamSpec, ...] = (
@@ -175,7 +175,7 @@ def arch_from_config(
     qkv_bias: bool = False,
     qk_norm: bool = False,
     moe: MoeSpec | None = None,
-    uses_window: Callable[[Mapping[str, Any], int], bool] = lambda config, layers: True,
+    windows: WindowRule = NO_WINDOW,
     rope_types: tuple[str, ...] = ("default", "llama3"),
 ) -> ArchSpec:
     """Converts the config.json of a llama-like decoder into an ArchSpec.
@@ -187,7 +187,7 @@ def arch_from_config(
         qkv_bias: See `ArchSpec`; ignored if `defaults` has the key "qkv_bias", which then is read from config.json.
         qk_norm: See `ArchSpec`.
         moe: See `ArchSpec`.
-        uses_window: Function (config.json, number of layers) -> whether a layer uses the sliding window.
+        windows: Which layers have a sliding window.
         rope_types: Rotary types that the family has, out of "default" and "llama3".
 
     Raises:
@@ -195,12 +195,12 @@ def arch_from_config(
             structure.
     """
     layers = positive_int(config, "num_hidden_layers", defaults, most=MAX_LAYERS)
-    refuse_sliding_window(config, {"sliding_window": None, **defaults}, layers, uses_window=uses_window(config, layers))
     if moe is not None and layers * moe.num_experts > MAX_EXPERTS:
         raise UserError(f"config.json: {layers} layers of {moe.num_experts} experts; expected at most {MAX_EXPERTS}.")
     heads = positive_int(config, "num_attention_heads", defaults)
     hidden = positive_int(config, "hidden_size", defaults)
     kv_heads = _kv_heads(config, defaults, heads)
+    window, windowed = windows.read(config, {"sliding_window": None, **defaults}, layers)
     theta, scaling = read_rope(config, {"rope_theta": 10000.0, **defaults}, rope_types)
     return ArchSpec(
         family=family,
@@ -219,6 +219,8 @@ def arch_from_config(
         qk_norm=qk_norm,
         rope_scaling=scaling,
         moe=moe,
+        sliding_window=window,
+        windowed_layers=windowed,
     )
 
 
@@ -241,6 +243,7 @@ def decoder_family(
     fixed: Callable[[ArchSpec], Mapping[str, Any]],
     params: tuple[ParamSpec, ...] = DECODER,
     moe: Callable[..., MoeSpec] | None = None,
+    windows: WindowRule = NO_WINDOW,
     trtllm_architecture: str | None = None,
     **structure: Any,
 ) -> Family:
@@ -254,6 +257,7 @@ def decoder_family(
         fixed: Function from an ArchSpec to the family's own keys of config.json.
         params: `Family.params`.
         moe: `_moe.moe_spec` with the family's key names bound; None: dense.
+        windows: Which layers have a sliding window.
         trtllm_architecture: `Family.trtllm_architecture`; None: TensorRT-LLM has no such model.
         **structure: Further arguments of `arch_from_config`.
     """
@@ -261,10 +265,11 @@ def decoder_family(
 
     def arch_from_hf(config: Mapping[str, Any]) -> ArchSpec:
         experts = None if moe is None else moe(config, defaults=known)
-        return arch_from_config(config, family=model_type, defaults=known, moe=experts, **structure)
+        return arch_from_config(config, family=model_type, defaults=known, moe=experts, windows=windows, **structure)
 
     def arch_to_hf(arch: ArchSpec) -> dict[str, Any]:
-        return config_from_arch(arch, model_type=model_type, architecture=architecture, fixed=fixed(arch))
+        own = {**windows.to_hf(arch), **fixed(arch)}
+        return config_from_arch(arch, model_type=model_type, architecture=architecture, fixed=own)
 
     return Family(
         hf_model_type=model_type,

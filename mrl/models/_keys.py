@@ -12,7 +12,6 @@ from typing import Any
 
 from mrl.errors import UserError, shown
 from mrl.models._rope import ROPE_KEYS
-from mrl.models._values import flag, value_of
 from mrl.models.base import ConfigKeys
 
 DECODER_KEYS = (
@@ -31,7 +30,7 @@ DECODER_KEYS = (
 """Keys that determine the `ArchSpec` in every family."""
 
 WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-"""Keys that enable sliding-window attention, which mrl does not implement."""
+"""Keys that determine which layers have sliding-window attention; `_windows.py` reads them."""
 
 OF_TRANSFORMERS = "how transformers runs the model, not what it computes"
 _CLASSIFIER = "for classification heads"
@@ -163,49 +162,6 @@ def refuse_foreign_structure(config: Mapping[str, Any], keys: ConfigKeys) -> Non
                 f"config.json: {key} is {shown(unknown[key])}. The installed transformers declares this key for "
                 f"'{family}', mrl does not know it and supports only its default, {shown(default)}."
             )
-
-
-def last_layers_use_window(config: Mapping[str, Any], layers: int) -> bool:
-    """Returns whether a Qwen 2 or 3 model uses a sliding window.
-
-    The layers from `max_window_layers` on do, unless `layer_types` names the attention of each layer.
-    """
-    first = value_of(config, "max_window_layers", {"max_window_layers": 28})
-    return (
-        flag(config, "use_sliding_window", {"use_sliding_window": False})
-        and config.get("layer_types") is None
-        and not (type(first) is int and first >= layers)
-    )
-
-
-def any_layer_uses_window(config: Mapping[str, Any], layers: int) -> bool:
-    """Returns whether a Qwen MoE model uses a sliding window in any layer; versions of transformers differ in which."""
-    return flag(config, "use_sliding_window", {"use_sliding_window": False})
-
-
-def refuse_sliding_window(
-    config: Mapping[str, Any], defaults: Mapping[str, Any], layers: int, *, uses_window: bool
-) -> None:
-    """Raises UserError if a layer uses sliding-window attention.
-
-    Args:
-        config: Parsed config.json.
-        defaults: Values that transformers assumes for missing keys.
-        layers: Number of layers.
-        uses_window: True if a layer is subject to `sliding_window`.
-    """
-    kinds = config.get("layer_types")
-    if kinds is not None and kinds != ["full_attention"] * layers:
-        raise UserError(f"config.json: layer_types is {shown(kinds)}; all {layers} layers must be 'full_attention'.")
-    window = value_of(config, "sliding_window", defaults)
-    if not uses_window or window is None:
-        return
-    longest = value_of(config, "max_position_embeddings", defaults)
-    if not isinstance(window, int) or window < longest:
-        raise UserError(
-            f"config.json: sliding_window is {shown(window)}, below max_position_embeddings={shown(longest)}, and some "
-            "layers use it (use_sliding_window, max_window_layers). mrl supports only full attention."
-        )
 
 
 def is_known_to_transformers(family: str) -> bool:

@@ -55,6 +55,9 @@ class ArchSpec:
         qk_norm: True if queries and keys pass through an RMSNorm over the head dimension.
         moe: Experts of each layer; None: a dense MLP of width `intermediate_size` in every layer.
         value_head: True if the output layer is a linear map to one value (a critic) instead of the vocabulary.
+        sliding_window: Tokens that a query of a windowed layer attends to: its own and those just before it; None if no
+            layer is windowed.
+        windowed_layers: Indices of the layers whose attention has the sliding window, ascending.
     """
 
     family: str
@@ -74,6 +77,12 @@ class ArchSpec:
     rope_scaling: RopeScaling | None = None
     moe: MoeSpec | None = None
     value_head: bool = False
+    sliding_window: int | None = None
+    windowed_layers: tuple[int, ...] = ()
+
+    def window_of(self, layer: int) -> int | None:
+        """Returns the sliding window of a layer's attention; None: the layer attends to all earlier tokens."""
+        return self.sliding_window if layer in self.windowed_layers else None
 
 
 def critic_of(arch: ArchSpec) -> ArchSpec:

@@ -5,6 +5,7 @@ from functools import partial
 from mrl.models._decoder import ATTENTION, HEAD, decoder_family
 from mrl.models._keys import TRAINING, config_keys
 from mrl.models._moe import ROUTER_WITHOUT_EFFECT, experts_key, moe_layer, moe_spec
+from mrl.models._windows import ALL_LAYERS
 from mrl.models.base import moe_of
 
 FAMILY = decoder_family(
@@ -29,9 +30,9 @@ FAMILY = decoder_family(
         "rope_theta": 1e6,
     },
     fixed=lambda arch: {
-        "sliding_window": None,
         "num_local_experts": moe_of(arch).num_experts,
         "num_experts_per_tok": moe_of(arch).top_k,
     },
+    windows=ALL_LAYERS,
     moe=partial(moe_spec, num_experts_key=experts_key, intermediate_size="intermediate_size"),
 )

@@ -1,7 +1,8 @@
 """Qwen 2 and 2.5: the plain decoder with a bias on query, key and value."""
 
 from mrl.models._decoder import decoder_family
-from mrl.models._keys import config_keys, last_layers_use_window
+from mrl.models._keys import config_keys
+from mrl.models._windows import LAST_LAYERS
 
 FAMILY = decoder_family(
     "qwen2",
@@ -9,7 +10,7 @@ FAMILY = decoder_family(
     trtllm_architecture="Qwen2ForCausalLM",
     keys=config_keys(),
     defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
-    fixed=lambda arch: {"use_sliding_window": False},
+    fixed=lambda arch: {},
     qkv_bias=True,
-    uses_window=last_layers_use_window,
+    windows=LAST_LAYERS,
 )

@@ -3,8 +3,9 @@
 from functools import partial
 
 from mrl.models._decoder import ATTENTION, HEAD, decoder_family
-from mrl.models._keys import any_layer_uses_window, config_keys
+from mrl.models._keys import config_keys
 from mrl.models._moe import QWEN_KEYS, QWEN_MLP, ROUTER_WITHOUT_EFFECT, moe_layer, moe_spec, qwen_keys, shared_expert
+from mrl.models._windows import NAMED_LAYERS
 from mrl.models.base import moe_of
 
 FAMILY = decoder_family(
@@ -32,7 +33,6 @@ FAMILY = decoder_family(
     },
     fixed=lambda arch: {
         "qkv_bias": arch.qkv_bias,
-        "use_sliding_window": False,
         "shared_expert_intermediate_size": moe_of(arch).shared_intermediate_size,
         **qwen_keys(moe_of(arch)),
     },
@@ -41,5 +41,5 @@ FAMILY = decoder_family(
         num_experts_key=lambda config: "num_experts",
         shared_intermediate_size="shared_expert_intermediate_size",
     ),
-    uses_window=any_layer_uses_window,
+    windows=NAMED_LAYERS,
 )

@@ -1,7 +1,8 @@
 """Qwen 3 (dense): the plain decoder with RMSNorm over each query and key head; head_dim is set independently."""
 
 from mrl.models._decoder import decoder_family
-from mrl.models._keys import config_keys, last_layers_use_window
+from mrl.models._keys import config_keys
+from mrl.models._windows import LAST_LAYERS
 
 FAMILY = decoder_family(
     "qwen3",
@@ -14,7 +15,7 @@ FAMILY = decoder_family(
         "max_position_embeddings": 32768,
         "sliding_window": 4096,
     },
-    fixed=lambda arch: {"attention_bias": False, "use_sliding_window": False},
+    fixed=lambda arch: {"attention_bias": False},
     qk_norm=True,
-    uses_window=last_layers_use_window,
+    windows=LAST_LAYERS,
 )

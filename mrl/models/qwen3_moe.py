@@ -7,8 +7,9 @@ older versions.
 from functools import partial
 
 from mrl.models._decoder import ATTENTION, HEAD, decoder_family
-from mrl.models._keys import any_layer_uses_window, config_keys
+from mrl.models._keys import config_keys
 from mrl.models._moe import QWEN_KEYS, QWEN_MLP, ROUTER_WITHOUT_EFFECT, experts_key, moe_layer, moe_spec, qwen_keys
+from mrl.models._windows import ALL_IF_USED
 from mrl.models.base import moe_of
 
 FAMILY = decoder_family(
@@ -34,11 +35,10 @@ FAMILY = decoder_family(
     },
     fixed=lambda arch: {
         "attention_bias": False,
-        "use_sliding_window": False,
         "num_local_experts": moe_of(arch).num_experts,
         **qwen_keys(moe_of(arch)),
     },
     moe=partial(moe_spec, num_experts_key=experts_key),
     qk_norm=True,
-    uses_window=any_layer_uses_window,
+    windows=ALL_IF_USED,
 )

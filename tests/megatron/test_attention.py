@@ -1,5 +1,7 @@
 """Packed causal attention against one dense float64 attention per sequence."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,17 +20,24 @@ MIXED = [2100, 20, 2000, 1, 900]
 """Several groups, one of them with padding."""
 
 
-def packed(lens):
-    return pack(lens, each_token(sum(lens)), CPU)
+def packed(lens, window=None):
+    return pack(lens, each_token(sum(lens)), CPU, window=window)
 
 
-def dense(query, key, value, lens):
+def attention_with(window):
+    """The second layer, which has the window; the first has none."""
+    size = None if window is None else (window - 1, 0)
+    return CoreAttention(SimpleNamespace(window_size=size, window_attn_skip_freq=[0, 1]), 2, None, "self")
+
+
+def dense(query, key, value, lens, window=None):
     outputs = []
     group = query.size(2) // key.size(2)
     for q, k, v in zip(*(x.squeeze(1).split(lens) for x in (query, key, value)), strict=True):
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("qnd,knd->nqk", q, k) / q.size(2) ** 0.5
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+        hidden = ~(seen if window is None else seen.triu(1 - window))
         outputs.append(torch.einsum("nqk,knd->qnd", scores.masked_fill(hidden, -torch.inf).softmax(2), v))
     return torch.cat(outputs).flatten(1).unsqueeze(1)
 
@@ -38,15 +47,16 @@ def dense(query, key, value, lens):
     [(SHORT, 4, 2), (SHORT, 4, 4), (SHORT, 4, 1), (MIXED, 2, 1), ([40, 33, 12], 4, 2), ([1], 2, 2)],
     ids=str,
 )
-def test_values_and_gradients_are_those_of_each_sequence_alone(lens, heads, groups):
+@pytest.mark.parametrize("window", [None, 1, 6, 33, 1500])
+def test_values_and_gradients_are_those_of_each_sequence_alone(lens, heads, groups, window):
     generator = torch.Generator().manual_seed(2)
     shapes = [(sum(lens), 1, count, 8) for count in (heads, groups, groups)]
     inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    attention = CoreAttention(None, 1, None, "self")
-    plan = packed(lens)
+    attention = attention_with(window)
+    plan = packed(lens, window)
     found = attention(*inputs, None, packed_seq_params=plan)
-    expected = dense(*exact, lens)
+    expected = dense(*exact, lens, window)
     torch.testing.assert_close(found, expected.float(), rtol=VALUE, atol=VALUE)
     grad = torch.randn(found.shape, generator=generator)
     found.backward(grad)
@@ -82,7 +92,8 @@ SHARED = [
 
 
 @pytest.mark.parametrize("families", SHARED, ids=str)
-def test_shared_tokens_are_queries_once_unless_that_costs_more(families):
+@pytest.mark.parametrize("window", [None, 5, 64])
+def test_shared_tokens_are_queries_once_unless_that_costs_more(families, window):
     """Short answers to long prompts see the prompt's keys; of long answers the prompt's queries come again."""
     generator = torch.Generator().manual_seed(4)
     ids = []
@@ -94,11 +105,11 @@ def test_shared_tokens_are_queries_once_unless_that_costs_more(families):
     shapes = [(prefixes.origin_D.numel(), 1, count, 8) for count in (4, 2, 2)]
     inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    plan = pack(lens, prefixes, CPU)
+    plan = pack(lens, prefixes, CPU, window=window)
     scores = sum(group.size * group.queries * group.keys for group in plan.groups)
     assert scores < 0.8 * len(lens) * max(lens) ** 2
-    found = CoreAttention(None, 1, None, "self")(*inputs, None, packed_seq_params=plan)
-    expected = dense(*(x[prefixes.distinct_P] for x in exact), lens)[prefixes.origin_D]
+    found = attention_with(window)(*inputs, None, packed_seq_params=plan)
+    expected = dense(*(x[prefixes.distinct_P] for x in exact), lens, window)[prefixes.origin_D]
     torch.testing.assert_close(found, expected.float(), rtol=VALUE, atol=VALUE)
     grad = torch.randn(found.shape, generator=generator)
     found.backward(grad)
@@ -116,10 +127,18 @@ def test_distinct_tokens_may_be_numbered_in_any_order(lens, random):
     number_of, origin = torch.tensor(order), torch.tensor(order).argsort()
     generator = torch.Generator().manual_seed(sum(lens))
     inputs = [torch.randn(sum(lens), 1, count, 4, generator=generator) for count in (2, 1, 1)]
-    attention = CoreAttention(None, 1, None, "self")
+    attention = attention_with(None)
     laid = [rows[origin] for rows in inputs]
     found = attention(*laid, None, packed_seq_params=pack(lens, SharedPrefixes(number_of, origin), CPU))
     torch.testing.assert_close(found[number_of], dense(*inputs, lens), rtol=VALUE, atol=VALUE)
+
+
+@pytest.mark.parametrize("lens", [[5000], [3000, 3000, 40]], ids=str)
+def test_a_window_computes_few_scores_of_long_sequences(lens):
+    plan = packed(lens, 100).windowed
+    scores = sum(group.size * group.queries * group.keys for group in plan.groups)
+    assert scores < 2.2 * 100 * sum(lens)
+    assert max(group.unseen.numel() for group in plan.groups if group.unseen is not None) <= 100 * 199
 
 
 def test_short_sequences_make_one_call():
@@ -137,4 +156,4 @@ def test_transformer_engine_gets_plain_packed_sequences():
 def test_a_mask_is_refused():
     x = torch.zeros(3, 1, 2, 4)
     with pytest.raises(ValueError, match="neither a mask nor a bias"):
-        CoreAttention(None, 1, None, "self")(x, x, x, torch.zeros(3, 3), packed_seq_params=packed([3]))
+        attention_with(None)(x, x, x, torch.zeros(3, 3), packed_seq_params=packed([3]))

@@ -37,8 +37,21 @@ MODELS = {
     "llama": ("Llama", {**SIZES, **both_spellings(LLAMA3), "tie_word_embeddings": False}),
     "qwen3": ("Qwen3", {**SIZES, "head_dim": 20, "tie_word_embeddings": True}),
     "phi3": ("Phi3", {**SIZES, "tie_word_embeddings": False, "pad_token_id": None}),
+    "mistral": ("Mistral", {**SIZES, "sliding_window": 17, "tie_word_embeddings": False}),
+    "qwen2_windows": (
+        "Qwen2",
+        {
+            **SIZES,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 12,
+            "max_window_layers": 1,
+        },
+    ),
 }
-FAMILIES = [(family, layout) for family in MODELS for layout in LAYOUTS if family != "phi3" or layout == "tp2_pp2"]
+ONE_LAYOUT = ("phi3", "mistral", "qwen2_windows")
+"""Tested in fewer layouts: what differs between them is in one layer."""
+FAMILIES = [(family, layout) for family in MODELS for layout in LAYOUTS if family not in ONE_LAYOUT or layout in ("single", "tp2_pp2")]
 WIDE = ParallelLayout(4, tp=4)
 """More tensor-parallel ranks than key-value heads."""
 

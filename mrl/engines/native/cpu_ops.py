@@ -74,8 +74,10 @@ class Compiled(Operations):
         positions_P = positions_P.contiguous()
 
         def attend(layer: int, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor) -> Tensor:
-            keys, values = cache.keys[layer], cache.values[layer]
-            return self._library.attend(q_PND, k_PKD, v_PKD, positions_P, keys, values, firsts_B, cache.shared_prefixes)
+            return self._library.attend(
+                *(q_PND, k_PKD, v_PKD, positions_P, cache.keys[layer], cache.values[layer]),
+                *(firsts_B, cache.shared_prefixes, cache.windows[layer]),
+            )
 
         return attend
 

@@ -99,7 +99,7 @@ class NativeEngine(RolloutEngine):
         if device.type == "cpu":  # on a CPU, pages of zeros are allocated when they are first written
             later_bytes += sum(weight.nbytes for weight in self._weights.values())
         self._cache = KVCache(
-            num_layers=arch.num_layers,
+            windows=[arch.window_of(layer) for layer in range(arch.num_layers)],
             num_kv_heads=self._model.num_kv_heads,
             head_dim=arch.head_dim,
             dtype=self._model.dtype,
@@ -331,6 +331,7 @@ class NativeEngine(RolloutEngine):
                 running,
                 room=sampling.max_tokens,
                 share_prefill=config.enable_prefix_caching,
+                keeps_prompts=not self._cache.wraps,
                 parking=PausedSequences(num_rows),
             ),
             stopping=Stopping(sampling, self.spec.decode, self.spec.device),

@@ -76,7 +76,7 @@ class Generation:
         self._sampling = sampling
         self._sampler = TokenSampler(sampling, model.operations)
         self._stopping = stopping
-        self._chunks = partial(prefill_chunks, max_tokens=max_prefill_tokens)
+        self._chunks = partial(prefill_chunks, max_tokens=max_prefill_tokens, max_row_tokens=cache.most_tokens)
         self._abandoned = abandoned
         self._speculation = speculation
         self._on_sampled = on_sampled

@@ -4,10 +4,15 @@ Row r of every layer belongs to the sequence that decodes in row r; running sequ
 decode step reads views and gathers nothing. Keys are stored rotated. While the budget allows it the shape only grows,
 and its addresses stay the same while the memory is released: captured CUDA graphs read it in the next step too.
 
-Shapes: S rows, K KV heads of this rank, T slots of a row, D head dim.
+A layer with a sliding window needs slots only for the tokens in the window and for those of one forward. Where rows are
+longer, its slots are a ring: position p is in slot p % T, and overwrites a token that fell out of the window.
+
+Shapes: S rows, K KV heads of this rank, T slots of a row (fewer in a ring), D head dim.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +22,10 @@ from mrl.errors import UserError
 
 SLOT_MULTIPLE = 16
 """Slots per row are rounded up to a multiple of this."""
+RING_MULTIPLE = 64
+"""The slots of a ring are rounded up to a multiple of this, `SPAN` of `kernels.c`."""
+RING_SPARE = 256
+"""Least slots of a ring beyond the window: most tokens of a row in one forward."""
 
 
 class KVCache:
@@ -28,9 +37,10 @@ class KVCache:
         keys: Keys of each layer [S, K, T, D]; empty while the memory is released.
         values: Values of each layer [S, K, T, D]; empty while the memory is released.
         shared_prefixes: Arguments of the last `set_shared_prefixes` as tensors.
+        windows: Sliding window of each layer; None: the layer attends to all tokens.
 
     Args:
-        num_layers: Number of layers.
+        windows: See above; one entry per layer.
         num_kv_heads: KV heads of this rank.
         head_dim: D.
         dtype: Dtype of keys and values.
@@ -41,7 +51,7 @@ class KVCache:
     def __init__(
         self,
         *,
-        num_layers: int,
+        windows: Sequence[int | None],
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
@@ -52,25 +62,29 @@ class KVCache:
         self.num_rows = 0
         self.row_len = 0
         self.num_kv_heads = num_kv_heads
-        self._shape = (num_layers, num_kv_heads, head_dim)
+        self.windows = list(windows)
+        window = next((each for each in windows if each is not None), None)
+        self._ring = None if window is None else ring_slots(window)
+        self._num_windowed = sum(each is not None for each in windows)
+        self._head_dim = head_dim
         self._dtype = dtype
         self._device = device
         self._range: MemoryRange | None = None
-        self._rows = torch.empty(0)
+        self._rows: list[Tensor] = []
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.shared_prefixes: tuple[Tensor, Tensor] | None = None
         self._shared: tuple[list[int], list[int]] | None = None
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token in all layers of this rank."""
-        layers, heads, dim = self._shape
-        return 2 * layers * heads * dim * self._dtype.itemsize
+    def row_bytes(self, row_len: int) -> int:
+        """Returns the bytes of the keys and values of one row in all layers of this rank."""
+        full, ring = self._slots(row_len)
+        tokens = (len(self.windows) - self._num_windowed) * full + self._num_windowed * ring
+        return 2 * self.num_kv_heads * self._head_dim * self._dtype.itemsize * tokens
 
     def fitting(self, row_len: int, other_row_bytes: int = 0) -> int:
         """Returns the number of rows that fit into the budget."""
-        return self.budget_bytes // (_slots(row_len) * self.token_bytes + other_row_bytes)
+        return self.budget_bytes // (self.row_bytes(row_len) + other_row_bytes)
 
     def reserve(self, wanted_rows: int, row_len: int, other_row_bytes: int = 0) -> int:
         """Allocates as many of `wanted_rows` rows as the budget allows; returns their number.
@@ -83,11 +97,10 @@ class KVCache:
         Raises:
             UserError: Not even one row fits.
         """
-        layers, heads, dim = self._shape
-        slots = _slots(row_len)
+        slots, _ = self._slots(row_len)
         rows = min(wanted_rows, self.fitting(row_len, other_row_bytes))
         if rows < 1:
-            row_bytes = slots * self.token_bytes + other_row_bytes
+            row_bytes = self.row_bytes(row_len) + other_row_bytes
             raise UserError(
                 f"rollout.gpu_memory_utilization leaves {self.budget_bytes / 2**20:.1f} MiB for the KV cache, but one "
                 f"sequence of {row_len} tokens takes {row_bytes / 2**20:.1f} MiB. Raise it, shorten "
@@ -95,28 +108,55 @@ class KVCache:
             )
         if rows > self.num_rows or slots > self.row_len:
             most = max(rows, self.num_rows), max(slots, self.row_len)
-            slot_bytes = self.token_bytes + -(-other_row_bytes // slots)
-            self.num_rows, self.row_len = most if most[0] * most[1] * slot_bytes <= self.budget_bytes else (rows, slots)
-            self._rows = torch.empty(0)
-        if not self._rows.numel():
-            self._rows = self._take(2, layers, self.num_rows, heads, self.row_len, dim)
-            self.keys, self.values = list(self._rows[0]), list(self._rows[1])
+            row_bytes = self.row_bytes(most[1]) + most[1] * -(-other_row_bytes // slots)
+            self.num_rows, self.row_len = most if most[0] * row_bytes <= self.budget_bytes else (rows, slots)
+            self._rows = []
+        if not self._rows:
+            self._allocate()
         return rows
 
-    def _take(self, *shape: int) -> Tensor:
-        """Returns the memory; newly allocated parts are zero."""
-        needed = torch.Size(shape).numel() * self._dtype.itemsize
+    @property
+    def wraps(self) -> bool:
+        """Whether some layer's row is a ring that is shorter than a row."""
+        return self._ring is not None and self._ring < self.row_len
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Most tokens of a row in one forward; None: no limit."""
+        window = next((each for each in self.windows if each is not None), 0)
+        return None if not self.wraps or self._ring is None else self._ring - window
+
+    def _slots(self, row_len: int) -> tuple[int, int]:
+        """Returns the slots of a row in a layer without and in one with a sliding window."""
+        slots = -(-row_len // SLOT_MULTIPLE) * SLOT_MULTIPLE
+        return slots, slots if self._ring is None else min(slots, self._ring)
+
+    def _allocate(self) -> None:
+        """Allocates the memory of all layers; newly allocated parts are zero."""
+        counts = (len(self.windows) - self._num_windowed, self._num_windowed)
+        shapes = [
+            torch.Size((2, count, self.num_rows, self.num_kv_heads, slots, self._head_dim))
+            for count, slots in zip(counts, self._slots(self.row_len), strict=True)
+        ]
+        sizes = [shape.numel() * self._dtype.itemsize for shape in shapes]
+        needed = sum(sizes)
         if self._range is None or needed > self._range.num_bytes:
             # address space costs nothing on a GPU: with that of the full budget the cache grows in place
             most = self.budget_bytes if self._device.type == "cuda" else 0
             self._range = None
             self._range = MemoryRange(max(needed, most), self._device)
         self._range.take(needed)
-        return self._range.tensor(0, shape, self._dtype)
+        full, ring = (
+            self._range.tensor(offset, shape, self._dtype) for offset, shape in zip((0, sizes[0]), shapes, strict=True)
+        )
+        self._rows = [full, ring]
+        layers = [iter(zip(*rows.unbind(0), strict=True)) for rows in self._rows]
+        pairs = [next(layers[window is not None]) for window in self.windows]
+        self.keys, self.values = [key for key, _ in pairs], [value for _, value in pairs]
 
     def free(self) -> None:
         """Releases the memory; `reserve` allocates it again, at the same addresses and in the same shape."""
-        self._rows = torch.empty(0)
+        self._rows = []
         self.keys, self.values = [], []
         if self._range is not None:
             self._range.release()
@@ -129,7 +169,7 @@ class KVCache:
     @property
     def addresses(self) -> tuple[int, ...]:
         """Address and shape of the cache, on which captured graphs depend; valid while memory is allocated."""
-        return self._rows.data_ptr(), *self._rows.shape
+        return tuple(number for rows in self._rows for number in (rows.data_ptr(), *rows.shape))
 
     def set_shared_prefixes(self, shared: tuple[list[int], list[int]]) -> None:
         """Sets, for each row, another row and the number of leading slots that both share, until the next call."""
@@ -137,10 +177,13 @@ class KVCache:
             self._shared, self.shared_prefixes = shared, (torch.tensor(shared[0]), torch.tensor(shared[1]))
 
     def copy_row(self, source: int, target: int, length: int, num_targets: int = 1) -> None:
-        """Copies the first `length` slots of a row to `num_targets` rows from `target` on, in all layers."""
+        """Copies the slots of the first `length` positions of a row to `num_targets` rows from `target` on."""
         last = target + num_targets
-        self._rows[:, :, target:last, :, :length] = self._rows[:, :, source : source + 1, :, :length]
+        for rows in self._rows:  # a ring has fewer slots, and is copied whole
+            rows[:, :, target:last, :, :length] = rows[:, :, source : source + 1, :, :length]
 
 
-def _slots(row_len: int) -> int:
-    return -(-row_len // SLOT_MULTIPLE) * SLOT_MULTIPLE
+def ring_slots(window: int) -> int:
+    """Returns the slots of a ring for a sliding window of `window` tokens."""
+    wanted = window + max(RING_SPARE, window // 4)
+    return -(-wanted // RING_MULTIPLE) * RING_MULTIPLE

@@ -261,7 +261,7 @@ class Decoder:
         """Runs the attention of a decode step of `num_tokens` rows over `num_slots` slots each, for timing."""
         dim, device = self._arch.head_dim, self._embed_table.device
         cache = KVCache(
-            num_layers=1,
+            windows=[None],
             num_kv_heads=self.num_kv_heads,
             head_dim=dim,
             dtype=self.dtype,

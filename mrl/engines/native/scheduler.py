@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -98,6 +98,8 @@ class Scheduler:
         num_rows: Sequences that run at a time.
         room: Longest response, tokens.
         share_prefill: Prefill a prompt once for all its samples.
+        keeps_prompts: A running row keeps the slots of its prompt, with which further samples can start; False: samples
+            that find no free row prefill the prompt again (`KVCache.wraps`).
         parking: Rows for paused sequences; None: none pauses.
     """
 
@@ -109,6 +111,7 @@ class Scheduler:
         *,
         room: int,
         share_prefill: bool,
+        keeps_prompts: bool = True,
         parking: PausedSequences | None = None,
     ) -> None:
         self.num_rows = num_rows
@@ -116,7 +119,7 @@ class Scheduler:
         self.running: list[RunningSample] = []
         self._waiting: deque[PrefillGroup] = deque()
         self._started: list[PrefillGroup] = []
-        self._room, self._share_prefill = room, share_prefill
+        self._room, self._share_prefill, self._keeps_prompts = room, share_prefill, keeps_prompts
         self._num_prompts = 0
         self._alike: SharedPrefixes | None = None
         for prompt in prompts:
@@ -167,6 +170,9 @@ class Scheduler:
         room = free if most is None else most
         while self._waiting and free > 0 and room > 0:
             group = self._waiting.popleft()
+            if not self._keeps_prompts and len(group.pending) > free:
+                rest = deque(group.pending.pop() for _ in range(len(group.pending) - free))
+                self._waiting.appendleft(replace(group, pending=deque(reversed(rest)), routed=[]))
             free -= len(group.pending)
             room -= len(group.pending)
             admitted.append(group)
@@ -265,13 +271,19 @@ class Scheduler:
 
 
 def prefill_chunks(
-    prompt_lens: Sequence[int], first_row: int, max_tokens: int, *, starts: Sequence[int] = ()
+    prompt_lens: Sequence[int],
+    first_row: int,
+    max_tokens: int,
+    *,
+    starts: Sequence[int] = (),
+    max_row_tokens: int | None = None,
 ) -> Iterable[list[PrefillChunk]]:
     """Distributes prompts over forwards of at most `max_tokens` tokens; prompt i goes to row `first_row + i`.
 
     Prompts of similar length share a forward. A prompt longer than a forward is cut every `max_tokens` tokens,
     independent of the other prompts: a token's bits depend on where its prompt is cut, not on the rest of the batch.
-    Tokens before a prompt's entry in `starts` are in its row already.
+    Tokens before a prompt's entry in `starts` are in its row already. `max_row_tokens` limits the tokens of one prompt in a
+    forward, as `KVCache.most_tokens` does.
     """
     starts = starts or [0] * len(prompt_lens)
     order = sorted(range(len(prompt_lens)), key=lambda i: prompt_lens[i] - starts[i])
@@ -283,11 +295,11 @@ def prefill_chunks(
             yield sorted(batch, key=lambda chunk: chunk.extent)
             batch, room = [], max_tokens
         while start < prompt_lens[i]:
-            stop = min(prompt_lens[i], start + room)
+            stop = min(prompt_lens[i], start + room, start + (max_row_tokens or room))
             batch.append(PrefillChunk(first_row + i, start, stop))
             room -= stop - start
             start = stop
-            if room == 0:
+            if room == 0 or start < prompt_lens[i]:
                 yield sorted(batch, key=lambda chunk: chunk.extent)
                 batch, room = [], max_tokens
     if batch:

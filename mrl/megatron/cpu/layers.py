@@ -152,7 +152,7 @@ class CompiledAttention(PackedAttention):
         v_PKD = value.squeeze(1)
         if plan.group is not None:
             k_PKD, v_PKD = (gather_cp(x.flatten(1), plan.group).view(-1, *x.shape[1:]) for x in (k_PKD, v_PKD))
-        attended = self._compiled.attention(q_PND, k_PKD, v_PKD, plan.prefix_mask, self.scale_of(query))
+        attended = self._compiled.attention(q_PND, k_PKD, v_PKD, plan.prefix_mask, self.scale_of(query), self.window)
         return attended.flatten(1)[:, None]
 
 

@@ -37,8 +37,8 @@ _ARGUMENTS = {
     "norm": [*[_P] * 4, *[_N] * 2, _F],
     "rotate": [*[_P] * 6, *[_N] * 4, _F],
     "gate": [*[_P] * 2, *[_N] * 2],
-    "attend": [*[_P] * 3, _N, *[_P] * 7, *[_N] * 6, _F],
-    "attend_at": [_P, _N, *[_P] * 5, *[_N] * 6, _F],
+    "attend": [*[_P] * 3, _N, *[_P] * 7, *[_N] * 8, _F],
+    "attend_at": [_P, _N, *[_P] * 5, *[_N] * 8, _F],
     "sample": [_P, _N, *[_P] * 4, *[_N] * 2, _F, _B],
     "score": [_P, _N, *[_P] * 2, *[_N] * 2, _F],
     "draft": [_P, _N, *[_P] * 5, *[_N] * 4, *[_P] * 3],
@@ -125,6 +125,7 @@ class Library:
         values_BTD: Tensor,
         firsts_B: Tensor | None = None,
         alike: tuple[Tensor, Tensor] | None = None,
+        window: int | None = None,
     ) -> Tensor:
         """Writes new tokens into the first rows of a KV cache and returns their causal attention [P, N, D].
 
@@ -132,12 +133,14 @@ class Library:
             q_PND: Queries; the stride between tokens is free, but equal for q, k and v.
             k_PKD: New keys.
             v_PKD: New values.
-            positions_P: Slots of the new tokens, int64, consecutive within a row.
-            keys_BTD: Key cache [rows, K, T, D], its slots contiguous.
+            positions_P: Positions of the new tokens, int64, consecutive within a row.
+            keys_BTD: Key cache [rows, K, T, D], its slots contiguous; position p is in slot p, or with a window in slot
+                p % T.
             values_BTD: Value cache, laid out like the keys.
             firsts_B: Index of each row's first new token, and P at the end, int64; None: one token per row.
             alike: (row with the same first slots, number of these slots) of each row, both int64, see `attend` in
                 `kernels.c`; None: unknown.
+            window: Number of latest tokens that a token attends to, its own included; None: all.
         """
         num, num_heads, dim = q_PND.shape
         homes, commons = (None, None) if alike is None else (alike[0].data_ptr(), alike[1].data_ptr())
@@ -155,29 +158,42 @@ class Library:
                 dim,
                 keys_BTD.stride(0),
                 keys_BTD.stride(1),
+                *_window_and_ring(window, keys_BTD),
                 dim**-0.5,
             ),
         )
         return out_PND
 
     def attend_at(
-        self, q_PND: Tensor, rows_P: Tensor, positions_P: Tensor, keys_BKTD: Tensor, values_BKTD: Tensor
+        self,
+        q_PND: Tensor,
+        rows_P: Tensor,
+        positions_P: Tensor,
+        keys_BKTD: Tensor,
+        values_BKTD: Tensor,
+        *,
+        window: int | None = None,
+        ring: bool = True,
     ) -> Tensor:
         """Returns the causal attention [P, N, D] of tokens whose keys and values are in a KV cache already.
 
         Args:
             q_PND: Queries; the stride between tokens is free.
             rows_P: Cache row of each token, int64.
-            positions_P: Slot of each token, int64.
+            positions_P: Position of each token, int64.
             keys_BKTD: Key cache, its slots contiguous.
             values_BKTD: Value cache, laid out like the keys.
+            window: Number of latest tokens that a token attends to, its own included; None: all.
+            ring: With a window, position p is in slot p % T; False: in slot p, and "rows" may overlap.
         """
         num, num_heads, dim = q_PND.shape
         out_PND = q_PND.new_empty(num, num_heads, dim)
         self._call["attend_at"](
             *(q_PND.data_ptr(), q_PND.stride(0), rows_P.data_ptr(), positions_P.data_ptr()),
             *(keys_BKTD.data_ptr(), values_BKTD.data_ptr(), out_PND.data_ptr(), num, num_heads, keys_BKTD.size(1)),
-            *(dim, keys_BKTD.stride(0), keys_BKTD.stride(1), dim**-0.5),
+            *(dim, keys_BKTD.stride(0), keys_BKTD.stride(1)),
+            *(_window_and_ring(window, keys_BKTD) if ring else (window or 0, 0)),
+            dim**-0.5,
         )
         return out_PND
 
@@ -302,6 +318,11 @@ class Library:
             *(num, block, columns, inner),
         )
         return out_PH
+
+
+def _window_and_ring(window: int | None, keys_BKTD: Tensor) -> tuple[int, int]:
+    """Returns the C arguments `window` and `ring` of a KV cache."""
+    return (0, 0) if window is None else (window, keys_BKTD.size(2))
 
 
 @cache

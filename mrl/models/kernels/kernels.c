@@ -127,19 +127,31 @@ static inline __attribute__((always_inline)) void accumulate_values(float *acc, 
 }
 
 /* KV-cache slots of one head. The first `common` slots, a multiple of SPAN, are read from the first row with the same
- * prompt, which has equal values: so the processor's cache serves all samples of a prompt. */
+ * prompt, which has equal values: so the processor's cache serves all samples of a prompt. If `ring` is not 0, position p
+ * is in slot p % ring, a multiple of SPAN, and no slots are common. */
 typedef struct {
     const T *keys, *values, *common_keys, *common_values;
-    int64_t common;
+    int64_t common, ring;
 } Slots;
 
-static inline const T *keys_at(const Slots *s, int64_t slot, int64_t dim) {
-    return (slot < s->common ? s->common_keys : s->keys) + slot * dim;
+static inline int64_t slot_of(int64_t position, int64_t ring) { return ring ? position % ring : position; }
+
+static inline const T *keys_at(const Slots *s, int64_t position, int64_t dim) {
+    return (position < s->common ? s->common_keys : s->keys) + slot_of(position, s->ring) * dim;
 }
 
-/* Attention of up to four queries over `length` slots of one head, span by span with a running maximum (flash). */
+static inline const T *values_at(const Slots *s, int64_t position, int64_t dim) {
+    return (position < s->common ? s->common_values : s->values) + slot_of(position, s->ring) * dim;
+}
+
+/* First position that a query at `position` attends to. */
+static inline int64_t begin_of(int64_t position, int64_t window) { return window && position >= window ? position - window + 1 : 0; }
+
+/* Attention of up to four queries over the positions from `begin` to `length` - 1 of one head, span by span with a running
+ * maximum (flash). Spans begin at multiples of SPAN, whatever `begin` is. */
 static inline __attribute__((always_inline)) void attend_some(const T *queries, const Slots *slots, const T *next, T *out,
-                                                              int64_t length, int64_t dim, float scale, const int num) {
+                                                              int64_t begin, int64_t length, int64_t dim, float scale,
+                                                              const int num) {
     int64_t wide = (dim + LANES - 1) / LANES * LANES;
     float q[4 * wide], acc[4 * wide], scores[4][SPAN], top[4], sum[4], keep[4];
     memset(acc, 0, sizeof acc);
@@ -148,12 +160,13 @@ static inline __attribute__((always_inline)) void attend_some(const T *queries, 
         sum[g] = 0.0f;
         for (int64_t i = 0; i < dim; i += LANES) *(vec *)(q + g * wide + i) = take(queries + g * dim + i, dim - i) * scale;
     }
-    for (int64_t first = 0; first < length; first += SPAN) {
+    for (int64_t first = begin / SPAN * SPAN; first < length; first += SPAN) {
         int64_t count = length - first < SPAN ? length - first : SPAN;
         int64_t padded = (count + LANES - 1) / LANES * LANES;
-        const T *values = (first < slots->common ? slots->common_values : slots->values) + first * dim;
+        const T *values = values_at(slots, first, dim);
         dot_keys(q, wide, keys_at(slots, first, dim), values, dim, count, scores, num);
         for (int g = 0; g < num; g++) {
+            for (int64_t t = 0; t < begin - first; t++) scores[g][t] = -INFINITY;
             for (int64_t t = count; t < padded; t++) scores[g][t] = -INFINITY;
             vec high = *(vec *)scores[g];
             for (int64_t t = LANES; t < padded; t += LANES) high = larger(high, *(vec *)(scores[g] + t));
@@ -178,26 +191,27 @@ static inline __attribute__((always_inline)) void attend_some(const T *queries, 
 }
 
 #define ATTEND(num)                                                                                                    \
-    ALONE void attend_##num(const T *queries, const Slots *slots, const T *next, T *out, int64_t length, int64_t dim,  \
-                            float scale) {                                                                            \
-        attend_some(queries, slots, next, out, length, dim, scale, num);                                              \
+    ALONE void attend_##num(const T *queries, const Slots *slots, const T *next, T *out, int64_t begin,                \
+                            int64_t length, int64_t dim, float scale) {                                               \
+        attend_some(queries, slots, next, out, begin, length, dim, scale, num);                                       \
     }
 ATTEND(1)
 ATTEND(2)
 ATTEND(3)
 ATTEND(4)
 
-/* Attention of a token's queries that share one KV head (GQA), over `length` slots. Prefetches `after`. */
-static inline void attend_group(const T *queries, const Slots *slots, const T *after, T *out, int64_t group, int64_t length,
-                                int64_t dim, float scale) {
+/* Attention of a token's queries that share one KV head (GQA), over the positions from `begin` to `length` - 1. Prefetches
+ * `after`. */
+static inline void attend_group(const T *queries, const Slots *slots, const T *after, T *out, int64_t group, int64_t begin,
+                                int64_t length, int64_t dim, float scale) {
     for (int64_t g = 0; g < group; g += 4) {
-        const T *some = queries + g * dim, *next = g + 4 < group ? keys_at(slots, 0, dim) : after;
+        const T *some = queries + g * dim, *next = g + 4 < group ? keys_at(slots, begin / SPAN * SPAN, dim) : after;
         T *to = out + g * dim;
         switch (group - g) {
-        case 1: attend_1(some, slots, next, to, length, dim, scale); break;
-        case 2: attend_2(some, slots, next, to, length, dim, scale); break;
-        case 3: attend_3(some, slots, next, to, length, dim, scale); break;
-        default: attend_4(some, slots, next, to, length, dim, scale);
+        case 1: attend_1(some, slots, next, to, begin, length, dim, scale); break;
+        case 2: attend_2(some, slots, next, to, begin, length, dim, scale); break;
+        case 3: attend_3(some, slots, next, to, begin, length, dim, scale); break;
+        default: attend_4(some, slots, next, to, begin, length, dim, scale);
         }
     }
 }
@@ -206,41 +220,44 @@ static inline void attend_group(const T *queries, const Slots *slots, const T *a
  * and computes causal attention out[P, N, D] of each token over its row. Row r has the tokens firsts[r] to
  * firsts[r + 1] - 1 at consecutive positions; if `firsts` is NULL, the token r. If `homes` is not NULL, the first
  * commons[r] slots of row r equal those of row homes[r]. q[N, D], k[K, D] and v[K, D] of consecutive tokens are `stride`
- * apart. */
+ * apart. A token attends to the last `window` positions (0: to all), and `ring` is that of `Slots`, at least `window` plus
+ * the number of tokens per row less 1. */
 void attend(const T *q, const T *k, const T *v, int64_t stride, const int64_t *positions, const int64_t *firsts,
             const int64_t *homes, const int64_t *commons, T *keys, T *values, T *out, int64_t rows, int64_t heads,
-            int64_t kv_heads, int64_t dim, int64_t row_stride, int64_t head_stride, float scale) {
+            int64_t kv_heads, int64_t dim, int64_t row_stride, int64_t head_stride, int64_t window, int64_t ring, float scale) {
     int64_t group = heads / kv_heads;
+    if (ring) homes = NULL;
 #pragma omp parallel for schedule(dynamic) if (rows * kv_heads > 1)
     for (int64_t task = 0; task < rows * kv_heads; task++) {
         int64_t row = task / kv_heads, head = task % kv_heads;
         T *own_keys = keys + row * row_stride + head * head_stride;
         T *own_values = values + row * row_stride + head * head_stride;
         int64_t from = homes ? homes[row] * row_stride + head * head_stride : 0, end = firsts ? firsts[row + 1] : row + 1;
-        Slots slots = {own_keys, own_values, keys + from, values + from, homes ? commons[row] / SPAN * SPAN : 0};
+        Slots slots = {own_keys, own_values, keys + from, values + from, homes ? commons[row] / SPAN * SPAN : 0, ring};
         for (int64_t token = firsts ? firsts[row] : row; token < end; token++) {
-            int64_t position = positions[token];
-            memcpy(own_keys + position * dim, k + token * stride + head * dim, dim * sizeof(T));
-            memcpy(own_values + position * dim, v + token * stride + head * dim, dim * sizeof(T));
+            int64_t position = positions[token], slot = slot_of(position, ring), begin = begin_of(position, window);
+            memcpy(own_keys + slot * dim, k + token * stride + head * dim, dim * sizeof(T));
+            memcpy(own_values + slot * dim, v + token * stride + head * dim, dim * sizeof(T));
             attend_group(q + token * stride + head * group * dim, &slots,
-                         token + 1 < end ? keys_at(&slots, 0, dim) : own_keys + head_stride,
-                         out + (token * heads + head * group) * dim, group, position + 1, dim, scale);
+                         token + 1 < end ? keys_at(&slots, begin / SPAN * SPAN, dim) : own_keys + head_stride,
+                         out + (token * heads + head * group) * dim, group, begin, position + 1, dim, scale);
         }
     }
 }
 
-/* Causal attention for P tokens whose keys and values are in the KV cache already: token p is at slot positions[p] of row
- * rows[p]. */
+/* Causal attention for P tokens whose keys and values are in the KV cache already: token p is at position positions[p] of
+ * row rows[p]. `window` and `ring` are those of `attend`. */
 void attend_at(const T *q, int64_t stride, const int64_t *rows, const int64_t *positions, const T *keys, const T *values,
                T *out, int64_t count, int64_t heads, int64_t kv_heads, int64_t dim, int64_t row_stride,
-               int64_t head_stride, float scale) {
+               int64_t head_stride, int64_t window, int64_t ring, float scale) {
     int64_t group = heads / kv_heads;
 #pragma omp parallel for schedule(dynamic, 16) if (count * kv_heads > 1)
     for (int64_t task = 0; task < count * kv_heads; task++) {
         int64_t token = task % count, head = task / count, from = rows[token] * row_stride + head * head_stride;
-        Slots slots = {keys + from, values + from, NULL, NULL, 0};
+        Slots slots = {keys + from, values + from, NULL, NULL, 0, ring};
         attend_group(q + token * stride + head * group * dim, &slots, keys + from + head_stride,
-                     out + (token * heads + head * group) * dim, group, positions[token] + 1, dim, scale);
+                     out + (token * heads + head * group) * dim, group, begin_of(positions[token], window),
+                     positions[token] + 1, dim, scale);
     }
 }
 

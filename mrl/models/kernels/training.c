@@ -154,12 +154,12 @@ static void multiply(const float *a, int64_t a_row, int64_t a_step, const float 
 }
 
 /* Attention mask. The queries of run r are the tokens begins[r] to ends[r] - 1, its keys the tokens from firsts[r] on; a
- * query attends to its own key and to all before it. Token t is row rows[t] of keys and values, and row rows[t] - offset
+ * query attends to its own key and to all before it, or with a `window` above 0 to its own and the window - 1 before. Token t is row rows[t] of keys and values, and row rows[t] - offset
  * of queries. Family f has the runs bounds[f] to bounds[f + 1] - 1; families share no key, and consecutive runs of a
  * family share a prefix of keys. */
 typedef struct {
     const int64_t *rows, *firsts, *begins, *ends, *bounds;
-    int64_t families, offset, longest, heads, kv_heads, dim;
+    int64_t families, offset, longest, heads, kv_heads, dim, window;
     float scale;
 } Plan;
 
@@ -189,6 +189,9 @@ static inline void load_transposed(const T *from, float *to, int64_t step, int64
     }
 }
 
+/* First key that a query with `own` keys up to its own attends to. */
+static inline int64_t first_seen(const Plan *p, int64_t own) { return p->window && own > p->window ? own - p->window : 0; }
+
 /* Number of leading keys that run r shares with the previous run, of whose keys the first `kept` are loaded. */
 static inline int64_t shared_keys(const Plan *p, int64_t r, int64_t kept) {
     int64_t count = 0, most = p->ends[r] - p->firsts[r];
@@ -200,9 +203,9 @@ static inline int64_t shared_keys(const Plan *p, int64_t r, int64_t kept) {
 /* Attention out[P, N, D], and lse[P, N], the log-sum-exp of each query's scores, for the backward pass. */
 void attention(const T *q, const T *k, const T *v, int64_t k_row, int64_t k_head, int64_t v_row, int64_t v_head,
                const int64_t *rows, const int64_t *firsts, const int64_t *begins, const int64_t *ends, const int64_t *bounds,
-               int64_t families, int64_t offset, int64_t longest, int64_t heads, int64_t kv_heads, int64_t dim, float scale,
-               T *out, float *lse, float *rooms, int64_t threads) {
-    Plan plan = {rows, firsts, begins, ends, bounds, families, offset, longest, heads, kv_heads, dim, scale}, *p = &plan;
+               int64_t families, int64_t offset, int64_t longest, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window,
+               float scale, T *out, float *lse, float *rooms, int64_t threads) {
+    Plan plan = {rows, firsts, begins, ends, bounds, families, offset, longest, heads, kv_heads, dim, window, scale}, *p = &plan;
     int64_t group = heads / kv_heads, wide = vectors(dim), step = step_of(longest), most = queries_per_block(p);
     int64_t room = attention_room(longest, heads, kv_heads, dim, 0);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
@@ -221,19 +224,21 @@ void attention(const T *q, const T *k, const T *v, int64_t k_row, int64_t k_head
             loaded = count;
             for (int64_t first = begins[r]; first < ends[r]; first += most) {
                 int64_t num = ends[r] - first < most ? ends[r] - first : most, seen = first + num - firsts[r];
+                int64_t begin = first_seen(p, first - firsts[r] + 1) / LANES * LANES, span = seen - begin;
                 for (int64_t m = 0; m < num * group; m++)
                     load_fp32(q + ((rows[first + m / group] - offset) * heads + head * group + m % group) * dim, qs + m * wide, dim);
-                multiply(qs, wide, 1, keys, step, scores, step, num * group, seen, dim, 0);
+                multiply(qs, wide, 1, keys + begin, step, scores + begin, step, num * group, span, dim, 0);
                 float shares[num * group];
                 for (int64_t m = 0; m < num * group; m++) {
                     int64_t own = first + m / group - firsts[r] + 1, end = vectors(own);
                     float *score = scores + m * step;
+                    for (int64_t t = begin; t < first_seen(p, own); t++) score[t] = -INFINITY;
                     for (int64_t t = own; t < end; t++) score[t] = -INFINITY;
-                    vec high = *(const vec *)score, sum = {0};
-                    for (int64_t t = LANES; t < end; t += LANES) high = larger(high, *(const vec *)(score + t));
+                    vec high = *(const vec *)(score + begin), sum = {0};
+                    for (int64_t t = begin + LANES; t < end; t += LANES) high = larger(high, *(const vec *)(score + t));
                     float top = high[0];
                     for (int n = 1; n < LANES; n++) top = high[n] > top ? high[n] : top;
-                    for (int64_t t = 0; t < end; t += LANES) {
+                    for (int64_t t = begin; t < end; t += LANES) {
                         vec weight = exponential((*(const vec *)(score + t) - top) * scale);
                         *(vec *)(score + t) = weight;
                         sum += weight;
@@ -243,7 +248,7 @@ void attention(const T *q, const T *k, const T *v, int64_t k_row, int64_t k_head
                     shares[m] = 1.0f / all;
                     lse[(rows[first + m / group] - offset) * heads + head * group + m % group] = top * scale + logf(all);
                 }
-                multiply(scores, step, 1, values, wide, outs, wide, num * group, dim, seen, 0);
+                multiply(scores + begin, step, 1, values + begin * wide, wide, outs, wide, num * group, dim, span, 0);
                 for (int64_t m = 0; m < num * group; m++) {
                     T *to = out + ((rows[first + m / group] - offset) * heads + head * group + m % group) * dim;
                     for (int64_t i = 0; i < dim; i += LANES) put(to + i, *(const vec *)(outs + m * wide + i) * shares[m], dim - i);
@@ -267,9 +272,9 @@ static void flush_gradients(const Plan *p, int64_t r, int64_t from, int64_t to, 
 void attention_backward(const T *q, const T *k, const T *v, int64_t k_row, int64_t k_head, int64_t v_row, int64_t v_head,
                         const int64_t *rows, const int64_t *firsts, const int64_t *begins, const int64_t *ends,
                         const int64_t *bounds, int64_t families, int64_t offset, int64_t longest, int64_t heads,
-                        int64_t kv_heads, int64_t dim, float scale, const T *out, const float *lse, const T *grad, T *grad_q,
+                        int64_t kv_heads, int64_t dim, int64_t window, float scale, const T *out, const float *lse, const T *grad, T *grad_q,
                         float *grad_k, float *grad_v, float *rooms, int64_t threads) {
-    Plan plan = {rows, firsts, begins, ends, bounds, families, offset, longest, heads, kv_heads, dim, scale}, *p = &plan;
+    Plan plan = {rows, firsts, begins, ends, bounds, families, offset, longest, heads, kv_heads, dim, window, scale}, *p = &plan;
     int64_t group = heads / kv_heads, wide = vectors(dim), step = step_of(longest), most = queries_per_block(p), tall = most * group;
     int64_t room = attention_room(longest, heads, kv_heads, dim, 1);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
@@ -296,6 +301,7 @@ void attention_backward(const T *q, const T *k, const T *v, int64_t k_row, int64
             loaded = count;
             for (int64_t first = begins[r]; first < ends[r]; first += most) {
                 int64_t num = ends[r] - first < most ? ends[r] - first : most, seen = first + num - firsts[r];
+                int64_t begin = first_seen(p, first - firsts[r] + 1) / LANES * LANES, span = seen - begin;
                 for (int64_t m = 0; m < num * group; m++) {
                     int64_t place = (rows[first + m / group] - offset) * heads + head * group + m % group;
                     vec sum = {0};
@@ -307,14 +313,15 @@ void attention_backward(const T *q, const T *k, const T *v, int64_t k_row, int64
                     }
                     along[m] = total(sum);
                 }
-                multiply(qs, wide, 1, across, step, probs, step, num * group, seen, dim, 0);
-                multiply(grads, wide, 1, values, step, slopes, step, num * group, seen, dim, 0);
+                multiply(qs, wide, 1, across + begin, step, probs + begin, step, num * group, span, dim, 0);
+                multiply(grads, wide, 1, values + begin, step, slopes + begin, step, num * group, span, dim, 0);
                 for (int64_t m = 0; m < num * group; m++) {
                     int64_t own = first + m / group - firsts[r] + 1, end = vectors(own);
                     float *prob = probs + m * step, *slope = slopes + m * step;
                     float norm = lse[(rows[first + m / group] - offset) * heads + head * group + m % group];
+                    for (int64_t t = begin; t < first_seen(p, own); t++) prob[t] = -INFINITY;
                     for (int64_t t = own; t < end; t++) prob[t] = -INFINITY;
-                    for (int64_t t = 0; t < end; t += LANES) {
+                    for (int64_t t = begin; t < end; t += LANES) {
                         vec weight = exponential(*(const vec *)(prob + t) * scale - norm);
                         *(vec *)(prob + t) = weight;
                         *(vec *)(slope + t) = weight * (*(const vec *)(slope + t) - along[m]) * scale;
@@ -322,9 +329,9 @@ void attention_backward(const T *q, const T *k, const T *v, int64_t k_row, int64
                     for (int64_t t = own; t < end; t++) slope[t] = 0.0f;
                     for (int64_t t = end; t < seen; t++) prob[t] = slope[t] = 0.0f;
                 }
-                multiply(probs, 1, step, grads, wide, of_values, wide, seen, dim, num * group, 1);
-                multiply(slopes, 1, step, qs, wide, of_keys, wide, seen, dim, num * group, 1);
-                multiply(slopes, step, 1, keys, wide, of_qs, wide, num * group, dim, seen, 0);
+                multiply(probs + begin, 1, step, grads, wide, of_values + begin * wide, wide, span, dim, num * group, 1);
+                multiply(slopes + begin, 1, step, qs, wide, of_keys + begin * wide, wide, span, dim, num * group, 1);
+                multiply(slopes + begin, step, 1, keys + begin * wide, wide, of_qs, wide, num * group, dim, span, 0);
                 for (int64_t m = 0; m < num * group; m++) {
                     T *to = grad_q + ((rows[first + m / group] - offset) * heads + head * group + m % group) * dim;
                     for (int64_t i = 0; i < dim; i += LANES) put(to + i, *(const vec *)(of_qs + m * wide + i), dim - i);

@@ -23,8 +23,8 @@ _ARGUMENTS = {
     "norm_backward": [*[_P] * 6, *[_N] * 2, _F],
     "gate_backward": [*[_P] * 3, *[_N] * 2],
     "rotate_rows": [_P, *[_N] * 2, *[_P] * 3, *[_N] * 3, _F],
-    "attention": [*[_P] * 3, *[_N] * 4, *[_P] * 5, *[_N] * 6, _F, *[_P] * 3, _N],
-    "attention_backward": [*[_P] * 3, *[_N] * 4, *[_P] * 5, *[_N] * 6, _F, *[_P] * 7, _N],
+    "attention": [*[_P] * 3, *[_N] * 4, *[_P] * 5, *[_N] * 7, _F, *[_P] * 3, _N],
+    "attention_backward": [*[_P] * 3, *[_N] * 4, *[_P] * 5, *[_N] * 7, _F, *[_P] * 7, _N],
     "logit_sums": [*[_P] * 2, *[_N] * 2],
     "logit_gradients": [*[_P] * 4, *[_N] * 2],
 }
@@ -33,6 +33,10 @@ _SIZES = {"norm_room": 2, "attention_room": 5}
 
 Angles = tuple[Tensor, Tensor]
 """(cos, sin) of each row, both [P, D / 2]."""
+
+
+Scoring = tuple[float, int]
+"""Factor of the scores, and the number of latest tokens that a query attends to, its own included (0: all)."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,13 @@ class TrainingKernels:
         return turned
 
     def attention(
-        self, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, families: SharedPrefixMask, scale: float
+        self,
+        q_PND: Tensor,
+        k_PKD: Tensor,
+        v_PKD: Tensor,
+        families: SharedPrefixMask,
+        scale: float,
+        window: int | None = None,
     ) -> Tensor:
         """Returns softmax(q k^T scale) v [P, N, D] under the mask `families`; differentiable.
 
@@ -107,8 +117,10 @@ class TrainingKernels:
             v_PKD: Values, laid out like the keys.
             families: Attention mask.
             scale: Factor of the scores.
+            window: Number of latest tokens that a query attends to, its own included; None: all.
         """
-        attended: Tensor = _Attention.apply(q_PND, k_PKD, v_PKD, families, scale, self)  # type: ignore[no-untyped-call]
+        scoring = (scale, window or 0)
+        attended: Tensor = _Attention.apply(q_PND, k_PKD, v_PKD, families, scoring, self)  # type: ignore[no-untyped-call]
         return attended
 
     # functions without autograd
@@ -160,11 +172,11 @@ class TrainingKernels:
         return out_PND
 
     def attend(
-        self, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, families: SharedPrefixMask, scale: float
+        self, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, families: SharedPrefixMask, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
         """Returns the result of `attention` without autograd, and the log-sum-exp [P, N] that the gradient needs."""
         out_PND, lse_PN = torch.empty_like(q_PND), q_PND.new_empty(q_PND.shape[:2], dtype=torch.float32)
-        inputs, rooms, threads = self._attention_arguments(q_PND, k_PKD, v_PKD, families, scale, backward=False)
+        inputs, rooms, threads = self._attention_arguments(q_PND, k_PKD, v_PKD, families, scoring, backward=False)
         self._call["attention"](*inputs, out_PND.data_ptr(), lse_PN.data_ptr(), rooms.data_ptr(), threads)
         return out_PND, lse_PN
 
@@ -174,7 +186,7 @@ class TrainingKernels:
         k_PKD: Tensor,
         v_PKD: Tensor,
         families: SharedPrefixMask,
-        scale: float,
+        scoring: Scoring,
         outcome: tuple[Tensor, Tensor],
         grad_PND: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,7 +194,7 @@ class TrainingKernels:
         out_PND, lse_PN = outcome
         grad_q = torch.empty_like(q_PND)
         grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.float32) for x in (k_PKD, v_PKD))
-        inputs, rooms, threads = self._attention_arguments(q_PND, k_PKD, v_PKD, families, scale, backward=True)
+        inputs, rooms, threads = self._attention_arguments(q_PND, k_PKD, v_PKD, families, scoring, backward=True)
         self._call["attention_backward"](
             *inputs,
             *(out_PND.data_ptr(), lse_PN.data_ptr(), grad_PND.contiguous().data_ptr(), grad_q.data_ptr()),
@@ -208,7 +220,14 @@ class TrainingKernels:
         return out_CV
 
     def _attention_arguments(
-        self, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, families: SharedPrefixMask, scale: float, *, backward: bool
+        self,
+        q_PND: Tensor,
+        k_PKD: Tensor,
+        v_PKD: Tensor,
+        families: SharedPrefixMask,
+        scoring: Scoring,
+        *,
+        backward: bool,
     ) -> tuple[tuple[Any, ...], Tensor, int]:
         """Returns the leading C arguments of both attention functions, their buffer, and the number of threads."""
         _, heads, dim = q_PND.shape
@@ -220,7 +239,7 @@ class TrainingKernels:
             *(k_PKD.stride(0), k_PKD.stride(1), v_PKD.stride(0), v_PKD.stride(1)),
             *(families.row_P.data_ptr(), families.first_R.data_ptr(), families.begin_R.data_ptr()),
             *(families.end_R.data_ptr(), families.bound_F.data_ptr(), num_families, families.offset, families.longest),
-            *(heads, kv_heads, dim, scale),
+            *(heads, kv_heads, dim, scoring[1], scoring[0]),
         )
         return inputs, torch.empty(room * threads, dtype=torch.float32), threads
 
@@ -272,17 +291,17 @@ class _Turn(torch.autograd.Function):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, families: SharedPrefixMask, scale: float, training: TrainingKernels
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, families: SharedPrefixMask, scoring: Scoring, training: TrainingKernels
     ) -> Tensor:
         q = q.contiguous()
         k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-        out, lse = training.attend(q, k, v, families, scale)
+        out, lse = training.attend(q, k, v, families, scoring)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.families, ctx.scale, ctx.kernels = families, scale, training
+        ctx.families, ctx.scoring, ctx.kernels = families, scoring, training
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *outcome = ctx.saved_tensors
-        found = ctx.kernels.attention_backward(q, k, v, ctx.families, ctx.scale, outcome, grads[0])
+        found = ctx.kernels.attention_backward(q, k, v, ctx.families, ctx.scoring, outcome, grads[0])
         return *found, None, None, None

@@ -39,7 +39,7 @@ def key_of(one):
     return one.prompt.uid, one.sample_index
 
 
-def work_of(samples, begun=()):
+def work_of(samples, begun=(), prompts=PROMPTS):
     """Of each prompt the samples that begin and those that go on."""
     new, old = {}, {}
     for prompt, sample in samples:
@@ -47,7 +47,7 @@ def work_of(samples, begun=()):
     for one in begun:
         old.setdefault(one.prompt.uid, []).append(one)
     return [
-        PromptWork(p, tuple(new.get(p.uid, ())), tuple(old.get(p.uid, ()))) for p in PROMPTS if p.uid in {**new, **old}
+        PromptWork(p, tuple(new.get(p.uid, ())), tuple(old.get(p.uid, ()))) for p in prompts if p.uid in {**new, **old}
     ]
 
 
@@ -60,11 +60,12 @@ def undisturbed(engine, sampling=SAMPLING):
     return engine.generate(PROMPTS, sampling)
 
 
-def disturbed(engine, sampling=SAMPLING, last=3, between=lambda num_calls: None):
+def disturbed(engine, sampling=SAMPLING, last=3, between=lambda num_calls: None, prompts=PROMPTS):
     """Whole responses of calls that stop at their `last` pulse, and what each left; `between` is told how many were."""
     whole, begun, left = [], [], []
-    while begun or not_begun(whole):
-        feed = Parts([work_of(not_begun(whole, begun), begun)], last)
+    samples = [(prompt, sample) for prompt in prompts for sample in range(SAMPLING.n)]
+    while begun or not_begun(whole, samples=samples):
+        feed = Parts([work_of(not_begun(whole, begun, samples=samples), begun, prompts)], last)
         begun = engine.generate_streaming(feed, sampling)
         assert begun == sorted(begun, key=key_of)
         whole += feed.whole

@@ -130,7 +130,7 @@ def test_other_prompts_of_a_step_capture_nothing_once_the_longest_was_there():
 
 def test_training_and_validation_that_do_not_fit_in_one_shape_keep_their_graphs():
     engine = make_engine()
-    engine._cache.budget_bytes = 16 * 32 * engine._cache.token_bytes
+    engine._cache.budget_bytes = 16 * engine._cache.row_bytes(32)
     train, validate = ((8,), 4, 16), ((50,), 10, 8)  # 16 rows of 16 slots, and 8 rows of 64
     seen = []
     for _ in range(4):

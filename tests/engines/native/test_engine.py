@@ -242,7 +242,7 @@ def test_a_tight_cache_makes_samples_wait(qwen):
     sampling, prompts = SamplingConfig(n=4, max_tokens=16, temperature=0.9, stop_token_ids=(5,)), make_prompts(LENGTHS)
     expected = tokens(make_engine(qwen).generate(prompts, sampling))
     engine = make_engine(qwen)
-    row_bytes = 48 * engine._cache.token_bytes  # 20 + 16 tokens, rounded up to 16
+    row_bytes = engine._cache.row_bytes(48)  # 20 + 16 tokens, rounded up to 16
     engine._cache.budget_bytes = 3 * row_bytes - 1
     assert tokens(engine.generate(prompts, sampling)) == expected
     assert engine.stats()["max_running"] == 2

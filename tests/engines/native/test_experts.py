@@ -158,7 +158,7 @@ def test_the_record_is_what_transformers_routes(folders, family, settings):
 
 def test_the_record_counts_against_the_budget(folders):
     engine = make_engine(folders("qwen3_moe"), **RECORD)
-    row_bytes = 32 * engine._cache.token_bytes + 32 * 3 * 3  # slots; tokens x layers x experts of a token, int8
+    row_bytes = engine._cache.row_bytes(32) + 32 * 3 * 3  # slots; tokens x layers x experts of a token, int8
     sampling = SamplingConfig(n=4, max_tokens=12)
     engine._cache.budget_bytes = 3 * row_bytes - 1
     engine.generate(make_prompts([20]), sampling)

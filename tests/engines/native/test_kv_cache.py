@@ -11,7 +11,7 @@ MIB = 1 << 20
 PAGE = 4096
 ALIGNED = 64
 """Bytes of a cache line."""
-SIZES = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float32, "device": torch.device("cpu")}
+SIZES = {"windows": [None] * 2, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float32, "device": torch.device("cpu")}
 
 
 def resident_bytes():
@@ -20,12 +20,12 @@ def resident_bytes():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pool_on_a_cpu_is_zeros_and_takes_memory_where_it_is_written(dtype):
-    sizes = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 64, "dtype": dtype}
+    sizes = {"windows": [None] * 2, "num_kv_heads": 2, "head_dim": 64, "dtype": dtype}
     cache = KVCache(**sizes, device=torch.device("cpu"), budget_bytes=4096 * MIB)
     before = resident_bytes()
     for rows in (3, cache.fitting(4096)):  # the second after the first was given back
         assert cache.reserve(rows, 4096) == rows
-        assert cache.allocated_bytes == rows * 4096 * cache.token_bytes
+        assert cache.allocated_bytes == rows * cache.row_bytes(4096)
         assert not any(part.data_ptr() % ALIGNED for part in (*cache.keys, *cache.values))
         cache.keys[1][rows - 1] = cache.values[0][0] = 1.0
         assert cache.keys[1][rows - 1].all() and cache.values[0][0].all()
@@ -52,7 +52,7 @@ def test_it_comes_back_where_it_was_and_in_the_shape_that_it_had():
 
 def test_its_shape_grows_until_it_holds_all_calls_and_no_further_than_the_budget():
     cache = KVCache(**SIZES, budget_bytes=0)
-    cache.budget_bytes = 64 * 256 * cache.token_bytes
+    cache.budget_bytes = 64 * cache.row_bytes(256)
     assert cache.reserve(64, 128) == 64
     assert cache.reserve(8, 200) == 8 and (cache.num_rows, cache.row_len) == (64, 208)
     assert cache.reserve(64, 128) == 64 and (cache.num_rows, cache.row_len) == (64, 208)
@@ -65,7 +65,7 @@ def test_its_shape_grows_until_it_holds_all_calls_and_no_further_than_the_budget
 def test_the_device_has_its_memory_again_when_the_pool_is_away():
     """Though its tensors are held, and nobody empties torch's cache."""
     cuda = torch.device("cuda", torch.cuda.current_device())
-    cache = KVCache(**{**SIZES, "num_layers": 8, "num_kv_heads": 8, "device": cuda}, budget_bytes=512 * MIB)
+    cache = KVCache(**{**SIZES, "windows": [None] * 8, "num_kv_heads": 8, "device": cuda}, budget_bytes=512 * MIB)
     free = lambda: torch.cuda.mem_get_info(cuda)[0]  # noqa: E731
     before = free()
     cache.reserve(16, 512)

@@ -49,7 +49,7 @@ def conversations(folder, *, rows=None, seed=0, by_rounds=False, sampling=SAMPLI
     """Of an engine with so many rows in its cache: what is told of each, and the talk."""
     engine, talk = make_engine(folder, max_num_seqs=4, **settings), Late(seed)
     if rows is not None:
-        engine._cache.budget_bytes = rows * (max(LENGTHS) + 60) * engine._cache.token_bytes
+        engine._cache.budget_bytes = rows * engine._cache.row_bytes(max(LENGTHS) + 60)
     converse = RolloutEngine.generate_multi_turn if by_rounds else type(engine).generate_multi_turn
     rollouts = converse(engine, make_prompts(LENGTHS), sampling, talk)
     for rollout in rollouts:

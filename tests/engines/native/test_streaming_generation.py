@@ -118,7 +118,7 @@ def test_a_prompt_is_read_once_for_its_samples(folder, engine):
 
 def test_a_tight_cache_makes_samples_wait(folder, engine):
     tight = make_engine(folder, prompt_length=20, max_num_batched_tokens=64)
-    row_bytes = 48 * tight._cache.token_bytes  # 20 + 14 tokens, rounded up to 16
+    row_bytes = tight._cache.row_bytes(48)  # 20 + 14 tokens, rounded up to 16
     tight._cache.budget_bytes = 3 * row_bytes - 1
     whole, _ = disturbed(tight)
     assert_same(whole, undisturbed(engine))

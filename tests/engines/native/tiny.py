@@ -36,6 +36,7 @@ SHAPE = {
     "max_position_embeddings": 512,
     "initializer_range": 0.15,  # spreads the logits: greedy decoding has no near ties
 }
+WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3}
 FAMILIES = {
     "qwen2": {"model_type": "qwen2", **SHAPE, **both_spellings(ROPE), "tie_word_embeddings": True},
     "qwen2_untied": {"model_type": "qwen2", **SHAPE, **both_spellings(ROPE), "tie_word_embeddings": False},
@@ -47,6 +48,21 @@ FAMILIES = {
         **both_spellings(ROPE),
         "tie_word_embeddings": False,
         "pad_token_id": None,
+    },
+    "mistral": {
+        "model_type": "mistral",
+        **SHAPE,
+        **both_spellings(ROPE),
+        "sliding_window": 10,
+        "tie_word_embeddings": False,
+    },
+    "qwen2_windows": {
+        "model_type": "qwen2",
+        **SHAPE,
+        **both_spellings(ROPE),
+        **WINDOWS,
+        "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
 }
 

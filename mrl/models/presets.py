@@ -13,7 +13,7 @@ from typing import Any
 from mrl.config import registry
 from mrl.config.did_you_mean import did_you_mean
 from mrl.errors import UserError
-from mrl.models._keys import DECODER_KEYS
+from mrl.models._keys import DECODER_KEYS, WINDOW_KEYS
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_config
 
@@ -76,6 +76,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "tie_word_embeddings": False,
     },
+    "mistral_tiny": {"model_type": "mistral", **_TINY, "sliding_window": 32, "tie_word_embeddings": False},
     "phi3_tiny": {"model_type": "phi3", **_TINY, "tie_word_embeddings": False},
     "qwen2.5_0.5b": {
         "model_type": "qwen2",
@@ -219,7 +220,8 @@ def arch_from_preset(name: str, overrides: Mapping[str, Any], vocab_size: int | 
         hint = did_you_mean(name, PRESETS)
         raise UserError(f"model.preset: there is no '{name}'.{hint} Known: {', '.join(PRESETS)}.")
     config = dict(PRESETS[name])
-    known = (*DECODER_KEYS, *(key for key in config if key not in (*DECODER_KEYS, "model_type")), _INITIALIZER)
+    named = (*DECODER_KEYS, *WINDOW_KEYS)
+    known = (*named, *(key for key in config if key not in (*named, "model_type")), _INITIALIZER)
     for key in overrides:
         if key not in known:
             hint = did_you_mean(key, known)
@@ -228,7 +230,13 @@ def arch_from_preset(name: str, overrides: Mapping[str, Any], vocab_size: int | 
         config["vocab_size"] = vocab_size
     try:
         initializer_range(overrides)
-        return arch_from_config({**config, **{key: overrides[key] for key in overrides if key != _INITIALIZER}})
+        arch = arch_from_config({**config, **{key: overrides[key] for key in overrides if key != _INITIALIZER}})
+        if arch.sliding_window is None and overrides.get("sliding_window") is not None:
+            raise UserError(
+                f"sliding_window={overrides['sliding_window']} has no effect: no layer of this '{arch.family}' model has "
+                "a window (use_sliding_window, max_window_layers, layer_types), or it is as long as the model's context."
+            )
+        return arch
     except UserError as error:
         raise UserError(f"model.preset={name} with model.overrides={dict(overrides)}: {error}") from error
 

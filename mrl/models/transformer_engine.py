@@ -101,21 +101,26 @@ def _attention(config: Config, arch: ArchSpec, *, shared: bool) -> Attention | N
     parallel = config.parallel
     tp = parallel.tensor_model_parallel_size
     shape = arch.num_heads // tp, max(1, arch.num_kv_heads // tp), arch.head_dim
+    # its exchange of keys has no sliding window, so such a model gathers them as for shared prefixes
+    shared |= parallel.context_parallel_size > 1 and arch.sliding_window is not None
     ring = 1 if shared else parallel.context_parallel_size
     exchange = config.megatron.transformer.get("cp_comm_type") or "p2p"
-    possible = _attentions(shape, config.rollout.max_sequence_length, config.model.dtype, ring, exchange, shared)
-    found = [kind for kind in possible if wanted in ("auto", kind)]
+    run = (config.rollout.max_sequence_length, config.model.dtype, ring, exchange, shared)
+    windows = {arch.window_of(layer) for layer in range(arch.num_layers)}
+    first, *others = (_attentions(shape, window, *run) for window in windows)
+    found = [kind for kind in first if wanted in ("auto", kind) and all(kind in other for other in others)]
     return found[0] if found else None
 
 
 @cache
 def _attentions(
-    shape: tuple[int, int, int], longest: int, dtype: str, ring: int, exchange: str, shared: bool
+    shape: tuple[int, int, int], window: int | None, longest: int, dtype: str, ring: int, exchange: str, shared: bool
 ) -> list[Attention]:
     """Returns the supported backends, TransformerEngine's own choice first.
 
     Args:
         shape: (query heads, KV heads, head_dim) of one tensor-parallel rank.
+        window: Sliding window of a layer; None: it has none.
         longest: Longest sequence, tokens.
         dtype: Dtype of queries, keys and values.
         ring: Context-parallel ranks that share a sequence; 1: each has all keys.
@@ -148,7 +153,7 @@ def _attentions(
         head_dim_qk=head_dim,
         head_dim_v=head_dim,
         attn_mask_type="padding_causal_bottom_right" if shared else "padding_causal",
-        window_size=(-1, 0),
+        window_size=(-1 if window is None else window - 1, 0),
         context_parallel=ring > 1,
         **{name: value for name, value in newer.items() if name in choice.AttentionParams.__dataclass_fields__},
     )

@@ -36,10 +36,16 @@ from tests.ranks import bytes_of, tensor_of
 
 AnyModel = TypeVar("AnyModel", bound=TrainableModel)
 VOCAB = 101  # prime: tensor parallelism pads it
+WINDOWS = {
+    "use_sliding_window": True,
+    "sliding_window": 9,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+}
 ARCHS = {
     "qwen2": arch_from_preset("qwen2_tiny", {}, VOCAB),
     "llama": arch_from_preset("llama_tiny", {}, VOCAB),
     "qwen3": arch_from_preset("qwen3_tiny", {}, VOCAB),
+    "qwen3_windows": arch_from_preset("qwen3_tiny", WINDOWS, VOCAB),
     "qwen2_untied": arch_from_preset("qwen2_tiny", {"tie_word_embeddings": False, "num_key_value_heads": 1}, VOCAB),
 }
 MIXTURES = {

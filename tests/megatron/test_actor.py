@@ -39,7 +39,10 @@ def single():
 
 
 SHARDED = ["tp2", "pp2", "pp2_vpp2", "dp2", "tp2_pp2"]
-CASES = [(layout, name) for name in ("qwen2", "qwen3") for layout in SHARDED] + [("tp2_pp2", "qwen2_untied")]
+CASES = [(layout, name) for name in ("qwen2", "qwen3") for layout in SHARDED] + [
+    ("tp2_pp2", "qwen2_untied"),
+    ("tp2_pp2", "qwen3_windows"),
+]
 
 
 @pytest.mark.parametrize(("layout", "name"), CASES)

@@ -14,6 +14,7 @@ STEPS = 3
 MIXED = {"cp2_ep2": ParallelLayout(2, cp=2, ep=2), "cp2_tp2_ep2": ParallelLayout(4, tp=2, cp=2, ep=2, etp=1)}
 CASES = [
     *((layout, grid, "qwen3") for layout, grid in CONTEXT_LAYOUTS.items()),
+    *((layout, CONTEXT_LAYOUTS[layout], "qwen3_windows") for layout in ("cp2", "cp2_pp2")),
     *((layout, grid, "qwen3_moe") for layout, grid in MIXED.items()),
 ]
 
@@ -29,7 +30,7 @@ def scored_and_trained(grid, name):
 
 @pytest.fixture(scope="module")
 def alone():
-    return {name: run_ranks(1, scored_and_trained, ParallelLayout(1), name)[0] for name in ("qwen3", "qwen3_moe")}
+    return {name: run_ranks(1, scored_and_trained, ParallelLayout(1), name)[0] for name in {name for *_, name in CASES}}
 
 
 @pytest.mark.slow

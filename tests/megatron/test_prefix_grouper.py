@@ -32,6 +32,7 @@ METRIC = 2e-6  # fp32 sums in another order: 8e-7 is found
 ROUNDING = 2e-7  # of a metric that is 0 but for it
 EXAMPLES = 3
 DENSE = replace(ARCHS["qwen3"], num_layers=2)
+WINDOWS = replace(DENSE, sliding_window=4, windowed_layers=(1,))
 EXPERTS = {
     "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 1.0,
@@ -43,6 +44,8 @@ CASES = {
     "tp2_sp": (ParallelLayout(2, tp=2), DENSE, {"recompute": "selective"}),
     "pp2": (ParallelLayout(2, pp=2), DENSE, {"recompute": "full"}),
     "cp2": (ParallelLayout(2, cp=2), DENSE, {}),
+    "windows": (ParallelLayout(1), WINDOWS, {}),
+    "cp2_windows": (ParallelLayout(2, cp=2), WINDOWS, {"recompute": "selective"}),
     "cp2_recomputed": (ParallelLayout(2, cp=2), DENSE, {"recompute": "full"}),
     "experts": (ParallelLayout(2, tp=2, ep=2, etp=1), SHALLOW_MIXTURE, EXPERTS),
     "cp2_experts": (ParallelLayout(2, cp=2, ep=2), SHALLOW_MIXTURE, EXPERTS),

@@ -65,6 +65,7 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen2": {**_SIZES, **_WINDOW},
     "qwen3": {**_SIZES, **_WINDOW, "head_dim": 16, "attention_bias": False},
     "phi3": {**_SIZES, "sliding_window": None, "original_max_position_embeddings": 16},
+    "mistral": {**_SIZES, "sliding_window": None},
     "mixtral": {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen2_moe": {**_SIZES, **_WINDOW, **_EXPERTS, "shared_expert_intermediate_size": 24, "qkv_bias": True},
     "qwen3_moe": {**_SIZES, **_WINDOW, **_EXPERTS, "head_dim": 16, "attention_bias": False},

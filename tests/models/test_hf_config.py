@@ -83,11 +83,21 @@ REFUSED = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "attention bias": ({"attention_bias": True}, "attention_bias is True"),
     "mlp bias": ({"mlp_bias": True}, "mlp_bias is True"),
-    "sliding window": (
-        {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2, "sliding_window": 8},
-        "sliding_window is 8, below max_position_embeddings=512",
+    "layer types of another number of layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    "layer types that transformers ignores": ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    "an attention that mrl lacks": (
+        {"model_type": "qwen2", "layer_types": ["chunked_attention"] * 4},
+        "layer_types",
     ),
-    "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    "sliding layers without a window": (
+        {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 4},
+        "use_sliding_window=true",
+    ),
+    "a window as text": ({"model_type": "mistral", "sliding_window": "8"}, "sliding_window is '8'"),
+    "windows of unnamed layers": (
+        {**PRESETS["qwen2_moe_tiny"], "use_sliding_window": True, "sliding_window": 8},
+        "layer_types",
+    ),
     "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
     "half rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "rotary settings no mapping": ({"rope_parameters": "llama3"}, "rope_parameters is 'llama3'"),
@@ -118,9 +128,32 @@ def test_a_missing_size_is_named(key):
         arch_from_config(config)
 
 
-def test_a_window_that_no_layer_uses_is_no_window():
-    config = {**PRESETS["qwen2_tiny"], "use_sliding_window": True, "max_window_layers": 4}
-    assert arch_from_config(config).num_layers == 4
+USED = {"use_sliding_window": True}
+WINDOWS = {
+    "no layer": ("qwen2_tiny", {**USED, "max_window_layers": 4, "sliding_window": 8}, ()),
+    "not used": ("qwen2_tiny", {"use_sliding_window": False, "max_window_layers": 1, "sliding_window": 8}, ()),
+    "last layers": ("qwen2_tiny", {**USED, "max_window_layers": 3, "sliding_window": 8}, (3,)),
+    "28 layers by default": ("qwen3_tiny", {**USED, "sliding_window": 8, "num_hidden_layers": 30}, (28, 29)),
+    "as long as the model": ("mistral_tiny", {"sliding_window": 512}, ()),
+    "all layers": ("mistral_tiny", {"sliding_window": 511}, (0, 1, 2, 3)),
+    "none": ("mistral_tiny", {"sliding_window": None}, ()),
+    "experts": ("mixtral_tiny", {"sliding_window": 8}, (0, 1, 2, 3)),
+    "all layers if used": ("qwen3_moe_tiny", {**USED, "sliding_window": 8, "max_window_layers": 2}, (0, 1, 2, 3)),
+    "phi3": ("phi3_tiny", {"sliding_window": 8}, (0, 1, 2, 3)),
+    "named": (
+        "qwen2_moe_tiny",
+        {**USED, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        (0, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("preset, changes, layers", WINDOWS.values(), ids=WINDOWS)
+def test_layers_with_a_window_are_those_of_transformers_and_survive_config_json(preset, changes, layers):
+    arch = arch_from_config({**PRESETS[preset], **changes})
+    assert arch.windowed_layers == layers
+    assert arch.sliding_window == (changes["sliding_window"] if layers else None)
+    assert arch_from_config(json.loads(json.dumps(family_of(arch).arch_to_hf(arch)))) == arch
 
 
 @pytest.mark.parametrize(

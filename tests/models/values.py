@@ -51,6 +51,8 @@ VALUES: dict[str, list[Any]] = {
         None,
         ["full_attention"] * 2,
         ["full_attention", "sliding_attention"],
+        ["sliding_attention", "full_attention"],
+        ["sliding_attention"] * 2,
         ["chunked_attention"] * 2,
         ["attention"] * 2,
     ],

@@ -33,6 +33,10 @@ CHOSEN = [
     f"{MEGATRON}/test_model.py::test_log_probabilities_and_entropy_are_those_of_transformers[qwen3-tp2]",
     f"{MEGATRON}/test_model.py::test_log_probabilities_and_entropy_are_those_of_transformers[llama-pp2]",
     f"{MEGATRON}/test_moe.py::test_log_probabilities_and_entropy_are_those_of_transformers[qwen3_moe-ep2]",
+    # sliding windows, in some layers
+    f"{MEGATRON}/test_model.py::test_log_probabilities_and_entropy_are_those_of_transformers[mistral-tp2_pp2]",
+    f"{MEGATRON}/test_model.py::test_log_probabilities_and_entropy_are_those_of_transformers[qwen2_windows-single]",
+    f"{MEGATRON}/test_context_parallel.py::test_scores_and_updates_are_those_of_one_rank[cp2-qwen3_windows]",
     # experts that were kept come back to their tokens, each sequence cut over ranks by itself
     f"{MEGATRON}/test_moe_recompute.py::test_updates_replay_what_the_dense_layer_chose_at_the_rollout_weights[cp2_ep2]",
     # scores and gradients of packed sequences are those of the local spec
@@ -50,7 +54,7 @@ CHOSEN = [
     # tokens that sequences share, once: losses and gradients are those of each sequence alone
     *(
         f"{MEGATRON}/test_prefix_grouper.py::test_losses_and_gradients_are_those_of_each_sequence_alone[{case}]"
-        for case in ("tp2_sp", "pp2", "cp2_recomputed", "cp2_experts")
+        for case in ("tp2_sp", "pp2", "cp2_recomputed", "cp2_experts", "windows", "cp2_windows")
     ),
     # a critic: values, loss and gradients are those of transformers, and it goes on at another layout
     *(

@@ -77,13 +77,14 @@ def test_a_rotation_of_heads_that_lie_apart(dtype, rows, heads, half):
     compare(lambda x: training_kernels(dtype).apply_rope(x[:, :, 3:], (cos, sin)), right, [x], dtype)
 
 
-def dense(q, k, v, lens, prefixes):
+def dense(q, k, v, lens, prefixes, window=None):
     """Each sequence by itself, its shared tokens computed again."""
     outputs, group = [], q.size(1) // k.size(1)
     for rows in prefixes.distinct_P.split(lens):
         keys, values = (x[rows].repeat_interleave(group, 1) for x in (k, v))
         scores = torch.einsum("qnd,knd->nqk", q[rows], keys) * 0.3
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        visible = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+        hidden = ~(visible if window is None else visible.triu(1 - window))
         outputs.append(torch.einsum("nqk,knd->qnd", scores.masked_fill(hidden, -torch.inf).softmax(2), values))
     return torch.cat(outputs)[prefixes.origin_D]
 
@@ -97,9 +98,12 @@ sequences = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_s
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
-    drawn=sequences, long=st.integers(0, 60), shape=st.sampled_from([(4, 2, 12), (3, 1, 32), (2, 2, 70), (40, 1, 4)])
+    drawn=sequences,
+    long=st.integers(0, 60),
+    shape=st.sampled_from([(4, 2, 12), (3, 1, 32), (2, 2, 70), (40, 1, 4)]),
+    window=st.none() | st.integers(1, 60),
 )
-def test_attention_of_sequences_that_share_tokens(dtype, drawn, long, shape):
+def test_attention_of_sequences_that_share_tokens(dtype, drawn, long, shape, window):
     heads, kv_heads, dim = shape
     drawn = [[0] * long + part for part in drawn]
     lens, tokens = [len(part) for part in drawn], torch.tensor([token for part in drawn for token in part])
@@ -107,8 +111,8 @@ def test_attention_of_sequences_that_share_tokens(dtype, drawn, long, shape):
     seen, rows = shared_prefix_mask(rank_segments(1, 0, lens, prefixes)), prefixes.origin_D.numel()
     q, mixed = numbers(rows, heads, dim, dtype=dtype, seed=1), numbers(rows, kv_heads, 2 * dim, dtype=dtype, seed=2)
     compare(
-        lambda q, kv: training_kernels(dtype).attention(q, kv[:, :, :dim], kv[:, :, dim:], seen, 0.3),
-        lambda q, kv: dense(q, kv[:, :, :dim], kv[:, :, dim:], lens, prefixes),
+        lambda q, kv: training_kernels(dtype).attention(q, kv[:, :, :dim], kv[:, :, dim:], seen, 0.3, window),
+        lambda q, kv: dense(q, kv[:, :, :dim], kv[:, :, dim:], lens, prefixes, window),
         [q, mixed],
         dtype,
     )

@@ -134,6 +134,11 @@ class EngineCapabilities:
         return CpuRun("its CAPABILITIES do not say that it runs on a CPU")
 
 
+def has_effective_windows(config: Config, arch: ArchSpec) -> bool:
+    """Returns whether a sliding window hides a token of the run's longest sequence."""
+    return arch.sliding_window is not None and arch.sliding_window < config.rollout.max_sequence_length
+
+
 def engine_capabilities(name: str) -> EngineCapabilities:
     """Returns the capabilities of an engine, `CAPABILITIES` of its module.
 

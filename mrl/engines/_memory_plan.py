@@ -152,7 +152,8 @@ def longest(config: Config) -> int:
 
 def token_elements(arch: ArchSpec, tp: int, *, layers: int | None = None) -> int:
     """Returns the number of elements of a token's keys and values on an engine's rank."""
-    return 2 * (layers or arch.num_layers) * max(1, arch.num_kv_heads // tp) * arch.head_dim
+    counted = arch.num_layers if layers is None else layers
+    return 2 * counted * max(1, arch.num_kv_heads // tp) * arch.head_dim
 
 
 def sequence_bytes(arch: ArchSpec, slots: int, tp: int, size: int, *, layers: int | None = None) -> int:

@@ -293,9 +293,7 @@ class ForwardBackward:
         if self._compiled:
             return pack_compiled(layout.lens, layout.prefixes, group)
         config: Any = self._chunks[0].config
-        return pack(
-            layout.lens, layout.prefixes, self._device, group, dtype=config.params_dtype, window=self._window
-        )
+        return pack(layout.lens, layout.prefixes, self._device, group, dtype=config.params_dtype, window=self._window)
 
 
 def _to_device(batch: RolloutBatch, device: torch.device) -> RolloutBatch:

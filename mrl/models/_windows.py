@@ -54,14 +54,16 @@ class WindowRule:
             windowed = tuple(index for index, kind in enumerate(types) if kind == SLIDING)
             if windowed and (not _uses_window(config) or value_of(config, "sliding_window", defaults) is None):
                 raise UserError(
-                    f"config.json: layer_types names '{SLIDING}', which needs use_sliding_window=true and sliding_window."
+                    f"config.json: layer_types names '{SLIDING}', which needs use_sliding_window=true and a "
+                    "sliding_window."
                 )
         else:
             windowed = self.layers(config, layers)
             if types is not None and SLIDING in types and windowed != tuple(range(layers)):
                 raise UserError(
                     f"config.json: layer_types names '{SLIDING}', but transformers ignores this key for "
-                    f"'{config['model_type']}', and no layer would have a window. Remove it, or use a family that reads it."
+                    f"'{config['model_type']}', and no layer would have a window. Remove it, or use a family that "
+                    "reads it."
                 )
         if not windowed or value_of(config, "sliding_window", defaults) is None:
             return NONE

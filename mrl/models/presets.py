@@ -76,7 +76,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "tie_word_embeddings": False,
     },
-    "mistral_tiny": {"model_type": "mistral", **_TINY, "sliding_window": 32, "tie_word_embeddings": False},
+    "mistral_tiny": {"model_type": "mistral", **_TINY, "sliding_window": None, "tie_word_embeddings": False},
     "phi3_tiny": {"model_type": "phi3", **_TINY, "tie_word_embeddings": False},
     "qwen2.5_0.5b": {
         "model_type": "qwen2",
@@ -233,8 +233,8 @@ def arch_from_preset(name: str, overrides: Mapping[str, Any], vocab_size: int | 
         arch = arch_from_config({**config, **{key: overrides[key] for key in overrides if key != _INITIALIZER}})
         if arch.sliding_window is None and overrides.get("sliding_window") is not None:
             raise UserError(
-                f"sliding_window={overrides['sliding_window']} has no effect: no layer of this '{arch.family}' model has "
-                "a window (use_sliding_window, max_window_layers, layer_types), or it is as long as the model's context."
+                f"sliding_window={overrides['sliding_window']} has no effect: no layer of this '{arch.family}' model "
+                "has a window (use_sliding_window, max_window_layers, layer_types), or it is as long as the context."
             )
         return arch
     except UserError as error:

@@ -251,8 +251,8 @@ def forward_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
     A multiply-add counts 2. Per token: 2 x the weights it is multiplied with (q, k, v and output projections, gate, up
     and down projections, and the output layer; the embedding is a look-up). With MoE these are the weights of the
     router, of the selected experts, and of the shared expert with its gate. Per sequence of T tokens and layer: causal
-    attention has T (T + 1) / 2 pairs, each 2 x 2 x heads x head_dim (scores and values). Norms, softmax and activations
-    are not counted.
+    attention has T (T + 1) / 2 pairs, fewer with a sliding window, each 2 x 2 x heads x head_dim (scores and values).
+    Norms, softmax and activations are not counted.
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473, appendix), with only the causal half counted and a gated MLP.
     """
@@ -291,8 +291,17 @@ def _weight_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
 
 def _attention_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
     """Returns the FLOPs of a forward's scores and values."""
-    pairs = sum(length * (length + 1) // 2 for length in seq_lens)
-    return 4.0 * arch.num_heads * arch.head_dim * arch.num_layers * pairs
+    windowed = len(arch.windowed_layers)
+    pairs = (arch.num_layers - windowed) * _num_pairs(seq_lens, None) + windowed * _num_pairs(
+        seq_lens, arch.sliding_window
+    )
+    return 4.0 * arch.num_heads * arch.head_dim * pairs
+
+
+def _num_pairs(seq_lens: Sequence[int], window: int | None) -> int:
+    """Returns the pairs of a query and a key that it attends to, in one layer."""
+    seen = [length if window is None else min(length, window) for length in seq_lens]
+    return sum(most * (most + 1) // 2 + (length - most) * most for length, most in zip(seq_lens, seen, strict=True))
 
 
 def mfu_metrics(

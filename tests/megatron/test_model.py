@@ -51,7 +51,12 @@ MODELS = {
 }
 ONE_LAYOUT = ("phi3", "mistral", "qwen2_windows")
 """Tested in fewer layouts: what differs between them is in one layer."""
-FAMILIES = [(family, layout) for family in MODELS for layout in LAYOUTS if family not in ONE_LAYOUT or layout in ("single", "tp2_pp2")]
+FAMILIES = [
+    (family, layout)
+    for family in MODELS
+    for layout in LAYOUTS
+    if family not in ONE_LAYOUT or layout in ("single", "tp2_pp2")
+]
 WIDE = ParallelLayout(4, tp=4)
 """More tensor-parallel ranks than key-value heads."""
 

@@ -83,7 +83,10 @@ REFUSED = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "attention bias": ({"attention_bias": True}, "attention_bias is True"),
     "mlp bias": ({"mlp_bias": True}, "mlp_bias is True"),
-    "layer types of another number of layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    "layer types of another number of layers": (
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types",
+    ),
     "layer types that transformers ignores": ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
     "an attention that mrl lacks": (
         {"model_type": "qwen2", "layer_types": ["chunked_attention"] * 4},

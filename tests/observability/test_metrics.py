@@ -133,6 +133,14 @@ def test_forward_flops_are_what_torch_counts():
     assert metrics.forward_flops(ARCH, [4, 2]) == counted_flops(4) + counted_flops(2)
 
 
+def test_a_query_outside_the_window_costs_nothing():
+    """All layers have a window of 3: 1 + 2 + 3 + 3 + 3 pairs of 5 tokens instead of 15."""
+    windowed = replace(ARCH, sliding_window=3, windowed_layers=(0, 1, 2))
+    pair = 4 * ARCH.num_heads * ARCH.head_dim * ARCH.num_layers
+    assert metrics.forward_flops(ARCH, [5, 2]) - metrics.forward_flops(windowed, [5, 2]) == 3 * pair
+    assert metrics.forward_flops(replace(windowed, windowed_layers=()), [5]) == metrics.forward_flops(ARCH, [5])
+
+
 def test_of_a_mixture_only_the_experts_that_a_token_goes_to_count():
     moe = MoeSpec(num_experts=8, top_k=2, intermediate_size=5, norm_topk_prob=True, shared_intermediate_size=7)
     dense = replace(ARCH, intermediate_size=2 * 5 + 7)

@@ -96,6 +96,11 @@ class TrtllmConfig:
             raise UserError(
                 f"mrl cannot write '{self.arch.family}' models for TensorRT-LLM; it can write {', '.join(known)}."
             )
+        if self.arch.sliding_window is not None:
+            raise UserError(
+                f"the model has a sliding window of {self.arch.sliding_window} tokens, for which a TensorRT-LLM "
+                "checkpoint has no key: its engine would attend to all tokens."
+            )
         self.mapping.check(self.arch)
 
 
@@ -253,7 +258,7 @@ def _arch(config: Mapping[str, Any]) -> ArchSpec:
     )
     moe = {key: config.get(f"moe_{key}", 0) for key in ("num_experts", "top_k", "normalization_mode")}
     moe |= _object(config, "moe")
-    hf: dict[str, Any] = {"head_dim": None, "num_key_value_heads": None, "rms_norm_eps": 1e-5}
+    hf: dict[str, Any] = {"head_dim": None, "num_key_value_heads": None, "rms_norm_eps": 1e-5, "sliding_window": None}
     hf |= {hf_key: config[key] for key, hf_key in _HF_KEYS.items() if key in config}
     hf |= {
         "num_experts": moe["num_experts"],

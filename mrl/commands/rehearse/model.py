@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 from mrl.commands.rehearse.engine import RehearsalEngine
 from mrl.commands.rehearse.layout import compare
@@ -19,6 +20,8 @@ from mrl.resharding.megatron import chunk_layers
 
 SMALLEST = RehearsalEngine()
 MAX_KV_HEADS = 16
+WINDOW = 16
+"""Sliding window of a reduced model that has one, tokens."""
 MAX_SMALL_HEADS = 8
 """Largest odd number of query heads per key/value head that is reduced to 3 instead of 2."""
 
@@ -45,10 +48,21 @@ def shrunk_model(
         head_dim=sizes.head_dim,
         vocab_size=_vocabulary(arch, real, reduced, tokens),
         moe=moe,
+        **shrunk_windows(arch, num_layers),
     )
     if moe is not None and arch.moe is not None and arch.moe.intermediate_size == arch.intermediate_size:
         small = replace(small, intermediate_size=moe.intermediate_size)  # Mixtral has one config key for both
     return small, reduced
+
+
+def shrunk_windows(arch: ArchSpec, num_layers: int) -> dict[str, Any]:
+    """Returns the fields of a reduced model's sliding window, which is shorter than the reduced sequences."""
+    if arch.sliding_window is None:
+        return {}
+    last = arch.num_layers - 1
+    real = [round(layer * last / max(1, num_layers - 1)) for layer in range(num_layers)]
+    windowed = tuple(layer for layer in range(num_layers) if real[layer] in arch.windowed_layers)
+    return {"sliding_window": WINDOW, "windowed_layers": windowed or (0,)}
 
 
 def _multiple(size: float, of: int) -> int:

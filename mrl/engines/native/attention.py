@@ -70,9 +70,7 @@ class PrefillAttention:
         for part in self._parts if window is None else self._windowed:
             count = part.stop - part.start
             last = first + part.rows.numel() * count
-            q, k, v = (
-                x[first:last].view(-1, count, *x.shape[1:]).transpose(1, 2) for x in (q_PND, k_PKD, v_PKD)
-            )
+            q, k, v = (x[first:last].view(-1, count, *x.shape[1:]).transpose(1, 2) for x in (q_PND, k_PKD, v_PKD))
             if part.start:
                 k, v = (_slots(x, part) for x in (keys, values))
             outputs.append(attend(q, k, v, part.mask).transpose(1, 2).flatten(0, 1))

@@ -22,7 +22,7 @@ from mrl.engines._memory_plan import (
     sequence_bytes,
 )
 from mrl.engines.native.decode_state import routing_format
-from mrl.engines.native.kv_cache import SLOT_MULTIPLE
+from mrl.engines.native.kv_cache import SLOT_MULTIPLE, ring_slots
 from mrl.engines.native.ngram_history import History
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
@@ -58,7 +58,11 @@ class NativeMemoryPlan(MemoryPlan):
             copies = copies or in_fp8_bytes * item_bytes(config)  # dequantized weights for the products
         size = run.device.engine_copies or item_bytes(config)
         slots = math.ceil(longest(config) / SLOT_MULTIPLE) * SLOT_MULTIPLE
-        row_bytes = sequence_bytes(arch, slots, grid.rollout_tp, size)
+        windowed = len(arch.windowed_layers)
+        row_bytes = sequence_bytes(arch, slots, grid.rollout_tp, size, layers=arch.num_layers - windowed)
+        if arch.sliding_window is not None:
+            ring = min(slots, ring_slots(arch.sliding_window))
+            row_bytes += sequence_bytes(arch, ring, grid.rollout_tp, size, layers=windowed)
         if (record := routing_format(arch, rollout)) is not None:
             row_bytes += slots * record.token_bytes
         if rollout.speculative.method is not None and run.device.is_host:  # GPUs do not draft tokens

@@ -282,8 +282,8 @@ def prefill_chunks(
 
     Prompts of similar length share a forward. A prompt longer than a forward is cut every `max_tokens` tokens,
     independent of the other prompts: a token's bits depend on where its prompt is cut, not on the rest of the batch.
-    Tokens before a prompt's entry in `starts` are in its row already. `max_row_tokens` limits the tokens of one prompt in a
-    forward, as `KVCache.most_tokens` does.
+    Tokens before a prompt's entry in `starts` are in its row already. `max_row_tokens` limits the tokens of a prompt in
+    a forward, as `KVCache.most_tokens` does.
     """
     starts = starts or [0] * len(prompt_lens)
     order = sorted(range(len(prompt_lens)), key=lambda i: prompt_lens[i] - starts[i])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mrl.config.config import Config, RolloutConfig
-from mrl.engines._capabilities import EngineCapabilities, EnginePackage
+from mrl.engines._capabilities import EngineCapabilities, EnginePackage, has_effective_windows
 from mrl.engines.trtllm import built_fields, engine_dir, engine_kwargs, fields, fp8_support, package_signature, routing
 from mrl.engines.trtllm.rank_placement import check_hosts
 from mrl.errors import to_install
@@ -18,6 +18,16 @@ from mrl.parallel_layout import ParallelLayout
 
 if TYPE_CHECKING:
     from mrl.engines._memory_plan import MemoryPlan
+
+
+def window_errors(config: Config, arch: ArchSpec) -> Iterator[str]:
+    """Yields a message if the run's sequences are longer than the model's sliding window."""
+    if has_effective_windows(config, arch):
+        yield (
+            f"rollout.name={config.rollout.name}: the model has a sliding window of {arch.sliding_window} tokens, "
+            "which mrl does not set in TensorRT-LLM. Use rollout.name=native, or sequences (rollout.prompt_length + "
+            f"rollout.response_length) of at most {arch.sliding_window} tokens."
+        )
 
 
 class TrtllmCapabilities(EngineCapabilities):
@@ -59,7 +69,8 @@ class LlmCapabilities(TrtllmCapabilities):
         return routing.refusals(rollout)
 
     def model_errors(self, config: Config, arch: ArchSpec) -> Iterator[str]:
-        """Yields a message for each MoE argument of a dense model, and each broken rule of FP8."""
+        """Yields a message for a sliding window, each MoE argument of a dense model, and each broken rule of FP8."""
+        yield from window_errors(config, arch)
         if arch.moe is None:
             yield from engine_kwargs.expert_refusals(config.rollout)
         yield from fp8_support.refusals(config, arch)
@@ -79,8 +90,9 @@ class BuiltCapabilities(TrtllmCapabilities):
     has_fixed_prompt_length = True
 
     def model_errors(self, config: Config, arch: ArchSpec) -> Iterator[str]:
-        """Yields a message if `rollout.engine_dir` does not fit the run."""
-        return engine_dir.engine_errors(config, arch)
+        """Yields a message for a sliding window, and if `rollout.engine_dir` does not fit the run."""
+        yield from window_errors(config, arch)
+        yield from engine_dir.engine_errors(config, arch)
 
     def memory_plan(self) -> MemoryPlan:
         """Returns the predicted sizes of the engine."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mrl.config.config import Config
-from mrl.engines._capabilities import CpuRun, EngineCapabilities, EnginePackage
+from mrl.engines._capabilities import CpuRun, EngineCapabilities, EnginePackage, has_effective_windows
 from mrl.engines.vllm import engine_kwargs, fp8_support, package_signature
 from mrl.engines.vllm.adapter_rules import adapter_rules
 from mrl.engines.vllm.engine_fields import VERSION
@@ -38,6 +38,13 @@ class VllmCapabilities(EngineCapabilities):
             yield (
                 f"rollout.name={NAME} builds its models from transformers' configuration, which has no model_type "
                 f"'{arch.family}'. Use rollout.name=native."
+            )
+        if has_effective_windows(config, arch) and len(arch.windowed_layers) < arch.num_layers:
+            yield (
+                f"rollout.name={NAME}: {len(arch.windowed_layers)} of the model's {arch.num_layers} layers have a "
+                f"sliding window of {arch.sliding_window} tokens, which vLLM 0.32 would give all layers. "
+                "Use rollout.name=native, or sequences (rollout.prompt_length + rollout.response_length) of at most "
+                f"{arch.sliding_window} tokens."
             )
         yield from fp8_support.refusals(config, arch)
         yield from adapter_rules(config, arch)

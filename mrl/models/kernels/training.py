@@ -291,7 +291,13 @@ class _Turn(torch.autograd.Function):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, families: SharedPrefixMask, scoring: Scoring, training: TrainingKernels
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        families: SharedPrefixMask,
+        scoring: Scoring,
+        training: TrainingKernels,
     ) -> Tensor:
         q = q.contiguous()
         k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))

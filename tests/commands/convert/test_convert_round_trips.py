@@ -30,6 +30,7 @@ FAMILIES = {
     "qwen2, one kv head": (small("qwen2_tiny", num_key_value_heads=1, tie_word_embeddings=False), "float32"),
     "llama, a kv head for each query head": (small("llama_tiny", num_key_value_heads=8), "float16"),
     "qwen3, head_dim apart, tied": (small("qwen3_tiny", head_dim=6), "float32"),
+    "mistral": (small("mistral_tiny"), "float32"),
     "phi3, fused": (small("phi3_tiny"), "bfloat16"),
     "mixtral": (small("mixtral_tiny", num_key_value_heads=2), "bfloat16"),
     "qwen2_moe, shared expert, tied": (small("qwen2_moe_tiny", **MOE), "float32"),

@@ -66,6 +66,19 @@ def test_the_native_cache_is_for_all_that_may_be_in_flight_where_sampling_may_st
     assert cache(*ahead, "train.max_off_policy_steps=3") == (8 + 3 * 8) * 4 * one
 
 
+def test_a_layer_with_a_window_caches_the_window_and_one_forward(resolved):
+    def cache(*overrides):
+        lengths = ("rollout.prompt_length=400", "rollout.response_length=80")
+        found = resolved("model.preset=qwen3_tiny", *lengths, *overrides)
+        return phases(found).phases["rollout"]["KV cache"]
+
+    half = (
+        "model.overrides={use_sliding_window: true, sliding_window: 16, "
+        "layer_types: [full_attention, sliding_attention, full_attention, sliding_attention]}"
+    )
+    assert cache(half) == cache() * (480 + 320) // (2 * 480)  # the window and RING_SPARE, in multiples of 64
+
+
 def test_the_llm_api_sleeps_while_the_actor_trains(resolved):
     found = resolved("rollout.name=trtllm", *OFFLOAD)
     memory, weights = phases(found), bytes_of(native_layout(found.arch, 1, 0, "bfloat16"))

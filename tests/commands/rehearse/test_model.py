@@ -55,6 +55,14 @@ def test_heads_lie_to_tensor_parallelism_as_before(preset):
             assert compare(small.num_kv_heads, after) == compare(arch.num_kv_heads, before), (small, used)
 
 
+@pytest.mark.parametrize("layers", [(0, 1, 2, 3), (3,), (0, 2)], ids=str)
+def test_some_layers_keep_a_window_that_hides_tokens(layers):
+    _, _, small, _ = shrunk("phi3_tiny", sliding_window=100, windowed_layers=layers)
+    assert small.sliding_window < 32
+    assert small.windowed_layers and max(small.windowed_layers) < small.num_layers
+    assert (len(small.windowed_layers) == small.num_layers) == (len(layers) == 4)
+
+
 def test_experts_of_a_rank_stay_several_and_more_than_a_token_takes():
     _, _, small, used = shrunk("qwen3_235b_a22b")
     assert small.moe.num_experts == 8 and small.moe.num_experts // used.rollout_ep == 2 and small.moe.top_k == 2

@@ -11,7 +11,13 @@ MIB = 1 << 20
 PAGE = 4096
 ALIGNED = 64
 """Bytes of a cache line."""
-SIZES = {"windows": [None] * 2, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float32, "device": torch.device("cpu")}
+SIZES = {
+    "windows": [None] * 2,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "dtype": torch.float32,
+    "device": torch.device("cpu"),
+}
 
 
 def resident_bytes():

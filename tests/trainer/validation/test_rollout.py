@@ -1,9 +1,12 @@
 """Lengths and sampling settings that do not go together are refused."""
 
+from dataclasses import replace
+
 import pytest
 
+from mrl.engines._capabilities import engine_capabilities
 from mrl.trainer.validation.validate import check_config
-from tests.trainer.validation.runs import VAL, make, refusal
+from tests.trainer.validation.runs import ARCH, VAL, changed, make, refusal
 
 UNCORRECTED = ("algorithm.rollout_correction.bypass_mode=false",)
 RULES = [
@@ -32,6 +35,27 @@ RULES = [
 @pytest.mark.parametrize(("overrides", "world_size", "said"), RULES, ids=[rule[2] for rule in RULES])
 def test_a_broken_rule_is_named(overrides, world_size, said):
     assert said in refusal(make(*overrides), world_size)
+
+
+SOME = replace(ARCH, sliding_window=20, windowed_layers=(1, 3))
+EVERY = replace(SOME, windowed_layers=(0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("engine", "arch"),
+    [("vllm", SOME), ("trtllm", SOME), ("trtllm", EVERY), ("trtllm_engine", EVERY)],
+)
+def test_an_engine_without_the_models_windows_is_refused_where_they_hide_tokens(engine, arch):
+    given = make(f"rollout.name={engine}", "rollout.enforce_eager=true")
+    errors = engine_capabilities(engine).model_errors
+    assert "sliding window of 20 tokens" in next(errors(given, arch))
+    short = [*errors(changed(given, "rollout.response_length", 4), arch)]
+    assert not [each for each in short if "sliding window" in each]
+
+
+def test_vllm_and_the_native_engine_have_the_windows_of_all_layers():
+    for engine, arch in (("vllm", EVERY), ("native", EVERY), ("native", SOME)):
+        assert not [*engine_capabilities(engine).model_errors(make(f"rollout.name={engine}"), arch)]
 
 
 def test_greedy_evaluations_are_verls_default():

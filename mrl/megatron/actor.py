@@ -37,7 +37,7 @@ from mrl.megatron.routing_record import RoutingRecorder
 from mrl.megatron.trainable_model import Reports, TrainableModel, in_batch_order
 from mrl.models.base import ArchSpec
 from mrl.resharding.dtypes import expert_index_dtype
-from mrl.resharding.megatron import stage_layers
+from mrl.resharding.megatron import stage_moe_layers
 from mrl.types import RolloutBatch
 
 DIFFERENCE = "training/rollout_logprobs_diff_max"
@@ -237,7 +237,7 @@ class Actor(TrainableModel):
         """
         if self._config.router_replay != "recompute" or self._arch.moe is None:
             return self.score(batch)
-        layers = stage_layers(self._arch, self._groups.grid)[self._groups.coords.pp]
+        layers = stage_moe_layers(self._arch, self._groups.grid)[self._groups.coords.pp]
         moe = self._arch.moe
         choices = RoutingRecorder(
             self._groups, num_layers=len(layers), top_k=moe.top_k, dtype=expert_index_dtype(moe.num_experts)

@@ -85,7 +85,7 @@ class ForwardBackward:
             te: True if attention is TransformerEngine's.
             share_prefixes: True if a prefix shared by several sequences is computed once.
             num_experts: Experts per layer; 0 for a dense model.
-            layers: Layer indices of this rank's pipeline stage, to which `routed_experts_P` refers.
+            layers: Layers with experts of this rank's pipeline stage, to which `routed_experts_P` refers.
             equal_lengths: True if microbatches are padded to the same length on all data-parallel ranks.
             replay: True if tokens are routed to the experts in the batch's `routed_experts_P`; may be changed between
                 batches.

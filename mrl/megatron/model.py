@@ -25,10 +25,12 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from mrl.algorithms.functional.logprobs import OPERATORS, Distribution, RowKernels, VocabShard, linear_logprobs
@@ -45,7 +47,7 @@ from mrl.megatron.distillation_targets import DistillationTargets
 from mrl.megatron.moe import load_balance, moe_config, with_router
 from mrl.megatron.norm import RMSNorm
 from mrl.megatron.on_policy_layers import BatchInvariantHead, Tables, batch_invariant_layer, engine_rotary_tables
-from mrl.megatron.router import LoadBalance
+from mrl.megatron.router import BIAS, LoadBalance
 from mrl.megatron.te_attention import with_shared_tokens
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.models.kernels.bindings import check_alike
@@ -120,7 +122,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         )
         super().__init__(
             outer_config,
-            _block_spec(config, arch.moe, te=te, vp_stage=vp_stage, balance=balance, tables=tables, compiled=compiled),
+            _block_spec(config, arch, te=te, vp_stage=vp_stage, balance=balance, tables=tables, compiled=compiled),
             vocab_size=padded_vocab(arch, config.tensor_model_parallel_size),
             max_sequence_length=arch.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -152,10 +154,14 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
 
     @torch.no_grad()
     def _forget_weights(self) -> None:
-        for parameter in self.parameters():
-            parameter.fill_(torch.nan)
+        for tensor in (*self.parameters(), *(bias for _, bias in self.biases_of_routers())):
+            tensor.fill_(torch.nan)
         for weight in self._vocabulary_weights():
             weight[self._shard(weight).size :] = 0  # padding rows are never loaded
+
+    def biases_of_routers(self) -> list[tuple[str, Tensor]]:
+        """Returns the name and tensor of each router's bias of the selection; they are buffers."""
+        return [(name, buffer) for name, buffer in self.named_buffers() if name.endswith(f".router.{BIAS}")]
 
     def _vocabulary_weights(self) -> list[Tensor]:
         weights = [self.embedding.word_embeddings.weight] if self.pre_process else []
@@ -383,11 +389,11 @@ def _window(arch: ArchSpec) -> dict[str, Any]:
 
 
 def named_tensors(chunks: list[ScoringModel]) -> dict[str, Tensor]:
-    """Returns every parameter of this rank: "chunk{v}.{name inside GPTModel}" -> the live tensor."""
+    """Returns every parameter and router bias of this rank: "chunk{v}.{name inside GPTModel}" -> the live tensor."""
     return {
         f"chunk{index}.{name}": parameter.data
         for index, chunk in enumerate(chunks)
-        for name, parameter in chunk.named_parameters()
+        for name, parameter in (*chunk.named_parameters(), *chunk.biases_of_routers())
     }
 
 
@@ -411,7 +417,7 @@ def _accumulating(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
 
 def _block_spec(
     config: TransformerConfig,
-    moe: MoeSpec | None,
+    arch: ArchSpec,
     *,
     te: bool,
     vp_stage: int | None,
@@ -423,33 +429,60 @@ def _block_spec(
 
     Args:
         config: Megatron's transformer config.
-        moe: Expert settings; None: a dense model.
+        arch: Architecture of the model.
         te: Use TransformerEngine's layers, with attention that supports shared prefixes.
         vp_stage: Virtual-pipeline stage of the chunk; None without virtual pipeline parallelism.
         balance: Load-balancing settings of the router; None: no balancing.
         tables: RoPE tables; if given, the layers are the batch-invariant ones of `rollout.true_on_policy`.
         compiled: Use the compiled CPU kernels for attention, norms and the dense MLP.
     """
-    experts = {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
-    layer: ModuleSpec
-    if te:
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **experts)
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = with_shared_tokens(attention.core_attention)
-        return _accumulating(with_router(layer, moe, balance), config)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm", **experts)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    kinds = {
+        moe: (_te_layer if te else _local_layer)(config, moe, balance, tables=tables, compiled=compiled)
+        for moe in {arch.moe if layer in arch.moe_layers else None for layer in numbers}
+    }
+    specs = [kinds[arch.moe if layer in arch.moe_layers else None] for layer in numbers]
+    norm = LayerNormImpl if te else CompiledNorm if compiled or tables is not None else RMSNorm
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
+
+
+def _experts(config: TransformerConfig, moe: MoeSpec | None) -> dict[str, Any]:
+    """Returns the arguments of Megatron's layer specs for experts."""
+    if moe is None:
+        return {"num_experts": None, "moe_grouped_gemm": False}
+    return {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
+
+
+def _te_layer(config: TransformerConfig, moe: MoeSpec | None, balance: LoadBalance | None, **unused: Any) -> ModuleSpec:
+    """Returns the spec of a layer of TransformerEngine's."""
+    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **_experts(config, moe))
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = with_shared_tokens(attention.core_attention)
+    return _accumulating(with_router(layer, moe, balance), config)
+
+
+def _local_layer(
+    config: TransformerConfig,
+    moe: MoeSpec | None,
+    balance: LoadBalance | None,
+    *,
+    tables: Tables | None,
+    compiled: bool,
+) -> ModuleSpec:
+    """Returns the spec of a local layer of Megatron's; arguments as for `_block_spec`."""
+    layer: ModuleSpec = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm, normalization="RMSNorm", **_experts(config, moe)
+    )
     layer = with_router(layer, moe, balance)
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
     if tables is not None:
-        layer = batch_invariant_layer(layer, tables, qk_norm=config.qk_layernorm)
-        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=CompiledNorm)
+        return batch_invariant_layer(layer, tables, qk_norm=config.qk_layernorm)
     if compiled:
-        layer = compiled_layer(layer, qk_norm=config.qk_layernorm, moe=moe is not None)
-        return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=CompiledNorm)
+        return compiled_layer(layer, qk_norm=config.qk_layernorm, moe=moe is not None)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = CoreAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+    return layer

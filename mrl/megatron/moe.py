@@ -28,6 +28,8 @@ def moe_config(arch: ArchSpec, parallel: ParallelConfig, actor: ActorConfig, *, 
         "num_moe_experts": arch.moe.num_experts,
         "moe_router_topk": arch.moe.top_k,
         "moe_ffn_hidden_size": arch.moe.intermediate_size,
+        "moe_layer_freq": [int(layer in arch.moe_layers) for layer in range(arch.num_layers)],
+        "moe_router_score_function": arch.moe.score_function,
         # softmax over the chosen logits equals softmax over all, scaled to a sum of 1; for top_k 1 see `Router`
         "moe_router_pre_softmax": not arch.moe.norm_topk_prob or arch.moe.top_k == 1,
         "moe_router_dtype": actor.moe_router_dtype,
@@ -35,7 +37,7 @@ def moe_config(arch: ArchSpec, parallel: ParallelConfig, actor: ActorConfig, *, 
         "moe_token_dispatcher_type": actor.moe_token_dispatcher_type,
         "moe_grouped_gemm": te,
         "moe_shared_expert_intermediate_size": shared or None,
-        "moe_shared_expert_gate": shared > 0,
+        "moe_shared_expert_gate": shared > 0 and arch.moe.shared_gate,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
     }
@@ -49,16 +51,17 @@ def load_balance(arch: ArchSpec, actor: ActorConfig) -> LoadBalance | None:
         num_layers=arch.num_layers,
         num_experts=arch.moe.num_experts,
         top_k=arch.moe.top_k,
+        score_function=arch.moe.score_function,
         aux_coeff=actor.moe_aux_loss_coeff if actor.moe_router_load_balancing_type == "aux_loss" else 0.0,
         z_coeff=actor.moe_z_loss_coeff,
     )
 
 
 def with_router(layer: ModuleSpec, moe: MoeSpec | None, balance: LoadBalance | None) -> ModuleSpec:
-    """Returns the layer spec with mrl's router; unchanged for a dense model."""
+    """Returns the layer spec with mrl's router; unchanged for a dense layer."""
     if moe is not None and balance is not None:
         layer.module = RoutedLayer
         mlp = layer.submodules.mlp  # a ModuleSpec in 0.16 and 0.17, a partial in 0.18 and 0.19
         parts = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
-        parts.router = functools.partial(Router, balance=balance, scale_to_one=moe.norm_topk_prob and moe.top_k == 1)
+        parts.router = functools.partial(Router, balance=balance, moe=moe)
     return layer

@@ -1,4 +1,4 @@
-"""The router of an MoE layer: Megatron's top-k with replay of recorded experts, load metrics and balancing losses.
+"""The router of an MoE layer: Megatron's top-k with groups, replay of experts, load metrics and balancing losses.
 
 `Routing` is a microbatch's input to the routers, `RoutedLayer` passes it to them, and `LoadBalance` has losses and
 metrics. Placement of experts and dispatch of tokens are Megatron's.
@@ -23,6 +23,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from mrl.models.base import MoeSpec
+from mrl.models.kernels.expert_groups import in_best_groups
+
+BIAS = "expert_bias"
+"""Megatron's name of the router's buffer that is added to scores where experts are selected."""
+
 
 @dataclass
 class Routing:
@@ -31,7 +37,7 @@ class Routing:
     Attributes:
         token_counts_D: Number of batch tokens that each computed token represents in losses and metrics, fp32; 0 for
             padding.
-        layers: Indices of the layers of this rank's pipeline stage.
+        layers: Indices of the layers with experts of this rank's pipeline stage.
         experts_DLK: Experts to replay in each of `layers`, integers; -1 where the router chooses. None: it always does.
         chosen_nLK: Buffer that receives the experts of the tokens on this rank, most likely first; None: not recorded.
     """
@@ -63,7 +69,7 @@ def packed_routing(
         count: Number of computed tokens, padding included.
         routed_experts_I: Experts to replay for each packed input, [I, L, K] on the CPU, -1 where there are none. None:
             no replay.
-        layers: Layer indices of this rank's pipeline stage, in the order of `routed_experts_I`.
+        layers: Indices of the layers with experts of this rank's pipeline stage, in the order of `routed_experts_I`.
         num_experts: Number of experts, E.
 
     Raises:
@@ -99,7 +105,16 @@ def _check_choices(chosen: Tensor, num_experts: int) -> None:
 class LoadBalance:
     """Load-balancing losses and routing metrics, shared by all routers of a rank's actor."""
 
-    def __init__(self, *, num_layers: int, num_experts: int, top_k: int, aux_coeff: float, z_coeff: float) -> None:
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_experts: int,
+        top_k: int,
+        aux_coeff: float,
+        z_coeff: float,
+        score_function: str = "softmax",
+    ) -> None:
         """Sets all measurements to zero.
 
         Args:
@@ -108,7 +123,9 @@ class LoadBalance:
             top_k: Experts per token, K.
             aux_coeff: Weight of the load-balancing loss; 0: off.
             z_coeff: Weight of the z-loss; 0: off.
+            score_function: `MoeSpec.score_function`; sigmoid scores count in proportion to their sum.
         """
+        self._by_sigmoid = score_function == "sigmoid"
         self._num_experts, self._top_k = num_experts, top_k
         self._aux_coeff, self._z_coeff = aux_coeff, z_coeff
         self._minibatch_tokens = 1
@@ -143,11 +160,14 @@ class LoadBalance:
             `probs_nE`, its values unchanged.
         """
         with torch.set_grad_enabled(self._has_losses):
-            log_probs_nE = logits_nE.float().log_softmax(-1)
-            softmax_nE = log_probs_nE.exp()
+            log_scores_nE = logits_nE.float()
+            if self._by_sigmoid:
+                log_scores_nE = torch.nn.functional.logsigmoid(log_scores_nE)
+            log_probs_nE = log_scores_nE.log_softmax(-1)
+            probabilities_nE = log_probs_nE.exp()
         with torch.no_grad():
             load_E = (chosen_nE * copies_n[:, None]).sum(0).double()
-            entropy = -(copies_n[:, None] * softmax_nE * log_probs_nE).sum().double()
+            entropy = -(copies_n[:, None] * probabilities_nE * log_probs_nE).sum().double()
             tokens = copies_n.sum().double()
             measured = torch.cat([load_E, torch.stack([tokens, entropy])])
             if self._sums_LM.device != measured.device:
@@ -160,7 +180,7 @@ class LoadBalance:
             dist.all_reduce(counts, group=group)
         load_E, tokens = counts[:-1], counts[-1].clamp(min=1)
         # Switch Transformer (arXiv 2101.03961), equations 4 to 6, times this microbatch's part of the minibatch
-        mass_E = (softmax_nE * copies_n[:, None]).sum(0)
+        mass_E = (probabilities_nE * copies_n[:, None]).sum(0)
         aux = (mass_E * load_E).sum() * self._num_experts / (self._top_k * tokens * self._minibatch_tokens)
         z = (logits_nE.float().logsumexp(-1).square() * copies_n).sum() / self._minibatch_tokens
         self._sums_LM[layer, self._num_experts + 2 :] += torch.stack([aux.detach().double(), z.detach().double()])
@@ -193,6 +213,11 @@ class LoadBalance:
         dist.all_reduce(sums)
         sums_LM, (replayed, changed) = sums[:-2].view_as(self._sums_LM), sums[-2:].tolist()
         load_LE, (tokens_L, entropy_L, aux_L, z_L) = sums_LM[:, :-4], sums_LM[:, -4:].unbind(1)
+        routed_L = tokens_L > 0
+        if bool(routed_L.any()):  # not the layers with a dense MLP
+            load_LE, tokens_L, entropy_L, aux_L, z_L = (
+                each[routed_L] for each in (load_LE, tokens_L, entropy_L, aux_L, z_L)
+            )
         unevenness_L = load_LE.max(1).values / load_LE.mean(1).clamp(min=1e-9)
         metrics = {
             "actor/moe_load_max_over_mean": float(unevenness_L.mean()),
@@ -216,6 +241,7 @@ class _ExpertSelection:
     microbatch, so any schedule and any recomputation gets the right ones.
 
     Attributes:
+        moe: Sizes and options of the router.
         given_nK: Experts to replay, -1 where the router chooses; None: it always does.
         own_nK: Experts that the router chose in the last call.
         chosen_nK: Experts to which the tokens were routed in the last call.
@@ -224,14 +250,15 @@ class _ExpertSelection:
     own_nK: Tensor
     chosen_nK: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, moe: MoeSpec) -> None:
+        self.moe = moe
         self.given_nK: Tensor | None = None
 
     def get_replay_topk(
         self, scores_nE: Tensor, top_k: int, num_groups: int | None, group_topk: int | None, own: Any
     ) -> tuple[Tensor, Tensor]:
         """Returns scores and indices of the experts: replayed ones where given, else the `top_k` largest."""
-        scores_nK, chosen_nK = own(scores_nE, top_k, num_groups, group_topk)
+        scores_nK, chosen_nK = own(in_best_groups(scores_nE, self.moe), top_k, num_groups, group_topk)
         if not torch.is_grad_enabled():  # from 0.18 on Megatron's top-k is not sorted then
             order_nK = scores_nK.argsort(dim=1, descending=True, stable=True)
             scores_nK, chosen_nK = scores_nK.gather(1, order_nK), chosen_nK.gather(1, order_nK)
@@ -246,9 +273,12 @@ class _ExpertSelection:
 class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
     """Megatron's router, which replays the experts of a `Routing` and reports to a `LoadBalance`.
 
-    The weights of replayed experts are this router's, so that it is trained as usual. With one expert per token and
-    weights scaled to 1, for which Megatron has no setting, the scaling is done here; the router then learns from the
-    balancing losses only, as in transformers.
+    The weights of replayed experts are this router's, so that it is trained as usual. What Megatron has no setting for
+    is done here: groups as transformers chooses them, weights scaled to 1 with one expert per token (the router then
+    learns from the balancing losses only, as in transformers), and sigmoid scores that are not scaled.
+
+    Attributes:
+        expert_bias: Bias of the selection, fp32 [E]; a buffer, which no gradient changes. None: the model has none.
     """
 
     def __init__(
@@ -257,14 +287,16 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
         pg_collection: Any = None,
         *,
         balance: LoadBalance,
-        scale_to_one: bool,
+        moe: MoeSpec,
         is_mtp_layer: bool = False,  # given by 0.17 and later; mrl has no multi-token prediction
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        self.balance = balance
-        self.scale_to_one = scale_to_one
+        self.balance, self.moe = balance, moe
         self.routing_plan: Routing | None = None
-        self.router_replay = _ExpertSelection()
+        self.router_replay = _ExpertSelection(moe)
+        if moe.score_bias:
+            delattr(self, BIAS)  # None, as Megatron would allocate its own on a GPU
+            self.register_buffer(BIAS, torch.zeros(moe.num_experts, dtype=torch.float32))
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns weights and mask of the chosen experts, [n, E] each, like Megatron's."""
@@ -278,8 +310,7 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
         probs, chosen = super().routing(logits)
         if plan.chosen_nLK is not None:
             plan.chosen_nLK[:, plan.layers.index(layer)] = choice.chosen_nK.to(plan.chosen_nLK.dtype)
-        if self.scale_to_one:
-            probs = probs / probs.sum(-1, keepdim=True)
+        probs = self._scaled(probs, chosen, logits.view(-1, logits.size(-1)))
         if self.training and torch.is_grad_enabled():  # with recomputation, only the second forward has gradients
             copies = self._local_rows(plan.token_counts_D)
             if replayed is not None:
@@ -287,6 +318,15 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron.core has no types
             logits_nE = logits.view(-1, logits.size(-1))
             probs = self.balance.attach(probs, chosen, logits_nE, copies, layer=layer, group=self.tp_cp_group)
         return probs, chosen
+
+    def _scaled(self, probs: Tensor, chosen: Tensor, logits: Tensor) -> Tensor:
+        """Returns the weights of the chosen experts as the model scales them."""
+        moe = self.moe
+        if moe.norm_topk_prob and moe.top_k == 1:
+            probs = probs / probs.sum(-1, keepdim=True)
+        elif moe.score_function == "sigmoid" and not moe.norm_topk_prob and moe.top_k > 1:
+            probs = probs * (logits.float().sigmoid() * chosen).sum(-1, keepdim=True).to(probs.dtype)
+        return probs if moe.scaling_factor == 1 else probs * moe.scaling_factor
 
     def _local_rows(self, rows: Tensor) -> Tensor:
         """Selects this rank's rows: under sequence parallelism one of equally long parts."""

@@ -29,7 +29,7 @@ class RoutingRecorder:
 
         Args:
             groups: Process groups whose ranks share the tokens of a microbatch.
-            num_layers: Layers of this stage, L.
+            num_layers: Layers of this stage with experts, L.
             top_k: Experts per token, K.
             dtype: Integer dtype that can represent every expert's index and -1.
         """

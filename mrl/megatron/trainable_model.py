@@ -37,7 +37,7 @@ from mrl.models.transformer_engine import supports_prefix_sharing, why_local
 from mrl.resharding.checksum import bits, model_checksum
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout
-from mrl.resharding.megatron import OUTPUT, megatron_layout, rank_tensors, stage_layers
+from mrl.resharding.megatron import OUTPUT, megatron_layout, rank_tensors, stage_moe_layers
 from mrl.resharding.merged_weights import MergedWeights
 from mrl.resharding.regions import slices
 from mrl.types import RolloutBatch, ragged_indices
@@ -124,7 +124,7 @@ class TrainableModel:
             te=self._te,
             share_prefixes=config.actor.use_prefix_grouper and (not self._te or supports_prefix_sharing(config, arch)),
             num_experts=arch.moe.num_experts if arch.moe else 0,
-            layers=stage_layers(arch, groups.grid)[groups.coords.pp],
+            layers=stage_moe_layers(arch, groups.grid)[groups.coords.pp],
             equal_lengths=groups.grid.ep > 1 and equal_lengths(config.actor, config.megatron),
             replay=config.actor.router_replay != "none",
             compiled=self.chunks[0].compiled,

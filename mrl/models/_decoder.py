@@ -12,7 +12,7 @@ from mrl.errors import UserError
 from mrl.models._rope import read_rope, write_rope
 from mrl.models._values import flag, positive_float, positive_int, value_of
 from mrl.models._windows import NO_WINDOW, WindowRule
-from mrl.models.base import ArchSpec, ConfigKeys, Family, MoeSpec, ParamSpec, PipelineStage, ShardKind
+from mrl.models.base import ArchSpec, ConfigKeys, Family, LayerKind, MoeSpec, ParamSpec, PipelineStage, ShardKind
 
 ATTENTION: tuple[ParamSpec, ...] = (
     ParamSpec(
@@ -103,6 +103,7 @@ DENSE_MLP: tuple[ParamSpec, ...] = (
         trtllm=("transformer.layers.{layer}.post_layernorm.weight",),
         kind=ShardKind.REPLICATED,
         place=PipelineStage.LAYER,
+        layers=LayerKind.DENSE,
     ),
     ParamSpec(
         hf=("model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"),
@@ -112,6 +113,7 @@ DENSE_MLP: tuple[ParamSpec, ...] = (
         trtllm=("transformer.layers.{layer}.mlp.fc.weight", "transformer.layers.{layer}.mlp.gate.weight"),
         kind=ShardKind.GATE_UP,
         place=PipelineStage.LAYER,
+        layers=LayerKind.DENSE,
     ),
     ParamSpec(
         hf=("model.layers.{layer}.mlp.down_proj.weight",),
@@ -121,6 +123,7 @@ DENSE_MLP: tuple[ParamSpec, ...] = (
         trtllm=("transformer.layers.{layer}.mlp.proj.weight",),
         kind=ShardKind.ROW,
         place=PipelineStage.LAYER,
+        layers=LayerKind.DENSE,
     ),
 )
 """MLP half of a decoder layer: the norm and the dense MLP."""

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from mrl.errors import UserError, shown
-from mrl.models._decoder import DENSE_MLP
+from mrl.models._decoder import DENSE_MLP, MAX_LAYERS
 from mrl.models._keys import OF_TRANSFORMERS
 from mrl.models._values import flag, positive_int
-from mrl.models.base import MoeSpec, ParamSpec, PipelineStage, ShardKind
+from mrl.models.base import LayerKind, MoeSpec, ParamSpec, PipelineStage, ShardKind
 
 ROUTER_WITHOUT_EFFECT: Mapping[str, str] = {
     "output_router_logits": OF_TRANSFORMERS,
@@ -50,7 +50,7 @@ def moe_layer(
     """
     experts = "decoder.layers.{layer}.mlp.experts"
     return (
-        replace(DENSE_MLP[0], megatron_te=None),
+        replace(DENSE_MLP[0], megatron_te=None, layers=LayerKind.MOE),
         ParamSpec(
             hf=(f"{prefix}gate.weight",),
             shapes=("experts hidden",),
@@ -60,6 +60,7 @@ def moe_layer(
             trtllm_dtype="float32",
             kind=ShardKind.REPLICATED,
             place=PipelineStage.LAYER,
+            layers=LayerKind.MOE,
         ),
         ParamSpec(
             hf=(f"{prefix}experts.{{expert}}.{gate}.weight", f"{prefix}experts.{{expert}}.{up}.weight"),
@@ -70,6 +71,7 @@ def moe_layer(
             trtllm=("transformer.layers.{layer}.mlp.fc.weight",),
             kind=ShardKind.EXPERT_GATE_UP,
             place=PipelineStage.LAYER,
+            layers=LayerKind.MOE,
         ),
         ParamSpec(
             hf=(f"{prefix}experts.{{expert}}.{down}.weight",),
@@ -80,6 +82,7 @@ def moe_layer(
             trtllm=("transformer.layers.{layer}.mlp.proj.weight",),
             kind=ShardKind.EXPERT_DOWN,
             place=PipelineStage.LAYER,
+            layers=LayerKind.MOE,
         ),
     )
 
@@ -96,6 +99,7 @@ def shared_expert(prefix: str) -> tuple[ParamSpec, ...]:
             trtllm=("transformer.layers.{layer}.mlp.shared_expert.fc.weight",),
             kind=ShardKind.GATE_UP,
             place=PipelineStage.LAYER,
+            layers=LayerKind.MOE,
         ),
         ParamSpec(
             hf=(f"{prefix}shared_expert.down_proj.weight",),
@@ -105,6 +109,7 @@ def shared_expert(prefix: str) -> tuple[ParamSpec, ...]:
             trtllm=("transformer.layers.{layer}.mlp.shared_expert.proj.weight",),
             kind=ShardKind.ROW,
             place=PipelineStage.LAYER,
+            layers=LayerKind.MOE,
         ),
         ParamSpec(
             hf=(f"{prefix}shared_expert_gate.weight",),
@@ -114,6 +119,7 @@ def shared_expert(prefix: str) -> tuple[ParamSpec, ...]:
             trtllm=("transformer.layers.{layer}.mlp.shared_expert_gate.weight",),
             kind=ShardKind.REPLICATED,
             place=PipelineStage.LAYER,
+            layers=LayerKind.MOE,
         ),
     )
 
@@ -125,6 +131,7 @@ def moe_spec(
     num_experts_key: Callable[[Mapping[str, Any]], str],
     intermediate_size: str = "moe_intermediate_size",
     shared_intermediate_size: str | None = None,
+    dense_layers: Callable[[Mapping[str, Any], int], tuple[int, ...]] = lambda config, layers: (),
 ) -> MoeSpec:
     """Reads the MoeSpec from a config.json.
 
@@ -134,16 +141,15 @@ def moe_spec(
         num_experts_key: Function from config.json to its key for the number of experts.
         intermediate_size: Key for the FFN width of an expert.
         shared_intermediate_size: Key for the FFN width of the shared expert; None: the family has none.
+        dense_layers: Function (config.json, number of layers) -> `MoeSpec.dense_layers`.
 
     Raises:
-        UserError: A key is missing or wrong, or some layers have a dense MLP.
+        UserError: A key is missing or wrong, or no layer has experts.
     """
-    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
-        raise UserError(
-            f"config.json: decoder_sparse_step={shown(config.get('decoder_sparse_step', 1))}, mlp_only_layers="
-            f"{shown(config.get('mlp_only_layers'))}: some layers have a dense MLP. mrl supports "
-            "experts in all layers or in none."
-        )
+    layers = positive_int(config, "num_hidden_layers", defaults, most=MAX_LAYERS)
+    dense = dense_layers(config, layers)
+    if len(dense) == layers:
+        raise UserError(f"config.json: none of the {layers} layers has experts (mlp_only_layers, decoder_sparse_step).")
     num_experts = num_experts_key(config)
     experts, top_k = positive_int(config, num_experts, defaults), positive_int(config, "num_experts_per_tok", defaults)
     if top_k > experts:
@@ -155,7 +161,21 @@ def moe_spec(
         intermediate_size=positive_int(config, intermediate_size, defaults),
         norm_topk_prob="norm_topk_prob" not in defaults or flag(config, "norm_topk_prob", defaults),
         shared_intermediate_size=0 if shared_key is None else positive_int(config, shared_key, defaults),
+        dense_layers=dense,
     )
+
+
+def qwen_dense_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Returns the layers of a Qwen MoE model with a dense MLP.
+
+    Raises:
+        UserError: `decoder_sparse_step` or `mlp_only_layers` is wrong.
+    """
+    step = positive_int(config, "decoder_sparse_step", {"decoder_sparse_step": 1})
+    named = config.get("mlp_only_layers") or []
+    if not isinstance(named, list) or any(type(layer) is not int for layer in named):
+        raise UserError(f"config.json: mlp_only_layers is {shown(named)}; expected a list of layer indices.")
+    return tuple(layer for layer in range(layers) if layer in named or (layer + 1) % step)
 
 
 def experts_key(config: Mapping[str, Any]) -> str:
@@ -181,5 +201,5 @@ def qwen_keys(moe: MoeSpec) -> dict[str, Any]:
         "moe_intermediate_size": moe.intermediate_size,
         "norm_topk_prob": moe.norm_topk_prob,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "mlp_only_layers": list(moe.dense_layers),
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Mixture-of-experts layer that replaces the MLP in every decoder layer.
+    """Mixture-of-experts layer that replaces the MLP in decoder layers.
 
     Attributes:
         num_experts: Experts per layer.
@@ -33,8 +33,15 @@ class MoeSpec:
         intermediate_size: FFN width of one expert.
         norm_topk_prob: True if the routing probabilities of the selected experts are rescaled to sum to 1. Otherwise
             they stay as the softmax over all experts computed them.
-        shared_intermediate_size: FFN width of the shared expert, which every token passes through behind a sigmoid
-            gate; 0: no shared expert.
+        shared_intermediate_size: FFN width of the shared expert, which every token passes through; 0: no shared expert.
+        shared_gate: True if a sigmoid gate scales the shared expert's output.
+        score_function: Function from a router's logits to the experts' scores.
+        score_bias: True if the experts are selected by their scores plus a bias, which is no part of their weights.
+        num_groups: Groups of consecutive experts; an expert is selected only from the `top_groups` groups whose two
+            best scores (with the bias) have the largest sums.
+        top_groups: See `num_groups`.
+        scaling_factor: Factor of the selected experts' weights.
+        dense_layers: Indices of the layers with a dense MLP of width `ArchSpec.intermediate_size`, ascending.
     """
 
     num_experts: int
@@ -42,6 +49,13 @@ class MoeSpec:
     intermediate_size: int
     norm_topk_prob: bool
     shared_intermediate_size: int = 0
+    shared_gate: bool = True
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    score_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    scaling_factor: float = 1.0
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,7 @@ class ArchSpec:
         vocab_size: Vocabulary size without padding: embedding rows of the Hugging Face checkpoint.
         qkv_bias: True if the query, key and value projections have a bias.
         qk_norm: True if queries and keys pass through an RMSNorm over the head dimension.
-        moe: Experts of each layer; None: a dense MLP of width `intermediate_size` in every layer.
+        moe: Experts of the layers; None: a dense MLP of width `intermediate_size` in every layer.
         value_head: True if the output layer is a linear map to one value (a critic) instead of the vocabulary.
         sliding_window: Tokens that a query of a windowed layer attends to: its own and those just before it; None if no
             layer is windowed.
@@ -83,6 +97,24 @@ class ArchSpec:
     def window_of(self, layer: int) -> int | None:
         """Returns the sliding window of a layer's attention; None: the layer attends to all earlier tokens."""
         return self.sliding_window if layer in self.windowed_layers else None
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with experts."""
+        dense = range(self.num_layers) if self.moe is None else self.moe.dense_layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in dense)
+
+
+def layer_kinds(arch: ArchSpec) -> list[tuple[ArchSpec, int]]:
+    """Returns (model with one layer, number of such layers) for each kind of layer, those with experts first.
+
+    Kinds differ in the MLP. Sizes of the whole model are sums over these. Sliding windows are left out.
+    """
+    one = replace(arch, num_layers=1, sliding_window=None, windowed_layers=())
+    experts = len(arch.moe_layers)
+    kinds = [(one if arch.moe is None else replace(one, moe=replace(arch.moe, dense_layers=())), experts)]
+    kinds.append((replace(one, moe=None), arch.num_layers - experts))
+    return [(kind, count) for kind, count in kinds if count]
 
 
 def critic_of(arch: ArchSpec) -> ArchSpec:
@@ -118,6 +150,14 @@ class ShardKind(Enum):
         return self in (ShardKind.EXPERT_GATE_UP, ShardKind.EXPERT_DOWN)
 
 
+class LayerKind(Enum):
+    """Layers that have a parameter: all, those with a dense MLP, or those with experts."""
+
+    ALL = "all"
+    DENSE = "dense"
+    MOE = "moe"
+
+
 class PipelineStage(Enum):
     """Pipeline stage that has a parameter: the first, the one with the layer, or the last."""
 
@@ -143,7 +183,10 @@ class ParamSpec:
         native: Name in the native engine.
         trtllm: TensorRT-LLM names; two for [gate; up] if TensorRT-LLM keeps them apart, the activated branch first;
             empty if TensorRT-LLM has no such tensor, in which case the family cannot be converted to it.
-        trtllm_dtype: Dtype that TensorRT-LLM requires for this tensor; None: the model's dtype.
+        trtllm_dtype: Dtype that TensorRT-LLM requires for this tensor; None: that of the other formats.
+        dtype: Dtype of this tensor in all formats; None: the model's dtype.
+        layers: Layers that have this parameter.
+        is_buffer: True if training never changes it by a gradient: Megatron has a buffer instead of a parameter.
         when: Predicate on the structure: whether a model has this parameter (tied embeddings, biases ...).
     """
 
@@ -156,6 +199,9 @@ class ParamSpec:
     megatron_te: str | None = None
     trtllm: tuple[str, ...] = ()
     trtllm_dtype: str | None = None
+    dtype: str | None = None
+    layers: LayerKind = LayerKind.ALL
+    is_buffer: bool = False
     when: Callable[[ArchSpec], bool] = lambda arch: True
 
 

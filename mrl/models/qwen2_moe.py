@@ -2,9 +2,18 @@
 
 from functools import partial
 
-from mrl.models._decoder import ATTENTION, HEAD, decoder_family
+from mrl.models._decoder import ATTENTION, DENSE_MLP, HEAD, decoder_family
 from mrl.models._keys import config_keys
-from mrl.models._moe import QWEN_KEYS, QWEN_MLP, ROUTER_WITHOUT_EFFECT, moe_layer, moe_spec, qwen_keys, shared_expert
+from mrl.models._moe import (
+    QWEN_KEYS,
+    QWEN_MLP,
+    ROUTER_WITHOUT_EFFECT,
+    moe_layer,
+    moe_spec,
+    qwen_dense_layers,
+    qwen_keys,
+    shared_expert,
+)
 from mrl.models._windows import NAMED_LAYERS
 from mrl.models.base import moe_of
 
@@ -12,7 +21,7 @@ FAMILY = decoder_family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     trtllm_architecture="Qwen2MoeForCausalLM",
-    params=(*ATTENTION, *moe_layer(QWEN_MLP), *shared_expert(QWEN_MLP), *HEAD),
+    params=(*ATTENTION, *DENSE_MLP, *moe_layer(QWEN_MLP), *shared_expert(QWEN_MLP), *HEAD),
     keys=config_keys(
         *QWEN_KEYS,
         "qkv_bias",
@@ -40,6 +49,7 @@ FAMILY = decoder_family(
         moe_spec,
         num_experts_key=lambda config: "num_experts",
         shared_intermediate_size="shared_expert_intermediate_size",
+        dense_layers=qwen_dense_layers,
     ),
     windows=NAMED_LAYERS,
 )

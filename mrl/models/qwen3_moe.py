@@ -6,9 +6,18 @@ older versions.
 
 from functools import partial
 
-from mrl.models._decoder import ATTENTION, HEAD, decoder_family
+from mrl.models._decoder import ATTENTION, DENSE_MLP, HEAD, decoder_family
 from mrl.models._keys import config_keys
-from mrl.models._moe import QWEN_KEYS, QWEN_MLP, ROUTER_WITHOUT_EFFECT, experts_key, moe_layer, moe_spec, qwen_keys
+from mrl.models._moe import (
+    QWEN_KEYS,
+    QWEN_MLP,
+    ROUTER_WITHOUT_EFFECT,
+    experts_key,
+    moe_layer,
+    moe_spec,
+    qwen_dense_layers,
+    qwen_keys,
+)
 from mrl.models._windows import ALL_IF_USED
 from mrl.models.base import moe_of
 
@@ -16,7 +25,7 @@ FAMILY = decoder_family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     trtllm_architecture="Qwen3MoeForCausalLM",
-    params=(*ATTENTION, *moe_layer(QWEN_MLP), *HEAD),
+    params=(*ATTENTION, *DENSE_MLP, *moe_layer(QWEN_MLP), *HEAD),
     keys=config_keys(
         *QWEN_KEYS,
         "num_local_experts",
@@ -38,7 +47,7 @@ FAMILY = decoder_family(
         "num_local_experts": moe_of(arch).num_experts,
         **qwen_keys(moe_of(arch)),
     },
-    moe=partial(moe_spec, num_experts_key=experts_key),
+    moe=partial(moe_spec, num_experts_key=experts_key, dense_layers=qwen_dense_layers),
     qk_norm=True,
     windows=ALL_IF_USED,
 )

@@ -22,6 +22,7 @@ from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.layout import Piece, Region, StoredTensor
 from mrl.resharding.megatron import RankTensor, rank_tensors
 from mrl.resharding.regions import full_region, intersect, translate
+from mrl.resharding.shards import layers_of
 
 EXTRA_STATE = "_extra_state"
 """Key suffix of a module's state that is not a weight: TransformerEngine's fp8 scales, or nothing."""
@@ -32,7 +33,7 @@ _FUSED_NORMS = (
 )
 _GATED = (ShardKind.GATE_UP, ShardKind.EXPERT_GATE_UP)
 _HALVES = ("_w", "_v")
-_CORE_ATTENTION = "decoder.layers.self_attention.core_attention"
+_CORE_ATTENTION = "decoder.layers.{layer}.self_attention.core_attention"
 
 
 class KeyFormat(Enum):
@@ -65,16 +66,21 @@ class Shard:
         return f"{self.key}[{','.join(map(str, self.offsets))}]"
 
 
+def written_format(arch: ArchSpec) -> KeyFormat:
+    """Returns how Megatron splits a model's tensors: layers are stacked if all have the same parameters."""
+    return KeyFormat.STACKED if len(arch.moe_layers) in (0, arch.num_layers) else KeyFormat.PER_LAYER
+
+
 def rank_shards(arch: ArchSpec, grid: ParallelLayout, rank: int, *, dtype: str) -> Iterator[Shard]:
     """Yields the boxes that `rank` writes: its tensors that no lower data-, context- or tensor-parallel copy also has.
 
-    Keys are those of homogeneous layers (`KeyFormat.STACKED`). A norm whose key depends on the layer spec is written
+    Keys are those of `written_format`. A norm whose key depends on the layer spec is written
     under each of its keys, so that models of either spec can load it.
 
     Raises:
         UserError: A parallel size does not divide the model's dimensions.
     """
-    coords, experts = grid.coords(rank), grid.expert_coords(rank)
+    coords, experts, spelling = grid.coords(rank), grid.expert_coords(rank), written_format(arch)
     first_copy = coords.dp == 0 and coords.cp == 0
     for tensor in rank_tensors(arch, grid, rank, dtype=dtype):
         spec = tensor.spec
@@ -86,7 +92,7 @@ def rank_shards(arch: ArchSpec, grid: ParallelLayout, rank: int, *, dtype: str) 
             is_writer, size, index = is_writer and index == 0, 1, 0
         if not is_writer:
             continue
-        lead = _leading_dims(tensor, KeyFormat.STACKED, arch)
+        lead = _leading_dims(tensor, spelling, arch)
         parts = _split_rows_in_half(tensor.stored) if spec.kind in _GATED else [tensor.stored]
         for number, part in enumerate(parts):
             axis = 1 if spec.kind in (ShardKind.ROW, ShardKind.EXPERT_DOWN) else 0
@@ -96,7 +102,7 @@ def rank_shards(arch: ArchSpec, grid: ParallelLayout, rank: int, *, dtype: str) 
             view = (1,) * len(lead) + part.shape
             for stem in _written_key_stems(spec):
                 yield Shard(
-                    key=_key(stem, KeyFormat.STACKED),
+                    key=_key(stem, spelling, tensor),
                     global_shape=(*(extent for _, extent in lead), *shape),
                     offsets=(*(place for place, _ in lead), *offsets),
                     stored=StoredTensor(part.shape, part.dtype, part.pieces, part.padding, view),
@@ -140,7 +146,7 @@ def global_tensors(arch: ArchSpec, keys: Collection[str]) -> dict[str, Stack]:
     for tensor in rank_tensors(arch, ParallelLayout(1), 0, dtype="float32"):
         spec = tensor.spec
         if spec not in chosen:
-            chosen[spec] = _find_key_format(spec, keys)
+            chosen[spec] = _find_key_format(spec, keys, arch)
         stem, spelling = chosen[spec]
         separate = spelling is KeyFormat.SINGLE and spec.kind in _GATED
         halves = zip(_HALVES, _split_rows_in_half(tensor.stored), strict=True) if separate else [("", tensor.stored)]
@@ -155,7 +161,7 @@ def global_tensors(arch: ArchSpec, keys: Collection[str]) -> dict[str, Stack]:
 def key_formats(arch: ArchSpec, keys: Collection[str]) -> set[KeyFormat]:
     """Returns the spellings of the layers' tensors in a checkpoint."""
     rows = {tensor.spec for tensor in rank_tensors(arch, ParallelLayout(1), 0, dtype="float32")}
-    return {_find_key_format(spec, keys)[1] for spec in rows if spec.place is PipelineStage.LAYER}
+    return {_find_key_format(spec, keys, arch)[1] for spec in rows if spec.place is PipelineStage.LAYER}
 
 
 def known_keys(arch: ArchSpec) -> set[str]:
@@ -169,13 +175,14 @@ def extra_state_keys(arch: ArchSpec) -> list[str]:
     The local layer spec has one for every linear; TransformerEngine also for the core attention and its norms.
     """
     found: dict[str, None] = {}
+    spelling = written_format(arch)
     for tensor in rank_tensors(arch, ParallelLayout(1), 0, dtype="float32"):
         if tensor.spec.place is PipelineStage.FIRST:
             continue
-        lead = _leading_dims(tensor, KeyFormat.STACKED, arch)
-        modules = [_key(stem, KeyFormat.STACKED).rpartition(".")[0] for stem in _written_key_stems(tensor.spec)]
+        lead = _leading_dims(tensor, spelling, arch)
+        modules = [_key(stem, spelling, tensor).rpartition(".")[0] for stem in _written_key_stems(tensor.spec)]
         if tensor.spec.kind is ShardKind.QKV:
-            modules.append(_CORE_ATTENTION)
+            modules.append(_key(_CORE_ATTENTION, spelling, tensor))
         for module in modules:
             place = ".".join(str(index) for index, _ in lead) or "0"
             extent = ".".join(str(extent) for _, extent in lead) or "1"
@@ -206,15 +213,16 @@ def _key(stem: str, spelling: KeyFormat, tensor: RankTensor | None = None) -> st
     return stem if tensor is None else stem.format(layer=tensor.layer, expert=tensor.expert)
 
 
-def _find_key_format(spec: ParamSpec, keys: Collection[str]) -> tuple[str, KeyFormat]:
+def _find_key_format(spec: ParamSpec, keys: Collection[str], arch: ArchSpec) -> tuple[str, KeyFormat]:
     """Returns the first name and spelling under which the checkpoint has the row's first tensor."""
+    first = layers_of(spec, arch)[0]
     stems = _key_stems(spec)
     for stem in stems:
         for spelling in KeyFormat:
             half = _HALVES[0] if spelling is KeyFormat.SINGLE and spec.kind in _GATED else ""
-            if _key(stem, spelling).format(layer=0, expert=0) + half in keys:
+            if _key(stem, spelling).format(layer=first, expert=0) + half in keys:
                 return stem, spelling
-    return stems[0], KeyFormat.STACKED
+    return stems[0], written_format(arch)
 
 
 def _leading_dims(tensor: RankTensor, spelling: KeyFormat, arch: ArchSpec) -> list[tuple[int, int]]:

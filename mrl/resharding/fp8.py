@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mrl.models.base import ArchSpec, ShardKind
 from mrl.resharding.layout import Layout, Piece, Region, StoredTensor
-from mrl.resharding.shards import hf_tensors, param_specs
+from mrl.resharding.shards import hf_tensors, layers_of, param_specs
 
 DTYPE = "float8_e4m3fn"
 SCALES = "_scale_inv"
@@ -70,7 +70,7 @@ def block_grids(arch: ArchSpec, quantization: str | None) -> dict[str, BlockGrid
                 continue
             rows, columns = shape
             grid = BlockGrid((rows, columns), BLOCK if quantization == "fp8" else (rows, columns))
-            for layer in range(arch.num_layers):
+            for layer in layers_of(spec, arch):
                 for expert in experts if spec.kind.is_expert else (None,):
                     found[name.format(layer=layer, expert=expert)] = grid
     return found

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec, ShardKind
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.shards import hf_tensors, param_specs
+from mrl.resharding.shards import hf_tensors, layers_of, param_specs
 
 _WRAPPERS = re.compile(r"^module\.|(?:(?<=^)|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _PREFIX = "model."
@@ -97,7 +97,7 @@ def _fused_experts(arch: ArchSpec) -> dict[str, dict[str, StoredLocation]]:
         prefix = next(iter(own)).partition("{expert}")[0]
         num_rows = [shape[0] for shape in own.values()]
         shape = (len(experts), sum(num_rows), *next(iter(own.values()))[1:])
-        for layer in range(arch.num_layers):
+        for layer in layers_of(spec, arch):
             parts = fused.setdefault(prefix.format(layer=layer) + _FUSED[spec.kind], {})
             for expert in experts:
                 first = 0

@@ -24,7 +24,7 @@ from mrl.models.base import ArchSpec, PipelineStage, ShardKind
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.layout import Layout, Piece, Region, StoredTensor
 from mrl.resharding.megatron import RankTensor, rank_tensors
-from mrl.resharding.shards import hf_tensors, param_specs
+from mrl.resharding.shards import hf_tensors, layers_of, param_specs
 
 LINEAR = (ShardKind.ROW, ShardKind.QKV, ShardKind.GATE_UP, ShardKind.EXPERT_GATE_UP, ShardKind.EXPERT_DOWN)
 """Kinds of parameters that may have adapters, if they are matrices."""
@@ -247,6 +247,8 @@ def _linear_modules(arch: ArchSpec) -> Iterator[tuple[str, tuple[int, int]]]:
     rows = [spec for spec in param_specs(arch) if spec.kind in LINEAR and spec.place is PipelineStage.LAYER]
     for layer in range(arch.num_layers):
         for spec in rows:
+            if layer not in layers_of(spec, arch):
+                continue
             experts = range(arch.moe.num_experts) if spec.kind.is_expert and arch.moe is not None else (None,)
             for expert in experts:
                 for name, shape in hf_tensors(spec, arch).items():

@@ -25,6 +25,7 @@ from mrl.resharding.shards import (
     TensorShard,
     check_divides,
     check_experts_divide,
+    layers_of,
     padded_rows,
     param_specs,
     shard_expert,
@@ -50,6 +51,11 @@ def stage_layers(arch: ArchSpec, grid: ParallelLayout) -> list[list[int]]:
     """
     layers = chunk_layers(arch, grid)
     return [[layer for chunk in range(grid.vpp) for layer in layers[stage, chunk]] for stage in range(grid.pp)]
+
+
+def stage_moe_layers(arch: ArchSpec, grid: ParallelLayout) -> list[list[int]]:
+    """Returns the indices of the layers with experts of each pipeline stage, ascending; arguments as `stage_layers`."""
+    return [[layer for layer in stage if layer in arch.moe_layers] for stage in stage_layers(arch, grid)]
 
 
 def chunk_layers(arch: ArchSpec, grid: ParallelLayout) -> dict[tuple[int, int], range]:
@@ -142,7 +148,10 @@ def rank_tensors(arch: ArchSpec, grid: ParallelLayout, rank: int, *, dtype: str)
                 if first if spec.place is PipelineStage.FIRST else last:
                     yield RankTensor(spec, chunk, sharded(spec, None))
                 continue
+            present = layers_of(spec, arch)
             for local, layer in enumerate(layers[coords.pp, chunk]):
+                if layer not in present:
+                    continue
                 if not spec.kind.is_expert:
                     yield RankTensor(spec, chunk, sharded(spec, layer), local, layer)
                     continue

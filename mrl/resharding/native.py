@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mrl.models.base import ArchSpec, ParamSpec, PipelineStage, moe_of
+from mrl.models.base import ArchSpec, ParamSpec, moe_of
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.layout import Layout
 from mrl.resharding.shards import (
@@ -18,6 +18,7 @@ from mrl.resharding.shards import (
     check_divides,
     check_experts_divide,
     concat_rows,
+    layers_of,
     param_specs,
     shard_expert,
     shard_row,
@@ -78,7 +79,7 @@ def replica_layout(
         check_experts_divide(arch.moe, experts)
     layout: Layout = {}
     for spec in param_specs(arch):
-        for layer in range(arch.num_layers) if spec.place is PipelineStage.LAYER else (None,):
+        for layer in layers_of(spec, arch):
             name = name_of(spec, layer)
             if spec.kind.is_expert and layer is not None:
                 layout[name] = concat_rows(

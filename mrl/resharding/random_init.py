@@ -22,7 +22,7 @@ from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout, Piece
 from mrl.resharding.lora import adapted_modules, peft_name
 from mrl.resharding.regions import full_region, intersect, slices, translate
-from mrl.resharding.shards import hf_tensors, param_specs
+from mrl.resharding.shards import hf_tensors, layers_of, param_specs
 
 Draw = Callable[[Tensor, torch.Generator], Tensor]
 """Function that fills an fp32 tensor with random values and returns it."""
@@ -97,8 +97,9 @@ def _constant_values(arch: ArchSpec) -> dict[str, float]:
     for spec in param_specs(arch):
         for name, shape in hf_tensors(spec, arch).items():
             if len(shape) == 1:
-                for layer in range(arch.num_layers):
-                    found[name.format(layer=layer)] = 1.0 if spec.kind is ShardKind.REPLICATED else 0.0
+                value = 1.0 if spec.kind is ShardKind.REPLICATED and not spec.is_buffer else 0.0
+                for layer in layers_of(spec, arch):
+                    found[name.format(layer=layer)] = value
     return found
 
 

@@ -7,13 +7,14 @@ engines, so it is an argument. Pure arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from mrl.errors import UserError
-from mrl.models.base import ArchSpec, MoeSpec, ParamSpec, PipelineStage, ShardKind, dims
+from mrl.models.base import ArchSpec, LayerKind, MoeSpec, ParamSpec, PipelineStage, ShardKind, dims, layer_kinds
 from mrl.models.hf_config import family_of
-from mrl.resharding.layout import Piece, Region, StoredTensor
+from mrl.resharding.layout import Layout, Piece, Region, StoredTensor
 
 Segment = tuple[int, int, int]
 """(index of the part, first row, row after the last) along the split dimension."""
@@ -43,7 +44,35 @@ class ExpertShard:
 
 def param_specs(arch: ArchSpec) -> list[ParamSpec]:
     """Returns the rows of the family's table that exist for `arch`."""
-    return [spec for spec in family_of(arch).params if spec.when(arch)]
+    return [spec for spec in family_of(arch).params if spec.when(arch) and layers_of(spec, arch)]
+
+
+def layers_of(spec: ParamSpec, arch: ArchSpec) -> Sequence[int | None]:
+    """Returns the indices of the layers that have a row of the table; (None,) for a row outside the layers."""
+    return _layers(spec.layers, arch) if spec.place is PipelineStage.LAYER else (None,)
+
+
+@cache
+def _layers(kind: LayerKind, arch: ArchSpec) -> Sequence[int]:
+    experts = arch.moe_layers
+    if kind is LayerKind.MOE:
+        return experts
+    every = range(arch.num_layers)
+    return every if kind is LayerKind.ALL or not experts else [layer for layer in every if layer not in experts]
+
+
+def counted_tensors(arch: ArchSpec, layout_of: Callable[[ArchSpec], Layout]) -> Iterator[tuple[str, StoredTensor, int]]:
+    """Yields (name, tensor, how often the model has it) from layouts of one layer of each kind.
+
+    Args:
+        arch: The model.
+        layout_of: Function from a model with one layer to a layout.
+    """
+    for number, (one, count) in enumerate(layer_kinds(arch)):
+        for name, stored in layout_of(one).items():
+            inside = "layers." in name
+            if inside or number == 0:
+                yield name, stored, count if inside else 1
 
 
 @dataclass(frozen=True)
@@ -89,9 +118,9 @@ def padded_rows(num_rows: int, num_shards: int) -> int:
 def check_divides(arch: ArchSpec, shard: TensorShard) -> None:
     """Raises UserError if `shard.size` ranks cannot share a layer of `arch`; does not check the experts."""
     sizes = [("attention heads", arch.num_heads)]
-    if arch.moe is None:
+    if len(arch.moe_layers) < arch.num_layers:
         sizes.append(("intermediate_size", arch.intermediate_size))
-    elif arch.moe.shared_intermediate_size:
+    if arch.moe is not None and arch.moe.shared_intermediate_size:
         sizes.append(("shared_expert_intermediate_size", arch.moe.shared_intermediate_size))
     for what, size in sizes:
         _check_divides(what, size, shard)
@@ -134,7 +163,7 @@ def shard_row(
         qkv_rows: Order of fused query, key and value rows on this rank.
         vocab_multiple: Multiple to which the vocabulary is padded over all ranks before it is split evenly.
     """
-    parts = parts_of(spec, arch)
+    parts, dtype = parts_of(spec, arch), spec.dtype or dtype
     padding = 0
     dim = 1 if spec.kind is ShardKind.ROW else 0
     size = parts[0].shape[dim]
@@ -236,6 +265,6 @@ def allowed_duplicates(arch: ArchSpec) -> dict[str, tuple[str, int]]:
         else:
             continue
         for name, reason in rows.items():
-            for layer in range(arch.num_layers) if spec.place is PipelineStage.LAYER else (None,):
+            for layer in layers_of(spec, arch):
                 found[name if layer is None else name.format(layer=layer)] = reason
     return found

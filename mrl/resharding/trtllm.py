@@ -32,6 +32,7 @@ from mrl.resharding.shards import (
     check_experts_divide,
     concat_rows,
     equal_parts,
+    layers_of,
     param_specs,
     parts_of,
     shard_row,
@@ -200,7 +201,10 @@ def _stage_rows(arch: ArchSpec, mapping: TrtllmMapping, pp_rank: int) -> list[tu
         if not spec.trtllm:
             raise UserError(f"TensorRT-LLM has no tensor for '{spec.hf[0]}' of a {arch.family} model.")
         if spec.place is PipelineStage.LAYER:
-            found += [(spec, local, layer) for local, layer in enumerate(mapping.layers(arch, pp_rank))]
+            present = layers_of(spec, arch)
+            found += [
+                (spec, local, layer) for local, layer in enumerate(mapping.layers(arch, pp_rank)) if layer in present
+            ]
         elif pp_rank == (0 if spec.place is PipelineStage.FIRST else mapping.pp_size - 1):
             found.append((spec, 0, None))
     return found

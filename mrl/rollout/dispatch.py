@@ -40,10 +40,10 @@ class StageRoutingFormat:
     """Format of the routing records for router replay, and their split over pipeline stages.
 
     Attributes:
-        num_layers: Layers of the model.
+        num_layers: Layers of the model with experts.
         top_k: Experts for each token.
         dtype: Smallest integer type for expert indices and -1.
-        layers: Layer numbers of each pipeline stage.
+        layers: Numbers of these layers in each pipeline stage, counted from 0 over the layers with experts.
     """
 
     num_layers: int

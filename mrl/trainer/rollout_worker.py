@@ -22,7 +22,7 @@ from mrl.megatron.actor import Actor
 from mrl.resharding.dtypes import DTYPES, expert_index_dtype
 from mrl.resharding.fp8 import block_grids
 from mrl.resharding.layout import Layout
-from mrl.resharding.megatron import stage_layers
+from mrl.resharding.megatron import stage_moe_layers
 from mrl.resharding.merged_weights import ScaledAdapters
 from mrl.resharding.weight_sync import AdapterSync, WeightSync
 from mrl.rollout.dispatch import StageRoutingFormat
@@ -90,9 +90,10 @@ class RolloutWorker:
         self.routing: StageRoutingFormat | None = None
         moe = plan.arch.moe
         if rollout.enable_rollout_routing_replay and moe is not None:
-            layers = stage_layers(plan.arch, groups.grid)
+            numbers = {layer: number for number, layer in enumerate(plan.arch.moe_layers)}
+            layers = [[numbers[layer] for layer in stage] for stage in stage_moe_layers(plan.arch, groups.grid)]
             index_dtype = expert_index_dtype(moe.num_experts)
-            self.routing = StageRoutingFormat(plan.arch.num_layers, moe.top_k, index_dtype, layers)
+            self.routing = StageRoutingFormat(len(numbers), moe.top_k, index_dtype, layers)
 
     def _weight_sync(self, config: Config) -> WeightSync | AdapterSync:
         """Collective over the job: plans the copies of the actor's weights and adapters to the engine."""

@@ -139,7 +139,7 @@ def dequantized(engine, name):
     """As the engine's products see it."""
     stored = engine._weights[name]
     parts = [*engine._model._linears.items()]
-    for layer, experts in enumerate(engine._model._experts):
+    for layer, experts in engine._model._experts.items():
         prefix = f"layers.{layer}."
         parts += [(prefix + key, linear) for key, linear in experts._shared.items()]
         for key, linears in (("experts_gate_up", experts._gate_up), ("experts_down", experts._down)):

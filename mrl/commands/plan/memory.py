@@ -27,7 +27,7 @@ from mrl.resharding.buckets import MIN_ROUND_BYTES, NUM_BUFFERS, PIPELINE_ROUNDS
 from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.resharding.dtypes import expert_index_dtype
 from mrl.resharding.layout import Layout
-from mrl.resharding.megatron import chunk_layers, megatron_layout, padded_vocab, stage_layers
+from mrl.resharding.megatron import chunk_layers, megatron_layout, padded_vocab, stage_layers, stage_moe_layers
 from mrl.trainer.run_plan import Resolved
 from mrl.trainer.validation.critic import critic_config
 from mrl.trainer.validation.megatron import changes
@@ -445,8 +445,9 @@ def replayed_bytes(config: Config, arch: ArchSpec, grid: ParallelLayout, stage: 
     samples = config.train.batch_size * config.rollout.n
     if config.actor.router_replay == "none" or arch.moe is None:
         return 0
+    layers = len(stage_moe_layers(arch, grid)[stage])
     in_minibatch = (config.train.minibatch_size or config.train.batch_size) * config.rollout.n
-    own = (math.ceil(samples / grid.dp) + 2 * math.ceil(in_minibatch / grid.dp)) * len(stage_layers(arch, grid)[stage])
+    own = (math.ceil(samples / grid.dp) + 2 * math.ceil(in_minibatch / grid.dp)) * layers
     return own * _choice_bytes(config, arch.moe) + (
         0 if grid.has_separate_rollout else routing_bytes(config, arch, grid)
     )
@@ -457,7 +458,7 @@ def routing_bytes(config: Config, arch: ArchSpec, grid: ParallelLayout) -> int:
     if config.actor.router_replay != "rollout" or arch.moe is None:
         return 0
     samples = math.ceil(config.train.batch_size * config.rollout.n / grid.num_replicas)
-    return samples * arch.num_layers * _choice_bytes(config, arch.moe)
+    return samples * len(arch.moe_layers) * _choice_bytes(config, arch.moe)
 
 
 def _choice_bytes(config: Config, moe: MoeSpec) -> int:

@@ -27,7 +27,7 @@ class RoutingFormat:
     """Format of the routing record: the experts that were chosen per token and layer.
 
     Attributes:
-        num_layers: L.
+        num_layers: Layers with experts, L.
         top_k: Experts per token, K.
         dtype: Integer type of an expert's index.
     """
@@ -46,7 +46,7 @@ def routing_format(arch: ArchSpec, config: RolloutConfig) -> RoutingFormat | Non
     """Returns the routing record that the config asks for; None: no recording."""
     if not config.enable_rollout_routing_replay or arch.moe is None:
         return None
-    return RoutingFormat(arch.num_layers, arch.moe.top_k, expert_index_dtype(arch.moe.num_experts))
+    return RoutingFormat(len(arch.moe_layers), arch.moe.top_k, expert_index_dtype(arch.moe.num_experts))
 
 
 class DecodeState:

@@ -23,6 +23,7 @@ from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.packed_linear import Linear, LinearAdapters
 from mrl.engines.native.torch_ops import Operations
 from mrl.models.base import MoeSpec
+from mrl.models.kernels.expert_groups import in_best_groups
 
 Activation = Callable[[Tensor], Tensor]
 """Computes silu(gate) x up of [gate; up] columns."""
@@ -31,7 +32,8 @@ FindAdapters = Callable[[str, int, int], LinearAdapters | None]
 
 _SHARED = ("shared_gate_up", "shared_down", "shared_gate")
 _STACKS = ("experts_gate_up", "experts_down")
-NAMES = ("router", *_STACKS, *_SHARED)
+_BIAS = "router_bias"
+NAMES = ("router", _BIAS, *_STACKS, *_SHARED)
 """Stored tensors of an MoE layer (`resharding/native.py`)."""
 
 GROUPED_FROM, GROUPED_BELOW = (9, 0), (12, 0)
@@ -82,6 +84,7 @@ class MoeLayer:
         scales = scales or {}
         self._stacks = [weights[name].view(len(held), -1, weights[name].size(1)) for name in _STACKS]
         self._router = Linear(weights["router"], None, torch.float32)
+        self._bias_E = weights.get(_BIAS)
         self._shared = {
             name: make(weights[name], None, scales=scales.get(name), adapters=find(name, 0, weights[name].size(0)))
             for name in _SHARED
@@ -114,7 +117,8 @@ class MoeLayer:
     @property
     def reads(self) -> list[Tensor]:
         """Tensors that a call reads."""
-        return [*self._stacks, *(tensor for linear in self.linears for tensor in linear.reads)]
+        biases = [] if self._bias_E is None else [self._bias_E]
+        return [*biases, *self._stacks, *(tensor for linear in self.linears for tensor in linear.reads)]
 
     @property
     def copy_bytes(self) -> int:
@@ -146,11 +150,14 @@ class MoeLayer:
 
     def route(self, x_PH: Tensor) -> tuple[Tensor, Tensor]:
         """Returns weights (fp32 [P, K]) and indices (int64 [P, K]) of each token's experts, most likely first."""
-        probs_PE: Tensor = self._router(x_PH.float()).softmax(-1)
-        shares_PK, chosen_PK = probs_PE.topk(self._moe.top_k, -1)
-        if self._moe.norm_topk_prob:
+        moe, logits_PE = self._moe, self._router(x_PH.float())
+        scores_PE: Tensor = logits_PE.sigmoid() if moe.score_function == "sigmoid" else logits_PE.softmax(-1)
+        selection_PE = scores_PE if self._bias_E is None else scores_PE + self._bias_E
+        chosen_PK = in_best_groups(selection_PE, moe).topk(moe.top_k, -1).indices
+        shares_PK = scores_PE.gather(1, chosen_PK)
+        if moe.norm_topk_prob:
             shares_PK = shares_PK / shares_PK.sum(-1, keepdim=True)
-        return shares_PK, chosen_PK
+        return shares_PK if moe.scaling_factor == 1 else shares_PK * moe.scaling_factor, chosen_PK
 
     def _mix(self, x_PH: Tensor, shares_PK: Tensor, chosen_PK: Tensor) -> Tensor:
         if self.is_capturable:
@@ -160,7 +167,9 @@ class MoeLayer:
         mixed = outputs_AH.view(*chosen_PK.shape, x_PH.size(1)).mul(shares_PK[..., None]).sum(1).to(self._dtype)
         if self._shared:
             shared = self._shared["shared_down"](self._activate(self._shared["shared_gate_up"](x_PH)))
-            mixed += shared.mul_(_sigmoid(self._shared["shared_gate"](x_PH)))
+            if self._moe.shared_gate:
+                shared = shared.mul_(_sigmoid(self._shared["shared_gate"](x_PH)))
+            mixed += shared
         return mixed
 
 

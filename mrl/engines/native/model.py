@@ -112,17 +112,18 @@ class Decoder:
             cos=cos,
             sin=sin,
         )
-        self._experts: list[MoeLayer] = []
+        self._experts: dict[int, MoeLayer] = {}
+        self._moe_index = {layer: index for index, layer in enumerate(arch.moe_layers)}
         if arch.moe is not None:
             held = expert_shard(self._tp_size, tp_rank, ep_size).experts(arch.moe)
-            for i in range(arch.num_layers):
+            for i in arch.moe_layers:
                 prefix = f"layers.{i}."
                 inside = {name: weights[prefix + name] for name in NAMES if prefix + name in weights}
                 scaled = {name: scales[prefix + name] for name in NAMES if prefix + name in scales}
                 own = partial(_within, find, prefix)
-                self._experts.append(MoeLayer(arch.moe, inside, held, self.dtype, scaled, operations, own))
-        self.is_capturable = all(experts.is_capturable for experts in self._experts)
-        self.has_expert_adapters = any(experts.has_adapters for experts in self._experts)
+                self._experts[i] = MoeLayer(arch.moe, inside, held, self.dtype, scaled, operations, own)
+        self.is_capturable = all(experts.is_capturable for experts in self._experts.values())
+        self.has_expert_adapters = any(experts.has_adapters for experts in self._experts.values())
         self._linears = {
             name: self._linear(name, weight, scales, find)
             for name, weight in weights.items()
@@ -155,13 +156,13 @@ class Decoder:
     @property
     def copied(self) -> list[Linear]:
         """Products that need a copy of their weight in another dtype."""
-        linears = [*self._linears.values(), *(linear for part in self._experts for linear in part.linears)]
+        linears = [*self._linears.values(), *(linear for part in self._experts.values() for linear in part.linears)]
         return [linear for linear in linears if linear.copy is not None]
 
     def later_bytes(self, num_tokens: int) -> int:
         """Returns the bytes allocated after the stored weights: copies, and the experts' workspace for `num_tokens`."""
         copies = sum(part.copy_bytes for part in self._parts())
-        return copies + max((part.workspace_bytes(num_tokens) for part in self._experts), default=0)
+        return copies + max((part.workspace_bytes(num_tokens) for part in self._experts.values()), default=0)
 
     def refresh(self) -> None:
         """Updates everything derived from the stored weights; follows each weight update."""
@@ -179,14 +180,14 @@ class Decoder:
                 o=self._linears[f"layers.{i}.o"],
                 post_norm=vectors[f"layers.{i}.post_norm"],
                 mlp=self._experts[i]
-                if self._experts
+                if i in self._experts
                 else Mlp(self._linears[f"layers.{i}.gate_up"], self._linears[f"layers.{i}.down"], self.operations),
             )
             for i in range(self._arch.num_layers)
         ]
 
     def _parts(self) -> list[Linear | MoeLayer]:
-        return [*self._linears.values(), *self._experts]
+        return [*self._linears.values(), *self._experts.values()]
 
     def free_copies(self) -> None:
         """Frees everything that `refresh` derived; `refresh` must precede the next use."""
@@ -232,7 +233,7 @@ class Decoder:
             x_PH, normed_PH = norm(x_PH, layer.post_norm, eps, self._sum(layer.o(mixed)))
             share_PH, chosen_PK = layer.mlp(normed_PH)
             if routed_PLK is not None and chosen_PK is not None:
-                routed_PLK[:, i] = chosen_PK
+                routed_PLK[:, self._moe_index[i]] = chosen_PK
             share_PH = self._sum(share_PH)
         _, normed_PH = norm(x_PH, self._final_norm, eps, share_PH)
         return normed_PH if wanted_N is None or routed_PLK is None else normed_PH[wanted_N]

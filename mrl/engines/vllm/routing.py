@@ -34,7 +34,9 @@ class VllmRoutingRecorder:
             moe: MoE sizes of the model.
             version: Version of vLLM, for messages.
         """
-        self._shape = (arch.num_layers, moe.top_k)
+        self._layers = torch.tensor(arch.moe_layers)
+        self._shape = (len(arch.moe_layers), moe.top_k)
+        self._recorded = (arch.num_layers, moe.top_k)
         self._num_experts = moe.num_experts
         self._version = version
 
@@ -53,8 +55,8 @@ class VllmRoutingRecorder:
         if len(cache.kv_cache_groups) != 1:
             raise self._refusal(f"it has {len(cache.kv_cache_groups)} kinds of KV cache")
         self._capturer = vllm.RoutedExpertsCapturer(runner.max_num_tokens, runner.vllm_config)
-        if self._capturer.shape_per_token != self._shape:
-            raise self._refusal(f"it records {self._capturer.shape_per_token} per token, expected {self._shape}")
+        if self._capturer.shape_per_token != self._recorded:
+            raise self._refusal(f"it records {self._capturer.shape_per_token} per token, expected {self._recorded}")
         try:
             vllm.bind_routed_experts_capturer(runner.get_model(), self._capturer)
         except ValueError as error:
@@ -86,7 +88,7 @@ class VllmRoutingRecorder:
         ends = np.cumsum(counts)
         begun = batch.num_computed_tokens_cpu[: len(counts)]
         positions = np.arange(len(rows)) - np.repeat(ends - counts - begun, counts)
-        found = self._capturer.snapshot_routing_data(len(rows)).cpu()
+        found = self._capturer.snapshot_routing_data(len(rows)).cpu()[:, self._layers]
         self._kept[torch.from_numpy(self._slots(rows, positions))] = found.to(self._kept.dtype)
 
     def _slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:

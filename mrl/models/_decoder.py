@@ -10,7 +10,7 @@ from typing import Any
 
 from mrl.errors import UserError
 from mrl.models._keys import refuse_sliding_window
-from mrl.models._rope import read_rope, write_rope
+from mrl.models._rope import RopeRules, read_rope, write_rope
 from mrl.models._values import flag, positive_float, positive_int, value_of
 from mrl.models.base import ArchSpec, ConfigKeys, Family, MoeSpec, ParamSpec, PipelineStage, ShardKind
 
@@ -163,6 +163,9 @@ DECODER = ATTENTION + DENSE_MLP + HEAD
 DEFAULTS: Mapping[str, Any] = {"head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 """Values that transformers assumes in most families for keys missing from config.json."""
 
+ANY_SCALING = RopeRules()
+"""Rotary settings of most families: every type, on the entire head."""
+
 MAX_LAYERS, MAX_EXPERTS = 2000, 200_000
 """Limits on the number of layers, and on the number of experts summed over layers."""
 
@@ -176,7 +179,7 @@ def arch_from_config(
     qk_norm: bool = False,
     moe: MoeSpec | None = None,
     uses_window: Callable[[Mapping[str, Any], int], bool] = lambda config, layers: True,
-    rope_types: tuple[str, ...] = ("default", "llama3"),
+    rope: RopeRules = ANY_SCALING,
 ) -> ArchSpec:
     """Converts the config.json of a llama-like decoder into an ArchSpec.
 
@@ -188,7 +191,7 @@ def arch_from_config(
         qk_norm: See `ArchSpec`.
         moe: See `ArchSpec`.
         uses_window: Function (config.json, number of layers) -> whether a layer uses the sliding window.
-        rope_types: Rotary types that the family has, out of "default" and "llama3".
+        rope: Rotary settings that the family has.
 
     Raises:
         UserError: A key is missing or has the wrong type, sizes are inconsistent, or mrl does not implement the
@@ -201,7 +204,8 @@ def arch_from_config(
     heads = positive_int(config, "num_attention_heads", defaults)
     hidden = positive_int(config, "hidden_size", defaults)
     kv_heads = _kv_heads(config, defaults, heads)
-    theta, scaling = read_rope(config, {"rope_theta": 10000.0, **defaults}, rope_types)
+    head_dim = _head_dim(config, defaults, hidden, heads)
+    positions = read_rope(config, {"rope_theta": 10000.0, **defaults}, rope, head_dim=head_dim)
     return ArchSpec(
         family=family,
         num_layers=layers,
@@ -209,15 +213,16 @@ def arch_from_config(
         intermediate_size=positive_int(config, "intermediate_size", defaults),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=_head_dim(config, defaults, hidden, heads),
+        head_dim=head_dim,
         vocab_size=positive_int(config, "vocab_size", defaults),
         max_position_embeddings=positive_int(config, "max_position_embeddings", defaults),
         rms_norm_eps=positive_float(config, "rms_norm_eps", defaults),
-        rope_theta=theta,
+        rope_theta=positions.rope_theta,
         tie_word_embeddings=flag(config, "tie_word_embeddings", defaults),
         qkv_bias=flag(config, "qkv_bias", defaults) if "qkv_bias" in defaults else qkv_bias,
         qk_norm=qk_norm,
-        rope_scaling=scaling,
+        rope_scaling=positions.rope_scaling,
+        partial_rotary_factor=positions.partial_rotary_factor,
         moe=moe,
     )
 

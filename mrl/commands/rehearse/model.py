@@ -13,6 +13,7 @@ from itertools import count
 
 from mrl.commands.rehearse.engine import RehearsalEngine
 from mrl.commands.rehearse.layout import compare
+from mrl.models._positions import resized
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import chunk_layers
@@ -36,13 +37,12 @@ def shrunk_model(
     widths = math.lcm(reduced.tp, reduced.rollout_tp) * sizes.width_multiple
     moe = None if arch.moe is None else _experts(arch.moe, real, reduced, hidden, sizes.width_multiple)
     small = replace(
-        arch,
+        resized(arch, sizes.head_dim),
         num_layers=num_layers,
         hidden_size=hidden,
         intermediate_size=_multiple(2 * hidden, widths),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=sizes.head_dim,
         vocab_size=_vocabulary(arch, real, reduced, tokens),
         moe=moe,
     )

@@ -42,6 +42,9 @@ _REQUIRED = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
+_OWN_LENGTH = ("phi3",)
+"""Families whose original length is a key of config.json itself; transformers 4 refuses a rope_scaling that has more
+than a type and the two lists."""
 _OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """Settings for which transformers reads 0 like a missing value."""
 _WITHOUT_EFFECT = ("finetuned",)
@@ -112,8 +115,7 @@ def write_rope(arch: ArchSpec) -> dict[str, Any]:
     new: dict[str, Any] = {"rope_type": "default"} if scaling is None else settings_of(scaling)
     old = None if scaling is None else dict(new)
     top_level: dict[str, Any] = {}
-    if old is not None and new["rope_type"] == "longrope":
-        # transformers 4 reads the original length here, and refuses a rope_scaling with more than the lists and a type
+    if old is not None and arch.family in _OWN_LENGTH:
         top_level[_ORIGINAL] = old.pop(_ORIGINAL)
         old["type"] = old.pop("rope_type")
     return {

@@ -8,6 +8,7 @@ import torch
 from mrl.algorithms.base import build
 from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.config.config import AlgorithmConfig, RolloutConfig
+from mrl.megatron import model as model_of_megatron
 from mrl.models._positions import for_run
 from mrl.models.hf_config import arch_from_folder
 from mrl.parallel_layout import ParallelLayout
@@ -37,9 +38,13 @@ LAYOUTS = {
     "single": (ParallelLayout(1), {}),
     "tp2_pp2": (ParallelLayout(4, tp=2, pp=2), {}),
     "cp2": (ParallelLayout(2, cp=2), {}),
+    "uncompiled": (ParallelLayout(1), {}),
+    "exact_tp2": (ParallelLayout(2, tp=2), {"true_on_policy": True}),
 }
 SCALED = ["yarn_all", "phi4_mini"]
 """Variants for further layouts: with an attention factor, of a whole and of a partly rotated head."""
+GROUPED = {"tp2_pp2", "cp2"}
+"""Layouts in which the sequences of a prompt share its tokens; elsewhere they are computed alone."""
 
 
 def batch_of():
@@ -85,10 +90,16 @@ def model_of(name, root):
     return folder, torch.cat(parts), {key: value.grad for key, value in model.named_parameters()}
 
 
-def by_megatron(folder, grid, batch, options):
+def by_megatron(folder, layout, batch):
+    grid, rollout = LAYOUTS[layout]
     arch = for_run(arch_from_folder(folder), LONGEST)
-    actor = {"clip_grad": 0.0, "use_distributed_optimizer": False, "max_tokens_per_microbatch": 120, **options}
-    policy = make_policy(arch, grid, seed=None, actor=actor, rollout={"prompt_length": 20, "response_length": 20})
+    actor = {"clip_grad": 0.0, "use_distributed_optimizer": False, "max_tokens_per_microbatch": 120}
+    actor["use_prefix_grouper"] = layout in GROUPED
+    rollout = {"prompt_length": 20, "response_length": 20, **rollout}
+    with pytest.MonkeyPatch.context() as patch:
+        if layout == "uncompiled":
+            patch.setattr(model_of_megatron, "compiles", lambda dtype: False)
+        policy = make_policy(arch, grid, seed=None, actor=actor, rollout=rollout)
     load_from_hf(folder, arch, policy.layout(), policy.named_tensors())
     logprobs = scores(policy, batch)[0]
     policy.start_optimizer(CONSTANT)
@@ -96,14 +107,14 @@ def by_megatron(folder, grid, batch, options):
     return logprobs, full_gradients(policy)
 
 
-CASES = [(name, "single") for name in VARIANTS] + [(name, layout) for name in SCALED for layout in ("tp2_pp2", "cp2")]
+CASES = [(name, layout) for name in VARIANTS for layout in ("single", "uncompiled")]
+CASES += [(name, layout) for name in SCALED for layout in ("tp2_pp2", "cp2", "exact_tp2")]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_log_probabilities_and_gradients_are_those_of_transformers(name, layout, tmp_path_factory):
     folder, expected, gradients = model_of(name, tmp_path_factory.getbasetemp())
-    grid, options = LAYOUTS[layout]
-    for logprobs, found in run_ranks(grid.world_size, by_megatron, str(folder), grid, batch_of(), options):
+    for logprobs, found in run_ranks(LAYOUTS[layout][0].world_size, by_megatron, str(folder), layout, batch_of()):
         torch.testing.assert_close(logprobs, expected, rtol=0, atol=PARITY)
         names = locate_tensors(arch_from_folder(folder), {key: tuple(each.shape) for key, each in gradients.items()})
         for key, gradient in found.items():

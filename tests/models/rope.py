@@ -61,7 +61,7 @@ def variants(head_dim: int = 16, original: int = 16) -> dict[str, tuple[str, dic
 
 
 def with_one_list(keys: dict[str, Any], *, uses_long: bool) -> dict[str, Any]:
-    """The rotary keys of a longrope model whose lists are both the chosen one, so that transformers never changes it."""
+    """The rotary keys of a longrope model with the chosen list twice, so that transformers never changes it."""
     found = dict(keys)
     for spelling in ("rope_parameters", "rope_scaling"):
         part = keys.get(spelling)

@@ -209,8 +209,7 @@ def check_run(
             # Prompts are shuffled: if all rows are wrong, name the first row of the file.
             _check_training(config, found, tools, scorer, source.first(len(peeked)))
             raise
-        warnings += _conversion_notes(config, source)
-        warnings += notes(found.arch, config.rollout.max_sequence_length)
+        warnings += [*_conversion_notes(config, source), *notes(found.arch, config.rollout.max_sequence_length)]
         warnings += scorer.check_rows(validation[:CHECKED_ROWS], "held-out", episodes=episodes)
     # Supervised steps check for missing end tokens row by row.
     samples_chats = not found.algorithm.supervised and any(isinstance(prompt.question, list) for prompt in peeked)

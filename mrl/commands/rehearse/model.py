@@ -48,6 +48,9 @@ def shrunk_model(
     )
     if moe is not None and arch.moe is not None and arch.moe.intermediate_size == arch.intermediate_size:
         small = replace(small, intermediate_size=moe.intermediate_size)  # Mixtral has one config key for both
+    scaling = small.rope_scaling
+    if scaling is not None and scaling.uses_long_factor:  # so do the shorter sequences of the reduced run
+        small = replace(small, rope_scaling=replace(scaling, original_max_position_embeddings=2))
     return small, reduced
 
 

@@ -7,6 +7,7 @@ until `mrl/resharding` has written them, so that a missing load cannot go unnoti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,8 +50,10 @@ from mrl.megatron.norm import RMSNorm
 from mrl.megatron.on_policy_layers import BatchInvariantHead, Tables, batch_invariant_layer, engine_rotary_tables
 from mrl.megatron.router import BIAS, LoadBalance
 from mrl.megatron.te_attention import with_shared_tokens
+from mrl.models._positions import attention_factor
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.models.kernels.bindings import check_alike
+from mrl.models.kernels.rope_frequencies import rotary_frequencies
 from mrl.models.kernels.training import Angles, training_kernels
 from mrl.resharding.megatron import padded_vocab
 from mrl.types import SamplingMask
@@ -141,15 +144,8 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         self._forget_weights()
 
     def _set_angles(self) -> None:
-        if self.arch.rope_scaling is not None:
-            scaling = self.arch.rope_scaling
-            self.rotary_pos_emb.inv_freq = self.rotary_pos_emb._apply_scaling(
-                self.rotary_pos_emb.inv_freq,
-                factor=scaling.factor,
-                low_freq_factor=scaling.low_freq_factor,
-                high_freq_factor=scaling.high_freq_factor,
-                original_max_position_embeddings=scaling.original_max_position_embeddings,
-            )
+        inv_freq, self._attention_factor = rotary_frequencies(self.arch)
+        self.rotary_pos_emb.inv_freq = inv_freq.to(self.rotary_pos_emb.inv_freq.device)
         self.rotary_pos_emb.cp_group = None  # angles are indexed by position, so they must not be split over ranks
 
     @torch.no_grad()
@@ -190,10 +186,16 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         return prepared
 
     def _rotary_angles(self, angles: Tensor, positions: Tensor) -> Angles:
-        """Returns cosine and sine of each row's rotary angles; Megatron's tensor has the first half twice."""
+        """Returns cosine and sine of each row's rotary angles, times the attention factor.
+
+        Megatron's tensor has the first half twice.
+        """
         halves = angles.view(angles.size(0), -1)[:, : angles.size(-1) // 2]
-        dtype = self.config.params_dtype
-        return halves.cos().to(dtype).index_select(0, positions), halves.sin().to(dtype).index_select(0, positions)
+        cos, sin = (
+            (part * self._attention_factor).to(self.config.params_dtype).index_select(0, positions)
+            for part in (halves.cos(), halves.sin())
+        )
+        return cos, sin
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Targets | None = None, **kwargs: Any) -> Any:
         if labels is None or not self.post_process:
@@ -236,6 +238,21 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         if labels.distillation is not None:
             scores += labels.distillation.scores(hidden.squeeze(1), weight, labels.rows_R, shard)
         return scores
+
+
+@dataclass
+class ScaledRotaryConfig(TransformerConfig):  # type: ignore[misc]
+    """Config of a model with an attention factor, which Megatron's attention reads from these fields.
+
+    Attributes:
+        yarn_rotary_scaling_factor: Number whose logarithm is 1.
+        yarn_mscale: Weight of the logarithm.
+        yarn_mscale_all_dim: Weight of the logarithm in the denominator, which becomes 1.
+    """
+
+    yarn_rotary_scaling_factor: float = math.e
+    yarn_mscale: float = 0.0
+    yarn_mscale_all_dim: float = 0.0
 
 
 def build_chunks(
@@ -321,9 +338,14 @@ def transformer_config(
         UserError: Megatron rejects the given fields.
     """
     fields = _own_fields(arch, parallel, actor, dtype=dtype, te=te)
-    fields |= transformer_defaults(given or {}, te=te, moe=arch.moe is not None)
+    factor, kind = attention_factor(arch), TransformerConfig
+    fields |= transformer_defaults(given or {}, te=te, moe=arch.moe is not None, scales_rope=factor != 1.0)
+    fields |= megatron_values("transformer", given or {})
+    if factor != 1.0:
+        kind = ScaledRotaryConfig
+        fields["yarn_mscale"] = 10 * (factor - 1)  # Megatron's factor is 0.1 * mscale * log(scaling factor) + 1
     with explain_errors("transformer", given or ()):
-        return TransformerConfig(**{**fields, **megatron_values("transformer", given or {})})
+        return kind(**fields)
 
 
 def _own_fields(

@@ -28,7 +28,7 @@ from mrl.megatron.attention import CoreAttention, PackedSequences
 from mrl.megatron.cpu.layers import CompiledMlp, replace_modules
 from mrl.models.base import ArchSpec
 from mrl.models.kernels.bindings import required
-from mrl.models.kernels.rope_tables import rotary_tables
+from mrl.models.kernels.rope_tables import rotary_tables, rotate
 
 Tables = tuple[Tensor, Tensor]
 """(cos, sin) from `rotary_tables`."""
@@ -95,7 +95,7 @@ class BatchInvariantAttention(CoreAttention):
         """Applies RoPE and computes attention with PyTorch's operators, differentiable; used for the backward pass."""
         positions_P = plan.positions
         cos, sin = (table[positions_P][:, None, None] for table in self._tables)
-        query, key = (x * cos + x.roll(x.size(-1) // 2, -1) * sin for x in (query, key))
+        query, key = (rotate(x, cos, sin) for x in (query, key))
         return super().attend(query, key, value, plan)
 
 

@@ -6,10 +6,12 @@ A family's own file has only what differs: a default, a bias, a norm. No file is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mrl.errors import UserError
-from mrl.models._rope import read_rope, write_rope
+from mrl.models._positions import position_limit
+from mrl.models._rope import RopeRules, read_rope, write_rope
 from mrl.models._values import flag, positive_float, positive_int, value_of
 from mrl.models._windows import NO_WINDOW, WindowRule
 from mrl.models.base import ArchSpec, ConfigKeys, Family, LayerKind, MoeSpec, ParamSpec, PipelineStage, ShardKind
@@ -166,6 +168,9 @@ DECODER = ATTENTION + DENSE_MLP + HEAD
 DEFAULTS: Mapping[str, Any] = {"head_dim": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 """Values that transformers assumes in most families for keys missing from config.json."""
 
+ANY_SCALING = RopeRules()
+"""Rotary settings of most families: every type, on the entire head."""
+
 MAX_LAYERS, MAX_EXPERTS = 2000, 200_000
 """Limits on the number of layers, and on the number of experts summed over layers."""
 
@@ -175,11 +180,11 @@ def arch_from_config(
     *,
     family: str,
     defaults: Mapping[str, Any],
-    qkv_bias: bool = False,
-    qk_norm: bool = False,
+    qkv_bias: bool | str = False,
+    qk_norm: bool | str = False,
     moe: MoeSpec | None = None,
     windows: WindowRule = NO_WINDOW,
-    rope_types: tuple[str, ...] = ("default", "llama3"),
+    rope: RopeRules = ANY_SCALING,
 ) -> ArchSpec:
     """Converts the config.json of a llama-like decoder into an ArchSpec.
 
@@ -187,11 +192,11 @@ def arch_from_config(
         config: Parsed config.json.
         family: File name in `mrl/models`.
         defaults: Values that transformers assumes for missing keys.
-        qkv_bias: See `ArchSpec`; ignored if `defaults` has the key "qkv_bias", which then is read from config.json.
-        qk_norm: See `ArchSpec`.
+        qkv_bias: See `ArchSpec`; or the key of config.json that says so.
+        qk_norm: See `ArchSpec`; or the key of config.json that says so.
         moe: See `ArchSpec`.
         windows: Which layers have a sliding window.
-        rope_types: Rotary types that the family has, out of "default" and "llama3".
+        rope: Rotary settings that the family has.
 
     Raises:
         UserError: A key is missing or has the wrong type, sizes are inconsistent, or mrl does not implement the
@@ -203,28 +208,33 @@ def arch_from_config(
     heads = positive_int(config, "num_attention_heads", defaults)
     hidden = positive_int(config, "hidden_size", defaults)
     kv_heads = _kv_heads(config, defaults, heads)
+    head_dim = _head_dim(config, defaults, hidden, heads)
+    positions = read_rope(config, {"rope_theta": 10000.0, **defaults}, rope, head_dim=head_dim)
     window, windowed = windows.read(config, {"sliding_window": None, **defaults}, layers)
-    theta, scaling = read_rope(config, {"rope_theta": 10000.0, **defaults}, rope_types)
-    return ArchSpec(
+    arch = ArchSpec(
         family=family,
         num_layers=layers,
         hidden_size=hidden,
         intermediate_size=positive_int(config, "intermediate_size", defaults),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=_head_dim(config, defaults, hidden, heads),
+        head_dim=head_dim,
         vocab_size=positive_int(config, "vocab_size", defaults),
         max_position_embeddings=positive_int(config, "max_position_embeddings", defaults),
         rms_norm_eps=positive_float(config, "rms_norm_eps", defaults),
-        rope_theta=theta,
+        rope_theta=positions.rope_theta,
         tie_word_embeddings=flag(config, "tie_word_embeddings", defaults),
-        qkv_bias=flag(config, "qkv_bias", defaults) if "qkv_bias" in defaults else qkv_bias,
-        qk_norm=qk_norm,
-        rope_scaling=scaling,
+        qkv_bias=flag(config, qkv_bias, defaults) if isinstance(qkv_bias, str) else qkv_bias,
+        qk_norm=flag(config, qk_norm, defaults) if isinstance(qk_norm, str) else qk_norm,
+        rope_scaling=positions.rope_scaling,
+        partial_rotary_factor=positions.partial_rotary_factor,
         moe=moe,
         sliding_window=window,
         windowed_layers=windowed,
     )
+    if window is not None and window >= position_limit(arch):  # it hides no token
+        arch = replace(arch, sliding_window=None, windowed_layers=())
+    return arch
 
 
 def _kv_heads(config: Mapping[str, Any], defaults: Mapping[str, Any], heads: int) -> int:
@@ -248,6 +258,7 @@ def decoder_family(
     moe: Callable[..., MoeSpec] | None = None,
     windows: WindowRule = NO_WINDOW,
     trtllm_architecture: str | None = None,
+    extra_layers: bool = False,
     **structure: Any,
 ) -> Family:
     """Builds the `Family` of a llama-like decoder.
@@ -262,6 +273,7 @@ def decoder_family(
         moe: `_moe.moe_spec` with the family's key names bound; None: dense.
         windows: Which layers have a sliding window.
         trtllm_architecture: `Family.trtllm_architecture`; None: TensorRT-LLM has no such model.
+        extra_layers: `Family.extra_layers`.
         **structure: Further arguments of `arch_from_config`.
     """
     known = {**DEFAULTS, **defaults}
@@ -282,6 +294,7 @@ def decoder_family(
         arch_from_hf=arch_from_hf,
         arch_to_hf=arch_to_hf,
         trtllm_architecture=trtllm_architecture,
+        extra_layers=extra_layers,
     )
 
 

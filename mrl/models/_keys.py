@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mrl.errors import UserError, shown
+from mrl.models._quantization import QUANTIZED, read_quantization
 from mrl.models._rope import ROPE_KEYS
 from mrl.models.base import ConfigKeys
 
@@ -112,8 +113,6 @@ REQUIRED_VALUES: Mapping[str, tuple[Any, str]] = {
 }
 """Key -> (the only supported value, the reason)."""
 
-QUANTIZED = ("quantization_config", "compression_config")
-
 
 def config_keys(
     *read: str,
@@ -137,11 +136,7 @@ def config_keys(
 def refuse_foreign_structure(config: Mapping[str, Any], keys: ConfigKeys) -> None:
     """Raises UserError for a config.json that the family's parameter table would build wrongly."""
     family = config["model_type"]
-    if any(config.get(key) is not None for key in QUANTIZED):
-        raise UserError(
-            "config.json: the checkpoint is quantized (quantization_config). Training needs float weights: use the "
-            "bfloat16 or float32 release of this model."
-        )
+    read_quantization(config)
     for key, (only, reason) in keys.required_values.items():
         value = config.get(key, only)
         if (type(value), value) != (type(only), only):

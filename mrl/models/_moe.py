@@ -12,8 +12,8 @@ from typing import Any
 from mrl.errors import UserError, shown
 from mrl.models._decoder import DENSE_MLP, MAX_LAYERS
 from mrl.models._keys import OF_TRANSFORMERS
-from mrl.models._values import flag, positive_int
-from mrl.models.base import LayerKind, MoeSpec, ParamSpec, PipelineStage, ShardKind
+from mrl.models._values import flag, positive_float, positive_int, value_of
+from mrl.models.base import ArchSpec, LayerKind, MoeSpec, ParamSpec, PipelineStage, ShardKind, moe_of
 
 ROUTER_WITHOUT_EFFECT: Mapping[str, str] = {
     "output_router_logits": OF_TRANSFORMERS,
@@ -87,12 +87,33 @@ def moe_layer(
     )
 
 
-def shared_expert(prefix: str) -> tuple[ParamSpec, ...]:
-    """Returns the parameters of the shared expert and its sigmoid gate."""
+def selection_bias(name: str) -> ParamSpec:
+    """Returns the bias that is added to the experts' scores where they are selected, of a Hugging Face name."""
+    return ParamSpec(
+        hf=(name,),
+        shapes=("experts",),
+        megatron="decoder.layers.{layer}.mlp.router.expert_bias",
+        native="layers.{layer}.router_bias",
+        kind=ShardKind.REPLICATED,
+        place=PipelineStage.LAYER,
+        layers=LayerKind.MOE,
+        dtype="float32",
+        is_buffer=True,
+        when=lambda arch: arch.moe is not None and arch.moe.score_bias,
+    )
+
+
+def shared_expert(prefix: str, name: str = "shared_expert") -> tuple[ParamSpec, ...]:
+    """Returns the parameters of the shared expert and its sigmoid gate.
+
+    Args:
+        prefix: Start of the Hugging Face names, "model.layers.{layer}....".
+        name: Name of its module in Hugging Face names.
+    """
     shared = "decoder.layers.{layer}.mlp.shared_experts"
     return (
         ParamSpec(
-            hf=(f"{prefix}shared_expert.gate_proj.weight", f"{prefix}shared_expert.up_proj.weight"),
+            hf=(f"{prefix}{name}.gate_proj.weight", f"{prefix}{name}.up_proj.weight"),
             shapes=("shared_ffn hidden", "shared_ffn hidden"),
             megatron=f"{shared}.linear_fc1.weight",
             native="layers.{layer}.shared_gate_up",
@@ -100,9 +121,10 @@ def shared_expert(prefix: str) -> tuple[ParamSpec, ...]:
             kind=ShardKind.GATE_UP,
             place=PipelineStage.LAYER,
             layers=LayerKind.MOE,
+            when=_has_shared_expert,
         ),
         ParamSpec(
-            hf=(f"{prefix}shared_expert.down_proj.weight",),
+            hf=(f"{prefix}{name}.down_proj.weight",),
             shapes=("hidden shared_ffn",),
             megatron=f"{shared}.linear_fc2.weight",
             native="layers.{layer}.shared_down",
@@ -110,6 +132,7 @@ def shared_expert(prefix: str) -> tuple[ParamSpec, ...]:
             kind=ShardKind.ROW,
             place=PipelineStage.LAYER,
             layers=LayerKind.MOE,
+            when=_has_shared_expert,
         ),
         ParamSpec(
             hf=(f"{prefix}shared_expert_gate.weight",),
@@ -120,8 +143,13 @@ def shared_expert(prefix: str) -> tuple[ParamSpec, ...]:
             kind=ShardKind.REPLICATED,
             place=PipelineStage.LAYER,
             layers=LayerKind.MOE,
+            when=lambda arch: _has_shared_expert(arch) and moe_of(arch).shared_gate,
         ),
     )
+
+
+def _has_shared_expert(arch: ArchSpec) -> bool:
+    return arch.moe is not None and arch.moe.shared_intermediate_size > 0
 
 
 def moe_spec(
@@ -184,13 +212,18 @@ def experts_key(config: Mapping[str, Any]) -> str:
     Raises:
         UserError: Both keys are present and differ.
     """
-    both = [key for key in ("num_experts", "num_local_experts") if key in config]
-    if len(both) == 2 and config[both[0]] != config[both[1]]:
+    return _same_number(config, "num_experts", "num_local_experts")
+
+
+def _same_number(config: Mapping[str, Any], first: str, second: str) -> str:
+    """Returns which of two keys for the number of experts config.json has; the first if it has none."""
+    both = [key for key in (first, second) if key in config]
+    if len(both) == 2 and config[first] != config[second]:
         raise UserError(
-            f"config.json: num_experts is {shown(config[both[0]])} and num_local_experts {shown(config[both[1]])}; "
-            "both are the number of experts. Remove the wrong one."
+            f"config.json: {first} is {shown(config[first])} and {second} {shown(config[second])}; both are the number "
+            "of experts. Remove the wrong one."
         )
-    return both[0] if both else "num_experts"
+    return both[0] if both else first
 
 
 def qwen_keys(moe: MoeSpec) -> dict[str, Any]:
@@ -203,3 +236,63 @@ def qwen_keys(moe: MoeSpec) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(moe.dense_layers),
     }
+
+
+def sigmoid_moe_spec(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> MoeSpec:
+    """Reads the MoeSpec of a model whose experts are chosen by sigmoid scores with a bias (`noaux_tc`, DeepSeek-V3's).
+
+    Raises:
+        UserError: A key is missing or wrong, or no layer has experts.
+    """
+    layers = positive_int(config, "num_hidden_layers", defaults, most=MAX_LAYERS)
+    first = _count(config, "first_k_dense_replace", defaults)
+    if first >= layers:
+        raise UserError(f"config.json: first_k_dense_replace is {first}; none of the {layers} layers has experts.")
+    experts_name = _same_number(config, "n_routed_experts", "num_local_experts")
+    experts, top_k = positive_int(config, experts_name, defaults), positive_int(config, "num_experts_per_tok", defaults)
+    groups, top_groups = (positive_int(config, key, defaults) for key in ("n_group", "topk_group"))
+    if (
+        experts % groups
+        or top_groups > groups
+        or top_k > experts // groups * top_groups
+        or (groups > 1 and experts // groups < 2)
+    ):
+        raise UserError(
+            f"config.json: {experts} experts ({experts_name}) in {groups} groups (n_group), of which {top_groups} "
+            f"(topk_group) have {top_k} experts for a token (num_experts_per_tok): these sizes do not fit."
+        )
+    width = positive_int(config, "moe_intermediate_size", defaults)
+    return MoeSpec(
+        num_experts=experts,
+        top_k=top_k,
+        intermediate_size=width,
+        norm_topk_prob=flag(config, "norm_topk_prob", defaults),
+        shared_intermediate_size=width * _count(config, "n_shared_experts", defaults),
+        shared_gate=False,
+        score_function="sigmoid",
+        score_bias=True,
+        num_groups=groups,
+        top_groups=top_groups,
+        scaling_factor=positive_float(config, "routed_scaling_factor", defaults),
+        dense_layers=tuple(range(first)),
+    )
+
+
+def sigmoid_keys(moe: MoeSpec) -> dict[str, Any]:
+    """Returns the keys of config.json that `sigmoid_moe_spec` reads."""
+    return {
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.intermediate_size,
+        "norm_topk_prob": moe.norm_topk_prob,
+        "n_shared_experts": moe.shared_intermediate_size // moe.intermediate_size,
+        "n_group": moe.num_groups,
+        "topk_group": moe.top_groups,
+        "routed_scaling_factor": moe.scaling_factor,
+        "first_k_dense_replace": len(moe.dense_layers),
+    }
+
+
+def _count(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> int:
+    """Returns an integer of config.json of at least 0."""
+    return 0 if value_of(config, key, defaults) == 0 else positive_int(config, key, defaults)

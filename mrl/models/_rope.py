@@ -8,55 +8,96 @@ models to different versions. Both are written, so that every version can load t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from mrl.errors import UserError, shown
-from mrl.models._values import positive_float, positive_int
+from mrl.models._values import flag, positive_float, positive_floats, positive_int
 from mrl.models.base import ArchSpec, RopeScaling
 
-ROPE_KEYS = (
-    "rope_parameters",
-    "rope_theta",
-    "rope_scaling",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-)
+_ORIGINAL, _PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
+
+ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling", _PARTIAL, _ORIGINAL)
 """Keys of config.json that this file reads."""
 
-_PARTS = {
-    "default": ("rope_theta", "partial_rotary_factor"),
-    "llama3": (
-        "rope_theta",
-        "partial_rotary_factor",
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
+_COMMON = ("rope_theta", _PARTIAL)
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (
+        *("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
+    "longrope": ("short_factor", "long_factor", _ORIGINAL, "factor", "attention_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
 }
-"""Supported rotary types -> settings allowed in addition to the type."""
+"""Rotary types -> their settings besides `_COMMON`."""
+
+ROPE_TYPES = tuple(_PARTS)
+
+_REQUIRED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_OWN_LENGTH = ("phi3",)
+"""Families whose original length is a key of config.json itself; transformers 4 refuses a rope_scaling that has more
+than a type and the two lists."""
+_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Settings for which transformers reads 0 like a missing value."""
+_WITHOUT_EFFECT = ("finetuned",)
+"""Settings that transformers does not read; those of the first yarn models."""
 
 
-def read_rope(
-    config: Mapping[str, Any], defaults: Mapping[str, Any], types: tuple[str, ...]
-) -> tuple[float, RopeScaling | None]:
-    """Returns (rope_theta, scaling) of a config.json.
+@dataclass(frozen=True)
+class RopeRules:
+    """Rotary settings that transformers implements for a family.
+
+    Attributes:
+        types: Rotary types.
+        aliases: Further names of these types.
+        partial: True if a part of each head may be rotated.
+    """
+
+    types: tuple[str, ...] = ROPE_TYPES
+    aliases: Mapping[str, str] | None = None
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary settings of a model, see `ArchSpec`."""
+
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    partial_rotary_factor: float
+
+
+def read_rope(config: Mapping[str, Any], defaults: Mapping[str, Any], rules: RopeRules, *, head_dim: int) -> Rope:
+    """Reads the rotary settings of a config.json.
 
     Args:
         config: Parsed config.json.
-        defaults: Values that transformers assumes for missing keys; "rope_theta" is used.
-        types: Rotary types that the family has, out of "default" and "llama3".
+        defaults: Values that transformers assumes for missing keys.
+        rules: Settings that the family has.
+        head_dim: Dimensions of a head.
 
     Raises:
-        UserError: Unsupported rotary type, a missing or unknown setting, or two spellings that disagree.
+        UserError: Unsupported rotary type, a missing, unknown or wrong setting, or two spellings that disagree.
     """
-    _refuse_partial_rotation(config)
-    found = {}
-    for key in ("rope_parameters", "rope_scaling"):
-        if config.get(key):
-            found[key] = _read(config, key, defaults, types)
+    found = {
+        key: _read(config, key, defaults, rules, head_dim)
+        for key in ("rope_parameters", "rope_scaling")
+        if config.get(key)
+    }
     if not found:
-        return positive_float(config, "rope_theta", defaults), None
+        return Rope(
+            positive_float(config, "rope_theta", defaults),
+            None,
+            _partial(config, "config.json", {}, rules, head_dim, defaults),
+        )
     (first, settings), *others = found.items()
     for other, different in others:
         if different != settings:
@@ -70,45 +111,91 @@ def read_rope(
 
 def write_rope(arch: ArchSpec) -> dict[str, Any]:
     """Returns the rotary settings of a model as keys of config.json, in both spellings."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": arch.rope_theta}
-    if arch.rope_scaling is not None:
-        rope |= {"rope_type": "llama3", **vars(arch.rope_scaling)}
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    scaling, partial = arch.rope_scaling, {}
+    if arch.partial_rotary_factor != 1.0:
+        partial = {_PARTIAL: arch.partial_rotary_factor}
+    new: dict[str, Any] = {"rope_type": "default"} if scaling is None else settings_of(scaling)
+    old = None if scaling is None else dict(new)
+    top_level: dict[str, Any] = {}
+    if old is not None and arch.family in _OWN_LENGTH:
+        top_level[_ORIGINAL] = old.pop(_ORIGINAL)
+        old["type"] = old.pop("rope_type")
     return {
-        "rope_parameters": rope,
+        "rope_parameters": {**new, "rope_theta": arch.rope_theta, **partial},
         "rope_theta": arch.rope_theta,
-        "rope_scaling": scaling if arch.rope_scaling is not None else None,
+        "rope_scaling": old,
+        **partial,
+        **top_level,
     }
 
 
-def _read(
-    config: Mapping[str, Any], key: str, defaults: Mapping[str, Any], types: tuple[str, ...]
-) -> tuple[float, RopeScaling | None]:
+def settings_of(scaling: RopeScaling) -> dict[str, Any]:
+    """Returns the settings of a scaling as config.json has them: those that are not None, with `rope_type`."""
+    values = {field.name: getattr(scaling, field.name) for field in fields(scaling) if field.name != "uses_long_factor"}
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if value is not None
+    }
+
+
+def _read(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any], rules: RopeRules, head_dim: int) -> Rope:
     rope = config[key]
     if not isinstance(rope, Mapping):
         raise UserError(f"config.json: {key} is {shown(rope)}; expected an object with 'rope_type'.")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if "type" in rope and rope["type"] != kind:
         raise UserError(f"config.json: {key} has rope_type={shown(kind)} and type={shown(rope['type'])}. Keep one.")
-    if kind not in types:
+    if isinstance(kind, str):
+        kind = (rules.aliases or {}).get(kind, kind)
+    if kind not in rules.types:
         raise UserError(
-            f"config.json: rope_type is {shown(kind)} in {key}; mrl supports {' and '.join(map(repr, types))}."
+            f"config.json: rope_type is {shown(kind)} in {key}; mrl supports {', '.join(map(repr, rules.types))}."
         )
-    unknown = [part for part in rope if part not in (*_PARTS[kind], "rope_type", "type") and rope[part] is not None]
+    known = (*_COMMON, *_PARTS[kind])
+    ignored = ("rope_type", "type", *_WITHOUT_EFFECT)
+    unknown = [part for part in rope if part not in (*known, *ignored) and rope[part] is not None]
     if unknown:
         raise UserError(
             f"config.json: {key} has {shown(unknown[0])}, which rope_type '{kind}' does not have (it has "
-            f"{', '.join(_PARTS[kind])}). Remove it, or use a model with another rope_type."
+            f"{', '.join(known)}). Remove it, or use a model with another rope_type."
         )
-    _refuse_partial_rotation(rope)
+    partial = _partial(config, key, rope, rules, head_dim, defaults)
     theta = _theta(config, key, rope, defaults)
-    return theta, None if kind == "default" else _llama3(config, key, rope)
+    scaling = None if kind == "default" else _scaling(config, key, rope, kind, defaults)
+    if scaling is not None:
+        _check_scaling(scaling, key, theta, int(head_dim * partial) // 2)
+    return Rope(theta, scaling, partial)
 
 
-def _refuse_partial_rotation(settings: Mapping[str, Any]) -> None:
-    factor = settings.get("partial_rotary_factor", 1.0)
-    if factor != 1.0:
-        raise UserError(f"config.json: partial_rotary_factor is {shown(factor)}; mrl supports only 1.")
+def _partial(
+    config: Mapping[str, Any],
+    key: str,
+    rope: Mapping[str, Any],
+    rules: RopeRules,
+    head_dim: int,
+    defaults: Mapping[str, Any],
+) -> float:
+    """Returns the fraction of a head that is rotated, from the settings or from config.json itself."""
+    given = [part[_PARTIAL] for part in (rope, config) if part.get(_PARTIAL) is not None]
+    if not given:
+        given = [defaults.get(_PARTIAL, 1.0)]
+    factor = positive_float({_PARTIAL: given[0]}, _PARTIAL, {})
+    if given[-1] != given[0]:
+        raise UserError(
+            f"config.json: {_PARTIAL} is {shown(given[-1])}, and {shown(given[0])} in {key}: different versions of "
+            "transformers would read different models. Remove the wrong one."
+        )
+    if factor != 1.0 and not rules.partial:
+        raise UserError(
+            f"config.json: {_PARTIAL} is {factor}; transformers rotates the entire head in models of this family. "
+            "Remove it, or use a model of another family."
+        )
+    rotated = int(head_dim * factor)
+    if factor > 1.0 or rotated < 2 or rotated % 2:
+        raise UserError(
+            f"config.json: {_PARTIAL} is {factor}, which rotates {rotated} of the head's {head_dim} dimensions; "
+            "expected an even number above 0."
+        )
+    return factor
 
 
 def _theta(config: Mapping[str, Any], key: str, rope: Mapping[str, Any], defaults: Mapping[str, Any]) -> float:
@@ -124,17 +211,55 @@ def _theta(config: Mapping[str, Any], key: str, rope: Mapping[str, Any], default
     return positive_float(defaults, "rope_theta", {}) if top_level is None else top_level
 
 
-def _llama3(config: Mapping[str, Any], key: str, rope: Mapping[str, Any]) -> RopeScaling:
-    longest = {"original_max_position_embeddings": config.get("max_position_embeddings")}
-    top_level = config.get("original_max_position_embeddings")
-    if top_level is not None and top_level != rope.get("original_max_position_embeddings"):
+def _scaling(
+    config: Mapping[str, Any], key: str, rope: Mapping[str, Any], kind: str, defaults: Mapping[str, Any]
+) -> RopeScaling:
+    values: dict[str, Any] = {}
+    for part in _PARTS[kind]:
+        if part == _ORIGINAL:
+            values[part] = _original(config, key, rope, kind, defaults)
+        elif part not in _REQUIRED[kind] and (rope.get(part) is None or (part in _OR_ZERO and rope[part] == 0)):
+            continue
+        elif part == "truncate":
+            values[part] = flag(rope, part, {})
+        elif part in ("short_factor", "long_factor"):
+            values[part] = positive_floats(rope, part)
+        else:
+            values[part] = positive_float(rope, part, {})
+    return RopeScaling(kind, **values)
+
+
+def _original(
+    config: Mapping[str, Any], key: str, rope: Mapping[str, Any], kind: str, defaults: Mapping[str, Any]
+) -> int:
+    """Returns the context length before scaling; versions of transformers differ in which of two keys they prefer."""
+    nested = rope.get(_ORIGINAL)
+    top_level = config.get(_ORIGINAL, defaults.get(_ORIGINAL))
+    if kind == "longrope" and nested is None:
+        nested = top_level
+    if top_level is not None and top_level != nested:
         raise UserError(
-            f"config.json: original_max_position_embeddings is {shown(top_level)}, and "
-            f"{shown(rope.get('original_max_position_embeddings'))} in {key}. Keep the one in {key}."
+            f"config.json: {_ORIGINAL} is {shown(top_level)}, and {shown(nested)} in {key}. Keep the one in {key}, or "
+            "set both to the same number."
         )
-    return RopeScaling(
-        factor=positive_float(rope, "factor", {}),
-        low_freq_factor=positive_float(rope, "low_freq_factor", {}),
-        high_freq_factor=positive_float(rope, "high_freq_factor", {}),
-        original_max_position_embeddings=positive_int(rope, "original_max_position_embeddings", longest),
-    )
+    if nested is not None:
+        return positive_int({_ORIGINAL: nested}, _ORIGINAL, {})
+    return positive_int(config, "max_position_embeddings", defaults)
+
+
+def _check_scaling(scaling: RopeScaling, key: str, theta: float, half: int) -> None:
+    """Refuses numbers for which transformers' formulas have no value; `half` is the number of frequencies."""
+    for name in ("short_factor", "long_factor"):
+        factors = getattr(scaling, name)
+        if factors is not None and len(factors) != half:
+            raise UserError(
+                f"config.json: {name} in {key} has {len(factors)} numbers; expected {half}, half of the "
+                "dimensions that are rotated."
+            )
+    if scaling.rope_type == "longrope" and scaling.original_max_position_embeddings == 1:
+        raise UserError(f"config.json: {_ORIGINAL} is 1 in {key}; rope_type 'longrope' needs at least 2.")
+    if scaling.rope_type == "yarn" and theta <= 1:
+        raise UserError(f"config.json: rope_theta is {theta}; rope_type 'yarn' needs a number above 1.")
+    fast, slow = scaling.beta_fast or 32, scaling.beta_slow or 1
+    if scaling.rope_type == "yarn" and fast < slow:
+        raise UserError(f"config.json: beta_fast={fast} in {key} is below beta_slow={slow}. Exchange them.")

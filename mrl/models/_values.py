@@ -80,3 +80,19 @@ def flag(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> bo
     if not isinstance(value, bool):
         raise UserError(f"config.json: {key} is {shown(value)}; expected true or false.")
     return value
+
+
+def positive_floats(config: Mapping[str, Any], key: str) -> tuple[float, ...]:
+    """Returns a list of finite numbers above 0 of config.json.
+
+    Args:
+        config: Content of config.json.
+        key: Key of the value.
+
+    Raises:
+        UserError: The value is missing, of another type, or a number is out of range.
+    """
+    value = value_of(config, key, {})
+    if not isinstance(value, list):
+        raise UserError(f"config.json: {key} is {shown(value)}; expected a list of numbers above 0.")
+    return tuple(positive_float({key: each}, key, {}) for each in value)

@@ -1,7 +1,6 @@
 """Sliding-window attention: which layers have it, read from config.json and written to it.
 
-A family has one `WindowRule`, as transformers' model class treats the keys. A window of at least
-`max_position_embeddings` hides no token, and is read as none.
+A family has one `WindowRule`, as transformers' model class treats the keys.
 """
 
 from __future__ import annotations
@@ -67,9 +66,7 @@ class WindowRule:
                 )
         if not windowed or value_of(config, "sliding_window", defaults) is None:
             return NONE
-        window = positive_int(config, "sliding_window", defaults)
-        longest = positive_int(config, "max_position_embeddings", defaults)
-        return NONE if window >= longest else (window, windowed)
+        return positive_int(config, "sliding_window", defaults), windowed
 
 
 def _layer_types(config: Mapping[str, Any], layers: int) -> list[str] | None:

@@ -15,12 +15,42 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama-3 frequency scaling (transformers `rope_type: llama3`)."""
+    """Scaling of the rotary frequencies for longer sequences, in the words of transformers' `rope_parameters`.
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    A setting that the type does not have, or that config.json leaves to transformers' default, is None.
+
+    Attributes:
+        rope_type: "linear", "dynamic", "yarn", "longrope" or "llama3".
+        factor: Ratio of the extended to the original context length.
+        original_max_position_embeddings: Context length before scaling, tokens.
+        low_freq_factor: llama3: wavelengths above original / low_freq_factor are divided by `factor`.
+        high_freq_factor: llama3: wavelengths below original / high_freq_factor are kept.
+        attention_factor: yarn, longrope: factor of cosine and sine.
+        beta_fast: yarn: rotations within the original length from which on a frequency is kept.
+        beta_slow: yarn: rotations up to which a frequency is divided by `factor`.
+        mscale: yarn: weight of log(factor) in the numerator of the attention factor.
+        mscale_all_dim: yarn: weight of log(factor) in its denominator.
+        truncate: yarn: whether the interpolated range is extended to complete dimensions.
+        short_factor: longrope: divisor of each frequency, for runs up to the original length.
+        long_factor: longrope: divisor of each frequency, for longer runs.
+        uses_long_factor: longrope: the run's choice of the two (`_positions.for_run`), no part of the model; None: none
+            was made.
+    """
+
+    rope_type: str
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+    uses_long_factor: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +97,8 @@ class ArchSpec:
         vocab_size: Vocabulary size without padding: embedding rows of the Hugging Face checkpoint.
         qkv_bias: True if the query, key and value projections have a bias.
         qk_norm: True if queries and keys pass through an RMSNorm over the head dimension.
+        rope_scaling: Scaling of the rotary frequencies; None: they are not scaled.
+        partial_rotary_factor: Fraction of each head's dimensions that is rotated; the last dimensions are not.
         moe: Experts of the layers; None: a dense MLP of width `intermediate_size` in every layer.
         value_head: True if the output layer is a linear map to one value (a critic) instead of the vocabulary.
         sliding_window: Tokens that a query of a windowed layer attends to: its own and those just before it; None if no
@@ -89,6 +121,7 @@ class ArchSpec:
     qkv_bias: bool = False
     qk_norm: bool = False
     rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0
     moe: MoeSpec | None = None
     value_head: bool = False
     sliding_window: int | None = None
@@ -103,6 +136,11 @@ class ArchSpec:
         """Indices of the layers with experts."""
         dense = range(self.num_layers) if self.moe is None else self.moe.dense_layers
         return tuple(layer for layer in range(self.num_layers) if layer not in dense)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of dimensions of each head that are rotated, the first ones."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
 
 def layer_kinds(arch: ArchSpec) -> list[tuple[ArchSpec, int]]:
@@ -254,6 +292,8 @@ class Family:
             for a structure that mrl does not implement.
         arch_to_hf: Function from an ArchSpec to config.json.
         trtllm_architecture: `architecture` in TensorRT-LLM's config.json; None: TensorRT-LLM has no such model.
+        extra_layers: True if a checkpoint may have layers after the last, for multi-token prediction: they are not
+            loaded.
     """
 
     hf_model_type: str
@@ -263,3 +303,4 @@ class Family:
     arch_from_hf: Callable[[dict[str, Any]], ArchSpec]
     arch_to_hf: Callable[[ArchSpec], dict[str, Any]]
     trtllm_architecture: str | None = None
+    extra_layers: bool = False

@@ -1,4 +1,4 @@
-"""Llama 2 and 3: the plain decoder, with llama3 rotary scaling if config.json sets it."""
+"""Llama 2 and 3: the plain decoder."""
 
 from mrl.models._decoder import decoder_family
 from mrl.models._keys import config_keys

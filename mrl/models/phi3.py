@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mrl.models._decoder import DECODER, decoder_family
 from mrl.models._keys import TRAINING, config_keys
+from mrl.models._rope import RopeRules
 from mrl.models._windows import ALL_LAYERS
 from mrl.models.base import ParamSpec, ShardKind
 
@@ -26,9 +27,14 @@ FAMILY = decoder_family(
     keys=config_keys(
         without_effect={"embd_pdrop": "transformers does not implement this dropout", "resid_pdrop": TRAINING},
     ),
-    defaults={"num_key_value_heads": None, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    defaults={
+        "num_key_value_heads": None,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    },
     fixed=lambda arch: {"pad_token_id": None},
     windows=ALL_LAYERS,
     trtllm_architecture="LlamaForCausalLM",
-    rope_types=("default",),
+    rope=RopeRules(("default", "longrope"), aliases={"su": "longrope", "yarn": "longrope"}, partial=True),
 )

@@ -42,6 +42,13 @@ _LLAMA3_ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 8192,
 }
 
+_LONGROPE: dict[str, Any] = {
+    "type": "longrope",
+    "short_factor": [1.0] * 48,
+    "long_factor": [1.0 + index * index / 48 for index in range(48)],
+}
+"""Settings of the form of Phi-4-mini's; the long list is not the released one."""
+
 PRESETS: dict[str, dict[str, Any]] = {
     "qwen2_tiny": {"model_type": "qwen2", **_TINY, "tie_word_embeddings": True},
     "llama_tiny": {
@@ -76,6 +83,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "tie_word_embeddings": False,
     },
+    "glm4_moe_tiny": {
+        "model_type": "glm4_moe",
+        **_TINY,
+        **_TINY_EXPERTS,
+        "n_routed_experts": 4,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
     "mistral_tiny": {"model_type": "mistral", **_TINY, "sliding_window": None, "tie_word_embeddings": False},
     "phi3_tiny": {"model_type": "phi3", **_TINY, "tie_word_embeddings": False},
     "qwen2.5_0.5b": {
@@ -103,6 +118,36 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
         "tie_word_embeddings": False,
+    },
+    "qwen2.5_7b_128k": {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        "tie_word_embeddings": False,
+    },
+    "phi4_mini": {
+        "model_type": "phi3",
+        "vocab_size": 200064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": _LONGROPE,
+        "tie_word_embeddings": True,
     },
     "qwen3_0.6b": {
         "model_type": "qwen3",

@@ -51,5 +51,6 @@ FAMILY = decoder_family(
         shared_intermediate_size="shared_expert_intermediate_size",
         dense_layers=qwen_dense_layers,
     ),
+    qkv_bias="qkv_bias",
     windows=NAMED_LAYERS,
 )

@@ -17,6 +17,7 @@ from mrl.distributed.groups import ProcessGroups
 from mrl.megatron.actor import Actor
 from mrl.megatron.param_broadcast import broadcast_params, first_here
 from mrl.megatron.trainable_model import TrainableModel
+from mrl.models._positions import engine_rope
 from mrl.models.base import ArchSpec
 from mrl.models.presets import initializer_range
 from mrl.resharding.random_init import init_adapters, random_init
@@ -187,5 +188,6 @@ class ActorWeights:
         folder, dtype = plan.run.root / "model", plan.config.rollout.dtype or model.dtype
         with raise_on_all_ranks(self._groups.samplers):
             if self._groups.rank == self._groups.grid.samplers.start:
-                write_model_folder(folder, plan.arch, dtype, plan.tokenizer, like=model.path, further=further)
+                keys = {**engine_rope(plan.arch), **further}
+                write_model_folder(folder, plan.arch, dtype, plan.tokenizer, like=model.path, further=keys)
         return folder

@@ -8,6 +8,7 @@ from mrl.config.config import Config, DataConfig, ModelConfig
 from mrl.data.chat_text import TRUSTED_ROLES, ChatText
 from mrl.data.tokenizer import Tokenizer, load_tokenizer
 from mrl.errors import UserError
+from mrl.models._positions import position_limit
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import read_config
 from mrl.types import Prompt, Rollout
@@ -100,4 +101,4 @@ def build_reward_encoder(config: Config, actors: Tokenizer, arch: ArchSpec) -> R
             "Remove reward.model.retokenize, or set it to true, so that samples are encoded for the reward model."
         )
     pad_id = read_config(str(named.path)).get("pad_token_id")
-    return RewardModelEncoder(actors, own, pad_id if isinstance(pad_id, int) else None, arch.max_position_embeddings)
+    return RewardModelEncoder(actors, own, pad_id if isinstance(pad_id, int) else None, position_limit(arch))

@@ -30,6 +30,7 @@ from mrl.engines._capabilities import engine_capabilities
 from mrl.engines.base import RolloutEngine
 from mrl.errors import UserError, shown
 from mrl.models import transformer_engine
+from mrl.models._positions import for_run, notes, position_limit
 from mrl.models.base import ArchSpec, critic_of
 from mrl.models.hf_config import arch_from_folder
 from mrl.models.presets import arch_from_preset
@@ -208,7 +209,7 @@ def check_run(
             # Prompts are shuffled: if all rows are wrong, name the first row of the file.
             _check_training(config, found, tools, scorer, source.first(len(peeked)))
             raise
-        warnings += _conversion_notes(config, source)
+        warnings += [*_conversion_notes(config, source), *notes(found.arch, config.rollout.max_sequence_length)]
         warnings += scorer.check_rows(validation[:CHECKED_ROWS], "held-out", episodes=episodes)
     # Supervised steps check for missing end tokens row by row.
     samples_chats = not found.algorithm.supervised and any(isinstance(prompt.question, list) for prompt in peeked)
@@ -262,10 +263,11 @@ def resolve(config: Config, world_size: int) -> Resolved:
     config = resolve_hub_names(replace(config, algorithm=algorithm.config))
     arch, tokenizer = load_arch_and_tokenizer(config)
     _check_settings(config, arch, world_size, tokenizer.vocab_size, algorithm.learns_from)
-    grid = build_parallel_layout(config, world_size)
+    grid, longest = build_parallel_layout(config, world_size), config.rollout.max_sequence_length
     critic = None
     if algorithm.needs_values:
         critic = critic_of(arch if config.critic.path is None else arch_from_folder(config.critic.path))
+        critic = for_run(critic, longest)
     check_critic(config, arch, critic, grid)
     teachers = _teachers(config, arch)
     own = algorithms.resolve(AlgorithmConfig(name=config.algorithm.name))
@@ -274,7 +276,10 @@ def resolve(config: Config, world_size: int) -> Resolved:
     )
     reward = reward_arch(config)
     reader = None if reward is None else build_reward_encoder(config, tokenizer, reward)
-    check_reward_model(config, arch, reward, grid, retokenizes=reader is not None and reader.own_tokenizer is not None)
+    retokenizes = reader is not None and reader.own_tokenizer is not None
+    check_reward_model(config, arch, reward, grid, retokenizes=retokenizes)
+    if reward is not None:
+        reward = for_run(reward, position_limit(reward) if retokenizes else longest)
     return Resolved(config, arch, tokenizer, algorithm, grid, critic, teachers, reward, reader)
 
 
@@ -297,15 +302,16 @@ def _teachers(config: Config, arch: ArchSpec) -> tuple[ArchSpec, ...]:
     check_named(config)
     if not config.distillation.enabled:
         return ()
-    found = []
+    found, longest = [], config.rollout.max_sequence_length
     for index, teacher in enumerate(config.distillation.teacher_models):
         sizes = {"vocab_size": arch.vocab_size, **teacher.overrides}
         try:
-            found.append(
+            own = (
                 arch_from_folder(str(teacher.model_path))
                 if teacher.preset is None
                 else arch_from_preset(teacher.preset, sizes, arch.vocab_size)
             )
+            found.append(for_run(own, longest))
         except UserError as error:
             raise UserError(f"distillation.teacher_models[{index}]: {error}") from error
     return tuple(found)
@@ -313,14 +319,14 @@ def _teachers(config: Config, arch: ArchSpec) -> tuple[ArchSpec, ...]:
 
 def load_arch_and_tokenizer(config: Config) -> tuple[ArchSpec, Tokenizer]:
     """Reads the architecture and the tokenizer of the config's model."""
-    model = resolve_hub_models(config).model
+    model, longest = resolve_hub_models(config).model, config.rollout.max_sequence_length
     if model.path is not None:
-        arch = arch_from_folder(model.path)
+        arch = for_run(arch_from_folder(model.path), longest)
         return arch, load_tokenizer(model, config.data, arch.vocab_size)
     tokenizer = load_tokenizer(model, config.data)
     if model.preset is None:
         raise UserError("model.path and model.preset are both null. Set one of them.")
-    return arch_from_preset(model.preset, model.overrides, tokenizer.vocab_size), tokenizer
+    return for_run(arch_from_preset(model.preset, model.overrides, tokenizer.vocab_size), longest), tokenizer
 
 
 def check_run_folder(config: Config) -> None:

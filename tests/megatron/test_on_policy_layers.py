@@ -11,6 +11,7 @@ from mrl.algorithms.base import build
 from mrl.config.config import AlgorithmConfig, RolloutConfig
 from mrl.engines.native.engine import NativeEngine
 from mrl.errors import UserError
+from mrl.models._positions import for_run
 from mrl.models.presets import arch_from_preset
 from mrl.parallel_layout import ParallelLayout
 from tests.engines.specs import spec_of
@@ -26,6 +27,7 @@ from tests.megatron.actors import (
     own_part,
 )
 from tests.megatron.truncation import CUTS
+from tests.models.rope import variants
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.compiler
@@ -38,10 +40,14 @@ LAYOUTS = {
     "tp4": ParallelLayout(4, tp=4, rollout_tp=4),
     "tp2_pp2": ParallelLayout(4, tp=2, pp=2, rollout_tp=2),
 }
+POSITIONS = variants(head_dim=16, original=16)
 MODELS = {
     **ARCHS,  # so narrow that PyTorch's own products often add in the same order
     "wide": arch_from_preset(
         "qwen2_tiny", {"hidden_size": 512, "intermediate_size": 1100, "num_hidden_layers": 2}, VOCAB
+    ),
+    "phi4": for_run(  # three quarters of a head are rotated, cosine and sine have a factor
+        arch_from_preset("phi3_tiny", {**POSITIONS["phi4_mini"][1], "num_hidden_layers": 2}, VOCAB), longest=17
     ),
 }
 GRADIENT = 1e-5
@@ -99,11 +105,10 @@ def test_without_the_mode_they_differ(dtype):
     ids=str,
 )
 def test_microbatches_chunks_and_how_the_engine_reads_change_no_bit(options):
+    cases = [("qwen2", "none"), ("qwen3", "together"), ("phi4", "none")]
     for dtype in ("float32", "bfloat16"):
-        (found,) = run_ranks(
-            1, differences, ParallelLayout(1), [("qwen2", "none"), ("qwen3", "together")], dtype, **options
-        )
-        assert found == [(0.0, 0)] * 2
+        (found,) = run_ranks(1, differences, ParallelLayout(1), cases, dtype, **options)
+        assert found == [(0.0, 0)] * 3
 
 
 def in_any_company(grid, dtype, seeds):

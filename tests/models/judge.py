@@ -24,6 +24,7 @@ from transformers import PretrainedConfig
 
 from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.errors import UserError
+from mrl.models._positions import for_run
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import arch_from_config, arch_from_folder, families
 from mrl.parallel_layout import ParallelLayout
@@ -213,7 +214,7 @@ def by_transformers(model: Any) -> torch.Tensor:
 def by_megatron(folders: list[str]) -> list[torch.Tensor]:
     found, groups = [], groups_of(ParallelLayout(1))
     for folder in folders:
-        arch = arch_from_folder(folder)
+        arch = for_run(arch_from_folder(folder), LONGEST)
         policy = make_policy(
             arch,
             ParallelLayout(1),

@@ -61,7 +61,7 @@ def test_both_spellings_of_rotary_settings_are_read():
     old = arch_from_config({**base, "rope_theta": 5e5, "rope_scaling": scaling})
     new = arch_from_config({**base, "rope_parameters": {"rope_theta": 5e5, **scaling}})
     assert old == new
-    assert (old.rope_theta, old.rope_scaling) == (5e5, RopeScaling(8.0, 1.0, 4.0, 64))
+    assert (old.rope_theta, old.rope_scaling) == (5e5, RopeScaling("llama3", 8.0, 64, 1.0, 4.0))
 
 
 def test_the_written_config_has_both_spellings_of_rotary_settings():
@@ -101,7 +101,7 @@ REFUSED = {
         {**PRESETS["qwen2_moe_tiny"], "use_sliding_window": True, "sliding_window": 8},
         "layer_types",
     ),
-    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+    "proportional": ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, "rope_type is 'proportional'"),
     "half rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "rotary settings no mapping": ({"rope_parameters": "llama3"}, "rope_parameters is 'llama3'"),
     "llama3 without a factor": ({"rope_parameters": {"rope_type": "llama3"}}, "'factor' is missing"),
@@ -197,7 +197,7 @@ def test_every_field_of_the_structure_is_written():
         rms_norm_eps=0.5,
         rope_theta=7.0,
         tie_word_embeddings=True,
-        rope_scaling=RopeScaling(2.0, 3.0, 5.0, 11),
+        rope_scaling=RopeScaling("llama3", 2.0, 11, 3.0, 5.0),
     )
     assert arch_from_config(family_of(arch).arch_to_hf(changed)) == changed
 

@@ -6,6 +6,7 @@ THETA = 300.0
 """Rotary base of the base configs."""
 
 _LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+# Lists of longrope that a sequence of the test can change between are equal: transformers changes in the middle of it.
 _SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "default"},
     {"rope_type": "llama3", **_LLAMA3},
@@ -17,8 +18,27 @@ _SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "dynamic", "factor": 4.0},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    {"rope_type": "longrope", "short_factor": [2.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0},
+    {"rope_type": "longrope", "short_factor": [2.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0},
     {"type": "su", "short_factor": [2.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 16},
+    {"type": "su", "short_factor": [4.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16},
+    {
+        "type": "yarn",
+        "short_factor": [4.0, 5.0, 6.0, 7.0],
+        "long_factor": [4.0, 5.0, 6.0, 7.0],
+        "attention_factor": 1.3,
+    },
+    {"rope_type": "longrope", "short_factor": [4.0] * 2, "long_factor": [4.0] * 2, "partial_rotary_factor": 0.5},
+    {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "truncate": False,
+        "beta_fast": 8.0,
+        "beta_slow": 2,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+    },
+    {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16, "attention_factor": 0.8, "finetuned": 1},
     {"rope_type": "proportional", "partial_rotary_factor": 0.5},
     {"rope_type": "default", "partial_rotary_factor": 0.5},
     {"rope_type": "default", "factor": 4.0},

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from mrl.checkpoint.formats.base import OutFile, Source, Target
+from mrl.checkpoint.formats.hf_fp8 import Fp8Scales
 from mrl.checkpoint.formats.safetensors_file import Header, SafetensorsFile, write_safetensors
 from mrl.errors import UserError, first_line, shown
+from mrl.models._quantization import QUANTIZED, read_quantization
 from mrl.models.base import ArchSpec, critic_of
 from mrl.models.hf_config import (
     ADAPTER_CONFIG,
@@ -32,10 +34,11 @@ from mrl.models.hf_config import (
 )
 from mrl.resharding.copy_op import ITEM_BYTES, num_bytes
 from mrl.resharding.dtypes import fill_tensors
+from mrl.resharding.fp8 import DTYPE as FP8
 from mrl.resharding.hf import EMBEDDINGS, HEAD, VALUE_BIAS, VALUE_HEAD, hf_layout
 from mrl.resharding.hf_names import locate_tensors, unwrapped
 from mrl.resharding.layout import Layout, Region
-from mrl.resharding.regions import slices
+from mrl.resharding.regions import full_region, slices
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -73,7 +76,9 @@ class HfSource(Source):
         self._file_of = self._find()
         if arch is None and any(unwrapped(name) == VALUE_HEAD for name in self._file_of):
             self.arch = critic_of(self.arch)
-        shapes = {name: self._open(file).headers[name].shape for name, file in self._file_of.items()}
+        self._scales = self._find_scales()
+        weights = self._file_of if self._scales is None else self._scales.others
+        shapes = {name: self._stored_header(name).shape for name in weights}
         try:
             self._tensors = locate_tensors(self.arch, shapes)
         except UserError as error:
@@ -83,14 +88,24 @@ class HfSource(Source):
 
     def dtype(self, hf_name: str) -> str:
         """Implements `Source.dtype`."""
-        return self._header(hf_name).dtype
+        stored = self._header(hf_name).dtype
+        return stored if self._scales is None or stored != FP8 else self._scales.dtype
 
     def read(self, hf_name: str, region: Region) -> Tensor:
-        """Implements `Source.read`; a view of a private memory mapping of the file; misaligned tensors are copied."""
+        """Implements `Source.read`; a view of a private memory mapping of the file; misaligned tensors are copied.
+
+        Regions of FP8 matrices are dequantized.
+        """
+        located = self._tensors[hf_name]
+        if self._scales is not None and self._header(hf_name).dtype == FP8 and not located.index:
+            return self._scales.read(located.stored, self._stored_tensor, region)
         return self._tensor(hf_name)[slices(region)]
 
     def check(self) -> None:
-        """Implements `Source.check`; accepts rotary frequencies, and a tied head that equals the embeddings."""
+        """Implements `Source.check`.
+
+        Accepts rotary frequencies, a tied head that equals the embeddings, and a layer for multi-token prediction.
+        """
         arch = self.arch
         expected = hf_layout(arch, "float32")
         missing = [name for name in expected if name not in self._tensors]
@@ -125,11 +140,12 @@ class HfSource(Source):
                     f"model folder '{self.folder}': '{located.stored}' has shape {list(header.shape)}, but config.json "
                     f"requires {list(located.shape)}{vocab}."
                 )
-            if header.dtype not in _DTYPES:
+            if header.dtype not in _DTYPES and (self._scales is None or header.dtype != FP8):
                 raise UserError(
                     f"model folder '{self.folder}': '{located.stored}' is stored as {header.dtype}; expected one of "
                     f"{', '.join(_DTYPES)}. Use a release of the model that is not quantized."
                 )
+        self._check_scales()
         if arch.tie_word_embeddings and HEAD in self._tensors:
             self._check_tied_head()
 
@@ -162,7 +178,10 @@ class HfSource(Source):
 
     def _check_tied_head(self) -> None:
         """Refuses a head that differs from tied embeddings: versions of transformers differ in whether they use it."""
-        head, embeddings = (self._tensor(name) for name in (HEAD, EMBEDDINGS))
+        head, embeddings = (
+            self.read(name, full_region(self._tensors[name].part_of(self._header(name).shape)))
+            for name in (HEAD, EMBEDDINGS)
+        )
         same = head.shape == embeddings.shape and all(
             torch.equal(head_rows.float(), embedding_rows.float())
             for head_rows, embedding_rows in zip(
@@ -176,8 +195,37 @@ class HfSource(Source):
                 "head from the file."
             )
 
+    def _find_scales(self) -> Fp8Scales | None:
+        """Returns the scales of FP8 weights, if config.json has any."""
+        if not (self.folder / "config.json").is_file():
+            return None
+        try:
+            form = read_quantization(read_config(self.folder))
+        except UserError as error:
+            raise UserError(f"model folder '{self.folder}': {error}") from error
+        return None if form is None else Fp8Scales(form, self._file_of)
+
+    def _check_scales(self) -> None:
+        if self._scales is None:
+            return
+        headers = {name: self._stored_header(name) for name in self._file_of}
+        for located in self._tensors.values():
+            if located.index and headers[located.stored].dtype == FP8:
+                raise UserError(
+                    f"model folder '{self.folder}': '{located.stored}' has the FP8 weights of all experts. Save the "
+                    "model with one tensor per expert, as the original release has them."
+                )
+        try:
+            self._scales.check(
+                {name: header.dtype for name, header in headers.items()},
+                {name: header.shape for name, header in headers.items()},
+            )
+        except UserError as error:
+            raise UserError(f"model folder '{self.folder}': {error}") from error
+
     def _is_optional(self, name: str) -> bool:
-        return name.endswith("rotary_emb.inv_freq") or (name == HEAD and self.arch.tie_word_embeddings)
+        beyond = family_of(self.arch).extra_layers and name.startswith(f"model.layers.{self.arch.num_layers}.")
+        return beyond or name.endswith("rotary_emb.inv_freq") or (name == HEAD and self.arch.tie_word_embeddings)
 
     def _find(self) -> dict[str, str]:
         index, single = self.folder / INDEX, self.folder / SINGLE
@@ -219,12 +267,17 @@ class HfSource(Source):
 
     def _header(self, hf_name: str) -> Header:
         """Returns the header of the stored tensor that contains this one."""
-        stored = self._tensors[hf_name].stored
+        return self._stored_header(self._tensors[hf_name].stored)
+
+    def _stored_header(self, stored: str) -> Header:
         return self._open(self._file_of[stored]).headers[stored]
 
     def _tensor(self, hf_name: str) -> Tensor:
         located = self._tensors[hf_name]
-        return self._open(self._file_of[located.stored]).tensor(located.stored)[located.index]
+        return self._stored_tensor(located.stored)[located.index]
+
+    def _stored_tensor(self, stored: str) -> Tensor:
+        return self._open(self._file_of[stored]).tensor(stored)
 
     def _open(self, file: str) -> SafetensorsFile:
         if file not in self._open_files:
@@ -346,7 +399,8 @@ def write_metadata_files(
     config = family_of(arch).arch_to_hf(arch)
     if like is not None:
         config = {**read_config(like), **config}
-        config.pop("quantization_config", None)
+        for key in QUANTIZED:
+            config.pop(key, None)
         if len(config.get("layer_types") or ()) != arch.num_layers:
             config.pop("layer_types", None)  # from a deeper model; without it the family's default applies
         for name in TOKENIZER_FILES:

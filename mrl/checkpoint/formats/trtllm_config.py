@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mrl.errors import UserError
-from mrl.models.base import ArchSpec, MoeSpec
+from mrl.models._rope import settings_of
+from mrl.models.base import ArchSpec, MoeSpec, RopeScaling
 from mrl.models.hf_config import arch_from_config, families, family_of, read_json
 from mrl.resharding.trtllm import TrtllmMapping
 
@@ -51,6 +52,9 @@ _HF_KEYS = {
     "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
 }
 """TensorRT-LLM's key -> Hugging Face's."""
+
+_SCALINGS = ("linear", "yarn", "llama3")
+"""Rotary types that TensorRT-LLM's classes of mrl's families compute as transformers does."""
 
 _RENORMALIZE = 1
 """`MoeConfig.ExpertScaleNormalizationMode.RENORMALIZE`; 0 is NONE."""
@@ -101,7 +105,47 @@ class TrtllmConfig:
                 f"the model has a sliding window of {self.arch.sliding_window} tokens, for which a TensorRT-LLM "
                 "checkpoint has no key: its engine would attend to all tokens."
             )
+        if (reason := rotary_refusal(self.arch)) is not None:
+            raise UserError(reason)
         self.mapping.check(self.arch)
+
+
+def rotary_refusal(arch: ArchSpec) -> str | None:
+    """Returns why TensorRT-LLM's model class cannot compute the positions of a model; None: it can.
+
+    The class of Llama, Mixtral and Qwen rotates entire heads; of scalings it has linear, yarn and llama3, and computes
+    "dynamic" by the longest possible sequence.
+    """
+    scaling = arch.rope_scaling
+    if arch.rotary_dim != arch.head_dim:
+        return (
+            f"TensorRT-LLM's {family_of(arch).trtllm_architecture} rotates entire heads, and the model has "
+            f"partial_rotary_factor={arch.partial_rotary_factor}. Use another format or engine."
+        )
+    if scaling is None:
+        return None
+    if scaling.rope_type not in _SCALINGS:
+        return (
+            f"TensorRT-LLM's {family_of(arch).trtllm_architecture} does not compute rope_type {scaling.rope_type!r} as "
+            f"transformers does; it has {', '.join(_SCALINGS)}. Use another format or engine."
+        )
+    if ignored := unread_yarn(scaling):
+        return (
+            f"TensorRT-LLM does not read {', '.join(ignored)} of the model's rope_scaling as transformers does. Use "
+            "another format or engine."
+        )
+    return None
+
+
+def unread_yarn(scaling: RopeScaling) -> tuple[str, ...]:
+    """Returns the settings of yarn that TensorRT-LLM does not read as transformers does; () for other types."""
+    if scaling.rope_type != "yarn":
+        return ()
+    found = ["attention_factor"] if scaling.attention_factor is not None else []
+    found += ["truncate=false"] if scaling.truncate is False else []
+    if (scaling.mscale is None) != (scaling.mscale_all_dim is None):
+        found.append("mscale without mscale_all_dim" if scaling.mscale else "mscale_all_dim without mscale")
+    return tuple(found)
 
 
 def read_config(folder: str | Path) -> TrtllmConfig:
@@ -186,9 +230,9 @@ def to_json(config: TrtllmConfig) -> dict[str, Any]:
         "norm_epsilon": arch.rms_norm_eps,
         "position_embedding_type": "rope_gpt_neox",
         "max_position_embeddings": arch.max_position_embeddings,
-        "rotary_embedding_dim": arch.head_dim,
+        "rotary_embedding_dim": arch.rotary_dim,
         "rotary_base": arch.rope_theta,
-        "rotary_scaling": {"type": "llama3", "rope_type": "llama3", **vars(scaling)} if scaling else None,
+        "rotary_scaling": None if scaling is None else {"type": scaling.rope_type, **settings_of(scaling)},
         "qk_layernorm": arch.qk_norm,
         "attn_bias": arch.qkv_bias,
         "mlp_bias": False,

@@ -159,9 +159,9 @@ class ActorShape:
         saved = kept + INT64 * (self._queries + 2 * self._keys + 4 * self._tokens) + self._masks
         if self._compiled:  # ids, positions, index of each token of each sequence; cosine and sine
             saved = kept + INT64 * (2 * self._tokens + self.microbatch.slots)
-            saved += self._tokens * arch.head_dim * self._itemsize
+            saved += self._tokens * arch.rotary_dim * self._itemsize
         elif self._recompute.method is not None:
-            saved += self._tokens * arch.head_dim * FP32  # rotary angles; else each layer's cosine and sine
+            saved += self._tokens * arch.rotary_dim * FP32  # rotary angles; else each layer's cosine and sine
         weight = 0 if self._lora_rank else self._vocab * arch.hidden_size * self._itemsize
         tied = weight if arch.tie_word_embeddings and last else 0  # its gradient waits for the embedding's
         step = self._layer_backward() + tied
@@ -209,7 +209,7 @@ class ActorShape:
         heads, kv_heads = self._heads()
         queries = heads * arch.head_dim
         fused = tokens * (queries + 2 * kv_heads * arch.head_dim) * size
-        attention = 4 * tokens * arch.head_dim * size  # cosine and sine, for queries and for keys
+        attention = 4 * tokens * arch.rotary_dim * size  # cosine and sine, for queries and for keys
         if arch.qk_norm:
             copied = queries * size if kv_heads > 1 else 0  # a single group's queries are contiguous already
             attention += fused + tokens * (copied + (heads + kv_heads) * FP32)

@@ -8,6 +8,7 @@ from mrl.checkpoint.formats.base import Source, Target
 from mrl.checkpoint.formats.hf import HfSource, HfTarget
 from mrl.checkpoint.formats.megatron import MegatronSource
 from mrl.checkpoint.formats.trtllm import TrtllmSource, TrtllmTarget
+from mrl.checkpoint.formats.trtllm_config import rotary_refusal
 from mrl.commands.convert.convert import convert
 from mrl.commands.convert.verify import verify
 from mrl.errors import UserError
@@ -33,7 +34,7 @@ def to_trtllm(hugging_face: Path, folder: Path, arch: ArchSpec, dtype: str, grid
     Raises:
         UserError: The folder is damaged, or the conversion differs from it.
     """
-    if family_of(arch).trtllm_architecture is None:
+    if family_of(arch).trtllm_architecture is None or rotary_refusal(arch) is not None:
         return None
     mapping = TrtllmMapping(tp_size=grid.rollout_tp, moe_ep_size=grid.rollout_ep if arch.moe else 0)
     with HfSource(hugging_face, arch) as source:

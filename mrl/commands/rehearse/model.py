@@ -14,6 +14,7 @@ from typing import Any
 
 from mrl.commands.rehearse.engine import RehearsalEngine
 from mrl.commands.rehearse.layout import compare
+from mrl.models._positions import resized
 from mrl.models.base import ArchSpec, MoeSpec
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import chunk_layers
@@ -39,19 +40,21 @@ def shrunk_model(
     widths = math.lcm(reduced.tp, reduced.rollout_tp) * sizes.width_multiple
     moe = None if arch.moe is None else _experts(arch.moe, real, reduced, hidden, sizes.width_multiple)
     small = replace(
-        arch,
+        resized(arch, sizes.head_dim),
         num_layers=num_layers,
         hidden_size=hidden,
         intermediate_size=_multiple(2 * hidden, widths),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=sizes.head_dim,
         vocab_size=_vocabulary(arch, real, reduced, tokens),
         moe=moe,
         **shrunk_windows(arch, num_layers),
     )
     if moe is not None and arch.moe is not None and arch.moe.intermediate_size == arch.intermediate_size:
         small = replace(small, intermediate_size=moe.intermediate_size)  # Mixtral has one config key for both
+    scaling = small.rope_scaling
+    if scaling is not None and scaling.uses_long_factor:  # so do the shorter sequences of the reduced run
+        small = replace(small, rope_scaling=replace(scaling, original_max_position_embeddings=2))
     return small, reduced
 
 

@@ -36,6 +36,7 @@ from mrl.config.config import (
 )
 from mrl.errors import UserError
 from mrl.models._keys import DECODER_KEYS
+from mrl.models._positions import is_longrope
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import family_of
 from mrl.models.presets import PRESETS
@@ -393,6 +394,7 @@ def _model(model: ModelConfig, arch: ArchSpec, small: ArchSpec, folder: Path) ->
 
 def _sizes_of(preset: str, small: ArchSpec) -> dict[str, Any]:
     """Returns the overrides of a preset's config.json that make it the reduced model."""
-    known = {*DECODER_KEYS, *PRESETS[preset]} - {"model_type", "tie_word_embeddings", *_ROPE}
+    kept = () if is_longrope(small) else _ROPE  # longrope's lists have the size of a head
+    known = {*DECODER_KEYS, *PRESETS[preset]} - {"model_type", "tie_word_embeddings", *kept}
     as_json: dict[str, Any] = family_of(small).arch_to_hf(small)
     return {key: value for key, value in as_json.items() if key in known}

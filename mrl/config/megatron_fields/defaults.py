@@ -19,16 +19,18 @@ INSTEAD = {"use_te_activation_func": "bias_activation_fusion"}
 """Field set in the config -> default that Megatron does not accept together with it."""
 
 
-def transformer_defaults(given: Mapping[str, Any], *, te: bool, moe: bool) -> dict[str, Any]:
+def transformer_defaults(given: Mapping[str, Any], *, te: bool, moe: bool, scales_rope: bool = False) -> dict[str, Any]:
     """Returns the fields of `megatron.transformer` to enable, without those that the config sets.
 
     Args:
         given: `megatron.transformer` of the config.
         te: Whether TransformerEngine is in use.
         moe: Whether the model is an MoE.
+        scales_rope: Whether cosines and sines have a factor, which TransformerEngine's fused rotary embedding lacks.
     """
     names = (*FUSIONS, *(EXPERT_FUSIONS if moe else ())) if te else ()
     out = {default for name, default in INSTEAD.items() if given.get(name)}
+    out |= {"apply_rope_fusion"} if scales_rope else set()
     return {name: True for name in names if name not in given and name not in out}
 
 

@@ -234,7 +234,8 @@ LACKING: Rows = {
 RULE_CHECKED: Rows = {
     "transformer": {
         "attention_backend": "attention",
-        "apply_rope_fusion moe_permute_fusion gradient_accumulation_fusion use_te_activation_func "
+        "apply_rope_fusion": "rope_fusion",
+        "moe_permute_fusion gradient_accumulation_fusion use_te_activation_func "
         "fused_residual_rmsnorm flash_attention_version": "te",
         "moe_router_fusion": "router_fusion",
         "cpu_offloading cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights "

@@ -40,8 +40,8 @@ class Heads:
         num_heads: N.
         num_kv_heads: K.
         eps: Epsilon of the norms of queries and keys.
-        cos: Rotary table [positions, D], in the dtype of activations.
-        sin: Rotary table [positions, D]; the first half is negated.
+        cos: Rotary table [positions, rotated dimensions of a head], in the dtype of activations.
+        sin: Rotary table like `cos`; the first half is negated.
     """
 
     num_heads: int
@@ -70,14 +70,18 @@ class Operations:
         """Returns a function that rotates queries and keys of one forward, the same for all layers."""
         cos, sin = heads.cos[positions_P][:, None], heads.sin[positions_P][:, None]
         count = heads.num_heads
-        half = heads.cos.size(1) // 2
+        size = heads.cos.size(1)
+        half = size // 2
 
         def rotate(qkv: Tensor, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
             qk, v_PKD = qkv[:, : -heads.num_kv_heads], qkv[:, -heads.num_kv_heads :]
             if norms is not None:
                 parts = zip((qk[:, :count], qk[:, count:]), norms, strict=True)
                 qk = torch.cat([F.rms_norm(part, weight.shape, weight, heads.eps) for part, weight in parts], 1)
-            rotated = torch.cat([qk[..., half:], qk[..., :half]], -1).mul_(sin).addcmul_(qk, cos)
+            turned, kept = qk[..., :size], qk[..., size:]
+            rotated = torch.cat([turned[..., half:], turned[..., :half]], -1).mul_(sin).addcmul_(turned, cos)
+            if kept.size(-1):
+                rotated = torch.cat([rotated, kept], -1)
             return rotated[:, :count], rotated[:, count:], v_PKD
 
         return rotate

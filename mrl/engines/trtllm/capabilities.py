@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 
 from mrl.config.config import Config, RolloutConfig
 from mrl.engines._capabilities import EngineCapabilities, EnginePackage, has_effective_windows
-from mrl.engines.trtllm import built_fields, engine_dir, engine_kwargs, fields, fp8_support, package_signature, routing
+from mrl.engines.trtllm import (
+    built_fields,
+    engine_dir,
+    engine_kwargs,
+    fields,
+    fp8_support,
+    package_signature,
+    positions,
+    routing,
+)
 from mrl.engines.trtllm.rank_placement import check_hosts
 from mrl.errors import to_install
 from mrl.models.base import ArchSpec
@@ -69,11 +78,12 @@ class LlmCapabilities(TrtllmCapabilities):
         return routing.refusals(rollout)
 
     def model_errors(self, config: Config, arch: ArchSpec) -> Iterator[str]:
-        """Yields a message for a sliding window, each MoE argument of a dense model, and each broken rule of FP8."""
+        """Yields a message for a sliding window, MoE arguments of a dense model, and rules of FP8 and positions."""
         yield from window_errors(config, arch)
         if arch.moe is None:
             yield from engine_kwargs.expert_refusals(config.rollout)
         yield from fp8_support.refusals(config, arch)
+        yield from positions.refusals(config, arch)
 
     def memory_plan(self) -> MemoryPlan:
         """Returns the predicted sizes of the engine."""
@@ -90,9 +100,9 @@ class BuiltCapabilities(TrtllmCapabilities):
     has_fixed_prompt_length = True
 
     def model_errors(self, config: Config, arch: ArchSpec) -> Iterator[str]:
-        """Yields a message for a sliding window, and if `rollout.engine_dir` does not fit the run."""
-        yield from window_errors(config, arch)
-        yield from engine_dir.engine_errors(config, arch)
+        """Yields a message for a sliding window, and if `rollout.engine_dir` does not fit the run, or no engine can."""
+        broken = [*window_errors(config, arch), *positions.built_refusals(config, arch)]
+        return iter(broken or engine_dir.engine_errors(config, arch))
 
     def memory_plan(self) -> MemoryPlan:
         """Returns the predicted sizes of the engine."""

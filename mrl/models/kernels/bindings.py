@@ -35,7 +35,7 @@ DTYPES: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16:
 _P, _N, _F, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
     "norm": [*[_P] * 4, *[_N] * 2, _F],
-    "rotate": [*[_P] * 6, *[_N] * 4, _F],
+    "rotate": [*[_P] * 6, *[_N] * 5, _F],
     "gate": [*[_P] * 2, *[_N] * 2],
     "attend": [*[_P] * 3, _N, *[_P] * 7, *[_N] * 8, _F],
     "attend_at": [_P, _N, *[_P] * 5, *[_N] * 8, _F],
@@ -93,7 +93,7 @@ class Library:
         Args:
             qkv: [P, N + 2K, D].
             positions_P: Position of each token, int64.
-            tables: (cos, sin) from `rotary_tables`, both [positions, D].
+            tables: (cos, sin) from `rotary_tables`, both [positions, rotated dimensions].
             norms: Weights [D] of the query norm and the key norm; None: no QK norm.
             num_heads: N.
             eps: Epsilon of the norms.
@@ -104,7 +104,7 @@ class Library:
         weights = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
         self._call["rotate"](
             *(qkv.data_ptr(), positions_P.data_ptr(), cos.data_ptr(), sin.data_ptr(), *weights),
-            *(num, num_heads, kv_heads, dim, eps),
+            *(num, num_heads, kv_heads, dim, cos.size(1), eps),
         )
         return qkv[:, :num_heads], qkv[:, num_heads : num_heads + kv_heads], qkv[:, num_heads + kv_heads :]
 

@@ -54,14 +54,14 @@ ALONE void rotate_head(T *low, const T *c, const T *s, int64_t half) {
     }
 }
 
-/* Rotates queries and keys of qkv[P, N + 2K, D] in place, after the QK norm if its weights are not NULL. cos, sin:
- * [positions, D]; only the second half of sin is read. */
+/* Rotates the first `turned` dimensions of queries and keys of qkv[P, N + 2K, D] in place, after the QK norm if its
+ * weights are not NULL. cos, sin: [positions, turned]; only the second half of sin is read. */
 void rotate(T *qkv, const int64_t *positions, const T *cos, const T *sin, const T *q_norm, const T *k_norm,
-            int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, float eps) {
-    int64_t half = dim / 2;
+            int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t turned, float eps) {
+    int64_t half = turned / 2;
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * (heads + kv_heads) * dim > SMALL)
     for (int64_t row = 0; row < rows; row++) {
-        const T *c = cos + positions[row] * dim, *s = sin + positions[row] * dim + half;
+        const T *c = cos + positions[row] * turned, *s = sin + positions[row] * turned + half;
         for (int64_t h = 0; h < heads + kv_heads; h++) {
             T *head = qkv + (row * (heads + 2 * kv_heads) + h) * dim;
             const T *weight = h < heads ? q_norm : k_norm;

@@ -77,11 +77,10 @@ void gate_backward(const T *gate_up, const T *grad, T *out, int64_t rows, int64_
 
 /* ---- rotation */
 
-/* out[P, N, D]: the heads of x rotated by the angles of their row; sign -1 rotates back. Rows of x are `stride` apart, its
- * heads `head_stride`. cos, sin: [P, D / 2]. */
+/* out[P, N, D]: the heads of x, their first 2 * half dimensions rotated by the angles of their row; sign -1 rotates back.
+ * Rows of x are `stride` apart, its heads `head_stride`. cos, sin: [P, half]. */
 void rotate_rows(const T *x, int64_t stride, int64_t head_stride, const T *cos, const T *sin, T *out, int64_t rows,
-               int64_t heads, int64_t dim, float sign) {
-    int64_t half = dim / 2;
+               int64_t heads, int64_t dim, int64_t half, float sign) {
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * heads * dim > SMALL)
     for (int64_t row = 0; row < rows; row++) {
         const T *c = cos + row * half, *s = sin + row * half;
@@ -94,6 +93,7 @@ void rotate_rows(const T *x, int64_t stride, int64_t head_stride, const T *cos, 
                 put(to + i, a * vc - b * vs, half - i);
                 put(to + half + i, b * vc + a * vs, half - i);
             }
+            memcpy(to + 2 * half, low + 2 * half, (dim - 2 * half) * sizeof(T));
         }
     }
 }

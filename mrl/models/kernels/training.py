@@ -22,7 +22,7 @@ _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
     "norm_backward": [*[_P] * 6, *[_N] * 2, _F],
     "gate_backward": [*[_P] * 3, *[_N] * 2],
-    "rotate_rows": [_P, *[_N] * 2, *[_P] * 3, *[_N] * 3, _F],
+    "rotate_rows": [_P, *[_N] * 2, *[_P] * 3, *[_N] * 4, _F],
     "attention": [*[_P] * 3, *[_N] * 4, *[_P] * 5, *[_N] * 7, _F, *[_P] * 3, _N],
     "attention_backward": [*[_P] * 3, *[_N] * 4, *[_P] * 5, *[_N] * 7, _F, *[_P] * 7, _N],
     "logit_sums": [*[_P] * 2, *[_N] * 2],
@@ -32,7 +32,7 @@ _SIZES = {"norm_room": 2, "attention_room": 5}
 
 
 Angles = tuple[Tensor, Tensor]
-"""(cos, sin) of each row, both [P, D / 2]."""
+"""(cos, sin) of each row, both [P, half of the dimensions of a head that are rotated]."""
 
 
 Scoring = tuple[float, int]
@@ -95,7 +95,7 @@ class TrainingKernels:
 
         Args:
             x_PND: Heads; the last dimension is contiguous.
-            angles: (cos, sin) [P, D / 2] in the dtype of x.
+            angles: (cos, sin) in the dtype of x.
         """
         turned: Tensor = _Turn.apply(x_PND, angles, self)  # type: ignore[no-untyped-call]
         return turned
@@ -167,7 +167,7 @@ class TrainingKernels:
         out_PND = torch.empty(x_PND.shape, dtype=x_PND.dtype)
         self._call["rotate_rows"](
             *(x_PND.data_ptr(), x_PND.stride(0), x_PND.stride(1), angles[0].data_ptr(), angles[1].data_ptr()),
-            *(out_PND.data_ptr(), *x_PND.shape, sign),
+            *(out_PND.data_ptr(), *x_PND.shape, angles[0].size(1), sign),
         )
         return out_PND
 

@@ -20,6 +20,7 @@ from mrl.config.megatron_fields.table import TABLE, Verdict, default_value, is_d
 from mrl.config.megatron_fields.values import DTYPES, expected, fits
 from mrl.config.megatron_fields.versions import FIRST, first_release, removed_in
 from mrl.errors import UserError
+from mrl.models._positions import attention_factor
 from mrl.models.base import ArchSpec
 from mrl.models.transformer_engine import asked_for
 from mrl.parallel_layout import ParallelLayout
@@ -306,6 +307,13 @@ NOT_HYBRID: Needs = (
 
 RULES: dict[str, tuple[Needs, ...]] = {
     "te": (),
+    "rope_fusion": (
+        (
+            lambda ctx: not ctx.value or attention_factor(ctx.arch) == 1.0,
+            "TransformerEngine's fused rotary embedding has no factor for cosine and sine, and the model's "
+            "rope_scaling (yarn, longrope) has one: leave it out",
+        ),
+    ),
     "attention": (
         (
             lambda ctx: ctx.value != "local",

@@ -13,6 +13,7 @@ from mrl.config import user_code
 from mrl.config.config import Config
 from mrl.engines._capabilities import engine_capabilities
 from mrl.errors import UserError
+from mrl.models._positions import position_limit
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import chunk_layers, expert_shard
@@ -163,9 +164,9 @@ def same_layout_rules(
             f": one of {host} and {name} is an MoE model and the other is dense, but both use one parallel layout. "
             f"Choose a {name} of the {host}'s kind."
         )
-    if other.max_position_embeddings < config.rollout.max_sequence_length:
+    if (limit := position_limit(other)) < config.rollout.max_sequence_length:
         yield (
-            f" has positions for {other.max_position_embeddings} tokens, fewer than the "
+            f" has positions for {limit} tokens, fewer than the "
             f"{config.rollout.max_sequence_length} of prompt and response. Choose another {name}, or lower "
             "rollout.prompt_length or rollout.response_length."
         )

@@ -13,6 +13,7 @@ from mrl.config.config import Config, RolloutConfig, SpeculativeConfig
 from mrl.config.did_you_mean import did_you_mean
 from mrl.engines import _field_support
 from mrl.engines._capabilities import engine_capabilities, engines_with_arguments
+from mrl.models._positions import position_limit
 from mrl.models.base import ArchSpec
 
 
@@ -41,14 +42,23 @@ def length_rules(config: Config) -> Iterator[str]:
 
 
 def position_rules(config: Config, arch: ArchSpec) -> Iterator[str]:
-    """Yields a message if sequences can exceed `max_position_embeddings`."""
-    longest = config.rollout.max_sequence_length
-    if longest > arch.max_position_embeddings:
-        yield (
-            f"Sequences of {longest} tokens (rollout.max_model_len, or rollout.prompt_length + "
-            f"rollout.response_length) exceed the model's max_position_embeddings={arch.max_position_embeddings}. "
-            "Lower these lengths."
+    """Yields a message if sequences can exceed the model's positions."""
+    longest, limit = config.rollout.max_sequence_length, position_limit(arch)
+    if longest <= limit:
+        return
+    advice, scaling = "Lower these lengths.", arch.rope_scaling
+    if scaling is not None and scaling.rope_type == "dynamic":
+        advice = (
+            "With rope_type 'dynamic' the frequencies of longer sequences depend on their length, so that a token's "
+            "log-probability would depend on tokens after it. Lower these lengths, or set rope_type to 'yarn' in the "
+            "model's config.json."
         )
+    elif limit != arch.max_position_embeddings:
+        advice = f"With its rope_scaling it has positions for {limit} tokens. {advice}"
+    yield (
+        f"Sequences of {longest} tokens (rollout.max_model_len, or rollout.prompt_length + "
+        f"rollout.response_length) exceed the model's max_position_embeddings={arch.max_position_embeddings}. {advice}"
+    )
 
 
 def sampling_rules(config: Config) -> Iterator[str]:

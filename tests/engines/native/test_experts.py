@@ -97,7 +97,10 @@ def test_tokens_do_not_depend_on_the_batch(folders, family, settings):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_bits_of_a_token_depend_on_no_other(folders, family, dtype):
     engine = make_engine(folders(family), dtype=dtype)
-    (experts, *_), x_PH = engine._model._experts.values(), torch.randn(70, 48, generator=torch.Generator().manual_seed(0))
+    (experts, *_), x_PH = (
+        engine._model._experts.values(),
+        torch.randn(70, 48, generator=torch.Generator().manual_seed(0)),
+    )
     x_PH = x_PH.to(engine._model.dtype)
     whole, _ = experts(x_PH)
     for num in (1, 2, 3, 8, 17, 31, 33, 64):

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.config.config import RolloutConfig
 from mrl.engines.native.engine import NativeEngine
+from mrl.models._positions import for_run
 from mrl.models.hf_config import arch_from_folder
 from mrl.resharding.regions import full_region
 from mrl.resharding.weight_slice import WeightSlice
@@ -87,9 +88,10 @@ def reference(folder):
 
 def make_engine(folder, *, tp_group=None, dtype=torch.float32, decode=str, **config):
     """An engine with the checkpoint's weights, as a refit would leave it."""
-    arch = arch_from_folder(folder)
     settings = {"prompt_length": 64, "response_length": 64, "gpu_memory_utilization": 0.01, **config}
-    engine = NativeEngine(spec_of(RolloutConfig(**settings), arch, tp_group=tp_group, dtype=dtype, decode=decode))
+    rollout = RolloutConfig(**settings)
+    arch = for_run(arch_from_folder(folder), rollout.max_sequence_length)
+    engine = NativeEngine(spec_of(rollout, arch, tp_group=tp_group, dtype=dtype, decode=decode))
     refit(engine, folder, arch)
     return engine
 

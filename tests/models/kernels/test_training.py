@@ -63,17 +63,18 @@ def test_a_gate(dtype, rows, cols):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(rows=st.integers(1, 20), heads=st.integers(1, 5), half=st.integers(1, 40))
-def test_a_rotation_of_heads_that_lie_apart(dtype, rows, heads, half):
+@given(rows=st.integers(1, 20), heads=st.integers(1, 5), half=st.integers(1, 40), rest=st.integers(0, 19))
+def test_a_rotation_of_the_beginnings_of_heads_that_lie_apart(dtype, rows, heads, half, rest):
     angles = torch.rand(rows, half) * 7
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def right(x):
-        low, high = x[:, :, 3:].chunk(2, -1)
+        turned, kept = x[:, :, 3:].split([2 * half, rest], -1)
+        low, high = turned.chunk(2, -1)
         c, s = cos[:, None].double(), sin[:, None].double()
-        return torch.cat([low * c - high * s, high * c + low * s], -1)
+        return torch.cat([low * c - high * s, high * c + low * s, kept], -1)
 
-    x = numbers(rows, heads, 3 + 2 * half, dtype=dtype, seed=rows)
+    x = numbers(rows, heads, 3 + 2 * half + rest, dtype=dtype, seed=rows)
     compare(lambda x: training_kernels(dtype).apply_rope(x[:, :, 3:], (cos, sin)), right, [x], dtype)
 
 

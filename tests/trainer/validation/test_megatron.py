@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from mrl.config.megatron_fields.table import RULE_CHECKED
 from mrl.errors import UserError
 from mrl.megatron.config_passthrough import enums
 from mrl.megatron.model import GPTModel
+from mrl.models.base import RopeScaling
 from mrl.models.presets import arch_from_preset
 from mrl.trainer.validation.megatron import BACKENDS, RULES, SWITCHES, changes, check_switches, forced
 from mrl.trainer.validation.parallel import build_parallel_layout
@@ -30,7 +32,12 @@ VPP = "parallel.virtual_pipeline_model_parallel_size"
 FULL = "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
 
 
+YARN = replace(ARCH, rope_scaling=RopeScaling("yarn", 4.0, 64))
+
+
 def arch_of(overrides, said=""):
+    if "(yarn, longrope)" in said:
+        return YARN
     if "no experts" in said or not any("moe" in item for item in overrides):
         return ARCH
     return SHARED if "alltoall" in said else MOE
@@ -97,6 +104,7 @@ REFUSED = [
     ([f"{O}={{overlap_cpu_optimizer_d2h_h2d: true}}"], 1, "no effect without optimizer_cpu_offload: true"),
     ([f"{O}={{pin_cpu_grads: false}}"], 1, "no effect without optimizer_cpu_offload: true"),
     ([f"{T}={{apply_rope_fusion: true}}", "run.device=cpu"], 1, "it needs TransformerEngine"),
+    ([f"{T}={{apply_rope_fusion: true}}"], 1, "the model's rope_scaling (yarn, longrope) has one"),
     ([f"{T}={{moe_permute_fusion: true}}"], 1, "because the model has no experts"),
     ([f"{T}={{attention_backend: local}}"], 1, "mrl uses its own attention or TransformerEngine's"),
     ([f"{T}={{moe_router_fusion: true}}", "actor.router_replay=rollout",
@@ -293,6 +301,7 @@ def test_what_transformer_engine_turns_on_yields_to_what_is_given():
     fused = {"apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion"}
     assert set(transformer_defaults({}, te=True, moe=False)) == fused
     assert set(transformer_defaults({}, te=True, moe=True)) == fused | {"moe_permute_fusion"}
+    assert set(transformer_defaults({}, te=True, moe=False, scales_rope=True)) == fused - {"apply_rope_fusion"}
     assert transformer_defaults({}, te=False, moe=True) == {}
     given = {"apply_rope_fusion": False, "use_te_activation_func": True}
     assert set(transformer_defaults(given, te=True, moe=False)) == {"gradient_accumulation_fusion"}

@@ -5,9 +5,12 @@ from dataclasses import replace
 import pytest
 
 from mrl.engines._capabilities import engine_capabilities
-from mrl.trainer.validation.validate import check_config
+from mrl.models.base import RopeScaling
+from mrl.trainer.validation.validate import check, check_config
 from tests.trainer.validation.runs import ARCH, VAL, changed, make, refusal
 
+BUILT = ("rollout.enable_prefix_caching=false", "rollout.enforce_eager=true")
+"""Settings without which a built engine is refused before the model is looked at."""
 UNCORRECTED = ("algorithm.rollout_correction.bypass_mode=false",)
 RULES = [
     # overrides, ranks, what the message says
@@ -56,6 +59,39 @@ def test_an_engine_without_the_models_windows_is_refused_where_they_hide_tokens(
 def test_vllm_and_the_native_engine_have_the_windows_of_all_layers():
     for engine, arch in (("vllm", EVERY), ("native", EVERY), ("native", SOME)):
         assert not [*engine_capabilities(engine).model_errors(make(f"rollout.name={engine}"), arch)]
+
+
+SCALED = {
+    "linear": RopeScaling("linear", 2.0),
+    "yarn": RopeScaling("yarn", 4.0, 256),
+    "dynamic": RopeScaling("dynamic", 2.0),
+    "llama3": RopeScaling("llama3", 2.0, 256, 1.0, 4.0),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_sequences_may_be_as_long_as_the_scaled_positions_reach(name):
+    arch = replace(ARCH, rope_scaling=SCALED[name])
+    config = make("rollout.max_model_len=1024")
+    if name in ("linear", "yarn"):
+        check(config, arch, 1, 12)
+        assert "has positions for 1024 tokens" in refusal(make("rollout.max_model_len=1025"), arch=arch)
+    else:
+        said = refusal(config, arch=arch)
+        assert "max_position_embeddings=512" in said and ("'yarn'" in said) == (name == "dynamic")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "scaling", "said"),
+    [
+        (["rollout.name=trtllm", "rollout.max_model_len=600"], SCALED["yarn"], "max_position_embeddings=512"),
+        (["rollout.name=trtllm"], replace(SCALED["yarn"], attention_factor=0.7), "attention_factor"),
+        (["rollout.name=trtllm"], replace(SCALED["yarn"], truncate=False), "truncate"),
+        (["rollout.name=trtllm_engine", *BUILT], SCALED["dynamic"], "'dynamic'"),
+    ],
+)
+def test_positions_that_tensorrt_llm_lacks_are_named(overrides, scaling, said):
+    assert said in refusal(make(*overrides), arch=replace(ARCH, rope_scaling=scaling))
 
 
 def test_greedy_evaluations_are_verls_default():

@@ -1,0 +1,122 @@
+"""Every way to compute positions: log-probabilities and gradients of the actor are transformers'."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from mrl.algorithms.base import build
+from mrl.checkpoint.formats.hf import load_from_hf
+from mrl.config.config import AlgorithmConfig, RolloutConfig
+from mrl.megatron import model as model_of_megatron
+from mrl.models._positions import for_run
+from mrl.models.hf_config import arch_from_folder
+from mrl.parallel_layout import ParallelLayout
+from mrl.resharding.hf_names import locate_tensors
+from tests.megatron.actors import CONSTANT, VOCAB, full_gradients, make_batch, make_policy, own_part, scores
+from tests.models.rope import variants, with_one_list
+from tests.ranks import run_ranks
+
+PARITY = 1e-5
+GRADIENT = 1e-5  # of the largest gradient of a tensor
+LONGEST = 40
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+}
+VARIANTS = variants(head_dim=16, original=16)
+LAYOUTS = {
+    "single": (ParallelLayout(1), {}),
+    "tp2_pp2": (ParallelLayout(4, tp=2, pp=2), {}),
+    "cp2": (ParallelLayout(2, cp=2), {}),
+    "uncompiled": (ParallelLayout(1), {}),
+    "exact_tp2": (ParallelLayout(2, tp=2), {"true_on_policy": True}),
+}
+SCALED = ["yarn_all", "phi4_mini"]
+"""Variants for further layouts: with an attention factor, of a whole and of a partly rotated head."""
+GROUPED = {"tp2_pp2", "cp2"}
+"""Layouts in which the sequences of a prompt share its tokens; elsewhere they are computed alone."""
+
+
+def batch_of():
+    """Sequences below and above the original length; groups share their prompt."""
+    batch = make_batch(6, seed=2, longest=LONGEST // 2)
+    assert batch.seq_lens_B.min() <= 16 < batch.seq_lens_B.max()
+    return batch
+
+
+@cache
+def model_of(name, root):
+    """Folder, log-probabilities and gradients by transformers, with one list of longrope for all sequences."""
+    import transformers
+
+    family, rope = VARIANTS[name]
+    torch.manual_seed(len(name))
+    saved, model = (
+        transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(family, **SIZES, **keys),
+            dtype=torch.float32,
+            attn_implementation="eager",
+        )
+        for keys in (rope, with_one_list(rope, uses_long=True))
+    )
+    with torch.no_grad():
+        for key, value in saved.named_parameters():
+            if "norm" in key or key.endswith("bias"):
+                value.add_(torch.randn(value.shape) * 0.3)
+    folder = root / name
+    saved.save_pretrained(folder)
+    model.load_state_dict(saved.state_dict())
+    batch, parts, loss = batch_of(), [], torch.zeros(())
+    weights = batch.weights_R.split(batch.response_lens_B.tolist())
+    lens = batch.seq_lens_B.tolist()
+    for tokens, prompt_len, weight in zip(
+        batch.tokens_P.split(lens), batch.prompt_lens_B.tolist(), weights, strict=True
+    ):
+        logprobs = model(tokens[None]).logits[0].log_softmax(-1)[prompt_len - 1 : -1]
+        chosen = logprobs.gather(1, tokens[prompt_len:, None]).squeeze(1)
+        parts.append(chosen.detach())
+        loss = loss - (chosen * weight).sum()
+    loss.backward()
+    return folder, torch.cat(parts), {key: value.grad for key, value in model.named_parameters()}
+
+
+def by_megatron(folder, layout, batch):
+    grid, rollout = LAYOUTS[layout]
+    arch = for_run(arch_from_folder(folder), LONGEST)
+    actor = {"clip_grad": 0.0, "use_distributed_optimizer": False, "max_tokens_per_microbatch": 120}
+    actor["use_prefix_grouper"] = layout in GROUPED
+    rollout = {"prompt_length": 20, "response_length": 20, **rollout}
+    with pytest.MonkeyPatch.context() as patch:
+        if layout == "uncompiled":
+            patch.setattr(model_of_megatron, "compiles", lambda dtype: False)
+        policy = make_policy(arch, grid, seed=None, actor=actor, rollout=rollout)
+    load_from_hf(folder, arch, policy.layout(), policy.named_tensors())
+    logprobs = scores(policy, batch)[0]
+    policy.start_optimizer(CONSTANT)
+    policy.update(own_part(batch, policy), build(AlgorithmConfig(name="sft"), RolloutConfig()))
+    return logprobs, full_gradients(policy)
+
+
+CASES = [(name, layout) for name in VARIANTS for layout in ("single", "uncompiled")]
+CASES += [(name, layout) for name in SCALED for layout in ("tp2_pp2", "cp2", "exact_tp2")]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_log_probabilities_and_gradients_are_those_of_transformers(name, layout, tmp_path_factory):
+    folder, expected, gradients = model_of(name, tmp_path_factory.getbasetemp())
+    for logprobs, found in run_ranks(LAYOUTS[layout][0].world_size, by_megatron, str(folder), layout, batch_of()):
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=PARITY)
+        names = locate_tensors(arch_from_folder(folder), {key: tuple(each.shape) for key, each in gradients.items()})
+        for key, gradient in found.items():
+            theirs = gradients[names[key].stored]
+            torch.testing.assert_close(gradient, theirs, rtol=0, atol=GRADIENT * float(theirs.abs().max()))

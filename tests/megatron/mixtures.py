@@ -40,6 +40,24 @@ MODELS = {
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    "qwen3_moe_mixed": (
+        "Qwen3Moe",
+        {"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [2]},
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "head_dim": 16,
+        },
+    ),
 }
 
 
@@ -54,6 +72,9 @@ def make_model(family: str, *, seed: int, **changes):
         for key, value in model.named_parameters():
             if "norm" in key or key.endswith("bias"):
                 value.add_(torch.randn(value.shape) * 0.3)
+        for key, value in model.named_buffers():
+            if "correction_bias" in key:
+                value.copy_(torch.randn(value.shape) * 0.2)
     return model.float().eval()
 
 

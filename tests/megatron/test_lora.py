@@ -103,7 +103,7 @@ def fused_experts(model, weights):
             experts.setdefault(layer, {}).setdefault(which.removesuffix(".weight"), {})[int(number)] = weight
         else:
             own[name] = weight
-    names = {name for name, _ in model.named_parameters()}
+    names = model.state_dict().keys()
     for layer, found in experts.items():
         block = layer.replace("block_sparse_moe", "mlp")
         gate, up, down = [

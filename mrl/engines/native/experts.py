@@ -151,7 +151,7 @@ class MoeLayer:
     def route(self, x_PH: Tensor) -> tuple[Tensor, Tensor]:
         """Returns weights (fp32 [P, K]) and indices (int64 [P, K]) of each token's experts, most likely first."""
         moe, logits_PE = self._moe, self._router(x_PH.float())
-        scores_PE: Tensor = logits_PE.sigmoid() if moe.score_function == "sigmoid" else logits_PE.softmax(-1)
+        scores_PE: Tensor = _sigmoid(logits_PE) if moe.score_function == "sigmoid" else logits_PE.softmax(-1)
         selection_PE = scores_PE if self._bias_E is None else scores_PE + self._bias_E
         chosen_PK = in_best_groups(selection_PE, moe).topk(moe.top_k, -1).indices
         shares_PK = scores_PE.gather(1, chosen_PK)
@@ -233,6 +233,6 @@ def grouped(x_PH: Tensor, chosen_PK: Tensor, held: range, gate_up_EJH: Tensor, d
     return outputs_AH.masked_fill_((ours_A == len(held))[:, None], 0)  # rows behind the last group are not computed
 
 
-def _sigmoid(x_P1: Tensor) -> Tensor:
-    """Computes each row alone: torch's own sigmoid rounds differently at the end of a column than inside it."""
-    return torch.cat([x_P1, torch.zeros_like(x_P1)], 1).softmax(1)[:, :1]
+def _sigmoid(x: Tensor) -> Tensor:
+    """Computes each element alone: torch's own sigmoid rounds differently at the end of a tensor than inside it."""
+    return torch.stack([x, torch.zeros_like(x)], -1).softmax(-1)[..., 0]

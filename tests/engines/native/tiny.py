@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -70,7 +72,7 @@ FAMILIES = {
 
 def make_checkpoint(folder, family="qwen2", *, families=FAMILIES, **overrides):
     """Saves a random model with biases and norms that matter; returns the folder."""
-    settings = {**families[family], **overrides}
+    settings = copy.deepcopy({**families[family], **overrides})  # some config classes change what they are given
     config = AutoConfig.for_model(**settings)
     torch.manual_seed(sum(map(ord, family)))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -78,6 +80,9 @@ def make_checkpoint(folder, family="qwen2", *, families=FAMILIES, **overrides):
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.copy_(0.2 * torch.randn_like(buffer))
     model.save_pretrained(folder)
     return folder
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from mrl.config.config import Config
 from mrl.engines.native.experts import work_bytes
@@ -22,6 +23,7 @@ from mrl.resharding.fp8_quantize import BAND_ELEMENTS
 from mrl.resharding.layout import Layout
 from mrl.resharding.layout_index import distinct_layouts
 from mrl.resharding.native import native_layout
+from mrl.resharding.shards import counted_tensors
 
 FP32_BYTES = 4
 FP8_WORK = 3
@@ -215,18 +217,17 @@ def quantized_layouts(layouts: dict[int, Layout], config: Config, arch: ArchSpec
     return {rank: converted[id(layout)] for rank, layout in layouts.items()}
 
 
-def all_layers_bytes(layout: Layout, arch: ArchSpec) -> int:
-    """Returns the size of all layers' tensors, from a layout with one layer."""
-    return sum(num_bytes(stored) * (arch.num_layers if ".layers." in name else 1) for name, stored in layout.items())
+def model_bytes(arch: ArchSpec, layout_of: Callable[[ArchSpec], Layout]) -> int:
+    """Returns the size of a model's tensors; arguments as for `counted_tensors`."""
+    return sum(num_bytes(stored) * count for _, stored, count in counted_tensors(arch, layout_of))
 
 
 @functools.cache
 def matrix_elements(arch: ArchSpec, tp: int, ep: int) -> tuple[int, int]:
     """Returns (elements of the native engine's matrices, other elements) on a rank."""
-    layout = native_layout(replace(arch, num_layers=1), tp, 0, "bfloat16", ep_size=ep)
     matrices, others = 0, 0
-    for name, stored in layout.items():
-        count = math.prod(stored.shape) * (arch.num_layers if name.startswith("layers.") else 1)
+    for name, stored, times in counted_tensors(arch, lambda one: native_layout(one, tp, 0, "bfloat16", ep_size=ep)):
+        count = math.prod(stored.shape) * times
         if len(stored.shape) == 2 and (name != "embed" or arch.tie_word_embeddings):
             matrices += count
         else:
@@ -247,14 +248,15 @@ def native_weight_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantizati
         dtype: Dtype of weights that are not quantized.
         quantization: `rollout.quantization`.
     """
-    few = replace(arch, num_layers=1)
-    grids = block_grids(few, quantization)
+
+    def layout_of(one: ArchSpec, position: int) -> Layout:
+        grids = block_grids(one, quantization)
+        layout = fp8_layout(native_layout(one, tp, position, dtype, ep_size=ep), grids)
+        return {**layout, **scale_tables(layout, grids)}
+
     found = []
-    for position in range(tp if grids else 1):
-        layout = fp8_layout(native_layout(few, tp, position, dtype, ep_size=ep), grids)
-        sizes = [
-            (num_bytes(stored) * (arch.num_layers if name.startswith("layers.") else 1), stored.dtype)
-            for name, stored in {**layout, **scale_tables(layout, grids)}.items()
-        ]
+    for position in range(tp if quantization is not None else 1):
+        counted = counted_tensors(arch, functools.partial(layout_of, position=position))
+        sizes = [(num_bytes(stored) * count, stored.dtype) for _, stored, count in counted]
         found.append((sum(size for size, _ in sizes), sum(size for size, kind in sizes if kind == FP8)))
     return max(found)

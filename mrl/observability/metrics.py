@@ -278,14 +278,14 @@ def _weight_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
     heads_dim = arch.num_heads * arch.head_dim
     kv_dim = arch.num_kv_heads * arch.head_dim
     attention = arch.hidden_size * (2 * heads_dim + 2 * kv_dim)
-    moe = arch.moe
-    if moe is None:
-        mlp = 3 * arch.hidden_size * arch.intermediate_size
-    else:
+    moe, with_experts = arch.moe, len(arch.moe_layers)
+    mlps = (arch.num_layers - with_experts) * 3 * arch.hidden_size * arch.intermediate_size
+    if moe is not None:
         experts = moe.top_k * moe.intermediate_size + moe.shared_intermediate_size
-        mlp = arch.hidden_size * (3 * experts + moe.num_experts + (moe.shared_intermediate_size > 0))
+        gate = moe.shared_gate and moe.shared_intermediate_size > 0
+        mlps += with_experts * arch.hidden_size * (3 * experts + moe.num_experts + gate)
     outputs = 1 if arch.value_head else arch.vocab_size
-    weights = arch.num_layers * (attention + mlp) + arch.hidden_size * outputs
+    weights = arch.num_layers * attention + mlps + arch.hidden_size * outputs
     return 2.0 * sum(seq_lens) * weights
 
 

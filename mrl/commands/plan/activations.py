@@ -8,7 +8,8 @@ parallelism on a CPU, attention needs more than predicted here. Weights, optimiz
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 from mrl.algorithms.functional.sampling import truncates
 from mrl.commands.plan.recompute import recompute_of
@@ -141,17 +142,26 @@ class ActorShape:
         self._own_tokens = self._tokens // (grid.tp if config.parallel.sequence_parallel else 1)
         self._vocab = padded_vocab(arch, grid.tp) // grid.tp
         self._layers = chunk_layers(arch, grid)
+        self._dense = self
+        if arch.moe is not None and arch.moe.dense_layers:
+            self._dense = copy(self)
+            self._dense._arch = replace(arch, moe=None)
+
+    def _kind(self, layer: int) -> ActorShape:
+        """Returns the predictor for layers with the MLP, or the experts, of this one."""
+        return self if layer in self._arch.moe_layers else self._dense
 
     def activations(self, stage: int) -> Activations:
         """Returns the activations on a rank of a pipeline stage."""
         grid, arch = self._grid, self._arch
-        chunks = [len(self._layers[stage, chunk]) for chunk in range(grid.vpp)]
+        chunks = [self._layers[stage, chunk] for chunk in range(grid.vpp)]
+        kinds = [self._kind(layer) for layers in chunks for layer in layers]
         if grid.vpp > 1:  # Megatron's interleaved schedule: warm-up passes and the current one
             in_flight = (grid.pp - stage - 1) * 2 + (grid.vpp - 1) * grid.pp + 1
             in_flight = min(in_flight, self.microbatch.count * grid.vpp)
         else:
             in_flight = min(grid.pp - stage, self.microbatch.count)
-        kept = in_flight * self._saved_by_chunk(max(chunks))
+        kept = in_flight * max(map(self._saved_by_chunk, chunks))
         first, last = stage == 0, stage == grid.pp - 1
         hidden = self._own_tokens * arch.hidden_size * self._itemsize
         gathered = self._tokens * arch.hidden_size * self._itemsize
@@ -164,7 +174,7 @@ class ActorShape:
             saved += self._tokens * arch.rotary_dim * FP32  # rotary angles; else each layer's cosine and sine
         weight = 0 if self._lora_rank else self._vocab * arch.hidden_size * self._itemsize
         tied = weight if arch.tie_word_embeddings and last else 0  # its gradient waits for the embedding's
-        step = self._layer_backward() + tied
+        step = max(kind._layer_backward() for kind in kinds) + tied
         if first:
             step = max(step, weight + tied - kept)  # the saved activations are freed by then
         if last:
@@ -179,13 +189,13 @@ class ActorShape:
             saved=saved,
             logits=logits if last else 0,
             backward=step,
-            scoring=max(self._saved_by_layer() + 2 * hidden, in_forward if last else 0),
+            scoring=max(max(kind._saved_by_layer() for kind in kinds) + 2 * hidden, in_forward if last else 0),
         )
 
-    def _saved_by_chunk(self, layers: int) -> int:
-        recomputed = self._recompute.full_layers(layers)
-        inputs = self._recompute.inputs(layers) * self._own_tokens * self._arch.hidden_size * self._itemsize
-        return inputs + (layers - recomputed) * self._saved_by_layer()
+    def _saved_by_chunk(self, layers: range) -> int:
+        recomputed = self._recompute.full_layers(len(layers))
+        inputs = self._recompute.inputs(len(layers)) * self._own_tokens * self._arch.hidden_size * self._itemsize
+        return inputs + sum(self._kind(layer)._saved_by_layer() for layer in layers[recomputed:])
 
     def _saved_by_layer(self) -> int:
         return self._saved_by_own_layer() + (self._saved_by_adapters() if self._lora_rank else 0)

@@ -329,5 +329,5 @@ def _unread_bytes(arch: ArchSpec, grid: ParallelLayout, rows: int, size: int) ->
     if arch.moe is not None:
         chance = (1 - arch.moe.top_k / arch.moe.num_experts) ** rows
         experts = arch.moe.num_experts * 3 * arch.moe.intermediate_size * arch.hidden_size / grid.rollout_tp
-        unread += chance * arch.num_layers * experts
+        unread += chance * len(arch.moe_layers) * experts
     return unread * size

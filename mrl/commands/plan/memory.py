@@ -19,7 +19,7 @@ from mrl.commands.plan.optimizer_memory import OptimizerMemory
 from mrl.config.config import Config, LoraConfig
 from mrl.engines._capabilities import memory_plan
 from mrl.engines._memory_plan import FP32_BYTES, Device, EngineMemory
-from mrl.models.base import ArchSpec, MoeSpec
+from mrl.models.base import ArchSpec, MoeSpec, layer_kinds
 from mrl.models.transformer_engine import asked_for
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding import lora
@@ -27,7 +27,7 @@ from mrl.resharding.buckets import MIN_ROUND_BYTES, NUM_BUFFERS, PIPELINE_ROUNDS
 from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.resharding.dtypes import expert_index_dtype
 from mrl.resharding.layout import Layout
-from mrl.resharding.megatron import chunk_layers, megatron_layout, padded_vocab, stage_layers, stage_moe_layers
+from mrl.resharding.megatron import megatron_layout, padded_vocab, stage_layers, stage_moe_layers
 from mrl.trainer.run_plan import Resolved
 from mrl.trainer.validation.critic import critic_config
 from mrl.trainer.validation.megatron import changes
@@ -489,16 +489,17 @@ def _update(used: Activations, step: int) -> dict[str, int]:
 
 def _actor_elements(arch: ArchSpec, grid: ParallelLayout) -> list[tuple[int, int]]:
     """Returns (dense elements, expert elements) of a rank of each stage."""
-    layers = chunk_layers(arch, grid)
+    layers, experts = stage_layers(arch, grid), stage_moe_layers(arch, grid)
     sizes = _actor_parts(arch, grid.tp, grid.ep, grid.expert_tp)
     found = []
     for stage in range(grid.pp):
-        count = sum(len(layers[stage, chunk]) for chunk in range(grid.vpp))
+        with_experts = len(experts[stage])
+        dense = with_experts * sizes.layer + (len(layers[stage]) - with_experts) * sizes.dense_layer
         first, last = stage == 0, stage == grid.pp - 1
         ends = (sizes.embedding if first else 0) + (sizes.end if last else 0)
         if last and not first and arch.tie_word_embeddings:
             ends += sizes.embedding  # the last stage's own copy
-        found.append((count * sizes.layer + ends, count * sizes.experts))
+        found.append((dense + ends, with_experts * sizes.experts))
     return found
 
 
@@ -527,10 +528,15 @@ def _trained_elements(config: Config, arch: ArchSpec, grid: ParallelLayout) -> l
         first_ranks = range(0, len(grid.trainers), len(grid.trainers) // grid.pp)
         return [_adapter_elements(arch, grid, rank, settings.rank, *names) for rank in first_ranks]
     experts_ranks = math.lcm(grid.tp, grid.ep * grid.expert_tp)
-    one_layer = replace(arch, num_layers=1)
     places = ParallelLayout(experts_ranks, tp=grid.tp, ep=grid.ep, etp=grid.expert_tp)
-    dense, experts = _adapter_elements(one_layer, places, 0, settings.rank, *names)
-    return [(len(layers) * dense, len(layers) * experts) for layers in stage_layers(arch, grid)]
+    kinds = {
+        one.moe is not None: _adapter_elements(one, places, 0, settings.rank, *names) for one, _ in layer_kinds(arch)
+    }
+    found = []
+    for layers, with_experts in zip(stage_layers(arch, grid), stage_moe_layers(arch, grid), strict=True):
+        each = [kinds[layer in with_experts] for layer in layers]
+        found.append((sum(dense for dense, _ in each), sum(experts for _, experts in each)))
+    return found
 
 
 @functools.cache
@@ -549,6 +555,7 @@ def _adapter_elements(
 @dataclass(frozen=True)
 class _Parts:
     layer: int
+    dense_layer: int
     experts: int
     embedding: int
     end: int
@@ -556,14 +563,18 @@ class _Parts:
 
 @functools.cache
 def _actor_parts(arch: ArchSpec, tp: int, ep: int, etp: int) -> _Parts:
-    """Returns the elements of a layer, of its experts, of the embedding, and of final norm and output layer."""
+    """Returns the elements of a layer with and without experts, of experts, embedding, and final norm with head."""
     grid = ParallelLayout(math.lcm(tp, ep * etp), tp=tp, ep=ep, etp=etp)
-    layout = megatron_layout(replace(arch, num_layers=1), grid, 0, dtype="bfloat16", te=False)
-    layer = {name: stored for name, stored in layout.items() if ".layers." in name}
-    experts = {name: stored for name, stored in layer.items() if ".experts." in name}
-    embedding = {name: stored for name, stored in layout.items() if ".embedding." in name}
-    parts = [_num_elements(each) for each in (layer, experts, embedding, layout)]
-    return _Parts(parts[0] - parts[1], parts[1], parts[2], parts[3] - parts[0] - parts[2])
+    layers, experts = {True: 0, False: 0}, 0
+    for one, _ in layer_kinds(arch):
+        layout = megatron_layout(one, grid, 0, dtype="bfloat16", te=False)
+        layer = {name: stored for name, stored in layout.items() if ".layers." in name}
+        own = _num_elements({name: stored for name, stored in layer.items() if ".experts." in name})
+        layers[one.moe is not None] = _num_elements(layer) - own
+        experts += own
+        embedding = _num_elements({name: stored for name, stored in layout.items() if ".embedding." in name})
+        end = _num_elements(layout) - _num_elements(layer) - embedding
+    return _Parts(layers[True], layers[False], experts, embedding, end)
 
 
 def _num_elements(layout: Layout) -> int:
@@ -573,7 +584,9 @@ def _num_elements(layout: Layout) -> int:
 def num_parameters(arch: ArchSpec) -> int:
     """Returns the number of parameters of the model; a tied embedding counts once."""
     sizes = _actor_parts(arch, 1, 1, 1)
-    return arch.num_layers * (sizes.layer + sizes.experts) + sizes.embedding + sizes.end
+    with_experts = len(arch.moe_layers)
+    layers = with_experts * (sizes.layer + sizes.experts) + (arch.num_layers - with_experts) * sizes.dense_layer
+    return layers + sizes.embedding + sizes.end
 
 
 def describe_adapters(arch: ArchSpec, settings: LoraConfig) -> str:

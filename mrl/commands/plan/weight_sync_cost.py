@@ -21,7 +21,7 @@ from mrl.commands.plan.published import SYNC_DIRECT, SYNC_GATHERED, SYNCS, Publi
 from mrl.config.config import Config, LoraConfig
 from mrl.engines._capabilities import memory_plan
 from mrl.engines._memory_plan import Device
-from mrl.models.base import ArchSpec, PipelineStage
+from mrl.models.base import ArchSpec, PipelineStage, layer_kinds
 from mrl.observability.hardware import Hardware
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding import lora as adapters
@@ -29,7 +29,7 @@ from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.resharding.layout import Layout
 from mrl.resharding.lora import WEIGHT, adapted_modules, adapter_layout, engine_matrices, peft_name
 from mrl.resharding.megatron import chunk_layers, megatron_layouts
-from mrl.resharding.shards import param_specs, parts_of
+from mrl.resharding.shards import layers_of, param_specs, parts_of
 from mrl.resharding.transfer_cost import ReceivedBytes, Traffic, traffic
 from mrl.trainer.run_plan import Resolved
 
@@ -145,21 +145,27 @@ def memory_with_refit(plan: Resolved, device: Device, refit: RefitPrediction | N
 
 
 def one_layer_of_each(arch: ArchSpec, grid: ParallelLayout) -> tuple[ArchSpec, ParallelLayout, dict[str, int]]:
-    """Returns a model with one layer per chunk of each stage, its layout, and each tensor's number of real layers.
+    """Returns a model with one layer of each kind per chunk, its layout, and each tensor's number of real layers.
 
-    All layers of a chunk are sharded alike, so the prediction for thousands of ranks takes seconds.
+    All layers of a chunk with the same kind of MLP are sharded alike, so the prediction for thousands of ranks takes
+    seconds. A chunk may have none of a kind.
     """
-    few = replace(arch, num_layers=grid.pp * grid.vpp)
+    kinds = [one.moe is not None for one, _ in layer_kinds(arch)]
+    few = replace(arch, num_layers=len(kinds) * grid.pp * grid.vpp, sliding_window=None, windowed_layers=())
+    if arch.moe is not None:
+        dense = tuple(layer for layer in range(few.num_layers) if not kinds[layer % len(kinds)])
+        few = replace(few, moe=replace(arch.moe, dense_layers=dense))
     places = replace(grid, first_stage_layers=None, last_stage_layers=None)
     real_layers, times = chunk_layers(arch, grid), {}
     for place, layers in chunk_layers(few, places).items():
         for layer in layers:
-            for spec in param_specs(arch):
-                if spec.place is PipelineStage.LAYER:
+            number = sum((each in arch.moe_layers) == (layer in few.moe_layers) for each in real_layers[place])
+            for spec in param_specs(few):
+                if spec.place is PipelineStage.LAYER and layer in layers_of(spec, few):
                     experts = range(arch.moe.num_experts) if arch.moe and spec.kind.is_expert else range(1)
                     for part in parts_of(spec, arch):
                         for expert in experts:
-                            times[part.name.format(layer=layer, expert=expert)] = len(real_layers[place])
+                            times[part.name.format(layer=layer, expert=expert)] = number
     return few, places, times
 
 

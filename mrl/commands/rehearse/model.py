@@ -39,6 +39,8 @@ def shrunk_model(
     hidden = _multiple(heads * sizes.head_dim * min(2.0, arch.hidden_size / attention_width), sizes.width_multiple)
     widths = math.lcm(reduced.tp, reduced.rollout_tp) * sizes.width_multiple
     moe = None if arch.moe is None else _experts(arch.moe, real, reduced, hidden, sizes.width_multiple)
+    if moe is not None:
+        moe = replace(moe, dense_layers=_shrunk_dense_layers(arch, num_layers))
     small = replace(
         resized(arch, sizes.head_dim),
         num_layers=num_layers,
@@ -62,8 +64,7 @@ def shrunk_windows(arch: ArchSpec, num_layers: int) -> dict[str, Any]:
     """Returns the fields of a reduced model's sliding window, which is shorter than the reduced sequences."""
     if arch.sliding_window is None:
         return {}
-    last = arch.num_layers - 1
-    real = [round(layer * last / max(1, num_layers - 1)) for layer in range(num_layers)]
+    real = _sampled(arch, num_layers)
     windowed = tuple(layer for layer in range(num_layers) if real[layer] in arch.windowed_layers)
     return {"sliding_window": WINDOW, "windowed_layers": windowed or (0,)}
 
@@ -123,18 +124,44 @@ def _experts(moe: MoeSpec, real: ParallelLayout, reduced: ParallelLayout, hidden
     experts_per_rank = min(moe.num_experts // real.ep, moe.num_experts // real.rollout_ep)
     ep_multiple = math.lcm(reduced.ep, reduced.rollout_ep)
     top_k = min(moe.top_k, 2)
+    groups = min(moe.num_groups, 2)
     num_experts = ep_multiple * min(experts_per_rank, 2)
-    while num_experts <= top_k and moe.num_experts > moe.top_k:
+    while (num_experts <= top_k and moe.num_experts > moe.top_k) or (
+        groups > 1 and (num_experts % groups or num_experts < 2 * groups)
+    ):
         num_experts += ep_multiple
     expert_multiple = math.lcm(reduced.expert_tp, reduced.rollout_moe_tp) * width_multiple
     shared_multiple = math.lcm(reduced.tp, reduced.rollout_tp) * width_multiple
+    if not moe.shared_gate:  # such a shared expert is as wide as a number of experts
+        expert_multiple = math.lcm(expert_multiple, shared_multiple)
+    width = _multiple(hidden / 2, expert_multiple)
+    shared = _multiple(hidden, shared_multiple) if moe.shared_gate else width * min(2, _num_shared(moe))
     return replace(
         moe,
         num_experts=num_experts,
         top_k=min(top_k, num_experts),
-        intermediate_size=_multiple(hidden / 2, expert_multiple),
-        shared_intermediate_size=_multiple(hidden, shared_multiple) if moe.shared_intermediate_size else 0,
+        intermediate_size=width,
+        shared_intermediate_size=shared if moe.shared_intermediate_size else 0,
+        num_groups=groups,
+        top_groups=groups if moe.top_groups == moe.num_groups else 1,
     )
+
+
+def _num_shared(moe: MoeSpec) -> int:
+    return moe.shared_intermediate_size // moe.intermediate_size
+
+
+def _shrunk_dense_layers(arch: ArchSpec, num_layers: int) -> tuple[int, ...]:
+    """Returns the layers of the reduced MoE model with a dense MLP: some, if the real model has some, and not all."""
+    if arch.moe is None or not arch.moe.dense_layers or num_layers == 1:
+        return ()
+    found = [layer for layer, like in enumerate(_sampled(arch, num_layers)) if like in arch.moe.dense_layers] or [0]
+    return tuple(found[: num_layers - 1])
+
+
+def _sampled(arch: ArchSpec, num_layers: int) -> list[int]:
+    """Returns layers of the real model that are spread evenly, the first and the last among them."""
+    return [round(layer * (arch.num_layers - 1) / max(1, num_layers - 1)) for layer in range(num_layers)]
 
 
 def _vocabulary(arch: ArchSpec, real: ParallelLayout, reduced: ParallelLayout, tokens: int) -> int:

@@ -13,12 +13,12 @@ from mrl.engines._memory_plan import (
     EngineMemory,
     MemoryPlan,
     PlannedRun,
-    all_layers_bytes,
     bucket_bytes,
     generation_bytes,
     hidden_bytes,
     item_bytes,
     longest,
+    model_bytes,
     native_weight_bytes,
     quantization_bytes,
     sequence_bytes,
@@ -166,16 +166,22 @@ def _built_bytes(arch: ArchSpec, mapping: TrtllmMapping, dtype: str) -> int:
 @functools.cache
 def full_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> int:
     """Returns the size of the unsharded tensors of which the LLM API reads a part on a rank, with their FP8 scales."""
-    few = replace(arch, num_layers=1)
-    full, grids = hf_layout(few, dtype), block_grids(few, quantization)
-    unsharded = fp8_layout({name: full[name] for name in read_layout(few, tp, ep, 0, dtype)}, grids)
-    return all_layers_bytes({**unsharded, **scale_tables(unsharded, grids)}, arch)
+
+    def layout_of(one: ArchSpec) -> Layout:
+        full, grids = hf_layout(one, dtype), block_grids(one, quantization)
+        unsharded = fp8_layout({name: full[name] for name in read_layout(one, tp, ep, 0, dtype)}, grids)
+        return {**unsharded, **scale_tables(unsharded, grids)}
+
+    return model_bytes(arch, layout_of)
 
 
 @functools.cache
 def _read_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> int:
     """Returns what the LLM API reads on the first rank of a replica, with complete scale tables; no rank reads more."""
-    few = replace(arch, num_layers=1)
-    full, grids = hf_layout(few, dtype), block_grids(few, quantization)
-    read = fp8_layout(read_layout(few, tp, ep, 0, dtype), grids)
-    return all_layers_bytes({**read, **scale_tables({name: full[name] for name in read}, grids)}, arch)
+
+    def layout_of(one: ArchSpec) -> Layout:
+        full, grids = hf_layout(one, dtype), block_grids(one, quantization)
+        read = fp8_layout(read_layout(one, tp, ep, 0, dtype), grids)
+        return {**read, **scale_tables({name: full[name] for name in read}, grids)}
+
+    return model_bytes(arch, layout_of)

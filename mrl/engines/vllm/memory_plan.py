@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 from mrl.config.config import Config
 from mrl.engines._memory_plan import (
     EngineMemory,
     MemoryPlan,
     PlannedRun,
-    all_layers_bytes,
     generation_bytes,
     item_bytes,
+    model_bytes,
     quantization_bytes,
     quantized_layouts,
     share_of_free,
@@ -84,5 +83,4 @@ class VllmMemoryPlan(MemoryPlan):
 @functools.cache
 def _vllm_bytes(arch: ArchSpec, tp: int, ep: int, dtype: str, quantization: str | None) -> int:
     """Returns the size of vLLM's weights on a rank; all ranks of a replica have equally many."""
-    few = replace(arch, num_layers=1)
-    return all_layers_bytes(vllm_layout(few, tp, 0, dtype, ep_size=ep, quantization=quantization), arch)
+    return model_bytes(arch, lambda one: vllm_layout(one, tp, 0, dtype, ep_size=ep, quantization=quantization))

@@ -20,6 +20,7 @@ CASES = {
     "qwen3_8b": ParallelLayout(8, tp=2, rollout_tp=2),
     "llama3.1_70b": ParallelLayout(64, tp=8, pp=4, vpp=5, rollout_tp=8),
     "phi3_tiny": ParallelLayout(4, tp=2, rollout_tp=4),
+    "glm4_moe_tiny": ParallelLayout(8, tp=2, pp=2, ep=4, etp=1, rollout_tp=4, rollout_ep=2),
     "mixtral_tiny": ParallelLayout(16, tp=2, ep=4, rollout_tp=4, rollout_ep=2),
     "qwen2_moe_tiny": ParallelLayout(8, tp=2, ep=4, etp=1, rollout_tp=2, rollout_ep=2),
     "qwen3_235b_a22b": ParallelLayout(

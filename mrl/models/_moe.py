@@ -36,7 +36,12 @@ QWEN_MLP = "model.layers.{layer}.mlp."
 
 
 def moe_layer(
-    prefix: str, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+    prefix: str,
+    *,
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    vllm_router: str | None = None,
 ) -> tuple[ParamSpec, ...]:
     """Returns the parameters of an MoE layer: the norm, the router ("gate" in Hugging Face names) and the experts.
 
@@ -47,6 +52,7 @@ def moe_layer(
         gate: Hugging Face name of an expert's gate projection (the activated branch).
         up: Hugging Face name of an expert's up projection.
         down: Hugging Face name of an expert's down projection.
+        vllm_router: Dtype of the router in vLLM; None: the model's.
     """
     experts = "decoder.layers.{layer}.mlp.experts"
     return (
@@ -58,6 +64,7 @@ def moe_layer(
             native="layers.{layer}.router",
             trtllm=("transformer.layers.{layer}.mlp.router.weight",),
             trtllm_dtype="float32",
+            vllm_dtype=vllm_router,
             kind=ShardKind.REPLICATED,
             place=PipelineStage.LAYER,
             layers=LayerKind.MOE,

@@ -222,6 +222,7 @@ class ParamSpec:
         trtllm: TensorRT-LLM names; two for [gate; up] if TensorRT-LLM keeps them apart, the activated branch first;
             empty if TensorRT-LLM has no such tensor, in which case the family cannot be converted to it.
         trtllm_dtype: Dtype that TensorRT-LLM requires for this tensor; None: that of the other formats.
+        vllm_dtype: Dtype that vLLM requires for this tensor; None: that of the other formats.
         dtype: Dtype of this tensor in all formats; None: the model's dtype.
         layers: Layers that have this parameter.
         is_buffer: True if training never changes it by a gradient: Megatron has a buffer instead of a parameter.
@@ -237,6 +238,7 @@ class ParamSpec:
     megatron_te: str | None = None
     trtllm: tuple[str, ...] = ()
     trtllm_dtype: str | None = None
+    vllm_dtype: str | None = None
     dtype: str | None = None
     layers: LayerKind = LayerKind.ALL
     is_buffer: bool = False

@@ -37,7 +37,7 @@ FAMILY = decoder_family(
     params=(
         *ATTENTION,
         *DENSE_MLP,
-        *moe_layer(QWEN_MLP),
+        *moe_layer(QWEN_MLP, vllm_router="float32"),
         selection_bias(f"{QWEN_MLP}gate.e_score_correction_bias"),
         *shared_expert(QWEN_MLP, "shared_experts"),
         *HEAD,

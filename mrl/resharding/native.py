@@ -56,6 +56,7 @@ def replica_layout(
     *,
     ep_size: int,
     name_of: Callable[[ParamSpec, int | None], str],
+    dtype_of: Callable[[ParamSpec], str | None] = lambda spec: None,
     vocab_multiple: int = 1,
 ) -> Layout:
     """Returns the layout of a rank of a replica for an engine that fuses tensors like the native one.
@@ -67,6 +68,7 @@ def replica_layout(
         dtype: Dtype of every tensor.
         ep_size: Expert-parallel size inside the replica.
         name_of: (row, layer index or None outside the layers) -> the engine's name.
+        dtype_of: Row that is not an expert's -> the engine's own dtype of it; None: `dtype`.
         vocab_multiple: Multiple to which the engine pads the vocabulary.
 
     Raises:
@@ -94,7 +96,7 @@ def replica_layout(
                     arch,
                     shard,
                     layer=layer,
-                    dtype=dtype,
+                    dtype=dtype_of(spec) or dtype,
                     qkv_rows=by_projection,
                     vocab_multiple=vocab_multiple,
                 )

@@ -41,7 +41,16 @@ def vllm_layout(
     Raises:
         UserError: `tp_size` does not divide the model's heads or MLP, or `ep_size` its experts.
     """
-    own = replica_layout(arch, tp_size, tp_rank, dtype, ep_size=ep_size, name_of=_name, vocab_multiple=VOCAB_MULTIPLE)
+    own = replica_layout(
+        arch,
+        tp_size,
+        tp_rank,
+        dtype,
+        ep_size=ep_size,
+        name_of=_name,
+        dtype_of=lambda spec: spec.vllm_dtype,
+        vocab_multiple=VOCAB_MULTIPLE,
+    )
     grids = block_grids(arch, quantization)
     stored = fp8_layout(own, grids)
     return {**stored, **scale_tables(stored, grids)}

@@ -79,6 +79,18 @@ def test_bf16_is_as_near_as_its_bits(folders):
     assert_scored(reference(folder), found[0], SETTINGS["plain"], atol=BF16_ATOL)
 
 
+def test_a_bf16_model_keeps_its_router_in_fp32(folders):
+    """Near on average: where two experts have nearly the same score, another is chosen."""
+    folder = folders("glm4_moe")
+    model = reference(folder)
+    (found,) = run_ranks(1, sampled, folder, [SETTINGS["plain"]], dtype=torch.bfloat16)
+    differences = [
+        torch.tensor(rollout.rollout_logprobs) - score(model, rollout, SETTINGS["plain"].temperature)
+        for rollout in found[0]
+    ]
+    assert torch.cat(differences).abs().mean() < BF16_ATOL
+
+
 def in_company(folder, seed):
     """Tokens of the same samples: together, shuffled, alone, in parts of a prompt, and after a stop in the middle."""
     prompts, setting = make_prompts((40, 3, 64, 20, 9)), SamplingConfig(n=3, max_tokens=10, seed=4)

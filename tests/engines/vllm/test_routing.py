@@ -11,6 +11,7 @@ from mrl.engines.base import SamplingConfig
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder
 from mrl.parallel_layout import ParallelLayout
+from tests.engines.native.test_experts import chosen_by
 from tests.engines.native.tiny import make_prompts, reference, refit
 from tests.engines.vllm import tiny
 from tests.ranks import run_ranks
@@ -59,17 +60,15 @@ def told(folder, settings, grid):
 def assert_told(model, rollouts, top_k):
     for rollout in rollouts:
         ids = [*rollout.prompt.prompt_ids, *rollout.response_ids]
-        with torch.no_grad():
-            logits = torch.stack(model(torch.tensor([ids]), output_router_logits=True).router_logits, 1)
-        expected = logits.view(len(ids), -1, logits.size(-1)).topk(top_k).indices
-        found = rollout.routed_experts
-        assert found.shape == expected.shape and found.dtype == torch.int8
-        assert (found[-1] == -1).all()
-        assert torch.equal(found[:-1].long().sort().values, expected[:-1].sort().values)
+        expected, found = chosen_by(model, rollout), rollout.routed_experts
+        assert found.shape == (len(ids), *expected.shape[1:]) and found.dtype == torch.int8
+        assert expected.size(-1) == top_k and (found[-1] == -1).all()
+        assert torch.equal(found[:-1].long().sort().values, expected.sort().values)
 
 
 @pytest.mark.parametrize(
-    ("family", "way"), [("qwen3_moe", "at once"), ("mixtral", "in parts, few at a time, from the cache")]
+    ("family", "way"),
+    [("qwen3_moe", "at once"), ("mixtral", "in parts, few at a time, from the cache"), ("glm4_moe", "at once")],
 )
 def test_they_are_those_of_transformers(family, way, folders):
     """Of a replica of two ranks, each of which tells them."""

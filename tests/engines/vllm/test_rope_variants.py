@@ -13,7 +13,7 @@ from mrl.models.hf_config import arch_from_folder, family_of
 from tests.engines.native.tiny import SHAPE, make_checkpoint, make_prompts, refit
 from tests.engines.vllm import tiny
 from tests.engines.vllm.test_engine import assert_scored
-from tests.models.rope import variants, with_one_list
+from tests.models.rope import both_spellings, variants, with_one_list
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_ranks")]
@@ -32,6 +32,13 @@ VARIANTS = {
         **keys,
     }
     for name, (family, keys) in variants(HEAD_DIM, ORIGINAL).items()
+}
+# sequences are longer than max_position_embeddings, the original length
+VARIANTS["linear_beyond"] = {**VARIANTS["linear"], "max_position_embeddings": 60}
+VARIANTS["yarn_beyond"] = {
+    **VARIANTS["yarn"],
+    **both_spellings({**VARIANTS["yarn"]["rope_parameters"], "original_max_position_embeddings": 40}),
+    "max_position_embeddings": 40,
 }
 CASES = [(name, "long") for name in VARIANTS] + [(name, "short") for name in ("longrope", "phi4_mini")]
 

@@ -95,13 +95,15 @@ def _yarn_scale(factor: float, weight: float) -> float:
 def engine_rope(arch: ArchSpec) -> dict[str, Any]:
     """Returns keys of config.json that make an engine compute the positions as the run does; {} for most models.
 
-    Both lists of longrope become the chosen one, so that it does not matter when an engine changes them, and the
-    attention factor gets vLLM's names. "dynamic" becomes "default", which it is up to `max_position_embeddings`; vLLM
-    and TensorRT-LLM would use the frequencies of the longest possible sequence at all lengths.
+    `max_position_embeddings` becomes the longest sequence with the scaling, as vLLM assumes for yarn; TensorRT-LLM's
+    tables have that length. Both lists of longrope become the chosen one, so that it does not matter when an engine
+    changes them, and the attention factor gets vLLM's names. "dynamic" becomes "default", which it is up to
+    `max_position_embeddings`; vLLM and TensorRT-LLM would use the frequencies of the longest possible sequence at all
+    lengths.
     """
-    scaling = arch.rope_scaling
+    scaling, limit = arch.rope_scaling, position_limit(arch)
     if scaling is None or scaling.rope_type not in ("dynamic", "longrope"):
-        return {}
+        return {} if limit == arch.max_position_embeddings else {"max_position_embeddings": limit}
     if scaling.rope_type == "dynamic":
         return write_rope(replace(arch, rope_scaling=None))
     chosen = chosen_factor(scaling)

@@ -277,6 +277,8 @@ def test_an_engine_computes_dynamic_positions_as_unscaled_ones():
     keys = engine_rope(arch_from_config(config))
     assert (keys["rope_parameters"]["rope_type"], keys["rope_scaling"]) == ("default", None)
     assert engine_rope(arch_from_config({**config, "rope_scaling": YARN})) == {}
+    longer = {**YARN, "original_max_position_embeddings": 512}
+    assert engine_rope(arch_from_config({**config, "rope_scaling": longer})) == {"max_position_embeddings": 2048}
 
 
 @pytest.mark.parametrize("head_dim", [8, 32])

@@ -119,14 +119,14 @@ def rotary_refusal(arch: ArchSpec) -> str | None:
     scaling = arch.rope_scaling
     if arch.rotary_dim != arch.head_dim:
         return (
-            f"TensorRT-LLM's {family_of(arch).trtllm_architecture} rotates entire heads, and the model has "
+            f"TensorRT-LLM's model class rotates entire heads, and the model has "
             f"partial_rotary_factor={arch.partial_rotary_factor}. Use another format or engine."
         )
     if scaling is None:
         return None
     if scaling.rope_type not in _SCALINGS:
         return (
-            f"TensorRT-LLM's {family_of(arch).trtllm_architecture} does not compute rope_type {scaling.rope_type!r} as "
+            f"TensorRT-LLM's model class does not compute rope_type {scaling.rope_type!r} as "
             f"transformers does; it has {', '.join(_SCALINGS)}. Use another format or engine."
         )
     if ignored := unread_yarn(scaling):

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from mrl.checkpoint.formats.trtllm_config import rotary_refusal
 from mrl.checkpoint.run_dir.run_dir import RunDir, flatten
 from mrl.commands.launch import launch_argv
 from mrl.commands.rehearse.check import check_real_run
@@ -177,7 +178,7 @@ class _Rehearsal:
             **{name: (real[name], reduced[name]) for name in real if real[name] > 1},
         }
         stages = ("vpp", "first_stage_layers", "last_stage_layers")
-        report.model = _differences(flatten(asdict(plan.arch)), flatten(asdict(arch))) | {
+        report.model = _differences(_fields_of(plan.arch), _fields_of(arch)) | {
             name: (getattr(plan.grid, name), getattr(grid, name))
             for name in stages
             if getattr(plan.grid, name) not in (None, 1)
@@ -295,7 +296,7 @@ class _Rehearsal:
         with self._stage("to TensorRT-LLM"):
             found = to_trtllm(hugging_face, hugging_face.with_name("tensorrt_llm"), small.arch, dtype, small.grid)
             if found is None:
-                reason = f"TensorRT-LLM has no {small.arch.family} model"
+                reason = rotary_refusal(small.arch) or f"TensorRT-LLM has no {small.arch.family} model"
                 self.report.stages.append(Stage("to TensorRT-LLM", "not covered", self._elapsed(), reason))
             else:
                 self._done("to TensorRT-LLM", found)
@@ -394,6 +395,14 @@ def _with_few_rows(data: Any, folder: Path) -> Any:
 
 def _rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _fields_of(arch: ArchSpec) -> dict[str, Any]:
+    """Returns the fields of a model for a table; of a list, the number of its items."""
+    return {
+        key: f"{len(value)} numbers" if isinstance(value, tuple) else value
+        for key, value in flatten(asdict(arch)).items()
+    }
 
 
 def _differences(real: dict[str, Any], reduced: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -84,7 +84,11 @@ def test_sequences_may_be_as_long_as_the_scaled_positions_reach(name):
 @pytest.mark.parametrize(
     ("overrides", "scaling", "said"),
     [
-        (["rollout.name=trtllm", "rollout.max_model_len=600"], SCALED["yarn"], "max_position_embeddings=512"),
+        (
+            ["rollout.name=trtllm_engine", "rollout.max_model_len=600", *BUILT],
+            SCALED["yarn"],
+            "max_position_embeddings=512",
+        ),
         (["rollout.name=trtllm"], replace(SCALED["yarn"], attention_factor=0.7), "attention_factor"),
         (["rollout.name=trtllm"], replace(SCALED["yarn"], truncate=False), "truncate"),
         (["rollout.name=trtllm_engine", *BUILT], SCALED["dynamic"], "'dynamic'"),

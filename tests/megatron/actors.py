@@ -55,6 +55,8 @@ MIXTURES = {
     "glm4_moe": arch_from_preset("glm4_moe_tiny", {"use_qk_norm": True, "n_group": 2, "topk_group": 2}, VOCAB),
 }
 SHALLOW_MIXTURE = replace(MIXTURES["qwen2_moe"], num_layers=2)
+BIASED_MIXTURE = MIXTURES["glm4_moe"]
+"""Dense in the first layer, and with a bias where experts are selected."""
 LAYOUTS = {
     "single": ParallelLayout(1),
     "tp2": ParallelLayout(2, tp=2),

@@ -8,7 +8,15 @@ import torch
 from mrl.algorithms.functional.learning_rate import LearningRate
 from mrl.megatron import checkpoint
 from mrl.parallel_layout import ParallelLayout
-from tests.megatron.actors import EXPERT_LAYOUTS, SHALLOW_MIXTURE, adam_steps, full_weights, make_policy, train
+from tests.megatron.actors import (
+    BIASED_MIXTURE,
+    EXPERT_LAYOUTS,
+    SHALLOW_MIXTURE,
+    adam_steps,
+    full_weights,
+    make_policy,
+    train,
+)
 from tests.ranks import run_ranks
 
 RELATIVE = 1e-4  # fp32 sums in another order, after a step of Adam
@@ -22,9 +30,12 @@ CASES = [
 ]
 
 
-def saved(folder, grid):
+def saved(folder, grid, arch=SHALLOW_MIXTURE):
     """Trains, saves, trains on: weights at the save and metrics behind it."""
-    policy = make_policy(SHALLOW_MIXTURE, grid)
+    policy = make_policy(arch, grid)
+    for name, tensor in policy.named_tensors().items():
+        if "expert_bias" in name:
+            tensor.copy_(torch.linspace(-0.2, 0.3, tensor.numel()))
     policy.start_optimizer(RATE)
     train(policy, BEFORE)
     checkpoint.save(folder, policy)
@@ -32,8 +43,8 @@ def saved(folder, grid):
     return weights, train(policy, AFTER, first=BEFORE)
 
 
-def resumed(folder, grid):
-    policy = make_policy(SHALLOW_MIXTURE, grid, seed=None)
+def resumed(folder, grid, arch=SHALLOW_MIXTURE):
+    policy = make_policy(arch, grid, seed=None)
     policy.start_optimizer(RATE)
     checkpoint.load(folder, policy)
     weights = full_weights(policy)
@@ -43,13 +54,15 @@ def resumed(folder, grid):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "targets"), CASES, ids=[source for source, _ in CASES])
-def test_training_goes_on_where_the_experts_lie_otherwise(source, targets, tmp_path):
+@pytest.mark.parametrize("arch", [SHALLOW_MIXTURE, BIASED_MIXTURE], ids=lambda arch: arch.family)
+def test_training_goes_on_where_the_experts_lie_otherwise(arch, source, targets, tmp_path):
     folder = tmp_path / "actor"
-    weights, metrics = run_ranks(LAYOUTS[source].world_size, saved, folder, LAYOUTS[source])[0]
+    weights, metrics = run_ranks(LAYOUTS[source].world_size, saved, folder, LAYOUTS[source], arch)[0]
     for target in targets:
         grid = LAYOUTS[target]
-        for found, stepped, num_optimizers, steps in run_ranks(grid.world_size, resumed, folder, grid):
+        for found, stepped, num_optimizers, steps in run_ranks(grid.world_size, resumed, folder, grid, arch):
             assert found.keys() == weights.keys()
+            assert any("correction_bias" in key for key in found) == (arch is BIASED_MIXTURE)
             assert all(torch.equal(found[key], weights[key]) for key in weights), target
             assert num_optimizers == (2 if grid.ep > 1 else 1)
             assert steps == {float(BEFORE)}

@@ -249,7 +249,7 @@ class MegatronTarget(Target):
         Args:
             arch: The model.
             grid: Parallel layout; data- and context-parallel copies write nothing.
-            dtype: Dtype of every tensor.
+            dtype: Dtype of every tensor that has none of its own.
 
         Raises:
             UserError: A parallel size does not divide the model's dimensions.
@@ -282,13 +282,13 @@ class MegatronTarget(Target):
     def finish(self, folder: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
         """Implements `Target.finish`; writes config.json, and empty extra states for the modules that may load one."""
         chunks: dict[str, list[Chunk]] = defaultdict(list)
-        shapes: dict[str, tuple[int, ...]] = {}
+        kinds: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, shards in self._shards.items():
             for shard, (start, num_bytes) in zip(shards, records[name]["places"], strict=True):
                 sizes = shard.stored.view or shard.stored.shape
                 chunks[shard.key].append(Chunk(shard.offsets, sizes, name, start, num_bytes))
-                shapes[shard.key] = shard.global_shape
-        tensors = {key: GlobalTensor(shapes[key], self._dtype, tuple(chunks[key])) for key in shapes}
+                kinds[shard.key] = shard.global_shape, shard.stored.dtype
+        tensors = {key: GlobalTensor(*kind, tuple(chunks[key])) for key, kind in kinds.items()}
         config = family_of(self._arch).arch_to_hf(self._arch)
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         write_contents(folder, tensors, empty=extra_state_keys(self._arch), common=_COMMON)

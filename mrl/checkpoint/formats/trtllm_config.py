@@ -100,6 +100,11 @@ class TrtllmConfig:
             raise UserError(
                 f"mrl cannot write '{self.arch.family}' models for TensorRT-LLM; it can write {', '.join(known)}."
             )
+        if self.arch.moe is not None and self.arch.moe.dense_layers:
+            raise UserError(
+                f"{len(self.arch.moe.dense_layers)} of the model's {self.arch.num_layers} layers have a dense MLP "
+                "instead of experts, for which a TensorRT-LLM checkpoint has no key."
+            )
         if self.arch.sliding_window is not None:
             raise UserError(
                 f"the model has a sliding window of {self.arch.sliding_window} tokens, for which a TensorRT-LLM "

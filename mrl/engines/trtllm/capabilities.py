@@ -29,8 +29,14 @@ if TYPE_CHECKING:
     from mrl.engines._memory_plan import MemoryPlan
 
 
-def window_errors(config: Config, arch: ArchSpec) -> Iterator[str]:
-    """Yields a message if the run's sequences are longer than the model's sliding window."""
+def structure_errors(config: Config, arch: ArchSpec) -> Iterator[str]:
+    """Yields a message for dense layers in an MoE model, and for sequences that are longer than a sliding window."""
+    if arch.moe is not None and arch.moe.dense_layers:
+        yield (
+            f"rollout.name={config.rollout.name}: {len(arch.moe.dense_layers)} of the model's {arch.num_layers} layers "
+            "have a dense MLP instead of experts, which mrl does not support with TensorRT-LLM. Use "
+            "rollout.name=native or vllm."
+        )
     if has_effective_windows(config, arch):
         yield (
             f"rollout.name={config.rollout.name}: the model has a sliding window of {arch.sliding_window} tokens, "
@@ -78,8 +84,8 @@ class LlmCapabilities(TrtllmCapabilities):
         return routing.refusals(rollout)
 
     def model_errors(self, config: Config, arch: ArchSpec) -> Iterator[str]:
-        """Yields a message for a sliding window, MoE arguments of a dense model, and rules of FP8 and positions."""
-        yield from window_errors(config, arch)
+        """Yields a message for structures, MoE arguments of a dense model, and rules of FP8 and positions."""
+        yield from structure_errors(config, arch)
         if arch.moe is None:
             yield from engine_kwargs.expert_refusals(config.rollout)
         yield from fp8_support.refusals(config, arch)
@@ -100,8 +106,8 @@ class BuiltCapabilities(TrtllmCapabilities):
     has_fixed_prompt_length = True
 
     def model_errors(self, config: Config, arch: ArchSpec) -> Iterator[str]:
-        """Yields a message for a sliding window, and if `rollout.engine_dir` does not fit the run, or no engine can."""
-        broken = [*window_errors(config, arch), *positions.built_refusals(config, arch)]
+        """Yields a message for structures, and if `rollout.engine_dir` does not fit the run, or no engine can."""
+        broken = [*structure_errors(config, arch), *positions.built_refusals(config, arch)]
         return iter(broken or engine_dir.engine_errors(config, arch))
 
     def memory_plan(self) -> MemoryPlan:

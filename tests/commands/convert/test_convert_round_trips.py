@@ -14,6 +14,7 @@ from mrl.checkpoint.formats.hf import HfSource, HfTarget
 from mrl.checkpoint.formats.megatron import MegatronSource, MegatronTarget
 from mrl.checkpoint.formats.trtllm import TrtllmSource, TrtllmTarget
 from mrl.commands.convert.convert import convert
+from mrl.models.hf_config import family_of
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
@@ -35,6 +36,8 @@ FAMILIES = {
     "mixtral": (small("mixtral_tiny", num_key_value_heads=2), "bfloat16"),
     "qwen2_moe, shared expert, tied": (small("qwen2_moe_tiny", **MOE), "float32"),
     "qwen3_moe": (small("qwen3_moe_tiny", **MOE), "bfloat16"),
+    "qwen3_moe, dense layers": (small("qwen3_moe_tiny", **MOE, mlp_only_layers=[1, 3]), "bfloat16"),
+    "glm4_moe": (small("glm4_moe_tiny", **MOE, use_qk_norm=True, head_dim=4), "bfloat16"),
 }
 """101 rows of vocabulary, a prime; 8 query heads, 4 layers, 4 experts."""
 
@@ -51,7 +54,13 @@ def grids(arch):
         yield ParallelLayout(world, tp=tp, ep=ep, etp=etp, **stages)
 
 
+def is_known_to_trtllm(arch):
+    return family_of(arch).trtllm_architecture is not None and not (arch.moe and arch.moe.dense_layers)
+
+
 def mappings(arch):
+    if not is_known_to_trtllm(arch):
+        return
     for number, (tp, pp) in enumerate(itertools.product((1, 2, 4, 8), (1, 2, 3))):
         embedding = (
             {},

@@ -266,6 +266,9 @@ class ActorConfig(OptimizerConfig):
     """Coefficient of the load balancing loss of each layer."""
     moe_z_loss_coeff: float = 0.0
     """Coefficient of the z-loss of each layer: mean square of the log-sum-exp of the router's logits; 0: off."""
+    moe_router_bias_update_rate: float = 0.0
+    """Change of each expert's selection bias per optimizer step, up if fewer tokens than the mean went to it, down if
+    more (GLM-4.5, DeepSeek-V3); 0: the biases stay as they are."""
     router_replay: Literal["none", "recompute", "rollout"] = "none"
     """Router replay: updates send tokens to recorded experts, weighted by the actor's current router. rollout ("R3"):
     those of the engine; recompute ("R2"): those of the actor when it scored the samples at the rollout weights, with

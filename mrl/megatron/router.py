@@ -132,6 +132,7 @@ class LoadBalance:
         # per layer: tokens of each expert, tokens, sum of entropies, auxiliary loss, z-loss
         self._sums_LM = torch.zeros(num_layers, num_experts + 4, dtype=torch.float64)
         self._replayed_2 = torch.zeros(2, dtype=torch.float64)
+        self._load_LE = torch.zeros(num_layers, num_experts, dtype=torch.float64)
         self._has_losses = aux_coeff > 0 or z_coeff > 0
 
     def start(self, routings: Iterable[Routing | None], dp_group: dist.ProcessGroup) -> None:
@@ -187,6 +188,10 @@ class LoadBalance:
         weighted: Tensor = MoEAuxLossAutoScaler.apply(probs_nE, self._aux_coeff * aux + self._z_coeff * z)
         return weighted
 
+    def load_of(self, layer: int) -> Tensor:
+        """Returns the tokens of each expert of a layer, over the job, from the last `metrics`; only ratios matter."""
+        return self._load_LE[layer]
+
     def count_replayed(self, given_nK: Tensor, own_nK: Tensor, copies_n: Tensor) -> None:
         """Counts the replayed experts of one layer, and those that its router would not have chosen.
 
@@ -213,6 +218,7 @@ class LoadBalance:
         dist.all_reduce(sums)
         sums_LM, (replayed, changed) = sums[:-2].view_as(self._sums_LM), sums[-2:].tolist()
         load_LE, (tokens_L, entropy_L, aux_L, z_L) = sums_LM[:, :-4], sums_LM[:, -4:].unbind(1)
+        self._load_LE = load_LE
         routed_L = tokens_L > 0
         if bool(routed_L.any()):  # not the layers with a dense MLP
             load_LE, tokens_L, entropy_L, aux_L, z_L = (
@@ -231,6 +237,27 @@ class LoadBalance:
         if self._z_coeff:
             metrics["actor/moe_z_loss"] = float(z_L.mean())
         return metrics
+
+
+def update_biases(routers: Iterable[Router], rate: float) -> float:
+    """Collective over the job: moves the selection biases against the load that `LoadBalance.metrics` summed up.
+
+    Source: Wang et al. 2024 (arXiv 2408.15664), algorithm 1: the sign of the difference to the mean load times a rate.
+
+    Args:
+        routers: Routers of this rank that have a bias.
+        rate: Change of each bias.
+
+    Returns:
+        The largest absolute value of a bias of the model.
+    """
+    largest = torch.zeros(1)
+    for router in routers:
+        load_E = router.balance.load_of(router.layer_number - 1).to(router.expert_bias.device)
+        router.expert_bias += rate * (load_E.mean() - load_E).sign().float()
+        largest = torch.maximum(largest, router.expert_bias.abs().max().cpu())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
 
 
 class _ExpertSelection:

@@ -31,6 +31,7 @@ from mrl.megatron.moe import load_balance
 from mrl.megatron.offload import PARTS, Offload, Part
 from mrl.megatron.optimizer import build_optimizer, learning_rate_of, optimizer_tensors, reload_masters
 from mrl.megatron.param_broadcast import first_here
+from mrl.megatron.router import Router, update_biases
 from mrl.megatron.routing_record import RoutingRecorder
 from mrl.models.base import ArchSpec
 from mrl.models.transformer_engine import supports_prefix_sharing, why_local
@@ -406,6 +407,10 @@ class TrainableModel:
         if "grad_norm_skip_threshold" in self._megatron.optimizer:
             metrics[self.skipped_metric] = float(not is_updated)
             self.num_skipped += not is_updated
+        if is_updated and self._config.moe_router_bias_update_rate:
+            rate_of_bias = self._config.moe_router_bias_update_rate
+            routers = [each for chunk in self.chunks for each in chunk.modules() if isinstance(each, Router)]
+            metrics[f"{self.section}/moe_router_bias_max"] = update_biases(routers, rate_of_bias)
         self.optimizer.zero_grad()  # frees fp32 copies of gradients, if the buffer has another dtype
         self._data_parallel.mark_updated()
         self.num_updates += 1

@@ -11,7 +11,16 @@ from mrl.checkpoint.formats.hf import load_from_hf
 from mrl.config.config import AlgorithmConfig, CriticConfig, RolloutConfig
 from mrl.models.hf_config import arch_from_folder
 from mrl.parallel_layout import ParallelLayout
-from tests.megatron.actors import CONSTANT, EXPERT_LAYOUTS, make_batch, make_critic, make_policy, own_part
+from tests.megatron.actors import (
+    BIASED_MIXTURE,
+    CONSTANT,
+    EXPERT_LAYOUTS,
+    full_weights,
+    make_batch,
+    make_critic,
+    make_policy,
+    own_part,
+)
 from tests.megatron.mixtures import by_hand, load_model, make_model
 from tests.ranks import run_ranks
 
@@ -138,3 +147,43 @@ def test_a_critic_learns_from_its_routers_losses_too(layout, folder):
         assert math.isclose(metrics["critic/grad_norm"], expected.grad_norm, rel_tol=RELATIVE)
         assert math.isclose(metrics["critic/moe_aux_loss"], expected.aux, rel_tol=RELATIVE)
         assert math.isclose(metrics["critic/moe_z_loss"], expected.z, rel_tol=RELATIVE)
+
+
+RATE = 0.125
+
+
+def biased_step(grid):
+    """Biases before and after an update, the tokens of each expert in its forward pass, and the metrics."""
+    actor = {"moe_router_bias_update_rate": RATE, "router_replay": "recompute", "max_tokens_per_microbatch": 10_000}
+    policy = make_policy(BIASED_MIXTURE, grid, actor=actor)
+    for name, tensor in policy.named_tensors().items():
+        if "expert_bias" in name:
+            tensor.copy_(torch.linspace(-0.2, 0.3, tensor.numel()))
+    before = biases(policy)
+    policy.start_optimizer(CONSTANT)
+    batch = own_part(make_batch(), policy)
+    policy.score_proximal(batch)
+    chosen_PLK = batch.routed_experts_P
+    metrics = policy.update(batch, build(AlgorithmConfig(name="sft"), RolloutConfig()))
+    return before, biases(policy), chosen_PLK, metrics
+
+
+def biases(policy):
+    return {name: value.clone() for name, value in full_weights(policy).items() if "correction_bias" in name}
+
+
+def test_biases_move_against_the_load_alike_at_every_layout():
+    before, after, chosen_PLK, metrics = run_ranks(1, biased_step, ParallelLayout(1))[0]
+    assert len(after) == len(BIASED_MIXTURE.moe_layers) == chosen_PLK.size(1)
+    for number, layer in enumerate(BIASED_MIXTURE.moe_layers):
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        chosen = chosen_PLK[:, number][chosen_PLK[:, number] >= 0].long()
+        load = torch.bincount(chosen, minlength=BIASED_MIXTURE.moe.num_experts).double()
+        assert torch.equal(after[name] - before[name], RATE * (load.mean() - load).sign().float())
+        assert load.max() > load.min()
+    largest = max(float(value.abs().max()) for value in after.values())
+    assert math.isclose(metrics["actor/moe_router_bias_max"], largest, rel_tol=1e-6)
+    for layout in ("ep2", "tp2_ep2", "ep2_pp2"):
+        for _, found, _, others in run_ranks(LAYOUTS[layout].world_size, biased_step, LAYOUTS[layout]):
+            assert all(torch.equal(found[name], after[name]) for name in after), layout
+            assert math.isclose(others["actor/moe_router_bias_max"], largest, rel_tol=1e-6)

@@ -213,7 +213,7 @@ def _actor(verl: VerlRun) -> Iterator[Pair]:
         yield "actor.recompute", "full" if verl[f"{ROOT}model.enable_gradient_checkpointing"] else "none"
     yield "actor.overlap_grad_reduce", verl[f"{DDP}.overlap_grad_reduce"]
     for name in ("moe_token_dispatcher_type", "moe_router_dtype", "moe_aux_loss_coeff", "moe_z_loss_coeff",
-                 "moe_router_load_balancing_type"):  # fmt: skip
+                 "moe_router_load_balancing_type", "moe_router_bias_update_rate"):  # fmt: skip
         balances = verl[f"{OVERRIDE}moe_router_load_balancing_type"] == "aux_loss"
         yield f"actor.{name}", verl[f"{OVERRIDE}{name}"] if name != "moe_aux_loss_coeff" or balances else None
     yield (

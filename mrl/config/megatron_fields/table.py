@@ -45,7 +45,7 @@ DERIVED: Rows = {
         ),
         "fp16 bf16 params_dtype pipeline_dtype enable_autocast autocast_dtype": "set model.dtype",
         "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_dtype "
-        "moe_token_dispatcher_type": "set actor.{name}",
+        "moe_token_dispatcher_type moe_router_bias_update_rate": "set actor.{name}",
         "moe_enable_deepep": "set actor.moe_token_dispatcher_type=flex; its moe_flex_dispatcher_backend is deepep",
         "moe_enable_routing_replay": "set actor.router_replay",
         "transformer_impl": "set actor.{name}",
@@ -112,7 +112,7 @@ MODEL: Rows = {
         "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads": "the attention",
         "moe_layer_freq moe_latent_size heterogeneous_block_specs": "the layer types",
         "moe_router_topk_limited_devices moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor "
-        "moe_router_score_function moe_router_enable_expert_bias moe_router_bias_update_rate "
+        "moe_router_score_function moe_router_enable_expert_bias "
         "moe_router_force_load_balancing moe_input_jitter_eps moe_token_dropping moe_expert_capacity_factor "
         "moe_router_force_biased moe_pad_expert_input_to_capacity moe_token_drop_policy moe_apply_probs_on_input": (
             "the routing"

@@ -147,7 +147,7 @@ MAPS: dict[str, tuple[str, Any, str]] = {
         "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")},
     **{f"{OVERRIDE}{name}": (f"actor.{name}", None, "") for name in (
         "moe_token_dispatcher_type", "moe_router_dtype", "moe_aux_loss_coeff", "moe_z_loss_coeff",
-        "moe_router_load_balancing_type")},
+        "moe_router_load_balancing_type", "moe_router_bias_update_rate")},
     **{f"{ROOT}model.{name}": row for name, row in verl_lora.MAPS.items()},
     **{f"{ROLLOUT}{name}": row for name, row in verl_rollout.MAPS.items()},
     "algorithm.adv_estimator": (

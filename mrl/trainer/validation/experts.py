@@ -53,6 +53,16 @@ def _idle(config: Config) -> Iterator[str]:
 
 def _experts(config: Config, moe: MoeSpec, grid: ParallelLayout) -> Iterator[str]:
     actor = config.actor
+    if actor.moe_router_bias_update_rate and not moe.score_bias:
+        yield (
+            f"actor.moe_router_bias_update_rate={actor.moe_router_bias_update_rate}: this model selects its experts "
+            "without a bias. Remove it."
+        )
+    if actor.moe_router_bias_update_rate and actor.lora.rank:
+        yield (
+            f"actor.moe_router_bias_update_rate={actor.moe_router_bias_update_rate} with actor.lora.rank="
+            f"{actor.lora.rank}: with adapters the model's own tensors stay as they are. Remove one of them."
+        )
     if grid.tp > 1 and not config.parallel.sequence_parallel:
         yield (
             f"parallel.tensor_model_parallel_size={grid.tp} with an MoE model needs parallel.sequence_parallel=true: "

@@ -57,6 +57,7 @@ RANGES = {
     "actor.logprob_chunk_tokens": "[1, 1e9]",
     "actor.moe_aux_loss_coeff": "[0, 1000]",
     "actor.moe_z_loss_coeff": "[0, 1000]",
+    "actor.moe_router_bias_update_rate": "[0, 1]",
     "actor.lora.rank": "[0, 4096]",
     "actor.lora.alpha": "(0, 1e6]",
     "actor.lora.loraplus_lr_ratio": "(0, 1e4]",

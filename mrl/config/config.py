@@ -128,7 +128,8 @@ class ModelConfig:
     overrides: dict[str, Any] = field(default_factory=dict)
     """config.json keys that replace the preset's (hidden_size, num_hidden_layers, ...); presets only."""
     tokenizer: Optional[TokenizerPath] = None
-    """Folder with a Hugging Face tokenizer, or "char:<characters>"; null: the tokenizer of the model folder."""
+    """Folder with a Hugging Face tokenizer, "char:<characters>", or "bytes:" for one token per byte of UTF-8; null: the
+    tokenizer of the model folder."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations of actor and reference; the optimizer keeps fp32 master weights."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mrl.commands.rehearse.placeholders import CHARACTERS, missing_paths, with_placeholders
+from mrl.commands.rehearse.placeholders import missing_paths, with_placeholders
 from mrl.config.config import load
 from mrl.errors import UserError
 from mrl.trainer.run_plan import resolve
@@ -16,8 +16,8 @@ def test_a_missing_model_becomes_its_preset_and_missing_data_become_sums():
     config = load(CONFIG, [*ELSEWHERE, "data.system_prompt=Think."])
     assert missing_paths(config) == {"model.path": "/models/Qwen3-8B", "data.train_files": "train.jsonl"}
     changed, told = with_placeholders(config)
-    assert (changed.model.preset, changed.model.tokenizer, changed.data.task) == ("qwen3_8b", CHARACTERS, "addition")
-    assert [line.split(" ")[0] for line in told] == ["model.path=/models/Qwen3-8B", "its", "data.train_files:"]
+    assert (changed.model.preset, changed.model.tokenizer, changed.data.task) == ("qwen3_8b", "bytes:", "addition")
+    assert [line.split(" ")[0] for line in told] == ["model.path=/models/Qwen3-8B", "the", "data.train_files:"]
     found = resolve(changed, 8)
     assert found.arch.num_layers == 36 and found.arch.vocab_size == 151936
 

@@ -152,7 +152,8 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     **{f"{ROLLOUT}{name}": row for name, row in verl_rollout.MAPS.items()},
     "algorithm.adv_estimator": (
         "algorithm.name", "gae",
-        "`grpo`, `rloo`, `gpg`; `gae` is `ppo`, `reinforce_plus_plus` is `reinforce_pp`, `..._baseline` too"),
+        "`grpo`, `rloo`, `gpg`, `gdpo`, `opo`, `grpo_passk`; "
+        "`gae` is `ppo`, `reinforce_plus_plus` is `reinforce_pp`, `..._baseline` too"),
     "algorithm.gamma": ("algorithm.gamma", 1.0, "with `gae`"),
     "algorithm.lam": ("algorithm.lam", 1.0, "with `gae`"),
     **{f"critic.{key}": row for key, row in verl_critic.MAPS.items()},

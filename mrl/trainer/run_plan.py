@@ -188,6 +188,7 @@ def check_run(
     tokenizer, prompt_length = found.tokenizer, config.rollout.prompt_length
     tools = check_environment(config.rollout, tokenizer) if config.rollout.multi_turn.enable else []
     source = load_training(config.data, tokenizer, prompt_length=prompt_length, seed=config.run.seed, tools=tools)
+    source.check_order()
     found.config, original = with_num_steps(found.config, source.num_rows), found.config
     if found.config.train.num_steps != original.train.num_steps:
         # The number of steps follows from the data, so rules about steps are checked again.

@@ -5,7 +5,6 @@ from mrl.commands.rehearse.placeholders import matching_preset
 from mrl.errors import UserError
 from mrl.models.presets import PRESETS, arch_from_preset
 
-
 PUBLISHED = {
     "smollm2_135m": 134_515_008,
     "smollm2_360m": 361_821_120,

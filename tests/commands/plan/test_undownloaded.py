@@ -76,6 +76,9 @@ def test_without_the_tokenizer_the_users_rows_are_read(command, cache, tmp_path,
     first = [command[0], config, "--world-size", "1", *command[1:]]
     assert main([*first, "data.order_by=level"]) == 0
     assert "lengths in tokens are unknown" in capsys.readouterr().out
+    (tmp_path / "order.py").write_text("def late(rows, rewards): return [1 / (1 - (r.mean or 0)) for r in rewards]\n")
+    assert main([*first, "data.order_by=order.py:late"]) == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err
     for wrong, said in (("data.order_by=levle", "did you mean 'level'"), ("data.answer_key=anwser", "'answer'")):
         assert main([*first, wrong]) == 2
         assert said in capsys.readouterr().err.replace("Did", "did")

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from mrl.config import config as schema
 from mrl.config.config import Config, load, to_yaml
 from mrl.config.keys import dotted_keys, leaves, nested
-from mrl.errors import MAX_MISTAKES, UserError, MistakesError
+from mrl.errors import MAX_MISTAKES, MistakesError, UserError
 from tests.source import PACKAGE, ROOT, tree_of
 
 CORRECTION = "algorithm.rollout_correction"

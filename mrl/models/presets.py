@@ -69,6 +69,16 @@ _QWEN2_DISTILLED: dict[str, Any] = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+_QWEN15_MOE: dict[str, Any] = _QWEN2 | {
+    "model_type": "qwen2_moe",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "norm_topk_prob": False,
+}
 _QWEN3: dict[str, Any] = {
     **_QWEN2,
     "model_type": "qwen3",
@@ -95,6 +105,14 @@ _LLAMA3: dict[str, Any] = {
 _SMALL_LLAMA3: dict[str, Any] = _LLAMA3 | {
     "rope_scaling": {**_LLAMA3_ROPE, "factor": 32.0},
     "tie_word_embeddings": True,
+}
+_DEEPSEEK_LLM: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 102400,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
 }
 _SMOLLM2: dict[str, Any] = {
     "model_type": "llama",
@@ -143,7 +161,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "smollm2_135m": _SMOLLM2 | _sizes(576, 1536, 30, 9, 3),
     "smollm2_360m": _SMOLLM2 | _sizes(960, 2560, 32, 15, 5),
     "smollm2_1.7b": _SMOLLM2 | _sizes(2048, 8192, 24, 32, 32) | {"rope_theta": 130000.0},
+    "deepseek_llm_7b": _DEEPSEEK_LLM | _sizes(4096, 11008, 30, 32, 32),
+    "qwen1.5_moe_a2.7b": _QWEN15_MOE | _sizes(2048, 5632, 24, 16, 16),
+    "qwen2_0.5b": _QWEN2 | _sizes(896, 4864, 24, 14, 2),
+    "qwen2_1.5b": _QWEN2 | _sizes(1536, 8960, 28, 12, 2),
     "qwen2_7b": _LARGE_QWEN2 | _sizes(3584, 18944, 28, 28, 4),
+    "qwen2_72b": _LARGE_QWEN2 | _sizes(8192, 29568, 80, 64, 8),
     "qwen2.5_0.5b": _QWEN2 | _sizes(896, 4864, 24, 14, 2),
     "qwen2.5_1.5b": _QWEN2 | _sizes(1536, 8960, 28, 12, 2),
     "qwen2.5_3b": _QWEN2 | _sizes(2048, 11008, 36, 16, 2),

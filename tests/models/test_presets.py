@@ -9,7 +9,12 @@ PUBLISHED = {
     "smollm2_135m": 134_515_008,
     "smollm2_360m": 361_821_120,
     "smollm2_1.7b": 1_711_376_384,
+    "deepseek_llm_7b": 6_910_365_696,
+    "qwen1.5_moe_a2.7b": 14_315_784_192,
+    "qwen2_0.5b": 494_032_768,
+    "qwen2_1.5b": 1_543_714_304,
     "qwen2_7b": 7_615_616_512,
+    "qwen2_72b": 72_706_203_648,
     "qwen2.5_0.5b": 494_032_768,
     "qwen2.5_1.5b": 1_543_714_304,
     "qwen2.5_3b": 3_085_938_688,
@@ -46,6 +51,9 @@ def test_a_public_models_preset_has_its_number_of_parameters(preset):
     ("name", "preset"),
     [
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2_135m"),
+        ("Qwen/Qwen1.5-MoE-A2.7B-Chat", "qwen1.5_moe_a2.7b"),
+        ("deepseek-ai/deepseek-llm-7b-chat", "deepseek_llm_7b"),
+        ("Qwen/Qwen2-7B-Instruct", "qwen2_7b"),
         ("Qwen/Qwen2.5-3B-Instruct", "qwen2.5_3b"),
         ("Qwen/Qwen2.5-32B", "qwen2.5_32b"),
         ("Qwen/Qwen2.5-Math-7B", "qwen2.5_math_7b"),
@@ -59,7 +67,7 @@ def test_a_hub_name_selects_the_preset_of_its_model(name, preset):
     assert matching_preset(name) == preset
 
 
-@pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-11B-Vision", "Qwen/Qwen2.5-VL-3B", "Qwen/Qwen1.5-MoE-A2.7B"])
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-11B-Vision", "Qwen/Qwen2.5-VL-3B", "Qwen/Qwen3-VL-8B"])
 def test_another_model_selects_none(name):
     with pytest.raises(UserError):
         matching_preset(name)

@@ -16,7 +16,7 @@ from pathlib import Path
 from mrl.algorithms.base import build
 from mrl.checkpoint.formats.hub import resolve_model_path
 from mrl.commands.rehearse.engine import DEFAULT_ENGINE
-from mrl.config.config import Config, DataConfig, RewardFunctionConfig, RewardModelConfig
+from mrl.config.config import Config, DataConfig, RewardConfig, RewardFunctionConfig, RewardModelConfig
 from mrl.config.paths import BYTES, CHAR_PREFIX
 from mrl.data.hub_files import is_hub_location, is_local
 from mrl.errors import UserError
@@ -24,6 +24,8 @@ from mrl.models.presets import PRESETS
 
 TASK = "addition"
 FLAG = "--stand-ins"
+OF_DATA_SETS = ("by_data_source", "code", "countdown", "qa")
+"""Reward functions that need the rows of certain data sets."""
 
 
 def missing_paths(config: Config) -> dict[str, str]:
@@ -161,7 +163,11 @@ def with_placeholder_texts(
             data = replace(data, overlong_responses="truncate_right")
     lost = [file for key, file in files if key == "data.train_files"]
     if lost:
-        notes.append(f"data.train_files: '{lost[0]}' is missing: data.task={TASK} is used; columns are not checked")
+        notes.append(
+            f"data.train_files: '{lost[0]}' is missing: data.task={TASK} is used; columns are not checked, a reward "
+            f"that cannot score these rows is 0, and exact_match replaces {', '.join(OF_DATA_SETS)}"
+        )
+        config = replace(config, reward=_placeholder_reward(config.reward))
         data = DataConfig(task=TASK, shuffle=data.shuffle, overlong_prompts=data.overlong_prompts)
     elif files:
         lost = [file for _, file in files]
@@ -169,6 +175,14 @@ def with_placeholder_texts(
         notes.append(f"data.val_files: '{lost[0]}' is missing: {', '.join(here)} is used")
         data = replace(data, val_files=here)
     return replace(config, data=data), notes
+
+
+def _placeholder_reward(reward: RewardConfig) -> RewardConfig:
+    """Returns the rewards for generated rows: samples that a function cannot score get a reward instead of an error."""
+    functions = [replace(one, name="exact_match", kwargs={}) if one.name in OF_DATA_SETS else one
+                 for one in reward.functions]  # fmt: skip
+    value = 0.0 if reward.error_value is None else reward.error_value
+    return replace(reward, functions=functions, error_value=value, max_failed_frac=1.0)
 
 
 def _teacher_key(index: int) -> str:

@@ -197,7 +197,7 @@ def matching_preset(folder: str, key: str = "model.path") -> str:
         raise UserError(
             f"{key}={folder} is missing, and no preset matches its name. Copy its config.json and tokenizer here, or "
             "set the closest preset, with the vocabulary size of the model: ~model model.preset=NAME "
-            f"model.overrides.vocab_size=SIZE model.tokenizer=..., with NAME one of {', '.join(PRESETS)}."
+            f"model.overrides.vocab_size=SIZE model.tokenizer={BYTES}, with NAME one of {', '.join(PRESETS)}."
         )
     return max(found, key=len)
 

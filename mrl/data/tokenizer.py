@@ -260,10 +260,9 @@ class ByteTokenizer(Tokenizer):
     @property
     def vocabulary(self) -> dict[str, int]:
         """Token ids by the characters that byte-level tokenizers of Hugging Face write for bytes."""
-        shown = [byte for byte in range(256) if byte in _SHOWN_BYTES]
-        others = [byte for byte in range(256) if byte not in _SHOWN_BYTES]
-        texts = {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(others)}
-        return {**texts, _END: self.eos_ids[0]}
+        others = (byte for byte in range(256) if byte not in _SHOWN_BYTES)
+        texts = {chr(byte): byte for byte in sorted(_SHOWN_BYTES)}
+        return texts | {chr(256 + place): byte for place, byte in enumerate(others)} | {_END: self.eos_ids[0]}
 
     def escape_special_tokens(self, text: str) -> ChatText:
         """Implements `Tokenizer.escape_special_tokens`."""

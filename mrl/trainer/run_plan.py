@@ -195,10 +195,7 @@ def check_run(
         validate.check_config(found.config, world_size, learns_from=found.algorithm.learns_from)
         check_critic(found.config, found.arch, found.critic, found.grid)
     validation = load_validation(config.data, tokenizer, prompt_length=prompt_length, tools=tools)
-    names = evaluation_names(config.rollout.val_kwargs.n, episodes=config.rollout.multi_turn.enable)
-    for key, metric in needed_evaluation_metrics(config).items():
-        if metric.startswith("val/"):
-            check_is_given(key, metric, names)
+    _check_metrics(config)
     peeked = source.peek(PEEKED_PROMPTS)
     one_worker = replace(config.reward, num_workers=1)
     with Scorer(one_worker, tokenizer.decode, tokenizer.eos_ids, variables=launch.get_env) as scorer:
@@ -222,6 +219,14 @@ def check_run(
         tools=tools,
         warnings=[*warnings, *([] if warning is None else [warning])],
     )
+
+
+def _check_metrics(config: Config) -> None:
+    """Checks that the evaluation reports the metrics that the run depends on."""
+    known = evaluation_names(config.rollout.val_kwargs.n, episodes=config.rollout.multi_turn.enable)
+    for key, metric in needed_evaluation_metrics(config).items():
+        if metric.startswith("val/"):
+            check_is_given(key, metric, known)
 
 
 def _conversion_notes(config: Config, source: PromptSource) -> list[str]:

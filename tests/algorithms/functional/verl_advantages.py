@@ -2,7 +2,7 @@
 
     python tests/algorithms/functional/verl_advantages.py VERL  # a clone of github.com/volcengine/verl, at b178a3c
 
-Of verl only `core_algos.py` is run, which needs numpy and torch for these estimators. Rewards are fp64 [N], at the last
+Of verl only the module of the estimators is run, which needs numpy and torch for these. Rewards are fp64 [N], at the last
 token of responses of different lengths.
 """
 

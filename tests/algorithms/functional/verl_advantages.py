@@ -2,8 +2,8 @@
 
     python tests/algorithms/functional/verl_advantages.py VERL  # a clone of github.com/volcengine/verl, at b178a3c
 
-Of verl only the module of the estimators is run, which needs numpy and torch for these. Rewards are fp64 [N], at the last
-token of responses of different lengths.
+Of verl only the module of the estimators is run, which needs numpy and torch for these. Rewards are fp64 [N], at the
+last token of responses of different lengths.
 """
 
 import json

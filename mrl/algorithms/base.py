@@ -68,6 +68,7 @@ class Outcomes:
         part_weights: Weight of each reward function in the total.
         own_N: Reward of each turn without the rewards of later turns, fp64; `rewards_N` then has the sum with the later
             turns. None: rows are samples.
+        sampled_lens_N: Tokens of each response that the policy sampled, without an environment's; None: all.
     """
 
     rewards_N: Tensor
@@ -77,6 +78,7 @@ class Outcomes:
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     part_weights: Mapping[str, float] = field(default_factory=dict)
     own_N: Tensor | None = None
+    sampled_lens_N: Tensor | None = None
 
 
 class Algorithm(ABC):

@@ -25,7 +25,7 @@ from mrl.config.user_code import is_code_not_column
 from mrl.config.values import Values
 from mrl.config.verl_keys.verl_presets import PRESETS
 from mrl.config.yaml_file import read_yaml
-from mrl.errors import UserError, shown
+from mrl.errors import Mistakes, UserError, shown
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,8 @@ class ModelConfig:
     overrides: dict[str, Any] = field(default_factory=dict)
     """config.json keys that replace the preset's (hidden_size, num_hidden_layers, ...); presets only."""
     tokenizer: Optional[TokenizerPath] = None
-    """Folder with a Hugging Face tokenizer, or "char:<characters>"; null: the tokenizer of the model folder."""
+    """Folder with a Hugging Face tokenizer, "char:<characters>", or "bytes:" for one token per byte of UTF-8; null: the
+    tokenizer of the model folder."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations of actor and reference; the optimizer keeps fp32 master weights."""
 
@@ -1123,8 +1124,8 @@ def load(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] 
     - A path to user code is searched in the config's folder, then in the working folder, and becomes absolute.
 
     Raises:
-        UserError: The file is missing or not YAML, a key is unknown (the message suggests the nearest), a value has the
-            wrong type, or a file of user code does not exist.
+        UserError: The file is missing or not YAML, keys are unknown (the message suggests the nearest ones), values
+            have the wrong type, or a file of user code does not exist. One error lists all wrong keys and values.
     """
     values = Values(Config)
     folders = [Path()]
@@ -1137,9 +1138,13 @@ def load(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] 
     else:
         raise UserError(f"{shown(source)} is not a config. Pass the path of a YAML file, or a dict of sections.")
     _refuse_callables(raw, where)
-    values.update(raw, where)
+    mistakes = Mistakes()
+    with mistakes.collected():
+        values.update(raw, where)
     for item in [overrides] if isinstance(overrides, str) else overrides:
-        values.override(item)
+        with mistakes.collected():
+            values.override(item)
+    mistakes.check()
     values.locate(OWN_CODE, folders, columns=(ORDER_BY,))
     config: Config = values.made(f"{where} or an override")
     return config

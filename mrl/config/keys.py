@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from mrl.config.did_you_mean import nearest
 from mrl.config.verl_keys.foreign_names import key_hint
-from mrl.errors import UserError
+from mrl.errors import Mistakes, UserError
 
 NEAR = 0.75
 """Similarity threshold for keys, higher than `did_you_mean.NEAR`: hundreds of keys are half similar to each other."""
@@ -43,34 +43,46 @@ def is_key(key: str, schema: type) -> bool:
     return any(known == key or known.startswith(f"{key}.") for known in dotted_keys(schema))
 
 
-def leaves(raw: Any, schema: type) -> list[tuple[str, Any, Any]]:
+def leaves(raw: Any, schema: type, mistakes: Mistakes | None = None) -> list[tuple[str, Any, Any]]:
     """Returns the dotted key, value and type of every field that `raw` (nested dicts and lists) sets.
 
     A list of sections yields the list with empty sections first, then its fields.
 
+    Args:
+        raw: Nested dicts and lists.
+        schema: Dataclass.
+        mistakes: Receives the errors instead, and what they are about is left out; None: raise them.
+
     Raises:
-        UserError: A key is unknown (the message suggests the nearest one), or a section is not a mapping.
+        UserError: Keys are unknown (the message suggests the nearest ones), or sections are not mappings.
     """
-    return list(_walk(raw, schema, "", schema))
+    own = Mistakes() if mistakes is None else mistakes
+    found = list(_walk(raw, schema, "", schema, own))
+    if mistakes is None:
+        own.check()
+    return found
 
 
-def _walk(raw: Any, kind: Any, path: str, schema: type) -> Iterator[tuple[str, Any, Any]]:
+def _walk(raw: Any, kind: Any, path: str, schema: type, mistakes: Mistakes) -> Iterator[tuple[str, Any, Any]]:
     if is_dataclass(kind):
-        yield from _section(raw, _members(kind), path, schema)
+        yield from _section(raw, _members(kind), path, schema, mistakes)
     elif get_origin(kind) is list and is_dataclass(item := get_args(kind)[0]) and isinstance(raw, (list, dict)):
         if isinstance(raw, list):
             yield path, [{} for _ in raw], kind
         for index, value in enumerate(raw) if isinstance(raw, list) else raw.items():
-            yield from _section(value, _members(item), f"{path}[{index}]", schema)
+            yield from _section(value, _members(item), f"{path}[{index}]", schema, mistakes)
     else:
         yield path, raw, kind
 
 
-def _section(raw: Any, known: dict[str, Any], path: str, schema: type) -> Iterator[tuple[str, Any, Any]]:
+def _section(
+    raw: Any, known: dict[str, Any], path: str, schema: type, mistakes: Mistakes
+) -> Iterator[tuple[str, Any, Any]]:
     if not isinstance(raw, dict):
         name = f"config key '{path}'" if path else "the config file"
         found = "is empty" if raw is None else f"is {raw!r}"
-        raise UserError(f"{name} {found}, expected a section with keys: {', '.join(known)}.")
+        mistakes.add(UserError(f"{name} {found}, expected a section with keys: {', '.join(known)}."))
+        return
     for key, value in raw.items():
         full = f"{path}.{key}" if path else str(key)
         if key not in known:
@@ -78,8 +90,9 @@ def _section(raw: Any, known: dict[str, Any], path: str, schema: type) -> Iterat
             where = f"Keys of '{path}'" if path else "Sections"
             own = "" if near and near.rpartition(".")[0] == path else f"{where}: {', '.join(known)}."
             hint = " ".join(filter(None, [f"Did you mean '{near}'?" if near else "", own]))
-            raise UserError(f"config key '{full}' is unknown. {_foreign(full, value) or hint}")
-        yield from _walk(value, known[key], full, schema)
+            mistakes.add(UserError(f"config key '{full}' is unknown. {_foreign(full, value) or hint}"))
+        else:
+            yield from _walk(value, known[key], full, schema, mistakes)
 
 
 def _foreign(key: str, value: Any) -> str:

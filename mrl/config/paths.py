@@ -18,6 +18,9 @@ from mrl.errors import UserError
 CHAR_PREFIX = "char:"
 """Prefix of a character tokenizer, followed by its characters; not a path."""
 
+BYTES = "bytes:"
+"""Name of the tokenizer with one token per byte of UTF-8; not a path."""
+
 MAX_LENGTH, MAX_NAME_BYTES = 4096, 255
 """Linux's limits on the length of a path (characters) and of each name in it (bytes)."""
 
@@ -30,17 +33,17 @@ class IsPath:
     """Annotation of a config string that is a path.
 
     Attributes:
-        but: Prefix of strings that are not paths.
+        but: Prefixes of strings that are not paths.
         is_written: True for a folder that a run writes, which an address such as `s3://bucket/run` cannot be.
     """
 
-    but: str | None = None
+    but: tuple[str, ...] = ()
     is_written: bool = False
 
 
 FilePath = Annotated[str, IsPath()]
 OutputPath = Annotated[str, IsPath(is_written=True)]
-TokenizerPath = Annotated[str, IsPath(but=CHAR_PREFIX)]
+TokenizerPath = Annotated[str, IsPath(but=(CHAR_PREFIX, BYTES))]
 
 
 @cache
@@ -71,7 +74,7 @@ def expand_path(text: str, mark: IsPath | None = None) -> str:
         UserError: The path is empty or too long, a variable is not set, a home folder does not exist, a folder is
             called `~`, or a folder that a run writes is an address of object storage.
     """
-    if mark is not None and mark.but is not None and text.startswith(mark.but):
+    if mark is not None and text.startswith(mark.but):
         return text
     if not text.strip():
         raise UserError("the path is empty; set one, or remove the key")

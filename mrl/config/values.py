@@ -23,7 +23,7 @@ from mrl.config.paths import IsPath, expand_path, path_keys
 from mrl.config.user_code import is_code_not_column, make_absolute
 from mrl.config.verl_keys.foreign_names import value_hint
 from mrl.config.yaml_file import MAX_DEPTH, UNREADABLE, check_events, reason
-from mrl.errors import UserError
+from mrl.errors import Mistakes, UserError
 
 REFERENCE = re.compile(r"\$\{.*\}")
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
@@ -46,11 +46,17 @@ class Values:
         self._paths = path_keys(schema)
 
     def update(self, raw: Any, where: str) -> None:
-        """Sets the values in nested dicts and lists; `where` describes their origin in messages."""
+        """Sets the values in nested dicts and lists; `where` describes their origin in messages.
+
+        One error lists all mistakes.
+        """
+        mistakes = Mistakes()
         with explain_yaml_errors(where):
-            found = leaves(raw, self._schema)
+            found = leaves(raw, self._schema, mistakes)
         for key, value, kind in found:
-            self._set(key, value, kind, where)
+            with mistakes.collected():
+                self._set(key, value, kind, where)
+        mistakes.check()
 
     def override(self, item: str) -> None:
         """Applies an override: `key=value`, `+key=value` or `++key=value` sets, `~key` resets; see `config.load`."""

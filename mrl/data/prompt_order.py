@@ -43,6 +43,9 @@ class PromptOrder(ABC):
         """Returns the settings that a resumed run must share, as text; "" for the order that has none."""
         return ""
 
+    def check(self) -> None:  # noqa: B027
+        """Tries a user's function before the run; raises UserError where it fails."""
+
     def prepare(self, position: int, share: Share) -> None:  # noqa: B027
         """Prepares for `row_at(position)`; positions are prepared in ascending order."""
 

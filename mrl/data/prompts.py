@@ -324,6 +324,10 @@ class PromptSource:
             self._position = position
             self._order.rewind(position)
 
+    def check_order(self) -> None:
+        """Tries the function of `data.order_by`, if any; raises UserError where it fails."""
+        self._order.check()
+
     def record_rewards(self, uids: Iterable[int], rewards: Iterable[float]) -> None:
         """Records the rewards of responses, which may determine the order of the next epochs.
 

@@ -68,6 +68,16 @@ class RewardOrder(PromptOrder):
         """Overrides `PromptOrder.describe`; without the folder of the file."""
         return f"data.order_by={user_code.label(self._name)}"
 
+    def check(self) -> None:
+        """Overrides `PromptOrder.check`: calls the function without rewards, and with invented ones for most rows."""
+        self._values(self._counts, self._sums)
+        kinds = np.arange(len(self._rows), dtype=np.int32) % 4  # means of 0, 0.5 and 1, and no rewards
+        counts = np.where(kinds == 3, 0, 4).astype(np.int32)
+        try:
+            self._values(counts, counts * kinds / 2)
+        except UserError as error:
+            raise UserError(f"{error} It was called before the run, with invented rewards of 0, 0.5 and 1.") from error
+
     def prepare(self, position: int, share: Share) -> None:
         """Overrides `PromptOrder.prepare`: calls the function if an epoch begins here."""
         size = len(self._rows)
@@ -135,20 +145,24 @@ class RewardOrder(PromptOrder):
     def _sort(self, epoch: int) -> bytes:
         """Calls the function; returns the rows of an epoch in order, int32."""
         size = len(self._rows)
-        values = self._values()
+        values = self._values(self._counts, self._sums)
         places = (self._ties.row_at(epoch * size + place) for place in range(size))
         ties = np.fromiter(places, np.int32, size)
         return ties[np.argsort(values[ties], kind="stable")].tobytes()
 
-    def _values(self) -> NDArray[np.float64]:
+    def _values(self, counts: NDArray[np.int32], sums: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the function's number for each row.
+
+        Args:
+            counts: Number of rewards of each row.
+            sums: Sum of the rewards of each row.
 
         Raises:
             UserError: It raises an exception, or returns something else.
         """
         where, size = f"data.order_by: '{self._name}'", len(self._rows)
         try:
-            returned = self._function(_LazyRows(self._rows), _PastRewards(self._counts, self._sums))
+            returned = self._function(_LazyRows(self._rows), _PastRewards(counts, sums))
             unordered = isinstance(returned, (str, bytes, Mapping, Set)) or not isinstance(returned, Iterable)
             values = None if unordered else list(returned)
         except UserError:

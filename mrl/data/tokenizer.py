@@ -1,4 +1,4 @@
-"""Tokenizers: a Hugging Face tokenizer from a local folder, or one token per character.
+"""Tokenizers: a Hugging Face tokenizer from a local folder, or one token per character or byte.
 
 Also decides which end-of-sequence ids a model has, and writes the tokenizer files of an export. Loading never runs code
 from a model folder and never reads outside the given folders.
@@ -16,13 +16,21 @@ from typing import Any
 
 from mrl.config.config import DataConfig, ModelConfig
 from mrl.config.did_you_mean import did_you_mean_path
-from mrl.config.paths import CHAR_PREFIX
+from mrl.config.paths import BYTES, CHAR_PREFIX
 from mrl.data.chat_text import TRUSTED_ROLES, ChatText, SpecialTokenEscaper
 from mrl.errors import UserError, first_line
 from mrl.models.hf_config import TOKENIZER_FILES, read_json
 
 _MOST_IDS = 1 << 31
 _DECODING = ("decode", "_decode")
+_SHOWN_BYTES = frozenset({*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)})
+"""Bytes that byte-level tokenizers of Hugging Face write as the character with this number."""
+_END = "<|end|>"
+_BYTES_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}" + _END + "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Chat template of `ByteTokenizer`."""
 
 
 class Tokenizer(ABC):
@@ -219,20 +227,106 @@ class CharTokenizer(Tokenizer):
         from tokenizers import Regex, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as FastTokenizer
 
-        end = self._characters[-1]
         fast = FastTokenizer(models.WordLevel(self._ids))
         fast.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
         fast.decoder = decoders.Fuse()
-        fast.add_special_tokens([end])
-        fast.save(str(folder / "tokenizer.json"))
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": end,
-            "pad_token": end,
-            "unk_token": end,  # the class that transformers prefers for qwen2 would add one beyond the model's ids
-            "clean_up_tokenization_spaces": False,
-        }
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        _write_fast_tokenizer(fast, folder, self._characters[-1])
+
+
+class ByteTokenizer(Tokenizer):
+    """Tokenizer with one token per byte of UTF-8, and an end token, `<|end|>`. It encodes every text."""
+
+    def __init__(self) -> None:
+        self.name = BYTES
+        self.bos_id = None
+        self.vocab_size = 257
+        self.eos_ids = (256,)
+        self.special_ids = frozenset(self.eos_ids)
+        self.pad_id = 256
+        self.has_chat_template = True
+
+    def encode(self, text: str | ChatText, *, prompt: bool = False) -> list[int]:
+        """Implements `Tokenizer.encode`; there is no beginning-of-sequence token."""
+        return self.encode_with_offsets(text)[0]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Implements `Tokenizer.decode`; bytes that are not UTF-8 become U+FFFD."""
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """Overrides `Tokenizer.token_bytes`."""
+        return bytes([token]) if 0 <= token < 256 else _END.encode() if token in self.eos_ids else b"\xef\xbf\xbd"
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Token ids by the characters that byte-level tokenizers of Hugging Face write for bytes."""
+        others = (byte for byte in range(256) if byte not in _SHOWN_BYTES)
+        texts = {chr(byte): byte for byte in sorted(_SHOWN_BYTES)}
+        return texts | {chr(256 + place): byte for place, byte in enumerate(others)} | {_END: self.eos_ids[0]}
+
+    def escape_special_tokens(self, text: str) -> ChatText:
+        """Implements `Tokenizer.escape_special_tokens`."""
+        return ChatText(text, tuple(match.span() for match in re.finditer(re.escape(_END), text)))
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        trusted: Collection[str] = TRUSTED_ROLES,
+    ) -> ChatText:
+        """Implements `Tokenizer.render_chat`: `<|role|>`, content and end token of each message; without tools."""
+        text = ChatText("")
+        for message in messages:
+            content = str(message.get("content") or "")
+            inside = ChatText(content) if message["role"] in trusted else self.escape_special_tokens(content)
+            text = text.joined(ChatText(f"<|{message['role']}|>")).joined(inside).joined(ChatText(_END))
+        return text.joined(ChatText("<|assistant|>")) if add_generation_prompt else text
+
+    def encode_with_offsets(self, text: str | ChatText) -> tuple[list[int], list[tuple[int, int]]]:
+        """Implements `Tokenizer.encode_with_offsets`; all bytes of a character have its span."""
+        given = text if isinstance(text, ChatText) else ChatText(text)
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        first = 0
+        for part, quoted in _literal_parts(given):
+            for piece in [part] if quoted else re.split(f"({re.escape(_END)})", part):
+                if piece == _END and not quoted:
+                    ids.append(self.eos_ids[0])
+                    offsets.append((first, first + len(piece)))
+                else:
+                    for place, character in enumerate(piece, first):
+                        encoded = character.encode("utf-8", "replace")
+                        ids += encoded
+                        offsets += [(place, place + 1)] * len(encoded)
+                first += len(piece)
+        return ids, offsets
+
+    def _write_files(self, folder: Path) -> None:
+        """Writes a byte-level BPE tokenizer without merges."""
+        from tokenizers import Tokenizer as FastTokenizer
+        from tokenizers import decoders, models, pre_tokenizers
+
+        fast = FastTokenizer(models.BPE(vocab=self.vocabulary, merges=[]))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        fast.decoder = decoders.ByteLevel()
+        _write_fast_tokenizer(fast, folder, _END, chat_template=_BYTES_TEMPLATE)
+
+
+def _write_fast_tokenizer(fast: Any, folder: Path, end: str, **more: str) -> None:
+    """Writes a tokenizer of the library tokenizers whose token `end` also pads, with further settings."""
+    fast.add_special_tokens([end])
+    fast.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "pad_token": end,
+        "unk_token": end,  # the class that transformers prefers for qwen2 would add one beyond the model's ids
+        "clean_up_tokenization_spaces": False,
+        **more,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 class HFTokenizer(Tokenizer):
@@ -449,7 +543,7 @@ def load_tokenizer(model: ModelConfig, data: DataConfig, vocab_size: int | None 
     """Returns the tokenizer of a config.
 
     Args:
-        model: `tokenizer` is a folder or "char:<characters>"; null means `path`.
+        model: `tokenizer` is a folder, "char:<characters>" or "bytes:"; null means `path`.
         data: `chat_template` and `apply_chat_template`.
         vocab_size: Vocabulary size of the model to check the ids against; None skips the check.
 
@@ -457,7 +551,9 @@ def load_tokenizer(model: ModelConfig, data: DataConfig, vocab_size: int | None 
         UserError: No tokenizer is named, a folder or file is missing, a required chat template is missing, or the
             tokenizer has ids outside the model's embedding.
     """
-    tokenizer = _char(model.tokenizer, data) if _is_char(model.tokenizer) else _hugging_face(model, data)
+    named = model.tokenizer or ""
+    own = named.startswith((CHAR_PREFIX, BYTES))
+    tokenizer = _without_files(named, data) if own else _hugging_face(model, data)
     if data.apply_chat_template == "always" and not tokenizer.has_chat_template:
         raise UserError(
             f"data.apply_chat_template=always, but the tokenizer '{tokenizer.name}' has no chat template. Give one "
@@ -472,17 +568,18 @@ def load_tokenizer(model: ModelConfig, data: DataConfig, vocab_size: int | None 
     return tokenizer
 
 
-def _is_char(spec: str | None) -> bool:
-    return spec is not None and spec.startswith(CHAR_PREFIX)
-
-
-def _char(spec: str | None, data: DataConfig) -> CharTokenizer:
+def _without_files(spec: str, data: DataConfig) -> Tokenizer:
+    """Returns a tokenizer of characters or bytes."""
     if data.chat_template is not None:
         raise UserError(
-            f"data.chat_template={data.chat_template!r} cannot be used with the character tokenizer '{spec}': its "
-            "special tokens would be spelled out in characters. Set data.chat_template=null."
+            f"data.chat_template={data.chat_template!r} cannot be used with the tokenizer '{spec}', which lacks the "
+            "template's special tokens. Set data.chat_template=null."
         )
-    return CharTokenizer((spec or "").removeprefix(CHAR_PREFIX))
+    if spec.startswith(CHAR_PREFIX):
+        return CharTokenizer(spec.removeprefix(CHAR_PREFIX))
+    if spec != BYTES:
+        raise UserError(f"model.tokenizer: '{spec}' has text after '{BYTES}'. Write only '{BYTES}'.")
+    return ByteTokenizer()
 
 
 def _hugging_face(model: ModelConfig, data: DataConfig) -> HFTokenizer:

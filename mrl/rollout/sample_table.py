@@ -170,4 +170,5 @@ def to_outcomes(table: SampleTable, reward_weights: Mapping[str, float]) -> Outc
         truncated_N=table["truncated"].bool(),
         parts={name: table[f"reward/{name}"] for name in reward_weights},
         part_weights=reward_weights,
+        sampled_lens_N=table["sampled_len"].long(),
     )

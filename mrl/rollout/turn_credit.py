@@ -88,6 +88,7 @@ def assign_turn_credit(
         group_id_N=torch.unique(groups_U2, dim=0, return_inverse=True)[1],
         response_lens_N=outcomes.response_lens_N[rows_U],
         truncated_N=outcomes.truncated_N[rows_U],
+        sampled_lens_N=None if outcomes.sampled_lens_N is None else outcomes.sampled_lens_N[rows_U],
         parts={name: part_N[rows_U] for name, part_N in outcomes.parts.items()},
     )
     starts_N = lens_N.cumsum(0) - lens_N

@@ -189,16 +189,14 @@ def check_run(
     tokenizer, prompt_length = found.tokenizer, config.rollout.prompt_length
     tools = check_environment(config.rollout, tokenizer) if config.rollout.multi_turn.enable else []
     source = load_training(config.data, tokenizer, prompt_length=prompt_length, seed=config.run.seed, tools=tools)
+    source.check_order()
     found.config, original = with_num_steps(found.config, source.num_rows), found.config
     if found.config.train.num_steps != original.train.num_steps:
         # The number of steps follows from the data, so rules about steps are checked again.
         validate.check_config(found.config, world_size, learns_from=found.algorithm.learns_from)
         check_critic(found.config, found.arch, found.critic, found.grid)
     validation = load_validation(config.data, tokenizer, prompt_length=prompt_length, tools=tools)
-    names = evaluation_names(config.rollout.val_kwargs.n, episodes=config.rollout.multi_turn.enable)
-    for key, metric in needed_evaluation_metrics(config).items():
-        if metric.startswith("val/"):
-            check_is_given(key, metric, names)
+    _check_metrics(config)
     peeked = source.peek(PEEKED_PROMPTS)
     one_worker = replace(config.reward, num_workers=1)
     with Scorer(one_worker, tokenizer.decode, tokenizer.eos_ids, variables=launch.get_env) as scorer:
@@ -222,6 +220,14 @@ def check_run(
         tools=tools,
         warnings=[*warnings, *([] if warning is None else [warning])],
     )
+
+
+def _check_metrics(config: Config) -> None:
+    """Checks that the evaluation reports the metrics that the run depends on."""
+    known = evaluation_names(config.rollout.val_kwargs.n, episodes=config.rollout.multi_turn.enable)
+    for key, metric in needed_evaluation_metrics(config).items():
+        if metric.startswith("val/"):
+            check_is_given(key, metric, known)
 
 
 def _conversion_notes(config: Config, source: PromptSource) -> list[str]:

@@ -45,7 +45,7 @@ def test_a_loss_of_ones_own_replaces_that_of_the_table() -> None:
 def test_the_algorithms_are_the_promised_ones() -> None:
     clipped = ["dapo", "dr_grpo", "grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo"]
     others = ["cispo", "clip_cov", "dppo", "gmpo", "gdpo", "gpg", "gspo", "kl_cov", "luspo", "maxrl", "ppo", "sapo"]
-    others += ["dro", "vapo", "vespo"]
+    others += ["dro", "grpo_passk", "opo", "vapo", "vespo"]
     assert {*clipped, *others, "dpo", "sft"} <= set(ALGORITHMS)
 
 
@@ -232,6 +232,7 @@ def test_a_phase_that_did_not_run_is_named() -> None:
         ({"overlong": OverlongConfig(buffer_length=3, penalty=0.0)}, "overlong.penalty=0.0 is out of range"),
         ({"overlong": OverlongConfig(buffer_length=8)}, "longer than rollout.response_length=7"),
         ({"kl_in": "reward"}, "kl_in='reward' does not work with algorithm.name='grpo'"),
+        ({"name": "opo", "advantage_std": "none"}, "advantage_std=none would have no effect"),
         ({"name": "maxrl", "advantage_std": "none"}, "advantage_std=none would have no effect"),
         ({"name": "dr_grpo", "advantage_std_over": "batch"}, "advantage_std_over=batch would have no effect"),
         ({"name": "reinforce_pp", "advantage_std_over": "batch"}, "advantage_std_over=batch would have no effect"),
@@ -280,7 +281,7 @@ class Open(Algorithm):
     shape_rewards = outcome_advantages = advantages = loss = lambda self, *given: None
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "maxrl", "gdpo", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "maxrl", "gdpo", "opo", "reinforce_pp_baseline"])
 @pytest.mark.parametrize("singleton", ["error", "zero", "reward"])
 def test_the_only_sample_of_a_group_that_has_a_score_teaches_nothing(name: str, singleton: str) -> None:
     built = build(AlgorithmConfig(name=name, singleton_group=singleton), RolloutConfig(n=3, response_length=8))

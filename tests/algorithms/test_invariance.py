@@ -42,6 +42,8 @@ CONFIGS = [
     AlgorithmConfig(name="reinforce_pp_baseline"),
     AlgorithmConfig(name="maxrl", kl_in="loss", kl_estimator="k3+", kl_unbiased=True),
     AlgorithmConfig(name="gdpo"),
+    AlgorithmConfig(name="opo"),
+    AlgorithmConfig(name="grpo_passk", advantage_std="none"),
     AlgorithmConfig(name="grpo", advantage_std_over="batch"),
     AlgorithmConfig(name="ppo", kl_in="reward", kl_coef=0.2, lam=0.9, gamma=0.95),
     AlgorithmConfig(name="vapo", overlong=OverlongConfig(mask_truncated=True)),

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from mrl.config import config as schema
 from mrl.config.config import Config, load, to_yaml
 from mrl.config.keys import dotted_keys, leaves, nested
-from mrl.errors import UserError
+from mrl.errors import MAX_MISTAKES, MistakesError, UserError
 from tests.source import PACKAGE, ROOT, tree_of
 
 CORRECTION = "algorithm.rollout_correction"
@@ -188,6 +188,30 @@ def test_thousands_are_numbers(tmp_path):
 def test_a_mistake_is_named_in_one_line(text, overrides, said, tmp_path):
     told = message(tmp_path, text, *overrides)
     assert said in told and "\n" not in told
+
+
+def test_one_error_lists_all_mistakes_of_file_and_overrides(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "rollot: {n: 4}\ntrain: {num_steps: many, batchsize: 2}\ndata: [1]\nactor: {learning_rate: 1e-5}\n"
+        "reward: {functions: [{nam: math}, {weight: heavy}]}\n"
+    )
+    with pytest.raises(MistakesError) as caught:
+        load(file, ["rollout.nn=2", "train.batch_size=x", "run.seed=3", "+rollout={promptlength: 3, response_len: 4}"])
+    hints = (
+        "rollout", "a whole number, or null", "train.batch_size", "expected a section", "actor.lr", "functions[0].name",
+        "a number", "rollout.nn", "a whole number", "rollout.prompt_length", "rollout.response_len",
+    )  # fmt: skip
+    assert len(caught.value.errors) == len(hints)
+    said = [str(one) for one in caught.value.errors]
+    assert all(any(hint in one for one in said) for hint in hints)
+    assert all(one in str(caught.value) for one in said)
+
+
+def test_of_very_many_mistakes_the_first_are_listed():
+    with pytest.raises(MistakesError) as caught:
+        load({"run": {f"key{number}": 1 for number in range(MAX_MISTAKES + 5)}})
+    assert len(str(caught.value).splitlines()) == 1 + MAX_MISTAKES + 1 and "and 5 more" in str(caught.value)
 
 
 def test_a_missing_file_is_named():

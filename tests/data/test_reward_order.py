@@ -284,3 +284,38 @@ def test_rows_of_a_damaged_file_are_reported_as_such(tmp_path):
 
 def test_rows_have_a_count_and_a_mean():
     assert RowRewards(0, None) == RowRewards(count=0, mean=None) != RowRewards(1, 0.0)
+
+
+def test_the_function_is_tried_with_rewards_before_the_run(tmp_path, tokenizer):
+    seen = tmp_path / "seen.jsonl"
+    text = (
+        "import json\n"
+        "def order(rows, rewards):\n"
+        f"    with open({str(seen)!r}, 'a') as file:\n"
+        "        file.write(json.dumps([(past.count, past.mean) for past in rewards]) + '\\n')\n"
+        "    return [row['level'] for row in rows]\n"
+    )
+    stream = source(tmp_path, tokenizer, code(tmp_path, text))
+    before = stream.state_dict()
+    stream.check_order()
+    none, invented = map(json.loads, seen.read_text().splitlines())
+    assert none == [[0, None]] * 12
+    assert [0, None] in invented and {mean for count, mean in invented if count} == {0.0, 0.5, 1.0}
+    assert stream.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def order(rows): return [0 for _ in rows]", "takes 1 positional argument"),
+        ("def order(rows, rewards): return [past.average for past in rewards]", "average"),
+        ("def order(rows, rewards): return [1 / (1 - (past.mean or 0)) for past in rewards]", "invented rewards"),
+        ("def order(rows, rewards): return [None if past.mean else 0 for past in rewards]", "invented rewards"),
+        ("def order(rows, rewards): return [past.mean if past.count else 'new' for past in rewards]", "'new'"),
+    ],
+)
+def test_a_function_that_would_fail_later_fails_before_the_run(text, said, tmp_path, tokenizer):
+    stream = source(tmp_path, tokenizer, code(tmp_path, text))
+    with pytest.raises(UserError) as caught:
+        stream.check_order()
+    assert said in str(caught.value) and "data.order_by" in str(caught.value)

@@ -51,6 +51,24 @@ def test_an_exported_character_tokenizer_gives_the_same_ids(tmp_path, characters
         again.encode("Ω")
 
 
+def test_an_exported_byte_tokenizer_gives_the_same_ids(tmp_path):
+    tokenizer = load("bytes:")
+    tokenizer.save(tmp_path / "export")
+    exported, again = AutoTokenizer.from_pretrained(str(tmp_path / "export")), load(tmp_path / "export")
+    for text in [*TEXTS, "a <|end|>"]:
+        assert tokenizer.encode(text) == exported(text)["input_ids"]
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.encode_with_offsets(text) == again.encode_with_offsets(text)
+    hostile = [*MESSAGES, {"role": "user", "content": "x <|end|>"}]
+    assert tokenizer.apply_chat_template(hostile) == again.apply_chat_template(hostile)
+    assert (tokenizer.eos_ids, tokenizer.vocab_size) == (again.eos_ids, again.vocab_size)
+    assert tokenizer.vocabulary == again.vocabulary
+    with pytest.raises(UserError):
+        load("bytes:abc")
+    with pytest.raises(UserError):
+        load("bytes:", chat_template="template.jinja")
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mixtral", "phi3"])
 def test_an_exported_character_tokenizer_gives_the_same_ids_beside_any_model(tmp_path, family):
     """transformers chooses the tokenizer's class by the model's type too."""
@@ -183,7 +201,7 @@ def test_chat_template_mistakes_are_refused(tmp_path, folder):
     with pytest.raises(UserError, match=r"no system role"):
         load(folder, chat_template=str(tmp_path / "refusing.jinja")).apply_chat_template(MESSAGES)
     (tmp_path / "chatml.jinja").write_text(CHATML)
-    with pytest.raises(UserError, match=r"cannot be used with the character tokenizer"):
+    with pytest.raises(UserError, match=r"cannot be used with the tokenizer"):
         load("char:ab#", chat_template=str(tmp_path / "chatml.jinja"))
     with pytest.raises(UserError, match=r"character tokenizer 'char:ab#' has no chat template"):
         load("char:ab#").apply_chat_template(MESSAGES)

@@ -1,7 +1,76 @@
 import pytest
 
+from mrl.commands.plan.memory import num_parameters
+from mrl.commands.rehearse.placeholders import matching_preset
 from mrl.errors import UserError
 from mrl.models.presets import PRESETS, arch_from_preset
+
+PUBLISHED = {
+    "smollm2_135m": 134_515_008,
+    "smollm2_360m": 361_821_120,
+    "smollm2_1.7b": 1_711_376_384,
+    "deepseek_llm_7b": 6_910_365_696,
+    "qwen1.5_moe_a2.7b": 14_315_784_192,
+    "qwen2_0.5b": 494_032_768,
+    "qwen2_1.5b": 1_543_714_304,
+    "qwen2_7b": 7_615_616_512,
+    "qwen2_72b": 72_706_203_648,
+    "qwen2.5_0.5b": 494_032_768,
+    "qwen2.5_1.5b": 1_543_714_304,
+    "qwen2.5_3b": 3_085_938_688,
+    "qwen2.5_7b": 7_615_616_512,
+    "qwen2.5_14b": 14_770_033_664,
+    "qwen2.5_32b": 32_763_876_352,
+    "qwen2.5_72b": 72_706_203_648,
+    "qwen2.5_math_1.5b": 1_543_714_304,
+    "qwen2.5_math_7b": 7_615_616_512,
+    "deepseek_r1_distill_qwen_1.5b": 1_777_088_000,
+    "deepseek_r1_distill_qwen_7b": 7_615_616_512,
+    "qwen3_0.6b": 596_049_920,
+    "qwen3_1.7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
+    "llama3.2_1b": 1_235_814_400,
+    "llama3.2_3b": 3_212_749_824,
+    "llama3.1_8b": 8_030_261_248,
+    "llama3.1_70b": 70_553_706_496,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
+}
+"""Preset -> parameters of the public model, as its page on the Hugging Face hub counts them."""
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if not name.endswith("_tiny")])
+def test_a_public_models_preset_has_its_number_of_parameters(preset):
+    assert num_parameters(arch_from_preset(preset, {}, None)) == PUBLISHED[preset]
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2_135m"),
+        ("Qwen/Qwen1.5-MoE-A2.7B-Chat", "qwen1.5_moe_a2.7b"),
+        ("deepseek-ai/deepseek-llm-7b-chat", "deepseek_llm_7b"),
+        ("Qwen/Qwen2-7B-Instruct", "qwen2_7b"),
+        ("Qwen/Qwen2.5-3B-Instruct", "qwen2.5_3b"),
+        ("Qwen/Qwen2.5-32B", "qwen2.5_32b"),
+        ("Qwen/Qwen2.5-Math-7B", "qwen2.5_math_7b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "deepseek_r1_distill_qwen_1.5b"),
+        ("Qwen/Qwen3-4B-Instruct-2507", "qwen3_4b"),
+        ("Qwen/Qwen3-14B-Base", "qwen3_14b"),
+        ("meta-llama/Llama-3.2-1B-Instruct", "llama3.2_1b"),
+    ],
+)
+def test_a_hub_name_selects_the_preset_of_its_model(name, preset):
+    assert matching_preset(name) == preset
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-11B-Vision", "Qwen/Qwen2.5-VL-3B", "Qwen/Qwen3-VL-8B"])
+def test_another_model_selects_none(name):
+    with pytest.raises(UserError):
+        matching_preset(name)
 
 
 def test_the_tokenizer_sets_the_vocabulary_and_an_override_wins():

@@ -70,13 +70,70 @@ def group_relative(
         if over == "batch":
             sigma_N = _deviation(rewards_N, std).expand_as(rewards_N)
         else:
-            dof_G = size_G if std == "population" else (size_G - 1).clamp(min=1)
-            sigma_N = (zeros_G.index_add(0, group_N, centred_N.square()) / dof_G).sqrt()[group_N]
+            sigma_N = _group_deviation_N(centred_N, group_N, std)
         # Equal rewards give 0 / (0 + eps), where eps may be 0.
         advantages_N = torch.where(centred_N == 0, 0.0, advantages_N / (sigma_N + eps))
     if singleton == "reward":
         advantages_N = torch.where(alone_N, rewards_N, advantages_N)
     return advantages_N
+
+
+def length_weighted(rewards_N: Tensor, lens_N: Tensor, group_id_N: Tensor, *, singleton: SingletonPolicy) -> Tensor:
+    """Returns OPO's advantages, fp64 [N]: R_i - sum(l R) / sum(l) in each group, with l the lengths of the responses.
+
+    Where the squared gradient of a response's log-probability is proportional to its length, this baseline gives the
+    policy gradient the least variance. A group whose rewards are all equal gets exactly 0.
+
+    Args:
+        rewards_N: One reward per sample.
+        lens_N: Sampled tokens of each response.
+        group_id_N: Group of each sample, in any order.
+        singleton: Advantage of a group with one sample, see `group_relative`.
+
+    Source: arXiv 2505.23585, theorem 3.1.
+    """
+    centred_N = group_relative(rewards_N, group_id_N, std="none", singleton=singleton)
+    ids_G, group_N = torch.unique(group_id_N, return_inverse=True)
+    zeros_G = centred_N.new_zeros(ids_G.numel())
+    lens_N = lens_N.double()
+    size_G = zeros_G.index_add(0, group_N, torch.ones_like(lens_N))
+    # The weighted mean of the centred rewards is the distance of both baselines.
+    sums_G, total_G = (zeros_G.index_add(0, group_N, each_N) for each_N in (lens_N * centred_N, lens_N))
+    shift_N = (sums_G / total_G.clamp(min=1))[group_N]
+    return torch.where((size_G == 1)[group_N], centred_N, centred_N - shift_N)
+
+
+def best_of_group(
+    rewards_N: Tensor, group_id_N: Tensor, *, std: StdKind, eps: float = 0.0, singleton: SingletonPolicy
+) -> Tensor:
+    """Returns Pass@k's advantages, fp64 [N]: (R_1 - R_2) / (sigma + eps) for the best sample of a group, 0 for others.
+
+    R_1 and R_2 are the two highest rewards of the group, so that a group with several best samples gets 0.
+
+    Args:
+        rewards_N: One reward per sample.
+        group_id_N: Group of each sample, in any order.
+        std: Kind of the group's deviation sigma; "none": no division.
+        eps: Number added to sigma.
+        singleton: Advantage of a group with one sample, see `group_relative`.
+
+    Source: arXiv 2503.19595, section 3.
+    """
+    centred_N = group_relative(rewards_N, group_id_N, std="none", singleton=singleton)
+    rewards_N = rewards_N.double()
+    ids_G, group_N = torch.unique(group_id_N, return_inverse=True)
+    none_G = rewards_N.new_full((ids_G.numel(),), -torch.inf)
+    best_N = rewards_N == none_G.scatter_reduce(0, group_N, rewards_N, "amax")[group_N]
+    second_N = none_G.scatter_reduce(0, group_N, torch.where(best_N, -torch.inf, rewards_N), "amax")[group_N]
+    size_N, num_best_N = (
+        torch.zeros_like(none_G).index_add(0, group_N, each_N.double())[group_N]
+        for each_N in (torch.ones_like(best_N), best_N)
+    )
+    distance_N = rewards_N - second_N
+    if std != "none":
+        distance_N = distance_N / (_group_deviation_N(centred_N, group_N, std) + eps)
+    distance_N = torch.where(best_N & (num_best_N == 1), distance_N, 0.0)
+    return torch.where(size_N == 1, centred_N, distance_N)
 
 
 def mean_relative(rewards_N: Tensor, group_id_N: Tensor, *, singleton: SingletonPolicy) -> Tensor:
@@ -141,6 +198,14 @@ def decoupled(
     if std == "none" or equal:
         return torch.zeros_like(sums_N) if equal else centred_N
     return centred_N / (_deviation(sums_N, std) + eps)
+
+
+def _group_deviation_N(centred_N: Tensor, group_N: Tensor, std: StdKind) -> Tensor:
+    """Returns the standard deviation of each sample's group, fp64 [N], from values whose mean in each group is 0."""
+    zeros_G = centred_N.new_zeros(int(group_N.max()) + 1)
+    size_G = zeros_G.index_add(0, group_N, torch.ones_like(centred_N))
+    dof_G = size_G if std == "population" else (size_G - 1).clamp(min=1)
+    return (zeros_G.index_add(0, group_N, centred_N.square()) / dof_G).sqrt()[group_N]
 
 
 def _deviation(values_N: Tensor, std: StdKind) -> Tensor:

@@ -55,9 +55,9 @@ def objective(verl: VerlRun) -> Iterator[tuple[str, Any]]:
         )
     if name.startswith("reinforce_pp") and verl["algorithm.gamma"] != 1:
         verl.notes["algorithm.gamma"] = f"with {estimator} an outcome's reward counts fully at each token"
-    if name in ("grpo", "gdpo") and not verl["algorithm.norm_adv_by_std_in_grpo"]:
+    if name in ("grpo", "gdpo", "grpo_passk") and not verl["algorithm.norm_adv_by_std_in_grpo"]:
         yield "algorithm.advantage_std", "none"
-    if verl[f"{ROLLOUT}n"] == 1 and name in ("grpo", "rloo", "gpg", "gdpo"):
+    if verl[f"{ROLLOUT}n"] == 1 and name in ("grpo", "rloo", "gpg", "gdpo", "opo"):
         yield "algorithm.singleton_group", "reward"
     yield from _policy_loss(verl, "gpg" if name == "gpg" else "vanilla")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,8 @@ from mrl.commands.from_verl.rollout import Pair
 from mrl.commands.from_verl.verl_run import VerlRun
 from mrl.config.verl_keys.verl_reward import MANAGERS
 
+DEFAULT = "by_data_source"
+"""mrl's counterpart of verl's `default_compute_score`."""
 METRIC = "algorithm.filter_groups.metric"
 SCORED = ("acc", "score")
 """Metrics that verl compares before it adds anything to the score."""
@@ -52,19 +53,6 @@ def differs(verl: VerlRun, algorithm: Mapping[str, Any], functions: Sequence[Map
         functions: `reward.functions` of the translation.
     """
     penalty = bool(algorithm.get("overlong", {}).get("buffer_length"))
-    if [one.get("name") for one in functions] == ["math"] and (why := _dapo_scores(verl)):
-        effect = (
-            "with an overlong penalty this difference matters, because the penalty is as large as in verl and the "
-            "scores are closer"
-            if penalty
-            else "advantages that are not divided by a group's standard deviation are half as large"
-        )
-        yield (
-            f"{why}: verl's function for the data sources math_dapo and aime* scores a wrong answer -1 and a right one "
-            f"1; mrl's math scores them 0 and 1. {effect[0].upper()}{effect[1:]}. For verl's scores set "
-            "reward.functions=[{name: math, kwargs: {wrong: -1.0}}]; rows of openai/gsm8k and MATH score "
-            "0 and 1 in verl too"
-        )
     if not algorithm.get("dynamic_sampling"):
         return
     metric = str(verl[METRIC])
@@ -87,19 +75,6 @@ def differs(verl: VerlRun, algorithm: Mapping[str, Any], functions: Sequence[Map
         )
     else:
         yield f"{METRIC}={metric}: verl compares '{metric}', which the reward function returns; {same}"
-
-
-def _dapo_scores(verl: VerlRun) -> str:
-    """Returns the setting that implies that verl may score -1 and 1, or ""."""
-    for key in _MANAGERS:
-        if verl.given.get(key) == "dapo":
-            return f"{key}=dapo"
-    for key in ("data.train_files", "data.val_files"):
-        files = verl.given.get(key)
-        for name in files if isinstance(files, list) else [files]:
-            if re.search("dapo|aime", str(name), re.IGNORECASE):
-                return f"{key} has '{name}'"
-    return ""
 
 
 def _manager(verl: VerlRun) -> str | None:
@@ -136,12 +111,11 @@ def _functions(verl: VerlRun) -> Iterator[Pair]:
         if kwargs := verl.under(f"{prefix}custom_reward_function.reward_kwargs."):
             function["kwargs"] = kwargs
     else:
-        function = {"name": "math"}
-        verl.notes["custom_reward_function.path"] = (
-            "not set: verl then selects a function by the data source; mrl uses `math`, which compares the last "
-            "expression of the response with the answer"
+        function = {"name": DEFAULT}
+        verl.decided["custom_reward_function.path"] = (
+            f"not set: verl scores a row by its '{verl['data.reward_fn_key']}', as mrl's {DEFAULT} does; another data "
+            "source is an error in both. Formulas are compared by value, in verl by their normalized texts"
         )
-        verl.lossless.add("custom_reward_function.path")
     if _manager(verl) == "batch":
         function["batch"] = "replica"
     yield "reward.functions", [function]

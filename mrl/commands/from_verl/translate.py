@@ -52,6 +52,7 @@ from mrl.config.verl_keys.translated_keys import (
     not_read,
     verdict,
 )
+from mrl.config.verl_keys.verl_reward import SANDBOX
 from mrl.engines._capabilities import engine_capabilities
 from mrl.errors import UserError
 from mrl.trainer.validation.parallel import build_parallel_layout
@@ -436,6 +437,8 @@ def _is_lost(verl: VerlRun, overridden: Set[str], key: str, value: Any) -> bool:
     """
     if key in MEDIA_COLUMNS and key in overridden and value:
         return True
+    if key.endswith(SANDBOX) and "custom_reward_function.path" in verl.decided:
+        return False
     if key.startswith("reward_model.model.") and verl.given.get("reward_model.enable") is not True:
         return False
     return not is_harmless(key, value)

@@ -26,7 +26,7 @@ from mrl.models.base import ArchSpec
 from mrl.models.transformer_engine import asked_for
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.plan import TransferPlan, make_plan
-from mrl.trainer.run_plan import Resolved, check_run, check_run_folder
+from mrl.trainer.run_plan import CheckedConfig, Resolved, check_run, check_run_folder
 from mrl.trainer.validation.critic import critic_config
 from mrl.trainer.validation.megatron import changes, forced
 from mrl.trainer.validation.world_size import WorldSize
@@ -81,7 +81,7 @@ def describe(config: Config, size: WorldSize, *, launcher: str | None = None, pl
     return "\n".join(lines)
 
 
-def _summary(plan: Resolved) -> Iterator[tuple[str, str]]:
+def _summary(plan: CheckedConfig) -> Iterator[tuple[str, str]]:
     config, arch, grid = plan.config, plan.arch, plan.grid
     model, train, rollout = config.model, config.train, config.rollout
     capabilities = engine_capabilities(rollout.name)
@@ -94,6 +94,7 @@ def _summary(plan: Resolved) -> Iterator[tuple[str, str]]:
     )
     if config.actor.lora.rank:
         yield "adapters", describe_adapters(arch, config.actor.lora)
+    yield "data", f"{plan.source.num_rows:,} training rows, {len(plan.validation):,} held-out prompts"
     warm = train.warm_start.num_steps
     yield "steps", f"{_steps(train)} of {config.algorithm.name}" + (f" after {warm} supervised" if warm else "")
     each = config.rollout.max_sequence_length

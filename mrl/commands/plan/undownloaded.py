@@ -6,14 +6,15 @@ from dataclasses import replace
 
 from mrl.checkpoint.formats.hub import resolve_hub_models, resolve_model_path
 from mrl.commands.rehearse.placeholders import (
-    CHARACTERS,
-    TASK,
     hint_at_placeholders,
     matching_preset,
+    missing_files,
+    with_placeholder_texts,
     with_placeholders,
 )
-from mrl.config.config import Config, DataConfig
+from mrl.config.config import Config
 from mrl.config.hub_cache import is_hub_name
+from mrl.config.paths import BYTES
 from mrl.errors import UserError
 from mrl.models.presets import PRESETS
 
@@ -26,7 +27,8 @@ def with_shapes(config: Config, *, placeholders: bool = False) -> tuple[Config, 
         placeholders: Replace other missing files by placeholders, too.
 
     Reads config.json and tokenizer of such a model from the hub, without its weights. If the hub cannot be reached, a
-    preset replaces `model.path`, whose name contains the preset's; tokenizer and data are then placeholders.
+    preset replaces `model.path`, whose name contains the preset's, and lengths in tokens are unknown. Data files that
+    are named as on the hub and missing are then replaced too.
 
     Raises:
         UserError: The hub cannot be reached, and no preset matches, or the model is not the actor.
@@ -54,8 +56,7 @@ def _with_hub_shapes(config: Config) -> tuple[Config, list[str]]:
         try:
             resolve_model_path("model.path", path, download=True, weights=False)
         except UserError as error:
-            config, note = _with_preset(config, path, error)
-            notes = [note]
+            config, notes = _with_preset(config, path, error)
     return resolve_hub_models(config, download=True, weights=False), notes
 
 
@@ -64,24 +65,23 @@ def with_notes(error: UserError, notes: list[str]) -> UserError:
     return UserError("\n".join([str(error), *(f"note: {note}" for note in notes)])) if notes else error
 
 
-def _with_preset(config: Config, path: str, error: UserError) -> tuple[Config, str]:
-    """Returns the config with a preset for `model.path`, and a note; `error` is why the hub's model is not used."""
+def _with_preset(config: Config, path: str, error: UserError) -> tuple[Config, list[str]]:
+    """Returns the config with a preset for `model.path`, and notes; `error` is why the hub's model is not used."""
     try:
         preset = matching_preset(path)
     except UserError:
         raise UserError(
             f"{error} To plan without the model, set the closest preset, with the vocabulary size of the model: ~model "
-            f"model.preset=NAME model.overrides.vocab_size=SIZE model.tokenizer={CHARACTERS} ~data data.task={TASK}, "
-            f"with NAME one of {', '.join(PRESETS)}."
+            f"model.preset=NAME model.overrides.vocab_size=SIZE model.tokenizer={BYTES}, with NAME one of "
+            f"{', '.join(PRESETS)}."
         ) from error
     sizes = {"vocab_size": PRESETS[preset]["vocab_size"]}
-    model, data = replace(config.model, path=None, preset=preset, overrides=sizes), config.data
+    config = replace(config, model=replace(config.model, path=None, preset=preset, overrides=sizes))
     note = f"model.path={path} is not in the cache and the hub was not reached: the shape is that of preset {preset}"
-    if model.tokenizer is None:
-        model = replace(model, tokenizer=CHARACTERS)
-        data = DataConfig(task=TASK, shuffle=data.shuffle, overlong_prompts=data.overlong_prompts)
-        note += f"; the tokenizer is missing, too: data.task={TASK} is used, and the data are not checked"
+    config, notes = with_placeholder_texts(
+        config, missing_files(config.data, on_hub=True), config.model.tokenizer in (None, path)
+    )
     reference, critic = config.reference, config.critic
     reference = replace(reference, path=None) if reference.path == path else reference
     critic = replace(critic, path=None) if critic.path == path else critic
-    return replace(config, model=model, data=data, reference=reference, critic=critic), note
+    return replace(config, reference=reference, critic=critic), [note, *notes]

@@ -27,6 +27,8 @@ VERL_ESTIMATORS = {
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
     "gpg": "gpg",
     "gdpo": "gdpo",
+    "opo": "opo",
+    "grpo_passk": "grpo_passk",
 }
 """`algorithm.adv_estimator` of verl 0.9.1 -> `algorithm.name`."""
 
@@ -35,10 +37,6 @@ _OTB = "its baseline of each token weighs rewards by norms of gradients; algorit
 ABSENT_ESTIMATORS = {
     "remax": "its baseline is the reward of one more, greedy response to each prompt, which mrl does not sample; "
     "algorithm.name=rloo has the mean of the other responses",
-    "opo": "its baseline is the mean reward of a group weighted by the lengths of the responses; grpo with "
-    "algorithm.norm_adv_by_std_in_grpo=False has the unweighted mean",
-    "grpo_passk": "only the best response of a group is trained, by its distance to the second best; "
-    "algorithm.name=maxrl weighs prompts that are seldom solved",
     "optimal_token_baseline": _OTB,
     "tir_optimal_token_baseline": _OTB,
 }

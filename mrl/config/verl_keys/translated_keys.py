@@ -152,7 +152,8 @@ MAPS: dict[str, tuple[str, Any, str]] = {
     **{f"{ROLLOUT}{name}": row for name, row in verl_rollout.MAPS.items()},
     "algorithm.adv_estimator": (
         "algorithm.name", "gae",
-        "`grpo`, `rloo`, `gpg`; `gae` is `ppo`, `reinforce_plus_plus` is `reinforce_pp`, `..._baseline` too"),
+        "`grpo`, `rloo`, `gpg`, `gdpo`, `opo`, `grpo_passk`; "
+        "`gae` is `ppo`, `reinforce_plus_plus` is `reinforce_pp`, `..._baseline` too"),
     "algorithm.gamma": ("algorithm.gamma", 1.0, "with `gae`"),
     "algorithm.lam": ("algorithm.lam", 1.0, "with `gae`"),
     **{f"critic.{key}": row for key, row in verl_critic.MAPS.items()},
@@ -317,14 +318,14 @@ MISSING: dict[str, str] = {
     f"{MEGATRON}*dynamic_context_parallel": "the context-parallel size is fixed",
     f"{MEGATRON}max_seqlen_per_dp_cp_rank": "the context-parallel size is fixed",
     f"{MEGATRON}router_replay.*": "routing records are sent with the samples, not stored in files",
-    f"{MEGATRON}override_mcore_model_config*": "the model's structure comes from its config.json",
+    f"{MEGATRON}override_mcore_model_config*": "the model's structure comes from its config.json: change it there",
     **{f"{ROOT}model.{name}": why for name, why in verl_lora.MISSING.items()},
     f"{ROOT}model.mtp.*": "no multi-token prediction",
     f"{ROOT}model.custom_chat_template": "write the template into a file and set `data.chat_template`",
     f"{ROOT}model.hf_config_path": "config.json must be in the model's folder",
     f"{ROOT}model.trust_remote_code": "no code of a model folder is run",
     f"{ROOT}model.external_lib": "no code of a model folder is run",
-    f"{ROOT}model.override_config*": "the model's structure comes from its config.json",
+    f"{ROOT}model.override_config*": "the model's structure comes from its config.json: change it there",
     f"{ROOT}model.tiled_mlp.enabled": "`actor.recompute` saves the memory",
     **{f"{ROLLOUT}{name}": why for name, why in verl_rollout.ABSENT.items()},
     f"{ROLLOUT}multi_turn.interaction_config_path": "write the interaction as an environment, "

@@ -66,7 +66,11 @@ MOOT: dict[str, str] = {
 }  # fmt: skip
 """Pattern -> why no value needs a counterpart."""
 
+SANDBOX = "sandbox_fusion.url"
+"""End of the key with the address of verl's sandbox service."""
+
 MISSING: dict[str, str] = {
+    f"*{SANDBOX}": "programs run in mrl's own sandbox; your own function may call a service",
     "reward.reward_manager.module.path": "mrl runs no reward manager: write its computation as a function of "
     "`reward.functions`",
     "reward.reward_manager.*": "mrl does not have this reward manager",
@@ -75,7 +79,6 @@ MISSING: dict[str, str] = {
     "reward_model.max_length": "a longer sample has no score; it is not truncated",
     "reward.reward_model.*": "only for verl's reward server",
     "reward_model.*": "only for verl's reward workers",
-    "*sandbox_fusion.url": "no sandbox service; your own function may call one",
     "reward.reward_kwargs*": "set them as `kwargs` of the function in `reward.functions`",
 }
 """Pattern -> why there is no counterpart."""

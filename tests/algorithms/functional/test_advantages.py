@@ -1,19 +1,26 @@
 """Advantages: goldens by hand with their equations, properties and invariances."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
+from mrl.algorithms.base import Outcomes, build
 from mrl.algorithms.functional.advantages import (
+    best_of_group,
     decoupled,
     group_relative,
     informative_groups,
+    length_weighted,
     mean_relative,
     overlong_penalty,
     reward_to_go,
     whiten,
 )
+from mrl.config.config import AlgorithmConfig, RolloutConfig
+from mrl.config.verl_keys.loss_names import VERL_ESTIMATORS
 
 FP64 = 1e-12  # fp64 sums of a few dozen numbers of order 1
 VERL_FP32 = 5e-6  # verl computes in fp32, and its epsilons of 1e-6 and 1e-8 stand elsewhere
@@ -68,6 +75,48 @@ def test_decoupled_leaves_out_what_a_function_did_not_give() -> None:
     _close(got_N, [0.5, -1.5, 0.5, 0.5])
     alone_N = decoupled(parts_NF, torch.tensor([0.0, 1.0]), torch.tensor([0, 0, 1, 1]), std="none", singleton="error")
     assert alone_N.tolist() == [0] * 4
+
+
+VERL = json.loads(Path(__file__).with_name("verl_advantages.json").read_text())
+
+
+@pytest.mark.parametrize("case", VERL, ids=[f"{one['case']}-{one['estimator']}-{one['by_std']}" for one in VERL])
+def test_advantages_of_an_algorithm_are_those_of_verls_estimator(case: dict) -> None:
+    std = {} if case["estimator"] in ("opo", "rloo") else {"advantage_std": "unbiased" if case["by_std"] else "none"}
+    algorithm = build(AlgorithmConfig(name=VERL_ESTIMATORS[case["estimator"]], **std), RolloutConfig(n=4))
+    rewards_N, lens_N = torch.tensor(case["rewards"], dtype=torch.float64), torch.tensor(case["lens"])
+    # an environment's tokens count in no baseline
+    with_others_N = lens_N + torch.arange(lens_N.numel())
+    given = (rewards_N, torch.tensor(case["groups"]), with_others_N, lens_N < 0)
+    got_N = algorithm.outcome_advantages(Outcomes(*given, sampled_lens_N=lens_N))
+    # verl divides the rounding of a mean of equal rewards by its epsilon of 1e-6
+    torch.testing.assert_close(got_N, torch.tensor(case["advantages"], dtype=torch.float64), rtol=0, atol=1e-10)
+
+
+def test_the_length_weighted_baseline_balances_tokens() -> None:
+    generator = torch.Generator().manual_seed(1)
+    rewards_N, groups_N = torch.randn(30, generator=generator, dtype=torch.float64), torch.arange(30) % 4
+    lens_N = torch.randint(1, 9, (30,), generator=generator)
+    advantages_N = length_weighted(rewards_N, lens_N, groups_N, singleton="error")
+    for group in groups_N.unique():
+        assert (lens_N * advantages_N)[groups_N == group].sum().abs() < FP64 * 100
+    equal_N = length_weighted(rewards_N, lens_N * 0 + 5, groups_N, singleton="error")
+    torch.testing.assert_close(equal_N, group_relative(rewards_N, groups_N, std="none", singleton="error"))
+    same_N = length_weighted(torch.full((3,), 0.1), torch.tensor([1, 5, 9]), torch.zeros(3).long(), singleton="error")
+    assert same_N.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("singleton", ["zero", "reward"])
+def test_the_only_sample_of_a_group_follows_the_policy(singleton: str) -> None:
+    rewards_N, groups_N = torch.tensor([2.0, 3.0, 1.0]).double(), torch.tensor([7, 8, 8])
+    alone = 2.0 if singleton == "reward" else 0.0
+    lens_N = torch.tensor([4, 1, 3])
+    assert length_weighted(rewards_N, lens_N, groups_N, singleton=singleton).tolist() == [alone, 1.5, -0.5]  # type: ignore[arg-type]
+    assert best_of_group(rewards_N, groups_N, std="none", singleton=singleton).tolist() == [alone, 2.0, 0.0]  # type: ignore[arg-type]
+    for function in (lambda: length_weighted(rewards_N, lens_N, groups_N, singleton="error"),
+                     lambda: best_of_group(rewards_N, groups_N, std="none", singleton="error")):  # fmt: skip
+        with pytest.raises(ValueError, match="group 7"):
+            function()
 
 
 def test_without_deviation_it_is_the_centred_reward() -> None:

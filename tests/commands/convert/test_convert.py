@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from mrl.checkpoint.formats.base import OutFile
 from mrl.checkpoint.formats.hf import HfSource, HfTarget
 from mrl.checkpoint.io.hashed_writer import xxh3_file
+from mrl.checkpoint.io.partial_folder import PartialFolder
 from mrl.commands.convert.convert import convert, plan_conversion
 from mrl.errors import UserError
 from mrl.resharding.hf import hf_layout
@@ -180,20 +181,22 @@ def test_killed_at_any_moment_it_leaves_nothing_that_looks_finished_and_continue
     assert killed > 20
 
 
-def stop_after(num_bytes):
-    """A progress callback that dies once so many bytes are written."""
+def stop_after(num_bytes, out):
+    """A progress callback that dies once so many bytes are written and the source's hash, made in a thread, is kept."""
     left = [num_bytes]
 
     def progress(done):
         left[0] -= done
         if left[0] <= 0:
+            while PartialFolder(out).record("source model.safetensors") is None:
+                time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
 
     return progress
 
 
 def interrupted(model, out):
-    status, _ = in_child(lambda: run(model, out, progress=stop_after(100_000)))
+    status, _ = in_child(lambda: run(model, out, progress=stop_after(100_000, out)))
     assert status == -signal.SIGKILL
     partial = out.with_name(out.name + ".partial")
     assert not out.exists()

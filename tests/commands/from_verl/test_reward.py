@@ -24,8 +24,10 @@ def test_a_reward_model_takes_the_place_of_functions(line, section):
         read_settings(["python3", "-m", "verl.trainer.main_ppo", "algorithm.adv_estimator=grpo", *line.split()])
     )
     reward = yaml.safe_load(found.text)["reward"]
-    assert reward == ({"functions": [{"name": "math"}]} if section is None else {"functions": [], "model": section})
-    assert bool([one for one in found.missing if "custom_reward_function" in one]) == (section is None)
+    assert reward == (
+        {"functions": [{"name": "by_data_source"}]} if section is None else {"functions": [], "model": section}
+    )
+    assert bool([one for one in found.moot if "custom_reward_function" in one]) == (section is None)
 
 
 def test_a_reward_model_that_a_function_asks_is_told():
@@ -52,20 +54,18 @@ FILTER = " algorithm.filter_groups.enable=True algorithm.filter_groups.metric="
 
 
 @pytest.mark.parametrize(
-    ("words", "is_listed"),
+    ("words", "name"),
     [
-        ("reward_model.reward_manager=dapo", True),
-        ("reward.reward_manager.name=dapo", True),
-        ("data.val_files=['gsm8k.parquet','aime-2024.parquet']", True),
-        ("data.train_files=DAPO-Math-17k.parquet", True),
-        ("reward_model.reward_manager=naive", False),
-        ("reward_model.reward_manager=dapo custom_reward_function.path=r.py", False),
-        ("reward_model.reward_manager=dapo reward_model.enable=True reward_model.model.path=rm", False),
+        ("reward_model.reward_manager=dapo", "by_data_source"),
+        ("reward.reward_manager.name=prime data.reward_fn_key=source", "by_data_source"),
+        ("reward_model.reward_manager=dapo custom_reward_function.path=r.py", "r.py:compute_score"),
     ],
 )
-def test_scores_of_minus_one_are_listed_as_a_difference(words, is_listed):
+def test_without_a_function_the_data_source_selects_one_as_in_verl(words, name):
     found = translate(read_settings((DAPO + words).split()))
-    assert bool([one for one in found.differs if "{wrong: -1.0}" in one]) == is_listed
+    assert [one["name"] for one in yaml.safe_load(found.text)["reward"]["functions"]] == [name]
+    assert bool([one for one in found.moot if "by_data_source" in one]) == (name == "by_data_source")
+    assert not found.lost
 
 
 @pytest.mark.parametrize(
@@ -98,3 +98,10 @@ def test_a_reward_manager_that_mrl_does_not_have_is_listed(key):
         assert listed == [not is_known, is_known], name
     found = translate(read_settings([*DAPO.split(), "reward.reward_manager.module.path=mine.py"]))
     assert [one for one in found.missing if one.startswith("reward.reward_manager.module.path=mine.py")]
+
+
+@pytest.mark.parametrize("section", ["reward_model", "reward"])
+def test_a_sandbox_service_is_lost_only_for_a_function_that_may_call_it(section):
+    url = [*DAPO.split(), f"{section}.sandbox_fusion.url=http://host:8080"]
+    assert not translate(read_settings(url)).lost
+    assert len(translate(read_settings([*url, "custom_reward_function.path=r.py"])).lost) == 1

@@ -1,5 +1,7 @@
 """Planning before a model is downloaded: the hub's config.json without weights, or a preset of the same name."""
 
+import json
+
 import pytest
 from huggingface_hub import constants
 
@@ -8,7 +10,7 @@ from mrl.commands.plan.undownloaded import with_shapes
 from mrl.config.config import load
 from mrl.errors import UserError
 from mrl.models.presets import arch_from_preset
-from mrl.trainer.run_plan import resolve
+from mrl.trainer.run_plan import check_run, resolve
 from tests.checkpoint.formats.test_hf import write_folder
 from tests.checkpoint.formats.test_hub import NAME, fill
 from tests.data.folders import byte_bpe_folder
@@ -52,7 +54,45 @@ def test_without_the_hub_a_preset_of_the_same_name_has_the_shape(cache, tmp_path
     changed, notes = with_shapes(load(config_of(tmp_path, "Qwen/Qwen3-8B")))
     assert (changed.model.path, changed.model.preset) == (None, "qwen3_8b")
     assert resolve(changed, 1).arch == arch_from_preset("qwen3_8b", {}, None)
-    assert len(notes) == 1 and "qwen3_8b" in notes[0]
+    assert "qwen3_8b" in notes[0] and "tokenizer" in notes[1]
+
+
+def with_rows(tmp_path, *rows):
+    config, data = config_of(tmp_path, "Qwen/Qwen2.5-0.5B-Instruct"), tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = config.read_text().replace("num_steps: 4", "num_epochs: 2, batch_size: 2, num_steps: null")
+    config.write_text(text.replace("data: {task: addition}", f"data: {{train_files: [{data}]}}"))
+    return str(config)
+
+
+ROWS = [{"prompt": [{"role": "user", "content": f"naïve {k} " * 40}], "answer": "1", "level": -k} for k in range(5)]
+PREPARED = {"train": ["train", "--dry-run"], "plan": ["plan"], "rehearse": ["rehearse", "--dry-run"]}
+
+
+@pytest.mark.parametrize("command", PREPARED.values(), ids=PREPARED)
+def test_without_the_tokenizer_the_users_rows_are_read(command, cache, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = with_rows(tmp_path, *ROWS)
+    first = [command[0], config, "--world-size", "1", *command[1:]]
+    assert main([*first, "data.order_by=level"]) == 0
+    assert "lengths in tokens are unknown" in capsys.readouterr().out
+    (tmp_path / "order.py").write_text("def late(rows, rewards): return [1 / (1 - (r.mean or 0)) for r in rewards]\n")
+    assert main([*first, "data.order_by=order.py:late"]) == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    for wrong, said in (("data.order_by=levle", "did you mean 'level'"), ("data.answer_key=anwser", "'answer'")):
+        assert main([*first, wrong]) == 2
+        assert said in capsys.readouterr().err.replace("Did", "did")
+
+
+def test_without_the_tokenizer_the_number_of_steps_is_that_of_the_users_rows(cache, tmp_path, capsys):
+    config = load(with_rows(tmp_path, *ROWS))
+    changed, _ = with_shapes(config)
+    assert (changed.data.train_files, changed.data.task) == (config.data.train_files, None)
+    found = check_run(changed, 1, tell=[].append)
+    assert found.config.train.num_steps == 5  # 2 x 5 rows in batches of 2
+    assert [prompt.answer for prompt in found.source.peek(5)] == ["1"] * 5
+    assert main(["train", "--dry-run", with_rows(tmp_path, *ROWS), "data.train_max_samples=3"]) == 0
+    assert "3 training rows" in capsys.readouterr().out
 
 
 def test_without_hub_and_preset_the_error_names_both_ways_out(cache, tmp_path):

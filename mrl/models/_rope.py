@@ -42,9 +42,8 @@ _REQUIRED = {
     "longrope": ("short_factor", "long_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-_OWN_LENGTH = ("phi3",)
-"""Families whose original length is a key of config.json itself; transformers 4 refuses a rope_scaling that has more
-than a type and the two lists."""
+_SHORT_SCALING = ("phi3",)
+"""Families for which transformers 4 refuses a rope_scaling that has more than a type and the two lists."""
 _OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """Settings for which transformers reads 0 like a missing value."""
 _WITHOUT_EFFECT = ("finetuned",)
@@ -117,9 +116,11 @@ def write_rope(arch: ArchSpec) -> dict[str, Any]:
     new: dict[str, Any] = {"rope_type": "default"} if scaling is None else settings_of(scaling)
     old = None if scaling is None else dict(new)
     top_level: dict[str, Any] = {}
-    if old is not None and arch.family in _OWN_LENGTH:
-        top_level[_ORIGINAL] = old.pop(_ORIGINAL)
-        old["type"] = old.pop("rope_type")
+    if old is not None and new["rope_type"] == "longrope":
+        top_level[_ORIGINAL] = new[_ORIGINAL]  # where transformers 4 reads it
+        if arch.family in _SHORT_SCALING:
+            del old[_ORIGINAL]
+            old["type"] = old.pop("rope_type")
     return {
         "rope_parameters": {**new, "rope_theta": arch.rope_theta, **partial},
         "rope_theta": arch.rope_theta,
@@ -226,7 +227,22 @@ def _scaling(
             values[part] = positive_floats(rope, part)
         else:
             values[part] = positive_float(rope, part, {})
-    return RopeScaling(kind, **values)
+    scaling = RopeScaling(kind, **values)
+    if kind == "longrope":
+        _check_longrope_factor(scaling, key, positive_int(config, "max_position_embeddings", defaults))
+    return scaling
+
+
+def _check_longrope_factor(scaling: RopeScaling, key: str, longest: int) -> None:
+    """Refuses a factor that transformers 4 and 5 use differently."""
+    factor, original = scaling.factor, scaling.original_max_position_embeddings
+    if factor is None or scaling.attention_factor is not None or original is None or factor == longest / original:
+        return
+    raise UserError(
+        f"config.json: factor is {factor} in {key}, but max_position_embeddings / {_ORIGINAL} is {longest / original}: "
+        "with rope_type 'longrope' transformers 5 uses the first, and transformers 4 the second. Replace factor by "
+        "attention_factor."
+    )
 
 
 def _original(

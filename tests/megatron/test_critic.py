@@ -11,8 +11,10 @@ from mrl.algorithms._critic import ValueObjective
 from mrl.checkpoint.formats.megatron import MegatronSource
 from mrl.config.config import CriticConfig, RolloutConfig
 from mrl.megatron import checkpoint
+from mrl.models._positions import for_run
 from mrl.models.base import critic_of
 from mrl.models.hf_config import family_of
+from mrl.models.presets import arch_from_preset
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.regions import full_region
 from tests.megatron.actors import (
@@ -22,6 +24,7 @@ from tests.megatron.actors import (
     EXPERT_LAYOUTS,
     LAYOUTS,
     MIXTURES,
+    VOCAB,
     full_gradients,
     full_weights,
     make_batch,
@@ -30,13 +33,16 @@ from tests.megatron.actors import (
     own_part,
 )
 from tests.megatron.trainings import ABSOLUTE, RELATIVE
+from tests.models.rope import variants
 from tests.ranks import run_ranks
 
 VALUES = 2e-5  # fp32 against fp64: values of order 1 through four layers
 GRADIENT = 2e-5  # relative to the largest gradient of each tensor
 OPTIONS = {"actor": {"clip_grad": 0.0, "use_distributed_optimizer": False}}
 OBJECTIVE = ValueObjective(CriticConfig(cliprange_value=0.5), RolloutConfig())
-MODELS = {**ARCHS, **MIXTURES}
+PHI4 = for_run(arch_from_preset("phi3_tiny", variants(head_dim=16, original=64)["phi4_mini"][1], VOCAB), longest=20)
+DENSE = {**ARCHS, "phi4": PHI4}
+MODELS = {**DENSE, **MIXTURES}
 
 
 def valued(arch):
@@ -74,7 +80,7 @@ def by_transformers():
                 metrics["critic/vf_loss"],
                 {key: gradient.double() for key, gradient in gradients.items()},
             )
-            known[name] = dense(MODELS[name], weights) if name in ARCHS else single
+            known[name] = dense(MODELS[name], weights) if name in DENSE else single
         return known[name]
 
     return found
@@ -105,6 +111,7 @@ CASES = {
     **{f"qwen2-{layout}": ("qwen2", grid) for layout, grid in LAYOUTS.items()},
     **{f"qwen3-{layout}": ("qwen3", CONTEXT_LAYOUTS[layout]) for layout in ("cp2", "cp2_tp2", "cp2_pp2")},
     "llama-tp2_pp2": ("llama", LAYOUTS["tp2_pp2"]),
+    "phi4-tp2": ("phi4", LAYOUTS["tp2"]),
     "qwen2_moe-tp2_ep2_pp2": ("qwen2_moe", EXPERT_LAYOUTS["tp2_ep2_pp2"]),
 }
 

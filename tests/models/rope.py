@@ -7,7 +7,16 @@ def both_spellings(rope):
     """Transformers 5's `rope_parameters`, and `rope_theta` beside `rope_scaling` of older versions."""
     scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
     old = {"rope_theta": rope["rope_theta"], "rope_scaling": None if rope["rope_type"] == "default" else scaling}
-    return {"rope_parameters": rope, **old}
+    top_level = {name: rope[name] for name in ("partial_rotary_factor",) if name in rope}
+    if rope["rope_type"] == "longrope" and "original_max_position_embeddings" in rope:
+        top_level["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    return {"rope_parameters": rope, **old, **top_level}
+
+
+def of_phi_3(keys):
+    """The same with a `rope_scaling` as transformers 4 accepts it for Phi 3: a type and two lists."""
+    lists = {name: keys["rope_scaling"][name] for name in ("short_factor", "long_factor")}
+    return {**keys, "rope_scaling": {"type": "longrope", **lists}}
 
 
 def variants(head_dim: int = 16, original: int = 16) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -40,23 +49,10 @@ def variants(head_dim: int = 16, original: int = 16) -> dict[str, tuple[str, dic
             ),
         ),
         "yarn_factor": ("llama", both_spellings({**yarn, "attention_factor": 0.8})),
-        "longrope": ("qwen3", both_spellings(longrope(half, factor=4.0))),
-        "phi3_partial": ("phi3", {**both_spellings({"rope_type": "default", **theta, **partial}), **partial}),
-        "phi3_longrope": (
-            "phi3",
-            {
-                **both_spellings(longrope(half)),
-                "original_max_position_embeddings": original,
-            },
-        ),
-        "phi4_mini": (
-            "phi3",
-            {
-                **both_spellings(longrope(head_dim * 3 // 8, **partial)),
-                **partial,
-                "original_max_position_embeddings": original,
-            },
-        ),
+        "longrope": ("qwen3", both_spellings(longrope(half, factor=4.0, attention_factor=1.3))),
+        "phi3_partial": ("phi3", both_spellings({"rope_type": "default", **theta, **partial})),
+        "phi3_longrope": ("phi3", of_phi_3(both_spellings(longrope(half)))),
+        "phi4_mini": ("phi3", of_phi_3(both_spellings(longrope(head_dim * 3 // 8, **partial)))),
     }
 
 

@@ -19,6 +19,13 @@ _SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     {"rope_type": "longrope", "short_factor": [2.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0},
+    {
+        "rope_type": "longrope",
+        "short_factor": [2.0] * 4,
+        "long_factor": [2.0] * 4,
+        "factor": 4.0,
+        "attention_factor": 2,
+    },
     {"type": "su", "short_factor": [2.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 16},
     {"type": "su", "short_factor": [4.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16},
     {

@@ -19,9 +19,8 @@ def built_refusals(config: Config, arch: ArchSpec) -> Iterator[str]:
     if longest > arch.max_position_embeddings:
         yield (
             f"rollout.name={config.rollout.name}: the tables of a built engine have max_position_embeddings="
-            f"{arch.max_position_embeddings} positions, and sequences can have {longest}. Raise "
-            f"max_position_embeddings in the model's config.json to {longest}; with yarn, first write the original "
-            "length into rope_scaling."
+            f"{arch.max_position_embeddings} positions, and sequences can have {longest}. Raise it in the model's "
+            f"config.json to {longest}; with yarn, first write the original length into rope_scaling."
         )
     if (reason := rotary_refusal(arch)) is not None:
         yield f"rollout.name={config.rollout.name}: {reason}"

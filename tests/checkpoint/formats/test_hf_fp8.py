@@ -8,8 +8,8 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from mrl.checkpoint.formats.hf import HfSource, HfTarget, load_from_hf
 from mrl.commands.convert.convert import convert
@@ -118,6 +118,10 @@ def test_blocks_of_any_size_are_read_by_slices(tmp_path_factory, preset, block, 
 
 @pytest.mark.parametrize("block", [(8, 4), (4, 8), (1, 2)], ids=str)
 def test_the_formula_is_that_of_transformers(tmp_path, block):
+    if Version(transformers.__version__).major < 5:
+        pytest.skip("transformers 4 needs Triton for it")
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
     arch = arch_of("qwen2_tiny")
     write(tmp_path, arch, block_config(*block), suffix="_scale_inv", block_of=lambda _: block)
     stored = load_file(tmp_path / "model.safetensors")

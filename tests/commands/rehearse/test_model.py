@@ -6,6 +6,8 @@ import pytest
 
 from mrl.commands.rehearse.layout import compare, smallest_like
 from mrl.commands.rehearse.model import shrunk_model
+from mrl.commands.rehearse.settings import _sizes_of
+from mrl.models._positions import for_run
 from mrl.models.presets import arch_from_preset
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import chunk_layers, megatron_layout
@@ -19,6 +21,7 @@ CASES = {
     "qwen2.5_7b": ParallelLayout(8, tp=4, rollout_tp=8),
     "qwen3_8b": ParallelLayout(8, tp=2, rollout_tp=2),
     "llama3.1_70b": ParallelLayout(64, tp=8, pp=4, vpp=5, rollout_tp=8),
+    "qwen2.5_7b_128k": ParallelLayout(8, tp=4, rollout_tp=8),
     "phi3_tiny": ParallelLayout(4, tp=2, rollout_tp=4),
     "glm4_moe_tiny": ParallelLayout(8, tp=2, pp=2, ep=4, etp=1, rollout_tp=4, rollout_ep=2),
     "mixtral_tiny": ParallelLayout(16, tp=2, ep=4, rollout_tp=4, rollout_ep=2),
@@ -88,3 +91,13 @@ def test_every_chunk_of_a_virtual_pipeline_has_a_layer():
 def test_the_vocabulary_needs_padding_where_it_did(vocab_size, padded):
     _, _, small, used = shrunk("qwen3_8b", vocab_size=vocab_size)
     assert TOKENS <= small.vocab_size < 2 * TOKENS and (small.vocab_size % used.tp != 0) is padded
+
+
+@pytest.mark.parametrize("longest", [4096, 4097])
+def test_lists_of_rotary_factors_fit_the_smaller_heads_and_the_choice_stays(longest):
+    arch = for_run(arch_from_preset("phi4_mini", {}, None), longest)
+    small, _ = shrunk_model(arch, ParallelLayout(2, tp=2), ParallelLayout(2, tp=2), tokens=TOKENS)
+    assert 0 < small.rotary_dim < small.head_dim and len(small.rope_scaling.long_factor) == small.rotary_dim // 2
+    again = arch_from_preset("phi4_mini", _sizes_of("phi4_mini", small), None)
+    assert for_run(again, 16) == small
+    assert small.rope_scaling.uses_long_factor == (longest > 4096)

@@ -35,6 +35,8 @@ LoadRequest = dict[int, dict[int, dict[str, Any]]]
 def to_save(optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any]) -> dict[int, Any]:
     """Returns the state to save, by optimizer of the chain; one that never stepped gets zero moments.
 
+    An optimizer without parameters is left out: that of the experts in a pipeline stage whose layers have none.
+
     Args:
         optimizer: Megatron's ChainedOptimizer.
         model_state: Sharded state dict of the model, in which the optimizer finds its parameters.
@@ -47,7 +49,7 @@ def to_save(optimizer: Any, model_state: dict[str, Any], metadata: dict[str, Any
             found[index] = rank_shards(part, model_state, _key)
         else:
             found[index] = part.sharded_state_dict(model_state, is_loading=False, metadata=metadata)
-    return found
+    return {index: state for index, state in found.items() if state}
 
 
 def to_load(
@@ -70,7 +72,7 @@ def to_load(
         else:
             state = part.sharded_state_dict(model_state, is_loading=True, metadata=metadata)
             request[index] = {order: dict(_as_saved(tensors, saved)) for order, tensors in _by_parameter(state).items()}
-    return request
+    return {index: tensors for index, tensors in request.items() if tensors}
 
 
 def restore(optimizer: Any, loaded: LoadRequest, num_updates: int) -> None:
@@ -84,9 +86,9 @@ def restore(optimizer: Any, loaded: LoadRequest, num_updates: int) -> None:
     for index, part in enumerate(trained_parts(optimizer)):
         with torch.no_grad():
             if isinstance(part, DistributedOptimizer):
-                fill(part, loaded[index])
+                fill(part, loaded.get(index, {}))
             else:
-                _fill(part, loaded[index])
+                _fill(part, loaded.get(index, {}))
         adam_of(part).set_steps(num_updates)
 
 

@@ -84,7 +84,7 @@ def packed_routing(
     _check_choices(chosen, num_experts)
     experts = chosen.new_full((count, *chosen.shape[1:]), -1)
     # sequences that share an input have the same experts, up to rounding: any of them will do
-    known = chosen.flatten(1).min(1).values >= 0
+    known = (chosen >= 0).flatten(1).all(1)
     experts[row_I[known]] = chosen[known]
     return Routing(copies, layers, experts)
 

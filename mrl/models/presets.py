@@ -13,9 +13,10 @@ from typing import Any
 from mrl.config import registry
 from mrl.config.did_you_mean import did_you_mean
 from mrl.errors import UserError
-from mrl.models._keys import DECODER_KEYS, WINDOW_KEYS
+from mrl.models._keys import DECODER_KEYS
+from mrl.models._quantization import QUANTIZED
 from mrl.models.base import ArchSpec
-from mrl.models.hf_config import arch_from_config
+from mrl.models.hf_config import arch_from_config, families
 
 INITIALIZER_RANGE = 0.02
 """Standard deviation of random weight matrices, transformers' default `initializer_range`."""
@@ -33,8 +34,6 @@ _TINY: dict[str, Any] = {
 }
 
 _TINY_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
-
-_DENSE_LAYERS: dict[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 
 _LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
@@ -145,7 +144,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_moe",
         **_TINY,
         **_TINY_EXPERTS,
-        **_DENSE_LAYERS,
         "head_dim": 32,
         "num_experts": 4,
         "norm_topk_prob": True,
@@ -155,7 +153,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "model_type": "qwen2_moe",
         **_TINY,
         **_TINY_EXPERTS,
-        **_DENSE_LAYERS,
         "num_experts": 4,
         "shared_expert_intermediate_size": 96,
         "norm_topk_prob": False,
@@ -173,10 +170,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_TINY,
         **_TINY_EXPERTS,
         "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
         "attention_bias": True,
-        "use_qk_norm": False,
         "tie_word_embeddings": False,
     },
     "mistral_tiny": {"model_type": "mistral", **_TINY, "sliding_window": None, "tie_word_embeddings": False},
@@ -305,8 +299,8 @@ def arch_from_preset(name: str, overrides: Mapping[str, Any], vocab_size: int | 
         hint = did_you_mean(name, PRESETS)
         raise UserError(f"model.preset: there is no '{name}'.{hint} Known: {', '.join(PRESETS)}.")
     config = dict(PRESETS[name])
-    named = (*DECODER_KEYS, *WINDOW_KEYS)
-    known = (*named, *(key for key in config if key not in (*named, "model_type")), _INITIALIZER)
+    read = families()[config["model_type"]].keys.read - {*DECODER_KEYS, *QUANTIZED}
+    known = (*DECODER_KEYS, *sorted(read), _INITIALIZER)
     for key in overrides:
         if key not in known:
             hint = did_you_mean(key, known)

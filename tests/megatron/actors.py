@@ -57,6 +57,8 @@ MIXTURES = {
 SHALLOW_MIXTURE = replace(MIXTURES["qwen2_moe"], num_layers=2)
 BIASED_MIXTURE = MIXTURES["glm4_moe"]
 """Dense in the first layer, and with a bias where experts are selected."""
+HALF_DENSE_MIXTURE = arch_from_preset("glm4_moe_tiny", {"first_k_dense_replace": 2}, VOCAB)
+"""The first of two pipeline stages has no experts."""
 LAYOUTS = {
     "single": ParallelLayout(1),
     "tp2": ParallelLayout(2, tp=2),

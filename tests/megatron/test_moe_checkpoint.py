@@ -11,6 +11,7 @@ from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import (
     BIASED_MIXTURE,
     EXPERT_LAYOUTS,
+    HALF_DENSE_MIXTURE,
     SHALLOW_MIXTURE,
     adam_steps,
     full_weights,
@@ -27,6 +28,7 @@ LAYOUTS = {"single": ParallelLayout(1), "tp2_pp2": ParallelLayout(4, tp=2, pp=2)
 CASES = [
     ("tp2_ep2_etp2", ["single", "ep4", "tp2_pp2"]),
     ("single", ["ep2"]),
+    ("ep2_pp2", ["single", "ep2", "tp2_ep2_pp2"]),
 ]
 
 
@@ -54,7 +56,9 @@ def resumed(folder, grid, arch=SHALLOW_MIXTURE):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "targets"), CASES, ids=[source for source, _ in CASES])
-@pytest.mark.parametrize("arch", [SHALLOW_MIXTURE, BIASED_MIXTURE], ids=lambda arch: arch.family)
+@pytest.mark.parametrize(
+    "arch", [SHALLOW_MIXTURE, BIASED_MIXTURE, HALF_DENSE_MIXTURE], ids=["every layer", "but the first", "half"]
+)
 def test_training_goes_on_where_the_experts_lie_otherwise(arch, source, targets, tmp_path):
     folder = tmp_path / "actor"
     weights, metrics = run_ranks(LAYOUTS[source].world_size, saved, folder, LAYOUTS[source], arch)[0]
@@ -62,7 +66,7 @@ def test_training_goes_on_where_the_experts_lie_otherwise(arch, source, targets,
         grid = LAYOUTS[target]
         for found, stepped, num_optimizers, steps in run_ranks(grid.world_size, resumed, folder, grid, arch):
             assert found.keys() == weights.keys()
-            assert any("correction_bias" in key for key in found) == (arch is BIASED_MIXTURE)
+            assert any("correction_bias" in key for key in found) == (arch is not SHALLOW_MIXTURE)
             assert all(torch.equal(found[key], weights[key]) for key in weights), target
             assert num_optimizers == (2 if grid.ep > 1 else 1)
             assert steps == {float(BEFORE)}

@@ -130,7 +130,7 @@ IDLE = {
     "code_revision tokenizer_revision renderer_num_workers tokens_only",
     "the engine generates with the actor's model": "runner convert pooler_config disable_sliding_window "
     "diffusion_config",
-    "it is only for models that mrl does not support: multimodal, state-space, or sparse attention, or windows of some layers":
+    "it is only for models that mrl does not support: multimodal, state-space, sparse attention, some windows":
         "allowed_local_media_path allowed_media_domains default_mm_loras disable_chunked_mm_input ec_manager_config "
         "enable_mm_embeds enable_mm_processor_stats enable_tower_connector_lora interleave_mm_strings "
         "io_processor_plugin language_model_only limit_mm_per_prompt media_io_kwargs mm_device_do_normalize "

@@ -39,10 +39,10 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import Tensor, nn
 
+from mrl.algorithms.functional.importance import at_least_fp32
 from mrl.config.config import LoraConfig
 from mrl.distributed.groups import ProcessGroups
 from mrl.models.base import ArchSpec
-from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.layout import Layout
 from mrl.resharding.lora import (
     WEIGHT,
@@ -87,7 +87,7 @@ class Adapters:
             arch: Architecture of the model.
             groups: Process groups of the layout.
             lora: Config section; `rank` is above 0.
-            dtype: Dtype of the adapters, "float32" or "bfloat16".
+            dtype: Dtype of the adapters, such as "float32".
             te: True if the layers are TransformerEngine's.
         """
         self._arch, self.lora, self.scale, self.enabled = arch, lora, scale_of(lora), True
@@ -200,7 +200,7 @@ class Adapters:
             (matrix.a_name, matrix.lora_a, by_columns),
             (matrix.b_name, matrix.lora_b, not by_columns),
         ):
-            values = torch.full(stored.shape, torch.nan, dtype=DTYPES[dtype], device=weight.device)
+            values = torch.full(stored.shape, torch.nan, dtype=getattr(torch, dtype), device=weight.device)
             parameter: Any = nn.Parameter(values)
             parameter.allreduce = getattr(weight, "allreduce", True)  # False: reduced over the expert's replicas
             parameter.sequence_parallel = not is_expert and not is_cut and _scatters(module)
@@ -310,6 +310,6 @@ def _input_of(module: nn.Module, x: Tensor) -> Tensor:
         return x
     eps: float = module.eps  # type: ignore[assignment]
     gamma = weight + 1 if getattr(module, "zero_centered_gamma", False) else weight
-    wide = x.float()
+    wide = at_least_fp32(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed * gamma.float()).to(x.dtype)
+    return (normed * at_least_fp32(gamma)).to(x.dtype)

@@ -260,7 +260,7 @@ def _whole(layout: Layout, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         part = tensor_of(data, getattr(torch, dtype), [stop - start for start, stop in src])
         old = whole.get(hf_name, torch.empty([0] * len(shape)))
         size = [max(a, b) for a, b in zip(old.shape, shape, strict=True)]
-        new = torch.full(size, torch.nan)
+        new = torch.full(size, torch.nan, dtype=torch.promote_types(torch.float32, part.dtype))
         new[tuple(slice(0, n) for n in old.shape)] = old
         there = new[tuple(slice(*bounds) for bounds in src)]
         same = torch.isnan(there) | (there == part)

@@ -212,6 +212,9 @@ class AdapterConfig:
     layer never have adapters."""
     exclude_modules: list[str] = field(default_factory=list)
     """Modules without adapters although `target_modules` names them."""
+    share_expert_adapters: bool = False
+    """One pair for each projection of a layer's experts, the same for all of them, instead of one for each expert
+    (Megatron-Bridge's name). The shared expert has its own."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """Random initial values of the first adapter of a pair, lora_A; the second is zero. kaiming: uniform within
     1 / sqrt(inputs), as PEFT does by default; gaussian: normal with standard deviation 1 / rank."""

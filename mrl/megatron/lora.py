@@ -16,6 +16,9 @@ products travel:
 - Partial sums: nothing is exchanged; the gradient of the adapter that every rank has complete is summed by
   `sum_partial_gradients`.
 
+With `share_expert_adapters` a rank registers the pair with the first of its experts, and the others use it; its
+gradient is summed over the expert-parallel ranks, each of which has a copy.
+
 Shapes: n tokens, I inputs and O outputs of this rank, r the rank of the adapters, M adapted projections of a matrix.
 """
 
@@ -102,29 +105,37 @@ class Adapters:
         by_module: dict[str, list[TrainedMatrix]] = {}
         for matrix in self.matrices:
             by_module.setdefault(matrix.weight.rpartition(WEIGHT)[0], []).append(matrix)
+        self._layout = adapter_layout(self.matrices)
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._owners: list[TrainedMatrix] = []
+        first: dict[tuple[int, int | None, str], TrainedMatrix] = {}  # by chunk, layer and projection
         for name, matrices in by_module.items():
             module = modules[name]
             for matrix in matrices:
-                self._register(module, matrix, dtype)
+                place, owner = matrix.tensor, matrix
+                if self._is_shared(matrix):
+                    owner = first.setdefault((place.chunk, place.layer, place.spec.megatron), matrix)
+                if owner is matrix:
+                    self._owners.append(matrix)
+                    self._register(module, matrix, dtype)
+                self._parameters[matrix.a_name] = self._parameters[owner.a_name]
+                self._parameters[matrix.b_name] = self._parameters[owner.b_name]
             module.register_forward_hook(partial(self._add_products, matrices))
 
     def layout(self) -> Layout:
         """Returns the layout of this rank's adapters, in the coordinates of PEFT's files."""
-        return adapter_layout(self.matrices)
+        return self._layout
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns this rank's adapters, named as in `layout`."""
-        parameters = {
-            f"chunk{index}.{name}": parameter
-            for index, chunk in enumerate(self._chunks)
-            for name, parameter in chunk.named_parameters()
-        }
-        return {name: parameters[name] for name in self.layout()}
+        """Returns this rank's adapters, named as in `layout`; a pair of several experts has a name for each."""
+        return self._parameters
 
     def describe(self) -> dict[str, Any]:
         """Returns the settings that adapters of another run must share, as JSON values."""
         lora = self.lora
+        shared = {"share_expert_adapters": True} if lora.share_expert_adapters else {}
         return {
+            **shared,
             "rank": lora.rank,
             "scale": self.scale,
             "modules": modules_hash(self._arch, lora),
@@ -139,12 +150,15 @@ class Adapters:
             chunk: Index of the chunk.
             dense: Ranks that have the same dense parameters.
         """
-        state, parameters = {}, self.named_parameters()
-        for matrix in self.matrices:
-            place = matrix.tensor
+        state = {}
+        for matrix in self._owners:
+            place, share = matrix.tensor, 0
             if place.chunk != chunk:
                 continue
-            stem = place.spec.megatron.format(layer=place.layer, expert=place.expert)
+            expert = place.expert
+            if self._is_shared(matrix):
+                expert, share = 0, parallel_state.get_expert_model_parallel_rank()
+            stem = place.spec.megatron.format(layer=place.layer, expert=expert)
             if matrix.is_expert:
                 cut = parallel_state.get_expert_tensor_parallel_group()
                 replicas = parallel_state.get_expert_data_parallel_group()
@@ -156,9 +170,9 @@ class Adapters:
                 copy = 0 if axis is not None else cut.rank()
                 tensor = ShardedTensor.from_rank_offsets(
                     adapter_name(stem, which),
-                    parameters[name],
+                    self._parameters[name],
                     *([] if axis is None else [(axis, cut.rank(), cut.size())]),
-                    replica_id=(0, copy, replicas.rank()),
+                    replica_id=(share, copy, replicas.rank()),
                 )
                 if axis == 0 and matrix.is_gated:  # the gate rows of all ranks, then the up rows
                     tensor = apply_swiglu_sharded_factory(tensor, ())
@@ -181,17 +195,18 @@ class Adapters:
             self.enabled = before
 
     def sum_partial_gradients(self) -> None:
-        """Collective over the ranks that share an expert, after a backward: sums gradients of complete adapters."""
-        parameters: list[Any] = [each for each in self.named_parameters().values() if getattr(each, PARTIAL, False)]
-        gradients: list[Tensor] = [parameter.main_grad for parameter in parameters]
-        group = parallel_state.get_expert_tensor_parallel_group()
-        if gradients and group.size() > 1:
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat, group=group)
-            for gradient, summed in zip(
-                gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True
-            ):
-                gradient.copy_(summed.view_as(gradient))
+        """Collective over the ranks of an expert, and of all experts that share adapters, after a backward.
+
+        Sums the gradients of adapters that an expert's ranks have complete, then those of shared adapters.
+        """
+        owned = [(matrix, self._parameters[name]) for matrix in self._owners for name in (matrix.a_name, matrix.b_name)]
+        complete = [parameter for _, parameter in owned if getattr(parameter, PARTIAL, False)]
+        _sum_gradients(complete, parallel_state.get_expert_tensor_parallel_group())
+        shared = [parameter for matrix, parameter in owned if self._is_shared(matrix)]
+        _sum_gradients(shared, parallel_state.get_expert_model_parallel_group())
+
+    def _is_shared(self, matrix: TrainedMatrix) -> bool:
+        return matrix.is_expert and self.lora.share_expert_adapters
 
     def _register(self, module: nn.Module, matrix: TrainedMatrix, dtype: str) -> None:
         weight = module.get_parameter(matrix.weight.rpartition(".")[2])
@@ -210,6 +225,9 @@ class Adapters:
                 group = parallel_state.get_expert_tensor_parallel_group()
                 setattr(parameter, PARTIAL, group.size() > 1)
                 parameter.shared = group.rank() > 0  # counted once in the gradient's norm
+            if self._is_shared(matrix) and parallel_state.get_expert_model_parallel_rank() > 0:
+                parameter.shared = True
+            self._parameters[name] = parameter
             module.register_parameter(name.rpartition(".")[2], parameter)
 
     def _add_products(self, matrices: list[TrainedMatrix], module: nn.Module, args: Any, output: Any) -> Any:
@@ -218,7 +236,7 @@ class Adapters:
             return None
         y, bias = output
         x = _input_of(module, args[0])
-        if len(matrices) == 1 and not _is_grouped(matrices[0]):
+        if self._is_shared(matrices[0]) or not _is_grouped(matrices[0]):
             return self._added(matrices[0], module, x, y), bias
         counts = args[1].tolist() if isinstance(args[1], Tensor) else list(args[1])
         experts = zip(matrices, torch.split(x, counts), torch.split(y, counts), strict=True)
@@ -226,13 +244,22 @@ class Adapters:
 
     def _added(self, matrix: TrainedMatrix, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Returns y [..., O] plus the adapters' product with x [..., I]; collective over tensor-parallel."""
-        lora_a = module.get_parameter(matrix.a_name.rpartition(".")[2])
-        lora_b = module.get_parameter(matrix.b_name.rpartition(".")[2])
+        lora_a, lora_b = self._parameters[matrix.a_name], self._parameters[matrix.b_name]
         h = torch.nn.functional.linear(x.to(lora_a.dtype), lora_a)
         if not _leaves_partial_sums(module, matrix):
             h = _exchange(h, module, matrix)
         added: Tensor = _AddProducts.apply(y, h, lora_b, matrix.segments(), self.scale)  # type: ignore[no-untyped-call]
         return added
+
+
+def _sum_gradients(parameters: Sequence[Any], group: dist.ProcessGroup) -> None:
+    """Collective over the group: sums the gradients of parameters, in place."""
+    gradients: list[Tensor] = [parameter.main_grad for parameter in parameters]
+    if gradients and group.size() > 1:
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        for gradient, summed in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
 
 
 class _AddProducts(torch.autograd.Function):

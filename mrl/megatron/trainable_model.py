@@ -246,7 +246,9 @@ class TrainableModel:
         if self.adapters is None:
             return self.named_tensors()
         self.onload("weights")
-        return {name: parameter.data for name, parameter in self.adapters.named_parameters().items()}
+        parameters = self.adapters.named_parameters()
+        data = {parameter: parameter.data for parameter in parameters.values()}  # several names may share one
+        return {name: data[parameter] for name, parameter in parameters.items()}
 
     def merged_tensors(self) -> Mapping[str, Tensor]:
         """Collective over data-parallel after an update: returns the weights with the adapters merged into them.

@@ -1,5 +1,7 @@
 """Low-rank adapters in float64: scores, gradients and updated adapters are those of peft on transformers."""
 
+from dataclasses import replace
+
 import peft
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from mrl.config.config import ActorConfig, LoraConfig
 from mrl.models.hf_config import family_of
 from mrl.parallel_layout import ParallelLayout
+from mrl.resharding.lora import first_expert, num_parameters
 from tests.megatron.actors import ARCHS, CONTEXT_LAYOUTS, EXPERT_LAYOUTS, LAYOUTS, MIXTURES, PEAK, make_batch
 from tests.megatron.lora_ranks import SoftmaxInFloat64, trained
 from tests.ranks import run_ranks
@@ -16,6 +19,7 @@ from tests.ranks import run_ranks
 TOLERANCE = 1e-9
 """Largest difference over the largest entry; measured: 7e-15."""
 LORA = LoraConfig(rank=3, alpha=12.0)
+SHARED = LoraConfig(rank=3, alpha=12.0, share_expert_adapters=True)
 PREFIX = "base_model.model."
 MODELS = {**ARCHS, **MIXTURES}
 
@@ -77,6 +81,12 @@ def peft_model(arch, weights, adapters, lora):
     assert not peft.set_peft_model_state_dict(model, adapters).unexpected_keys
     trainable = {name.replace(".default.", "."): p for name, p in model.named_parameters() if p.requires_grad}
     assert trainable.keys() == adapters.keys()
+    if lora.share_expert_adapters:
+        for name, parameter in trainable.items():
+            module = model.get_submodule(name.removesuffix(".weight"))["default"]
+            module.weight = trainable[first_expert(name)]
+            assert torch.equal(parameter, module.weight)
+        trainable = {name: trainable[first_expert(name)] for name in trainable}
     return model, trainable
 
 
@@ -104,8 +114,10 @@ def check(arch, grid, lora=LORA):
         with model.disable_adapter():
             assert (scored - logprobs_of(model, make_batch())).abs().max() > 0.2
     actor = ActorConfig()
+    assert sum(parameter.numel() for parameter in set(trainable.values())) == num_parameters(arch, lora)
     betas, decay = (actor.adam_beta1, actor.adam_beta2), actor.weight_decay
-    adam = torch.optim.AdamW(trainable.values(), lr=PEAK, betas=betas, eps=actor.adam_eps, weight_decay=decay)
+    parameters = list(dict.fromkeys(trainable.values()))
+    adam = torch.optim.AdamW(parameters, lr=PEAK, betas=betas, eps=actor.adam_eps, weight_decay=decay)
     for step, (gradients, updated) in enumerate(steps):
         batch = make_batch(seed=step)
         adam.zero_grad()
@@ -129,3 +141,14 @@ def test_families(family):
 ], ids=["qwen2_tp2", "qwen2_tp2_pp2", "qwen3_cp2", "qwen2_moe_ep2_etp2", "mixtral_tp2_ep2"])  # fmt: skip
 def test_layouts(family, layout):
     check(MODELS[family], layout, LoraConfig(rank=3, alpha=4.0, use_rslora=True))
+
+
+@pytest.mark.parametrize(("family", "layout"), [
+    ("qwen2_moe", "ep2"), ("qwen3_moe", "ep2_dp2"), ("qwen2_moe", "tp2_ep2_etp2"), ("mixtral", "ep2_pp2"),
+])  # fmt: skip
+def test_adapters_that_the_experts_share(family, layout):
+    check(MODELS[family], EXPERT_LAYOUTS[layout], SHARED)
+
+
+def test_adapters_that_the_experts_of_a_process_share():
+    check(MODELS["mixtral"], ParallelLayout(1), replace(SHARED, target_modules=["w1", "q_proj"]))

@@ -26,7 +26,7 @@ from mrl.resharding.checksum import bits, model_checksum
 from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Piece
-from mrl.resharding.lora import adapted_matrices, adapted_modules, peft_layout
+from mrl.resharding.lora import adapted_matrices, adapted_modules, first_expert, peft_layout
 from mrl.resharding.regions import full_region, slices, split, translate
 
 _TRAINED_DTYPES = ("bfloat16", "float32")
@@ -68,6 +68,8 @@ class AdapterCheckpoint:
         for matrix in adapted_matrices(self.arch, ParallelLayout(1), 0, self.lora, dtype="float32", te=False):
             for name, stored in ((matrix.a_name, matrix.lora_a), (matrix.b_name, matrix.lora_b)):
                 key = name.partition(".")[2]  # without the chunk
+                if self.lora.share_expert_adapters:
+                    key = first_expert(key)
                 expected[key] = stored.shape
                 for piece in stored.pieces:
                     self._places[piece.hf_name].append((key, piece))
@@ -158,7 +160,13 @@ class AdapterCheckpoint:
                 "write this file, or it is damaged."
             )
         alpha = float(f"{scale * rank:{_SIGNIFICANT}}")
-        return LoraConfig(rank=rank, alpha=alpha, target_modules=targets, exclude_modules=excluded)
+        return LoraConfig(
+            rank=rank,
+            alpha=alpha,
+            target_modules=targets,
+            exclude_modules=excluded,
+            share_expert_adapters=settings.get("share_expert_adapters") is True,
+        )
 
     def _check_tensors(self, expected: dict[str, tuple[int, ...]]) -> str:
         """Compares the tensors with key -> expected shape, and returns their dtype."""

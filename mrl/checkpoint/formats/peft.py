@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mrl.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors
@@ -24,7 +25,7 @@ from mrl.models.base import ArchSpec
 from mrl.models.hf_config import ADAPTER_CONFIG
 from mrl.resharding.dtypes import DTYPES, fill_tensors
 from mrl.resharding.layout import Layout
-from mrl.resharding.lora import adapted_modules, peft_layout, peft_name, scale_of
+from mrl.resharding.lora import adapted_modules, first_expert, peft_layout, peft_name, scale_of
 from mrl.resharding.regions import slices
 
 WEIGHTS = "adapter_model.safetensors"
@@ -103,7 +104,8 @@ def read_adapters(
         key: The config section, for messages.
 
     Raises:
-        UserError: The folder is no PEFT folder, or its adapters have another rank, scale, kind or other modules.
+        UserError: The folder is no PEFT folder, or its adapters have another rank, scale, kind or other modules, or
+            differ between experts that are to share them.
     """
     file = open_adapters(folder, arch, lora, key)
     fill_tensors(layout, tensors, lambda hf_name, region: file.tensor(hf_name)[slices(region)])
@@ -129,6 +131,8 @@ def open_adapters(folder: str | Path, arch: ArchSpec, lora: LoraConfig, key: str
         f"Set {key}.target_modules and exclude_modules to the modules of the folder's {ADAPTER_CONFIG}, and model.path "
         "to its model.",
     )
+    if lora.share_expert_adapters:
+        _check_shared(file, key)
     return file
 
 
@@ -265,6 +269,17 @@ def _check_weights(file: SafetensorsFile, expected: Layout, remedy: str) -> None
         if header.dtype not in _DTYPES:
             raise UserError(
                 f"'{file.path}': '{name}' is stored as {header.dtype}, expected one of {', '.join(_DTYPES)}."
+            )
+
+
+def _check_shared(file: SafetensorsFile, key: str) -> None:
+    """Raises UserError unless the experts of a layer have equal adapters."""
+    for name in file.headers:
+        first = first_expert(name)
+        if name != first and not torch.equal(file.tensor(name), file.tensor(first)):
+            raise UserError(
+                f"'{file.path}': '{name}' and '{first}' differ, but {key}.share_expert_adapters=true has one pair for "
+                "all experts of a layer. Set it to false."
             )
 
 

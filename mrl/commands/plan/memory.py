@@ -521,25 +521,35 @@ def _trained_elements(config: Config, arch: ArchSpec, grid: ParallelLayout) -> l
     settings = config.actor.lora
     if not settings.rank:
         return _actor_elements(arch, grid)
-    names = tuple(settings.target_modules), tuple(settings.exclude_modules)
+    names, shared = (tuple(settings.target_modules), tuple(settings.exclude_modules)), settings.share_expert_adapters
     if selects_layers(settings):
         first_ranks = range(0, len(grid.trainers), len(grid.trainers) // grid.pp)
-        return [_adapter_elements(arch, grid, rank, settings.rank, *names) for rank in first_ranks]
+        return [_adapter_elements(arch, grid, rank, settings.rank, *names, shared) for rank in first_ranks]
     experts_ranks = math.lcm(grid.tp, grid.ep * grid.expert_tp)
     one_layer = replace(arch, num_layers=1)
     places = ParallelLayout(experts_ranks, tp=grid.tp, ep=grid.ep, etp=grid.expert_tp)
-    dense, experts = _adapter_elements(one_layer, places, 0, settings.rank, *names)
+    dense, experts = _adapter_elements(one_layer, places, 0, settings.rank, *names, shared)
     return [(len(layers) * dense, len(layers) * experts) for layers in stage_layers(arch, grid)]
 
 
 @functools.cache
 def _adapter_elements(
-    arch: ArchSpec, grid: ParallelLayout, rank: int, lora_rank: int, targets: tuple[str, ...], excluded: tuple[str, ...]
+    arch: ArchSpec,
+    grid: ParallelLayout,
+    rank: int,
+    lora_rank: int,
+    targets: tuple[str, ...],
+    excluded: tuple[str, ...],
+    shared: bool,
 ) -> tuple[int, int]:
     """Returns (dense elements, expert elements) of the adapters on a rank."""
     settings = LoraConfig(rank=lora_rank, target_modules=list(targets), exclude_modules=list(excluded))
-    sizes = [0, 0]
+    sizes, counted = [0, 0], set()
     for matrix in lora.adapted_matrices(arch, grid, rank, settings, dtype="bfloat16", te=False):
+        name = lora.first_expert(matrix.weight) if shared else matrix.weight
+        if name in counted:
+            continue
+        counted.add(name)
         both = math.prod(matrix.lora_a.shape) + math.prod(matrix.lora_b.shape)
         sizes[matrix.tensor.spec.kind.is_expert] += both
     return sizes[0], sizes[1]

@@ -197,6 +197,7 @@ CHECKPOINTS = [
     ("qwen3", LAYOUTS["single"], {"target_modules": ["q_proj", "down_proj"], "use_rslora": True, "rank": 3}),
     ("qwen2_untied", LAYOUTS["tp2"], {"exclude_modules": ["layers.1.mlp.down_proj"]}),
     ("qwen2_moe", EXPERT_LAYOUTS["tp2_ep2_etp2"], {}),
+    ("qwen2_moe", EXPERT_LAYOUTS["tp2_ep2_etp2"], {"share_expert_adapters": True}),
     ("qwen3_moe", EXPERT_LAYOUTS["ep2_pp2"], {"target_modules": ["up_proj", "v_proj"]}),
 ]
 

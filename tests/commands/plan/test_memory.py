@@ -379,6 +379,10 @@ def test_adapters_are_those_of_every_rank_and_a_reference_has_no_weights():
             matrices = adapted_matrices(arch, grid, rank, lora, dtype="float32", te=False)
             own = sum(math.prod(one.lora_a.shape) + math.prod(one.lora_b.shape) for one in matrices)
             assert stages[grid.coords(rank).pp].trained == 4 * own
+    shared, mixture = replace(lora, share_expert_adapters=True), MIXTURES["qwen2_moe"]
+    for grid in (ParallelLayout(1), EXPERT_LAYOUTS["ep2"]):  # each rank has all that the experts share
+        (stage,) = stage_memory(config_for(grid, actor={"lora": shared}), mixture, grid)
+        assert stage.trained == 4 * lora_parameters(mixture, shared)
     dense = ROOT / "configs" / "grpo_qwen3-8b_1x8_tp2.yaml"
     settings = ["algorithm.kl_in=loss", "algorithm.kl_coef=0.1", "reference.path=null"]
     full, adapted = (resolve(load(dense, [*settings, f"actor.lora.rank={rank}"]), 8) for rank in (0, 32))

@@ -221,8 +221,9 @@ class AdapterConfig:
     dtype: Optional[Literal["float32", "bfloat16"]] = None
     """Data type of the adapters; null: `model.dtype`."""
     adapter_path: Optional[FilePath] = None
-    """PEFT folder (adapter_config.json, adapter_model.safetensors) with the initial adapters, of the same rank, scale
-    and modules; null: new ones."""
+    """PEFT folder (adapter_config.json, adapter_model.safetensors) with the initial adapters; null: new ones. The
+    folder also sets `rank`, `alpha`, `use_rslora`, `target_modules` and `exclude_modules` where the config does not;
+    others than the folder's are refused."""
     loraplus_lr_ratio: float = 1.0
     """Learning rate of lora_B divided by that of lora_A, which is `actor.lr` (LoRA+)."""
 
@@ -1120,6 +1121,8 @@ def load(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] 
     - A list is replaced (`data.val_files=[a.jsonl,b.jsonl]`); `data.val_files=a.jsonl` is a list of one.
     - A mapping is merged (`data.task_kwargs={max_value: 9}`); `data.task_kwargs={}` empties it.
     - `~section.key` resets a field or a section to its default; `~data.task_kwargs.max_value` removes an entry.
+    - Rank, alpha, use_rslora and modules of `actor.lora` and `critic.lora` that are not set are those of the folder in
+      `adapter_path`.
     - A path to user code is searched in the config's folder, then in the working folder, and becomes absolute.
 
     Raises:
@@ -1141,6 +1144,8 @@ def load(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] 
     for item in [overrides] if isinstance(overrides, str) else overrides:
         values.override(item)
     values.locate(OWN_CODE, folders, columns=(ORDER_BY,))
+    for section in ("actor.lora", "critic.lora"):
+        values.take_adapter_settings(section)
     config: Config = values.made(f"{where} or an override")
     return config
 

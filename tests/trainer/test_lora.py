@@ -11,9 +11,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from mrl.checkpoint.formats.peft import WEIGHTS, read_adapters
-from mrl.config.config import LoraConfig
+from mrl.config.config import LoraConfig, load
+from mrl.config.peft_folder import ADAPTER_CONFIG
 from mrl.errors import UserError
-from mrl.models.hf_config import ADAPTER_CONFIG, family_of
+from mrl.models.hf_config import family_of
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.lora import adapted_modules, first_expert, num_parameters, peft_layout
@@ -186,6 +187,15 @@ def test_adapters_that_compute_something_else_are_refused(what, folder):
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config | changes))
     with pytest.raises(UserError, match=key):
         read(folder)
+
+
+def test_a_config_that_names_a_folder_alone_takes_its_settings(folder):
+    found = load({"actor": {"lora": {"adapter_path": str(folder)}}}).actor.lora
+    assert (found.rank, found.alpha) == (LORA.rank, LORA.alpha) != (LoraConfig().rank, LoraConfig().alpha)
+    read(folder, found)
+    for key, value in (("rank", 3), ("alpha", 32), ("target_modules", ["q_proj"])):
+        with pytest.raises(UserError, match=key):
+            read(folder, load({"actor": {"lora": {"adapter_path": str(folder), key: value}}}).actor.lora)
 
 
 def test_another_spelling_of_the_same_scale_is_taken(folder):

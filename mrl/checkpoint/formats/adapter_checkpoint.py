@@ -6,7 +6,6 @@ that they belong to; `mrl/megatron/checkpoint.py` writes both.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -20,7 +19,8 @@ from mrl.checkpoint.formats.checkpoint_metadata import METADATA
 from mrl.checkpoint.formats.megatron import ADAPTERS, CONFIG, MODEL_KEYS, find_arch, model_folder
 from mrl.checkpoint.formats.torch_dist import BACKEND_FILE, ChunkFiles, read_contents
 from mrl.config.config import LoraConfig
-from mrl.errors import UserError, first_line, shown
+from mrl.config.json_file import read_json
+from mrl.errors import UserError, shown
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.checksum import bits, model_checksum
 from mrl.resharding.dtypes import DTYPES
@@ -136,13 +136,7 @@ class AdapterCheckpoint:
                 f"checkpoint '{self._given}' has no {ADAPTERS}: it has all weights of the model, not adapters. Convert "
                 "it without a base model (mrl convert megatron-to-hf)."
             )
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"'{path}' cannot be read: {first_line(error)}. Copy the checkpoint again.") from error
-        if not isinstance(found, dict):
-            raise UserError(f"'{path}' contains {shown(found)}, expected a JSON object. Copy the checkpoint again.")
-        return found
+        return read_json(path)
 
     def _lora(self, settings: dict[str, Any]) -> LoraConfig:
         rank, scale = settings.get("rank"), settings.get("scale")

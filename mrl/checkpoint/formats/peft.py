@@ -20,9 +20,10 @@ from torch import Tensor
 from mrl.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors
 from mrl.checkpoint.io.partial_folder import disk_errors
 from mrl.config.config import LoraConfig
-from mrl.errors import UserError, first_line, shown
+from mrl.config.json_file import read_json
+from mrl.config.peft_folder import ADAPTER_CONFIG
+from mrl.errors import UserError, shown
 from mrl.models.base import ArchSpec
-from mrl.models.hf_config import ADAPTER_CONFIG
 from mrl.resharding.dtypes import DTYPES, fill_tensors
 from mrl.resharding.layout import Layout
 from mrl.resharding.lora import adapted_modules, first_expert, peft_layout, peft_name, scale_of
@@ -136,24 +137,6 @@ def open_adapters(folder: str | Path, arch: ArchSpec, lora: LoraConfig, key: str
     return file
 
 
-def read_adapter_config(folder: str | Path) -> dict[str, Any]:
-    """Returns adapter_config.json.
-
-    Raises:
-        UserError: It is missing or not a JSON object.
-    """
-    path = Path(folder) / ADAPTER_CONFIG
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"'{path}' is not a PEFT config: {first_line(error)}. Name a folder that PEFT wrote."
-        ) from error
-    if not isinstance(found, dict):
-        raise UserError(f"'{path}' is not a PEFT config: expected a JSON object.")
-    return found
-
-
 class PeftFolder:
     """The adapters of a PEFT folder, open for reading; rank, scale and modules are those of the folder.
 
@@ -175,7 +158,7 @@ class PeftFolder:
         """
         self.folder, self._arch = Path(folder), arch
         self.files: tuple[Path, ...] = (self.folder / ADAPTER_CONFIG, self.folder / WEIGHTS)
-        config = read_adapter_config(folder)
+        config = read_json(self.folder / ADAPTER_CONFIG)
         _check_kind(self.folder, config)
         self._file = _open_weights(self.folder)
         self._base = config.get("base_model_name_or_path")
@@ -199,6 +182,12 @@ class PeftFolder:
             "scale": scale_of(self.lora),
             "modules": len(adapted_modules(self._arch, self.lora)),
         }
+
+
+def check_new(folder: str | Path) -> None:
+    """Raises UserError if a folder that is to be written exists."""
+    if Path(folder).exists():
+        raise UserError(f"'{folder}' exists already. Choose a new folder, or remove this one.")
 
 
 def write_peft_folder(
@@ -225,8 +214,7 @@ def write_peft_folder(
     """
     target = Path(folder)
     partial = target.with_name(target.name + ".partial")
-    if target.exists():
-        raise UserError(f"'{target}' exists already. Choose a new folder, or remove this one.")
+    check_new(target)
     layout = peft_layout(arch, lora, dtype)
     with disk_errors(partial):
         shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted command
@@ -319,7 +307,7 @@ def _check_kind(folder: Path, found: dict[str, Any]) -> None:
 
 def _check_config(folder: Path, lora: LoraConfig, key: str) -> None:
     """Raises UserError where the folder's adapters compute something else than the config's."""
-    found = read_adapter_config(folder)
+    found = read_json(folder / ADAPTER_CONFIG)
     _check_kind(folder, found)
     rank, alpha, scaled = found.get("r"), found.get("lora_alpha"), found.get("use_rslora", False)
     if rank != lora.rank:

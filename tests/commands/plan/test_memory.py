@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mrl.commands.plan.memory import memory_by_stage, not_counted, num_parameters, replayed_bytes, stage_memory
-from mrl.config.config import Config, LoraConfig, load
+from mrl.config.config import Config, LoraConfig, TeacherConfig, load
 from mrl.engines._memory_plan import Device
 from mrl.models.base import critic_of
 from mrl.models.presets import arch_from_preset
@@ -344,6 +344,19 @@ def test_a_teachers_weights_wait_in_host_memory_and_have_a_turn_where_they_are_o
     assert wider.phases.keys() - plain.phases.keys() == {"score", "teacher"}
     assert wider.host == wider.phases["teacher"]["a teacher's weights"] > weights
     assert wider.phases["update"] == plain.phases["update"]
+
+
+def test_a_teacher_that_is_the_model_under_the_adapters_has_no_weights(tmp_path):
+    plan = resolve(from_text(tmp_path, *SAME, "actor.lora.rank=4"), 1)
+    hosts = []
+    for path in ("own", "other"):
+        model = replace(plan.config.model, path="own")
+        distillation = replace(plan.config.distillation, teacher_models=[TeacherConfig(model_path=path)])
+        config = replace(plan.config, model=model, distillation=distillation)
+        hosts.append(memory_by_stage(replace(plan, config=config), GPU)[0].host)
+    own = stage_memory(plan.config, plan.arch, plan.grid)[0]
+    assert hosts[0] == 0
+    assert hosts[1] == own.weights - own.trained + own.weights  # its own, and the student's while they are swapped
 
 
 def test_a_reward_models_weights_wait_in_host_memory_and_have_a_turn(tmp_path):

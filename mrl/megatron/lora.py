@@ -263,9 +263,10 @@ def _sum_gradients(parameters: Sequence[Any], group: dist.ProcessGroup) -> None:
 
 
 class _AddProducts(torch.autograd.Function):
-    """y [..., O] plus scale * h lora_B^T, where each run of rows of lora_B [O, r] takes its projection's part of h.
+    """Adds scale * h lora_B^T to y [..., O], in place where autograd allows it.
 
-    h is [..., M * r]; runs are (projection, first row, row after the last), see `AdaptedMatrix.segments`.
+    Each run of rows of lora_B [O, r] takes its projection's part of h [..., M * r]; runs are (projection, first row,
+    row after the last), see `AdaptedMatrix.segments`.
     """
 
     @staticmethod
@@ -274,15 +275,18 @@ class _AddProducts(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(h, lora_b)
         ctx.runs, ctx.scale = runs, scale
-        y_nO, h_n, wide_b = y.reshape(-1, y.size(-1)), h.reshape(-1, h.size(-1)).to(y.dtype), lora_b.to(y.dtype)
-        rank, end, out = lora_b.size(1), 0, torch.empty_like(y_nO)
-        for index, start, stop in [*runs, (-1, y_nO.size(1), y_nO.size(1))]:
-            out[:, end:start] = y_nO[:, end:start]  # rows without adapters
-            if index >= 0:
-                part = h_n[:, index * rank : (index + 1) * rank]
-                torch.addmm(y_nO[:, start:stop], part, wide_b[start:stop].T, alpha=scale, out=out[:, start:stop])
-            end = stop
-        return out.view(y.shape)
+        # autograd lets no view be changed that a custom function returned, as those of TransformerEngine do
+        in_place = y.is_contiguous() and not y._is_view()
+        if in_place:
+            ctx.mark_dirty(y)
+        else:
+            y = y.clone(memory_format=torch.contiguous_format)
+        y_nO, h_n, wide_b = y.view(-1, y.size(-1)), h.reshape(-1, h.size(-1)).to(y.dtype), lora_b.to(y.dtype)
+        rank = lora_b.size(1)
+        for index, start, stop in runs:
+            part = h_n[:, index * rank : (index + 1) * rank]
+            y_nO[:, start:stop].addmm_(part, wide_b[start:stop].T, alpha=scale)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -15,9 +15,9 @@ score them with the same function, and take one AdamW step (beta 0, clip 1, no r
 means weights and activations in bf16 for both; mrl then keeps fp32 master weights, TRL does not. TRL first tries
 several microbatch sizes (`per_device_train_batch_size`, with gradient accumulation) and keeps the fastest: "trl_batch".
 Then the two alternate. Prints one JSON line per case and dtype with the median ratio of adjacent iterations. In the
-case "long_prompts" prompts are four times as long as responses; "wide" has two layers of the width of a 1.5B model, where
-adapters cost little. With `--num-threads 1` times are CPU times, independent
-of other load (and without mrl's reward workers, which are separate processes).
+case "long_prompts" prompts are four times as long as responses; "wide" has two layers of the width of a 1.5B model,
+where adapters cost little. With `--num-threads 1` times are CPU times, independent of other load (and without mrl's
+reward workers, which are separate processes).
 
 "times_floor" is the time of each over that of the matrix products of its step (`tools/bench/roofline.py`), at the rate
 of a square product in this run, and "ratio_at_most" TRL's time over that of mrl's products, an upper bound for "ratio".

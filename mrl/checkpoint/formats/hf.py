@@ -20,16 +20,10 @@ from torch import Tensor
 
 from mrl.checkpoint.formats.base import OutFile, Source, Target
 from mrl.checkpoint.formats.safetensors_file import Header, SafetensorsFile, write_safetensors
+from mrl.config.peft_folder import ADAPTER_CONFIG, is_adapter_folder
 from mrl.errors import UserError, first_line, shown
 from mrl.models.base import ArchSpec, critic_of
-from mrl.models.hf_config import (
-    ADAPTER_CONFIG,
-    TOKENIZER_FILES,
-    arch_from_folder,
-    family_of,
-    is_adapter_folder,
-    read_config,
-)
+from mrl.models.hf_config import TOKENIZER_FILES, arch_from_folder, family_of, read_config
 from mrl.resharding.copy_op import ITEM_BYTES, num_bytes
 from mrl.resharding.dtypes import fill_tensors
 from mrl.resharding.hf import EMBEDDINGS, HEAD, VALUE_BIAS, VALUE_HEAD, hf_layout

@@ -156,12 +156,18 @@ ROWS = {
     **{f"actor.lora.{key}": row(f"actor.lora.{key}={value}", given=LORA) for key, value in (
         ("alpha", 64), ("use_rslora", "true"), ("target_modules", "[q_proj]"), ("exclude_modules", "[q_proj]"),
         ("init", "gaussian"), ("dtype", "bfloat16"), ("loraplus_lr_ratio", 4))},
+    "actor.lora.share_expert_adapters": row(
+        "actor.lora.share_expert_adapters=true", given=(*MIXTURE, *LORA)
+    ),
     "actor.lora.adapter_path": row("actor.lora.adapter_path=nowhere", given=LORA, refused="nowhere"),
     "actor.lora.merge": row("actor.lora.merge=false", given=LORA),
     "critic.lora.rank": row("critic.lora.rank=4", given=(*PPO, *LORA)),
     **{f"critic.lora.{key}": row(f"critic.lora.{key}={value}", given=CRITIC_LORA) for key, value in (
         ("alpha", 64), ("use_rslora", "true"), ("target_modules", "[q_proj]"), ("exclude_modules", "[q_proj]"),
         ("init", "gaussian"), ("dtype", "bfloat16"), ("loraplus_lr_ratio", 4))},
+    "critic.lora.share_expert_adapters": row(
+        "critic.lora.share_expert_adapters=true", given=(*MIXTURE, *CRITIC_LORA)
+    ),
     "critic.lora.adapter_path": row("critic.lora.adapter_path=nowhere", given=CRITIC_LORA, refused="nowhere"),
     "critic.path": row("critic.path=nowhere", given=PPO, refused="nowhere"),
     "critic.ppo_epochs": row("critic.ppo_epochs=2", given=PPO),

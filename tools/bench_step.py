@@ -15,8 +15,9 @@ score them with the same function, and take one AdamW step (beta 0, clip 1, no r
 means weights and activations in bf16 for both; mrl then keeps fp32 master weights, TRL does not. TRL first tries
 several microbatch sizes (`per_device_train_batch_size`, with gradient accumulation) and keeps the fastest: "trl_batch".
 Then the two alternate. Prints one JSON line per case and dtype with the median ratio of adjacent iterations. In the
-case "long_prompts" prompts are four times as long as responses. With `--num-threads 1` times are CPU times, independent
-of other load (and without mrl's reward workers, which are separate processes).
+case "long_prompts" prompts are four times as long as responses; "wide" has two layers of the width of a 1.5B model,
+where adapters cost little. With `--num-threads 1` times are CPU times, independent of other load (and without mrl's
+reward workers, which are separate processes).
 
 "times_floor" is the time of each over that of the matrix products of its step (`tools/bench/roofline.py`), at the rate
 of a square product in this run, and "ratio_at_most" TRL's time over that of mrl's products, an upper bound for "ratio".
@@ -94,11 +95,15 @@ CASES = {
     "long_prompts": Case(
         4, 128, 4, 2000, prompts=8, samples=8, prompt_len=128, response_len=32, microbatch_tokens=1600
     ),
+    "wide": Case(
+        2, 2048, 16, 8000, prompts=4, samples=8, prompt_len=64, response_len=64, microbatch_tokens=1160, **LARGE
+    ),
 }
 QUICK = {
     "small": Case(2, 64, 4, 64, prompts=4, samples=4, prompt_len=8, response_len=8),
     "middle": Case(2, 128, 4, 2000, prompts=4, samples=4, prompt_len=32, response_len=32),
     "long_prompts": Case(2, 128, 4, 2000, prompts=4, samples=4, prompt_len=64, response_len=16),
+    "wide": Case(1, 512, 8, 2000, prompts=4, samples=4, prompt_len=32, response_len=32),
 }
 TRL_PARTS = (1, 2, 4)
 """Numbers of microbatches that TRL tries."""

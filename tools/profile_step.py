@@ -42,7 +42,7 @@ from mrl.trainer.trainer import Trainer
 
 CPU = torch.device("cpu")
 PARTS: dict[str, list[tuple[Any, str]]] = {
-    "products": [(layers, "rows_times"), (layers, "_accumulate_weight_gradient")],
+    "products": [(layers, "rows_times"), (layers, "accumulate_weight_gradient")],
     "head": [(_LinearLogprobs, "forward"), (_LinearLogprobs, "backward")],
     "attention": [
         (TrainingKernels, "attend"),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mrl.algorithms.base import Algorithm, Outcomes, SumReduce, required
+from mrl.algorithms.functional.importance import at_least_fp32
 from mrl.types import RolloutBatch
 
 
@@ -55,7 +56,7 @@ class Sft(Algorithm):
     def loss(self, logprobs_R: Tensor, entropy_R: Tensor, microbatch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the weighted negative log-likelihood, and metrics (means over the trained tokens)."""
         mask_R = microbatch.response_mask_R
-        nll_R = torch.where(mask_R, -logprobs_R.float(), 0.0)
+        nll_R = torch.where(mask_R, -at_least_fp32(logprobs_R), 0.0)
         loss = (required(microbatch.weights_R, "weights_R") * nll_R).sum()
         metric_weights_R = required(microbatch.metric_weights_R, "metric_weights_R").double()
         entropy_R = torch.where(mask_R, entropy_R.detach().double(), 0.0)

@@ -213,14 +213,18 @@ class AdapterConfig:
     layer never have adapters."""
     exclude_modules: list[str] = field(default_factory=list)
     """Modules without adapters although `target_modules` names them."""
+    share_expert_adapters: bool = False
+    """One pair for each projection of a layer's experts, the same for all of them, instead of one for each expert
+    (Megatron-Bridge's name). The shared expert has its own."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """Random initial values of the first adapter of a pair, lora_A; the second is zero. kaiming: uniform within
     1 / sqrt(inputs), as PEFT does by default; gaussian: normal with standard deviation 1 / rank."""
     dtype: Optional[Literal["float32", "bfloat16"]] = None
     """Data type of the adapters; null: `model.dtype`."""
     adapter_path: Optional[FilePath] = None
-    """PEFT folder (adapter_config.json, adapter_model.safetensors) with the initial adapters, of the same rank, scale
-    and modules; null: new ones."""
+    """PEFT folder (adapter_config.json, adapter_model.safetensors) with the initial adapters; null: new ones. The
+    folder also sets `rank`, `alpha`, `use_rslora`, `target_modules` and `exclude_modules` where the config does not;
+    others than the folder's are refused."""
     loraplus_lr_ratio: float = 1.0
     """Learning rate of lora_B divided by that of lora_A, which is `actor.lr` (LoRA+)."""
 
@@ -1121,6 +1125,8 @@ def load(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] 
     - A list is replaced (`data.val_files=[a.jsonl,b.jsonl]`); `data.val_files=a.jsonl` is a list of one.
     - A mapping is merged (`data.task_kwargs={max_value: 9}`); `data.task_kwargs={}` empties it.
     - `~section.key` resets a field or a section to its default; `~data.task_kwargs.max_value` removes an entry.
+    - Rank, alpha, use_rslora and modules of `actor.lora` and `critic.lora` that are not set are those of the folder in
+      `adapter_path`.
     - A path to user code is searched in the config's folder, then in the working folder, and becomes absolute.
 
     Raises:
@@ -1146,6 +1152,8 @@ def load(source: str | Path | Mapping[str, Any], overrides: str | Sequence[str] 
             values.override(item)
     mistakes.check()
     values.locate(OWN_CODE, folders, columns=(ORDER_BY,))
+    for section in ("actor.lora", "critic.lora"):
+        values.take_adapter_settings(section)
     config: Config = values.made(f"{where} or an override")
     return config
 

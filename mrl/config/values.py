@@ -20,6 +20,7 @@ from omegaconf.errors import ValidationError
 
 from mrl.config.keys import is_key, leaves, nested
 from mrl.config.paths import IsPath, expand_path, path_keys
+from mrl.config.peft_folder import adapter_settings, is_adapter_folder
 from mrl.config.user_code import is_code_not_column, make_absolute
 from mrl.config.verl_keys.foreign_names import value_hint
 from mrl.config.yaml_file import MAX_DEPTH, UNREADABLE, check_events, reason
@@ -44,6 +45,7 @@ class Values:
         self._schema = schema
         self._node: Any = _at_defaults(schema)
         self._paths = path_keys(schema)
+        self._given: set[str] = set()
 
     def update(self, raw: Any, where: str) -> None:
         """Sets the values in nested dicts and lists; `where` describes their origin in messages.
@@ -99,6 +101,23 @@ class Values:
                 if isinstance(name, str) and (each not in columns or is_code_not_column(name)):
                     OmegaConf.update(self._node, each, make_absolute(name, folders))
 
+    def take_adapter_settings(self, section: str) -> None:
+        """Sets fields of a section of adapters that were not set to those of the PEFT folder in its `adapter_path`.
+
+        Args:
+            section: Key of the section.
+
+        Raises:
+            UserError: The folder's adapter_config.json is not a JSON object.
+        """
+        with explain_yaml_errors(f"of '{section}.adapter_path'"):
+            folder = OmegaConf.select(self._node, f"{section}.adapter_path")
+        if isinstance(folder, str) and is_adapter_folder(folder):
+            for name, value in adapter_settings(folder).items():
+                key = f"{section}.{name}"
+                if key not in self._given:
+                    OmegaConf.update(self._node, key, value, merge=False)
+
     def made(self, where: str) -> Any:
         """Returns an instance of the schema with references between keys (`${run.seed}`) resolved."""
         with explain_yaml_errors(where):
@@ -109,6 +128,7 @@ class Values:
         if is_key(key, self._schema):
             default = OmegaConf.select(_at_defaults(self._schema), key)
             OmegaConf.update(self._node, key, default, merge=False)
+            self._given = {name for name in self._given if name != key and not name.startswith(f"{key}.")}
             self._open(key)
             return
         ((leaf, _, kind),) = leaves(nested(key, {}), self._schema) or [(key, None, None)]  # refuses an unknown key
@@ -135,6 +155,7 @@ class Values:
             got = "null" if value is None else _cut(repr(value))
             hint = value_hint(key, value)
             raise UserError(f"config key '{key}' {where}: got {got}, expected {expected(kind)}.{hint}") from error
+        self._given.add(key)
         self._open(key)
 
     def _open(self, key: str) -> None:

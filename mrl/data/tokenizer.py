@@ -16,10 +16,11 @@ from typing import Any
 
 from mrl.config.config import DataConfig, ModelConfig
 from mrl.config.did_you_mean import did_you_mean_path
+from mrl.config.json_file import read_json
 from mrl.config.paths import BYTES, CHAR_PREFIX
 from mrl.data.chat_text import TRUSTED_ROLES, ChatText, SpecialTokenEscaper
 from mrl.errors import UserError, first_line
-from mrl.models.hf_config import TOKENIZER_FILES, read_json
+from mrl.models.hf_config import TOKENIZER_FILES
 
 _MOST_IDS = 1 << 31
 _DECODING = ("decode", "_decode")

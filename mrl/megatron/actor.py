@@ -136,7 +136,9 @@ class Actor(TrainableModel):
 
     def _empty_like(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         make = pinned_like if self.device.type == "cuda" else torch.empty_like
-        return {name: make(tensor).fill_(torch.nan) for name, tensor in tensors.items()}
+        made = {id(tensor): tensor for tensor in tensors.values()}  # several names may share one
+        made = {key: make(tensor).fill_(torch.nan) for key, tensor in made.items()}
+        return {name: made[id(tensor)] for name, tensor in tensors.items()}
 
     @contextmanager
     def using_reference(self) -> Iterator[None]:

@@ -411,11 +411,12 @@ def _check_adapters(folder: Path, policy: TrainableModel) -> None:
     if saved is None:
         return
     own = _describe_adapters(policy)
-    changed = [key for key in ("rank", "scale", "modules", "base_checksum") if saved.get(key) != own[key]]
+    compared = ("rank", "scale", "modules", "share_expert_adapters", "base_checksum")
+    changed = [key for key in compared if saved.get(key) != own.get(key)]
     if "modules" in changed:  # a hash, which says nothing
         changed = [*(key for key in changed if key != "modules"), "target_modules", "exclude_modules"]
     if changed:
-        what = ", ".join(f"{key} was {shown(saved.get(key))} and is {shown(own[key])}" for key in changed)
+        what = ", ".join(f"{key} was {shown(saved.get(key))} and is {shown(own.get(key))}" for key in changed)
         raise UserError(
             f"checkpoint '{folder}' has adapters for another model or with other settings: {what}. Set "
             f"{policy.section}.lora and the model as they were, or start a new run.output_dir."

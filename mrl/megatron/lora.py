@@ -16,6 +16,9 @@ products travel:
 - Partial sums: nothing is exchanged; the gradient of the adapter that every rank has complete is summed by
   `sum_partial_gradients`.
 
+With `share_expert_adapters` a rank registers the pair with the first of its experts, and the others use it; its
+gradient is summed over the expert-parallel ranks, each of which has a copy.
+
 Shapes: n tokens, I inputs and O outputs of this rank, r the rank of the adapters, M adapted projections of a matrix.
 """
 
@@ -39,10 +42,10 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import Tensor, nn
 
+from mrl.algorithms.functional.importance import at_least_fp32
 from mrl.config.config import LoraConfig
 from mrl.distributed.groups import ProcessGroups
 from mrl.models.base import ArchSpec
-from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.layout import Layout
 from mrl.resharding.lora import (
     WEIGHT,
@@ -87,7 +90,7 @@ class Adapters:
             arch: Architecture of the model.
             groups: Process groups of the layout.
             lora: Config section; `rank` is above 0.
-            dtype: Dtype of the adapters, "float32" or "bfloat16".
+            dtype: Dtype of the adapters, such as "float32".
             te: True if the layers are TransformerEngine's.
         """
         self._arch, self.lora, self.scale, self.enabled = arch, lora, scale_of(lora), True
@@ -102,29 +105,37 @@ class Adapters:
         by_module: dict[str, list[TrainedMatrix]] = {}
         for matrix in self.matrices:
             by_module.setdefault(matrix.weight.rpartition(WEIGHT)[0], []).append(matrix)
+        self._layout = adapter_layout(self.matrices)
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._owners: list[TrainedMatrix] = []
+        first: dict[tuple[int, int | None, str], TrainedMatrix] = {}  # by chunk, layer and projection
         for name, matrices in by_module.items():
             module = modules[name]
             for matrix in matrices:
-                self._register(module, matrix, dtype)
+                place, owner = matrix.tensor, matrix
+                if self._is_shared(matrix):
+                    owner = first.setdefault((place.chunk, place.layer, place.spec.megatron), matrix)
+                if owner is matrix:
+                    self._owners.append(matrix)
+                    self._register(module, matrix, dtype)
+                self._parameters[matrix.a_name] = self._parameters[owner.a_name]
+                self._parameters[matrix.b_name] = self._parameters[owner.b_name]
             module.register_forward_hook(partial(self._add_products, matrices))
 
     def layout(self) -> Layout:
         """Returns the layout of this rank's adapters, in the coordinates of PEFT's files."""
-        return adapter_layout(self.matrices)
+        return self._layout
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns this rank's adapters, named as in `layout`."""
-        parameters = {
-            f"chunk{index}.{name}": parameter
-            for index, chunk in enumerate(self._chunks)
-            for name, parameter in chunk.named_parameters()
-        }
-        return {name: parameters[name] for name in self.layout()}
+        """Returns this rank's adapters, named as in `layout`; a pair of several experts has a name for each."""
+        return self._parameters
 
     def describe(self) -> dict[str, Any]:
         """Returns the settings that adapters of another run must share, as JSON values."""
         lora = self.lora
+        shared = {"share_expert_adapters": True} if lora.share_expert_adapters else {}
         return {
+            **shared,
             "rank": lora.rank,
             "scale": self.scale,
             "modules": modules_hash(self._arch, lora),
@@ -139,12 +150,15 @@ class Adapters:
             chunk: Index of the chunk.
             dense: Ranks that have the same dense parameters.
         """
-        state, parameters = {}, self.named_parameters()
-        for matrix in self.matrices:
-            place = matrix.tensor
+        state = {}
+        for matrix in self._owners:
+            place, share = matrix.tensor, 0
             if place.chunk != chunk:
                 continue
-            stem = place.spec.megatron.format(layer=place.layer, expert=place.expert)
+            expert = place.expert
+            if self._is_shared(matrix):
+                expert, share = 0, parallel_state.get_expert_model_parallel_rank()
+            stem = place.spec.megatron.format(layer=place.layer, expert=expert)
             if matrix.is_expert:
                 cut = parallel_state.get_expert_tensor_parallel_group()
                 replicas = parallel_state.get_expert_data_parallel_group()
@@ -156,9 +170,9 @@ class Adapters:
                 copy = 0 if axis is not None else cut.rank()
                 tensor = ShardedTensor.from_rank_offsets(
                     adapter_name(stem, which),
-                    parameters[name],
+                    self._parameters[name],
                     *([] if axis is None else [(axis, cut.rank(), cut.size())]),
-                    replica_id=(0, copy, replicas.rank()),
+                    replica_id=(share, copy, replicas.rank()),
                 )
                 if axis == 0 and matrix.is_gated:  # the gate rows of all ranks, then the up rows
                     tensor = apply_swiglu_sharded_factory(tensor, ())
@@ -181,17 +195,18 @@ class Adapters:
             self.enabled = before
 
     def sum_partial_gradients(self) -> None:
-        """Collective over the ranks that share an expert, after a backward: sums gradients of complete adapters."""
-        parameters: list[Any] = [each for each in self.named_parameters().values() if getattr(each, PARTIAL, False)]
-        gradients: list[Tensor] = [parameter.main_grad for parameter in parameters]
-        group = parallel_state.get_expert_tensor_parallel_group()
-        if gradients and group.size() > 1:
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat, group=group)
-            for gradient, summed in zip(
-                gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True
-            ):
-                gradient.copy_(summed.view_as(gradient))
+        """Collective over the ranks of an expert, and of all experts that share adapters, after a backward.
+
+        Sums the gradients of adapters that an expert's ranks have complete, then those of shared adapters.
+        """
+        owned = [(matrix, self._parameters[name]) for matrix in self._owners for name in (matrix.a_name, matrix.b_name)]
+        complete = [parameter for _, parameter in owned if getattr(parameter, PARTIAL, False)]
+        _sum_gradients(complete, parallel_state.get_expert_tensor_parallel_group())
+        shared = [parameter for matrix, parameter in owned if self._is_shared(matrix)]
+        _sum_gradients(shared, parallel_state.get_expert_model_parallel_group())
+
+    def _is_shared(self, matrix: TrainedMatrix) -> bool:
+        return matrix.is_expert and self.lora.share_expert_adapters
 
     def _register(self, module: nn.Module, matrix: TrainedMatrix, dtype: str) -> None:
         weight = module.get_parameter(matrix.weight.rpartition(".")[2])
@@ -200,7 +215,7 @@ class Adapters:
             (matrix.a_name, matrix.lora_a, by_columns),
             (matrix.b_name, matrix.lora_b, not by_columns),
         ):
-            values = torch.full(stored.shape, torch.nan, dtype=DTYPES[dtype], device=weight.device)
+            values = torch.full(stored.shape, torch.nan, dtype=getattr(torch, dtype), device=weight.device)
             parameter: Any = nn.Parameter(values)
             parameter.allreduce = getattr(weight, "allreduce", True)  # False: reduced over the expert's replicas
             parameter.sequence_parallel = not is_expert and not is_cut and _scatters(module)
@@ -210,6 +225,9 @@ class Adapters:
                 group = parallel_state.get_expert_tensor_parallel_group()
                 setattr(parameter, PARTIAL, group.size() > 1)
                 parameter.shared = group.rank() > 0  # counted once in the gradient's norm
+            if self._is_shared(matrix) and parallel_state.get_expert_model_parallel_rank() > 0:
+                parameter.shared = True
+            self._parameters[name] = parameter
             module.register_parameter(name.rpartition(".")[2], parameter)
 
     def _add_products(self, matrices: list[TrainedMatrix], module: nn.Module, args: Any, output: Any) -> Any:
@@ -218,7 +236,7 @@ class Adapters:
             return None
         y, bias = output
         x = _input_of(module, args[0])
-        if len(matrices) == 1 and not _is_grouped(matrices[0]):
+        if self._is_shared(matrices[0]) or not _is_grouped(matrices[0]):
             return self._added(matrices[0], module, x, y), bias
         counts = args[1].tolist() if isinstance(args[1], Tensor) else list(args[1])
         experts = zip(matrices, torch.split(x, counts), torch.split(y, counts), strict=True)
@@ -226,8 +244,7 @@ class Adapters:
 
     def _added(self, matrix: TrainedMatrix, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Returns y [..., O] plus the adapters' product with x [..., I]; collective over tensor-parallel."""
-        lora_a = module.get_parameter(matrix.a_name.rpartition(".")[2])
-        lora_b = module.get_parameter(matrix.b_name.rpartition(".")[2])
+        lora_a, lora_b = self._parameters[matrix.a_name], self._parameters[matrix.b_name]
         h = torch.nn.functional.linear(x.to(lora_a.dtype), lora_a)
         if not _leaves_partial_sums(module, matrix):
             h = _exchange(h, module, matrix)
@@ -235,10 +252,21 @@ class Adapters:
         return added
 
 
-class _AddProducts(torch.autograd.Function):
-    """y [..., O] plus scale * h lora_B^T, where each run of rows of lora_B [O, r] takes its projection's part of h.
+def _sum_gradients(parameters: Sequence[Any], group: dist.ProcessGroup) -> None:
+    """Collective over the group: sums the gradients of parameters, in place."""
+    gradients: list[Tensor] = [parameter.main_grad for parameter in parameters]
+    if gradients and group.size() > 1:
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        for gradient, summed in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
 
-    h is [..., M * r]; runs are (projection, first row, row after the last), see `AdaptedMatrix.segments`.
+
+class _AddProducts(torch.autograd.Function):
+    """Adds scale * h lora_B^T to y [..., O], in place where autograd allows it.
+
+    Each run of rows of lora_B [O, r] takes its projection's part of h [..., M * r]; runs are (projection, first row,
+    row after the last), see `AdaptedMatrix.segments`.
     """
 
     @staticmethod
@@ -247,15 +275,18 @@ class _AddProducts(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(h, lora_b)
         ctx.runs, ctx.scale = runs, scale
-        y_nO, h_n, wide_b = y.reshape(-1, y.size(-1)), h.reshape(-1, h.size(-1)).to(y.dtype), lora_b.to(y.dtype)
-        rank, end, out = lora_b.size(1), 0, torch.empty_like(y_nO)
-        for index, start, stop in [*runs, (-1, y_nO.size(1), y_nO.size(1))]:
-            out[:, end:start] = y_nO[:, end:start]  # rows without adapters
-            if index >= 0:
-                part = h_n[:, index * rank : (index + 1) * rank]
-                torch.addmm(y_nO[:, start:stop], part, wide_b[start:stop].T, alpha=scale, out=out[:, start:stop])
-            end = stop
-        return out.view(y.shape)
+        # autograd lets no view be changed that a custom function returned, as those of TransformerEngine do
+        in_place = y.is_contiguous() and not y._is_view()
+        if in_place:
+            ctx.mark_dirty(y)
+        else:
+            y = y.clone(memory_format=torch.contiguous_format)
+        y_nO, h_n, wide_b = y.view(-1, y.size(-1)), h.reshape(-1, h.size(-1)).to(y.dtype), lora_b.to(y.dtype)
+        rank = lora_b.size(1)
+        for index, start, stop in runs:
+            part = h_n[:, index * rank : (index + 1) * rank]
+            y_nO[:, start:stop].addmm_(part, wide_b[start:stop].T, alpha=scale)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -310,6 +341,6 @@ def _input_of(module: nn.Module, x: Tensor) -> Tensor:
         return x
     eps: float = module.eps  # type: ignore[assignment]
     gamma = weight + 1 if getattr(module, "zero_centered_gamma", False) else weight
-    wide = x.float()
+    wide = at_least_fp32(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (normed * gamma.float()).to(x.dtype)
+    return (normed * at_least_fp32(gamma)).to(x.dtype)

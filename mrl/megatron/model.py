@@ -34,6 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from mrl.algorithms.functional.importance import at_least_fp32
 from mrl.algorithms.functional.logprobs import OPERATORS, Distribution, RowKernels, VocabShard, linear_logprobs
 from mrl.config.config import ActorConfig, MegatronConfig, ParallelConfig
 from mrl.config.megatron_fields.defaults import transformer_defaults
@@ -81,7 +82,7 @@ class Targets:
 
 
 class ValueHead(torch.nn.Linear):
-    """Linear layer from hidden states [n, 1, H] to values, fp32 [n].
+    """Linear layer from hidden states [n, 1, H] to values [n], in fp32, or in fp64 if the model is.
 
     Under sequence parallelism a rank has the states of its own positions: values are gathered, and Megatron sums the
     gradient of the replicated weight over ranks (attribute `sequence_parallel`).
@@ -94,7 +95,7 @@ class ValueHead(torch.nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Collective over tensor-parallel under sequence parallelism: computes the values."""
-        values = F.linear(hidden.float(), self.weight.float())
+        values = F.linear(at_least_fp32(hidden), at_least_fp32(self.weight))
         if self._gathers:
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values.flatten()

@@ -90,7 +90,7 @@ class TrainableModel:
         """
         self._config, self._arch, self._groups, self.device = config.actor, arch, groups, device
         self._megatron = config.megatron
-        self._dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._te = why_local(config, arch, device.type) is None
         self._exact = self.used_by_engine and config.rollout.true_on_policy
         self._balance = load_balance(arch, config.actor)
@@ -247,7 +247,9 @@ class TrainableModel:
         if self.adapters is None:
             return self.named_tensors()
         self.onload("weights")
-        return {name: parameter.data for name, parameter in self.adapters.named_parameters().items()}
+        parameters = self.adapters.named_parameters()
+        data = {parameter: parameter.data for parameter in parameters.values()}  # several names may share one
+        return {name: data[parameter] for name, parameter in parameters.items()}
 
     def merged_tensors(self) -> Mapping[str, Tensor]:
         """Collective over data-parallel after an update: returns the weights with the adapters merged into them.
@@ -324,7 +326,8 @@ class TrainableModel:
             routing_recorder: Recorder of the experts of each token, which sets the batch's `routed_experts_P`.
 
         Returns:
-            Scores [count, R], fp32 on the CPU, in the batch's order, the same on all ranks of the index.
+            Scores [count, R], fp32 (fp64 for an fp64 model) on the CPU, in the batch's order, the same on all ranks of
+                the index.
         """
         self.onload("weights")
         microbatches = self._forward_backward.microbatches(batch, distribution)
@@ -336,7 +339,9 @@ class TrainableModel:
             batch.routed_experts_P = routing_recorder.in_batch_order(
                 batch, [(micro.rows, micro.row_I) for micro in microbatches]
             )
-        scored = torch.zeros(count, batch.response_mask_R.numel())
+        scored = torch.zeros(
+            count, batch.response_mask_R.numel(), dtype=torch.promote_types(torch.float32, self._dtype)
+        )
         if self._is_last_stage:
             scored = in_batch_order(batch, microbatches, reports, count)
         self._broadcast_from_last_stage(scored)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os.path
 from pathlib import Path
 from typing import Any, cast
 
 from mrl.config import registry
 from mrl.config.did_you_mean import did_you_mean_path
-from mrl.errors import UserError, first_line, shown
+from mrl.config.json_file import read_json
+from mrl.errors import UserError, shown
 from mrl.models._keys import refuse_foreign_structure
 from mrl.models.base import ArchSpec, Family
 
@@ -26,9 +25,6 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 """Files of a model folder for its tokenizer and its sampling; converters copy them unchanged."""
-
-ADAPTER_CONFIG = "adapter_config.json"
-"""File of a PEFT folder, which has low-rank adapters instead of a model."""
 
 
 def families() -> dict[str, Family]:
@@ -59,26 +55,6 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             f"'{folder}' has no config.json. A Hugging Face folder contains config.json, *.safetensors and a tokenizer."
         )
     return read_json(path)
-
-
-def is_adapter_folder(folder: str | Path) -> bool:
-    """Returns whether a folder has adapters instead of a model; False for a folder that does not exist."""
-    return os.path.isfile(os.path.join(folder, ADAPTER_CONFIG))
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file.
-
-    Raises:
-        UserError: The file cannot be read or is not a JSON object.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"'{file}' cannot be read as JSON: {first_line(error)}.") from error
-    if not isinstance(content, dict):
-        raise UserError(f"'{file}' is a JSON {type(content).__name__}, expected an object.")
-    return content
 
 
 def arch_from_config(config: dict[str, Any]) -> ArchSpec:

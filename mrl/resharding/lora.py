@@ -6,6 +6,9 @@ A matrix W [out, in] of the Hugging Face model gets a pair lora_A [r, in] and lo
 by rows over tensor-parallel ranks, so is lora_B, and every rank has all of lora_A; if it is cut by columns, so is
 lora_A, and every rank has all of lora_B. Rows of lora_B that belong to no adapted projection stay zero.
 
+Layouts and files have a pair for each expert, also if the experts of a layer share one (`share_expert_adapters`): the
+tensors of a rank's experts are then one tensor under several names.
+
 Sources, peft 0.21: its LoRA layer (shapes, scale, initial values) and `check_target_module_exists` (an entry names
 every module whose name ends with it). It imports no Megatron.
 """
@@ -13,7 +16,8 @@ every module whose name ends with it). It imports no Megatron.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -36,6 +40,9 @@ PEFT_PREFIX = "base_model.model."
 """Prefix of the names in PEFT's files."""
 
 WEIGHT = ".weight"
+
+_EXPERT = re.compile(r"experts\.\d+\.")
+"""Number of an expert in Hugging Face's names and in those of Megatron's local layers."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +204,8 @@ def adapted_modules(arch: ArchSpec, lora: LoraConfig) -> dict[str, tuple[int, in
     """Returns Hugging Face name -> (outputs, inputs) of each module with adapters, in the order of the layers.
 
     Raises:
-        UserError: An entry of `target_modules` or `exclude_modules` names no module, or no module is left.
+        UserError: An entry of `target_modules` or `exclude_modules` names no module, or no module is left, or shared
+            adapters would belong to some of a layer's experts only, or to none.
     """
     modules = dict(_linear_modules(arch))
     for key, entries in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
@@ -229,7 +237,30 @@ def adapted_modules(arch: ArchSpec, lora: LoraConfig) -> dict[str, tuple[int, in
             f"actor.lora.target_modules={lora.target_modules} without exclude_modules={lora.exclude_modules} leaves no "
             "module with adapters. Name at least one."
         )
+    if lora.share_expert_adapters:
+        _check_shared(list(modules), found)
     return found
+
+
+def first_expert(name: str) -> str:
+    """Returns the name of the same module or parameter of expert 0; other names are unchanged."""
+    return _EXPERT.sub("experts.0.", name)
+
+
+def _check_shared(modules: Sequence[str], adapted: Collection[str]) -> None:
+    """Raises UserError unless all experts of a layer that share a pair have adapters."""
+    experts = [module for module in modules if _EXPERT.search(module)]
+    shared = {first_expert(module) for module in adapted if _EXPERT.search(module)}
+    if not shared:
+        raise UserError(
+            "actor.lora.share_expert_adapters=true would have no effect, because no expert has adapters. Remove it."
+        )
+    for module in experts:
+        if first_expert(module) in shared and module not in adapted:
+            raise UserError(
+                f"actor.lora.share_expert_adapters=true: '{module}' has no adapters, but other experts of its layer "
+                "have. Name all experts of a layer, or set share_expert_adapters to false."
+            )
 
 
 def modules_hash(arch: ArchSpec, lora: LoraConfig) -> str:
@@ -239,7 +270,10 @@ def modules_hash(arch: ArchSpec, lora: LoraConfig) -> str:
 
 def num_parameters(arch: ArchSpec, lora: LoraConfig) -> int:
     """Returns the number of elements of all adapters of a model."""
-    return sum(lora.rank * (outputs + inputs) for outputs, inputs in adapted_modules(arch, lora).values())
+    shapes = adapted_modules(arch, lora)
+    if lora.share_expert_adapters:
+        shapes = {first_expert(module): shape for module, shape in shapes.items()}
+    return sum(lora.rank * (outputs + inputs) for outputs, inputs in shapes.values())
 
 
 def _linear_modules(arch: ArchSpec) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -20,7 +20,7 @@ from mrl.models.presets import INITIALIZER_RANGE
 from mrl.resharding.dtypes import check_tensors
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout, Piece
-from mrl.resharding.lora import adapted_modules, peft_name
+from mrl.resharding.lora import adapted_modules, first_expert, peft_name
 from mrl.resharding.regions import full_region, intersect, slices, translate
 from mrl.resharding.shards import hf_tensors, layers_of, param_specs
 
@@ -73,14 +73,19 @@ def init_adapters(arch: ArchSpec, lora: LoraConfig, layout: Layout, tensors: Map
     """
     check_tensors(layout, tensors, dtypes=False)
     lora_a = {peft_name(module, "lora_A"): inputs for module, (_, inputs) in adapted_modules(arch, lora).items()}
+    filled: set[int] = set()  # addresses: experts may share adapters
     with torch.no_grad():
         for name, stored in layout.items():
+            if lora.share_expert_adapters and tensors[name].data_ptr() in filled:
+                continue
+            filled.add(tensors[name].data_ptr())
             tensors[name].zero_()
             for piece in stored.pieces:
                 if piece.hf_name in lora_a:
                     inputs = lora_a[piece.hf_name]
                     draw = _uniform(1 / math.sqrt(inputs)) if lora.init == "kaiming" else _normal(1 / lora.rank)
-                    _generate_matrix(piece.hf_name, (lora.rank, inputs), [(piece, tensors[name])], seed, draw)
+                    drawn = first_expert(piece.hf_name) if lora.share_expert_adapters else piece.hf_name
+                    _generate_matrix(drawn, (lora.rank, inputs), [(piece, tensors[name])], seed, draw)
 
 
 def _normal(std: float) -> Draw:

@@ -112,6 +112,13 @@ class Transfer:
         """Bytes of this rank's staging buffers; 0 before the first run."""
         return sum(buffer.numel() for pair in self._messages.buffers for buffer in pair)
 
+    def free_buffers(self) -> None:
+        """Releases the staging buffers, on all ranks of the job before the next run, which allocates them again."""
+        self._messages.close()
+        self._messages = MessageTransport((), self._rank, self._device, share=self._share)
+        self._peers = None
+        self._source_sums, self._read_sums = {}, {}
+
     def run(self, sink: Sink, verify: Callable[[int], object] | None = None) -> int:
         """Collective over the job: delivers all slices of this rank's targets to `sink`.
 

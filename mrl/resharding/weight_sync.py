@@ -140,6 +140,10 @@ class WeightSync:
         rate = (self.plan.bytes_local + self.plan.bytes_moved) / elapsed / 1e9
         return {**self.cost(), "refit/gb_per_s": rate}
 
+    def free_buffers(self) -> None:
+        """Releases the staging buffers, on all ranks of the job before the next sync, which allocates them again."""
+        self._transfer.free_buffers()
+
     def cost(self) -> dict[str, float]:
         """Returns the bytes of one weight sync over all ranks: copied inside ranks, sent, and at least to be sent.
 
@@ -212,6 +216,7 @@ class AdapterSync:
         """
         if any_rank(self._engine.policy_version < 0):
             self._weights(policy_version)
+            self._weights.free_buffers()  # normally not needed again
         return self._adapters(policy_version)
 
     def cost(self) -> dict[str, float]:

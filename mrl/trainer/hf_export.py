@@ -7,7 +7,6 @@ end. The format is in `checkpoint/formats/hf.py`.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -22,13 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mrl.checkpoint.formats.hf import assign_files, write_metadata_files
-from mrl.checkpoint.formats.peft import WEIGHTS, adapter_config
+from mrl.checkpoint.formats.peft import check_new, write_peft_folder
 from mrl.config.config import LoraConfig
 from mrl.data.tokenizer import Tokenizer
 from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
-from mrl.models.hf_config import ADAPTER_CONFIG
 from mrl.resharding.copy_op import Copy
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
@@ -119,19 +117,16 @@ def write_adapters(
         UserError: The folder exists, or cannot be written.
         RuntimeError: Another rank failed.
     """
-    rank, target = dist.get_rank(), Path(folder)
-    partial = target.with_name(target.name + ".partial")
-    with raise_on_all_ranks(), _disk_errors():
-        if rank == 0:
-            _prepare(target, partial)
+    with raise_on_all_ranks():
+        if dist.get_rank() == 0:
+            check_new(folder)
     dtype = next(stored.dtype for layout in layouts.values() for stored in layout.values())
     content = peft_layout(arch, lora, dtype)
     copies = make_plan(layouts, {0: content}).copies
-    _write_files(partial, {WEIGHTS: content} if rank == 0 else {}, copies, tensors, bucket_bytes)
-    with raise_on_all_ranks(), _disk_errors():
-        if rank == 0:
-            (partial / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(arch, lora, base), indent=2) + "\n")
-            os.replace(partial, target)
+    received = _receive(content if dist.get_rank() == 0 else {}, copies, tensors, bucket_bytes)
+    with raise_on_all_ranks():
+        if dist.get_rank() == 0:
+            write_peft_folder(folder, arch, lora, received.__getitem__, base=base, dtype=dtype)
 
 
 def _write_files(
@@ -139,12 +134,20 @@ def _write_files(
 ) -> None:
     """Collective over the job: receives the tensors of the files in `own` and writes them."""
     content = {name: stored for layout in own.values() for name, stored in layout.items()}
-    received = allocate(content)
-    dtypes = {name: stored.dtype for name, stored in content.items()}
-    Transfer(copies, tensors, dtypes, rank=dist.get_rank(), bucket_bytes=bucket_bytes).run(bind(_write, received))
+    received = _receive(content, copies, tensors, bucket_bytes)
     with raise_on_all_ranks(), _disk_errors():
         for file in own:
             save_file(received, folder / file, metadata={"format": "pt"})
+
+
+def _receive(
+    content: Layout, copies: Sequence[Copy], tensors: Mapping[str, Tensor], bucket_bytes: int
+) -> dict[str, Tensor]:
+    """Collective over the job: returns the tensors of a layout, in host memory."""
+    received = allocate(content)
+    dtypes = {name: stored.dtype for name, stored in content.items()}
+    Transfer(copies, tensors, dtypes, rank=dist.get_rank(), bucket_bytes=bucket_bytes).run(bind(_write, received))
+    return received
 
 
 def write_model_folder(

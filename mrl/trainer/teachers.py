@@ -28,7 +28,7 @@ from mrl.resharding.megatron import OUTPUT, output_name, output_rows
 from mrl.resharding.random_init import random_init
 from mrl.trainer.actor_weights import read_weights
 from mrl.trainer.run_plan import RunPlan
-from mrl.trainer.validation.distillation import teacher_index
+from mrl.trainer.validation.distillation import is_frozen_actor, teacher_index
 from mrl.trainer.validation.forward_only import forward_only_config
 from mrl.types import Prompt, RolloutBatch
 
@@ -58,8 +58,8 @@ class RunTeachers:
     def _create(
         self, plan: RunPlan, config: TeacherConfig, arch: ArchSpec, groups: ProcessGroups, device: torch.device
     ) -> Teacher:
-        actor, model = self._actor, plan.config.model
-        if actor.adapters is not None and config.model_path is not None and config.model_path == model.path:
+        actor = self._actor
+        if is_frozen_actor(plan.config, config):
             return BaseTeacher(actor, arch)
         if arch == plan.arch:
             return SharedWeightTeacher(actor, arch)

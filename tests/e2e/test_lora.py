@@ -12,6 +12,7 @@ LARGE = [
     "actor.lora.alpha=24", "actor.lr=0.02", "algorithm.kl_in=none", "algorithm.kl_coef=0.001",
 ]  # fmt: skip
 BESIDE = "actor.lora.merge=false"
+SHARE = "actor.lora.share_expert_adapters=true"
 MIXTURE = [
     "actor.lr=0.004",
     "model.preset=qwen3_moe_tiny",
@@ -74,7 +75,9 @@ def test_a_sync_of_adapters_moves_their_bytes_alone(settings, ranks, copies, tmp
         assert row["refit/bytes_local"] + row["refit/bytes_moved"] == copies * adapter_bytes(6)
 
 
-@pytest.mark.parametrize("settings", [[], [BESIDE], [BESIDE, "actor.lora.target_modules=[q_proj, down_proj]"]], ids=str)
+@pytest.mark.parametrize("settings", [
+    [], [BESIDE], [BESIDE, "actor.lora.target_modules=[q_proj, down_proj]"], [SHARE], [BESIDE, SHARE],
+], ids=str)  # fmt: skip
 def test_experts(settings, tmp_path):
     expected = trained(tmp_path / "one", [*LARGE, *MIXTURE, *settings], 1)
     check(expected)

@@ -29,6 +29,7 @@ from mrl.models.base import ArchSpec, critic_of
 from mrl.models.presets import arch_from_preset
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.layout import Layout
+from mrl.resharding.lora import first_expert
 from mrl.resharding.random_init import random_init
 from mrl.types import RolloutBatch
 from tests.layouts import groups_of
@@ -251,7 +252,8 @@ def fill_adapters(policy: Actor, size: float = 0.1) -> None:
         tensors[name].zero_()
         for piece in stored.pieces:
             extents = [max(stop, 300) for _, stop in piece.src]  # more than any matrix has
-            drawn = torch.randn(extents, generator=torch.Generator().manual_seed(zlib.crc32(piece.hf_name.encode())))
+            named = first_expert(piece.hf_name) if policy.adapters.lora.share_expert_adapters else piece.hf_name
+            drawn = torch.randn(extents, generator=torch.Generator().manual_seed(zlib.crc32(named.encode())))
             part = drawn[tuple(slice(*bounds) for bounds in piece.src)]
             tensors[name][tuple(slice(*bounds) for bounds in piece.dst)] = size * part
     policy.weights_changed()
@@ -271,7 +273,7 @@ def _whole(layout: Layout, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         part = tensor_of(data, getattr(torch, dtype), [stop - start for start, stop in src])
         old = whole.get(hf_name, torch.empty([0] * len(shape)))
         size = [max(a, b) for a, b in zip(old.shape, shape, strict=True)]
-        new = torch.full(size, torch.nan)
+        new = torch.full(size, torch.nan, dtype=torch.promote_types(torch.float32, part.dtype))
         new[tuple(slice(0, n) for n in old.shape)] = old
         there = new[tuple(slice(*bounds) for bounds in src)]
         same = torch.isnan(there) | (there == part)

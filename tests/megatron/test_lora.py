@@ -1,6 +1,7 @@
 """Low-rank adapters: forward, gradients and updates are those of transformers with merged weights, in every layout."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from mrl.algorithms.base import build
 from mrl.config.config import AlgorithmConfig, LoraConfig, RolloutConfig
 from mrl.models.hf_config import family_of
 from mrl.parallel_layout import ParallelLayout
+from mrl.resharding.lora import first_expert
 from tests.megatron.actors import (
     ARCHS,
     CONTEXT_LAYOUTS,
@@ -214,3 +216,21 @@ def test_updates_are_those_of_the_single_process_and_leave_the_model_alone(name,
 @pytest.mark.parametrize("layout", ["ep2", "tp2_ep2", "tp2_ep2_etp2", "ep2_pp2"])
 def test_updates_of_experts(layout, single):
     assert_same(run(MIXTURES["qwen2_moe"], EXPERT_LAYOUTS[layout]), single("qwen2_moe"))
+
+
+SHARED = replace(LORA, share_expert_adapters=True)
+
+
+@pytest.fixture(scope="module")
+def sharing():
+    return run(MIXTURES["qwen2_moe"], ParallelLayout(1), lora=SHARED)
+
+
+@pytest.mark.parametrize(("layout", "actor"), [
+    ("tp2_ep2", {}), ("tp2_ep2_etp2", {}), ("ep2_pp2", {}), ("ep2_dp2", {"overlap_grad_reduce": True}),
+    ("ep2_dp2", {"use_distributed_optimizer": False}),
+], ids=str)  # fmt: skip
+def test_updates_of_adapters_that_experts_share(layout, actor, sharing):
+    found = run(MIXTURES["qwen2_moe"], EXPERT_LAYOUTS[layout], lora=SHARED, actor=actor)
+    assert_same(found, sharing)
+    assert all(torch.equal(tensor, found[1][first_expert(name)]) for name, tensor in found[1].items())

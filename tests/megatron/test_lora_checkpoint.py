@@ -61,7 +61,12 @@ def resumed(folder, name, grid, options):
 
 EXPERTS = replace(LORA, target_modules=["gate_proj", "up_proj", "down_proj"])  # Megatron's dense optimizer has none
 ONE_LAYER = replace(LORA, target_modules=["layers.3.mlp.up_proj"])  # and a pipeline stage has none
+SHARED = replace(LORA, share_expert_adapters=True)
 CASES = [
+    ("qwen2_moe", "e_ep2", "single", {"lora": SHARED}),
+    ("qwen2_moe", "single", "e_tp2_ep2_etp2", {"lora": SHARED}),
+    pytest.param("qwen2_moe", "e_ep2_pp2", "e_ep2_dp2", {"lora": SHARED}, marks=pytest.mark.slow),
+    ("qwen2_moe", "e_ep2_pp2", "e_ep2_dp2", {}),
     ("qwen3_moe", "e_ep2", "single", {"lora": EXPERTS}),
     ("qwen3_moe", "single", "e_tp2_ep2_etp2", {"lora": EXPERTS}),
     ("qwen2", "tp2_pp2", "single", {"lora": ONE_LAYER}),
@@ -139,6 +144,21 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 def test_another_spelling_of_the_same_modules_is_taken(written):
     run_ranks(1, load_into, written, replace(LORA, target_modules=ALL), SEED, "float32", False)
+
+
+def changed(folder, lora, other):
+    policy = actor("qwen3_moe", LAYOUTS["single"], lora)
+    fill_adapters(policy)
+    checkpoint.save(folder, policy)
+    try:
+        checkpoint.load(folder, actor("qwen3_moe", LAYOUTS["single"], other))
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("settings", [(LORA, SHARED), (SHARED, LORA)], ids=["unshared", "shared"])
+def test_adapters_of_experts_stay_shared_or_not(settings, tmp_path):
+    assert "share_expert_adapters" in run_ranks(1, changed, tmp_path / "actor", *settings)[0]
 
 
 def load_full(folder, full):

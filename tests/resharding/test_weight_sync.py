@@ -122,6 +122,25 @@ def test_ranks_that_train_send_and_those_that_sample_receive(name, size, grid):
         assert metrics["refit/bytes_moved"] == grid.num_replicas * stored
 
 
+def syncs_without_buffers(arch, grid):
+    """Bytes of this rank's staging buffers after each sync and after they were freed."""
+    side, found = Side(arch, grid), []
+    side.refit._transfer._share = False  # messages, as between hosts
+    for version in range(2):
+        side.train_to(seed=version)
+        side.refit(version)
+        side.assert_engine_holds(seed=version)
+        found.append(side.refit._transfer.staging_bytes)
+        side.refit.free_buffers()
+        found.append(side.refit._transfer.staging_bytes)
+    return found
+
+
+def test_freed_buffers_are_allocated_again():
+    for first, freed, second, again in run_ranks(2, syncs_without_buffers, ARCHS[NAME], ParallelLayout(2, tp=2)):
+        assert first == second > freed == again == 0
+
+
 def test_a_rank_without_an_engine_takes_nothing():
     with pytest.raises(RuntimeError, match="'w' was sent to a rank without an engine"):
         NullEngine(spec_of(RolloutConfig(), ARCHS[NAME])).update_weights([WeightSlice("w", ((0, 1),), torch.zeros(1))])

@@ -2,19 +2,22 @@
 
 import json
 import math
+from dataclasses import replace
 
 import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from mrl.checkpoint.formats.peft import WEIGHTS, read_adapters
-from mrl.config.config import LoraConfig
+from mrl.config.config import LoraConfig, load
+from mrl.config.peft_folder import ADAPTER_CONFIG
 from mrl.errors import UserError
-from mrl.models.hf_config import ADAPTER_CONFIG, family_of
+from mrl.models.hf_config import family_of
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
-from mrl.resharding.lora import adapted_modules, num_parameters, peft_layout
+from mrl.resharding.lora import adapted_modules, first_expert, num_parameters, peft_layout
 from tests.megatron.actors import ARCHS, EXPERT_LAYOUTS, LAYOUTS, make_batch
 from tests.ranks import run_ranks
 from tests.trainer.lora_ranks import LORA, MODELS, exported, faster, imported, initial, reference
@@ -31,6 +34,16 @@ def test_initial_adapters_do_not_depend_on_the_layout(name, grid, init):
     assert found.keys() == expected.keys() and len(found) == 2 * len(adapted_modules(MODELS[name], lora))
     assert all(torch.equal(found[key], expected[key]) for key in found)
     assert len({tensor.flatten()[0].item() for key, tensor in found.items() if "lora_A" in key}) == len(found) // 2
+
+
+def test_experts_start_with_the_adapters_that_they_share():
+    lora = LoraConfig(rank=4, share_expert_adapters=True)
+    found = run_ranks(4, initial, "qwen2_moe", EXPERT_LAYOUTS["ep4"], lora, 3)[0]
+    expected = run_ranks(1, initial, "qwen2_moe", ParallelLayout(1), lora, 3)[0]
+    apart = run_ranks(1, initial, "qwen2_moe", ParallelLayout(1), LoraConfig(rank=4), 3)[0]
+    assert found.keys() == expected.keys() == apart.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+    assert all(torch.equal(found[key], apart[first_expert(key)]) for key in found)
 
 
 @pytest.mark.parametrize(("init", "theirs"), [("kaiming", True), ("gaussian", "gaussian")])
@@ -131,6 +144,36 @@ def folder(tmp_path):
     return tmp_path / "adapters"
 
 
+def test_experts_that_share_adapters_have_equal_copies_in_a_folder(tmp_path):
+    lora, grid, folder = (
+        LoraConfig(rank=4, alpha=8.0, share_expert_adapters=True),
+        EXPERT_LAYOUTS["ep2"],
+        tmp_path / "a",
+    )
+    _, scored, _ = run_ranks(2, exported, folder, "qwen3_moe", grid, lora)[0]
+    tensors = load_file(folder / WEIGHTS)
+    assert tensors.keys() == peft_layout(MODELS["qwen3_moe"], lora, "float32").keys()
+    assert all(torch.equal(tensor, tensors[first_expert(name)]) for name, tensor in tensors.items())
+    assert torch.equal(run_ranks(1, imported, folder, "qwen3_moe", ParallelLayout(1), lora)[0][1], scored)
+    unshared = replace(lora, share_expert_adapters=False)
+    assert torch.equal(run_ranks(1, imported, folder, "qwen3_moe", ParallelLayout(1), unshared)[0][1], scored)
+    name = next(name for name in tensors if first_expert(name) != name)
+    save_file({**tensors, name: tensors[name] + 1e-3}, folder / WEIGHTS)
+    layout = peft_layout(MODELS["qwen3_moe"], lora, "float32")
+    with pytest.raises(UserError, match="share_expert_adapters"):
+        read_adapters(folder, MODELS["qwen3_moe"], lora, layout, allocate(layout))
+    read_adapters(folder, MODELS["qwen3_moe"], unshared, layout, allocate(layout))
+
+
+@pytest.mark.parametrize(("name", "targets", "part"), [
+    ("qwen2", ["all-linear"], "no effect"), ("qwen2_moe", ["q_proj"], "no effect"),
+    ("qwen2_moe", ["experts.0.up_proj"], "experts.1.up_proj"),
+])  # fmt: skip
+def test_sharing_needs_all_experts_of_a_layer(name, targets, part):
+    with pytest.raises(UserError, match=part):
+        adapted_modules(MODELS[name], LoraConfig(rank=1, target_modules=targets, share_expert_adapters=True))
+
+
 def read(folder, lora=LORA):
     layout = peft_layout(ARCHS["qwen2"], lora, "float32")
     read_adapters(folder, ARCHS["qwen2"], lora, layout, allocate(layout))
@@ -144,6 +187,15 @@ def test_adapters_that_compute_something_else_are_refused(what, folder):
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config | changes))
     with pytest.raises(UserError, match=key):
         read(folder)
+
+
+def test_a_config_that_names_a_folder_alone_takes_its_settings(folder):
+    found = load({"actor": {"lora": {"adapter_path": str(folder)}}}).actor.lora
+    assert (found.rank, found.alpha) == (LORA.rank, LORA.alpha) != (LoraConfig().rank, LoraConfig().alpha)
+    read(folder, found)
+    for key, value in (("rank", 3), ("alpha", 32), ("target_modules", ["q_proj"])):
+        with pytest.raises(UserError, match=key):
+            read(folder, load({"actor": {"lora": {"adapter_path": str(folder), key: value}}}).actor.lora)
 
 
 def test_another_spelling_of_the_same_scale_is_taken(folder):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from mrl.algorithms.functional.importance import at_least_fp32
 from mrl.types import SamplingMask
 
 
@@ -141,8 +142,8 @@ def linear_logprobs(
         adds_gradient: Function that accumulates the weight's gradient, chunk by chunk; None: autograd does.
 
     Returns:
-        logprobs_R and entropy_R in nats, fp32, both differentiable. Logits are in the dtype of the weight, everything
-        after them is fp32.
+        logprobs_R and entropy_R in nats, fp32 (fp64 for an fp64 model), both differentiable. Logits are in the dtype of
+        the weight, everything after them is in that of the result.
 
     Raises:
         ValueError: The temperature or the chunk size is not positive, or the support has another number of rows.
@@ -176,7 +177,8 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         weight = weight_VH[: shard.size]
         # per row, over this rank's tokens: largest logit m; sums of e^(x-m) and (x-m) e^(x-m); the target's logit
-        partial = torch.zeros((4, rows_R.numel()), dtype=torch.float32, device=hidden_PH.device)
+        wide = torch.promote_types(torch.float32, hidden_PH.dtype)
+        partial = torch.zeros((4, rows_R.numel()), dtype=wide, device=hidden_PH.device)
         logits: Tensor | None = None
         parts = chunks(rows_R.numel(), distribution.chunk_rows)
         kept = _support_of_chunks(support, parts)
@@ -212,7 +214,7 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_logprobs, grad_entropy = grads
         weight = weight_VH[: shard.size]
         parts = chunks(rows_R.numel(), distribution.chunk_rows)
-        grad_hidden = torch.zeros(hidden_PH.shape, dtype=torch.float32, device=hidden_PH.device)
+        grad_hidden = torch.zeros(hidden_PH.shape, dtype=normalizer.dtype, device=hidden_PH.device)
         grad_weight: Tensor | None = None
         # d log p(t) / d x = 1[t] - p;   d entropy / d x = -p (log p + entropy)
         slope, target_slope = torch.zeros_like(normalizer), None
@@ -238,7 +240,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if target_slope is not None and shard.size:
                 grad_logits.scatter_add_(1, own.clamp(min=0)[:, None], (target_slope[part] * (own >= 0))[:, None])
             scaled = grad_logits.to(weight.dtype)
-            grad_hidden.index_add_(0, rows, (scaled @ weight).float())
+            grad_hidden.index_add_(0, rows, at_least_fp32(scaled @ weight))
             if ctx.needs_input_grad[1]:
                 hidden = hidden_PH.index_select(0, rows)
                 grad_weight = _add_weight_gradient(ctx, grad_weight, scaled, hidden, weight_VH, several=len(parts) > 1)
@@ -255,7 +257,7 @@ def _add_weight_gradient(
         placeholder: Tensor = ctx.adds_gradient(grad_CV, hidden_CH)
         return placeholder
     if total is None:
-        sum_dtype = torch.float32 if several else weight_VH.dtype
+        sum_dtype = torch.promote_types(torch.float32, weight_VH.dtype) if several else weight_VH.dtype
         total = torch.zeros(weight_VH.shape, dtype=sum_dtype, device=weight_VH.device)
     if total.dtype == grad_CV.dtype:
         total[: grad_CV.size(1)].addmm_(grad_CV.T, hidden_CH)
@@ -273,7 +275,7 @@ def _scaled_logits(
 
 def _scaled(logits: Tensor, targets: Tensor, shard: VocabShard, distribution: Distribution) -> tuple[Tensor, Tensor]:
     """Divides logits by the temperature, maybe in place; returns the result of `_scaled_logits`."""
-    logits = logits.float()
+    logits = at_least_fp32(logits)
     if distribution.temperature != 1.0:
         logits.div_(distribution.temperature)
     return logits, _own_columns(targets, shard)

@@ -6,7 +6,6 @@ that they belong to; `mrl/megatron/checkpoint.py` writes both.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -20,13 +19,14 @@ from mrl.checkpoint.formats.checkpoint_metadata import METADATA
 from mrl.checkpoint.formats.megatron import ADAPTERS, CONFIG, MODEL_KEYS, find_arch, model_folder
 from mrl.checkpoint.formats.torch_dist import BACKEND_FILE, ChunkFiles, read_contents
 from mrl.config.config import LoraConfig
-from mrl.errors import UserError, first_line, shown
+from mrl.config.json_file import read_json
+from mrl.errors import UserError, shown
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.checksum import bits, model_checksum
 from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Piece
-from mrl.resharding.lora import adapted_matrices, adapted_modules, peft_layout
+from mrl.resharding.lora import adapted_matrices, adapted_modules, first_expert, peft_layout
 from mrl.resharding.regions import full_region, slices, split, translate
 
 _TRAINED_DTYPES = ("bfloat16", "float32")
@@ -68,6 +68,8 @@ class AdapterCheckpoint:
         for matrix in adapted_matrices(self.arch, ParallelLayout(1), 0, self.lora, dtype="float32", te=False):
             for name, stored in ((matrix.a_name, matrix.lora_a), (matrix.b_name, matrix.lora_b)):
                 key = name.partition(".")[2]  # without the chunk
+                if self.lora.share_expert_adapters:
+                    key = first_expert(key)
                 expected[key] = stored.shape
                 for piece in stored.pieces:
                     self._places[piece.hf_name].append((key, piece))
@@ -134,13 +136,7 @@ class AdapterCheckpoint:
                 f"checkpoint '{self._given}' has no {ADAPTERS}: it has all weights of the model, not adapters. Convert "
                 "it without a base model (mrl convert megatron-to-hf)."
             )
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"'{path}' cannot be read: {first_line(error)}. Copy the checkpoint again.") from error
-        if not isinstance(found, dict):
-            raise UserError(f"'{path}' contains {shown(found)}, expected a JSON object. Copy the checkpoint again.")
-        return found
+        return read_json(path)
 
     def _lora(self, settings: dict[str, Any]) -> LoraConfig:
         rank, scale = settings.get("rank"), settings.get("scale")
@@ -158,7 +154,13 @@ class AdapterCheckpoint:
                 "write this file, or it is damaged."
             )
         alpha = float(f"{scale * rank:{_SIGNIFICANT}}")
-        return LoraConfig(rank=rank, alpha=alpha, target_modules=targets, exclude_modules=excluded)
+        return LoraConfig(
+            rank=rank,
+            alpha=alpha,
+            target_modules=targets,
+            exclude_modules=excluded,
+            share_expert_adapters=settings.get("share_expert_adapters") is True,
+        )
 
     def _check_tensors(self, expected: dict[str, tuple[int, ...]]) -> str:
         """Compares the tensors with key -> expected shape, and returns their dtype."""

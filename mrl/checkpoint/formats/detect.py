@@ -9,9 +9,9 @@ from mrl.checkpoint.formats.hf import INDEX, SINGLE, HfSource
 from mrl.checkpoint.formats.megatron import CONFIG, MegatronSource
 from mrl.checkpoint.formats.trtllm import RANK_FILES, TrtllmSource
 from mrl.config.did_you_mean import did_you_mean_path
+from mrl.config.peft_folder import is_adapter_folder
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
-from mrl.models.hf_config import is_adapter_folder
 
 
 def open_source(folder: str | Path, arch: ArchSpec | None = None) -> Source:

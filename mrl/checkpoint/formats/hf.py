@@ -21,17 +21,11 @@ from torch import Tensor
 from mrl.checkpoint.formats.base import OutFile, Source, Target
 from mrl.checkpoint.formats.hf_fp8 import Fp8Scales
 from mrl.checkpoint.formats.safetensors_file import Header, SafetensorsFile, write_safetensors
+from mrl.config.peft_folder import ADAPTER_CONFIG, is_adapter_folder
 from mrl.errors import UserError, first_line, shown
 from mrl.models._quantization import QUANTIZED, read_quantization
 from mrl.models.base import ArchSpec, critic_of
-from mrl.models.hf_config import (
-    ADAPTER_CONFIG,
-    TOKENIZER_FILES,
-    arch_from_folder,
-    family_of,
-    is_adapter_folder,
-    read_config,
-)
+from mrl.models.hf_config import TOKENIZER_FILES, arch_from_folder, family_of, read_config
 from mrl.resharding.copy_op import ITEM_BYTES, num_bytes
 from mrl.resharding.dtypes import fill_tensors
 from mrl.resharding.fp8 import DTYPE as FP8

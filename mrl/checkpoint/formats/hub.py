@@ -13,9 +13,10 @@ from mrl.checkpoint.formats.hf import INDEX, SINGLE
 from mrl.config.config import Config
 from mrl.config.did_you_mean import did_you_mean_path
 from mrl.config.hub_cache import MissingSnapshotError, cache_folder, find_snapshot, is_hub_name
+from mrl.config.json_file import read_json
 from mrl.data.hub_files import fetch_data_files
 from mrl.errors import UserError
-from mrl.models.hf_config import TOKENIZER_FILES, read_json
+from mrl.models.hf_config import TOKENIZER_FILES
 
 TEACHERS = "distillation.teacher_models"
 _WEIGHTS = ("*.safetensors", INDEX)

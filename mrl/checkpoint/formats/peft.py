@@ -14,17 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mrl.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors
 from mrl.checkpoint.io.partial_folder import disk_errors
 from mrl.config.config import LoraConfig
-from mrl.errors import UserError, first_line, shown
+from mrl.config.json_file import read_json
+from mrl.config.peft_folder import ADAPTER_CONFIG
+from mrl.errors import UserError, shown
 from mrl.models.base import ArchSpec
-from mrl.models.hf_config import ADAPTER_CONFIG
 from mrl.resharding.dtypes import DTYPES, fill_tensors
 from mrl.resharding.layout import Layout
-from mrl.resharding.lora import adapted_modules, peft_layout, peft_name, scale_of
+from mrl.resharding.lora import adapted_modules, first_expert, peft_layout, peft_name, scale_of
 from mrl.resharding.regions import slices
 
 WEIGHTS = "adapter_model.safetensors"
@@ -103,7 +105,8 @@ def read_adapters(
         key: The config section, for messages.
 
     Raises:
-        UserError: The folder is no PEFT folder, or its adapters have another rank, scale, kind or other modules.
+        UserError: The folder is no PEFT folder, or its adapters have another rank, scale, kind or other modules, or
+            differ between experts that are to share them.
     """
     file = open_adapters(folder, arch, lora, key)
     fill_tensors(layout, tensors, lambda hf_name, region: file.tensor(hf_name)[slices(region)])
@@ -129,25 +132,9 @@ def open_adapters(folder: str | Path, arch: ArchSpec, lora: LoraConfig, key: str
         f"Set {key}.target_modules and exclude_modules to the modules of the folder's {ADAPTER_CONFIG}, and model.path "
         "to its model.",
     )
+    if lora.share_expert_adapters:
+        _check_shared(file, key)
     return file
-
-
-def read_adapter_config(folder: str | Path) -> dict[str, Any]:
-    """Returns adapter_config.json.
-
-    Raises:
-        UserError: It is missing or not a JSON object.
-    """
-    path = Path(folder) / ADAPTER_CONFIG
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"'{path}' is not a PEFT config: {first_line(error)}. Name a folder that PEFT wrote."
-        ) from error
-    if not isinstance(found, dict):
-        raise UserError(f"'{path}' is not a PEFT config: expected a JSON object.")
-    return found
 
 
 class PeftFolder:
@@ -171,7 +158,7 @@ class PeftFolder:
         """
         self.folder, self._arch = Path(folder), arch
         self.files: tuple[Path, ...] = (self.folder / ADAPTER_CONFIG, self.folder / WEIGHTS)
-        config = read_adapter_config(folder)
+        config = read_json(self.folder / ADAPTER_CONFIG)
         _check_kind(self.folder, config)
         self._file = _open_weights(self.folder)
         self._base = config.get("base_model_name_or_path")
@@ -195,6 +182,12 @@ class PeftFolder:
             "scale": scale_of(self.lora),
             "modules": len(adapted_modules(self._arch, self.lora)),
         }
+
+
+def check_new(folder: str | Path) -> None:
+    """Raises UserError if a folder that is to be written exists."""
+    if Path(folder).exists():
+        raise UserError(f"'{folder}' exists already. Choose a new folder, or remove this one.")
 
 
 def write_peft_folder(
@@ -221,8 +214,7 @@ def write_peft_folder(
     """
     target = Path(folder)
     partial = target.with_name(target.name + ".partial")
-    if target.exists():
-        raise UserError(f"'{target}' exists already. Choose a new folder, or remove this one.")
+    check_new(target)
     layout = peft_layout(arch, lora, dtype)
     with disk_errors(partial):
         shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted command
@@ -268,6 +260,17 @@ def _check_weights(file: SafetensorsFile, expected: Layout, remedy: str) -> None
             )
 
 
+def _check_shared(file: SafetensorsFile, key: str) -> None:
+    """Raises UserError unless the experts of a layer have equal adapters."""
+    for name in file.headers:
+        first = first_expert(name)
+        if name != first and not torch.equal(file.tensor(name), file.tensor(first)):
+            raise UserError(
+                f"'{file.path}': '{name}' and '{first}' differ, but {key}.share_expert_adapters=true has one pair for "
+                "all experts of a layer. Set it to false."
+            )
+
+
 def _settings(folder: Path, config: dict[str, Any], arch: ArchSpec, names: tuple[str, ...], remedy: str) -> LoraConfig:
     """Returns the config section of a PEFT folder; its modules are those that the file has tensors of."""
     rank, alpha, rslora = config.get("r"), config.get("lora_alpha"), config.get("use_rslora", False)
@@ -304,7 +307,7 @@ def _check_kind(folder: Path, found: dict[str, Any]) -> None:
 
 def _check_config(folder: Path, lora: LoraConfig, key: str) -> None:
     """Raises UserError where the folder's adapters compute something else than the config's."""
-    found = read_adapter_config(folder)
+    found = read_json(folder / ADAPTER_CONFIG)
     _check_kind(folder, found)
     rank, alpha, scaled = found.get("r"), found.get("lora_alpha"), found.get("use_rslora", False)
     if rank != lora.rank:

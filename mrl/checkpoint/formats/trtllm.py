@@ -24,9 +24,9 @@ from torch import Tensor
 from mrl.checkpoint.formats.base import OutFile, Source, Target
 from mrl.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors
 from mrl.checkpoint.formats.trtllm_config import CONFIG, TrtllmConfig, read_config, to_json
+from mrl.config.json_file import read_json
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
-from mrl.models.hf_config import read_json
 from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.fp8_quantize import dequantize_matrix, quantize_matrices

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mrl.config.json_file import read_json
 from mrl.errors import UserError
 from mrl.models._rope import settings_of
 from mrl.models.base import ArchSpec, MoeSpec, RopeScaling
-from mrl.models.hf_config import arch_from_config, families, family_of, read_json
+from mrl.models.hf_config import arch_from_config, families, family_of
 from mrl.resharding.trtllm import TrtllmMapping
 
 CONFIG = "config.json"

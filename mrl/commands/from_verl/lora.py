@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os.path
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from mrl.commands.from_verl.verl_run import VerlRun, format_value
 from mrl.config.config import ALL_LINEAR
+from mrl.config.json_file import read_json
+from mrl.config.peft_folder import ADAPTER_CONFIG, is_adapter_folder
 from mrl.config.verl_keys.translated_keys import DTYPES, ROLLOUT, ROOT
 from mrl.config.verl_keys.verl_lora import (
     EVERYTHING,
@@ -19,7 +22,6 @@ from mrl.config.verl_keys.verl_lora import (
     OWN,
     WITHOUT_ADAPTERS,
 )
-from mrl.models.hf_config import is_adapter_folder
 
 MODEL = f"{ROOT}model."
 SECTION = "actor.lora."
@@ -122,9 +124,7 @@ def _note_other_actor(verl: VerlRun, names: tuple[str, ...]) -> None:
 
 def _of_folder(verl: VerlRun, folder: str, overridden: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """Yields rank, scale and modules of a PEFT folder, from which verl takes them too."""
-    from mrl.checkpoint.formats.peft import read_adapter_config  # imports torch
-
-    found = read_adapter_config(folder)
+    found = read_json(Path(folder) / ADAPTER_CONFIG)
     for name, key in (("r", "rank"), ("lora_alpha", "alpha"), ("use_rslora", "use_rslora")):
         yield f"{SECTION}{key}", found.get(name)
     for name in ("target_modules", "exclude_modules"):

@@ -30,6 +30,7 @@ from mrl.resharding.layout import Layout
 from mrl.resharding.megatron import megatron_layout, padded_vocab, stage_layers, stage_moe_layers
 from mrl.trainer.run_plan import Resolved
 from mrl.trainer.validation.critic import critic_config
+from mrl.trainer.validation.distillation import is_frozen_actor
 from mrl.trainer.validation.megatron import changes
 
 GRADIENT_BYTES = 4
@@ -274,9 +275,19 @@ def _trainer(
     return StageMemory(stage, stage * len(grid.trainers) // grid.pp, phases, engine.rows, host, replayed)
 
 
+def _stored_teachers(plan: Resolved) -> list[ArchSpec]:
+    """Returns the teachers that have weights of their own."""
+    configs = plan.config.distillation.teacher_models
+    return [
+        arch
+        for teacher, arch in zip(configs, plan.teachers, strict=False)  # without distillation there are no teachers
+        if not is_frozen_actor(plan.config, teacher)
+    ]
+
+
 def _swapped(plan: Resolved, own: Memory) -> int:
     """Returns the actor's weights that are in host memory while another model uses their place, bytes."""
-    if plan.arch in plan.teachers:
+    if plan.arch in _stored_teachers(plan):
         return own.weights
     return own.trained if plan.algorithm.needs_reference else 0
 
@@ -368,12 +379,13 @@ def _teachers(plan: Resolved, device: Device) -> list[list[_Holder]]:
     """Returns the teachers' holders on a rank of each pipeline stage.
 
     Weights and final hidden states (of a step's tokens, and a copy of a minibatch's) wait in host memory. A teacher
-    with layers of its own is on the device while it runs. An update needs the output weights of all of them, and one
-    chunk of both sides' logits.
+    that is the actor's frozen model needs no weights. A teacher with layers of its own is on the device while it runs.
+    An update needs the output weights of all of them, and one chunk of both sides' logits.
     """
     config, grid, teachers = plan.config, plan.grid, plan.teachers
     item, train, stages = ITEM_BYTES[config.model.dtype], config.train, []
-    elements = [_actor_elements(teacher, grid) for teacher in teachers]
+    stored = _stored_teachers(plan)
+    elements = [_actor_elements(teacher, grid) for teacher in stored]
     for stage in range(grid.pp if teachers else 0):
         weights = [sum(each[stage]) * item for each in elements]
         states = output = 0
@@ -384,7 +396,7 @@ def _teachers(plan: Resolved, device: Device) -> list[list[_Holder]]:
             rows = padded_vocab(plan.arch, grid.tp) // grid.tp
             output = sum(rows * teacher.hidden_size * item for teacher in teachers)
             output += TEACHER_LOGITS * FP32_BYTES * rows * min(config.actor.logprob_chunk_tokens, tokens)
-        own_layers = (size for size, teacher in zip(weights, teachers, strict=True) if teacher != plan.arch)
+        own_layers = (size for size, teacher in zip(weights, stored, strict=True) if teacher != plan.arch)
         running = {"a teacher's weights": max(own_layers, default=0)}
         stages.append(
             [
@@ -523,14 +535,15 @@ def _trained_elements(config: Config, arch: ArchSpec, grid: ParallelLayout) -> l
     settings = config.actor.lora
     if not settings.rank:
         return _actor_elements(arch, grid)
-    names = tuple(settings.target_modules), tuple(settings.exclude_modules)
+    names, shared = (tuple(settings.target_modules), tuple(settings.exclude_modules)), settings.share_expert_adapters
     if selects_layers(settings):
         first_ranks = range(0, len(grid.trainers), len(grid.trainers) // grid.pp)
-        return [_adapter_elements(arch, grid, rank, settings.rank, *names) for rank in first_ranks]
+        return [_adapter_elements(arch, grid, rank, settings.rank, *names, shared) for rank in first_ranks]
     experts_ranks = math.lcm(grid.tp, grid.ep * grid.expert_tp)
     places = ParallelLayout(experts_ranks, tp=grid.tp, ep=grid.ep, etp=grid.expert_tp)
     kinds = {
-        one.moe is not None: _adapter_elements(one, places, 0, settings.rank, *names) for one, _ in layer_kinds(arch)
+        one.moe is not None: _adapter_elements(one, places, 0, settings.rank, *names, shared)
+        for one, _ in layer_kinds(arch)
     }
     found = []
     for layers, with_experts in zip(stage_layers(arch, grid), stage_moe_layers(arch, grid), strict=True):
@@ -541,12 +554,22 @@ def _trained_elements(config: Config, arch: ArchSpec, grid: ParallelLayout) -> l
 
 @functools.cache
 def _adapter_elements(
-    arch: ArchSpec, grid: ParallelLayout, rank: int, lora_rank: int, targets: tuple[str, ...], excluded: tuple[str, ...]
+    arch: ArchSpec,
+    grid: ParallelLayout,
+    rank: int,
+    lora_rank: int,
+    targets: tuple[str, ...],
+    excluded: tuple[str, ...],
+    shared: bool,
 ) -> tuple[int, int]:
     """Returns (dense elements, expert elements) of the adapters on a rank."""
     settings = LoraConfig(rank=lora_rank, target_modules=list(targets), exclude_modules=list(excluded))
-    sizes = [0, 0]
+    sizes, counted = [0, 0], set()
     for matrix in lora.adapted_matrices(arch, grid, rank, settings, dtype="bfloat16", te=False):
+        name = lora.first_expert(matrix.weight) if shared else matrix.weight
+        if name in counted:
+            continue
+        counted.add(name)
         both = math.prod(matrix.lora_a.shape) + math.prod(matrix.lora_b.shape)
         sizes[matrix.tensor.spec.kind.is_expert] += both
     return sizes[0], sizes[1]

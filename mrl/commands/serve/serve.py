@@ -19,11 +19,11 @@ from typing import Any
 from mrl.checkpoint.run_dir.run_dir import RunDir
 from mrl.commands.serve.batching import ROUND_TOKENS, RequestQueue, serve_rounds
 from mrl.config.config import Config, load
+from mrl.config.json_file import read_json
 from mrl.distributed.collectives import raise_on_all_ranks
 from mrl.engines._capabilities import engine_capabilities
 from mrl.environments.formats import base as formats
 from mrl.errors import UserError, to_install
-from mrl.models.hf_config import read_json
 from mrl.trainer.run_plan import build_run_plan
 from mrl.trainer.startup import open_trainer
 from mrl.trainer.trainer import Trainer

@@ -14,9 +14,9 @@ from typing import Any
 
 from mrl.checkpoint.formats.trtllm_config import CONFIG, TrtllmConfig, from_json, to_json
 from mrl.config.config import Config
+from mrl.config.json_file import read_json
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
-from mrl.models.hf_config import read_json
 
 _UNCOMPARED = ("mrl", "logits_dtype", "mapping", "quantization", "dtype", "use_parallel_embedding")
 """Keys of `to_json` that do not describe the model's structure."""

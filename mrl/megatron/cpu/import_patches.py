@@ -395,6 +395,11 @@ def _fix_random_cpu(module: Any) -> None:
         module._get_share_storage = lambda: _copy_storage
 
 
+def _fix_mapping_cpu(module: Any) -> None:
+    """Shards that a rank only passes on while a checkpoint is loaded are allocated on the CPU."""
+    module.ShardedTensor.init_data.__defaults__ = (_cpu_factory(torch.empty),)
+
+
 def _fix_jit(module: Any) -> None:
     # torch.compile of small fusions costs 19 s of inductor builds on a CPU and gains nothing there
     module.disable_jit_fuser()
@@ -476,6 +481,7 @@ _ANY_DEVICE_FIXES: dict[str, Callable[[ModuleType], None]] = {
 }
 _CUDA_FIXES: dict[str, Callable[[ModuleType], None]] = {"megatron.core.optimizer.clip_grads": _fix_clip_grads}
 _CPU_FIXES: dict[str, Callable[[ModuleType], None]] = {
+    "megatron.core.dist_checkpointing.mapping": _fix_mapping_cpu,
     "megatron.core.jit": _fix_jit,
     "megatron.core.tensor_parallel.mappings": _fix_mappings_cpu,
     "megatron.core.tensor_parallel.random": _fix_random_cpu,

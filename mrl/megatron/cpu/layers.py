@@ -175,7 +175,10 @@ class _Product(torch.autograd.Function):
         # looked up here: a recomputed forward runs inside the backward, where the buffer is the same
         ctx.main_grad = getattr(weight, "main_grad", None)
         ctx.parameter, ctx.has_bias, ctx.group = weight, bias is not None and bias.requires_grad, group
-        return rows_times(x.reshape(-1, x.size(-1)), weight, bias).view(*x.shape[:-1], -1)
+        product = rows_times(x.reshape(-1, x.size(-1)), weight, bias)
+        # no view: adapters are added in place
+        unviewed: Tensor = torch.ops.aten._unsafe_view(product, [*x.shape[:-1], weight.size(0)])
+        return unviewed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

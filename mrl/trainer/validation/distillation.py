@@ -8,7 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING
 
-from mrl.config.config import TOP_K, AlgorithmConfig, Config, DistillationConfig, DistillationLossConfig
+from mrl.config.config import (
+    TOP_K,
+    AlgorithmConfig,
+    Config,
+    DistillationConfig,
+    DistillationLossConfig,
+    TeacherConfig,
+)
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
@@ -44,6 +51,12 @@ def teacher_index(config: DistillationConfig, prompt: Prompt) -> int:
             "this key."
         )
     return known.index(str(key))
+
+
+def is_frozen_actor(config: Config, teacher: TeacherConfig) -> bool:
+    """Returns whether a teacher is the actor's model without its adapters, so that it needs no weights of its own."""
+    path = teacher.model_path
+    return config.actor.lora.rank > 0 and path is not None and path == config.model.path
 
 
 def check_distillation(

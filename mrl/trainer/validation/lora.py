@@ -7,10 +7,10 @@ from dataclasses import fields
 
 from mrl.config.config import Config, LoraConfig
 from mrl.config.did_you_mean import did_you_mean_path
+from mrl.config.peft_folder import ADAPTER_CONFIG, is_adapter_folder
 from mrl.engines._capabilities import engine_capabilities
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
-from mrl.models.hf_config import ADAPTER_CONFIG, is_adapter_folder
 from mrl.resharding.lora import adapted_modules
 
 
@@ -46,6 +46,11 @@ def section_rules(key: str, lora: LoraConfig, config: Config) -> Iterator[str]:
         lora: Its settings.
         config: The config.
     """
+    if lora.adapter_path is not None and not is_adapter_folder(lora.adapter_path):
+        yield (
+            f"{key}.adapter_path='{lora.adapter_path}' has no {ADAPTER_CONFIG}.{did_you_mean_path(lora.adapter_path)} "
+            "Name a folder that PEFT's save_pretrained wrote."
+        )
     if not lora.rank:
         default = LoraConfig()
         for item in fields(LoraConfig):
@@ -73,11 +78,6 @@ def section_rules(key: str, lora: LoraConfig, config: Config) -> Iterator[str]:
         )
     if lora.adapter_path is not None and lora.init != LoraConfig().init:
         yield f"{key}.init={lora.init} would have no effect because {key}.adapter_path is set. Remove one of them."
-    if lora.adapter_path is not None and not is_adapter_folder(lora.adapter_path):
-        yield (
-            f"{key}.adapter_path='{lora.adapter_path}' has no {ADAPTER_CONFIG}.{did_you_mean_path(lora.adapter_path)} "
-            "Name a folder that PEFT's save_pretrained wrote."
-        )
 
 
 def adapted_module_rules(key: str, lora: LoraConfig, arch: ArchSpec) -> Iterator[str]:

@@ -17,8 +17,9 @@ from mrl.checkpoint.formats.peft import WEIGHTS, PeftFolder
 from mrl.checkpoint.io.hashed_writer import xxh3_file
 from mrl.commands.convert.converters import CONVERTERS
 from mrl.config.config import LoraConfig
+from mrl.config.peft_folder import ADAPTER_CONFIG
 from mrl.errors import UserError
-from mrl.models.hf_config import ADAPTER_CONFIG, family_of
+from mrl.models.hf_config import family_of
 from mrl.models.presets import arch_from_preset
 from tests.checkpoint.formats.test_hf import write_folder
 from tests.commands.convert.adapter_jobs import adapters_saved
@@ -197,6 +198,7 @@ CHECKPOINTS = [
     ("qwen3", LAYOUTS["single"], {"target_modules": ["q_proj", "down_proj"], "use_rslora": True, "rank": 3}),
     ("qwen2_untied", LAYOUTS["tp2"], {"exclude_modules": ["layers.1.mlp.down_proj"]}),
     ("qwen2_moe", EXPERT_LAYOUTS["tp2_ep2_etp2"], {}),
+    ("qwen2_moe", EXPERT_LAYOUTS["tp2_ep2_etp2"], {"share_expert_adapters": True}),
     ("qwen3_moe", EXPERT_LAYOUTS["ep2_pp2"], {"target_modules": ["up_proj", "v_proj"]}),
 ]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mrl.commands.plan.memory import memory_by_stage, not_counted, num_parameters, replayed_bytes, stage_memory
-from mrl.config.config import Config, LoraConfig, load
+from mrl.config.config import Config, LoraConfig, TeacherConfig, load
 from mrl.engines._memory_plan import Device
 from mrl.models.base import critic_of
 from mrl.models.presets import arch_from_preset
@@ -346,6 +346,19 @@ def test_a_teachers_weights_wait_in_host_memory_and_have_a_turn_where_they_are_o
     assert wider.phases["update"] == plain.phases["update"]
 
 
+def test_a_teacher_that_is_the_model_under_the_adapters_has_no_weights(tmp_path):
+    plan = resolve(from_text(tmp_path, *SAME, "actor.lora.rank=4"), 1)
+    hosts = []
+    for path in ("own", "other"):
+        model = replace(plan.config.model, path="own")
+        distillation = replace(plan.config.distillation, teacher_models=[TeacherConfig(model_path=path)])
+        config = replace(plan.config, model=model, distillation=distillation)
+        hosts.append(memory_by_stage(replace(plan, config=config), GPU)[0].host)
+    own = stage_memory(plan.config, plan.arch, plan.grid)[0]
+    assert hosts[0] == 0
+    assert hosts[1] == own.weights - own.trained + own.weights  # its own, and the student's while they are swapped
+
+
 def test_a_reward_models_weights_wait_in_host_memory_and_have_a_turn(tmp_path):
     write_reward_model(tmp_path / "reward", "qwen3_tiny", hidden_size=256)
     found = phases(tmp_path, f"reward.model.path={tmp_path}/reward", "reward.model.retokenize=true")
@@ -379,6 +392,10 @@ def test_adapters_are_those_of_every_rank_and_a_reference_has_no_weights():
             matrices = adapted_matrices(arch, grid, rank, lora, dtype="float32", te=False)
             own = sum(math.prod(one.lora_a.shape) + math.prod(one.lora_b.shape) for one in matrices)
             assert stages[grid.coords(rank).pp].trained == 4 * own
+    shared, mixture = replace(lora, share_expert_adapters=True), MIXTURES["qwen2_moe"]
+    for grid in (ParallelLayout(1), EXPERT_LAYOUTS["ep2"]):  # each rank has all that the experts share
+        (stage,) = stage_memory(config_for(grid, actor={"lora": shared}), mixture, grid)
+        assert stage.trained == 4 * lora_parameters(mixture, shared)
     dense = ROOT / "configs" / "grpo_qwen3-8b_1x8_tp2.yaml"
     settings = ["algorithm.kl_in=loss", "algorithm.kl_coef=0.1", "reference.path=null"]
     full, adapted = (resolve(load(dense, [*settings, f"actor.lora.rank={rank}"]), 8) for rank in (0, 32))

@@ -95,6 +95,7 @@ CHOSEN = [
     *(f"{LORA}::test_expert_layouts[{layout}]" for layout in ("ep2", "tp2_ep2_etp2")),
     f"{LORA}::test_scores_and_gradients_are_those_of_transformers_with_merged_weights[qwen3]",
     f"{LORA}::test_updates_of_experts[tp2_ep2]",
+    *(f"{LORA}::test_updates_of_adapters_that_experts_share[{layout}-{{}}]" for layout in ("tp2_ep2", "tp2_ep2_etp2")),
     # a whole run: refit into the engine, kill -9 and resume
     f"{E2E}/test_resume.py::test_a_killed_run_continues_as_if_nothing_had_happened[5]",
 ]

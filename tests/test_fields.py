@@ -39,6 +39,11 @@ MIXTURE = (
     "model.overrides={hidden_size: 16, num_hidden_layers: 1, intermediate_size: 16, num_attention_heads: 2, "
     "num_key_value_heads: 2, moe_intermediate_size: 16}",
 )
+BIASED = (
+    "model.preset=glm4_moe_tiny",
+    "model.overrides={hidden_size: 16, num_hidden_layers: 2, intermediate_size: 16, num_attention_heads: 2, "
+    "num_key_value_heads: 2, moe_intermediate_size: 16}",
+)
 LORA = ("actor.lora.rank=4", "actor.lr=0.1")
 CRITIC_LORA = ("algorithm.name=ppo", *LORA, "critic.lora.rank=4", "critic.lr=0.1")
 DEEP = ("model.overrides.num_hidden_layers=4",)
@@ -143,6 +148,7 @@ ROWS = {
     "actor.logprob_chunk_tokens": row("actor.logprob_chunk_tokens=2"),
     "actor.moe_token_dispatcher_type": row("actor.moe_token_dispatcher_type=allgather", given=MIXTURE),
     "actor.moe_router_dtype": row("actor.moe_router_dtype=fp64", given=MIXTURE),
+    "actor.moe_router_bias_update_rate": row("actor.moe_router_bias_update_rate=0.3", given=BIASED),
     "actor.moe_router_load_balancing_type": row(
         "actor.moe_router_load_balancing_type=aux_loss", "actor.moe_aux_loss_coeff=0.1", given=MIXTURE
     ),

@@ -24,11 +24,14 @@ def moe_config(arch: ArchSpec, parallel: ParallelConfig, actor: ActorConfig, *, 
     if arch.moe is None:
         return {"moe_token_dispatcher_type": "alltoall"}  # the only one that allows microbatches of different lengths
     shared = arch.moe.shared_intermediate_size
+    mixed: dict[str, Any] = {}
+    if arch.moe.dense_layers:  # a list makes Megatron write each layer of a checkpoint under a key of its own
+        mixed["moe_layer_freq"] = [int(layer in arch.moe_layers) for layer in range(arch.num_layers)]
     return {
+        **mixed,
         "num_moe_experts": arch.moe.num_experts,
         "moe_router_topk": arch.moe.top_k,
         "moe_ffn_hidden_size": arch.moe.intermediate_size,
-        "moe_layer_freq": [int(layer in arch.moe_layers) for layer in range(arch.num_layers)],
         "moe_router_score_function": arch.moe.score_function,
         # softmax over the chosen logits equals softmax over all, scaled to a sum of 1; for top_k 1 see `Router`
         "moe_router_pre_softmax": not arch.moe.norm_topk_prob or arch.moe.top_k == 1,

@@ -393,9 +393,7 @@ class TrainableModel:
             raise RuntimeError("update was called before start_optimizer")
         self._onload(*PARTS)  # with overlap_param_gather, the forward gathers the weights layer by layer
         rate = self._learning_rate.at(self.num_updates)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate_of(group, rate, self._config)
-            group["weight_decay"] = self._config.weight_decay * group.get("wd_mult", 1.0)
+        self._set_rates(rate)
         self._data_parallel.zero_gradients()
         microbatches = self._forward_backward.microbatches(
             minibatch, distribution, keep_groups_together=keep_groups_together
@@ -412,10 +410,8 @@ class TrainableModel:
         if "grad_norm_skip_threshold" in self._megatron.optimizer:
             metrics[self.skipped_metric] = float(not is_updated)
             self.num_skipped += not is_updated
-        if is_updated and self._config.moe_router_bias_update_rate:
-            rate_of_bias = self._config.moe_router_bias_update_rate
-            routers = [each for chunk in self.chunks for each in chunk.modules() if isinstance(each, Router)]
-            metrics[f"{self.section}/moe_router_bias_max"] = update_biases(routers, rate_of_bias)
+        if is_updated:
+            metrics |= self._update_biases()
         self.optimizer.zero_grad()  # frees fp32 copies of gradients, if the buffer has another dtype
         self._data_parallel.mark_updated()
         self.num_updates += 1
@@ -428,6 +424,20 @@ class TrainableModel:
             error.on_all_ranks = True
             raise error
         return metrics | {f"{self.section}/grad_norm": float(grad_norm), f"{self.section}/lr": rate}
+
+    def _set_rates(self, rate: float) -> None:
+        """Sets the learning rate and the weight decay of every parameter."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate_of(group, rate, self._config)
+            group["weight_decay"] = self._config.weight_decay * group.get("wd_mult", 1.0)
+
+    def _update_biases(self) -> dict[str, float]:
+        """Collective over the job: moves the routers' selection biases if the config says so; returns their metric."""
+        rate = self._config.moe_router_bias_update_rate
+        if not rate:
+            return {}
+        routers = [each for chunk in self.chunks for each in chunk.modules() if isinstance(each, Router)]
+        return {f"{self.section}/moe_router_bias_max": update_biases(routers, rate)}
 
     def _check_metrics(self, metrics: dict[str, float]) -> None:
         """Raises, on all ranks, if the metrics of a step forbid its update; called before the update."""

@@ -78,7 +78,7 @@ LETTERS = CharTokenizer("0123456789+=<>abcd.")
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name.endswith("_tiny")])
 def test_generate_ends_where_mrl_ends(preset, tmp_path):
     """The classes of transformers have end tokens of their own where config.json names none."""
-    arch = arch_from_preset(preset, {"num_hidden_layers": 1}, LETTERS.vocab_size)
+    arch = arch_from_preset(preset, {"num_hidden_layers": 2}, LETTERS.vocab_size)
     tensors = {name: torch.zeros(stored.shape) for name, stored in hf_layout(arch, "float32").items()}
     write_folder(arch, tmp_path, tensors)  # logits of 0: every token is as likely as any other
     LETTERS.save(tmp_path)

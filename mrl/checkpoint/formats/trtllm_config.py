@@ -296,11 +296,10 @@ def _qwen_keys(arch: ArchSpec) -> dict[str, Any]:
 def _arch(config: Mapping[str, Any]) -> ArchSpec:
     """Builds the model from Hugging Face's keys, which the family validates."""
     architecture = _value(config, "architecture")
-    fitting = {name: family for name, family in families().items() if family.trtllm_architecture == architecture}
+    known_to = {name: family for name, family in families().items() if family.trtllm_architecture is not None}
+    fitting = {name: family for name, family in known_to.items() if family.trtllm_architecture == architecture}
     if not fitting:
-        known = sorted(
-            {str(family.trtllm_architecture) for family in families().values() if family.trtllm_architecture}
-        )
+        known = sorted({str(family.trtllm_architecture) for family in known_to.values()})
         raise UserError(f"architecture is {architecture!r}; mrl has {', '.join(known)}.")
     named = _object(config, "mrl").get("family")
     family = fitting.get(str(named)) or next(

@@ -48,9 +48,9 @@ class PrefillAttention:
         self.positions_P = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks]).to(device)
         counts = torch.tensor([chunk.stop - chunk.start for chunk in chunks])
         self._rows_P = torch.tensor([chunk.row for chunk in chunks]).repeat_interleave(counts).to(device)
-        self._parts: list[Part] = []
+        self._parts: list[AlikeChunks] = []
         window = next((each for each in cache.windows if each is not None), None)
-        self._windowed: list[Part] = []
+        self._windowed: list[AlikeChunks] = []
         for (start, stop), members in groupby(chunks, key=lambda chunk: chunk.extent):
             rows = torch.tensor([chunk.row for chunk in members], device=device)
             self._parts.append(_part(start, stop, rows, None))
@@ -79,7 +79,7 @@ class PrefillAttention:
 
 
 @dataclass(frozen=True)
-class Part:
+class AlikeChunks:
     """Chunks of equal extent.
 
     Attributes:
@@ -97,7 +97,7 @@ class Part:
     mask: Tensor | None
 
 
-def _part(start: int, stop: int, rows: Tensor, window: int | None) -> Part:
+def _part(start: int, stop: int, rows: Tensor, window: int | None) -> AlikeChunks:
     """Returns chunks that extend from `start` to `stop`, of a layer with this sliding window."""
     first = 0 if window is None else max(0, start - window + 1)
     mask = None
@@ -107,10 +107,10 @@ def _part(start: int, stop: int, rows: Tensor, window: int | None) -> Part:
         mask = key <= query
         if window is not None:
             mask &= key > query - window
-    return Part(start, stop, rows, first, mask)
+    return AlikeChunks(start, stop, rows, first, mask)
 
 
-def _slots(cached: Tensor, part: Part) -> Tensor:
+def _slots(cached: Tensor, part: AlikeChunks) -> Tensor:
     """Returns keys or values of the positions that the chunks see, [chunks, K, positions, D]."""
     slots = cached.size(2)
     if part.stop <= slots:

@@ -60,6 +60,7 @@ QUANT_KEYS = {
 }
 ARCHITECTURES = {
     "LlamaForCausalLM",
+    "MistralForCausalLM",
     "MixtralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM",

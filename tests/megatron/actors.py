@@ -233,9 +233,8 @@ def full_weights(policy: Actor) -> dict[str, Tensor]:
 def full_gradients(policy: Actor) -> dict[str, Tensor]:
     """Collective over the job: what the last backward left, as `full_weights`; not with the distributed optimizer."""
     parameters = ((index, *item) for index, chunk in enumerate(policy.chunks) for item in chunk.named_parameters())
-    return _whole(
-        policy.layout(), {f"chunk{index}.{name}": parameter.main_grad for index, name, parameter in parameters}
-    )
+    gradients = {f"chunk{index}.{name}": parameter.main_grad for index, name, parameter in parameters}
+    return _whole({name: stored for name, stored in policy.layout().items() if name in gradients}, gradients)
 
 
 def full_adapters(policy: Actor, *, gradients: bool = False) -> dict[str, Tensor]:

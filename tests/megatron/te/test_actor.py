@@ -42,7 +42,7 @@ CHOSEN = [
     f"{MEGATRON}/test_context_parallel.py::test_scores_and_updates_are_those_of_one_rank[cp2-qwen3_windows]",
     # positions with an attention factor, which the fused rotary embedding lacks, and of a part of a head
     *(
-        f"{MEGATRON}/test_rope_variants.py::test_log_probabilities_and_gradients_are_those_of_transformers[{case}]"
+        f"{MEGATRON}/test_structures.py::test_log_probabilities_and_gradients_are_those_of_transformers[{case}]"
         for case in ("yarn_all-cp2", "phi4_mini-tp2_pp2", "phi3_partial-single")
     ),
     # experts that were kept come back to their tokens, each sequence cut over ranks by itself

@@ -1,5 +1,6 @@
-"""Every way to compute positions: log-probabilities and gradients of the actor are transformers'."""
+"""Positions, windows and routers: log-probabilities and gradients of the actor are transformers'."""
 
+from copy import deepcopy
 from functools import cache
 
 import pytest
@@ -33,17 +34,43 @@ SIZES = {
     "tie_word_embeddings": False,
     "pad_token_id": None,
 }
-VARIANTS = variants(head_dim=16, original=16)
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 4}
+STRUCTURES = {
+    "windows": ("mistral", {"sliding_window": 9}),
+    "some_windows": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "windows_of_experts": ("mixtral", {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "dense_layers": ("qwen3_moe", {**EXPERTS, "num_experts": 4, "mlp_only_layers": [0, 2], "norm_topk_prob": True}),
+    "biased_router": (
+        "glm4_moe",
+        {
+            **EXPERTS,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+            "use_qk_norm": True,
+        },
+    ),
+    "unscaled_router": ("glm4_moe", {**EXPERTS, "n_routed_experts": 4, "norm_topk_prob": False}),
+}
+VARIANTS = {**variants(head_dim=16, original=16), **STRUCTURES}
 LAYOUTS = {
     "single": (ParallelLayout(1), {}),
     "tp2_pp2": (ParallelLayout(4, tp=2, pp=2), {}),
     "cp2": (ParallelLayout(2, cp=2), {}),
     "uncompiled": (ParallelLayout(1), {}),
     "exact_tp2": (ParallelLayout(2, tp=2), {"true_on_policy": True}),
+    "ep2_pp2": (ParallelLayout(4, pp=2, ep=2), {}),
+    "tp2_ep2": (ParallelLayout(2, tp=2, ep=2, etp=1), {}),
 }
 SCALED = ["yarn_all", "phi4_mini"]
 """Variants for further layouts: with an attention factor, of a whole and of a partly rotated head."""
-GROUPED = {"tp2_pp2", "cp2"}
+GROUPED = {"tp2_pp2", "cp2", "ep2_pp2", "tp2_ep2"}
 """Layouts in which the sequences of a prompt share its tokens; elsewhere they are computed alone."""
 
 
@@ -63,16 +90,19 @@ def model_of(name, root):
     torch.manual_seed(len(name))
     saved, model = (
         transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.for_model(family, **SIZES, **keys),
+            transformers.AutoConfig.for_model(family, **{**SIZES, **deepcopy(keys)}),
             dtype=torch.float32,
             attn_implementation="eager",
         )
-        for keys in (rope, with_one_list(rope, uses_long=True))
+        for keys in (rope, rope if name in STRUCTURES else with_one_list(rope, uses_long=True))
     )
     with torch.no_grad():
         for key, value in saved.named_parameters():
             if "norm" in key or key.endswith("bias"):
                 value.add_(torch.randn(value.shape) * 0.3)
+        for key, value in saved.named_buffers():
+            if "correction_bias" in key:
+                value.copy_(torch.randn(value.shape) * 0.2)
     folder = root / name
     saved.save_pretrained(folder)
     model.load_state_dict(saved.state_dict())
@@ -109,6 +139,9 @@ def by_megatron(folder, layout, batch):
 
 CASES = [(name, layout) for name in VARIANTS for layout in ("single", "uncompiled")]
 CASES += [(name, layout) for name in SCALED for layout in ("tp2_pp2", "cp2", "exact_tp2")]
+CASES += [(name, layout) for name in ("windows", "some_windows") for layout in ("tp2_pp2", "cp2", "exact_tp2")]
+CASES += [("windows_of_experts", "tp2_ep2"), ("dense_layers", "ep2_pp2"), ("biased_router", "ep2_pp2")]
+CASES += [("biased_router", "tp2_ep2"), ("biased_router", "cp2")]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
@@ -118,5 +151,5 @@ def test_log_probabilities_and_gradients_are_those_of_transformers(name, layout,
         torch.testing.assert_close(logprobs, expected, rtol=0, atol=PARITY)
         names = locate_tensors(arch_from_folder(folder), {key: tuple(each.shape) for key, each in gradients.items()})
         for key, gradient in found.items():
-            theirs = gradients[names[key].stored]
+            theirs = gradients[names[key].stored][names[key].index]
             torch.testing.assert_close(gradient, theirs, rtol=0, atol=GRADIENT * float(theirs.abs().max()))

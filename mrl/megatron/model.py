@@ -8,7 +8,7 @@ until `mrl/resharding` has written them, so that a missing load cannot go unnoti
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,14 +151,15 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
 
     @torch.no_grad()
     def _forget_weights(self) -> None:
-        for tensor in (*self.parameters(), *(bias for _, bias in self.biases_of_routers())):
+        for _, tensor in self.named_weights():
             tensor.fill_(torch.nan)
         for weight in self._vocabulary_weights():
             weight[self._shard(weight).size :] = 0  # padding rows are never loaded
 
-    def biases_of_routers(self) -> list[tuple[str, Tensor]]:
-        """Returns the name and tensor of each router's bias of the selection; they are buffers."""
-        return [(name, buffer) for name, buffer in self.named_buffers() if name.endswith(f".router.{BIAS}")]
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the name and tensor of each parameter and of each router's selection bias, which is a buffer."""
+        yield from self.named_parameters()
+        yield from ((name, buffer) for name, buffer in self.named_buffers() if name.endswith(f".router.{BIAS}"))
 
     def _vocabulary_weights(self) -> list[Tensor]:
         weights = [self.embedding.word_embeddings.weight] if self.pre_process else []
@@ -416,7 +417,7 @@ def named_tensors(chunks: list[ScoringModel]) -> dict[str, Tensor]:
     return {
         f"chunk{index}.{name}": parameter.data
         for index, chunk in enumerate(chunks)
-        for name, parameter in (*chunk.named_parameters(), *chunk.biases_of_routers())
+        for name, parameter in chunk.named_weights()
     }
 
 

@@ -1,7 +1,7 @@
 """Broadcast of parameters to their copies on other data-parallel ranks.
 
-A dense parameter is replicated over all data-parallel and context-parallel ranks, an expert's over the ranks with the
-same expert.
+A dense parameter, like a router's bias, is replicated over all data-parallel and context-parallel ranks, an expert's
+over the ranks with the same expert.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def broadcast_params(chunks: Sequence[ScoringModel], tensors: Mapping[str, Tenso
 
 
 def _groups(chunks: Sequence[ScoringModel]) -> dict[str, dist.ProcessGroup]:
-    """Returns the ranks that have each parameter, in the same order on all of them."""
+    """Returns the ranks that have each parameter and router bias, in the same order on all of them."""
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     expert = parallel_state.get_expert_data_parallel_group()
     return {
-        f"chunk{index}.{name}": dense if getattr(parameter, "allreduce", True) else expert
+        f"chunk{index}.{name}": dense if getattr(tensor, "allreduce", True) else expert
         for index, chunk in enumerate(chunks)
-        for name, parameter in chunk.named_parameters()
+        for name, tensor in chunk.named_weights()
     }

@@ -7,7 +7,18 @@ from mrl.config.config import LoraConfig
 from mrl.megatron import checkpoint
 from mrl.resharding.megatron import OUTPUT
 from mrl.resharding.random_init import init_adapters
-from tests.megatron.actors import ARCHS, CONSTANT, LAYOUTS, fill_adapters, make_critic, make_policy, own_part, train
+from tests.megatron.actors import (
+    ARCHS,
+    BIASED_MIXTURE,
+    CONSTANT,
+    EXPERT_LAYOUTS,
+    LAYOUTS,
+    fill_adapters,
+    make_critic,
+    make_policy,
+    own_part,
+    train,
+)
 from tests.megatron.test_critic import OBJECTIVE, valued
 from tests.ranks import run_ranks
 
@@ -15,11 +26,11 @@ LORA = LoraConfig(rank=3, alpha=12.0)
 OFFLOADED = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
 
 
-def pair(grid, **options):
+def pair(grid, arch=ARCHS["qwen2"], **options):
     """Collective over the job: an actor with large adapters, and a critic of it with new ones and a zero head."""
-    actor = make_policy(ARCHS["qwen2"], grid, actor={"lora": LORA, **options})
+    actor = make_policy(arch, grid, actor={"lora": LORA, **options})
     fill_adapters(actor)
-    critic = make_critic(ARCHS["qwen2"], grid, groups=actor.groups, seed=None, actor={"lora": LORA, **options})
+    critic = make_critic(arch, grid, groups=actor.groups, seed=None, actor={"lora": LORA, **options})
     critic.borrow_weights(actor)
     init_adapters(critic.chunks[0].arch, LORA, critic.adapters.layout(), critic.trained_tensors(), 1)
     critic.zero_head()
@@ -85,3 +96,17 @@ def test_it_goes_on_at_another_layout(layout, tmp_path):
     for found, after in run_ranks(LAYOUTS[layout].world_size, resumed, folder, LAYOUTS[layout]):
         torch.testing.assert_close(found, values, rtol=1e-4, atol=1e-5)
         assert after["critic/grad_norm"] == pytest.approx(metrics[-1]["critic/grad_norm"], rel=1e-3)
+
+
+def all_shared(grid):
+    """Values of an unfilled critic that uses an actor's weights, and names of tensors but the head that are its own."""
+    actor, critic = pair(grid, BIASED_MIXTURE)
+    shared = {name: tensor.data_ptr() for name, tensor in actor.named_tensors().items()}
+    held = {name: tensor.data_ptr() for name, tensor in critic.named_tensors().items() if not name.endswith(OUTPUT)}
+    return critic.values(valued(BIASED_MIXTURE)), [name for name in held if held[name] != shared[name]]
+
+
+def test_it_shares_the_biases_of_routers_too():
+    for values, own in run_ranks(2, all_shared, EXPERT_LAYOUTS["ep2"]):
+        assert values.isfinite().all()
+        assert not own

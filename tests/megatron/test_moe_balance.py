@@ -161,10 +161,14 @@ def biased_step(grid):
             tensor.copy_(torch.linspace(-0.2, 0.3, tensor.numel()))
     before = biases(policy)
     policy.start_optimizer(CONSTANT)
+    policy.copy_to_reference()
     batch = own_part(make_batch(), policy)
     policy.score_proximal(batch)
     chosen_PLK = batch.routed_experts_P
     metrics = policy.update(batch, build(AlgorithmConfig(name="sft"), RolloutConfig()))
+    with policy.using_reference():
+        of_reference = biases(policy)
+    assert all(torch.equal(of_reference[name], before[name]) for name in before)
     return before, biases(policy), chosen_PLK, metrics
 
 

@@ -39,6 +39,7 @@ FP8 = [
     "model.overrides.intermediate_size=256",
     "model.overrides.num_key_value_heads=4",
 ]
+BIASES = ["model.preset=glm4_moe_tiny", "model.overrides.head_dim=8", "actor.moe_router_bias_update_rate=0.01"]
 
 
 def logged(folder, name):
@@ -61,6 +62,7 @@ PAIRS = {
     "reference that moves, groups dropped": (1, 1, ["reference.update_interval=1", "algorithm.dynamic_sampling=true"]),
     "truncated sampling": (1, 1, ["rollout.top_p=0.8"]),
     "an engine in FP8": (1, 1, FP8),
+    "a router with biases": (1, 1, BIASES),
     "tp 2, and a replica of two": (2, 2, [TP, ROLLOUT_TP]),
     "dp 2, and a replica for each": (2, 2, []),
 }

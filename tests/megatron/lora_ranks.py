@@ -19,10 +19,16 @@ from tests.megatron.actors import (
 STEPS = 2
 
 
-class SoftmaxInFloat64(TorchFunctionMode):
-    """Computes in float64 what routers and attention ask for in float32 although their input is float64."""
+CASTS = (torch.Tensor.to, torch.Tensor.type)
+
+
+class KeepsFloat64(TorchFunctionMode):
+    """Computes in float64 what norms, routers and attention ask for in float32 although their input is float64."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        casts = function is torch.Tensor.float or (function in CASTS and args[1:] == (torch.float32,))
+        if casts and args[0].dtype == torch.float64:
+            return args[0]
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") == torch.float32 and args and getattr(args[0], "dtype", None) == torch.float64:
             kwargs["dtype"] = torch.float64
@@ -38,7 +44,7 @@ def trained(arch, grid, lora):
     fill_adapters(policy)
     policy.start_optimizer(CONSTANT)
     weights, adapters, found = full_weights(policy), full_adapters(policy), []
-    with SoftmaxInFloat64():
+    with KeepsFloat64():
         scored = scores(policy, make_batch())
         for step in range(STEPS):
             batch = own_part(make_batch(seed=step), policy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import torch
@@ -64,10 +65,9 @@ MODELS = {
 def make_model(family: str, *, seed: int, **changes):
     """A model with random weights, norms and biases too."""
     name, sizes = MODELS[family]
+    keys = deepcopy({**SIZES, **sizes, **changes})  # configs write into their rotary settings
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{name}ForCausalLM")(
-        getattr(transformers, f"{name}Config")(**{**SIZES, **sizes, **changes})
-    )
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**keys))
     with torch.no_grad():
         for key, value in model.named_parameters():
             if "norm" in key or key.endswith("bias"):

@@ -13,7 +13,7 @@ from mrl.models.hf_config import family_of
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.lora import first_expert, num_parameters
 from tests.megatron.actors import ARCHS, CONTEXT_LAYOUTS, EXPERT_LAYOUTS, LAYOUTS, MIXTURES, PEAK, make_batch
-from tests.megatron.lora_ranks import SoftmaxInFloat64, trained
+from tests.megatron.lora_ranks import KeepsFloat64, trained
 from tests.ranks import run_ranks
 
 TOLERANCE = 1e-9
@@ -22,16 +22,6 @@ LORA = LoraConfig(rank=3, alpha=12.0)
 SHARED = LoraConfig(rank=3, alpha=12.0, share_expert_adapters=True)
 PREFIX = "base_model.model."
 MODELS = {**ARCHS, **MIXTURES}
-
-
-class KeepsFloat64(SoftmaxInFloat64):
-    """Leaves out the casts of float64 to float32 that transformers' norms and routers make, too."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        casts = function is torch.Tensor.float or (function is torch.Tensor.to and args[1:] == (torch.float32,))
-        if casts and args[0].dtype == torch.float64:
-            return args[0]
-        return super().__torch_function__(function, types, args, kwargs)
 
 
 class Experts(nn.Module):
@@ -65,7 +55,7 @@ def peft_model(arch, weights, adapters, lora):
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     if arch.moe is not None:
         names = ("w1", "w3", "w2") if arch.family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-        for layer in model.model.layers:
+        for layer in (model.model.layers[number] for number in arch.moe_layers):
             sizes = arch.moe.num_experts, arch.hidden_size, arch.moe.intermediate_size
             layer.mlp.experts = Experts(*sizes, names)
         model.config.model_type = "unfused"  # peft converts pairs of experts for the types that it knows as fused

@@ -151,14 +151,15 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
 
     @torch.no_grad()
     def _forget_weights(self) -> None:
-        for tensor in (*self.parameters(), *(bias for _, bias in self.biases_of_routers())):
+        for _, tensor in self.named_weights():
             tensor.fill_(torch.nan)
         for weight in self._vocabulary_weights():
             weight[self._shard(weight).size :] = 0  # padding rows are never loaded
 
-    def biases_of_routers(self) -> list[tuple[str, Tensor]]:
-        """Returns the name and tensor of each router's bias of the selection; they are buffers."""
-        return [(name, buffer) for name, buffer in self.named_buffers() if name.endswith(f".router.{BIAS}")]
+    def named_weights(self) -> list[tuple[str, Tensor]]:
+        """Returns the name and tensor of each weight: the parameters, and the routers' biases, which are buffers."""
+        biases = [(name, buffer) for name, buffer in self.named_buffers() if name.endswith(f".router.{BIAS}")]
+        return [*self.named_parameters(), *biases]
 
     def _vocabulary_weights(self) -> list[Tensor]:
         weights = [self.embedding.word_embeddings.weight] if self.pre_process else []
@@ -414,9 +415,9 @@ def _window(arch: ArchSpec) -> dict[str, Any]:
 def named_tensors(chunks: list[ScoringModel]) -> dict[str, Tensor]:
     """Returns every parameter and router bias of this rank: "chunk{v}.{name inside GPTModel}" -> the live tensor."""
     return {
-        f"chunk{index}.{name}": parameter.data
+        f"chunk{index}.{name}": tensor.data
         for index, chunk in enumerate(chunks)
-        for name, parameter in (*chunk.named_parameters(), *chunk.biases_of_routers())
+        for name, tensor in chunk.named_weights()
     }
 
 

@@ -1,7 +1,7 @@
 """Broadcast of parameters to their copies on other data-parallel ranks.
 
 A dense parameter is replicated over all data-parallel and context-parallel ranks, an expert's over the ranks with the
-same expert.
+same expert. The routers' biases of the selection are dense.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _groups(chunks: Sequence[ScoringModel]) -> dict[str, dist.ProcessGroup]:
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     expert = parallel_state.get_expert_data_parallel_group()
     return {
-        f"chunk{index}.{name}": dense if getattr(parameter, "allreduce", True) else expert
+        f"chunk{index}.{name}": dense if getattr(tensor, "allreduce", True) else expert
         for index, chunk in enumerate(chunks)
-        for name, parameter in chunk.named_parameters()
+        for name, tensor in chunk.named_weights()
     }

@@ -213,9 +213,9 @@ class TrainableModel:
         """
         found = owner.named_tensors()
         for index, chunk in enumerate(self.chunks):
-            for name, parameter in chunk.named_parameters():
-                if not parameter.requires_grad:
-                    parameter.data = found[f"chunk{index}.{name}"]
+            for name, tensor in chunk.named_weights():
+                if not tensor.requires_grad:
+                    tensor.data = found[f"chunk{index}.{name}"]
         self._owner = owner
 
     def _tensors_of(self, part: Part) -> Iterator[Tensor]:

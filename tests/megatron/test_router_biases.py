@@ -1,0 +1,102 @@
+"""The biases with which routers select experts are buffers, and follow the model's weights wherever these go."""
+
+import pytest
+import torch
+
+from mrl.config.config import LoraConfig
+from mrl.megatron.model import BIAS
+from mrl.models.hf_config import arch_from_folder
+from mrl.parallel_layout import ParallelLayout
+from mrl.trainer.actor_weights import read_weights
+from tests.megatron.actors import (
+    BIASED_MIXTURE,
+    EXPERT_LAYOUTS,
+    LAYOUTS,
+    full_weights,
+    make_batch,
+    make_critic,
+    make_policy,
+    scores,
+)
+from tests.megatron.mixtures import make_model
+from tests.ranks import run_ranks
+
+LORA = {"lora": LoraConfig(rank=2, target_modules=["q_proj"])}
+
+
+def biases(policy):
+    return {name: tensor for name, tensor in policy.named_tensors().items() if name.endswith(BIAS)}
+
+
+def spread(policy):
+    for tensor in biases(policy).values():
+        tensor.copy_(torch.linspace(-2, 3, tensor.numel()))
+
+
+def read(folder, grid):
+    arch = arch_from_folder(folder)
+    policy = make_policy(arch, grid, seed=None)
+    read_weights(policy, arch, folder, policy.named_tensors())
+    return full_weights(policy)
+
+
+@pytest.mark.parametrize("grid", [ParallelLayout(1), ParallelLayout(2), EXPERT_LAYOUTS["ep2_pp2"]], ids=str)
+def test_they_are_read_by_one_rank_and_sent_to_the_others(grid, tmp_path):
+    model = make_model("glm4_moe", seed=4)
+    model.save_pretrained(tmp_path)
+    expected = {name: buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
+    assert expected
+    for found in run_ranks(grid.world_size, read, str(tmp_path), grid):
+        for name, buffer in expected.items():
+            assert torch.equal(found[name], buffer), name
+
+
+def swapped(grid):
+    policy = make_policy(BIASED_MIXTURE, grid)
+    batch = make_batch(5)
+    before = scores(policy, batch)
+    for name, tensor in policy.named_tensors().items():
+        policy.reference_tensors()[name].copy_(tensor)
+    for name, tensor in biases(policy).items():
+        policy.reference_tensors()[name].copy_(torch.linspace(-2, 3, tensor.numel()))
+    with policy.using_reference():
+        inside = scores(policy, batch)
+    after = scores(policy, batch)
+    spread(policy)
+    return torch.equal(before, after), torch.equal(before, inside), torch.equal(scores(policy, batch), inside)
+
+
+@pytest.mark.parametrize("layout", ["single", "pp2"])
+def test_a_reference_or_a_teacher_in_the_actors_modules_has_its_own(layout):
+    for left_alone, as_actor, as_other in run_ranks(LAYOUTS[layout].world_size, swapped, LAYOUTS[layout]):
+        assert left_alone
+        assert not as_actor
+        assert as_other
+
+
+def borrowed():
+    grid = LAYOUTS["single"]
+    actor = make_policy(BIASED_MIXTURE, grid, actor=LORA)
+    spread(actor)
+    critic = make_critic(BIASED_MIXTURE, grid, groups=actor.groups, seed=None, actor=LORA)
+    critic.borrow_weights(actor)
+    own = biases(critic)
+    return [own[name].data_ptr() == tensor.data_ptr() for name, tensor in biases(actor).items()]
+
+
+def test_a_critic_with_adapters_uses_the_actors():
+    shared = run_ranks(1, borrowed)[0]
+    assert shared and all(shared)
+
+
+def checksums():
+    actor = make_policy(BIASED_MIXTURE, LAYOUTS["single"], actor=LORA)
+    before = actor.base_checksum()
+    spread(actor)
+    actor.weights_changed()
+    return before, actor.base_checksum()
+
+
+def test_adapters_belong_to_a_model_with_the_same_ones():
+    before, after = run_ranks(1, checksums)[0]
+    assert before != after

@@ -7,11 +7,14 @@ from mrl.config.config import LoraConfig
 from mrl.megatron.model import BIAS
 from mrl.models.hf_config import arch_from_folder
 from mrl.parallel_layout import ParallelLayout
+from mrl.resharding.random_init import init_adapters
 from mrl.trainer.actor_weights import read_weights
 from tests.megatron.actors import (
     BIASED_MIXTURE,
+    CONSTANT,
     EXPERT_LAYOUTS,
     LAYOUTS,
+    MIXTURES,
     full_weights,
     make_batch,
     make_critic,
@@ -19,8 +22,10 @@ from tests.megatron.actors import (
     scores,
 )
 from tests.megatron.mixtures import make_model
+from tests.megatron.test_critic import OBJECTIVE, valued
 from tests.ranks import run_ranks
 
+UNBIASED = MIXTURES["qwen3_moe"]
 LORA = {"lora": LoraConfig(rank=2, target_modules=["q_proj"])}
 
 
@@ -87,6 +92,26 @@ def borrowed():
 def test_a_critic_with_adapters_uses_the_actors():
     shared = run_ranks(1, borrowed)[0]
     assert shared and all(shared)
+
+
+def critic_step(arch, lora):
+    """Whether the biases of a critic stay as they are in an update, and its metrics."""
+    critic = make_critic(arch, LAYOUTS["single"], actor={"moe_router_bias_update_rate": 0.1, **lora})
+    if lora:
+        init_adapters(critic.chunks[0].arch, lora["lora"], critic.adapters.layout(), critic.trained_tensors(), 1)
+    before = {name: tensor.clone() for name, tensor in biases(critic).items()}
+    critic.start_optimizer(CONSTANT)
+    metrics = critic.update(valued(arch), OBJECTIVE.loss)
+    return all(torch.equal(before[name], tensor) for name, tensor in biases(critic).items()), metrics
+
+
+@pytest.mark.parametrize(
+    ("arch", "lora", "moves"), [(BIASED_MIXTURE, {}, True), (BIASED_MIXTURE, LORA, False), (UNBIASED, {}, False)]
+)
+def test_those_of_a_critic_move_if_it_has_them_and_trains_its_weights(arch, lora, moves):
+    stay, metrics = run_ranks(1, critic_step, arch, lora)[0]
+    assert stay != moves
+    assert ("critic/moe_router_bias_max" in metrics) == moves
 
 
 def checksums():

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from mrl.checkpoint.formats.adapter_checkpoint import _checksum as base_checksum
+from mrl.checkpoint.formats.hf import HfSource
 from mrl.config.config import LoraConfig
 from mrl.megatron.model import BIAS
 from mrl.models.hf_config import arch_from_folder
@@ -125,3 +127,17 @@ def checksums():
 def test_adapters_belong_to_a_model_with_the_same_ones():
     before, after = run_ranks(1, checksums)[0]
     assert before != after
+
+
+def checksum_of(folder, grid):
+    arch = arch_from_folder(folder)
+    actor = make_policy(arch, grid, seed=None, dtype="bfloat16", actor=LORA)
+    read_weights(actor, arch, folder, actor.named_tensors())
+    return actor.base_checksum()
+
+
+def test_a_bf16_model_in_a_folder_is_the_one_of_its_adapters(tmp_path):
+    """The biases stay in float32."""
+    make_model("glm4_moe", seed=4).save_pretrained(tmp_path)
+    with HfSource(tmp_path) as source:
+        assert run_ranks(1, checksum_of, str(tmp_path), LAYOUTS["single"]) == [base_checksum(source, "bfloat16")]

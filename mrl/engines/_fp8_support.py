@@ -53,8 +53,9 @@ def _sizes(rollout: RolloutConfig, arch: ArchSpec) -> Iterator[tuple[str, int]]:
     heads, kv_heads = arch.num_heads * arch.head_dim, max(arch.num_kv_heads, tp) * arch.head_dim
     yield _cut("num_attention_heads x head_dim", heads, key, tp)
     yield _cut("num_key_value_heads x head_dim", kv_heads, key, tp)
-    if arch.moe is None:
+    if arch.has_dense_layers:
         yield _cut("intermediate_size", arch.intermediate_size, key, tp)
+    if arch.moe is None:
         return
     shared, width, spread = arch.moe.shared_intermediate_size, arch.moe.intermediate_size, rollout.expert_parallel_size
     yield _cut("an expert's width", width, f"({key} / rollout.expert_parallel_size)", tp // spread)

@@ -186,10 +186,9 @@ def hidden_bytes(run: PlannedRun, size: int, tokens: int) -> int:
     arch, grid = run.arch, run.grid
     heads = (arch.num_heads + 2 * max(grid.rollout_tp, arch.num_kv_heads)) // grid.rollout_tp
     attention = 3 * heads * arch.head_dim
-    if arch.moe is None:
-        mlp = tokens * (3 * arch.intermediate_size // grid.rollout_tp) * size
-    else:
-        mlp = experts_work(arch, grid, tokens)
+    mlp = experts_work(arch, grid, tokens)
+    if arch.has_dense_layers:
+        mlp = max(mlp, tokens * (3 * arch.intermediate_size // grid.rollout_tp) * size)
     return max(tokens * attention * size, mlp) + 3 * tokens * arch.hidden_size * size
 
 

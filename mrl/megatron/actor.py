@@ -183,13 +183,13 @@ class Actor(TrainableModel):
     def _swap_weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """Runs the body with other values of the tensors that `weights` names."""
         self.onload("weights")
-        tensors = {
+        swapped = {
             name: tensor
             for index, chunk in enumerate(self.chunks)
             for short, tensor in chunk.named_weights()
             if (name := f"chunk{index}.{short}") in weights
         }
-        live = {name: tensor.data for name, tensor in tensors.items()}
+        live = {name: tensor.data for name, tensor in swapped.items()}
         if self.device.type == "cuda":
             for name, tensor in live.items():
                 if name not in self._saved_weights:
@@ -202,12 +202,12 @@ class Actor(TrainableModel):
             finally:
                 _copy(saved, live)
             return
-        for name, tensor in tensors.items():
+        for name, tensor in swapped.items():
             tensor.data = weights[name]
         try:
             yield
         finally:
-            for name, tensor in tensors.items():
+            for name, tensor in swapped.items():
                 tensor.data = live[name]
 
     # scoring and training

@@ -8,7 +8,7 @@ until `mrl/resharding` has written them, so that a missing load cannot go unnoti
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -156,10 +156,10 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         for weight in self._vocabulary_weights():
             weight[self._shard(weight).size :] = 0  # padding rows are never loaded
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the name and tensor of each parameter and of each router's selection bias, which is a buffer."""
-        yield from self.named_parameters()
-        yield from ((name, buffer) for name, buffer in self.named_buffers() if name.endswith(f".router.{BIAS}"))
+    def named_weights(self) -> list[tuple[str, Tensor]]:
+        """Returns the name and tensor of each weight: the parameters, and the routers' biases, which are buffers."""
+        biases = [(name, buffer) for name, buffer in self.named_buffers() if name.endswith(f".router.{BIAS}")]
+        return [*self.named_parameters(), *biases]
 
     def _vocabulary_weights(self) -> list[Tensor]:
         weights = [self.embedding.word_embeddings.weight] if self.pre_process else []
@@ -415,9 +415,9 @@ def _window(arch: ArchSpec) -> dict[str, Any]:
 def named_tensors(chunks: list[ScoringModel]) -> dict[str, Tensor]:
     """Returns every parameter and router bias of this rank: "chunk{v}.{name inside GPTModel}" -> the live tensor."""
     return {
-        f"chunk{index}.{name}": parameter.data
+        f"chunk{index}.{name}": tensor.data
         for index, chunk in enumerate(chunks)
-        for name, parameter in chunk.named_weights()
+        for name, tensor in chunk.named_weights()
     }
 
 

@@ -1,7 +1,7 @@
 """Broadcast of parameters to their copies on other data-parallel ranks.
 
-A dense parameter, like a router's bias, is replicated over all data-parallel and context-parallel ranks, an expert's
-over the ranks with the same expert.
+A dense parameter is replicated over all data-parallel and context-parallel ranks, an expert's over the ranks with the
+same expert. The routers' biases of the selection are dense.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def broadcast_params(chunks: Sequence[ScoringModel], tensors: Mapping[str, Tenso
 
 
 def _groups(chunks: Sequence[ScoringModel]) -> dict[str, dist.ProcessGroup]:
-    """Returns the ranks that have each parameter and router bias, in the same order on all of them."""
+    """Returns the ranks that have each parameter, in the same order on all of them."""
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     expert = parallel_state.get_expert_data_parallel_group()
     return {

@@ -432,9 +432,12 @@ class TrainableModel:
             group["weight_decay"] = self._config.weight_decay * group.get("wd_mult", 1.0)
 
     def _update_biases(self) -> dict[str, float]:
-        """Collective over the job: moves the routers' selection biases if the config says so; returns their metric."""
-        rate = self._config.moe_router_bias_update_rate
-        if not rate:
+        """Collective over the job: moves the routers' selection biases if the config says so; returns their metric.
+
+        A critic may have no biases although the actor has, or adapters, with which its own weights stay as they are.
+        """
+        rate, moe = self._config.moe_router_bias_update_rate, self._arch.moe
+        if not rate or self.adapters is not None or moe is None or not moe.score_bias:
             return {}
         routers = [each for chunk in self.chunks for each in chunk.modules() if isinstance(each, Router)]
         return {f"{self.section}/moe_router_bias_max": update_biases(routers, rate)}

@@ -100,7 +100,10 @@ REQUIRED_VALUES: Mapping[str, tuple[Any, str]] = {
     "is_causal": (True, "a token must not attend to later ones"),
     "is_encoder_decoder": (False, _ONE_MODEL),
     "kv_sharing_modes": (None, "layers that share keys and values are not supported"),
-    "mlp_layer_types": (None, "all layers must have the same MLP"),
+    "mlp_layer_types": (
+        None,
+        "dense layers of MoE models are read from mlp_only_layers and similar keys",
+    ),
     "mtp_layer_types": (None, "multi-token prediction is not supported"),
     "num_kv_shared_layers": (None, "layers that share keys and values are not supported"),
     "per_layer_config": (None, "all layers must be the same"),

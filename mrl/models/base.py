@@ -138,6 +138,11 @@ class ArchSpec:
         return tuple(layer for layer in range(self.num_layers) if layer not in dense)
 
     @property
+    def has_dense_layers(self) -> bool:
+        """True if a layer has a dense MLP, as all layers of a model without experts have."""
+        return len(self.moe_layers) < self.num_layers
+
+    @property
     def rotary_dim(self) -> int:
         """Number of dimensions of each head that are rotated, the first ones."""
         return int(self.head_dim * self.partial_rotary_factor)

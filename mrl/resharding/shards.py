@@ -118,7 +118,7 @@ def padded_rows(num_rows: int, num_shards: int) -> int:
 def check_divides(arch: ArchSpec, shard: TensorShard) -> None:
     """Raises UserError if `shard.size` ranks cannot share a layer of `arch`; does not check the experts."""
     sizes = [("attention heads", arch.num_heads)]
-    if len(arch.moe_layers) < arch.num_layers:
+    if arch.has_dense_layers:
         sizes.append(("intermediate_size", arch.intermediate_size))
     if arch.moe is not None and arch.moe.shared_intermediate_size:
         sizes.append(("shared_expert_intermediate_size", arch.moe.shared_intermediate_size))

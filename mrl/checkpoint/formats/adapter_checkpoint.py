@@ -194,9 +194,9 @@ def _are_names(value: Any) -> TypeGuard[list[str]]:
 
 def _checksum(base: Source, dtype: str) -> str:
     """Returns `TrainableModel.base_checksum` of a model whose weights are cast to a dtype."""
-    layout = hf_layout(base.arch, "")
+    layout = hf_layout(base.arch, dtype)
     sums = torch.zeros(len(layout), dtype=torch.int64)
     for number, (name, stored) in enumerate(layout.items()):
         for region in split(full_region(stored.shape), _PART_ELEMENTS):
-            sums[number] += bits(base.read(name, region).to(DTYPES[dtype]))
+            sums[number] += bits(base.read(name, region).to(DTYPES[stored.dtype]))
     return model_checksum(sums)

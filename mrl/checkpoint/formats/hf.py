@@ -390,13 +390,15 @@ def write_metadata_files(
         UserError: `like` has no readable config.json.
         OSError: The disk refuses.
     """
-    config = family_of(arch).arch_to_hf(arch)
+    own = family_of(arch).arch_to_hf(arch)
+    config = dict(own)
     if like is not None:
-        config = {**read_config(like), **config}
+        config = {**read_config(like), **own}
         for key in QUANTIZED:
             config.pop(key, None)
-        if len(config.get("layer_types") or ()) != arch.num_layers:
-            config.pop("layer_types", None)  # from a deeper model; without it the family's default applies
+        if "layer_types" not in own:
+            # of a deeper model, or of a window as long as the context; without it the family's default applies
+            config.pop("layer_types", None)
         for name in TOKENIZER_FILES:
             if (like / name).is_file():
                 shutil.copyfile(like / name, folder / name)

@@ -96,24 +96,27 @@ class TrtllmConfig:
             raise UserError(f"dtype is {self.dtype!r}; a TensorRT-LLM checkpoint has one of {', '.join(DTYPES)}.")
         if type(self.gpus_per_node) is not int or self.gpus_per_node < 1:
             raise UserError(f"gpus_per_node is {self.gpus_per_node!r}; expected a positive integer.")
-        if family_of(self.arch).trtllm_architecture is None:
-            known = sorted(name for name, family in families().items() if family.trtllm_architecture)
-            raise UserError(
-                f"mrl cannot write '{self.arch.family}' models for TensorRT-LLM; it can write {', '.join(known)}."
-            )
-        if self.arch.moe is not None and self.arch.moe.dense_layers:
-            raise UserError(
-                f"{len(self.arch.moe.dense_layers)} of the model's {self.arch.num_layers} layers have a dense MLP "
-                "instead of experts, for which a TensorRT-LLM checkpoint has no key."
-            )
-        if self.arch.sliding_window is not None:
-            raise UserError(
-                f"the model has a sliding window of {self.arch.sliding_window} tokens, for which a TensorRT-LLM "
-                "checkpoint has no key: its engine would attend to all tokens."
-            )
-        if (reason := rotary_refusal(self.arch)) is not None:
+        if (reason := model_refusal(self.arch)) is not None:
             raise UserError(reason)
         self.mapping.check(self.arch)
+
+
+def model_refusal(arch: ArchSpec) -> str | None:
+    """Returns why a TensorRT-LLM checkpoint cannot have a model; None: it can."""
+    if family_of(arch).trtllm_architecture is None:
+        known = sorted(name for name, family in families().items() if family.trtllm_architecture)
+        return f"mrl cannot write '{arch.family}' models for TensorRT-LLM; it can write {', '.join(known)}."
+    if arch.moe is not None and arch.moe.dense_layers:
+        return (
+            f"{len(arch.moe.dense_layers)} of the model's {arch.num_layers} layers have a dense MLP instead of "
+            "experts, for which a TensorRT-LLM checkpoint has no key."
+        )
+    if arch.sliding_window is not None:
+        return (
+            f"the model has a sliding window of {arch.sliding_window} tokens, for which a TensorRT-LLM checkpoint has "
+            "no key: its engine would attend to all tokens."
+        )
+    return rotary_refusal(arch)
 
 
 def rotary_refusal(arch: ArchSpec) -> str | None:

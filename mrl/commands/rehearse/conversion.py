@@ -8,12 +8,11 @@ from mrl.checkpoint.formats.base import Source, Target
 from mrl.checkpoint.formats.hf import HfSource, HfTarget
 from mrl.checkpoint.formats.megatron import MegatronSource
 from mrl.checkpoint.formats.trtllm import TrtllmSource, TrtllmTarget
-from mrl.checkpoint.formats.trtllm_config import rotary_refusal
+from mrl.checkpoint.formats.trtllm_config import model_refusal
 from mrl.commands.convert.convert import convert
 from mrl.commands.convert.verify import verify
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
-from mrl.models.hf_config import family_of
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.trtllm import TrtllmMapping
 
@@ -29,12 +28,12 @@ def to_hugging_face(checkpoint: Path, folder: Path, arch: ArchSpec, dtype: str) 
 
 
 def to_trtllm(hugging_face: Path, folder: Path, arch: ArchSpec, dtype: str, grid: ParallelLayout) -> str | None:
-    """Converts a Hugging Face folder for a replica's ranks and returns a summary; None if TensorRT-LLM lacks the model.
+    """Converts a Hugging Face folder for a replica's ranks and returns a summary; None if `model_refusal` has a reason.
 
     Raises:
         UserError: The folder is damaged, or the conversion differs from it.
     """
-    if family_of(arch).trtllm_architecture is None or rotary_refusal(arch) is not None:
+    if model_refusal(arch) is not None:
         return None
     mapping = TrtllmMapping(tp_size=grid.rollout_tp, moe_ep_size=grid.rollout_ep if arch.moe else 0)
     with HfSource(hugging_face, arch) as source:

@@ -42,7 +42,7 @@ def shrunk_model(
     if moe is not None:
         moe = replace(moe, dense_layers=_shrunk_dense_layers(arch, num_layers))
     small = replace(
-        resized(arch, sizes.head_dim),
+        shrunk_heads(arch, sizes.head_dim),
         num_layers=num_layers,
         hidden_size=hidden,
         intermediate_size=_multiple(2 * hidden, widths),
@@ -54,10 +54,16 @@ def shrunk_model(
     )
     if moe is not None and arch.moe is not None and arch.moe.intermediate_size == arch.intermediate_size:
         small = replace(small, intermediate_size=moe.intermediate_size)  # Mixtral has one config key for both
+    return small, reduced
+
+
+def shrunk_heads(arch: ArchSpec, head_dim: int) -> ArchSpec:
+    """Returns a model with smaller heads, and with the list of longrope that it had."""
+    small = resized(arch, head_dim)
     scaling = small.rope_scaling
     if scaling is not None and scaling.uses_long_factor:  # so do the shorter sequences of the reduced run
         small = replace(small, rope_scaling=replace(scaling, original_max_position_embeddings=2))
-    return small, reduced
+    return small
 
 
 def shrunk_windows(arch: ArchSpec, num_layers: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from mrl.checkpoint.formats.trtllm_config import rotary_refusal
+from mrl.checkpoint.formats.trtllm_config import model_refusal
 from mrl.checkpoint.run_dir.run_dir import RunDir, flatten
 from mrl.commands.launch import launch_argv
 from mrl.commands.rehearse.check import check_real_run
@@ -296,11 +296,12 @@ class _Rehearsal:
         with self._stage("to TensorRT-LLM"):
             found = to_trtllm(hugging_face, hugging_face.with_name("tensorrt_llm"), small.arch, dtype, small.grid)
             if found is None:
-                reason = rotary_refusal(small.arch) or f"TensorRT-LLM has no {small.arch.family} model"
+                reason = model_refusal(small.arch) or ""
                 self.report.stages.append(Stage("to TensorRT-LLM", "not covered", self._elapsed(), reason))
             else:
                 self._done("to TensorRT-LLM", found)
-        self.report.not_covered.append("TensorRT-LLM itself: its checkpoint files were written and read, not run")
+                what = "TensorRT-LLM itself: its checkpoint files were written and read, not run"
+                self.report.not_covered.append(what)
 
     def _metrics(self) -> dict[str, float]:
         """Returns the metrics of the last step; a non-finite value fails the update stage."""

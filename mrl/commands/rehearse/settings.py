@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mrl.commands.rehearse.engine import RehearsalEngine
-from mrl.commands.rehearse.model import shrunk_windows
+from mrl.commands.rehearse.model import shrunk_heads, shrunk_windows
 from mrl.config.config import (
     TOP_K,
     CheckpointEngineConfig,
@@ -203,10 +203,11 @@ def small_teacher(teacher: ArchSpec, student: ArchSpec, small: ArchSpec) -> Arch
     """Returns the reduced teacher: `small` if it equals the student, else its family at `small`'s sizes, but wider."""
     if teacher == student:
         return small
-    sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "moe")
+    sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size", "moe")
     own = {name: getattr(small, name) for name in sizes}
     own |= shrunk_windows(teacher, small.num_layers)
-    return replace(teacher, **own, intermediate_size=2 * small.intermediate_size)
+    own["intermediate_size"] = 2 * small.intermediate_size
+    return replace(shrunk_heads(teacher, small.head_dim), **own)
 
 
 def _dispatcher(name: Literal["alltoall", "allgather", "flex"]) -> Literal["alltoall", "allgather"]:

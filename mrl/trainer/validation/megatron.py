@@ -262,9 +262,9 @@ def _fp8_widths_fit(ctx: RuleContext) -> bool:
     arch, grid = ctx.arch, ctx.grid
     queries, keys = arch.num_heads // grid.tp * arch.head_dim, max(1, arch.num_kv_heads // grid.tp) * arch.head_dim
     widths = [arch.hidden_size, queries, queries + 2 * keys]
-    if arch.moe is None:
+    if arch.has_dense_layers:
         widths.append(arch.intermediate_size // grid.tp)
-    else:
+    if arch.moe is not None:
         widths += [arch.moe.intermediate_size // grid.expert_tp, (arch.moe.shared_intermediate_size or 0) // grid.tp]
     return not any(width % WIDTH_ALIGNMENT[ctx.section["fp8_recipe"]] for width in widths)
 

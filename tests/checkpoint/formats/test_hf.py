@@ -14,7 +14,7 @@ import transformers
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
-from mrl.checkpoint.formats.hf import HfSource, HfTarget, load_from_hf
+from mrl.checkpoint.formats.hf import HfSource, HfTarget, load_from_hf, write_metadata_files
 from mrl.commands.convert.convert import convert
 from mrl.errors import UserError
 from mrl.models.hf_config import arch_from_folder, family_of
@@ -390,3 +390,20 @@ def test_a_rank_holds_its_shard_never_the_model(tmp_path):
     model = (tmp_path / "model.safetensors").stat().st_size / 2**20
     assert shard < model / 3
     assert grown < shard + MEMORY_SLACK_MIB < model / 2
+
+
+def test_layer_types_of_a_window_as_long_as_the_context_are_not_copied(tmp_path):
+    """mrl has no such window, so the new folder says that no layer has one."""
+    arch = small("qwen2_tiny", num_hidden_layers=2)
+    source, target = tmp_path / "source", tmp_path / "target"
+    for folder in (source, target):
+        folder.mkdir()
+    windows = {
+        "use_sliding_window": True,
+        "sliding_window": arch.max_position_embeddings,
+        "layer_types": ["full_attention", "sliding_attention"],
+    }
+    (source / "config.json").write_text(json.dumps({**family_of(arch).arch_to_hf(arch), **windows}))
+    assert arch_from_folder(source) == arch
+    write_metadata_files(target, arch, {"model.safetensors": hf_layout(arch, "float32")}, like=source)
+    assert arch_from_folder(target) == arch

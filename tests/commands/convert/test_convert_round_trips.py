@@ -13,8 +13,8 @@ import torch
 from mrl.checkpoint.formats.hf import HfSource, HfTarget
 from mrl.checkpoint.formats.megatron import MegatronSource, MegatronTarget
 from mrl.checkpoint.formats.trtllm import TrtllmSource, TrtllmTarget
+from mrl.checkpoint.formats.trtllm_config import model_refusal
 from mrl.commands.convert.convert import convert
-from mrl.models.hf_config import family_of
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
@@ -54,12 +54,8 @@ def grids(arch):
         yield ParallelLayout(world, tp=tp, ep=ep, etp=etp, **stages)
 
 
-def is_known_to_trtllm(arch):
-    return family_of(arch).trtllm_architecture is not None and not (arch.moe and arch.moe.dense_layers)
-
-
 def mappings(arch):
-    if not is_known_to_trtllm(arch):
+    if model_refusal(arch):
         return
     for number, (tp, pp) in enumerate(itertools.product((1, 2, 4, 8), (1, 2, 3))):
         embedding = (

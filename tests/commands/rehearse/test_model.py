@@ -6,8 +6,9 @@ import pytest
 
 from mrl.commands.rehearse.layout import compare, smallest_like
 from mrl.commands.rehearse.model import shrunk_model
-from mrl.commands.rehearse.settings import _sizes_of
+from mrl.commands.rehearse.settings import _sizes_of, small_teacher
 from mrl.models._positions import for_run
+from mrl.models.hf_config import arch_from_config, family_of
 from mrl.models.presets import arch_from_preset
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import chunk_layers, megatron_layout
@@ -101,3 +102,12 @@ def test_lists_of_rotary_factors_fit_the_smaller_heads_and_the_choice_stays(long
     again = arch_from_preset("phi4_mini", _sizes_of("phi4_mini", small), None)
     assert for_run(again, 16) == small
     assert small.rope_scaling.uses_long_factor == (longest > 4096)
+
+
+def test_rotary_factors_of_a_reduced_teacher_fit_its_heads():
+    student = for_run(arch_from_preset("phi4_mini", {}, None), 8192)
+    teacher = replace(student, num_layers=40)
+    small, _ = shrunk_model(student, ParallelLayout(2, tp=2), ParallelLayout(2, tp=2), tokens=TOKENS)
+    found = small_teacher(teacher, student, small)
+    again = arch_from_config(family_of(found).arch_to_hf(found))
+    assert for_run(again, 16) == found and found.rope_scaling.uses_long_factor

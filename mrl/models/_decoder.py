@@ -14,7 +14,17 @@ from mrl.models._positions import position_limit
 from mrl.models._rope import RopeRules, read_rope, write_rope
 from mrl.models._values import flag, positive_float, positive_int, value_of
 from mrl.models._windows import NO_WINDOW, WindowRule
-from mrl.models.base import ArchSpec, ConfigKeys, Family, LayerKind, MoeSpec, ParamSpec, PipelineStage, ShardKind
+from mrl.models.base import (
+    Activation,
+    ArchSpec,
+    ConfigKeys,
+    Family,
+    LayerKind,
+    MoeSpec,
+    ParamSpec,
+    PipelineStage,
+    ShardKind,
+)
 
 ATTENTION: tuple[ParamSpec, ...] = (
     ParamSpec(
@@ -171,6 +181,9 @@ DEFAULTS: Mapping[str, Any] = {"head_dim": None, "rms_norm_eps": 1e-6, "tie_word
 ANY_SCALING = RopeRules()
 """Rotary settings of most families: every type, on the entire head."""
 
+HIDDEN_ACT: Mapping[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+"""`ArchSpec.activation` -> transformers' name."""
+
 MAX_LAYERS, MAX_EXPERTS = 2000, 200_000
 """Limits on the number of layers, and on the number of experts summed over layers."""
 
@@ -185,6 +198,7 @@ def arch_from_config(
     moe: MoeSpec | None = None,
     windows: WindowRule = NO_WINDOW,
     rope: RopeRules = ANY_SCALING,
+    keeps_windows: bool = False,
 ) -> ArchSpec:
     """Converts the config.json of a llama-like decoder into an ArchSpec.
 
@@ -197,6 +211,7 @@ def arch_from_config(
         moe: See `ArchSpec`.
         windows: Which layers have a sliding window.
         rope: Rotary settings that the family has.
+        keeps_windows: True if windowed layers differ from the others in more than the window.
 
     Raises:
         UserError: A key is missing or has the wrong type, sizes are inconsistent, or mrl does not implement the
@@ -232,7 +247,7 @@ def arch_from_config(
         sliding_window=window,
         windowed_layers=windowed,
     )
-    if window is not None and window >= position_limit(arch):  # it hides no token
+    if window is not None and window >= position_limit(arch) and not keeps_windows:  # it hides no token
         arch = replace(arch, sliding_window=None, windowed_layers=())
     return arch
 
@@ -325,7 +340,7 @@ def config_from_arch(arch: ArchSpec, *, model_type: str, architecture: str, fixe
         "num_attention_heads": arch.num_heads,
         "num_key_value_heads": arch.num_kv_heads,
         "head_dim": arch.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": HIDDEN_ACT[arch.activation],
         "max_position_embeddings": arch.max_position_embeddings,
         "rms_norm_eps": arch.rms_norm_eps,
         "tie_word_embeddings": arch.tie_word_embeddings,

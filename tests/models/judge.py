@@ -45,6 +45,16 @@ LONGEST = 24
 NEW_SPELLING = "rope_parameters" in transformers.LlamaConfig().to_dict()
 """Whether the installed transformers reads `rope_parameters`; older ones read `rope_theta` and `rope_scaling` alone."""
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": THETA}} if NEW_SPELLING else {"rope_theta": THETA}
+_ROPE_OF_EACH_KIND = (
+    {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": THETA},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        }
+    }
+    if NEW_SPELLING
+    else {"rope_theta": THETA, "rope_local_base_freq": 20.0}
+)
 _SIZES: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 32,
@@ -80,6 +90,17 @@ BASES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
+    },
+    "gemma3_text": {
+        **{key: value for key, value in _SIZES.items() if key not in ("hidden_act", *_ROPE)},
+        **_ROPE_OF_EACH_KIND,
+        "head_dim": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": True,
     },
     "mistral": {**_SIZES, "sliding_window": None},
     "mixtral": {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},

@@ -191,7 +191,7 @@ def _decoding(device: torch.device, length: int) -> Callable[[], object]:
     """Returns a decode step's attention over `length` cached tokens, as in the native engine."""
     rows = 8
     cache = KVCache(
-        num_layers=1, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=device, budget_bytes=1 << 30
+        windows=[None], num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, device=device, budget_bytes=1 << 30
     )  # fmt: skip
     cache.reserve(rows, length)
     positions = torch.full((rows,), length - 1, device=device)

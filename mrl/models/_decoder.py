@@ -198,7 +198,6 @@ def arch_from_config(
     moe: MoeSpec | None = None,
     windows: WindowRule = NO_WINDOW,
     rope: RopeRules = ANY_SCALING,
-    keeps_windows: bool = False,
 ) -> ArchSpec:
     """Converts the config.json of a llama-like decoder into an ArchSpec.
 
@@ -211,7 +210,6 @@ def arch_from_config(
         moe: See `ArchSpec`.
         windows: Which layers have a sliding window.
         rope: Rotary settings that the family has.
-        keeps_windows: True if windowed layers differ from the others in more than the window.
 
     Raises:
         UserError: A key is missing or has the wrong type, sizes are inconsistent, or mrl does not implement the
@@ -247,7 +245,8 @@ def arch_from_config(
         sliding_window=window,
         windowed_layers=windowed,
     )
-    if window is not None and window >= position_limit(arch) and not keeps_windows:  # it hides no token
+    hides_tokens = window is not None and window < position_limit(arch)
+    if not (hides_tokens or windows.has_other_effects):
         arch = replace(arch, sliding_window=None, windowed_layers=())
     return arch
 

@@ -27,7 +27,7 @@ NONE: Windows = (None, ())
 
 @dataclass(frozen=True)
 class WindowRule:
-    """How a family's config.json says which layers have a sliding window.
+    """Keys of a family's config.json that say which layers have a sliding window.
 
     Attributes:
         layers: Function (config.json, number of layers) -> indices of the layers with the window, ignoring
@@ -35,12 +35,14 @@ class WindowRule:
         reads_layer_types: True if transformers' model class of the family reads `layer_types`.
         to_hf: Function from an ArchSpec to the keys of config.json.
         has_switch: True if no layer has a window unless `use_sliding_window` is true.
+        has_other_effects: True if windowed layers differ from the others in more than the window.
     """
 
     layers: Callable[[Mapping[str, Any], int], tuple[int, ...]]
     reads_layer_types: bool
     to_hf: Callable[[ArchSpec], dict[str, Any]]
     has_switch: bool = True
+    has_other_effects: bool = False
 
     def read(self, config: Mapping[str, Any], defaults: Mapping[str, Any], layers: int) -> Windows:
         """Returns the window of a model and the layers that have it.
@@ -182,5 +184,5 @@ LAST_LAYERS = WindowRule(_last, True, _typed)
 """`layer_types` names the layers, otherwise those from `max_window_layers` on have it (Qwen 2 and 3)."""
 NAMED_LAYERS = WindowRule(_named, True, _typed)
 """`layer_types` names the layers (Qwen 2 MoE)."""
-ALTERNATING = WindowRule(_all_but_every, True, _alternating, has_switch=False)
+ALTERNATING = WindowRule(_all_but_every, True, _alternating, has_switch=False, has_other_effects=True)
 """`layer_types` names the layers, otherwise all but each `sliding_window_pattern`-th have the window (Gemma 3)."""

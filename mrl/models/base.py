@@ -149,7 +149,7 @@ class ArchSpec:
 
     @property
     def norm_offset(self) -> float:
-        """What a norm adds to its weight."""
+        """Number that a norm adds to its weight."""
         return 1.0 if self.zero_centered_norms else 0.0
 
     @property

@@ -134,7 +134,6 @@ _DECODER = decoder_family(
     fixed=_own_keys,
     qk_norm=True,
     windows=ALTERNATING,
-    keeps_windows=True,
     rope=RopeRules(("default", "linear")),
 )
 

@@ -71,7 +71,11 @@ class PostNorm(torch.nn.Module):
         return self._add
 
     def _add(self, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
-        added: Tensor = residual + self.norm(output_with_bias[0])
+        output = output_with_bias[0]
+        # Megatron enables gradients around this call, also where the layer computes without them
+        with torch.set_grad_enabled(output.requires_grad):
+            normed = self.norm(output)
+        added: Tensor = residual + normed
         return added
 
 

@@ -245,10 +245,9 @@ def arch_from_config(
         sliding_window=window,
         windowed_layers=windowed,
     )
-    hides_tokens = window is not None and window < position_limit(arch)
-    if not (hides_tokens or windows.has_other_effects):
-        arch = replace(arch, sliding_window=None, windowed_layers=())
-    return arch
+    if window is None or window < position_limit(arch) or windows.has_other_effects:
+        return arch
+    return replace(arch, sliding_window=None, windowed_layers=())  # the window hides no token
 
 
 def _kv_heads(config: Mapping[str, Any], defaults: Mapping[str, Any], heads: int) -> int:

@@ -61,7 +61,7 @@ def asked_for(config: Config, arch: ArchSpec) -> bool:
 def _missing_layers(arch: ArchSpec) -> str | None:
     """Returns why a model cannot be built of TransformerEngine's layers; None: it can."""
     if arch.post_norms or arch.local_rope_theta is not None:
-        return f"mrl builds '{arch.family}' of local layers alone: their outputs have norms, or their positions differ"
+        return f"mrl has no {arch.family} layers of TransformerEngine's, with norms of outputs and two rotary bases"
     return None
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mrl.megatron.norm import RMSNorm
+from mrl.megatron.norm import PostNorm, RMSNorm
 
 OFFSETS = {False: 0.0, True: 1.0}
 """Zero-centered weights -> what is added to them."""
@@ -58,3 +58,20 @@ def test_the_weight_says_whether_ranks_see_parts_of_the_sequence(sequence_parall
     """Without the mark Megatron does not add up the ranks' gradients."""
     norm = norm_of(4, sequence_parallel=sequence_parallel)
     assert norm.weight.sequence_parallel is sequence_parallel
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_a_norm_of_an_output_keeps_a_graph_only_where_the_layer_has_one(needed):
+    """Megatron enables gradients around it, also in passes without them."""
+    config = SimpleNamespace(
+        params_dtype=torch.float32,
+        sequence_parallel=False,
+        layernorm_zero_centered_gamma=True,
+        hidden_size=4,
+        layernorm_epsilon=1e-6,
+    )
+    output, residual = torch.randn(2, 4, requires_grad=needed), torch.randn(2, 4)
+    found = PostNorm(config, RMSNorm)(True, False)((output, None), residual, 0.0)
+    expected = residual + 2 * torch.nn.functional.rms_norm(output, (4,), eps=1e-6)
+    torch.testing.assert_close(found, expected)  # the weight is one
+    assert found.requires_grad == needed

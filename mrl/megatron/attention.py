@@ -23,6 +23,7 @@ from mrl.data.shared_prefix import SharedPrefixes
 from mrl.megatron.attention_segments import AttentionSegments, rank_segments
 from mrl.megatron.deterministic_gather import RowGather, gather_plan
 from mrl.megatron.router import Routing
+from mrl.models.kernels.rope_tables import rotate
 from mrl.models.kernels.sdpa import attend
 from mrl.models.kernels.training import Angles, SharedPrefixMask
 
@@ -71,7 +72,8 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
         routing: Input of an MoE model's routers; None for a dense model.
         group: Ranks that share the microbatch; None: this rank has all of it.
         prefix_mask: Plan of compiled attention, instead of groups, slots and keys; None: it is not used.
-        angles: Rotary angles of each row of this rank, for compiled attention; set by the model.
+        angles: Rotary angles of each row of this rank, for attention that rotates queries and keys; set by the model.
+        local_angles: The same of layers with a sliding window; None: those of all layers.
         windowed: Plan of the layers with a sliding window; None if no layer has one, or attention needs no other plan.
     """
 
@@ -85,7 +87,15 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
     group: dist.ProcessGroup | None = None
     prefix_mask: SharedPrefixMask | None = None
     angles: Angles | None = None
+    local_angles: Angles | None = None
     windowed: PackedSequences | None = None
+
+    def angles_of(self, window: int | None) -> Angles:
+        """Returns the rotary angles of a layer with this sliding window."""
+        found = self.angles if window is None or self.local_angles is None else self.local_angles
+        if found is None:
+            raise ValueError("attention takes sequences with their angles")
+        return found
 
 
 def pack(
@@ -366,6 +376,16 @@ class CoreAttention(PackedAttention):
         stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         attended: Tensor = _ToRows.apply(stacked, plan.row_to_slot)  # type: ignore[no-untyped-call]
         return attended.view(rows, 1, heads * dim)
+
+
+class RotatingAttention(CoreAttention):
+    """Attention with PyTorch's operators, which also rotates queries and keys: layers differ in their angles."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
+        """Computes attention, see `PackedAttention.forward`; queries and keys are not rotated yet."""
+        cos, sin = plan.angles_of(self.window)
+        cos, sin = (torch.cat(halves, -1)[:, None, None] for halves in ((cos, cos), (-sin, sin)))
+        return super().attend(rotate(query, cos, sin), rotate(key, cos, sin), value, plan)
 
 
 def gather_cp(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:

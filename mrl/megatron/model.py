@@ -40,19 +40,19 @@ from mrl.config.config import ActorConfig, MegatronConfig, ParallelConfig
 from mrl.config.megatron_fields.defaults import transformer_defaults
 from mrl.config.megatron_fields.fp8 import FIELDS as FP8_FIELDS
 from mrl.config.megatron_fields.fp8 import fp8_training
-from mrl.megatron.attention import CoreAttention, PackedSequences
+from mrl.megatron.attention import CoreAttention, PackedSequences, RotatingAttention
 from mrl.megatron.config_passthrough import check_te, explain_errors, megatron_values
 from mrl.megatron.context_parallel import ContextTargets
 from mrl.megatron.cpu.fp8_emulation import check_emulation, emulate_fp8
 from mrl.megatron.cpu.layers import CompiledNorm, adds_gradient, compiled_layer, compiles
 from mrl.megatron.distillation_targets import DistillationTargets
 from mrl.megatron.moe import load_balance, moe_config, with_router
-from mrl.megatron.norm import RMSNorm
+from mrl.megatron.norm import PostNorm, RMSNorm
 from mrl.megatron.on_policy_layers import BatchInvariantHead, Tables, batch_invariant_layer, engine_rotary_tables
 from mrl.megatron.router import BIAS, LoadBalance
 from mrl.megatron.te_attention import with_shared_tokens
 from mrl.models._positions import attention_factor
-from mrl.models.base import ArchSpec, MoeSpec
+from mrl.models.base import ArchSpec, MoeSpec, rotary_kinds
 from mrl.models.kernels.bindings import check_alike
 from mrl.models.kernels.rope_frequencies import rotary_frequencies
 from mrl.models.kernels.training import Angles, training_kernels
@@ -116,7 +116,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         te: bool,
         vp_stage: int | None,
         balance: LoadBalance | None = None,
-        tables: Tables | None = None,
+        tables: tuple[Tables, Tables] | None = None,
         compiled: bool = False,
     ) -> None:
         stage = {"ignore_virtual": False, "vp_stage": vp_stage}
@@ -145,7 +145,9 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         self._forget_weights()
 
     def _set_angles(self) -> None:
-        inv_freq, self._attention_factor = rotary_frequencies(self.arch)
+        everywhere, windowed = rotary_kinds(self.arch)
+        inv_freq, self._attention_factor = rotary_frequencies(everywhere)
+        self._local_frequencies = None if windowed is everywhere else rotary_frequencies(windowed)[0]
         self.rotary_pos_emb.inv_freq = inv_freq.to(self.rotary_pos_emb.inv_freq.device)
         self.rotary_pos_emb.cp_group = None  # angles are indexed by position, so they must not be split over ranks
 
@@ -174,6 +176,9 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._preprocess(*args, **kwargs)
+        if self.pre_process and self.arch.embedding_scale is not None:
+            scale = torch.tensor(self.arch.embedding_scale, dtype=self.config.params_dtype)  # rounded as transformers'
+            prepared = (prepared[0] * float(scale), *prepared[1:])
         if self.pre_process and torch.is_grad_enabled() and not prepared[0].requires_grad:
             # the embedding is frozen: recomputed layers have a backward only if their input needs a gradient
             prepared[0].requires_grad_()
@@ -181,22 +186,19 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         if isinstance(packed, PackedSequences) and packed.qkv_format == "sbhd" and not self._is_exact:
             # one row of angles per packed token; Megatron would slice them per sequence in every layer
             hidden, angles, *rest = prepared
-            if self.compiled:
-                packed.angles = self._rotary_angles(angles, kwargs["position_ids"].view(-1))
+            positions = kwargs["position_ids"].view(-1)
+            if self._local_frequencies is not None:
+                halves = torch.outer(positions.float(), self._local_frequencies.to(positions.device))
+                packed.local_angles = self._cos_and_sin(halves, 1.0)
+            if self.compiled or self._local_frequencies is not None:
+                halves = angles.view(angles.size(0), -1)[:, : angles.size(-1) // 2]  # the first half is there twice
+                packed.angles = self._cos_and_sin(halves.index_select(0, positions), self._attention_factor)
                 return (hidden, None, *rest)
-            return (hidden, angles.index_select(0, kwargs["position_ids"].view(-1)), *rest)
+            return (hidden, angles.index_select(0, positions), *rest)
         return prepared
 
-    def _rotary_angles(self, angles: Tensor, positions: Tensor) -> Angles:
-        """Returns cosine and sine of each row's rotary angles, times the attention factor.
-
-        Megatron's tensor has the first half twice.
-        """
-        halves = angles.view(angles.size(0), -1)[:, : angles.size(-1) // 2]
-        cos, sin = (
-            (part * self._attention_factor).to(self.config.params_dtype).index_select(0, positions)
-            for part in (halves.cos(), halves.sin())
-        )
+    def _cos_and_sin(self, angles: Tensor, factor: float) -> Angles:
+        cos, sin = ((part * factor).to(self.config.params_dtype) for part in (angles.cos(), angles.sin()))
         return cos, sin
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Targets | None = None, **kwargs: Any) -> Any:
@@ -374,7 +376,9 @@ def _own_fields(
         add_qkv_bias=arch.qkv_bias,
         add_bias_linear=False,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=F.silu if arch.activation == "silu" else _gelu_tanh,
+        softmax_scale=arch.attention_scale,
+        layernorm_zero_centered_gamma=arch.zero_centered_norms,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -421,6 +425,10 @@ def named_tensors(chunks: list[ScoringModel]) -> dict[str, Tensor]:
     }
 
 
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 def _keep_uninitialised(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -446,7 +454,7 @@ def _block_spec(
     te: bool,
     vp_stage: int | None,
     balance: LoadBalance | None,
-    tables: Tables | None,
+    tables: tuple[Tables, Tables] | None,
     compiled: bool,
 ) -> Any:
     """Returns the block spec of a pipeline chunk: TransformerEngine's or Megatron's local spec, with mrl's modules.
@@ -463,7 +471,7 @@ def _block_spec(
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     kinds = {
-        moe: (_te_layer if te else _local_layer)(config, moe, balance, tables=tables, compiled=compiled)
+        moe: (_te_layer if te else _local_layer)(config, arch, moe, balance, tables=tables, compiled=compiled)
         for moe in {arch.moe if layer in arch.moe_layers else None for layer in numbers}
     }
     specs = [kinds[arch.moe if layer in arch.moe_layers else None] for layer in numbers]
@@ -478,7 +486,9 @@ def _experts(config: TransformerConfig, moe: MoeSpec | None) -> dict[str, Any]:
     return {"num_experts": config.num_moe_experts, "moe_grouped_gemm": config.moe_grouped_gemm}
 
 
-def _te_layer(config: TransformerConfig, moe: MoeSpec | None, balance: LoadBalance | None, **unused: Any) -> ModuleSpec:
+def _te_layer(
+    config: TransformerConfig, arch: ArchSpec, moe: MoeSpec | None, balance: LoadBalance | None, **unused: Any
+) -> ModuleSpec:
     """Returns the spec of a layer of TransformerEngine's."""
     layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **_experts(config, moe))
     attention = layer.submodules.self_attention.submodules
@@ -488,10 +498,11 @@ def _te_layer(config: TransformerConfig, moe: MoeSpec | None, balance: LoadBalan
 
 def _local_layer(
     config: TransformerConfig,
+    arch: ArchSpec,
     moe: MoeSpec | None,
     balance: LoadBalance | None,
     *,
-    tables: Tables | None,
+    tables: tuple[Tables, Tables] | None,
     compiled: bool,
 ) -> ModuleSpec:
     """Returns the spec of a local layer of Megatron's; arguments as for `_block_spec`."""
@@ -499,6 +510,10 @@ def _local_layer(
         qk_layernorm=config.qk_layernorm, normalization="RMSNorm", **_experts(config, moe)
     )
     layer = with_router(layer, moe, balance)
+    if arch.post_norms:
+        norm = CompiledNorm if compiled or tables is not None else RMSNorm
+        post_norm = ModuleSpec(module=PostNorm, params={"config": config, "norm": norm})
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = post_norm
     if tables is not None:
         return batch_invariant_layer(layer, tables, qk_norm=config.qk_layernorm)
     if compiled:
@@ -506,7 +521,7 @@ def _local_layer(
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
-    attention.core_attention = CoreAttention
+    attention.core_attention = CoreAttention if arch.local_rope_theta is None else RotatingAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer

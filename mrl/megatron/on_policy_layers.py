@@ -26,7 +26,7 @@ from torch import Tensor
 from mrl.distributed.collectives import sum_in_rank_order
 from mrl.megatron.attention import CoreAttention, PackedSequences
 from mrl.megatron.cpu.layers import CompiledMlp, replace_modules
-from mrl.models.base import ArchSpec
+from mrl.models.base import ArchSpec, rotary_kinds
 from mrl.models.kernels.bindings import required
 from mrl.models.kernels.rope_tables import rotary_tables, rotate
 
@@ -64,11 +64,17 @@ class BatchInvariantMlp(CompiledMlp):
 
 
 class BatchInvariantAttention(CoreAttention):
-    """Attention by the engine's functions: rotates queries and keys, then attends over all earlier slots."""
+    """Attention by the engine's functions: rotates queries and keys, then attends over all earlier slots.
 
-    def __init__(self, *args: Any, tables: Tables, **options: Any) -> None:
+    Args:
+        *args: See `PackedAttention`.
+        tables: Rotary tables of layers without a sliding window, and of layers with one.
+        **options: See `PackedAttention`.
+    """
+
+    def __init__(self, *args: Any, tables: tuple[Tables, Tables], **options: Any) -> None:
         super().__init__(*args, **options)
-        self._tables = tables
+        self._tables = tables[self.window is not None]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
         """Computes attention, see `PackedAttention.forward`; queries and keys are not rotated yet."""
@@ -87,7 +93,7 @@ class BatchInvariantAttention(CoreAttention):
         # copies keys and values so that the slots of a sequence are contiguous
         keys, values = (x.transpose(0, 1).index_select(1, row_S).transpose(0, 1) for x in kv)
         attended = compiled.attend_at(
-            q_PND, plan.row_to_first, positions_P, keys, values, window=self.window, ring=False
+            q_PND, plan.row_to_first, positions_P, keys, values, window=self.window, ring=False, scale=self.scale
         )
         return attended.flatten(1)[:, None]
 
@@ -131,7 +137,7 @@ class BatchInvariantHead:
         return required(logits_CV.dtype).score(logits_CV, targets_C, temperature)
 
 
-def batch_invariant_layer(layer: ModuleSpec, tables: Tables, *, qk_norm: bool) -> ModuleSpec:
+def batch_invariant_layer(layer: ModuleSpec, tables: tuple[Tables, Tables], *, qk_norm: bool) -> ModuleSpec:
     """Replaces modules of a dense model's local layer spec, in place, by those of this file."""
     attention = ModuleSpec(module=BatchInvariantAttention, params={"tables": tables})
     return replace_modules(
@@ -139,9 +145,13 @@ def batch_invariant_layer(layer: ModuleSpec, tables: Tables, *, qk_norm: bool) -
     )
 
 
-def engine_rotary_tables(arch: ArchSpec, num_positions: int, dtype: torch.dtype) -> Tables:
-    """Returns the engine's RoPE tables, cosine and sine, on the CPU."""
-    return rotary_tables(arch, num_positions, dtype, torch.device("cpu"))
+def engine_rotary_tables(arch: ArchSpec, num_positions: int, dtype: torch.dtype) -> tuple[Tables, Tables]:
+    """Returns the engine's RoPE tables on the CPU: those of layers without a sliding window, and of layers with one."""
+    everywhere, windowed = rotary_kinds(arch)
+    tables = rotary_tables(everywhere, num_positions, dtype, torch.device("cpu"))
+    if windowed is everywhere:
+        return tables, tables
+    return tables, rotary_tables(windowed, num_positions, dtype, torch.device("cpu"))
 
 
 class _Product(torch.autograd.Function):

@@ -14,7 +14,17 @@ from mrl.models._positions import position_limit
 from mrl.models._rope import RopeRules, read_rope, write_rope
 from mrl.models._values import flag, positive_float, positive_int, value_of
 from mrl.models._windows import NO_WINDOW, WindowRule
-from mrl.models.base import ArchSpec, ConfigKeys, Family, LayerKind, MoeSpec, ParamSpec, PipelineStage, ShardKind
+from mrl.models.base import (
+    Activation,
+    ArchSpec,
+    ConfigKeys,
+    Family,
+    LayerKind,
+    MoeSpec,
+    ParamSpec,
+    PipelineStage,
+    ShardKind,
+)
 
 ATTENTION: tuple[ParamSpec, ...] = (
     ParamSpec(
@@ -171,6 +181,9 @@ DEFAULTS: Mapping[str, Any] = {"head_dim": None, "rms_norm_eps": 1e-6, "tie_word
 ANY_SCALING = RopeRules()
 """Rotary settings of most families: every type, on the entire head."""
 
+HIDDEN_ACT: Mapping[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+"""`ArchSpec.activation` -> transformers' name."""
+
 MAX_LAYERS, MAX_EXPERTS = 2000, 200_000
 """Limits on the number of layers, and on the number of experts summed over layers."""
 
@@ -232,9 +245,9 @@ def arch_from_config(
         sliding_window=window,
         windowed_layers=windowed,
     )
-    if window is not None and window >= position_limit(arch):  # it hides no token
-        arch = replace(arch, sliding_window=None, windowed_layers=())
-    return arch
+    if window is None or window < position_limit(arch) or windows.has_other_effects:
+        return arch
+    return replace(arch, sliding_window=None, windowed_layers=())  # the window hides no token
 
 
 def _kv_heads(config: Mapping[str, Any], defaults: Mapping[str, Any], heads: int) -> int:
@@ -325,7 +338,7 @@ def config_from_arch(arch: ArchSpec, *, model_type: str, architecture: str, fixe
         "num_attention_heads": arch.num_heads,
         "num_key_value_heads": arch.num_kv_heads,
         "head_dim": arch.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": HIDDEN_ACT[arch.activation],
         "max_position_embeddings": arch.max_position_embeddings,
         "rms_norm_eps": arch.rms_norm_eps,
         "tie_word_embeddings": arch.tie_word_embeddings,

@@ -12,17 +12,20 @@ from typing import Any
 from mrl.models._rope import write_rope
 from mrl.models.base import ArchSpec, RopeScaling
 
+_EXTENDED = ("gemma3_text",)
+"""Families with linear scaling whose `max_position_embeddings` is the extended length."""
+
 
 def position_limit(arch: ArchSpec) -> int:
     """Returns the number of positions that a model has, tokens.
 
     With linear and yarn scaling config.json may have the original length as `max_position_embeddings`; the limit is
-    then the extended length, as in vLLM.
+    then the extended length, as in vLLM. The families of `_EXTENDED` always have the extended length.
     """
     scaling, limit = arch.rope_scaling, arch.max_position_embeddings
     if scaling is None or scaling.factor is None:
         return limit
-    if scaling.rope_type == "linear":
+    if scaling.rope_type == "linear" and arch.family not in _EXTENDED:
         return max(limit, int(limit * scaling.factor))
     if scaling.rope_type == "yarn":
         return max(limit, int(scaling.factor * original_length(scaling)))

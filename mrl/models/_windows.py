@@ -16,6 +16,9 @@ from mrl.models.base import ArchSpec
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Values of `layer_types`."""
 
+PATTERN = "sliding_window_pattern"
+"""Key of config.json."""
+
 Windows = tuple[int | None, tuple[int, ...]]
 """`ArchSpec.sliding_window` and `ArchSpec.windowed_layers`."""
 
@@ -24,18 +27,22 @@ NONE: Windows = (None, ())
 
 @dataclass(frozen=True)
 class WindowRule:
-    """How a family's config.json says which layers have a sliding window.
+    """Keys of a family's config.json that say which layers have a sliding window.
 
     Attributes:
         layers: Function (config.json, number of layers) -> indices of the layers with the window, ignoring
             `layer_types`.
         reads_layer_types: True if transformers' model class of the family reads `layer_types`.
         to_hf: Function from an ArchSpec to the keys of config.json.
+        has_switch: True if no layer has a window unless `use_sliding_window` is true.
+        has_other_effects: True if windowed layers differ from the others in more than the window.
     """
 
     layers: Callable[[Mapping[str, Any], int], tuple[int, ...]]
     reads_layer_types: bool
     to_hf: Callable[[ArchSpec], dict[str, Any]]
+    has_switch: bool = True
+    has_other_effects: bool = False
 
     def read(self, config: Mapping[str, Any], defaults: Mapping[str, Any], layers: int) -> Windows:
         """Returns the window of a model and the layers that have it.
@@ -51,11 +58,10 @@ class WindowRule:
         types = _layer_types(config, layers)
         if types is not None and self.reads_layer_types:
             windowed = tuple(index for index, kind in enumerate(types) if kind == SLIDING)
-            if windowed and (not _uses_window(config) or value_of(config, "sliding_window", defaults) is None):
-                raise UserError(
-                    f"config.json: layer_types names '{SLIDING}', which needs use_sliding_window=true and a "
-                    "sliding_window."
-                )
+            used = not self.has_switch or _uses_window(config)
+            if windowed and (not used or value_of(config, "sliding_window", defaults) is None):
+                needs = "use_sliding_window=true and a sliding_window" if self.has_switch else "a sliding_window"
+                raise UserError(f"config.json: layer_types names '{SLIDING}', which needs {needs}.")
         else:
             windowed = self.layers(config, layers)
             if types is not None and SLIDING in types and windowed != tuple(range(layers)):
@@ -64,7 +70,10 @@ class WindowRule:
                     f"'{config['model_type']}', and no layer would have a window. Remove it, or use a family that "
                     "reads it."
                 )
-        if not windowed or value_of(config, "sliding_window", defaults) is None:
+        without_size = value_of(config, "sliding_window", defaults) is None
+        if windowed and without_size and not self.has_switch:
+            raise UserError(f"config.json: sliding_window is null; {len(windowed)} of {layers} layers need a number.")
+        if not windowed or without_size:
             return NONE
         return positive_int(config, "sliding_window", defaults), windowed
 
@@ -114,6 +123,12 @@ def _named(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     return ()
 
 
+def _all_but_every(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Returns all layers but each `sliding_window_pattern`-th."""
+    pattern = positive_int(config, PATTERN, {PATTERN: 6})
+    return tuple(layer for layer in range(layers) if (layer + 1) % pattern)
+
+
 def _uses_window(config: Mapping[str, Any]) -> bool:
     return flag(config, "use_sliding_window", {"use_sliding_window": False})
 
@@ -122,7 +137,7 @@ def _typed(arch: ArchSpec) -> dict[str, Any]:
     """Returns the keys of a family that has `use_sliding_window` and `layer_types`."""
     if arch.sliding_window is None:
         return {"use_sliding_window": False}
-    kinds = [FULL if arch.window_of(layer) is None else SLIDING for layer in range(arch.num_layers)]
+    kinds = layer_types(arch)
     first = min(arch.windowed_layers)
     return {
         "use_sliding_window": True,
@@ -130,6 +145,11 @@ def _typed(arch: ArchSpec) -> dict[str, Any]:
         "max_window_layers": first if kinds == _kinds_from(first, arch.num_layers) else arch.num_layers,
         "layer_types": kinds,
     }
+
+
+def layer_types(arch: ArchSpec) -> list[str]:
+    """Returns the value of `layer_types` for a model."""
+    return [FULL if arch.window_of(layer) is None else SLIDING for layer in range(arch.num_layers)]
 
 
 def _kinds_from(first: int, layers: int) -> list[str]:
@@ -148,6 +168,12 @@ def _plain(arch: ArchSpec) -> dict[str, Any]:
     return {"sliding_window": arch.sliding_window}
 
 
+def _alternating(arch: ArchSpec) -> dict[str, Any]:
+    """Returns the keys of a family whose `layer_types` says everything."""
+    window = {} if arch.sliding_window is None else {"sliding_window": arch.sliding_window}
+    return {**window, "layer_types": layer_types(arch)}
+
+
 NO_WINDOW = WindowRule(_never, False, lambda arch: {})
 """The family has no sliding window (Llama)."""
 ALL_LAYERS = WindowRule(_always, False, _plain)
@@ -158,3 +184,5 @@ LAST_LAYERS = WindowRule(_last, True, _typed)
 """`layer_types` names the layers, otherwise those from `max_window_layers` on have it (Qwen 2 and 3)."""
 NAMED_LAYERS = WindowRule(_named, True, _typed)
 """`layer_types` names the layers (Qwen 2 MoE)."""
+ALTERNATING = WindowRule(_all_but_every, True, _alternating, has_switch=False, has_other_effects=True)
+"""`layer_types` names the layers, otherwise all but each `sliding_window_pattern`-th have the window (Gemma 3)."""

@@ -7,6 +7,7 @@ each rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -88,6 +89,9 @@ class MoeSpec:
     dense_layers: tuple[int, ...] = ()
 
 
+Activation = Literal["silu", "gelu_tanh"]
+
+
 @dataclass(frozen=True)
 class ArchSpec:
     """Structure of a decoder: the sizes and options that determine its weights and its forward pass.
@@ -104,6 +108,12 @@ class ArchSpec:
         sliding_window: Tokens that a query of a windowed layer attends to: its own and those just before it; None if no
             layer is windowed.
         windowed_layers: Indices of the layers whose attention has the sliding window, ascending.
+        local_rope_theta: Rotary base of the windowed layers, whose frequencies are not scaled; None: as in all layers.
+        attention_scale: Factor of attention's scores; None: head_dim ** -0.5.
+        activation: Function of the MLP's gate; "gelu_tanh" is GELU in its approximation with tanh.
+        zero_centered_norms: True if a norm multiplies by 1 + weight instead of the weight.
+        post_norms: True if the outputs of attention and MLP pass through a norm before they are added to the residual.
+        scaled_embeddings: True if embeddings are multiplied by `embedding_scale`.
     """
 
     family: str
@@ -126,10 +136,26 @@ class ArchSpec:
     value_head: bool = False
     sliding_window: int | None = None
     windowed_layers: tuple[int, ...] = ()
+    local_rope_theta: float | None = None
+    attention_scale: float | None = None
+    activation: Activation = "silu"
+    zero_centered_norms: bool = False
+    post_norms: bool = False
+    scaled_embeddings: bool = False
 
     def window_of(self, layer: int) -> int | None:
         """Returns the sliding window of a layer's attention; None: the layer attends to all earlier tokens."""
         return self.sliding_window if layer in self.windowed_layers else None
+
+    @property
+    def norm_offset(self) -> float:
+        """Number that a norm adds to its weight."""
+        return 1.0 if self.zero_centered_norms else 0.0
+
+    @property
+    def embedding_scale(self) -> float | None:
+        """Factor of the embeddings before it is rounded to their dtype: the root of their size; None: there is none."""
+        return math.sqrt(self.hidden_size) if self.scaled_embeddings else None
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -146,6 +172,16 @@ class ArchSpec:
     def rotary_dim(self) -> int:
         """Number of dimensions of each head that are rotated, the first ones."""
         return int(self.head_dim * self.partial_rotary_factor)
+
+
+def rotary_kinds(arch: ArchSpec) -> tuple[ArchSpec, ArchSpec]:
+    """Returns the model with the rotary settings of its layers without a window, and with those of its windowed ones.
+
+    The two are the same object unless the windowed layers have their own.
+    """
+    if arch.local_rope_theta is None:
+        return arch, arch
+    return arch, replace(arch, rope_theta=arch.local_rope_theta, rope_scaling=None)
 
 
 def layer_kinds(arch: ArchSpec) -> list[tuple[ArchSpec, int]]:
@@ -299,6 +335,7 @@ class Family:
             for a structure that mrl does not implement.
         arch_to_hf: Function from an ArchSpec to config.json.
         trtllm_architecture: `architecture` in TensorRT-LLM's config.json; None: TensorRT-LLM has no such model.
+        vllm_has_layer_windows: True if vLLM's model reads which layers have a sliding window.
         extra_layers: True if a checkpoint may have layers after the last, for multi-token prediction: they are not
             loaded.
     """
@@ -310,4 +347,5 @@ class Family:
     arch_from_hf: Callable[[dict[str, Any]], ArchSpec]
     arch_to_hf: Callable[[ArchSpec], dict[str, Any]]
     trtllm_architecture: str | None = None
+    vllm_has_layer_windows: bool = False
     extra_layers: bool = False

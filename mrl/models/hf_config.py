@@ -66,9 +66,16 @@ def arch_from_config(config: dict[str, Any]) -> ArchSpec:
     known = {family.hf_model_type: family for family in families().values()}
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in known:
-        raise UserError(f"config.json: model_type is {shown(model_type)}; mrl supports {', '.join(sorted(known))}.")
+        hint = " Of a model with a vision tower mrl supports only the text model." if _has_parts(config) else ""
+        raise UserError(
+            f"config.json: model_type is {shown(model_type)}; mrl supports {', '.join(sorted(known))}.{hint}"
+        )
     refuse_foreign_structure(config, known[model_type].keys)
     return known[model_type].arch_from_hf(config)
+
+
+def _has_parts(config: dict[str, Any]) -> bool:
+    return "text_config" in config or "vision_config" in config
 
 
 def arch_from_folder(folder: str | Path) -> ArchSpec:

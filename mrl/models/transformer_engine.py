@@ -52,9 +52,17 @@ def why_unusable(device: str) -> str | None:
     return None
 
 
-def asked_for(config: Config) -> bool:
-    """Returns whether the config uses TransformerEngine's layers if the machine supports them."""
-    return config.actor.transformer_impl != "local" and config.model.dtype in DTYPES
+def asked_for(config: Config, arch: ArchSpec) -> bool:
+    """Returns whether the actor uses TransformerEngine's layers if the machine supports them."""
+    asked = config.actor.transformer_impl != "local" and config.model.dtype in DTYPES
+    return asked and _missing_layers(arch) is None
+
+
+def _missing_layers(arch: ArchSpec) -> str | None:
+    """Returns why a model cannot be built of TransformerEngine's layers; None: it can."""
+    if arch.post_norms or arch.local_rope_theta is not None:
+        return f"mrl has no {arch.family} layers of TransformerEngine's, with norms of outputs and two rotary bases"
+    return None
 
 
 def why_local(config: Config, arch: ArchSpec, device: str) -> str | None:
@@ -67,6 +75,8 @@ def why_local(config: Config, arch: ArchSpec, device: str) -> str | None:
     """
     if config.actor.transformer_impl == "local":
         return "actor.transformer_impl=local"
+    if (missing := _missing_layers(arch)) is not None:
+        return missing
     if (unusable := why_unusable(device)) is not None:
         return unusable
     if config.model.dtype not in DTYPES:
@@ -179,7 +189,7 @@ def check(config: Config, arch: ArchSpec, device: str) -> None:
     advice = "Fix that, or set actor.transformer_impl=local"
     if config.actor.transformer_impl == "te":
         raise UserError(f"actor.transformer_impl=te, but TransformerEngine cannot be used: {why}. {advice}.")
-    if device == "cuda" and arch.moe is not None and asked_for(config):
+    if device == "cuda" and arch.moe is not None and asked_for(config, arch):
         raise UserError(
             f"the model has {arch.moe.num_experts} experts per layer, and TransformerEngine, which computes them as "
             f"one grouped GEMM, cannot be used: {why}. {advice}, which computes one expert at a time and is many "

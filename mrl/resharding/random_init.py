@@ -2,7 +2,7 @@
 
 Each Hugging Face tensor consists of blocks of rows. A block's values depend only on (seed, tensor name, block index),
 so every rank generates the elements that it stores, without communication. The distribution is that of Hugging Face:
-matrices normal with `initializer_range`, norms one, biases zero.
+matrices normal with `initializer_range`, norms one (zero if they are zero-centered), biases zero.
 """
 
 from __future__ import annotations
@@ -97,12 +97,13 @@ def _uniform(bound: float) -> Draw:
 
 
 def _constant_values(arch: ArchSpec) -> dict[str, float]:
-    """Returns the constant value of each vector: 1 for norms, 0 for biases."""
+    """Returns the constant value of each vector: 0 for biases, and for norms what makes their factor 1."""
     found = {}
     for spec in param_specs(arch):
         for name, shape in hf_tensors(spec, arch).items():
             if len(shape) == 1:
-                value = 1.0 if spec.kind is ShardKind.REPLICATED and not spec.is_buffer else 0.0
+                is_norm = spec.kind is ShardKind.REPLICATED and not spec.is_buffer
+                value = 1.0 - arch.norm_offset if is_norm else 0.0
                 for layer in layers_of(spec, arch):
                     found[name.format(layer=layer)] = value
     return found

@@ -47,6 +47,7 @@ ARCHS = {
     "llama": arch_from_preset("llama_tiny", {}, VOCAB),
     "qwen3": arch_from_preset("qwen3_tiny", {}, VOCAB),
     "qwen3_windows": arch_from_preset("qwen3_tiny", WINDOWS, VOCAB),
+    "gemma3_text": arch_from_preset("gemma3_text_tiny", {"sliding_window": 9}, VOCAB),
     "qwen2_untied": arch_from_preset("qwen2_tiny", {"tie_word_embeddings": False, "num_key_value_heads": 1}, VOCAB),
 }
 MIXTURES = {
@@ -141,7 +142,7 @@ def _filled(policy: AnyModel, seed: int | None) -> AnyModel:
         random_init(policy.chunks[0].arch, policy.layout(), tensors, seed)
         for name, tensor in tensors.items():
             if "norm" in name:  # constants would hide a norm that is not applied, or not trained
-                tensor.mul_(torch.linspace(0.7, 1.3, tensor.numel()))
+                tensor.add_(torch.linspace(-0.3, 0.3, tensor.numel()))
             elif tensor.dim() == 2:
                 tensor.mul_(5)  # far from uniform
     return policy

@@ -79,6 +79,7 @@ def written(tmp_path_factory):
         ("qwen2", "single", "tp2_pp2"),
         ("qwen3", "pp2_vpp2", "tp2"),
         ("qwen3", "dp2", "pp2"),
+        ("gemma3_text", "tp2_pp2", "single"),
     ],
 )
 def test_training_goes_on_at_another_layout(name, source, target, written):

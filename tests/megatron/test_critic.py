@@ -110,6 +110,7 @@ def dense(arch, weights):
 CASES = {
     **{f"qwen2-{layout}": ("qwen2", grid) for layout, grid in LAYOUTS.items()},
     **{f"qwen3-{layout}": ("qwen3", CONTEXT_LAYOUTS[layout]) for layout in ("cp2", "cp2_tp2", "cp2_pp2")},
+    "gemma3_text-tp2_pp2": ("gemma3_text", LAYOUTS["tp2_pp2"]),
     "llama-tp2_pp2": ("llama", LAYOUTS["tp2_pp2"]),
     "phi4-tp2": ("phi4", LAYOUTS["tp2"]),
     "qwen2_moe-tp2_ep2_pp2": ("qwen2_moe", EXPERT_LAYOUTS["tp2_ep2_pp2"]),

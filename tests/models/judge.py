@@ -40,11 +40,23 @@ PARITY = 1e-4
 """Bound on log-probabilities in fp32; measured below 1e-5."""
 SAME = 1e-5
 """One model of transformers, computed by another of its attention kernels."""
+LARGEST = 100
+"""Log-probability from which on the bound grows with it, as fp32's steps do."""
 LONGEST = 24
 
 NEW_SPELLING = "rope_parameters" in transformers.LlamaConfig().to_dict()
 """Whether the installed transformers reads `rope_parameters`; older ones read `rope_theta` and `rope_scaling` alone."""
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": THETA}} if NEW_SPELLING else {"rope_theta": THETA}
+_ROPE_OF_EACH_KIND = (
+    {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": THETA},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+        }
+    }
+    if NEW_SPELLING
+    else {"rope_theta": THETA, "rope_local_base_freq": 20.0}
+)
 _SIZES: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 32,
@@ -80,6 +92,17 @@ BASES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
+    },
+    "gemma3_text": {
+        **{key: value for key, value in _SIZES.items() if key not in ("hidden_act", *_ROPE)},
+        **_ROPE_OF_EACH_KIND,
+        "head_dim": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": True,
     },
     "mistral": {**_SIZES, "sliding_window": None},
     "mixtral": {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
@@ -296,7 +319,7 @@ def judge(family: str, configs: list[dict[str, Any]], root: Path) -> Verdict:
     found = run_ranks(1, by_megatron, list(changed))[0]
     for change, ours, (_, theirs) in zip(changed.values(), found, known.values(), strict=True):
         gap = float((ours - theirs).abs().max())
-        if not gap <= PARITY:
+        if not gap <= PARITY * max(1.0, float(theirs.abs().max()) / LARGEST):
             verdict.wrong.append(f"{family} {change}: {gap:.2g} from transformers")
     return verdict
 

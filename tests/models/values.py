@@ -50,6 +50,13 @@ _SCALINGS: list[dict[str, Any]] = [
     {"rope_type": "default", "partial_rotary_factor": 0.5},
     {"rope_type": "default", "factor": 4.0},
     {"full_attention": {"rope_type": "default", "rope_theta": 7.0}},
+    {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 7.0},
+        "sliding_attention": {"rope_type": "default"},
+    },
+    {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default", "rope_theta": 7.0}},
+    {"sliding_attention": {"rope_type": "linear", "factor": 4.0}},
+    {"full_attention": {"rope_type": "yarn", "factor": 4.0}, "sliding_attention": None},
 ]
 VALUES: dict[str, list[Any]] = {
     "vocab_size": [97],
@@ -83,6 +90,13 @@ VALUES: dict[str, list[Any]] = {
         ["chunked_attention"] * 2,
         ["attention"] * 2,
     ],
+    "sliding_window_pattern": [1, 2, 3],
+    "rope_local_base_freq": [20.0, 7.0],
+    "query_pre_attn_scalar": [16, 40],
+    "hidden_activation": ["gelu", "silu"],
+    "attn_logit_softcapping": [None, 30.0],
+    "final_logit_softcapping": [None, 30.0],
+    "use_bidirectional_attention": [False, True],
     "decoder_sparse_step": [1, 2],
     "mlp_only_layers": [[], None, [0]],
     "num_experts": [6],

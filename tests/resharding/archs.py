@@ -26,6 +26,7 @@ ARCHS = {
     "biases, tied": small("qwen2_tiny"),
     "no biases, untied, one kv head per query head": small("llama_tiny", num_key_value_heads=8),
     "q/k norm, head_dim apart, tied": small("qwen3_tiny", head_dim=6),
+    "norms after attention and MLP": small("gemma3_text_tiny"),
     "biases, untied, one kv head": small("qwen2_tiny", num_key_value_heads=1, tie_word_embeddings=False),
 }
 

@@ -49,6 +49,10 @@ def layer_of(arch, hf, layer, tp, rank):
     if arch.qk_norm:
         found["self_attention.q_layernorm.weight"] = hf[prefix + "self_attn.q_norm.weight"]
         found["self_attention.k_layernorm.weight"] = hf[prefix + "self_attn.k_norm.weight"]
+    if arch.post_norms:
+        found["self_attn_bda.norm.weight"] = hf[prefix + "post_attention_layernorm.weight"]
+        found["pre_mlp_layernorm.weight"] = hf[prefix + "pre_feedforward_layernorm.weight"]
+        found["mlp_bda.norm.weight"] = hf[prefix + "post_feedforward_layernorm.weight"]
     return found
 
 

@@ -38,6 +38,10 @@ def expected(arch, hf, tp, rank):
             found[ours + "q_norm"], found[ours + "k_norm"] = (hf[f"{attention}{name}_norm.weight"] for name in "qk")
         found[ours + "o"] = own(attention + "o_proj.weight", 1)
         found[ours + "post_norm"] = hf[theirs + "post_attention_layernorm.weight"]
+        if arch.post_norms:
+            found[ours + "attention_out_norm"] = hf[theirs + "post_attention_layernorm.weight"]
+            found[ours + "post_norm"] = hf[theirs + "pre_feedforward_layernorm.weight"]
+            found[ours + "mlp_out_norm"] = hf[theirs + "post_feedforward_layernorm.weight"]
         found[ours + "gate_up"] = torch.cat([own(mlp + "gate_proj.weight"), own(mlp + "up_proj.weight")])
         found[ours + "down"] = own(mlp + "down_proj.weight", 1)
     return found

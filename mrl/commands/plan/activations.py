@@ -165,13 +165,14 @@ class ActorShape:
         first, last = stage == 0, stage == grid.pp - 1
         hidden = self._own_tokens * arch.hidden_size * self._itemsize
         gathered = self._tokens * arch.hidden_size * self._itemsize
+        angles = self._tokens * arch.rotary_dim * (1 if arch.local_rope_theta is None else 2)
         # ids, positions, indices of queries, outputs and keys, and the order in which keys' gradients are added
         saved = kept + INT64 * (self._queries + 2 * self._keys + 4 * self._tokens) + self._masks
         if self._compiled:  # ids, positions, index of each token of each sequence; cosine and sine
             saved = kept + INT64 * (2 * self._tokens + self.microbatch.slots)
-            saved += self._tokens * arch.rotary_dim * self._itemsize
+            saved += angles * self._itemsize
         elif self._recompute.method is not None:
-            saved += self._tokens * arch.rotary_dim * FP32  # rotary angles; else each layer's cosine and sine
+            saved += angles * FP32  # rotary angles; else each layer's cosine and sine
         weight = 0 if self._lora_rank else self._vocab * arch.hidden_size * self._itemsize
         tied = weight if arch.tie_word_embeddings and last else 0  # its gradient waits for the embedding's
         step = max(kind._layer_backward() for kind in kinds) + tied
@@ -212,14 +213,19 @@ class ActorShape:
         arch, size, own, tokens = self._arch, self._itemsize, self._own_tokens, self._tokens
         modules = self._recompute.modules
         tensors = 2 if "layernorm" in modules else 4  # input and output of two norms
-        norms = own * (tensors * arch.hidden_size * size + 2 * FP32)
+        after = 2 if arch.post_norms else 0  # norms of which the input is kept
+        scales = own * (2 + after) * FP32
+        norms = own * (tensors + after) * arch.hidden_size * size + scales
         if self._compiled:
             mlp = 0 if self._recomputes_mlp() else self._mlp_or_experts()
-            return norms - own * 2 * FP32 + self._compiled_attention() + mlp
+            return norms - scales + self._compiled_attention() + mlp
         heads, kv_heads = self._heads()
         queries = heads * arch.head_dim
         fused = tokens * (queries + 2 * kv_heads * arch.head_dim) * size
-        attention = 4 * tokens * arch.rotary_dim * size  # cosine and sine, for queries and for keys
+        turns = 4  # cosine and sine, for queries and for keys
+        if arch.local_rope_theta is not None:  # core attention rotates
+            turns = 0 if "core_attn" in modules else 2
+        attention = turns * tokens * arch.rotary_dim * size
         if arch.qk_norm:
             copied = queries * size if kv_heads > 1 else 0  # a single group's queries are contiguous already
             attention += fused + tokens * (copied + (heads + kv_heads) * FP32)

@@ -158,7 +158,7 @@ def _memory(plan: Resolved) -> Iterator[tuple[str, str]]:
 
 def _megatron(plan: Resolved) -> Iterator[str]:
     """Yields the Megatron fields that `megatron` changes and those that mrl switches on for GPUs."""
-    config, moe, te = plan.config, plan.arch.moe is not None, asked_for(plan.config)
+    config, moe, te = plan.config, plan.arch.moe is not None, asked_for(plan.config, plan.arch)
     given = config.megatron.transformer
     scales_rope = attention_factor(plan.arch) != 1.0
     on = [f"transformer.{name}" for name in transformer_defaults(given, te=te, moe=moe, scales_rope=scales_rope)]

@@ -350,7 +350,7 @@ def _sampler(plan: Resolved, device: Device, arriving: int) -> StageMemory:
 
 def _actor_shape(plan: Resolved, device: Device) -> ActorShape:
     config = plan.config
-    te = device.te and asked_for(config)
+    te = device.te and asked_for(config, plan.arch)
     compiled = device.is_host and device.compiles and not config.rollout.true_on_policy
     learns_from = plan.algorithm.learns_from
     return ActorShape(config, plan.arch, plan.grid, te=te, compiled=compiled, learns_from=learns_from)
@@ -362,7 +362,7 @@ def _critics(plan: Resolved, device: Device) -> list[list[_Holder]]:
     if plan.critic is None:
         return [[] for _ in range(grid.pp)]
     config = critic_config(plan.config)
-    te = device.te and asked_for(config)
+    te = device.te and asked_for(config, plan.critic)
     shape = ActorShape(config, plan.critic, grid, te=te, compiled=device.is_host and device.compiles)
     stages = []
     borrows = config.actor.lora.rank > 0 and plan.config.critic.path is None  # the actor's frozen weights

@@ -64,7 +64,8 @@ class PrefillAttention:
         keys[self._rows_P, :, slots_P] = k_PKD
         values[self._rows_P, :, slots_P] = v_PKD
         if self._compiled is not None:
-            return self._compiled.attend_at(q_PND, self._rows_P, self.positions_P, keys, values, window=window)
+            where = self._rows_P, self.positions_P, keys, values
+            return self._compiled.attend_at(q_PND, *where, window=window, scale=self._cache.scale)
         outputs = []
         first = 0
         for part in self._parts if window is None else self._windowed:
@@ -73,7 +74,7 @@ class PrefillAttention:
             q, k, v = (x[first:last].view(-1, count, *x.shape[1:]).transpose(1, 2) for x in (q_PND, k_PKD, v_PKD))
             if part.start:
                 k, v = (_slots(x, part) for x in (keys, values))
-            outputs.append(attend(q, k, v, part.mask).transpose(1, 2).flatten(0, 1))
+            outputs.append(attend(q, k, v, part.mask, self._cache.scale).transpose(1, 2).flatten(0, 1))
             first = last
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -164,8 +165,10 @@ class DecodeAttention:
         keys, values = keys[:batch, :, : self._length], values[:batch, :, : self._length]
         q_BKGD = q_BND.reshape(batch, kv_heads, -1, dim)
         if not self._on_cpu:
-            return F.scaled_dot_product_attention(q_BKGD, keys, values, attn_mask=mask).flatten(1, 2)
+            scale = self._cache.scale
+            return F.scaled_dot_product_attention(q_BKGD, keys, values, attn_mask=mask, scale=scale).flatten(1, 2)
         # torch's CPU attention is slow for a single query; two batched matrix products over views are faster
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-        scores = torch.baddbmm(mask, q_BKGD.flatten(0, 1), keys.transpose(1, 2), alpha=dim**-0.5)
+        scale = dim**-0.5 if self._cache.scale is None else self._cache.scale
+        scores = torch.baddbmm(mask, q_BKGD.flatten(0, 1), keys.transpose(1, 2), alpha=scale)
         return torch.bmm(scores.softmax(-1), values).view(batch, heads, dim)

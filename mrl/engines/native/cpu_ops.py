@@ -17,6 +17,7 @@ from mrl.engines.native.ngram_history import History
 from mrl.engines.native.packed_linear import Linear
 from mrl.engines.native.torch_ops import Attention, HeadNorms, Heads, Operations, Rotation
 from mrl.errors import UserError
+from mrl.models.base import Activation
 from mrl.models.kernels import bindings, build, build_cache
 from mrl.models.kernels.bindings import Library
 
@@ -31,28 +32,33 @@ class Compiled(Operations):
     def __init__(self, compiled: Library) -> None:
         self._library = compiled
 
-    def norm(self, x_PH: Tensor, weight_H: Tensor, eps: float, delta_PH: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def norm(
+        self, x_PH: Tensor, weight_H: Tensor, eps: float, delta_PH: Tensor | None = None, *, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
         """Adds the delta in place, see `Operations`."""
-        return x_PH, self._library.norm(x_PH, weight_H, eps, delta_PH)
+        return x_PH, self._library.norm(x_PH, weight_H, eps, delta_PH, offset=offset)
 
     def rotation(self, heads: Heads, positions_P: Tensor) -> Rotation:
         """Returns a function that rotates queries and keys in place, see `Operations`."""
         positions_P = positions_P.contiguous()
 
         def rotate(qkv: Tensor, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
-            return self._library.rotate(qkv, positions_P, (heads.cos, heads.sin), norms, heads.num_heads, heads.eps)
+            tables = heads.cos, heads.sin
+            return self._library.rotate(
+                qkv, positions_P, tables, norms, heads.num_heads, heads.eps, offset=heads.norm_offset
+            )
 
         return rotate
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """Returns silu(gate) x up, see `Operations`."""
-        return self._library.gate(gate_up)
+    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+        """Returns activation(gate) x up, see `Operations`."""
+        return self._library.gate(gate_up, activation)
 
-    def mlp(self, x_PH: Tensor, gate_up: Linear, down: Linear) -> Tensor:
+    def mlp(self, x_PH: Tensor, gate_up: Linear, down: Linear, activation: Activation = "silu") -> Tensor:
         """Computes the MLP in one call if both products are compiled, see `Operations`."""
         if gate_up.row_by_row is None or down.row_by_row is None:
-            return super().mlp(x_PH, gate_up, down)
-        return self._library.mlp(x_PH, gate_up.row_by_row, down.row_by_row, down.num_inputs)
+            return super().mlp(x_PH, gate_up, down, activation)
+        return self._library.mlp(x_PH, gate_up.row_by_row, down.row_by_row, down.num_inputs, activation)
 
     def decode_attention(self, cache: KVCache, positions_B: Tensor, length: int, num_heads: int) -> Attention:
         """Returns attention that reads only each row's own slots, see `Operations`."""
@@ -76,7 +82,7 @@ class Compiled(Operations):
         def attend(layer: int, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor) -> Tensor:
             return self._library.attend(
                 *(q_PND, k_PKD, v_PKD, positions_P, cache.keys[layer], cache.values[layer]),
-                *(firsts_B, cache.shared_prefixes, cache.windows[layer]),
+                *(firsts_B, cache.shared_prefixes, cache.windows[layer], cache.scale),
             )
 
         return attend

@@ -100,6 +100,7 @@ class NativeEngine(RolloutEngine):
             later_bytes += sum(weight.nbytes for weight in self._weights.values())
         self._cache = KVCache(
             windows=[arch.window_of(layer) for layer in range(arch.num_layers)],
+            scale=arch.attention_scale,
             num_kv_heads=self._model.num_kv_heads,
             head_dim=arch.head_dim,
             dtype=self._model.dtype,

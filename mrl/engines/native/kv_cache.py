@@ -38,6 +38,7 @@ class KVCache:
         values: Values of each layer [S, K, T, D]; empty while the memory is released.
         shared_prefixes: Arguments of the last `set_shared_prefixes` as tensors.
         windows: Sliding window of each layer; None: the layer attends to all tokens.
+        scale: Factor of attention's scores; None: D ** -0.5.
 
     Args:
         windows: See above; one entry per layer.
@@ -46,6 +47,7 @@ class KVCache:
         dtype: Dtype of keys and values.
         device: Device of the cache.
         budget_bytes: Most bytes of the cache.
+        scale: See above.
     """
 
     def __init__(
@@ -57,12 +59,13 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         budget_bytes: int,
+        scale: float | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.num_rows = 0
         self.row_len = 0
         self.num_kv_heads = num_kv_heads
-        self.windows = list(windows)
+        self.windows, self.scale = list(windows), scale
         window = next((each for each in windows if each is not None), None)
         self._ring = None if window is None else ring_slots(window)
         self._num_windowed = sum(each is not None for each in windows)

@@ -25,7 +25,7 @@ from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.packed_linear import Linear, LinearAdapters, compute_dtype
 from mrl.engines.native.torch_ops import Attention, HeadNorms, Heads, Operations
-from mrl.models.base import ArchSpec
+from mrl.models.base import Activation, ArchSpec, rotary_kinds
 from mrl.models.kernels.rope_tables import rotary_tables
 from mrl.resharding.native import expert_shard
 
@@ -38,19 +38,22 @@ class _Layer:
     o: Linear
     post_norm: Tensor
     mlp: Mlp | MoeLayer
+    is_windowed: bool
+    out_norms: tuple[Tensor, Tensor] | None  # of the outputs of attention and MLP
 
 
 class Mlp:
     """Gated MLP of a dense layer; returns this rank's share of the sum."""
 
-    def __init__(self, gate_up: Linear, down: Linear, operations: Operations) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, operations: Operations, activation: Activation) -> None:
+        self._activation: Activation = activation
         self._gate_up = gate_up
         self._down = down
         self._operations = operations
 
     def __call__(self, x_PH: Tensor) -> tuple[Tensor, None]:
         """Returns the output [P, H], and None for the routing record."""
-        return self._operations.mlp(x_PH, self._gate_up, self._down), None
+        return self._operations.mlp(x_PH, self._gate_up, self._down, self._activation), None
 
 
 class Decoder:
@@ -104,14 +107,13 @@ class Decoder:
         self._first_token = tp_rank * self._embed_table.size(0)
         device = self._embed_table.device
         self.dtype = compute_dtype(self._embed_table.dtype, device, exact=exact)
-        cos, sin = rotary_tables(arch, max_positions, self.dtype, device)
-        self._heads = Heads(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            eps=arch.rms_norm_eps,
-            cos=cos,
-            sin=sin,
-        )
+        everywhere, windowed = rotary_kinds(arch)
+        self._heads = self._local_heads = self._rotary_heads(everywhere, max_positions, device)
+        if windowed is not everywhere:
+            self._local_heads = self._rotary_heads(windowed, max_positions, device)
+        # transformers rounds the factor to the dtype of the embeddings
+        scale = arch.embedding_scale
+        self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=self.dtype))
         self._experts: dict[int, MoeLayer] = {}
         self._moe_index = {layer: index for index, layer in enumerate(arch.moe_layers)}
         if arch.moe is not None:
@@ -135,6 +137,17 @@ class Decoder:
         self._layers: list[_Layer] = []
         self._final_norm = weights["final_norm"]
 
+    def _rotary_heads(self, arch: ArchSpec, max_positions: int, device: torch.device) -> Heads:
+        cos, sin = rotary_tables(arch, max_positions, self.dtype, device)
+        return Heads(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            eps=arch.rms_norm_eps,
+            cos=cos,
+            sin=sin,
+            norm_offset=arch.norm_offset,
+        )
+
     def _linear(self, name: str, weight: Tensor, scales: Mapping[str, Scales], find: FindAdapters) -> Linear:
         return Linear(
             weight,
@@ -149,9 +162,14 @@ class Decoder:
     @property
     def reads(self) -> list[Tensor]:
         """Tensors that a forward reads, except its arguments and the cache; complete after `refresh`."""
-        norms = [x for each in self._layers for x in (each.input_norm, each.post_norm, *(each.head_norms or ()))]
+        norms = [
+            x
+            for each in self._layers
+            for x in (each.input_norm, each.post_norm, *(each.head_norms or ()), *(each.out_norms or ()))
+        ]
+        tables = [table for heads in (self._heads, self._local_heads) for table in (heads.cos, heads.sin)]
         parts = [tensor for part in self._parts() for tensor in part.reads]
-        return [self._embed_table, self._final_norm, self._heads.cos, self._heads.sin, *norms, *parts]
+        return [self._embed_table, self._final_norm, *tables, *norms, *parts]
 
     @property
     def copied(self) -> list[Linear]:
@@ -181,7 +199,16 @@ class Decoder:
                 post_norm=vectors[f"layers.{i}.post_norm"],
                 mlp=self._experts[i]
                 if i in self._experts
-                else Mlp(self._linears[f"layers.{i}.gate_up"], self._linears[f"layers.{i}.down"], self.operations),
+                else Mlp(
+                    self._linears[f"layers.{i}.gate_up"],
+                    self._linears[f"layers.{i}.down"],
+                    self.operations,
+                    self._arch.activation,
+                ),
+                is_windowed=i in self._arch.windowed_layers,
+                out_norms=(vectors[f"layers.{i}.attention_out_norm"], vectors[f"layers.{i}.mlp_out_norm"])
+                if self._arch.post_norms
+                else None,
             )
             for i in range(self._arch.num_layers)
         ]
@@ -221,20 +248,28 @@ class Decoder:
                 is recorded. None: all.
             routed_PLK: Output: experts of each token and layer; None: not recorded.
         """
-        norm, eps = self.operations.norm, self._arch.rms_norm_eps
-        rotate = self.operations.rotation(self._heads, positions_P)
+        norm, eps = partial(self.operations.norm, offset=self._arch.norm_offset), self._arch.rms_norm_eps
+        everywhere = windowed = self.operations.rotation(self._heads, positions_P)
+        if self._local_heads is not self._heads:
+            windowed = self.operations.rotation(self._local_heads, positions_P)
         x_PH, share_PH = self._embed(tokens_P), None
         for i, layer in enumerate(self._layers):
             x_PH, normed_PH = norm(x_PH, layer.input_norm, eps, share_PH)
             qkv = layer.qkv(normed_PH).view(normed_PH.size(0), -1, self._arch.head_dim)
+            rotate = windowed if layer.is_windowed else everywhere
             mixed = attention(i, *rotate(qkv, layer.head_norms)).flatten(1)
             if wanted_N is not None and routed_PLK is None and i == len(self._layers) - 1:
                 x_PH, mixed = x_PH[wanted_N], mixed[wanted_N]
-            x_PH, normed_PH = norm(x_PH, layer.post_norm, eps, self._sum(layer.o(mixed)))
+            added_PH = self._sum(layer.o(mixed))
+            if layer.out_norms is not None:
+                _, added_PH = norm(added_PH, layer.out_norms[0], eps)
+            x_PH, normed_PH = norm(x_PH, layer.post_norm, eps, added_PH)
             share_PH, chosen_PK = layer.mlp(normed_PH)
             if routed_PLK is not None and chosen_PK is not None:
                 routed_PLK[:, self._moe_index[i]] = chosen_PK
             share_PH = self._sum(share_PH)
+            if layer.out_norms is not None:
+                _, share_PH = norm(share_PH, layer.out_norms[1], eps)
         _, normed_PH = norm(x_PH, self._final_norm, eps, share_PH)
         return normed_PH if wanted_N is None or routed_PLK is None else normed_PH[wanted_N]
 
@@ -278,6 +313,10 @@ class Decoder:
             attention(0, *parts)
 
     def _embed(self, tokens_P: Tensor) -> Tensor:
+        embedded_PH = self._look_up(tokens_P)
+        return embedded_PH if self._embedding_scale is None else embedded_PH * self._embedding_scale
+
+    def _look_up(self, tokens_P: Tensor) -> Tensor:
         table = self._embed_table
         if self._tp_group is None:
             return F.embedding(tokens_P, table).to(self.dtype)

@@ -20,6 +20,7 @@ from mrl.algorithms.functional.sampling import draw, uniforms
 from mrl.engines.native.attention import DecodeAttention, PrefillAttention, PrefillChunk
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.packed_linear import Linear
+from mrl.models.base import Activation
 
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Computes attention [P, N, D] from (layer, q_PND, k_PKD, v_PKD), and stores keys and values in the cache."""
@@ -40,6 +41,7 @@ class Heads:
         num_heads: N.
         num_kv_heads: K.
         eps: Epsilon of the norms of queries and keys.
+        norm_offset: Added to the weights of these norms.
         cos: Rotary table [positions, rotated dimensions of a head], in the dtype of activations.
         sin: Rotary table like `cos`; the first half is negated.
     """
@@ -49,6 +51,14 @@ class Heads:
     eps: float
     cos: Tensor
     sin: Tensor
+    norm_offset: float = 0.0
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """Returns the root-mean-square norm over the last dimension times (offset + weight)."""
+    if not offset:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, weight.float() + offset, eps).to(x.dtype)
 
 
 class Operations:
@@ -60,11 +70,16 @@ class Operations:
 
     are_compiled: ClassVar[bool] = False
 
-    def norm(self, x_PH: Tensor, weight_H: Tensor, eps: float, delta_PH: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns x + delta (may be x itself; x without a delta) and its root-mean-square norm."""
+    def norm(
+        self, x_PH: Tensor, weight_H: Tensor, eps: float, delta_PH: Tensor | None = None, *, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """Returns x + delta (may be x itself; x without a delta) and its root-mean-square norm.
+
+        The norm is multiplied by offset + weight.
+        """
         if delta_PH is not None:
             x_PH = x_PH + delta_PH
-        return x_PH, F.rms_norm(x_PH, (x_PH.size(-1),), weight_H, eps)
+        return x_PH, rms_norm(x_PH, weight_H, eps, offset)
 
     def rotation(self, heads: Heads, positions_P: Tensor) -> Rotation:
         """Returns a function that rotates queries and keys of one forward, the same for all layers."""
@@ -77,7 +92,7 @@ class Operations:
             qk, v_PKD = qkv[:, : -heads.num_kv_heads], qkv[:, -heads.num_kv_heads :]
             if norms is not None:
                 parts = zip((qk[:, :count], qk[:, count:]), norms, strict=True)
-                qk = torch.cat([F.rms_norm(part, weight.shape, weight, heads.eps) for part, weight in parts], 1)
+                qk = torch.cat([rms_norm(part, weight, heads.eps, heads.norm_offset) for part, weight in parts], 1)
             turned, kept = qk[..., :size], qk[..., size:]
             rotated = torch.cat([turned[..., half:], turned[..., :half]], -1).mul_(sin).addcmul_(turned, cos)
             if kept.size(-1):
@@ -86,14 +101,14 @@ class Operations:
 
         return rotate
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """Returns silu(gate) x up [P, I] of [gate; up] columns [P, 2I]."""
+    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+        """Returns activation(gate) x up [P, I] of [gate; up] columns [P, 2I]."""
         gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
-    def mlp(self, x_PH: Tensor, gate_up: Linear, down: Linear) -> Tensor:
+    def mlp(self, x_PH: Tensor, gate_up: Linear, down: Linear, activation: Activation = "silu") -> Tensor:
         """Returns the output [P, H] of a dense layer's gated MLP."""
-        return down(self.gate(gate_up(x_PH)))
+        return down(self.gate(gate_up(x_PH), activation))
 
     def prefill_attention(self, cache: KVCache, chunks: Sequence[PrefillChunk]) -> PrefillAttention:
         """Returns the attention of prompt chunks, sorted by `extent`."""

@@ -30,7 +30,13 @@ if TYPE_CHECKING:
 
 
 def structure_errors(config: Config, arch: ArchSpec) -> Iterator[str]:
-    """Yields a message for dense layers in an MoE model, and for sequences that are longer than a sliding window."""
+    """Yields a message for layers that mrl does not map, and for sequences that are longer than a sliding window."""
+    if arch.post_norms:
+        yield (
+            f"rollout.name={config.rollout.name}: a {arch.family} model has norms after attention and MLP, which mrl "
+            "does not support with TensorRT-LLM. Use rollout.name=native or vllm."
+        )
+        return
     if arch.moe is not None and arch.moe.dense_layers:
         yield (
             f"rollout.name={config.rollout.name}: {len(arch.moe.dense_layers)} of the model's {arch.num_layers} layers "

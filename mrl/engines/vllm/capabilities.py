@@ -14,6 +14,7 @@ from mrl.engines.vllm.fields import FIELDS, NAME
 from mrl.errors import UserError, to_install
 from mrl.models._keys import is_known_to_transformers
 from mrl.models.base import ArchSpec
+from mrl.models.hf_config import family_of
 from mrl.parallel_layout import ParallelLayout
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class VllmCapabilities(EngineCapabilities):
                 f"rollout.name={NAME} builds its models from transformers' configuration, which has no model_type "
                 f"'{arch.family}'. Use rollout.name=native."
             )
-        if has_effective_windows(config, arch) and len(arch.windowed_layers) < arch.num_layers:
+        differ = len(arch.windowed_layers) < arch.num_layers and not family_of(arch).vllm_has_layer_windows
+        if has_effective_windows(config, arch) and differ:
             yield (
                 f"rollout.name={NAME}: {len(arch.windowed_layers)} of the model's {arch.num_layers} layers have a "
                 f"sliding window of {arch.sliding_window} tokens, which vLLM 0.32 would give all layers. "

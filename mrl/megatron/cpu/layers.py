@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -23,6 +24,7 @@ from mrl.algorithms.functional.logprobs import AddsGradient
 from mrl.errors import UserError
 from mrl.megatron.attention import PackedAttention, PackedSequences, gather_cp
 from mrl.megatron.norm import RMSNorm
+from mrl.models.base import Activation
 from mrl.models.kernels import build, build_cache
 from mrl.models.kernels.bindings import load_library
 from mrl.models.kernels.training import training_kernels
@@ -95,7 +97,7 @@ class CompiledNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalised rows, in the dtype of `x`."""
-        return self._compiled.norm(x, self.weight, self.eps)
+        return self._compiled.norm(x, self.weight, self.eps, self.offset)
 
 
 class CompiledColumnParallel(ColumnParallelLinear):  # type: ignore[misc]  # megatron.core has no types
@@ -113,7 +115,7 @@ class CompiledRowParallel(RowParallelLinear):  # type: ignore[misc]
 
 
 class CompiledMlp(MLP):  # type: ignore[misc]
-    """Gated MLP: down(silu(gate x) * up x)."""
+    """Gated MLP: down(activation(gate x) * up x)."""
 
     linear: ClassVar[tuple[type, type]] = CompiledColumnParallel, CompiledRowParallel
 
@@ -122,6 +124,7 @@ class CompiledMlp(MLP):  # type: ignore[misc]
         known = {name: value for name, value in options.items() if name in ("tp_group", "name")}
         super().__init__(config, layers, ffn_hidden_size=config.ffn_hidden_size, **known)
         self._compiled = training_kernels(config.params_dtype)
+        self._activation: Activation = "silu" if config.activation_func is F.silu else "gelu_tanh"
 
     @classmethod
     def as_mlp_submodule(cls, config: Any, pg_collection: Any = None, **options: Any) -> CompiledMlp:
@@ -132,7 +135,7 @@ class CompiledMlp(MLP):  # type: ignore[misc]
     def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, None]:
         """Collective over tensor-parallel: returns (the output, None for the bias)."""
         gate_up, _ = self.linear_fc1(hidden_states)
-        output, bias = self.linear_fc2(self._compiled.gate(gate_up))
+        output, bias = self.linear_fc2(self._compiled.gate(gate_up, self._activation))
         return output, bias
 
 
@@ -145,9 +148,9 @@ class CompiledAttention(PackedAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
         """Computes attention, see `PackedAttention.forward`; queries and keys are not rotated yet."""
-        if plan.prefix_mask is None or plan.angles is None:
-            raise ValueError("attention takes sequences from `pack`, with their angles")
-        angles = plan.angles
+        if plan.prefix_mask is None:
+            raise ValueError("attention takes sequences from `pack_compiled`")
+        angles = plan.angles_of(self.window)
         q_PND, k_PKD = (self._compiled.apply_rope(x.squeeze(1), angles) for x in (query, key))
         v_PKD = value.squeeze(1)
         if plan.group is not None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mrl.errors import UserError
+from mrl.models.base import Activation
 from mrl.models.kernels import build, build_cache
 
 HEADER, *SOURCES = (
@@ -30,13 +31,16 @@ HEADER, *SOURCES = (
 Packed = tuple[Tensor, Tensor | None]
 """Weight packed by `Library.pack`, and its bias."""
 
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
+"""Activations by the number that the functions take."""
+
 DTYPES: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("-DBF16",)}
 
 _P, _N, _F, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
-    "norm": [*[_P] * 4, *[_N] * 2, _F],
-    "rotate": [*[_P] * 6, *[_N] * 5, _F],
-    "gate": [*[_P] * 2, *[_N] * 2],
+    "norm": [*[_P] * 4, *[_N] * 2, _F, _F],
+    "rotate": [*[_P] * 6, *[_N] * 5, _F, _F],
+    "gate": [*[_P] * 2, *[_N] * 3],
     "attend": [*[_P] * 3, _N, *[_P] * 7, *[_N] * 8, _F],
     "attend_at": [_P, _N, *[_P] * 5, *[_N] * 8, _F],
     "sample": [_P, _N, *[_P] * 4, *[_N] * 2, _F, _B],
@@ -44,7 +48,7 @@ _ARGUMENTS = {
     "draft": [_P, _N, *[_P] * 5, *[_N] * 4, *[_P] * 3],
     "pack": [*[_P] * 2, *[_N] * 2],
     "product": [_P, _N, *[_P] * 4, *[_N] * 3],
-    "mlp": [_P, _N, *[_P] * 6, *[_N] * 4],
+    "mlp": [_P, _N, *[_P] * 6, *[_N] * 5],
 }
 _SIZES = {"packed_size": 2, "rows_size": 2, "mlp_rows": 3, "mlp_size": 3}
 """Functions that take so many integers and return one."""
@@ -72,11 +76,13 @@ class Library:
             function.argtypes, function.restype = [_N] * count, _N
             self._size[name] = function
 
-    def norm(self, x_PH: Tensor, weight_H: Tensor, eps: float, delta_PH: Tensor | None = None) -> Tensor:
-        """Returns the RMSNorm of x + delta; x is updated in place to the sum."""
+    def norm(
+        self, x_PH: Tensor, weight_H: Tensor, eps: float, delta_PH: Tensor | None = None, *, offset: float = 0.0
+    ) -> Tensor:
+        """Returns the RMSNorm of x + delta times (offset + weight); x is updated in place to the sum."""
         out_PH = torch.empty_like(x_PH)
         delta = None if delta_PH is None else delta_PH.data_ptr()
-        self._call["norm"](x_PH.data_ptr(), delta, weight_H.data_ptr(), out_PH.data_ptr(), *x_PH.shape, eps)
+        self._call["norm"](x_PH.data_ptr(), delta, weight_H.data_ptr(), out_PH.data_ptr(), *x_PH.shape, eps, offset)
         return out_PH
 
     def rotate(
@@ -87,6 +93,8 @@ class Library:
         norms: tuple[Tensor, Tensor] | None,
         num_heads: int,
         eps: float,
+        *,
+        offset: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Applies the QK norm, if any, and rotary embeddings in place; returns the views (q, k, v).
 
@@ -97,6 +105,7 @@ class Library:
             norms: Weights [D] of the query norm and the key norm; None: no QK norm.
             num_heads: N.
             eps: Epsilon of the norms.
+            offset: Added to the norms' weights.
         """
         cos, sin = tables
         num, heads, dim = qkv.shape
@@ -104,15 +113,15 @@ class Library:
         weights = (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
         self._call["rotate"](
             *(qkv.data_ptr(), positions_P.data_ptr(), cos.data_ptr(), sin.data_ptr(), *weights),
-            *(num, num_heads, kv_heads, dim, cos.size(1), eps),
+            *(num, num_heads, kv_heads, dim, cos.size(1), eps, offset),
         )
         return qkv[:, :num_heads], qkv[:, num_heads : num_heads + kv_heads], qkv[:, num_heads + kv_heads :]
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """Returns silu(gate) x up [P, I] for gate_up [P, 2I]."""
+    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+        """Returns activation(gate) x up [P, I] for gate_up [P, 2I]."""
         num, columns = gate_up.shape
         out_PI = gate_up.new_empty(num, columns // 2)
-        self._call["gate"](gate_up.data_ptr(), out_PI.data_ptr(), num, columns // 2)
+        self._call["gate"](gate_up.data_ptr(), out_PI.data_ptr(), num, columns // 2, ACTIVATIONS.index(activation))
         return out_PI
 
     def attend(
@@ -126,6 +135,7 @@ class Library:
         firsts_B: Tensor | None = None,
         alike: tuple[Tensor, Tensor] | None = None,
         window: int | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """Writes new tokens into the first rows of a KV cache and returns their causal attention [P, N, D].
 
@@ -141,6 +151,7 @@ class Library:
             alike: (row with the same first slots, number of these slots) of each row, both int64, see `attend` in
                 `kernels.c`; None: unknown.
             window: Number of latest tokens that a token attends to, its own included; None: all.
+            scale: Factor of the scores; None: D ** -0.5.
         """
         num, num_heads, dim = q_PND.shape
         homes, commons = (None, None) if alike is None else (alike[0].data_ptr(), alike[1].data_ptr())
@@ -159,7 +170,7 @@ class Library:
                 keys_BTD.stride(0),
                 keys_BTD.stride(1),
                 *_window_and_ring(window, keys_BTD),
-                dim**-0.5,
+                dim**-0.5 if scale is None else scale,
             ),
         )
         return out_PND
@@ -174,6 +185,7 @@ class Library:
         *,
         window: int | None = None,
         ring: bool = True,
+        scale: float | None = None,
     ) -> Tensor:
         """Returns the causal attention [P, N, D] of tokens whose keys and values are in a KV cache already.
 
@@ -185,6 +197,7 @@ class Library:
             values_BKTD: Value cache, laid out like the keys.
             window: Number of latest tokens that a token attends to, its own included; None: all.
             ring: With a window, position p is in slot p % T; False: in slot p, and "rows" may overlap.
+            scale: Factor of the scores; None: D ** -0.5.
         """
         num, num_heads, dim = q_PND.shape
         out_PND = q_PND.new_empty(num, num_heads, dim)
@@ -193,7 +206,7 @@ class Library:
             *(keys_BKTD.data_ptr(), values_BKTD.data_ptr(), out_PND.data_ptr(), num, num_heads, keys_BKTD.size(1)),
             *(dim, keys_BKTD.stride(0), keys_BKTD.stride(1)),
             *(_window_and_ring(window, keys_BKTD) if ring else (window or 0, 0)),
-            dim**-0.5,
+            dim**-0.5 if scale is None else scale,
         )
         return out_PND
 
@@ -295,7 +308,7 @@ class Library:
         )
         return out_PO
 
-    def mlp(self, x_PH: Tensor, gate_up: Packed, down: Packed, inner: int) -> Tensor:
+    def mlp(self, x_PH: Tensor, gate_up: Packed, down: Packed, inner: int, activation: Activation = "silu") -> Tensor:
         """Returns the gated MLP [P, H], with the bits of `product`, `gate` and `product`.
 
         Processes a block of rows at a time, so that intermediate results stay in the L2 cache.
@@ -305,6 +318,7 @@ class Library:
             gate_up: Packed weight [2I, H] and bias.
             down: Packed weight [H, I] and bias.
             inner: I.
+            activation: See `gate`.
         """
         if x_PH.stride(1) != 1:
             x_PH = x_PH.contiguous()
@@ -315,7 +329,7 @@ class Library:
         weights = [None if each is None else each.data_ptr() for each in (*gate_up, *down)]
         self._call["mlp"](
             *(x_PH.data_ptr(), x_PH.stride(0), *weights, out_PH.data_ptr(), scratch.data_ptr()),
-            *(num, block, columns, inner),
+            *(num, block, columns, inner, ACTIVATIONS.index(activation)),
         )
         return out_PH
 

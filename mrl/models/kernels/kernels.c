@@ -19,8 +19,8 @@
 #define ALONE static __attribute__((noinline, noclone))
 #endif
 
-/* RMSNorm of one row: to = from / rms(from) * weight; `to` may be `from`. */
-ALONE void norm_row(const T *from, const T *weight, T *to, int64_t cols, float eps) {
+/* RMSNorm of one row: to = from / rms(from) * (offset + weight); `to` may be `from`. */
+ALONE void norm_row(const T *from, const T *weight, T *to, int64_t cols, float eps, float offset) {
     vec squares = {0};
     for (int64_t i = 0; i < cols; i += LANES) {
         vec value = take(from + i, cols - i);
@@ -28,18 +28,19 @@ ALONE void norm_row(const T *from, const T *weight, T *to, int64_t cols, float e
     }
     float scale = 1.0f / sqrtf(total(squares) / (float)cols + eps);
     for (int64_t i = 0; i < cols; i += LANES)
-        put(to + i, take(from + i, cols - i) * scale * take(weight + i, cols - i), cols - i);
+        put(to + i, take(from + i, cols - i) * scale * (offset + take(weight + i, cols - i)), cols - i);
 }
 
-/* out[P, H] = x / rms(x) * weight. `delta`, unless NULL, is first added to x in place (the residual connection). */
-void norm(T *x, const T *delta, const T *weight, T *out, int64_t rows, int64_t cols, float eps) {
+/* out[P, H] = x / rms(x) * (offset + weight). `delta`, unless NULL, is first added to x in place (the residual connection). */
+void norm(T *x, const T *delta, const T *weight, T *out, int64_t rows, int64_t cols, float eps,
+          float offset) {
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * cols > SMALL)
     for (int64_t row = 0; row < rows; row++) {
         T *own = x + row * cols;
         if (delta)
             for (int64_t i = 0; i < cols; i += LANES)
                 put(own + i, take(own + i, cols - i) + take(delta + row * cols + i, cols - i), cols - i);
-        norm_row(own, weight, out + row * cols, cols, eps);
+        norm_row(own, weight, out + row * cols, cols, eps, offset);
     }
 }
 
@@ -55,9 +56,10 @@ ALONE void rotate_head(T *low, const T *c, const T *s, int64_t half) {
 }
 
 /* Rotates the first `turned` dimensions of queries and keys of qkv[P, N + 2K, D] in place, after the QK norm if its
- * weights are not NULL. cos, sin: [positions, turned]; only the second half of sin is read. */
+ * weights are not NULL, which `offset` is added to. cos, sin: [positions, turned]; only the second half of sin is read. */
 void rotate(T *qkv, const int64_t *positions, const T *cos, const T *sin, const T *q_norm, const T *k_norm,
-            int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t turned, float eps) {
+            int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t turned, float eps,
+            float offset) {
     int64_t half = turned / 2;
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * (heads + kv_heads) * dim > SMALL)
     for (int64_t row = 0; row < rows; row++) {
@@ -65,21 +67,23 @@ void rotate(T *qkv, const int64_t *positions, const T *cos, const T *sin, const 
         for (int64_t h = 0; h < heads + kv_heads; h++) {
             T *head = qkv + (row * (heads + 2 * kv_heads) + h) * dim;
             const T *weight = h < heads ? q_norm : k_norm;
-            if (weight) norm_row(head, weight, head, dim, eps);
+            if (weight) norm_row(head, weight, head, dim, eps, offset);
             rotate_head(head, c, s, half);
         }
     }
 }
 
-/* out[P, I] = silu(gate) x up, with gate_up[P, 2I]. */
-void gate(const T *gate_up, T *out, int64_t rows, int64_t inner) {
+/* out[P, I] = activation(gate) x up, with gate_up[P, 2I]. The activation of x is x sigmoid(x), or if `gelu` the
+ * approximation of GELU with tanh, which is x sigmoid(gelu_logit(x)). */
+void gate(const T *gate_up, T *out, int64_t rows, int64_t inner, int64_t gelu) {
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * inner > SMALL)
     for (int64_t row = 0; row < rows; row++) {
         const T *g = gate_up + row * 2 * inner, *u = g + inner;
         T *to = out + row * inner;
         for (int64_t i = 0; i < inner; i += LANES) {
             vec x = take(g + i, inner - i);
-            put(to + i, x / (1.0f + exponential(-x)) * take(u + i, inner - i), inner - i);
+            vec logit = gelu ? gelu_logit(x) : x;
+            put(to + i, x / (1.0f + exponential(-logit)) * take(u + i, inner - i), inner - i);
         }
     }
 }

@@ -399,7 +399,7 @@ void product(const T *x, int64_t stride, const T *packed, const T *bias, T *out,
     }
 }
 
-void gate(const T *gate_up, T *out, int64_t rows, int64_t inner); /* kernels.c */
+void gate(const T *gate_up, T *out, int64_t rows, int64_t inner, int64_t gelu); /* kernels.c */
 
 /* Rows that `mlp` processes at a time: as many as keep the intermediate columns in the L2 cache, but enough to amortize
  * reading the weights once per block. */
@@ -416,15 +416,15 @@ int64_t mlp_size(int64_t rows, int64_t cols, int64_t inner) {
     return 3 * rows * inner * (int64_t)sizeof(T) + rows_size(rows, longest) + rows_size(MICRO_ROWS - 1, longest);
 }
 
-/* out[P, H] = (silu(gate) x up) down^T with [gate; up] = x[P, H] first^T, `block` rows at a time; `scratch` has
+/* out[P, H] = (activation(gate) x up) down^T with [gate; up] = x[P, H] first^T, `block` rows at a time; `scratch` has
  * `mlp_size(block)` bytes. */
 void mlp(const T *x, int64_t stride, const T *first, const T *first_bias, const T *down, const T *down_bias, T *out,
-         T *scratch, int64_t rows, int64_t block, int64_t cols, int64_t inner) {
+         T *scratch, int64_t rows, int64_t block, int64_t cols, int64_t inner, int64_t gelu) {
     T *gate_up = scratch, *gated = gate_up + 2 * block * inner, *packed_rows = gated + block * inner;
     for (int64_t row = 0; row < rows; row += block) {
         int64_t count = rows - row < block ? rows - row : block;
         product(x + row * stride, stride, first, first_bias, gate_up, packed_rows, count, 2 * inner, cols);
-        gate(gate_up, gated, count, inner);
+        gate(gate_up, gated, count, inner, gelu);
         product(gated, inner, down, down_bias, out + row * cols, packed_rows, count, cols, inner);
     }
 }

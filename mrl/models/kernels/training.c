@@ -24,10 +24,10 @@ static inline int64_t vectors(int64_t count) { return (count + LANES - 1) / LANE
 /* Size of the buffer `room` of `norm_backward`, fp32 elements. */
 int64_t norm_room(int64_t rows, int64_t cols) { return (rows + ROWS - 1) / ROWS * vectors(cols); }
 
-/* Gradients of x / rms(x) * weight with respect to x[P, H] and the weight (fp32). With r = 1 / rms(x), u = x r and output
- * gradient g: grad_x = r (w g - u mean(w g u)), grad_w = sum over rows of g u. */
+/* Gradients of x / rms(x) * w, w = offset + weight, with respect to x[P, H] and the weight (fp32). With r = 1 / rms(x),
+ * u = x r and output gradient g: grad_x = r (w g - u mean(w g u)), grad_w = sum over rows of g u. */
 void norm_backward(const T *x, const T *weight, const T *grad, T *grad_x, float *grad_weight, float *room, int64_t rows,
-                   int64_t cols, float eps) {
+                   int64_t cols, float eps, float offset) {
     int64_t blocks = (rows + ROWS - 1) / ROWS, wide = vectors(cols);
 #pragma omp parallel for schedule(static) if (blocks > 1 && rows * cols > SMALL)
     for (int64_t block = 0; block < blocks; block++) {
@@ -40,14 +40,15 @@ void norm_backward(const T *x, const T *weight, const T *grad, T *grad_x, float 
             for (int64_t i = 0; i < cols; i += LANES) {
                 vec value = take(from + i, cols - i);
                 squares += value * value;
-                products += value * take(weight + i, cols - i) * take(g + i, cols - i);
+                products += value * (offset + take(weight + i, cols - i)) * take(g + i, cols - i);
             }
             float scale = 1.0f / sqrtf(total(squares) / (float)cols + eps);
             float along = total(products) * scale * scale / (float)cols;
             for (int64_t i = 0; i < cols; i += LANES) {
                 vec value = take(from + i, cols - i), of_out = take(g + i, cols - i);
                 *(vec *)(sums + i) += of_out * value * scale;
-                put(grad_x + row * cols + i, (of_out * take(weight + i, cols - i) - value * along) * scale, cols - i);
+                vec factor = offset + take(weight + i, cols - i);
+                put(grad_x + row * cols + i, (of_out * factor - value * along) * scale, cols - i);
             }
         }
     }
@@ -60,16 +61,17 @@ void norm_backward(const T *x, const T *weight, const T *grad, T *grad_x, float 
 
 /* ---- gated activation */
 
-/* Gradient of silu(gate) x up with respect to gate_up[P, 2I]. */
-void gate_backward(const T *gate_up, const T *grad, T *out, int64_t rows, int64_t inner) {
+/* Gradient of activation(gate) x up with respect to gate_up[P, 2I]; see `gate`. */
+void gate_backward(const T *gate_up, const T *grad, T *out, int64_t rows, int64_t inner, int64_t gelu) {
 #pragma omp parallel for schedule(static) if (rows > 1 && rows * inner > SMALL)
     for (int64_t row = 0; row < rows; row++) {
         const T *g = gate_up + row * 2 * inner, *u = g + inner, *of_out = grad + row * inner;
         T *to = out + row * 2 * inner;
         for (int64_t i = 0; i < inner; i += LANES) {
             vec x = take(g + i, inner - i), up = take(u + i, inner - i), d = take(of_out + i, inner - i);
-            vec share = 1.0f / (1.0f + exponential(-x));
-            put(to + i, d * up * share * (1.0f + x * (1.0f - share)), inner - i);
+            vec logit = gelu ? gelu_logit(x) : x, slope = gelu ? gelu_slope(x) : splat(1.0f);
+            vec share = 1.0f / (1.0f + exponential(-logit));
+            put(to + i, d * up * share * (1.0f + x * slope * (1.0f - share)), inner - i);
             put(to + inner + i, d * x * share, inner - i);
         }
     }

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.models.kernels.bindings import Library, required
+from mrl.models.base import Activation
+from mrl.models.kernels.bindings import ACTIVATIONS, Library, required
 
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
-    "norm_backward": [*[_P] * 6, *[_N] * 2, _F],
-    "gate_backward": [*[_P] * 3, *[_N] * 2],
+    "norm_backward": [*[_P] * 6, *[_N] * 2, _F, _F],
+    "gate_backward": [*[_P] * 3, *[_N] * 3],
     "rotate_rows": [_P, *[_N] * 2, *[_P] * 3, *[_N] * 4, _F],
     "attention": [*[_P] * 3, *[_N] * 4, *[_P] * 5, *[_N] * 7, _F, *[_P] * 3, _N],
     "attention_backward": [*[_P] * 3, *[_N] * 4, *[_P] * 5, *[_N] * 7, _F, *[_P] * 7, _N],
@@ -80,14 +81,14 @@ class TrainingKernels:
             self._call[name] = getattr(library.functions, name)
             self._call[name].argtypes, self._call[name].restype = [_N] * count, _N
 
-    def norm(self, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-        """Returns the RMSNorm over the last dimension; differentiable."""
-        normed: Tensor = _Norm.apply(x, weight_H, eps, self)  # type: ignore[no-untyped-call]
+    def norm(self, x: Tensor, weight_H: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """Returns the RMSNorm over the last dimension times (offset + weight); differentiable."""
+        normed: Tensor = _Norm.apply(x, weight_H, (eps, offset), self)  # type: ignore[no-untyped-call]
         return normed
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """Returns silu(gate) x up [..., I] for gate_up [..., 2I]; differentiable."""
-        gated: Tensor = _Gate.apply(gate_up, self)  # type: ignore[no-untyped-call]
+    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+        """Returns activation(gate) x up [..., I] for gate_up [..., 2I]; differentiable."""
+        gated: Tensor = _Gate.apply(gate_up, activation, self)  # type: ignore[no-untyped-call]
         return gated
 
     def apply_rope(self, x_PND: Tensor, angles: Angles) -> Tensor:
@@ -125,11 +126,13 @@ class TrainingKernels:
 
     # functions without autograd
 
-    def norm_forward(self, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    def norm_forward(self, x: Tensor, weight_H: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Returns the result of `norm` without autograd; x is contiguous."""
-        return self._library.norm(x.view(-1, x.size(-1)), weight_H, eps).view(x.shape)
+        return self._library.norm(x.view(-1, x.size(-1)), weight_H, eps, offset=offset).view(x.shape)
 
-    def norm_gradients(self, x: Tensor, weight_H: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def norm_gradients(
+        self, x: Tensor, weight_H: Tensor, grad: Tensor, eps: float, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
         """Returns the gradients of `norm` with respect to x and the weight."""
         cols = x.size(-1)
         rows = x.numel() // cols
@@ -143,20 +146,21 @@ class TrainingKernels:
                 grad_x.data_ptr(),
                 grad_weight.data_ptr(),
             ),
-            *(room.data_ptr(), rows, cols, eps),
+            *(room.data_ptr(), rows, cols, eps, offset),
         )
         return grad_x, grad_weight.to(weight_H.dtype)
 
-    def gate_forward(self, gate_up: Tensor) -> Tensor:
+    def gate_forward(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
         """Returns the result of `gate` without autograd; `gate_up` is contiguous."""
-        return self._library.gate(gate_up.view(-1, gate_up.size(-1))).view(*gate_up.shape[:-1], -1)
+        return self._library.gate(gate_up.view(-1, gate_up.size(-1)), activation).view(*gate_up.shape[:-1], -1)
 
-    def gate_gradient(self, gate_up: Tensor, grad: Tensor) -> Tensor:
+    def gate_gradient(self, gate_up: Tensor, grad: Tensor, activation: Activation = "silu") -> Tensor:
         """Returns the gradient of `gate` with respect to `gate_up`."""
         out = torch.empty_like(gate_up)
         inner = gate_up.size(-1) // 2
         self._call["gate_backward"](
-            *(gate_up.data_ptr(), grad.contiguous().data_ptr(), out.data_ptr(), out.numel() // (2 * inner), inner)
+            *(gate_up.data_ptr(), grad.contiguous().data_ptr(), out.data_ptr()),
+            *(out.numel() // (2 * inner), inner, ACTIVATIONS.index(activation)),
         )
         return out
 
@@ -252,29 +256,31 @@ def training_kernels(dtype: torch.dtype) -> TrainingKernels:
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, training: TrainingKernels) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, settings: tuple[float, float], training: TrainingKernels
+    ) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.kernels = eps, training
-        return training.norm_forward(x, weight, eps)
+        ctx.settings, ctx.kernels = settings, training
+        return training.norm_forward(x, weight, *settings)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        return *ctx.kernels.norm_gradients(x, weight, grads[0], ctx.eps), None, None
+        return *ctx.kernels.norm_gradients(x, weight, grads[0], *ctx.settings), None, None
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, training: TrainingKernels) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, activation: Activation, training: TrainingKernels) -> Tensor:
         gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
-        ctx.kernels = training
-        return training.gate_forward(gate_up)
+        ctx.activation, ctx.kernels = activation, training
+        return training.gate_forward(gate_up, activation)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.kernels.gate_gradient(ctx.saved_tensors[0], grads[0]), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.kernels.gate_gradient(ctx.saved_tensors[0], grads[0], ctx.activation), None, None
 
 
 class _Turn(torch.autograd.Function):

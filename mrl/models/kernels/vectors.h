@@ -106,6 +106,12 @@ static inline vec choose(ivec where, vec a, vec b) { return (vec)((where & (ivec
 
 static inline vec larger(vec a, vec b) { return choose(a > b, a, b); }
 
+/* 2 sqrt(2 / pi) (x + 0.044715 x^3): 1 + tanh of half of it is twice its sigmoid. */
+static inline vec gelu_logit(vec x) { return x * (1.59576912160573071f + x * x * 0.0713548162726008987f); }
+
+/* Derivative of gelu_logit. */
+static inline vec gelu_slope(vec x) { return 1.59576912160573071f + x * x * 0.214064448817802696f; }
+
 /* e^x within 2 ulp; 0 below -87; NaN stays NaN. Cephes' polynomial. */
 static inline vec exponential(vec x) {
     ivec tiny = x < -87.0f;

@@ -20,7 +20,7 @@ def expert_rules(config: Config, arch: ArchSpec, grid: ParallelLayout, *, superv
     if arch.moe is None:
         yield from _idle(config)
     else:
-        yield from _experts(config, arch.moe, grid)
+        yield from _experts(config, arch, arch.moe, grid)
         yield from _rollout(config, arch.moe, grid)
         yield from _replay(config, supervised)
 
@@ -51,7 +51,7 @@ def _idle(config: Config) -> Iterator[str]:
             yield f"{section}.{name}={value} is set, but {why}. Remove it."
 
 
-def _experts(config: Config, moe: MoeSpec, grid: ParallelLayout) -> Iterator[str]:
+def _experts(config: Config, arch: ArchSpec, moe: MoeSpec, grid: ParallelLayout) -> Iterator[str]:
     actor = config.actor
     if actor.moe_router_bias_update_rate and not moe.score_bias:
         yield (
@@ -91,7 +91,7 @@ def _experts(config: Config, moe: MoeSpec, grid: ParallelLayout) -> Iterator[str
                 f"{grid.cp}: mrl does not pad sequences that are split over ranks to equal lengths. Use alltoall."
             )
     if actor.moe_token_dispatcher_type == "flex":
-        yield from _flex(config, grid)
+        yield from _flex(config, arch, grid)
     if (actor.moe_router_load_balancing_type == "aux_loss") != (actor.moe_aux_loss_coeff > 0):
         yield (
             f"actor.moe_router_load_balancing_type={actor.moe_router_load_balancing_type} with "
@@ -100,8 +100,8 @@ def _experts(config: Config, moe: MoeSpec, grid: ParallelLayout) -> Iterator[str
         )
 
 
-def _flex(config: Config, grid: ParallelLayout) -> Iterator[str]:
-    if not te_possible(config):
+def _flex(config: Config, arch: ArchSpec, grid: ParallelLayout) -> Iterator[str]:
+    if not te_possible(config, arch):
         yield "actor.moe_token_dispatcher_type=flex needs GPUs and DeepEP or HybridEP. Use alltoall."
     if grid.ep * grid.expert_tp == 1:
         yield (

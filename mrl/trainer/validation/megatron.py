@@ -121,7 +121,8 @@ def without_refused_fields(config: Config, arch: ArchSpec, grid: ParallelLayout)
         names = [
             (section, name, why)
             for section, name, why, can_be_forced in _refusals(config, arch, grid)
-            if not (can_be_forced and config.megatron.unchecked) or (te_only(section, name) and not te_possible(config))
+            if not (can_be_forced and config.megatron.unchecked)
+            or (te_only(section, name) and not te_possible(config, arch))
         ]
         if not names:
             return config, left_out
@@ -168,9 +169,9 @@ def check_switches(config: Config, variables: Mapping[str, str]) -> None:
     )
 
 
-def te_possible(config: Config) -> bool:
-    """Returns whether the config allows TransformerEngine; its installation is checked when the model is built."""
-    return config.run.device != "cpu" and asked_for(config)
+def te_possible(config: Config, arch: ArchSpec) -> bool:
+    """Returns whether TransformerEngine is possible; its installation is checked when the model is built."""
+    return config.run.device != "cpu" and asked_for(config, arch)
 
 
 def _refusals(config: Config, arch: ArchSpec, grid: ParallelLayout) -> Iterator[tuple[str, str, str, bool]]:
@@ -193,10 +194,10 @@ def _reasons(section: str, name: str, verdict: Verdict, ctx: RuleContext) -> Ite
     if name.startswith("moe_") and ctx.arch.moe is None:
         yield "it would have no effect because the model has no experts"
         return
-    if te_only(section, name) and not te_possible(ctx.config):
+    if te_only(section, name) and not te_possible(ctx.config, ctx.arch):
         yield (
-            "it needs TransformerEngine, which is not used with run.device=cpu, model.dtype=float32 or "
-            "actor.transformer_impl=local"
+            "it needs TransformerEngine, which is not used with run.device=cpu, model.dtype=float32, "
+            "actor.transformer_impl=local or a model that has local layers alone"
         )
         return
     unmet = (why for needs, why in RULES.get(verdict.rule, ()) if not needs(ctx))
@@ -239,7 +240,7 @@ def _has_shared_expert(ctx: RuleContext) -> bool:
 def _gathers(ctx: RuleContext) -> bool:
     """Returns whether weights are all-gathered during the forward pass."""
     megatron = ctx.config.megatron
-    on = {**ddp_defaults(ctx.config.actor, megatron, te=te_possible(ctx.config)), **megatron.ddp}
+    on = {**ddp_defaults(ctx.config.actor, megatron, te=te_possible(ctx.config, ctx.arch)), **megatron.ddp}
     return bool(on.get("overlap_param_gather"))
 
 
@@ -254,7 +255,7 @@ def _cp_ways(ctx: RuleContext) -> bool:
 
 
 def _fp8_runs(ctx: RuleContext) -> bool:
-    return ctx.config.run.device == "cpu" or te_possible(ctx.config)
+    return ctx.config.run.device == "cpu" or te_possible(ctx.config, ctx.arch)
 
 
 def _fp8_widths_fit(ctx: RuleContext) -> bool:
@@ -289,7 +290,7 @@ DISTRIBUTED: Needs = (
     _none("actor.use_distributed_optimizer=true"),
 )
 OVERLAPPED: Needs = (
-    lambda ctx: overlaps_gradients(ctx.config.actor, te=te_possible(ctx.config)),
+    lambda ctx: overlaps_gradients(ctx.config.actor, te=te_possible(ctx.config, ctx.arch)),
     _none("actor.overlap_grad_reduce=true: there is one bucket"),
 )
 PIPELINED: Needs = (lambda ctx: ctx.grid.pp > 1, _none("a pipeline (parallel.pipeline_model_parallel_size)"))

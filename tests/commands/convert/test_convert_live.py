@@ -24,9 +24,25 @@ MODELS = {
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     },
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        **{key: value for key, value in SIZES.items() if not key.startswith("rope_")},
+        "head_dim": 20,
+        "sliding_window": 9,
+        "sliding_window_pattern": 2,
+        "pad_token_id": None,
+    },
 }
-WRITTEN = {"qwen2": ParallelLayout(4, tp=4), "qwen3_moe": ParallelLayout(4, pp=2, ep=2)}
-LIVE = {"qwen2": ParallelLayout(2, pp=2), "qwen3_moe": ParallelLayout(4, tp=2, ep=2, etp=1)}
+WRITTEN = {
+    "qwen2": ParallelLayout(4, tp=4),
+    "qwen3_moe": ParallelLayout(4, pp=2, ep=2),
+    "gemma3_text": ParallelLayout(4, tp=2, pp=2),
+}
+LIVE = {
+    "qwen2": ParallelLayout(2, pp=2),
+    "qwen3_moe": ParallelLayout(4, tp=2, ep=2, etp=1),
+    "gemma3_text": ParallelLayout(2, pp=2),
+}
 OPTIONS = {"rollout": {"temperature": TEMPERATURE}, "actor": {"max_tokens_per_microbatch": 150}}
 
 

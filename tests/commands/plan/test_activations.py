@@ -72,8 +72,8 @@ def saved_of_a_pass(arch, grid, options, patch) -> int:
             kept[storage.data_ptr()] = storage  # held, so that no address comes twice
         return tensor
 
-    def kept_turns(chunk, angles, positions, turns=model.ScoringModel._rotary_angles):
-        return tuple(keep(tensor) for tensor in turns(chunk, angles, positions))
+    def kept_turns(chunk, angles, factor, turns=model.ScoringModel._cos_and_sin):
+        return tuple(keep(tensor) for tensor in turns(chunk, angles, factor))
 
     def loss(logprobs_R, entropy_R, micro):
         value = algorithm.loss(logprobs_R, entropy_R, micro)
@@ -90,7 +90,7 @@ def saved_of_a_pass(arch, grid, options, patch) -> int:
             own = [packed.query_slots, packed.row_to_slot, *of_keys, *masks]
         for tensor in (micro.tokens, micro.positions, *own):
             keep(tensor)
-    patch.setattr(model.ScoringModel, "_rotary_angles", kept_turns)
+    patch.setattr(model.ScoringModel, "_cos_and_sin", kept_turns)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         policy._forward_backward.run(microbatches, loss, backward=True)
     return counted[0]
@@ -98,7 +98,7 @@ def saved_of_a_pass(arch, grid, options, patch) -> int:
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma3_text", "qwen3_moe", "qwen2_moe"])
 def test_saved_tensors_are_counted(name, recompute):
     check({**ARCHS, **MIXTURES}[name], ParallelLayout(1), recompute, "float32")
 
@@ -134,7 +134,7 @@ def test_what_megatrons_own_recompute_leaves_is_counted(name, fields):
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen2_moe"])
 def test_saved_tensors_are_counted_where_nothing_is_compiled(name, recompute):
     check({**ARCHS, **MIXTURES}[name], ParallelLayout(1), recompute, "float32", compiled=False)
 

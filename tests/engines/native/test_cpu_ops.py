@@ -51,6 +51,8 @@ def test_norm_adds_in_place_and_norms(fast, dtype, columns):
     kept, normed = fast.norm(x, weight, 1e-6)
     assert kept is x
     assert_close(normed, F.rms_norm(x.float(), (columns,), weight.float(), 1e-6), dtype)
+    _, normed = fast.norm(x, weight, 1e-6, offset=1.0)
+    assert_close(normed, F.rms_norm(x.float(), (columns,), weight.float() + 1, 1e-6), dtype)
 
 
 @pytest.mark.compiler
@@ -60,6 +62,7 @@ def test_gate(fast, dtype, columns):
     gate_up[0, :2] = torch.tensor([-200.0, 200.0])
     gate, up = gate_up.float().chunk(2, 1)
     assert_close(fast.gate(gate_up), F.silu(gate) * up, dtype)
+    assert_close(fast.gate(gate_up, "gelu_tanh"), F.gelu(gate, approximate="tanh") * up, dtype)
 
 
 def heads_of(dtype, num_heads, num_kv_heads, dim):
@@ -82,12 +85,18 @@ def test_decoding_rotates_and_attends_over_each_rows_own_slots(fast, dtype, shap
     for found in (fast, Operations()):
         used = dtype if found is fast else torch.float32  # the judge has fp32 throughout
         cache = KVCache(
-            windows=[None] * 2, num_kv_heads=num_kv_heads, head_dim=dim, dtype=used, device=CPU, budget_bytes=2**24
+            windows=[None] * 2,
+            num_kv_heads=num_kv_heads,
+            head_dim=dim,
+            dtype=used,
+            device=CPU,
+            budget_bytes=2**24,
+            scale=0.2 if with_norms else None,
         )
         cache.reserve(6, 64)
         cache.keys[1].copy_(numbers(*cache.keys[1].shape, dtype=dtype, seed=1))
         cache.values[1].copy_(numbers(*cache.keys[1].shape, dtype=dtype, seed=2))
-        wide = Heads(num_heads, num_kv_heads, 1e-6, heads.cos.to(used), heads.sin.to(used))
+        wide = Heads(num_heads, num_kv_heads, 1e-6, heads.cos.to(used), heads.sin.to(used), float(dim == 12))
         rotated = found.rotation(wide, positions)(
             qkv.clone().to(used), None if norms is None else (norms[0].to(used), norms[1].to(used))
         )

@@ -18,7 +18,7 @@ PROMPTS = make_prompts(LENGTHS)
 ROOM = {"prompt_length": 160, "response_length": 90}
 SAMPLING = SamplingConfig(n=3, max_tokens=80, temperature=0.9, stop_token_ids=(5, 6), seed=1)
 DRAFTS = SpeculativeConfig(method="ngram", prompt_lookup_min=1)
-FAMILIES = ["mistral", "qwen2_windows"]
+FAMILIES = ["mistral", "qwen2_windows", "gemma3_text"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -67,6 +67,18 @@ FAMILIES = {
         "tie_word_embeddings": True,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        **SHAPE,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "rope_theta": 10000.0,
+        "rope_local_base_freq": 100.0,
+        "sliding_window": 8,
+        "sliding_window_pattern": 3,
+        "tie_word_embeddings": True,
+        "pad_token_id": None,
+    },
 }
 
 

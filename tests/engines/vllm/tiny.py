@@ -54,6 +54,7 @@ FAMILIES = {
         "tie_word_embeddings": False,
     },
 }
+FAMILIES["gemma3_text"]["sliding_window_pattern"] = 2  # so that one of the two layers has no window
 del FAMILIES["phi3"]["head_dim"]  # it has none
 
 

@@ -94,6 +94,15 @@ def test_float32_falls_to_the_local_layers_and_says_so(on_gpu):
     assert "not supported with model.dtype=float32" in "".join(model_rules(config("te", "float32")))
 
 
+def test_a_model_of_local_layers_alone_is_named(on_gpu):
+    on_gpu()
+    arch = ARCHS["gemma3_text"]
+    assert "no gemma3_text layers" in transformer_engine.described(config(), arch, "cuda")
+    assert not transformer_engine.asked_for(config(), arch)
+    with pytest.raises(UserError, match="actor.transformer_impl=te, but .*gemma3_text"):
+        transformer_engine.check(config("te"), arch, "cuda")
+
+
 def test_a_broken_one_is_told_with_its_error_and_experts_are_refused(on_gpu):
     on_gpu(BROKEN)
     assert BROKEN in transformer_engine.described(config(), DENSE, "cuda")

@@ -1,5 +1,7 @@
 """Compiled operations with a gradient: the values and gradients of PyTorch's in fp64, the same bits by any threads."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ pytestmark = pytest.mark.compiler
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 2e-5}, torch.bfloat16: {"rtol": 2**-7, "atol": 0.1}}
 """Sums of up to a few hundred products of numbers around 1; bfloat16 is rounded once, of sums up to 10."""
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 SIZES = {"rows": st.integers(1, 70), "cols": st.integers(1, 90)}
 
 
@@ -37,28 +40,33 @@ def compare(found, right, inputs, dtype):
     return [out.detach(), *gradients]
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(**SIZES)
-def test_a_norm(dtype, rows, cols):
+def test_a_norm(dtype, offset, rows, cols):
     x, weight = numbers(rows, 1, cols, dtype=dtype, seed=rows), numbers(cols, dtype=dtype, seed=cols)
     compare(
-        lambda x, w: training_kernels(dtype).norm(x, w, 1e-3),
-        lambda x, w: x * (x.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * w,
+        lambda x, w: training_kernels(dtype).norm(x, w, 1e-3, offset),
+        lambda x, w: x * (x.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * (w + offset),
         [x, weight],
         dtype,
     )
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(**SIZES)
-def test_a_gate(dtype, rows, cols):
+def test_a_gate(dtype, activation, rows, cols):
     def right(x):
         gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
+        return ACTIVATIONS[activation](gate) * up
 
-    compare(training_kernels(dtype).gate, right, [numbers(rows, 1, 2 * cols, dtype=dtype, seed=rows) * 3], dtype)
+    def found(x):
+        return training_kernels(dtype).gate(x, activation)
+
+    compare(found, right, [numbers(rows, 1, 2 * cols, dtype=dtype, seed=rows) * 3], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -57,8 +57,16 @@ def test_an_engine_without_the_models_windows_is_refused_where_they_hide_tokens(
 
 
 def test_vllm_and_the_native_engine_have_the_windows_of_all_layers():
-    for engine, arch in (("vllm", EVERY), ("native", EVERY), ("native", SOME)):
+    gemma = replace(SOME, family="gemma3_text")  # of which vLLM's model reads which layers have a window
+    for engine, arch in (("vllm", EVERY), ("vllm", gemma), ("native", EVERY), ("native", SOME)):
         assert not [*engine_capabilities(engine).model_errors(make(f"rollout.name={engine}"), arch)]
+
+
+@pytest.mark.parametrize("engine", ["trtllm", "trtllm_engine"])
+def test_norms_after_attention_are_refused_by_name(engine):
+    given = make(f"rollout.name={engine}", "rollout.enforce_eager=true")
+    errors = [*engine_capabilities(engine).model_errors(given, replace(ARCH, family="gemma3_text", post_norms=True))]
+    assert "norms after attention and MLP" in errors[0]
 
 
 SCALED = {

@@ -92,6 +92,24 @@ ATTENTION: tuple[ParamSpec, ...] = (
         kind=ShardKind.ROW,
         place=PipelineStage.LAYER,
     ),
+    ParamSpec(
+        hf=("model.layers.{layer}.self_attn.o_proj.bias",),
+        shapes=("hidden",),
+        megatron="decoder.layers.{layer}.self_attention.linear_proj.bias",
+        native="layers.{layer}.o_bias",
+        kind=ShardKind.REPLICATED,
+        place=PipelineStage.LAYER,
+        when=lambda arch: arch.output_bias,
+    ),
+    ParamSpec(
+        hf=("model.layers.{layer}.self_attn.sinks",),
+        shapes=("heads",),
+        megatron="decoder.layers.{layer}.self_attention.core_attention.softmax_offset",
+        native="layers.{layer}.sinks",
+        kind=ShardKind.COLUMN,
+        place=PipelineStage.LAYER,
+        when=lambda arch: arch.attention_sinks,
+    ),
 )
 """Embedding, and the attention half of a decoder layer."""
 
@@ -182,6 +200,8 @@ def arch_from_config(
     defaults: Mapping[str, Any],
     qkv_bias: bool | str = False,
     qk_norm: bool | str = False,
+    output_bias: bool = False,
+    attention_sinks: bool = False,
     moe: MoeSpec | None = None,
     windows: WindowRule = NO_WINDOW,
     rope: RopeRules = ANY_SCALING,
@@ -194,6 +214,8 @@ def arch_from_config(
         defaults: Values that transformers assumes for missing keys.
         qkv_bias: See `ArchSpec`; or the key of config.json that says so.
         qk_norm: See `ArchSpec`; or the key of config.json that says so.
+        output_bias: See `ArchSpec`.
+        attention_sinks: See `ArchSpec`.
         moe: See `ArchSpec`.
         windows: Which layers have a sliding window.
         rope: Rotary settings that the family has.
@@ -226,6 +248,8 @@ def arch_from_config(
         tie_word_embeddings=flag(config, "tie_word_embeddings", defaults),
         qkv_bias=flag(config, qkv_bias, defaults) if isinstance(qkv_bias, str) else qkv_bias,
         qk_norm=flag(config, qk_norm, defaults) if isinstance(qk_norm, str) else qk_norm,
+        output_bias=output_bias,
+        attention_sinks=attention_sinks,
         rope_scaling=positions.rope_scaling,
         partial_rotary_factor=positions.partial_rotary_factor,
         moe=moe,
@@ -259,6 +283,7 @@ def decoder_family(
     windows: WindowRule = NO_WINDOW,
     trtllm_architecture: str | None = None,
     extra_layers: bool = False,
+    fused_experts: bool = False,
     **structure: Any,
 ) -> Family:
     """Builds the `Family` of a llama-like decoder.
@@ -274,6 +299,7 @@ def decoder_family(
         windows: Which layers have a sliding window.
         trtllm_architecture: `Family.trtllm_architecture`; None: TensorRT-LLM has no such model.
         extra_layers: `Family.extra_layers`.
+        fused_experts: `Family.fused_experts`.
         **structure: Further arguments of `arch_from_config`.
     """
     known = {**DEFAULTS, **defaults}
@@ -295,6 +321,7 @@ def decoder_family(
         arch_to_hf=arch_to_hf,
         trtllm_architecture=trtllm_architecture,
         extra_layers=extra_layers,
+        fused_experts=fused_experts,
     )
 
 

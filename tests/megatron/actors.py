@@ -52,6 +52,7 @@ MIXTURES = {
     "qwen3_moe": arch_from_preset("qwen3_moe_tiny", {}, VOCAB),
     "qwen2_moe": arch_from_preset("qwen2_moe_tiny", {}, VOCAB),
     "mixtral": arch_from_preset("mixtral_tiny", {}, VOCAB),
+    "gpt_oss": arch_from_preset("gpt_oss_tiny", {}, VOCAB),
     "glm4_moe": arch_from_preset("glm4_moe_tiny", {"use_qk_norm": True, "n_group": 2, "topk_group": 2}, VOCAB),
 }
 SHALLOW_MIXTURE = replace(MIXTURES["qwen2_moe"], num_layers=2)

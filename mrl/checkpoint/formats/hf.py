@@ -36,7 +36,7 @@ from mrl.resharding.copy_op import ITEM_BYTES, num_bytes
 from mrl.resharding.dtypes import fill_tensors
 from mrl.resharding.fp8 import DTYPE as FP8
 from mrl.resharding.hf import EMBEDDINGS, HEAD, VALUE_BIAS, VALUE_HEAD, hf_layout
-from mrl.resharding.hf_names import locate_tensors, unwrapped
+from mrl.resharding.hf_names import Fused, join, locate_tensors, unwrapped, written_together
 from mrl.resharding.layout import Layout, Region
 from mrl.resharding.regions import full_region, slices
 
@@ -274,7 +274,7 @@ class HfSource(Source):
 
     def _tensor(self, hf_name: str) -> Tensor:
         located = self._tensors[hf_name]
-        return self._stored_tensor(located.stored)[located.index]
+        return located.view_in(self._stored_tensor(located.stored))
 
     def _stored_tensor(self, stored: str) -> Tensor:
         return self._open(self._file_of[stored]).tensor(stored)
@@ -333,12 +333,14 @@ class HfTarget(Target):
             by_dtype = {each: hf_layout(arch, each) for each in set(dtype.values())}
             self.layout = {name: by_dtype[dtype[name]][name] for name in hf_layout(arch, "float32")}
         self._like = None if like is None else Path(like)
-        self.files = tuple(OutFile(name, part) for name, part in assign_files(self.layout, max_file_bytes).items())
+        self._fused = written_together(arch)
+        assigned = assign_files(self.layout, max_file_bytes, self._fused)
+        self.files = tuple(OutFile(name, part) for name, part in assigned.items())
 
     def write(self, path: Path, file: OutFile, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
         """Implements `Target.write`."""
-        shapes = {name: (stored.shape, stored.dtype) for name, stored in file.layout.items()}
-        return write_safetensors(path, shapes, tensors, {"format": "pt"})
+        shapes = stored_shapes(file.layout, self._fused)
+        return write_safetensors(path, shapes, join(tensors, self._fused), {"format": "pt"})
 
     def finish(self, folder: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
         """Implements `Target.finish`."""
@@ -355,19 +357,38 @@ class HfTarget(Target):
         }
 
 
-def assign_files(layout: Layout, max_file_bytes: int) -> dict[str, Layout]:
+def stored_shapes(layout: Layout, fused: Fused) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Returns stored name -> (shape, dtype) of the tensors of a file, in the order in which `join` yields them."""
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    for stored, unit in _stored_units(layout, fused).items():
+        name = next(iter(unit))
+        shapes[stored] = (fused[stored][name].shape if stored in fused else unit[name].shape, unit[name].dtype)
+    return shapes
+
+
+def _stored_units(layout: Layout, fused: Fused) -> dict[str, Layout]:
+    """Returns stored name -> the tensors of the table that are stored under it."""
+    stored_of = {own: stored for stored, parts in fused.items() for own in parts}
+    units: dict[str, Layout] = {}
+    for name, stored in layout.items():
+        units.setdefault(stored_of.get(name, name), {})[name] = stored
+    return units
+
+
+def assign_files(layout: Layout, max_file_bytes: int, fused: Fused | None = None) -> dict[str, Layout]:
     """Returns file name -> its tensors, in the order of the layout; only a single larger tensor exceeds the limit.
 
-    Inside a file, wider dtypes come first, as the format's alignment requires.
+    Inside a file, wider dtypes come first, as the format's alignment requires. Tensors that are stored together
+    (`written_together`) are in one file, one after another.
     """
     parts: list[Layout] = []
     room = 0
-    for name, stored in layout.items():
-        size = num_bytes(stored)
+    for unit in _stored_units(layout, fused or {}).values():
+        size = sum(num_bytes(stored) for stored in unit.values())
         if size > room:
             parts.append({})
             room = max_file_bytes
-        parts[-1][name] = stored
+        parts[-1].update(unit)
         room -= size
     parts = [dict(sorted(part.items(), key=lambda item: -ITEM_BYTES[item[1].dtype])) for part in parts]
     if len(parts) == 1:
@@ -408,7 +429,8 @@ def write_metadata_files(
                 shutil.copyfile(like / name, folder / name)
     if len(files) > 1:
         sizes = [num_bytes(stored) for content in files.values() for stored in content.values()]
-        weight_map = {name: file for file, content in files.items() for name in content}
+        fused = written_together(arch)
+        weight_map = {name: file for file, content in files.items() for name in stored_shapes(content, fused)}
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     dtypes: Counter[str] = Counter()

@@ -27,6 +27,12 @@ def expert_rules(config: Config, arch: ArchSpec, grid: ParallelLayout, *, superv
 
 def experts_divide(config: Config, moe: MoeSpec, grid: ParallelLayout) -> bool:
     """Returns whether the sizes of actor and engine divide the experts."""
+    if moe.biases and grid.expert_tp > 1:
+        yield (
+            f"parallel.expert_tensor_parallel_size={grid.expert_tp}: this model's experts have biases, which Megatron "
+            "adds on each rank that has a part of an expert. Set it to 1, and with "
+            "parallel.tensor_model_parallel_size above 1 also parallel.expert_model_parallel_size."
+        )
     try:
         check_experts_divide(moe, expert_shard(grid, 0))
     except UserError:

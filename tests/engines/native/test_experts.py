@@ -28,6 +28,13 @@ FAMILIES = {
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "head_dim": 32, "tie_word_embeddings": False},
     "qwen2_moe": {**EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 40},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "tie_word_embeddings": False},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": 7,
+        "tie_word_embeddings": False,
+    },
     "glm4_moe": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,

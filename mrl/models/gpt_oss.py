@@ -42,10 +42,11 @@ def _with_scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the config.json with the rotary scaling that transformers assumes."""
     if config.get("rope_parameters") or config.get("rope_scaling"):
         return config
-    if "rope_scaling" in config:
+    empty = [key for key in ("rope_scaling", "rope_parameters") if config.get(key, _YARN) in (None, {})]
+    if empty and (empty[0] == "rope_scaling" or config[empty[0]] is not None):
         raise UserError(
-            "config.json: rope_scaling is null without rope_parameters: versions of transformers differ in whether "
-            "this model has scaled positions. Set rope_parameters, with rope_type 'default' if it has none."
+            f"config.json: {empty[0]} is empty: versions of transformers differ in whether this model has scaled "
+            "positions. Set rope_parameters, with rope_type 'default' if it has none."
         )
     return {**config, "rope_scaling": dict(_YARN)}
 
@@ -77,11 +78,7 @@ _TABLE = decoder_family(
         without_effect={**ROUTER_WITHOUT_EFFECT, "output_router_logits": OF_TRANSFORMERS},
     ),
     defaults={
-        "vocab_size": 201088,
-        "hidden_size": 2880,
         "intermediate_size": 2880,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 64,
         "num_key_value_heads": 8,
         "head_dim": 64,
         "max_position_embeddings": 131072,

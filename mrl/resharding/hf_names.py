@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from mrl.errors import UserError
-from mrl.models.base import ArchSpec, ShardKind
+from mrl.models.base import ArchSpec, ShardKind, moe_of
 from mrl.models.hf_config import family_of
 from mrl.resharding.hf import hf_layout
-from mrl.resharding.shards import experts_of, hf_tensors, layers_of, param_specs
+from mrl.resharding.shards import hf_tensors, layers_of, param_specs
 
 _WRAPPERS = re.compile(r"^module\.|(?:(?<=^)|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _PREFIX = "model."
@@ -119,7 +119,7 @@ def fused_experts(arch: ArchSpec) -> dict[str, dict[str, StoredLocation]]:
         first_name, sizes = next(iter(own.items()))
         prefix, suffix = first_name.partition("{expert}")[0], "_bias" if first_name.endswith(".bias") else ""
         parts = _alternating_parts(sizes, len(own)) if alternating else _parts_in_order([*own.values()])
-        experts = experts_of(spec, arch)
+        experts = range(moe_of(arch).num_experts)
         for layer in layers_of(spec, arch):
             found = fused.setdefault(f"{prefix.format(layer=layer)}{_FUSED[spec.kind]}{suffix}", {})
             for expert in experts:
@@ -145,7 +145,7 @@ def _parts_in_order(shapes: Sequence[tuple[int, ...]]) -> list[StoredLocation]:
 
 
 def _alternating_parts(shape: tuple[int, ...], count: int) -> list[StoredLocation]:
-    """Returns the location of each of `count` projections of one shape in one expert's tensor: every count-th column."""
+    """Returns the location of each of `count` projections of one shape in an expert's tensor: every count-th column."""
     rows, *columns = shape
     lead = (slice(None),) * len(columns)
     return [

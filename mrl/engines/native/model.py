@@ -280,9 +280,9 @@ class Decoder:
         positions_P = torch.full((num_tokens,), num_slots - 1, device=device)
         attention = self.operations.decode_attention(cache, positions_P, num_slots, self.num_heads)
         qkv = torch.zeros(num_tokens, self.num_heads + 2 * self.num_kv_heads, dim, dtype=self.dtype, device=device)
-        parts = torch.split(qkv, [self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
+        q_PND, k_PKD, v_PKD = torch.split(qkv, [self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
         for _ in range(self._arch.num_layers):
-            attention(0, *parts, None)
+            attention(0, q_PND, k_PKD, v_PKD, None)
 
     def _embed(self, tokens_P: Tensor) -> Tensor:
         table = self._embed_table

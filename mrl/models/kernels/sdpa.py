@@ -55,7 +55,7 @@ def _attend_with_sinks(
     divided by the scale. So any kernel computes the scores and their gradients. A first query, which is dropped, keeps
     a causal mask causal.
     """
-    (size, heads, _, dim), groups = query.shape, query.size(1) // key.size(1)
+    size, dim, groups = query.size(0), query.size(3), query.size(1) // key.size(1)
     scale = dim**-0.5 if scale is None else scale
     marks = torch.eye(groups, dtype=query.dtype, device=query.device).repeat(key.size(1), 1)
     query = torch.cat([query, marks[:, None].expand(size, -1, query.size(2), -1)], -1)

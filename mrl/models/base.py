@@ -102,7 +102,7 @@ class ArchSpec:
         vocab_size: Vocabulary size without padding: embedding rows of the Hugging Face checkpoint.
         qkv_bias: True if the query, key and value projections have a bias.
         output_bias: True if the output projection of attention has a bias.
-        attention_sinks: True if each query head has a learned logit that joins the softmax over the keys and has no value.
+        attention_sinks: True if each query head has a learned logit that joins its softmax and has no value.
         qk_norm: True if queries and keys pass through an RMSNorm over the head dimension.
         rope_scaling: Scaling of the rotary frequencies; None: they are not scaled.
         partial_rotary_factor: Fraction of each head's dimensions that is rotated; the last dimensions are not.

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from mrl.checkpoint.formats.base import OutFile, Source, Target
 from mrl.checkpoint.formats.hf_fp8 import Fp8Scales
+from mrl.checkpoint.formats.hf_mxfp4 import Mxfp4Tensors
 from mrl.checkpoint.formats.safetensors_file import Header, SafetensorsFile, write_safetensors
 from mrl.errors import UserError, first_line, shown
-from mrl.models._quantization import QUANTIZED, read_quantization
+from mrl.models._quantization import QUANTIZED, Fp8Format, Mxfp4Format, read_quantization
 from mrl.models.base import ArchSpec, critic_of
 from mrl.models.hf_config import (
     ADAPTER_CONFIG,
@@ -76,10 +77,14 @@ class HfSource(Source):
         self._file_of = self._find()
         if arch is None and any(unwrapped(name) == VALUE_HEAD for name in self._file_of):
             self.arch = critic_of(self.arch)
-        self._scales = self._find_scales()
-        weights = self._file_of if self._scales is None else self._scales.others
-        shapes = {name: self._stored_header(name).shape for name in weights}
+        form = self._quantization()
+        self._scales = Fp8Scales(form, self._file_of) if isinstance(form, Fp8Format) else None
+        self._packed = Mxfp4Tensors(form, self._file_of) if isinstance(form, Mxfp4Format) else None
+        weights = list(self._file_of) if self._scales is None else self._scales.others
+        if self._packed is not None:
+            weights = [*self._packed.others, *self._packed.blocks]
         try:
+            shapes = {name: self._stored_header(name).shape for name in weights}
             self._tensors = locate_tensors(self.arch, shapes)
         except UserError as error:
             raise UserError(f"model folder '{folder}': {error}") from error
@@ -94,9 +99,11 @@ class HfSource(Source):
     def read(self, hf_name: str, region: Region) -> Tensor:
         """Implements `Source.read`; a view of a private memory mapping of the file; misaligned tensors are copied.
 
-        Regions of FP8 matrices are dequantized.
+        Regions of matrices in FP8 and MXFP4 are dequantized.
         """
         located = self._tensors[hf_name]
+        if self._packed is not None and located.stored in self._packed.blocks:
+            return self._packed.read(located, self._stored_tensor, region)
         if self._scales is not None and self._header(hf_name).dtype == FP8 and not located.index:
             return self._scales.read(located.stored, self._stored_tensor, region)
         return self._tensor(hf_name)[slices(region)]
@@ -154,7 +161,7 @@ class HfSource(Source):
         tensors = {
             name: {"shape": list(located.part_of(header.shape)), "dtype": header.dtype, "file": file}
             for name, located in self._tensors.items()
-            for file, header in [(self._file_of[located.stored], self._header(name))]
+            for file, header in [(self._file_with(located.stored), self._header(name))]
         }
         return {
             "format": "huggingface",
@@ -195,15 +202,14 @@ class HfSource(Source):
                 "head from the file."
             )
 
-    def _find_scales(self) -> Fp8Scales | None:
-        """Returns the scales of FP8 weights, if config.json has any."""
+    def _quantization(self) -> Fp8Format | Mxfp4Format | None:
+        """Returns the form of quantized weights, if config.json has any."""
         if not (self.folder / "config.json").is_file():
             return None
         try:
-            form = read_quantization(read_config(self.folder))
+            return read_quantization(read_config(self.folder))
         except UserError as error:
             raise UserError(f"model folder '{self.folder}': {error}") from error
-        return None if form is None else Fp8Scales(form, self._file_of)
 
     def _check_scales(self) -> None:
         if self._scales is None:
@@ -270,7 +276,16 @@ class HfSource(Source):
         return self._stored_header(self._tensors[hf_name].stored)
 
     def _stored_header(self, stored: str) -> Header:
-        return self._open(self._file_of[stored]).headers[stored]
+        """Returns the header of a stored tensor, or of the tensor that is dequantized from several."""
+        if self._packed is None or stored not in self._packed.blocks:
+            return self._open(self._file_of[stored]).headers[stored]
+        headers = {name: self._stored_header(name) for name in self._packed.parts_of(stored)}
+        shapes, dtypes = ({name: getattr(each, what) for name, each in headers.items()} for what in ("shape", "dtype"))
+        blocks = headers[self._packed.blocks[stored]]
+        return Header(self._packed.shape(stored, shapes, dtypes), self._packed.dtype, blocks.start, blocks.stop)
+
+    def _file_with(self, stored: str) -> str:
+        return self._file_of[stored if self._packed is None else self._packed.blocks.get(stored, stored)]
 
     def _tensor(self, hf_name: str) -> Tensor:
         located = self._tensors[hf_name]

@@ -1,9 +1,9 @@
 """Quantization of a Hugging Face checkpoint: FP8 weights with scales and MXFP4 experts are read, the rest is refused.
 
 Two forms of FP8 are read, both with weights in float8_e4m3fn: `quant_method: fp8` (DeepSeek-V3, Qwen3-FP8) with one
-scale per block of a matrix, and FP8 of `compressed-tensors` with one scale per matrix, row or block. Scales of activations are
-ignored. MXFP4 (`quant_method: mxfp4`, gpt-oss) is read for experts. Weights are dequantized, and mrl computes in
-`model.dtype`.
+scale per block of a matrix, and FP8 of `compressed-tensors` with one scale per matrix, row or block. Scales of
+activations are ignored. MXFP4 (`quant_method: mxfp4`, gpt-oss) is read for experts. Weights are dequantized, and mrl
+computes in `model.dtype`.
 """
 
 from __future__ import annotations

@@ -200,8 +200,6 @@ def arch_from_config(
     defaults: Mapping[str, Any],
     qkv_bias: bool | str = False,
     qk_norm: bool | str = False,
-    output_bias: bool = False,
-    attention_sinks: bool = False,
     moe: MoeSpec | None = None,
     windows: WindowRule = NO_WINDOW,
     rope: RopeRules = ANY_SCALING,
@@ -214,8 +212,6 @@ def arch_from_config(
         defaults: Values that transformers assumes for missing keys.
         qkv_bias: See `ArchSpec`; or the key of config.json that says so.
         qk_norm: See `ArchSpec`; or the key of config.json that says so.
-        output_bias: See `ArchSpec`.
-        attention_sinks: See `ArchSpec`.
         moe: See `ArchSpec`.
         windows: Which layers have a sliding window.
         rope: Rotary settings that the family has.
@@ -248,8 +244,6 @@ def arch_from_config(
         tie_word_embeddings=flag(config, "tie_word_embeddings", defaults),
         qkv_bias=flag(config, qkv_bias, defaults) if isinstance(qkv_bias, str) else qkv_bias,
         qk_norm=flag(config, qk_norm, defaults) if isinstance(qk_norm, str) else qk_norm,
-        output_bias=output_bias,
-        attention_sinks=attention_sinks,
         rope_scaling=positions.rope_scaling,
         partial_rotary_factor=positions.partial_rotary_factor,
         moe=moe,

@@ -91,11 +91,15 @@ _TABLE = decoder_family(
     },
     fixed=_own_keys,
     qkv_bias=True,
-    output_bias=True,
-    attention_sinks=True,
     moe=_moe,
     windows=ALTERNATING,
     fused_experts=True,
 )
 
-FAMILY = replace(_TABLE, arch_from_hf=lambda config: _TABLE.arch_from_hf(dict(_with_scaling(config))))
+
+def _arch_from_hf(config: Mapping[str, Any]) -> ArchSpec:
+    arch = _TABLE.arch_from_hf(dict(_with_scaling(config)))
+    return replace(arch, output_bias=True, attention_sinks=True)
+
+
+FAMILY = replace(_TABLE, arch_from_hf=_arch_from_hf)

@@ -117,16 +117,21 @@ class Decoder:
         self._moe_index = {layer: index for index, layer in enumerate(arch.moe_layers)}
         if arch.moe is not None:
             shard = expert_shard(self._tp_size, tp_rank, ep_size)
-            held = shard.experts(arch.moe)
-            own_names = [
-                name for name in NAMES if name != DOWN_BIAS or shard.etp.rank == 0
-            ]  # ranks' outputs are summed
+            # the outputs of ranks that share an expert are summed: one of them adds its bias
+            own_names = [name for name in NAMES if name != DOWN_BIAS or shard.etp.rank == 0]
             for i in arch.moe_layers:
                 prefix = f"layers.{i}."
                 inside = {name: weights[prefix + name] for name in own_names if prefix + name in weights}
                 scaled = {name: scales[prefix + name] for name in NAMES if prefix + name in scales}
-                own = partial(_within, find, prefix)
-                self._experts[i] = MoeLayer(arch.moe, inside, held, self.dtype, scaled, operations, own)
+                found = (
+                    inside,
+                    shard.experts(arch.moe),
+                    self.dtype,
+                    scaled,
+                    operations,
+                    partial(_within, find, prefix),
+                )
+                self._experts[i] = MoeLayer(arch.moe, *found)
         self.is_capturable = all(experts.is_capturable for experts in self._experts.values())
         self.has_expert_adapters = any(experts.has_adapters for experts in self._experts.values())
         self._linears = {

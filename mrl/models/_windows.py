@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.errors import UserError, shown
+from mrl.models._positions import position_limit
 from mrl.models._values import flag, positive_int, value_of
 from mrl.models.base import ArchSpec
 
@@ -153,8 +154,8 @@ def _flagged(arch: ArchSpec) -> dict[str, Any]:
 
 
 def _alternating(arch: ArchSpec) -> dict[str, Any]:
-    """Returns the keys of a family without `use_sliding_window`; it needs a window even if no layer has one."""
-    return {"sliding_window": arch.sliding_window or 128, "layer_types": _kinds(arch)}
+    """Returns the keys of a family without `use_sliding_window`, which has a window even if no layer uses it."""
+    return {"sliding_window": arch.sliding_window or position_limit(arch), "layer_types": _kinds(arch)}
 
 
 def _plain(arch: ArchSpec) -> dict[str, Any]:

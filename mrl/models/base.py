@@ -309,7 +309,9 @@ class Family:
         extra_layers: True if a checkpoint may have layers after the last, for multi-token prediction: they are not
             loaded.
         fused_experts: True if the checkpoint has the experts of a layer in one tensor, transposed, with alternating
-            columns of gate and up; the table names them one by one.
+            columns of gate and up; the table names them one by one. vLLM has alternating rows.
+        vllm_names: (part of a Hugging Face name, vLLM's) for names that differ.
+        vllm_windows: Function from an ArchSpec to the layers to which vLLM gives the sliding window, if there is one.
     """
 
     hf_model_type: str
@@ -321,3 +323,5 @@ class Family:
     trtllm_architecture: str | None = None
     extra_layers: bool = False
     fused_experts: bool = False
+    vllm_names: tuple[tuple[str, str], ...] = ()
+    vllm_windows: Callable[[ArchSpec], tuple[int, ...]] = lambda arch: tuple(range(arch.num_layers))

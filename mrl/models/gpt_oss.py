@@ -102,4 +102,9 @@ def _arch_from_hf(config: Mapping[str, Any]) -> ArchSpec:
     return replace(arch, output_bias=True, attention_sinks=True)
 
 
-FAMILY = replace(_TABLE, arch_from_hf=_arch_from_hf)
+FAMILY = replace(
+    _TABLE,
+    arch_from_hf=_arch_from_hf,
+    vllm_names=((".self_attn.", ".attn."), ("model.embed_tokens.", "model.embedding.")),
+    vllm_windows=lambda arch: tuple(range(0, arch.num_layers, 2)),
+)

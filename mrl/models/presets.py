@@ -201,6 +201,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt_oss_tiny": {
         "model_type": "gpt_oss",
         **_TINY,
+        "rms_norm_eps": 1e-5,
         "intermediate_size": 64,
         "head_dim": 16,
         "sliding_window": 16,

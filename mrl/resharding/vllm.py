@@ -2,8 +2,9 @@
 
 `qkv_proj` is the rank's query heads, then its key heads, then its value heads; `gate_up_proj` is [gate; up]; of the
 experts, `w13_weight` is [gate; up] of each expert and `w2_weight` the columns of each; the vocabulary is padded to a
-multiple of 64. With `Family.fused_experts` gate and up rows alternate, and `w13_weight[0::2]` has those of gate. Source:
-every name and shape with vLLM's own parameters.
+multiple of 64. With `Family.fused_experts` gate and up rows alternate, and `w13_weight[0::2]` has those of gate.
+Source: vLLM 0.32 (`QKVParallelLinear`, `VocabParallelEmbedding`, `RoutedExperts`). The engine compares every name and
+shape with vLLM's own parameters.
 """
 
 from __future__ import annotations

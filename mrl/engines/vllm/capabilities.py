@@ -97,7 +97,7 @@ class VllmCapabilities(EngineCapabilities):
 
 
 def _sinks_rules(config: Config, arch: ArchSpec) -> Iterator[str]:
-    """Yields a message for each setting that vLLM's class of a model with attention sinks (gpt-oss) ignores."""
+    """Yields a message for each setting that vLLM's class of a model with attention sinks (gpt-oss) does not have."""
     scaling = arch.rope_scaling
     read = (None,) if scaling is None else (scaling.factor, scaling.beta_fast, scaling.beta_slow)
     if scaling is None or scaling.rope_type != "yarn" or None in read:
@@ -118,6 +118,7 @@ def _sinks_rules(config: Config, arch: ArchSpec) -> Iterator[str]:
     lora = config.actor.lora
     for setting, is_set in (
         (f"rollout.quantization={config.rollout.quantization}", config.rollout.quantization is not None),
+        ("rollout.enable_rollout_routing_replay=true", config.rollout.enable_rollout_routing_replay),
         ("actor.lora.merge=false", lora.rank > 0 and not lora.merge),
     ):
         if is_set:

@@ -88,7 +88,7 @@ BROKEN = "it is installed but does not import: ImportError: undefined symbol"
 
 def test_attention_sinks_fall_to_the_local_layers_and_say_so(on_gpu):
     on_gpu()
-    sinks = arch_from_preset("gpt_oss_tiny", {}, None)
+    sinks = MIXTURES["gpt_oss"]
     assert "sinks" in transformer_engine.described(config(), sinks, "cuda")
     with pytest.raises(UserError, match="sinks.*actor.transformer_impl=local"):
         transformer_engine.check(config(), sinks, "cuda")

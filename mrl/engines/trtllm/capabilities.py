@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def structure_errors(config: Config, arch: ArchSpec) -> Iterator[str]:
-    """Yields a message for dense layers in an MoE model, attention sinks, and sequences longer than a sliding window."""
+    """Yields a message for dense layers in an MoE model, attention sinks, and sequences longer than a window."""
     if arch.moe is not None and arch.moe.dense_layers:
         yield (
             f"rollout.name={config.rollout.name}: {len(arch.moe.dense_layers)} of the model's {arch.num_layers} layers "

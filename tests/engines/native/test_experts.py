@@ -72,6 +72,17 @@ def test_greedy_tokens_equal_those_of_transformers(folders, family):
     assert_greedy_tokens_are_those_of_transformers(folders(family))
 
 
+@pytest.mark.parametrize("prompts", [LENGTHS, (3, 30)], ids=str)
+def test_sinks_are_the_same_without_compiled_kernels(folders, prompts):
+    sampling = SamplingConfig(n=2, max_tokens=20, temperature=0.9, seed=1)
+    both = [make_engine(folders("gpt_oss"), enforce_eager=eager) for eager in (False, True)]
+    found, expected = ([*each.generate(make_prompts(prompts), sampling)] for each in both)
+    assert tokens(found) == tokens(expected)
+    for one, other in zip(found, expected, strict=True):
+        logprobs = [torch.tensor(each.rollout_logprobs) for each in (one, other)]
+        torch.testing.assert_close(*logprobs, atol=LOGPROB_ATOL, rtol=0)
+
+
 def _generate_on_ranks(folder, sampling, settings):
     engine = make_engine(folder, tp_group=torch.distributed.group.WORLD, **settings)
     rollouts = engine.generate(make_prompts(LENGTHS), sampling)

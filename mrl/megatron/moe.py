@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
 
 from mrl.config.config import ActorConfig, ParallelConfig
 from mrl.megatron.router import LoadBalance, RoutedLayer, Router
@@ -64,7 +66,30 @@ def with_router(layer: ModuleSpec, moe: MoeSpec | None, balance: LoadBalance | N
     """Returns the layer spec with mrl's router; unchanged for a dense layer."""
     if moe is not None and balance is not None:
         layer.module = RoutedLayer
-        mlp = layer.submodules.mlp  # a ModuleSpec in 0.16 and 0.17, a partial in 0.18 and 0.19
-        parts = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+        parts = _submodules(layer.submodules.mlp)
         parts.router = functools.partial(Router, balance=balance, moe=moe)
+        if moe.biases:
+            _submodules(parts.experts).linear_fc2 = ExpertDown
     return layer
+
+
+def _submodules(spec: Any) -> Any:
+    """Returns the submodules of a spec: a ModuleSpec in Megatron 0.16 and 0.17, a partial in 0.18 and 0.19."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+
+
+class ExpertDown(RowParallelLinear):  # type: ignore[misc]  # megatron.core has no types
+    """Down projection of an expert with a bias, which Megatron's MLP adds to the product in place.
+
+    Tensor-parallel ranks have different experts, never parts of one: Megatron would sum their biases' gradients under
+    sequence parallelism, and count one rank's in the norm.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.bias.sequence_parallel, self.bias.tensor_model_parallel = False, True
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the product and the bias; autograd forbids changes of what Megatron's own layer returns."""
+        output, bias = super().forward(input_)
+        return output.clone(), bias

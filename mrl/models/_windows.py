@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.errors import UserError, shown
+from mrl.models._positions import position_limit
 from mrl.models._values import flag, positive_int, value_of
 from mrl.models.base import ArchSpec
 
@@ -129,6 +130,10 @@ def _all_but_every(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(layers) if (layer + 1) % pattern)
 
 
+def _even(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    return tuple(range(0, layers, 2))
+
+
 def _uses_window(config: Mapping[str, Any]) -> bool:
     return flag(config, "use_sliding_window", {"use_sliding_window": False})
 
@@ -163,12 +168,17 @@ def _flagged(arch: ArchSpec) -> dict[str, Any]:
     return {"use_sliding_window": True, "sliding_window": arch.sliding_window}
 
 
+def _alternating(arch: ArchSpec) -> dict[str, Any]:
+    """Returns the keys of a family without `use_sliding_window`, which has a window even if no layer uses it."""
+    return {"sliding_window": arch.sliding_window or position_limit(arch), "layer_types": layer_types(arch)}
+
+
 def _plain(arch: ArchSpec) -> dict[str, Any]:
     """Returns the key of a family whose layers all have the window if it is set."""
     return {"sliding_window": arch.sliding_window}
 
 
-def _alternating(arch: ArchSpec) -> dict[str, Any]:
+def _by_layer(arch: ArchSpec) -> dict[str, Any]:
     """Returns the keys of a family whose `layer_types` says everything."""
     window = {} if arch.sliding_window is None else {"sliding_window": arch.sliding_window}
     return {**window, "layer_types": layer_types(arch)}
@@ -184,5 +194,7 @@ LAST_LAYERS = WindowRule(_last, True, _typed)
 """`layer_types` names the layers, otherwise those from `max_window_layers` on have it (Qwen 2 and 3)."""
 NAMED_LAYERS = WindowRule(_named, True, _typed)
 """`layer_types` names the layers (Qwen 2 MoE)."""
-ALTERNATING = WindowRule(_all_but_every, True, _alternating, has_switch=False, has_other_effects=True)
+BY_PATTERN = WindowRule(_all_but_every, True, _by_layer, has_switch=False, has_other_effects=True)
 """`layer_types` names the layers, otherwise all but each `sliding_window_pattern`-th have the window (Gemma 3)."""
+ALTERNATING = WindowRule(_even, True, _alternating, has_switch=False)
+"""`layer_types` names the layers, otherwise the first and every other one after it have it (gpt-oss)."""

@@ -15,7 +15,7 @@ from mrl.models._decoder import ATTENTION, DENSE_MLP, HEAD, HIDDEN_ACT, decoder_
 from mrl.models._keys import config_keys
 from mrl.models._rope import RopeRules, read_rope, write_rope
 from mrl.models._values import positive_int
-from mrl.models._windows import ALTERNATING, FULL, PATTERN, SLIDING
+from mrl.models._windows import BY_PATTERN, FULL, PATTERN, SLIDING
 from mrl.models.base import ArchSpec, ParamSpec, PipelineStage, ShardKind
 
 _LOCAL, _SCALE = "rope_local_base_freq", "query_pre_attn_scalar"
@@ -133,8 +133,8 @@ _DECODER = decoder_family(
     defaults=_DEFAULTS,
     fixed=_own_keys,
     qk_norm=True,
-    windows=ALTERNATING,
+    windows=BY_PATTERN,
     rope=RopeRules(("default", "linear")),
 )
 
-FAMILY = replace(_DECODER, arch_from_hf=_arch_from_hf, vllm_has_layer_windows=True)
+FAMILY = replace(_DECODER, arch_from_hf=_arch_from_hf, vllm_windows=lambda arch: arch.windowed_layers)

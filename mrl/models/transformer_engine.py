@@ -77,6 +77,8 @@ def why_local(config: Config, arch: ArchSpec, device: str) -> str | None:
         return "actor.transformer_impl=local"
     if (missing := _missing_layers(arch)) is not None:
         return missing
+    if arch.attention_sinks:
+        return "mrl does not use its attention with sinks, which this model has"
     if (unusable := why_unusable(device)) is not None:
         return unusable
     if config.model.dtype not in DTYPES:

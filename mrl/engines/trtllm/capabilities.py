@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def structure_errors(config: Config, arch: ArchSpec) -> Iterator[str]:
-    """Yields a message for layers that mrl does not map, and for sequences that are longer than a sliding window."""
+    """Yields a message for layers that mrl does not map, attention sinks, and sequences longer than a window."""
     if arch.post_norms:
         yield (
             f"rollout.name={config.rollout.name}: a {arch.family} model has norms after attention and MLP, which mrl "
@@ -42,6 +42,11 @@ def structure_errors(config: Config, arch: ArchSpec) -> Iterator[str]:
             f"rollout.name={config.rollout.name}: {len(arch.moe.dense_layers)} of the model's {arch.num_layers} layers "
             "have a dense MLP instead of experts, which mrl does not support with TensorRT-LLM. Use "
             "rollout.name=native or vllm."
+        )
+    if arch.attention_sinks:
+        yield (
+            f"rollout.name={config.rollout.name}: '{arch.family}' has attention sinks, which mrl does not support with "
+            "TensorRT-LLM. Use rollout.name=native or vllm."
         )
     if has_effective_windows(config, arch):
         yield (

@@ -41,8 +41,8 @@ _ARGUMENTS = {
     "norm": [*[_P] * 4, *[_N] * 2, _F, _F],
     "rotate": [*[_P] * 6, *[_N] * 5, _F, _F],
     "gate": [*[_P] * 2, *[_N] * 3],
-    "attend": [*[_P] * 3, _N, *[_P] * 7, *[_N] * 8, _F],
-    "attend_at": [_P, _N, *[_P] * 5, *[_N] * 8, _F],
+    "attend": [*[_P] * 3, _N, *[_P] * 7, *[_N] * 8, _F, _P],
+    "attend_at": [_P, _N, *[_P] * 5, *[_N] * 8, _F, _P],
     "sample": [_P, _N, *[_P] * 4, *[_N] * 2, _F, _B],
     "score": [_P, _N, *[_P] * 2, *[_N] * 2, _F],
     "draft": [_P, _N, *[_P] * 5, *[_N] * 4, *[_P] * 3],
@@ -136,6 +136,7 @@ class Library:
         alike: tuple[Tensor, Tensor] | None = None,
         window: int | None = None,
         scale: float | None = None,
+        sinks_N: Tensor | None = None,
     ) -> Tensor:
         """Writes new tokens into the first rows of a KV cache and returns their causal attention [P, N, D].
 
@@ -152,6 +153,7 @@ class Library:
                 `kernels.c`; None: unknown.
             window: Number of latest tokens that a token attends to, its own included; None: all.
             scale: Factor of the scores; None: D ** -0.5.
+            sinks_N: Logit of each query head, fp32, that joins the softmax and has no value; None: none.
         """
         num, num_heads, dim = q_PND.shape
         homes, commons = (None, None) if alike is None else (alike[0].data_ptr(), alike[1].data_ptr())
@@ -171,6 +173,7 @@ class Library:
                 keys_BTD.stride(1),
                 *_window_and_ring(window, keys_BTD),
                 dim**-0.5 if scale is None else scale,
+                None if sinks_N is None else sinks_N.data_ptr(),
             ),
         )
         return out_PND
@@ -186,6 +189,7 @@ class Library:
         window: int | None = None,
         ring: bool = True,
         scale: float | None = None,
+        sinks_N: Tensor | None = None,
     ) -> Tensor:
         """Returns the causal attention [P, N, D] of tokens whose keys and values are in a KV cache already.
 
@@ -198,6 +202,7 @@ class Library:
             window: Number of latest tokens that a token attends to, its own included; None: all.
             ring: With a window, position p is in slot p % T; False: in slot p, and "rows" may overlap.
             scale: Factor of the scores; None: D ** -0.5.
+            sinks_N: See `attend`.
         """
         num, num_heads, dim = q_PND.shape
         out_PND = q_PND.new_empty(num, num_heads, dim)
@@ -207,6 +212,7 @@ class Library:
             *(dim, keys_BKTD.stride(0), keys_BKTD.stride(1)),
             *(_window_and_ring(window, keys_BKTD) if ring else (window or 0, 0)),
             dim**-0.5 if scale is None else scale,
+            None if sinks_N is None else sinks_N.data_ptr(),
         )
         return out_PND
 

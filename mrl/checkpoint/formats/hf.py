@@ -345,6 +345,8 @@ class HfTarget(Target):
         self._fused = written_together(arch)
         assigned = assign_files(self.layout, max_file_bytes, self._fused)
         self.files = tuple(OutFile(name, part) for name, part in assigned.items())
+        units = _stored_units(self.layout, self._fused)
+        self.buffer_bytes = max((sum(map(num_bytes, units[name].values())) for name in self._fused), default=0)
 
     def write(self, path: Path, file: OutFile, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
         """Implements `Target.write`."""

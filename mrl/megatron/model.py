@@ -378,7 +378,6 @@ def _own_fields(
         add_qkv_bias=arch.qkv_bias,
         add_bias_linear=arch.output_bias,
         gated_linear_unit=True,
-        activation_func=F.silu if arch.activation == "silu" else _gelu_tanh,
         softmax_scale=arch.attention_scale,
         layernorm_zero_centered_gamma=arch.zero_centered_norms,
         hidden_dropout=0.0,
@@ -405,20 +404,20 @@ def _own_fields(
         # otherwise the schedule divides the loss, in place, by the number of microbatches
         calculate_per_token_loss=True,
         **_window(arch),
-        **_activation(arch.moe),
+        **_activation(arch),
         **({"softmax_type": "learnable"} if arch.attention_sinks else {}),
         **recompute,
         **moe_config(arch, parallel, actor, te=te),
     )
 
 
-def _activation(moe: MoeSpec | None) -> dict[str, Any]:
+def _activation(arch: ArchSpec) -> dict[str, Any]:
     """Returns the fields of the MLPs' activation."""
-    if moe is None or moe.activation_limit is None:
-        return {"activation_func": F.silu}
+    if arch.moe is None or arch.moe.activation_limit is None:
+        return {"activation_func": F.silu if arch.activation == "silu" else _gelu_tanh}
     return {
         "activation_func": quick_gelu,
-        "activation_func_clamp_value": moe.activation_limit,
+        "activation_func_clamp_value": arch.moe.activation_limit,
         "glu_linear_offset": 1.0,
     }
 

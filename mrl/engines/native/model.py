@@ -101,11 +101,11 @@ class Decoder:
         scales = scales or {}
         self._tp_group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
         self._tp_size = 1 if self._tp_group is None else dist.get_world_size(self._tp_group)
-        self._tp_rank = tp_rank = 0 if self._tp_group is None else dist.get_rank(self._tp_group)
+        self._tp_rank = 0 if self._tp_group is None else dist.get_rank(self._tp_group)
         self.num_heads = arch.num_heads // self._tp_size
         self.num_kv_heads = max(1, arch.num_kv_heads // self._tp_size)
         self._embed_table = weights["embed"]
-        self._first_token = tp_rank * self._embed_table.size(0)
+        self._first_token = self._tp_rank * self._embed_table.size(0)
         device = self._embed_table.device
         self.dtype = compute_dtype(self._embed_table.dtype, device, exact=exact)
         everywhere, windowed = rotary_kinds(arch)
@@ -115,25 +115,8 @@ class Decoder:
         # transformers rounds the factor to the dtype of the embeddings
         scale = arch.embedding_scale
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=self.dtype))
-        self._experts: dict[int, MoeLayer] = {}
         self._moe_index = {layer: index for index, layer in enumerate(arch.moe_layers)}
-        if arch.moe is not None:
-            shard = expert_shard(self._tp_size, tp_rank, ep_size)
-            # the outputs of ranks that share an expert are summed: one of them adds its bias
-            own_names = [name for name in NAMES if name != DOWN_BIAS or shard.etp.rank == 0]
-            for i in arch.moe_layers:
-                prefix = f"layers.{i}."
-                inside = {name: weights[prefix + name] for name in own_names if prefix + name in weights}
-                scaled = {name: scales[prefix + name] for name in NAMES if prefix + name in scales}
-                found = (
-                    inside,
-                    shard.experts(arch.moe),
-                    self.dtype,
-                    scaled,
-                    operations,
-                    partial(_within, find, prefix),
-                )
-                self._experts[i] = MoeLayer(arch.moe, *found)
+        self._experts = self._moe_layers(ep_size, scales, operations, find)
         self.is_capturable = all(experts.is_capturable for experts in self._experts.values())
         self.has_expert_adapters = any(experts.has_adapters for experts in self._experts.values())
         self._linears = {
@@ -146,6 +129,25 @@ class Decoder:
         self._head = self._linears["embed" if arch.tie_word_embeddings else "lm_head"]
         self._layers: list[_Layer] = []
         self._final_norm = weights["final_norm"]
+
+    def _moe_layers(
+        self, ep_size: int, scales: Mapping[str, Scales], operations: Operations | None, find: FindAdapters
+    ) -> dict[int, MoeLayer]:
+        """Returns the experts of this rank by layer."""
+        moe = self._arch.moe
+        if moe is None:
+            return {}
+        shard = expert_shard(self._tp_size, self._tp_rank, ep_size)
+        # the outputs of ranks that share an expert are summed: one of them adds its bias
+        own_names = [name for name in NAMES if name != DOWN_BIAS or shard.etp.rank == 0]
+        found = {}
+        for i in self._arch.moe_layers:
+            prefix = f"layers.{i}."
+            inside = {name: self._weights[prefix + name] for name in own_names if prefix + name in self._weights}
+            scaled = {name: scales[prefix + name] for name in NAMES if prefix + name in scales}
+            adapters = partial(_within, find, prefix)
+            found[i] = MoeLayer(moe, inside, shard.experts(moe), self.dtype, scaled, operations, adapters)
+        return found
 
     def _rotary_heads(self, arch: ArchSpec, max_positions: int, device: torch.device) -> Heads:
         cos, sin = rotary_tables(arch, max_positions, self.dtype, device)

@@ -20,7 +20,7 @@ from mrl.trainer.run_plan import build_run_plan
 from mrl.trainer.startup import open_trainer
 from mrl.trainer.validation.rollout import sampling_rules
 from tests.e2e import runs
-from tests.e2e.test_experts import MODEL, REPLAY
+from tests.e2e.test_experts import MODELS, REPLAY
 from tests.engines.trtllm import tiny
 from tests.engines.trtllm.conftest import FAULTS
 from tests.engines.trtllm.signature import FLAVOUR_VARIABLE
@@ -161,7 +161,7 @@ def test_the_source_of_what_is_installed_says_whether_it_can(monkeypatch, tmp_pa
 
 @pytest.mark.slow
 def test_grpo_replays_what_it_told_with_the_native_engines_numbers(tmp_path):
-    short = [*MODEL, *REPLAY, "train.num_steps=1", "train.warm_start.num_steps=1"]
+    short = [*MODELS["qwen3_moe"], *REPLAY, "train.num_steps=1", "train.warm_start.num_steps=1"]
     expected = runs.train_in_pool(tmp_path / "native", short, 1)
     found = trained(tmp_path / "trtllm", runs.arguments(tmp_path / "trtllm", [*short, "rollout.name=trtllm"]), "1.3")
     assert_same_run(found, expected)

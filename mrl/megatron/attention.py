@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from mrl.data.shared_prefix import SharedPrefixes
@@ -284,6 +285,7 @@ class PackedAttention(torch.nn.Module):
     Attributes:
         scale: Factor of the scores; None: head dim ** -0.5.
         window: Number of latest tokens that a query attends to, its own included; None: all.
+        softmax_offset: Attention sinks of this rank's heads, [N], under Megatron's name; None: the model has none.
     """
 
     def __init__(
@@ -300,6 +302,20 @@ class PackedAttention(torch.nn.Module):
         self.scale = softmax_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = sliding_window(config) if windowed else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns the sinks for a distributed checkpoint, split over the tensor-parallel ranks."""
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
+        )
+        return sharded
 
     def forward(
         self,
@@ -362,10 +378,11 @@ class CoreAttention(PackedAttention):
         outputs = []
         for group, *of_group in zip(plan.groups, *parts, strict=True):
             q, k, v = (x.view(group.size, -1, x.size(1) // dim, dim).transpose(1, 2) for x in of_group)
-            outputs.append(_attend_group(q, k, v, group, scale).transpose(1, 2).reshape(-1, heads * dim))
+            attended = _attend_group(q, k, v, group, scale, self.softmax_offset)
+            outputs.append(attended.transpose(1, 2).reshape(-1, heads * dim))
         stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        attended: Tensor = _ToRows.apply(stacked, plan.row_to_slot)  # type: ignore[no-untyped-call]
-        return attended.view(rows, 1, heads * dim)
+        of_rows: Tensor = _ToRows.apply(stacked, plan.row_to_slot)  # type: ignore[no-untyped-call]
+        return of_rows.view(rows, 1, heads * dim)
 
 
 def gather_cp(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -376,17 +393,21 @@ def gather_cp(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return gathered
 
 
-def _attend_group(query: Tensor, key: Tensor, value: Tensor, group: QueryGroup, scale: float) -> Tensor:
-    """Computes attention of queries [B, N, Q, D] to keys and values [B, K, T, D]."""
+def _attend_group(
+    query: Tensor, key: Tensor, value: Tensor, group: QueryGroup, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """Computes attention of queries [B, N, Q, D] to keys and values [B, K, T, D]; sinks [N] or None."""
     unseen = group.unseen
     if group.at_once:
         if unseen is None:
             unseen = query.new_full((1, group.keys, group.keys), -torch.inf).tril_(-1)
-        return _attend_at_once(query, key, value, unseen, scale)
-    return attend(query, key, value, None if unseen is None else unseen[:, None], scale)
+        return _attend_at_once(query, key, value, unseen, scale, sinks)
+    return attend(query, key, value, None if unseen is None else unseen[:, None], scale, sinks)
 
 
-def _attend_at_once(query: Tensor, key: Tensor, value: Tensor, unseen: Tensor, scale: float) -> Tensor:
+def _attend_at_once(
+    query: Tensor, key: Tensor, value: Tensor, unseen: Tensor, scale: float, sinks: Tensor | None
+) -> Tensor:
     """Computes attention with all scores in memory; `unseen` [B or 1, T, Q] is added to them."""
     size, _, length, dim = query.shape
     groups, keys = key.size(1), key.size(2)
@@ -394,4 +415,8 @@ def _attend_at_once(query: Tensor, key: Tensor, value: Tensor, unseen: Tensor, s
     scores = key @ query.reshape(size, groups, -1, dim).transpose(2, 3)
     seen = torch.add(unseen[:, None, :, None], scores.view(size, groups, keys, -1, length), alpha=scale)
     probs = seen.softmax(2).view(size, groups, keys, -1)
-    return (probs.transpose(2, 3) @ value).view(query.shape)
+    attended = (probs.transpose(2, 3) @ value).view(query.shape)
+    if sinks is None:
+        return attended
+    mass = seen.logsumexp(2).view(size, -1, length, 1)
+    return attended * (mass - sinks.view(-1, 1, 1)).sigmoid()

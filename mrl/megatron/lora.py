@@ -248,14 +248,15 @@ class _AddProducts(torch.autograd.Function):
         ctx.save_for_backward(h, lora_b)
         ctx.runs, ctx.scale = runs, scale
         y_nO, h_n, wide_b = y.reshape(-1, y.size(-1)), h.reshape(-1, h.size(-1)).to(y.dtype), lora_b.to(y.dtype)
-        rank, end, out = lora_b.size(1), 0, torch.empty_like(y_nO)
+        rank, end, whole = lora_b.size(1), 0, y.new_empty(y.shape)
+        out = whole.view_as(y_nO)
         for index, start, stop in [*runs, (-1, y_nO.size(1), y_nO.size(1))]:
             out[:, end:start] = y_nO[:, end:start]  # rows without adapters
             if index >= 0:
                 part = h_n[:, index * rank : (index + 1) * rank]
                 torch.addmm(y_nO[:, start:stop], part, wide_b[start:stop].T, alpha=scale, out=out[:, start:stop])
             end = stop
-        return out.view(y.shape)
+        return whole  # no view: Megatron adds an expert's bias to it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -302,7 +303,8 @@ def build_chunks(
         check_alike(dtype)
         tables = engine_rotary_tables(arch, exact_positions, dtype)
     compiled = False
-    if not (te or exact_positions) and device is not None and device.type == "cpu":
+    # the compiled attention has no sinks, and the compiled MLP no clamped activation
+    if not (te or exact_positions or arch.attention_sinks) and device is not None and device.type == "cpu":
         compiled = compiles(dtype)
     options: dict[str, Any] = {"balance": balance, "tables": tables, "compiled": compiled}
     with explain_errors("transformer", given):
@@ -370,9 +372,8 @@ def _own_fields(
         layernorm_epsilon=arch.rms_norm_eps,
         qk_layernorm=arch.qk_norm,
         add_qkv_bias=arch.qkv_bias,
-        add_bias_linear=False,
+        add_bias_linear=arch.output_bias,
         gated_linear_unit=True,
-        activation_func=F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -397,9 +398,22 @@ def _own_fields(
         # otherwise the schedule divides the loss, in place, by the number of microbatches
         calculate_per_token_loss=True,
         **_window(arch),
+        **_activation(arch.moe),
+        **({"softmax_type": "learnable"} if arch.attention_sinks else {}),
         **recompute,
         **moe_config(arch, parallel, actor, te=te),
     )
+
+
+def _activation(moe: MoeSpec | None) -> dict[str, Any]:
+    """Returns the fields of the MLPs' activation."""
+    if moe is None or moe.activation_limit is None:
+        return {"activation_func": F.silu}
+    return {
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": moe.activation_limit,
+        "glu_linear_offset": 1.0,
+    }
 
 
 def _window(arch: ArchSpec) -> dict[str, Any]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
 
 from mrl.config.config import ActorConfig, ParallelConfig
 from mrl.megatron.router import LoadBalance, RoutedLayer, Router
@@ -23,12 +25,13 @@ def moe_config(arch: ArchSpec, parallel: ParallelConfig, actor: ActorConfig, *, 
     """
     if arch.moe is None:
         return {"moe_token_dispatcher_type": "alltoall"}  # the only one that allows microbatches of different lengths
-    shared = arch.moe.shared_intermediate_size
+    shared, dense = arch.moe.shared_intermediate_size, arch.moe.dense_layers
     return {
         "num_moe_experts": arch.moe.num_experts,
         "moe_router_topk": arch.moe.top_k,
         "moe_ffn_hidden_size": arch.moe.intermediate_size,
-        "moe_layer_freq": [int(layer in arch.moe_layers) for layer in range(arch.num_layers)],
+        # with a list Megatron's checkpoints have a tensor per layer, see `dist_checkpoint.written_format`
+        "moe_layer_freq": [int(layer in arch.moe_layers) for layer in range(arch.num_layers)] if dense else 1,
         "moe_router_score_function": arch.moe.score_function,
         # softmax over the chosen logits equals softmax over all, scaled to a sum of 1; for top_k 1 see `Router`
         "moe_router_pre_softmax": not arch.moe.norm_topk_prob or arch.moe.top_k == 1,
@@ -61,7 +64,30 @@ def with_router(layer: ModuleSpec, moe: MoeSpec | None, balance: LoadBalance | N
     """Returns the layer spec with mrl's router; unchanged for a dense layer."""
     if moe is not None and balance is not None:
         layer.module = RoutedLayer
-        mlp = layer.submodules.mlp  # a ModuleSpec in 0.16 and 0.17, a partial in 0.18 and 0.19
-        parts = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+        parts = _submodules(layer.submodules.mlp)
         parts.router = functools.partial(Router, balance=balance, moe=moe)
+        if moe.biases:
+            _submodules(parts.experts).linear_fc2 = ExpertDown
     return layer
+
+
+def _submodules(spec: Any) -> Any:
+    """Returns the submodules of a spec: a ModuleSpec in Megatron 0.16 and 0.17, a partial in 0.18 and 0.19."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+
+
+class ExpertDown(RowParallelLinear):  # type: ignore[misc]  # megatron.core has no types
+    """Down projection of an expert with a bias, which Megatron's MLP adds to the product in place.
+
+    Tensor-parallel ranks have different experts, never parts of one: Megatron would sum their biases' gradients under
+    sequence parallelism, and count one rank's in the norm.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.bias.sequence_parallel, self.bias.tensor_model_parallel = False, True
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the product and the bias; autograd forbids changes of what Megatron's own layer returns."""
+        output, bias = super().forward(input_)
+        return output.clone(), bias

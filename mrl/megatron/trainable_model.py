@@ -269,8 +269,10 @@ class TrainableModel:
             numbers = {name: number for number, name in enumerate(hf_layout(self._arch, ""))}
             sums = torch.zeros(len(numbers), dtype=torch.int64)  # of the bits of each Hugging Face tensor
             placed = rank_tensors(self._arch, self._groups.grid, self._groups.rank, dtype="")
+            own_cut = self._groups.grid.expert_coords(self._groups.rank).etp
             for name, place in zip(self.layout(), placed, strict=True):
-                is_repeated = place.is_copy or (place.is_replicated and self._groups.coords.tp > 0)
+                cut = own_cut if place.spec.kind.is_expert else self._groups.coords.tp
+                is_repeated = place.is_copy or (place.is_replicated and cut > 0)
                 is_trained = self._arch.value_head and name.endswith(OUTPUT)
                 if name in own and not is_repeated and not is_trained:
                     for piece in place.stored.pieces:

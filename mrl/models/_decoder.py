@@ -92,6 +92,24 @@ ATTENTION: tuple[ParamSpec, ...] = (
         kind=ShardKind.ROW,
         place=PipelineStage.LAYER,
     ),
+    ParamSpec(
+        hf=("model.layers.{layer}.self_attn.o_proj.bias",),
+        shapes=("hidden",),
+        megatron="decoder.layers.{layer}.self_attention.linear_proj.bias",
+        native="layers.{layer}.o_bias",
+        kind=ShardKind.REPLICATED,
+        place=PipelineStage.LAYER,
+        when=lambda arch: arch.output_bias,
+    ),
+    ParamSpec(
+        hf=("model.layers.{layer}.self_attn.sinks",),
+        shapes=("heads",),
+        megatron="decoder.layers.{layer}.self_attention.core_attention.softmax_offset",
+        native="layers.{layer}.sinks",
+        kind=ShardKind.COLUMN,
+        place=PipelineStage.LAYER,
+        when=lambda arch: arch.attention_sinks,
+    ),
 )
 """Embedding, and the attention half of a decoder layer."""
 
@@ -259,6 +277,7 @@ def decoder_family(
     windows: WindowRule = NO_WINDOW,
     trtllm_architecture: str | None = None,
     extra_layers: bool = False,
+    fused_experts: bool = False,
     **structure: Any,
 ) -> Family:
     """Builds the `Family` of a llama-like decoder.
@@ -274,6 +293,7 @@ def decoder_family(
         windows: Which layers have a sliding window.
         trtllm_architecture: `Family.trtllm_architecture`; None: TensorRT-LLM has no such model.
         extra_layers: `Family.extra_layers`.
+        fused_experts: `Family.fused_experts`.
         **structure: Further arguments of `arch_from_config`.
     """
     known = {**DEFAULTS, **defaults}
@@ -295,6 +315,7 @@ def decoder_family(
         arch_to_hf=arch_to_hf,
         trtllm_architecture=trtllm_architecture,
         extra_layers=extra_layers,
+        fused_experts=fused_experts,
     )
 
 

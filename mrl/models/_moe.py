@@ -41,9 +41,10 @@ def moe_layer(
     gate: str = "gate_proj",
     up: str = "up_proj",
     down: str = "down_proj",
+    router: str = "gate",
     vllm_router: str | None = None,
 ) -> tuple[ParamSpec, ...]:
-    """Returns the parameters of an MoE layer: the norm, the router ("gate" in Hugging Face names) and the experts.
+    """Returns the parameters of an MoE layer: the norm, the router and the experts.
 
     Under TransformerEngine this norm is a separate module; in a dense layer it is fused into the MLP.
 
@@ -52,13 +53,14 @@ def moe_layer(
         gate: Hugging Face name of an expert's gate projection (the activated branch).
         up: Hugging Face name of an expert's up projection.
         down: Hugging Face name of an expert's down projection.
+        router: Hugging Face name of the router.
         vllm_router: Dtype of the router in vLLM; None: the model's.
     """
     experts = "decoder.layers.{layer}.mlp.experts"
     return (
         replace(DENSE_MLP[0], megatron_te=None, layers=LayerKind.MOE),
         ParamSpec(
-            hf=(f"{prefix}gate.weight",),
+            hf=(f"{prefix}{router}.weight",),
             shapes=("experts hidden",),
             megatron="decoder.layers.{layer}.mlp.router.weight",
             native="layers.{layer}.router",
@@ -91,6 +93,31 @@ def moe_layer(
             place=PipelineStage.LAYER,
             layers=LayerKind.MOE,
         ),
+    )
+
+
+def moe_biases(layer: tuple[ParamSpec, ...]) -> tuple[ParamSpec, ...]:
+    """Returns the biases of an MoE layer's router and experts, from the rows of `moe_layer`."""
+    _, router, gate_up, down = layer
+    return (
+        _bias_of(router, ("experts",), ShardKind.REPLICATED, "layers.{layer}.router_logit_bias"),
+        _bias_of(gate_up, ("expert_ffn", "expert_ffn"), ShardKind.EXPERT_GATE_UP, f"{gate_up.native}_bias"),
+        _bias_of(down, ("hidden",), ShardKind.EXPERT_REPLICATED, f"{down.native}_bias"),
+    )
+
+
+def _bias_of(spec: ParamSpec, shapes: tuple[str, ...], kind: ShardKind, native: str) -> ParamSpec:
+    return replace(
+        spec,
+        hf=tuple(name.replace(".weight", ".bias") for name in spec.hf),
+        shapes=shapes,
+        megatron=spec.megatron.replace(".weight", ".bias"),
+        megatron_te=None if spec.megatron_te is None else spec.megatron_te.replace(".weight", ".bias"),
+        native=native,
+        trtllm=(),
+        trtllm_dtype=None,
+        kind=kind,
+        when=lambda arch: arch.moe is not None and arch.moe.biases,
     )
 
 

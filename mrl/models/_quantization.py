@@ -1,8 +1,9 @@
-"""Quantization of a Hugging Face checkpoint: FP8 weights with scales are read, everything else is refused.
+"""Quantization of a Hugging Face checkpoint: FP8 weights with scales and MXFP4 experts are read, the rest is refused.
 
-Two forms are read, both with weights in float8_e4m3fn: `quant_method: fp8` (DeepSeek-V3, Qwen3-FP8) with one scale per
-block of a matrix, and FP8 of `compressed-tensors` with one scale per matrix, row or block. Scales of activations are
-ignored: weights are dequantized, and mrl computes in `model.dtype`.
+Two forms of FP8 are read, both with weights in float8_e4m3fn: `quant_method: fp8` (DeepSeek-V3, Qwen3-FP8) with one
+scale per block of a matrix, and FP8 of `compressed-tensors` with one scale per matrix, row or block. Scales of
+activations are ignored. MXFP4 (`quant_method: mxfp4`, gpt-oss) is read for experts. Weights are dequantized, and mrl
+computes in `model.dtype`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _COMPRESSED_KEYS = {
     "transform_config",
     "version",
 }
+_MXFP4_KEYS = {"dequantize", "modules_to_not_convert", "quant_method"}
 _ADVICE = "Use the bfloat16 or float32 release of this model."
 
 
@@ -60,8 +62,19 @@ class Fp8Format:
     dtype: str
 
 
-def read_quantization(config: Mapping[str, Any]) -> Fp8Format | None:
-    """Returns the form of the FP8 weights of a config.json; None: the weights are not quantized.
+@dataclass(frozen=True)
+class Mxfp4Format:
+    """Experts in MXFP4.
+
+    Attributes:
+        dtype: Dtype of the dequantized weights, the model's.
+    """
+
+    dtype: str
+
+
+def read_quantization(config: Mapping[str, Any]) -> Fp8Format | Mxfp4Format | None:
+    """Returns the form of the quantized weights of a config.json; None: the weights are not quantized.
 
     Raises:
         UserError: Another quantization; the message names the key.
@@ -82,9 +95,12 @@ def read_quantization(config: Mapping[str, Any]) -> Fp8Format | None:
         return _block_fp8(found, dtype)
     if method == "compressed-tensors":
         return _compressed_fp8(found, dtype)
+    if method == "mxfp4":
+        _refuse_unknown(found, _MXFP4_KEYS)
+        return Mxfp4Format(dtype)
     raise UserError(
         f"config.json: the checkpoint is quantized ({_KEY} with quant_method={shown(method)}). mrl reads FP8 weights "
-        f"(quant_method 'fp8' or 'compressed-tensors'). {_ADVICE}"
+        f"(quant_method 'fp8' or 'compressed-tensors') and MXFP4 ('mxfp4'). {_ADVICE}"
     )
 
 

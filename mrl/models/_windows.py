@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl.errors import UserError, shown
+from mrl.models._positions import position_limit
 from mrl.models._values import flag, positive_int, value_of
 from mrl.models.base import ArchSpec
 
@@ -31,11 +32,13 @@ class WindowRule:
             `layer_types`.
         reads_layer_types: True if transformers' model class of the family reads `layer_types`.
         to_hf: Function from an ArchSpec to the keys of config.json.
+        has_switch: True if windows need `use_sliding_window`.
     """
 
     layers: Callable[[Mapping[str, Any], int], tuple[int, ...]]
     reads_layer_types: bool
     to_hf: Callable[[ArchSpec], dict[str, Any]]
+    has_switch: bool = True
 
     def read(self, config: Mapping[str, Any], defaults: Mapping[str, Any], layers: int) -> Windows:
         """Returns the window of a model and the layers that have it.
@@ -51,11 +54,10 @@ class WindowRule:
         types = _layer_types(config, layers)
         if types is not None and self.reads_layer_types:
             windowed = tuple(index for index, kind in enumerate(types) if kind == SLIDING)
-            if windowed and (not _uses_window(config) or value_of(config, "sliding_window", defaults) is None):
-                raise UserError(
-                    f"config.json: layer_types names '{SLIDING}', which needs use_sliding_window=true and a "
-                    "sliding_window."
-                )
+            is_off = self.has_switch and not _uses_window(config)
+            if windowed and (is_off or value_of(config, "sliding_window", defaults) is None):
+                needed = "use_sliding_window=true and a " if self.has_switch else "a "
+                raise UserError(f"config.json: layer_types names '{SLIDING}', which needs {needed}sliding_window.")
         else:
             windowed = self.layers(config, layers)
             if types is not None and SLIDING in types and windowed != tuple(range(layers)):
@@ -114,6 +116,10 @@ def _named(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     return ()
 
 
+def _even(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    return tuple(range(0, layers, 2))
+
+
 def _uses_window(config: Mapping[str, Any]) -> bool:
     return flag(config, "use_sliding_window", {"use_sliding_window": False})
 
@@ -122,7 +128,7 @@ def _typed(arch: ArchSpec) -> dict[str, Any]:
     """Returns the keys of a family that has `use_sliding_window` and `layer_types`."""
     if arch.sliding_window is None:
         return {"use_sliding_window": False}
-    kinds = [FULL if arch.window_of(layer) is None else SLIDING for layer in range(arch.num_layers)]
+    kinds = _kinds(arch)
     first = min(arch.windowed_layers)
     return {
         "use_sliding_window": True,
@@ -130,6 +136,10 @@ def _typed(arch: ArchSpec) -> dict[str, Any]:
         "max_window_layers": first if kinds == _kinds_from(first, arch.num_layers) else arch.num_layers,
         "layer_types": kinds,
     }
+
+
+def _kinds(arch: ArchSpec) -> list[str]:
+    return [FULL if arch.window_of(layer) is None else SLIDING for layer in range(arch.num_layers)]
 
 
 def _kinds_from(first: int, layers: int) -> list[str]:
@@ -141,6 +151,11 @@ def _flagged(arch: ArchSpec) -> dict[str, Any]:
     if arch.sliding_window is None:
         return {"use_sliding_window": False}
     return {"use_sliding_window": True, "sliding_window": arch.sliding_window}
+
+
+def _alternating(arch: ArchSpec) -> dict[str, Any]:
+    """Returns the keys of a family without `use_sliding_window`, which has a window even if no layer uses it."""
+    return {"sliding_window": arch.sliding_window or position_limit(arch), "layer_types": _kinds(arch)}
 
 
 def _plain(arch: ArchSpec) -> dict[str, Any]:
@@ -158,3 +173,5 @@ LAST_LAYERS = WindowRule(_last, True, _typed)
 """`layer_types` names the layers, otherwise those from `max_window_layers` on have it (Qwen 2 and 3)."""
 NAMED_LAYERS = WindowRule(_named, True, _typed)
 """`layer_types` names the layers (Qwen 2 MoE)."""
+ALTERNATING = WindowRule(_even, True, _alternating, has_switch=False)
+"""`layer_types` names the layers, otherwise the first and every other one after it have it (gpt-oss)."""

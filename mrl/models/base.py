@@ -72,6 +72,9 @@ class MoeSpec:
         top_groups: See `num_groups`.
         scaling_factor: Factor of the selected experts' weights.
         dense_layers: Indices of the layers with a dense MLP of width `ArchSpec.intermediate_size`, ascending.
+        biases: True if the router and the experts' projections have a bias.
+        activation_limit: Bound of a clamped activation: the gate is clamped to at most the limit and `up` to plus or
+            minus the limit, and the result is (up + 1) * gate * sigmoid(1.702 * gate). None: silu(gate) * up.
     """
 
     num_experts: int
@@ -86,6 +89,8 @@ class MoeSpec:
     top_groups: int = 1
     scaling_factor: float = 1.0
     dense_layers: tuple[int, ...] = ()
+    biases: bool = False
+    activation_limit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,8 @@ class ArchSpec:
         family: Name of the family's file in `mrl/models`, for example "qwen2".
         vocab_size: Vocabulary size without padding: embedding rows of the Hugging Face checkpoint.
         qkv_bias: True if the query, key and value projections have a bias.
+        output_bias: True if the output projection of attention has a bias.
+        attention_sinks: True if each query head has a learned logit that joins its softmax and has no value.
         qk_norm: True if queries and keys pass through an RMSNorm over the head dimension.
         rope_scaling: Scaling of the rotary frequencies; None: they are not scaled.
         partial_rotary_factor: Fraction of each head's dimensions that is rotated; the last dimensions are not.
@@ -119,6 +126,8 @@ class ArchSpec:
     rope_theta: float
     tie_word_embeddings: bool
     qkv_bias: bool = False
+    output_bias: bool = False
+    attention_sinks: bool = False
     qk_norm: bool = False
     rope_scaling: RopeScaling | None = None
     partial_rotary_factor: float = 1.0
@@ -176,16 +185,18 @@ class ShardKind(Enum):
 
     REPLICATED = "replicated"
     VOCAB = "vocab"
+    COLUMN = "column"
     ROW = "row"
     QKV = "qkv"
     GATE_UP = "gate_up"
     EXPERT_GATE_UP = "expert_gate_up"
     EXPERT_DOWN = "expert_down"
+    EXPERT_REPLICATED = "expert_replicated"
 
     @property
     def is_expert(self) -> bool:
         """True if the table row describes one tensor per expert."""
-        return self in (ShardKind.EXPERT_GATE_UP, ShardKind.EXPERT_DOWN)
+        return self in (ShardKind.EXPERT_GATE_UP, ShardKind.EXPERT_DOWN, ShardKind.EXPERT_REPLICATED)
 
 
 class LayerKind(Enum):
@@ -254,6 +265,7 @@ def dims(arch: ArchSpec) -> dict[str, int]:
         "q": arch.num_heads * arch.head_dim,
         "kv": arch.num_kv_heads * arch.head_dim,
         "head": arch.head_dim,
+        "heads": arch.num_heads,
         "one": 1,
         "experts": arch.moe.num_experts if arch.moe else 0,
         "expert_ffn": arch.moe.intermediate_size if arch.moe else 0,
@@ -296,6 +308,10 @@ class Family:
         trtllm_architecture: `architecture` in TensorRT-LLM's config.json; None: TensorRT-LLM has no such model.
         extra_layers: True if a checkpoint may have layers after the last, for multi-token prediction: they are not
             loaded.
+        fused_experts: True if the checkpoint has the experts of a layer in one tensor, transposed, with alternating
+            columns of gate and up; the table names them one by one. vLLM has alternating rows.
+        vllm_names: (part of a Hugging Face name, vLLM's) for names that differ.
+        vllm_windows: Function from an ArchSpec to the layers to which vLLM gives the sliding window, if there is one.
     """
 
     hf_model_type: str
@@ -306,3 +322,6 @@ class Family:
     arch_to_hf: Callable[[ArchSpec], dict[str, Any]]
     trtllm_architecture: str | None = None
     extra_layers: bool = False
+    fused_experts: bool = False
+    vllm_names: tuple[tuple[str, str], ...] = ()
+    vllm_windows: Callable[[ArchSpec], tuple[int, ...]] = lambda arch: tuple(range(arch.num_layers))

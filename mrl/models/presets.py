@@ -43,6 +43,15 @@ _LLAMA3_ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 8192,
 }
 
+_GPT_OSS_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+
 _LONGROPE: dict[str, Any] = {
     "type": "longrope",
     "short_factor": [1.0] * 48,
@@ -69,6 +78,22 @@ _QWEN2: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
     "tie_word_embeddings": True,
+}
+_GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "sliding_window": 128,
+    "num_experts_per_tok": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "rope_scaling": _GPT_OSS_ROPE,
+    "tie_word_embeddings": False,
 }
 _LARGE_QWEN2: dict[str, Any] = _QWEN2 | {"vocab_size": 152064, "tie_word_embeddings": False}
 _QWEN2_MATH: dict[str, Any] = {"max_position_embeddings": 4096, "rope_theta": 10000.0}
@@ -173,6 +198,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "tie_word_embeddings": False,
     },
+    "gpt_oss_tiny": {
+        "model_type": "gpt_oss",
+        **_TINY,
+        "rms_norm_eps": 1e-5,
+        "intermediate_size": 64,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_scaling": {**_GPT_OSS_ROPE, "factor": 8.0, "original_max_position_embeddings": 64},
+        "tie_word_embeddings": False,
+    },
     "mistral_tiny": {"model_type": "mistral", **_TINY, "sliding_window": None, "tie_word_embeddings": False},
     "phi3_tiny": {"model_type": "phi3", **_TINY, "tie_word_embeddings": False},
     "smollm2_135m": _SMOLLM2 | _sizes(576, 1536, 30, 9, 3),
@@ -252,6 +289,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "tie_word_embeddings": False,
     },
+    "gpt_oss_20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt_oss_120b": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
     "glm4.5_355b_a32b": {
         "model_type": "glm4_moe",
         "vocab_size": 151552,

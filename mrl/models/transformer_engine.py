@@ -67,6 +67,8 @@ def why_local(config: Config, arch: ArchSpec, device: str) -> str | None:
     """
     if config.actor.transformer_impl == "local":
         return "actor.transformer_impl=local"
+    if arch.attention_sinks:
+        return "mrl does not use its attention with sinks, which this model has"
     if (unusable := why_unusable(device)) is not None:
         return unusable
     if config.model.dtype not in DTYPES:

@@ -88,7 +88,7 @@ def rank_shards(arch: ArchSpec, grid: ParallelLayout, rank: int, *, dtype: str) 
             is_writer, size, index = experts.edp == 0, grid.expert_tp, experts.etp
         else:
             is_writer, size, index = first_copy and not tensor.is_copy, grid.tp, coords.tp
-        if spec.kind is ShardKind.REPLICATED:
+        if spec.kind in (ShardKind.REPLICATED, ShardKind.EXPERT_REPLICATED):
             is_writer, size, index = is_writer and index == 0, 1, 0
         if not is_writer:
             continue

@@ -118,8 +118,8 @@ class RankTensor:
 
     @property
     def is_replicated(self) -> bool:
-        """True if every tensor-parallel rank has the complete tensor."""
-        return self.spec.kind is ShardKind.REPLICATED
+        """True if every tensor-parallel rank (of experts: expert-tensor-parallel) has the complete tensor."""
+        return self.spec.kind in (ShardKind.REPLICATED, ShardKind.EXPERT_REPLICATED)
 
 
 def rank_tensors(arch: ArchSpec, grid: ParallelLayout, rank: int, *, dtype: str) -> Iterator[RankTensor]:

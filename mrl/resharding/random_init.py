@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from mrl.config.config import LoraConfig
-from mrl.models.base import ArchSpec, ShardKind
+from mrl.models.base import ArchSpec
 from mrl.models.presets import INITIALIZER_RANGE
 from mrl.resharding.dtypes import check_tensors
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout, Piece
 from mrl.resharding.lora import adapted_modules, peft_name
 from mrl.resharding.regions import full_region, intersect, slices, translate
-from mrl.resharding.shards import hf_tensors, layers_of, param_specs
+from mrl.resharding.shards import experts_of, hf_tensors, layers_of, param_specs
 
 Draw = Callable[[Tensor, torch.Generator], Tensor]
 """Function that fills an fp32 tensor with random values and returns it."""
@@ -92,14 +92,15 @@ def _uniform(bound: float) -> Draw:
 
 
 def _constant_values(arch: ArchSpec) -> dict[str, float]:
-    """Returns the constant value of each vector: 1 for norms, 0 for biases."""
+    """Returns the constant value of each vector: 1 for norms, 0 for biases and sinks."""
     found = {}
     for spec in param_specs(arch):
         for name, shape in hf_tensors(spec, arch).items():
             if len(shape) == 1:
-                value = 1.0 if spec.kind is ShardKind.REPLICATED and not spec.is_buffer else 0.0
+                value = 1.0 if name.endswith("norm.weight") else 0.0
                 for layer in layers_of(spec, arch):
-                    found[name.format(layer=layer)] = value
+                    for expert in experts_of(spec, arch):
+                        found[name.format(layer=layer, expert=expert)] = value
     return found
 
 

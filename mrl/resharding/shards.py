@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from mrl.errors import UserError
-from mrl.models.base import ArchSpec, LayerKind, MoeSpec, ParamSpec, PipelineStage, ShardKind, dims, layer_kinds
+from mrl.models.base import ArchSpec, LayerKind, MoeSpec, ParamSpec, PipelineStage, ShardKind, dims, layer_kinds, moe_of
 from mrl.models.hf_config import family_of
 from mrl.resharding.layout import Layout, Piece, Region, StoredTensor
 
@@ -50,6 +50,11 @@ def param_specs(arch: ArchSpec) -> list[ParamSpec]:
 def layers_of(spec: ParamSpec, arch: ArchSpec) -> Sequence[int | None]:
     """Returns the indices of the layers that have a row of the table; (None,) for a row outside the layers."""
     return _layers(spec.layers, arch) if spec.place is PipelineStage.LAYER else (None,)
+
+
+def experts_of(spec: ParamSpec, arch: ArchSpec) -> Sequence[int | None]:
+    """Returns the indices of the experts that have a row of the table; (None,) for a row that is not an expert's."""
+    return range(moe_of(arch).num_experts) if spec.kind.is_expert else (None,)
 
 
 @cache
@@ -191,7 +196,7 @@ def equal_parts(count: int, size: int, shard: TensorShard) -> list[Segment]:
 def shard_expert(
     spec: ParamSpec, arch: ArchSpec, cut: TensorShard, *, layer: int, expert: int, dtype: str
 ) -> StoredTensor:
-    """Returns a rank's part of one expert: its [gate rows; up rows], or its columns of the down projection.
+    """Returns a rank's part of one expert: [gate rows; up rows], columns of the down projection, or all of a bias.
 
     Args:
         spec: Row of experts.
@@ -203,12 +208,13 @@ def shard_expert(
     """
     parts = parts_of(spec, arch)
     dim = 1 if spec.kind is ShardKind.EXPERT_DOWN else 0
-    segments = equal_parts(len(parts), parts[0].shape[dim], cut)
+    size = parts[0].shape[dim]
+    segments = [(0, 0, size)] if spec.kind is ShardKind.EXPERT_REPLICATED else equal_parts(len(parts), size, cut)
     return stack(parts, segments, layer=layer, expert=expert, dim=dim, dtype=dtype)
 
 
 def concat_rows(parts: Sequence[StoredTensor]) -> StoredTensor:
-    """Concatenates stored matrices of equal shape by rows."""
+    """Concatenates stored matrices (or vectors) of equal shape by rows."""
     rows, *rest = parts[0].shape
     pieces = [
         Piece(piece.hf_name, piece.src, ((first + number * rows, last + number * rows), *others))
@@ -254,7 +260,7 @@ def allowed_duplicates(arch: ArchSpec) -> dict[str, tuple[str, int]]:
     found: dict[str, tuple[str, int]] = {}
     for spec in param_specs(arch):
         parts = parts_of(spec, arch)
-        if spec.kind is ShardKind.REPLICATED:
+        if spec.kind in (ShardKind.REPLICATED, ShardKind.EXPERT_REPLICATED):
             rows = {part.name: ("replicated", 0) for part in parts}
         elif spec.kind is ShardKind.VOCAB:
             rows = {part.name: ("embedding", 0) for part in parts}
@@ -266,5 +272,6 @@ def allowed_duplicates(arch: ArchSpec) -> dict[str, tuple[str, int]]:
             continue
         for name, reason in rows.items():
             for layer in layers_of(spec, arch):
-                found[name if layer is None else name.format(layer=layer)] = reason
+                for expert in experts_of(spec, arch):
+                    found[name if layer is None else name.format(layer=layer, expert=expert)] = reason
     return found

@@ -2,17 +2,22 @@
 
 `qkv_proj` is the rank's query heads, then its key heads, then its value heads; `gate_up_proj` is [gate; up]; of the
 experts, `w13_weight` is [gate; up] of each expert and `w2_weight` the columns of each; the vocabulary is padded to a
-multiple of 64. Source: vLLM 0.32 (`QKVParallelLinear`, `VocabParallelEmbedding`, `RoutedExperts`). The engine compares
-every name and shape with vLLM's own parameters.
+multiple of 64. With `Family.fused_experts` gate and up rows alternate, and `w13_weight[0::2]` has those of gate.
+Source: vLLM 0.32 (`QKVParallelLinear`, `VocabParallelEmbedding`, `RoutedExperts`). The engine compares every name and
+shape with vLLM's own parameters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from mrl.models.base import ArchSpec, ParamSpec, ShardKind
+from mrl.models.hf_config import family_of
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.fp8 import block_grids, fp8_layout, scale_tables
-from mrl.resharding.layout import Layout
-from mrl.resharding.native import replica_layout
+from mrl.resharding.layout import Layout, Piece, StoredTensor
+from mrl.resharding.native import expert_shard, replica_layout
+from mrl.resharding.regions import full_region
 
 VOCAB_MULTIPLE = 64
 """Multiple to which vLLM pads the vocabulary, over all ranks."""
@@ -20,7 +25,10 @@ VOCAB_MULTIPLE = 64
 FUSED = (("q_proj", "qkv_proj"), ("gate_proj", "gate_up_proj"))
 """(first of the projections that vLLM fuses, vLLM's name of the fused tensor)."""
 
-EXPERTS = {ShardKind.EXPERT_GATE_UP: "w13_weight", ShardKind.EXPERT_DOWN: "w2_weight"}
+EXPERTS = {ShardKind.EXPERT_GATE_UP: "w13", ShardKind.EXPERT_DOWN: "w2", ShardKind.EXPERT_REPLICATED: "w2"}
+"""vLLM's names of a layer's experts, without "_weight" and "_bias"."""
+ALTERNATING = ("[0::2]", "[1::2]")
+"""Ends of the names of gate and up rows that alternate in one tensor of vLLM."""
 
 
 def vllm_layout(
@@ -41,29 +49,58 @@ def vllm_layout(
     Raises:
         UserError: `tp_size` does not divide the model's heads or MLP, or `ep_size` its experts.
     """
+    family = family_of(arch)
     own = replica_layout(
         arch,
         tp_size,
         tp_rank,
         dtype,
         ep_size=ep_size,
-        name_of=_name,
+        name_of=lambda spec, layer: _name(spec, layer, family.vllm_names),
         dtype_of=lambda spec: spec.vllm_dtype,
         vocab_multiple=VOCAB_MULTIPLE,
     )
+    if family.fused_experts:
+        adds_bias = expert_shard(tp_size, tp_rank, ep_size).etp.rank == 0
+        own = dict(_apart(own, adds_bias=adds_bias))
     grids = block_grids(arch, quantization)
     stored = fp8_layout(own, grids)
     return {**stored, **scale_tables(stored, grids)}
 
 
-def _name(spec: ParamSpec, layer: int | None) -> str:
+def _apart(layout: Layout, *, adds_bias: bool) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields the tensors with gate and up rows of experts apart.
+
+    Args:
+        layout: Layout with [gate; up] of each expert.
+        adds_bias: False for ranks whose outputs are added to those of one that adds the experts' last bias: it is zero.
+    """
+    for name, stored in layout.items():
+        if name.endswith((".experts.w13_weight", ".experts.w13_bias")):
+            each = stored.shape[0] // len(stored.pieces)  # rows of one projection of one expert
+            for number, end in enumerate(ALTERNATING):
+                pieces = []
+                for index, piece in enumerate(stored.pieces[number::2]):
+                    rows = (index * each, (index + 1) * each)
+                    pieces.append(Piece(piece.hf_name, piece.src, (rows, *piece.dst[1:])))
+                shape = (stored.shape[0] // 2, *stored.shape[1:])
+                yield f"{name}{end}", StoredTensor(shape, stored.dtype, tuple(pieces))
+        elif name.endswith(".experts.w2_bias") and not adds_bias:
+            yield name, StoredTensor(stored.shape, stored.dtype, (), (full_region(stored.shape),))
+        else:
+            yield name, stored
+
+
+def _name(spec: ParamSpec, layer: int | None, renamed: Sequence[tuple[str, str]]) -> str:
     """Returns vLLM's name of a row: the Hugging Face name, or that of the fused tensor."""
     name = spec.hf[0] if layer is None else spec.hf[0].format(layer=layer, expert=0)
     if spec.kind.is_expert:
-        return f"{name.partition('.experts.')[0]}.experts.{EXPERTS[spec.kind]}"
+        return f"{name.partition('.experts.')[0]}.experts.{EXPERTS[spec.kind]}_{name.rpartition('.')[2]}"
     for first, fused in FUSED:
         if spec.kind in (ShardKind.QKV, ShardKind.GATE_UP):
             name = name.replace(f".{first}.", f".{fused}.")
+    for theirs, own in renamed:
+        name = name.replace(theirs, own)
     return name
 
 

@@ -32,6 +32,7 @@ from mrl.models.hf_config import ADAPTER_CONFIG
 from mrl.resharding.copy_op import Copy
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
+from mrl.resharding.hf_names import Fused, join, written_together
 from mrl.resharding.layout import Layout
 from mrl.resharding.lora import peft_layout
 from mrl.resharding.plan import make_plan
@@ -75,7 +76,8 @@ def export_to_hf(
     with raise_on_all_ranks(), _disk_errors():
         if rank == 0:
             _prepare(target, partial)
-    files = assign_files(hf_layout(arch, dtype), max_file_bytes)
+    fused = written_together(arch)
+    files = assign_files(hf_layout(arch, dtype), max_file_bytes, fused)
     writer_of = {file: writers[number % len(writers)] for number, file in enumerate(files)}
     wanted: dict[int, Layout] = {writer: {} for writer in writers}
     for file, content in files.items():
@@ -87,7 +89,7 @@ def export_to_hf(
         names_now = {name for content in batch.values() for name in content}
         copies_now = [copy for copy in copies if copy.target_name in names_now]
         own = {file: content for file, content in batch.items() if writer_of[file] == rank}
-        _write_files(partial, own, copies_now, tensors, bucket_bytes)
+        _write_files(partial, own, copies_now, tensors, bucket_bytes, fused)
     with raise_on_all_ranks(), _disk_errors():
         if rank == 0:
             write_metadata_files(partial, arch, files, None if like is None else Path(like))
@@ -135,16 +137,23 @@ def write_adapters(
 
 
 def _write_files(
-    folder: Path, own: Mapping[str, Layout], copies: Sequence[Copy], tensors: Mapping[str, Tensor], bucket_bytes: int
+    folder: Path,
+    own: Mapping[str, Layout],
+    copies: Sequence[Copy],
+    tensors: Mapping[str, Tensor],
+    bucket_bytes: int,
+    fused: Fused | None = None,
 ) -> None:
     """Collective over the job: receives the tensors of the files in `own` and writes them."""
     content = {name: stored for layout in own.values() for name, stored in layout.items()}
     received = allocate(content)
     dtypes = {name: stored.dtype for name, stored in content.items()}
     Transfer(copies, tensors, dtypes, rank=dist.get_rank(), bucket_bytes=bucket_bytes).run(bind(_write, received))
+    arrived = ((name, received.pop(name)) for name in list(received))  # frees each as soon as it is joined
+    stored = dict(join(arrived, fused or {}))
     with raise_on_all_ranks(), _disk_errors():
         for file in own:
-            save_file(received, folder / file, metadata={"format": "pt"})
+            save_file(stored, folder / file, metadata={"format": "pt"})
 
 
 def write_model_folder(

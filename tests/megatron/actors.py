@@ -52,11 +52,14 @@ MIXTURES = {
     "qwen3_moe": arch_from_preset("qwen3_moe_tiny", {}, VOCAB),
     "qwen2_moe": arch_from_preset("qwen2_moe_tiny", {}, VOCAB),
     "mixtral": arch_from_preset("mixtral_tiny", {}, VOCAB),
+    "gpt_oss": arch_from_preset("gpt_oss_tiny", {}, VOCAB),
     "glm4_moe": arch_from_preset("glm4_moe_tiny", {"use_qk_norm": True, "n_group": 2, "topk_group": 2}, VOCAB),
 }
 SHALLOW_MIXTURE = replace(MIXTURES["qwen2_moe"], num_layers=2)
 BIASED_MIXTURE = MIXTURES["glm4_moe"]
 """Dense in the first layer, and with a bias where experts are selected."""
+SINKS_MIXTURE = replace(MIXTURES["gpt_oss"], num_layers=2, windowed_layers=(0,))
+"""With attention sinks, and biases of router and experts."""
 HALF_DENSE_MIXTURE = arch_from_preset("glm4_moe_tiny", {"first_k_dense_replace": 2}, VOCAB)
 """The first of two pipeline stages has no experts."""
 LAYOUTS = {

@@ -44,6 +44,27 @@ MODELS = {
         "Qwen3Moe",
         {"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [2]},
     ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 4,
+            "head_dim": 16,
+            "num_attention_heads": 6,
+            "sliding_window": 9,
+            **both_spellings(
+                {
+                    "rope_type": "yarn",
+                    "rope_theta": 5.0e5,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 32,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                }
+            ),
+            "attn_implementation": "eager",
+        },
+    ),
     "glm4_moe": (
         "Glm4Moe",
         {
@@ -70,7 +91,7 @@ def make_model(family: str, *, seed: int, **changes):
     )
     with torch.no_grad():
         for key, value in model.named_parameters():
-            if "norm" in key or key.endswith("bias"):
+            if "norm" in key or key.endswith(("bias", "sinks")):
                 value.add_(torch.randn(value.shape) * 0.3)
         for key, value in model.named_buffers():
             if "correction_bias" in key:

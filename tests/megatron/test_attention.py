@@ -27,7 +27,9 @@ def packed(lens, window=None):
 def attention_with(window):
     """The second layer, which has the window; the first has none."""
     size = None if window is None else (window - 1, 0)
-    return CoreAttention(SimpleNamespace(window_size=size, window_attn_skip_freq=[0, 1]), 2, None, "self")
+    return CoreAttention(
+        SimpleNamespace(window_size=size, window_attn_skip_freq=[0, 1], softmax_type="vanilla"), 2, None, "self"
+    )
 
 
 def dense(query, key, value, lens, window=None):

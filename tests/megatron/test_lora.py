@@ -10,6 +10,7 @@ from mrl.algorithms.base import build
 from mrl.config.config import AlgorithmConfig, LoraConfig, RolloutConfig
 from mrl.models.hf_config import family_of
 from mrl.parallel_layout import ParallelLayout
+from mrl.resharding.hf_names import join, written_together
 from tests.megatron.actors import (
     ARCHS,
     CONTEXT_LAYOUTS,
@@ -80,7 +81,8 @@ def by_transformers(arch, weights, batch):
         .double()
         .eval()
     )
-    own = fused_experts(model, weights)
+    together = written_together(arch)
+    own = dict(join(weights.items(), together)) if together else fused_experts(model, weights)
     if arch.tie_word_embeddings:
         own["lm_head.weight"] = own["model.embed_tokens.weight"]
     parts, start = [], 0

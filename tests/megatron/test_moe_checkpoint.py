@@ -13,6 +13,7 @@ from tests.megatron.actors import (
     EXPERT_LAYOUTS,
     HALF_DENSE_MIXTURE,
     SHALLOW_MIXTURE,
+    SINKS_MIXTURE,
     adam_steps,
     full_weights,
     make_policy,
@@ -55,6 +56,12 @@ def resumed(folder, grid, arch=SHALLOW_MIXTURE):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("source", "targets"), [("single", ["tp2_ep2", "ep2_pp2"]), ("tp2_ep2", ["single", "ep4"])])
+def test_sinks_and_biases_of_experts_go_on_where_they_lie_otherwise(source, targets, tmp_path):
+    test_training_goes_on_where_the_experts_lie_otherwise(SINKS_MIXTURE, source, targets, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "targets"), CASES, ids=[source for source, _ in CASES])
 @pytest.mark.parametrize(
     "arch", [SHALLOW_MIXTURE, BIASED_MIXTURE, HALF_DENSE_MIXTURE], ids=["every layer", "but the first", "half"]
@@ -66,7 +73,7 @@ def test_training_goes_on_where_the_experts_lie_otherwise(arch, source, targets,
         grid = LAYOUTS[target]
         for found, stepped, num_optimizers, steps in run_ranks(grid.world_size, resumed, folder, grid, arch):
             assert found.keys() == weights.keys()
-            assert any("correction_bias" in key for key in found) == (arch is not SHALLOW_MIXTURE)
+            assert any("correction_bias" in key for key in found) == (arch.moe.score_bias)
             assert all(torch.equal(found[key], weights[key]) for key in weights), target
             assert num_optimizers == (2 if grid.ep > 1 else 1)
             assert steps == {float(BEFORE)}

@@ -7,6 +7,7 @@ import pytest
 import transformers
 from safetensors.torch import load_file
 
+from mrl.checkpoint.formats.hf import stored_shapes
 from mrl.config import registry
 from mrl.errors import UserError
 from mrl.models._keys import refuse_foreign_structure
@@ -14,6 +15,7 @@ from mrl.models.base import RopeScaling
 from mrl.models.hf_config import arch_from_config, arch_from_folder, families, family_of
 from mrl.models.presets import PRESETS, arch_from_preset
 from mrl.resharding.hf import hf_layout
+from mrl.resharding.hf_names import written_together
 
 TINY = [name for name in PRESETS if name.endswith("_tiny")]
 
@@ -39,7 +41,8 @@ def test_the_table_names_exactly_the_tensors_that_transformers_saves(preset, tie
     arch = arch_from_preset(preset, {"tie_word_embeddings": tied}, 101)
     transformers_model(arch).save_pretrained(tmp_path)
     theirs = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
-    assert {name: stored.shape for name, stored in hf_layout(arch, "float32").items()} == theirs
+    ours = stored_shapes(hf_layout(arch, "float32"), written_together(arch))
+    assert {name: shape for name, (shape, _) in ours.items()} == theirs
 
 
 @pytest.mark.parametrize("preset", TINY)
@@ -206,3 +209,63 @@ def test_a_key_of_a_family_that_transformers_lacks_is_named(monkeypatch):
     keys = registry.find("models", "qwen2", "FAMILY").keys
     with pytest.raises(UserError, match="odd_key: neither mrl nor the installed transformers knows"):
         refuse_foreign_structure({"model_type": "not_in_transformers", "odd_key": 3}, keys)
+
+
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201088,
+}  # fmt: skip
+
+
+def test_the_published_config_of_gpt_oss_is_its_preset():
+    assert arch_from_config(GPT_OSS_20B) == arch_from_preset("gpt_oss_20b", {}, None)
+
+
+@pytest.mark.parametrize(
+    "change", [{"swiglu_limit": 6.0}, {"swiglu_alpha": 1.0}, {"attention_bias": False}, {"rope_scaling": None}], ids=str
+)
+def test_another_gpt_oss_is_refused_by_key(change):
+    with pytest.raises(UserError, match=next(iter(change))):
+        arch_from_config({**GPT_OSS_20B, **change})

@@ -95,6 +95,8 @@ VALUES: dict[str, list[Any]] = {
     "first_k_dense_replace": [0, 2, 5],
     "use_qk_norm": [True],
     "num_nextn_predict_layers": [0, 1],
+    "swiglu_alpha": [1.0],
+    "swiglu_limit": [7.0, 1.0],
     "num_mtp_layers": [0, 1],
     "num_experts_per_tok": [1, 4],
     "moe_intermediate_size": [32],

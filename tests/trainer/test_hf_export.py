@@ -20,7 +20,9 @@ from mrl.trainer.hf_export import export_to_hf
 from tests.checkpoint.formats.test_hf import save_model, write_folder
 from tests.data.folders import byte_bpe_folder
 from tests.ranks import run_ranks
-from tests.resharding.archs import ARCHS, counted
+from tests.resharding.archs import ARCHS, counted, small
+
+EXPORTED = {**ARCHS, "experts in one tensor": small("gpt_oss_tiny")}
 
 
 def exports(folder, arch, grid, like, dtype="float32", **how):
@@ -36,7 +38,7 @@ def exports(folder, arch, grid, like, dtype="float32", **how):
     return "written"
 
 
-@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+@pytest.mark.parametrize("arch", EXPORTED.values(), ids=EXPORTED)
 @pytest.mark.parametrize(
     "grid, how",
     [

@@ -101,9 +101,11 @@ class Target(ABC):
 
     Attributes:
         files: All files with weights. One call of `write` writes each completely, in any order and by any process.
+        buffer_bytes: Memory that `write` needs besides the tensors that it is given.
     """
 
     files: tuple[OutFile, ...]
+    buffer_bytes: int = 0
 
     @abstractmethod
     def write(self, path: Path, file: OutFile, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from mrl.checkpoint.formats.base import OutFile, Source, Target
 from mrl.checkpoint.formats.hf_fp8 import Fp8Scales
+from mrl.checkpoint.formats.hf_mxfp4 import Mxfp4Tensors
 from mrl.checkpoint.formats.safetensors_file import Header, SafetensorsFile, write_safetensors
 from mrl.errors import UserError, first_line, shown
-from mrl.models._quantization import QUANTIZED, read_quantization
+from mrl.models._quantization import QUANTIZED, Fp8Format, Mxfp4Format, read_quantization
 from mrl.models.base import ArchSpec, critic_of
 from mrl.models.hf_config import (
     ADAPTER_CONFIG,
@@ -36,7 +37,7 @@ from mrl.resharding.copy_op import ITEM_BYTES, num_bytes
 from mrl.resharding.dtypes import fill_tensors
 from mrl.resharding.fp8 import DTYPE as FP8
 from mrl.resharding.hf import EMBEDDINGS, HEAD, VALUE_BIAS, VALUE_HEAD, hf_layout
-from mrl.resharding.hf_names import locate_tensors, unwrapped
+from mrl.resharding.hf_names import Fused, join, locate_tensors, unwrapped, written_together
 from mrl.resharding.layout import Layout, Region
 from mrl.resharding.regions import full_region, slices
 
@@ -76,10 +77,14 @@ class HfSource(Source):
         self._file_of = self._find()
         if arch is None and any(unwrapped(name) == VALUE_HEAD for name in self._file_of):
             self.arch = critic_of(self.arch)
-        self._scales = self._find_scales()
-        weights = self._file_of if self._scales is None else self._scales.others
-        shapes = {name: self._stored_header(name).shape for name in weights}
+        form = self._quantization()
+        self._scales = Fp8Scales(form, self._file_of) if isinstance(form, Fp8Format) else None
+        self._packed = Mxfp4Tensors(form, self._file_of) if isinstance(form, Mxfp4Format) else None
+        weights = list(self._file_of) if self._scales is None else self._scales.others
+        if self._packed is not None:
+            weights = [*self._packed.others, *self._packed.blocks]
         try:
+            shapes = {name: self._stored_header(name).shape for name in weights}
             self._tensors = locate_tensors(self.arch, shapes)
         except UserError as error:
             raise UserError(f"model folder '{folder}': {error}") from error
@@ -94,9 +99,11 @@ class HfSource(Source):
     def read(self, hf_name: str, region: Region) -> Tensor:
         """Implements `Source.read`; a view of a private memory mapping of the file; misaligned tensors are copied.
 
-        Regions of FP8 matrices are dequantized.
+        Regions of matrices in FP8 and MXFP4 are dequantized.
         """
         located = self._tensors[hf_name]
+        if self._packed is not None and located.stored in self._packed.blocks:
+            return self._packed.read(located, self._stored_tensor, region)
         if self._scales is not None and self._header(hf_name).dtype == FP8 and not located.index:
             return self._scales.read(located.stored, self._stored_tensor, region)
         return self._tensor(hf_name)[slices(region)]
@@ -154,7 +161,7 @@ class HfSource(Source):
         tensors = {
             name: {"shape": list(located.part_of(header.shape)), "dtype": header.dtype, "file": file}
             for name, located in self._tensors.items()
-            for file, header in [(self._file_of[located.stored], self._header(name))]
+            for file, header in [(self._file_with(located.stored), self._header(name))]
         }
         return {
             "format": "huggingface",
@@ -195,15 +202,14 @@ class HfSource(Source):
                 "head from the file."
             )
 
-    def _find_scales(self) -> Fp8Scales | None:
-        """Returns the scales of FP8 weights, if config.json has any."""
+    def _quantization(self) -> Fp8Format | Mxfp4Format | None:
+        """Returns the form of quantized weights, if config.json has any."""
         if not (self.folder / "config.json").is_file():
             return None
         try:
-            form = read_quantization(read_config(self.folder))
+            return read_quantization(read_config(self.folder))
         except UserError as error:
             raise UserError(f"model folder '{self.folder}': {error}") from error
-        return None if form is None else Fp8Scales(form, self._file_of)
 
     def _check_scales(self) -> None:
         if self._scales is None:
@@ -270,11 +276,20 @@ class HfSource(Source):
         return self._stored_header(self._tensors[hf_name].stored)
 
     def _stored_header(self, stored: str) -> Header:
-        return self._open(self._file_of[stored]).headers[stored]
+        """Returns the header of a stored tensor, or of the tensor that is dequantized from several."""
+        if self._packed is None or stored not in self._packed.blocks:
+            return self._open(self._file_of[stored]).headers[stored]
+        headers = {name: self._stored_header(name) for name in self._packed.parts_of(stored)}
+        shapes, dtypes = ({name: getattr(each, what) for name, each in headers.items()} for what in ("shape", "dtype"))
+        blocks = headers[self._packed.blocks[stored]]
+        return Header(self._packed.shape(stored, shapes, dtypes), self._packed.dtype, blocks.start, blocks.stop)
+
+    def _file_with(self, stored: str) -> str:
+        return self._file_of[stored if self._packed is None else self._packed.blocks.get(stored, stored)]
 
     def _tensor(self, hf_name: str) -> Tensor:
         located = self._tensors[hf_name]
-        return self._stored_tensor(located.stored)[located.index]
+        return located.view_in(self._stored_tensor(located.stored))
 
     def _stored_tensor(self, stored: str) -> Tensor:
         return self._open(self._file_of[stored]).tensor(stored)
@@ -333,12 +348,16 @@ class HfTarget(Target):
             by_dtype = {each: hf_layout(arch, each) for each in set(dtype.values())}
             self.layout = {name: by_dtype[dtype[name]][name] for name in hf_layout(arch, "float32")}
         self._like = None if like is None else Path(like)
-        self.files = tuple(OutFile(name, part) for name, part in assign_files(self.layout, max_file_bytes).items())
+        self._fused = written_together(arch)
+        assigned = assign_files(self.layout, max_file_bytes, self._fused)
+        self.files = tuple(OutFile(name, part) for name, part in assigned.items())
+        units = _stored_units(self.layout, self._fused)
+        self.buffer_bytes = max((sum(map(num_bytes, units[name].values())) for name in self._fused), default=0)
 
     def write(self, path: Path, file: OutFile, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
         """Implements `Target.write`."""
-        shapes = {name: (stored.shape, stored.dtype) for name, stored in file.layout.items()}
-        return write_safetensors(path, shapes, tensors, {"format": "pt"})
+        shapes = stored_shapes(file.layout, self._fused)
+        return write_safetensors(path, shapes, join(tensors, self._fused), {"format": "pt"})
 
     def finish(self, folder: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
         """Implements `Target.finish`."""
@@ -355,19 +374,38 @@ class HfTarget(Target):
         }
 
 
-def assign_files(layout: Layout, max_file_bytes: int) -> dict[str, Layout]:
+def stored_shapes(layout: Layout, fused: Fused) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Returns stored name -> (shape, dtype) of the tensors of a file, in the order in which `join` yields them."""
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    for stored, unit in _stored_units(layout, fused).items():
+        name = next(iter(unit))
+        shapes[stored] = (fused[stored][name].shape if stored in fused else unit[name].shape, unit[name].dtype)
+    return shapes
+
+
+def _stored_units(layout: Layout, fused: Fused) -> dict[str, Layout]:
+    """Returns stored name -> the tensors of the table that are stored under it."""
+    stored_of = {own: stored for stored, parts in fused.items() for own in parts}
+    units: dict[str, Layout] = {}
+    for name, stored in layout.items():
+        units.setdefault(stored_of.get(name, name), {})[name] = stored
+    return units
+
+
+def assign_files(layout: Layout, max_file_bytes: int, fused: Fused | None = None) -> dict[str, Layout]:
     """Returns file name -> its tensors, in the order of the layout; only a single larger tensor exceeds the limit.
 
-    Inside a file, wider dtypes come first, as the format's alignment requires.
+    Inside a file, wider dtypes come first, as the format's alignment requires. Tensors that are stored together
+    (`written_together`) are in one file, one after another.
     """
     parts: list[Layout] = []
     room = 0
-    for name, stored in layout.items():
-        size = num_bytes(stored)
+    for unit in _stored_units(layout, fused or {}).values():
+        size = sum(num_bytes(stored) for stored in unit.values())
         if size > room:
             parts.append({})
             room = max_file_bytes
-        parts[-1][name] = stored
+        parts[-1].update(unit)
         room -= size
     parts = [dict(sorted(part.items(), key=lambda item: -ITEM_BYTES[item[1].dtype])) for part in parts]
     if len(parts) == 1:
@@ -408,7 +446,8 @@ def write_metadata_files(
                 shutil.copyfile(like / name, folder / name)
     if len(files) > 1:
         sizes = [num_bytes(stored) for content in files.values() for stored in content.values()]
-        weight_map = {name: file for file, content in files.items() for name in content}
+        fused = written_together(arch)
+        weight_map = {name: file for file, content in files.items() for name in stored_shapes(content, fused)}
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     dtypes: Counter[str] = Counter()

@@ -80,8 +80,9 @@ def plan_conversion(source: Source, target: Target) -> Conversion:
                 widest = max(widest, 2 * size + min(elements, PART_ELEMENTS) * ITEM_BYTES[dtype])
                 if dtype != stored.dtype:
                     changes[f"{dtype} -> {stored.dtype}"] += elements
+    peak = widest + target.buffer_bytes
     return Conversion(
-        proof.stored_tensors, sum(file_bytes.values()), file_bytes, widest, proof, dict(sorted(changes.items()))
+        proof.stored_tensors, sum(file_bytes.values()), file_bytes, peak, proof, dict(sorted(changes.items()))
     )
 
 

@@ -17,6 +17,7 @@ from mrl.data.hub_files import paths_of
 from mrl.models.base import ArchSpec
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
+from mrl.resharding.hf_names import join, written_together
 from mrl.resharding.random_init import random_init
 
 ROWS = 64
@@ -38,9 +39,11 @@ def write_model(folder: Path, arch: ArchSpec, *, dtype: str, seed: int, like: Pa
     tensors = allocate(layout)
     random_init(arch, layout, tensors, seed)
     folder.mkdir(parents=True)
-    files = assign_files(layout, MAX_FILE_BYTES)
+    fused = written_together(arch)
+    files = assign_files(layout, MAX_FILE_BYTES, fused)
     for name, part in files.items():
-        save_file({key: tensors[key] for key in part}, folder / name, metadata={"format": "pt"})
+        stored = dict(join(((key, tensors[key]) for key in part), fused))
+        save_file(stored, folder / name, metadata={"format": "pt"})
     write_metadata_files(folder, arch, files, like)
 
 

@@ -57,14 +57,17 @@ class PrefillAttention:
             if window is not None:
                 self._windowed.append(_part(start, stop, rows, window))
 
-    def __call__(self, layer: int, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor) -> Tensor:
-        """Stores keys and values in the cache and returns the attention output [P, N, D]."""
+    def __call__(
+        self, layer: int, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        """Stores keys and values in the cache and returns the attention output [P, N, D]; sinks: see `attend`."""
         keys, values, window = self._cache.keys[layer], self._cache.values[layer], self._cache.windows[layer]
         slots_P = self.positions_P if window is None else self.positions_P % keys.size(2)
         keys[self._rows_P, :, slots_P] = k_PKD
         values[self._rows_P, :, slots_P] = v_PKD
         if self._compiled is not None:
-            return self._compiled.attend_at(q_PND, self._rows_P, self.positions_P, keys, values, window=window)
+            tokens = (self._rows_P, self.positions_P)
+            return self._compiled.attend_at(q_PND, *tokens, keys, values, window=window, sinks_N=sinks_N)
         outputs = []
         first = 0
         for part in self._parts if window is None else self._windowed:
@@ -73,7 +76,7 @@ class PrefillAttention:
             q, k, v = (x[first:last].view(-1, count, *x.shape[1:]).transpose(1, 2) for x in (q_PND, k_PKD, v_PKD))
             if part.start:
                 k, v = (_slots(x, part) for x in (keys, values))
-            outputs.append(attend(q, k, v, part.mask).transpose(1, 2).flatten(0, 1))
+            outputs.append(attend(q, k, v, part.mask, sinks=sinks_N).transpose(1, 2).flatten(0, 1))
             first = last
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -153,8 +156,10 @@ class DecodeAttention:
         mask_BKGT = mask_BT[:, None, None].expand(-1, self._cache.num_kv_heads, self._groups, -1)
         return mask_BKGT.flatten(0, 1) if self._on_cpu else mask_BKGT
 
-    def __call__(self, layer: int, q_BND: Tensor, k_BKD: Tensor, v_BKD: Tensor) -> Tensor:
-        """Stores keys and values in the cache and returns the attention output [B, N, D]."""
+    def __call__(
+        self, layer: int, q_BND: Tensor, k_BKD: Tensor, v_BKD: Tensor, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        """Stores keys and values in the cache and returns the attention output [B, N, D]; sinks: see `attend`."""
         batch, heads, dim = q_BND.shape
         kv_heads = k_BKD.size(1)
         keys, values, window = self._cache.keys[layer], self._cache.values[layer], self._cache.windows[layer]
@@ -164,8 +169,14 @@ class DecodeAttention:
         keys, values = keys[:batch, :, : self._length], values[:batch, :, : self._length]
         q_BKGD = q_BND.reshape(batch, kv_heads, -1, dim)
         if not self._on_cpu:
+            if sinks_N is not None:
+                return attend(q_BND[:, :, None], keys, values, mask[:, :1, :1], sinks=sinks_N).squeeze(2)
             return F.scaled_dot_product_attention(q_BKGD, keys, values, attn_mask=mask).flatten(1, 2)
         # torch's CPU attention is slow for a single query; two batched matrix products over views are faster
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)
         scores = torch.baddbmm(mask, q_BKGD.flatten(0, 1), keys.transpose(1, 2), alpha=dim**-0.5)
-        return torch.bmm(scores.softmax(-1), values).view(batch, heads, dim)
+        attended = torch.bmm(scores.softmax(-1), values).view(batch, heads, dim)
+        if sinks_N is None:
+            return attended
+        kept = (scores.float().logsumexp(-1).view(batch, heads) - sinks_N.float()).sigmoid()
+        return attended * kept[..., None].to(attended.dtype)

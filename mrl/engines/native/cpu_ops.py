@@ -73,10 +73,10 @@ class Compiled(Operations):
         del num_heads
         positions_P = positions_P.contiguous()
 
-        def attend(layer: int, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor) -> Tensor:
+        def attend(layer: int, q_PND: Tensor, k_PKD: Tensor, v_PKD: Tensor, sinks_N: Tensor | None = None) -> Tensor:
             return self._library.attend(
                 *(q_PND, k_PKD, v_PKD, positions_P, cache.keys[layer], cache.values[layer]),
-                *(firsts_B, cache.shared_prefixes, cache.windows[layer]),
+                *(firsts_B, cache.shared_prefixes, cache.windows[layer], sinks_N),
             )
 
         return attend

@@ -26,14 +26,17 @@ from mrl.models.base import MoeSpec
 from mrl.models.kernels.expert_groups import in_best_groups
 
 Activation = Callable[[Tensor], Tensor]
-"""Computes silu(gate) x up of [gate; up] columns."""
+"""Computes the gated activation of [gate; up] columns."""
 
 FindAdapters = Callable[[str, int, int], LinearAdapters | None]
 
 _SHARED = ("shared_gate_up", "shared_down", "shared_gate")
 _STACKS = ("experts_gate_up", "experts_down")
 _BIAS = "router_bias"
-NAMES = ("router", _BIAS, *_STACKS, *_SHARED)
+_LOGIT_BIAS = "router_logit_bias"
+DOWN_BIAS = "experts_down_bias"
+_BIASES = ("experts_gate_up_bias", DOWN_BIAS)
+NAMES = ("router", _BIAS, _LOGIT_BIAS, *_STACKS, *_BIASES, *_SHARED)
 """Stored tensors of an MoE layer (`resharding/native.py`)."""
 
 GROUPED_FROM, GROUPED_BELOW = (9, 0), (12, 0)
@@ -76,14 +79,15 @@ class MoeLayer:
     ) -> None:
         operations = operations or Operations()
         find = adapters or (lambda name, first, last: None)
-        self._activate = operations.gate
+        limit = moe.activation_limit
+        self._activate = operations.gate if limit is None else partial(clamped_gate, limit=limit)
         make = partial(Linear, dtype=dtype, compiled=operations.are_compiled)
         self._moe = moe
         self._held = held
         self._dtype = dtype
         scales = scales or {}
         self._stacks = [weights[name].view(len(held), -1, weights[name].size(1)) for name in _STACKS]
-        self._router = Linear(weights["router"], None, torch.float32)
+        self._router = Linear(weights["router"], weights.get(_LOGIT_BIAS), torch.float32)
         self._bias_E = weights.get(_BIAS)
         self._shared = {
             name: make(weights[name], None, scales=scales.get(name), adapters=find(name, 0, weights[name].size(0)))
@@ -102,11 +106,11 @@ class MoeLayer:
             and dtype == self._stacks[0].dtype == torch.bfloat16
             and has_grouped_products(torch.cuda.get_device_capability(device))
             and all(stack.size(2) % GROUPED_MULTIPLE == 0 for stack in self._stacks)
-            and not self.has_adapters
+            and not (self.has_adapters or moe.biases)
         )
         self._gate_up, self._down = (
-            [] if self.is_capturable else _linears(stack, scales.get(name), of_experts[name], make)
-            for name, stack in zip(_STACKS, self._stacks, strict=True)
+            [] if self.is_capturable else _linears(stack, weights.get(bias), scales.get(name), of_experts[name], make)
+            for name, bias, stack in zip(_STACKS, _BIASES, self._stacks, strict=True)
         )
 
     @property
@@ -174,13 +178,24 @@ class MoeLayer:
 
 
 def _linears(
-    stack: Tensor, scales: Scales | None, adapters: Sequence[LinearAdapters | None], make: Callable[..., Linear]
+    stack: Tensor,
+    bias: Tensor | None,
+    scales: Scales | None,
+    adapters: Sequence[LinearAdapters | None],
+    make: Callable[..., Linear],
 ) -> list[Linear]:
     """Creates one product per expert."""
     parts = [None] * len(stack) if scales is None else scales.of_rows(len(stack))
-    return [
-        make(weight, None, scales=part, adapters=own) for weight, part, own in zip(stack, parts, adapters, strict=True)
-    ]
+    biases = [None] * len(stack) if bias is None else bias.view(len(stack), -1)
+    of_experts = zip(stack, biases, parts, adapters, strict=True)
+    return [make(weight, own_bias, scales=part, adapters=own) for weight, own_bias, part, own in of_experts]
+
+
+def clamped_gate(gate_up: Tensor, *, limit: float) -> Tensor:
+    """Returns the activation of `MoeSpec.activation_limit` of [gate; up] columns."""
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * _sigmoid(1.702 * gate))
 
 
 def work_bytes(num_assignments: int, hidden: int, inner: int) -> int:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mrl.distributed.collectives import sum_in_rank_order
-from mrl.engines.native.experts import NAMES, FindAdapters, MoeLayer
+from mrl.engines.native.experts import DOWN_BIAS, NAMES, FindAdapters, MoeLayer
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.packed_linear import Linear, LinearAdapters, compute_dtype
@@ -35,6 +35,7 @@ class _Layer:
     input_norm: Tensor
     qkv: Linear
     head_norms: HeadNorms | None
+    sinks: Tensor | None
     o: Linear
     post_norm: Tensor
     mlp: Mlp | MoeLayer
@@ -97,7 +98,7 @@ class Decoder:
         scales = scales or {}
         self._tp_group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
         self._tp_size = 1 if self._tp_group is None else dist.get_world_size(self._tp_group)
-        tp_rank = 0 if self._tp_group is None else dist.get_rank(self._tp_group)
+        self._tp_rank = tp_rank = 0 if self._tp_group is None else dist.get_rank(self._tp_group)
         self.num_heads = arch.num_heads // self._tp_size
         self.num_kv_heads = max(1, arch.num_kv_heads // self._tp_size)
         self._embed_table = weights["embed"]
@@ -115,13 +116,22 @@ class Decoder:
         self._experts: dict[int, MoeLayer] = {}
         self._moe_index = {layer: index for index, layer in enumerate(arch.moe_layers)}
         if arch.moe is not None:
-            held = expert_shard(self._tp_size, tp_rank, ep_size).experts(arch.moe)
+            shard = expert_shard(self._tp_size, tp_rank, ep_size)
+            # the outputs of ranks that share an expert are summed: one of them adds its bias
+            own_names = [name for name in NAMES if name != DOWN_BIAS or shard.etp.rank == 0]
             for i in arch.moe_layers:
                 prefix = f"layers.{i}."
-                inside = {name: weights[prefix + name] for name in NAMES if prefix + name in weights}
+                inside = {name: weights[prefix + name] for name in own_names if prefix + name in weights}
                 scaled = {name: scales[prefix + name] for name in NAMES if prefix + name in scales}
-                own = partial(_within, find, prefix)
-                self._experts[i] = MoeLayer(arch.moe, inside, held, self.dtype, scaled, operations, own)
+                found = (
+                    inside,
+                    shard.experts(arch.moe),
+                    self.dtype,
+                    scaled,
+                    operations,
+                    partial(_within, find, prefix),
+                )
+                self._experts[i] = MoeLayer(arch.moe, *found)
         self.is_capturable = all(experts.is_capturable for experts in self._experts.values())
         self.has_expert_adapters = any(experts.has_adapters for experts in self._experts.values())
         self._linears = {
@@ -138,7 +148,7 @@ class Decoder:
     def _linear(self, name: str, weight: Tensor, scales: Mapping[str, Scales], find: FindAdapters) -> Linear:
         return Linear(
             weight,
-            self._weights.get(f"{name}_bias"),
+            None if name.endswith(".o") and self._tp_rank else self._weights.get(f"{name}_bias"),  # outputs are summed
             self.dtype,
             scales.get(name),
             exact=self._exact,
@@ -150,6 +160,7 @@ class Decoder:
     def reads(self) -> list[Tensor]:
         """Tensors that a forward reads, except its arguments and the cache; complete after `refresh`."""
         norms = [x for each in self._layers for x in (each.input_norm, each.post_norm, *(each.head_norms or ()))]
+        norms += [each.sinks for each in self._layers if each.sinks is not None]
         parts = [tensor for part in self._parts() for tensor in part.reads]
         return [self._embed_table, self._final_norm, self._heads.cos, self._heads.sin, *norms, *parts]
 
@@ -177,6 +188,7 @@ class Decoder:
                 head_norms=(vectors[f"layers.{i}.q_norm"], vectors[f"layers.{i}.k_norm"])
                 if f"layers.{i}.q_norm" in vectors
                 else None,
+                sinks=self._weights[f"layers.{i}.sinks"].float() if self._arch.attention_sinks else None,
                 o=self._linears[f"layers.{i}.o"],
                 post_norm=vectors[f"layers.{i}.post_norm"],
                 mlp=self._experts[i]
@@ -227,7 +239,7 @@ class Decoder:
         for i, layer in enumerate(self._layers):
             x_PH, normed_PH = norm(x_PH, layer.input_norm, eps, share_PH)
             qkv = layer.qkv(normed_PH).view(normed_PH.size(0), -1, self._arch.head_dim)
-            mixed = attention(i, *rotate(qkv, layer.head_norms)).flatten(1)
+            mixed = attention(i, *rotate(qkv, layer.head_norms), layer.sinks).flatten(1)
             if wanted_N is not None and routed_PLK is None and i == len(self._layers) - 1:
                 x_PH, mixed = x_PH[wanted_N], mixed[wanted_N]
             x_PH, normed_PH = norm(x_PH, layer.post_norm, eps, self._sum(layer.o(mixed)))
@@ -273,9 +285,9 @@ class Decoder:
         positions_P = torch.full((num_tokens,), num_slots - 1, device=device)
         attention = self.operations.decode_attention(cache, positions_P, num_slots, self.num_heads)
         qkv = torch.zeros(num_tokens, self.num_heads + 2 * self.num_kv_heads, dim, dtype=self.dtype, device=device)
-        parts = torch.split(qkv, [self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
+        q_PND, k_PKD, v_PKD = torch.split(qkv, [self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
         for _ in range(self._arch.num_layers):
-            attention(0, *parts)
+            attention(0, q_PND, k_PKD, v_PKD, None)
 
     def _embed(self, tokens_P: Tensor) -> Tensor:
         table = self._embed_table

@@ -21,8 +21,9 @@ from mrl.engines.native.attention import DecodeAttention, PrefillAttention, Pref
 from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.packed_linear import Linear
 
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Computes attention [P, N, D] from (layer, q_PND, k_PKD, v_PKD), and stores keys and values in the cache."""
+Attention = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Computes attention [P, N, D] from (layer, q_PND, k_PKD, v_PKD, sinks or None), and stores keys and values in the
+cache."""
 
 HeadNorms = tuple[Tensor, Tensor]
 """Weights [D] of the norms of queries and of keys."""

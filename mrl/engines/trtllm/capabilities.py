@@ -30,12 +30,17 @@ if TYPE_CHECKING:
 
 
 def structure_errors(config: Config, arch: ArchSpec) -> Iterator[str]:
-    """Yields a message for dense layers in an MoE model, and for sequences that are longer than a sliding window."""
+    """Yields a message for dense layers in an MoE model, attention sinks, and sequences longer than a window."""
     if arch.moe is not None and arch.moe.dense_layers:
         yield (
             f"rollout.name={config.rollout.name}: {len(arch.moe.dense_layers)} of the model's {arch.num_layers} layers "
             "have a dense MLP instead of experts, which mrl does not support with TensorRT-LLM. Use "
             "rollout.name=native or vllm."
+        )
+    if arch.attention_sinks:
+        yield (
+            f"rollout.name={config.rollout.name}: '{arch.family}' has attention sinks, which mrl does not support with "
+            "TensorRT-LLM. Use rollout.name=native or vllm."
         )
     if has_effective_windows(config, arch):
         yield (

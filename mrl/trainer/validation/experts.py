@@ -75,6 +75,12 @@ def _experts(config: Config, moe: MoeSpec, grid: ParallelLayout) -> Iterator[str
             "otherwise Megatron reduces the experts' gradients over the ranks of the dense parameters. Set both tensor "
             "sizes to one number, or raise parallel.expert_model_parallel_size."
         )
+    if moe.biases and grid.expert_tp > 1:
+        yield (
+            f"parallel.expert_tensor_parallel_size={grid.expert_tp}: this model's experts have biases, which Megatron "
+            "adds on each rank that has a part of an expert. Set it to 1, and with "
+            "parallel.tensor_model_parallel_size above 1 also parallel.expert_model_parallel_size."
+        )
     try:
         check_experts_divide(moe, expert_shard(grid, 0))
     except UserError as error:

@@ -21,6 +21,7 @@ from mrl.models.hf_config import arch_from_folder, family_of
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
+from mrl.resharding.hf_names import join, written_together
 from mrl.resharding.megatron import megatron_layout
 from mrl.resharding.native import native_layout
 from tests.resharding.archs import ARCHS, ODD_VOCAB, counted, filled, small
@@ -41,7 +42,8 @@ def save_model(arch, folder, **how):
 def write_folder(arch, folder, tensors=None):
     """A single-file folder with the given tensors."""
     (folder / "config.json").write_text(json.dumps(family_of(arch).arch_to_hf(arch)))
-    save_file(counted(arch) if tensors is None else tensors, folder / "model.safetensors")
+    tensors = counted(arch) if tensors is None else tensors
+    save_file(dict(join(tensors.items(), written_together(arch))), folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)

@@ -15,6 +15,15 @@ from tests.ranks import run_ranks
 
 MODELS = {
     "qwen2": {"model_type": "qwen2", **SIZES, "tie_word_embeddings": True},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **SIZES,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+        "tie_word_embeddings": False,
+    },
     "qwen3_moe": {
         "model_type": "qwen3_moe",
         **SIZES,
@@ -26,7 +35,9 @@ MODELS = {
     },
 }
 WRITTEN = {"qwen2": ParallelLayout(4, tp=4), "qwen3_moe": ParallelLayout(4, pp=2, ep=2)}
+WRITTEN["gpt_oss"] = WRITTEN["qwen3_moe"]
 LIVE = {"qwen2": ParallelLayout(2, pp=2), "qwen3_moe": ParallelLayout(4, tp=2, ep=2, etp=1)}
+LIVE["gpt_oss"] = LIVE["qwen3_moe"]
 OPTIONS = {"rollout": {"temperature": TEMPERATURE}, "actor": {"max_tokens_per_microbatch": 150}}
 
 

@@ -37,6 +37,7 @@ FAMILIES = {
     "qwen2_moe, shared expert, tied": (small("qwen2_moe_tiny", **MOE), "float32"),
     "qwen3_moe": (small("qwen3_moe_tiny", **MOE), "bfloat16"),
     "qwen3_moe, dense layers": (small("qwen3_moe_tiny", **MOE, mlp_only_layers=[1, 3]), "bfloat16"),
+    "gpt_oss, fused": (small("gpt_oss_tiny"), "bfloat16"),
     "glm4_moe": (small("glm4_moe_tiny", **MOE, use_qk_norm=True, head_dim=4), "bfloat16"),
 }
 """101 rows of vocabulary, a prime; 8 query heads, 4 layers, 4 experts."""

@@ -23,6 +23,7 @@ CASES = {
     "llama3.1_70b": ParallelLayout(64, tp=8, pp=4, vpp=5, rollout_tp=8),
     "qwen2.5_7b_128k": ParallelLayout(8, tp=4, rollout_tp=8),
     "phi3_tiny": ParallelLayout(4, tp=2, rollout_tp=4),
+    "gpt_oss_20b": ParallelLayout(16, tp=2, pp=2, ep=4, etp=1, rollout_tp=2),
     "glm4_moe_tiny": ParallelLayout(8, tp=2, pp=2, ep=4, etp=1, rollout_tp=4, rollout_ep=2),
     "mixtral_tiny": ParallelLayout(16, tp=2, ep=4, rollout_tp=4, rollout_ep=2),
     "qwen2_moe_tiny": ParallelLayout(8, tp=2, ep=4, etp=1, rollout_tp=2, rollout_ep=2),
@@ -41,7 +42,17 @@ def shrunk(preset, **changes):
 @pytest.mark.parametrize("preset", CASES)
 def test_structure_is_kept_and_every_rank_can_hold_its_part(preset):
     arch, _, small, used = shrunk(preset)
-    kept = ("family", "tie_word_embeddings", "qkv_bias", "qk_norm", "rope_theta", "rope_scaling", "rms_norm_eps")
+    kept = (
+        "family",
+        "tie_word_embeddings",
+        "qkv_bias",
+        "qk_norm",
+        "output_bias",
+        "attention_sinks",
+        "rope_theta",
+        "rope_scaling",
+        "rms_norm_eps",
+    )
     assert {name: getattr(small, name) for name in kept} == {name: getattr(arch, name) for name in kept}
     layouts = [megatron_layout(small, used, rank, dtype="bfloat16", te=False) for rank in range(used.world_size)]
     for rank in range(used.rollout_tp):

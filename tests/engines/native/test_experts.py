@@ -28,6 +28,13 @@ FAMILIES = {
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "head_dim": 32, "tie_word_embeddings": False},
     "qwen2_moe": {**EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 40},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "tie_word_embeddings": False},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": 7,
+        "tie_word_embeddings": False,
+    },
     "glm4_moe": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,
@@ -63,6 +70,17 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_those_of_transformers(folders, family):
     assert_greedy_tokens_are_those_of_transformers(folders(family))
+
+
+@pytest.mark.parametrize("prompts", [LENGTHS, (3, 30)], ids=str)
+def test_sinks_are_the_same_without_compiled_kernels(folders, prompts):
+    sampling = SamplingConfig(n=2, max_tokens=20, temperature=0.9, seed=1)
+    both = [make_engine(folders("gpt_oss"), enforce_eager=eager) for eager in (False, True)]
+    found, expected = ([*each.generate(make_prompts(prompts), sampling)] for each in both)
+    assert tokens(found) == tokens(expected)
+    for one, other in zip(found, expected, strict=True):
+        logprobs = [torch.tensor(each.rollout_logprobs) for each in (one, other)]
+        torch.testing.assert_close(*logprobs, atol=LOGPROB_ATOL, rtol=0)
 
 
 def _generate_on_ranks(folder, sampling, settings):

@@ -77,8 +77,8 @@ def make_checkpoint(folder, family="qwen2", *, families=FAMILIES, **overrides):
     torch.manual_seed(sum(map(ord, family)))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("_bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if "correction_bias" in name:

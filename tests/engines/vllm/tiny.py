@@ -28,6 +28,27 @@ FAMILIES = {
         "norm_topk_prob": False,
         "shared_expert_intermediate_size": 96,
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **SHAPE,
+        **both_spellings(
+            {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            }
+        ),
+        **SIZES,
+        "intermediate_size": 64,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 10,
+        "tie_word_embeddings": False,
+    },
     "glm4_moe": {
         "model_type": "glm4_moe",
         **SHAPE,

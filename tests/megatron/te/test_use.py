@@ -86,6 +86,15 @@ def on_gpu(monkeypatch):
 BROKEN = "it is installed but does not import: ImportError: undefined symbol"
 
 
+def test_attention_sinks_fall_to_the_local_layers_and_say_so(on_gpu):
+    on_gpu()
+    sinks = MIXTURES["gpt_oss"]
+    assert "sinks" in transformer_engine.described(config(), sinks, "cuda")
+    with pytest.raises(UserError, match="sinks.*actor.transformer_impl=local"):
+        transformer_engine.check(config(), sinks, "cuda")
+    transformer_engine.check(config("local"), sinks, "cuda")
+
+
 def test_float32_falls_to_the_local_layers_and_says_so(on_gpu):
     on_gpu()
     assert transformer_engine.why_local(config(), DENSE, "cuda") is None

@@ -97,3 +97,11 @@ IDLE = [
 @pytest.mark.parametrize("override", IDLE)
 def test_a_dense_model_refuses_what_only_experts_use(override):
     assert f"{override} is set, but would have no effect" in refusal(make(override), 4, ARCH)
+
+
+SINKS = arch_from_preset("gpt_oss_tiny", {}, None)
+
+
+def test_experts_with_biases_are_not_split():
+    assert f"{ETP}=2: this model's experts have biases" in refusal(make(f"{TP}=2", SP, f"{EP}=2"), 4, SINKS)
+    check(make(f"{TP}=2", SP, f"{EP}=2", f"{ETP}=1"), SINKS, world_size=2, tokenizer_vocab_size=12)

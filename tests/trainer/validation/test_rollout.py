@@ -6,6 +6,7 @@ import pytest
 
 from mrl.engines._capabilities import engine_capabilities
 from mrl.models.base import RopeScaling
+from mrl.models.presets import arch_from_preset
 from mrl.trainer.validation.validate import check, check_config
 from tests.trainer.validation.runs import ARCH, VAL, changed, make, refusal
 
@@ -59,6 +60,35 @@ def test_an_engine_without_the_models_windows_is_refused_where_they_hide_tokens(
 def test_vllm_and_the_native_engine_have_the_windows_of_all_layers():
     for engine, arch in (("vllm", EVERY), ("native", EVERY), ("native", SOME)):
         assert not [*engine_capabilities(engine).model_errors(make(f"rollout.name={engine}"), arch)]
+
+
+SINKS = arch_from_preset("gpt_oss_tiny", {}, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "said"),
+    [
+        ({"rms_norm_eps": 1e-6}, [], "rms_norm_eps"),
+        ({"rope_scaling": None}, [], "yarn"),
+        ({"rope_scaling": RopeScaling("yarn", 8.0, 64)}, [], "beta_fast"),
+        ({"windowed_layers": (1, 3)}, [], "sliding window"),
+        ({}, ["rollout.quantization=fp8"], "rollout.quantization=fp8"),
+        ({}, ["actor.lora.rank=4", "actor.lora.merge=false"], "actor.lora.merge=false"),
+        ({}, ["rollout.enable_rollout_routing_replay=true"], "enable_rollout_routing_replay"),
+    ],
+    ids=str,
+)
+def test_what_vllms_class_of_a_model_with_sinks_lacks_is_refused(changes, overrides, said):
+    errors = engine_capabilities("vllm").model_errors
+    assert not [*errors(make("rollout.name=vllm"), SINKS)]
+    assert any(said in each for each in errors(make("rollout.name=vllm", *overrides), replace(SINKS, **changes)))
+
+
+def test_tensorrt_llm_is_refused_for_a_model_with_sinks():
+    arch = replace(SINKS, sliding_window=None, windowed_layers=())
+    assert any(
+        "gpt_oss" in each for each in engine_capabilities("trtllm").model_errors(make("rollout.name=trtllm"), arch)
+    )
 
 
 SCALED = {
